@@ -1,0 +1,52 @@
+"""S2O runtime: load a profile, patch a model, run sparse attention for long prompts.
+
+Names are loaded on first use, so that importing a part (the errors, the configuration) does not import torch,
+and only `patch`, `unpatch` and `explain` import transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from s2o_runtime.attention import AttentionStats, s2o_attention
+    from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+    from s2o_runtime.errors import ConfigError, InputError, ModelError, ProfileError, S2OError
+    from s2o_runtime.hf import explain, patch, unpatch
+    from s2o_runtime.profile import Profile, load_profile, save_profile
+
+__version__ = "0.1.0"
+__all__ = [
+    "AttentionStats",
+    "ConfigError",
+    "HeadConfig",
+    "InputError",
+    "LayerConfig",
+    "ModelError",
+    "Profile",
+    "ProfileError",
+    "S2OError",
+    "TileConfig",
+    "explain",
+    "load_profile",
+    "patch",
+    "s2o_attention",
+    "save_profile",
+    "unpatch",
+]
+
+_HOMES = {
+    "attention": ("AttentionStats", "s2o_attention"),
+    "config": ("HeadConfig", "LayerConfig", "TileConfig"),
+    "errors": ("ConfigError", "InputError", "ModelError", "ProfileError", "S2OError"),
+    "hf": ("explain", "patch", "unpatch"),
+    "profile": ("Profile", "load_profile", "save_profile"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"s2o_runtime.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

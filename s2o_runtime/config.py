@@ -1,0 +1,159 @@
+"""Every parameter of S2O attention, its range, and which combinations are legal.
+
+The words are those of DESIGN section 3. All classes are frozen and hashable, so a config can key a cache.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from s2o_runtime.errors import ConfigError
+
+Mode = Literal["s2o", "dense"]
+Threshold = Literal["share", "raw"]
+RowReduce = Literal["mean", "max"]
+
+HEAD_DIMS = (64, 128)
+SEGMENT_STEP = 64
+MIN_SEGMENT = 64
+MAX_SEGMENT = 1 << 16
+MAX_TAU = 1e6
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """How one query head attends to its prefix.
+
+    tau: stop once the gain of a tile falls below it; 0 never stops (exact attention).
+    segment: queries that share one ranking; a multiple of 64.
+    mode: "dense" computes every causal pair from contiguous tiles and ignores `tau` and `segment`.
+    threshold: "raw" compares the gain with `tau` (Algorithm 3 of the paper); "share" with
+        `tau * tile keys / prefix keys`, the gain a tile would bring if every key counted alike,
+        which makes one tau serve every length and tile size.
+    """
+
+    tau: float = 0.0
+    segment: int = 512
+    mode: Mode = "s2o"
+    threshold: Threshold = "share"
+
+    def validate(self) -> HeadConfig:
+        if self.mode not in get_args(Mode):
+            raise ConfigError(f"mode {self.mode!r} is not known: use one of {get_args(Mode)}")
+        if self.threshold not in get_args(Threshold):
+            raise ConfigError(f"threshold {self.threshold!r} is not known: use one of {get_args(Threshold)}")
+        if not _is_number(self.tau) or not 0.0 <= self.tau <= MAX_TAU:
+            raise ConfigError(f"tau {self.tau!r} is out of range: use a number from 0 to {MAX_TAU:g}")
+        if not _is_int(self.segment) or not MIN_SEGMENT <= self.segment <= MAX_SEGMENT:
+            raise ConfigError(f"segment {self.segment!r} is out of range: use {MIN_SEGMENT} to {MAX_SEGMENT}")
+        if self.segment % SEGMENT_STEP:
+            raise ConfigError(f"segment {self.segment} is not a multiple of {SEGMENT_STEP}: round it")
+        return self
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """The shape of the kernel's work on one GPU.
+
+    block_m, block_n: rows and keys of a tile (BM, BN); chunk: tiles between two stop checks;
+    num_warps, num_stages: Triton's launch options. `block_m`, `block_n` and `chunk` also
+    decide where a head may stop, so the reference follows them too.
+    """
+
+    block_m: int = 128
+    block_n: int = 64
+    chunk: int = 4
+    num_warps: int = 8
+    num_stages: int = 2
+
+    @property
+    def stride(self) -> int:
+        """Keys between two stop checks."""
+        return self.block_n * self.chunk
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n}x{self.chunk} w{self.num_warps} s{self.num_stages}"
+
+    def validate(self) -> TileConfig:
+        ranges = {
+            "block_m": (64, 128, 256),
+            "block_n": (32, 64, 128),
+            "num_warps": (4, 8),
+            "num_stages": (1, 2, 3, 4),
+        }
+        for name, allowed in ranges.items():
+            if getattr(self, name) not in allowed or not _is_int(getattr(self, name)):
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not supported: use one of {allowed}")
+        if not _is_int(self.chunk) or not 1 <= self.chunk <= 64:
+            raise ConfigError(f"chunk {self.chunk!r} is out of range: use 1 to 64 tiles")
+        if self.block_m >= 128 and self.num_warps < 8:
+            raise ConfigError(f"block_m {self.block_m} with {self.num_warps} warps spills registers: use 8 warps")
+        return self
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """One attention layer: a `HeadConfig` for each query head and the tile they share.
+
+    row_reduce: how the rows of a tile become one decision: the mean of their gains, or the largest.
+    """
+
+    heads: tuple[HeadConfig, ...]
+    tile: TileConfig = TileConfig()
+    row_reduce: RowReduce = "mean"
+
+    @classmethod
+    def uniform(
+        cls,
+        num_heads: int,
+        *,
+        tau: float = 0.0,
+        segment: int = 512,
+        mode: Mode = "s2o",
+        threshold: Threshold = "share",
+        tile: TileConfig | None = None,
+        row_reduce: RowReduce = "mean",
+    ) -> LayerConfig:
+        """The same settings for all `num_heads` query heads.
+
+        >>> LayerConfig.uniform(32, tau=0.1, segment=1024).heads[31].tau
+        0.1
+        """
+        head = HeadConfig(tau=tau, segment=segment, mode=mode, threshold=threshold)
+        return cls((head,) * num_heads, tile or TileConfig(), row_reduce).validate()
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.heads)
+
+    @property
+    def is_dense(self) -> bool:
+        return all(head.mode == "dense" for head in self.heads)
+
+    def with_tile(self, tile: TileConfig) -> LayerConfig:
+        return replace(self, tile=tile).validate()
+
+    def validate(self) -> LayerConfig:
+        if not self.heads:
+            raise ConfigError("a layer has no heads: give one HeadConfig per query head")
+        if self.row_reduce not in get_args(RowReduce):
+            raise ConfigError(f"row_reduce {self.row_reduce!r} is not known: use one of {get_args(RowReduce)}")
+        self.tile.validate()
+        for index, head in enumerate(self.heads):
+            head.validate()
+            if head.mode == "s2o" and head.segment % self.tile.block_m:
+                raise ConfigError(
+                    f"segment {head.segment} of head {index} is not a multiple of block_m "
+                    f"{self.tile.block_m}: a tile may not cross a segment's end"
+                )
+        return self
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

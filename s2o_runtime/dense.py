@@ -1,0 +1,77 @@
+"""Dense causal attention: the fallback, and (in float32) the ground truth."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from s2o_runtime.shapes import call_shape
+
+FASTEST_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+EXACT_ROWS = 1024
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, kv_start: Tensor | None = None
+) -> Tensor:
+    """Causal attention through torch's SDPA, the fastest backend that takes the call.
+
+    q: [B, Hq, Lq, D]; k, v: [B, Hkv, Lk, D]; query i stands at position Lk - Lq + i; kv_start: [B], the first
+    key that counts. Returns [B, Hq, Lq, D] in q's dtype; rows before `kv_start` are zero.
+    """
+    shape = call_shape(q, k, v, kv_start)
+    if kv_start is None:
+        return _causal(q, k, v, scale)
+    out = torch.zeros_like(q)
+    for b, start in enumerate(kv_start.tolist()):  # a left-padded sequence is a shorter sequence
+        row = max(0, start - shape.offset)
+        if row < shape.q_len:
+            one = slice(b, b + 1)
+            out[one, :, row:] = _causal(q[one, :, row:], k[one, :, start:], v[one, :, start:], scale)
+    return out
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    with sdpa_kernel(FASTEST_FIRST, set_priority=True):
+        if q.shape[2] == k.shape[2]:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        if q.shape[2] == 1:
+            return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
+        from torch.nn.attention.bias import causal_lower_right  # brings in torch.compile, nearly a second
+
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, kv_start: Tensor | None = None
+) -> Tensor:
+    """The same function in float32 (float64 for float64 inputs), the truth errors are measured against.
+
+    Returns [B, Hq, Lq, D] in that type. Memory grows with `EXACT_ROWS * Lk`, not with `Lq * Lk`.
+    """
+    shape = call_shape(q, k, v, kv_start)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scale = shape.head_dim**-0.5 if scale is None else scale
+    start = torch.zeros(shape.batch, dtype=torch.int64, device=q.device) if kv_start is None else kv_start
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    key = torch.arange(shape.kv_len, device=q.device)
+    for h in range(shape.query_heads):
+        keys, values = (t[:, h // shape.group].to(dtype) for t in (k, v))
+        for begin in range(0, shape.q_len, EXACT_ROWS):
+            rows = q[:, h, begin : begin + EXACT_ROWS].to(dtype) * scale
+            last = shape.offset + begin + rows.shape[1]
+            position = torch.arange(last - rows.shape[1], last, device=q.device)
+            visible = (key[:last] <= position[:, None]) & (key[:last] >= start[:, None, None])
+            scores = (rows @ keys[:, :last].transpose(1, 2)).masked_fill(~visible, float("-inf"))
+            weights = torch.where(visible.any(-1, keepdim=True), scores.softmax(-1), 0.0)
+            out[:, h, begin : begin + EXACT_ROWS] = weights @ values[:, :last]
+    return out

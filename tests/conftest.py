@@ -1,0 +1,25 @@
+"""Where there is no GPU, kernels run in Triton's interpreter; that must be said before triton is imported."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def nan_filled():
+    """Uninitialised memory is NaN, or the largest integer, so that an unwritten element shows."""
+    previous = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.ones(1).new_empty(4).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(previous)

@@ -1,0 +1,58 @@
+import pytest
+
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.errors import ConfigError, S2OError
+
+
+def test_uniform_is_one_config_per_head():
+    config = LayerConfig.uniform(3, tau=0.5, segment=256, threshold="raw", row_reduce="max")
+    assert config.heads == (HeadConfig(0.5, 256, "s2o", "raw"),) * 3
+    assert config.row_reduce == "max"
+    assert not config.is_dense
+    assert LayerConfig.uniform(2, mode="dense").is_dense
+    assert hash(config) == hash(LayerConfig.uniform(3, tau=0.5, segment=256, threshold="raw", row_reduce="max"))
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (HeadConfig(tau=-1.0), "tau -1.0 is out of range"),
+        (HeadConfig(tau=float("nan")), "tau nan is out of range"),
+        (HeadConfig(tau="1"), "tau '1' is out of range"),  # type: ignore[arg-type]
+        (HeadConfig(segment=100), "segment 100 is not a multiple of 64"),
+        (HeadConfig(segment=0), "segment 0 is out of range"),
+        (HeadConfig(segment=True), "segment True is out of range"),
+        (HeadConfig(mode="sparse"), "mode 'sparse' is not known"),  # type: ignore[arg-type]
+        (HeadConfig(threshold="log"), "threshold 'log' is not known"),  # type: ignore[arg-type]
+    ],
+)
+def test_illegal_heads_name_field_and_value(head, message):
+    with pytest.raises(ConfigError, match=message):
+        LayerConfig((head,)).validate()
+
+
+@pytest.mark.parametrize(
+    ("tile", "message"),
+    [
+        (TileConfig(block_m=100), "block_m 100 is not supported"),
+        (TileConfig(block_n=16), "block_n 16 is not supported"),
+        (TileConfig(chunk=0), "chunk 0 is out of range"),
+        (TileConfig(num_stages=9), "num_stages 9 is not supported"),
+        (TileConfig(block_m=128, num_warps=4), "spills registers"),
+    ],
+)
+def test_illegal_tiles(tile, message):
+    with pytest.raises(ConfigError, match=message):
+        tile.validate()
+
+
+def test_a_tile_may_not_cross_a_segment():
+    with pytest.raises(ConfigError, match="segment 64 of head 0 is not a multiple of block_m 128"):
+        LayerConfig.uniform(1, segment=64, tile=TileConfig(block_m=128))
+    LayerConfig.uniform(1, segment=64, tile=TileConfig(block_m=128), mode="dense")
+
+
+def test_errors_are_one_tree():
+    assert issubclass(ConfigError, S2OError)
+    with pytest.raises(S2OError, match="no heads"):
+        LayerConfig(()).validate()

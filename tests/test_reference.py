@@ -1,0 +1,101 @@
+import pytest
+import torch
+from naive import naive_attention, naive_s2o
+
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.reference import query_order, rank, s2o_attention_reference, segment_representative
+from s2o_runtime.shapes import call_shape, density
+
+TILE = TileConfig(block_m=64, block_n=32, chunk=2)
+
+
+def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim=16, dtype=torch.float64):
+    q = torch.randn(batch, heads, q_len, head_dim, dtype=torch.float64) * 2
+    k, v = (torch.randn(batch, kv_heads, kv_len, head_dim, dtype=torch.float64) for _ in range(2))
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+SHAPES = [
+    pytest.param(1, 2, 1, 200, 200, None, id="B1-H2-L200"),
+    pytest.param(1, 1, 1, 3, 3, None, id="shorter-than-a-tile"),
+    pytest.param(1, 2, 2, 1, 150, None, id="one-query"),
+    pytest.param(1, 4, 2, 130, 211, None, id="q130-kv211"),
+    pytest.param(2, 2, 1, 150, 150, [0, 67], id="left-padded"),
+    pytest.param(2, 2, 2, 100, 171, [171, 5], id="one-row-of-padding-only"),
+]
+
+
+def mixed_heads(count, tau, threshold):
+    segments = (64, 128)
+    return tuple(HeadConfig(tau=tau, segment=segments[h % 2], threshold=threshold) for h in range(count))
+
+
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "starts"), SHAPES)
+def test_tau_zero_is_dense_attention(batch, heads, kv_heads, q_len, kv_len, starts):
+    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len)
+    kv_start = None if starts is None else torch.tensor(starts)
+    config = LayerConfig(mixed_heads(heads, 0.0, "share"), TILE)
+    out, visited = s2o_attention_reference(q, k, v, config, kv_start=kv_start)
+    torch.testing.assert_close(out, naive_attention(q, k, v, kv_start=kv_start), rtol=1e-10, atol=1e-12)
+    share = density(visited, config, call_shape(q, k, v), kv_start)
+    expected = torch.full((heads,), 1.0, dtype=torch.float64)
+    torch.testing.assert_close(share, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("threshold", ["share", "raw"])
+@pytest.mark.parametrize("row_reduce", ["mean", "max"])
+@pytest.mark.parametrize("paper_literal", [False, True])
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "starts"), SHAPES)
+def test_equals_the_naive_loop(batch, heads, kv_heads, q_len, kv_len, starts, threshold, row_reduce, paper_literal):
+    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len)
+    kv_start = None if starts is None else torch.tensor(starts)
+    config = LayerConfig(mixed_heads(heads, 1.5 if threshold == "share" else 0.4, threshold), TILE, row_reduce)
+    out, visited = s2o_attention_reference(q, k, v, config, kv_start=kv_start, paper_literal=paper_literal)
+    expected, pairs, causal = naive_s2o(q, k, v, config.heads, TILE, row_reduce, kv_start, paper_literal)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
+    if not paper_literal:  # permuted queries leave the tiles that density counts
+        share = density(visited, config, call_shape(q, k, v), kv_start)
+        torch.testing.assert_close(share, torch.tensor(pairs, dtype=torch.float64) / causal, rtol=1e-12, atol=0)
+
+
+def test_a_larger_tau_computes_less():
+    q, k, v = inputs(1, 1, 1, 600, 600)
+    shape = call_shape(q, k, v)
+    shares = []
+    for tau in (0.0, 0.5, 1.0, 2.0, 100.0):
+        config = LayerConfig.uniform(1, tau=tau, segment=64, tile=TileConfig(64, 32, 1))
+        _, visited = s2o_attention_reference(q, k, v, config)
+        shares.append(float(density(visited, config, shape)[0]))
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == 1.0
+    assert 64 / 600 < shares[-1] < shares[2] < 1.0
+
+
+def test_dense_heads_ignore_tau_and_segment():
+    q, k, v = inputs(1, 2, 1, 700, 700)
+    heads = (HeadConfig(tau=50.0, segment=64, mode="dense"), HeadConfig(tau=50.0, segment=64))
+    config = LayerConfig(heads, TILE)
+    out, visited = s2o_attention_reference(q, k, v, config)
+    dense = naive_attention(q, k, v)
+    torch.testing.assert_close(out[:, 0], dense[:, 0], rtol=1e-10, atol=1e-12)
+    assert (out[:, 1] - dense[:, 1]).abs().max() > 1e-3
+    share = density(visited, config, call_shape(q, k, v))
+    assert share[0] == 1.0
+    assert share[1] < 0.5
+
+
+def test_output_type_follows_q_and_scale_is_used():
+    q, k, v = inputs(1, 1, 1, 90, 90, dtype=torch.float16)
+    out, _ = s2o_attention_reference(q, k, v, LayerConfig.uniform(1, segment=64, tile=TILE), scale=0.1)
+    assert out.dtype == torch.float16
+    expected = naive_attention(q, k, v, scale=0.1)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-3)  # one rounding to fp16 of values below 4
+
+
+def test_algorithm_1_by_hand():
+    q = torch.tensor([[2.0, 0.0], [0.0, 2.0], [4.0, 4.0]])
+    assert segment_representative(q, 10, 0).tolist() == [2.0, 2.0]
+    assert segment_representative(q, 10, 12).tolist() == [4.0, 4.0]  # the first two stand before key 12
+    keys = torch.tensor([[1.0, 0.0], [0.0, 3.0], [-1.0, 0.0], [2.0, 1.0]])
+    assert rank(torch.tensor([1.0, 0.5]), keys).tolist() == [3, 1, 0, 2]
+    assert query_order(q, torch.tensor([1.0, 0.0])).tolist() == [2, 0, 1]
