@@ -1,0 +1,1 @@
+"""Triton kernels, one file per stage. Importing a stage imports triton; importing this package does not."""

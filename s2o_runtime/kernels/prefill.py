@@ -1,0 +1,188 @@
+"""Algorithms 2 and 3 in one kernel: the dense window, then the gathered prefix with chunked early stopping.
+
+A program owns `block_m` query rows of one head. Queries are not permuted, so the online softmax of the window
+stays in registers and the prefix continues it. The stop check sits in a `while` over chunks around a plain
+`for` over the chunk's tiles, which Triton pipelines; a check after every tile is not pipelined at all.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.kernels.layout import window_start
+from s2o_runtime.kernels.rank import rank
+from s2o_runtime.kernels.tables import head_tables
+from s2o_runtime.shapes import CallShape
+
+WORKSPACE_BYTES = 1 << 30
+WIDE_ELEMENTS = 1 << 31  # beyond this an offset into one head of k or v needs 64 bits
+RANK_BYTES_PER_KEY = 16  # a float32 score, an int64 and an int32 index
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _absorb(q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr):
+    """One tile of keys into the online softmax, in base 2: q [BM, D], k [D, BN], v [BN, D]."""
+    scores = tl.dot(q, k, input_precision="ieee")
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, 1) * qk_scale)
+    # rows that have seen no key yet keep m = -inf; subtract 0 there, not -inf
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
+    weights = tl.exp2(scores * qk_scale - m_safe[:, None])
+    decay = tl.exp2(m - m_safe)
+    l = l * decay + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return m_new, l, acc
+
+
+@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "tau"])
+def _prefill(
+    Q, K, V, ORDER, OUT, VISITED, KV_START, TAU, SEGMENT, SHARE, qk_scale, q_len, offset, row_begin,
+    stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
+    stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch,
+    GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, HAS_START: tl.constexpr, ROW_MAX: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    if WIDE:  # a sequence spans 2^31 elements or more: 64-bit offsets into k and v
+        stride_kl = stride_kl.to(tl.int64)
+        stride_vl = stride_vl.to(tl.int64)
+    # long prefixes first: the last row tiles have the most work
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    segment = tl.load(SEGMENT + h)
+    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
+    row0 = row_begin + tile * BM
+    n = row0 // tl.maximum(segment, 1)
+    first = tl.where(segment > 0, window_start(n, segment, offset, start, BN), start)
+    prefix = first - start
+    position0 = offset + row0
+    kv_len = offset + q_len
+
+    offs_n = tl.arange(0, BN)
+    offs_d = tl.arange(0, D)
+    rows = row0 + tl.arange(0, BM)
+    position = offset + rows
+    real = (rows < q_len) & (position >= start)
+
+    q_base = Q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + row0.to(tl.int64) * stride_ql
+    offs_row = tl.arange(0, BM)[:, None]
+    q = tl.load(q_base + offs_row * stride_ql + offs_d[None, :], mask=rows[:, None] < q_len, other=0.0)
+    k_base = K + b.to(tl.int64) * stride_kb + (h // GROUP).to(tl.int64) * stride_kh
+    v_base = V + b.to(tl.int64) * stride_vb + (h // GROUP).to(tl.int64) * stride_vh
+
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+
+    # window: whole tiles that every row sees, then the diagonal
+    diagonal = first + tl.maximum(position0 + 1 - first, 0) // BN * BN
+    k_tile = k_base + offs_n[None, :] * stride_kl + offs_d[:, None]
+    v_tile = v_base + offs_n[:, None] * stride_vl + offs_d[None, :]
+    for j in tl.range(first, diagonal, BN, num_stages=STAGES):
+        k = tl.load(k_tile + j * stride_kl)
+        v = tl.load(v_tile + j * stride_vl)
+        m, l, acc = _absorb(q, k, v, m, l, acc, qk_scale, True, False)
+    for j in tl.range(diagonal, tl.minimum(position0 + BM, kv_len), BN, num_stages=1):
+        keys = j + offs_n
+        k = tl.load(k_tile + j * stride_kl, mask=keys[None, :] < kv_len, other=0.0)
+        v = tl.load(v_tile + j * stride_vl, mask=keys[:, None] < kv_len, other=0.0)
+        m, l, acc = _absorb(q, k, v, m, l, acc, qk_scale, keys[None, :] <= position[:, None], True)
+
+    # prefix: tiles in order, chunk by chunk
+    tiles = prefix // BN
+    threshold = tl.load(TAU + h)
+    if tl.load(SHARE + h) != 0:
+        threshold = threshold * BN / tl.maximum(prefix, 1).to(tl.float32)
+    real_rows = tl.sum(real.to(tl.float32), 0)
+    order = ORDER + b.to(tl.int64) * stride_ib + h.to(tl.int64) * stride_ih
+    order += (n - row_begin // tl.maximum(segment, 1)).to(tl.int64) * stride_in
+    done = 0
+    running = tiles > 0
+    while running:
+        length = tl.minimum(CHUNK, tiles - done)
+        m_before = m
+        l_before = l
+        for c in tl.range(0, length, num_stages=STAGES):
+            index = tl.load(order + (done + c) * BN + offs_n)
+            k = tl.load(k_base + index[None, :] * stride_kl + offs_d[:, None])
+            v = tl.load(v_base + index[:, None] * stride_vl + offs_d[None, :])
+            m, l, acc = _absorb(q, k, v, m, l, acc, qk_scale, True, False)
+        done += length
+        old = l_before * tl.exp2(m_before - m)
+        gain = tl.where(real, (l - old) / tl.where(real, old, 1.0), 0.0)
+        chunk_gain = tl.max(gain, 0) if ROW_MAX else tl.sum(gain, 0) / real_rows
+        running = (done < tiles) & (chunk_gain / length.to(tl.float32) >= threshold)
+
+    acc = tl.where(real[:, None], acc / tl.where(real, l, 1.0)[:, None], 0.0)
+    out_base = OUT + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + row0.to(tl.int64) * stride_ol
+    tl.store(
+        out_base + offs_row * stride_ol + offs_d[None, :], acc.to(OUT.dtype.element_ty), mask=rows[:, None] < q_len
+    )
+    count = VISITED + b.to(tl.int64) * stride_cb + h.to(tl.int64) * stride_ch + row0 // BM
+    tl.store(count, done * BN)
+
+
+def s2o_prefill(
+    q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, shape: CallShape, scale: float, kv_start: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """S2O attention with Triton: the same function as `reference.s2o_attention_reference`.
+
+    q: [B, Hq, Lq, D]; k, v: [B, Hkv, Lk, D]; the last dimension contiguous, other strides free.
+    Returns the output [B, Hq, Lq, D], laid out as [B, Lq, Hq, D], and the prefix keys each row tile
+    computed, int32 [B, Hq, row tiles].
+    """
+    out = q.new_empty(shape.batch, shape.q_len, shape.query_heads, shape.head_dim).transpose(1, 2)
+    visited = torch.empty(
+        shape.batch, shape.query_heads, shape.row_tiles(config.tile.block_m), dtype=torch.int32, device=q.device
+    )
+    for rows in row_slices(config, shape, WORKSPACE_BYTES):
+        _, order = rank(q, k, config, shape, kv_start, rows)
+        prefill(q, k, v, order, out, visited, config, shape, scale, kv_start, rows)
+    return out, visited
+
+
+def row_slices(config: LayerConfig, shape: CallShape, workspace: int) -> list[range]:
+    """Cut the query rows into slices of whole segments whose ranking fits the workspace."""
+    segments = [head.segment for head in config.heads if head.mode == "s2o"]
+    if not segments:
+        return [range(shape.q_len)]
+    bytes_per_row = shape.batch * shape.query_heads * shape.kv_len * RANK_BYTES_PER_KEY / min(segments)
+    unit = math.lcm(*segments)
+    step = max(1, int(workspace / bytes_per_row) // unit) * unit
+    return [range(begin, min(begin + step, shape.q_len)) for begin in range(0, shape.q_len, step)]
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    order: Tensor,
+    out: Tensor,
+    visited: Tensor,
+    config: LayerConfig,
+    shape: CallShape,
+    scale: float,
+    kv_start: Tensor | None,
+    rows: range,
+) -> None:
+    """Window and gathered prefix for the query rows in `rows`, with the order `rank` made for them."""
+    tables = head_tables(config, q.device)
+    tile = config.tile
+    _prefill[(triton.cdiv(len(rows), tile.block_m), shape.query_heads, shape.batch)](
+        q, k, v, order, out, visited, kv_start if kv_start is not None else tables.segment,
+        tables.tau, tables.segment, tables.share, scale * LOG2E, shape.q_len, shape.offset, rows.start,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *order.stride()[:3],
+        *visited.stride()[:2],
+        GROUP=shape.group, D=shape.head_dim, BM=tile.block_m, BN=tile.block_n, CHUNK=tile.chunk,
+        STAGES=tile.num_stages, HAS_START=kv_start is not None, ROW_MAX=config.row_reduce == "max",
+        WIDE=shape.kv_len * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip

@@ -1,0 +1,113 @@
+"""The compiled kernels on a GPU in bf16 and fp16, against float32 dense attention and the reference."""
+
+import pytest
+import torch
+
+from s2o_runtime import LayerConfig, TileConfig, s2o_attention
+from s2o_runtime.config import HeadConfig
+from s2o_runtime.dense import dense_attention, exact_attention
+from s2o_runtime.gpu import candidate_tiles
+from s2o_runtime.shapes import call_shape, density
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype):
+    """Clustered keys and drifting queries, so that a ranking has something to find."""
+    generator = torch.Generator("cuda").manual_seed(q_len + kv_len + heads)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    topics = normal(16, head_dim)
+    k = normal(batch, kv_heads, kv_len, head_dim) * 0.6 + topics[torch.arange(kv_len, device="cuda") // 7 % 16]
+    q = normal(batch, heads, q_len, head_dim) * 0.6 + topics[torch.arange(q_len, device="cuda") // 256 % 16] * 0.8
+    v = normal(batch, kv_heads, kv_len, head_dim)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+SHAPES = [
+    pytest.param(1, 4, 2, 1000, 1000, 128, None, id="B1-H4-L1000-D128"),
+    pytest.param(1, 2, 2, 2049, 2049, 64, None, id="B1-H2-L2049-D64"),
+    pytest.param(1, 8, 1, 7, 7, 128, None, id="L7"),
+    pytest.param(1, 1, 1, 1, 1500, 128, None, id="one-query"),
+    pytest.param(2, 4, 2, 700, 1999, 128, None, id="q700-kv1999"),
+    pytest.param(3, 4, 2, 900, 900, 64, [0, 333, 899], id="left-padded"),
+    pytest.param(2, 3, 1, 500, 1100, 128, [1100, 650], id="padded-chunk"),
+    pytest.param(1, 32, 8, 4096, 4096, 128, None, id="B1-H32-L4096-D128"),
+]
+
+
+def relative_error(out, truth):
+    return float((out.float() - truth).norm() / truth.norm().clamp_min(1e-6))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), SHAPES)
+def test_tau_zero_is_dense(batch, heads, kv_heads, q_len, kv_len, head_dim, starts, dtype, nan_filled):
+    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype)
+    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
+    kinds = (HeadConfig(0.0, 128), HeadConfig(0.0, 256), HeadConfig(0.0, 128, "dense"))
+    config = LayerConfig(tuple(kinds[h % 3] for h in range(heads)), TileConfig(128, 32, 8, 8, 3))
+    truth = exact_attention(q, k, v, kv_start=kv_start)
+    out, stats = s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton", return_stats=True)
+    # one rounding of weights and one of the output: no worse than twice what SDPA makes of the same inputs
+    dense = relative_error(dense_attention(q, k, v, kv_start=kv_start), truth)
+    assert relative_error(out, truth) <= 2 * dense + 1e-3
+    assert torch.equal(out == 0, truth == 0) or kv_start is None
+    torch.testing.assert_close(stats.density, torch.ones_like(stats.density), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("tau", [0.3, 1.0])
+@pytest.mark.parametrize("threshold", ["share", "raw"])
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), SHAPES)
+def test_stopping_follows_the_reference(
+    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, threshold, tau, nan_filled
+):
+    """Ranking in bf16 orders near-equal keys differently, so errors and densities agree closely, not exactly."""
+    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, torch.bfloat16)
+    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
+    tau = tau if threshold == "share" else tau / 10
+    config = LayerConfig.uniform(heads, tau=tau, segment=256, threshold=threshold, tile=TileConfig(128, 32, 4, 8, 3))
+    shape = call_shape(q, k, v, kv_start)
+    truth = exact_attention(q, k, v, kv_start=kv_start)
+    ours, stats = s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton", return_stats=True)
+    theirs, expected = s2o_attention(q, k, v, config, kv_start=kv_start, backend="reference", return_stats=True)
+    ours_error, theirs_error = relative_error(ours, truth), relative_error(theirs, truth)
+    assert abs(ours_error - theirs_error) <= 0.1 * theirs_error + 5e-3
+    torch.testing.assert_close(stats.density, expected.density, rtol=0.03, atol=0.005)
+    torch.testing.assert_close(stats.density, density(stats.visited, config, shape, kv_start))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_candidate_tile_of_this_gpu(head_dim, nan_filled):
+    q, k, v = inputs(1, 4, 2, 1333, 1333, head_dim, torch.bfloat16)
+    truth = exact_attention(q, k, v)
+    for tile in candidate_tiles(head_dim, torch.cuda.get_device_capability()):
+        config = LayerConfig.uniform(4, tau=0.0, segment=128, tile=tile)
+        out = s2o_attention(q, k, v, config, backend="triton")
+        assert relative_error(out, truth) <= 6e-3, tile  # bf16 weights and output, each within 2^-8
+
+
+def test_non_contiguous_inputs_as_transformers_hands_them_over(nan_filled):
+    q, k, v = inputs(1, 8, 2, 800, 800, 128, torch.bfloat16)
+    config = LayerConfig.uniform(8, tau=0.5, segment=128, tile=TileConfig(128, 32, 4, 8, 3))
+    views = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    expected = s2o_attention(q, k, v, config, backend="triton")
+    assert torch.equal(s2o_attention(*views, config, backend="triton"), expected)
+
+
+def test_the_kernel_is_compiled_once_for_all_lengths():
+    from s2o_runtime.kernels.prefill import _prefill
+
+    config = LayerConfig.uniform(2, tau=0.5, segment=128, tile=TileConfig(64, 32, 4, 4, 3))
+    for length in (257, 512, 800, 1024, 1500):
+        q, k, v = inputs(1, 2, 1, length, length, 64, torch.bfloat16)
+        s2o_attention(q, k, v, config, backend="triton")
+        if length == 257:
+            first = compiled_count(_prefill)
+    assert compiled_count(_prefill) == first
+
+
+def compiled_count(kernel):
+    return sum(len(caches[0]) for caches in kernel.device_caches.values())

@@ -1,0 +1,116 @@
+import logging
+
+import pytest
+import torch
+from naive import naive_attention
+
+from s2o_runtime.attention import _log_once, interpreted, s2o_attention
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.errors import ConfigError, InputError
+from s2o_runtime.reference import s2o_attention_reference
+
+TILE = TileConfig(64, 32, 2, 4, 1)
+
+
+def inputs(heads=2, kv_heads=1, q_len=150, kv_len=150, head_dim=64, dtype=torch.float32):
+    q = torch.randn(1, heads, q_len, head_dim, dtype=dtype)
+    return (
+        q,
+        torch.randn(1, kv_heads, kv_len, head_dim, dtype=dtype),
+        torch.randn(1, kv_heads, kv_len, head_dim).to(dtype),
+    )
+
+
+def config(heads=2, tau=2.0, **kwargs):
+    return LayerConfig.uniform(heads, tau=tau, segment=64, tile=TILE, **kwargs)
+
+
+def test_auto_on_a_cpu_is_the_reference_and_says_so():
+    q, k, v = inputs()
+    out, stats = s2o_attention(q, k, v, config(), return_stats=True)
+    expected, visited = s2o_attention_reference(q, k, v, config())
+    assert torch.equal(out, expected)
+    assert torch.equal(stats.visited, visited)
+    assert (stats.backend, "cpu" in stats.reason) == ("reference", True)
+
+
+@pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
+def test_triton_can_be_asked_for():
+    q, k, v = inputs()
+    out, stats = s2o_attention(q, k, v, config(), backend="triton", return_stats=True)
+    torch.testing.assert_close(out, s2o_attention_reference(q, k, v, config())[0], rtol=1e-4, atol=1e-5)
+    assert (stats.backend, stats.reason) == ("triton", "asked for")
+
+
+def test_density_counts_pairs_by_hand():
+    """96 queries, segments of 64, tiles of 32: the second segment visits one chunk, its whole prefix."""
+    q, k, v = inputs(q_len=96, kv_len=96)
+    _, stats = s2o_attention(q, k, v, config(tau=1e6), return_stats=True)
+    window = 64 * 65 // 2 + 32 * 33 // 2
+    assert stats.density.tolist() == pytest.approx([(window + 32 * 64) / (96 * 97 / 2)] * 2)
+    _, stats = s2o_attention(q, k, v, config(), backend="dense", return_stats=True)
+    assert stats.density.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "q_len", "reason"),
+    [
+        (config(mode="dense"), 150, "every head of the layer is dense"),
+        (config(), 64, "the whole prompt fits one segment"),
+    ],
+    ids=["dense-layer", "one-segment"],
+)
+def test_auto_goes_dense_when_nothing_can_be_skipped(layer, q_len, reason):
+    q, k, v = inputs(q_len=q_len, kv_len=q_len)
+    out, stats = s2o_attention(q, k, v, layer, return_stats=True)
+    assert (stats.backend, stats.reason) == ("dense", reason)
+    torch.testing.assert_close(out.double(), naive_attention(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+def test_each_choice_is_logged_once(caplog):
+    _log_once.cache_clear()
+    q, k, v = inputs()
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        for _ in range(3):
+            s2o_attention(q, k, v, config())
+    assert [record.message for record in caplog.records] == [
+        "attention backend reference: the tensors are on the cpu, the kernel needs a GPU"
+    ]
+
+
+def test_bad_input_is_one_sentence_that_names_the_tensor():
+    q, k, v = inputs()
+    cases = [
+        ((q[0], k, v, config()), "q has 3 dimensions"),
+        ((q, k[:, :, :10], v[:, :, :10], config()), "q has 150 rows but there are 10 keys"),
+        ((q, k, v[..., :32], config()), r"v has shape \(1, 1, 150, 32\) but k has"),
+        ((q, k.half(), v, config()), "k is torch.float16 but q is torch.float32"),
+        ((q.int(), k, v, config()), "q is torch.int32: expected a floating point type"),
+        ((q, k, v, config(3)), "describes 3 query heads but q has 2"),
+        ((q[:, :0], k, v, config()), "q is empty"),
+        (
+            (torch.cat([q, q[:, :1]], 1), k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), config(3)),
+            "cannot share 2 KV heads",
+        ),
+        ((q.repeat(2, 1, 1, 1), k, v, config()), "expected batch 2"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(InputError, match=message):
+            s2o_attention(*arguments)
+    with pytest.raises(InputError, match=r"scale is -1\.0"):
+        s2o_attention(q, k, v, config(), scale=-1.0)
+    with pytest.raises(InputError, match="backend 'gpu' is not known"):
+        s2o_attention(q, k, v, config(), backend="gpu")
+    with pytest.raises(InputError, match="kv_start has shape"):
+        s2o_attention(q, k, v, config(), kv_start=torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="tau -1"):
+        s2o_attention(q, k, v, LayerConfig((LayerConfig.uniform(1).heads[0].__class__(tau=-1),) * 2))
+
+
+def test_what_the_kernel_cannot_do_is_refused_when_asked_for():
+    q, k, v = inputs(head_dim=80)
+    with pytest.raises(InputError, match="head_dim 80 is not supported by the kernel"):
+        s2o_attention(q, k, v, config(), backend="triton")
+    q, k, v = inputs()
+    with pytest.raises(InputError, match="no backward pass"):
+        s2o_attention(q.requires_grad_(), k, v, config(), backend="triton")
