@@ -1,0 +1,274 @@
+"""transformers: S2O as an attention function and a mask function; `patch` and `unpatch`.
+
+No method is replaced. Prefill through a plain causal mask arrives with a small integer tensor instead of a mask
+(where its queries stand, where each sequence starts) and runs S2O; decode, odd masks and everything S2O cannot
+do exactly run transformers' own SDPA path or dense attention, and the reason is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from s2o_runtime.attention import AttentionStats, s2o_attention
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.dense import dense_attention
+from s2o_runtime.errors import ModelError, ProfileError
+from s2o_runtime.gpu import Rejected, default_tile, fit, identify
+from s2o_runtime.identity import attention_modules, fingerprint, geometry
+from s2o_runtime.profile import Profile, length_step, load_profile
+
+NAME = "s2o"
+STATE = "s2o_layer"  # attribute of a patched attention module
+CALL = "s2o_call"  # attribute of a mask that stands for a plain causal prefill
+PREVIOUS = "s2o_previous_implementation"
+
+log = logging.getLogger("s2o_runtime")
+
+
+@dataclass(frozen=True)
+class PrefillCall:
+    """A plain causal prefill: where its first query stands, and where each sequence starts."""
+
+    q_offset: int
+    kv_start: Tensor | None  # integers [B]; None when nothing is padded
+
+
+Observer = Callable[[int, Tensor, Tensor, Tensor, float | None, Tensor], None]
+
+
+@dataclass
+class LayerState:
+    """What one patched attention layer knows and has done.
+
+    observer: called with the layer's index, q, k, v, the scale and the output after every plain causal
+    prefill of unpadded prompts, S2O or dense.
+    """
+
+    profile: Profile
+    layer: int
+    rejected: str | None = None
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    last: AttentionStats | None = None
+    configs: dict[int, LayerConfig] = field(default_factory=dict)
+    observer: Observer | None = None
+
+    def config(self, length: int) -> LayerConfig:
+        step = length_step(length)
+        if step not in self.configs:
+            self.configs[step] = self.profile.layer_config(self.layer, length)
+        return self.configs[step]
+
+    def count(self, path: str, reason: str) -> None:
+        if (path, reason) not in self.counts:
+            log.info("layer %d runs %s: %s", self.layer, path, reason)
+        self.counts[path, reason] += 1
+
+
+def patch(model: Any, profile: Profile | str | PathLike[str], *, strict: bool = False) -> Any:
+    """Make a transformers model use S2O for long prompts, as its profile says. Returns the model.
+
+    strict: refuse a model whose weights are not the ones that were calibrated; otherwise that is a warning.
+    Raises ProfileError if the profile does not fit the model's geometry, ModelError if the architecture is
+    not supported.
+    """
+    if not isinstance(profile, Profile):
+        profile = load_profile(profile)
+    if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
+        raise ModelError(f"{type(model).__name__} is not a transformers model: load it with AutoModelForCausalLM")
+    difference = geometry(model.config).difference(profile.geometry)
+    if difference:
+        raise ProfileError(
+            f"the profile of {profile.model_name} does not fit this model: it has {difference}; calibrate this model"
+        )
+    modules = attention_modules(model)
+    if fingerprint(model) != profile.fingerprint:
+        message = f"the weights are not those of {profile.model_name} that the profile was calibrated on"
+        if strict:
+            raise ProfileError(f"{message}: calibrate these, or patch with strict=False")
+        log.warning("%s: errors and densities may differ", message)
+    unpatch(model)
+    profile, rejected = _fitted(profile, next(model.parameters()).device)
+    for index, module in enumerate(modules):
+        setattr(module, STATE, LayerState(profile, index, rejected))
+    register()
+    setattr(model, PREVIOUS, model.config._attn_implementation)
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def unpatch(model: Any) -> Any:
+    """Undo `patch`: the attention implementation the model had before, and no trace of the profile."""
+    if PREVIOUS in model.__dict__:
+        model.set_attn_implementation(model.__dict__.pop(PREVIOUS))
+        for module in model.modules():
+            module.__dict__.pop(STATE, None)
+    return model
+
+
+def explain(model: nn.Module) -> list[dict[str, Any]]:
+    """What each layer of a patched model did: one row per layer, path and reason, with its number of calls."""
+    return [
+        {"layer": state.layer, "path": path, "reason": reason, "calls": calls}
+        for state in layer_states(model)
+        for (path, reason), calls in sorted(state.counts.items())
+    ]
+
+
+def layer_states(model: nn.Module) -> list[LayerState]:
+    """The states of a patched model's attention layers, in order. Raises ModelError if it is not patched."""
+    states = [module.__dict__.get(STATE) for module in attention_modules(model)]
+    found = [state for state in states if isinstance(state, LayerState)]
+    if len(found) != len(states):
+        raise ModelError("the model is not patched: call s2o_runtime.patch(model, profile) first")
+    return found
+
+
+def register() -> None:
+    """Make transformers know the attention implementation "s2o"."""
+    AttentionInterface.register(NAME, s2o_attention_forward)
+    AttentionMaskInterface.register(NAME, s2o_mask)
+
+
+def s2o_mask(**call: Any) -> Tensor | None:
+    """The mask function: a plain causal prefill becomes an integer tensor, all else SDPA's own mask.
+
+    The tensor is int64 [B, 1, 1, 2] (position of query 0, first key that counts); four dimensions because
+    models pass such a mask on untouched. Its `s2o_call` attribute holds the same on the host.
+    """
+    q_length, q_offset = _query_range(call)
+    plain = call.get("mask_function", causal_mask_function) is causal_mask_function
+    if q_length == 1 or not plain or int(call.get("kv_offset", 0)) != 0:
+        return _sdpa_mask(call)
+    padding = call.get("attention_mask")
+    starts = None
+    if padding is not None:
+        starts, regular = _starts(padding[:, : int(q_offset) + q_length])
+        if not regular:
+            return _sdpa_mask(call)
+    device = call.get("device", "cpu") if padding is None else padding.device
+    mask = torch.zeros(call["batch_size"], 1, 1, 2, dtype=torch.int64, device=device)
+    mask[..., 0] = q_offset
+    if starts is not None:
+        mask[:, 0, 0, 1] = starts
+    setattr(mask, CALL, PrefillCall(int(q_offset), starts))
+    return mask
+
+
+def _sdpa_mask(call: dict[str, Any]) -> Tensor | None:
+    mask: Tensor | None = sdpa_mask(**call)
+    return mask
+
+
+def _query_range(call: dict[str, Any]) -> tuple[int, Any]:
+    """Number of queries and position of the first; transformers before 5.2 says it with `cache_position`."""
+    if "q_length" in call:
+        return int(call["q_length"]), call.get("q_offset", 0)
+    return int(call["cache_position"].shape[0]), call["cache_position"][0]
+
+
+def _starts(padding: Tensor) -> tuple[Tensor | None, bool]:
+    """First key of each sequence (None if all are 0), and whether no sequence has a hole.
+
+    Padding on the right needs no mask: no real query stands behind it.
+    """
+    kept = padding.bool()
+    length = kept.shape[1]
+    first = kept.int().argmax(1)
+    last = length - 1 - kept.flip(1).int().argmax(1)
+    regular = bool((kept.sum(1) == last - first + 1).all())
+    return (first if bool(first.any()) else None), regular
+
+
+def s2o_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] in; [B, Lq, Hq, D] out."""
+    state: LayerState | None = module.__dict__.get(STATE)
+    call: PrefillCall | None = getattr(attention_mask, CALL, None)
+    if call is None and attention_mask is not None and not attention_mask.dtype.is_floating_point:
+        call = _recovered(attention_mask)
+    if call is None:
+        if state is not None:
+            state.count("dense", "decode" if query.shape[2] == 1 else "the mask is not a plain causal one")
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+        return out, None
+    if dropout:
+        raise ModelError(f"attention dropout {dropout} is not supported by S2O: call model.eval() or unpatch it")
+    kv_len = call.q_offset + query.shape[2]
+    key, value = key[:, :, :kv_len], value[:, :, :kv_len]  # a static cache is longer than what it holds
+    reason = _dense_reason(state, query, key, kv_len)
+    if state is None or reason is not None:
+        if state is not None and reason is not None:
+            state.count("dense", reason)
+        out = dense_attention(query, key, value, scale=scaling, kv_start=call.kv_start)
+    else:
+        config = state.config(kv_len)
+        out, state.last = s2o_attention(
+            query, key, value, config, scale=scaling, kv_start=call.kv_start, return_stats=True
+        )
+        state.count("dense" if state.last.backend == "dense" else "s2o", state.last.reason)
+    if state is not None and state.observer is not None and call.kv_start is None:
+        state.observer(state.layer, query, key, value, scaling, out)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _recovered(mask: Tensor) -> PrefillCall | None:
+    """The call behind a mask that lost its attribute (moved to another device): costs a synchronisation."""
+    if mask.dtype != torch.int64 or mask.shape[1:] != (1, 1, 2):
+        return None
+    starts = mask[:, 0, 0, 1]
+    return PrefillCall(int(mask[0, 0, 0, 0]), starts if bool(starts.any()) else None)
+
+
+def _dense_reason(state: LayerState | None, query: Tensor, key: Tensor, kv_len: int) -> str | None:
+    if state is None:
+        return "the model has no profile"
+    if state.rejected is not None:
+        return state.rejected
+    if kv_len < state.profile.min_length:
+        return f"shorter than the shortest calibrated length, {state.profile.min_length}"
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        return "gradients are enabled"
+    return None
+
+
+def _fitted(profile: Profile, device: torch.device) -> tuple[Profile, str | None]:
+    """The profile as it can run on this device, and why it cannot, if so."""
+    here = identify(device)
+    verdict = fit(profile.device, here)
+    if isinstance(verdict, Rejected):
+        log.warning("%s", verdict.reason)
+        return profile, verdict.reason
+    if verdict.tiles == "safe":
+        log.warning("%s; re-tune them with s2o-calibrate on this GPU", verdict.reason)
+        return profile.with_tile(_safe_tile(profile, here.capability)), None
+    return profile, None
+
+
+def _safe_tile(profile: Profile, capability: tuple[int, int]) -> TileConfig:
+    """The default tile of this GPU, with rows that divide every segment of the profile."""
+    tile = default_tile(profile.geometry.head_dim, capability)
+    segments = {head.segment for bucket in profile.layers for layer in bucket for head in layer.heads}
+    if any(segment % tile.block_m for segment in segments):
+        return TileConfig(block_m=64, block_n=32, chunk=8, num_warps=4, num_stages=3)
+    return tile

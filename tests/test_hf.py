@@ -1,0 +1,267 @@
+"""transformers: with tau = 0 a patched model must give the dense model's results, whatever is asked of it."""
+
+import dataclasses
+import logging
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, Qwen2Config, StaticCache
+
+import s2o_runtime.hf as hf
+from s2o_runtime import explain, patch, unpatch
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.errors import ModelError, ProfileError
+from s2o_runtime.gpu import DeviceIdentity
+from s2o_runtime.hf import layer_states
+from s2o_runtime.identity import fingerprint, geometry
+from s2o_runtime.profile import Profile, save_profile
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS = {"llama": LlamaConfig(**SIZES), "qwen2": Qwen2Config(**SIZES)}
+LENGTH = 200
+
+
+@pytest.fixture(params=sorted(CONFIGS), scope="module")
+def eager(request):
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(CONFIGS[request.param], attn_implementation="eager").eval()
+
+
+def twin(eager):
+    model = AutoModelForCausalLM.from_config(eager.config, attn_implementation="sdpa").eval()
+    model.load_state_dict(eager.state_dict())
+    return model
+
+
+def make_profile(model, tau, min_length=100):
+    shape = geometry(model.config)
+    layer = LayerConfig.uniform(shape.query_heads, tau=tau, segment=64, tile=TileConfig(64, 32, 1, 4, 1))
+    layers = ((layer,) * shape.layers,)
+    return Profile("tiny", shape, fingerprint(model), DeviceIdentity("cpu", "cpu"), (min_length,), layers)
+
+
+@pytest.fixture
+def patched(eager):
+    model = twin(eager)
+    return patch(model, make_profile(model, 0.0), strict=True)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(3, 128, (1, LENGTH))
+
+
+def padded_batch():
+    ids = torch.randint(3, 128, (3, LENGTH))
+    mask = torch.ones_like(ids)
+    mask[1, :57] = 0
+    mask[2, :190] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def paths(model):
+    return {(row["path"], row["reason"]) for row in explain(model)}
+
+
+def used_s2o(model):
+    return any(path == "s2o" for path, _ in paths(model))
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_prefill_runs_s2o_and_equals_eager(eager, patched, ids):
+    close(patched(ids).logits, eager(ids).logits)
+    assert paths(patched) == {("s2o", "the tensors are on the cpu, the kernel needs a GPU")}
+    assert layer_states(patched)[0].last.density.tolist() == [1.0] * 4
+
+
+@torch.no_grad()
+def test_a_positive_tau_skips_work(eager, ids):
+    model = twin(eager)
+    patch(model, make_profile(model, 2.0))
+    out = model(ids).logits
+    assert layer_states(model)[1].last.density.max() < 0.9
+    assert (out - eager(ids).logits).abs().max() > 1e-4
+
+
+@torch.no_grad()
+def test_left_padded_batch(eager, patched):
+    ids, mask = padded_batch()
+    ours, theirs = patched(ids, attention_mask=mask).logits, eager(ids, attention_mask=mask).logits
+    for row in range(3):
+        close(ours[row][mask[row] == 1], theirs[row][mask[row] == 1])
+    assert used_s2o(patched)
+
+
+@torch.no_grad()
+def test_right_padded_batch(eager, patched):
+    ids, mask = padded_batch()
+    ids, mask = ids.flip(1), mask.flip(1)
+    ours, theirs = patched(ids, attention_mask=mask).logits, eager(ids, attention_mask=mask).logits
+    for row in range(3):
+        close(ours[row][mask[row] == 1], theirs[row][mask[row] == 1])
+    assert used_s2o(patched)
+
+
+@torch.no_grad()
+def test_a_mask_with_holes_goes_through_sdpa(eager, patched, ids):
+    mask = torch.ones_like(ids)
+    mask[0, 40:60] = 0
+    close(patched(ids, attention_mask=mask).logits, eager(ids, attention_mask=mask).logits)
+    assert paths(patched) == {("dense", "the mask is not a plain causal one")}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cuts", [(120,), (110, 171)], ids=["2-chunks", "3-chunks"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_chunked_prefill_and_decode(eager, patched, ids, cuts, cache):
+    def run(model):
+        memory = DynamicCache() if cache == "dynamic" else StaticCache(config=model.config, max_cache_len=256)
+        edges = [0, *cuts, LENGTH - 1, LENGTH]
+        return torch.cat([model(ids[:, a:b], past_key_values=memory).logits for a, b in pairwise(edges)], 1)
+
+    whole = eager(ids).logits
+    close(run(patched), whole)
+    assert used_s2o(patched)
+    assert ("dense", "decode") in paths(patched)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generate(eager, patched, cache, beams):
+    ids, mask = padded_batch()
+    arguments = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "num_beams": beams}
+    if cache:
+        arguments |= {"cache_implementation": cache, "disable_compile": True}
+    assert torch.equal(patched.generate(ids, **arguments), eager.generate(ids, **arguments))
+    assert used_s2o(patched)
+
+
+@torch.no_grad()
+def test_packed_positions_go_through_sdpa(eager, patched, ids):
+    positions = torch.cat([torch.arange(80), torch.arange(LENGTH - 80)])[None]
+    packed = {"position_ids": positions, "use_cache": False}
+    close(patched(ids, **packed).logits, eager(ids, **packed).logits)
+    assert paths(patched) == {("dense", "the mask is not a plain causal one")}
+
+
+@torch.no_grad()
+def test_short_prompts_stay_dense(eager, patched, ids):
+    short = ids[:, :99]
+    close(patched(short).logits, eager(short).logits)
+    assert paths(patched) == {("dense", "shorter than the shortest calibrated length, 100")}
+
+
+def test_gradients_go_dense(eager, patched, ids):
+    close(patched(ids).logits, eager(ids).logits)
+    assert paths(patched) == {("dense", "gradients are enabled")}
+
+
+@torch.no_grad()
+def test_a_mask_that_lost_its_attribute_still_works(eager, patched, monkeypatch):
+    ids, mask = padded_batch()
+    original = hf.s2o_mask
+    monkeypatch.setattr(hf, "s2o_mask", lambda **call: original(**call).clone())
+    hf.register()
+    try:
+        ours, theirs = patched(ids, attention_mask=mask).logits, eager(ids, attention_mask=mask).logits
+        for row in range(3):
+            close(ours[row][mask[row] == 1], theirs[row][mask[row] == 1])
+        assert used_s2o(patched)
+    finally:
+        monkeypatch.undo()
+        hf.register()
+
+
+@torch.no_grad()
+def test_unpatch_restores_exactly(eager, ids):
+    model = twin(eager)
+    before, logits = model.config._attn_implementation, model(ids).logits
+    patch(model, make_profile(model, 2.0))
+    patch(model, make_profile(model, 1.0))  # patching again replaces the profile
+    assert not torch.equal(model(ids).logits, logits)
+    unpatch(model)
+    unpatch(model)
+    assert model.config._attn_implementation == before
+    assert torch.equal(model(ids).logits, logits)
+    with pytest.raises(ModelError, match="the model is not patched"):
+        explain(model)
+
+
+@torch.no_grad()
+def test_without_a_profile_the_implementation_is_dense(eager, ids):
+    hf.register()
+    model = AutoModelForCausalLM.from_config(eager.config, attn_implementation="s2o").eval()
+    model.load_state_dict(eager.state_dict())
+    close(model(ids).logits, eager(ids).logits)
+
+
+def test_a_profile_of_another_model_is_refused(eager, tmp_path):
+    model = twin(eager)
+    made = make_profile(model, 0.0)
+    narrower = dataclasses.replace(made.geometry, query_heads=2)
+    layer = LayerConfig.uniform(2, segment=64, tile=TileConfig(64, 32, 1, 4, 1))
+    other = dataclasses.replace(made, geometry=narrower, layers=((layer,) * 2,))
+    save_profile(other, tmp_path / "other.safetensors")
+    with pytest.raises(ProfileError, match="it has query heads 4 instead of 2"):
+        patch(model, tmp_path / "other.safetensors")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_other_weights_warn_or_are_refused(eager, caplog):
+    model = twin(eager)
+    made = dataclasses.replace(make_profile(model, 0.0), fingerprint="0" * 64)
+    with pytest.raises(ProfileError, match="calibrate these, or patch with strict=False"):
+        patch(model, made, strict=True)
+    with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
+        patch(model, made)
+    assert "the weights are not those of tiny" in caplog.text
+
+
+def test_a_gpu_profile_runs_on_a_cpu_and_a_foreign_one_stays_dense(eager, ids, monkeypatch):
+    model = twin(eager)
+    made = make_profile(model, 2.0)
+    patch(model, dataclasses.replace(made, device=DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 1)))
+    with torch.no_grad():
+        model(ids)
+    assert used_s2o(model)
+    monkeypatch.setattr(hf, "identify", lambda device: DeviceIdentity("xpu", "xpu"))
+    patch(model, made)
+    with torch.no_grad():
+        close(model(ids).logits, eager(ids).logits)
+    assert paths(model) == {("dense", "there is no kernel for xpu: the model stays dense")}
+
+
+def test_unsupported_models_are_refused():
+    mistral = AutoModelForCausalLM.from_config(MistralConfig(**SIZES))
+    with pytest.raises(ModelError, match="architecture 'mistral' is not supported"):
+        patch(mistral, make_profile(AutoModelForCausalLM.from_config(CONFIGS["llama"]), 0.0))
+    with pytest.raises(ModelError, match="Linear is not a transformers model"):
+        patch(torch.nn.Linear(2, 2), make_profile(AutoModelForCausalLM.from_config(CONFIGS["llama"]), 0.0))
+
+
+def test_the_fingerprint_is_the_weights_and_not_their_type(eager):
+    model = twin(eager)
+    first = fingerprint(model)
+    rounded = fingerprint(twin(eager).bfloat16())
+    assert first == rounded == fingerprint(twin(eager).bfloat16().float())
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] += 1.0
+    assert fingerprint(model) != first
