@@ -1,0 +1,178 @@
+"""calibrate(): prompts -> curves -> choices -> proof -> profile. No stage reaches back."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import s2o_runtime
+from calibrate import capture
+from calibrate.models import LoadedModel, load
+from calibrate.prompts import PromptSet, load_prompts
+from calibrate.recipe import Recipe
+from calibrate.search import Choice, LayerSearch, search
+from calibrate.verify import LengthProof, prove
+from s2o_runtime.errors import ConfigError
+from s2o_runtime.gpu import DeviceIdentity, identify
+from s2o_runtime.profile import Profile, save_profile
+
+TIGHTENINGS = 3
+TIGHTEN_TO = 0.9  # aim this far under the budget after a layer was over it
+
+log = logging.getLogger("calibrate")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished calibration: the profile, what was chosen at every length and layer, and the proof."""
+
+    profile: Profile
+    choices: dict[int, list[Choice]]
+    proofs: list[LengthProof]
+    met: bool
+    seconds: float
+    failures: int
+
+
+def calibrate(recipe: Recipe, *, progress: bool = True) -> Result:
+    """Run a recipe. Writes `recipe.out` only if the held-out error meets the budget at every layer and length."""
+    began = time.monotonic()
+    loaded = load(recipe.model, recipe.device)
+    check_lengths(recipe, loaded.max_length)
+    prompts = load_prompts(recipe, loaded.tokenizer)
+    device = identify(torch.device(recipe.device))
+    choices, failures = _choose(loaded, prompts, recipe, device, progress)
+    for attempt in range(TIGHTENINGS + 1):
+        proofs = _prove(loaded, _draft(loaded, recipe, device, choices), prompts, progress)
+        over = _over_budget(proofs, recipe)
+        if not over or attempt == TIGHTENINGS:
+            break
+        log.info("held-out error is over budget in %d places: tightening them", len(over))
+        for (length, layer), excess in over.items():
+            choices[length][layer] = choices[length][layer].tightened(TIGHTEN_TO / excess)
+    profile = _draft(loaded, recipe, device, choices)
+    profile = replace(profile, record=_record(recipe, prompts, choices, proofs, device))
+    if not over:
+        recipe.out.parent.mkdir(parents=True, exist_ok=True)
+        save_profile(profile, recipe.out)
+    return Result(profile, choices, proofs, not over, time.monotonic() - began, failures)
+
+
+def check_lengths(recipe: Recipe, limit: int) -> None:
+    """Raises ConfigError if a length is beyond what the model can read."""
+    if recipe.lengths[-1] > limit:
+        raise ConfigError(f"length {recipe.lengths[-1]} is beyond the model's limit of {limit}: use a shorter one")
+
+
+def _choose(
+    loaded: LoadedModel, prompts: PromptSet, recipe: Recipe, device: DeviceIdentity, progress: bool
+) -> tuple[dict[int, list[Choice]], int]:
+    """Measure and search every layer at every length, one layer of the model at a time."""
+    flat = [(length, prompt) for length in recipe.lengths for prompt in prompts.calibration[length]]
+    choices: dict[int, list[Choice]] = {length: [] for length in recipe.lengths}
+    failures = 0
+    total = loaded.geometry.layers * len(recipe.lengths) * recipe.trials
+    with tqdm(total=total, desc="calibrating", unit="trial", disable=not progress) as bar:
+        for layer, captured in enumerate(capture.layers(loaded.model, [prompt.ids for _, prompt in flat])):
+            for length in recipe.lengths:
+                of_length = [c for (each, _), c in zip(flat, captured, strict=True) if each == length]
+                work = LayerSearch(of_length, recipe, device)
+                seed = recipe.seed + layer
+                choices[length].append(search(work, seed, _advance(bar, layer, length, work)))
+                failures += work.failures
+    return choices, failures
+
+
+def _advance(bar: Any, layer: int, length: int, work: LayerSearch) -> Callable[[], None]:
+    def advance() -> None:
+        best = min((work.cost(choice) for choice in work.tried.values()), default=float("nan"))
+        text = f"{best * 1e3:.2f} ms" if work.on_gpu else f"density {best:.3f}"
+        bar.set_postfix_str(f"layer {layer}, length {length}, best {text}", refresh=False)
+        bar.update()
+
+    return advance
+
+
+def _draft(loaded: LoadedModel, recipe: Recipe, device: DeviceIdentity, choices: dict[int, list[Choice]]) -> Profile:
+    layers = tuple(tuple(choice.config for choice in choices[length]) for length in recipe.lengths)
+    return Profile(loaded.name, loaded.geometry, loaded.fingerprint, device, recipe.lengths, layers).validate()
+
+
+def _prove(loaded: LoadedModel, profile: Profile, prompts: PromptSet, progress: bool) -> list[LengthProof]:
+    total = sum(len(of_length) for of_length in prompts.held_out.values())
+    with tqdm(total=total, desc="proving on held-out prompts", unit="prompt", disable=not progress) as bar:
+        return prove(loaded, profile, prompts.held_out, lambda: _tick(bar))
+
+
+def _tick(bar: Any) -> None:
+    bar.update()
+
+
+def _over_budget(proofs: list[LengthProof], recipe: Recipe) -> dict[tuple[int, int], float]:
+    """(length, layer) -> error over budget, where that is above 1."""
+    ratios = {
+        (proof.length, index): layer.error(recipe.budget) / recipe.budget.value
+        for proof in proofs
+        for index, layer in enumerate(proof.layers)
+    }
+    return {place: ratio for place, ratio in ratios.items() if not ratio <= 1.0}
+
+
+def _record(
+    recipe: Recipe,
+    prompts: PromptSet,
+    choices: dict[int, list[Choice]],
+    proofs: list[LengthProof],
+    device: DeviceIdentity,
+) -> dict[str, Any]:
+    """How the profile was made and what was shown. Times appear only where they were the objective, on a GPU;
+    without them the same inputs give the same bytes."""
+    on_gpu = device.kind == "cuda"
+    return {
+        "budget": {"kind": recipe.budget.kind, "value": recipe.budget.value, "scope": "layer"},
+        "objective": "latency" if on_gpu else "density",
+        "recipe": recipe.record(),
+        "data": prompts.record(),
+        "versions": versions(),
+        "predicted": [
+            {
+                "length": length,
+                "layers": [
+                    {"mse": choice.allocation.mse, "density": choice.allocation.density}
+                    | ({"seconds": choice.seconds, "dense_seconds": choice.dense_seconds} if on_gpu else {})
+                    for choice in choices[length]
+                ],
+            }
+            for length in recipe.lengths
+        ],
+        "held_out": [
+            {
+                "length": proof.length,
+                "layers": [
+                    {"mse": layer.mse, "rel_mse": layer.rel_mse, "density": layer.density} for layer in proof.layers
+                ],
+            }
+            | (
+                {"prefill_seconds": proof.prefill_seconds, "dense_prefill_seconds": proof.dense_prefill_seconds}
+                if on_gpu
+                else {}
+            )
+            for proof in proofs
+        ],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what had a part in the result."""
+    libraries = ("torch", "triton", "transformers", "optuna")
+    return {"s2o": s2o_runtime.__version__, "python": platform.python_version()} | {
+        name: metadata.version(name) for name in libraries
+    }
