@@ -85,10 +85,10 @@ def _run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from calibrate.pipeline import calibrate, check_lengths
+    from calibrate.pipeline import calibrate
     from calibrate.report import plan, print_plan, print_tables, summary
 
-    check_lengths(recipe, int(config.max_position_embeddings))
+    recipe.check_limit(int(config.max_position_embeddings))
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 120)
     the_plan = plan(recipe, geometry(config), device_name)
     if args.dry_run and args.json:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from s2o_runtime.config import HeadConfig, TileConfig
 from s2o_runtime.reference import dense_window, rank, segment_representative
 
 STEP = 128
+GPU_BYTES, CPU_BYTES = 8 << 30, 256 << 20  # workspace of one pass
+LIVE_COPIES = 4  # arrays of the size of the scores that exist at once
 TAUS = tuple(float(f"{10.0 ** (exponent / 6):.4g}") for exponent in range(-24, 13))  # 1e-4 .. 1e2, six a decade
 
 
@@ -61,88 +64,108 @@ def measure(prompt: Captured, segment: int, shapes: Sequence[Shape]) -> dict[Sha
 
     Every shape's stride must be a multiple of `STEP`, and `segment` of its height.
     """
-    heads, length = prompt.q.shape[1], prompt.q.shape[2]
-    group = heads // prompt.k.shape[1]
-    squared = {shape: torch.zeros(heads, len(TAUS), dtype=torch.float64) for shape in shapes}
-    visited = {shape: torch.zeros(heads, len(TAUS), dtype=torch.float64) for shape in shapes}
-    power = 0.0
-    for h in range(heads):
-        q = prompt.q[0, h].float() * prompt.scale
-        k, v = (t[0, h // group].float() for t in (prompt.k, prompt.v))
+    heads, length, head_dim = prompt.q.shape[1:]
+    device = prompt.q.device
+    squared = {shape: torch.zeros(heads, len(TAUS), dtype=torch.float64, device=device) for shape in shapes}
+    visited = {shape: torch.zeros(heads, len(TAUS), dtype=torch.float64, device=device) for shape in shapes}
+    power = torch.zeros((), dtype=torch.float64, device=device)
+    for some in _head_slices(prompt, segment):
+        q, k, v = _heads(prompt, some)
         for begin in range(0, length, segment):
-            rows = slice(begin, min(begin + segment, length))
-            trace = _trace(q[rows], k, v, begin)
-            power += float(trace.dense.square().sum())
+            trace = _trace(q[:, begin : begin + segment], k, v, begin)
+            power += trace.dense.double().square().sum()
             for shape in shapes:
-                errors, keys = _stops(trace, shape)
-                squared[shape][h] += errors.cpu()
-                visited[shape][h] += keys.cpu()
-    pairs = length * (length + 1) / 2
+                errors, pairs = _stops(trace, shape)
+                squared[shape][some] += errors
+                visited[shape][some] += pairs
     window = _window_pairs(length, segment)
+    mean_power = float(power) / (heads * length * head_dim)
     return {
         shape: Curve(
-            squared[shape] / (length * prompt.q.shape[3]),
-            (visited[shape] + window) / pairs,
-            power / (heads * length * prompt.q.shape[3]),
+            squared[shape].cpu() / (length * head_dim),
+            (visited[shape].cpu() + window) / (length * (length + 1) / 2),
+            mean_power,
         )
         for shape in shapes
     }
 
 
+def _head_slices(prompt: Captured, segment: int) -> list[slice]:
+    """Heads that are measured together: as many as fit the workspace."""
+    heads, length = prompt.q.shape[1:3]
+    limit = GPU_BYTES if prompt.q.device.type == "cuda" else CPU_BYTES
+    count = max(1, limit // (LIVE_COPIES * min(segment, length) * length * 4))
+    return [slice(begin, min(begin + count, heads)) for begin in range(0, heads, count)]
+
+
+def _heads(prompt: Captured, some: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of some query heads in float32, each [H, L, D]; q is scaled."""
+    group = prompt.q.shape[1] // prompt.k.shape[1]
+    kv = torch.arange(some.start, some.stop, device=prompt.q.device) // group
+    return prompt.q[0, some].float() * prompt.scale, prompt.k[0, kv].float(), prompt.v[0, kv].float()
+
+
 @dataclass(frozen=True)
 class _Trace:
-    """One segment: l and squared error of every row after every step; column 0 is the window alone."""
+    """One segment of some heads: l and squared error of every row after every step; column 0 is the window alone."""
 
-    l: Tensor  # [S, T + 1]
-    error: Tensor  # [S, T + 1], summed over the head dimension
+    l: Tensor  # [H, S, T + 1]
+    error: Tensor  # [H, S, T + 1], summed over the head dimension
     prefix: int
-    dense: Tensor  # [S, D]
+    dense: Tensor  # [H, S, D]
 
 
 def _trace(q: Tensor, k: Tensor, v: Tensor, begin: int) -> _Trace:
-    """q [S, D] scaled, the segment's queries; k, v [L, D]; begin: position of the first query."""
+    """q [H, S, D] scaled, the segment's queries; k, v [H, L, D]; begin: position of the first query."""
+    heads, rows, head_dim = q.shape
     prefix = begin // STEP * STEP  # the keys cut off here join the window, as in the kernel
     steps = prefix // STEP
-    last_key = torch.arange(begin - prefix, begin - prefix + len(q), device=q.device)
-    end = begin + len(q)
-    window = dense_window(q[None], k[prefix:end], v[prefix:end], last_key[None])
+    end = begin + rows
+    last_key = torch.arange(begin - prefix, end - prefix, device=q.device)
+    window = dense_window(q, k[:, prefix:end], v[:, prefix:end], last_key.expand(heads, rows))
     if steps == 0:
-        return _Trace(window.l.T, torch.zeros_like(window.l.T), 0, window.output()[0])
-    order = rank(segment_representative(q, begin, 0), k[:prefix])
-    scores = q @ k[order].T
-    m = torch.maximum(scores.amax(-1), window.m[0])[:, None]
-    weights = (scores - m).exp_().view(len(q), steps, STEP)
-    decay = (window.m[0][:, None] - m).exp()
-    l = torch.cat([window.l[0][:, None] * decay, weights.sum(-1)], 1).cumsum_(1)
-    values = torch.bmm(weights.transpose(0, 1), v[order].view(steps, STEP, -1))  # [T, S, D]
-    acc = torch.cat([(window.acc[0] * decay)[None], values]).cumsum_(0)
-    out = acc.div_(l.T[..., None])
-    dense = out[-1].clone()
-    return _Trace(l, out.sub_(dense).square_().sum(-1).T, prefix, dense)
+        return _Trace(window.l[..., None], torch.zeros_like(window.l)[..., None], 0, window.output())
+    order = rank(segment_representative(q, begin, 0), k[:, :prefix])[..., None].expand(-1, -1, head_dim)
+    scores = q @ k.gather(1, order).transpose(1, 2)
+    m = torch.maximum(scores.amax(-1), window.m)[..., None]
+    weights = scores.sub_(m).exp_().view(heads, rows, steps, STEP)
+    decay = (window.m[..., None] - m).exp_()
+    l = torch.cat([window.l[..., None] * decay, weights.sum(-1)], 2).cumsum_(2)
+    values = weights.transpose(1, 2) @ v.gather(1, order).view(heads, steps, STEP, head_dim)  # [H, T, S, D]
+    acc = torch.cat([(window.acc * decay)[:, None], values], 1).cumsum_(1)
+    out = acc.div_(l.transpose(1, 2)[..., None])
+    dense = out[:, -1].clone()
+    return _Trace(l, out.sub_(dense[:, None]).square_().sum(-1).transpose(1, 2), prefix, dense)
 
 
 def _stops(trace: _Trace, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Summed squared error and visited pairs at every threshold, each float64 [len(TAUS)]."""
-    per_chunk = shape.stride // STEP
-    steps = trace.l.shape[1] - 1
-    ends = torch.tensor([*range(0, steps, per_chunk), steps], device=trace.l.device)
-    l, error = trace.l[:, ends], trace.error[:, ends]
-    keys = ends * STEP
-    tiles = -(-len(l) // shape.block_m)
-    rows = torch.arange(len(l), device=l.device) // shape.block_m
-    count = torch.bincount(rows, minlength=tiles)
-    error_of = l.new_zeros(tiles, len(ends)).index_add_(0, rows, error)
-    stop = torch.zeros(tiles, len(TAUS), dtype=torch.int64, device=l.device)
-    if steps:
-        gain = l[:, 1:] / l[:, :-1] - 1
-        tile_gain = l.new_zeros(tiles, len(ends) - 1).index_add_(0, rows, gain) / count[:, None]
-        share = tile_gain * trace.prefix / (keys[1:] - keys[:-1])
-        lowest = share.cummin(1).values
-        taus = torch.tensor(TAUS, dtype=l.dtype, device=l.device)
+    """Summed squared error and visited pairs at every threshold, each float64 [H, len(TAUS)]."""
+    heads, rows, columns = trace.l.shape
+    steps = columns - 1
+    device = trace.l.device
+    chunks = -(-steps // (shape.stride // STEP))
+    ends = (torch.arange(chunks + 1, device=device) * (shape.stride // STEP)).clamp_max(steps)
+    l, error = trace.l[..., ends], trace.error[..., ends]
+    tiles = -(-rows // shape.block_m)
+    tile = torch.arange(rows, device=device) // shape.block_m
+    count = (rows - torch.arange(tiles, device=device) * shape.block_m).clamp_max(shape.block_m)
+    error_of = l.new_zeros(heads, tiles, chunks + 1).index_add_(1, tile, error)
+    stop = torch.zeros(heads, tiles, len(TAUS), dtype=torch.int64, device=device)
+    if chunks:
+        gain = l[..., 1:] / l[..., :-1] - 1
+        tile_gain = l.new_zeros(heads, tiles, chunks).index_add_(1, tile, gain) / count[:, None]
+        share = tile_gain * trace.prefix / (ends.diff() * STEP)
+        lowest = share.cummin(-1).values
         # the chunk whose gain falls below tau is kept, so it is the number of chunks before it, plus one
-        stop = ((lowest[:, :, None] >= taus).sum(1) + 1).clamp_max(len(ends) - 1)
-    pairs = keys[stop] * count[:, None]
-    return error_of.gather(1, stop).double().sum(0), pairs.double().sum(0)
+        before = chunks - torch.searchsorted(lowest.flip(-1), _taus(device).expand(heads, tiles, -1).contiguous())
+        stop = (before + 1).clamp_max(chunks)
+    pairs = (ends[stop] * STEP * count[:, None]).double()
+    return error_of.gather(2, stop).double().sum(1), pairs.sum(1)
+
+
+@lru_cache(maxsize=8)
+def _taus(device: torch.device) -> Tensor:
+    return torch.tensor(TAUS, dtype=torch.float32, device=device)
 
 
 def _window_pairs(length: int, segment: int) -> int:

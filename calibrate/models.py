@@ -39,10 +39,6 @@ class LoadedModel:
     geometry: Geometry
     fingerprint: str
 
-    @property
-    def max_length(self) -> int:
-        return int(self.model.config.max_position_embeddings)
-
 
 def resolve(name: str) -> str:
     """The folder or hub id behind a name. Raises ModelError with the nearest aliases for an unknown one."""
@@ -72,20 +68,32 @@ def load_config(name: str) -> Any:
     return config
 
 
-def load(name: str, device: str) -> LoadedModel:
-    """Load weights and tokenizer: bfloat16 on a GPU, float32 on a CPU."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def load_tokenizer(name: str) -> Any:
+    """The model's tokenizer."""
+    from transformers import AutoTokenizer
 
+    source = resolve(name)
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {_first_line(error)}") from error
+
+
+def load(name: str, device: str) -> LoadedModel:
+    """Load the weights: bfloat16 on a GPU, float32 on a CPU."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     source = resolve(name)
     config = load_config(name)
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
         raise ModelError(f"model {name!r} cannot be loaded from {source}: {_first_line(error)}") from error
     model = model.to(device).eval()
-    return LoadedModel(name, model, tokenizer, geometry(config), fingerprint(model))
+    return LoadedModel(name, model, load_tokenizer(name), geometry(config), fingerprint(model))
 
 
 def _first_line(error: Exception) -> str:

@@ -15,16 +15,15 @@ from tqdm import tqdm
 
 import s2o_runtime
 from calibrate import capture
-from calibrate.models import LoadedModel, load
+from calibrate.models import LoadedModel, load, load_tokenizer
 from calibrate.prompts import PromptSet, load_prompts
 from calibrate.recipe import Recipe
-from calibrate.search import Choice, LayerSearch, search
-from calibrate.verify import LengthProof, prove
-from s2o_runtime.errors import ConfigError
+from calibrate.search import Choice, LayerSearch, as_dense, search
+from calibrate.verify import LayerProof, PrefillTimes, prove, time_prefill
 from s2o_runtime.gpu import DeviceIdentity, identify
 from s2o_runtime.profile import Profile, save_profile
 
-TIGHTENINGS = 3
+TIGHTENINGS = 3  # the last one makes what is still over budget dense
 TIGHTEN_TO = 0.9  # aim this far under the budget after a layer was over it
 
 log = logging.getLogger("calibrate")
@@ -36,7 +35,8 @@ class Result:
 
     profile: Profile
     choices: dict[int, list[Choice]]
-    proofs: list[LengthProof]
+    proofs: dict[int, tuple[LayerProof, ...]]
+    times: dict[int, PrefillTimes]
     met: bool
     seconds: float
     failures: int
@@ -45,9 +45,8 @@ class Result:
 def calibrate(recipe: Recipe, *, progress: bool = True) -> Result:
     """Run a recipe. Writes `recipe.out` only if the held-out error meets the budget at every layer and length."""
     began = time.monotonic()
+    prompts = load_prompts(recipe, load_tokenizer(recipe.model))  # cheap to get wrong, so before the weights
     loaded = load(recipe.model, recipe.device)
-    check_lengths(recipe, loaded.max_length)
-    prompts = load_prompts(recipe, loaded.tokenizer)
     device = identify(torch.device(recipe.device))
     choices, failures = _choose(loaded, prompts, recipe, device, progress)
     for attempt in range(TIGHTENINGS + 1):
@@ -57,19 +56,16 @@ def calibrate(recipe: Recipe, *, progress: bool = True) -> Result:
             break
         log.info("held-out error is over budget in %d places: tightening them", len(over))
         for (length, layer), excess in over.items():
-            choices[length][layer] = choices[length][layer].tightened(TIGHTEN_TO / excess)
+            choice = choices[length][layer]
+            last = attempt == TIGHTENINGS - 1
+            choices[length][layer] = as_dense(choice) if last else choice.tightened(TIGHTEN_TO / excess)
     profile = _draft(loaded, recipe, device, choices)
-    profile = replace(profile, record=_record(recipe, prompts, choices, proofs, device))
+    times = time_prefill(loaded, profile, prompts.held_out)
+    profile = replace(profile, record=_record(recipe, prompts, choices, proofs, times, device))
     if not over:
         recipe.out.parent.mkdir(parents=True, exist_ok=True)
         save_profile(profile, recipe.out)
-    return Result(profile, choices, proofs, not over, time.monotonic() - began, failures)
-
-
-def check_lengths(recipe: Recipe, limit: int) -> None:
-    """Raises ConfigError if a length is beyond what the model can read."""
-    if recipe.lengths[-1] > limit:
-        raise ConfigError(f"length {recipe.lengths[-1]} is beyond the model's limit of {limit}: use a shorter one")
+    return Result(profile, choices, proofs, times, not over, time.monotonic() - began, failures)
 
 
 def _choose(
@@ -106,7 +102,9 @@ def _draft(loaded: LoadedModel, recipe: Recipe, device: DeviceIdentity, choices:
     return Profile(loaded.name, loaded.geometry, loaded.fingerprint, device, recipe.lengths, layers).validate()
 
 
-def _prove(loaded: LoadedModel, profile: Profile, prompts: PromptSet, progress: bool) -> list[LengthProof]:
+def _prove(
+    loaded: LoadedModel, profile: Profile, prompts: PromptSet, progress: bool
+) -> dict[int, tuple[LayerProof, ...]]:
     total = sum(len(of_length) for of_length in prompts.held_out.values())
     with tqdm(total=total, desc="proving on held-out prompts", unit="prompt", disable=not progress) as bar:
         return prove(loaded, profile, prompts.held_out, lambda: _tick(bar))
@@ -116,12 +114,12 @@ def _tick(bar: Any) -> None:
     bar.update()
 
 
-def _over_budget(proofs: list[LengthProof], recipe: Recipe) -> dict[tuple[int, int], float]:
+def _over_budget(proofs: dict[int, tuple[LayerProof, ...]], recipe: Recipe) -> dict[tuple[int, int], float]:
     """(length, layer) -> error over budget, where that is above 1."""
     ratios = {
-        (proof.length, index): layer.error(recipe.budget) / recipe.budget.value
-        for proof in proofs
-        for index, layer in enumerate(proof.layers)
+        (length, index): layer.error(recipe.budget) / recipe.budget.value
+        for length, layers in proofs.items()
+        for index, layer in enumerate(layers)
     }
     return {place: ratio for place, ratio in ratios.items() if not ratio <= 1.0}
 
@@ -130,7 +128,8 @@ def _record(
     recipe: Recipe,
     prompts: PromptSet,
     choices: dict[int, list[Choice]],
-    proofs: list[LengthProof],
+    proofs: dict[int, tuple[LayerProof, ...]],
+    times: dict[int, PrefillTimes],
     device: DeviceIdentity,
 ) -> dict[str, Any]:
     """How the profile was made and what was shown. Times appear only where they were the objective, on a GPU;
@@ -155,17 +154,15 @@ def _record(
         ],
         "held_out": [
             {
-                "length": proof.length,
-                "layers": [
-                    {"mse": layer.mse, "rel_mse": layer.rel_mse, "density": layer.density} for layer in proof.layers
-                ],
+                "length": length,
+                "layers": [{"mse": each.mse, "rel_mse": each.rel_mse, "density": each.density} for each in layers],
             }
             | (
-                {"prefill_seconds": proof.prefill_seconds, "dense_prefill_seconds": proof.dense_prefill_seconds}
+                {"prefill_seconds": times[length].patched, "dense_prefill_seconds": times[length].dense}
                 if on_gpu
                 else {}
             )
-            for proof in proofs
+            for length, layers in proofs.items()
         ],
     }
 

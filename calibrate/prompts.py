@@ -141,24 +141,29 @@ def _filled(tokenizer: Any, sources: Iterator[str], length: int, rng: random.Ran
         end = end[: length // 4]
     body = length - len(end)
     facts = [encode(tokenizer, needle.fact) for needle in needles]
-    ids: list[int] = []
-
-    def grow(size: int) -> None:
-        while len(ids) < size:
-            text = next(sources, None)
-            if text is None:
-                raise InputError(
-                    f"the standard library's sources are too short for prompts of {length} tokens: "
-                    "give --prompts FILE.jsonl, or fewer prompts"
-                )
-            ids.extend(encode(tokenizer, text))
-
+    ids = _take(tokenizer, sources, body)
     for index, fact in enumerate(facts):
         place = (index + 1) * body // (len(facts) + 1)
-        grow(place + len(fact))
         ids[place : place + len(fact)] = fact
-    grow(body)
     return ids[:body] + end
+
+
+def source_text(tokenizer: Any, length: int, rng: random.Random) -> list[int]:
+    """`length` tokens of standard library sources."""
+    return _take(tokenizer, _sources(rng), length)
+
+
+def _take(tokenizer: Any, sources: Iterator[str], length: int) -> list[int]:
+    ids: list[int] = []
+    while len(ids) < length:
+        text = next(sources, None)
+        if text is None:
+            raise InputError(
+                f"the standard library's sources are too short for prompts of {length} tokens: "
+                "give --prompts FILE.jsonl, or fewer prompts"
+            )
+        ids += encode(tokenizer, text)
+    return ids[:length]
 
 
 def _sources(rng: random.Random) -> Iterator[str]:

@@ -76,6 +76,11 @@ class Recipe:
             raise ConfigError(f"margin is {self.margin}: use a share above 0 and at most 1")
         return self
 
+    def check_limit(self, limit: int) -> None:
+        """Raises ConfigError if a length is beyond what the model can read."""
+        if self.lengths[-1] > limit:
+            raise ConfigError(f"length {self.lengths[-1]} is beyond the model's limit of {limit}: use a shorter one")
+
     def segments(self, length: int) -> tuple[int, ...]:
         """Segment lengths worth trying: at least half of a prompt must lie in some prefix."""
         return tuple(segment for segment in SEGMENTS if segment <= max(SEGMENTS[0], length // 2))

@@ -51,17 +51,15 @@ def summary(recipe: Recipe, result: Result) -> dict[str, Any]:
         "failed_trials": result.failures,
         "lengths": [
             {
-                "length": proof.length,
-                "prefill_seconds": proof.prefill_seconds,
-                "dense_prefill_seconds": proof.dense_prefill_seconds,
+                "length": length,
+                "prefill_seconds": result.times[length].patched,
+                "dense_prefill_seconds": result.times[length].dense,
                 "layers": [
                     _row(recipe, index, choice, layer)
-                    for index, (choice, layer) in enumerate(
-                        zip(result.choices[proof.length], proof.layers, strict=True)
-                    )
+                    for index, (choice, layer) in enumerate(zip(result.choices[length], layers, strict=True))
                 ],
             }
-            for proof in result.proofs
+            for length, layers in result.proofs.items()
         ],
     }
 

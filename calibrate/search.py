@@ -50,8 +50,8 @@ class Choice:
         return LayerConfig(heads, self.tile).validate()
 
     def tightened(self, factor: float) -> Choice:
-        """The same segment and tile with a smaller budget."""
-        budget = self.budget_mse * factor
+        """The same segment and tile with less predicted error."""
+        budget = self.allocation.mse * factor
         return replace(self, budget_mse=budget, allocation=allocate(self.curve, budget))
 
 

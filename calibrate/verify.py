@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,35 +39,42 @@ class LayerProof:
 
 
 @dataclass(frozen=True)
-class LengthProof:
-    """All layers at one length, and the whole prefill's time (median over prompts)."""
+class PrefillTimes:
+    """Median seconds of a whole prefill at one length, patched and dense."""
 
-    length: int
-    layers: tuple[LayerProof, ...]
-    prefill_seconds: float
-    dense_prefill_seconds: float
+    patched: float
+    dense: float
 
 
 def prove(
     loaded: LoadedModel, profile: Profile, held_out: dict[int, list[Prompt]], on_prompt: Callable[[], None]
-) -> list[LengthProof]:
-    """Run every held-out prompt through the patched model; the model is unpatched afterwards."""
-    patch(loaded.model, profile, strict=True)
-    try:
-        proofs = [_measure(loaded, length, prompts, on_prompt) for length, prompts in held_out.items()]
-        patched = {length: _prefill_seconds(loaded, prompts) for length, prompts in held_out.items()}
-    finally:
-        unpatch(loaded.model)
+) -> dict[int, tuple[LayerProof, ...]]:
+    """Every layer's error and density at every length, from the patched model on the held-out prompts."""
+    with patched(loaded.model, profile):
+        return {length: _measure(loaded, prompts, on_prompt) for length, prompts in held_out.items()}
+
+
+def time_prefill(loaded: LoadedModel, profile: Profile, held_out: dict[int, list[Prompt]]) -> dict[int, PrefillTimes]:
+    """How long the patched and the dense model take for the held-out prompts of every length."""
     dense = {length: _prefill_seconds(loaded, prompts) for length, prompts in held_out.items()}
-    return [
-        LengthProof(length, layers, patched[length], dense[length])
-        for length, layers in zip(held_out, proofs, strict=True)
-    ]
+    with patched(loaded.model, profile):
+        return {
+            length: PrefillTimes(_prefill_seconds(loaded, prompts), dense[length])
+            for length, prompts in held_out.items()
+        }
 
 
-def _measure(
-    loaded: LoadedModel, length: int, prompts: list[Prompt], on_prompt: Callable[[], None]
-) -> tuple[LayerProof, ...]:
+@contextmanager
+def patched(model: Any, profile: Profile) -> Iterator[None]:
+    """The model patched inside the block, and as it was after it."""
+    patch(model, profile, strict=True)
+    try:
+        yield
+    finally:
+        unpatch(model)
+
+
+def _measure(loaded: LoadedModel, prompts: list[Prompt], on_prompt: Callable[[], None]) -> tuple[LayerProof, ...]:
     states = layer_states(loaded.model)
     squared, power, density = ([0.0] * len(states) for _ in range(3))
 

@@ -116,8 +116,8 @@ def _row_tiles(rows: Tensor, block_m: int) -> Tensor:
 
 
 def segment_representative(q: Tensor, first_position: int, start: int) -> Tensor:
-    """Algorithm 1, line 7: the mean of a segment's queries [S, D], without those before `start`. Returns [D]."""
-    return q[max(0, start - first_position) :].mean(0)
+    """Algorithm 1, line 7: the mean of a segment's queries [..., S, D], without those before `start`: [..., D]."""
+    return q[..., max(0, start - first_position) :, :].mean(-2)
 
 
 def query_order(q: Tensor, guide: Tensor) -> Tensor:
@@ -126,17 +126,17 @@ def query_order(q: Tensor, guide: Tensor) -> Tensor:
 
 
 def rank(representative: Tensor, k: Tensor) -> Tensor:
-    """Algorithm 1, lines 17-19: the prefix keys [P, D], best first for the representative [D]. Returns [P]."""
-    return (k @ representative).argsort(descending=True, stable=True)
+    """Algorithm 1, lines 17-19: prefix keys [..., P, D], best first for the representative [..., D]: [..., P]."""
+    return (k @ representative[..., None]).squeeze(-1).argsort(descending=True, stable=True)
 
 
 def dense_window(q: Tensor, k: Tensor, v: Tensor, last_key: Tensor) -> State:
     """Algorithm 2: causal attention inside a segment.
 
-    q: [T, BM, D] scaled; k, v: [W, D]; last_key: [T, BM], the last key index a row may see, negative for none.
+    q: [T, BM, D] scaled; k, v: [W, D] or [T, W, D]; last_key: [T, BM], the last key a row may see, negative for none.
     """
-    scores = q @ k.T
-    hidden = torch.arange(len(k), device=k.device) > last_key[..., None]
+    scores = q @ k.mT
+    hidden = torch.arange(k.shape[-2], device=k.device) > last_key[..., None]
     scores = scores.masked_fill(hidden, float("-inf"))
     m = scores.amax(-1)
     weights = torch.where(hidden, 0.0, (scores - m[..., None]).exp())

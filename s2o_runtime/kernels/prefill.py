@@ -42,12 +42,12 @@ def _absorb(q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr):
     return m_new, l, acc
 
 
-@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "tau"])
+@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "chunk"])
 def _prefill(
-    Q, K, V, ORDER, OUT, VISITED, KV_START, TAU, SEGMENT, SHARE, qk_scale, q_len, offset, row_begin,
+    Q, K, V, ORDER, OUT, VISITED, KV_START, TAU, SEGMENT, SHARE, qk_scale, q_len, offset, row_begin, chunk,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch,
-    GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, HAS_START: tl.constexpr, ROW_MAX: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     if WIDE:  # a sequence spans 2^31 elements or more: 64-bit offsets into k and v
@@ -107,7 +107,7 @@ def _prefill(
     done = 0
     running = tiles > 0
     while running:
-        length = tl.minimum(CHUNK, tiles - done)
+        length = tl.minimum(chunk, tiles - done)
         m_before = m
         l_before = l
         for c in tl.range(0, length, num_stages=STAGES):
@@ -178,10 +178,10 @@ def prefill(
     tile = config.tile
     _prefill[(triton.cdiv(len(rows), tile.block_m), shape.query_heads, shape.batch)](
         q, k, v, order, out, visited, kv_start if kv_start is not None else tables.segment,
-        tables.tau, tables.segment, tables.share, scale * LOG2E, shape.q_len, shape.offset, rows.start,
+        tables.tau, tables.segment, tables.share, scale * LOG2E, shape.q_len, shape.offset, rows.start, tile.chunk,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *order.stride()[:3],
         *visited.stride()[:2],
-        GROUP=shape.group, D=shape.head_dim, BM=tile.block_m, BN=tile.block_n, CHUNK=tile.chunk,
+        GROUP=shape.group, D=shape.head_dim, BM=tile.block_m, BN=tile.block_n,
         STAGES=tile.num_stages, HAS_START=kv_start is not None, ROW_MAX=config.row_reduce == "max",
         WIDE=shape.kv_len * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS,
         num_warps=tile.num_warps, num_stages=tile.num_stages,

@@ -1,0 +1,37 @@
+# make demo, make test: everything they need is set up first.
+#   PYTHON=python3   use an existing environment instead (nothing is installed)
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+ifdef PYTHON
+  RUN := PYTHONPATH=. $(PYTHON)
+  READY :=
+else
+  RUN := $(VENV)/bin/python
+  READY := $(STAMP)
+endif
+DEMO_PROFILE := build/demo.safetensors
+
+.PHONY: demo test lint clean
+
+demo: $(READY)
+	$(RUN) -m calibrate.cli --model demo --budget-mse 1e-4 $(DEMO_LENGTHS) --num-prompts 2 --held-out 1 --out $(DEMO_PROFILE)
+	$(RUN) scripts/run_patched.py $(DEMO_PROFILE)
+
+test: $(READY)
+	$(RUN) -m pytest
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+# torch first and exactly pinned, so that no newer one is pulled in by what needs it
+$(STAMP): pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt --editable '.[calibrate,dev]'
+	touch $@

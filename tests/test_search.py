@@ -1,0 +1,95 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from calibrate import search as search_module
+from calibrate.capture import Captured
+from calibrate.recipe import Budget, Recipe
+from calibrate.search import CPU_TILES, LayerSearch, as_dense, search
+from s2o_runtime.dense import exact_attention
+from s2o_runtime.gpu import DeviceIdentity
+from s2o_runtime.reference import s2o_attention_reference
+
+CPU = DeviceIdentity("cpu", "cpu")
+GPU = DeviceIdentity("cuda", "pretended", (9, 0), 132, 1)
+
+
+def prompts(count=2, length=1024):
+    made = []
+    for _ in range(count):
+        q = torch.randn(1, 2, length, 16) + 3 * torch.randn(1, 2, 1, 16)
+        made.append(Captured(q, torch.randn(1, 1, length, 16), torch.randn(1, 1, length, 16), 0.25))
+    return made
+
+
+def recipe(kind="rel_mse", value=1e-2, trials=8):
+    return Recipe("demo", Budget(kind, value), (1024,), Path("unused"), trials=trials).validate()
+
+
+@pytest.mark.parametrize(("kind", "value"), [("rel_mse", 1e-2), ("mse", 1e-3)])
+def test_the_chosen_configuration_keeps_its_promises(kind, value):
+    made = prompts()
+    work = LayerSearch(made, recipe(kind, value), CPU)
+    trials = []
+    choice = search(work, 0, lambda: trials.append(1))
+    assert len(trials) == 8
+    assert choice.allocation.density == min(tried.allocation.density for tried in work.tried.values()) < 0.9
+    errors, powers = [], []
+    for prompt in made:
+        out, _ = s2o_attention_reference(prompt.q, prompt.k, prompt.v, choice.config, scale=prompt.scale)
+        truth = exact_attention(prompt.q, prompt.k, prompt.v, scale=prompt.scale)
+        errors.append(float((out - truth).square().mean()))
+        powers.append(float(truth.square().mean()))
+    assert sum(errors) / 2 == pytest.approx(choice.allocation.mse, rel=1e-3)
+    spent = sum(errors) / (sum(powers) if kind == "rel_mse" else 2)
+    assert spent <= 0.8 * value  # the margin
+    tighter = choice.tightened(0.5)
+    assert tighter.allocation.mse <= 0.5 * choice.allocation.mse
+    assert tighter.allocation.density >= choice.allocation.density
+
+
+def test_the_same_seed_chooses_the_same():
+    made = prompts()
+    first, second = (search(LayerSearch(made, recipe(), CPU), 3, lambda: None) for _ in range(2))
+    assert (first.segment, first.tile, first.allocation) == (second.segment, second.tile, second.allocation)
+
+
+def test_on_a_gpu_time_decides_and_slow_layers_go_dense(monkeypatch):
+    times = {"dense": 1.0}
+
+    def pretended(calls, device):
+        assert set(calls) == {"dense", "s2o"}
+        return {**times, "s2o": times["s2o"]()}
+
+    monkeypatch.setattr(search_module, "medians", pretended)
+    made = prompts(1)
+    counter = iter(range(100))
+    times["s2o"] = lambda: 0.5 + next(counter) / 10
+    choice = search(LayerSearch(made, recipe(), GPU), 0, lambda: None)
+    assert (choice.seconds, choice.dense_seconds) == (0.5, 1.0)
+    assert not choice.config.is_dense
+    times["s2o"] = lambda: 1.5
+    choice = search(LayerSearch(made, recipe(), GPU), 0, lambda: None)
+    assert choice.config.is_dense
+    assert choice.allocation.mse == 0.0
+
+
+def test_failed_trials_are_counted_and_all_failing_means_dense(monkeypatch, caplog):
+    def broken(calls, device):
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(search_module, "medians", broken)
+    work = LayerSearch(prompts(1), recipe(trials=3), GPU)
+    choice = search(work, 0, lambda: None)
+    assert work.failures == 3
+    assert choice.config.is_dense
+    assert "out of resource" in caplog.text
+
+
+def test_as_dense_and_the_candidates():
+    choice = search(LayerSearch(prompts(1), recipe(trials=1), CPU), 0, lambda: None)
+    assert as_dense(choice).config.is_dense
+    assert dataclasses.replace(choice).config == choice.config
+    assert all(tile.stride % 128 == 0 for tile in CPU_TILES)
