@@ -42,7 +42,7 @@ def _absorb(q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr):
     return m_new, l, acc
 
 
-@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "chunk"])
+@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "chunk", "stride_cb", "stride_ch"])
 def _prefill(
     Q, K, V, ORDER, OUT, VISITED, KV_START, TAU, SEGMENT, SHARE, qk_scale, q_len, offset, row_begin, chunk,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,

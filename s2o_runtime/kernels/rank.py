@@ -19,6 +19,7 @@ from s2o_runtime.shapes import CallShape
 REPRESENTATIVE_ROWS = 64
 SCORE_SEGMENTS = 16
 SCORE_KEYS = 128
+ROW_ALIGNMENT = 16
 
 
 @triton.jit(do_not_specialize=["q_len", "offset", "row_begin"])
@@ -51,9 +52,9 @@ def _representatives(
         tl.store(out + offs_d, mean.to(REP.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["offset", "row_begin", "segments", "keys"])
+@triton.jit(do_not_specialize=["kv_len", "offset", "row_begin", "segments", "keys"])
 def _scores(
-    REP, K, SCORE, KV_START, SEGMENT, offset, row_begin, segments, keys,
+    REP, K, SCORE, KV_START, SEGMENT, kv_len, offset, row_begin, segments, keys,
     stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl, stride_sb, stride_sh, stride_sn,
     GROUP: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
     HAS_START: tl.constexpr,
@@ -68,7 +69,7 @@ def _scores(
         offs_d = tl.arange(0, D)
         t = block * BK + tl.arange(0, BK)
         key = K + b.to(tl.int64) * stride_kb + (h // GROUP).to(tl.int64) * stride_kh
-        k = tl.load(key + t[None, :].to(tl.int64) * stride_kl + offs_d[:, None], mask=t[None, :] < keys, other=0.0)
+        k = tl.load(key + t[None, :].to(tl.int64) * stride_kl + offs_d[:, None], mask=t[None, :] < kv_len, other=0.0)
         rep = REP + b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh
         out = SCORE + b.to(tl.int64) * stride_sb + h.to(tl.int64) * stride_sh
         for n0 in range(0, segments, BS):
@@ -98,6 +99,7 @@ def rank(
     shortest = min(head.segment for head in config.heads if head.mode == "s2o")
     segments = -(-len(rows) // shortest)
     keys = shape.offset + rows.start + (segments - 1) * shortest
+    keys = -(-keys // ROW_ALIGNMENT) * ROW_ALIGNMENT  # one compiled kernel for all lengths
     representative = q.new_zeros(shape.batch, shape.query_heads, segments, shape.head_dim)
     scores = torch.full(
         (shape.batch, shape.query_heads, segments, keys), float("-inf"), dtype=torch.float32, device=q.device
@@ -110,7 +112,7 @@ def rank(
     )  # fmt: skip
     if keys:
         _scores[(triton.cdiv(keys, SCORE_KEYS), shape.query_heads, shape.batch)](
-            representative, k, scores, start, tables.segment, shape.offset, rows.start, segments, keys,
+            representative, k, scores, start, tables.segment, shape.kv_len, shape.offset, rows.start, segments, keys,
             *representative.stride()[:3], *k.stride()[:3], *scores.stride()[:3],
             GROUP=shape.group, D=shape.head_dim, BS=SCORE_SEGMENTS, BK=SCORE_KEYS,
             BN=config.tile.block_n, HAS_START=kv_start is not None,
