@@ -15,7 +15,7 @@ DEMO_PROFILE := build/demo.safetensors
 .PHONY: demo test lint clean
 
 demo: $(READY)
-	$(RUN) -m calibrate.cli --model demo --budget-mse 1e-4 $(DEMO_LENGTHS) --num-prompts 2 --held-out 1 --out $(DEMO_PROFILE)
+	$(RUN) -m calibrate.cli --model demo --budget-mse 1e-4 $(DEMO_LENGTHS) --out $(DEMO_PROFILE)
 	$(RUN) scripts/run_patched.py $(DEMO_PROFILE)
 
 test: $(READY)
