@@ -133,7 +133,7 @@ def choose_backend(q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, shape: 
         raise InputError(f"backend {backend!r} is not known: use one of {get_args(Backend)}")
     if backend in ("dense", "reference"):
         return Choice(backend, "asked for")
-    obstacle = _kernel_obstacle(q, k, v, shape)
+    obstacle = _kernel_obstacle(q, k, v, config, shape)
     if backend == "triton":
         if obstacle:
             raise InputError(f'{obstacle}: run with backend="auto"')
@@ -161,14 +161,14 @@ def has_prefix(config: LayerConfig, shape: CallShape) -> bool:
     return shape.offset > 0 or shape.q_len > shortest
 
 
-def _kernel_obstacle(q: Tensor, k: Tensor, v: Tensor, shape: CallShape) -> str | None:
+def _kernel_obstacle(q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, shape: CallShape) -> str | None:
     """Why the kernel cannot do a call, or None if it can."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         return "the kernel has no backward pass and gradients are enabled"
     if shape.head_dim not in HEAD_DIMS:
         return f"head_dim {shape.head_dim} is not supported by the kernel {HEAD_DIMS}"
     if interpreted():
-        return None
+        return "the specialised kernel cannot be interpreted" if config.tile.specialized else None
     if q.device.type != "cuda":
         return f"the tensors are on {q.device.type}, the kernel needs a GPU"
     if q.dtype not in KERNEL_TYPES:
@@ -176,6 +176,8 @@ def _kernel_obstacle(q: Tensor, k: Tensor, v: Tensor, shape: CallShape) -> str |
     capability = torch.cuda.get_device_capability(q.device)
     if capability < MIN_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is older than 8.0"
+    if config.tile.specialized and capability != (9, 0):
+        return f"tile {config.tile} is for sm_90, this GPU is sm_{capability[0]}{capability[1]}"
     return None
 
 

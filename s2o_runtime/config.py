@@ -58,8 +58,9 @@ class TileConfig:
     """The shape of the kernel's work on one GPU.
 
     block_m, block_n: rows and keys of a tile (BM, BN); chunk: tiles between two stop checks;
-    num_warps, num_stages: Triton's launch options. `block_m`, `block_n` and `chunk` also
-    decide where a head may stop, so the reference follows them too.
+    num_warps, num_stages: Triton's launch options; specialized: the kernel for sm_90 with warps that only
+    copy, where `num_stages` is the depth of its ring. `block_m`, `block_n` and `chunk` also decide where a
+    head may stop, so the reference follows them too.
     """
 
     block_m: int = 128
@@ -67,6 +68,7 @@ class TileConfig:
     chunk: int = 4
     num_warps: int = 8
     num_stages: int = 2
+    specialized: bool = False
 
     @property
     def stride(self) -> int:
@@ -74,14 +76,15 @@ class TileConfig:
         return self.block_n * self.chunk
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n}x{self.chunk} w{self.num_warps} s{self.num_stages}"
+        kind = "ws" if self.specialized else f"w{self.num_warps}"
+        return f"{self.block_m}x{self.block_n}x{self.chunk} {kind} s{self.num_stages}"
 
     def validate(self) -> TileConfig:
         ranges = {
             "block_m": (64, 128, 256),
             "block_n": (32, 64, 128),
             "num_warps": (4, 8),
-            "num_stages": (1, 2, 3, 4),
+            "num_stages": (1, 2, 3, 4, 5, 6),
         }
         for name, allowed in ranges.items():
             if getattr(self, name) not in allowed or not _is_int(getattr(self, name)):
@@ -90,6 +93,12 @@ class TileConfig:
             raise ConfigError(f"chunk {self.chunk!r} is out of range: use 1 to 64 tiles")
         if self.block_m >= 128 and self.num_warps < 8:
             raise ConfigError(f"block_m {self.block_m} with {self.num_warps} warps spills registers: use 8 warps")
+        if not isinstance(self.specialized, bool):
+            raise ConfigError(f"specialized is {self.specialized!r}: use True or False")
+        if self.specialized and (self.block_m != 128 or self.block_n < 64 or self.num_stages < 2):
+            raise ConfigError(
+                f"tile {self} has no specialised kernel: use block_m 128, block_n 64 or 128, 2 stages or more"
+            )
         return self
 
 

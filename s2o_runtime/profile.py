@@ -29,7 +29,7 @@ SCHEMA = 1
 METADATA_KEY = "s2o_profile"
 MAX_BYTES = 64 << 20
 MAX_LENGTH = 1 << 24
-TILE_FIELDS = ("block_m", "block_n", "chunk", "num_warps", "num_stages")
+TILE_FIELDS = ("block_m", "block_n", "chunk", "num_warps", "num_stages", "specialized")
 HEAD_TENSORS = {"tau": torch.float32, "segment": torch.int32, "mode": torch.uint8, "threshold": torch.uint8}
 LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8}
 MODES, THRESHOLDS, ROW_REDUCES = get_args(Mode), get_args(Threshold), get_args(RowReduce)
@@ -144,7 +144,7 @@ def _tensors(profile: Profile) -> dict[str, Tensor]:
         "segment": table(torch.int32, lambda layer: [head.segment for head in layer.heads]),
         "mode": table(torch.uint8, lambda layer: [MODES.index(head.mode) for head in layer.heads]),
         "threshold": table(torch.uint8, lambda layer: [THRESHOLDS.index(head.threshold) for head in layer.heads]),
-        "tile": table(torch.int32, lambda layer: [getattr(layer.tile, name) for name in TILE_FIELDS]),
+        "tile": table(torch.int32, lambda layer: [int(getattr(layer.tile, name)) for name in TILE_FIELDS]),
         "row_reduce": table(torch.uint8, lambda layer: ROW_REDUCES.index(layer.row_reduce)),
     }
 
@@ -270,6 +270,8 @@ def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: in
             raise ProfileError(
                 f"tensor {name} is {tensor.dtype} {tuple(tensor.shape)}: expected {dtype} {shapes[name]}"
             )
+    if int(tensors["tile"][..., -1].max()) > 1:
+        raise ProfileError(f"tensor tile says specialized {int(tensors['tile'][..., -1].max())}: expected 0 or 1")
     for name, allowed in (("mode", MODES), ("threshold", THRESHOLDS), ("row_reduce", ROW_REDUCES)):
         if int(tensors[name].max()) >= len(allowed):
             raise ProfileError(f"tensor {name} holds {int(tensors[name].max())}: expected 0 to {len(allowed) - 1}")
@@ -281,7 +283,8 @@ def _layer(tensors: dict[str, Tensor], bucket: int, layer: int) -> LayerConfig:
         HeadConfig(tau, segment, MODES[mode], THRESHOLDS[threshold])
         for tau, segment, mode, threshold in zip(*columns, strict=True)
     )
-    tile = TileConfig(*tensors["tile"][bucket, layer].tolist())
+    block_m, block_n, chunk, warps, stages, specialized = tensors["tile"][bucket, layer].tolist()
+    tile = TileConfig(block_m, block_n, chunk, warps, stages, bool(specialized))
     return LayerConfig(heads, tile, ROW_REDUCES[int(tensors["row_reduce"][bucket, layer])])
 
 

@@ -7,6 +7,8 @@ share one order, so they are computed together: `T` is the number of row tiles s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,6 +18,9 @@ from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.shapes import CallShape, call_shape, check_heads, window_start
 
 DENSE_ROWS = 512  # rows of a dense head computed together; bounds memory, changes nothing
+
+
+OrderOf = Callable[[int, int, int], Tensor]
 
 
 class State(NamedTuple):
@@ -42,6 +47,7 @@ def s2o_attention_reference(
     scale: float | None = None,
     kv_start: Tensor | None = None,
     paper_literal: bool = False,
+    order_of: OrderOf | None = None,
 ) -> tuple[Tensor, Tensor]:
     """S2O attention by the book.
 
@@ -49,6 +55,8 @@ def s2o_attention_reference(
     paper_literal: what the paper's pseudocode does and the product does not: queries are permuted inside
         their segment by the mean key of segment 0, every tile is a stop check, and the tile that stops the
         traversal is thrown away.
+    order_of: an order to follow instead of the full sort of Algorithm 1: called with the sequence, the query head
+        and the segment, it returns indices into the keys.
     Returns the output [B, Hq, Lq, D] in q's dtype (rows before `kv_start` are zero) and the prefix keys that
     each row tile computed, int32 [B, Hq, row tiles].
     """
@@ -65,7 +73,10 @@ def s2o_attention_reference(
         for h, head in enumerate(config.heads):
             keys, values = k[b, h // shape.group].to(dtype), v[b, h // shape.group].to(dtype)
             rows = q[b, h].to(dtype) * scale
-            out[b, h], visited[b, h] = _one_head(rows, keys, values, head, config, shape, starts[b], paper_literal)
+            orders = None if order_of is None else partial(order_of, b, h)
+            out[b, h], visited[b, h] = _one_head(
+                rows, keys, values, head, config, shape, starts[b], paper_literal, orders
+            )
     return out, visited
 
 
@@ -78,6 +89,7 @@ def _one_head(
     shape: CallShape,
     kv_start: Tensor,
     paper_literal: bool,
+    order_of: Callable[[int], Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """One query head of one sequence: q [Lq, D] already scaled, k, v [Lk, D]."""
     start = int(kv_start)
@@ -101,8 +113,11 @@ def _one_head(
         last = shape.offset + end
         state = dense_window(queries, k[first:last], v[first:last], position - first)
         if first > start:
-            representative = segment_representative(q[begin:end], shape.offset + begin, start)
-            order = rank(representative, k[start:first]) + start
+            if order_of is None:
+                representative = segment_representative(q[begin:end], shape.offset + begin, start)
+                order = rank(representative, k[start:first]) + start
+            else:
+                order = order_of(begin // segment)[: first - start]
             state, keys_visited = gathered_prefix(queries, k, v, state, order, head, config, real, paper_literal)
             visited[begin // tile.block_m : begin // tile.block_m + len(tiles)] = keys_visited.int()
         out[tiles[real]] = state.output()[real]

@@ -33,7 +33,8 @@ POINTERS = {
     "V": "bf16",
     "OUT": "bf16",
     "REP": "bf16",
-    "SCORE": "fp32",
+    "SCORE": "fp16",
+    "SHARE_OF_RANK": "fp32",
     "ORDER": "i32",
     "VISITED": "i32",
     "KV_START": "i32",
@@ -82,6 +83,7 @@ def cases() -> list[tuple[Case, TileConfig | None]]:
             }
             found += [(Case("prefill", capability, head_dim, str(tile)), tile) for tile in sorted(tiles, key=str)]
             found += [(Case(kernel, capability, head_dim), None) for kernel in ("representatives", "scores")]
+        found.append((Case("order", capability, 0), None))
     return found
 
 
@@ -101,10 +103,20 @@ def build(case: Case, tile: TileConfig | None) -> Compiled:
     if case.kernel == "representatives":
         constants = {"D": case.head_dim, "ROWS": rank.REPRESENTATIVE_ROWS, "HAS_START": False}
         return compile_kernel(rank._representatives, constants, case)
+    if case.kernel == "order":
+        constants = {
+            "SAMPLES": rank.SAMPLES,
+            "BINS": rank.BINS,
+            "BUCKETS": rank.BUCKETS,
+            "BLOCK": rank.ORDER_KEYS,
+            "BN": 64,
+            "HAS_START": False,
+        }
+        return compile_kernel(rank._order, constants, case)
     constants = {
         "GROUP": 4,
         "D": case.head_dim,
-        "BS": rank.SCORE_SEGMENTS,
+        "BS": 64,
         "BK": rank.SCORE_KEYS,
         "BN": 64,
         "HAS_START": False,
@@ -127,7 +139,7 @@ def compile_kernel(kernel, constants: dict[str, object], case: Case, **options: 
         if name in POINTERS:
             signature[name] = "*" + POINTERS[name]
         else:
-            signature[name] = "fp32" if name == "qk_scale" else "i32"
+            signature[name] = "fp32" if name in ("qk_scale", "limit") else "i32"
         if name in POINTERS or name.startswith("stride_"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)

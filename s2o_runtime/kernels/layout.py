@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOG2E = 1.4426950408889634
+
 
 @triton.jit
 def window_start(n, segment, offset, start, BN: tl.constexpr):

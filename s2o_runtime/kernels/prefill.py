@@ -15,15 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.kernels.layout import window_start
+from s2o_runtime.kernels.layout import LOG2E, window_start
 from s2o_runtime.kernels.rank import rank
 from s2o_runtime.kernels.tables import head_tables
 from s2o_runtime.shapes import CallShape
 
-WORKSPACE_BYTES = 1 << 30
+WORKSPACE_BYTES = 400 << 20
 WIDE_ELEMENTS = 1 << 31  # beyond this an offset into one head of k or v needs 64 bits
-RANK_BYTES_PER_KEY = 16  # a float32 score, an int64 and an int32 index
-LOG2E = 1.4426950408889634
+RANK_BYTES_PER_KEY = 6  # a float16 score and an int32 index
 
 
 @triton.jit
@@ -144,7 +143,7 @@ def s2o_prefill(
         shape.batch, shape.query_heads, shape.row_tiles(config.tile.block_m), dtype=torch.int32, device=q.device
     )
     for rows in row_slices(config, shape, WORKSPACE_BYTES):
-        _, order = rank(q, k, config, shape, kv_start, rows)
+        _, order = rank(q, k, config, shape, kv_start, rows, scale)
         prefill(q, k, v, order, out, visited, config, shape, scale, kv_start, rows)
     return out, visited
 
@@ -176,7 +175,12 @@ def prefill(
     """Window and gathered prefix for the query rows in `rows`, with the order `rank` made for them."""
     tables = head_tables(config, q.device)
     tile = config.tile
-    _prefill[(triton.cdiv(len(rows), tile.block_m), shape.query_heads, shape.batch)](
+    kernel, options = _prefill, {}
+    if tile.specialized:
+        from s2o_runtime.kernels.prefill_hopper import MAX_REGISTERS, _prefill_hopper
+
+        kernel, options = _prefill_hopper, {"maxnreg": MAX_REGISTERS}
+    kernel[(triton.cdiv(len(rows), tile.block_m), shape.query_heads, shape.batch)](
         q, k, v, order, out, visited, kv_start if kv_start is not None else tables.segment,
         tables.tau, tables.segment, tables.share, scale * LOG2E, shape.q_len, shape.offset, rows.start, tile.chunk,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *order.stride()[:3],
@@ -184,5 +188,5 @@ def prefill(
         GROUP=shape.group, D=shape.head_dim, BM=tile.block_m, BN=tile.block_n,
         STAGES=tile.num_stages, HAS_START=kv_start is not None, ROW_MAX=config.row_reduce == "max",
         WIDE=shape.kv_len * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
     )  # fmt: skip
