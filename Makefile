@@ -1,18 +1,22 @@
 # make demo, make test: everything they need is set up first.
 #   PYTHON=python3   use an existing environment instead (nothing is installed)
+# make aot: the kernels, compiled for all GPU generations with the oldest and the newest supported Triton.
 
 VENV := .venv
+TRITONS := 3.6.0 3.9.0
 STAMP := $(VENV)/.installed
 ifdef PYTHON
   RUN := PYTHONPATH=. $(PYTHON)
   READY :=
+  AOT := aot-installed
 else
   RUN := $(VENV)/bin/python
   READY := $(STAMP)
+  AOT := $(TRITONS:%=aot-%)
 endif
 DEMO_PROFILE := build/demo.safetensors
 
-.PHONY: demo test lint clean
+.PHONY: demo test aot $(AOT) lint clean
 
 demo: $(READY)
 	$(RUN) -m calibrate.cli --model demo --budget-mse 1e-4 $(DEMO_LENGTHS) --out $(DEMO_PROFILE)
@@ -20,6 +24,15 @@ demo: $(READY)
 
 test: $(READY)
 	$(RUN) -m pytest
+
+aot: $(AOT)
+
+aot-installed:
+	mkdir -p build
+	$(RUN) tests/aot.py > build/$@.jsonl
+
+$(TRITONS:%=aot-%): aot-%: build/triton-%/.installed
+	PYTHONPATH=build/triton-$* $(VENV)/bin/python tests/aot.py > build/$@.jsonl
 
 lint: $(READY)
 	$(RUN) -m ruff check .
@@ -34,4 +47,9 @@ $(STAMP): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt --editable '.[calibrate,dev]'
+	touch $@
+
+$(TRITONS:%=build/triton-%/.installed): build/triton-%/.installed: | $(READY)
+	rm -rf $(@D)
+	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) triton==$*
 	touch $@

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from s2o_runtime.attention import AttentionStats, s2o_attention
+    from s2o_runtime.attention import AttentionStats, s2o_attention, s2o_attention_varlen
     from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
     from s2o_runtime.errors import ConfigError, InputError, ModelError, ProfileError, S2OError
     from s2o_runtime.hf import explain, patch, unpatch
@@ -32,12 +32,13 @@ __all__ = [
     "load_profile",
     "patch",
     "s2o_attention",
+    "s2o_attention_varlen",
     "save_profile",
     "unpatch",
 ]
 
 _HOMES = {
-    "attention": ("AttentionStats", "s2o_attention"),
+    "attention": ("AttentionStats", "s2o_attention", "s2o_attention_varlen"),
     "config": ("HeadConfig", "LayerConfig", "TileConfig"),
     "errors": ("ConfigError", "InputError", "ModelError", "ProfileError", "S2OError"),
     "hf": ("explain", "patch", "unpatch"),

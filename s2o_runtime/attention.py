@@ -1,22 +1,24 @@
-"""The public attention op: checks the call, picks a backend, and says why."""
+"""The public attention ops: they check the call, pick a backend, and say why."""
 
 from __future__ import annotations
 
 import logging
-import os
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from s2o_runtime.config import HEAD_DIMS, LayerConfig
-from s2o_runtime.dense import dense_attention
+from s2o_runtime.dense import dense_attention, log_sum_exp
 from s2o_runtime.errors import InputError
-from s2o_runtime.gpu import MIN_CAPABILITY
-from s2o_runtime.reference import s2o_attention_reference
-from s2o_runtime.shapes import CallShape, call_shape, check_heads, density
+from s2o_runtime.gpu import MIN_CAPABILITY, candidate_tiles, interpreted, padded_head_dim
+from s2o_runtime.reference import Attended, s2o_attention_reference
+from s2o_runtime.shapes import CallShape, call_shape, check_heads, density, packed_shape, pairs
 
 Backend = Literal["auto", "triton", "reference", "dense"]
 KERNEL_TYPES = (torch.bfloat16, torch.float16)
@@ -37,6 +39,7 @@ class AttentionStats:
 
     backend, reason: which code ran, and why it was chosen.
     visited: int32 [B, Hq, row tiles], prefix keys each row tile computed; None when the call was dense.
+    kv_start, cu_q, cu_k: where the sequences lie, as they were given.
     """
 
     backend: str
@@ -45,13 +48,25 @@ class AttentionStats:
     shape: CallShape
     kv_start: Tensor | None
     visited: Tensor | None
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
 
     @property
     def density(self) -> Tensor:
         """Query-key pairs computed over causal pairs, window included: float64 [Hq]; dense is 1.0."""
         if self.visited is None:
             return torch.ones(self.shape.query_heads, dtype=torch.float64)
-        return density(self.visited, self.config, self.shape, self.kv_start)
+        if self.cu_q is None or self.cu_k is None:
+            return density(self.visited, self.config, self.shape, self.kv_start)
+        zero = torch.zeros(1, dtype=torch.int64, device=self.visited.device)
+        computed, causal = torch.zeros(self.shape.query_heads).double().to(zero.device), zero.double()[0]
+        for b, (rows, keys) in enumerate(_sequences(self.cu_q, self.cu_k)):
+            part, of = pairs(self.visited[b : b + 1], self.config, len(rows), len(keys) - len(rows), zero)
+            computed, causal = computed + part, causal + of
+        return computed / causal.clamp_min(1.0)
+
+
+Output = Tensor | tuple[Tensor, AttentionStats] | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, AttentionStats]
 
 
 @overload
@@ -65,6 +80,7 @@ def s2o_attention(
     kv_start: Tensor | None = ...,
     backend: Backend = ...,
     return_stats: Literal[False] = ...,
+    return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
 def s2o_attention(
@@ -77,7 +93,21 @@ def s2o_attention(
     kv_start: Tensor | None = ...,
     backend: Backend = ...,
     return_stats: Literal[True],
+    return_lse: Literal[False] = ...,
 ) -> tuple[Tensor, AttentionStats]: ...
+@overload
+def s2o_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: LayerConfig,
+    *,
+    scale: float | None = ...,
+    kv_start: Tensor | None = ...,
+    backend: Backend = ...,
+    return_stats: bool = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, AttentionStats]: ...
 def s2o_attention(
     q: Tensor,
     k: Tensor,
@@ -88,7 +118,8 @@ def s2o_attention(
     kv_start: Tensor | None = None,
     backend: Backend = "auto",
     return_stats: bool = False,
-) -> Tensor | tuple[Tensor, AttentionStats]:
+    return_lse: bool = False,
+) -> Output:
     """Causal attention that computes only the part of the prefix that counts.
 
     q: [B, Hq, Lq, D]; k, v: [B, Hkv, Lk, D] with Lq <= Lk, one floating type, one device; query i stands at
@@ -98,36 +129,162 @@ def s2o_attention(
     kv_start: integers [B], the first key of each sequence that counts (left padding).
     backend: "triton", "reference" (plain torch, any device), "dense", or "auto", which picks the first that
         can do the call and keeps the reason in the stats.
-    Returns the output [B, Hq, Lq, D] in q's dtype, rows before `kv_start` zero; with `return_stats` also an
-    `AttentionStats`. Raises InputError for tensors that do not fit, ConfigError for an illegal config.
+    Returns the output [B, Hq, Lq, D] in q's dtype, rows before `kv_start` zero; with `return_lse` then the
+    log-sum-exp of the scores each row computed, float32 [B, Hq, Lq], -inf before `kv_start`; with `return_stats`
+    then an `AttentionStats`. Raises InputError for tensors that do not fit, ConfigError for an illegal config.
 
     >>> q, k, v = (torch.randn(1, heads, 256, 64) for heads in (4, 2, 2))
     >>> s2o_attention(q, k, v, LayerConfig.uniform(4, tau=0.5, segment=128)).shape
     torch.Size([1, 4, 256, 64])
     """
     shape = call_shape(q, k, v, kv_start)
+    scale = _checked_scale(scale, config, shape)
+    choice = choose_backend(q, k, v, config, shape, backend, return_lse)
+    visited: Tensor | None = None
+    lse: Tensor | None = None
+    if choice.backend == "triton":
+        out, visited, lse = _kernel(q, k, v, config, shape, scale, kv_start, None, None, return_lse)
+    else:
+        out, visited, lse = _plain(q, k, v, config, scale, kv_start, choice.backend, return_lse)
+    stats = AttentionStats(*choice, config, shape, kv_start, visited) if return_stats else None
+    return _answer(out, lse, stats)
+
+
+def s2o_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    config: LayerConfig,
+    *,
+    scale: float | None = None,
+    backend: Backend = "auto",
+    return_stats: bool = False,
+    return_lse: bool = False,
+) -> Output:
+    """`s2o_attention` for sequences of different lengths, packed one behind another.
+
+    q: [Tq, Hq, D]; k, v: [Tk, Hkv, D]; cu_seqlens_q, cu_seqlens_k: int32 [N + 1], where each sequence begins, from
+    0 to Tq and Tk; max_seqlen_q, max_seqlen_k: at least the longest sequence. A sequence has at most as many
+    queries as keys, its queries are its last positions, and it may be empty.
+    Returns the output [Tq, Hq, D], with `return_lse` then float32 [Hq, Tq], with `return_stats` then the stats.
+    """
+    shape = packed_shape(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    scale = _checked_scale(scale, config, shape)
+    q4, k4, v4 = (t.transpose(0, 1)[None] for t in (q, k, v))
+    choice = choose_backend(q4, k4, v4, config, shape, backend, return_lse)
+    visited: Tensor | None = None
+    if choice.backend == "triton":
+        q4, k4, v4 = (t.expand(shape.batch, -1, -1, -1) for t in (q4, k4, v4))
+        out, visited, lse = _kernel(q4, k4, v4, config, shape, scale, None, cu_seqlens_q, cu_seqlens_k, return_lse)
+    else:
+        out = torch.zeros_like(q4)
+        lse = q.new_zeros(1, *q4.shape[1:3], dtype=torch.float32) if return_lse else None
+        if choice.backend == "reference":
+            tiles = (shape.batch, shape.query_heads, shape.row_tiles(config.tile.block_m))
+            visited = torch.zeros(tiles, dtype=torch.int32, device=q.device)
+        for b, (rows, keys) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
+            if not len(rows):
+                continue
+            part_q, part_k, part_v = q4[:, :, _slice(rows)], k4[:, :, _slice(keys)], v4[:, :, _slice(keys)]
+            part = _plain(part_q, part_k, part_v, config, scale, None, choice.backend, return_lse)
+            out[:, :, _slice(rows)] = part[0]
+            if visited is not None and part[1] is not None:
+                visited[b, :, : part[1].shape[2]] = part[1][0]
+            if lse is not None and part[2] is not None:
+                lse[:, :, _slice(rows)] = part[2]
+    stats = None
+    if return_stats:
+        stats = AttentionStats(*choice, config, shape, None, visited, cu_seqlens_q, cu_seqlens_k)
+    return _answer(out[0].transpose(0, 1), None if lse is None else lse[0], stats)
+
+
+def _checked_scale(scale: float | None, config: LayerConfig, shape: CallShape) -> float:
     check_heads(config.validate(), shape)
     if scale is None:
-        scale = shape.head_dim**-0.5
-    elif not scale > 0:
+        return float(shape.head_dim**-0.5)
+    if not scale > 0:
         raise InputError(f"scale is {scale}: expected a positive number")
-    choice = choose_backend(q, k, v, config, shape, backend)
-    visited: Tensor | None = None
-    if choice.backend == "dense":
-        out = dense_attention(q, k, v, scale=scale, kv_start=kv_start)
-    elif choice.backend == "reference":
-        out, visited = s2o_attention_reference(q, k, v, config, scale=scale, kv_start=kv_start)
-    else:
-        from s2o_runtime.kernels.prefill import s2o_prefill  # imports triton
-
-        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        out, visited = s2o_prefill(q, k, v, config, shape, scale, kv_start)
-    if return_stats:
-        return out, AttentionStats(choice.backend, choice.reason, config, shape, kv_start, visited)
-    return out
+    return scale
 
 
-def choose_backend(q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, shape: CallShape, backend: Backend) -> Choice:
+def _answer(out: Tensor, lse: Tensor | None, stats: AttentionStats | None) -> Output:
+    if lse is None:
+        return out if stats is None else (out, stats)
+    return (out, lse) if stats is None else (out, lse, stats)
+
+
+def _sequences(cu_q: Tensor, cu_k: Tensor) -> Iterator[tuple[range, range]]:
+    """The rows and the keys of each packed sequence; waits for the device."""
+    q_edges, k_edges = cu_q.tolist(), cu_k.tolist()
+    for b in range(len(q_edges) - 1):
+        yield range(q_edges[b], q_edges[b + 1]), range(k_edges[b], k_edges[b + 1])
+
+
+def _slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop)
+
+
+def _plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: LayerConfig,
+    scale: float,
+    kv_start: Tensor | None,
+    backend: str,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The output, visited and lse of the backends that need no kernel."""
+    if backend == "reference":
+        result: Attended = s2o_attention_reference(q, k, v, config, scale=scale, kv_start=kv_start)
+        return result.out, result.visited, result.lse.float() if with_lse else None
+    out = dense_attention(q, k, v, scale=scale, kv_start=kv_start)
+    return out, None, log_sum_exp(q, k, scale=scale, kv_start=kv_start) if with_lse else None
+
+
+def _kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: LayerConfig,
+    shape: CallShape,
+    scale: float,
+    kv_start: Tensor | None,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The output, visited and lse of the kernels; other head dims run as the next larger one, filled with zeros."""
+    from s2o_runtime.kernels.call import Call, head_tables  # these import triton
+    from s2o_runtime.kernels.prefill import s2o_prefill
+
+    head_dim = shape.head_dim
+    if head_dim not in HEAD_DIMS:
+        wider = padded_head_dim(head_dim)
+        q, k, v = (F.pad(t, (0, wider - head_dim)) for t in (q, k, v))
+        shape = shape.with_head_dim(wider)
+    elif not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
+    call = Call(config, shape, scale, head_tables(config, q.device), kv_start, cu_q, cu_k)
+    elsewhere = q.device.type == "cuda" and q.device.index != torch.cuda.current_device()
+    with torch.cuda.device(q.device) if elsewhere else nullcontext():
+        out, visited, lse = s2o_prefill(q, k, v, call, with_lse)
+    return out if shape.head_dim == head_dim else out[..., :head_dim], visited, lse
+
+
+def choose_backend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: LayerConfig,
+    shape: CallShape,
+    backend: Backend,
+    with_lse: bool = False,
+) -> Choice:
     """The backend for a call, and why. Raises InputError if the one asked for cannot do it."""
     if backend not in get_args(Backend):
         raise InputError(f"backend {backend!r} is not known: use one of {get_args(Backend)}")
@@ -138,16 +295,20 @@ def choose_backend(q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, shape: 
         if obstacle:
             raise InputError(f'{obstacle}: run with backend="auto"')
         return Choice("triton", "asked for")
-    choice = _automatic(q, config, shape, obstacle)
+    choice = _automatic(q, config, shape, obstacle, with_lse)
     _log_once(choice)
     return choice
 
 
-def _automatic(q: Tensor, config: LayerConfig, shape: CallShape, obstacle: str | None) -> Choice:
+def _automatic(q: Tensor, config: LayerConfig, shape: CallShape, obstacle: str | None, with_lse: bool) -> Choice:
+    if with_lse and obstacle is None and q.device.type != "cpu":
+        return Choice("triton", "SDPA gives no log-sum-exp, the kernel does")
     if config.is_dense:
         return Choice("dense", "every head of the layer is dense")
     if not has_prefix(config, shape):
         return Choice("dense", "the whole prompt fits one segment")
+    if shape.kv_len < config.tile.dense_below:
+        return Choice("dense", f"shorter than {config.tile.dense_below} keys, where dense is faster on this GPU")
     if q.device.type == "cpu":
         return Choice("reference", "the tensors are on the cpu, the kernel needs a GPU")
     if obstacle is None:
@@ -163,27 +324,31 @@ def has_prefix(config: LayerConfig, shape: CallShape) -> bool:
 
 def _kernel_obstacle(q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, shape: CallShape) -> str | None:
     """Why the kernel cannot do a call, or None if it can."""
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return "the kernel has no backward pass and gradients are enabled"
-    if shape.head_dim not in HEAD_DIMS:
-        return f"head_dim {shape.head_dim} is not supported by the kernel {HEAD_DIMS}"
+    if shape.head_dim > HEAD_DIMS[-1]:
+        return f"head_dim {shape.head_dim} is not supported by the kernel (up to {HEAD_DIMS[-1]})"
     if interpreted():
         return "the specialised kernel cannot be interpreted" if config.tile.specialized else None
     if q.device.type != "cuda":
         return f"the tensors are on {q.device.type}, the kernel needs a GPU"
     if q.dtype not in KERNEL_TYPES:
         return f"{q.dtype} is not supported by the kernel (bfloat16, float16)"
-    capability = torch.cuda.get_device_capability(q.device)
+    capability = _capability(q.device)
     if capability < MIN_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is older than 8.0"
     if config.tile.specialized and capability != (9, 0):
         return f"tile {config.tile} is for sm_90, this GPU is sm_{capability[0]}{capability[1]}"
+    if not candidate_tiles(shape.head_dim, capability):
+        return f"head_dim {shape.head_dim} has no tile on sm_{capability[0]}{capability[1]}"
+    if config.tile.specialized and shape.head_dim > 128:
+        return f"tile {config.tile} has no specialised kernel for head_dim {shape.head_dim}"
     return None
 
 
-def interpreted() -> bool:
-    """Whether Triton kernels run in its interpreter (TRITON_INTERPRET=1), for tests without a GPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+@lru_cache(maxsize=64)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @lru_cache(maxsize=64)

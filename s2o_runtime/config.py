@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, get_args
 
 from s2o_runtime.errors import ConfigError
@@ -15,7 +16,7 @@ Mode = Literal["s2o", "dense"]
 Threshold = Literal["share", "raw"]
 RowReduce = Literal["mean", "max"]
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)  # others up to the last are filled with zeros
 SEGMENT_STEP = 64
 MIN_SEGMENT = 64
 MAX_SEGMENT = 1 << 16
@@ -59,8 +60,9 @@ class TileConfig:
 
     block_m, block_n: rows and keys of a tile (BM, BN); chunk: tiles between two stop checks;
     num_warps, num_stages: Triton's launch options; specialized: the kernel for sm_90 with warps that only
-    copy, where `num_stages` is the depth of its ring. `block_m`, `block_n` and `chunk` also decide where a
-    head may stop, so the reference follows them too.
+    copy, where a program computes two row tiles, `num_warps` is that of each and `num_stages` the depth of its
+    ring. `block_m`, `block_n` and `chunk` also decide where a head may stop, so the reference follows them too.
+    dense_below: fewer keys than this and dense attention is faster on this GPU, whatever the density.
     """
 
     block_m: int = 128
@@ -69,11 +71,17 @@ class TileConfig:
     num_warps: int = 8
     num_stages: int = 2
     specialized: bool = False
+    dense_below: int = 0
 
     @property
     def stride(self) -> int:
         """Keys between two stop checks."""
         return self.block_n * self.chunk
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one program; they share one order, so it divides every segment."""
+        return self.block_m * (2 if self.specialized else 1)
 
     def __str__(self) -> str:
         kind = "ws" if self.specialized else f"w{self.num_warps}"
@@ -93,12 +101,14 @@ class TileConfig:
             raise ConfigError(f"chunk {self.chunk!r} is out of range: use 1 to 64 tiles")
         if self.block_m >= 128 and self.num_warps < 8:
             raise ConfigError(f"block_m {self.block_m} with {self.num_warps} warps spills registers: use 8 warps")
+        if not _is_int(self.dense_below) or not 0 <= self.dense_below < 1 << 31:
+            raise ConfigError(f"dense_below {self.dense_below!r} is out of range: use a number of keys")
         if not isinstance(self.specialized, bool):
             raise ConfigError(f"specialized is {self.specialized!r}: use True or False")
-        if self.specialized and (self.block_m != 128 or self.block_n < 64 or self.num_stages < 2):
-            raise ConfigError(
-                f"tile {self} has no specialised kernel: use block_m 128, block_n 64 or 128, 2 stages or more"
-            )
+        if self.specialized and (self.block_m, self.num_warps) != (64, 4):
+            raise ConfigError(f"tile {self} has no specialised kernel: use block_m 64 and 4 warps")
+        if self.specialized and (self.block_n < 64 or self.num_stages < 2):
+            raise ConfigError(f"tile {self} has no specialised kernel: use block_n 64 or 128, 2 stages or more")
         return self
 
 
@@ -145,6 +155,10 @@ class LayerConfig:
         return replace(self, tile=tile).validate()
 
     def validate(self) -> LayerConfig:
+        return self._validated
+
+    @cached_property
+    def _validated(self) -> LayerConfig:
         if not self.heads:
             raise ConfigError("a layer has no heads: give one HeadConfig per query head")
         if self.row_reduce not in get_args(RowReduce):
@@ -152,12 +166,22 @@ class LayerConfig:
         self.tile.validate()
         for index, head in enumerate(self.heads):
             head.validate()
-            if head.mode == "s2o" and head.segment % self.tile.block_m:
+            if head.mode == "s2o" and head.segment % self.tile.rows:
                 raise ConfigError(
-                    f"segment {head.segment} of head {index} is not a multiple of block_m "
-                    f"{self.tile.block_m}: a tile may not cross a segment's end"
+                    f"segment {head.segment} of head {index} is not a multiple of {self.tile.rows}, the rows of "
+                    f"tile {self.tile}: a tile may not cross a segment's end"
                 )
         return self
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[LayerConfig], tuple[object, ...]]:
+        return LayerConfig, (self.heads, self.tile, self.row_reduce)  # a hash holds in one process only
+
+    @cached_property
+    def _hash(self) -> int:  # a config keys caches in every call
+        return hash((self.heads, self.tile, self.row_reduce))
 
 
 def _is_int(value: object) -> bool:

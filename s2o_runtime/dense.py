@@ -75,3 +75,25 @@ def exact_attention(
             weights = torch.where(visible.any(-1, keepdim=True), scores.softmax(-1), 0.0)
             out[:, h, begin : begin + EXACT_ROWS] = weights @ values[:, :last]
     return out
+
+
+def log_sum_exp(q: Tensor, k: Tensor, *, scale: float | None = None, kv_start: Tensor | None = None) -> Tensor:
+    """The log-sum-exp of each row's visible scores, float32 [B, Hq, Lq]; -inf for rows before `kv_start`.
+
+    Plain torch, computed in float32: SDPA does not hand it out.
+    """
+    shape = call_shape(q, k, k, kv_start)
+    scale = shape.head_dim**-0.5 if scale is None else scale
+    start = torch.zeros(shape.batch, dtype=torch.int64, device=q.device) if kv_start is None else kv_start
+    out = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    key = torch.arange(shape.kv_len, device=q.device)
+    for h in range(shape.query_heads):
+        keys = k[:, h // shape.group].float()
+        for begin in range(0, shape.q_len, EXACT_ROWS):
+            rows = q[:, h, begin : begin + EXACT_ROWS].float() * scale
+            last = shape.offset + begin + rows.shape[1]
+            position = torch.arange(last - rows.shape[1], last, device=q.device)
+            visible = (key[:last] <= position[:, None]) & (key[:last] >= start[:, None, None])
+            scores = (rows @ keys[:, :last].transpose(1, 2)).masked_fill(~visible, float("-inf"))
+            out[:, h, begin : begin + EXACT_ROWS] = scores.logsumexp(-1)
+    return out

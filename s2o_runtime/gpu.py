@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 
-from s2o_runtime.config import TileConfig
+from s2o_runtime.config import HEAD_DIMS, TileConfig
+from s2o_runtime.errors import InputError
 
 MIN_CAPABILITY = (8, 0)
 
@@ -58,6 +60,11 @@ def identify(device: torch.device) -> DeviceIdentity:
     )
 
 
+def interpreted() -> bool:
+    """Whether Triton kernels run in its interpreter (TRITON_INTERPRET=1), for tests without a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def fit(made_on: DeviceIdentity, here: DeviceIdentity) -> Fit:
     """Whether a profile made on one device can be used on another.
 
@@ -77,25 +84,65 @@ def fit(made_on: DeviceIdentity, here: DeviceIdentity) -> Fit:
 
 
 def candidate_tiles(head_dim: int, capability: tuple[int, int]) -> tuple[TileConfig, ...]:
-    """The tiles worth timing on a GPU: those that compile for it without spills and fit its shared memory."""
+    """The tiles worth timing on a GPU: those that compile for it without spills and fit its shared memory.
+
+    Empty where the kernels have no tile for this head_dim.
+    """
     return tuple(
-        TileConfig(block_m, block_n, stride // block_n, 8 if block_m >= 128 else 4, stages).validate()
-        for block_m, block_n, stages in _tile_shapes(head_dim, capability)
-        for stride in (256, 512, 1024)
+        TileConfig(block_m, block_n, stride // block_n, warps, stages, specialized).validate()
+        for block_m, block_n, warps, stages, specialized in _tile_shapes(head_dim, capability)
+        for stride in ((1024, 2048) if specialized else (256, 512, 1024))
     )
 
 
 def default_tile(head_dim: int, capability: tuple[int, int]) -> TileConfig:
-    """A tile that is safe on every GPU of this capability: the first candidate."""
-    return candidate_tiles(head_dim, capability)[0]
+    """A tile that is safe on every GPU of this capability: the first candidate. Raises InputError if there is none."""
+    tiles = candidate_tiles(head_dim, capability)
+    if not tiles:
+        raise InputError(f"head_dim {head_dim} has no tile on sm_{capability[0]}{capability[1]}: run it dense")
+    return tiles[0]
 
 
-def _tile_shapes(head_dim: int, capability: tuple[int, int]) -> list[tuple[int, int, int]]:
-    """(block_m, block_n, stages) per GPU generation; tests/aot.py compiles them all."""
-    if capability[0] == 9:  # wgmma reads its operands from shared memory, which leaves registers
-        return [(128, 64, 3), (128, 64, 2), (128, 128, 2), (128, 32, 3), (64, 64, 2), (64, 32, 3)]
-    if capability[0] == 10:
-        return [(128, 64, 3), (128, 32, 3), (64, 32, 3)]
-    if head_dim <= 64:
-        return [(128, 64, 3), (128, 64, 2), (64, 32, 3)]
-    return [(128, 32, 3), (64, 32, 3)]
+def padded_head_dim(head_dim: int) -> int:
+    """The head dim the kernels run this one as, filled with zeros. Raises InputError beyond the largest."""
+    for size in HEAD_DIMS:
+        if head_dim <= size:
+            return size
+    raise InputError(f"head_dim {head_dim} is larger than {HEAD_DIMS[-1]}, the largest the kernels support")
+
+
+_TileShape = tuple[int, int, int, int, bool]  # block_m, block_n, warps, stages, specialized
+
+# tests/aot.py compiles them all. Consumer GPUs of sm_86, 89 and 120 have 99 KiB of shared memory, others more;
+# wgmma (sm_90) and tcgen05 (sm_100) read operands from shared memory, which leaves registers for larger tiles.
+_TILES: dict[str, dict[int, list[_TileShape]]] = {
+    "sm_80": {
+        64: [(128, 64, 8, 3, False), (128, 64, 8, 2, False), (64, 64, 4, 2, False)],
+        128: [(128, 32, 8, 3, False), (64, 64, 8, 3, False), (64, 32, 8, 3, False)],
+    },
+    "sm_89": {
+        64: [(128, 64, 8, 3, False), (128, 64, 8, 2, False), (64, 64, 4, 2, False)],
+        128: [(128, 32, 8, 3, False), (64, 64, 8, 2, False), (64, 32, 8, 3, False)],
+    },
+    "sm_90": {
+        64: [(64, 128, 4, 3, True), (64, 128, 4, 4, True), (128, 64, 8, 3, False), (64, 64, 4, 2, False)],
+        128: [(64, 128, 4, 2, True), (64, 128, 4, 3, True), (128, 64, 8, 3, False), (64, 64, 4, 2, False)],
+        256: [(64, 32, 8, 2, False)],
+    },
+    "sm_100": {
+        64: [(128, 32, 8, 3, False), (128, 128, 8, 2, False), (64, 64, 8, 3, False)],
+        128: [(128, 64, 8, 3, False), (128, 32, 8, 3, False), (64, 32, 4, 3, False)],
+        256: [(64, 64, 8, 2, False), (64, 32, 8, 2, False)],
+    },
+    "sm_120": {
+        64: [(128, 64, 8, 3, False), (64, 64, 8, 2, False), (64, 64, 4, 2, False)],
+        128: [(128, 32, 8, 3, False), (64, 64, 8, 2, False), (64, 32, 8, 3, False)],
+    },
+}
+
+
+def _tile_shapes(head_dim: int, capability: tuple[int, int]) -> list[_TileShape]:
+    family = "sm_120" if capability[0] >= 12 else f"sm_{capability[0]}0"
+    if capability[0] == 8 and capability[1]:
+        family = "sm_89"
+    return _TILES[family].get(padded_head_dim(head_dim), [])

@@ -24,7 +24,7 @@ from s2o_runtime.attention import AttentionStats, s2o_attention
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.dense import dense_attention
 from s2o_runtime.errors import ModelError, ProfileError
-from s2o_runtime.gpu import Rejected, default_tile, fit, identify
+from s2o_runtime.gpu import Rejected, candidate_tiles, fit, identify
 from s2o_runtime.identity import attention_modules, fingerprint, geometry
 from s2o_runtime.profile import Profile, length_step, load_profile
 
@@ -266,9 +266,8 @@ def _fitted(profile: Profile, device: torch.device) -> tuple[Profile, str | None
 
 
 def _safe_tile(profile: Profile, capability: tuple[int, int]) -> TileConfig:
-    """The default tile of this GPU, with rows that divide every segment of the profile."""
-    tile = default_tile(profile.geometry.head_dim, capability)
+    """The first tile of this GPU with rows that divide every segment of the profile."""
     segments = {head.segment for bucket in profile.layers for layer in bucket for head in layer.heads}
-    if any(segment % tile.block_m for segment in segments):
-        return TileConfig(block_m=64, block_n=32, chunk=8, num_warps=4, num_stages=3)
-    return tile
+    tiles = candidate_tiles(profile.geometry.head_dim, capability)
+    fitting = (tile for tile in tiles if not any(segment % tile.rows for segment in segments))
+    return next(fitting, TileConfig(block_m=64, block_n=32, chunk=8, num_warps=4, num_stages=3))

@@ -29,7 +29,7 @@ SCHEMA = 1
 METADATA_KEY = "s2o_profile"
 MAX_BYTES = 64 << 20
 MAX_LENGTH = 1 << 24
-TILE_FIELDS = ("block_m", "block_n", "chunk", "num_warps", "num_stages", "specialized")
+TILE_FIELDS = ("block_m", "block_n", "chunk", "num_warps", "num_stages", "specialized", "dense_below")
 HEAD_TENSORS = {"tau": torch.float32, "segment": torch.int32, "mode": torch.uint8, "threshold": torch.uint8}
 LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8}
 MODES, THRESHOLDS, ROW_REDUCES = get_args(Mode), get_args(Threshold), get_args(RowReduce)
@@ -270,8 +270,9 @@ def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: in
             raise ProfileError(
                 f"tensor {name} is {tensor.dtype} {tuple(tensor.shape)}: expected {dtype} {shapes[name]}"
             )
-    if int(tensors["tile"][..., -1].max()) > 1:
-        raise ProfileError(f"tensor tile says specialized {int(tensors['tile'][..., -1].max())}: expected 0 or 1")
+    specialized = int(tensors["tile"][..., TILE_FIELDS.index("specialized")].max())
+    if specialized > 1:
+        raise ProfileError(f"tensor tile says specialized {specialized}: expected 0 or 1")
     for name, allowed in (("mode", MODES), ("threshold", THRESHOLDS), ("row_reduce", ROW_REDUCES)):
         if int(tensors[name].max()) >= len(allowed):
             raise ProfileError(f"tensor {name} holds {int(tensors[name].max())}: expected 0 to {len(allowed) - 1}")
@@ -283,8 +284,8 @@ def _layer(tensors: dict[str, Tensor], bucket: int, layer: int) -> LayerConfig:
         HeadConfig(tau, segment, MODES[mode], THRESHOLDS[threshold])
         for tau, segment, mode, threshold in zip(*columns, strict=True)
     )
-    block_m, block_n, chunk, warps, stages, specialized = tensors["tile"][bucket, layer].tolist()
-    tile = TileConfig(block_m, block_n, chunk, warps, stages, bool(specialized))
+    block_m, block_n, chunk, warps, stages, specialized, below = tensors["tile"][bucket, layer].tolist()
+    tile = TileConfig(block_m, block_n, chunk, warps, stages, bool(specialized), below)
     return LayerConfig(heads, tile, ROW_REDUCES[int(tensors["row_reduce"][bucket, layer])])
 
 

@@ -23,6 +23,14 @@ DENSE_ROWS = 512  # rows of a dense head computed together; bounds memory, chang
 OrderOf = Callable[[int, int, int], Tensor]
 
 
+class Attended(NamedTuple):
+    """What S2O attention gives."""
+
+    out: Tensor  # [B, Hq, Lq, D] in q's dtype; rows before `kv_start` are zero
+    visited: Tensor  # int32 [B, Hq, row tiles], the prefix keys each row tile computed
+    lse: Tensor  # [B, Hq, Lq], log-sum-exp of the scores a row computed; -inf before `kv_start`
+
+
 class State(NamedTuple):
     """Online softmax of some rows: running maximum m, sum l, and weighted values acc."""
 
@@ -48,7 +56,7 @@ def s2o_attention_reference(
     kv_start: Tensor | None = None,
     paper_literal: bool = False,
     order_of: OrderOf | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Attended:
     """S2O attention by the book.
 
     q: [B, Hq, Lq, D]; k, v: [B, Hkv, Lk, D], any floating dtype; kv_start: [B], the first key that counts.
@@ -57,8 +65,6 @@ def s2o_attention_reference(
         traversal is thrown away.
     order_of: an order to follow instead of the full sort of Algorithm 1: called with the sequence, the query head
         and the segment, it returns indices into the keys.
-    Returns the output [B, Hq, Lq, D] in q's dtype (rows before `kv_start` are zero) and the prefix keys that
-    each row tile computed, int32 [B, Hq, row tiles].
     """
     shape = call_shape(q, k, v, kv_start)
     check_heads(config.validate(), shape)
@@ -69,15 +75,16 @@ def s2o_attention_reference(
     visited = torch.zeros(
         shape.batch, shape.query_heads, shape.row_tiles(config.tile.block_m), dtype=torch.int32, device=q.device
     )
+    lse = torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
     for b in range(shape.batch):
         for h, head in enumerate(config.heads):
             keys, values = k[b, h // shape.group].to(dtype), v[b, h // shape.group].to(dtype)
             rows = q[b, h].to(dtype) * scale
             orders = None if order_of is None else partial(order_of, b, h)
-            out[b, h], visited[b, h] = _one_head(
+            out[b, h], visited[b, h], lse[b, h] = _one_head(
                 rows, keys, values, head, config, shape, starts[b], paper_literal, orders
             )
-    return out, visited
+    return Attended(out, visited, lse)
 
 
 def _one_head(
@@ -90,12 +97,13 @@ def _one_head(
     kv_start: Tensor,
     paper_literal: bool,
     order_of: Callable[[int], Tensor] | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """One query head of one sequence: q [Lq, D] already scaled, k, v [Lk, D]."""
     start = int(kv_start)
     tile = config.tile
     out = torch.zeros_like(q)
     visited = torch.zeros(shape.row_tiles(tile.block_m), dtype=torch.int32, device=q.device)
+    lse = q.new_full((shape.q_len,), float("-inf"))
     segment = DENSE_ROWS if head.mode == "dense" else head.segment
     guide = k[start : start + segment].mean(0)
     for begin in range(0, shape.q_len, segment):
@@ -121,7 +129,8 @@ def _one_head(
             state, keys_visited = gathered_prefix(queries, k, v, state, order, head, config, real, paper_literal)
             visited[begin // tile.block_m : begin // tile.block_m + len(tiles)] = keys_visited.int()
         out[tiles[real]] = state.output()[real]
-    return out, visited
+        lse[tiles[real]] = (state.m + state.l.log())[real]
+    return out, visited, lse
 
 
 def _row_tiles(rows: Tensor, block_m: int) -> Tensor:

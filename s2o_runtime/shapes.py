@@ -7,7 +7,7 @@ of tiles; the few keys that are cut off join the segment's dense window.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ class CallShape:
 
     def segments(self, segment: int) -> int:
         return -(-self.q_len // segment)
+
+    def with_head_dim(self, head_dim: int) -> CallShape:
+        return replace(self, head_dim=head_dim)
 
 
 def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) -> CallShape:
@@ -79,6 +82,36 @@ def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) 
     return CallShape(batch, query_heads, kv_heads, q_len, kv_len, head_dim)
 
 
+def packed_shape(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
+) -> CallShape:  # fmt: skip
+    """Check packed `q [Tq, Hq, D]`, `k, v [Tk, Hkv, D]` and where their sequences begin.
+
+    Returns the number of sequences as `batch` and the maxima as lengths. Raises InputError. What the edges say is
+    not read, which would wait for the device.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 3:
+            raise InputError(f"{name} has {tensor.ndim} dimensions: expected [total length, heads, head_dim]")
+    for name, edges in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if edges.ndim != 1 or len(edges) < 2 or edges.dtype != torch.int32 or edges.device != q.device:
+            raise InputError(
+                f"{name} is {edges.dtype} {tuple(edges.shape)} on {edges.device}: expected int32 [sequences + 1] on "
+                f"{q.device}"
+            )
+    if len(cu_q) != len(cu_k):
+        raise InputError(f"cu_seqlens_q has {len(cu_q)} entries, cu_seqlens_k {len(cu_k)}: they must be equal")
+    if not 1 <= max_q <= max_k:
+        raise InputError(
+            f"max_seqlen_q is {max_q} and max_seqlen_k {max_k}: expected 1 <= max_seqlen_q <= max_seqlen_k"
+        )
+    queries, keys, values = (t[:1].transpose(0, 1)[None] for t in (q, k, v))
+    one = call_shape(queries, keys, values)
+    if k.shape[0] != v.shape[0]:
+        raise InputError(f"v has length {v.shape[0]} but k {k.shape[0]}: they must be equal")
+    return replace(one, batch=len(cu_q) - 1, q_len=max_q, kv_len=max_k)
+
+
 def check_heads(config: LayerConfig, shape: CallShape) -> None:
     if config.num_heads != shape.query_heads:
         raise InputError(
@@ -99,16 +132,24 @@ def density(visited: Tensor, config: LayerConfig, shape: CallShape, kv_start: Te
 
     visited: [B, Hq, row tiles], the prefix keys each tile of `block_m` rows computed. Returns [Hq] float64.
     """
-    device = visited.device
-    row = torch.arange(shape.q_len, device=device)
-    start = torch.zeros(shape.batch, dtype=torch.int64, device=device) if kv_start is None else kv_start.long()
-    position = row[None, :] + shape.offset
+    start = torch.zeros(shape.batch, dtype=torch.int64) if kv_start is None else kv_start
+    computed, causal = pairs(visited, config, shape.q_len, shape.offset, start.to(visited.device))
+    return computed / causal.clamp_min(1.0)
+
+
+def pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Query-key pairs computed [Hq], and causal pairs [], over sequences of one length; float64.
+
+    visited: [B, Hq, row tiles]; offset: the position of the first query; start: [B], the first key that counts.
+    """
+    row = torch.arange(q_len, device=visited.device)
+    position = row[None, :] + offset
     causal = (position - start[:, None] + 1).clamp_min(0)
     real = causal > 0
     per_head = []
     for index, head in enumerate(config.heads):
-        first_position = row // head.segment * head.segment + shape.offset
+        first_position = row // head.segment * head.segment + offset
         window = (position - window_start(first_position, start[:, None], head, config.tile) + 1).clamp_min(0)
         prefix = visited[:, index, row // config.tile.block_m].long() * real
-        per_head.append((window + prefix).sum().double() / causal.sum().double().clamp_min(1.0))
-    return torch.stack(per_head)
+        per_head.append((window + prefix).sum().double())
+    return torch.stack(per_head), causal.sum().double()

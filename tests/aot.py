@@ -1,14 +1,16 @@
-"""Compile every shipped kernel configuration for GPUs that are not here, and read what came out.
+"""Compile every shipped kernel configuration for GPUs that are not here, and check what came out.
 
     python tests/aot.py
 
-prints one JSON object per configuration. It is a program of its own because kernels that were imported for the
-interpreter cannot be compiled in the same process.
+prints one JSON object per configuration and fails when one of them breaks a rule. It is a program of its own
+because kernels that were imported for the interpreter cannot be compiled in the same process. The Triton that
+is imported is the one that is checked: `make aot` runs this with the oldest and the newest supported one.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,17 +18,20 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from s2o_runtime.config import HEAD_DIMS, TileConfig
-from s2o_runtime.gpu import candidate_tiles, default_tile
-from s2o_runtime.kernels import rank
-from s2o_runtime.kernels.prefill import _prefill
+from s2o_runtime.gpu import candidate_tiles
 
-CAPABILITIES = (80, 90, 100)
+# The most shared memory one block may use, in bytes (CUDA programming guide, table of compute capabilities).
+SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+PRODUCER_THREADS = 128  # of the specialised kernel
+COPY_BYTES = 16  # of one cp.async.cg
+SCORE_ROWS = (16, 32, 64)
 POINTERS = {
     "Q": "bf16",
     "K": "bf16",
@@ -37,122 +42,212 @@ POINTERS = {
     "SHARE_OF_RANK": "fp32",
     "ORDER": "i32",
     "VISITED": "i32",
-    "KV_START": "i32",
+    "KV_START": "i64",
+    "CU_Q": "i32",
+    "CU_K": "i32",
+    "LSE": "fp32",
     "TAU": "fp32",
     "SEGMENT": "i32",
     "SHARE": "i32",
 }
+FLOATS = ("qk_scale", "limit")
+# The switches of a kernel that are on; all others are off.
+KEPT_BYTES = 48
+VARIANTS = {"": (), "padded": ("HAS_START", "ROW_MAX", "WIDE"), "packed": ("PACKED", "HAS_LSE")}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel in one configuration for one GPU generation."""
+    """One kernel in one configuration for one GPU generation.
+
+    variant: a key of `VARIANTS`; score_rows: the segments a block of the kernel `scores` takes.
+    """
 
     kernel: str
     capability: int
-    head_dim: int
-    tile: str = ""
+    head_dim: int = 0
+    tile: TileConfig | None = None
+    score_rows: int = 0
+    variant: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kernel}-sm{self.capability}-D{self.head_dim}-{self.tile}".replace(" ", "-").rstrip("-")
+        parts = [self.kernel, f"sm{self.capability}"]
+        parts += [f"D{self.head_dim}"] if self.head_dim else []
+        parts += [str(self.tile).replace(" ", "-")] if self.tile else []
+        parts += [f"BS{self.score_rows}"] if self.score_rows else []
+        return "-".join(parts + ([self.variant] if self.variant else []))
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compiled kernel is made of."""
+    """What a compiled kernel is made of: instructions by kind, bytes of memory, registers of a thread, layouts."""
 
     cp_async: int
-    tensor_core: int
+    wgmma: int
+    tcgen05: int
+    mma_sync: int
     shared: int
     registers: int
     stack: int
     local: int
+    assembly_layouts: tuple[str, ...]
 
 
-def cases() -> list[tuple[Case, TileConfig | None]]:
+def pipelined(case: Case, built: Compiled) -> str | None:
+    """Both loops over keys copy k and v to shared memory in advance, 16 bytes at a time.
+
+    Fewer copies mean that the pipeline, or the divisibility of the rows' strides, was lost.
+    """
+    if case.tile is None:
+        return None
+    tile_bytes = 2 * case.tile.block_n * case.head_dim
+    if case.tile.specialized:  # one loop; the ring takes the place of the prologue
+        copies, threads = 2, PRODUCER_THREADS
+    else:  # two loops, k and v, at least one tile ahead
+        copies, threads = 2 * 2 * 2, 32 * case.tile.num_warps
+    expected = copies * (tile_bytes // COPY_BYTES // threads)
+    return f"{built.cp_async} cp.async, expected {expected} or more" if built.cp_async < expected else None
+
+
+def tensor_cores(case: Case, built: Compiled) -> str | None:
+    """Products run on tensor cores: as wgmma on sm_90, where its 64 rows are there."""
+    if case.tile is None and not case.score_rows:
+        return None
+    if case.capability == 90 and (case.tile is not None or case.score_rows >= 64):
+        return "no wgmma" if built.wgmma == 0 else None
+    return "no tensor core instruction" if built.wgmma + built.tcgen05 + built.mma_sync == 0 else None
+
+
+def shared_memory(case: Case, built: Compiled) -> str | None:
+    limit = SHARED_LIMIT[case.capability]
+    return f"{built.shared} bytes of shared memory, at most {limit} fit" if built.shared > limit else None
+
+
+def no_spills(case: Case, built: Compiled) -> str | None:
+    """Spilled registers show as stack or local memory.
+
+    The specialised kernel may keep a few values there that it computes once, before the warps part.
+    """
+    spilled = built.stack + built.local
+    allowed = KEPT_BYTES if case.kernel == "prefill_hopper" else 0
+    return f"{spilled} bytes of spilled registers" if spilled > allowed else None
+
+
+def one_key_a_lane(case: Case, built: Compiled) -> str | None:
+    """The assembly of the kernel `order` counts on one key a lane of its only warp."""
+    if case.kernel != "order":
+        return None
+    expected = r".*sizePerThread = \[1\], threadsPerWarp = \[32\], warpsPerCTA = \[1\].*"
+    found = built.assembly_layouts
+    if found and all(re.fullmatch(expected, layout) for layout in found):
+        return None
+    return f"inline assembly works on {', '.join(found) or 'nothing'}"
+
+
+RULES = (pipelined, tensor_cores, shared_memory, no_spills, one_key_a_lane)
+
+
+def broken_rules(case: Case, built: Compiled) -> dict[str, str]:
+    """What is wrong with a compiled kernel, by rule."""
+    return {rule.__name__: text for rule in RULES if (text := rule(case, built)) is not None}
+
+
+def cases() -> list[Case]:
     """Every configuration that ships: all candidate tiles and the defaults, and the ranking kernels.
 
     The chunk is an argument of the kernel, not a constant, so it makes no difference here.
     """
-    found: list[tuple[Case, TileConfig | None]] = []
-    for capability in CAPABILITIES:
+    found: list[Case] = []
+    for capability in SHARED_LIMIT:
         for head_dim in HEAD_DIMS:
-            pair = (capability // 10, capability % 10)
-            tiles = {
-                replace(tile, chunk=1) for tile in (*candidate_tiles(head_dim, pair), default_tile(head_dim, pair))
-            }
-            found += [(Case("prefill", capability, head_dim, str(tile)), tile) for tile in sorted(tiles, key=str)]
-            found += [(Case(kernel, capability, head_dim), None) for kernel in ("representatives", "scores")]
-        found.append((Case("order", capability, 0), None))
-    return found
+            pair = divmod(capability, 10)
+            tiles = {replace(tile, chunk=1) for tile in candidate_tiles(head_dim, pair)}
+            if not tiles:
+                continue  # dense there
+            for tile in sorted(tiles, key=str):
+                found.append(Case("prefill_hopper" if tile.specialized else "prefill", capability, head_dim, tile))
+            found.append(Case("representatives", capability, head_dim))
+            found += [Case("scores", capability, head_dim, score_rows=rows) for rows in SCORE_ROWS]
+        found.append(Case("order", capability))
+    return [replace(case, variant=variant) for case in found for variant in VARIANTS]
 
 
-def build(case: Case, tile: TileConfig | None) -> Compiled:
-    if tile is not None:
-        constants = {
-            "GROUP": 4,
-            "D": case.head_dim,
-            "BM": tile.block_m,
-            "BN": tile.block_n,
-            "STAGES": tile.num_stages,
-            "HAS_START": False,
-            "ROW_MAX": False,
-            "WIDE": False,
-        }
-        return compile_kernel(_prefill, constants, case, num_warps=tile.num_warps, num_stages=tile.num_stages)
-    if case.kernel == "representatives":
-        constants = {"D": case.head_dim, "ROWS": rank.REPRESENTATIVE_ROWS, "HAS_START": False}
-        return compile_kernel(rank._representatives, constants, case)
-    if case.kernel == "order":
-        constants = {
-            "SAMPLES": rank.SAMPLES,
-            "BINS": rank.BINS,
-            "BUCKETS": rank.BUCKETS,
-            "BLOCK": rank.ORDER_KEYS,
-            "BN": 64,
-            "HAS_START": False,
-        }
-        return compile_kernel(rank._order, constants, case)
-    constants = {
+def compile_case(case: Case) -> Compiled:
+    # not imported above: the tests of the rules want those without the kernels
+    from s2o_runtime.kernels import rank
+
+    constants: dict[str, object] = {
         "GROUP": 4,
         "D": case.head_dim,
-        "BS": 64,
+        "ROWS": rank.REPRESENTATIVE_ROWS,
+        "BS": case.score_rows,
         "BK": rank.SCORE_KEYS,
         "BN": 64,
-        "HAS_START": False,
+        "SAMPLES": rank.SAMPLES,
+        "BUCKETS": rank.BUCKETS,
+        "BLOCKS": rank.KEY_BLOCKS,
+        **dict.fromkeys(VARIANTS[case.variant], True),
     }
-    return compile_kernel(rank._scores, constants, case)
+    if case.tile is None:
+        warps = {
+            "representatives": rank.REPRESENTATIVE_WARPS,
+            "scores": rank.score_warps(case.score_rows),
+            "order": rank.ORDER_WARPS,
+        }
+        options = {"num_warps": warps[case.kernel]}
+        if case.kernel == "scores":
+            options["maxnreg"] = rank.SCORE_REGISTERS
+        return compile_kernel(getattr(rank, f"_{case.kernel}"), constants, case.capability, ASTSource, options)
+    constants |= {"BM": case.tile.block_m, "BN": case.tile.block_n, "STAGES": case.tile.num_stages}
+    options = {"num_warps": case.tile.num_warps, "num_stages": case.tile.num_stages}
+    if case.tile.specialized:
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        from s2o_runtime.kernels.prefill_hopper import MAX_REGISTERS, _prefill_hopper
+
+        options["maxnreg"] = MAX_REGISTERS
+        return compile_kernel(_prefill_hopper, constants, case.capability, GluonASTSource, options)
+    from s2o_runtime.kernels.prefill import _prefill
+
+    return compile_kernel(_prefill, constants, case.capability, ASTSource, options)
 
 
-def compile_kernel(kernel, constants: dict[str, object], case: Case, **options: int) -> Compiled:
+def compile_kernel(
+    kernel: Any, constants: dict[str, object], capability: int, source: type[ASTSource], options: dict[str, int]
+) -> Compiled:
     """Compile `kernel` as its launcher would for an NVIDIA GPU.
 
-    Strides and pointers are multiples of 16, as they are for real tensors; the scale is float32, everything
-    else a plain int32.
+    Upper case arguments are pointers; they and the strides are multiples of 16, as they are for real tensors,
+    unless the kernel says not to look. Constants that are not in `constants` are switches that are off.
     """
     signature: dict[str, str] = {}
+    values: dict[str, object] = {}
     attributes = {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
+    for index, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if parameter.is_constexpr:
             signature[name] = "constexpr"
+            values[name] = constants.get(name, False)
             continue
-        if name in POINTERS:
-            signature[name] = "*" + POINTERS[name]
-        else:
-            signature[name] = "fp32" if name in ("qk_scale", "limit") else "i32"
-        if name in POINTERS or name.startswith("stride_"):
+        pointer = name.isupper()
+        signature[name] = f"*{POINTERS[name]}" if pointer else "fp32" if name in FLOATS else "i32"
+        if (pointer or name.startswith("stride_")) and not parameter.do_not_specialize:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    built = triton.compile(source, target=GPUTarget("cuda", case.capability, 32), options=options)
+    tree = source(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
+    built = triton.compile(tree, target=GPUTarget("cuda", capability, 32), options=options)
     usage = _resource_usage(built.asm["cubin"])
+    stack, local = (int(re.search(rf"{kind}:(\d+)", usage)[1]) for kind in ("STACK", "LOCAL"))
     ptx = built.asm["ptx"]
     return Compiled(
         cp_async=len(re.findall(r"cp\.async\.cg", ptx)),
-        tensor_core=len(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx)),
+        wgmma=len(re.findall(r"wgmma\.mma_async", ptx)),
+        tcgen05=len(re.findall(r"tcgen05\.mma", ptx)),
+        mma_sync=len(re.findall(r"mma\.sync", ptx)),
         shared=built.metadata.shared,
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
-        stack=int(re.search(r"STACK:(\d+)", usage)[1]),
-        local=int(re.search(r"LOCAL:(\d+)", usage)[1]),
+        stack=stack,
+        local=local,
+        assembly_layouts=_assembly_layouts(built.asm["ttgir"]),
     )
 
 
@@ -167,16 +262,40 @@ def _resource_usage(cubin: bytes) -> str:
     return next(line for line in listing.stdout.splitlines() if "REG:" in line)
 
 
-def _report(item: tuple[Case, TileConfig | None]) -> str:
-    return json.dumps({"case": str(item[0]), **asdict(item[0]), "built": asdict(build(*item))})
+def _assembly_layouts(ttgir: str) -> tuple[str, ...]:
+    """The layouts of the tensors that inline assembly works on."""
+    layouts = dict(re.findall(r"^(#\w+) = (#.*)$", ttgir, re.MULTILINE))
+    lines = re.findall(r"tt\.elementwise_inline_asm .*", ttgir)
+    names = {name for line in lines for name in re.findall(r"tensor<[^>]*(#\w+)>", line)}
+    return tuple(sorted(layouts[name] for name in names))
+
+
+def report(case: Case) -> dict[str, Any]:
+    """The case, what it became and the rules it breaks; a compiler's error is one of them."""
+    try:
+        built = compile_case(case)
+    except Exception as error:  # any kind: each version of Triton has its own
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        text = f"{type(cause).__name__}: {cause}"[-500:]
+        return {"case": str(case), **asdict(case), "built": None, "broken": {"compiles": text}}
+    return {"case": str(case), **asdict(case), "built": asdict(built), "broken": broken_rules(case, built)}
 
 
 def main() -> None:
     if len(sys.argv) > 1:
         raise SystemExit("aot.py takes no arguments")
-    with ProcessPoolExecutor(2) as pool:
-        for line in pool.map(_report, cases()):
-            print(line, flush=True)
+    total = 0
+    broken = []
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for entry in pool.map(report, cases()):
+            print(json.dumps(entry), flush=True)
+            total += 1
+            broken += [f"{entry['case']}: {rule}: {text}" for rule, text in entry["broken"].items()]
+    summary = f"Triton {triton.__version__}: {total} configurations compiled, {len(broken)} rules broken"
+    print("\n".join([*broken, summary]), file=sys.stderr)
+    raise SystemExit(1 if broken else 0)
 
 
 if __name__ == "__main__":

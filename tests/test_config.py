@@ -1,3 +1,5 @@
+import pickle
+
 import pytest
 
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
@@ -47,9 +49,18 @@ def test_illegal_tiles(tile, message):
 
 
 def test_a_tile_may_not_cross_a_segment():
-    with pytest.raises(ConfigError, match="segment 64 of head 0 is not a multiple of block_m 128"):
+    with pytest.raises(ConfigError, match="segment 64 of head 0 is not a multiple of 128, the rows of tile"):
         LayerConfig.uniform(1, segment=64, tile=TileConfig(block_m=128))
     LayerConfig.uniform(1, segment=64, tile=TileConfig(block_m=128), mode="dense")
+    with pytest.raises(ConfigError, match="segment 64 of head 0 is not a multiple of 128"):  # two row tiles a program
+        LayerConfig.uniform(1, segment=64, tile=TileConfig(64, 128, 4, 4, 2, specialized=True))
+
+
+def test_equal_configs_hash_alike_and_survive_pickling():
+    one, other = LayerConfig.uniform(2, tau=0.5), LayerConfig.uniform(2, tau=0.5)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert pickle.loads(pickle.dumps(one)) == one
 
 
 def test_errors_are_one_tree():

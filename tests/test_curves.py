@@ -28,7 +28,7 @@ def test_a_curve_predicts_what_the_reference_does(segment, tile):
     seen = set()
     for index in range(1, len(TAUS), 4):
         config = LayerConfig((head_config(TAUS[index], segment),) * 4, tile)
-        out, visited = s2o_attention_reference(captured.q, captured.k, captured.v, config, scale=captured.scale)
+        out, visited, _ = s2o_attention_reference(captured.q, captured.k, captured.v, config, scale=captured.scale)
         # a curve's prefix is a whole number of its steps; the kernel's of its tiles, which divide them
         predicted = curve.density[:, index]
         actual = density(visited, config, call_shape(captured.q, captured.k, captured.v))

@@ -5,13 +5,15 @@ import itertools
 import pytest
 import torch
 
-from s2o_runtime.attention import interpreted
+from s2o_runtime.attention import s2o_attention, s2o_attention_varlen
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.gpu import interpreted
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels import rank as rank_module
+from s2o_runtime.kernels.call import Call, head_tables
 from s2o_runtime.kernels.layout import LOG2E
 from s2o_runtime.kernels.prefill import row_slices, s2o_prefill
-from s2o_runtime.kernels.rank import BINS, BUCKETS, bucket_shares, rank
+from s2o_runtime.kernels.rank import BINS, BUCKETS, bucket_shares, order, rank, representatives, score
 from s2o_runtime.reference import s2o_attention_reference, segment_representative
 from s2o_runtime.shapes import call_shape
 
@@ -46,13 +48,31 @@ def run_both(q, k, v, config, kv_start=None, scale=None):
     """The kernels, and the reference following the order that the ranking kernel made."""
     shape = call_shape(q, k, v, kv_start)
     scale = shape.head_dim**-0.5 if scale is None else scale
+    call = Call(config, shape, scale, head_tables(config, q.device), kv_start)
     if config.is_dense:
         order_of = None
     else:
-        _, order = rank(q, k, config, shape, kv_start, range(shape.q_len), scale)
+        order = rank(representatives(q, call), k, call, range(shape.q_len))
         order_of = lambda b, h, n: order[b, h, n].long()  # noqa: E731
     expected = s2o_attention_reference(q, k, v, config, kv_start=kv_start, scale=scale, order_of=order_of)
-    return s2o_prefill(q, k, v, config, shape, scale, kv_start), expected
+    return s2o_prefill(q, k, v, call, lse=True), expected
+
+
+def agree(ours, expected):
+    out, visited, lse = ours
+    torch.testing.assert_close(out, expected.out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected.lse, rtol=1e-4, atol=1e-4)
+    assert torch.equal(visited, expected.visited)
+
+
+def call_of(q, k, config, kv_start=None, scale=0.125):
+    return Call(config, call_shape(q, k, k, kv_start), scale, head_tables(config, q.device), kv_start)
+
+
+def rank_of(q, k, config, kv_start=None):
+    call = call_of(q, k, config, kv_start)
+    scores = score(representatives(q, call), k, call, range(q.shape[2]))
+    return scores.clone(), order(scores, call, range(q.shape[2]))
 
 
 SHAPES = [
@@ -72,9 +92,7 @@ def test_prefill_equals_the_reference(batch, heads, kv_heads, q_len, kv_len, hea
     q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim)
     kv_start = None if starts is None else torch.tensor(starts)
     config = mixed_config(heads, tau)
-    (out, visited), (expected, expected_visited) = run_both(q, k, v, config, kv_start)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(visited, expected_visited)
+    agree(*run_both(q, k, v, config, kv_start))
 
 
 @pytest.mark.parametrize(("threshold", "tau"), [("raw", 0.2), ("share", 2.0)])
@@ -83,17 +101,36 @@ def test_prefill_equals_the_reference(batch, heads, kv_heads, q_len, kv_len, hea
 def test_rules_and_tiles(threshold, tau, row_reduce, tile, nan_filled):
     q, k, v = inputs(1, 1, 1, 450, 450, 64)
     config = LayerConfig.uniform(1, tau=tau, segment=128, threshold=threshold, tile=tile, row_reduce=row_reduce)
-    (out, visited), (expected, expected_visited) = run_both(q, k, v, config)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(visited, expected_visited)
+    agree(*run_both(q, k, v, config))
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_packed_sequences_are_sequences_on_their_own(heads, nan_filled):
+    q_lens, k_lens = [130, 0, 70, 200, 1], [130, 0, 171, 200, 90]
+    parts = [inputs(1, heads, 1, n, m, 64) for n, m in zip(q_lens, k_lens, strict=True) if n]
+    q, k, v = (torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3))
+    cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32) for lens in (q_lens, k_lens))
+    config = mixed_config(heads, 1.0)
+    out, lse, stats = s2o_attention_varlen(
+        q, k, v, cu_q, cu_k, 200, 220, config, backend="triton", return_stats=True, return_lse=True
+    )
+    begin = 0
+    for b, part in zip((0, 2, 3, 4), parts, strict=True):
+        end = begin + part[0].shape[2]
+        own, own_lse, own_stats = s2o_attention(*part, config, backend="triton", return_stats=True, return_lse=True)
+        torch.testing.assert_close(out[begin:end].transpose(0, 1), own[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(lse[:, begin:end], own_lse[0], rtol=1e-5, atol=1e-6)
+        assert torch.equal(stats.visited[b, :, : own_stats.visited.shape[2]], own_stats.visited[0])
+        assert not stats.visited[b, :, own_stats.visited.shape[2] :].any()
+        begin = end
 
 
 def test_fp16_and_strides_as_transformers_hands_them_over(nan_filled):
     """q, k, v as views of [B, L, H, D]; errors within what fp16 weights and outputs allow."""
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs(1, 4, 2, 190, 190, 64, torch.float16))
     config = mixed_config(4, 0.0)
-    out, _ = s2o_prefill(q, k, v, config, call_shape(q, k, v), 0.125, None)
-    expected, _ = s2o_attention_reference(q.double(), k.double(), v.double(), config, scale=0.125)
+    out, _, _ = s2o_prefill(q, k, v, call_of(q, k, config))
+    expected, _, _ = s2o_attention_reference(q.double(), k.double(), v.double(), config, scale=0.125)
     assert out.dtype == torch.float16
     # weights and output are each rounded to 11 bits, relative to values of |v| <= 4
     torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=4 * 2**-10)
@@ -103,18 +140,18 @@ def test_wide_strides_use_64_bit_offsets(monkeypatch, nan_filled):
     q, k, v = inputs(1, 1, 1, 150, 150, 64)
     config = mixed_config(1, 1.0)
     monkeypatch.setattr(prefill_module, "WIDE_ELEMENTS", 1)
-    (out, _), (expected, _) = run_both(q, k, v, config)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    agree(*run_both(q, k, v, config))
 
 
 def test_slicing_the_rows_changes_nothing(monkeypatch):
     q, k, v = inputs(1, 2, 1, 500, 530, 64)
-    config, shape = mixed_config(2, 1.0), call_shape(q, k, v)
-    whole = s2o_prefill(q, k, v, config, shape, 0.125, None)
-    slices = row_slices(config, shape, workspace=1)
-    assert slices == [range(0, 128), range(128, 256), range(256, 384), range(384, 500)]
+    call = call_of(q, k, mixed_config(2, 1.0))
+    whole = s2o_prefill(q, k, v, call)
+    assert row_slices(call, workspace=1) == [range(0, 128), range(128, 256), range(256, 384), range(384, 500)]
+    # 2 heads, segments of 64 keys or more, 10 bytes a key: 4 segments of 286 keys, then 2 of 542
+    assert row_slices(call, workspace=23000) == [range(0, 256), range(256, 384), range(384, 500)]
     monkeypatch.setattr(prefill_module, "WORKSPACE_BYTES", 1)
-    sliced = s2o_prefill(q, k, v, config, shape, 0.125, None)
+    sliced = s2o_prefill(q, k, v, call)
     assert torch.equal(whole[0], sliced[0])
     assert torch.equal(whole[1], sliced[1])
 
@@ -124,8 +161,7 @@ def test_slicing_the_rows_changes_nothing(monkeypatch):
 def test_rank_scores_and_orders_every_prefix(starts, length, nan_filled):
     q, k, _ = inputs(2, 2, 1, 230, length, 64)
     kv_start = None if starts is None else torch.tensor(starts)
-    config, shape = LayerConfig.uniform(2, segment=64, tile=TILE), call_shape(q, k, k, kv_start)
-    scores, order = rank(q, k, config, shape, kv_start, range(230), 0.125)
+    scores, ranked = rank_of(q, k, LayerConfig.uniform(2, segment=64, tile=TILE), kv_start)
     for b, h, n in itertools.product(range(2), range(2), range(4)):
         start = 0 if starts is None else starts[b]
         begin = length - 230 + n * 64
@@ -133,32 +169,34 @@ def test_rank_scores_and_orders_every_prefix(starts, length, nan_filled):
         mean = segment_representative(q[b, h, n * 64 : (n + 1) * 64], begin, start)
         expected = k[b, 0, start:first] @ mean * 0.125 * LOG2E
         torch.testing.assert_close(scores[b, h, n, start:first].float(), expected, rtol=2e-3, atol=1e-3)  # fp16
-        bucket = buckets(scores[b, h, n, start:first].float())
-        assert torch.equal(order[b, h, n, : first - start].long(), bucket.argsort(stable=True) + start)
+        expected = bucket_order(scores[b, h, n, start:first].float()) + start
+        assert torch.equal(ranked[b, h, n, : first - start].long(), expected)
 
 
-def buckets(scores):
-    """Which bucket each score of a row falls into, as `kernels/rank.py` describes it."""
+def bucket_order(scores):
+    """The order of a row of scores, as `kernels/rank.py` describes it."""
     samples = rank_module.SAMPLES
     every = max(1, len(scores) // samples)
     sample = scores[: every * samples : every][:samples].sort(descending=True).values
     shares = bucket_shares(scores.device)
     edges = sample[(shares * len(sample)).int().clamp_max(len(sample) - 1)]
-    per_bin = (BINS - 2) / (edges.max() - edges.min()).clamp_min(1e-6)
-    centre = edges.max() - (torch.arange(BINS) - 0.5) / per_bin
+    per_bin = (BINS - 2.5) / (edges.max() - edges.min()).clamp_min(1e-6)
+    centre = edges.max() - (torch.arange(BINS) - 0.75) / per_bin
     table = (centre[:, None] < edges).sum(1).clamp_max(BUCKETS - 1)
-    return table[((edges.max() - scores) * per_bin + 1.0).clamp(0, BINS - 1).int()]
+    bucket = table[((edges.max() - scores) * per_bin + 1.25).clamp(0, BINS - 1).int()]
+    hot = (scores >= edges.min()).nonzero()[:, 0]
+    cold = (scores < edges.min()).nonzero()[:, 0]
+    return torch.cat((hot[bucket[hot].argsort(stable=True)], cold.flip(0)))
 
 
 def test_the_coarse_order_is_nearly_the_full_order(monkeypatch):
     """Along the order, nearly as much of the mass comes at each depth as along a full sort."""
     monkeypatch.setattr(rank_module, "SAMPLES", SHIPPED_SAMPLES)
     q, k, _ = inputs(1, 1, 1, 64, 3000, 64)
-    config, shape = LayerConfig.uniform(1, segment=64, tile=TILE), call_shape(q, k, k)
-    scores, order = rank(q, k, config, shape, None, range(64), 0.125)
+    scores, ranked = rank_of(q, k, LayerConfig.uniform(1, segment=64, tile=TILE))
     prefix = (3000 - 64) // 32 * 32
     weights = scores[0, 0, 0, :prefix].double().mul(6).exp2()
-    coarse = weights[order[0, 0, 0, :prefix].long()].cumsum(0) / weights.sum()
+    coarse = weights[ranked[0, 0, 0, :prefix].long()].cumsum(0) / weights.sum()
     full = weights.sort(descending=True).values.cumsum(0) / weights.sum()
     for depth in (32, 64, 256, 1024):
         assert coarse[depth] >= 0.93 * full[depth]
@@ -166,6 +204,5 @@ def test_the_coarse_order_is_nearly_the_full_order(monkeypatch):
 
 def test_equal_scores_keep_their_positions():
     q, k, _ = inputs(1, 1, 1, 64, 400, 64)
-    config, shape = LayerConfig.uniform(1, segment=64, tile=TILE), call_shape(q, k, k)
-    _, order = rank(q * 0, k, config, shape, None, range(64), 0.125)
-    assert torch.equal(order[0, 0, 0, :320], torch.arange(320, dtype=torch.int32))
+    _, ranked = rank_of(q * 0, k, LayerConfig.uniform(1, segment=64, tile=TILE))
+    assert torch.equal(ranked[0, 0, 0, :320], torch.arange(320, dtype=torch.int32))

@@ -35,7 +35,7 @@ def test_tau_zero_is_dense_attention(batch, heads, kv_heads, q_len, kv_len, star
     q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len)
     kv_start = None if starts is None else torch.tensor(starts)
     config = LayerConfig(mixed_heads(heads, 0.0, "share"), TILE)
-    out, visited = s2o_attention_reference(q, k, v, config, kv_start=kv_start)
+    out, visited, _ = s2o_attention_reference(q, k, v, config, kv_start=kv_start)
     torch.testing.assert_close(out, naive_attention(q, k, v, kv_start=kv_start), rtol=1e-10, atol=1e-12)
     share = density(visited, config, call_shape(q, k, v), kv_start)
     expected = torch.full((heads,), 1.0, dtype=torch.float64)
@@ -50,7 +50,7 @@ def test_equals_the_naive_loop(batch, heads, kv_heads, q_len, kv_len, starts, th
     q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len)
     kv_start = None if starts is None else torch.tensor(starts)
     config = LayerConfig(mixed_heads(heads, 1.5 if threshold == "share" else 0.4, threshold), TILE, row_reduce)
-    out, visited = s2o_attention_reference(q, k, v, config, kv_start=kv_start, paper_literal=paper_literal)
+    out, visited, _ = s2o_attention_reference(q, k, v, config, kv_start=kv_start, paper_literal=paper_literal)
     expected, pairs, causal = naive_s2o(q, k, v, config.heads, TILE, row_reduce, kv_start, paper_literal)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
     if not paper_literal:  # permuted queries leave the tiles that density counts
@@ -64,7 +64,7 @@ def test_a_larger_tau_computes_less():
     shares = []
     for tau in (0.0, 0.5, 1.0, 2.0, 100.0):
         config = LayerConfig.uniform(1, tau=tau, segment=64, tile=TileConfig(64, 32, 1))
-        _, visited = s2o_attention_reference(q, k, v, config)
+        _, visited, _ = s2o_attention_reference(q, k, v, config)
         shares.append(float(density(visited, config, shape)[0]))
     assert shares == sorted(shares, reverse=True)
     assert shares[0] == 1.0
@@ -75,7 +75,7 @@ def test_dense_heads_ignore_tau_and_segment():
     q, k, v = inputs(1, 2, 1, 700, 700)
     heads = (HeadConfig(tau=50.0, segment=64, mode="dense"), HeadConfig(tau=50.0, segment=64))
     config = LayerConfig(heads, TILE)
-    out, visited = s2o_attention_reference(q, k, v, config)
+    out, visited, _ = s2o_attention_reference(q, k, v, config)
     dense = naive_attention(q, k, v)
     torch.testing.assert_close(out[:, 0], dense[:, 0], rtol=1e-10, atol=1e-12)
     assert (out[:, 1] - dense[:, 1]).abs().max() > 1e-3
@@ -86,7 +86,7 @@ def test_dense_heads_ignore_tau_and_segment():
 
 def test_output_type_follows_q_and_scale_is_used():
     q, k, v = inputs(1, 1, 1, 90, 90, dtype=torch.float16)
-    out, _ = s2o_attention_reference(q, k, v, LayerConfig.uniform(1, segment=64, tile=TILE), scale=0.1)
+    out, _, _ = s2o_attention_reference(q, k, v, LayerConfig.uniform(1, segment=64, tile=TILE), scale=0.1)
     assert out.dtype == torch.float16
     expected = naive_attention(q, k, v, scale=0.1)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-3)  # one rounding to fp16 of values below 4

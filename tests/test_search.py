@@ -38,7 +38,7 @@ def test_the_chosen_configuration_keeps_its_promises(kind, value):
     assert choice.allocation.density == min(tried.allocation.density for tried in work.tried.values()) < 0.9
     errors, powers = [], []
     for prompt in made:
-        out, _ = s2o_attention_reference(prompt.q, prompt.k, prompt.v, choice.config, scale=prompt.scale)
+        out, _, _ = s2o_attention_reference(prompt.q, prompt.k, prompt.v, choice.config, scale=prompt.scale)
         truth = exact_attention(prompt.q, prompt.k, prompt.v, scale=prompt.scale)
         errors.append(float((out - truth).square().mean()))
         powers.append(float(truth.square().mean()))

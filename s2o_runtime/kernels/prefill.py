@@ -14,15 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.config import LayerConfig
-from s2o_runtime.kernels.layout import LOG2E, window_start
-from s2o_runtime.kernels.rank import rank
-from s2o_runtime.kernels.tables import head_tables
-from s2o_runtime.shapes import CallShape
+from s2o_runtime.kernels.call import Call
+from s2o_runtime.kernels.launch import launch
+from s2o_runtime.kernels.layout import LOG2E, sequence, window_start
+from s2o_runtime.kernels.rank import RANK_BYTES, rank, representatives
 
-WORKSPACE_BYTES = 400 << 20
+WORKSPACE_BYTES = 480 << 20
 WIDE_ELEMENTS = 1 << 31  # beyond this an offset into one head of k or v needs 64 bits
-RANK_BYTES_PER_KEY = 6  # a float16 score and an int32 index
 
 
 @triton.jit
@@ -41,13 +39,16 @@ def _absorb(q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr):
     return m_new, l, acc
 
 
-@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "chunk", "stride_cb", "stride_ch"])
+@triton.jit(
+    do_not_specialize=["q_len", "offset", "row_begin", "chunk", "stride_cb", "stride_ch", "stride_eb", "stride_eh"]
+)
 def _prefill(
-    Q, K, V, ORDER, OUT, VISITED, KV_START, TAU, SEGMENT, SHARE, qk_scale, q_len, offset, row_begin, chunk,
+    Q, K, V, ORDER, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, SHARE,
+    qk_scale, q_len, offset, row_begin, chunk,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
-    stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch,
-    GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, HAS_START: tl.constexpr, ROW_MAX: tl.constexpr, WIDE: tl.constexpr,
+    stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch, stride_eb, stride_eh,
+    GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    HAS_START: tl.constexpr, PACKED: tl.constexpr, HAS_LSE: tl.constexpr, ROW_MAX: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     if WIDE:  # a sequence spans 2^31 elements or more: 64-bit offsets into k and v
         stride_kl = stride_kl.to(tl.int64)
@@ -58,10 +59,12 @@ def _prefill(
     b = tl.program_id(2)
     segment = tl.load(SEGMENT + h)
     start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
+    q_max = q_len
+    q_first, k_first, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
     row0 = row_begin + tile * BM
     n = row0 // tl.maximum(segment, 1)
     first = tl.where(segment > 0, window_start(n, segment, offset, start, BN), start)
-    prefix = first - start
+    prefix = tl.where(row0 < q_len, first - start, 0)
     position0 = offset + row0
     kv_len = offset + q_len
 
@@ -71,11 +74,15 @@ def _prefill(
     position = offset + rows
     real = (rows < q_len) & (position >= start)
 
-    q_base = Q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + row0.to(tl.int64) * stride_ql
+    head_row = (q_first + row0).to(tl.int64)
+    q_base = Q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + head_row * stride_ql
     offs_row = tl.arange(0, BM)[:, None]
     q = tl.load(q_base + offs_row * stride_ql + offs_d[None, :], mask=rows[:, None] < q_len, other=0.0)
     k_base = K + b.to(tl.int64) * stride_kb + (h // GROUP).to(tl.int64) * stride_kh
     v_base = V + b.to(tl.int64) * stride_vb + (h // GROUP).to(tl.int64) * stride_vh
+    if PACKED:
+        k_base += k_first.to(tl.int64) * stride_kl
+        v_base += k_first.to(tl.int64) * stride_vl
 
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
@@ -85,7 +92,7 @@ def _prefill(
     diagonal = first + tl.maximum(position0 + 1 - first, 0) // BN * BN
     k_tile = k_base + offs_n[None, :] * stride_kl + offs_d[:, None]
     v_tile = v_base + offs_n[:, None] * stride_vl + offs_d[None, :]
-    for j in tl.range(first, diagonal, BN, num_stages=STAGES):
+    for j in tl.range(first, tl.where(row0 < q_len, diagonal, first), BN, num_stages=STAGES):
         k = tl.load(k_tile + j * stride_kl)
         v = tl.load(v_tile + j * stride_vl)
         m, l, acc = _absorb(q, k, v, m, l, acc, qk_scale, True, False)
@@ -121,72 +128,94 @@ def _prefill(
         running = (done < tiles) & (chunk_gain / length.to(tl.float32) >= threshold)
 
     acc = tl.where(real[:, None], acc / tl.where(real, l, 1.0)[:, None], 0.0)
-    out_base = OUT + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + row0.to(tl.int64) * stride_ol
+    out_base = OUT + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + head_row * stride_ol
     tl.store(
         out_base + offs_row * stride_ol + offs_d[None, :], acc.to(OUT.dtype.element_ty), mask=rows[:, None] < q_len
     )
-    count = VISITED + b.to(tl.int64) * stride_cb + h.to(tl.int64) * stride_ch + row0 // BM
-    tl.store(count, done * BN)
+    if HAS_LSE:
+        lse = tl.where(real, (m + tl.log2(tl.where(real, l, 1.0))) * 0.6931471805599453, float("-inf"))
+        lse_base = LSE + b.to(tl.int64) * stride_eb + h.to(tl.int64) * stride_eh + head_row
+        tl.store(lse_base + tl.arange(0, BM), lse, mask=rows < q_len)
+    if row0 < q_max:
+        tl.store(VISITED + b.to(tl.int64) * stride_cb + h.to(tl.int64) * stride_ch + row0 // BM, done * BN)
 
 
-def s2o_prefill(
-    q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, shape: CallShape, scale: float, kv_start: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def s2o_prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """S2O attention with Triton: the same function as `reference.s2o_attention_reference`.
 
-    q: [B, Hq, Lq, D]; k, v: [B, Hkv, Lk, D]; the last dimension contiguous, other strides free.
-    Returns the output [B, Hq, Lq, D], laid out as [B, Lq, Hq, D], and the prefix keys each row tile
-    computed, int32 [B, Hq, row tiles].
+    q: [B, Hq, Lq, D]; k, v: [B, Hkv, Lk, D]; the last dimension contiguous, other strides free. Packed sequences
+    lie behind one another along the length of one batch entry, which is expanded to B (stride 0).
+    Returns the output [B, Hq, Lq, D], laid out as [B, Lq, Hq, D]; the prefix keys each row tile computed,
+    int32 [B, Hq, row tiles]; and with `lse` the log-sum-exp of each row's scores, float32 [B, Hq, Lq].
     """
-    out = q.new_empty(shape.batch, shape.q_len, shape.query_heads, shape.head_dim).transpose(1, 2)
+    shape = call.shape
+    entries, rows_in_memory = (shape.batch, shape.q_len) if call.cu_q is None else (1, q.shape[2])
+    out = q.new_empty(entries, rows_in_memory, shape.query_heads, shape.head_dim).transpose(1, 2)
+    logs = q.new_empty(entries, shape.query_heads, rows_in_memory, dtype=torch.float32) if lse else None
     visited = torch.empty(
-        shape.batch, shape.query_heads, shape.row_tiles(config.tile.block_m), dtype=torch.int32, device=q.device
+        shape.batch, shape.query_heads, shape.row_tiles(call.config.tile.block_m), dtype=torch.int32, device=q.device
     )
-    for rows in row_slices(config, shape, WORKSPACE_BYTES):
-        _, order = rank(q, k, config, shape, kv_start, rows, scale)
-        prefill(q, k, v, order, out, visited, config, shape, scale, kv_start, rows)
-    return out, visited
+    representative = representatives(q, call) if call.tables.shortest else None
+    for rows in row_slices(call, WORKSPACE_BYTES):
+        order = visited if representative is None else rank(representative, k, call, rows)
+        prefill(q, k, v, order, out, visited, call, rows, logs)
+    return out, visited, logs
 
 
-def row_slices(config: LayerConfig, shape: CallShape, workspace: int) -> list[range]:
-    """Cut the query rows into slices of whole segments whose ranking fits the workspace."""
-    segments = [head.segment for head in config.heads if head.mode == "s2o"]
-    if not segments:
+def row_slices(call: Call, workspace: int) -> list[range]:
+    """Cut the query rows into slices of whole segments whose ranking fits the workspace (bytes).
+
+    A slice is as wide as its longest prefix, so early slices hold more rows.
+    """
+    shape, tables = call.shape, call.tables
+    if not tables.shortest:
         return [range(shape.q_len)]
-    bytes_per_row = shape.batch * shape.query_heads * shape.kv_len * RANK_BYTES_PER_KEY / min(segments)
-    unit = math.lcm(*segments)
-    step = max(1, int(workspace / bytes_per_row) // unit) * unit
-    return [range(begin, min(begin + step, shape.q_len)) for begin in range(0, shape.q_len, step)]
+    keys = int(workspace / (RANK_BYTES * shape.batch * shape.query_heads))  # of all rows of one head together
+    slices = []
+    begin = 0
+    while begin < shape.q_len:
+        before = shape.kv_len if call.cu_q is not None else shape.offset + begin
+        # the largest number of rows with rows / shortest * (before + rows) <= keys
+        fitting = (math.sqrt(before**2 + 4 * keys * tables.shortest) - before) / 2
+        end = begin + max(1, int(fitting) // tables.unit) * tables.unit
+        slices.append(range(begin, min(end, shape.q_len)))
+        begin = end
+    return slices
 
 
 def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    order: Tensor,
-    out: Tensor,
-    visited: Tensor,
-    config: LayerConfig,
-    shape: CallShape,
-    scale: float,
-    kv_start: Tensor | None,
-    rows: range,
-) -> None:
-    """Window and gathered prefix for the query rows in `rows`, with the order `rank` made for them."""
-    tables = head_tables(config, q.device)
-    tile = config.tile
-    kernel, options = _prefill, {}
+    q: Tensor, k: Tensor, v: Tensor, order: Tensor, out: Tensor, visited: Tensor, call: Call, rows: range,
+    lse: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Window and gathered prefix for the query rows in `rows`, with the order `rank` made for them.
+
+    Writes out, visited and lse; what is packed has batch stride 0.
+    """
+    shape, tile, tables = call.shape, call.config.tile, call.tables
+    wide = shape.kv_len * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS
+    kernel, switches, options = _prefill, {"WIDE": wide}, {}
     if tile.specialized:
         from s2o_runtime.kernels.prefill_hopper import MAX_REGISTERS, _prefill_hopper
 
-        kernel, options = _prefill_hopper, {"maxnreg": MAX_REGISTERS}
-    kernel[(triton.cdiv(len(rows), tile.block_m), shape.query_heads, shape.batch)](
-        q, k, v, order, out, visited, kv_start if kv_start is not None else tables.segment,
-        tables.tau, tables.segment, tables.share, scale * LOG2E, shape.q_len, shape.offset, rows.start, tile.chunk,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *order.stride()[:3],
-        *visited.stride()[:2],
-        GROUP=shape.group, D=shape.head_dim, BM=tile.block_m, BN=tile.block_n,
-        STAGES=tile.num_stages, HAS_START=kv_start is not None, ROW_MAX=config.row_reduce == "max",
-        WIDE=shape.kv_len * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
+        kernel, switches, options = _prefill_hopper, {}, {"maxnreg": MAX_REGISTERS}
+        if wide:  # no registers left for 64-bit offsets: bring the rows of a head together
+            k, v = k.contiguous(), v.contiguous()
+    launch(
+        kernel,
+        (-(-len(rows) // tile.rows), shape.query_heads, shape.batch),
+        (q, k, v, order, out, visited if lse is None else lse, visited, *call.starts, *tables[:3]),
+        (call.scale * LOG2E, shape.q_len, shape.offset, rows.start, tile.chunk),
+        (
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], 0 if call.packed else out.stride(0), *out.stride()[1:3],
+            *order.stride()[:3], *visited.stride()[:2],
+            0 if call.packed or lse is None else lse.stride(0), 0 if lse is None else lse.stride(1),
+        ),
+        {
+            "GROUP": shape.group, "D": shape.head_dim, "BM": tile.block_m, "BN": tile.block_n,
+            "STAGES": tile.num_stages, "HAS_START": call.padded, "PACKED": call.packed, "HAS_LSE": lse is not None,
+            "ROW_MAX": call.config.row_reduce == "max", **switches,
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **options,
     )  # fmt: skip

@@ -1,9 +1,13 @@
 """Algorithms 2 and 3 for sm_90: the same function as `prefill.py`, written in Gluon with specialised warps.
 
-Four producer warps copy tiles of keys and values into a ring of shared memory, contiguous ones for the window
-and gathered ones for the prefix, and run ahead of the eight consumer warps that compute. So a stop check does
-not drain the pipeline, and while the weights of one tile are computed, the tensor cores work on the values of
-the tile before and the scores of the tile after. A stop costs at most the ring's prefetched tiles.
+A program owns two row tiles that lie side by side in one segment and so share one order. Four producer warps
+copy tiles of keys and values into a ring of shared memory, contiguous ones for the window and gathered ones for
+the prefix, and run ahead of the consumers: four warps for each row tile. The two row tiles never wait for one
+another, so one keeps the tensor cores busy while the other is at its softmax or its stop check; within a row
+tile the scores of the next tile are begun before the values of this one are added.
+
+A row tile that stops early only hands the ring's places back until the other stops too; the producers then write
+down where they ended and wake whoever still waits. A stop costs at most the ring's prefetched tiles.
 
 Tiles are visited in this order: the diagonal, the whole tiles of the window, the prefix.
 """
@@ -20,20 +24,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-PRODUCER_WARPS = gl.constexpr(4)
+# renamed in Triton 3.8, the old name went in 3.9
+_load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
 PRODUCER_THREADS = gl.constexpr(128)
-PRODUCER_REGISTERS = gl.constexpr(56)
+CONSUMER_REGISTERS = gl.constexpr(216)
+PRODUCER_REGISTERS = gl.constexpr(72)
 MAX_REGISTERS = 168  # 64 K registers over the 12 warps; the producers' share goes to the consumers
 
 
 @gluon.jit
-def _tile_index(order, first, diagonal, kv_last, diagonal_tiles, near, total, i, rows, BN: gl.constexpr):
+def _tile_index(order, first, diagonal, kv_last, diagonal_tiles, near, i, rows, BN: gl.constexpr):
     """Which rows of k and v tile i consists of."""
     if i < near:
         base = gl.where(i < diagonal_tiles, diagonal + i * BN, first + (i - diagonal_tiles) * BN)
         index = gl.minimum(base + rows, kv_last)
     else:
-        index = gl.load(order + (i - near) * BN + rows, mask=(i - near) * BN + rows < (total - near) * BN, other=0)
+        index = gl.load(order + (i - near) * BN + rows)
     return index
 
 
@@ -43,29 +50,36 @@ def _copy(source, index, stride, offs_d, ring, i, STAGES: gl.constexpr):
     buffer, empty, ready = ring
     slot = i % STAGES
     mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
-    async_copy.async_copy_global_to_shared(buffer.index(slot), source + index[:, None] * stride + offs_d[None, :])
+    _load_async(buffer.index(slot), source + index[:, None] * stride + offs_d[None, :])
     async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
 
 
 @gluon.jit
 def _producer(
     k_base, v_base, order, stride_kl, stride_vl, first, diagonal, kv_last, diagonal_tiles, near, total,
-    k_ring, v_ring, stop, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    k_ring, v_ring, stop, end, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows = gl.arange(0, BN, gl.SliceLayout(1, layout))
     offs_d = gl.arange(0, D, gl.SliceLayout(0, layout))
-    index = _tile_index(order, first, diagonal, kv_last, diagonal_tiles, near, total, 0, rows, BN)
     i = 0
     running = total > 0
     while running:
-        following = _tile_index(order, first, diagonal, kv_last, diagonal_tiles, near, total, i + 1, rows, BN)
+        # on its way while the copies wait for their places
+        index = _tile_index(order, first, diagonal, kv_last, diagonal_tiles, near, i, rows, BN)
         _copy(k_base, index, stride_kl, offs_d, k_ring, i, STAGES)
         _copy(v_base, index, stride_vl, offs_d, v_ring, i, STAGES)
-        index = following
+        # A stop at tile j is written before j's place is handed back, which the copy of tile j + STAGES waited for:
+        # so all threads see it from there on, and before that none may act on it.
+        last = gl.maximum(gl.max(stop.index(0).load(one), 0), gl.max(stop.index(1).load(one), 0))
+        running = (i + 1 < total) & (last + STAGES > i)
         i += 1
-        running = (i < total) & (gl.max(stop.load(one), 0) == 0)
+    if i < total:  # both row tiles stopped: wake them, there is no tile i
+        _, empty, ready = k_ring
+        mbarrier.wait(empty.index(i % STAGES), ((i // STAGES) & 1) ^ 1)
+        end.store(gl.full([1], 0, gl.int32, one) + i)
+        mbarrier.arrive(ready.index(i % STAGES), count=PRODUCER_THREADS)
     async_copy.wait_group(0)
 
 
@@ -100,12 +114,31 @@ def _weights(scores, m, l, qk_scale):
 
 
 @gluon.jit
+def _drain(k_ring, v_ring, end, i, total, STAGES: gl.constexpr):
+    """Hand back the places of tile i and those after it, until the producers end."""
+    _, k_empty, k_ready = k_ring
+    _, v_empty, v_ready = v_ring
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    running = i < total
+    while running:
+        mbarrier.wait(k_ready.index(i % STAGES), (i // STAGES) & 1)
+        running = i < gl.max(end.load(one), 0)  # not read before: all threads must see the same
+        if running:
+            mbarrier.arrive(k_empty.index(i % STAGES), count=1)
+            mbarrier.wait(v_ready.index(i % STAGES), (i // STAGES) & 1)
+            mbarrier.arrive(v_empty.index(i % STAGES), count=1)
+            i += 1
+            running = i < total
+
+
+@gluon.jit
 def _consumer(
-    q, k_ring, v_ring, stop, qk_scale, threshold, chunk, diagonal, position0, start, kv_len, diagonal_tiles, near,
-    total, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
-    ROW_MAX: gl.constexpr,
+    Q, OUT, LSE, VISITED, q_buffer, k_ring, v_ring, stop, end, qk_scale, threshold, chunk, row0, q_len, q_max, offset,
+    start, diagonal, stride_ql, stride_ol, diagonal_tiles, near, total,
+    HALF: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    DTYPE: gl.constexpr, ROW_MAX: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Returns m, l [BM], acc [BM, D] and the number of prefix tiles computed."""
+    """Row tile HALF of the program, from its queries to its output. Pointers are at row0, the program's first row."""
     _, k_empty, _ = k_ring
     _, v_empty, _ = v_ring
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
@@ -113,11 +146,23 @@ def _consumer(
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+
+    copy_rows = HALF * BM + gl.arange(0, BM, gl.SliceLayout(1, COPY))
+    copy_d = gl.arange(0, D, gl.SliceLayout(0, COPY))
+    inside = (row0 + copy_rows)[:, None] < q_len
+    q_tile = gl.load(Q + copy_rows[:, None] * stride_ql + copy_d[None, :], mask=inside, other=0.0)
+    q = q_buffer.index(HALF)
+    q.store(q_tile)
+    fence_async_shared()
+
     m = gl.full([BM], float("-inf"), gl.float32, ROWS)
     l = gl.zeros([BM], gl.float32, ROWS)
     acc = gl.zeros([BM, D], gl.float32, O)
-    position = position0 + gl.arange(0, BM, ROWS)
-    real = (position < kv_len) & (position >= start)
+    row = row0 + HALF * BM + gl.arange(0, BM, ROWS)
+    position = offset + row
+    real = (row < q_len) & (position >= start)
 
     i = 0
     while i < diagonal_tiles:
@@ -155,8 +200,8 @@ def _consumer(
                     old = l_before * gl.exp2(m_before - m)
                     gain = gl.where(real, (l - old) / gl.where(real, old, 1.0), 0.0)
                     rows = gl.sum(real.to(gl.float32), 0)
-                    chunk_gain = gl.max(gain, 0) if ROW_MAX else gl.sum(gain, 0) / rows
-                    running = chunk_gain >= threshold * (i + 1 - begun)
+                    chunk_gain = gl.max(gain, 0) if ROW_MAX else gl.sum(gain, 0) / gl.maximum(rows, 1.0)
+                    running = (chunk_gain >= threshold * (i + 1 - begun)) & (rows > 0.0)
                 m_before = m
                 l_before = l
                 begun = i + 1
@@ -173,25 +218,34 @@ def _consumer(
                 p = gl.convert_layout(w.to(DTYPE), P)
                 i += 1
                 running = i + 1 < total
-        # the release of the last tile's values below is what wakes the producers to see this
-        stop.store(gl.full([1], 1, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
+        # said before the last places are handed back, which may be what the producers wait for
+        stop.index(HALF).store(gl.full([1], 0, gl.int32, ONE) + i)
         acc = warpgroup_mma_wait(0, deps=(_start_values(p, v_ring, acc, i, STAGES),))
         mbarrier.arrive(v_empty.index(i % STAGES), count=1)
         i += 1
-    return m, l, acc, gl.maximum(i - near, 0)
+    _drain(k_ring, v_ring, end, i, total, STAGES)
+
+    if row0 + HALF * BM < q_max:
+        gl.store(VISITED + HALF, gl.maximum(i - near, 0) * BN)
+    if HAS_LSE:
+        lse = (m + gl.log2(l)) * 0.6931471805599453
+        gl.store(LSE + HALF * BM + gl.arange(0, BM, ROWS), gl.where(real, lse, float("-inf")), mask=row < q_len)
+    full = gl.convert_layout(gl.where(real & (l > 0), 1.0 / gl.where(l > 0, l, 1.0), 0.0), O_ROWS)
+    q.store((acc * full[:, None]).to(DTYPE))  # through shared memory, so that rows are written whole
+    gl.store(OUT + copy_rows[:, None] * stride_ol + copy_d[None, :], q.load(COPY), mask=inside)
 
 
-@gluon.jit(do_not_specialize=["q_len", "offset", "row_begin", "chunk", "stride_cb", "stride_ch"])
+@gluon.jit(
+    do_not_specialize=["q_len", "offset", "row_begin", "chunk", "stride_cb", "stride_ch", "stride_eb", "stride_eh"]
+)
 def _prefill_hopper(
-    Q, K, V, ORDER, OUT, VISITED, KV_START, TAU, SEGMENT, SHARE, qk_scale, q_len, offset, row_begin, chunk,
+    Q, K, V, ORDER, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, SHARE,
+    qk_scale, q_len, offset, row_begin, chunk,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
-    stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch,
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, HAS_START: gl.constexpr, ROW_MAX: gl.constexpr, WIDE: gl.constexpr,
+    stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch, stride_eb, stride_eh,
+    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    HAS_START: gl.constexpr, PACKED: gl.constexpr, HAS_LSE: gl.constexpr, ROW_MAX: gl.constexpr,
 ):  # fmt: skip
-    if WIDE:  # a sequence spans 2^31 elements or more: 64-bit offsets into k and v
-        stride_kl = stride_kl.to(gl.int64)
-        stride_vl = stride_vl.to(gl.int64)
     DTYPE: gl.constexpr = Q.dtype.element_ty
     # long prefixes first: the last row tiles have the most work
     tile = gl.num_programs(0) - 1 - gl.program_id(0)
@@ -199,77 +253,92 @@ def _prefill_hopper(
     b = gl.program_id(2)
     segment = gl.load(SEGMENT + h)
     start = gl.load(KV_START + b).to(gl.int32) if HAS_START else 0
-    row0 = row_begin + tile * BM
+    q_max = q_len
+    q_first = gl.to_tensor(0)
+    k_first = gl.to_tensor(0)
+    if PACKED:
+        q_first = gl.load(CU_Q + b).to(gl.int32)
+        k_first = gl.load(CU_K + b).to(gl.int32)
+        q_len = gl.load(CU_Q + b + 1).to(gl.int32) - q_first
+        offset = gl.load(CU_K + b + 1).to(gl.int32) - k_first - q_len
+    row0 = row_begin + tile * (2 * BM)
     n = row0 // gl.maximum(segment, 1)
     begin = gl.maximum(offset + n * segment, start)
     first = gl.where(segment > 0, start + (begin - start) // BN * BN, start)
-    prefix = first - start
+    prefix = gl.where(row0 < q_len, first - start, 0)
     position0 = offset + row0
     kv_len = offset + q_len
     diagonal = first + gl.maximum(position0 + 1 - first, 0) // BN * BN
-    diagonal_tiles = gl.maximum(gl.minimum(position0 + BM, kv_len) - diagonal + BN - 1, 0) // BN
-    near = diagonal_tiles + (diagonal - first) // BN
+    diagonal_tiles = gl.maximum(gl.minimum(position0 + 2 * BM, kv_len) - diagonal + BN - 1, 0) // BN
+    near = diagonal_tiles + gl.where(row0 < q_len, (diagonal - first) // BN, 0)
     total = near + prefix // BN
     threshold = gl.load(TAU + h)
     if gl.load(SHARE + h) != 0:
         threshold = threshold * BN / gl.maximum(prefix, 1).to(gl.float32)
 
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    rows = gl.arange(0, BM, gl.SliceLayout(1, layout))
-    offs_d = gl.arange(0, D, gl.SliceLayout(0, layout))
-    inside = (row0 + rows)[:, None] < q_len
-    q_base = Q + b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh + row0.to(gl.int64) * stride_ql
-    q_tile = gl.load(q_base + rows[:, None] * stride_ql + offs_d[None, :], mask=inside, other=0.0)
-    q = gl.allocate_shared_memory(DTYPE, [BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], DTYPE), q_tile)
-    KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
-    k_buffer = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], KV)
-    v_buffer = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], KV)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
+    q_buffer = gl.allocate_shared_memory(DTYPE, [2, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], DTYPE))
+    k_buffer = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], TILE)
+    v_buffer = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], TILE)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(k_empty.index(s), count=1)
-        mbarrier.init(v_empty.index(s), count=1)
+        mbarrier.init(k_empty.index(s), count=2)
+        mbarrier.init(v_empty.index(s), count=2)
         mbarrier.init(k_ready.index(s), count=PRODUCER_THREADS)
         mbarrier.init(v_ready.index(s), count=PRODUCER_THREADS)
-    stop = gl.allocate_shared_memory(
-        gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]), gl.full([1], 0, gl.int32, one)
-    )
+    stop = gl.allocate_shared_memory(gl.int32, [2, 1], PLAIN)
+    end = gl.allocate_shared_memory(gl.int32, [1], PLAIN)
+    stop.index(0).store(gl.full([1], 0, gl.int32, one) + total)
+    stop.index(1).store(gl.full([1], 0, gl.int32, one) + total)
+    end.store(gl.full([1], 0, gl.int32, one) + total)
     fence_async_shared()
     k_ring = (k_buffer, k_empty, k_ready)
     v_ring = (v_buffer, v_empty, v_ready)
-    k_base = K + b.to(gl.int64) * stride_kb + (h // GROUP).to(gl.int64) * stride_kh
-    v_base = V + b.to(gl.int64) * stride_vb + (h // GROUP).to(gl.int64) * stride_vh
-    order = ORDER + b.to(gl.int64) * stride_ib + h.to(gl.int64) * stride_ih
-    order += (n - row_begin // gl.maximum(segment, 1)).to(gl.int64) * stride_in
-    _, l, acc, visited = gl.warp_specialize(
+    b = b.to(gl.int64)
+    h = h.to(gl.int64)
+    kv_head = h // GROUP
+    row = (q_first + row0).to(gl.int64)
+    q_base = Q + b * stride_qb + h * stride_qh + row * stride_ql
+    out_base = OUT + b * stride_ob + h * stride_oh + row * stride_ol
+    lse_base = LSE + b * stride_eb + h * stride_eh + row
+    visited_base = VISITED + b * stride_cb + h * stride_ch + row0 // BM
+    k_base = K + b * stride_kb + kv_head * stride_kh
+    v_base = V + b * stride_vb + kv_head * stride_vh
+    if PACKED:
+        k_base += k_first.to(gl.int64) * stride_kl
+        v_base += k_first.to(gl.int64) * stride_vl
+    order = ORDER + b * stride_ib + h * stride_ih + (n - row_begin // gl.maximum(segment, 1)).to(gl.int64) * stride_in
+    gl.warp_specialize(
         [
             (
                 _consumer,
                 (
-                    q, k_ring, v_ring, stop, qk_scale, threshold, chunk, diagonal, position0, start, kv_len,
-                    diagonal_tiles, near, total, D, BM, BN, STAGES, DTYPE, ROW_MAX,
+                    q_base, out_base, lse_base, visited_base, q_buffer, k_ring, v_ring, stop, end, qk_scale, threshold,
+                    chunk, row0, q_len, q_max, offset, start, diagonal, stride_ql, stride_ol, diagonal_tiles, near,
+                    total, 0, D, BM, BN, STAGES, DTYPE, ROW_MAX, HAS_LSE,
+                ),
+            ),
+            (
+                _consumer,
+                (
+                    q_base, out_base, lse_base, visited_base, q_buffer, k_ring, v_ring, stop, end, qk_scale, threshold,
+                    chunk, row0, q_len, q_max, offset, start, diagonal, stride_ql, stride_ol, diagonal_tiles, near,
+                    total, 1, D, BM, BN, STAGES, DTYPE, ROW_MAX, HAS_LSE,
                 ),
             ),
             (
                 _producer,
                 (
                     k_base, v_base, order, stride_kl, stride_vl, first, diagonal, kv_len - 1, diagonal_tiles, near,
-                    total, k_ring, v_ring, stop, D, BN, STAGES,
+                    total, k_ring, v_ring, stop, end, D, BN, STAGES,
                 ),
             ),
         ],
-        [PRODUCER_WARPS],
-        [PRODUCER_REGISTERS],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16]))
-    l = gl.convert_layout(l, O_ROWS)
-    real = row0 + gl.arange(0, BM, O_ROWS) + offset >= start
-    acc = gl.where((real & (l > 0))[:, None], acc / gl.where(l > 0, l, 1.0)[:, None], 0.0)
-    out_base = OUT + b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh + row0.to(gl.int64) * stride_ol
-    gl.store(
-        out_base + rows[:, None] * stride_ol + offs_d[None, :], gl.convert_layout(acc.to(DTYPE), layout), mask=inside
-    )
-    gl.store(VISITED + b.to(gl.int64) * stride_cb + h.to(gl.int64) * stride_ch + row0 // BM, visited * BN)
