@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from s2o_runtime.errors import ConfigError, InputError, ModelError, ProfileError, S2OError
     from s2o_runtime.hf import explain, patch, unpatch
     from s2o_runtime.profile import Profile, load_profile, save_profile
+    from s2o_runtime.warmup import warmup
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "s2o_attention_varlen",
     "save_profile",
     "unpatch",
+    "warmup",
 ]
 
 _HOMES = {
@@ -43,6 +45,7 @@ _HOMES = {
     "errors": ("ConfigError", "InputError", "ModelError", "ProfileError", "S2OError"),
     "hf": ("explain", "patch", "unpatch"),
     "profile": ("Profile", "load_profile", "save_profile"),
+    "warmup": ("warmup",),
 }
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from s2o_runtime import ops
 from s2o_runtime.config import HEAD_DIMS, LayerConfig
 from s2o_runtime.dense import dense_attention, log_sum_exp
 from s2o_runtime.errors import InputError
@@ -137,6 +138,9 @@ def s2o_attention(
     >>> s2o_attention(q, k, v, LayerConfig.uniform(4, tau=0.5, segment=128)).shape
     torch.Size([1, 4, 256, 64])
     """
+    if torch.compiler.is_compiling() and not (return_stats or return_lse):
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        return ops.attention(q, k, v, kv_start, _handle(config, backend), scale)
     shape = call_shape(q, k, v, kv_start)
     scale = _checked_scale(scale, config, shape)
     choice = choose_backend(q, k, v, config, shape, backend, return_lse)
@@ -200,6 +204,16 @@ def s2o_attention_varlen(
     if return_stats:
         stats = AttentionStats(*choice, config, shape, None, visited, cu_seqlens_q, cu_seqlens_k)
     return _answer(out[0].transpose(0, 1), None if lse is None else lse[0], stats)
+
+
+@ops.constant_when_traced
+def _handle(config: LayerConfig, backend: Backend) -> int:
+    """What stands for this config and backend in a compiled graph."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None, scale: float) -> Tensor:
+        return s2o_attention(q, k, v, config, scale=scale, kv_start=kv_start, backend=backend)
+
+    return ops.register((config, backend), run)
 
 
 def _checked_scale(scale: float | None, config: LayerConfig, shape: CallShape) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -83,6 +84,7 @@ def fit(made_on: DeviceIdentity, here: DeviceIdentity) -> Fit:
     return Accepted("safe", f"the profile was made on {made_on}, this is {here}: thresholds kept, safe tiles used")
 
 
+@lru_cache(maxsize=64)
 def candidate_tiles(head_dim: int, capability: tuple[int, int]) -> tuple[TileConfig, ...]:
     """The tiles worth timing on a GPU: those that compile for it without spills and fit its shared memory.
 

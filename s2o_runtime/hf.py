@@ -8,6 +8,7 @@ do exactly run transformers' own SDPA path or dense attention, and the reason is
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from s2o_runtime import ops
 from s2o_runtime.attention import AttentionStats, s2o_attention
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.dense import dense_attention
@@ -30,6 +32,7 @@ from s2o_runtime.profile import Profile, length_step, load_profile
 
 NAME = "s2o"
 STATE = "s2o_layer"  # attribute of a patched attention module
+HANDLE = "s2o_handle"  # attribute of an attention module that was compiled
 CALL = "s2o_call"  # attribute of a mask that stands for a plain causal prefill
 PREVIOUS = "s2o_previous_implementation"
 
@@ -161,7 +164,8 @@ def s2o_mask(**call: Any) -> Tensor | None:
     mask[..., 0] = q_offset
     if starts is not None:
         mask[:, 0, 0, 1] = starts
-    setattr(mask, CALL, PrefillCall(int(q_offset), starts))
+    if not torch.compiler.is_compiling():
+        setattr(mask, CALL, PrefillCall(int(q_offset), starts))
     return mask
 
 
@@ -201,6 +205,9 @@ def s2o_attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] in; [B, Lq, Hq, D] out."""
+    if torch.compiler.is_compiling() and _is_ours(attention_mask) and not dropout:
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        return ops.attention(query, key, value, attention_mask, _handle(module), scale).transpose(1, 2), None
     state: LayerState | None = module.__dict__.get(STATE)
     call: PrefillCall | None = getattr(attention_mask, CALL, None)
     if call is None and attention_mask is not None and not attention_mask.dtype.is_floating_point:
@@ -232,9 +239,31 @@ def s2o_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _is_ours(mask: Tensor | None) -> bool:
+    """Whether a mask is the integer tensor that stands for a plain causal prefill."""
+    return mask is not None and mask.dtype == torch.int64 and mask.shape[1:] == (1, 1, 2)
+
+
+@ops.constant_when_traced
+def _handle(module: nn.Module) -> int:
+    """What stands for this layer in a compiled graph: the same function, run eagerly inside the op."""
+    if HANDLE not in module.__dict__:
+        layer = weakref.ref(module)
+
+        def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+            owner = layer()
+            if owner is None:
+                raise ModelError("the model of this compiled graph is gone: compile the new one")
+            return s2o_attention_forward(owner, q, k, v, mask, scaling=scale)[0].transpose(1, 2)
+
+        setattr(module, HANDLE, ops.register(object(), run))
+    handle: int = module.__dict__[HANDLE]
+    return handle
+
+
 def _recovered(mask: Tensor) -> PrefillCall | None:
     """The call behind a mask that lost its attribute (moved to another device): costs a synchronisation."""
-    if mask.dtype != torch.int64 or mask.shape[1:] != (1, 1, 2):
+    if not _is_ours(mask):
         return None
     starts = mask[:, 0, 0, 1]
     return PrefillCall(int(mask[0, 0, 0, 0]), starts if bool(starts.any()) else None)

@@ -265,3 +265,16 @@ def test_the_fingerprint_is_the_weights_and_not_their_type(eager):
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] += 1.0
     assert fingerprint(model) != first
+
+
+def test_a_compiled_model_stays_one_graph(eager, ids):
+    """With a cache: without one, transformers cannot rule out packed sequences while it traces, and masks for them."""
+    model = twin(eager)
+    patch(model, make_profile(model, 0.4))
+    with torch.no_grad():
+        expected = model(ids, past_key_values=DynamicCache(config=model.config)).logits
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        actual = compiled(ids, past_key_values=DynamicCache(config=model.config)).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert {row["path"] for row in explain(model)} == {"s2o"}
+    assert all(row["calls"] == 2 for row in explain(model))

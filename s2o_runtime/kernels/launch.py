@@ -7,6 +7,8 @@ constants. So the compiled kernel is kept under that key, and its launcher calle
 
 from __future__ import annotations
 
+from functools import lru_cache, reduce
+from operator import attrgetter, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ class Compiled(NamedTuple):
     constants: tuple[Any, ...]  # in the kernel's order
 
 
+_dtype = attrgetter("dtype")
 _compiled: dict[tuple[Any, ...], Compiled] = {}
 
 
@@ -39,18 +42,18 @@ def launch(
 
     numbers: what the kernel does not specialise on; constants: its constexprs by name; options: Triton's own.
     """
-    address = [pointer.data_ptr() for pointer in pointers]
+    address = tuple(map(Tensor.data_ptr, pointers))
     device = pointers[0].device.index
     key = (
         id(kernel),
         device,
-        *[pointer.dtype for pointer in pointers],
-        *[(stride & 15) | (stride == 1) << 4 | (stride >= 1 << 31) << 5 for stride in strides],
-        *constants.values(),
-        *options.values(),
+        tuple(map(_dtype, pointers)),
+        _stride_classes(strides),
+        tuple(constants.values()),
+        tuple(options.values()),
     )
     found = _compiled.get(key)
-    if found is None or any(a & 15 for a in address) or _hooked():
+    if found is None or reduce(or_, address) & 15 or _hooked():
         compiled = kernel[grid](*pointers, *numbers, *strides, **constants, **options)
         if hasattr(compiled, "packed_metadata"):  # not in the interpreter
             ordered = tuple(constants[name] for name in kernel.arg_names if name in constants)
@@ -63,6 +66,13 @@ def launch(
     )  # fmt: skip
 
 
+@lru_cache(maxsize=4096)
+def _stride_classes(strides: tuple[int, ...]) -> tuple[int, ...]:
+    """What Triton specialises on: the divisor 16, the value 1, and whether 32 bits hold the stride."""
+    return tuple((stride & 15) | (stride == 1) << 4 | (stride >= 1 << 31) << 5 for stride in strides)
+
+
 def _hooked() -> bool:
     """Whether a profiler wants to hear of launches from Triton itself."""
-    return triton.knobs.runtime.launch_enter_hook is not None
+    hook = triton.knobs.runtime.launch_enter_hook
+    return hook is not None and bool(getattr(hook, "calls", True))

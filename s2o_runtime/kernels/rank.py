@@ -1,9 +1,9 @@
 """Algorithm 1: rank the prefix of every segment.
 
 Three kernels: the representatives, their scores with every key, and a coarse order. A full sort would cost more
-than it saves. The better half of the keys is put into `BUCKETS` buckets by score, in their own order inside a
-bucket, which is also kind to memory; the other half follows as it stands, from the last to the first. The
-buckets' edges are quantiles of a sample of the row, finer where scores are high, because most heads stop early.
+than it saves, so keys are put into `BUCKETS` buckets by score and keep their positions inside a bucket, which
+is also kind to memory. The buckets' edges are quantiles of a sample of the row, finer where scores are high,
+because most heads stop early.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.launch import launch
 from s2o_runtime.kernels.layout import LOG2E, sequence, window_start
 
-REPRESENTATIVE_ROWS = 64
 REPRESENTATIVE_WARPS = 8
-ORDER_WARPS = 1
+ORDER_WARPS = 16
+UNROLL = 4
 SCORE_REGISTERS = 255  # said aloud, or the compiler spills a few to fit one more program on the SM
 SCORE_KEYS = 128
-KEY_BLOCKS = 4
 ROW_ALIGNMENT = 16
-SAMPLES = 512
+SAMPLES = 1024
 BUCKETS = 32  # one for each lane of a warp
 BINS = 4 * BUCKETS
-FINEST, COARSEST = 1 / 256, 1 / 2  # shares of the row before the end of the first and of the last but one bucket
-RANK_BYTES = 10  # of workspace for each key of a row: a float16 score and two int32 indices
+FINEST, COARSEST = 1 / 256, 3 / 4  # shares of the row before the end of the first and of the last but one bucket
+RANK_BYTES = 6  # of workspace for each key of a row: a float16 score and an int32 index
 SCORE_LIMIT = 60000.0
 
 # Lane i of a warp holds one key, in `bucket` the key's bucket, and a counter for bucket i.
@@ -71,20 +70,6 @@ PLACE_ASM = tl.constexpr(
 )
 
 
-BEFORE_ASM = tl.constexpr("""{
-    .reg .pred p;
-    .reg .b32 votes, below;
-    setp.ne.u32 p, $2, 0;
-    vote.sync.ballot.b32 votes, p, 0xffffffff;
-    mov.u32 below, %lanemask_lt;
-    and.b32 below, below, votes;
-    popc.b32 below, below;
-    popc.b32 votes, votes;
-    add.u32 below, below, $3;
-    add.u32 $1, votes, $3;
-    mov.u32 $0, below; }""")
-
-
 @triton.jit(do_not_specialize=["q_len", "offset"])
 def _representatives(
     Q, REP, KV_START, CU_Q, CU_K, SEGMENT, qk_scale, q_len, offset,
@@ -122,23 +107,23 @@ def _representatives(
 def _scores(
     REP, K, SCORE, KV_START, CU_Q, CU_K, SEGMENT, limit, q_len, offset, row_begin, rows_end, keys,
     stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl, stride_sb, stride_sh, stride_sn,
-    GROUP: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, BN: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
     HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """SCORE[b, h, n, t] = <REP[b, h, n0 + n], K[t]> in base 2 for the prefix of segment n0 + n, the n-th in the rows.
 
     Other entries are not written. A program reads its keys once for all query heads of their KV head.
     """
+    block = tl.program_id(0)
     kv_head = tl.program_id(1)
     b = tl.program_id(2)
     start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
     _, k_first, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
     kv_len = offset + q_len
-    offs_d = tl.arange(0, D)
-    key = K + b.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
-    begin = tl.program_id(0) * BK * BLOCKS
-    for t0 in tl.range(begin, tl.minimum(begin + BK * BLOCKS, kv_len), BK, num_stages=2):
-        t = t0 + tl.arange(0, BK)
+    if block * BK < kv_len:
+        offs_d = tl.arange(0, D)
+        t = block * BK + tl.arange(0, BK)
+        key = K + b.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
         k = tl.load(
             key + (k_first + t)[None, :].to(tl.int64) * stride_kl + offs_d[:, None], mask=t[None, :] < kv_len, other=0.0
         )
@@ -150,8 +135,8 @@ def _scores(
                 rep = REP + b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh + before * stride_rn
                 out = SCORE + b.to(tl.int64) * stride_sb + h.to(tl.int64) * stride_sh
                 last = tl.cdiv(tl.minimum(q_len, rows_end) - row_begin, segment)
-                # segments whose prefix ends before these keys have no use for them
-                none = tl.maximum(t0 - offset - row_begin, 0) // segment
+                # segments whose prefix ends before this block have no use for it
+                none = tl.maximum(block * BK - offset - row_begin, 0) // segment
                 for n0 in range(none // BS * BS, last, BS):
                     n = n0 + tl.arange(0, BS)
                     r = tl.load(rep + n[:, None] * stride_rn + offs_d[None, :], mask=n[:, None] < last, other=0.0)
@@ -167,71 +152,48 @@ def _scores(
 
 @triton.jit
 def _bucket_of(score, highest, per_bin, table, inside, BUCKETS: tl.constexpr):
-    """The bucket of each score [32]: a linear bin (bin 0 is above `highest`), then a table.
+    """The bucket of each score [W, 32]: a linear bin (bin 0 is above `highest`), then a table.
 
-    table: int32 [32], four bins of 8 bits in a word. What is not inside counts for the last bucket.
+    table: int32 [W, 32], four bins of 8 bits in a word. What is not inside counts for the last bucket.
     """
     position = tl.minimum(tl.maximum((highest - score) * per_bin + 1.25, 0.0), 4.0 * BUCKETS - 1.0).to(tl.int32)
-    word = tl.gather(table, position >> 2, 0)
+    word = tl.gather(table, position >> 2, 1)
     return tl.where(inside, (word >> ((position & 3) * 8)) & 0xFF, BUCKETS - 1)
 
 
 @triton.jit
-def _before(hot, count, PORTABLE: tl.constexpr):
-    """How many hot keys stand before each key [32], `count` before the first; and `count` after the last."""
-    if PORTABLE:
-        return count + tl.cumsum(hot, 0) - hot, count + tl.sum(hot, 0)
-    return tl.inline_asm_elementwise(
-        BEFORE_ASM, "=&r,=&r,r,r", [hot, count], (tl.int32, tl.int32), is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def _count(bucket, count, BUCKETS: tl.constexpr, PORTABLE: tl.constexpr):
-    """count [BUCKETS] plus how many of `bucket` [32] belong to each bucket."""
+    """count [W, BUCKETS] plus how many of `bucket` [W, 32] belong to each bucket, row by row."""
     if PORTABLE:
-        same = bucket[:, None] == tl.arange(0, BUCKETS)[None, :]
-        return count + tl.sum(same.to(tl.int32), 0)
+        same = bucket[:, :, None] == tl.arange(0, BUCKETS)[None, None, :]
+        return count + tl.sum(same.to(tl.int32), 1)
     return tl.inline_asm_elementwise(COUNT_ASM, "=&r,r,r", [bucket, count], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def _place(bucket, base, BUCKETS: tl.constexpr, PORTABLE: tl.constexpr):
-    """Where each key goes [32], one behind the other from its bucket's base; and base [BUCKETS] after them."""
+    """Where each key goes, [W, 32], one behind the other from its bucket's base; and base [W, BUCKETS] after them."""
     if PORTABLE:
-        same = (bucket[:, None] == tl.arange(0, BUCKETS)[None, :]).to(tl.int32)
-        place = tl.sum(same * (base[None, :] + tl.cumsum(same, 0) - same), 1)
-        return place, base + tl.sum(same, 0)
+        same = (bucket[:, :, None] == tl.arange(0, BUCKETS)[None, None, :]).to(tl.int32)
+        place = tl.sum(same * (base[:, None, :] + tl.cumsum(same, 1) - same), 2)
+        return place, base + tl.sum(same, 1)
     return tl.inline_asm_elementwise(
         PLACE_ASM, "=&r,=&r,r,r", [bucket, base], (tl.int32, tl.int32), is_pure=False, pack=1
     )
 
 
-@triton.jit
-def _split(
-    score, order, spare, s, key, prefix, start, lowest, count, PORTABLE: tl.constexpr
-):  # fmt: skip
-    """Hot keys to the front of `spare` and their scores to the front of the row, the others to the back of `order`."""
-    inside = key < prefix
-    hot = (s >= lowest) & inside
-    before, count = _before(hot.to(tl.int32), count, PORTABLE)
-    tl.store(tl.where(hot, spare + before, order + (prefix - 1 - key + before)), start + key, mask=inside)
-    tl.store(score + before, s.to(score.dtype.element_ty), mask=hot)
-    return count
-
-
-@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "keys"])
+@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end"])
 def _order(
-    SCORE, ORDER, SHARE_OF_RANK, KV_START, CU_Q, CU_K, SEGMENT, q_len, offset, row_begin, rows_end, keys,
+    SCORE, ORDER, SHARE_OF_RANK, KV_START, CU_Q, CU_K, SEGMENT, q_len, offset, row_begin, rows_end,
     stride_sb, stride_sh, stride_sn, stride_ib, stride_ih, stride_in,
-    SAMPLES: tl.constexpr, BUCKETS: tl.constexpr, BN: tl.constexpr,
+    SAMPLES: tl.constexpr, BUCKETS: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr, BN: tl.constexpr,
     HAS_START: tl.constexpr, PACKED: tl.constexpr, PORTABLE: tl.constexpr,
 ):  # fmt: skip
-    """ORDER[b, h, n] = the prefix keys of the n-th segment in the rows: the hot ones by falling bucket, then the rest.
+    """ORDER[b, h, n] = the prefix keys of the n-th segment in the rows, by falling bucket, ascending inside a bucket.
 
-    One warp a row, one key a lane: a few ballots find the places of 32 keys at once, and all loops are free of
-    barriers. The hot keys wait in the row's second half, ORDER[b, h, n, keys:], and their scores in the front
-    of SCORE[b, h, n], which is lost. Scores are loaded four vectors ahead of the ballots, to hide their latency.
+    A stable counting sort: every warp owns a stretch of the row, every lane one key of a vector of 32 and one
+    bucket, so a few ballots find 32 places and the loops are free of barriers. The layout of [W, 32] tensors is one
+    element a lane and one row a warp (tests/aot.py checks it).
     """
     # long prefixes first
     n = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -245,9 +207,8 @@ def _order(
     if (segment > 0) & (row_begin + n * segment < tl.minimum(rows_end, q_len)) & (prefix > 0):
         score = SCORE + b.to(tl.int64) * stride_sb + h.to(tl.int64) * stride_sh + n.to(tl.int64) * stride_sn + start
         order = ORDER + b.to(tl.int64) * stride_ib + h.to(tl.int64) * stride_ih + n.to(tl.int64) * stride_in
-        spare = order + keys
 
-        # edges: sampled quantiles at geometric ranks, finest first
+        # edges: sampled quantiles at geometric ranks
         every = tl.maximum(prefix // SAMPLES, 1)
         sampled = tl.minimum(prefix, SAMPLES)
         index = tl.arange(0, SAMPLES)
@@ -257,47 +218,34 @@ def _order(
         edges = tl.gather(sample, tl.minimum(rank, tl.maximum(sampled - 1, 0)), 0)
         highest = tl.max(edges, 0)
         lowest = tl.min(edges, 0)
-
-        lane = tl.arange(0, 32)
-        count = tl.zeros([32], tl.int32)
-        for t in range(0, prefix, 128):
-            key = t + lane
-            s0 = tl.load(score + key, mask=key < prefix, other=0.0).to(tl.float32)
-            s1 = tl.load(score + key + 32, mask=key + 32 < prefix, other=0.0).to(tl.float32)
-            s2 = tl.load(score + key + 64, mask=key + 64 < prefix, other=0.0).to(tl.float32)
-            s3 = tl.load(score + key + 96, mask=key + 96 < prefix, other=0.0).to(tl.float32)
-            count = _split(score, order, spare, s0, key, prefix, start, lowest, count, PORTABLE)
-            count = _split(score, order, spare, s1, key + 32, prefix, start, lowest, count, PORTABLE)
-            count = _split(score, order, spare, s2, key + 64, prefix, start, lowest, count, PORTABLE)
-            count = _split(score, order, spare, s3, key + 96, prefix, start, lowest, count, PORTABLE)
-        hot = tl.max(count, 0)
-        tl.debug_barrier()  # what one lane stored, others load
-
         per_bin = (4.0 * BUCKETS - 2.5) / tl.maximum(highest - lowest, 1e-6)
         bins = tl.arange(0, BUCKETS)[:, None] * 4 + tl.arange(0, 4)[None, :]
         centre = highest - (bins.to(tl.float32) - 0.75) / per_bin
         below = tl.sum((centre[:, :, None] < edges[None, None, :]).to(tl.int32), 2)
-        table = tl.sum(tl.minimum(below, BUCKETS - 1) << (tl.arange(0, 4)[None, :] * 8), 1)
-        count = tl.zeros([BUCKETS], tl.int32)
-        for t in range(0, hot, 64):
-            key = t + lane
-            s0 = tl.load(score + key, mask=key < hot, other=0.0).to(tl.float32)
-            s1 = tl.load(score + key + 32, mask=key + 32 < hot, other=0.0).to(tl.float32)
-            count = _count(_bucket_of(s0, highest, per_bin, table, key < hot, BUCKETS), count, BUCKETS, PORTABLE)
-            count = _count(_bucket_of(s1, highest, per_bin, table, key + 32 < hot, BUCKETS), count, BUCKETS, PORTABLE)
-        base = tl.cumsum(count, 0) - count
-        for t in range(0, hot, 64):
-            key = t + lane
-            s0 = tl.load(score + key, mask=key < hot, other=0.0).to(tl.float32)
-            s1 = tl.load(score + key + 32, mask=key + 32 < hot, other=0.0).to(tl.float32)
-            k0 = tl.load(spare + key, mask=key < hot, other=0)
-            k1 = tl.load(spare + key + 32, mask=key + 32 < hot, other=0)
-            bucket = _bucket_of(s0, highest, per_bin, table, key < hot, BUCKETS)
-            place, base = _place(bucket, base, BUCKETS, PORTABLE)
-            tl.store(order + place, k0, mask=key < hot)
-            bucket = _bucket_of(s1, highest, per_bin, table, key + 32 < hot, BUCKETS)
-            place, base = _place(bucket, base, BUCKETS, PORTABLE)
-            tl.store(order + place, k1, mask=key + 32 < hot)
+        packed = tl.sum(tl.minimum(below, BUCKETS - 1) << (tl.arange(0, 4)[None, :] * 8), 1)
+        table = tl.broadcast_to(packed[None, :], [WARPS, BUCKETS])
+
+        # how many keys of each bucket each warp's stretch holds
+        stretch = tl.cdiv(prefix, WARPS * BUCKETS * UNROLL) * BUCKETS * UNROLL
+        mine = tl.arange(0, WARPS)[:, None] * stretch + tl.arange(0, BUCKETS)[None, :]
+        count = tl.zeros([WARPS, BUCKETS], tl.int32)
+        for t in range(0, stretch, BUCKETS * UNROLL):
+            for u in tl.static_range(UNROLL):
+                key = mine + t + u * BUCKETS
+                inside = key < prefix
+                s = tl.load(score + key, mask=inside, other=0.0).to(tl.float32)
+                count = _count(_bucket_of(s, highest, per_bin, table, inside, BUCKETS), count, BUCKETS, PORTABLE)
+
+        # where each warp's share of each bucket begins, then where each key goes
+        total = tl.sum(count, 0)
+        base = (tl.cumsum(total, 0) - total)[None, :] + tl.cumsum(count, 0) - count
+        for t in range(0, stretch, BUCKETS * UNROLL):
+            for u in tl.static_range(UNROLL):
+                key = mine + t + u * BUCKETS
+                inside = key < prefix
+                s = tl.load(score + key, mask=inside, other=0.0).to(tl.float32)
+                place, base = _place(_bucket_of(s, highest, per_bin, table, inside, BUCKETS), base, BUCKETS, PORTABLE)
+                tl.store(order + place, start + key, mask=inside)
 
 
 def representatives(q: Tensor, call: Call) -> Tensor:
@@ -313,7 +261,12 @@ def representatives(q: Tensor, call: Call) -> Tensor:
         (q, out, *call.starts, call.tables.segment),
         (call.scale * LOG2E, shape.q_len, shape.offset),
         (*q.stride()[:3], *out.stride()[:3]),
-        {"D": shape.head_dim, "ROWS": REPRESENTATIVE_ROWS, "HAS_START": call.padded, "PACKED": call.packed},
+        {
+            "D": shape.head_dim,
+            "ROWS": representative_rows(shape.head_dim),
+            "HAS_START": call.padded,
+            "PACKED": call.packed,
+        },
         num_warps=REPRESENTATIVE_WARPS,
     )
     return out
@@ -334,18 +287,23 @@ def score(representative: Tensor, k: Tensor, call: Call, rows: range) -> Tensor:
     scores = torch.empty(shape.batch, shape.query_heads, segments, keys, dtype=torch.float16, device=k.device)
     launch(
         _scores,
-        (-(-keys // (SCORE_KEYS * KEY_BLOCKS)), shape.kv_heads, shape.batch),
+        (-(-keys // SCORE_KEYS), shape.kv_heads, shape.batch),
         (representative, k, scores, *call.starts, call.tables.segment),
         (SCORE_LIMIT, shape.q_len, shape.offset, rows.start, rows.stop, keys),
         (*representative.stride()[:3], *k.stride()[:3], *scores.stride()[:3]),
         {
-            "GROUP": shape.group, "D": shape.head_dim, "BS": rows_at_once, "BK": SCORE_KEYS, "BLOCKS": KEY_BLOCKS,
+            "GROUP": shape.group, "D": shape.head_dim, "BS": rows_at_once, "BK": SCORE_KEYS,
             "BN": call.config.tile.block_n, "HAS_START": call.padded, "PACKED": call.packed,
         },
         num_warps=score_warps(rows_at_once),
         maxnreg=SCORE_REGISTERS,
     )  # fmt: skip
     return scores
+
+
+def representative_rows(head_dim: int) -> int:
+    """Rows that the kernel `_representatives` loads at once."""
+    return 128 if head_dim <= 128 else 64
 
 
 def score_warps(rows_at_once: int) -> int:
@@ -356,28 +314,27 @@ def score_warps(rows_at_once: int) -> int:
 def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None) -> Tensor:
     """Algorithm 1, line 19, coarsely: the prefixes' keys by falling score, int32 [B, Hq, N', P].
 
-    scores: [B, Hq, N', P] as `score` gave them, lost. portable: without inline PTX, as it is by default in the
+    scores: [B, Hq, N', P] as `score` gave them. portable: without inline PTX, as it is by default in the
     interpreter and for other vendors. Of a row only the first (prefix length) entries are written: positions in a
     sequence.
     """
-    *size, keys = scores.shape
     if portable is None:
         portable = interpreted() or torch.version.cuda is None
-    out = torch.empty(*size, 2 * keys, dtype=torch.int32, device=scores.device)
+    out = torch.empty(scores.shape, dtype=torch.int32, device=scores.device)
     shape = call.shape
     launch(
         _order,
-        (size[2], shape.query_heads, shape.batch),
+        (scores.shape[2], shape.query_heads, shape.batch),
         (scores, out, bucket_shares(scores.device), *call.starts, call.tables.segment),
-        (shape.q_len, shape.offset, rows.start, rows.stop, keys),
+        (shape.q_len, shape.offset, rows.start, rows.stop),
         (*scores.stride()[:3], *out.stride()[:3]),
         {
-            "SAMPLES": SAMPLES, "BUCKETS": BUCKETS, "BN": call.config.tile.block_n, "HAS_START": call.padded,
-            "PACKED": call.packed, "PORTABLE": portable,
+            "SAMPLES": SAMPLES, "BUCKETS": BUCKETS, "WARPS": ORDER_WARPS, "UNROLL": UNROLL,
+            "BN": call.config.tile.block_n, "HAS_START": call.padded, "PACKED": call.packed, "PORTABLE": portable,
         },
         num_warps=ORDER_WARPS,
     )  # fmt: skip
-    return out[..., :keys]
+    return out
 
 
 def rank(representative: Tensor, k: Tensor, call: Call, rows: range, portable: bool | None = None) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen
+from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen, warmup
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.dense import dense_attention, exact_attention, log_sum_exp
 from s2o_runtime.gpu import candidate_tiles
@@ -192,6 +192,49 @@ def test_the_kernel_is_compiled_once_for_all_lengths():
         if length == 257:
             first = compiled_count(_prefill)
     assert compiled_count(_prefill) == first
+
+
+@pytest.mark.parametrize("tile", [TileConfig(64, 64, 2, 4, 2), HOPPER], ids=str)
+def test_after_warmup_nothing_compiles(tile):
+    if tile.specialized and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an sm_90 GPU")
+    from s2o_runtime.kernels import launch as launch_module
+
+    config = LayerConfig.uniform(6, tau=0.5, segment=128, tile=tile)
+    warmup(config, kv_heads=3, head_dim=64, padded=True)
+    known = len(launch_module._compiled)
+    for length in (129, 1000, 2048, 3333, 9999):
+        q, k, v = (torch.randn(1, length, heads, 64, device="cuda").bfloat16().transpose(1, 2) for heads in (6, 3, 3))
+        s2o_attention(q, k, v, config, backend="triton")
+        s2o_attention(q, k, v, config, backend="triton", kv_start=torch.tensor([5], device="cuda"))
+    assert len(launch_module._compiled) == known
+
+
+@pytest.mark.parametrize("tile", [TileConfig(64, 64, 2, 4, 2), HOPPER], ids=str)
+def test_cuda_graphs_capture_a_call(tile):
+    if tile.specialized and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an sm_90 GPU")
+    q, k, v = inputs(1, 4, 2, 1500, 1500, 128, torch.bfloat16)
+    config = LayerConfig.uniform(4, tau=0.5, segment=256, tile=tile)
+    s2o_attention(q, k, v, config, backend="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = s2o_attention(q, k, v, config, backend="triton")
+    other_q, other_k, other_v = inputs(1, 4, 2, 1500, 1500, 128, torch.bfloat16)
+    for tensor, other in ((q, other_q.flip(2)), (k, other_k.flip(2)), (v, other_v)):
+        tensor.copy_(other)
+    graph.replay()
+    assert torch.equal(out, s2o_attention(q, k, v, config, backend="triton"))
+
+
+def test_a_compiled_call_is_one_graph():
+    q, k, v = inputs(1, 4, 2, 1500, 1500, 128, torch.bfloat16)
+    config = LayerConfig.uniform(4, tau=0.5, segment=256, tile=TileConfig(64, 64, 2, 4, 2))
+
+    def call(q, k, v):
+        return s2o_attention(q, k, v, config) * 2
+
+    assert torch.equal(torch.compile(call, fullgraph=True)(q, k, v), call(q, k, v))
 
 
 def compiled_count(kernel):
