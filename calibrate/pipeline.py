@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 import s2o_runtime
 from calibrate import capture
+from calibrate.crossover import with_crossover
 from calibrate.models import LoadedModel, load, load_tokenizer
 from calibrate.prompts import PromptSet, load_prompts
 from calibrate.recipe import Recipe
@@ -49,6 +50,8 @@ def calibrate(recipe: Recipe, *, progress: bool = True) -> Result:
     loaded = load(recipe.model, recipe.device)
     device = identify(torch.device(recipe.device))
     choices, failures = _choose(loaded, prompts, recipe, device, progress)
+    if device.kind == "cuda":
+        choices = _with_crossovers(choices, loaded, recipe)
     for attempt in range(TIGHTENINGS + 1):
         proofs = _prove(loaded, _draft(loaded, recipe, device, choices), prompts, progress)
         over = _over_budget(proofs, recipe)
@@ -85,6 +88,16 @@ def _choose(
                 choices[length].append(search(work, seed, _advance(bar, layer, length, work)))
                 failures += work.failures
     return choices, failures
+
+
+def _with_crossovers(
+    choices: dict[int, list[Choice]], loaded: LoadedModel, recipe: Recipe
+) -> dict[int, list[Choice]]:  # fmt: skip
+    def crossed(choice: Choice) -> Choice:
+        tile = with_crossover(choice.tile, choice.segment, loaded.geometry, torch.device(recipe.device))
+        return replace(choice, tile=tile)
+
+    return {length: [crossed(choice) for choice in layers] for length, layers in choices.items()}
 
 
 def _advance(bar: Any, layer: int, length: int, work: LayerSearch) -> Callable[[], None]:

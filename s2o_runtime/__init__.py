@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
     from s2o_runtime.errors import ConfigError, InputError, ModelError, ProfileError, S2OError
     from s2o_runtime.hf import explain, patch, unpatch
+    from s2o_runtime.prepare import warmup
     from s2o_runtime.profile import Profile, load_profile, save_profile
-    from s2o_runtime.warmup import warmup
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,8 +44,8 @@ _HOMES = {
     "config": ("HeadConfig", "LayerConfig", "TileConfig"),
     "errors": ("ConfigError", "InputError", "ModelError", "ProfileError", "S2OError"),
     "hf": ("explain", "patch", "unpatch"),
+    "prepare": ("warmup",),
     "profile": ("Profile", "load_profile", "save_profile"),
-    "warmup": ("warmup",),
 }
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from s2o_runtime import ops
-from s2o_runtime.config import HEAD_DIMS, LayerConfig
+from s2o_runtime.config import HEAD_DIMS, LayerConfig, numbered_config
 from s2o_runtime.dense import dense_attention, log_sum_exp
 from s2o_runtime.errors import InputError
 from s2o_runtime.gpu import MIN_CAPABILITY, candidate_tiles, interpreted, padded_head_dim
@@ -140,7 +140,7 @@ def s2o_attention(
     """
     if torch.compiler.is_compiling() and not (return_stats or return_lse):
         scale = q.shape[3] ** -0.5 if scale is None else scale
-        return ops.attention(q, k, v, kv_start, _handle(config, backend), scale)
+        return ops.attention(q, k, v, kv_start, _RUNS[backend], config.number, scale)
     shape = call_shape(q, k, v, kv_start)
     scale = _checked_scale(scale, config, shape)
     choice = choose_backend(q, k, v, config, shape, backend, return_lse)
@@ -206,14 +206,14 @@ def s2o_attention_varlen(
     return _answer(out[0].transpose(0, 1), None if lse is None else lse[0], stats)
 
 
-@ops.constant_when_traced
-def _handle(config: LayerConfig, backend: Backend) -> int:
-    """What stands for this config and backend in a compiled graph."""
+def _compiled_run(backend: Backend) -> ops.Run:
+    def run(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None, number: int, scale: float) -> Tensor:
+        return s2o_attention(q, k, v, numbered_config(number), scale=scale, kv_start=kv_start, backend=backend)
 
-    def run(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None, scale: float) -> Tensor:
-        return s2o_attention(q, k, v, config, scale=scale, kv_start=kv_start, backend=backend)
+    return run
 
-    return ops.register((config, backend), run)
+
+_RUNS = {backend: ops.register(_compiled_run(backend)) for backend in get_args(Backend)}
 
 
 def _checked_scale(scale: float | None, config: LayerConfig, shape: CallShape) -> float:

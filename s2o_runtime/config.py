@@ -5,7 +5,9 @@ The words are those of DESIGN section 3. All classes are frozen and hashable, so
 
 from __future__ import annotations
 
+import itertools
 import math
+import weakref
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
@@ -155,10 +157,18 @@ class LayerConfig:
         return replace(self, tile=tile).validate()
 
     def validate(self) -> LayerConfig:
-        return self._validated
+        _ = self.number  # checked once: every call of the op validates
+        return self
 
     @cached_property
-    def _validated(self) -> LayerConfig:
+    def number(self) -> int:
+        """What stands for this config where an object cannot, such as a compiled graph."""
+        self._check()
+        number = next(_numbers)
+        _numbered[number] = self
+        return number
+
+    def _check(self) -> None:
         if not self.heads:
             raise ConfigError("a layer has no heads: give one HeadConfig per query head")
         if self.row_reduce not in get_args(RowReduce):
@@ -171,7 +181,6 @@ class LayerConfig:
                     f"segment {head.segment} of head {index} is not a multiple of {self.tile.rows}, the rows of "
                     f"tile {self.tile}: a tile may not cross a segment's end"
                 )
-        return self
 
     def __hash__(self) -> int:
         return self._hash
@@ -182,6 +191,18 @@ class LayerConfig:
     @cached_property
     def _hash(self) -> int:  # a config keys caches in every call
         return hash((self.heads, self.tile, self.row_reduce))
+
+
+def numbered_config(number: int) -> LayerConfig:
+    """The config with this number. Raises ConfigError if nothing keeps it any more."""
+    config = _numbered.get(number)
+    if config is None:
+        raise ConfigError(f"config {number} is gone: keep the LayerConfig as long as what was compiled with it")
+    return config
+
+
+_numbers = itertools.count()
+_numbered: weakref.WeakValueDictionary[int, LayerConfig] = weakref.WeakValueDictionary()
 
 
 def _is_int(value: object) -> bool:

@@ -93,7 +93,7 @@ def candidate_tiles(head_dim: int, capability: tuple[int, int]) -> tuple[TileCon
     return tuple(
         TileConfig(block_m, block_n, stride // block_n, warps, stages, specialized).validate()
         for block_m, block_n, warps, stages, specialized in _tile_shapes(head_dim, capability)
-        for stride in ((1024, 2048) if specialized else (256, 512, 1024))
+        for stride in ((512, 1024, 2048) if specialized else (256, 512, 1024))
     )
 
 

@@ -7,6 +7,7 @@ do exactly run transformers' own SDPA path or dense attention, and the reason is
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections import Counter
@@ -32,7 +33,7 @@ from s2o_runtime.profile import Profile, length_step, load_profile
 
 NAME = "s2o"
 STATE = "s2o_layer"  # attribute of a patched attention module
-HANDLE = "s2o_handle"  # attribute of an attention module that was compiled
+NUMBER = "s2o_number"  # attribute of a patched attention module: what stands for it in a compiled graph
 CALL = "s2o_call"  # attribute of a mask that stands for a plain causal prefill
 PREVIOUS = "s2o_previous_implementation"
 
@@ -104,6 +105,8 @@ def patch(model: Any, profile: Profile | str | PathLike[str], *, strict: bool = 
     profile, rejected = _fitted(profile, next(model.parameters()).device)
     for index, module in enumerate(modules):
         setattr(module, STATE, LayerState(profile, index, rejected))
+        setattr(module, NUMBER, next(_numbers))
+        _layers[getattr(module, NUMBER)] = module
     register()
     setattr(model, PREVIOUS, model.config._attn_implementation)
     model.set_attn_implementation(NAME)
@@ -116,6 +119,7 @@ def unpatch(model: Any) -> Any:
         model.set_attn_implementation(model.__dict__.pop(PREVIOUS))
         for module in model.modules():
             module.__dict__.pop(STATE, None)
+            module.__dict__.pop(NUMBER, None)
     return model
 
 
@@ -205,9 +209,10 @@ def s2o_attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] in; [B, Lq, Hq, D] out."""
-    if torch.compiler.is_compiling() and _is_ours(attention_mask) and not dropout:
+    number: int | None = getattr(module, NUMBER, None)
+    if torch.compiler.is_compiling() and number is not None and _is_ours(attention_mask) and not dropout:
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        return ops.attention(query, key, value, attention_mask, _handle(module), scale).transpose(1, 2), None
+        return ops.attention(query, key, value, attention_mask, _RUN_LAYER, number, scale).transpose(1, 2), None
     state: LayerState | None = module.__dict__.get(STATE)
     call: PrefillCall | None = getattr(attention_mask, CALL, None)
     if call is None and attention_mask is not None and not attention_mask.dtype.is_floating_point:
@@ -244,21 +249,17 @@ def _is_ours(mask: Tensor | None) -> bool:
     return mask is not None and mask.dtype == torch.int64 and mask.shape[1:] == (1, 1, 2)
 
 
-@ops.constant_when_traced
-def _handle(module: nn.Module) -> int:
-    """What stands for this layer in a compiled graph: the same function, run eagerly inside the op."""
-    if HANDLE not in module.__dict__:
-        layer = weakref.ref(module)
+def _run_layer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, number: int, scale: float) -> Tensor:
+    """What a layer of a compiled model does: the same function, run eagerly inside the op."""
+    module = _layers.get(number)
+    if module is None:
+        raise ModelError("the model of this compiled graph is gone: compile the new one")
+    return s2o_attention_forward(module, q, k, v, mask, scaling=scale)[0].transpose(1, 2)
 
-        def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-            owner = layer()
-            if owner is None:
-                raise ModelError("the model of this compiled graph is gone: compile the new one")
-            return s2o_attention_forward(owner, q, k, v, mask, scaling=scale)[0].transpose(1, 2)
 
-        setattr(module, HANDLE, ops.register(object(), run))
-    handle: int = module.__dict__[HANDLE]
-    return handle
+_layers: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_RUN_LAYER = ops.register(_run_layer)
 
 
 def _recovered(mask: Tensor) -> PrefillCall | None:

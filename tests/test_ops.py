@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from s2o_runtime import LayerConfig, ops, s2o_attention
+from s2o_runtime import ConfigError, LayerConfig, ops, s2o_attention
+from s2o_runtime.config import numbered_config
 
 CONFIG = LayerConfig.uniform(4, tau=0.5, segment=128)
 
@@ -24,11 +25,14 @@ def test_compiled_calls_are_one_graph(kv_start):
 
 
 def test_the_fake_implementation_is_the_real_one():
-    q, k, v = inputs()
-    handle = ops.register("test", lambda q, k, v, where, scale: s2o_attention(q, k, v, CONFIG, scale=scale))
-    torch.library.opcheck(torch.ops.s2o.attention.default, (q, k, v, None, handle, 0.125))
+    run = ops.register(lambda q, k, v, where, number, scale: s2o_attention(q, k, v, CONFIG, scale=scale))
+    torch.library.opcheck(torch.ops.s2o.attention.default, (*inputs(), None, run, 0, 0.125))
 
 
-def test_equal_keys_share_a_handle():
-    assert ops.register("one", lambda *_: None) == ops.register("one", lambda *_: None)
-    assert ops.register("two", lambda *_: None) != ops.register("one", lambda *_: None)
+def test_a_config_is_found_by_its_number_while_it_lives():
+    config = LayerConfig.uniform(1, tau=0.125)
+    number = config.number
+    assert numbered_config(number) is config
+    del config
+    with pytest.raises(ConfigError, match=f"config {number} is gone"):
+        numbered_config(number)

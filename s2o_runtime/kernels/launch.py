@@ -36,11 +36,12 @@ def launch(
     numbers: tuple[int | float, ...],
     strides: tuple[int, ...],
     constants: dict[str, Any],
+    trailing: tuple[int, ...] = (),
     **options: int,
 ) -> None:
-    """Run `kernel` on the current stream. Its arguments come in this order: pointers, numbers, strides, constants.
+    """Run `kernel` on the current stream, with pointers, numbers, strides, trailing and constants in this order.
 
-    numbers: what the kernel does not specialise on; constants: its constexprs by name; options: Triton's own.
+    numbers, trailing: what the kernel does not specialise on; constants: its constexprs by name; options: Triton's.
     """
     address = tuple(map(Tensor.data_ptr, pointers))
     device = pointers[0].device.index
@@ -54,7 +55,7 @@ def launch(
     )
     found = _compiled.get(key)
     if found is None or reduce(or_, address) & 15 or _hooked():
-        compiled = kernel[grid](*pointers, *numbers, *strides, **constants, **options)
+        compiled = kernel[grid](*pointers, *numbers, *strides, *trailing, **constants, **options)
         if hasattr(compiled, "packed_metadata"):  # not in the interpreter
             ordered = tuple(constants[name] for name in kernel.arg_names if name in constants)
             _compiled[key] = Compiled(compiled.run, compiled.function, compiled.packed_metadata, ordered)
@@ -62,7 +63,7 @@ def launch(
     stream = torch._C._cuda_getCurrentRawStream(device)
     found.run(
         *grid, stream, found.function, found.metadata, None, None, None,
-        *address, *numbers, *strides, *found.constants,
+        *address, *numbers, *strides, *trailing, *found.constants,
     )  # fmt: skip
 
 

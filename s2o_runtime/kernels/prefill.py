@@ -207,14 +207,17 @@ def prefill(
         (call.scale * LOG2E, shape.q_len, shape.offset, rows.start, tile.chunk),
         (
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], 0 if call.packed else out.stride(0), *out.stride()[1:3],
-            *order.stride()[:3], *visited.stride()[:2],
-            0 if call.packed or lse is None else lse.stride(0), 0 if lse is None else lse.stride(1),
+            *order.stride()[:3],
         ),
         {
             "GROUP": shape.group, "D": shape.head_dim, "BM": tile.block_m, "BN": tile.block_n,
             "STAGES": tile.num_stages, "HAS_START": call.padded, "PACKED": call.packed, "HAS_LSE": lse is not None,
             "ROW_MAX": call.config.row_reduce == "max", **switches,
         },
+        (
+            *visited.stride()[:2],
+            0 if call.packed or lse is None else lse.stride(0), 0 if lse is None else lse.stride(1),
+        ),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **options,

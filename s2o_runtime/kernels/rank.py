@@ -21,7 +21,7 @@ from s2o_runtime.kernels.launch import launch
 from s2o_runtime.kernels.layout import LOG2E, sequence, window_start
 
 REPRESENTATIVE_WARPS = 8
-ORDER_WARPS = 16
+ORDER_WARPS = 8
 UNROLL = 4
 SCORE_REGISTERS = 255  # said aloud, or the compiler spills a few to fit one more program on the SM
 SCORE_KEYS = 128

@@ -1,0 +1,48 @@
+"""The length below which dense attention is faster on this GPU, however little S2O computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import torch
+
+from calibrate.timing import medians
+from s2o_runtime.attention import s2o_attention
+from s2o_runtime.config import MAX_TAU, LayerConfig, TileConfig
+from s2o_runtime.dense import dense_attention
+from s2o_runtime.identity import Geometry
+
+LENGTHS = tuple(1 << power for power in range(9, 18))
+ROUNDS = 3
+
+
+def with_crossover(tile: TileConfig, segment: int, geometry: Geometry, device: torch.device) -> TileConfig:
+    """The tile with its `dense_below` measured."""
+    return replace(tile, dense_below=dense_below(tile, segment, geometry, device)).validate()
+
+
+@lru_cache(maxsize=256)
+def dense_below(tile: TileConfig, segment: int, geometry: Geometry, device: torch.device) -> int:
+    """The shortest of `LENGTHS` at which a call that stops as early as it can beats dense attention.
+
+    Twice the longest if none does. Such a call computes the window and one chunk: with any threshold it takes longer.
+    """
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = LayerConfig.uniform(geometry.query_heads, tau=MAX_TAU, segment=segment, tile=tile)
+    for length in LENGTHS:
+        q, k, v = (
+            torch.randn(1, length, heads, geometry.head_dim, dtype=dtype, device=device).transpose(1, 2)
+            for heads in (geometry.query_heads, geometry.kv_heads, geometry.kv_heads)
+        )
+        seconds = medians(
+            {
+                "dense": partial(dense_attention, q, k, v),
+                "s2o": partial(s2o_attention, q, k, v, config),
+            },
+            device,
+            ROUNDS,
+        )
+        if seconds["s2o"] < seconds["dense"]:
+            return length
+    return 2 * LENGTHS[-1]
