@@ -52,7 +52,7 @@ POINTERS = {
 }
 FLOATS = ("qk_scale", "limit")
 # The switches of a kernel that are on; all others are off.
-KEPT_BYTES = 48
+KEPT_BYTES = 64
 VARIANTS = {"": (), "padded": ("HAS_START", "ROW_MAX", "WIDE"), "packed": ("PACKED", "HAS_LSE")}
 
 

@@ -34,13 +34,13 @@ MAX_REGISTERS = 168  # 64 K registers over the 12 warps; the producers' share go
 
 
 @gluon.jit
-def _tile_index(order, first, diagonal, kv_last, diagonal_tiles, near, i, rows, BN: gl.constexpr):
+def _tile_index(order, first, diagonal, kv_last, diagonal_tiles, near, total, i, rows, BN: gl.constexpr):
     """Which rows of k and v tile i consists of."""
     if i < near:
         base = gl.where(i < diagonal_tiles, diagonal + i * BN, first + (i - diagonal_tiles) * BN)
         index = gl.minimum(base + rows, kv_last)
     else:
-        index = gl.load(order + (i - near) * BN + rows)
+        index = gl.load(order + (i - near) * BN + rows, mask=(i - near) * BN + rows < (total - near) * BN, other=0)
     return index
 
 
@@ -63,13 +63,14 @@ def _producer(
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows = gl.arange(0, BN, gl.SliceLayout(1, layout))
     offs_d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    index = _tile_index(order, first, diagonal, kv_last, diagonal_tiles, near, total, 0, rows, BN)
     i = 0
     running = total > 0
     while running:
-        # on its way while the copies wait for their places
-        index = _tile_index(order, first, diagonal, kv_last, diagonal_tiles, near, i, rows, BN)
+        following = _tile_index(order, first, diagonal, kv_last, diagonal_tiles, near, total, i + 1, rows, BN)
         _copy(k_base, index, stride_kl, offs_d, k_ring, i, STAGES)
         _copy(v_base, index, stride_vl, offs_d, v_ring, i, STAGES)
+        index = following
         # A stop at tile j is written before j's place is handed back, which the copy of tile j + STAGES waited for:
         # so all threads see it from there on, and before that none may act on it.
         last = gl.maximum(gl.max(stop.index(0).load(one), 0), gl.max(stop.index(1).load(one), 0))
