@@ -277,17 +277,23 @@ def _kernel(
     from s2o_runtime.kernels.prefill import s2o_prefill
 
     head_dim = shape.head_dim
-    if head_dim not in HEAD_DIMS:
-        wider = padded_head_dim(head_dim)
-        q, k, v = (F.pad(t, (0, wider - head_dim)) for t in (q, k, v))
-        shape = shape.with_head_dim(wider)
-    elif not q.stride(3) == k.stride(3) == v.stride(3) == 1:
-        q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
+    shape = shape.with_head_dim(padded_head_dim(head_dim))
+    q, k, v = (_laid_out(t, shape.head_dim, cu_q is not None) for t in (q, k, v))
     call = Call(config, shape, scale, head_tables(config, q.device), kv_start, cu_q, cu_k)
     elsewhere = q.device.type == "cuda" and q.device.index != torch.cuda.current_device()
     with torch.cuda.device(q.device) if elsewhere else nullcontext():
         out, visited, lse = s2o_prefill(q, k, v, call, with_lse)
     return out if shape.head_dim == head_dim else out[..., :head_dim], visited, lse
+
+
+def _laid_out(t: Tensor, head_dim: int, packed: bool) -> Tensor:
+    """The tensor with its last dimension filled up to head_dim and contiguous; packed ones stay one batch entry."""
+    if t.shape[3] == head_dim and t.stride(3) == 1:
+        return t
+    batch = t.shape[0]
+    t = t[:1] if packed else t
+    t = F.pad(t, (0, head_dim - t.shape[3])) if t.shape[3] < head_dim else t.contiguous()
+    return t.expand(batch, -1, -1, -1)
 
 
 def choose_backend(

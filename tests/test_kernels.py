@@ -104,10 +104,21 @@ def test_rules_and_tiles(threshold, tau, row_reduce, tile, nan_filled):
     agree(*run_both(q, k, v, config))
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-def test_packed_sequences_are_sequences_on_their_own(heads, nan_filled):
+@pytest.mark.parametrize("head_dim", [8, 80, 96, 256])
+def test_other_head_dims(head_dim, nan_filled):
+    q, k, v = inputs(2, 2, 1, 100, 150, head_dim)
+    config = LayerConfig.uniform(2, tau=0.0, segment=64, tile=TILE)
+    out, lse, _ = s2o_attention(q, k, v, config, backend="triton", return_lse=True, return_stats=True)
+    expected = s2o_attention_reference(q, k, v, config)
+    assert out.shape == q.shape
+    torch.testing.assert_close(out, expected.out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected.lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 64), (3, 64), (2, 40)])
+def test_packed_sequences_are_sequences_on_their_own(heads, head_dim, nan_filled):
     q_lens, k_lens = [130, 0, 70, 200, 1], [130, 0, 171, 200, 90]
-    parts = [inputs(1, heads, 1, n, m, 64) for n, m in zip(q_lens, k_lens, strict=True) if n]
+    parts = [inputs(1, heads, 1, n, m, head_dim) for n, m in zip(q_lens, k_lens, strict=True) if n]
     q, k, v = (torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3))
     cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32) for lens in (q_lens, k_lens))
     config = mixed_config(heads, 1.0)

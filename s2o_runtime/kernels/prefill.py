@@ -149,7 +149,7 @@ def s2o_prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: bool = False) 
     int32 [B, Hq, row tiles]; and with `lse` the log-sum-exp of each row's scores, float32 [B, Hq, Lq].
     """
     shape = call.shape
-    entries, rows_in_memory = (shape.batch, shape.q_len) if call.cu_q is None else (1, q.shape[2])
+    entries, rows_in_memory = (shape.batch, shape.q_len) if not call.packed else (1, q.shape[2])
     out = q.new_empty(entries, rows_in_memory, shape.query_heads, shape.head_dim).transpose(1, 2)
     logs = q.new_empty(entries, shape.query_heads, rows_in_memory, dtype=torch.float32) if lse else None
     visited = torch.empty(
@@ -174,7 +174,7 @@ def row_slices(call: Call, workspace: int) -> list[range]:
     slices = []
     begin = 0
     while begin < shape.q_len:
-        before = shape.kv_len if call.cu_q is not None else shape.offset + begin
+        before = shape.kv_len if call.packed else shape.offset + begin
         # the largest number of rows with rows / shortest * (before + rows) <= keys
         fitting = (math.sqrt(before**2 + 4 * keys * tables.shortest) - before) / 2
         end = begin + max(1, int(fitting) // tables.unit) * tables.unit
