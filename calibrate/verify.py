@@ -112,8 +112,6 @@ def _prefill_seconds(loaded: LoadedModel, prompts: list[Prompt]) -> float:
     device = next(loaded.model.parameters()).device
     on_gpu = device.type == "cuda"
     times = []
-    if on_gpu:
-        torch.cuda.empty_cache()  # what calibration left behind in pieces is no part of a server's time
     for turn in range(GPU_ROUNDS + 1 if on_gpu else 1):
         for prompt in prompts:
             if on_gpu:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -40,6 +42,8 @@ def dense_attention(
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
+    if q.is_cuda:
+        _settle_default_order(q.device)
     with sdpa_kernel(FASTEST_FIRST, set_priority=True):
         if q.shape[2] == k.shape[2]:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
@@ -49,6 +53,17 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
 
         mask = causal_lower_right(q.shape[2], k.shape[2])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+@lru_cache(maxsize=8)
+def _settle_default_order(device: torch.device) -> None:
+    """Make torch pick its default order of SDPA backends, which it does at the first plain call.
+
+    `sdpa_kernel(set_priority=True)` before that would put back an order that has cuDNN last, and slow down
+    everybody's dense attention for the rest of the process.
+    """
+    one = torch.zeros(1, 1, 16, 64, dtype=torch.float16, device=device)
+    F.scaled_dot_product_attention(one, one, one)
 
 
 def exact_attention(

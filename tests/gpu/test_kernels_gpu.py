@@ -1,6 +1,8 @@
 """The compiled kernels on a GPU in bf16 and fp16, against float32 dense attention and the reference."""
 
 import itertools
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -235,6 +237,24 @@ def test_a_compiled_call_is_one_graph():
         return s2o_attention(q, k, v, config) * 2
 
     assert torch.equal(torch.compile(call, fullgraph=True)(q, k, v), call(q, k, v))
+
+
+def test_dense_attention_leaves_the_default_backends_as_they_are():
+    """In cold processes: the order of SDPA's backends after a plain call, with ours before it or not."""
+    plain = (
+        "x = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16, device='cuda'); F.scaled_dot_product_attention(x, x, x)"
+    )
+    ours = plain.replace("F.scaled_dot_product_attention", "dense_attention") + "; " + plain.split("; ")[1]
+    orders = []
+    for calls in (plain, ours):
+        program = (
+            "import torch, torch.nn.functional as F; from s2o_runtime.dense import dense_attention; "
+            f"{calls}; print(torch._C._get_sdp_priority_order())"
+        )
+        orders.append(
+            subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        )
+    assert orders[0] == orders[1]
 
 
 def compiled_count(kernel):
