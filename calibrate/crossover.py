@@ -27,10 +27,12 @@ def dense_below(tile: TileConfig, segment: int, geometry: Geometry, device: torc
     """The shortest of `LENGTHS` at which a call that stops as early as it can beats dense attention.
 
     Twice the longest if none does. Such a call computes the window and one chunk: with any threshold it takes longer.
+    A prompt of one segment runs dense anyway, so there is nothing to compare.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    tile = replace(tile, dense_below=0)
     config = LayerConfig.uniform(geometry.query_heads, tau=MAX_TAU, segment=segment, tile=tile)
-    for length in LENGTHS:
+    for length in (each for each in LENGTHS if each > segment):
         q, k, v = (
             torch.randn(1, length, heads, geometry.head_dim, dtype=dtype, device=device).transpose(1, 2)
             for heads in (geometry.query_heads, geometry.kv_heads, geometry.kv_heads)

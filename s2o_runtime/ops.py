@@ -46,9 +46,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, where: Tensor | None, run: int, 
     with torch.no_grad():
         out = _runs[run](q, k, v, where, number, scale)
     laid_out = _like_kernels(q)
-    if out.stride() == laid_out.stride() and out.data_ptr() not in (q.data_ptr(), v.data_ptr()):
-        return out
-    return laid_out.copy_(out)
+    return out if out.stride() == laid_out.stride() else laid_out.copy_(out)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, where: Tensor | None, run: int, number: int, scale: float) -> Tensor:

@@ -13,12 +13,13 @@ from s2o_runtime.kernels import rank as rank_module
 from s2o_runtime.kernels.call import Call, head_tables
 from s2o_runtime.kernels.layout import LOG2E
 from s2o_runtime.kernels.prefill import row_slices, s2o_prefill
-from s2o_runtime.kernels.rank import BINS, BUCKETS, bucket_shares, order, rank, representatives, score
+from s2o_runtime.kernels.rank import BUCKETS, bucket_shares, order, rank, representatives, score
 from s2o_runtime.reference import s2o_attention_reference, segment_representative
 from s2o_runtime.shapes import call_shape
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
 
+BINS = 4 * BUCKETS  # linear bins of a row's scores, before they become buckets
 SHIPPED_SAMPLES = rank_module.SAMPLES
 TILE = TileConfig(block_m=64, block_n=32, chunk=2, num_warps=4, num_stages=1)
 

@@ -2,7 +2,8 @@
 
 Triton's own launch binds and specialises every argument, 50 to 100 microseconds for a kernel with forty of them.
 What can change the compiled kernel is little: the types, whether pointers and strides are multiples of 16, and the
-constants. So the compiled kernel is kept under that key, and its launcher called directly.
+constants. So the kernel compiled for aligned pointers is kept under the rest of that, and its launcher called
+directly; calls with other pointers, which are rare, go through Triton.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ def launch(
         tuple(options.values()),
     )
     found = _compiled.get(key)
-    if found is None or reduce(or_, address) & 15 or _hooked():
+    aligned = not reduce(or_, address) & 15
+    if found is None or not aligned or _hooked():
         compiled = kernel[grid](*pointers, *numbers, *strides, *trailing, **constants, **options)
-        if hasattr(compiled, "packed_metadata"):  # not in the interpreter
+        if aligned and hasattr(compiled, "packed_metadata"):  # not in the interpreter
             ordered = tuple(constants[name] for name in kernel.arg_names if name in constants)
             _compiled[key] = Compiled(compiled.run, compiled.function, compiled.packed_metadata, ordered)
         return

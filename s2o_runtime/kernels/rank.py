@@ -28,7 +28,6 @@ SCORE_KEYS = 128
 ROW_ALIGNMENT = 16
 SAMPLES = 1024
 BUCKETS = 32  # one for each lane of a warp
-BINS = 4 * BUCKETS
 FINEST, COARSEST = 1 / 256, 3 / 4  # shares of the row before the end of the first and of the last but one bucket
 RANK_BYTES = 6  # of workspace for each key of a row: a float16 score and an int32 index
 SCORE_LIMIT = 60000.0
