@@ -17,7 +17,7 @@ from s2o_runtime import ops
 from s2o_runtime.config import HEAD_DIMS, LayerConfig, numbered_config
 from s2o_runtime.dense import dense_attention, log_sum_exp
 from s2o_runtime.errors import InputError
-from s2o_runtime.gpu import MIN_CAPABILITY, candidate_tiles, interpreted, padded_head_dim
+from s2o_runtime.gpu import MIN_CAPABILITY, candidate_tiles, capability, interpreted, padded_head_dim
 from s2o_runtime.reference import Attended, s2o_attention_reference
 from s2o_runtime.shapes import CallShape, call_shape, check_heads, density, packed_shape, pairs
 
@@ -354,21 +354,16 @@ def _kernel_obstacle(q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, shape
         return f"the tensors are on {q.device.type}, the kernel needs a GPU"
     if q.dtype not in KERNEL_TYPES:
         return f"{q.dtype} is not supported by the kernel (bfloat16, float16)"
-    capability = _capability(q.device)
-    if capability < MIN_CAPABILITY:
-        return f"compute capability {capability[0]}.{capability[1]} is older than 8.0"
-    if config.tile.specialized and capability != (9, 0):
-        return f"tile {config.tile} is for sm_90, this GPU is sm_{capability[0]}{capability[1]}"
-    if not candidate_tiles(shape.head_dim, capability):
-        return f"head_dim {shape.head_dim} has no tile on sm_{capability[0]}{capability[1]}"
+    here = capability(q.device)
+    if here < MIN_CAPABILITY:
+        return f"compute capability {here[0]}.{here[1]} is older than 8.0"
+    if config.tile.specialized and here != (9, 0):
+        return f"tile {config.tile} is for sm_90, this GPU is sm_{here[0]}{here[1]}"
+    if not candidate_tiles(shape.head_dim, here):
+        return f"head_dim {shape.head_dim} has no tile on sm_{here[0]}{here[1]}"
     if config.tile.specialized and shape.head_dim > 128:
         return f"tile {config.tile} has no specialised kernel for head_dim {shape.head_dim}"
     return None
-
-
-@lru_cache(maxsize=64)
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from s2o_runtime.errors import ConfigError
 
 Mode = Literal["s2o", "dense"]
-Threshold = Literal["share", "raw"]
+Threshold = Literal["rest", "share", "raw"]
 RowReduce = Literal["mean", "max"]
 
 HEAD_DIMS = (64, 128, 256)  # others up to the last are filled with zeros
@@ -23,6 +23,8 @@ SEGMENT_STEP = 64
 MIN_SEGMENT = 64
 MAX_SEGMENT = 1 << 16
 MAX_TAU = 1e6
+REPRESENTATIVES = (1, 2, 4, 8, 16, 32, 64)
+GRAINS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,22 @@ class HeadConfig:
 
     tau: stop once the gain of a tile falls below it; 0 never stops (exact attention).
     segment: queries that share one ranking; a multiple of 64.
-    mode: "dense" computes every causal pair from contiguous tiles and ignores `tau` and `segment`.
+    mode: "dense" computes every causal pair from contiguous tiles and ignores all other fields.
     threshold: "raw" compares the gain with `tau` (Algorithm 3 of the paper); "share" with
-        `tau * tile keys / prefix keys`, the gain a tile would bring if every key counted alike,
-        which makes one tau serve every length and tile size.
+        `tau * tile keys / prefix keys`, the gain a tile would bring if every key counted alike;
+        "rest" stops once all keys that are left would together gain less than `tau` if each brought as much as
+        those just visited. With "share" and "rest" one tau serves every length and tile size.
+    representatives: means of so many parts of the segment rank its keys, each by its own softmax, the largest
+        weight counts; 1 is the paper's mean of the whole segment.
+    tail: add what the skipped keys are estimated to bring (docs/method.md).
     """
 
     tau: float = 0.0
     segment: int = 512
     mode: Mode = "s2o"
-    threshold: Threshold = "share"
+    threshold: Threshold = "rest"
+    representatives: int = 1
+    tail: bool = False
 
     def validate(self) -> HeadConfig:
         if self.mode not in get_args(Mode):
@@ -53,6 +61,12 @@ class HeadConfig:
             raise ConfigError(f"segment {self.segment!r} is out of range: use {MIN_SEGMENT} to {MAX_SEGMENT}")
         if self.segment % SEGMENT_STEP:
             raise ConfigError(f"segment {self.segment} is not a multiple of {SEGMENT_STEP}: round it")
+        if self.representatives not in REPRESENTATIVES or not _is_int(self.representatives):
+            raise ConfigError(
+                f"representatives {self.representatives!r} is not supported: use one of {REPRESENTATIVES}"
+            )
+        if not isinstance(self.tail, bool):
+            raise ConfigError(f"tail is {self.tail!r}: use True or False")
         return self
 
 
@@ -119,11 +133,13 @@ class LayerConfig:
     """One attention layer: a `HeadConfig` for each query head and the tile they share.
 
     row_reduce: how the rows of a tile become one decision: the mean of their gains, or the largest.
+    grain: so many adjacent keys are ranked and visited together; 1 is the paper's.
     """
 
     heads: tuple[HeadConfig, ...]
     tile: TileConfig = TileConfig()
     row_reduce: RowReduce = "mean"
+    grain: int = 1
 
     @classmethod
     def uniform(
@@ -133,17 +149,20 @@ class LayerConfig:
         tau: float = 0.0,
         segment: int = 512,
         mode: Mode = "s2o",
-        threshold: Threshold = "share",
+        threshold: Threshold = "rest",
+        representatives: int = 1,
+        tail: bool = False,
         tile: TileConfig | None = None,
         row_reduce: RowReduce = "mean",
+        grain: int = 1,
     ) -> LayerConfig:
         """The same settings for all `num_heads` query heads.
 
         >>> LayerConfig.uniform(32, tau=0.1, segment=1024).heads[31].tau
         0.1
         """
-        head = HeadConfig(tau=tau, segment=segment, mode=mode, threshold=threshold)
-        return cls((head,) * num_heads, tile or TileConfig(), row_reduce).validate()
+        head = HeadConfig(tau, segment, mode, threshold, representatives, tail)
+        return cls((head,) * num_heads, tile or TileConfig(), row_reduce, grain).validate()
 
     @property
     def num_heads(self) -> int:
@@ -173,6 +192,8 @@ class LayerConfig:
             raise ConfigError("a layer has no heads: give one HeadConfig per query head")
         if self.row_reduce not in get_args(RowReduce):
             raise ConfigError(f"row_reduce {self.row_reduce!r} is not known: use one of {get_args(RowReduce)}")
+        if self.grain not in GRAINS or not _is_int(self.grain):
+            raise ConfigError(f"grain {self.grain!r} is not supported: use one of {GRAINS}")
         self.tile.validate()
         for index, head in enumerate(self.heads):
             head.validate()
@@ -186,11 +207,11 @@ class LayerConfig:
         return self._hash
 
     def __reduce__(self) -> tuple[type[LayerConfig], tuple[object, ...]]:
-        return LayerConfig, (self.heads, self.tile, self.row_reduce)  # a hash holds in one process only
+        return LayerConfig, (self.heads, self.tile, self.row_reduce, self.grain)  # a hash holds in one process only
 
     @cached_property
     def _hash(self) -> int:  # a config keys caches in every call
-        return hash((self.heads, self.tile, self.row_reduce))
+        return hash((self.heads, self.tile, self.row_reduce, self.grain))
 
 
 def numbered_config(number: int) -> LayerConfig:

@@ -61,6 +61,12 @@ def identify(device: torch.device) -> DeviceIdentity:
     )
 
 
+@lru_cache(maxsize=64)
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability, (0, 0) for what is not a GPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 def interpreted() -> bool:
     """Whether Triton kernels run in its interpreter (TRITON_INTERPRET=1), for tests without a GPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -119,7 +125,7 @@ _TileShape = tuple[int, int, int, int, bool]  # block_m, block_n, warps, stages,
 # wgmma (sm_90) and tcgen05 (sm_100) read operands from shared memory, which leaves registers for larger tiles.
 _TILES: dict[str, dict[int, list[_TileShape]]] = {
     "sm_80": {
-        64: [(128, 64, 8, 3, False), (128, 64, 8, 2, False), (64, 64, 4, 2, False)],
+        64: [(128, 64, 8, 3, False), (128, 64, 8, 2, False), (64, 64, 8, 2, False)],
         128: [(128, 32, 8, 3, False), (64, 64, 8, 3, False), (64, 32, 8, 3, False)],
     },
     "sm_89": {

@@ -1,4 +1,4 @@
-"""S2O attention in plain torch: Algorithms 1, 2 and 3 of the paper, made definite.
+"""S2O attention in plain torch: Algorithms 2 and 3 of the paper, made definite; Algorithm 1 is in `ranking.py`.
 
 This is the oracle that the kernels are tested against, and the CPU backend. It works in float64 for float64
 inputs and in float32 otherwise, for any length, and never imports the kernels. The row tiles of a segment
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.ranking import Ranking, part_means, rank
 from s2o_runtime.shapes import CallShape, call_shape, check_heads, window_start
 
 DENSE_ROWS = 512  # rows of a dense head computed together; bounds memory, changes nothing
 
 
-OrderOf = Callable[[int, int, int], Tensor]
+RankingOf = Callable[[int, int, int], Ranking]
 
 
 class Attended(NamedTuple):
@@ -28,7 +29,7 @@ class Attended(NamedTuple):
 
     out: Tensor  # [B, Hq, Lq, D] in q's dtype; rows before `kv_start` are zero
     visited: Tensor  # int32 [B, Hq, row tiles], the prefix keys each row tile computed
-    lse: Tensor  # [B, Hq, Lq], log-sum-exp of the scores a row computed; -inf before `kv_start`
+    lse: Tensor  # [B, Hq, Lq], log-sum-exp of a row's scores, as computed and estimated; -inf before `kv_start`
 
 
 class State(NamedTuple):
@@ -55,7 +56,7 @@ def s2o_attention_reference(
     scale: float | None = None,
     kv_start: Tensor | None = None,
     paper_literal: bool = False,
-    order_of: OrderOf | None = None,
+    ranking_of: RankingOf | None = None,
 ) -> Attended:
     """S2O attention by the book.
 
@@ -63,8 +64,7 @@ def s2o_attention_reference(
     paper_literal: what the paper's pseudocode does and the product does not: queries are permuted inside
         their segment by the mean key of segment 0, every tile is a stop check, and the tile that stops the
         traversal is thrown away.
-    order_of: an order to follow instead of the full sort of Algorithm 1: called with the sequence, the query head
-        and the segment, it returns indices into the keys.
+    ranking_of: a ranking to follow instead of Algorithm 1's: called with the sequence, the query head and the segment.
     """
     shape = call_shape(q, k, v, kv_start)
     check_heads(config.validate(), shape)
@@ -80,9 +80,9 @@ def s2o_attention_reference(
         for h, head in enumerate(config.heads):
             keys, values = k[b, h // shape.group].to(dtype), v[b, h // shape.group].to(dtype)
             rows = q[b, h].to(dtype) * scale
-            orders = None if order_of is None else partial(order_of, b, h)
+            rankings = None if ranking_of is None else partial(ranking_of, b, h)
             out[b, h], visited[b, h], lse[b, h] = _one_head(
-                rows, keys, values, head, config, shape, starts[b], paper_literal, orders
+                rows, keys, values, head, config, shape, starts[b], paper_literal, rankings
             )
     return Attended(out, visited, lse)
 
@@ -96,7 +96,7 @@ def _one_head(
     shape: CallShape,
     kv_start: Tensor,
     paper_literal: bool,
-    order_of: Callable[[int], Tensor] | None,
+    ranking_of: Callable[[int], Ranking] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One query head of one sequence: q [Lq, D] already scaled, k, v [Lk, D]."""
     start = int(kv_start)
@@ -121,12 +121,12 @@ def _one_head(
         last = shape.offset + end
         state = dense_window(queries, k[first:last], v[first:last], position - first)
         if first > start:
-            if order_of is None:
-                representative = segment_representative(q[begin:end], shape.offset + begin, start)
-                order = rank(representative, k[start:first]) + start
+            if ranking_of is None:
+                parts = part_means(q[begin:end], segment // head.representatives, shape.offset + begin, start)
+                ranking = rank(parts, k[start:first], v[start:first], config.grain, start)
             else:
-                order = order_of(begin // segment)[: first - start]
-            state, keys_visited = gathered_prefix(queries, k, v, state, order, head, config, real, paper_literal)
+                ranking = ranking_of(begin // segment)
+            state, keys_visited = gathered_prefix(queries, k, v, state, ranking, head, config, real, paper_literal)
             visited[begin // tile.block_m : begin // tile.block_m + len(tiles)] = keys_visited.int()
         out[tiles[real]] = state.output()[real]
         lse[tiles[real]] = (state.m + state.l.log())[real]
@@ -139,19 +139,9 @@ def _row_tiles(rows: Tensor, block_m: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, padding), value=-1).view(-1, block_m)
 
 
-def segment_representative(q: Tensor, first_position: int, start: int) -> Tensor:
-    """Algorithm 1, line 7: the mean of a segment's queries [..., S, D], without those before `start`: [..., D]."""
-    return q[..., max(0, start - first_position) :, :].mean(-2)
-
-
 def query_order(q: Tensor, guide: Tensor) -> Tensor:
     """Algorithm 1, lines 12-13: a segment's queries [S, D] by their score with the guide key [D], best first."""
     return (q @ guide).argsort(descending=True, stable=True)
-
-
-def rank(representative: Tensor, k: Tensor) -> Tensor:
-    """Algorithm 1, lines 17-19: prefix keys [..., P, D], best first for the representative [..., D]: [..., P]."""
-    return (k @ representative[..., None]).squeeze(-1).argsort(descending=True, stable=True)
 
 
 def dense_window(q: Tensor, k: Tensor, v: Tensor, last_key: Tensor) -> State:
@@ -181,17 +171,18 @@ def gathered_prefix(
     k: Tensor,
     v: Tensor,
     state: State,
-    order: Tensor,
+    ranking: Ranking,
     head: HeadConfig,
     config: LayerConfig,
     real: Tensor,
     paper_literal: bool = False,
 ) -> tuple[State, Tensor]:
-    """Algorithm 3: visit the prefix in `order` and stop when a chunk's gain is small.
+    """Algorithm 3: visit the prefix in order and stop when a chunk's gain is small.
 
-    q: [T, BM, D] scaled; k, v: [Lk, D]; order: [P] indices into k; real: [T, BM], rows that count.
-    Returns the state and the keys each row tile computed [T].
+    q: [T, BM, D] scaled; k, v: [Lk, D]; real: [T, BM], rows that count.
+    Returns the state, with the tail if the head has one, and the keys each row tile computed [T].
     """
+    order = ranking.order
     running = real.any(-1).nonzero()[:, 0]
     visited = torch.zeros(len(q), dtype=torch.int64, device=q.device)
     result = State(*(part.clone() for part in state))
@@ -203,14 +194,37 @@ def gathered_prefix(
         before = result.at(running)
         keys = order[begin:end]
         after = absorb(before, q[running], k[keys], v[keys])
-        chunk_gain = tile_gain(row_gain(before, after), real[running], config)
-        stop = chunk_gain * config.tile.block_n / (end - begin) < stop_threshold(head, config.tile, len(order))
+        gain = tile_gain(row_gain(before, after), real[running], config)
+        stop = stops(gain, begin, end, len(order), head, config.tile)
         kept = ~stop if paper_literal else torch.ones_like(stop)
+        if head.tail and not paper_literal:
+            estimated = with_tail(before, after, ranking, begin, end)
+            after = State(*(torch.where(_like(stop, new), new, old) for old, new in zip(after, estimated, strict=True)))
         for part, new in zip(result, after, strict=True):
             part[running[kept]] = new[kept]
         visited[running] += end - begin
         running = running[~stop]
     return result, visited
+
+
+def with_tail(before: State, after: State, ranking: Ranking, begin: int, end: int) -> State:
+    """The state `after` keys begin .. end of the order, plus an estimate of what comes behind them.
+
+    The ranking says how much heavier the rest is than this chunk, and which values it has; the row itself says how
+    much the chunk brought. The rest counts at most as if every key of it brought as much as the chunk's keys did.
+    """
+    mass, values = ranking.rest(end)
+    chunk = ranking.rest(begin)[0] - mass
+    most = (len(ranking.order) - end) / (end - begin)
+    times = torch.where(chunk * most > mass, mass / chunk, most)
+    brought = after.l - before.l * (before.m - after.m).exp()
+    added = torch.where(mass > 0, times, 0.0) * brought
+    mean = values / torch.where(mass > 0, mass, 1.0)
+    return State(after.m, after.l + added, after.acc + added[..., None] * mean)
+
+
+def _like(flags: Tensor, part: Tensor) -> Tensor:
+    return flags.view(-1, *[1] * (part.ndim - 1))
 
 
 def row_gain(before: State, after: State) -> Tensor:
@@ -226,6 +240,9 @@ def tile_gain(gain: Tensor, real: Tensor, config: LayerConfig) -> Tensor:
     return torch.where(real, gain, 0.0).sum(-1) / real.sum(-1)
 
 
-def stop_threshold(head: HeadConfig, tile: TileConfig, prefix: int) -> float:
-    """The gain of one tile below which a head stops."""
-    return head.tau * tile.block_n / prefix if head.threshold == "share" else head.tau
+def stops(gain: Tensor, begin: int, end: int, prefix: int, head: HeadConfig, tile: TileConfig) -> Tensor:
+    """Whether row tiles [T], whose `gain` came from keys begin .. end of the order, stop there."""
+    tiles = (end - begin) / tile.block_n
+    if head.threshold == "rest":
+        return gain * (prefix - end) < head.tau * (end - begin)
+    return gain < tiles * (head.tau * tile.block_n / prefix if head.threshold == "share" else head.tau)

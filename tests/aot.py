@@ -31,7 +31,9 @@ from s2o_runtime.gpu import candidate_tiles
 SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 PRODUCER_THREADS = 128  # of the specialised kernel
 COPY_BYTES = 16  # of one cp.async.cg
-SCORE_ROWS = (16, 32, 64)
+SCORE_SEGMENTS = (10, 20, 40)  # segments of a call, one number for each form of the kernel `scores`
+SCORE_REPRESENTATIVES = (4, 32)
+LOG_SUM_ROWS = (16, 64)
 POINTERS = {
     "Q": "bf16",
     "K": "bf16",
@@ -48,33 +50,49 @@ POINTERS = {
     "LSE": "fp32",
     "TAU": "fp32",
     "SEGMENT": "i32",
-    "SHARE": "i32",
+    "RULE": "i32",
+    "PART": "i32",
+    "COUNT": "i32",
+    "LOG_SUM": "fp32",
+    "FIRST": "i32",
+    "EDGE": "fp32",
+    "MASS": "fp32",
+    "SUMS": "fp32",
+    "VALUES": "bf16",
+    "POOLED": "bf16",
 }
 FLOATS = ("qk_scale", "limit")
-# The switches of a kernel that are on; all others are off.
-KEPT_BYTES = 64
-VARIANTS = {"": (), "padded": ("HAS_START", "ROW_MAX", "WIDE"), "packed": ("PACKED", "HAS_LSE")}
+KEPT_BYTES = 96  # of what the specialised kernel computes once
+# The switches of a kernel that are on, all others are off, and its grain.
+VARIANTS: dict[str, dict[str, object]] = {
+    "": {"GRAIN": 1},
+    "padded": {"GRAIN": 4, "HAS_START": True, "ROW_MAX": True, "WIDE": True, "TAIL": 4},
+    "packed": {"GRAIN": 1, "PACKED": True, "HAS_LSE": True, "TAIL": 4},
+}
 
 
 @dataclass(frozen=True)
 class Case:
     """One kernel in one configuration for one GPU generation.
 
-    variant: a key of `VARIANTS`; score_rows: the segments a block of the kernel `scores` takes.
+    variant: a key of `VARIANTS`; rows: the segments of a call of the kernel `scores`, or the representatives that
+    `log_sums` takes at once; representatives: of a segment.
     """
 
     kernel: str
     capability: int
     head_dim: int = 0
     tile: TileConfig | None = None
-    score_rows: int = 0
+    rows: int = 0
+    representatives: int = 1
     variant: str = ""
 
     def __str__(self) -> str:
         parts = [self.kernel, f"sm{self.capability}"]
         parts += [f"D{self.head_dim}"] if self.head_dim else []
         parts += [str(self.tile).replace(" ", "-")] if self.tile else []
-        parts += [f"BS{self.score_rows}"] if self.score_rows else []
+        parts += [f"rows{self.rows}"] if self.rows else []
+        parts += [f"R{self.representatives}"] if self.representatives > 1 else []
         return "-".join(parts + ([self.variant] if self.variant else []))
 
 
@@ -111,9 +129,9 @@ def pipelined(case: Case, built: Compiled) -> str | None:
 
 def tensor_cores(case: Case, built: Compiled) -> str | None:
     """Products run on tensor cores: as wgmma on sm_90, where its 64 rows are there."""
-    if case.tile is None and not case.score_rows:
+    if case.tile is None and case.kernel not in ("scores", "log_sums", "tail"):
         return None
-    if case.capability == 90 and (case.tile is not None or case.score_rows >= 64):
+    if case.capability == 90 and (case.kernel != "log_sums" or case.rows >= 64):
         return "no wgmma" if built.wgmma == 0 else None
     return "no tensor core instruction" if built.wgmma + built.tcgen05 + built.mma_sync == 0 else None
 
@@ -166,50 +184,73 @@ def cases() -> list[Case]:
                 continue  # dense there
             for tile in sorted(tiles, key=str):
                 found.append(Case("prefill_hopper" if tile.specialized else "prefill", capability, head_dim, tile))
-            found.append(Case("representatives", capability, head_dim))
-            found += [Case("scores", capability, head_dim, score_rows=rows) for rows in SCORE_ROWS]
+            found += [Case("representatives", capability, head_dim, representatives=count) for count in (1, 32)]
+            found += [Case("log_sums", capability, head_dim, rows=rows) for rows in LOG_SUM_ROWS]
+            found += [Case("scores", capability, head_dim, rows=rows) for rows in SCORE_SEGMENTS]
+            found += [Case("scores", capability, head_dim, representatives=count) for count in SCORE_REPRESENTATIVES]
+            found += [Case("pool", capability, head_dim), Case("tail", capability, head_dim)]
         found.append(Case("order", capability))
-    return [replace(case, variant=variant) for case in found for variant in VARIANTS]
+    return [
+        replace(case, variant=variant)
+        for case in found
+        for variant, switches in VARIANTS.items()
+        if case.kernel not in ("pool", "tail") or "TAIL" in switches
+    ]
 
 
 def compile_case(case: Case) -> Compiled:
     # not imported above: the tests of the rules want those without the kernels
-    from s2o_runtime.kernels import rank
+    from s2o_runtime.kernels import rank, tail
 
     constants: dict[str, object] = {
         "GROUP": 4,
         "D": case.head_dim,
-        "ROWS": rank.representative_rows(case.head_dim),
-        "BS": case.score_rows,
-        "BK": rank.SCORE_KEYS,
         "BN": 64,
         "SAMPLES": rank.SAMPLES,
         "BUCKETS": rank.BUCKETS,
+        "EDGES": tail.EDGES,
         "WARPS": rank.ORDER_WARPS,
-        "UNROLL": rank.UNROLL,
-        **dict.fromkeys(VARIANTS[case.variant], True),
+        "R": case.representatives,
+        "BR": case.rows,
+        **VARIANTS[case.variant],
     }
     if case.tile is None:
-        warps = {
-            "representatives": rank.REPRESENTATIVE_WARPS,
-            "scores": rank.score_warps(case.score_rows),
-            "order": rank.ORDER_WARPS,
-        }
-        options = {"num_warps": warps[case.kernel]}
-        if case.kernel == "scores":
-            options["maxnreg"] = rank.SCORE_REGISTERS
-        return compile_kernel(getattr(rank, f"_{case.kernel}"), constants, case.capability, ASTSource, options)
+        parts = rank.parts_at_once(case.representatives)
+        warps = rank.score_warps(case.representatives, case.head_dim)
+        own, options = {
+            "representatives": (
+                {"ROWS": rank.representative_rows(case.head_dim), "PARTS": parts},
+                {"num_warps": rank.representative_warps(parts)},
+            ),
+            "log_sums": ({"BK": rank.LOG_SUM_KEYS}, {"num_warps": rank.LOG_SUM_WARPS}),
+            "scores": (
+                {"WARPS": warps, "BS": rank.segments_at_once(case.rows, case.representatives)},
+                {
+                    "num_warps": warps,
+                    "num_stages": rank.SCORE_STAGES,
+                    "maxnreg": rank.score_registers(warps, case.head_dim, *divmod(case.capability, 10)),
+                },
+            ),
+            "order": ({}, {"num_warps": rank.ORDER_WARPS}),
+            "pool": ({"ROWS": tail.POOL_STEPS}, {"num_warps": tail.POOL_WARPS}),
+            "tail": (
+                {"BS": tail.TAIL_SEGMENTS, "BK": tail.tail_steps(case.head_dim)}, {"num_warps": tail.TAIL_WARPS},
+            ),
+        }[case.kernel]  # fmt: skip
+        kernel = getattr(tail if case.kernel in ("pool", "tail") else rank, f"_{case.kernel}")
+        return compile_kernel(kernel, constants | own, case.capability, ASTSource, options)
     constants |= {"BM": case.tile.block_m, "BN": case.tile.block_n, "STAGES": case.tile.num_stages}
     options = {"num_warps": case.tile.num_warps, "num_stages": case.tile.num_stages}
     if case.tile.specialized:
         from triton.experimental.gluon._runtime import GluonASTSource
 
-        from s2o_runtime.kernels.prefill_hopper import MAX_REGISTERS, _prefill_hopper
+        from s2o_runtime.kernels import prefill_hopper as hopper
 
-        options["maxnreg"] = MAX_REGISTERS
-        return compile_kernel(_prefill_hopper, constants, case.capability, GluonASTSource, options)
-    from s2o_runtime.kernels.prefill import _prefill
+        options["maxnreg"] = hopper.MAX_REGISTERS
+        return compile_kernel(hopper._prefill_hopper, constants, case.capability, GluonASTSource, options)
+    from s2o_runtime.kernels.prefill import MAX_REGISTERS, _prefill
 
+    options["maxnreg"] = MAX_REGISTERS
     return compile_kernel(_prefill, constants, case.capability, ASTSource, options)
 
 

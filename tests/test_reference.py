@@ -3,7 +3,8 @@ import torch
 from naive import naive_attention, naive_s2o
 
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.reference import query_order, rank, s2o_attention_reference, segment_representative
+from s2o_runtime.ranking import log_weights, order_of, part_means, rank
+from s2o_runtime.reference import State, query_order, s2o_attention_reference, with_tail
 from s2o_runtime.shapes import call_shape, density
 
 TILE = TileConfig(block_m=64, block_n=32, chunk=2)
@@ -42,20 +43,91 @@ def test_tau_zero_is_dense_attention(batch, heads, kv_heads, q_len, kv_len, star
     torch.testing.assert_close(share, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("threshold", ["share", "raw"])
+TAU = {"rest": 1.0, "share": 1.5, "raw": 0.4}
+
+
+@pytest.mark.parametrize("threshold", ["rest", "share", "raw"])
 @pytest.mark.parametrize("row_reduce", ["mean", "max"])
 @pytest.mark.parametrize("paper_literal", [False, True])
 @pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "starts"), SHAPES)
 def test_equals_the_naive_loop(batch, heads, kv_heads, q_len, kv_len, starts, threshold, row_reduce, paper_literal):
     q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len)
     kv_start = None if starts is None else torch.tensor(starts)
-    config = LayerConfig(mixed_heads(heads, 1.5 if threshold == "share" else 0.4, threshold), TILE, row_reduce)
+    config = LayerConfig(mixed_heads(heads, TAU[threshold], threshold), TILE, row_reduce)
     out, visited, _ = s2o_attention_reference(q, k, v, config, kv_start=kv_start, paper_literal=paper_literal)
     expected, pairs, causal = naive_s2o(q, k, v, config.heads, TILE, row_reduce, kv_start, paper_literal)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
     if not paper_literal:  # permuted queries leave the tiles that density counts
         share = density(visited, config, call_shape(q, k, v), kv_start)
         torch.testing.assert_close(share, torch.tensor(pairs, dtype=torch.float64) / causal, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("representatives", [1, 8])
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("grain", [1, 4])
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "starts"), SHAPES)
+def test_extensions_equal_the_naive_loop(
+    batch, heads, kv_heads, q_len, kv_len, starts, grain, tail, representatives
+):  # fmt: skip
+    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len)
+    kv_start = None if starts is None else torch.tensor(starts)
+    kinds = (HeadConfig(1.0, 64, representatives=representatives, tail=tail), HeadConfig(0.5, 128, tail=tail))
+    config = LayerConfig(tuple(kinds[h % 2] for h in range(heads)), TILE, grain=grain)
+    out, visited, _ = s2o_attention_reference(q, k, v, config, kv_start=kv_start)
+    expected, pairs, causal = naive_s2o(q, k, v, config.heads, TILE, kv_start=kv_start, grain=grain)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
+    share = density(visited, config, call_shape(q, k, v), kv_start)
+    torch.testing.assert_close(share, torch.tensor(pairs, dtype=torch.float64) / causal, rtol=1e-12, atol=0)
+
+
+def test_a_needle_for_few_rows_is_found_by_many_representatives_only():
+    """One part of the segment asks for one key; the mean of all queries cannot see it, the part's own mean can."""
+    k = torch.randn(1, 1, 1024, 16) * 0.3
+    needle = torch.randn(16)
+    needle *= 12 / needle.norm()
+    k[0, 0, 300] = needle
+    q = torch.randn(1, 1, 128, 16) * 0.3 - needle * 0.05
+    q[0, 0, 64:72] += needle * 0.5
+    orders = [rank(part_means(q[0, 0] * 0.25, 128 // r), k[0, 0, :896], k[0, 0, :896]).order for r in (1, 16)]
+    places = [int((order == 300).nonzero()) for order in orders]
+    assert places[0] > 50
+    assert places[1] == 0
+
+
+def test_the_tail_helps_where_the_rest_is_flat():
+    q, k, v = inputs(1, 1, 1, 64, 2000)
+    q, v = q * 0.1, v + 1.0
+    dense = naive_attention(q, k, v)
+    errors = []
+    for tail in (False, True):
+        config = LayerConfig.uniform(1, tau=1e6, segment=64, tail=tail, tile=TILE)
+        out, visited, _ = s2o_attention_reference(q, k, v, config)
+        assert int(visited.max()) == TILE.stride
+        errors.append(float((out - dense).square().mean()))
+    assert errors[1] < errors[0] / 5
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 8.0])
+@pytest.mark.parametrize("grain", [1, 4])
+def test_the_tail_moves_a_row_within_its_bound(spread, grain):
+    """However wrong the ranking's weights: at most as if all of the rest were as heavy as the last chunk."""
+    prefix, chunk, head_dim = 512, 64, 16
+    v = torch.randn(prefix, head_dim, dtype=torch.float64) * 10.0 ** torch.randint(-3, 4, (prefix, 1))
+    ranking = rank(torch.randn(3, head_dim) * spread, torch.randn(prefix, head_dim) * spread, v, grain)
+    l = torch.rand(5, 8, dtype=torch.float64) + 0.5
+    before = State(torch.zeros(5, 8), l, torch.randn(5, 8, head_dim, dtype=torch.float64))
+    brought = l * torch.rand(5, 8, dtype=torch.float64) * 10.0 ** torch.randint(-6, 3, (5, 8))
+    after = State(before.m, l + brought, before.acc + brought[..., None])
+    for begin in range(0, prefix, chunk):
+        end = begin + chunk
+        moved = with_tail(before, after, ranking, begin, end)
+        most = brought * (prefix - end) / chunk
+        assert (moved.l - after.l <= most + 1e-12 * moved.l).all()
+        share = (moved.l - after.l) / moved.l
+        rest = v[ranking.order[end:]]
+        farthest = (rest.norm(dim=-1).max() if len(rest) else 0.0) + after.output().norm(dim=-1)
+        assert ((moved.output() - after.output()).norm(dim=-1) <= share * farthest * (1 + 1e-9) + 1e-12).all()
+    assert torch.equal(moved.l, after.l)  # nothing is left
 
 
 def test_a_larger_tau_computes_less():
@@ -94,8 +166,12 @@ def test_output_type_follows_q_and_scale_is_used():
 
 def test_algorithm_1_by_hand():
     q = torch.tensor([[2.0, 0.0], [0.0, 2.0], [4.0, 4.0]])
-    assert segment_representative(q, 10, 0).tolist() == [2.0, 2.0]
-    assert segment_representative(q, 10, 12).tolist() == [4.0, 4.0]  # the first two stand before key 12
+    assert part_means(q, 3).tolist() == [[2.0, 2.0]]
+    assert part_means(q, 2).tolist() == [[1.0, 1.0], [4.0, 4.0]]  # the last part is short
+    assert part_means(q, 1, 10, 12).tolist() == [[4.0, 4.0]]  # the first two stand before key 12
     keys = torch.tensor([[1.0, 0.0], [0.0, 3.0], [-1.0, 0.0], [2.0, 1.0]])
-    assert rank(torch.tensor([1.0, 0.5]), keys).tolist() == [3, 1, 0, 2]
+    representative = torch.tensor([[1.0, 0.5]])
+    assert order_of(log_weights(representative, keys)).tolist() == [3, 1, 0, 2]
+    assert order_of(log_weights(representative, keys, 2), 2).tolist() == [2, 3, 0, 1]  # e^1 + e^1.5 and e^-1 + e^2.5
+    assert order_of(log_weights(representative, keys.flip(0), 2), 2).tolist() == [0, 1, 2, 3]
     assert query_order(q, torch.tensor([1.0, 0.0])).tolist() == [2, 0, 1]

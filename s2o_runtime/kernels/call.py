@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -10,8 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.config import LayerConfig
+from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.shapes import CallShape
+
+RULES = ("raw", "share", "rest")
+TAIL = 4
 
 
 class HeadTables(NamedTuple):
@@ -19,9 +23,18 @@ class HeadTables(NamedTuple):
 
     tau: Tensor  # float32 [Hq]
     segment: Tensor  # int32 [Hq]
-    share: Tensor  # int32 [Hq], 1 where tau is in units of the uniform share
+    rule: Tensor  # int32 [Hq], the threshold's number in RULES, plus TAIL for heads with a tail
+    part: Tensor  # int32 [Hq], queries of a representative
+    representatives: Tensor  # int32 [Hq], of a segment
+    counts: tuple[int, ...]  # the different numbers of representatives of the s2o heads
     shortest: int  # the shortest segment of the s2o heads, 0 if all heads are dense
+    shortest_part: int  # the fewest queries of a representative
     unit: int  # a number of rows that every segment divides
+    tail: bool  # whether any head has a tail
+
+    @property
+    def several(self) -> bool:
+        return self.counts[-1:] > (1,)
 
 
 @dataclass(frozen=True)
@@ -57,12 +70,20 @@ class Call:
 
 @lru_cache(maxsize=4096)
 def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
-    segments = [0 if head.mode == "dense" else head.segment for head in config.heads]
-    ranked = [segment for segment in segments if segment]
+    ranked = [head for head in config.heads if head.mode == "s2o"]
+
+    def table(value: Callable[[HeadConfig], float], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor([value(head) for head in config.heads], dtype=dtype).to(device)
+
     return HeadTables(
-        torch.tensor([head.tau for head in config.heads], dtype=torch.float32).to(device),
-        torch.tensor(segments, dtype=torch.int32).to(device),
-        torch.tensor([head.threshold == "share" for head in config.heads], dtype=torch.int32).to(device),
-        min(ranked, default=0),
-        math.lcm(*ranked),
+        table(lambda head: head.tau, torch.float32),
+        table(lambda head: 0 if head.mode == "dense" else head.segment),
+        table(lambda head: RULES.index(head.threshold) + TAIL * head.tail),
+        table(lambda head: 0 if head.mode == "dense" else head.segment // head.representatives),
+        table(lambda head: head.representatives),
+        tuple(sorted({head.representatives for head in ranked})),
+        min((head.segment for head in ranked), default=0),
+        min((head.segment // head.representatives for head in ranked), default=0),
+        math.lcm(*(head.segment for head in ranked)),
+        any(head.tail for head in ranked),
     )

@@ -34,13 +34,16 @@ MAX_REGISTERS = 168  # 64 K registers over the 12 warps; the producers' share go
 
 
 @gluon.jit
-def _tile_index(order, first, diagonal, kv_last, diagonal_tiles, near, total, i, rows, BN: gl.constexpr):
+def _tile_index(
+    order, first, diagonal, kv_last, diagonal_tiles, near, total, i, rows, BN: gl.constexpr, GRAIN: gl.constexpr
+):  # fmt: skip
     """Which rows of k and v tile i consists of."""
     if i < near:
         base = gl.where(i < diagonal_tiles, diagonal + i * BN, first + (i - diagonal_tiles) * BN)
         index = gl.minimum(base + rows, kv_last)
     else:
-        index = gl.load(order + (i - near) * BN + rows, mask=(i - near) * BN + rows < (total - near) * BN, other=0)
+        place = (i - near) * BN + rows
+        index = gl.load(order + place // GRAIN, mask=place < (total - near) * BN, other=0) + place % GRAIN
     return index
 
 
@@ -57,17 +60,17 @@ def _copy(source, index, stride, offs_d, ring, i, STAGES: gl.constexpr):
 @gluon.jit
 def _producer(
     k_base, v_base, order, stride_kl, stride_vl, first, diagonal, kv_last, diagonal_tiles, near, total,
-    k_ring, v_ring, stop, end, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    k_ring, v_ring, stop, end, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GRAIN: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows = gl.arange(0, BN, gl.SliceLayout(1, layout))
     offs_d = gl.arange(0, D, gl.SliceLayout(0, layout))
-    index = _tile_index(order, first, diagonal, kv_last, diagonal_tiles, near, total, 0, rows, BN)
+    index = _tile_index(order, first, diagonal, kv_last, diagonal_tiles, near, total, 0, rows, BN, GRAIN)
     i = 0
     running = total > 0
     while running:
-        following = _tile_index(order, first, diagonal, kv_last, diagonal_tiles, near, total, i + 1, rows, BN)
+        following = _tile_index(order, first, diagonal, kv_last, diagonal_tiles, near, total, i + 1, rows, BN, GRAIN)
         _copy(k_base, index, stride_kl, offs_d, k_ring, i, STAGES)
         _copy(v_base, index, stride_vl, offs_d, v_ring, i, STAGES)
         index = following
@@ -133,10 +136,26 @@ def _drain(k_ring, v_ring, end, i, total, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _behind(begins, masses, at, steps, EDGES: gl.constexpr, LAYOUT: gl.constexpr):
+    """The mass behind the first `at` of a segment's `steps`: (mass, edge before it, share of that edge's stretch left).
+
+    begins, masses: [EDGES], where the edges lie in the order, and the mass from each on.
+    """
+    e = gl.arange(0, EDGES, LAYOUT)
+    edge = gl.sum((begins <= at).to(gl.int32), 0) - 1
+    begin = gl.sum(gl.where(e == edge, begins, 0), 0)
+    end = gl.where(edge == EDGES - 1, steps, gl.sum(gl.where(e == edge + 1, begins, 0), 0))
+    share = (end - at).to(gl.float32) / gl.maximum(end - begin, 1).to(gl.float32)
+    after = gl.sum(gl.where(e == edge + 1, masses, 0.0), 0)
+    return after + share * (gl.sum(gl.where(e == edge, masses, 0.0), 0) - after), edge, share
+
+
+@gluon.jit
 def _consumer(
-    Q, OUT, LSE, VISITED, q_buffer, k_ring, v_ring, stop, end, qk_scale, threshold, chunk, row0, q_len, q_max, offset,
-    start, diagonal, stride_ql, stride_ol, diagonal_tiles, near, total,
+    Q, OUT, LSE, VISITED, FIRST, MASS, SUMS, q_buffer, k_ring, v_ring, stop, end, qk_scale, threshold, rule, chunk,
+    row0, q_len, q_max, offset, start, diagonal, stride_ql, stride_ol, diagonal_tiles, near, total,
     HALF: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    GRAIN: gl.constexpr, TAIL: gl.constexpr, EDGES: gl.constexpr, BUCKETS: gl.constexpr,
     DTYPE: gl.constexpr, ROW_MAX: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Row tile HALF of the program, from its queries to its output. Pointers are at row0, the program's first row."""
@@ -165,6 +184,8 @@ def _consumer(
     position = offset + row
     real = (row < q_len) & (position >= start)
 
+    brought = l  # what the last chunk of the prefix added to l, and that chunk's first tile
+    chunk_began = 0
     i = 0
     while i < diagonal_tiles:
         s = warpgroup_mma_wait(0, deps=(_start_scores(q, k_ring, i, S, BM, BN, STAGES),))
@@ -202,7 +223,11 @@ def _consumer(
                     gain = gl.where(real, (l - old) / gl.where(real, old, 1.0), 0.0)
                     rows = gl.sum(real.to(gl.float32), 0)
                     chunk_gain = gl.max(gain, 0) if ROW_MAX else gl.sum(gain, 0) / gl.maximum(rows, 1.0)
-                    running = (chunk_gain >= threshold * (i + 1 - begun)) & (rows > 0.0)
+                    times = gl.where(rule % 4 == 2, total - i - 1, 1).to(gl.float32)  # rest: all that is left
+                    running = (chunk_gain * times >= threshold * (i + 1 - begun)) & (rows > 0.0)
+                    if TAIL > 0:
+                        brought = l - old
+                        chunk_began = begun
                 m_before = m
                 l_before = l
                 begun = i + 1
@@ -226,6 +251,25 @@ def _consumer(
         i += 1
     _drain(k_ring, v_ring, end, i, total, STAGES)
 
+    if TAIL > 0:
+        if (
+            (rule >= TAIL) & (i > near) & (i < total)
+        ):  # what is left, by the ranking's weights, from what the chunk brought
+            steps = (total - near) * (BN // GRAIN)
+            e = gl.arange(0, EDGES, ONE)
+            begins = gl.load(FIRST + e * (BUCKETS // EDGES))
+            masses = gl.load(MASS + e)
+            before, edge, share = _behind(begins, masses, (chunk_began - near) * (BN // GRAIN), steps, EDGES, ONE)
+            mass, edge, share = _behind(begins, masses, (i - near) * (BN // GRAIN), steps, EDGES, ONE)
+            most = (total - i) / (i - chunk_began)
+            factor = gl.where((before - mass) * most > mass, mass / (before - mass), most)
+            added = gl.where(mass > 0, factor, 0.0) * brought
+            sums = SUMS + edge * D + gl.arange(0, D, gl.SliceLayout(0, O))
+            after = gl.where(edge + 1 < EDGES, gl.load(sums + gl.where(edge + 1 < EDGES, D, 0)), 0.0)
+            mean = (after + share * (gl.load(sums) - after)) / gl.where(mass > 0, mass, 1.0)
+            l += added
+            acc += gl.convert_layout(added, O_ROWS)[:, None] * mean[None, :]
+
     if row0 + HALF * BM < q_max:
         gl.store(VISITED + HALF, gl.maximum(i - near, 0) * BN)
     if HAS_LSE:
@@ -237,14 +281,17 @@ def _consumer(
 
 
 @gluon.jit(
-    do_not_specialize=["q_len", "offset", "row_begin", "chunk", "stride_cb", "stride_ch", "stride_eb", "stride_eh"]
-)
+    do_not_specialize=[
+        "q_len", "offset", "row_begin", "chunk", "segments", "stride_cb", "stride_ch", "stride_eb", "stride_eh",
+    ]
+)  # fmt: skip
 def _prefill_hopper(
-    Q, K, V, ORDER, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, SHARE,
-    qk_scale, q_len, offset, row_begin, chunk,
+    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, RULE,
+    qk_scale, q_len, offset, row_begin, chunk, segments,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch, stride_eb, stride_eh,
     GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    GRAIN: gl.constexpr, TAIL: gl.constexpr, EDGES: gl.constexpr, BUCKETS: gl.constexpr,
     HAS_START: gl.constexpr, PACKED: gl.constexpr, HAS_LSE: gl.constexpr, ROW_MAX: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = Q.dtype.element_ty
@@ -274,7 +321,8 @@ def _prefill_hopper(
     near = diagonal_tiles + gl.where(row0 < q_len, (diagonal - first) // BN, 0)
     total = near + prefix // BN
     threshold = gl.load(TAU + h)
-    if gl.load(SHARE + h) != 0:
+    rule = gl.load(RULE + h)
+    if rule % 4 == 1:  # share
         threshold = threshold * BN / gl.maximum(prefix, 1).to(gl.float32)
 
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -313,30 +361,37 @@ def _prefill_hopper(
     if PACKED:
         k_base += k_first.to(gl.int64) * stride_kl
         v_base += k_first.to(gl.int64) * stride_vl
-    order = ORDER + b * stride_ib + h * stride_ih + (n - row_begin // gl.maximum(segment, 1)).to(gl.int64) * stride_in
+    ranked = (n - row_begin // gl.maximum(segment, 1)).to(gl.int64)
+    order = ORDER + b * stride_ib + h * stride_ih + ranked * stride_in
+    at = (b * gl.num_programs(1) + h) * segments + ranked
+    first_base = FIRST + at * BUCKETS
+    mass_base = MASS + at * EDGES
+    sums_base = SUMS + at * EDGES * D
     gl.warp_specialize(
         [
             (
                 _consumer,
                 (
-                    q_base, out_base, lse_base, visited_base, q_buffer, k_ring, v_ring, stop, end, qk_scale, threshold,
-                    chunk, row0, q_len, q_max, offset, start, diagonal, stride_ql, stride_ol, diagonal_tiles, near,
-                    total, 0, D, BM, BN, STAGES, DTYPE, ROW_MAX, HAS_LSE,
+                    q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
+                    v_ring, stop, end, qk_scale, threshold, rule, chunk, row0, q_len, q_max, offset, start, diagonal,
+                    stride_ql, stride_ol, diagonal_tiles, near, total, 0, D, BM, BN, STAGES, GRAIN, TAIL, EDGES,
+                    BUCKETS, DTYPE, ROW_MAX, HAS_LSE,
                 ),
             ),
             (
                 _consumer,
                 (
-                    q_base, out_base, lse_base, visited_base, q_buffer, k_ring, v_ring, stop, end, qk_scale, threshold,
-                    chunk, row0, q_len, q_max, offset, start, diagonal, stride_ql, stride_ol, diagonal_tiles, near,
-                    total, 1, D, BM, BN, STAGES, DTYPE, ROW_MAX, HAS_LSE,
+                    q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
+                    v_ring, stop, end, qk_scale, threshold, rule, chunk, row0, q_len, q_max, offset, start, diagonal,
+                    stride_ql, stride_ol, diagonal_tiles, near, total, 1, D, BM, BN, STAGES, GRAIN, TAIL, EDGES,
+                    BUCKETS, DTYPE, ROW_MAX, HAS_LSE,
                 ),
             ),
             (
                 _producer,
                 (
                     k_base, v_base, order, stride_kl, stride_vl, first, diagonal, kv_len - 1, diagonal_tiles, near,
-                    total, k_ring, v_ring, stop, end, D, BN, STAGES,
+                    total, k_ring, v_ring, stop, end, D, BN, STAGES, GRAIN,
                 ),
             ),
         ],
