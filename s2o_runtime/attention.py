@@ -399,6 +399,8 @@ def _kernel(
     head_dim = shape.head_dim
     shape = shape.with_head_dim(padded_head_dim(head_dim))
     q, k, v = (_laid_out(t, shape.head_dim, cu_q is not None) for t in (q, k, v))
+    # such as the column of a mask: kernels take one entry after the other
+    kv_start, cu_q, cu_k = (None if t is None else t.contiguous() for t in (kv_start, cu_q, cu_k))
     call = Call(config, shape, scale, head_tables(config, q.device), kv_start, cu_q, cu_k)
     elsewhere = q.device.type == "cuda" and q.device.index != torch.cuda.current_device()
     with torch.cuda.device(q.device) if elsewhere else nullcontext():
