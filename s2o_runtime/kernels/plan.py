@@ -131,7 +131,9 @@ class Recorder:
         self._newest: dict[int, int] = {}  # address: the last allocation there; the ones before it were freed
         self._constants: list[Tensor] = []
         self._launches: list[tuple[Compiled, tuple[int, int, int], list[_Source], tuple[Any, ...]]] = []
-        self._repeatable = len({tensor.data_ptr() for tensor in self._inputs}) == len(self._inputs)
+        self._addresses = [tensor.data_ptr() for tensor in self._inputs]
+        self._storages = [tensor.untyped_storage().data_ptr() for tensor in self._inputs]
+        self._repeatable = len(set(self._addresses)) == len(self._addresses)
 
     def __enter__(self) -> Recorder:
         torch._C._push_on_torch_dispatch_stack(self)  # type: ignore[arg-type]
@@ -166,11 +168,12 @@ class Recorder:
         address, start = pointer.data_ptr(), pointer.untyped_storage().data_ptr()
         if start in self._newest:
             return _Source("allocation", self._newest[start], address - start)
-        same = [i for i, tensor in enumerate(self._inputs) if tensor.data_ptr() == address]
-        sharing = same or [i for i, tensor in enumerate(self._inputs) if tensor.untyped_storage().data_ptr() == start]
-        if sharing:
-            offset = address - self._inputs[sharing[0]].data_ptr()
-            return _Source("input", sharing[0], offset) if len(sharing) == 1 and not offset & 15 else None
+        if address in self._addresses:
+            return _Source("input", self._addresses.index(address))
+        if start in self._storages:
+            offset = address - self._addresses[self._storages.index(start)]
+            certain = self._storages.count(start) == 1 and not offset & 15
+            return _Source("input", self._storages.index(start), offset) if certain else None
         self._constants.append(pointer)
         return _Source("constant", len(self._constants) - 1)
 
