@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple, get_args, overload
+from operator import index
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args, overload
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +22,12 @@ from s2o_runtime.gpu import MIN_CAPABILITY, candidate_tiles, capability, interpr
 from s2o_runtime.reference import Attended, s2o_attention_reference
 from s2o_runtime.shapes import CallShape, call_shape, check_heads, density, packed_shape, pairs
 
+if TYPE_CHECKING:
+    from s2o_runtime.kernels.plan import Plan, Recorder
+
 Backend = Literal["auto", "triton", "reference", "dense"]
 KERNEL_TYPES = (torch.bfloat16, torch.float16)
+PLANS = 1024  # kinds of calls remembered, such as 32 layers at 32 lengths
 
 log = logging.getLogger("s2o_runtime")
 
@@ -138,18 +143,25 @@ def s2o_attention(
     >>> s2o_attention(q, k, v, LayerConfig.uniform(4, tau=0.5, segment=128)).shape
     torch.Size([1, 4, 256, 64])
     """
-    if torch.compiler.is_compiling() and not (return_stats or return_lse):
+    compiling = torch.compiler.is_compiling()
+    if compiling and not (return_stats or return_lse):
         scale = q.shape[3] ** -0.5 if scale is None else scale
         return ops.attention(q, k, v, kv_start, _RUNS[backend], config.number, scale)
-    shape = call_shape(q, k, v, kv_start)
-    scale = _checked_scale(scale, config, shape)
-    choice = choose_backend(q, k, v, config, shape, backend, return_lse)
-    visited: Tensor | None = None
-    lse: Tensor | None = None
-    if choice.backend == "triton":
-        out, visited, lse = _kernel(q, k, v, config, shape, scale, kv_start, None, None, return_lse)
+    inputs = (q, k, v, kv_start)
+    kind = None if compiling else _kind_of(inputs, config, scale, backend, return_stats, return_lse)
+    if kind is not None and (done := kind.repeat(inputs)) is not None:
+        choice, shape, (out, visited, lse) = done
     else:
-        out, visited, lse = _plain(q, k, v, config, scale, kv_start, choice.backend, return_lse)
+        shape = call_shape(q, k, v, kv_start)
+        scale = _checked_scale(scale, config, shape)
+        choice = choose_backend(q, k, v, config, shape, backend, return_lse)
+        if choice.backend == "triton":
+            with _recording(kind, inputs) as recorder:
+                out, visited, lse = _kernel(q, k, v, config, shape, scale, kv_start, None, None, return_lse)
+            if kind is not None and recorder is not None:
+                kind.keep(recorder, choice, shape, (out, visited if return_stats else None, lse))
+        else:
+            out, visited, lse = _plain(q, k, v, config, scale, kv_start, choice.backend, return_lse)
     stats = AttentionStats(*choice, config, shape, kv_start, visited) if return_stats else None
     return _answer(out, lse, stats)
 
@@ -176,34 +188,27 @@ def s2o_attention_varlen(
     queries as keys, its queries are its last positions, and it may be empty.
     Returns the output [Tq, Hq, D], with `return_lse` then float32 [Hq, Tq], with `return_stats` then the stats.
     """
-    shape = packed_shape(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    scale = _checked_scale(scale, config, shape)
-    q4, k4, v4 = (t.transpose(0, 1)[None] for t in (q, k, v))
-    choice = choose_backend(q4, k4, v4, config, shape, backend, return_lse)
-    visited: Tensor | None = None
-    if choice.backend == "triton":
-        q4, k4, v4 = (t.expand(shape.batch, -1, -1, -1) for t in (q4, k4, v4))
-        out, visited, lse = _kernel(q4, k4, v4, config, shape, scale, None, cu_seqlens_q, cu_seqlens_k, return_lse)
+    inputs = (q, k, v, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k)
+    kind = None
+    if not torch.compiler.is_compiling():
+        lengths = index(max_seqlen_q), index(max_seqlen_k)
+        kind = _kind_of(inputs, config, scale, backend, return_stats, return_lse, lengths)
+    if kind is not None and (done := kind.repeat(inputs)) is not None:
+        choice, shape, (out, visited, lse) = done
     else:
-        out = torch.zeros_like(q4)
-        lse = q.new_zeros(1, *q4.shape[1:3], dtype=torch.float32) if return_lse else None
-        if choice.backend == "reference":
-            tiles = (shape.batch, shape.query_heads, shape.row_tiles(config.tile.block_m))
-            visited = torch.zeros(tiles, dtype=torch.int32, device=q.device)
-        for b, (rows, keys) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
-            if not len(rows):
-                continue
-            part_q, part_k, part_v = q4[:, :, _slice(rows)], k4[:, :, _slice(keys)], v4[:, :, _slice(keys)]
-            part = _plain(part_q, part_k, part_v, config, scale, None, choice.backend, return_lse)
-            out[:, :, _slice(rows)] = part[0]
-            if visited is not None and part[1] is not None:
-                visited[b, :, : part[1].shape[2]] = part[1][0]
-            if lse is not None and part[2] is not None:
-                lse[:, :, _slice(rows)] = part[2]
+        shape = packed_shape(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        scale = _checked_scale(scale, config, shape)
+        choice = choose_backend(q, k, v, config, shape, backend, return_lse)
+        with _recording(kind if choice.backend == "triton" else None, inputs) as recorder:
+            out, visited, lse = _packed(
+                q, k, v, config, shape, scale, cu_seqlens_q, cu_seqlens_k, choice.backend, return_lse
+            )
+        if kind is not None and recorder is not None:
+            kind.keep(recorder, choice, shape, (out, visited if return_stats else None, lse))
     stats = None
     if return_stats:
         stats = AttentionStats(*choice, config, shape, None, visited, cu_seqlens_q, cu_seqlens_k)
-    return _answer(out[0].transpose(0, 1), None if lse is None else lse[0], stats)
+    return _answer(out, lse, stats)
 
 
 def _compiled_run(backend: Backend) -> ops.Run:
@@ -214,6 +219,84 @@ def _compiled_run(backend: Backend) -> ops.Run:
 
 
 _RUNS = {backend: ops.register(_compiled_run(backend)) for backend in get_args(Backend)}
+
+
+_Inputs = tuple[Tensor | None, ...]
+_Answers = tuple[Tensor, Tensor | None, Tensor | None]  # output, visited, lse
+
+
+class _Kind:
+    """Calls alike in all but the contents and the addresses of their tensors, and their plan once there is one.
+
+    The first call compiles kernels and fills caches; the ones after it are recorded, three if need be.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._known: tuple[Plan, Choice, CallShape] | None = None
+
+    def repeat(self, inputs: _Inputs) -> tuple[Choice, CallShape, _Answers] | None:
+        """What such a call does, as the plan has it; None if it must be done the long way."""
+        if self._known is None:
+            return None
+        plan, choice, shape = self._known
+        answers = plan.replay(inputs)
+        if answers is None:
+            return None
+        out, visited, lse = answers
+        return choice, shape, (out, visited, lse)
+
+    def recorder(self, inputs: _Inputs) -> Recorder | None:
+        """What the next call is to be recorded with, if it is."""
+        self._calls += 1
+        if self._known is not None or not 2 <= self._calls <= 4:
+            return None
+        from s2o_runtime.kernels.plan import Recorder  # imports triton
+
+        return Recorder(inputs)
+
+    def keep(self, recorder: Recorder, choice: Choice, shape: CallShape, answers: _Answers) -> None:
+        plan = recorder.plan(answers)
+        if plan is not None:
+            self._known = plan, choice, shape
+
+
+def _kind_of(
+    inputs: _Inputs,
+    config: LayerConfig,
+    scale: float | None,
+    backend: str,
+    return_stats: bool,
+    return_lse: bool,
+    lengths: tuple[int, int] | None = None,
+) -> _Kind | None:
+    """The kind of a call: everything that its checks, its backend and its launches follow from.
+
+    None if it can have no plan. lengths: the maxima of packed sequences.
+    """
+    if inputs[0] is None or not inputs[0].is_cuda:
+        return None
+    scale = None if scale is None else float(scale)
+    key: list[object] = [config.number, scale, backend, return_stats, return_lse, lengths]
+    gradients = torch.is_grad_enabled()
+    for tensor in inputs:
+        if tensor is None:
+            key.append(None)
+        elif type(tensor) is not Tensor or (gradients and tensor.requires_grad):
+            return None
+        else:
+            key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    return _kind(tuple(key))
+
+
+@lru_cache(maxsize=PLANS)
+def _kind(key: tuple[object, ...]) -> _Kind:
+    return _Kind()
+
+
+def _recording(kind: _Kind | None, inputs: _Inputs) -> AbstractContextManager[Recorder | None]:
+    recorder = None if kind is None else kind.recorder(inputs)
+    return nullcontext() if recorder is None else recorder
 
 
 def _checked_scale(scale: float | None, config: LayerConfig, shape: CallShape) -> float:
@@ -260,6 +343,43 @@ def _plain(
     return out, None, log_sum_exp(q, k, scale=scale, kv_start=kv_start) if with_lse else None
 
 
+def _packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: LayerConfig,
+    shape: CallShape,
+    scale: float,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    backend: str,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The output, visited and lse of packed sequences; all but the kernels take them one by one."""
+    q4, k4, v4 = (t.transpose(0, 1)[None] for t in (q, k, v))
+    visited: Tensor | None = None
+    if backend == "triton":
+        q4, k4, v4 = (t.expand(shape.batch, -1, -1, -1) for t in (q4, k4, v4))
+        out, visited, lse = _kernel(q4, k4, v4, config, shape, scale, None, cu_q, cu_k, with_lse)
+    else:
+        out = torch.zeros_like(q4)
+        lse = q.new_zeros(1, *q4.shape[1:3], dtype=torch.float32) if with_lse else None
+        if backend == "reference":
+            tiles = (shape.batch, shape.query_heads, shape.row_tiles(config.tile.block_m))
+            visited = torch.zeros(tiles, dtype=torch.int32, device=q.device)
+        for b, (rows, keys) in enumerate(_sequences(cu_q, cu_k)):
+            if not len(rows):
+                continue
+            part_q, part_k, part_v = q4[:, :, _slice(rows)], k4[:, :, _slice(keys)], v4[:, :, _slice(keys)]
+            part = _plain(part_q, part_k, part_v, config, scale, None, backend, with_lse)
+            out[:, :, _slice(rows)] = part[0]
+            if visited is not None and part[1] is not None:
+                visited[b, :, : part[1].shape[2]] = part[1][0]
+            if lse is not None and part[2] is not None:
+                lse[:, :, _slice(rows)] = part[2]
+    return out[0].transpose(0, 1), visited, None if lse is None else lse[0]
+
+
 def _kernel(
     q: Tensor,
     k: Tensor,
@@ -279,6 +399,8 @@ def _kernel(
     head_dim = shape.head_dim
     shape = shape.with_head_dim(padded_head_dim(head_dim))
     q, k, v = (_laid_out(t, shape.head_dim, cu_q is not None) for t in (q, k, v))
+    # such as the column of a mask: kernels take one entry after the other
+    kv_start, cu_q, cu_k = (None if t is None else t.contiguous() for t in (kv_start, cu_q, cu_k))
     call = Call(config, shape, scale, head_tables(config, q.device), kv_start, cu_q, cu_k)
     elsewhere = q.device.type == "cuda" and q.device.index != torch.cuda.current_device()
     with torch.cuda.device(q.device) if elsewhere else nullcontext():

@@ -42,6 +42,15 @@ def test_triton_can_be_asked_for():
     assert (stats.backend, stats.reason) == ("triton", "asked for")
 
 
+@pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
+def test_where_sequences_start_may_be_a_column_of_something_larger():
+    q, k, v = (t.repeat(2, 1, 1, 1) for t in inputs(heads=1, q_len=70, kv_len=70))
+    starts = torch.tensor([[0, 5], [0, 40]])[:, 1]
+    out = s2o_attention(q, k, v, config(1), kv_start=starts, backend="triton")
+    expected = s2o_attention_reference(q, k, v, config(1), kv_start=starts)[0]
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_density_counts_pairs_by_hand():
     """96 queries, segments of 64, tiles of 32: the second segment visits one chunk, its whole prefix."""
     q, k, v = inputs(q_len=96, kv_len=96)

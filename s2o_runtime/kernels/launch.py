@@ -8,6 +8,8 @@ directly; calls with other pointers, which are rare, go through Triton.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from operator import attrgetter, or_
 from typing import Any, NamedTuple
@@ -26,6 +28,16 @@ class Compiled(NamedTuple):
     constants: tuple[Any, ...]  # in the kernel's order
 
 
+Listener = Callable[[Compiled | None, tuple[int, int, int], Sequence[Tensor], tuple[Any, ...]], None]
+
+
+class _Heard(threading.local):
+    """Who hears of this thread's launches: the kernel, None if it went through Triton; grid; pointers; the rest."""
+
+    by: Listener | None = None
+
+
+heard = _Heard()
 _dtype = attrgetter("dtype")
 _compiled: dict[tuple[Any, ...], Compiled] = {}
 
@@ -56,17 +68,19 @@ def launch(
     )
     found = _compiled.get(key)
     aligned = not reduce(or_, address) & 15
-    if found is None or not aligned or _hooked():
+    if found is None or not aligned or hooked():
         compiled = kernel[grid](*pointers, *numbers, *strides, *trailing, **constants, **options)
         if aligned and hasattr(compiled, "packed_metadata"):  # not in the interpreter
             ordered = tuple(constants[name] for name in kernel.arg_names if name in constants)
             _compiled[key] = Compiled(compiled.run, compiled.function, compiled.packed_metadata, ordered)
+        if heard.by is not None:
+            heard.by(None, grid, pointers, ())
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
-    found.run(
-        *grid, stream, found.function, found.metadata, None, None, None,
-        *address, *numbers, *strides, *trailing, *found.constants,
-    )  # fmt: skip
+    rest = (*numbers, *strides, *trailing, *found.constants)
+    found.run(*grid, stream, found.function, found.metadata, None, None, None, *address, *rest)
+    if heard.by is not None:
+        heard.by(found, grid, pointers, rest)
 
 
 @lru_cache(maxsize=4096)
@@ -75,7 +89,7 @@ def _stride_classes(strides: tuple[int, ...]) -> tuple[int, ...]:
     return tuple((stride & 15) | (stride == 1) << 4 | (stride >= 1 << 31) << 5 for stride in strides)
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """Whether a profiler wants to hear of launches from Triton itself."""
     hook = triton.knobs.runtime.launch_enter_hook
     return hook is not None and bool(getattr(hook, "calls", True))

@@ -1,0 +1,231 @@
+"""Repeating a call without the Python that led to its launches.
+
+Checking the arguments, choosing a backend, building tuples and allocating tensors one by one takes longer on the
+host than a few thousand tokens take on the GPU. All of it follows from shapes, strides, types and the config, so
+for a call that comes again it can be kept as a plan: the launches, with every pointer as an offset from an input,
+an output or a workspace, or as an address that stays. A replay fills in the addresses of its own tensors.
+
+A plan holds no memory of the call it was recorded from but the tensors that were there before, such as the tables
+of a config. A call is recorded only if launches are all it does: see `Recorder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from s2o_runtime.kernels.launch import Compiled, heard, hooked
+
+# Calls that need more workspace are bound by the GPU, and slices of their rows take turns in one piece of memory.
+LARGEST_WORKSPACE = 512 << 20
+PART_ALIGNMENT = 256
+
+_ALLOCATIONS = (
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+)
+
+
+class Step(NamedTuple):
+    """One launch: `pointers` are indices into the addresses of a replay, `rest` is what follows them."""
+
+    compiled: Compiled
+    grid: tuple[int, int, int]
+    pointers: tuple[int, ...]
+    rest: tuple[Any, ...]
+
+
+class Layout(NamedTuple):
+    """What an output is made from."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Plan:
+    """The launches of one kind of call on one device.
+
+    The addresses of a replay are those of the inputs that are there, of the outputs, and of the workspace if it
+    has one; then `derived` (index of one of these, offset in bytes); then the constants.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        outputs: tuple[Layout | None, ...],
+        workspace: int,
+        derived: tuple[tuple[int, int], ...],
+        constants: tuple[Tensor, ...],
+        steps: tuple[Step, ...],
+    ) -> None:
+        self._device = device
+        self._outputs = outputs
+        self._workspace = workspace
+        self._derived = derived
+        self._constants = constants  # kept alive: their addresses are part of the plan
+        self._fixed = [constant.data_ptr() for constant in constants]
+        self._steps = steps
+
+    def replay(self, inputs: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
+        """The outputs for these inputs, or None if the plan does not fit them or what goes on around the call.
+
+        inputs: as the recorder had them, of the same layouts.
+        """
+        device = self._device
+        address = [tensor.data_ptr() for tensor in inputs if tensor is not None]
+        if reduce(or_, address) & 15 or device.index != torch.cuda.current_device() or hooked():
+            return None
+        outputs: list[Tensor | None] = []
+        for layout in self._outputs:
+            if layout is None:
+                outputs.append(None)
+                continue
+            size, stride, dtype = layout
+            output = torch.empty_strided(size, stride, dtype=dtype, device=device)
+            outputs.append(output)
+            address.append(output.data_ptr())
+        if self._workspace:
+            workspace = torch.empty(self._workspace, dtype=torch.uint8, device=device)
+            address.append(workspace.data_ptr())
+        address += [address[base] + offset for base, offset in self._derived]
+        address += self._fixed
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        at = address.__getitem__
+        for (run, function, metadata, _), grid, pointers, rest in self._steps:
+            run(*grid, stream, function, metadata, None, None, None, *map(at, pointers), *rest)
+        return tuple(outputs)
+
+
+class _Source(NamedTuple):
+    """Where an address of a recorded call comes from: an offset from the start of an input or an allocation."""
+
+    kind: str  # "input", "allocation" or "constant", which are numbered each on their own
+    number: int
+    offset: int = 0
+
+
+class Recorder:
+    """While entered, takes down what this thread launches; then `plan` makes it a plan.
+
+    A replay repeats launches, nothing else. So torch may do nothing in the call but allocate uninitialised tensors
+    and take views: a copy, a fill or a value read back makes the plan None, as do a launch that went through
+    Triton and a pointer that may belong to more than one input. What a launch is given that is neither an input
+    nor was allocated in the call existed before it and counts as constant.
+
+    It watches torch as a dispatch mode does, but is none: the first operation in a `TorchDispatchMode` imports
+    torch._dynamo, which takes a second, and the modes of all threads share flags that `torch.compile` reads.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
+        self._inputs = [tensor for tensor in inputs if tensor is not None]
+        self._sizes: list[int] = []  # bytes of each allocation
+        self._newest: dict[int, int] = {}  # address: the last allocation there; the ones before it were freed
+        self._constants: list[Tensor] = []
+        self._launches: list[tuple[Compiled, tuple[int, int, int], list[_Source], tuple[Any, ...]]] = []
+        self._addresses = [tensor.data_ptr() for tensor in self._inputs]
+        self._storages = [tensor.untyped_storage().data_ptr() for tensor in self._inputs]
+        self._repeatable = len(set(self._addresses)) == len(self._addresses)
+
+    def __enter__(self) -> Recorder:
+        torch._C._push_on_torch_dispatch_stack(self)  # type: ignore[arg-type]
+        heard.by = self._launched
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        heard.by = None
+        torch._C._pop_torch_dispatch_stack(None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _ALLOCATIONS and result.device == self._inputs[0].device:
+            storage = result.untyped_storage()
+            self._newest[storage.data_ptr()] = len(self._sizes)
+            self._sizes.append(storage.nbytes())
+        elif not func.is_view or func is torch.ops.aten.lift_fresh.default:  # how torch.tensor shows
+            self._repeatable = False
+        return result
+
+    def _launched(
+        self, compiled: Compiled | None, grid: tuple[int, int, int], pointers: Sequence[Tensor], rest: tuple[Any, ...]
+    ) -> None:
+        sources = [self._source(pointer) for pointer in pointers]
+        if compiled is None or None in sources:
+            self._repeatable = False
+        else:
+            self._launches.append((compiled, grid, [source for source in sources if source], rest))
+
+    def _source(self, pointer: Tensor) -> _Source | None:
+        """Where a pointer comes from; None where that is not certain."""
+        address, start = pointer.data_ptr(), pointer.untyped_storage().data_ptr()
+        if start in self._newest:
+            return _Source("allocation", self._newest[start], address - start)
+        if address in self._addresses:
+            return _Source("input", self._addresses.index(address))
+        if start in self._storages:
+            offset = address - self._addresses[self._storages.index(start)]
+            certain = self._storages.count(start) == 1 and not offset & 15
+            return _Source("input", self._storages.index(start), offset) if certain else None
+        self._constants.append(pointer)
+        return _Source("constant", len(self._constants) - 1)
+
+    def plan(self, outputs: Sequence[Tensor | None]) -> Plan | None:
+        """The plan of the recorded call that returned `outputs`, or None if it cannot be repeated."""
+        if not self._repeatable or not self._launches:
+            return None
+        bases: dict[tuple[str, int], tuple[int, int]] = {}  # where inputs and allocations lie: (address, offset)
+        for index in range(len(self._inputs)):
+            bases["input", index] = (index, 0)
+        layouts: list[Layout | None] = []
+        count = len(self._inputs)
+        for output in outputs:
+            layouts.append(None if output is None else Layout(tuple(output.shape), output.stride(), output.dtype))
+            if output is not None:
+                allocation = self._newest.get(output.untyped_storage().data_ptr())
+                if allocation is None or ("allocation", allocation) in bases or not _is_whole(output):
+                    return None
+                bases["allocation", allocation] = (count, 0)
+                count += 1
+
+        sources = [source for _, _, used, _ in self._launches for source in used]
+        workspace = 0
+        for source in sources:
+            if source.kind == "allocation" and (source.kind, source.number) not in bases:
+                bases[source.kind, source.number] = (count, workspace)
+                workspace += -(-self._sizes[source.number] // PART_ALIGNMENT) * PART_ALIGNMENT
+        if workspace > LARGEST_WORKSPACE:
+            return None
+        count += workspace > 0
+
+        index_of: dict[_Source, int] = {}
+        derived: list[tuple[int, int]] = []
+        for source in sources:
+            if source.kind != "constant" and source not in index_of:
+                base, offset = bases[source.kind, source.number]
+                index_of[source] = base if offset + source.offset == 0 else count + len(derived)
+                if offset + source.offset:
+                    derived.append((base, offset + source.offset))
+        constants = {constant.data_ptr(): constant for constant in self._constants}
+        place = {address: count + len(derived) + i for i, address in enumerate(constants)}
+        for i, constant in enumerate(self._constants):
+            index_of[_Source("constant", i)] = place[constant.data_ptr()]
+        steps = tuple(
+            Step(compiled, grid, tuple(index_of[source] for source in used), rest)
+            for compiled, grid, used, rest in self._launches
+        )
+        device = self._inputs[0].device
+        return Plan(device, tuple(layouts), workspace, tuple(derived), tuple(constants.values()), steps)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor fills its storage."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.storage_offset() == 0 and (last + 1) * tensor.element_size() == tensor.untyped_storage().nbytes()

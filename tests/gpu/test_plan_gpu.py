@@ -1,0 +1,176 @@
+"""Replayed calls on a GPU: the same bits as the calls they stand for, and little time on the host."""
+
+import itertools
+import time
+
+import pytest
+import torch
+
+from s2o_runtime import LayerConfig, TileConfig, attention, s2o_attention, s2o_attention_varlen
+from s2o_runtime.kernels.plan import Plan
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+HOST_MICROSECONDS = 60.0
+HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
+TILES = [pytest.param(TileConfig(64, 64, 2, 4, 2), id="plain"), pytest.param(HOPPER, id="hopper")]
+
+
+@pytest.fixture(autouse=True)
+def _no_plans():
+    attention._kind.cache_clear()
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """For every call that had a plan, whether the plan was used."""
+    used = []
+    replay = Plan.replay
+
+    def counted(plan, inputs):
+        done = replay(plan, inputs)
+        used.append(done is not None)
+        return done
+
+    monkeypatch.setattr(Plan, "replay", counted)
+    return used
+
+
+def skip_unless_supported(tile):
+    if tile.specialized and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an sm_90 GPU")
+
+
+def inputs(length, heads=8, kv_heads=2, batch=1, seed=0):
+    """Laid out as transformers hands them over."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return [
+        torch.randn(batch, length, n, 128, generator=generator, device="cuda").bfloat16().transpose(1, 2)
+        for n in (heads, kv_heads, kv_heads)
+    ]
+
+
+def without_plan(call):
+    attention._kind.cache_clear()
+    return call()
+
+
+def same(ours, theirs):
+    return all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("starts", [None, [7, 900]], ids=["", "left-padded"])
+def test_a_replay_is_the_call_bit_for_bit(tile, starts, replays, nan_filled):
+    skip_unless_supported(tile)
+    config = LayerConfig.uniform(8, tau=0.5, segment=256, tile=tile)
+    batch = 1 if starts is None else len(starts)
+
+    def call(q, k, v):
+        kv_start = None if starts is None else torch.tensor(starts, device="cuda")
+        out, lse, stats = s2o_attention(
+            q, k, v, config, kv_start=kv_start, backend="triton", return_lse=True, return_stats=True
+        )
+        return out, lse, stats.visited
+
+    sets = [inputs(1500, batch=batch, seed=seed) for seed in range(4)]
+    expected = [without_plan(lambda tensors=tensors: call(*tensors)) for tensors in sets]
+    attention._kind.cache_clear()
+    for tensors, results in zip(sets, expected, strict=True):
+        assert same(call(*tensors), results)
+        for length in (1200, 1501):  # other kinds in between
+            call(*inputs(length, batch=batch))
+    # the first two calls of each kind were no replays; every call after them was
+    assert replays == [True] * (3 * 4 - 3 * 2)
+    with torch.inference_mode():
+        assert same(call(*sets[1]), expected[1])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        tensors = [tensor.clone() for tensor in sets[2]]
+        result = call(*tensors)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert same(result, expected[2])
+    assert replays[-2:] == [True, True]
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_packed_calls_are_replayed_for_other_edges(tile, replays, nan_filled):
+    skip_unless_supported(tile)
+    config = LayerConfig.uniform(8, tau=0.5, segment=256, tile=tile)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in inputs(3000))
+
+    def call(lengths):
+        edges = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+        return s2o_attention_varlen(q, k, v, edges, edges, 2000, 2000, config, backend="triton", return_lse=True)
+
+    kinds = ([2000, 1000], [1000, 2000], [1400, 1600], [2000, 1000])
+    expected = [without_plan(lambda lengths=lengths: call(lengths)) for lengths in kinds]
+    attention._kind.cache_clear()
+    assert all(same(call(lengths), results) for lengths, results in zip(kinds, expected, strict=True))
+    assert replays == [True, True]
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("calls_before", [1, 2, 3], ids=["recorded", "replayed", "replayed-again"])
+def test_cuda_graphs_capture_a_replay(tile, calls_before, replays):
+    skip_unless_supported(tile)
+    config = LayerConfig.uniform(8, tau=0.5, segment=256, tile=tile)
+    q, k, v = inputs(1500)
+    for _ in range(calls_before):
+        s2o_attention(q, k, v, config, backend="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = s2o_attention(q, k, v, config, backend="triton")
+    for tensor, other in zip((q, k, v), inputs(1500, seed=1), strict=True):
+        tensor.copy_(other)
+    s2o_attention(*inputs(1500, seed=2), config, backend="triton")  # memory of its own
+    graph.replay()
+    assert replays
+    assert torch.equal(out, without_plan(lambda: s2o_attention(q, k, v, config, backend="triton")))
+
+
+def test_pointers_that_are_not_aligned_run_the_long_way(replays):
+    config = LayerConfig.uniform(8, tau=0.5, segment=256, tile=TileConfig(64, 64, 2, 4, 2))
+    q, k, v = inputs(1500)
+    for _ in range(3):
+        expected = s2o_attention(q, k, v, config, backend="triton")
+    memory = torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:]
+    shifted = memory.view(1, 1500, 8, 128).transpose(1, 2).copy_(q)
+    out = s2o_attention(shifted, k, v, config, backend="triton")
+    assert replays == [True, False]
+    # another compiled kernel, which may add in another order
+    assert float((out - expected).norm() / expected.norm()) <= 1e-2
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("return_stats", [False, True], ids=["", "stats"])
+def test_a_replayed_call_takes_little_time_on_the_host(tile, return_stats, capsys):
+    skip_unless_supported(tile)
+    config = LayerConfig.uniform(32, tau=0.5, segment=256, tile=tile)
+    q, k, v = inputs(4096, heads=32, kv_heads=8)
+
+    def call():
+        s2o_attention(q, k, v, config, backend="triton", return_stats=return_stats)
+
+    def per_call(warm):
+        """Microseconds: the median of bursts short enough for the launch queue, so that no call waits for the GPU."""
+        times = []
+        for _ in range(30):
+            if not warm:
+                attention._kind.cache_clear()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(20 if warm else 1):
+                call()
+            times.append((time.perf_counter() - begin) / (20 if warm else 1) * 1e6)
+        return sorted(times)[len(times) // 2]
+
+    call()
+    cold = per_call(warm=False)
+    for _ in range(3):
+        call()
+    replayed = per_call(warm=True)
+    with capsys.disabled():
+        print(f"\nhost microseconds per call: {cold:.1f} the first time, {replayed:.1f} replayed")
+    assert replayed < HOST_MICROSECONDS

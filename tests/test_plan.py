@@ -1,0 +1,418 @@
+"""Plans: recorded with kernels that only remember how they were called, or with interpreted ones that really run."""
+
+import ctypes
+import itertools
+import threading
+import types
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from s2o_runtime import attention
+from s2o_runtime.attention import s2o_attention, s2o_attention_varlen
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.gpu import interpreted
+from s2o_runtime.kernels import launch as launch_module
+from s2o_runtime.kernels import plan as plan_module
+from s2o_runtime.kernels.launch import heard, launch
+from s2o_runtime.kernels.plan import Recorder
+
+TABLE = torch.arange(64)  # was there before any call
+
+
+class Kernel:
+    """Compiled from the first call on; `seen` has the addresses and the rest of every launch."""
+
+    arg_names = ("n", "A")
+
+    def __init__(self, pointers):
+        self.pointers, self.seen = pointers, []
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: types.SimpleNamespace(run=self.run, function="f", packed_metadata="m")
+
+    def run(self, *args):
+        self.seen.append((args[:6], args[9 : 9 + self.pointers], args[9 + self.pointers :]))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """As if the tensors of the test were on the current GPU."""
+    monkeypatch.setattr(launch_module, "_compiled", {})
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    attention._kind.cache_clear()
+    yield
+    attention._kind.cache_clear()
+
+
+def do(kernel, *pointers, n=5):
+    launch(kernel, (3, 2, 1), pointers, (n,), (16,), {"A": 1}, num_warps=4)
+
+
+def recorded(call, *inputs, times=2):
+    """The plan of the last of some calls; `call` returns its outputs."""
+    for _ in range(times):
+        recorder = Recorder(inputs)
+        with recorder:
+            outputs = call(*inputs)
+    return recorder.plan(outputs)
+
+
+@pytest.fixture
+def two_launches():
+    """Kernels and a call: x, y -> out, through a temporary and a part of it, with a table."""
+    first, second = Kernel(3), Kernel(4)
+
+    def call(x, y):
+        out = x.new_empty(4, 2, 8).transpose(0, 1)
+        temporary, spare = torch.empty(100), torch.empty(3, dtype=torch.int32)
+        do(first, x, temporary, spare)
+        do(second, temporary[8:], y[16:], out, TABLE, n=6)
+        return out, None, None
+
+    return first, second, call
+
+
+def test_a_replay_passes_its_own_addresses(gpu, two_launches):
+    first, second, call = two_launches
+    plan = recorded(call, torch.zeros(64), torch.zeros(64))
+    first.seen.clear()
+    second.seen.clear()
+    x, y = torch.zeros(64), torch.zeros(64)
+    out, *others = plan.replay((x, y))
+    assert others == [None, None]
+    assert (out.shape, out.stride(), out.dtype) == ((2, 4, 8), (8, 16, 1), torch.float32)
+    [(head, (at_x, temporary, spare), rest)] = first.seen
+    assert head == (3, 2, 1, "stream", "f", "m")
+    assert at_x == x.data_ptr()
+    assert spare - temporary == 512  # 400 bytes, aligned
+    assert rest == (5, 16, 1)
+    [(_, addresses, rest)] = second.seen
+    assert addresses == (temporary + 32, y.data_ptr() + 64, out.data_ptr(), TABLE.data_ptr())
+    assert rest == (6, 16, 1)
+    again, *_ = plan.replay((x, y))
+    assert again.data_ptr() != out.data_ptr()
+
+
+def test_a_plan_keeps_no_memory_but_that_of_constants(gpu):
+    kernel = Kernel(4)
+    made = []
+
+    def call(x):
+        out, temporary = torch.empty(8), torch.empty(8)
+        made.extend(weakref.ref(tensor) for tensor in (x, out, temporary))
+        do(kernel, x, out, temporary, constants[0])
+        return out, None, None
+
+    constants = [torch.zeros(4)]
+    kept = weakref.ref(constants[0])
+    plan = recorded(call, torch.zeros(16))
+    assert all(reference() is None for reference in made)
+    constants.clear()
+    assert kept() is not None
+    del plan
+    assert kept() is None
+
+
+def with_op(op):
+    kernel = Kernel(3)
+
+    def call(x, *others):
+        out, temporary = torch.empty(8), torch.empty(8)
+        changed = op(x, temporary)
+        do(kernel, x if changed is None else changed, temporary, out)
+        return out, None, None
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x, temporary: x.clone(),
+        lambda x, temporary: x[:, :8].contiguous(),
+        lambda x, temporary: torch.nn.functional.pad(x, (0, 16)),
+        lambda x, temporary: torch.zeros(8),
+        lambda x, temporary: torch.tensor([1.0, 2.0]),
+        lambda x, temporary: temporary.fill_(1),
+        lambda x, temporary: temporary.copy_(x[0, :8]),
+        lambda x, temporary: (x[0, 0].item(), None)[1],
+        lambda x, temporary: (torch.empty(8, device="meta"), None)[1],
+    ],
+    ids=["clone", "contiguous", "pad", "zeros", "tensor", "fill", "copy", "item", "elsewhere"],
+)
+def test_what_a_replay_would_not_repeat_ends_the_recording(gpu, op):
+    assert recorded(with_op(op), torch.zeros(4, 16)) is None
+
+
+def test_views_do_not_end_it(gpu):
+    assert recorded(with_op(lambda x, temporary: x.transpose(0, 1)[None].expand(3, -1, -1)), torch.zeros(4, 16))
+
+
+def test_pointers_and_launches_that_are_not_certain_end_the_recording(gpu, monkeypatch):
+    call = with_op(lambda x, temporary: None)
+    x = torch.zeros(64)
+    assert recorded(call, x) is not None
+    assert recorded(call, x, x) is None  # which of the two?
+    assert recorded(call, x[:16], x[16:]) is not None  # two parts of one tensor
+    between = with_op(lambda x, temporary: x.as_strided((4,), (1,), 32))
+    assert recorded(between, x[:16], x[16:32]) is None  # a view of neither
+    kernel = Kernel(1)
+    assert recorded(lambda x: (do(kernel, x[1:]), None, None), x) is None  # unaligned, through Triton
+    assert recorded(lambda x: (None, None, None), x) is None  # no launch
+    monkeypatch.setattr(plan_module, "LARGEST_WORKSPACE", 255)
+    assert recorded(call, x) is None
+
+
+def test_outputs_that_a_replay_cannot_allocate_end_the_recording(gpu):
+    kernel = Kernel(2)
+
+    def returning(pick):
+        def call(x):
+            out = torch.empty(4, 8)
+            do(kernel, x, out)
+            return pick(x, out)
+
+        return call
+
+    for pick in (
+        lambda x, out: (x, None, None),
+        lambda x, out: (out[1:], None, None),
+        lambda x, out: (out[:, :4], None, None),
+        lambda x, out: (out, out, None),
+    ):
+        assert recorded(returning(pick), torch.zeros(16)) is None
+    assert recorded(returning(lambda x, out: (out[None].transpose(1, 2), None, None)), torch.zeros(16)) is not None
+
+
+def test_memory_that_is_used_twice_in_a_call_has_two_places(gpu):
+    """A freed tensor's address may come back for another one."""
+    kernel = Kernel(2)
+
+    def call(x):
+        for _ in range(2):
+            temporary = torch.empty(16)
+            do(kernel, x, temporary)
+            del temporary
+        out = torch.empty(16)
+        do(kernel, x, out)
+        return out, None, None
+
+    plan = recorded(call, torch.zeros(16))
+    kernel.seen.clear()
+    out, *_ = plan.replay((torch.zeros(16),))
+    addresses = [pointers[1] for _, pointers, _ in kernel.seen]
+    assert len(set(addresses)) == 3
+    assert addresses[2] == out.data_ptr()
+
+
+def test_a_recording_hears_its_own_thread_only(gpu):
+    mine, other = Kernel(1), Kernel(1)
+    x = torch.zeros(16)
+
+    def call(x):
+        out = torch.empty(4)
+        do(mine, out)
+        thread = threading.Thread(target=do, args=(other, x))
+        thread.start()
+        thread.join()
+        return out, None, None
+
+    plan = recorded(call, x)
+    other.seen.clear()
+    plan.replay((x,))
+    assert not other.seen
+    assert len(mine.seen) == 2
+    with pytest.raises(ZeroDivisionError), Recorder((x,)):
+        _ = 1 / 0
+    assert heard.by is None
+
+
+def test_when_a_plan_does_not_fit(gpu, two_launches, monkeypatch):
+    plan = recorded(two_launches[2], torch.zeros(64), torch.zeros(64))
+    x = torch.zeros(80)
+    assert plan.replay((x[:64], x[16:])) is not None
+    assert plan.replay((x[:64], x[1:65])) is None  # unaligned
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: 1)
+        assert plan.replay((x[:64], x[16:])) is None
+    monkeypatch.setattr(plan_module, "hooked", lambda: True)
+    assert plan.replay((x[:64], x[16:])) is None
+
+
+CONFIG = LayerConfig.uniform(1, tau=0.5, segment=64, tile=TileConfig(64, 32, 2, 4, 1))
+
+
+def inputs(length=100, batch=1):
+    return tuple(torch.randn(batch, 1, length, 64) for _ in "qkv")
+
+
+def test_calls_that_differ_in_anything_but_memory_are_of_another_kind(gpu):
+    q, k, v = inputs()
+    base = attention._kind_of((q, k, v, None), CONFIG, None, "auto", False, False)
+    assert base is attention._kind_of((q.clone(), k.clone(), v.clone(), None), CONFIG, None, "auto", False, False)
+    other = LayerConfig.uniform(1, tau=0.6, segment=64, tile=CONFIG.tile)
+    start = torch.zeros(1, dtype=torch.int64)
+    views = torch.cat((q, q), 3)[..., :64]
+    kinds = [
+        base,
+        attention._kind_of((q[:, :, :64], k, v, None), CONFIG, None, "auto", False, False),
+        attention._kind_of((q, k[:, :, :99], v[:, :, :99], None), CONFIG, None, "auto", False, False),
+        attention._kind_of((views, k, v, None), CONFIG, None, "auto", False, False),
+        attention._kind_of((q, k, v.half(), None), CONFIG, None, "auto", False, False),
+        attention._kind_of((q, k, v.to("meta"), None), CONFIG, None, "auto", False, False),
+        attention._kind_of((q, k, v, start), CONFIG, None, "auto", False, False),
+        attention._kind_of((q, k, v, start.int()), CONFIG, None, "auto", False, False),
+        attention._kind_of((q, k, v, None), other, None, "auto", False, False),
+        attention._kind_of((q, k, v, None), CONFIG, 0.1, "auto", False, False),
+        attention._kind_of((q, k, v, None), CONFIG, None, "triton", False, False),
+        attention._kind_of((q, k, v, None), CONFIG, None, "auto", True, False),
+        attention._kind_of((q, k, v, None), CONFIG, None, "auto", False, True),
+        attention._kind_of((q, k, v, None), CONFIG, None, "auto", False, False, (100, 100)),
+        attention._kind_of((q, k, v, None), CONFIG, None, "auto", False, False, (100, 101)),
+    ]
+    assert len(set(map(id, kinds))) == len(kinds)
+
+
+def test_gradients_and_other_tensor_types_have_no_plan(gpu, monkeypatch):
+    q, k, v = inputs()
+    v.requires_grad_()
+    assert attention._kind_of((q, k, v, None), CONFIG, None, "auto", False, False) is None
+    with torch.no_grad():
+        assert attention._kind_of((q, k, v, None), CONFIG, None, "auto", False, False) is not None
+    parameter = torch.nn.Parameter(q, requires_grad=False)
+    assert attention._kind_of((parameter, k, k, None), CONFIG, None, "auto", False, False) is None
+    monkeypatch.undo()
+    assert attention._kind_of((q, k, k, None), CONFIG, None, "auto", False, False) is None  # on the cpu
+
+
+def test_the_plans_kept_are_bounded(gpu):
+    q, k, v = inputs()
+    for scale in range(1, attention.PLANS + 100):
+        attention._kind_of((q, k, v, None), CONFIG, scale, "auto", False, False)
+    assert attention._kind.cache_info().currsize == attention.PLANS
+
+
+class Interpreted:
+    """An interpreted kernel that answers like a compiled one: it can be run again from addresses."""
+
+    def __init__(self, kernel):
+        self.kernel, self.arg_names = kernel, kernel.arg_names
+
+    def __getitem__(self, grid):
+        def run(*args, **options):
+            self.kernel[grid](*args, **options)
+            kinds = [arg.dtype for arg in args if isinstance(arg, torch.Tensor)]
+            launch_options = {name: value for name, value in options.items() if name not in self.arg_names}
+
+            def again(x, y, z, stream, function, metadata, a, b, c, *args):
+                pointers = [at_address(address, kind) for address, kind in zip(args, kinds, strict=False)]
+                with _disable_current_modes():  # the interpreter's own tensors
+                    self.kernel[x, y, z](*pointers, *args[len(kinds) :], **launch_options)
+
+            return types.SimpleNamespace(run=again, function=None, packed_metadata=None)
+
+        return run
+
+
+def at_address(address, dtype):
+    return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
+
+
+@pytest.fixture
+def interpreted_gpu(gpu, monkeypatch):
+    """The real kernels; `replays` counts the calls that had a plan."""
+    if not interpreted():
+        pytest.skip("a GPU is here, so kernels are compiled: see tests/gpu")
+    from s2o_runtime.kernels import prefill, rank
+
+    known = {}
+
+    def launch_interpreted(kernel, *args, **options):
+        launch(known.setdefault(id(kernel), Interpreted(kernel)), *args, **options)
+
+    for module in (prefill, rank):
+        monkeypatch.setattr(module, "launch", launch_interpreted)
+    replays = []
+    replay = plan_module.Plan.replay
+    monkeypatch.setattr(
+        plan_module.Plan, "replay", lambda plan, inputs: (done := replay(plan, inputs), replays.append(done))[0]
+    )
+    return replays
+
+
+def without_plan(call):
+    attention._kind.cache_clear()
+    return call()
+
+
+@pytest.mark.parametrize(
+    ("starts", "options"),
+    [(None, {}), ([3, 70], {"return_lse": True, "return_stats": True, "scale": 0.2})],
+    ids=["plain", "left-padded"],
+)
+def test_a_replayed_call_is_the_call(interpreted_gpu, nan_filled, starts, options):
+    batch = 1 if starts is None else len(starts)
+
+    def call(q, k, v):
+        kv_start = None if starts is None else torch.tensor(starts)
+        result = s2o_attention(q, k, v, CONFIG, kv_start=kv_start, backend="triton", **options)
+        return result if isinstance(result, tuple) else (result,)
+
+    for _ in range(2):
+        call(*inputs(batch=batch))
+    call(*inputs(60, batch=batch))  # another kind in between
+    assert not interpreted_gpu
+    tensors = inputs(batch=batch)
+    again = call(*tensors)
+    assert [done is None for done in interpreted_gpu] == [False]
+    compare(again, without_plan(lambda: call(*tensors)))
+
+
+@pytest.mark.parametrize("same_edges", [True, False])
+def test_a_replayed_packed_call_is_the_call(interpreted_gpu, nan_filled, same_edges):
+    def call(lengths, q, k, v):
+        edges = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        return s2o_attention_varlen(
+            q, k, v, edges, edges if same_edges else edges.clone(), 100, 100, CONFIG,
+            backend="triton", return_stats=True, return_lse=True,
+        )  # fmt: skip
+
+    for _ in range(2):
+        call([100, 50], *(torch.randn(150, 1, 64) for _ in "qkv"))
+    tensors = [torch.randn(150, 1, 64) for _ in "qkv"]
+    again = call([81, 69], *tensors)
+    assert [done is None for done in interpreted_gpu] == [False]
+    compare(again, without_plan(lambda: call([81, 69], *tensors)))
+
+
+def compare(result, expected):
+    assert len(result) == len(expected)
+    for ours, theirs in zip(result, expected, strict=True):
+        if isinstance(ours, torch.Tensor):
+            assert torch.equal(ours, theirs)
+            assert ours.stride() == theirs.stride()
+        else:
+            assert (ours.backend, ours.reason, ours.shape) == (theirs.backend, theirs.reason, theirs.shape)
+            assert torch.equal(ours.visited, theirs.visited)
+            assert torch.equal(ours.density, theirs.density)
+
+
+def test_head_dims_that_are_filled_up_are_never_recorded(interpreted_gpu):
+    for _ in range(6):
+        q, k, v = (tensor[..., :48].contiguous() for tensor in inputs(70))
+        s2o_attention(q, k, v, CONFIG, backend="triton")
+    assert not interpreted_gpu
+
+
+def test_a_call_that_does_not_fit_its_plan_runs_the_long_way(interpreted_gpu):
+    q, k, v = inputs(70)
+    for _ in range(3):
+        expected = s2o_attention(q, k, v, CONFIG, backend="triton")
+    shifted = torch.empty(q.numel() + 1)[1:].view(q.shape).copy_(q)
+    assert torch.equal(s2o_attention(shifted, k, v, CONFIG, backend="triton"), expected)
+    assert [done is None for done in interpreted_gpu] == [False, True]
