@@ -25,7 +25,7 @@ from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,10 @@ from s2o_runtime.dense import FASTEST_FIRST, dense_attention
 from s2o_runtime.errors import ConfigError, InputError, S2OError
 from s2o_runtime.gpu import default_tile, identify
 from s2o_runtime.shapes import call_shape
+
+if TYPE_CHECKING:
+    from s2o_runtime.kernels.rank import Ranked
+    from s2o_runtime.kernels.tail import Tail
 
 FORMAT = "s2o-bench-attention/1"
 LOG2_TAU = (-30.0, 20.0)  # where tau is searched: the most peaked heads need the low end
@@ -69,6 +73,9 @@ def parser() -> Parser:
     add("--head-dim", 128, type=int, metavar="N")
     add("--dtype", "bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--segment", 1024, "queries that share a ranking", type=int, metavar="N")
+    add("--representatives", 1, "means of so many parts of a segment rank its keys", type=int, metavar="N")
+    add("--grain", 4, "adjacent keys that are ranked and visited together", type=int, metavar="N")
+    out.add_argument("--tail", action="store_true", help="estimate what the skipped keys bring")
     add("--data", "random", "random, or a model (demo, an alias, a folder) to capture q, k, v of", metavar="NAME")
     add("--rounds", 7, "turns that are timed, after one that is not", type=int, metavar="N")
     add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
@@ -117,7 +124,8 @@ def measure(args: argparse.Namespace, out: Path) -> None:
     args.backend = args.backend or ("triton" if device.type == "cuda" else "reference")
     tiles = args.tile or [default_tile(args.head_dim, identify(device).capability)]
     _check(args)
-    configs = [LayerConfig.uniform(args.heads[0], segment=args.segment, tile=tile) for tile in tiles]
+    ranking = {name: getattr(args, name) for name in ("segment", "representatives", "grain", "tail")}
+    configs = [LayerConfig.uniform(args.heads[0], tile=tile, **ranking) for tile in tiles]
     record: dict[str, Any] = {
         "format": FORMAT,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -128,7 +136,7 @@ def measure(args: argparse.Namespace, out: Path) -> None:
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "settings": {name: value for name, value in vars(args).items() if name not in ("plot", "out", "tile")},
         "cold_l2": device.type == "cuda",
-        "threshold": "share",
+        "threshold": configs[0].heads[0].threshold,
         "error": "rel_mse on error_rows query rows of all heads, one at random in each equal part of the sequence, "
         "against float32 dense attention on the same q, k, v",
         "results": [],
@@ -199,7 +207,6 @@ def kernel_parts(q: Tensor, k: Tensor, v: Tensor, configs: list[LayerConfig]) ->
     """
     from s2o_runtime.kernels import prefill as kernel
     from s2o_runtime.kernels.call import Call, head_tables
-    from s2o_runtime.kernels.rank import rank, representatives
 
     shape, scale = call_shape(q, k, v), q.shape[-1] ** -0.5
     calls = [Call(config, shape, scale, head_tables(config, q.device)) for config in configs]
@@ -208,21 +215,21 @@ def kernel_parts(q: Tensor, k: Tensor, v: Tensor, configs: list[LayerConfig]) ->
     tiles = shape.row_tiles(configs[0].tile.block_m)
     visited = torch.empty(shape.batch, shape.query_heads, tiles, dtype=torch.int32, device=q.device)
 
-    def orders_of() -> Iterator[Tensor]:
-        representative = representatives(q, calls[0])
+    def rankings_of() -> Iterator[tuple[Ranked, Tail | None]]:
+        ranker = kernel.Ranker(q, k, v, calls[0])
         for rows in slices:
-            yield rank(representative, k, calls[0], rows)
+            yield ranker.rank(rows)
 
-    orders = list(orders_of())
+    rankings = list(rankings_of())
 
     def prefill(call: Call) -> Tensor:
-        for rows, order in zip(slices, orders, strict=True):
-            kernel.prefill(q, k, v, order, out, visited, call, rows)
+        for rows, ranking in zip(slices, rankings, strict=True):
+            kernel.prefill(q, k, v, ranking, out, visited, call, rows)
         return out
 
     parts: dict[str, Job] = {
-        "rank": lambda: deque(orders_of(), maxlen=0)
-    }  # keeps no order longer than a real call does
+        "rank": lambda: deque(rankings_of(), maxlen=0)
+    }  # keeps no ranking longer than a real call does
     return parts | {f"prefill {i}": partial(prefill, call) for i, call in enumerate(calls)}
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import pytest
@@ -5,8 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrate.allocate import DENSE, allocate
-from calibrate.curves import TAUS, Curve
+from calibrate.allocate import allocate
+from calibrate.costs import overhead
+from calibrate.curves import TAUS, Curve, Method
+from s2o_runtime.config import HeadConfig
+
+METHOD = Method(1024)
+EXTRA = overhead(METHOD, tail=False)
 
 
 def curve(heads):
@@ -16,33 +22,63 @@ def curve(heads):
     for h, points in enumerate(heads):
         for t, (error, share) in enumerate(points):
             mse[h, t], density[h, t] = error, share
-    return Curve(mse, density, 1.0)
+    return Curve(mse, torch.full_like(mse, 1e9), density, 1.0)
+
+
+def spend(heads, budget_mse):
+    return allocate({METHOD: curve(heads)}, budget_mse)
 
 
 def test_the_budget_goes_where_it_saves_most():
-    made = allocate(curve([[(1.0, 0.2)], [(1.0, 0.6)]]), budget_mse=0.5)  # the sum over two heads may reach 1
-    assert [point.tau for point in made.points] == [0, DENSE]
+    made = spend([[(1.0, 0.2)], [(1.0, 0.6)]], 0.5)  # the sum over two heads may reach 1
+    assert made.heads == (HeadConfig(TAUS[0], 1024), HeadConfig(segment=1024, mode="dense"))
     assert (made.mse, made.density) == (0.5, 0.6)
-    assert made.taus == (TAUS[0], None)
+    assert made.cost == pytest.approx(0.6 + EXTRA / 2)
 
 
 def test_nothing_is_spent_without_a_budget():
-    made = allocate(curve([[(1.0, 0.2)]]), budget_mse=0.0)
-    assert made.taus == (None,)
-    assert (made.mse, made.density) == (0.0, 1.0)
+    made = spend([[(1.0, 0.2)]], 0.0)
+    assert made.heads[0].mode == "dense"
+    assert (made.mse, made.density, made.cost) == (0.0, 1.0, 1.0)
+
+
+def test_a_head_whose_ranking_costs_more_than_it_saves_is_dense():
+    assert spend([[(0.0, 1.0 - EXTRA / 2)]], 1.0).heads[0].mode == "dense"
+    assert spend([[(0.0, 1.0 - EXTRA * 2)]], 1.0).heads[0].mode == "s2o"
+
+
+def test_heads_choose_representatives_and_tail_where_they_pay():
+    """Three heads: the first needs many representatives, the second a tail, the third neither."""
+    many = Method(1024, 32)
+    plain = curve([[(1.0, 0.2)], [(1.0, 0.2)], [(0.1, 0.2)]])
+    tailed = dataclasses.replace(plain, tail_mse=torch.tensor([[1.0], [0.1], [0.1]]).double().expand(3, len(TAUS)))
+    ranked = curve([[(0.1, 0.2)], [(1.0, 0.2)], [(0.1, 0.2)]])
+    made = allocate({METHOD: tailed, many: ranked}, 0.101)
+    assert [(head.representatives, head.tail) for head in made.heads] == [(32, False), (1, True), (1, False)]
+    assert made.density == pytest.approx(0.2)
+    costs = [overhead(many, False), overhead(METHOD, True), overhead(METHOD, False)]
+    assert costs == sorted(costs, reverse=True)
+    assert made.cost == pytest.approx(0.2 + sum(costs) / 3)
+
+
+def test_all_dense():
+    made = spend([[(1.0, 0.2)]] * 2, 1.0).as_dense()
+    assert (made.mse, made.density, made.cost) == (0.0, 1.0, 1.0)
+    assert {head.mode for head in made.heads} == {"dense"}
 
 
 def test_an_error_free_point_is_taken_without_a_budget():
-    assert allocate(curve([[(0.0, 0.4), (1.0, 0.1)]]), budget_mse=0.0).density == 0.4
+    assert spend([[(0.0, 0.4), (1.0, 0.1)]], 0.0).density == 0.4
 
 
 def test_more_budget_is_never_denser():
     torch.manual_seed(0)
     mse = torch.rand(6, len(TAUS), dtype=torch.float64).cumsum(1)
     density = torch.rand(6, len(TAUS), dtype=torch.float64).sort(1, descending=True).values
-    shares = [allocate(Curve(mse, density, 1.0), budget).density for budget in (0.0, 0.1, 0.3, 1.0, 3.0, 100.0)]
+    curves = {METHOD: Curve(mse, mse + 1, density, 1.0)}
+    shares = [allocate(curves, budget).cost for budget in (0.0, 0.1, 0.3, 1.0, 3.0, 100.0)]
     assert shares == sorted(shares, reverse=True)
-    assert shares[-1] == pytest.approx(float(density.min(1).values.mean()))
+    assert shares[-1] == pytest.approx(float(density.min(1).values.mean()) + EXTRA)
 
 
 points = st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(0.05, 0.99)), min_size=1, max_size=4)
@@ -51,12 +87,14 @@ points = st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(0.05, 0.99)), min_si
 @settings(max_examples=200, deadline=None)
 @given(heads=st.lists(points, min_size=1, max_size=4), budget=st.floats(0.0, 1.0))
 def test_the_budget_holds_and_the_result_is_near_the_best_possible(heads, budget):
-    made = allocate(curve(heads), budget)
+    made = spend(heads, budget)
     assert made.mse <= budget + 1e-12
     best = min(
-        sum(density for _, density in combination) / len(heads)
-        for combination in itertools.product(*[[(0.0, 1.0), *head] for head in heads])
+        sum(cost for _, cost in combination) / len(heads)
+        for combination in itertools.product(
+            *[[(0.0, 1.0), *((error, share + EXTRA) for error, share in head)] for head in heads]
+        )
         if sum(error for error, _ in combination) / len(heads) <= budget
     )
     # the convex relaxation misses at most what one head's last step is worth
-    assert best - 1e-12 <= made.density <= best + 1.0 / len(heads)
+    assert best - 1e-12 <= made.cost <= best + 1.0 / len(heads)

@@ -51,7 +51,10 @@ def test_a_calibration_writes_a_profile_that_meets_the_budget(calibrated):
     assert first.returncode == 0, first.stderr
     outcome = json.loads(first.stdout)
     assert outcome["met"]
-    assert any(row["dense_heads"] < 8 for row in outcome["lengths"][1]["layers"])
+    rows = outcome["lengths"][1]["layers"]
+    assert any(row["dense_heads"] < 8 for row in rows)
+    assert all(sum(row["representatives"].values()) == 8 - row["dense_heads"] >= row["tails"] for row in rows)
+    assert all(row["grain"] in (1, 4) for row in rows)
     assert [entry["length"] for entry in outcome["lengths"]] == [512, 1024]
     profile = load_profile(folder / "a" / "first.safetensors")
     for entry, recorded in zip(outcome["lengths"], profile.record["held_out"], strict=True):
@@ -59,7 +62,9 @@ def test_a_calibration_writes_a_profile_that_meets_the_budget(calibrated):
             assert 0 < row["held_out_mse"] <= 2e-4
             assert row["held_out_mse"] == proof["mse"]
             assert 0.2 < row["density"] <= 1.0
-    assert profile.record["objective"] == "density"
+    assert profile.record["recipe"]["representatives"] == [1, 32]
+    assert profile.record["recipe"]["grains"] == [1, 4]
+    assert profile.record["objective"] == "predicted latency"
     hashes = profile.record["data"]
     assert not {p["sha256"] for p in hashes["calibration"]} & {p["sha256"] for p in hashes["held_out"]}
 
@@ -123,9 +128,31 @@ def test_dry_run_prints_the_plan_and_stops(tmp_path):
     plan = json.loads(outcome.stdout)
     assert plan["lengths"] == [512]
     assert plan["out"] == "profiles/demo/cpu/mse-0.0001.safetensors"
-    text = run(*GOOD, "--dry-run", cwd=tmp_path).stdout
+    assert (plan["representatives"], plan["grains"]) == ([1, 32], [1, 4])
+    text = run(*GOOD, "--dry-run", "--representatives", "8,1", "--grains", "2", cwd=tmp_path).stdout
+    assert "[1, 8]" in text
+    assert "[2]" in text
     assert "8 query heads, 2 KV heads, head dim 128" in text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_fits_120_columns(capsys):
+    from rich.console import Console
+
+    from calibrate.report import print_tables
+
+    row = {"layer": 27, "tau_min": 0.001468, "tau_max": 146.8, "dense_heads": 12, "tails": 16, "segment": 1024}
+    row |= {"representatives": {"1": 20, "32": 8}, "grain": 4, "tile": "64x128x4 ws s2", "density": 0.1234}
+    row |= {"error": 1e-4, "error_over_budget": 1.0, "seconds": 1.0, "dense_seconds": 12.3}
+    length = {"length": 131072, "layers": [row], "prefill_seconds": 1.0, "dense_prefill_seconds": 2.0}
+    dense = dict.fromkeys(("tau_min", "tau_max", "seconds", "dense_seconds")) | {"representatives": {}}
+    length["layers"].append(row | dense)
+    outcome = {"lengths": [length], "budget": {"kind": "rel_mse"}, "device": "GPU", "failed_trials": 0}
+    print_tables(outcome, Console(width=120))
+    text = capsys.readouterr().out
+    for part in ("0.0015 .. 150", "1/32: 20/8", "64x128x4 ws s2", "12.30x", "rel_mse"):
+        assert part in text
+    assert "…" not in text
 
 
 def bad_inputs():
@@ -144,6 +171,9 @@ def bad_inputs():
     yield ["--lengths", "262144"], "length 262144 is beyond the model's limit of 131072"
     yield ["--lengths", "100"], "length 100 is shorter than one segment of 256"
     yield ["--lengths", "8k"], "'8k' is not a list of lengths"
+    yield ["--representatives", "1,3"], "representatives 3 is not supported: use some of (1, 2, 4, 8, 16, 32, 64)"
+    yield ["--representatives", "many"], "'many' is not a list of numbers: try 1,4"
+    yield ["--grains", "1,16"], "grains 16 is not supported: use some of (1, 2, 4, 8)"
     yield ["--num-prompts", "0"], "num_prompts is 0: use at least 1"
     yield ["--out", "bad.jsonl/p.safetensors"], "--out bad.jsonl/p.safetensors cannot be written"
     yield ["--out", "/proc/p.safetensors"], "--out /proc/p.safetensors cannot be written"

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
+from s2o_runtime import profile as profile_module
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ProfileError
 from s2o_runtime.gpu import DeviceIdentity
@@ -20,8 +22,9 @@ GEOMETRY = Geometry("llama", 2, 3, 1, 64)
 
 
 def layer(tau, segment=256, block_m=128):
-    heads = (HeadConfig(tau, segment), HeadConfig(tau * 4, segment), HeadConfig(0.0, segment, "dense"))
-    return LayerConfig(heads, TileConfig(block_m, 64, 4, 8, 2))
+    ranked = HeadConfig(tau * 4, segment, representatives=32, tail=True)
+    heads = (HeadConfig(tau, segment), ranked, HeadConfig(0.0, segment, "dense"))
+    return LayerConfig(heads, TileConfig(block_m, 64, 4, 8, 2), grain=4)
 
 
 def profile(**changes):
@@ -67,7 +70,8 @@ def test_the_same_profile_gives_the_same_bytes_in_another_process(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(schema=99), "schema 99 is not supported"),
+        (lambda d: d.update(schema=99), "schema 99 is not supported, this version reads schema 2: use a newer version"),
+        (lambda d: d.update(schema=1), "schema 1 is not supported, this version reads schema 2: calibrate again"),
         (lambda d: d.pop("model"), "field model is missing"),
         (lambda d: d["model"].update(layers="2"), "field model.layers is a str: expected a int"),
         (lambda d: d["model"].update(query_heads=10**9), "field model.query_heads is 1000000000"),
@@ -102,6 +106,33 @@ def test_changed_tensors_are_refused(tmp_path):
     data[data.index(tau) + 3] ^= 1
     path.write_bytes(data)
     with pytest.raises(ProfileError, match="digest does not match"):
+        load_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("mode", 2, "(0, 1)"),
+        ("threshold", 3, "(0, 1, 2)"),
+        ("row_reduce", 2, "(0, 1)"),
+        ("representatives", 3, "(1, 2, 4, 8, 16, 32, 64)"),
+        ("representatives", 0, "(1, 2, 4, 8, 16, 32, 64)"),
+        ("tail", 2, "(0, 1)"),
+        ("grain", 16, "(1, 2, 4, 8)"),
+    ],
+)
+def test_tensors_that_say_what_there_is_not_are_refused_by_name(tmp_path, monkeypatch, name, value, expected):
+    real = profile_module._tensors
+
+    def changed(made):
+        tensors = real(made)
+        tensors[name].flatten()[0] = value
+        return tensors
+
+    monkeypatch.setattr(profile_module, "_tensors", changed)
+    path = tmp_path / "p.safetensors"
+    save_profile(profile(), path)
+    with pytest.raises(ProfileError, match=re.escape(f"tensor {name} holds {value}: expected one of {expected}")):
         load_profile(path)
 
 
@@ -156,6 +187,21 @@ def test_thresholds_are_interpolated_in_log_length():
     assert made.layer_config(0, 100).heads[0].tau == 0.25
     assert made.layer_config(0, 1 << 20).heads[0].tau == 1.0
     assert made.layer_config(0, 2040) == made.layer_config(0, 2050)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"mode": "dense"}, {"threshold": "share"}, {"representatives": 2}, {"tail": True}],
+    ids=lambda change: next(iter(change)),
+)
+def test_thresholds_of_different_methods_are_not_mixed(change):
+    near, far = layer(0.25), layer(1.0)
+    other = dataclasses.replace(far, heads=(dataclasses.replace(far.heads[0], **change), *far.heads[1:]))
+    mixed = profile(layers=((near, near), (other, far)))
+    assert mixed.layer_config(0, 2040).heads[0] == near.heads[0]
+    assert mixed.layer_config(0, 2040).heads[1].tau == pytest.approx(2.0)
+    coarse = profile(layers=((near, near), (dataclasses.replace(far, grain=1), far)))
+    assert coarse.layer_config(0, 2040) == near
 
 
 def test_a_crash_while_writing_keeps_the_old_file(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import torch
 
 from calibrate import search as search_module
 from calibrate.capture import Captured
+from calibrate.curves import Method
 from calibrate.recipe import Budget, Recipe
 from calibrate.search import CPU_TILES, LayerSearch, as_dense, search
 from s2o_runtime.dense import exact_attention
@@ -35,7 +36,8 @@ def test_the_chosen_configuration_keeps_its_promises(kind, value):
     trials = []
     choice = search(work, 0, lambda: trials.append(1))
     assert len(trials) == 8
-    assert choice.allocation.density == min(tried.allocation.density for tried in work.tried.values()) < 0.9
+    assert choice.allocation.cost == min(tried.allocation.cost for tried in work.tried.values()) < 0.9
+    assert choice.allocation.density < choice.allocation.cost
     errors, powers = [], []
     for prompt in made:
         out, _, _ = s2o_attention_reference(prompt.q, prompt.k, prompt.v, choice.config, scale=prompt.scale)
@@ -47,13 +49,31 @@ def test_the_chosen_configuration_keeps_its_promises(kind, value):
     assert spent <= 0.8 * value  # the margin
     tighter = choice.tightened(0.5)
     assert tighter.allocation.mse <= 0.5 * choice.allocation.mse
-    assert tighter.allocation.density >= choice.allocation.density
+    assert tighter.allocation.cost >= choice.allocation.cost
+
+
+def test_every_candidate_is_tried_and_only_what_is_tried_is_measured(monkeypatch):
+    made = []
+    measure = search_module.measure
+    monkeypatch.setattr(search_module, "measure", lambda *call: made.append(call[1]) or measure(*call))
+    work = LayerSearch(prompts(1), dataclasses.replace(recipe(trials=24), representatives=(1, 4), grains=(1, 8)), CPU)
+    choice = search(work, 0, lambda: None)
+    assert {(segment, grain) for segment, grain, _ in work.tried} == {(s, g) for s in (256, 512) for g in (1, 8)}
+    assert sorted(made, key=str) == sorted(
+        ([Method(segment, each, grain) for each in (1, 4)] for segment in (256, 512) for grain in (1, 8)), key=str
+    )
+    assert choice.config.grain == choice.grain
+    assert {head.representatives for head in choice.config.heads} <= {1, 4}
+    lone = LayerSearch(prompts(1), recipe(trials=1), CPU)
+    search(lone, 0, lambda: None)
+    assert {(method.segment, method.grain) for method, _ in lone.curves} == {(512, 4)}
 
 
 def test_the_same_seed_chooses_the_same():
     made = prompts()
     first, second = (search(LayerSearch(made, recipe(), CPU), 3, lambda: None) for _ in range(2))
-    assert (first.segment, first.tile, first.allocation) == (second.segment, second.tile, second.allocation)
+    assert first.config == second.config
+    assert first.allocation == second.allocation
 
 
 def test_on_a_gpu_time_decides_and_slow_layers_go_dense(monkeypatch):

@@ -13,7 +13,8 @@ from s2o_runtime.config import HeadConfig
 from s2o_runtime.dense import dense_attention, exact_attention, log_sum_exp
 from s2o_runtime.gpu import candidate_tiles
 from s2o_runtime.kernels.call import Call, head_tables
-from s2o_runtime.kernels.rank import rank, representatives
+from s2o_runtime.kernels.prefill import Ranker
+from s2o_runtime.kernels.rank import order
 from s2o_runtime.shapes import call_shape, density
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -136,7 +137,7 @@ def test_packed_sequences_are_sequences_on_their_own(tile, nan_filled):
     cu_q, cu_k = (
         torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device="cuda") for lens in (q_lens, k_lens)
     )
-    config = LayerConfig.uniform(4, tau=0.5, segment=128, tile=tile)
+    config = LayerConfig.uniform(4, tau=0.5, segment=128, representatives=8, tail=True, grain=4, tile=tile)
     out, lse, stats = s2o_attention_varlen(
         q, k, v, cu_q, cu_k, 1500, 1500, config, backend="triton", return_stats=True, return_lse=True
     )
@@ -163,17 +164,50 @@ def test_log_sum_exp_of_dense(tile, nan_filled):
 
 def test_the_order_with_ballots_is_the_portable_one(nan_filled):
     """Inline PTX against plain Triton; lengths around a warp's stretch."""
-    for length in (70, 1000, 2600, 5000):
+    for length, grain in itertools.product((70, 1000, 2600, 5000), (1, 4)):
         q, k, _ = inputs(2, 4, 2, min(length, 700), length, 64, torch.bfloat16)
-        config = LayerConfig.uniform(4, segment=128, tile=TileConfig(64, 32, 4, 4, 1))
+        config = LayerConfig.uniform(4, segment=128, tail=True, grain=grain, tile=TileConfig(64, 32, 4, 4, 1))
         shape = call_shape(q, k, k)
         call = Call(config, shape, 0.125, head_tables(config, q.device))
-        representative = representatives(q, call)
-        fast = rank(representative, k, call, range(shape.q_len))
-        portable = rank(representative, k, call, range(shape.q_len), portable=True)
-        for n in range(fast.shape[2]):
-            prefix = (shape.offset + n * 128) // 32 * 32
-            assert torch.equal(fast[:, :, n, :prefix], portable[:, :, n, :prefix])
+        rows = range(shape.q_len)
+        fast, _ = Ranker(q, k, k, call).rank(rows)
+        portable = order(fast.score, call, rows, portable=True)
+        for n in range(fast.order.shape[2]):
+            steps = (shape.offset + n * 128) // 32 * 32 // grain
+            assert torch.equal(fast.order[:, :, n, :steps], portable.order[:, :, n, :steps])
+            if steps:
+                assert torch.equal(fast.first[:, :, n], portable.first[:, :, n])
+                assert torch.equal(fast.edge[:, :, n], portable.edge[:, :, n])
+
+
+EXTENDED = (
+    HeadConfig(0.5, 512, representatives=16, tail=True),
+    HeadConfig(0.3, 256, representatives=4),
+    HeadConfig(0.0, 256, "dense"),
+    HeadConfig(1.0, 256, tail=True),
+)
+
+
+@pytest.mark.parametrize("grain", [1, 2, 4, 8])
+@pytest.mark.parametrize("tile", [TileConfig(64, 64, 2, 4, 2), TileConfig(128, 64, 2, 8, 3), HOPPER], ids=str)
+@pytest.mark.parametrize("starts", [None, [300, 1700]], ids=["whole", "left-padded"])
+def test_extensions_are_as_near_to_dense_as_the_reference(tile, grain, starts, nan_filled):
+    """Representatives, tails and grains together: as many keys as the reference visits, with its error."""
+    if tile.specialized and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an sm_90 GPU")
+    q, k, v = inputs(2, 4, 2, 1100, 2500, 128, torch.bfloat16)
+    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
+    config = LayerConfig(EXTENDED, tile, grain=grain)
+    out, stats = s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton", return_stats=True)
+    theirs, expected = s2o_attention(q, k, v, config, kv_start=kv_start, backend="reference", return_stats=True)
+    truth = exact_attention(q, k, v, kv_start=kv_start)
+    torch.testing.assert_close(stats.density, expected.density, rtol=0.05, atol=0.01)
+    for h in range(4):
+        ours, reference = (relative_error(o[:, h], truth[:, h]) for o in (out, theirs))
+        assert ours <= 1.5 * reference + 2e-3
+    without = LayerConfig(tuple(replace(head, tail=False) for head in EXTENDED), tile, grain=grain)
+    plain = s2o_attention(q, k, v, without, kv_start=kv_start, backend="triton")
+    assert relative_error(out[:, 3], truth[:, 3]) < relative_error(plain[:, 3], truth[:, 3])
 
 
 def test_non_contiguous_inputs_as_transformers_hands_them_over(nan_filled):
