@@ -1,27 +1,29 @@
 """Spending a layer's error budget over its heads.
 
-A layer's error is the mean over its heads of each head's error, so heads compete for one sum. Every head's
-curve is replaced by its lower convex hull from the dense point on; the steepest steps of all hulls are taken
-first, which is optimal for the hulls up to the last step (Lagrangian relaxation).
+A layer's error is the mean over its heads of each head's error, so heads compete for one sum. Every head may choose
+among several curves; their points together are replaced by their lower convex hull from the dense point on. The
+steepest steps of all hulls are taken first, which is optimal for the hulls up to the last step (Lagrangian relaxation).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from calibrate.curves import TAUS, Curve
-
-DENSE = -1  # the point of a curve where a head computes everything
+from calibrate.costs import overhead
+from calibrate.curves import TAUS, Curve, Method
+from s2o_runtime.config import HeadConfig
 
 
 class Point(NamedTuple):
-    """One way to run a head: its error, its density, and the index of its tau (or DENSE)."""
+    """One way to run a head: its error, its time over the dense head's, its density and its settings."""
 
     mse: float
+    cost: float
     density: float
-    tau: int
+    head: HeadConfig
 
 
 @dataclass(frozen=True)
@@ -35,25 +37,40 @@ class Allocation:
         return sum(point.mse for point in self.points) / len(self.points)
 
     @property
+    def cost(self) -> float:
+        return sum(point.cost for point in self.points) / len(self.points)
+
+    @property
     def density(self) -> float:
         return sum(point.density for point in self.points) / len(self.points)
 
     @property
-    def taus(self) -> tuple[float | None, ...]:
-        """One threshold per head; None is dense."""
-        return tuple(None if point.tau == DENSE else TAUS[point.tau] for point in self.points)
+    def heads(self) -> tuple[HeadConfig, ...]:
+        return tuple(point.head for point in self.points)
+
+    def as_dense(self) -> Allocation:
+        """The same heads, all dense."""
+        return Allocation(tuple(dense_point(head.segment) for head in self.heads))
 
 
-def allocate(curve: Curve, budget_mse: float) -> Allocation:
-    """The thresholds with the least mean density whose mean error is at most `budget_mse`."""
-    options = [_points(curve, head) for head in range(len(curve.mse))]
+def dense_point(segment: int) -> Point:
+    return Point(0.0, 1.0, 1.0, HeadConfig(segment=segment, mode="dense"))
+
+
+def allocate(curves: Mapping[Method, Curve], budget_mse: float) -> Allocation:
+    """The heads' settings with the least mean cost whose mean error is at most `budget_mse`.
+
+    curves: of every method a head may choose; a tail is a choice too.
+    """
+    heads = len(next(iter(curves.values())).mse)
+    options = [_points(curves, head) for head in range(heads)]
     chosen = [points[0] for points in options]
     left = budget_mse * len(options)
     steps = []
     for head, points in enumerate(options):
         hull = _hull(points)
         for rank, (near, far) in enumerate(pairwise(hull)):
-            steps.append(((near.density - far.density) / (far.mse - near.mse), head, rank, near, far))
+            steps.append((_slope(near, far), head, rank, near, far))
     blocked: set[int] = set()
     for _, head, _, near, far in sorted(steps, key=lambda step: (-step[0], step[1], step[2])):
         if head not in blocked and far.mse - near.mse <= left:
@@ -63,19 +80,26 @@ def allocate(curve: Curve, budget_mse: float) -> Allocation:
             blocked.add(head)  # a hull's later steps build on its earlier ones
     for head, points in enumerate(options):  # what is left buys the best single point between hull corners
         affordable = [point for point in points if point.mse - chosen[head].mse <= left]
-        best = min(affordable, key=lambda point: (point.density, point.mse))
-        if best.density < chosen[head].density:
+        best = min(affordable, key=lambda point: (point.cost, point.mse))
+        if best.cost < chosen[head].cost:
             left -= best.mse - chosen[head].mse
             chosen[head] = best
     return Allocation(tuple(chosen))
 
 
-def _points(curve: Curve, head: int) -> list[Point]:
-    """A head's useful points by rising error, the dense one first; each is sparser than all before it."""
-    pairs = zip(curve.mse[head].tolist(), curve.density[head].tolist(), range(len(TAUS)), strict=True)
-    points = [Point(0.0, 1.0, DENSE)]
-    for point in sorted(Point(*pair) for pair in pairs):
-        if point.density < points[-1].density:
+def _points(curves: Mapping[Method, Curve], head: int) -> list[Point]:
+    """A head's useful points by rising error, the dense one first; each is cheaper than all before it."""
+    found = []
+    for method, curve in curves.items():
+        densities = curve.density[head].tolist()
+        for tail, errors in ((False, curve.mse), (True, curve.tail_mse)):
+            extra = overhead(method, tail)
+            for tau, mse, density in zip(TAUS, errors[head].tolist(), densities, strict=True):
+                settings = HeadConfig(tau, method.segment, "s2o", "rest", method.representatives, tail)
+                found.append(Point(mse, density + extra, density, settings))
+    points = [dense_point(next(iter(curves)).segment)]
+    for point in sorted(found, key=lambda point: point[:2]):
+        if point.cost < points[-1].cost:
             points.append(point)
     return points
 
@@ -93,5 +117,5 @@ def _hull(points: list[Point]) -> list[Point]:
 
 
 def _slope(near: Point, far: Point) -> float:
-    """Density saved per error spent."""
-    return (near.density - far.density) / (far.mse - near.mse)
+    """Cost saved per error spent."""
+    return (near.cost - far.cost) / (far.mse - near.mse)

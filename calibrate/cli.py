@@ -45,6 +45,8 @@ def parser() -> Parser:
     add("--num-prompts", type=int, default=4, metavar="N", help="prompts of each length to calibrate on (default 4)")
     add("--held-out", type=int, default=2, metavar="N", help="prompts of each length to prove on (default 2)")
     add("--trials", type=int, default=16, metavar="N", help="Optuna trials for each layer and length (default 16)")
+    add("--representatives", type=_counts, default=(1, 32), metavar="N,N", help="to choose from (default 1,32)")
+    add("--grains", type=_counts, default=(1, 4), metavar="N,N", help="to choose from (default 1,4)")
     add("--margin", type=float, default=0.8, metavar="X", help="share of the budget to spend (default 0.8)")
     add("--seed", type=int, default=0, metavar="N", help="seed of prompts and search (default 0)")
     add("--device", metavar="NAME", help="cuda, cuda:1 or cpu (default: a GPU if there is one)")
@@ -148,6 +150,8 @@ def _recipe(args: argparse.Namespace, budget: Budget) -> tuple[Recipe, str]:
         trials=args.trials,
         margin=args.margin,
         device=name,
+        representatives=args.representatives,
+        grains=args.grains,
     )
     return recipe.validate(), str(identity)
 
@@ -173,9 +177,20 @@ def _number(text: str) -> float:
 
 def _lengths(text: str) -> tuple[int, ...]:
     try:
-        return tuple(sorted({int(part) for part in text.split(",")}))
+        return _integers(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of lengths: try 8192,32768") from None
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        return _integers(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers: try 1,4") from None
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(sorted({int(part) for part in text.split(",")}))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 
 from calibrate.timing import medians
 from s2o_runtime.attention import s2o_attention
-from s2o_runtime.config import MAX_TAU, LayerConfig, TileConfig
+from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.dense import dense_attention
 from s2o_runtime.identity import Geometry
 
@@ -17,22 +17,30 @@ LENGTHS = tuple(1 << power for power in range(9, 18))
 ROUNDS = 3
 
 
-def with_crossover(tile: TileConfig, segment: int, geometry: Geometry, device: torch.device) -> TileConfig:
-    """The tile with its `dense_below` measured."""
-    return replace(tile, dense_below=dense_below(tile, segment, geometry, device)).validate()
+def with_crossover(config: LayerConfig, geometry: Geometry, device: torch.device) -> TileConfig:
+    """A layer's tile with its `dense_below` measured."""
+    uncrossed = replace(config.tile, dense_below=0)
+    below = dense_below(uncrossed, _quickest(config), config.grain, geometry, device)
+    return replace(config.tile, dense_below=below).validate()
+
+
+def _quickest(config: LayerConfig) -> HeadConfig:
+    """A head that stops as early as it can, with the dearest ranking of the layer's heads."""
+    ranked = [head for head in config.heads if head.mode == "s2o"] or [HeadConfig(segment=config.heads[0].segment)]
+    dearest = max(ranked, key=lambda head: (head.representatives, head.tail))
+    return replace(dearest, tau=MAX_TAU)
 
 
 @lru_cache(maxsize=256)
-def dense_below(tile: TileConfig, segment: int, geometry: Geometry, device: torch.device) -> int:
+def dense_below(tile: TileConfig, head: HeadConfig, grain: int, geometry: Geometry, device: torch.device) -> int:
     """The shortest of `LENGTHS` at which a call that stops as early as it can beats dense attention.
 
     Twice the longest if none does. Such a call computes the window and one chunk: with any threshold it takes longer.
     A prompt of one segment runs dense anyway, so there is nothing to compare.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    tile = replace(tile, dense_below=0)
-    config = LayerConfig.uniform(geometry.query_heads, tau=MAX_TAU, segment=segment, tile=tile)
-    for length in (each for each in LENGTHS if each > segment):
+    config = LayerConfig((head,) * geometry.query_heads, tile, grain=grain).validate()
+    for length in (each for each in LENGTHS if each > head.segment):
         q, k, v = (
             torch.randn(1, length, heads, geometry.head_dim, dtype=dtype, device=device).transpose(1, 2)
             for heads in (geometry.query_heads, geometry.kv_heads, geometry.kv_heads)

@@ -1,8 +1,9 @@
 """Error against threshold for every head, from one pass over the prefix.
 
-For one segment length the prefix is visited once, in order, in steps of `STEP` keys. Of every row it is kept
-how much each step added to l and what the error would be after it. That is enough to know, without running
-anything again, where any tile height, stride and threshold would stop, and what it would cost.
+For one way to rank the keys the prefix is visited once, in order, in steps of `STEP` keys. Of every row it is kept
+how much each step added to l and what the error would be after it, with and without an estimate of the rest. That is
+enough to know, without running anything again, where any tile height, stride and threshold would stop, and what it
+would cost.
 """
 
 from __future__ import annotations
@@ -15,13 +16,23 @@ import torch
 from torch import Tensor
 
 from calibrate.capture import Captured
-from s2o_runtime.config import HeadConfig, TileConfig
-from s2o_runtime.reference import dense_window, rank, segment_representative
+from s2o_runtime.config import TileConfig
+from s2o_runtime.ranking import log_weights, order_of, part_means
+from s2o_runtime.reference import dense_window
 
 STEP = 128
 GPU_BYTES, CPU_BYTES = 8 << 30, 256 << 20  # workspace of one pass
 LIVE_COPIES = 4  # arrays of the size of the scores that exist at once
-TAUS = tuple(float(f"{10.0 ** (exponent / 6):.4g}") for exponent in range(-24, 13))  # 1e-4 .. 1e2, six a decade
+TAUS = tuple(float(f"{10.0 ** (exponent / 6):.4g}") for exponent in range(-30, 19))  # 1e-5 .. 1e3, six a decade
+
+
+@dataclass(frozen=True)
+class Method:
+    """What decides in which order a head visits its keys; the fields are those of HeadConfig and LayerConfig."""
+
+    segment: int
+    representatives: int = 1
+    grain: int = 1
 
 
 @dataclass(frozen=True)
@@ -40,11 +51,13 @@ class Shape:
 class Curve:
     """Mean squared error and density of every head at every threshold of `TAUS`.
 
-    mse, density: float64 [Hq, len(TAUS)]; thresholds in units of the uniform share, rows reduced by mean.
+    mse, tail_mse, density: float64 [Hq, len(TAUS)]; thresholds of the kind "rest", rows reduced by mean. The tail
+    does not change where a head stops, so one density belongs to both errors.
     dense_power: mean square of the layer's dense output.
     """
 
     mse: Tensor
+    tail_mse: Tensor
     density: Tensor
     dense_power: float
 
@@ -53,48 +66,51 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     """The curve of several prompts together."""
     return Curve(
         torch.stack([curve.mse for curve in curves]).mean(0),
+        torch.stack([curve.tail_mse for curve in curves]).mean(0),
         torch.stack([curve.density for curve in curves]).mean(0),
         sum(curve.dense_power for curve in curves) / len(curves),
     )
 
 
 @torch.no_grad()
-def measure(prompt: Captured, segment: int, shapes: Sequence[Shape]) -> dict[Shape, Curve]:
-    """One prompt's curves at one layer for one segment length, for every tile shape.
+def measure(prompt: Captured, methods: Sequence[Method], shapes: Sequence[Shape]) -> dict[tuple[Method, Shape], Curve]:
+    """One prompt's curves at one layer for some ways to rank, all of one segment length, and for every tile shape.
 
-    Every shape's stride must be a multiple of `STEP`, and `segment` of its height.
+    Every shape's stride must be a multiple of `STEP`, and the segment of its height.
     """
     heads, length, head_dim = prompt.q.shape[1:]
+    size = methods[0].segment
     device = prompt.q.device
-    squared = {shape: torch.zeros(heads, len(TAUS), dtype=torch.float64, device=device) for shape in shapes}
-    visited = {shape: torch.zeros(heads, len(TAUS), dtype=torch.float64, device=device) for shape in shapes}
-    power = torch.zeros((), dtype=torch.float64, device=device)
-    for some in _head_slices(prompt, segment):
-        q, k, v = _heads(prompt, some)
-        for begin in range(0, length, segment):
-            trace = _trace(q[:, begin : begin + segment], k, v, begin)
-            power += trace.dense.double().square().sum()
-            for shape in shapes:
-                errors, pairs = _stops(trace, shape)
-                squared[shape][some] += errors
-                visited[shape][some] += pairs
-    window = _window_pairs(length, segment)
-    mean_power = float(power) / (heads * length * head_dim)
-    return {
-        shape: Curve(
-            squared[shape].cpu() / (length * head_dim),
-            (visited[shape].cpu() + window) / (length * (length + 1) / 2),
-            mean_power,
-        )
+    sums = {
+        (method, shape): torch.zeros(3, heads, len(TAUS), dtype=torch.float64, device=device)
+        for method in methods
         for shape in shapes
     }
+    power = torch.zeros((), dtype=torch.float64, device=device)
+    for some in _head_slices(prompt, size):
+        q, k, v = _heads(prompt, some)
+        for begin in range(0, length, size):
+            segment = _segment(q[:, begin : begin + size], k, v, begin)
+            for method in methods:
+                trace = _trace(segment, method)
+                for shape in shapes:
+                    sums[method, shape][:, some] += _stops(trace, shape)
+            power += trace.dense.double().square().sum()
+    window, causal, values = _window_pairs(length, size), length * (length + 1) / 2, length * head_dim
+    mean_power = float(power) / (heads * values)
+    curves = {}
+    for key, total in sums.items():
+        squared, tail_squared, visited = total.cpu()
+        curves[key] = Curve(squared / values, tail_squared / values, (visited + window) / causal, mean_power)
+    return curves
 
 
 def _head_slices(prompt: Captured, segment: int) -> list[slice]:
     """Heads that are measured together: as many as fit the workspace."""
-    heads, length = prompt.q.shape[1:3]
+    heads, length, head_dim = prompt.q.shape[1:]
     limit = GPU_BYTES if prompt.q.device.type == "cuda" else CPU_BYTES
-    count = max(1, limit // (LIVE_COPIES * min(segment, length) * length * 4))
+    copy = min(segment, length) * length * max(1, head_dim // STEP) * 4
+    count = max(1, limit // (LIVE_COPIES * copy))
     return [slice(begin, min(begin + count, heads)) for begin in range(0, heads, count)]
 
 
@@ -106,61 +122,133 @@ def _heads(prompt: Captured, some: slice) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class _Trace:
-    """One segment of some heads: l and squared error of every row after every step; column 0 is the window alone."""
+class _Segment:
+    """A segment of some heads, and what it computes whatever the order of its prefix.
 
-    l: Tensor  # [H, S, T + 1]
-    error: Tensor  # [H, S, T + 1], summed over the head dimension
-    prefix: int
+    weights: exp(scores - m), where m is a row's largest score; l, acc: those of the window, relative to the same m.
+    """
+
+    q: Tensor  # [H, S, D], scaled
+    k: Tensor  # [H, P, D]
+    v: Tensor  # [H, P, D]
+    weights: Tensor  # [H, P, S]
+    l: Tensor  # [H, S]
+    acc: Tensor  # [H, S, D]
+
+
+def _segment(q: Tensor, k: Tensor, v: Tensor, begin: int) -> _Segment:
+    """q [H, S, D] scaled, the segment's queries; k, v [H, L, D]; begin: position of the first query."""
+    prefix = begin // STEP * STEP  # the keys cut off here join the window, as in the kernel
+    end = begin + q.shape[1]
+    last_key = torch.arange(begin - prefix, end - prefix, device=q.device)
+    window = dense_window(q, k[:, prefix:end], v[:, prefix:end], last_key.expand(q.shape[:2]))
+    k, v = k[:, :prefix], v[:, :prefix]
+    if not prefix:
+        return _Segment(q, k, v, q.new_zeros(len(q), 0, q.shape[1]), window.l, window.acc)
+    scores = k @ q.transpose(1, 2)
+    m = torch.maximum(scores.amax(1), window.m)
+    decay = (window.m - m).exp_()
+    return _Segment(q, k, v, scores.sub_(m[:, None]).exp_(), window.l * decay, window.acc * decay[..., None])
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """A segment after every step of its prefix, in one order.
+
+    The error without a tail is x . x, where x is the output so far less the dense one. A tail moves the output
+    towards the mean of the values left, as the ranking weighs them; y is that mean less the dense output.
+    """
+
+    l: Tensor  # [H, T + 1, S], with the window alone in front
+    xx: Tensor  # [H, T, S]
+    xy: Tensor  # [H, T, S]
+    yy: Tensor  # [H, T, S]
+    mass: Tensor  # [H, T + 1], the ranking's weight of the keys left
     dense: Tensor  # [H, S, D]
 
 
-def _trace(q: Tensor, k: Tensor, v: Tensor, begin: int) -> _Trace:
-    """q [H, S, D] scaled, the segment's queries; k, v [H, L, D]; begin: position of the first query."""
-    heads, rows, head_dim = q.shape
-    prefix = begin // STEP * STEP  # the keys cut off here join the window, as in the kernel
-    steps = prefix // STEP
-    end = begin + rows
-    last_key = torch.arange(begin - prefix, end - prefix, device=q.device)
-    window = dense_window(q, k[:, prefix:end], v[:, prefix:end], last_key.expand(heads, rows))
-    if steps == 0:
-        return _Trace(window.l[..., None], torch.zeros_like(window.l)[..., None], 0, window.output())
-    order = rank(segment_representative(q, begin, 0), k[:, :prefix])[..., None].expand(-1, -1, head_dim)
-    scores = q @ k.gather(1, order).transpose(1, 2)
-    m = torch.maximum(scores.amax(-1), window.m)[..., None]
-    weights = scores.sub_(m).exp_().view(heads, rows, steps, STEP)
-    decay = (window.m[..., None] - m).exp_()
-    l = torch.cat([window.l[..., None] * decay, weights.sum(-1)], 2).cumsum_(2)
-    values = weights.transpose(1, 2) @ v.gather(1, order).view(heads, steps, STEP, head_dim)  # [H, T, S, D]
-    acc = torch.cat([(window.acc * decay)[:, None], values], 1).cumsum_(1)
-    out = acc.div_(l.transpose(1, 2)[..., None])
+def _trace(segment: _Segment, method: Method) -> _Trace:
+    if not segment.k.shape[1]:
+        none = segment.weights
+        return _Trace(segment.l[:, None], none, none, none, none[..., 0], segment.acc / segment.l[..., None])
+    log_mass = log_weights(part_means(segment.q, method.segment // method.representatives), segment.k, method.grain)
+    order = order_of(log_mass, method.grain)
+    weights, v = (_in_order(each, order) for each in (segment.weights, segment.v))
+    l = torch.cat([segment.l[:, None], weights.sum(2)], 1).cumsum_(1)
+    acc = (weights.transpose(2, 3) @ v).cumsum_(1).add_(segment.acc[:, None])  # [H, T, S, D]
+    del weights
+    out = acc.div_(l[:, 1:, :, None])
     dense = out[:, -1].clone()
-    return _Trace(l, out.sub_(dense[:, None]).square_().sum(-1).transpose(1, 2), prefix, dense)
+    x = out.sub_(dense[:, None])
+    mass, mean = _left((log_mass - log_mass.amax(-1, keepdim=True)).exp_(), order, v)
+    xy = (x @ mean[..., None])[..., 0] - (x * dense[:, None]).sum(-1)
+    yy = mean.square().sum(-1)[..., None] - 2 * mean @ dense.transpose(1, 2) + dense.square().sum(-1)[:, None]
+    return _Trace(l, x.square_().sum(-1), xy, yy, mass, dense)
 
 
-def _stops(trace: _Trace, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Summed squared error and visited pairs at every threshold, each float64 [H, len(TAUS)]."""
-    heads, rows, columns = trace.l.shape
-    steps = columns - 1
+def _in_order(rows: Tensor, order: Tensor) -> Tensor:
+    """Rows [H, P, X] of every head in its own order [H, P], by steps: [H, T, STEP, X]."""
+    heads, prefix = order.shape
+    places = order + prefix * torch.arange(heads, device=order.device)[:, None]
+    return rows.flatten(0, 1).index_select(0, places.flatten()).view(heads, -1, STEP, rows.shape[-1])
+
+
+def _left(mass: Tensor, order: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The mass of the keys left before and after every step [H, T + 1], and their mean value after it [H, T, D].
+
+    mass: [H, P / grain] by position; order: [H, P]; v: [H, T, STEP, D], in that order. See ranking.Ranking.
+    """
+    grain = order.shape[1] // mass.shape[1]
+    of_keys = (mass.gather(1, order // grain) / grain).view(v.shape[:3])
+    left = _suffix_sums(of_keys.sum(-1))
+    values = _suffix_sums((of_keys[:, :, None] @ v)[:, :, 0])[:, 1:]
+    return left, values / torch.where(left > 0, left, 1.0)[:, 1:, None]
+
+
+def _suffix_sums(terms: Tensor) -> Tensor:
+    """Sums over dimension 1 from each entry to the end, and a 0 for behind the end."""
+    return torch.cat([terms.flip(1).cumsum(1).flip(1), torch.zeros_like(terms[:, :1])], 1)
+
+
+def _stops(trace: _Trace, shape: Shape) -> Tensor:
+    """Summed squared error, the same with a tail, and visited pairs at every threshold: float64 [3, H, len(TAUS)]."""
+    heads, steps, rows = trace.xx.shape
     device = trace.l.device
+    if not steps:
+        return torch.zeros(3, heads, len(TAUS), dtype=torch.float64, device=device)
     chunks = -(-steps // (shape.stride // STEP))
     ends = (torch.arange(chunks + 1, device=device) * (shape.stride // STEP)).clamp_max(steps)
-    l, error = trace.l[..., ends], trace.error[..., ends]
     tiles = -(-rows // shape.block_m)
     tile = torch.arange(rows, device=device) // shape.block_m
     count = (rows - torch.arange(tiles, device=device) * shape.block_m).clamp_max(shape.block_m)
-    error_of = l.new_zeros(heads, tiles, chunks + 1).index_add_(1, tile, error)
-    stop = torch.zeros(heads, tiles, len(TAUS), dtype=torch.int64, device=device)
-    if chunks:
-        gain = l[..., 1:] / l[..., :-1] - 1
-        tile_gain = l.new_zeros(heads, tiles, chunks).index_add_(1, tile, gain) / count[:, None]
-        share = tile_gain * trace.prefix / (ends.diff() * STEP)
-        lowest = share.cummin(-1).values
-        # the chunk whose gain falls below tau is kept, so it is the number of chunks before it, plus one
-        before = chunks - torch.searchsorted(lowest.flip(-1), _taus(device).expand(heads, tiles, -1).contiguous())
-        stop = (before + 1).clamp_max(chunks)
-    pairs = (ends[stop] * STEP * count[:, None]).double()
-    return error_of.gather(2, stop).double().sum(1), pairs.sum(1)
+
+    def per_tile(of_rows: Tensor) -> Tensor:
+        """[H, C, S] -> [H, tiles, C]"""
+        return of_rows.new_zeros(heads, chunks, tiles).index_add_(2, tile, of_rows).transpose(1, 2)
+
+    l = trace.l[:, ends]
+    gain = per_tile(l.diff(dim=1) / l[:, :-1]) / count[:, None]
+    rest = (gain * ((steps - ends[1:]) / ends.diff()))[..., :-1]  # after the last chunk there is nothing to skip
+    lowest = rest.cummin(-1).values.flip(-1)
+    # the chunk whose gain falls below tau is kept: it comes after those that do not
+    stop = chunks - 1 - torch.searchsorted(lowest, _taus(device).expand(heads, tiles, -1).contiguous())
+    errors = (per_tile(of_rows).gather(2, stop) for of_rows in (trace.xx[:, ends[1:] - 1], _with_tail(trace, ends)))
+    pairs = ends[1:][stop] * STEP * count[:, None]
+    return torch.stack([each.double().sum(1) for each in (*errors, pairs)])
+
+
+def _with_tail(trace: _Trace, ends: Tensor) -> Tensor:
+    """Squared error of every row at the end of every chunk [H, C, S] with the tail added: reference.with_tail."""
+    begin, end = ends[:-1], ends[1:]
+    mass = trace.mass[:, end]
+    chunk = trace.mass[:, begin] - mass
+    most = (ends[-1] - end) / ends.diff()
+    times = torch.where(chunk * most > mass, mass / chunk, most) * (mass > 0)
+    l = trace.l[:, end]
+    added = times[..., None] * (l - trace.l[:, begin])
+    tail = added / (l + added)
+    xx, xy, yy = (each[:, end - 1] for each in (trace.xx, trace.xy, trace.yy))
+    return ((1 - tail).square() * xx + 2 * (1 - tail) * tail * xy + tail.square() * yy).clamp_min_(0)
 
 
 @lru_cache(maxsize=8)
@@ -175,10 +263,3 @@ def _window_pairs(length: int, segment: int) -> int:
         size = min(segment, length - begin)
         total += size * (size + 1) // 2 + size * (begin % STEP)
     return total
-
-
-def head_config(tau: float | None, segment: int) -> HeadConfig:
-    """The configuration of a head at one point of its curve; None is dense."""
-    if tau is None:
-        return HeadConfig(segment=segment, mode="dense")
-    return HeadConfig(tau=tau, segment=segment, threshold="share")

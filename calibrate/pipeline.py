@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -24,7 +25,7 @@ from calibrate.verify import LayerProof, PrefillTimes, prove, time_prefill
 from s2o_runtime.gpu import DeviceIdentity, identify
 from s2o_runtime.profile import Profile, save_profile
 
-TIGHTENINGS = 3  # the last one makes what is still over budget dense
+TIGHTENINGS = 3  # of one layer at one length; the last one makes it dense
 TIGHTEN_TO = 0.9  # aim this far under the budget after a layer was over it
 
 log = logging.getLogger("calibrate")
@@ -52,16 +53,19 @@ def calibrate(recipe: Recipe, *, progress: bool = True) -> Result:
     choices, failures = _choose(loaded, prompts, recipe, device, progress)
     if device.kind == "cuda":
         choices = _with_crossovers(choices, loaded, recipe)
-    for attempt in range(TIGHTENINGS + 1):
+    tightenings: Counter[tuple[int, int]] = Counter()  # a layer's change shifts what later layers see, and their error
+    while True:
         proofs = _prove(loaded, _draft(loaded, recipe, device, choices), prompts, progress)
         over = _over_budget(proofs, recipe)
-        if not over or attempt == TIGHTENINGS:
+        places = [place for place in over if tightenings[place] < TIGHTENINGS]
+        if not places:
             break
-        log.info("held-out error is over budget in %d places: tightening them", len(over))
-        for (length, layer), excess in over.items():
-            choice = choices[length][layer]
-            last = attempt == TIGHTENINGS - 1
-            choices[length][layer] = as_dense(choice) if last else choice.tightened(TIGHTEN_TO / excess)
+        log.info("held-out error is over budget in %d places: tightening them", len(places))
+        tightenings.update(places)
+        for length, layer in places:
+            choice, last = choices[length][layer], tightenings[length, layer] == TIGHTENINGS
+            tightened = choice.tightened(TIGHTEN_TO / over[length, layer])
+            choices[length][layer] = as_dense(choice) if last else tightened
     profile = _draft(loaded, recipe, device, choices)
     times = time_prefill(loaded, profile, prompts.held_out)
     profile = replace(profile, record=_record(recipe, prompts, choices, proofs, times, device))
@@ -94,7 +98,7 @@ def _with_crossovers(
     choices: dict[int, list[Choice]], loaded: LoadedModel, recipe: Recipe
 ) -> dict[int, list[Choice]]:  # fmt: skip
     def crossed(choice: Choice) -> Choice:
-        tile = with_crossover(choice.tile, choice.segment, loaded.geometry, torch.device(recipe.device))
+        tile = with_crossover(choice.config, loaded.geometry, torch.device(recipe.device))
         return replace(choice, tile=tile)
 
     return {length: [crossed(choice) for choice in layers] for length, layers in choices.items()}
@@ -103,7 +107,7 @@ def _with_crossovers(
 def _advance(bar: Any, layer: int, length: int, work: LayerSearch) -> Callable[[], None]:
     def advance() -> None:
         best = min((work.cost(choice) for choice in work.tried.values()), default=float("nan"))
-        text = f"{best * 1e3:.2f} ms" if work.on_gpu else f"density {best:.3f}"
+        text = f"{best * 1e3:.2f} ms" if work.on_gpu else f"cost {best:.3f}"
         bar.set_postfix_str(f"layer {layer}, length {length}, best {text}", refresh=False)
         bar.update()
 
@@ -150,7 +154,7 @@ def _record(
     on_gpu = device.kind == "cuda"
     return {
         "budget": {"kind": recipe.budget.kind, "value": recipe.budget.value, "scope": "layer"},
-        "objective": "latency" if on_gpu else "density",
+        "objective": "latency" if on_gpu else "predicted latency",
         "recipe": recipe.record(),
         "data": prompts.record(),
         "versions": versions(),
@@ -158,7 +162,7 @@ def _record(
             {
                 "length": length,
                 "layers": [
-                    {"mse": choice.allocation.mse, "density": choice.allocation.density}
+                    {name: getattr(choice.allocation, name) for name in ("mse", "density", "cost")}
                     | ({"seconds": choice.seconds, "dense_seconds": choice.dense_seconds} if on_gpu else {})
                     for choice in choices[length]
                 ],

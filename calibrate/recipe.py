@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from s2o_runtime.config import GRAINS, REPRESENTATIVES
 from s2o_runtime.errors import ConfigError
 
 SEGMENTS = (256, 512, 1024, 2048)
@@ -45,7 +46,8 @@ class Recipe:
 
     model: alias, local folder or hub id; lengths: prompt lengths in tokens; num_prompts, held_out: prompts of
     each length to calibrate on and to prove on; margin: the share of the budget that calibration may spend,
-    the rest is left for prompts it has not seen; trials: Optuna trials for each layer and length.
+    the rest is left for prompts it has not seen; trials: Optuna trials for each layer and length;
+    representatives, grains: what a head's representatives and a layer's grain are chosen from.
     """
 
     model: str
@@ -59,6 +61,8 @@ class Recipe:
     trials: int = 16
     margin: float = 0.8
     device: str = "cpu"
+    representatives: tuple[int, ...] = (1, 32)
+    grains: tuple[int, ...] = (1, 4)
 
     def validate(self) -> Recipe:
         self.budget.validate()
@@ -72,6 +76,13 @@ class Recipe:
         for name, least in (("num_prompts", 1), ("held_out", 1), ("trials", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}: use at least {least}")
+        for name, allowed in (("representatives", REPRESENTATIVES), ("grains", GRAINS)):
+            values = getattr(self, name)
+            if not values or tuple(sorted(set(values))) != values:
+                raise ConfigError(f"{name} {values} are empty, repeated or not ascending: give each once, sorted")
+            for value in values:
+                if value not in allowed:
+                    raise ConfigError(f"{name} {value} is not supported: use some of {allowed}")
         if not 0 < self.margin <= 1:
             raise ConfigError(f"margin is {self.margin}: use a share above 0 and at most 1")
         return self
@@ -90,7 +101,8 @@ class Recipe:
         settings = asdict(self)
         del settings["out"]
         settings["prompts"] = self.prompts.name if self.prompts else None
-        settings["lengths"] = list(self.lengths)
+        for name in ("lengths", "representatives", "grains"):
+            settings[name] = list(settings[name])
         return settings
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -21,12 +23,14 @@ def plan(recipe: Recipe, geometry: Geometry, device: str) -> dict[str, Any]:
         "architecture": f"{geometry.architecture}, {geometry.layers} layers, {geometry.query_heads} query heads, "
         f"{geometry.kv_heads} KV heads, head dim {geometry.head_dim}",
         "device": device,
-        "objective": "measured latency" if recipe.device.startswith("cuda") else "density (no GPU)",
+        "objective": "measured latency" if recipe.device.startswith("cuda") else "predicted latency (no GPU)",
         "budget": f"{recipe.budget.kind} {recipe.budget.value:g} per layer; {recipe.margin:.0%} of it is spent",
         "lengths": list(recipe.lengths),
         "prompts": str(recipe.prompts) if recipe.prompts else "the Python standard library's sources, with needles",
         "prompts per length": f"{recipe.num_prompts} to calibrate, {recipe.held_out} held out",
         "segments": {str(length): list(recipe.segments(length)) for length in recipe.lengths},
+        "representatives": list(recipe.representatives),
+        "grains": list(recipe.grains),
         "trials": f"{recipe.trials} for each of {geometry.layers} layers and {len(recipe.lengths)} lengths",
         "seed": recipe.seed,
         "out": str(recipe.out),
@@ -65,13 +69,18 @@ def summary(recipe: Recipe, result: Result) -> dict[str, Any]:
 
 
 def _row(recipe: Recipe, index: int, choice: Choice, proof: LayerProof) -> dict[str, Any]:
-    taus = [tau for tau in choice.allocation.taus if tau is not None]
+    heads = [head for head in choice.allocation.heads if head.mode == "s2o"]
+    taus = [head.tau for head in heads]
+    representatives = Counter(head.representatives for head in heads)
     return {
         "layer": index,
         "tau_min": min(taus, default=None),
         "tau_max": max(taus, default=None),
-        "dense_heads": len(choice.allocation.taus) - len(taus),
+        "dense_heads": len(choice.allocation.heads) - len(heads),
+        "tails": sum(head.tail for head in heads),
+        "representatives": {str(count): representatives[count] for count in sorted(representatives)},
         "segment": choice.segment,
+        "grain": choice.grain,
         "tile": str(choice.tile),
         "density": proof.density,
         "error": proof.error(recipe.budget),
@@ -98,17 +107,24 @@ def print_tables(summary: dict[str, Any], console: Console) -> None:
 
 
 def _table(budget: dict[str, Any], length: dict[str, Any]) -> Table:
-    table = Table(title=f"{length['length']} tokens, held-out prompts", title_justify="left")
-    for name in ("layer", "tau", "dense heads", "segment", "tile", "density", budget["kind"], "of budget", "vs dense"):
-        table.add_column(name, justify="right")
+    """One row a layer, at most 120 columns wide; "1/32: 6/2" says that 6 heads have 1 representative and 2 have 32."""
+    title = f"{length['length']} tokens, held-out prompts"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("layer", "tau", "dense", "tails", "repr.", "segment", "grain", "tile", "density"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in (budget["kind"], "budget", "vs dense"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in length["layers"]:
-        taus = "-" if row["tau_min"] is None else f"{row['tau_min']:.3g} .. {row['tau_max']:.3g}"
+        taus = "-" if row["tau_min"] is None else f"{_short(row['tau_min'])} .. {_short(row['tau_max'])}"
         timed = row["seconds"] is not None and row["dense_seconds"] is not None
         table.add_row(
             str(row["layer"]),
             taus,
             str(row["dense_heads"]),
+            str(row["tails"]),
+            _shares(row["representatives"]),
             str(row["segment"]),
+            str(row["grain"]),
             row["tile"],
             f"{row['density']:.3f}",
             f"{row['error']:.2e}",
@@ -116,3 +132,12 @@ def _table(budget: dict[str, Any], length: dict[str, Any]) -> Table:
             f"{row['dense_seconds'] / row['seconds']:.2f}x" if timed else "-",
         )
     return table
+
+
+def _shares(counts: dict[str, int]) -> str:
+    """{"1": 6, "32": 2} -> "1/32: 6/2" """
+    return f"{'/'.join(counts)}: {'/'.join(map(str, counts.values()))}" if counts else "-"
+
+
+def _short(tau: float) -> str:
+    return f"{float(f'{tau:.2g}'):g}"  # 150, not 1.5e+02

@@ -1,13 +1,13 @@
-"""Optuna over segment and tile, with the allocation of the budget as the inner step.
+"""Optuna over segment, grain and tile, with the allocation of the budget as the inner step.
 
-A trial names a segment length and a tile; the thresholds follow from the measured curves. On a GPU the
-objective is the layer's measured time, on a CPU its density.
+A trial names a segment length, a grain and a tile; each head's threshold, representatives and tail follow from the
+measured curves. On a GPU the objective is the layer's measured time, on a CPU the time its density predicts.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import optuna
@@ -15,7 +15,7 @@ import torch
 
 from calibrate.allocate import Allocation, allocate
 from calibrate.capture import Captured
-from calibrate.curves import Curve, Shape, head_config, mean_curve, measure
+from calibrate.curves import Curve, Method, Shape, mean_curve, measure
 from calibrate.recipe import Recipe
 from calibrate.timing import medians
 from s2o_runtime.attention import s2o_attention
@@ -33,12 +33,13 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 class Choice:
     """What was chosen for one layer at one length, and what it is predicted to do.
 
-    seconds, dense_seconds: measured on one prompt, None on a CPU.
+    curves: of every ranking a head could choose; seconds, dense_seconds: measured on one prompt, None on a CPU.
     """
 
     segment: int
+    grain: int
     tile: TileConfig
-    curve: Curve
+    curves: Mapping[Method, Curve]
     budget_mse: float
     allocation: Allocation
     seconds: float | None = None
@@ -46,13 +47,12 @@ class Choice:
 
     @property
     def config(self) -> LayerConfig:
-        heads = tuple(head_config(tau, self.segment) for tau in self.allocation.taus)
-        return LayerConfig(heads, self.tile).validate()
+        return LayerConfig(self.allocation.heads, self.tile, grain=self.grain).validate()
 
     def tightened(self, factor: float) -> Choice:
-        """The same segment and tile with less predicted error."""
+        """The same segment, grain and tile with less predicted error."""
         budget = self.allocation.mse * factor
-        return replace(self, budget_mse=budget, allocation=allocate(self.curve, budget))
+        return replace(self, budget_mse=budget, allocation=allocate(self.curves, budget))
 
 
 @dataclass
@@ -62,8 +62,8 @@ class LayerSearch:
     prompts: list[Captured]
     recipe: Recipe
     device: DeviceIdentity
-    curves: dict[tuple[int, Shape], Curve] = field(default_factory=dict)
-    tried: dict[tuple[int, TileConfig], Choice] = field(default_factory=dict)
+    curves: dict[tuple[Method, Shape], Curve] = field(default_factory=dict)
+    tried: dict[tuple[int, int, TileConfig], Choice] = field(default_factory=dict)
     failures: int = 0
 
     @property
@@ -79,25 +79,25 @@ class LayerSearch:
             return CPU_TILES
         return candidate_tiles(int(self.prompts[0].q.shape[3]), self.device.capability)
 
-    def curve(self, segment: int, shape: Shape) -> Curve:
-        """The mean curve of the prompts; one pass measures every shape of a segment."""
-        if (segment, shape) not in self.curves:
+    def measured(self, segment: int, grain: int, shape: Shape) -> dict[Method, Curve]:
+        """The mean curves of the prompts for every number of representatives; one pass measures every shape."""
+        methods = [Method(segment, each, grain) for each in self.recipe.representatives]
+        if (methods[0], shape) not in self.curves:
             shapes = sorted({Shape.of(tile) for tile in self.tiles()}, key=lambda s: (s.block_m, s.stride))
-            measured = [measure(prompt, segment, shapes) for prompt in self.prompts]
-            for each in shapes:
-                self.curves[segment, each] = mean_curve([one[each] for one in measured])
-        return self.curves[segment, shape]
+            found = [measure(prompt, methods, shapes) for prompt in self.prompts]
+            self.curves |= {key: mean_curve([one[key] for one in found]) for key in found[0]}
+        return {method: self.curves[method, shape] for method in methods}
 
-    def choice(self, segment: int, tile: TileConfig) -> Choice:
-        """The budget spent on one segment and tile, and on a GPU the time it takes."""
-        if (segment, tile) not in self.tried:
-            curve = self.curve(segment, Shape.of(tile))
+    def choice(self, segment: int, grain: int, tile: TileConfig) -> Choice:
+        """The budget spent on one segment, grain and tile, and on a GPU the time it takes."""
+        if (segment, grain, tile) not in self.tried:
+            curves = self.measured(segment, grain, Shape.of(tile))
             budget = self.recipe.budget.value * self.recipe.margin
             if self.recipe.budget.kind == "rel_mse":
-                budget *= curve.dense_power
-            choice = Choice(segment, tile, curve, budget, allocate(curve, budget))
-            self.tried[segment, tile] = self._timed(choice) if self.on_gpu else choice
-        return self.tried[segment, tile]
+                budget *= next(iter(curves.values())).dense_power
+            choice = Choice(segment, grain, tile, curves, budget, allocate(curves, budget))
+            self.tried[segment, grain, tile] = self._timed(choice) if self.on_gpu else choice
+        return self.tried[segment, grain, tile]
 
     def _timed(self, choice: Choice) -> Choice:
         prompt = self.prompts[0]
@@ -112,7 +112,7 @@ class LayerSearch:
         return replace(choice, seconds=times["s2o"], dense_seconds=times["dense"])
 
     def cost(self, choice: Choice) -> float:
-        return choice.seconds if choice.seconds is not None else choice.allocation.density
+        return choice.seconds if choice.seconds is not None else choice.allocation.cost
 
 
 def search(work: LayerSearch, seed: int, on_trial: Callable[[], None]) -> Choice:
@@ -120,26 +120,28 @@ def search(work: LayerSearch, seed: int, on_trial: Callable[[], None]) -> Choice
 
     A layer that does not beat dense attention becomes dense.
     """
-    segments = work.recipe.segments(work.length)
+    segments, grains = work.recipe.segments(work.length), work.recipe.grains
     tiles = {str(tile): tile for tile in work.tiles()}
     names = tuple(tiles)
 
     def objective(trial: optuna.Trial) -> float:
         segment = trial.suggest_categorical("segment", segments)
+        grain = trial.suggest_categorical("grain", grains)
         tile = tiles[trial.suggest_categorical("tile", names)]
         try:
-            choice = work.choice(segment, tile)
+            choice = work.choice(segment, grain, tile)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             if not work.on_gpu:
                 raise
             work.failures += 1
-            log.warning("segment %d with %s failed: %s", segment, tile, str(error).splitlines()[0])
+            log.warning("segment %d, grain %d, %s failed: %s", segment, grain, tile, str(error).splitlines()[0])
             raise optuna.TrialPruned from error
         trial.set_constraint("error", choice.allocation.mse - choice.budget_mse)
         return work.cost(choice)
 
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
-    study.enqueue_trial({"segment": segments[-1] if len(segments) < 2 else segments[1], "tile": _default_name(work)})
+    first = segments[-1] if len(segments) < 2 else segments[1]
+    study.enqueue_trial({"segment": first, "grain": grains[-1], "tile": _default_name(work)})
     study.optimize(objective, n_trials=work.recipe.trials, callbacks=[lambda *_: on_trial()])
     best = min(work.tried.values(), key=work.cost, default=None)
     if best is None:
@@ -159,13 +161,12 @@ def _default_tile(work: LayerSearch) -> TileConfig:
 
 def dense_choice(work: LayerSearch) -> Choice:
     """Everything dense, when nothing else ran."""
-    segment = work.recipe.segments(work.length)[0]
     tile = _default_tile(work)
-    curve = work.curve(segment, Shape.of(tile))
-    return Choice(segment, tile, curve, 0.0, allocate(curve, 0.0))
+    segment, grain = work.recipe.segments(work.length)[0], work.recipe.grains[0]
+    curves = work.measured(segment, grain, Shape.of(tile))
+    return as_dense(Choice(segment, grain, tile, curves, 0.0, allocate(curves, 0.0)))
 
 
 def as_dense(choice: Choice) -> Choice:
     """The same layer with every head dense."""
-    dense = Allocation(tuple(point._replace(mse=0.0, density=1.0, tau=-1) for point in choice.allocation.points))
-    return replace(choice, allocation=dense, seconds=choice.dense_seconds)
+    return replace(choice, allocation=choice.allocation.as_dense(), seconds=choice.dense_seconds)

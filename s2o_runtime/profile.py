@@ -1,4 +1,4 @@
-"""The profile: thresholds, segments and tiles of one model, as one safetensors file.
+"""The profile: thresholds, rankings and tiles of one model, as one safetensors file.
 
 Tensors hold what the runtime needs, one entry per length bucket, layer and head. Everything else is one JSON
 document under one metadata key: with two keys safetensors files are not byte-reproducible.
@@ -20,19 +20,36 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from s2o_runtime.config import HeadConfig, LayerConfig, Mode, RowReduce, Threshold, TileConfig
+from s2o_runtime.config import (
+    GRAINS,
+    REPRESENTATIVES,
+    HeadConfig,
+    LayerConfig,
+    Mode,
+    RowReduce,
+    Threshold,
+    TileConfig,
+)
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.gpu import DeviceIdentity
 from s2o_runtime.identity import Geometry
 
-SCHEMA = 1
+SCHEMA = 2
 METADATA_KEY = "s2o_profile"
 MAX_BYTES = 64 << 20
 MAX_LENGTH = 1 << 24
 TILE_FIELDS = ("block_m", "block_n", "chunk", "num_warps", "num_stages", "specialized", "dense_below")
-HEAD_TENSORS = {"tau": torch.float32, "segment": torch.int32, "mode": torch.uint8, "threshold": torch.uint8}
-LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8}
+HEAD_TENSORS = {
+    "tau": torch.float32,
+    "segment": torch.int32,
+    "mode": torch.uint8,
+    "threshold": torch.uint8,
+    "representatives": torch.uint8,
+    "tail": torch.uint8,
+}
+LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8, "grain": torch.uint8}
 MODES, THRESHOLDS, ROW_REDUCES = get_args(Mode), get_args(Threshold), get_args(RowReduce)
+_INDEXED = {"mode": MODES, "threshold": THRESHOLDS, "row_reduce": ROW_REDUCES}
 STEPS_PER_OCTAVE = 8
 
 
@@ -61,9 +78,9 @@ class Profile:
     def layer_config(self, layer: int, length: int) -> LayerConfig:
         """The configuration of a layer for a prompt of `length` keys.
 
-        The bucket nearest in log length decides segments, modes and tiles; tau is interpolated in log length
-        between the two buckets around `length` for the heads they treat alike. Lengths are rounded to an
-        eighth of an octave, so that a server sees few distinct configurations.
+        The bucket nearest in log length decides everything but tau, which is interpolated in log length between
+        the two buckets around `length` for the heads they treat alike. Lengths are rounded to an eighth of an
+        octave, so that a server sees few distinct configurations.
         """
         position = length_step(length) / STEPS_PER_OCTAVE
         logs = [math.log2(bucket) for bucket in self.lengths]
@@ -72,8 +89,11 @@ class Profile:
         other = nearest + 1 if position > logs[nearest] else nearest - 1
         if not 0 <= other < len(logs) or position == logs[nearest]:
             return config
+        far_config = self.layers[other][layer]
+        if far_config.grain != config.grain:
+            return config
         weight = (position - logs[nearest]) / (logs[other] - logs[nearest])
-        pairs = zip(config.heads, self.layers[other][layer].heads, strict=True)
+        pairs = zip(config.heads, far_config.heads, strict=True)
         return replace(config, heads=tuple(_between(near, far, weight) for near, far in pairs))
 
     def with_tile(self, tile: TileConfig) -> Profile:
@@ -108,7 +128,8 @@ def length_step(length: int) -> int:
 
 
 def _between(near: HeadConfig, far: HeadConfig, weight: float) -> HeadConfig:
-    if (near.mode, near.threshold) != (far.mode, far.threshold) or near.mode == "dense":
+    alike = ("mode", "threshold", "representatives", "tail")  # else one tau does not mean the other's error
+    if near.mode == "dense" or any(getattr(near, name) != getattr(far, name) for name in alike):
         return near
     if near.tau == 0.0 or far.tau == 0.0:
         return replace(near, tau=0.0)
@@ -144,8 +165,11 @@ def _tensors(profile: Profile) -> dict[str, Tensor]:
         "segment": table(torch.int32, lambda layer: [head.segment for head in layer.heads]),
         "mode": table(torch.uint8, lambda layer: [MODES.index(head.mode) for head in layer.heads]),
         "threshold": table(torch.uint8, lambda layer: [THRESHOLDS.index(head.threshold) for head in layer.heads]),
+        "representatives": table(torch.uint8, lambda layer: [head.representatives for head in layer.heads]),
+        "tail": table(torch.uint8, lambda layer: [head.tail for head in layer.heads]),
         "tile": table(torch.int32, lambda layer: [int(getattr(layer.tile, name)) for name in TILE_FIELDS]),
         "row_reduce": table(torch.uint8, lambda layer: ROW_REDUCES.index(layer.row_reduce)),
+        "grain": table(torch.uint8, lambda layer: layer.grain),
     }
 
 
@@ -201,7 +225,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     schema = _field(document, "schema", int)
     if schema != SCHEMA:
-        raise ProfileError(f"schema {schema} is not supported: this version reads schema {SCHEMA}")
+        advice = "calibrate again" if schema < SCHEMA else "use a newer version of S2O"
+        raise ProfileError(f"schema {schema} is not supported, this version reads schema {SCHEMA}: {advice}")
     model = _field(document, "model", dict)
     geometry = Geometry(
         _field(model, "architecture", str, "model."),
@@ -261,7 +286,7 @@ def _device(device: dict[str, Any]) -> DeviceIdentity:
 
 def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: int) -> None:
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(HEAD_TENSORS, (*outer, heads))
-    shapes |= {"tile": (*outer, len(TILE_FIELDS)), "row_reduce": outer}
+    shapes |= {"tile": (*outer, len(TILE_FIELDS)), "row_reduce": outer, "grain": outer}
     if set(tensors) != set(shapes):
         raise ProfileError(f"it holds the tensors {sorted(tensors)}: expected {sorted(shapes)}")
     for name, dtype in {**HEAD_TENSORS, **LAYER_TENSORS}.items():
@@ -273,20 +298,24 @@ def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: in
     specialized = int(tensors["tile"][..., TILE_FIELDS.index("specialized")].max())
     if specialized > 1:
         raise ProfileError(f"tensor tile says specialized {specialized}: expected 0 or 1")
-    for name, allowed in (("mode", MODES), ("threshold", THRESHOLDS), ("row_reduce", ROW_REDUCES)):
-        if int(tensors[name].max()) >= len(allowed):
-            raise ProfileError(f"tensor {name} holds {int(tensors[name].max())}: expected 0 to {len(allowed) - 1}")
+    allowed = {name: tuple(range(len(names))) for name, names in _INDEXED.items()}
+    allowed |= {"tail": (0, 1), "representatives": REPRESENTATIVES, "grain": GRAINS}
+    for name, values in allowed.items():
+        found = sorted(set(tensors[name].flatten().tolist()) - set(values))
+        if found:
+            raise ProfileError(f"tensor {name} holds {found[0]}: expected one of {values}")
 
 
 def _layer(tensors: dict[str, Tensor], bucket: int, layer: int) -> LayerConfig:
-    columns = (tensors[name][bucket, layer].tolist() for name in ("tau", "segment", "mode", "threshold"))
+    columns = (tensors[name][bucket, layer].tolist() for name in HEAD_TENSORS)
     heads = tuple(
-        HeadConfig(tau, segment, MODES[mode], THRESHOLDS[threshold])
-        for tau, segment, mode, threshold in zip(*columns, strict=True)
+        HeadConfig(tau, segment, MODES[mode], THRESHOLDS[threshold], representatives, bool(tail))
+        for tau, segment, mode, threshold, representatives, tail in zip(*columns, strict=True)
     )
     block_m, block_n, chunk, warps, stages, specialized, below = tensors["tile"][bucket, layer].tolist()
     tile = TileConfig(block_m, block_n, chunk, warps, stages, bool(specialized), below)
-    return LayerConfig(heads, tile, ROW_REDUCES[int(tensors["row_reduce"][bucket, layer])])
+    row_reduce = ROW_REDUCES[int(tensors["row_reduce"][bucket, layer])]
+    return LayerConfig(heads, tile, row_reduce, int(tensors["grain"][bucket, layer]))
 
 
 def write_atomically(path: Path, data: bytes) -> None:

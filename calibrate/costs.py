@@ -1,0 +1,20 @@
+"""What S2O costs beside the pairs it computes, in units of the time a head's dense attention takes.
+
+All parts grow with the square of the length, as dense attention does, so a share holds at every length.
+"""
+
+from __future__ import annotations
+
+from calibrate.curves import Method
+
+SCORING_RATE = 0.6  # of dense attention's rate at matrix products: scoring reads each key for few rows
+ORDER = 0.010  # ordering a prefix for every 1024 queries, key by key
+ORDER_SEGMENT = 1024
+TAIL = 8.0  # summing the values once for every segment, as if that many queries attended to them
+
+
+def overhead(method: Method, tail: bool) -> float:
+    """The ranking's time and the tail's, over the head's dense time."""
+    scoring = method.representatives / (2 * method.segment) / SCORING_RATE  # q k only, half of dense's products
+    order = ORDER / method.grain * ORDER_SEGMENT / method.segment
+    return scoring + order + tail * TAIL / (method.segment * method.grain)
