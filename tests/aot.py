@@ -119,8 +119,8 @@ def pipelined(case: Case, built: Compiled) -> str | None:
     if case.tile is None:
         return None
     tile_bytes = 2 * case.tile.block_n * case.head_dim
-    if case.tile.specialized:  # one loop; the ring takes the place of the prologue
-        copies, threads = 2, PRODUCER_THREADS
+    if case.tile.specialized:  # two loops; the ring takes the place of a prologue
+        copies, threads = 2 * 2, PRODUCER_THREADS
     else:  # two loops, k and v, at least one tile ahead
         copies, threads = 2 * 2 * 2, 32 * case.tile.num_warps
     expected = copies * (tile_bytes // COPY_BYTES // threads)

@@ -53,7 +53,7 @@ def compiled(**changes):
     ("rule", "case", "changes"),
     [
         ("pipelined", Case("prefill", 90, 128, TileConfig(num_stages=2)), {"cp_async": 31}),
-        ("pipelined", Case("prefill_hopper", 90, 128, TileConfig(64, 64, 4, 4, 2, True)), {"cp_async": 15}),
+        ("pipelined", Case("prefill_hopper", 90, 128, TileConfig(64, 64, 4, 4, 2, True)), {"cp_async": 31}),
         ("tensor_cores", Case("prefill", 90, 128, TileConfig()), {"wgmma": 0, "mma_sync": 192}),
         ("tensor_cores", Case("scores", 80, 128, rows=16), {"wgmma": 0}),
         ("shared_memory", Case("prefill", 89, 128, TileConfig()), {"shared": (99 << 10) + 1}),

@@ -192,7 +192,7 @@ def test_slicing_the_rows_changes_nothing(monkeypatch):
     call = call_of(q, k, mixed_config(2, 1.0))
     whole = s2o_prefill(q, k, v, call)
     assert row_slices(call, workspace=1) == [range(0, 128), range(128, 256), range(256, 384), range(384, 500)]
-    # 2 heads, segments of 64 rows or more, 6 bytes a key and 2336 for a tail: 4 segments of 286 keys fit, then 2 of 414
+    # 2 heads, segments of 64 rows or more, 6 bytes a key and 4416 for a tail: 4 segments of 286 keys fit, then 2 of 414
     assert row_slices(call, workspace=33000) == [range(0, 256), range(256, 384), range(384, 500)]
     monkeypatch.setattr(prefill_module, "WORKSPACE_BYTES", 1)
     sliced = s2o_prefill(q, k, v, call)

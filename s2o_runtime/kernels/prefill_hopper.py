@@ -34,27 +34,24 @@ MAX_REGISTERS = 168  # 64 K registers over the 12 warps; the producers' share go
 
 
 @gluon.jit
-def _tile_index(
-    order, first, diagonal, kv_last, diagonal_tiles, near, total, i, rows, BN: gl.constexpr, GRAIN: gl.constexpr
-):  # fmt: skip
-    """Which rows of k and v tile i consists of."""
-    if i < near:
-        base = gl.where(i < diagonal_tiles, diagonal + i * BN, first + (i - diagonal_tiles) * BN)
-        index = gl.minimum(base + rows, kv_last)
-    else:
-        place = (i - near) * BN + rows
-        index = gl.load(order + place // GRAIN, mask=place < (total - near) * BN, other=0) + place % GRAIN
-    return index
-
-
-@gluon.jit
-def _copy(source, index, stride, offs_d, ring, i, STAGES: gl.constexpr):
+def _copy(pointers, ring, i, STAGES: gl.constexpr):
     """Start copying rows of k or v into their ring once a place is free; `ready` is signalled when they are there."""
     buffer, empty, ready = ring
     slot = i % STAGES
     mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
-    _load_async(buffer.index(slot), source + index[:, None] * stride + offs_d[None, :])
+    _load_async(buffer.index(slot), pointers)
     async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
+
+
+@gluon.jit
+def _rows(first, stride, STEPS: gl.constexpr, LAYOUT: gl.constexpr, BN: gl.constexpr, GRAIN: gl.constexpr):
+    """Offsets [BN, 1] of the rows of BN / GRAIN steps that begin at the rows `first`."""
+    row = first * stride
+    if GRAIN > 1:
+        within = gl.arange(0, GRAIN, gl.SliceLayout(0, STEPS)) * stride
+        row = gl.multiple_of(gl.reshape(row[:, None] + within[None, :], [BN]), 8)
+        row = gl.convert_layout(row, gl.SliceLayout(1, LAYOUT))
+    return row[:, None]
 
 
 @gluon.jit
@@ -62,28 +59,40 @@ def _producer(
     k_base, v_base, order, stride_kl, stride_vl, first, diagonal, kv_last, diagonal_tiles, near, total,
     k_ring, v_ring, stop, end, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GRAIN: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    # a thread holds whole steps, so it reads each place of the order once
+    EVEN: gl.constexpr = gl.BlockedLayout([1, GRAIN, 8], [256 // D, 1, D // 8], [gl.num_warps(), 1, 1], [2, 1, 0])
+    STEPS: gl.constexpr = gl.SliceLayout(2, EVEN)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([GRAIN, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    rows = gl.arange(0, BN, gl.SliceLayout(1, layout))
-    offs_d = gl.arange(0, D, gl.SliceLayout(0, layout))
-    index = _tile_index(order, first, diagonal, kv_last, diagonal_tiles, near, total, 0, rows, BN, GRAIN)
+    rows = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
+    offs_d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
     i = 0
-    running = total > 0
-    while running:
-        following = _tile_index(order, first, diagonal, kv_last, diagonal_tiles, near, total, i + 1, rows, BN, GRAIN)
-        _copy(k_base, index, stride_kl, offs_d, k_ring, i, STAGES)
-        _copy(v_base, index, stride_vl, offs_d, v_ring, i, STAGES)
-        index = following
-        # A stop at tile j is written before j's place is handed back, which the copy of tile j + STAGES waited for:
-        # so all threads see it from there on, and before that none may act on it.
-        last = gl.maximum(gl.max(stop.index(0).load(one), 0), gl.max(stop.index(1).load(one), 0))
-        running = (i + 1 < total) & (last + STAGES > i)
+    while i < near:
+        begin = gl.where(i < diagonal_tiles, diagonal + i * BN, first + (i - diagonal_tiles) * BN)
+        row = gl.minimum(begin + rows, kv_last)[:, None]
+        _copy(k_base + row * stride_kl + offs_d, k_ring, i, STAGES)
+        _copy(v_base + row * stride_vl + offs_d, v_ring, i, STAGES)
         i += 1
-    if i < total:  # both row tiles stopped: wake them, there is no tile i
-        _, empty, ready = k_ring
-        mbarrier.wait(empty.index(i % STAGES), ((i // STAGES) & 1) ^ 1)
-        end.store(gl.full([1], 0, gl.int32, one) + i)
-        mbarrier.arrive(ready.index(i % STAGES), count=PRODUCER_THREADS)
+    PLACES: gl.constexpr = gl.SliceLayout(1, STEPS if GRAIN > 1 else LAYOUT)
+    steps = order + gl.arange(0, BN // GRAIN, PLACES)
+    running = total > near
+    if running:
+        index = gl.load(steps)
+        while running:
+            following = gl.load(steps + (gl.minimum(i + 1, total - 1) - near) * (BN // GRAIN))
+            _copy(k_base + _rows(index, stride_kl, STEPS, LAYOUT, BN, GRAIN) + offs_d, k_ring, i, STAGES)
+            _copy(v_base + _rows(index, stride_vl, STEPS, LAYOUT, BN, GRAIN) + offs_d, v_ring, i, STAGES)
+            index = following
+            # A stop at tile j is written before j's place is handed back, which the copy of tile j + STAGES waited
+            # for: so all threads see it from there on, and before that none may act on it.
+            last = gl.maximum(gl.max(stop.index(0).load(one), 0), gl.max(stop.index(1).load(one), 0))
+            running = (i + 1 < total) & (last + STAGES > i)
+            i += 1
+        if i < total:  # both row tiles stopped: wake them, there is no tile i
+            _, empty, ready = k_ring
+            mbarrier.wait(empty.index(i % STAGES), ((i // STAGES) & 1) ^ 1)
+            end.store(gl.full([1], 0, gl.int32, one) + i)
+            mbarrier.arrive(ready.index(i % STAGES), count=PRODUCER_THREADS)
     async_copy.wait_group(0)
 
 
@@ -251,10 +260,9 @@ def _consumer(
         i += 1
     _drain(k_ring, v_ring, end, i, total, STAGES)
 
-    if TAIL > 0:
-        if (
-            (rule >= TAIL) & (i > near) & (i < total)
-        ):  # what is left, by the ranking's weights, from what the chunk brought
+    if TAIL > 0:  # noqa: SIM102
+        # what is left, by the ranking's weights, scaled by what the last chunk brought
+        if (rule >= TAIL) & (i > near) & (i < total):
             steps = (total - near) * (BN // GRAIN)
             e = gl.arange(0, EDGES, ONE)
             begins = gl.load(FIRST + e * (BUCKETS // EDGES))

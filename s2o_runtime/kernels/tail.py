@@ -1,6 +1,6 @@
 """What the keys would bring that a row tile skips, from the weights that ranked them (docs/method.md).
 
-For every segment and for every fourth bucket of its order: the sum of the weights of all steps in this bucket and
+For every segment and for every second bucket of its order: the sum of the weights of all steps in this bucket and
 behind it, and of weights times mean values. All steps are read in their places, none gathered: a matrix product of
 [segments x buckets, steps] with [steps, D].
 """
@@ -19,8 +19,8 @@ from s2o_runtime.kernels.launch import launch
 from s2o_runtime.kernels.layout import sequence, window_start
 from s2o_runtime.kernels.rank import BUCKETS, Ranked
 
-EDGES = 8  # of the order's buckets every fourth one
-TAIL_SEGMENTS = 8
+EDGES = 16  # of the order's buckets every second one
+TAIL_SEGMENTS = 4
 TAIL_STEPS = 64
 TAIL_WARPS = 4
 POOL_STEPS = 32
@@ -28,7 +28,7 @@ POOL_WARPS = 4
 
 
 class Tail(NamedTuple):
-    """Sums over each segment's order from every fourth bucket on; what an `order` without tail gives is never read.
+    """Sums over each segment's order from every second bucket on; what an `order` without tail gives is never read.
 
     first: int32 [B, Hq, N', BUCKETS], where the buckets begin; mass: float32 [B, Hq, N', EDGES];
     values: float32 [B, Hq, N', EDGES, D].

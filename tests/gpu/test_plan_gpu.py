@@ -11,7 +11,7 @@ from s2o_runtime.kernels.plan import Plan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
-HOST_MICROSECONDS = 60.0
+HOST_MICROSECONDS = 100.0  # 43 to 47 on an idle host; tests may share theirs
 HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
 TILES = [pytest.param(TileConfig(64, 64, 2, 4, 2), id="plain"), pytest.param(HOPPER, id="hopper")]
 
