@@ -46,7 +46,7 @@ def parser() -> Parser:
     add("--held-out", type=int, default=2, metavar="N", help="prompts of each length to prove on (default 2)")
     add("--trials", type=int, default=16, metavar="N", help="Optuna trials for each layer and length (default 16)")
     add("--representatives", type=_counts, default=(1, 32), metavar="N,N", help="to choose from (default 1,32)")
-    add("--grains", type=_counts, default=(1, 4), metavar="N,N", help="to choose from (default 1,4)")
+    add("--grains", type=_counts, default=(4,), metavar="N,N", help="to choose from (default 4)")
     add("--margin", type=float, default=0.8, metavar="X", help="share of the budget to spend (default 0.8)")
     add("--seed", type=int, default=0, metavar="N", help="seed of prompts and search (default 0)")
     add("--device", metavar="NAME", help="cuda, cuda:1 or cpu (default: a GPU if there is one)")

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from calibrate.curves import Method
 
-SCORING_RATE = 0.6  # of dense attention's rate at matrix products: scoring reads each key for few rows
-ORDER = 0.010  # ordering a prefix for every 1024 queries, key by key
-ORDER_SEGMENT = 1024
-TAIL = 8.0  # summing the values once for every segment, as if that many queries attended to them
+# Measured on an H200 at 131072 tokens (docs/results/ranking-h200.txt).
+READING = 0.003  # reading queries and keys and writing scores once for every 1024 queries
+SCORING_RATE = 0.75  # of dense attention's rate at matrix products: scoring reads each key for few rows
+ORDER = 0.017  # ordering a prefix for every 1024 queries, key by key
+UNIT_SEGMENT = 1024
+TAIL = 24.0  # summing the values once for every segment, as if that many queries attended to them
 
 
 def overhead(method: Method, tail: bool) -> float:
     """The ranking's time and the tail's, over the head's dense time."""
     scoring = method.representatives / (2 * method.segment) / SCORING_RATE  # q k only, half of dense's products
-    order = ORDER / method.grain * ORDER_SEGMENT / method.segment
-    return scoring + order + tail * TAIL / (method.segment * method.grain)
+    passes = (READING + ORDER / method.grain) * UNIT_SEGMENT / method.segment
+    return scoring + passes + tail * TAIL / (method.segment * method.grain)

@@ -63,10 +63,19 @@ class Curve:
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """The curve of several prompts together."""
+    """The curve of several prompts together.
+
+    An error is the mean plus one standard deviation over the prompts: heads whose error depends on the prompt must
+    stay within their budget on prompts that were not seen.
+    """
+
+    def careful(errors: list[Tensor]) -> Tensor:
+        stacked = torch.stack(errors)
+        return stacked.mean(0) + stacked.std(0, correction=0)
+
     return Curve(
-        torch.stack([curve.mse for curve in curves]).mean(0),
-        torch.stack([curve.tail_mse for curve in curves]).mean(0),
+        careful([curve.mse for curve in curves]),
+        careful([curve.tail_mse for curve in curves]),
         torch.stack([curve.density for curve in curves]).mean(0),
         sum(curve.dense_power for curve in curves) / len(curves),
     )

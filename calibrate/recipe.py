@@ -62,7 +62,7 @@ class Recipe:
     margin: float = 0.8
     device: str = "cpu"
     representatives: tuple[int, ...] = (1, 32)
-    grains: tuple[int, ...] = (1, 4)
+    grains: tuple[int, ...] = (4,)
 
     def validate(self) -> Recipe:
         self.budget.validate()

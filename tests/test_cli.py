@@ -63,7 +63,7 @@ def test_a_calibration_writes_a_profile_that_meets_the_budget(calibrated):
             assert row["held_out_mse"] == proof["mse"]
             assert 0.2 < row["density"] <= 1.0
     assert profile.record["recipe"]["representatives"] == [1, 32]
-    assert profile.record["recipe"]["grains"] == [1, 4]
+    assert profile.record["recipe"]["grains"] == [4]
     assert profile.record["objective"] == "predicted latency"
     hashes = profile.record["data"]
     assert not {p["sha256"] for p in hashes["calibration"]} & {p["sha256"] for p in hashes["held_out"]}
@@ -128,7 +128,7 @@ def test_dry_run_prints_the_plan_and_stops(tmp_path):
     plan = json.loads(outcome.stdout)
     assert plan["lengths"] == [512]
     assert plan["out"] == "profiles/demo/cpu/mse-0.0001.safetensors"
-    assert (plan["representatives"], plan["grains"]) == ([1, 32], [1, 4])
+    assert (plan["representatives"], plan["grains"]) == ([1, 32], [4])
     text = run(*GOOD, "--dry-run", "--representatives", "8,1", "--grains", "2", cwd=tmp_path).stdout
     assert "[1, 8]" in text
     assert "[2]" in text

@@ -30,8 +30,9 @@ def recipe(kind="rel_mse", value=1e-2, trials=8):
 
 
 @pytest.mark.parametrize(("kind", "value"), [("rel_mse", 1e-2), ("mse", 1e-3)])
-def test_the_chosen_configuration_keeps_its_promises(kind, value):
-    made = prompts()
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_chosen_configuration_keeps_its_promises(kind, value, count):
+    made = prompts(count)
     work = LayerSearch(made, recipe(kind, value), CPU)
     trials = []
     choice = search(work, 0, lambda: trials.append(1))
@@ -44,8 +45,11 @@ def test_the_chosen_configuration_keeps_its_promises(kind, value):
         truth = exact_attention(prompt.q, prompt.k, prompt.v, scale=prompt.scale)
         errors.append(float((out - truth).square().mean()))
         powers.append(float(truth.square().mean()))
-    assert sum(errors) / 2 == pytest.approx(choice.allocation.mse, rel=1e-3)
-    spent = sum(errors) / (sum(powers) if kind == "rel_mse" else 2)
+    promised = choice.allocation.mse
+    if count == 1:
+        assert errors[0] == pytest.approx(promised, rel=1e-3)
+    assert sum(errors) / count <= promised * 1.001  # of several prompts the mean and one deviation
+    spent = sum(errors) / (sum(powers) if kind == "rel_mse" else count)
     assert spent <= 0.8 * value  # the margin
     tighter = choice.tightened(0.5)
     assert tighter.allocation.mse <= 0.5 * choice.allocation.mse

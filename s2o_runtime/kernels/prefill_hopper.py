@@ -74,12 +74,12 @@ def _producer(
         _copy(v_base + row * stride_vl + offs_d, v_ring, i, STAGES)
         i += 1
     PLACES: gl.constexpr = gl.SliceLayout(1, STEPS if GRAIN > 1 else LAYOUT)
-    steps = order + gl.arange(0, BN // GRAIN, PLACES)
+    places = gl.arange(0, BN // GRAIN, PLACES)
     running = total > near
     if running:
-        index = gl.load(steps)
+        index = gl.load(order + places)
         while running:
-            following = gl.load(steps + (gl.minimum(i + 1, total - 1) - near) * (BN // GRAIN))
+            following = gl.load(order + (gl.minimum(i + 1, total - 1) - near) * (BN // GRAIN) + places)
             _copy(k_base + _rows(index, stride_kl, STEPS, LAYOUT, BN, GRAIN) + offs_d, k_ring, i, STAGES)
             _copy(v_base + _rows(index, stride_vl, STEPS, LAYOUT, BN, GRAIN) + offs_d, v_ring, i, STAGES)
             index = following
