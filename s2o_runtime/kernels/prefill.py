@@ -259,7 +259,7 @@ def prefill(
         from s2o_runtime.kernels import prefill_hopper as hopper
 
         kernel, switches, options = hopper._prefill_hopper, {}, {"maxnreg": hopper.MAX_REGISTERS}
-        # no registers are left for 64-bit offsets, and rows are copied 16 bytes at a time: bring those of a head together
+        # no registers are left for 64-bit offsets, and rows are copied 16 bytes at a time: bring a head's together
         if wide or (k.stride(2) | v.stride(2)) * k.element_size() % 16:
             k, v = k.contiguous(), v.contiguous()
     # what is not there is never read, but needs a pointer
