@@ -62,7 +62,8 @@ POINTERS = {
     "POOLED": "bf16",
 }
 FLOATS = ("qk_scale", "limit")
-KEPT_BYTES = 96  # of what the specialised kernel computes once
+# Bytes that a thread may keep in local memory: what it computes once, before or after its loops.
+KEPT_BYTES = {"prefill_hopper": 96, "prefill": 48, "log_sums": 8}
 # The switches of a kernel that are on, all others are off, and its grain.
 VARIANTS: dict[str, dict[str, object]] = {
     "": {"GRAIN": 1},
@@ -144,10 +145,11 @@ def shared_memory(case: Case, built: Compiled) -> str | None:
 def no_spills(case: Case, built: Compiled) -> str | None:
     """Spilled registers show as stack or local memory.
 
-    The specialised kernel may keep a few values there that it computes once, before the warps part.
+    The specialised kernel may keep a few values there that it computes once, before the warps part; kernels with a tail
+    what they need at their end.
     """
     spilled = built.stack + built.local
-    allowed = KEPT_BYTES if case.kernel == "prefill_hopper" else 0
+    allowed = KEPT_BYTES.get(case.kernel, 0)
     return f"{spilled} bytes of spilled registers" if spilled > allowed else None
 
 
