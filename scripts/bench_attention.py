@@ -64,11 +64,11 @@ def parser() -> Parser:
     def add(name: str, default: Any = None, help: str = "", **kind: Any) -> None:
         out.add_argument(name, default=default, help=f"{help} (default %(default)s)".strip(), **kind)
 
-    lengths, densities = (partial(_numbers, number) for number in (int, float))
-    add("--lengths", "8192,32768,131072", type=_parsed(lengths, "8192,32768"), metavar="N,N")
-    add("--densities", "0.02,0.05,0.1,0.2,0.5", type=_parsed(densities, "0.05,0.2"), metavar="X,X")
+    lengths, densities = (partial(numbers, number) for number in (int, float))
+    add("--lengths", "8192,32768,131072", type=parsed(lengths, "8192,32768"), metavar="N,N")
+    add("--densities", "0.02,0.05,0.1,0.2,0.5", type=parsed(densities, "0.05,0.2"), metavar="X,X")
     add("--batch", 1, type=int, metavar="N")
-    heads = _parsed(lambda text: tuple(map(int, text.split("/"))), "32/8")
+    heads = parsed(lambda text: tuple(map(int, text.split("/"))), "32/8")
     add("--heads", "32/8", "query heads / KV heads", type=heads, metavar="N/N")
     add("--head-dim", 128, type=int, metavar="N")
     add("--dtype", "bfloat16", choices=("bfloat16", "float16", "float32"))
@@ -84,7 +84,7 @@ def parser() -> Parser:
     add("--seed", 0, type=int, metavar="N")
     add("--device", "cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     out.add_argument("--backend", choices=("triton", "reference"), help="default triton on a GPU, reference on a CPU")
-    tile, form = _parsed(_tile, "128x64x4:8:3 or 64x64x4:4:3:ws"), "BMxBNxCHUNK:WARPS:STAGES[:ws]"
+    tile, form = parsed(tile_of, "128x64x4:8:3 or 64x64x4:4:3:ws"), "BMxBNxCHUNK:WARPS:STAGES[:ws]"
     out.add_argument("--tile", type=tile, action="append", metavar=form, help="repeatable; default by the GPU")
     out.add_argument("--plot", nargs="+", type=Path, metavar="FILE.json", help="plot time against density instead")
     out.add_argument("--out", type=Path, metavar="FILE", help="default build/bench_attention.json (--plot: .svg)")
@@ -94,26 +94,29 @@ def parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     out = args.out or Path("build/bench_attention").with_suffix(".svg" if args.plot else ".json")
+    work = (lambda: plot([read(path) for path in args.plot], out)) if args.plot else (lambda: measure(args, out))
+    return exit_code("bench_attention", out, work, "shorter --lengths or fewer --heads")
+
+
+def exit_code(tool: str, out: Path, work: Callable[[], None], smaller: str) -> int:
+    """Do `work`, which writes `out`, and say so; a failure is one sentence. smaller: what helps if memory runs out."""
     try:
         if out.is_dir():
             raise ConfigError(f"--out {out} is a folder: give a file name")
         out.parent.mkdir(parents=True, exist_ok=True)
-        if args.plot:
-            plot([read(path) for path in args.plot], out)
-        else:
-            measure(args, out)
+        work()
     except S2OError as error:
         problem = str(error)
     except ModuleNotFoundError as error:
         problem = f"{error.name} is not installed: run pip install -e '.[calibrate,dev]'"
     except torch.OutOfMemoryError:
-        problem = "the GPU's memory is too small for these sizes: use shorter --lengths or fewer --heads"
+        problem = f"the GPU's memory is too small for these sizes: use {smaller}"
     except OSError as error:
         problem = f"{error.filename} cannot be written ({error.strerror}): give another --out"
     else:
         print(f"wrote {out}")
         return OK
-    print(f"bench_attention: {problem}", file=sys.stderr)
+    print(f"{tool}: {problem}", file=sys.stderr)
     return BAD_INPUT
 
 
@@ -440,11 +443,11 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"density {density:g} is out of range: use shares above 0 and below 1")
 
 
-def _numbers(number: type[int] | type[float], text: str) -> tuple[float, ...]:
+def numbers(number: type[int] | type[float], text: str) -> tuple[float, ...]:
     return tuple(sorted({number(part) for part in text.split(",")}))
 
 
-def _parsed(parse: Callable[[str], Any], example: str) -> Callable[[str], Any]:
+def parsed(parse: Callable[[str], Any], example: str) -> Callable[[str], Any]:
     def checked(text: str) -> Any:
         try:
             return parse(text)
@@ -454,7 +457,7 @@ def _parsed(parse: Callable[[str], Any], example: str) -> Callable[[str], Any]:
     return checked
 
 
-def _tile(text: str) -> TileConfig:
+def tile_of(text: str) -> TileConfig:
     shape, warps, stages, *kind = text.split(":")
     if kind not in ([], ["ws"]):
         raise ValueError

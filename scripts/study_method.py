@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench_attention import PLOT_TYPES, _numbers, _parsed, _tile, exact_rows
+from bench_attention import PLOT_TYPES, exact_rows, exit_code, numbers, parsed, tile_of
 
-from calibrate.cli import BAD_INPUT, OK, Parser
+from calibrate.cli import Parser
 from calibrate.needles import make_needles
 from s2o_runtime.attention import Backend, s2o_attention
 from s2o_runtime.config import LayerConfig, Threshold, TileConfig
-from s2o_runtime.errors import ConfigError, InputError, S2OError
+from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.gpu import default_tile, identify
 from s2o_runtime.profile import Profile, write_atomically
 from s2o_runtime.ranking import log_weights, order_of, part_means
@@ -115,15 +115,15 @@ def parser() -> Parser:
     def add(name: str, default: Any = None, help: str = "", **kind: Any) -> None:
         out.add_argument(name, default=default, help=f"{help} (default %(default)s)".strip(), **kind)
 
-    lengths, taus = (partial(_numbers, number) for number in (int, float))
+    lengths, taus = (partial(numbers, number) for number in (int, float))
     add("--model", "demo", "an alias, a local folder, or a hub id", metavar="NAME")
-    add("--lengths", "8192,32768,131072", type=_parsed(lengths, "8192,32768"), metavar="N,N")
+    add("--lengths", "8192,32768,131072", type=parsed(lengths, "8192,32768"), metavar="N,N")
     add("--variants", list(VARIANTS), nargs="+", choices=VARIANTS, metavar="NAME")
     add("--per-decade", 2, "taus in a decade of the grids", type=int, metavar="N")
-    out.add_argument("--taus", type=_parsed(taus, "1e-3,1,1e3"), metavar="X,X", help="these instead of the grids")
+    out.add_argument("--taus", type=parsed(taus, "1e-3,1,1e3"), metavar="X,X", help="these instead of the grids")
     add("--segment", 512, "queries that share a ranking", type=int, metavar="N")
     form = "BMxBNxCHUNK:WARPS:STAGES[:ws]"
-    out.add_argument("--tile", type=_parsed(_tile, "128x64x4:8:3"), metavar=form, help="default by the GPU")
+    out.add_argument("--tile", type=parsed(tile_of, "128x64x4:8:3"), metavar=form, help="default by the GPU")
     add("--rows", 512, "query rows of a prompt where errors are measured", type=int, metavar="N")
     add("--order-segments", 6, "segments of a head whose orders are compared; 0 for none", type=int, metavar="N")
     add("--needle-length", 32768, type=int, metavar="N")
@@ -140,27 +140,8 @@ def parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     out = args.out or Path("build/study_method").with_suffix(".svg" if args.plot else ".json")
-    try:
-        if out.is_dir():
-            raise ConfigError(f"--out {out} is a folder: give a file name")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if args.plot:
-            plot(read(args.plot), out)
-        else:
-            study(args, out)
-    except S2OError as error:
-        problem = str(error)
-    except ModuleNotFoundError as error:
-        problem = f"{error.name} is not installed: run pip install -e '.[calibrate,dev]'"
-    except torch.OutOfMemoryError:
-        problem = "the GPU's memory is too small for these sizes: use shorter --lengths"
-    except OSError as error:
-        problem = f"{error.filename} cannot be written ({error.strerror}): give another --out"
-    else:
-        print(f"wrote {out}")
-        return OK
-    print(f"study_method: {problem}", file=sys.stderr)
-    return BAD_INPUT
+    work = (lambda: plot(read(args.plot), out)) if args.plot else (lambda: study(args, out))
+    return exit_code("study_method", out, work, "shorter --lengths")
 
 
 @torch.no_grad()

@@ -62,7 +62,7 @@ POINTERS = {
     "POOLED": "bf16",
 }
 FLOATS = ("qk_scale", "limit")
-# Bytes that a thread may keep in local memory: what it computes once, before or after its loops.
+# Bytes that a thread may keep in local memory; meant for what is computed once, outside the loops.
 KEPT_BYTES = {"prefill_hopper": 96, "prefill": 48, "log_sums": 8}
 # The switches of a kernel that are on, all others are off, and its grain.
 VARIANTS: dict[str, dict[str, object]] = {
