@@ -63,7 +63,7 @@ POINTERS = {
 }
 FLOATS = ("qk_scale", "limit")
 # Bytes that a thread may keep in local memory; meant for what is computed once, outside the loops.
-KEPT_BYTES = {"prefill_hopper": 96, "prefill": 48, "log_sums": 8}
+KEPT_BYTES = {"prefill_hopper": 16, "prefill": 48, "log_sums": 8}
 # The switches of a kernel that are on, all others are off, and its grain.
 VARIANTS: dict[str, dict[str, object]] = {
     "": {"GRAIN": 1},

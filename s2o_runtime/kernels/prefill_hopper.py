@@ -6,8 +6,9 @@ the prefix, and run ahead of the consumers: four warps for each row tile. The tw
 another, so one keeps the tensor cores busy while the other is at its softmax or its stop check; within a row
 tile the scores of the next tile are begun before the values of this one are added.
 
-A row tile that stops early only hands the ring's places back until the other stops too; the producers then write
-down where they ended and wake whoever still waits. A stop costs at most the ring's prefetched tiles.
+A row tile that stops early only hands the ring's places back until the other stops too, marking each; the producers
+end at the first place that both have marked, mark it themselves and wake whoever still waits. A stop costs at most
+the ring's prefetched tiles. A mark is only read behind the barrier it was written in front of.
 
 Tiles are visited in this order: the diagonal, the whole tiles of the window, the prefix.
 """
@@ -26,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 # renamed in Triton 3.8, the old name went in 3.9
 _load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_together = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed in Triton 3.7
 
 PRODUCER_THREADS = gl.constexpr(128)
 CONSUMER_REGISTERS = gl.constexpr(216)
@@ -34,13 +36,18 @@ MAX_REGISTERS = 168  # 64 K registers over the 12 warps; the producers' share go
 
 
 @gluon.jit
+def _await_place(ring, i, STAGES: gl.constexpr):
+    """Wait until both row tiles handed the place of tile i back."""
+    _, empty, _ = ring
+    mbarrier.wait(empty.index(i % STAGES), ((i // STAGES) & 1) ^ 1)
+
+
+@gluon.jit
 def _copy(pointers, ring, i, STAGES: gl.constexpr):
-    """Start copying rows of k or v into their ring once a place is free; `ready` is signalled when they are there."""
-    buffer, empty, ready = ring
-    slot = i % STAGES
-    mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
-    _load_async(buffer.index(slot), pointers)
-    async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
+    """Start copying rows of k or v into the free place of tile i; `ready` is signalled when they are there."""
+    buffer, _, ready = ring
+    _load_async(buffer.index(i % STAGES), pointers)
+    async_copy.mbarrier_arrive(ready.index(i % STAGES), increment_count=False)
 
 
 @gluon.jit
@@ -57,7 +64,7 @@ def _rows(first, stride, STEPS: gl.constexpr, LAYOUT: gl.constexpr, BN: gl.const
 @gluon.jit
 def _producer(
     k_base, v_base, order, stride_kl, stride_vl, first, diagonal, kv_last, diagonal_tiles, near, total,
-    k_ring, v_ring, stop, end, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GRAIN: gl.constexpr,
+    k_ring, v_ring, stopped, ended, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GRAIN: gl.constexpr,
 ):  # fmt: skip
     # a thread holds whole steps, so it reads each place of the order once
     EVEN: gl.constexpr = gl.BlockedLayout([1, GRAIN, 8], [256 // D, 1, D // 8], [gl.num_warps(), 1, 1], [2, 1, 0])
@@ -70,7 +77,9 @@ def _producer(
     while i < near:
         begin = gl.where(i < diagonal_tiles, diagonal + i * BN, first + (i - diagonal_tiles) * BN)
         row = gl.minimum(begin + rows, kv_last)[:, None]
+        _await_place(k_ring, i, STAGES)
         _copy(k_base + row * stride_kl + offs_d, k_ring, i, STAGES)
+        _await_place(v_ring, i, STAGES)
         _copy(v_base + row * stride_vl + offs_d, v_ring, i, STAGES)
         i += 1
     PLACES: gl.constexpr = gl.SliceLayout(1, STEPS if GRAIN > 1 else LAYOUT)
@@ -80,18 +89,21 @@ def _producer(
         index = gl.load(order + places)
         while running:
             following = gl.load(order + (gl.minimum(i + 1, total - 1) - near) * (BN // GRAIN) + places)
+            _await_place(k_ring, i, STAGES)
             _copy(k_base + _rows(index, stride_kl, STEPS, LAYOUT, BN, GRAIN) + offs_d, k_ring, i, STAGES)
+            _await_place(v_ring, i, STAGES)
+            # read before the copy that lets the row tiles go on and mark the place again: all threads see the same
+            slot = i % STAGES
+            both = gl.max(stopped.index(slot).load(one), 0) & gl.max(stopped.index(STAGES + slot).load(one), 0)
             _copy(v_base + _rows(index, stride_vl, STEPS, LAYOUT, BN, GRAIN) + offs_d, v_ring, i, STAGES)
             index = following
-            # A stop at tile j is written before j's place is handed back, which the copy of tile j + STAGES waited
-            # for: so all threads see it from there on, and before that none may act on it.
-            last = gl.maximum(gl.max(stop.index(0).load(one), 0), gl.max(stop.index(1).load(one), 0))
-            running = (i + 1 < total) & (last + STAGES > i)
+            running = (i + 1 < total) & (both == 0)
             i += 1
         if i < total:  # both row tiles stopped: wake them, there is no tile i
-            _, empty, ready = k_ring
-            mbarrier.wait(empty.index(i % STAGES), ((i // STAGES) & 1) ^ 1)
-            end.store(gl.full([1], 0, gl.int32, one) + i)
+            _, _, ready = k_ring
+            _await_place(k_ring, i, STAGES)
+            ended.index(i % STAGES).store(gl.full([1], 1, gl.int32, one))
+            _together()  # one thread arrives for all
             mbarrier.arrive(ready.index(i % STAGES), count=PRODUCER_THREADS)
     async_copy.wait_group(0)
 
@@ -127,18 +139,21 @@ def _weights(scores, m, l, qk_scale):
 
 
 @gluon.jit
-def _drain(k_ring, v_ring, end, i, total, STAGES: gl.constexpr):
-    """Hand back the places of tile i and those after it, until the producers end."""
+def _drain(k_ring, v_ring, stopped, ended, i, total, HALF: gl.constexpr, STAGES: gl.constexpr):
+    """Hand back the places of tile i and those after it, marked, until the producers end."""
     _, k_empty, k_ready = k_ring
     _, v_empty, v_ready = v_ring
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     running = i < total
     while running:
         mbarrier.wait(k_ready.index(i % STAGES), (i // STAGES) & 1)
-        running = i < gl.max(end.load(one), 0)  # not read before: all threads must see the same
+        running = gl.max(ended.index(i % STAGES).load(one), 0) == 0
         if running:
+            _together()  # all have read before the producers may write
             mbarrier.arrive(k_empty.index(i % STAGES), count=1)
             mbarrier.wait(v_ready.index(i % STAGES), (i // STAGES) & 1)
+            stopped.index(HALF * STAGES + i % STAGES).store(gl.full([1], 1, gl.int32, one))
+            _together()
             mbarrier.arrive(v_empty.index(i % STAGES), count=1)
             i += 1
             running = i < total
@@ -161,7 +176,7 @@ def _behind(begins, masses, at, steps, EDGES: gl.constexpr, LAYOUT: gl.constexpr
 
 @gluon.jit
 def _consumer(
-    Q, OUT, LSE, VISITED, FIRST, MASS, SUMS, q_buffer, k_ring, v_ring, stop, end, qk_scale, threshold, rule, chunk,
+    Q, OUT, LSE, VISITED, FIRST, MASS, SUMS, q_buffer, k_ring, v_ring, stopped, ended, qk_scale, threshold, rule, chunk,
     row0, q_len, q_max, offset, start, diagonal, stride_ql, stride_ol, diagonal_tiles, near, total,
     HALF: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     GRAIN: gl.constexpr, TAIL: gl.constexpr, EDGES: gl.constexpr, BUCKETS: gl.constexpr,
@@ -253,12 +268,12 @@ def _consumer(
                 p = gl.convert_layout(w.to(DTYPE), P)
                 i += 1
                 running = i + 1 < total
-        # said before the last places are handed back, which may be what the producers wait for
-        stop.index(HALF).store(gl.full([1], 0, gl.int32, ONE) + i)
+        stopped.index(HALF * STAGES + i % STAGES).store(gl.full([1], 1, gl.int32, ONE))
+        _together()  # one thread arrives for all
         acc = warpgroup_mma_wait(0, deps=(_start_values(p, v_ring, acc, i, STAGES),))
         mbarrier.arrive(v_empty.index(i % STAGES), count=1)
         i += 1
-    _drain(k_ring, v_ring, end, i, total, STAGES)
+    _drain(k_ring, v_ring, stopped, ended, i, total, HALF, STAGES)
 
     if TAIL > 0:  # noqa: SIM102
         # what is left, by the ranking's weights, scaled by what the last chunk brought
@@ -348,11 +363,12 @@ def _prefill_hopper(
         mbarrier.init(v_empty.index(s), count=2)
         mbarrier.init(k_ready.index(s), count=PRODUCER_THREADS)
         mbarrier.init(v_ready.index(s), count=PRODUCER_THREADS)
-    stop = gl.allocate_shared_memory(gl.int32, [2, 1], PLAIN)
-    end = gl.allocate_shared_memory(gl.int32, [1], PLAIN)
-    stop.index(0).store(gl.full([1], 0, gl.int32, one) + total)
-    stop.index(1).store(gl.full([1], 0, gl.int32, one) + total)
-    end.store(gl.full([1], 0, gl.int32, one) + total)
+    stopped = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1], PLAIN)  # by row tile and place
+    ended = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
+    for s in gl.static_range(STAGES):
+        stopped.index(s).store(gl.full([1], 0, gl.int32, one))
+        stopped.index(STAGES + s).store(gl.full([1], 0, gl.int32, one))
+        ended.index(s).store(gl.full([1], 0, gl.int32, one))
     fence_async_shared()
     k_ring = (k_buffer, k_empty, k_ready)
     v_ring = (v_buffer, v_empty, v_ready)
@@ -381,7 +397,7 @@ def _prefill_hopper(
                 _consumer,
                 (
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
-                    v_ring, stop, end, qk_scale, threshold, rule, chunk, row0, q_len, q_max, offset, start, diagonal,
+                    v_ring, stopped, ended, qk_scale, threshold, rule, chunk, row0, q_len, q_max, offset, start, diagonal,
                     stride_ql, stride_ol, diagonal_tiles, near, total, 0, D, BM, BN, STAGES, GRAIN, TAIL, EDGES,
                     BUCKETS, DTYPE, ROW_MAX, HAS_LSE,
                 ),
@@ -390,7 +406,7 @@ def _prefill_hopper(
                 _consumer,
                 (
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
-                    v_ring, stop, end, qk_scale, threshold, rule, chunk, row0, q_len, q_max, offset, start, diagonal,
+                    v_ring, stopped, ended, qk_scale, threshold, rule, chunk, row0, q_len, q_max, offset, start, diagonal,
                     stride_ql, stride_ol, diagonal_tiles, near, total, 1, D, BM, BN, STAGES, GRAIN, TAIL, EDGES,
                     BUCKETS, DTYPE, ROW_MAX, HAS_LSE,
                 ),
@@ -399,7 +415,7 @@ def _prefill_hopper(
                 _producer,
                 (
                     k_base, v_base, order, stride_kl, stride_vl, first, diagonal, kv_len - 1, diagonal_tiles, near,
-                    total, k_ring, v_ring, stop, end, D, BN, STAGES, GRAIN,
+                    total, k_ring, v_ring, stopped, ended, D, BN, STAGES, GRAIN,
                 ),
             ),
         ],
