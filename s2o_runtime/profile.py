@@ -33,6 +33,7 @@ from s2o_runtime.config import (
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.gpu import DeviceIdentity
 from s2o_runtime.identity import Geometry
+from s2o_runtime.lengths import STEPS_PER_OCTAVE, length_step
 
 SCHEMA = 2
 METADATA_KEY = "s2o_profile"
@@ -50,7 +51,6 @@ HEAD_TENSORS = {
 LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8, "grain": torch.uint8}
 MODES, THRESHOLDS, ROW_REDUCES = get_args(Mode), get_args(Threshold), get_args(RowReduce)
 _INDEXED = {"mode": MODES, "threshold": THRESHOLDS, "row_reduce": ROW_REDUCES}
-STEPS_PER_OCTAVE = 8
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,15 @@ class Profile:
         the two buckets around `length` for the heads they treat alike. Lengths are rounded to an eighth of an
         octave, so that a server sees few distinct configurations.
         """
+        steps = [length_step(bucket) for bucket in self.lengths]
+        if length_step(length) in steps:
+            return self.layers[steps.index(length_step(length))][layer]
         position = length_step(length) / STEPS_PER_OCTAVE
         logs = [math.log2(bucket) for bucket in self.lengths]
         nearest = min(range(len(logs)), key=lambda bucket: abs(logs[bucket] - position))
         config = self.layers[nearest][layer]
         other = nearest + 1 if position > logs[nearest] else nearest - 1
-        if not 0 <= other < len(logs) or position == logs[nearest]:
+        if not 0 <= other < len(logs):
             return config
         far_config = self.layers[other][layer]
         if far_config.grain != config.grain:
@@ -105,6 +108,12 @@ class Profile:
             raise ProfileError(f"lengths {self.lengths} are not ascending: expected at least one bucket, each once")
         if not all(1 <= length <= MAX_LENGTH for length in self.lengths):
             raise ProfileError(f"lengths {self.lengths} are out of range: expected 1 to {MAX_LENGTH}")
+        steps = [length_step(length) for length in self.lengths]
+        for shorter, longer, step, next_step in zip(self.lengths, self.lengths[1:], steps, steps[1:], strict=False):
+            if step == next_step:
+                raise ProfileError(
+                    f"lengths {shorter} and {longer} are less than an eighth of an octave apart: keep one of them"
+                )
         if len(self.layers) != len(self.lengths):
             raise ProfileError(f"{len(self.layers)} tables for {len(self.lengths)} lengths: expected one each")
         for bucket in self.layers:
@@ -120,11 +129,6 @@ class Profile:
                 except ConfigError as error:
                     raise ProfileError(f"layer {index}: {error}") from error
         return self
-
-
-def length_step(length: int) -> int:
-    """The length's place on a log scale with eight steps to the octave; equal steps share a configuration."""
-    return round(math.log2(max(1, length)) * STEPS_PER_OCTAVE)
 
 
 def _between(near: HeadConfig, far: HeadConfig, weight: float) -> HeadConfig:
