@@ -1,13 +1,11 @@
-"""The queries, keys and values of a model, one decoder layer at a time.
+"""The queries, keys and values of a model, one decoder layer and one prompt at a time.
 
-Hidden states of all prompts move through the model together, layer by layer. Attention is dense on the way, so
-what is measured at one layer does not disturb the next, and only one layer's q, k, v exist at any moment.
+Attention is dense on the way, so what is measured at one layer does not disturb the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from calibrate.models import LoadedModel
+from calibrate.streams import Stream, attention_implementation, begin, check_finite, layer_on_device
 from s2o_runtime.dense import dense_attention
 from s2o_runtime.identity import attention_modules
 
@@ -24,69 +24,62 @@ SINK = "s2o_capture_sink"
 
 @dataclass(frozen=True)
 class Captured:
-    """One prompt's attention inputs at one layer: q [1, Hq, L, D]; k, v [1, Hkv, L, D]."""
+    """One prompt's attention inputs at one layer: q [1, Hq, L, D]; k, v [1, Hkv, L, D].
+
+    prompt: its place in the list that was given.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     scale: float
-
-
-class _ReachedError(Exception):
-    """The first decoder layer was reached; its inputs are in `args` and `kwargs`."""
-
-    def __init__(self, hidden: Tensor, kwargs: dict[str, Any]) -> None:
-        self.hidden, self.kwargs = hidden, kwargs
+    layer: int = 0
+    prompt: int = 0
 
 
 @torch.no_grad()
-def layers(model: Any, prompts: list[Tensor]) -> Iterator[list[Captured]]:
-    """For each layer in turn, the attention inputs of every prompt (token ids [L])."""
-    device = next(model.parameters()).device
-    with _capturing(model):
-        streams = [_first_layer_inputs(model, ids.to(device)) for ids in prompts]
-        for layer, attention in zip(model.get_decoder().layers, attention_modules(model), strict=True):
-            captured: list[Captured] = []
-            attention.__dict__[SINK] = captured
-            try:
-                streams = [(_hidden(layer(hidden, **kwargs)), kwargs) for hidden, kwargs in streams]
-            finally:
-                del attention.__dict__[SINK]
-            yield captured
+def layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Captured]]:
+    """For each layer in turn, the attention inputs of every prompt (token ids [L]).
 
-
-def _first_layer_inputs(model: Any, ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    decoder = model.get_decoder()
-
-    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs.pop("hidden_states")
-        raise _ReachedError(hidden, kwargs)
-
-    hook = decoder.layers[0].register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        decoder(input_ids=ids[None], use_cache=False)
-    except _ReachedError as reached:
-        return reached.hidden, reached.kwargs
-    finally:
-        hook.remove()
-    raise AssertionError("the model ran without calling its first decoder layer")
-
-
-def _hidden(output: Any) -> Tensor:
-    result: Tensor = output[0] if isinstance(output, tuple) else output
-    return result
-
-
-@contextmanager
-def _capturing(model: Any) -> Iterator[None]:
+    A prompt runs through the layer when its inputs are asked for, so that those of other prompts need not exist;
+    prompts that were not asked for run before the next layer. The hidden states of all stay on the device.
+    Raises ModelError naming layer and prompt if inf or NaN come up.
+    """
     AttentionInterface.register(NAME, _capture_forward)
     AttentionMaskInterface.register(NAME, _no_mask)
-    previous = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
+    with attention_implementation(loaded.model, NAME):
+        streams = begin(loaded, prompts)
+        for index, attention in enumerate(attention_modules(loaded.model)):
+            with layer_on_device(loaded, index) as layer:
+                captured = _prompts_through(layer, attention, index, streams)
+                yield captured
+                for _ in captured:
+                    pass
+
+
+@torch.no_grad()
+def _prompts_through(
+    layer: nn.Module, attention: nn.Module, index: int, streams: list[Stream]
+) -> Iterator[Captured]:  # fmt: skip
+    for place in range(len(streams)):
+        streams[place], captured = _through(layer, attention, index, streams[place])
+        yield captured
+        del captured  # else it would live through the next prompt's turn
+
+
+def _through(layer: nn.Module, attention: nn.Module, index: int, stream: Stream) -> tuple[Stream, Captured]:
+    found: list[Captured] = []
+
+    def keep(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+        for name, tensor in (("queries", q), ("keys", k), ("values", v)):
+            check_finite(tensor, f"tensor of {name}", index, stream.prompt)
+        found.append(Captured(q, k, v, scale, index, stream.prompt))
+
+    attention.__dict__[SINK] = keep
     try:
-        yield
+        return stream.through(layer, index), found[0]
     finally:
-        model.set_attn_implementation(previous)
+        del attention.__dict__[SINK]
 
 
 def _no_mask(**call: Any) -> None:
@@ -96,8 +89,6 @@ def _no_mask(**call: Any) -> None:
 def _capture_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    sink: list[Captured] | None = module.__dict__.get(SINK)
-    if sink is not None:
-        sink.append(Captured(query, key, value, scaling))
+    module.__dict__[SINK](query, key, value, scaling)
     out = dense_attention(query, key, value, scale=scaling)
     return out.transpose(1, 2).contiguous(), None

@@ -1,18 +1,27 @@
-"""Finding and loading a model: aliases, local folders, hub ids."""
+"""Finding and loading a model: aliases, local folders, hub ids.
+
+With random weights only sizes matter: those of an alias come from `architectures/`, prompts are made by the demo
+model's tokenizer, and nothing is downloaded.
+"""
 
 from __future__ import annotations
 
 import difflib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from calibrate.weights import Checkpoint, RandomWeights, Weights, skeleton
 from s2o_runtime.errors import ModelError
-from s2o_runtime.identity import Geometry, fingerprint, geometry
+from s2o_runtime.identity import Geometry, geometry
 
 DEMO_FOLDER = Path(__file__).parent / "demo" / "model"
+ARCHITECTURES = Path(__file__).parent / "architectures"
 ALIASES = {
     "demo": str(DEMO_FOLDER),
     "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
@@ -29,15 +38,24 @@ ALIASES = {
 }
 
 
+log = logging.getLogger("calibrate")
+
+
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to be measured."""
+    """A model ready to be measured.
+
+    model: usable like any other if `weights.resident`; else its parameters are on the meta device, and `weights`
+    puts them on `weights.device` part by part. random: the weights are not of a trained model.
+    """
 
     name: str
     model: Any
     tokenizer: Any
     geometry: Geometry
     fingerprint: str
+    weights: Weights
+    random: bool = False
 
 
 def resolve(name: str) -> str:
@@ -55,45 +73,94 @@ def resolve(name: str) -> str:
     raise ModelError(f"model {name!r} is not known: {hint} A local folder or a hub id (org/name) works too")
 
 
-def load_config(name: str) -> Any:
+def load_config(name: str, *, random_weights: bool = False) -> Any:
     """The model's configuration, checked to be of a supported architecture."""
     from transformers import AutoConfig
 
-    source = resolve(name)
-    try:
+    shipped = _shipped(name) if random_weights else None
+    source = str(shipped or resolve(name))
+    with _loading(name, source):
         config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {name!r} cannot be loaded from {source}: {_first_line(error)}") from error
     geometry(config)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if kinds:
+        raise ModelError(f"model {name!r} has layers of {kinds.pop()}, expected full_attention: use another model")
+    if getattr(config, "quantization_config", None) is not None and not random_weights:
+        raise ModelError(f"model {name!r} is quantised, expected float weights: use the checkpoint it was made from")
     return config
 
 
-def load_tokenizer(name: str) -> Any:
-    """The model's tokenizer."""
+def load_tokenizer(name: str, *, random_weights: bool = False) -> Any:
+    """The model's tokenizer; the demo model's if the weights are random and the model has none at hand."""
     from transformers import AutoTokenizer
 
+    if random_weights and _shipped(name):
+        return AutoTokenizer.from_pretrained(DEMO_FOLDER)
     source = resolve(name)
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
+        if random_weights:
+            log.warning("the tokenizer of %r cannot be loaded: random weights read the demo model's tokens", name)
+            return AutoTokenizer.from_pretrained(DEMO_FOLDER)
         raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {_first_line(error)}") from error
 
 
-def load(name: str, device: str) -> LoadedModel:
-    """Load the weights: bfloat16 on a GPU, float32 on a CPU."""
-    from transformers import AutoModelForCausalLM
+def load(
+    name: str, device: str, *, random_weights: bool = False, seed: int = 0, resident: bool | None = None
+) -> LoadedModel:
+    """A model in bfloat16 on a GPU, in float32 on a CPU.
+
+    random_weights: take only its sizes, and initialise it from `seed`. resident: keep all of its weights on the
+    device, so that `model` can be called (None: if they take a quarter of the memory or less).
+    """
+    config = load_config(name, random_weights=random_weights)
+    tokenizer = load_tokenizer(name, random_weights=random_weights)
+    if random_weights and len(tokenizer) > config.vocab_size:
+        raise ModelError(
+            f"model {name!r} has a vocabulary of {config.vocab_size}, its prompts are made of {len(tokenizer)} tokens: "
+            "give it a tokenizer of its own"
+        )
+    on = torch.device(device)
+    model = skeleton(config, torch.bfloat16 if on.type == "cuda" else torch.float32, on)
+    source = RandomWeights(model, seed) if random_weights else _checkpoint(name, model)
+    weights = Weights(model, source, on, resident)
+    return LoadedModel(name, model, tokenizer, geometry(config), weights.fingerprint, weights, random_weights)
+
+
+def _shipped(name: str) -> Path | None:
+    """The configuration of an alias that is part of this package."""
+    path = ARCHITECTURES / f"{name}.json"
+    return path if name in ALIASES and path.is_file() else None
+
+
+def _checkpoint(name: str, model: Any) -> Checkpoint:
+    """The weights' files, downloaded if need be; gives the model the generation settings that come with them."""
+    from transformers import GenerationConfig
+    from transformers.utils.hub import cached_file
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     source = resolve(name)
-    config = load_config(name)
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+
+    def find(file: str) -> str | None:
+        with _loading(name, source):
+            path: str | None = cached_file(source, file, _raise_exceptions_for_missing_entries=False)
+        return path
+
+    if find("generation_config.json") is not None:
+        with _loading(name, source):
+            model.generation_config = GenerationConfig.from_pretrained(source)
+    return Checkpoint(find)
+
+
+@contextmanager
+def _loading(name: str, source: str) -> Iterator[None]:
+    """Turns what transformers raises into one sentence."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, attn_implementation="sdpa")
+        yield
     except (OSError, ValueError) as error:
         raise ModelError(f"model {name!r} cannot be loaded from {source}: {_first_line(error)}") from error
-    model = model.to(device).eval()
-    return LoadedModel(name, model, load_tokenizer(name), geometry(config), fingerprint(model))
 
 
 def _first_line(error: Exception) -> str:

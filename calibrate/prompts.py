@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibrate.needles import make_needles
+from calibrate.needles import Needle, make_needles
 from calibrate.recipe import Recipe
 from s2o_runtime.errors import InputError
 
@@ -28,9 +28,13 @@ MAX_NEEDLES = 32
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids [L] and the hash that names them in a profile."""
+    """Token ids [L] and the hash that names them in a profile.
+
+    answers: where the codes stand that the prompt asks for, as (first token, one behind the last).
+    """
 
     ids: Tensor
+    answers: tuple[tuple[int, int], ...] = ()
 
     @property
     def length(self) -> int:
@@ -43,7 +47,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """For every length, the prompts to calibrate on and the ones held out."""
+    """For every length, the prompts to calibrate on (none where it is only checked) and the ones held out."""
 
     calibration: dict[int, list[Prompt]]
     held_out: dict[int, list[Prompt]]
@@ -61,9 +65,11 @@ def load_prompts(recipe: Recipe, tokenizer: Any) -> PromptSet:
     make = _from_file if recipe.prompts else _built_in
     calibration, held_out = {}, {}
     for length in recipe.lengths:
-        wanted = recipe.num_prompts + recipe.held_out
-        prompts = make(recipe, tokenizer, length, wanted)
+        prompts = make(recipe, tokenizer, length, recipe.num_prompts + recipe.held_out)
         calibration[length] = prompts[: len(prompts) - recipe.held_out]
+        held_out[length] = prompts[len(prompts) - recipe.held_out :]
+    for length in recipe.checked_lengths:  # the last ones, as above: no document of theirs was calibrated on
+        prompts = make(recipe, tokenizer, length, recipe.num_prompts + recipe.held_out)
         held_out[length] = prompts[len(prompts) - recipe.held_out :]
     return PromptSet(calibration, held_out)
 
@@ -128,14 +134,17 @@ def _built_in(recipe: Recipe, tokenizer: Any, length: int, wanted: int) -> list[
     """`wanted` prompts of standard library sources; every file is used at most once for one length."""
     rng = random.Random(f"{recipe.seed}/{length}")
     sources = _sources(rng)
-    return [Prompt(torch.tensor(_filled(tokenizer, sources, length, rng))) for _ in range(wanted)]
+    return [_filled(tokenizer, sources, length, rng) for _ in range(wanted)]
 
 
-def _filled(tokenizer: Any, sources: Iterator[str], length: int, rng: random.Random) -> list[int]:
+def _filled(tokenizer: Any, sources: Iterator[str], length: int, rng: random.Random) -> Prompt:
     """`length` tokens of sources, needles spread over them, their questions at the end."""
     needles = make_needles(min(MAX_NEEDLES, max(1, length // TOKENS_PER_NEEDLE)), rng)
     end: list[int] = []
+    codes: list[tuple[int, int]] = []
     for needle in rng.sample(needles, len(needles)):
+        first, last = _code_tokens(tokenizer, needle)
+        codes.append((len(end) + first, len(end) + last))
         end += encode(tokenizer, needle.question + needle.answer)
     if len(end) > length // 4:
         end = end[: length // 4]
@@ -145,7 +154,17 @@ def _filled(tokenizer: Any, sources: Iterator[str], length: int, rng: random.Ran
     for index, fact in enumerate(facts):
         place = (index + 1) * body // (len(facts) + 1)
         ids[place : place + len(fact)] = fact
-    return ids[:body] + end
+    answers = tuple((body + first, body + last) for first, last in codes if last <= len(end))
+    return Prompt(torch.tensor(ids[:body] + end), answers)
+
+
+def _code_tokens(tokenizer: Any, needle: Needle) -> tuple[int, int]:
+    """Which tokens of a question and its answer hold a digit of the code."""
+    text = needle.question + needle.answer
+    places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
+    begin, end = len(needle.question), len(needle.question) + len(needle.code)
+    inside = [index for index, (first, last) in enumerate(places) if first < end and last > begin]
+    return inside[0], inside[-1] + 1
 
 
 def source_text(tokenizer: Any, length: int, rng: random.Random) -> list[int]:

@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -28,8 +29,9 @@ from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.dense import dense_attention
 from s2o_runtime.errors import ModelError, ProfileError
 from s2o_runtime.gpu import Rejected, candidate_tiles, fit, identify
-from s2o_runtime.identity import attention_modules, fingerprint, geometry
-from s2o_runtime.profile import Profile, length_step, load_profile
+from s2o_runtime.identity import RANDOM, attention_modules, fingerprint, geometry
+from s2o_runtime.lengths import length_step
+from s2o_runtime.profile import Profile, load_profile
 
 NAME = "s2o"
 STATE = "s2o_layer"  # attribute of a patched attention module
@@ -55,12 +57,15 @@ Observer = Callable[[int, Tensor, Tensor, Tensor, float | None, Tensor], None]
 class LayerState:
     """What one patched attention layer knows and has done.
 
+    config_at: the layer's configuration for a number of keys; min_length: fewer keys than this stay dense;
+    rejected: why the layer cannot run S2O at all, if so.
     observer: called with the layer's index, q, k, v, the scale and the output after every plain causal
     prefill of unpadded prompts, S2O or dense.
     """
 
-    profile: Profile
     layer: int
+    config_at: Callable[[int], LayerConfig]
+    min_length: int
     rejected: str | None = None
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     last: AttentionStats | None = None
@@ -70,7 +75,7 @@ class LayerState:
     def config(self, length: int) -> LayerConfig:
         step = length_step(length)
         if step not in self.configs:
-            self.configs[step] = self.profile.layer_config(self.layer, length)
+            self.configs[step] = self.config_at(length)
         return self.configs[step]
 
     def count(self, path: str, reason: str) -> None:
@@ -83,8 +88,8 @@ def patch(model: Any, profile: Profile | str | PathLike[str], *, strict: bool = 
     """Make a transformers model use S2O for long prompts, as its profile says. Returns the model.
 
     strict: refuse a model whose weights are not the ones that were calibrated; otherwise that is a warning.
-    Raises ProfileError if the profile does not fit the model's geometry, ModelError if the architecture is
-    not supported.
+    Raises ProfileError if the profile does not fit the model's geometry or was made on random weights, ModelError
+    if the architecture is not supported.
     """
     if not isinstance(profile, Profile):
         profile = load_profile(profile)
@@ -95,6 +100,11 @@ def patch(model: Any, profile: Profile | str | PathLike[str], *, strict: bool = 
         raise ProfileError(
             f"the profile of {profile.model_name} does not fit this model: it has {difference}; calibrate this model"
         )
+    if profile.fingerprint.startswith(RANDOM):
+        raise ProfileError(
+            f"the profile of {profile.model_name} was calibrated on random weights, expected ones of a trained model: "
+            "calibrate without --random-weights"
+        )
     modules = attention_modules(model)
     if fingerprint(model) != profile.fingerprint:
         message = f"the weights are not those of {profile.model_name} that the profile was calibrated on"
@@ -104,9 +114,7 @@ def patch(model: Any, profile: Profile | str | PathLike[str], *, strict: bool = 
     unpatch(model)
     profile, rejected = _fitted(profile, next(model.parameters()).device)
     for index, module in enumerate(modules):
-        setattr(module, STATE, LayerState(profile, index, rejected))
-        setattr(module, NUMBER, next(_numbers))
-        _layers[getattr(module, NUMBER)] = module
+        attach(module, LayerState(index, partial(profile.layer_config, index), profile.min_length, rejected))
     register()
     setattr(model, PREVIOUS, model.config._attn_implementation)
     model.set_attn_implementation(NAME)
@@ -118,9 +126,21 @@ def unpatch(model: Any) -> Any:
     if PREVIOUS in model.__dict__:
         model.set_attn_implementation(model.__dict__.pop(PREVIOUS))
         for module in model.modules():
-            module.__dict__.pop(STATE, None)
-            module.__dict__.pop(NUMBER, None)
+            detach(module)
     return model
+
+
+def attach(module: nn.Module, state: LayerState) -> None:
+    """Give one attention module its state, whatever the model. For the calibrator; models are patched by `patch`."""
+    setattr(module, STATE, state)
+    setattr(module, NUMBER, next(_numbers))
+    _layers[getattr(module, NUMBER)] = module
+
+
+def detach(module: nn.Module) -> None:
+    """Undo `attach`: the module has no profile, so it runs dense attention."""
+    module.__dict__.pop(STATE, None)
+    module.__dict__.pop(NUMBER, None)
 
 
 def explain(model: nn.Module) -> list[dict[str, Any]]:
@@ -275,8 +295,8 @@ def _dense_reason(state: LayerState | None, query: Tensor, key: Tensor, kv_len: 
         return "the model has no profile"
     if state.rejected is not None:
         return state.rejected
-    if kv_len < state.profile.min_length:
-        return f"shorter than the shortest calibrated length, {state.profile.min_length}"
+    if kv_len < state.min_length:
+        return f"shorter than the shortest calibrated length, {state.min_length}"
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
         return "gradients are enabled"
     return None

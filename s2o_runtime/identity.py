@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from s2o_runtime.errors import ModelError
 
 SUPPORTED_ARCHITECTURES = ("llama", "qwen2")
 SAMPLES_PER_TENSOR = 64
+RANDOM = "random-"  # how the fingerprint of random weights starts
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,25 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> str:
     """A hash over evenly spaced samples of every parameter, in bfloat16: the same for one checkpoint in any type."""
+    parameters = dict(model.named_parameters())
+
+    def sample(name: str, places: range) -> Tensor:
+        return parameters[name].reshape(-1)[places.start : places.stop : places.step]
+
+    return sampled_fingerprint({name: each.shape for name, each in parameters.items()}, sample)
+
+
+def sampled_fingerprint(shapes: Mapping[str, Sequence[int]], sample: Callable[[str, range], Tensor]) -> str:
+    """The fingerprint of parameters that need not be in memory.
+
+    sample: given a parameter's name and places in it when it is flat, its values there.
+    """
     digest = hashlib.sha256()
     samples = []
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        flat = parameter.reshape(-1)
-        samples.append(flat[:: max(1, flat.numel() // SAMPLES_PER_TENSOR)][:SAMPLES_PER_TENSOR].bfloat16())
-    digest.update(torch.cat([sample.cpu() for sample in samples]).view(torch.uint8).numpy().tobytes())
+    for name, shape in sorted(shapes.items()):
+        digest.update(f"{name}{tuple(shape)}".encode())
+        numel = math.prod(shape)
+        places = range(0, numel, max(1, numel // SAMPLES_PER_TENSOR))[:SAMPLES_PER_TENSOR]
+        samples.append(sample(name, places).bfloat16().cpu())
+    digest.update(torch.cat(samples).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -311,9 +311,10 @@ def captured(args: argparse.Namespace, length: int, device: torch.device) -> tup
         raise ConfigError(f"{args.data} has {sizes}: use --heads of that ratio and that --head-dim")
     ids = [torch.tensor(source_text(loaded.tokenizer, length, random.Random(args.seed + b))) for b in range(args.batch)]
     parts: dict[str, list[Tensor]] = {name: [] for name in "qkv"}
-    for _, prompts in zip(range(-(-kv_heads // has.kv_heads)), layers(loaded.model, ids), strict=False):
+    for _, prompts in zip(range(-(-kv_heads // has.kv_heads)), layers(loaded, ids), strict=False):
+        batch = list(prompts)
         for name, tensors in parts.items():
-            tensors.append(torch.cat([getattr(prompt, name) for prompt in prompts]).to(getattr(torch, args.dtype)))
+            tensors.append(torch.cat([getattr(prompt, name) for prompt in batch]).to(getattr(torch, args.dtype)))
     heads = {"q": query_heads, "k": kv_heads, "v": kv_heads}
     whole = {name: torch.cat(tensors, 1) for name, tensors in parts.items()}
     return tuple(t[:, torch.arange(heads[name], device=device) % t.shape[1]] for name, t in whole.items())

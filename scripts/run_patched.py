@@ -38,7 +38,7 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         profile = load_profile(args.profile)
-        loaded = load(args.model or profile.model_name, device)
+        loaded = load(args.model or profile.model_name, device, resident=True)
         length = args.length or profile.lengths[-1]
         body, needles = document(loaded.tokenizer, length, random.Random(args.seed))
         dense = [answer(loaded, body, needle) for needle in needles]

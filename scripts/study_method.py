@@ -169,7 +169,7 @@ def study(args: argparse.Namespace, out: Path) -> None:
     rng = random.Random(f"{args.seed}/needles")
     count = 0 if args.no_needles else args.needle_prompts
     exams = [Exam.make(tokenizer, args.needle_length, rng) for _ in range(count)]
-    loaded = load(args.model, args.device)
+    loaded = load(args.model, args.device, resident=None if args.no_needles else True)
     tile = args.tile or (default_tile(loaded.geometry.head_dim, device.capability) if args.device == "cuda" else None)
     args.tile = tile or TileConfig()
     record: dict[str, Any] = {
@@ -214,7 +214,7 @@ def measure(
     orders = {name: order.config(1, 0.0, args.segment, args.tile) for name, order in ORDERS.items()}
     total = len(ids) * loaded.geometry.layers
     with tqdm(total=total, desc="measuring", unit="layer", disable=not sys.stderr.isatty()) as bar:
-        for captured in layers(loaded.model, list(ids.values())):
+        for captured in layers(loaded, list(ids.values())):
             for length, inputs in zip(ids, captured, strict=True):
                 k, v = inputs.k, inputs.v
                 q = inputs.q * (inputs.scale * inputs.q.shape[3] ** 0.5)  # from here on the scale is the usual one
@@ -524,7 +524,7 @@ def find_needles(loaded: Any, exams: list[Exam], args: argparse.Namespace) -> di
 
 def uniform_profile(loaded: Any, config: LayerConfig, length: int) -> Profile:
     """The profile of a model that treats every layer and head alike, for prompts of `length` tokens."""
-    device = identify(next(loaded.model.parameters()).device)
+    device = identify(loaded.weights.device)
     layers = ((config,) * loaded.geometry.layers,)
     return Profile(loaded.name, loaded.geometry, loaded.fingerprint, device, (length,), layers).validate()
 

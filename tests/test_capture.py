@@ -1,29 +1,106 @@
-import torch
-from test_hf import CONFIGS, make_profile
-from transformers import AutoModelForCausalLM
+"""What the calibrator captures layer by layer is what a normal forward pass hands to attention."""
 
-from calibrate import capture
+import pytest
+import torch
+from test_hf import make_profile
+from test_weights import ARCHITECTURES, save, stream
+
+from calibrate import capture, streams
 from s2o_runtime import patch
+from s2o_runtime.errors import ModelError
 from s2o_runtime.hf import layer_states
 
+PROMPTS = [torch.randint(3, 128, (length,), generator=torch.Generator().manual_seed(length)) for length in (150, 60)]
 
-def test_layers_see_what_the_whole_model_sees():
-    """The same q, k, v that a normal forward pass hands to attention, layer for layer."""
-    model = AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="sdpa").eval()
-    prompts = [torch.randint(3, 128, (length,)) for length in (150, 60)]
-    captured = list(capture.layers(model, prompts))
-    assert model.config._attn_implementation == "sdpa"
 
+@pytest.fixture(params=ARCHITECTURES, scope="module")
+def folder(request, tmp_path_factory):
+    return save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def seen_by_attention(model, ids):
+    """Layer -> q, k, v and scale of a whole forward pass."""
+    seen = {}
+    for state in layer_states(model):
+        state.observer = lambda layer, q, k, v, scale, out: seen.update({layer: (q, k, v, scale)})
+    with torch.no_grad():
+        model(ids[None], use_cache=False)
+    return seen
+
+
+@pytest.mark.parametrize("resident", [True, False], ids=["resident", "streamed"])
+def test_layers_see_what_the_whole_model_sees(folder, resident):
+    captured = [list(of_layer) for of_layer in capture.layers(stream(folder, resident), PROMPTS)]
+    model = stream(folder, True).model
     patch(model, make_profile(model, 0.0, min_length=10))
-    for number, ids in enumerate(prompts):
-        seen = {}
-        for state in layer_states(model):
-            state.observer = lambda layer, q, k, v, scale, out, seen=seen: seen.update({layer: (q, k, v, scale)})
-        with torch.no_grad():
-            model(ids[None], use_cache=False)
+    for number, ids in enumerate(PROMPTS):
+        seen = seen_by_attention(model, ids)
         assert sorted(seen) == [0, 1]
         for layer, (q, k, v, scale) in seen.items():
             one = captured[layer][number]
+            assert (one.layer, one.prompt, one.scale) == (layer, number, scale)
             for mine, theirs in ((one.q, q), (one.k, k), (one.v, v)):
                 torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-            assert one.scale == scale
+
+
+def test_one_layer_is_on_the_device_at_a_time_and_the_model_is_left_as_it_was(folder):
+    loaded = stream(folder, False)
+    decoder = loaded.model.get_decoder()
+    for index, captured in enumerate(capture.layers(loaded, PROMPTS)):
+        next(captured)
+        on_meta = [all(each.is_meta for each in layer.parameters()) for layer in decoder.layers]
+        assert on_meta == [place != index for place in range(2)]
+        assert decoder.embed_tokens.weight.is_meta
+    assert all(each.is_meta for each in loaded.model.parameters())
+    assert loaded.model.config._attn_implementation == "sdpa"
+    assert not any("forward" in module.__dict__ for module in loaded.model.modules())
+
+
+def test_prompts_that_nobody_asks_for_still_move_on(folder):
+    loaded = stream(folder, False)
+    whole = [list(captured) for captured in capture.layers(loaded, PROMPTS)]
+    for index, captured in enumerate(capture.layers(loaded, PROMPTS)):
+        if index == 1:
+            for mine, theirs in zip(captured, whole[1], strict=True):
+                assert torch.equal(mine.q, theirs.q)
+
+
+def test_a_prompt_runs_when_it_is_asked_for(folder, monkeypatch):
+    ran = []
+    original = streams.Stream.through
+
+    def through(self, layer, index):
+        ran.append((index, self.prompt))
+        return original(self, layer, index)
+
+    monkeypatch.setattr(streams.Stream, "through", through)
+    of_layers = capture.layers(stream(folder, False), PROMPTS)
+    first = next(of_layers)
+    assert ran == []
+    next(first)
+    assert ran == [(0, 0)]
+    next(of_layers)
+    assert ran == [(0, 0), (0, 1)]
+
+
+def test_rows_in_pieces_give_the_same(folder, monkeypatch):
+    whole = [list(captured) for captured in capture.layers(stream(folder, True), PROMPTS)]
+    monkeypatch.setattr(streams, "ROWS", 64)
+    pieces = [list(captured) for captured in capture.layers(stream(folder, True), PROMPTS)]
+    for mine, theirs in zip(pieces[1], whole[1], strict=True):
+        torch.testing.assert_close(mine.k, theirs.k, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        ("model.layers.1.self_attn.k_proj.weight", "layer 1, prompt 0: the tensor of keys holds inf or NaN"),
+        ("model.layers.0.mlp.up_proj.weight", "layer 0, prompt 0: the hidden state holds inf or NaN"),
+    ],
+)
+@pytest.mark.parametrize("resident", [True, False], ids=["resident", "streamed"])
+def test_nan_is_named_by_layer_and_prompt(tmp_path, parameter, message, resident):
+    folder = save("llama", tmp_path, lambda model: model.get_parameter(parameter).data[3, 5].fill_(torch.nan))
+    with pytest.raises(ModelError, match=message):
+        for _ in capture.layers(stream(folder, resident), PROMPTS):
+            pass

@@ -1,0 +1,120 @@
+"""Loading by name: what is shipped, what is refused, and what random weights need."""
+
+import json
+import logging
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from test_hf import CONFIGS, make_profile
+from test_weights import save
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from calibrate import capture
+from calibrate.models import ALIASES, ARCHITECTURES, DEMO_FOLDER, load, load_config, load_tokenizer
+from calibrate.weights import skeleton
+from s2o_runtime import patch
+from s2o_runtime.errors import ModelError, ProfileError
+from s2o_runtime.identity import Geometry, geometry
+
+PUBLISHED = {  # geometry and parameters in billions, as the models' pages say
+    "qwen2.5-0.5b": (Geometry("qwen2", 24, 14, 2, 64), 0.49),
+    "qwen2.5-1.5b": (Geometry("qwen2", 28, 12, 2, 128), 1.54),
+    "qwen2.5-3b": (Geometry("qwen2", 36, 16, 2, 128), 3.09),
+    "qwen2.5-7b": (Geometry("qwen2", 28, 28, 4, 128), 7.62),
+    "qwen2.5-14b": (Geometry("qwen2", 48, 40, 8, 128), 14.77),
+    "qwen2.5-32b": (Geometry("qwen2", 64, 40, 8, 128), 32.76),
+    "qwen2.5-72b": (Geometry("qwen2", 80, 64, 8, 128), 72.71),
+    "llama-3.1-8b": (Geometry("llama", 32, 32, 8, 128), 8.03),
+    "llama-3.1-70b": (Geometry("llama", 80, 64, 8, 128), 70.55),
+    "llama-3.2-1b": (Geometry("llama", 16, 32, 8, 64), 1.24),
+    "llama-3.2-3b": (Geometry("llama", 28, 24, 8, 128), 3.21),
+}
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Any attempt to reach the hub is an error."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def test_every_alias_has_its_sizes():
+    assert {path.stem for path in ARCHITECTURES.glob("*.json")} == set(PUBLISHED) == set(ALIASES) - {"demo"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_sizes_are_the_published_ones(name, offline):
+    config = load_config(name, random_weights=True)
+    shape, billions = PUBLISHED[name]
+    assert geometry(config) == shape
+    model = skeleton(config, torch.bfloat16, torch.device("cpu"))
+    assert sum(each.numel() for each in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.006)
+    assert all(each.is_meta and each.dtype == torch.bfloat16 for each in model.parameters())
+    assert all(not each.is_meta and each.dtype == torch.float32 for each in model.buffers())
+    assert config.max_position_embeddings == (32768 if name.startswith("qwen") else 131072)
+    assert config.rope_parameters["rope_theta"] == (1e6 if name.startswith("qwen") else 5e5)
+
+
+@torch.no_grad()
+def test_an_alias_with_random_weights_needs_no_download(offline):
+    loaded = load("llama-3.2-1b", "cpu", random_weights=True, resident=False)
+    assert loaded.random
+    assert loaded.fingerprint.startswith("random-0-")
+    ids = torch.tensor(loaded.tokenizer("import os", add_special_tokens=False).input_ids)
+    of_layers = capture.layers(loaded, [ids])
+    captured = next(next(of_layers))
+    assert captured.q.shape == (1, 32, len(ids), 64)
+    assert captured.q.isfinite().all()
+
+
+def test_a_profile_of_random_weights_is_refused():
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    made = replace(make_profile(model, 0.0), fingerprint="random-0-0123456789abcdef")
+    for strict in (True, False):
+        with pytest.raises(ProfileError, match="was calibrated on random weights, expected ones of a trained model"):
+            patch(model, made, strict=strict)
+
+
+def test_a_folder_without_weights_will_do_for_random_ones(tmp_path, caplog):
+    config = json.loads((DEMO_FOLDER / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.WARNING, logger="calibrate"):
+        loaded = load(str(tmp_path), "cpu", random_weights=True, seed=2)
+    assert "random weights read the demo model's tokens" in caplog.text
+    assert loaded.weights.resident
+    assert loaded.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2).shape == (1, 5)
+    with pytest.raises(ModelError, match="the tokenizer of"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    with pytest.raises(ModelError, match="has a vocabulary of 100, its prompts are made of 4096 tokens"):
+        load(str(tmp_path), "cpu", random_weights=True)
+
+
+def test_generation_settings_come_with_the_weights(tmp_path):
+    shutil.copytree(DEMO_FOLDER, tmp_path, dirs_exist_ok=True)
+    settings = json.loads((DEMO_FOLDER / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings | {"repetition_penalty": 1.25}))
+    assert load(str(tmp_path), "cpu").model.generation_config.repetition_penalty == 1.25
+
+
+def test_models_the_calibrator_cannot_measure_are_refused(tmp_path):
+    sliding = {"layer_types": None, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+    Qwen2Config(**CONFIGS["qwen2"].to_dict() | sliding).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="has layers of sliding_attention, expected full_attention"):
+        load_config(str(tmp_path))
+    quantised = CONFIGS["llama"].to_dict() | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    with pytest.raises(ModelError, match="is quantised, expected float weights"):
+        load_config(str(tmp_path))
+
+
+def test_errors_are_one_sentence(offline, tmp_path):
+    with pytest.raises(ModelError, match="model 'some/thing' cannot be loaded from some/thing"):
+        load("some/thing", "cpu")
+    save("llama", tmp_path)
+    with pytest.raises(ModelError, match=r"the tokenizer of .* cannot be loaded") as raised:
+        load(str(tmp_path), "cpu")
+    assert "\n" not in str(raised.value)

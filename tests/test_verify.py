@@ -1,0 +1,225 @@
+"""The streamed proof against what one sees by patching the whole model and watching it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_hf import make_profile
+from test_weights import save, stream
+
+from calibrate import verify
+from calibrate.models import DEMO_FOLDER, load_tokenizer
+from calibrate.needles import make_needles
+from calibrate.prompts import Prompt, load_prompts
+from calibrate.recipe import Budget, Recipe
+from calibrate.verify import LayerProof, prove
+from calibrate.worst import row_errors, tile_worst
+from s2o_runtime import patch, unpatch
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.dense import exact_attention
+from s2o_runtime.errors import ModelError
+from s2o_runtime.hf import layer_states
+
+LENGTHS = (130, 200)
+TILE = TileConfig(64, 32, 1, 4, 1)
+EXACT, SPARSE = (LayerConfig.uniform(4, tau=tau, segment=64, tile=TILE) for tau in (0.0, 100.0))
+
+
+@pytest.fixture(params=["llama", "qwen2", "tied"], scope="module")
+def folder(request, tmp_path_factory):
+    return save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def random_prompts(count=2):
+    generator = torch.Generator().manual_seed(5)
+    ids = {length: torch.randint(3, 128, (count, length), generator=generator) for length in LENGTHS}
+    return {length: [Prompt(each) for each in rows] for length, rows in ids.items()}
+
+
+def accept(length, layer, proof, config):
+    """Whatever it is."""
+
+
+def prove_all(loaded, config, prompts=None, adjust=accept):
+    return prove(loaded, prompts or random_prompts(), lambda length, layer: config, adjust, lambda: None)
+
+
+def test_a_configuration_that_never_stops_changes_nothing(folder):
+    for proof in prove_all(stream(folder, False), EXACT).values():
+        assert proof.kl < 1e-8
+        assert proof.top1 == 1.0
+        assert proof.needles is None
+        assert proof.prefill_seconds > 0
+        assert proof.dense_prefill_seconds > 0
+        for layer in proof.layers:
+            assert layer.rel_mse < 1e-10  # float32 against float32, summed in another order
+            assert layer.worst < 1e-9
+            assert layer.density == 1.0
+            assert layer.dense_power > 0
+            assert (layer.seconds, layer.dense_seconds) == (None, None)
+
+
+@pytest.mark.parametrize("resident", [True, False], ids=["resident", "streamed"])
+def test_the_proof_is_what_the_patched_model_shows(folder, resident):
+    prompts = random_prompts()
+    proofs = prove_all(stream(folder, resident), SPARSE, prompts)
+    model = stream(folder, True).model
+    for length in LENGTHS:
+        shown = [shown_by_patching(model, SPARSE, prompt.ids) for prompt in prompts[length]]
+        proof = proofs[length]
+        assert proof.kl == pytest.approx(sum(kl for kl, _, _ in shown) / 2, rel=1e-3)
+        assert proof.kl > 1e-4
+        assert proof.top1 == pytest.approx(sum(top1 for _, top1, _ in shown) / 2)
+        assert proof.top1 < 1
+        for index, layer in enumerate(proof.layers):
+            mse, power, density = (sum(layers[index][part] for _, _, layers in shown) / 2 for part in range(3))
+            assert layer.mse == pytest.approx(mse, rel=1e-3)
+            assert layer.dense_power == pytest.approx(power, rel=1e-4)
+            assert layer.density == pytest.approx(density)
+            assert 0.2 < layer.density < 0.95
+            rows = torch.cat([layers[index][3] for _, _, layers in shown])
+            assert layer.worst == pytest.approx(float(rows.quantile(0.99)), rel=1e-3)
+            assert layer.worst > layer.rel_mse
+
+
+@torch.no_grad()
+def shown_by_patching(model, config, ids):
+    """(KL, top-1, [(mse, power, density, worst rows of tiles) of each layer]) of one prompt."""
+    dense = model(ids[None], use_cache=False).logits[0]
+    made = make_profile(model, 0.0, min_length=10)
+    patch(model, replace(made, layers=((config,) * 2,)), strict=True)
+    layers = {}
+
+    def observe(layer, q, k, v, scale, out):
+        truth = exact_attention(q, k, v, scale=scale)
+        off = (out - truth).square()
+        power = truth.square().sum(-1)
+        rows = off.sum(-1) / torch.maximum(power, power.mean(-1, keepdim=True))
+        worst = [rows[0, h, first : first + 64].max() for h in range(4) for first in range(0, len(ids), 64)]
+        layers[layer] = [float(off.mean()), float(truth.square().mean()), torch.stack(worst)]
+
+    for state in layer_states(model):
+        state.observer = observe
+    patched = model(ids[None], use_cache=False).logits[0]
+    density = [float(state.last.density.mean()) for state in layer_states(model)]
+    unpatch(model)
+    kl = F.kl_div(patched.log_softmax(-1), dense.log_softmax(-1), reduction="batchmean", log_target=True)
+    top1 = (dense.argmax(-1) == patched.argmax(-1)).double().mean()
+    found = [(mse, power, density[index], worst) for index, (mse, power, worst) in sorted(layers.items())]
+    return float(kl), float(top1), found
+
+
+def test_what_adjust_returns_is_what_is_proven(folder):
+    asked = []
+
+    def adjust(length, layer, proof, config):
+        asked.append((length, layer, config, proof))
+        return EXACT if layer == 0 and config == SPARSE else None
+
+    steps = []
+    loaded = stream(folder, False)
+    proofs = prove(loaded, random_prompts(), lambda length, layer: SPARSE, adjust, lambda: steps.append(1))
+    assert [(length, layer, config) for length, layer, config, _ in asked] == [
+        (130, 0, SPARSE), (130, 0, EXACT), (200, 0, SPARSE), (200, 0, EXACT), (130, 1, SPARSE), (200, 1, SPARSE),
+    ]  # fmt: skip
+    assert len(steps) == 4
+    assert asked[0][3].mse > 1e-6
+    expected = prove(
+        loaded, random_prompts(), lambda length, layer: (EXACT, SPARSE)[layer], accept, lambda: None
+    )  # fmt: skip
+    for length in LENGTHS:
+        assert proofs[length].layers == expected[length].layers
+        assert (proofs[length].kl, proofs[length].top1) == (expected[length].kl, expected[length].top1)
+        assert proofs[length].layers[0].density == 1.0
+        assert proofs[length].layers[1].density < 0.95
+        assert isinstance(proofs[length].layers[0], LayerProof)
+
+
+def test_logits_in_pieces_give_the_same(folder, monkeypatch):
+    whole = prove_all(stream(folder, True), SPARSE)
+    monkeypatch.setattr(verify, "HEAD_ROWS", 7)
+    pieces = prove_all(stream(folder, True), SPARSE)
+    for length in LENGTHS:
+        assert pieces[length].kl == pytest.approx(whole[length].kl, rel=1e-4)
+        assert pieces[length].top1 == whole[length].top1
+
+
+@torch.no_grad()
+def test_needles_count_what_the_dense_model_finds(folder):
+    """Spans of what the dense model would say next, and one of what it would not."""
+    loaded = stream(folder, True)
+    ids = random_prompts()[200][0].ids.clone()
+    spans = ((20, 22), (120, 123), (150, 154), (180, 184))
+    for begin, end in spans[:3]:
+        for place in range(begin, end):
+            ids[place] = loaded.model(ids[None, :place], use_cache=False).logits[0, -1].argmax()
+    ids[181] = (loaded.model(ids[None, :181], use_cache=False).logits[0, -1].argmax() + 1) % 128
+    prompts = {200: [Prompt(ids, spans), random_prompts()[200][1]]}
+    assert prove_all(loaded, EXACT, prompts)[200].needles == (3, 3)
+
+    model = stream(folder, True).model
+    patch(model, replace(make_profile(model, 0.0, min_length=10), layers=((SPARSE,) * 2,)), strict=True)
+    best = model(ids[None], use_cache=False).logits[0].argmax(-1)
+    found = sum(torch.equal(best[begin - 1 : end - 1], ids[begin:end]) for begin, end in spans[:3])
+    assert prove_all(loaded, SPARSE, prompts)[200].needles == (found, 3)
+
+
+def test_built_in_prompts_say_where_their_codes_are():
+    tokenizer = load_tokenizer("demo")
+    recipe = Recipe("demo", Budget("mse", 1e-4), (512, 4096), DEMO_FOLDER, num_prompts=1, held_out=1)
+    made = load_prompts(recipe, tokenizer)
+    for length, codes in ((512, 1), (4096, 4)):
+        prompt = made.held_out[length][0]
+        text = tokenizer.decode(prompt.ids)
+        asked = [line.split()[-1].rstrip(".") for line in text.splitlines() if "What is the secret code" in line]
+        assert [tokenizer.decode(prompt.ids[begin:end]).strip() for begin, end in prompt.answers] == asked
+        assert len(asked) == codes
+        assert prompt.sha256 == Prompt(prompt.ids).sha256
+    assert len(make_needles(1, random.Random(0))[0].code) == 5
+
+
+def test_nan_is_named(tmp_path):
+    parameter = "model.layers.1.self_attn.v_proj.weight"
+    folder = save("llama", tmp_path, lambda model: model.get_parameter(parameter).data[3, 5].fill_(torch.inf))
+    with pytest.raises(ModelError, match="layer 1, prompt 0: the hidden state holds inf or NaN"):
+        prove_all(stream(folder, False), EXACT)
+
+
+def test_the_model_is_left_as_it_was(folder):
+    loaded = stream(folder, False)
+    prove_all(loaded, SPARSE)
+    assert all(each.is_meta for each in loaded.model.parameters())
+    assert loaded.model.config._attn_implementation == "sdpa"
+    with pytest.raises(ModelError, match="the model is not patched"):
+        layer_states(loaded.model)
+
+
+def test_whole_prefills_need_the_whole_model(folder):
+    loaded = stream(folder, True)
+    times = verify.time_prefill(loaded, make_profile(loaded.model, 2.0), random_prompts())
+    assert all(times[length].patched > 0 and times[length].dense > 0 for length in LENGTHS)
+    with pytest.raises(ModelError, match="are not all on the device: load it with resident=True"):
+        verify.time_prefill(stream(folder, False), make_profile(loaded.model, 2.0), random_prompts())
+
+
+def test_row_errors_are_relative_to_the_row_or_to_its_head():
+    truth = torch.zeros(1, 2, 3, 4)
+    truth[0, 0, :, 0] = torch.tensor([3.0, 0.0, 0.0])  # mean of |truth|^2 is 3
+    truth[0, 1] = 1.0  # |truth|^2 is 4 everywhere
+    out = truth.clone()
+    out[0, 0, 0, 1] += 3.0
+    out[0, 0, 1, 1] += 3.0
+    out[0, 1, 2, 3] -= 1.0
+    expected = torch.tensor([[[9 / 9, 9 / 3, 0.0], [0.0, 0.0, 1 / 4]]])
+    torch.testing.assert_close(row_errors(out, truth), expected)
+    torch.testing.assert_close(row_errors(out.bfloat16(), truth), expected)
+    assert row_errors(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4)).tolist() == [[[0.0, 0.0]]]
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
+def test_tiles_hold_their_largest_row(length):
+    errors = torch.rand(2, 3, length)
+    expected = torch.stack([errors[..., first : first + 64].amax(-1) for first in range(0, length, 64)], -1)
+    assert torch.equal(tile_worst(errors), expected)
