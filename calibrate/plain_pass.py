@@ -1,4 +1,4 @@
-"""Error against threshold for every head, from one pass over the prefix.
+"""The plain-torch way to measure curves: what runs on a CPU, and what the trace kernel is compared with.
 
 For one way to rank the keys the prefix is visited once, in order, in steps of `STEP` keys. Of every row it is kept
 how much each step added to l and what the error would be after it, with and without an estimate of the rest. That is
@@ -13,72 +13,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from calibrate.capture import Captured
-from s2o_runtime.config import TileConfig
+from calibrate.curves import TAUS, Curve, Method, Shape, head_norms, window_pairs, worst_of
+from s2o_runtime.dense import dense_attention
 from s2o_runtime.ranking import log_weights, order_of, part_means
 from s2o_runtime.reference import dense_window
 
 STEP = 128
 GPU_BYTES, CPU_BYTES = 8 << 30, 256 << 20  # workspace of one pass
 LIVE_COPIES = 4  # arrays of the size of the scores that exist at once
-TAUS = tuple(float(f"{10.0 ** (exponent / 6):.4g}") for exponent in range(-30, 19))  # 1e-5 .. 1e3, six a decade
-
-
-@dataclass(frozen=True)
-class Method:
-    """What decides in which order a head visits its keys; the fields are those of HeadConfig and LayerConfig."""
-
-    segment: int
-    representatives: int = 1
-    grain: int = 1
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What, beside tau, decides where a head stops: the tile height and the keys between two checks."""
-
-    block_m: int
-    stride: int
-
-    @classmethod
-    def of(cls, tile: TileConfig) -> Shape:
-        return cls(tile.block_m, tile.stride)
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Mean squared error and density of every head at every threshold of `TAUS`.
-
-    mse, tail_mse, density: float64 [Hq, len(TAUS)]; thresholds of the kind "rest", rows reduced by mean. The tail
-    does not change where a head stops, so one density belongs to both errors.
-    dense_power: mean square of the layer's dense output.
-    """
-
-    mse: Tensor
-    tail_mse: Tensor
-    density: Tensor
-    dense_power: float
-
-
-def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """The curve of several prompts together.
-
-    An error is the mean plus one standard deviation over the prompts: heads whose error depends on the prompt must
-    stay within their budget on prompts that were not seen.
-    """
-
-    def careful(errors: list[Tensor]) -> Tensor:
-        stacked = torch.stack(errors)
-        return stacked.mean(0) + stacked.std(0, correction=0)
-
-    return Curve(
-        careful([curve.mse for curve in curves]),
-        careful([curve.tail_mse for curve in curves]),
-        torch.stack([curve.density for curve in curves]).mean(0),
-        sum(curve.dense_power for curve in curves) / len(curves),
-    )
 
 
 @torch.no_grad()
@@ -87,30 +33,33 @@ def measure(prompt: Captured, methods: Sequence[Method], shapes: Sequence[Shape]
 
     Every shape's stride must be a multiple of `STEP`, and the segment of its height.
     """
-    heads, length, head_dim = prompt.q.shape[1:]
+    length, head_dim = prompt.q.shape[2:]
     size = methods[0].segment
-    device = prompt.q.device
-    sums = {
-        (method, shape): torch.zeros(3, heads, len(TAUS), dtype=torch.float64, device=device)
-        for method in methods
-        for shape in shapes
-    }
-    power = torch.zeros((), dtype=torch.float64, device=device)
+    keys = [(method, shape) for method in methods for shape in shapes]
+    dense = dense_attention(prompt.q, prompt.k, prompt.v, scale=prompt.scale)
+    norms = head_norms(dense)
+    totals: dict[tuple[Method, Shape], list[Tensor]] = {key: [] for key in keys}  # per slice of heads
+    worst: dict[tuple[Method, Shape], list[Tensor]] = {key: [] for key in keys}
     for some in _head_slices(prompt, size):
         q, k, v = _heads(prompt, some)
+        found: dict[tuple[Method, Shape], list[_Stopped]] = {key: [] for key in keys}
         for begin in range(0, length, size):
             segment = _segment(q[:, begin : begin + size], k, v, begin)
             for method in methods:
                 trace = _trace(segment, method)
                 for shape in shapes:
-                    sums[method, shape][:, some] += _stops(trace, shape)
-            power += trace.dense.double().square().sum()
-    window, causal, values = _window_pairs(length, size), length * (length + 1) / 2, length * head_dim
-    mean_power = float(power) / (heads * values)
+                    found[method, shape].append(_stops(trace, shape, norms[some]))
+        for key, parts in found.items():
+            totals[key].append(torch.stack([part.sums for part in parts]).sum(0))
+            worst[key].append(worst_of(torch.cat([part.worst for part in parts], 2)))
+    values, causal = length * head_dim, length * (length + 1) / 2
     curves = {}
-    for key, total in sums.items():
-        squared, tail_squared, visited = total.cpu()
-        curves[key] = Curve(squared / values, tail_squared / values, (visited + window) / causal, mean_power)
+    for key in keys:
+        squared, tail_squared, visited = torch.cat(totals[key], 1).cpu()
+        density = (visited + window_pairs(length, size, STEP)) / causal
+        row, tail_row = torch.cat(worst[key], 1).cpu()
+        power = float(norms.mean()) / head_dim
+        curves[key] = Curve(squared / values, tail_squared / values, row, tail_row, density, power)
     return curves
 
 
@@ -219,31 +168,47 @@ def _suffix_sums(terms: Tensor) -> Tensor:
     return torch.cat([terms.flip(1).cumsum(1).flip(1), torch.zeros_like(terms[:, :1])], 1)
 
 
-def _stops(trace: _Trace, shape: Shape) -> Tensor:
-    """Summed squared error, the same with a tail, and visited pairs at every threshold: float64 [3, H, len(TAUS)]."""
+@dataclass(frozen=True)
+class _Stopped:
+    """A segment at every threshold: without a tail, with one.
+
+    sums: float64 [3, H, T], squared error, the same with a tail, and visited pairs; worst: [2, H, row tiles, T], the
+    largest relative error of a row.
+    """
+
+    sums: Tensor
+    worst: Tensor
+
+
+def _stops(trace: _Trace, shape: Shape, norms: Tensor) -> _Stopped:
+    """Where each threshold stops; norms [H]: a row's own counts at least so much."""
     heads, steps, rows = trace.xx.shape
     device = trace.l.device
+    tiles = -(-rows // shape.block_m)
     if not steps:
-        return torch.zeros(3, heads, len(TAUS), dtype=torch.float64, device=device)
+        sums = torch.zeros(3, heads, len(TAUS), dtype=torch.float64, device=device)
+        return _Stopped(sums, torch.zeros(2, heads, tiles, len(TAUS), device=device))
     chunks = -(-steps // (shape.stride // STEP))
     ends = (torch.arange(chunks + 1, device=device) * (shape.stride // STEP)).clamp_max(steps)
-    tiles = -(-rows // shape.block_m)
-    tile = torch.arange(rows, device=device) // shape.block_m
     count = (rows - torch.arange(tiles, device=device) * shape.block_m).clamp_max(shape.block_m)
 
-    def per_tile(of_rows: Tensor) -> Tensor:
-        """[H, C, S] -> [H, tiles, C]"""
-        return of_rows.new_zeros(heads, chunks, tiles).index_add_(2, tile, of_rows).transpose(1, 2)
+    def by_tile(of_rows: Tensor) -> Tensor:
+        """[H, C, S] -> [H, tiles, C, block_m]"""
+        padded = F.pad(of_rows, (0, tiles * shape.block_m - rows))
+        return padded.view(heads, chunks, tiles, shape.block_m).transpose(1, 2)
 
     l = trace.l[:, ends]
-    gain = per_tile(l.diff(dim=1) / l[:, :-1]) / count[:, None]
+    gain = by_tile(l.diff(dim=1) / l[:, :-1]).sum(-1) / count[:, None]
     rest = (gain * ((steps - ends[1:]) / ends.diff()))[..., :-1]  # after the last chunk there is nothing to skip
     lowest = rest.cummin(-1).values.flip(-1)
     # the chunk whose gain falls below tau is kept: it comes after those that do not
     stop = chunks - 1 - torch.searchsorted(lowest, _taus(device).expand(heads, tiles, -1).contiguous())
-    errors = (per_tile(of_rows).gather(2, stop) for of_rows in (trace.xx[:, ends[1:] - 1], _with_tail(trace, ends)))
     pairs = ends[1:][stop] * STEP * count[:, None]
-    return torch.stack([each.double().sum(1) for each in (*errors, pairs)])
+    size = trace.dense.square().sum(-1).maximum(norms[:, None])[:, None]
+    errors = (trace.xx[:, ends[1:] - 1], _with_tail(trace, ends))
+    squared = [by_tile(error).sum(-1).gather(2, stop) for error in errors]
+    worst = [by_tile(error / size).amax(-1).gather(2, stop) for error in errors]
+    return _Stopped(torch.stack([each.double().sum(1) for each in (*squared, pairs)]), torch.stack(worst))
 
 
 def _with_tail(trace: _Trace, ends: Tensor) -> Tensor:
@@ -263,12 +228,3 @@ def _with_tail(trace: _Trace, ends: Tensor) -> Tensor:
 @lru_cache(maxsize=8)
 def _taus(device: torch.device) -> Tensor:
     return torch.tensor(TAUS, dtype=torch.float32, device=device)
-
-
-def _window_pairs(length: int, segment: int) -> int:
-    """Causal pairs inside the windows of one head."""
-    total = 0
-    for begin in range(0, length, segment):
-        size = min(segment, length - begin)
-        total += size * (size + 1) // 2 + size * (begin % STEP)
-    return total

@@ -398,7 +398,7 @@ def _kernel(
 
     head_dim = shape.head_dim
     shape = shape.with_head_dim(padded_head_dim(head_dim))
-    q, k, v = (_laid_out(t, shape.head_dim, cu_q is not None) for t in (q, k, v))
+    q, k, v = (laid_out(t, shape.head_dim, cu_q is not None) for t in (q, k, v))
     # such as the column of a mask: kernels take one entry after the other
     kv_start, cu_q, cu_k = (None if t is None else t.contiguous() for t in (kv_start, cu_q, cu_k))
     call = Call(config, shape, scale, head_tables(config, q.device), kv_start, cu_q, cu_k)
@@ -408,7 +408,7 @@ def _kernel(
     return out if shape.head_dim == head_dim else out[..., :head_dim], visited, lse
 
 
-def _laid_out(t: Tensor, head_dim: int, packed: bool) -> Tensor:
+def laid_out(t: Tensor, head_dim: int, packed: bool = False) -> Tensor:
     """The tensor with its last dimension filled up to head_dim and contiguous; packed ones stay one batch entry."""
     if t.shape[3] == head_dim and t.stride(3) == 1:
         return t

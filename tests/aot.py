@@ -24,6 +24,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from calibrate import kernel_pass
+from calibrate.curves import TAUS
 from s2o_runtime.config import HEAD_DIMS, TileConfig
 from s2o_runtime.gpu import candidate_tiles
 
@@ -60,10 +62,15 @@ POINTERS = {
     "SUMS": "fp32",
     "VALUES": "bf16",
     "POOLED": "bf16",
+    "TRUTH": "bf16",
+    "FLOOR": "fp32",
+    "TAUS": "fp32",
+    "FOUND": "fp32",
 }
 FLOATS = ("qk_scale", "limit")
 # Bytes that a thread may keep in local memory; meant for what is computed once, outside the loops.
-KEPT_BYTES = {"prefill_hopper": 16, "prefill": 48, "log_sums": 8}
+# The trace kernel, which only calibration runs, keeps what it writes down where thresholds stop.
+KEPT_BYTES = {"prefill_hopper": 16, "prefill": 48, "log_sums": 8, "trace": 896}
 # The switches of a kernel that are on, all others are off, and its grain.
 VARIANTS: dict[str, dict[str, object]] = {
     "": {"GRAIN": 1},
@@ -191,18 +198,23 @@ def cases() -> list[Case]:
             found += [Case("scores", capability, head_dim, rows=rows) for rows in SCORE_SEGMENTS]
             found += [Case("scores", capability, head_dim, representatives=count) for count in SCORE_REPRESENTATIVES]
             found += [Case("pool", capability, head_dim), Case("tail", capability, head_dim)]
+            if kernel_pass.compiles(pair, triton.__version__):
+                heights = {(tile.block_m, min(each.stride for each in tiles)) for tile in tiles}
+                traced = {replace(kernel_pass.trace_tile(head_dim, pair, *height), chunk=1) for height in heights}
+                found += [Case("trace", capability, head_dim, tile) for tile in sorted(traced, key=str)]
         found.append(Case("order", capability))
     return [
         replace(case, variant=variant)
         for case in found
         for variant, switches in VARIANTS.items()
         if case.kernel not in ("pool", "tail") or "TAIL" in switches
+        if case.kernel != "trace" or "PACKED" not in switches
     ]
 
 
 def compile_case(case: Case) -> Compiled:
     # not imported above: the tests of the rules want those without the kernels
-    from s2o_runtime.kernels import rank, tail
+    from s2o_runtime.kernels import rank, tail, trace
 
     constants: dict[str, object] = {
         "GROUP": 4,
@@ -253,6 +265,9 @@ def compile_case(case: Case) -> Compiled:
     from s2o_runtime.kernels.prefill import MAX_REGISTERS, _prefill
 
     options["maxnreg"] = MAX_REGISTERS
+    if case.kernel == "trace":
+        constants |= {"STRIDES": trace.STRIDES, "T": 1 << (len(TAUS) - 1).bit_length()}
+        return compile_kernel(trace._trace, constants, case.capability, ASTSource, options)
     return compile_kernel(_prefill, constants, case.capability, ASTSource, options)
 
 

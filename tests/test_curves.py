@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from calibrate import curves
+from calibrate import plain_pass
 from calibrate.capture import Captured
-from calibrate.curves import TAUS, Method, Shape, mean_curve, measure
+from calibrate.curves import TAUS, WORST, Method, Shape, mean_curve, measure
+from calibrate.worst import row_errors, tile_worst
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.dense import exact_attention
 from s2o_runtime.reference import s2o_attention_reference
@@ -32,7 +33,7 @@ def test_a_curve_predicts_what_the_reference_does(method, tile, tail):
     truth = exact_attention(captured.q, captured.k, captured.v, scale=captured.scale)
     assert curve.dense_power == pytest.approx(float(truth.square().mean()), rel=1e-5)
     seen = set()
-    for index in range(10, len(TAUS), 5):
+    for index in range(3, len(TAUS), 4):
         head = HeadConfig(TAUS[index], method.segment, "s2o", "rest", method.representatives, tail)
         config = LayerConfig((head,) * 4, tile, grain=method.grain)
         out, visited, _ = s2o_attention_reference(captured.q, captured.k, captured.v, config, scale=captured.scale)
@@ -42,6 +43,10 @@ def test_a_curve_predicts_what_the_reference_does(method, tile, tail):
         torch.testing.assert_close(predicted, actual, rtol=1e-9, atol=1e-9)
         mse = (out - truth).square().mean((0, 2, 3)).double()
         torch.testing.assert_close((curve.tail_mse if tail else curve.mse)[:, index], mse, rtol=1e-3, atol=1e-9)
+        worst = tile_worst(row_errors(out, truth), tile.block_m)[0].double()
+        expected = worst.sort(-1).values[:, round(WORST * (worst.shape[1] - 1))]
+        actual_worst = (curve.tail_worst if tail else curve.worst)[:, index]
+        torch.testing.assert_close(actual_worst, expected, rtol=2e-3, atol=1e-9)
         seen.add(round(float(actual.mean()), 3))
     assert len(seen) >= 3  # the thresholds tried do differ
 
@@ -49,7 +54,7 @@ def test_a_curve_predicts_what_the_reference_does(method, tile, tail):
 def test_measuring_few_heads_at_a_time_changes_nothing(monkeypatch):
     captured, method, shape = prompt(600), Method(256, 4, 2), Shape(64, 256)
     whole = measure(captured, [method], [shape])[method, shape]
-    monkeypatch.setattr(curves, "CPU_BYTES", 1)
+    monkeypatch.setattr(plain_pass, "CPU_BYTES", 1)
     single = measure(captured, [method], [shape])[method, shape]
     torch.testing.assert_close(whole.mse, single.mse, rtol=1e-6, atol=0)
     torch.testing.assert_close(whole.tail_mse, single.tail_mse, rtol=1e-4, atol=0)
@@ -63,5 +68,7 @@ def test_the_curve_of_two_prompts_has_the_larger_error_and_the_mean_density():
     for name in ("mse", "tail_mse"):  # mean plus one deviation
         larger = torch.maximum(getattr(first, name), getattr(second, name))
         torch.testing.assert_close(getattr(mean, name), larger, rtol=1e-9, atol=1e-12)
+    for name in ("worst", "tail_worst"):
+        assert torch.equal(getattr(mean, name), torch.maximum(getattr(first, name), getattr(second, name)))
     assert torch.equal(mean.density, (first.density + second.density) / 2)
     assert mean.dense_power == (first.dense_power + second.dense_power) / 2

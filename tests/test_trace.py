@@ -1,0 +1,51 @@
+"""The trace kernel in the interpreter: at every threshold and spacing, what running the kernels there gives."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_kernels import call_of, inputs, small_sample  # noqa: F401
+
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.dense import exact_attention
+from s2o_runtime.gpu import interpreted
+from s2o_runtime.kernels.prefill import s2o_prefill
+from s2o_runtime.kernels.trace import STRIDES, trace
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
+
+TILE = TileConfig(block_m=64, block_n=32, chunk=1, num_warps=4, num_stages=1)
+TAUS = torch.tensor([0.01, 0.3, 2.0, 50.0])
+
+
+@pytest.mark.parametrize(
+    ("length", "segment", "representatives", "grain"), [(450, 128, 1, 1), (301, 64, 4, 4)], ids=["S128", "S64-r4-g4"]
+)
+def test_a_trace_is_every_run_at_once(length, segment, representatives, grain):
+    q, k, v = inputs(1, 2, 1, length, length, 64)
+    k = k * torch.rand(length, 1).square() * 3  # some keys matter, most do not
+    kind = {"segment": segment, "representatives": representatives, "grain": grain}
+    config = LayerConfig.uniform(2, tail=True, tile=TILE, **kind)
+    truth = exact_attention(q, k, v, scale=0.125)
+    norms = truth.square().sum(-1)
+    floor = norms.mean(-1)[0]
+    slices = list(trace(q, k, v, truth, floor, TAUS, call_of(q, k, config)))
+    assert [each.rows for each in slices] == [range(length)]
+    traced = slices[0]
+    tiles = -(-length // TILE.block_m)
+    size = torch.maximum(norms, floor[:, None])
+    distinct = set()
+    for s in range(STRIDES):
+        for t, tau in enumerate(TAUS.tolist()):
+            for tail in (False, True):
+                run = LayerConfig.uniform(2, tau=tau, tail=tail, tile=replace(TILE, chunk=1 << s), **kind)
+                out, visited, _ = s2o_prefill(q, k, v, call_of(q, k, run))
+                off = (out - truth).square().sum(-1)
+                filled = torch.nn.functional.pad(torch.stack([off, off / size]), (0, tiles * 64 - length))
+                squared, worst = filled.view(2, 2, tiles, 64).unbind()
+                assert torch.equal(traced.visited[s, :, :, t], visited[0].float())
+                mine = (traced.tail_squared, traced.tail_worst) if tail else (traced.squared, traced.worst)
+                torch.testing.assert_close(mine[0][s, :, :, t], squared.sum(-1), rtol=1e-3, atol=1e-6)
+                torch.testing.assert_close(mine[1][s, :, :, t], worst.amax(-1), rtol=1e-3, atol=1e-8)
+                distinct.add((tuple(visited.flatten().tolist()), tail))
+    assert len(distinct) > 8
