@@ -1,4 +1,4 @@
-"""Spending a layer's error budget over its heads.
+"""Spending an error budget over heads.
 
 A layer's error is the mean over its heads of each head's error, so heads compete for one sum. Every head may choose
 among several curves; their points together are replaced by their lower convex hull from the dense point on. The
@@ -7,7 +7,7 @@ steepest steps of all hulls are taken first, which is optimal for the hulls up t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,12 +18,21 @@ from s2o_runtime.config import HeadConfig
 
 
 class Point(NamedTuple):
-    """One way to run a head: its error, its time over the dense head's, its density and its settings."""
+    """One way to run a head: its error, its time over the dense head's, its density, its worst rows, its settings."""
 
     mse: float
     cost: float
     density: float
+    worst: float
     head: HeadConfig
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a head may be given: tails or none, and rows no worse than this (None does not look at rows)."""
+
+    tails: tuple[bool, ...] = (False, True)
+    worst_rows: float | None = None
 
 
 @dataclass(frozen=True)
@@ -54,49 +63,41 @@ class Allocation:
 
 
 def dense_point(segment: int) -> Point:
-    return Point(0.0, 1.0, 1.0, HeadConfig(segment=segment, mode="dense"))
+    return Point(0.0, 1.0, 1.0, 0.0, HeadConfig(segment=segment, mode="dense"))
 
 
-def allocate(curves: Mapping[Method, Curve], budget_mse: float) -> Allocation:
-    """The heads' settings with the least mean cost whose mean error is at most `budget_mse`.
+def allocate(curves: Mapping[Method, Curve], budget_mse: float, allowed: Allowed = Allowed()) -> Allocation:
+    """The heads' settings of a layer with the least mean cost whose mean error is at most `budget_mse`.
 
-    curves: of every method a head may choose; a tail is a choice too.
+    curves: of every method a head may choose.
     """
-    heads = len(next(iter(curves.values())).mse)
-    options = [_points(curves, head) for head in range(heads)]
-    chosen = [points[0] for points in options]
-    left = budget_mse * len(options)
-    steps = []
-    for head, points in enumerate(options):
-        hull = _hull(points)
-        for rank, (near, far) in enumerate(pairwise(hull)):
-            steps.append((_slope(near, far), head, rank, near, far))
-    blocked: set[int] = set()
-    for _, head, _, near, far in sorted(steps, key=lambda step: (-step[0], step[1], step[2])):
-        if head not in blocked and far.mse - near.mse <= left:
-            left -= far.mse - near.mse
-            chosen[head] = far
-        else:
-            blocked.add(head)  # a hull's later steps build on its earlier ones
-    for head, points in enumerate(options):  # what is left buys the best single point between hull corners
-        affordable = [point for point in points if point.mse - chosen[head].mse <= left]
-        best = min(affordable, key=lambda point: (point.cost, point.mse))
-        if best.cost < chosen[head].cost:
-            left -= best.mse - chosen[head].mse
-            chosen[head] = best
-    return Allocation(tuple(chosen))
+    return allocate_together([curves], [1.0], budget_mse, allowed)[0]
 
 
-def _points(curves: Mapping[Method, Curve], head: int) -> list[Point]:
+def allocate_together(
+    layers: Sequence[Mapping[Method, Curve]], weights: Sequence[float], budget: float, allowed: Allowed = Allowed()
+) -> list[Allocation]:
+    """The same for several layers with one budget: the mean over the layers of weight times error is at most that."""
+    options = [points_of(curves, head, allowed) for curves in layers for head in range(_heads(curves))]
+    of_layer = zip(layers, weights, strict=True)
+    of_head = [weight / _heads(curves) for curves, weight in of_layer for _ in range(_heads(curves))]
+    chosen = iter(_spend(options, of_head, budget * len(layers)))
+    return [Allocation(tuple(next(chosen) for _ in range(_heads(curves)))) for curves in layers]
+
+
+def points_of(curves: Mapping[Method, Curve], head: int, allowed: Allowed) -> list[Point]:
     """A head's useful points by rising error, the dense one first; each is cheaper than all before it."""
     found = []
     for method, curve in curves.items():
         densities = curve.density[head].tolist()
-        for tail, errors in ((False, curve.mse), (True, curve.tail_mse)):
+        for tail in allowed.tails:
+            errors, worst = (curve.tail_mse, curve.tail_worst) if tail else (curve.mse, curve.worst)
             extra = overhead(method, tail)
-            for tau, mse, density in zip(TAUS, errors[head].tolist(), densities, strict=True):
-                settings = HeadConfig(tau, method.segment, "s2o", "rest", method.representatives, tail)
-                found.append(Point(mse, density + extra, density, settings))
+            of_tau = zip(TAUS, errors[head].tolist(), densities, worst[head].tolist(), strict=True)
+            for tau, mse, density, row in of_tau:
+                if allowed.worst_rows is None or row <= allowed.worst_rows:
+                    settings = HeadConfig(tau, method.segment, "s2o", "rest", method.representatives, tail)
+                    found.append(Point(mse, density + extra, density, row, settings))
     points = [dense_point(next(iter(curves)).segment)]
     for point in sorted(found, key=lambda point: point[:2]):
         if point.cost < points[-1].cost:
@@ -104,7 +105,37 @@ def _points(curves: Mapping[Method, Curve], head: int) -> list[Point]:
     return points
 
 
-def _hull(points: list[Point]) -> list[Point]:
+def _heads(curves: Mapping[Method, Curve]) -> int:
+    return len(next(iter(curves.values())).mse)
+
+
+def _spend(options: Sequence[Sequence[Point]], weights: Sequence[float], budget: float) -> list[Point]:
+    """One point of every head; the sum of their weighted errors is at most the budget."""
+    chosen = [points[0] for points in options]
+    left = budget
+    steps = []
+    for head, points in enumerate(options):
+        hull = _hull(points)
+        for rank, (near, far) in enumerate(pairwise(hull)):
+            steps.append((_slope(near, far) / weights[head], head, rank, near, far))
+    blocked: set[int] = set()
+    for _, head, _, near, far in sorted(steps, key=lambda step: (-step[0], step[1], step[2])):
+        price = (far.mse - near.mse) * weights[head]
+        if head not in blocked and price <= left:
+            left -= price
+            chosen[head] = far
+        else:
+            blocked.add(head)  # a hull's later steps build on its earlier ones
+    for head, points in enumerate(options):  # what is left buys the best single point between hull corners
+        affordable = [point for point in points if (point.mse - chosen[head].mse) * weights[head] <= left]
+        best = min(affordable, key=lambda point: (point.cost, point.mse))
+        if best.cost < chosen[head].cost:
+            left -= (best.mse - chosen[head].mse) * weights[head]
+            chosen[head] = best
+    return chosen
+
+
+def _hull(points: Sequence[Point]) -> list[Point]:
     """The lower left convex hull of points sorted by error."""
     hull: list[Point] = []
     for point in points:

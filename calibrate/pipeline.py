@@ -1,4 +1,8 @@
-"""calibrate(): prompts -> curves -> choices -> proof -> profile. No stage reaches back."""
+"""calibrate(): prompts -> curves -> choices -> proof -> profile. No stage reaches back.
+
+Three passes over the model, each one layer at a time: curves of every layer, times of what the search tries, and the
+held-out proof of the model as it will run.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ import logging
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
@@ -15,171 +20,327 @@ import torch
 from tqdm import tqdm
 
 import s2o_runtime
-from calibrate import capture
+from calibrate.choose import Chosen, choose
 from calibrate.crossover import with_crossover
+from calibrate.curves import Shape
+from calibrate.journal import Journal
+from calibrate.measure import measure_model
 from calibrate.models import LoadedModel, load, load_tokenizer
 from calibrate.prompts import PromptSet, load_prompts
 from calibrate.recipe import Recipe
-from calibrate.search import Choice, LayerSearch, as_dense, search
-from calibrate.verify import LayerProof, PrefillTimes, prove, time_prefill
+from calibrate.search import Choice, allowed
+from calibrate.tiles import tiles_for
+from calibrate.verify import LayerProof, LengthProof, prove
+from s2o_runtime.config import LayerConfig
 from s2o_runtime.gpu import DeviceIdentity, identify
 from s2o_runtime.profile import Profile, save_profile
 
-TIGHTENINGS = 3  # of one layer at one length; the last one makes it dense
-TIGHTEN_TO = 0.9  # aim this far under the budget after a layer was over it
+TIGHTENINGS = 4  # of one layer at one length; the last one makes it dense
+TIGHTEN_TO = 0.9  # aim this far under the limit after a layer was over it
+TAU_FOR_ERROR = 0.7  # at a length without curves: an error grows roughly with this power of tau
+RETRIES = 2  # with half the budget, when the layers kept theirs but needles were lost
+TIE = 1.02  # a prefill this much slower than dense is a tie
 
 log = logging.getLogger("calibrate")
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished calibration: the profile, what was chosen at every length and layer, and the proof."""
+    """A finished calibration.
+
+    chosen: at every calibrated length; proofs: at every proven one; configs: (length, layer) -> what was proven;
+    limits: (length, layer) -> the error it may have, in the budget's unit; tightened: how often it was; problems:
+    why the proof failed, none if it did not; written: whether the profile was.
+    """
 
     profile: Profile
-    choices: dict[int, list[Choice]]
-    proofs: dict[int, tuple[LayerProof, ...]]
-    times: dict[int, PrefillTimes]
-    met: bool
-    seconds: float
-    failures: int
+    chosen: dict[int, Chosen]
+    proofs: dict[int, LengthProof]
+    configs: dict[tuple[int, int], LayerConfig]
+    limits: dict[tuple[int, int], float]
+    tightened: Counter[tuple[int, int]]
+    problems: tuple[str, ...]
+    written: bool
+    seconds: dict[str, float]
+    journal_reused: int
+    device: DeviceIdentity
+
+    @property
+    def met(self) -> bool:
+        return not self.problems
 
 
 def calibrate(recipe: Recipe, *, progress: bool = True) -> Result:
-    """Run a recipe. Writes `recipe.out` only if the held-out error meets the budget at every layer and length."""
-    began = time.monotonic()
-    prompts = load_prompts(recipe, load_tokenizer(recipe.model))  # cheap to get wrong, so before the weights
-    loaded = load(recipe.model, recipe.device)
+    """Run a recipe. Writes `recipe.out` only if the held-out proof succeeds, or a regression is allowed.
+
+    The same recipe continues an interrupted run: what was measured is in the recipe's journal.
+    """
+    clock = _Clock()
+    tokenizer = load_tokenizer(recipe.model, random_weights=recipe.random_weights)
+    prompts = load_prompts(recipe, tokenizer)  # cheap to get wrong, so before the weights
+    loaded = load(recipe.model, recipe.device, random_weights=recipe.random_weights, seed=recipe.seed)
     device = identify(torch.device(recipe.device))
-    choices, failures = _choose(loaded, prompts, recipe, device, progress)
-    if device.kind == "cuda":
-        choices = _with_crossovers(choices, loaded, recipe)
-    tightenings: Counter[tuple[int, int]] = Counter()  # a layer's change shifts what later layers see, and their error
-    while True:
-        proofs = _prove(loaded, _draft(loaded, recipe, device, choices), prompts, progress)
-        over = _over_budget(proofs, recipe)
-        places = [place for place in over if tightenings[place] < TIGHTENINGS]
-        if not places:
-            break
-        log.info("held-out error is over budget in %d places: tightening them", len(places))
-        tightenings.update(places)
-        for length, layer in places:
-            choice, last = choices[length][layer], tightenings[length, layer] == TIGHTENINGS
-            tightened = choice.tightened(TIGHTEN_TO / over[length, layer])
-            choices[length][layer] = as_dense(choice) if last else tightened
-    profile = _draft(loaded, recipe, device, choices)
-    times = time_prefill(loaded, profile, prompts.held_out)
-    profile = replace(profile, record=_record(recipe, prompts, choices, proofs, times, device))
-    if not over:
-        recipe.out.parent.mkdir(parents=True, exist_ok=True)
-        save_profile(profile, recipe.out)
-    return Result(profile, choices, proofs, times, not over, time.monotonic() - began, failures)
+    recipe.out.parent.mkdir(parents=True, exist_ok=True)
+    recipe.journal_path.parent.mkdir(parents=True, exist_ok=True)
+    with Journal.open(recipe.journal_path, _identity(loaded, device)) as journal:
+        with clock.phase("measuring"):
+            chosen = _searched(loaded, prompts, recipe, device, journal, progress, clock)
+        with clock.phase("proving"):
+            result = _proven(loaded, prompts, recipe, device, chosen, progress)
+        reused = journal.reused
+    result = replace(result, journal_reused=reused, seconds=clock.seconds)
+    result = replace(result, profile=replace(result.profile, record=_record(recipe, prompts, result)))
+    if result.met or recipe.allow_regression:
+        save_profile(result.profile, recipe.out)
+        result = replace(result, written=True)
+    return result
 
 
-def _choose(
-    loaded: LoadedModel, prompts: PromptSet, recipe: Recipe, device: DeviceIdentity, progress: bool
-) -> tuple[dict[int, list[Choice]], int]:
-    """Measure and search every layer at every length, one layer of the model at a time."""
-    flat = [(length, prompt) for length in recipe.lengths for prompt in prompts.calibration[length]]
-    choices: dict[int, list[Choice]] = {length: [] for length in recipe.lengths}
-    failures = 0
-    total = loaded.geometry.layers * len(recipe.lengths) * recipe.trials
-    with tqdm(total=total, desc="calibrating", unit="trial", disable=not progress) as bar:
-        for layer, captured in enumerate(capture.layers(loaded.model, [prompt.ids for _, prompt in flat])):
-            for length in recipe.lengths:
-                of_length = [c for (each, _), c in zip(flat, captured, strict=True) if each == length]
-                work = LayerSearch(of_length, recipe, device)
-                seed = recipe.seed + layer
-                choices[length].append(search(work, seed, _advance(bar, layer, length, work)))
-                failures += work.failures
-    return choices, failures
+@dataclass
+class _Clock:
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase; of phases inside one another the outer one counts the rest."""
+        began, inside = time.monotonic(), sum(self.seconds.values())
+        yield
+        took = time.monotonic() - began - (sum(self.seconds.values()) - inside)
+        self.seconds[name] = self.seconds.get(name, 0.0) + took
 
 
-def _with_crossovers(
-    choices: dict[int, list[Choice]], loaded: LoadedModel, recipe: Recipe
-) -> dict[int, list[Choice]]:  # fmt: skip
-    def crossed(choice: Choice) -> Choice:
-        tile = with_crossover(choice.config, loaded.geometry, torch.device(recipe.device))
-        return replace(choice, tile=tile)
-
-    return {length: [crossed(choice) for choice in layers] for length, layers in choices.items()}
-
-
-def _advance(bar: Any, layer: int, length: int, work: LayerSearch) -> Callable[[], None]:
-    def advance() -> None:
-        best = min((work.cost(choice) for choice in work.tried.values()), default=float("nan"))
-        text = f"{best * 1e3:.2f} ms" if work.on_gpu else f"cost {best:.3f}"
-        bar.set_postfix_str(f"layer {layer}, length {length}, best {text}", refresh=False)
-        bar.update()
-
-    return advance
-
-
-def _draft(loaded: LoadedModel, recipe: Recipe, device: DeviceIdentity, choices: dict[int, list[Choice]]) -> Profile:
-    layers = tuple(tuple(choice.config for choice in choices[length]) for length in recipe.lengths)
-    return Profile(loaded.name, loaded.geometry, loaded.fingerprint, device, recipe.lengths, layers).validate()
-
-
-def _prove(
-    loaded: LoadedModel, profile: Profile, prompts: PromptSet, progress: bool
-) -> dict[int, tuple[LayerProof, ...]]:
-    total = sum(len(of_length) for of_length in prompts.held_out.values())
-    with tqdm(total=total, desc="proving on held-out prompts", unit="prompt", disable=not progress) as bar:
-        return prove(loaded, profile, prompts.held_out, lambda: _tick(bar))
-
-
-def _tick(bar: Any) -> None:
-    bar.update()
-
-
-def _over_budget(proofs: dict[int, tuple[LayerProof, ...]], recipe: Recipe) -> dict[tuple[int, int], float]:
-    """(length, layer) -> error over budget, where that is above 1."""
-    ratios = {
-        (length, index): layer.error(recipe.budget) / recipe.budget.value
-        for length, layers in proofs.items()
-        for index, layer in enumerate(layers)
-    }
-    return {place: ratio for place, ratio in ratios.items() if not ratio <= 1.0}
-
-
-def _record(
-    recipe: Recipe,
+def _searched(
+    loaded: LoadedModel,
     prompts: PromptSet,
-    choices: dict[int, list[Choice]],
-    proofs: dict[int, tuple[LayerProof, ...]],
-    times: dict[int, PrefillTimes],
+    recipe: Recipe,
     device: DeviceIdentity,
-) -> dict[str, Any]:
+    journal: Journal,
+    progress: bool,
+    clock: _Clock,
+) -> dict[int, Chosen]:
+    """Curves of every layer at every length, and from them what each layer shall do."""
+    where = torch.device(recipe.device)
+    tiles = {
+        length: tiles_for(loaded.geometry, device, where, length, max(recipe.segments_for(length)), journal)
+        for length in recipe.lengths
+    }
+    shapes = {
+        length: tuple(sorted({Shape.of(tile) for tile in each.worthwhile}, key=lambda s: (s.block_m, s.stride)))
+        for length, each in tiles.items()
+    }
+    layers = loaded.geometry.layers
+    with _bar("measuring curves", layers * len(recipe.lengths), "layer", progress) as step:
+        curves = measure_model(loaded, prompts.calibration, shapes, recipe, journal, step)
+    if journal.reused:
+        log.info("resumed: %d measurements reused", journal.reused)
+    with clock.phase("searching"):
+        worthwhile = {length: each.worthwhile for length, each in tiles.items()}
+        with _bar("searching", None, "trial", progress) as step:
+            chosen = choose(loaded, prompts, curves, worthwhile, recipe, device, journal, step)
+        if device.kind == "cuda":
+            crossed = {length: [_crossed(c, loaded, where) for c in each.choices] for length, each in chosen.items()}
+            chosen = {length: replace(each, choices=crossed[length]) for length, each in chosen.items()}
+    return chosen
+
+
+def _crossed(choice: Choice, loaded: LoadedModel, where: torch.device) -> Choice:
+    return replace(choice, tile=with_crossover(choice.config, loaded.geometry, where))
+
+
+def _proven(
+    loaded: LoadedModel,
+    prompts: PromptSet,
+    recipe: Recipe,
+    device: DeviceIdentity,
+    chosen: dict[int, Chosen],
+    progress: bool,
+) -> Result:
+    """The held-out proof; with half the budget once more, twice at most, if needles were lost."""
+    for attempt in range(RETRIES + 1):
+        proof = _Proof(loaded, recipe, device, chosen)
+        total = loaded.geometry.layers * len(prompts.held_out)
+        with _bar("proving on held-out prompts", total, "layer", progress) as step:
+            proofs = prove(loaded, prompts.held_out, proof.config_of, proof.adjust, step)
+        lost = _lost_needles(proofs, recipe)
+        if not lost or attempt == RETRIES:
+            break
+        log.info("%s: proving again with half the budget", lost[0])
+        spent = 0.5 ** (attempt + 1)
+        chosen = {length: each.spending(spent, allowed(recipe)) for length, each in chosen.items()}
+    problems = (*proof.over_limit(proofs), *lost, *_slower(proofs, recipe, device))
+    return Result(
+        profile=proof.profile(),
+        chosen=proof.final(),
+        proofs=proofs,
+        configs=proof.configs,
+        limits=proof.limits,
+        tightened=proof.tightened,
+        problems=problems,
+        written=False,
+        seconds={},
+        journal_reused=0,
+        device=device,
+    )
+
+
+class _Proof:
+    """What is proven, layer by layer, and how it is tightened where the error is over its limit."""
+
+    def __init__(self, loaded: LoadedModel, recipe: Recipe, device: DeviceIdentity, chosen: dict[int, Chosen]) -> None:
+        self._loaded, self._recipe, self._device, self._chosen = loaded, recipe, device, chosen
+        self.configs: dict[tuple[int, int], LayerConfig] = {}
+        self.tightened: Counter[tuple[int, int]] = Counter()
+        self.limits: dict[tuple[int, int], float] = {}
+        self._choices = {
+            (length, layer): choice for length, each in chosen.items() for layer, choice in enumerate(each.choices)
+        }
+        self._draft = self._profile({key: choice.config for key, choice in self._choices.items()}, recipe.lengths)
+
+    def config_of(self, length: int, layer: int) -> LayerConfig:
+        place = length, layer
+        # a layer's own limit, and between calibrated lengths that of the longest
+        bucket = length if length in self._chosen else self._recipe.lengths[-1]
+        self.limits[place] = self._chosen[bucket].limits[layer]
+        # what is between buckets follows the ones that were proven, which come first
+        proven = {key: self.configs.get(key, choice.config) for key, choice in self._choices.items()}
+        self.configs[place] = self._profile(proven, self._recipe.lengths).layer_config(layer, length)
+        return self.configs[place]
+
+    def adjust(self, length: int, layer: int, proof: LayerProof, config: LayerConfig) -> LayerConfig | None:
+        place = length, layer
+        ratio = proof.error(self._recipe.budget) / self.limits[place]
+        if ratio <= 1.0 or config.is_dense:
+            return None
+        self.tightened[place] += 1
+        choice = self._choices.get(place)
+        if self.tightened[place] == TIGHTENINGS:
+            heads = tuple(replace(head, mode="dense") for head in config.heads)
+            new = replace(config, heads=heads)
+            if choice is not None:
+                self._choices[place] = choice.as_dense("its held-out error stayed over the limit")
+        elif choice is not None:
+            budget = choice.allocation.mse * TIGHTEN_TO / ratio
+            self._choices[place] = choice.spending(budget, allowed(self._recipe))
+            new = self._choices[place].config
+        else:
+            by = (TIGHTEN_TO / ratio) ** (1 / TAU_FOR_ERROR)
+            new = replace(config, heads=tuple(replace(head, tau=head.tau * by) for head in config.heads))
+        log.info("layer %d at %d tokens is over its limit (%.2f times): tightened", layer, length, ratio)
+        self.configs[place] = new
+        return new
+
+    def over_limit(self, proofs: dict[int, LengthProof]) -> list[str]:
+        return [
+            f"layer {index} at {length} tokens has an error of {layer.error(self._recipe.budget):.2e}, "
+            f"{self.limits[length, index]:.2e} is allowed"
+            for length, proof in proofs.items()
+            for index, layer in enumerate(proof.layers)
+            if layer.error(self._recipe.budget) > self.limits[length, index]
+            and not self.configs[length, index].is_dense
+        ]
+
+    def final(self) -> dict[int, Chosen]:
+        """What was chosen, as tightened."""
+        return {
+            length: replace(each, choices=[self._choices[length, layer] for layer in range(len(each.choices))])
+            for length, each in self._chosen.items()
+        }
+
+    def profile(self) -> Profile:
+        """The buckets, and every checked length at which a layer had to be tightened as one more."""
+        extra = {length for length, _ in self.tightened if length not in self._chosen}
+        return self._profile(self.configs, tuple(sorted({*self._recipe.lengths, *extra})))
+
+    def _profile(self, configs: dict[tuple[int, int], LayerConfig], lengths: tuple[int, ...]) -> Profile:
+        geometry = self._loaded.geometry
+        layers = tuple(tuple(configs[length, layer] for layer in range(geometry.layers)) for length in lengths)
+        name, fingerprint = self._loaded.name, self._loaded.fingerprint
+        return Profile(name, geometry, fingerprint, self._device, lengths, layers).validate()
+
+
+def _lost_needles(proofs: dict[int, LengthProof], recipe: Recipe) -> list[str]:
+    return [
+        f"at {length} tokens the patched model finds {found} of the {of} needles that dense finds, "
+        f"{recipe.needles:.0%} are asked for"
+        for length, proof in proofs.items()
+        if proof.needles is not None
+        for found, of in (proof.needles,)
+        if found < recipe.needles * of
+    ]
+
+
+def _slower(proofs: dict[int, LengthProof], recipe: Recipe, device: DeviceIdentity) -> list[str]:
+    """Prefills that take longer than dense; on a CPU times are not the objective."""
+    if device.kind != "cuda":
+        return []
+    return [
+        f"the prefill of {length} tokens takes {proof.prefill_seconds * 1e3:.1f} ms, dense "
+        f"{proof.dense_prefill_seconds * 1e3:.1f} ms"
+        for length, proof in proofs.items()
+        if proof.prefill_seconds > TIE * proof.dense_prefill_seconds
+    ]
+
+
+def _identity(loaded: LoadedModel, device: DeviceIdentity) -> dict[str, Any]:
+    """What a journal's measurements hold for."""
+    return {
+        "model": {"name": loaded.name, "fingerprint": loaded.fingerprint, **asdict(loaded.geometry)},
+        "device": {"kind": device.kind, "name": device.name, "sm_count": device.sm_count},
+        "versions": {name: text for name, text in versions().items() if name in ("s2o", "torch", "triton")},
+    }
+
+
+def _record(recipe: Recipe, prompts: PromptSet, result: Result) -> dict[str, Any]:
     """How the profile was made and what was shown. Times appear only where they were the objective, on a GPU;
     without them the same inputs give the same bytes."""
-    on_gpu = device.kind == "cuda"
+    on_gpu = result.device.kind == "cuda"
     return {
-        "budget": {"kind": recipe.budget.kind, "value": recipe.budget.value, "scope": "layer"},
+        "budget": {"kind": recipe.budget.kind, "value": recipe.budget.value, "scope": recipe.scope},
         "objective": "latency" if on_gpu else "predicted latency",
         "recipe": recipe.record(),
         "data": prompts.record(),
         "versions": versions(),
+        "proof": "held out" if result.met else "failed",
+        "problems": list(result.problems),
         "predicted": [
             {
                 "length": length,
                 "layers": [
                     {name: getattr(choice.allocation, name) for name in ("mse", "density", "cost")}
-                    | ({"seconds": choice.seconds, "dense_seconds": choice.dense_seconds} if on_gpu else {})
-                    for choice in choices[length]
+                    | (
+                        {"seconds": choice.timing.seconds, "dense_seconds": choice.timing.dense_seconds}
+                        if choice.timing is not None
+                        else {}
+                    )
+                    for choice in each.choices
                 ],
             }
-            for length in recipe.lengths
+            for length, each in result.chosen.items()
         ],
         "held_out": [
             {
                 "length": length,
-                "layers": [{"mse": each.mse, "rel_mse": each.rel_mse, "density": each.density} for each in layers],
+                "calibrated": length in result.chosen,
+                "kl": proof.kl,
+                "top1": proof.top1,
+                "needles": None if proof.needles is None else list(proof.needles),
+                "layers": [
+                    {
+                        "mse": layer.mse,
+                        "rel_mse": layer.rel_mse,
+                        "density": layer.density,
+                        "worst": layer.worst,
+                        "limit": result.limits[length, index],
+                    }
+                    for index, layer in enumerate(proof.layers)
+                ],
             }
             | (
-                {"prefill_seconds": times[length].patched, "dense_prefill_seconds": times[length].dense}
+                {"prefill_seconds": proof.prefill_seconds, "dense_prefill_seconds": proof.dense_prefill_seconds}
                 if on_gpu
                 else {}
             )
-            for length, layers in proofs.items()
+            for length, proof in result.proofs.items()
         ],
     }
 
@@ -190,3 +351,16 @@ def versions() -> dict[str, str]:
     return {"s2o": s2o_runtime.__version__, "python": platform.python_version()} | {
         name: metadata.version(name) for name in libraries
     }
+
+
+@contextmanager
+def _bar(description: str, total: int | None, unit: str, progress: bool) -> Iterator[Callable[..., None]]:
+    """A progress bar, and what advances it: called with a text, it shows that too."""
+    with tqdm(total=total, desc=description, unit=unit, disable=not progress) as bar:
+
+        def step(text: str = "") -> None:
+            if text:
+                bar.set_postfix_str(text, refresh=False)
+            bar.update()
+
+        yield step

@@ -1,39 +1,41 @@
 """Optuna over segment, grain and tile, with the allocation of the budget as the inner step.
 
 A trial names a segment length, a grain and a tile; each head's threshold, representatives and tail follow from the
-measured curves. On a GPU the objective is the layer's measured time, on a CPU the time its density predicts.
+measured curves. On a GPU the objective is the layer's measured time, on a CPU the time its density predicts. Layers
+with similar curves share one study, made on the first of them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import optuna
 import torch
 
-from calibrate.allocate import Allocation, allocate
-from calibrate.capture import Captured
-from calibrate.curves import Curve, Method, Shape, mean_curve, measure
+from calibrate.allocate import Allocation, Allowed, allocate
+from calibrate.curves import Curve, Method, Shape
 from calibrate.recipe import Recipe
-from calibrate.timing import medians
-from s2o_runtime.attention import s2o_attention
+from calibrate.timing import Timing
 from s2o_runtime.config import LayerConfig, TileConfig
-from s2o_runtime.dense import dense_attention
-from s2o_runtime.gpu import DeviceIdentity, candidate_tiles, default_tile
-
-CPU_TILES = tuple(TileConfig(block_m, 64, chunk) for block_m in (64, 128) for chunk in (2, 4, 8))
 
 log = logging.getLogger("calibrate")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+Curves = Mapping[tuple[Method, Shape], Curve]  # of one layer at one length
+Timer = Callable[[LayerConfig, float], Timing]  # times a configuration, given the best seconds so far
+Place = tuple[int, int, TileConfig]  # segment, grain and tile: what a trial names
 
 
 @dataclass(frozen=True)
 class Choice:
     """What was chosen for one layer at one length, and what it is predicted to do.
 
-    curves: of every ranking a head could choose; seconds, dense_seconds: measured on one prompt, None on a CPU.
+    curves: of every ranking a head could choose; timing: None on a CPU; why_dense: None unless the layer was made
+    dense as a whole.
     """
 
     segment: int
@@ -42,131 +44,141 @@ class Choice:
     curves: Mapping[Method, Curve]
     budget_mse: float
     allocation: Allocation
-    seconds: float | None = None
-    dense_seconds: float | None = None
+    timing: Timing | None = None
+    why_dense: str | None = None
+
+    @property
+    def place(self) -> Place:
+        return self.segment, self.grain, self.tile
 
     @property
     def config(self) -> LayerConfig:
         return LayerConfig(self.allocation.heads, self.tile, grain=self.grain).validate()
 
-    def tightened(self, factor: float) -> Choice:
-        """The same segment, grain and tile with less predicted error."""
-        budget = self.allocation.mse * factor
-        return replace(self, budget_mse=budget, allocation=allocate(self.curves, budget))
+    @property
+    def cost(self) -> float:
+        """What a study minimises: seconds, without a GPU the predicted share of dense attention's."""
+        return self.allocation.cost if self.timing is None else self.timing.seconds
+
+    def spending(self, budget_mse: float, allowed: Allowed) -> Choice:
+        """The same segment, grain and tile with another budget."""
+        return replace(self, budget_mse=budget_mse, allocation=allocate(self.curves, budget_mse, allowed), timing=None)
+
+    def as_dense(self, why: str) -> Choice:
+        """The same layer with every head dense."""
+        return replace(self, allocation=self.allocation.as_dense(), why_dense=why)
+
+
+def allowed(recipe: Recipe) -> Allowed:
+    return Allowed(recipe.tails, recipe.worst_rows or None)
+
+
+def budget_mse(curves: Curves, recipe: Recipe) -> float:
+    """What a layer's calibration may spend, as mean squared error."""
+    spent = recipe.budget.value * recipe.margin
+    return spent if recipe.budget.kind == "mse" else spent * next(iter(curves.values())).dense_power
+
+
+def methods(curves: Curves, segment: int, grain: int, shape: Shape) -> dict[Method, Curve]:
+    """The curves that heads choose among once segment, grain and tile are fixed."""
+    return {
+        method: curve
+        for (method, each), curve in curves.items()
+        if (method.segment, method.grain, each) == (segment, grain, shape)
+    }
 
 
 @dataclass
-class LayerSearch:
-    """One layer at one length: its prompts, and everything measured on them so far."""
+class Study:
+    """The search for one group of layers at one length, on the curves of one of them.
 
-    prompts: list[Captured]
+    segments: those worth trying; tiles: those that get trials, the safe default first; timer: None on a CPU.
+    failures: what trials died of, and how often.
+    """
+
+    curves: Curves
     recipe: Recipe
-    device: DeviceIdentity
-    curves: dict[tuple[Method, Shape], Curve] = field(default_factory=dict)
-    tried: dict[tuple[int, int, TileConfig], Choice] = field(default_factory=dict)
-    failures: int = 0
+    segments: Sequence[int]
+    tiles: Sequence[TileConfig]
+    timer: Timer | None
+    tried: dict[Place, Choice] = field(default_factory=dict)
+    failures: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def length(self) -> int:
-        return int(self.prompts[0].q.shape[2])
+    def run(
+        self, seed: int, start_from: Sequence[Place], on_trial: Callable[[], None], out_of_time: Callable[[], bool]
+    ) -> Choice:
+        """The best choice; `on_trial` is called after each trial. Dense if nothing beats it or everything failed.
 
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.kind == "cuda"
+        start_from: places that were best for neighbours, tried first after the default.
+        """
+        tiles = {str(tile): tile for tile in self.tiles}
+        sampler = optuna.samplers.TPESampler(seed=seed)
+        study = optuna.create_study(sampler=sampler)
+        default = (
+            self.segments[-1] if len(self.segments) < 2 else self.segments[1],
+            self.recipe.grains[-1],
+            self.tiles[0],
+        )
+        for segment, grain, tile in dict.fromkeys((default, *start_from)):
+            if segment in self.segments and tile in self.tiles:
+                study.enqueue_trial({"segment": segment, "grain": grain, "tile": str(tile)})
 
-    def tiles(self) -> tuple[TileConfig, ...]:
-        if not self.on_gpu:
-            return CPU_TILES
-        return candidate_tiles(int(self.prompts[0].q.shape[3]), self.device.capability)
+        def objective(trial: optuna.Trial) -> float:
+            segment = trial.suggest_categorical("segment", tuple(self.segments))
+            grain = trial.suggest_categorical("grain", self.recipe.grains)
+            tile = tiles[trial.suggest_categorical("tile", tuple(tiles))]
+            try:
+                choice = self.choice(segment, grain, tile)
+            except (RuntimeError, torch.OutOfMemoryError) as error:
+                if self.timer is None:
+                    raise
+                reason = str(error).splitlines()[0]
+                self.failures[reason] += 1
+                log.warning("segment %d, grain %d, %s failed: %s", segment, grain, tile, reason)
+                raise optuna.TrialPruned from error
+            trial.set_constraint("error", choice.allocation.mse - choice.budget_mse)
+            return choice.cost
 
-    def measured(self, segment: int, grain: int, shape: Shape) -> dict[Method, Curve]:
-        """The mean curves of the prompts for every number of representatives; one pass measures every shape."""
-        methods = [Method(segment, each, grain) for each in self.recipe.representatives]
-        if (methods[0], shape) not in self.curves:
-            shapes = sorted({Shape.of(tile) for tile in self.tiles()}, key=lambda s: (s.block_m, s.stride))
-            found = [measure(prompt, methods, shapes) for prompt in self.prompts]
-            self.curves |= {key: mean_curve([one[key] for one in found]) for key in found[0]}
-        return {method: self.curves[method, shape] for method in methods}
+        for done in range(self.recipe.trials):
+            if done and out_of_time():
+                break
+            study.optimize(objective, n_trials=1)
+            on_trial()
+        best = min(self.tried.values(), key=lambda choice: choice.cost, default=None)
+        if best is None:
+            segment, grain, tile = default
+            nothing = Choice(segment, grain, tile, self.methods(segment, grain, tile), 0.0, Allocation(()))
+            heads = allocate(nothing.curves, 0.0)
+            return replace(nothing, allocation=heads).as_dense("no trial ran")
+        return self.settled(best)
 
     def choice(self, segment: int, grain: int, tile: TileConfig) -> Choice:
         """The budget spent on one segment, grain and tile, and on a GPU the time it takes."""
-        if (segment, grain, tile) not in self.tried:
-            curves = self.measured(segment, grain, Shape.of(tile))
-            budget = self.recipe.budget.value * self.recipe.margin
-            if self.recipe.budget.kind == "rel_mse":
-                budget *= next(iter(curves.values())).dense_power
-            choice = Choice(segment, grain, tile, curves, budget, allocate(curves, budget))
-            self.tried[segment, grain, tile] = self._timed(choice) if self.on_gpu else choice
-        return self.tried[segment, grain, tile]
+        place = (segment, grain, tile)
+        if place not in self.tried:
+            found = self.spent(place)
+            if self.timer is not None:
+                best = min((each.cost for each in self.tried.values()), default=math.inf)
+                found = replace(found, timing=self.timer(found.config, best))
+            self.tried[place] = found
+        return self.tried[place]
 
-    def _timed(self, choice: Choice) -> Choice:
-        prompt = self.prompts[0]
-        config = choice.config
-        times = medians(
-            {
-                "dense": lambda: dense_attention(prompt.q, prompt.k, prompt.v, scale=prompt.scale),
-                "s2o": lambda: s2o_attention(prompt.q, prompt.k, prompt.v, config, scale=prompt.scale),
-            },
-            prompt.q.device,
-        )
-        return replace(choice, seconds=times["s2o"], dense_seconds=times["dense"])
+    def spent(self, place: Place) -> Choice:
+        segment, grain, tile = place
+        curves = self.methods(segment, grain, tile)
+        budget = budget_mse(self.curves, self.recipe)
+        return Choice(segment, grain, tile, curves, budget, allocate(curves, budget, allowed(self.recipe)))
 
-    def cost(self, choice: Choice) -> float:
-        return choice.seconds if choice.seconds is not None else choice.allocation.cost
+    def methods(self, segment: int, grain: int, tile: TileConfig) -> dict[Method, Curve]:
+        return methods(self.curves, segment, grain, Shape.of(tile))
 
-
-def search(work: LayerSearch, seed: int, on_trial: Callable[[], None]) -> Choice:
-    """The best choice for one layer at one length; `on_trial` is called after each trial.
-
-    A layer that does not beat dense attention becomes dense.
-    """
-    segments, grains = work.recipe.segments(work.length), work.recipe.grains
-    tiles = {str(tile): tile for tile in work.tiles()}
-    names = tuple(tiles)
-
-    def objective(trial: optuna.Trial) -> float:
-        segment = trial.suggest_categorical("segment", segments)
-        grain = trial.suggest_categorical("grain", grains)
-        tile = tiles[trial.suggest_categorical("tile", names)]
-        try:
-            choice = work.choice(segment, grain, tile)
-        except (RuntimeError, torch.OutOfMemoryError) as error:
-            if not work.on_gpu:
-                raise
-            work.failures += 1
-            log.warning("segment %d, grain %d, %s failed: %s", segment, grain, tile, str(error).splitlines()[0])
-            raise optuna.TrialPruned from error
-        trial.set_constraint("error", choice.allocation.mse - choice.budget_mse)
-        return work.cost(choice)
-
-    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
-    first = segments[-1] if len(segments) < 2 else segments[1]
-    study.enqueue_trial({"segment": first, "grain": grains[-1], "tile": _default_name(work)})
-    study.optimize(objective, n_trials=work.recipe.trials, callbacks=[lambda *_: on_trial()])
-    best = min(work.tried.values(), key=work.cost, default=None)
-    if best is None:
-        return dense_choice(work)
-    slower = best.seconds is not None and best.dense_seconds is not None and best.seconds >= best.dense_seconds
-    return as_dense(best) if slower else best
-
-
-def _default_name(work: LayerSearch) -> str:
-    default = _default_tile(work)
-    return str(default if default in work.tiles() else work.tiles()[0])
-
-
-def _default_tile(work: LayerSearch) -> TileConfig:
-    return default_tile(int(work.prompts[0].q.shape[3]), work.device.capability) if work.on_gpu else TileConfig()
-
-
-def dense_choice(work: LayerSearch) -> Choice:
-    """Everything dense, when nothing else ran."""
-    tile = _default_tile(work)
-    segment, grain = work.recipe.segments(work.length)[0], work.recipe.grains[0]
-    curves = work.measured(segment, grain, Shape.of(tile))
-    return as_dense(Choice(segment, grain, tile, curves, 0.0, allocate(curves, 0.0)))
-
-
-def as_dense(choice: Choice) -> Choice:
-    """The same layer with every head dense."""
-    return replace(choice, allocation=choice.allocation.as_dense(), seconds=choice.dense_seconds)
+    def settled(self, choice: Choice) -> Choice:
+        """The choice, made dense where it gains nothing."""
+        if choice.config.is_dense:
+            return replace(choice, why_dense="no head gains anything within the budget")
+        timing = choice.timing
+        if timing is not None and timing.seconds >= timing.dense_seconds:
+            return choice.as_dense(f"{timing.seconds * 1e3:.2f} ms against {timing.dense_seconds * 1e3:.2f} ms dense")
+        if timing is None and choice.cost >= 1.0:
+            return choice.as_dense("predicted no faster than dense")
+        return choice

@@ -2,15 +2,66 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 ROUNDS = 7
+FEWEST_ROUNDS = 3
 FLUSHES = 8  # some 0.3 ms of work ahead of a call, so that its launch costs nothing unless it takes longer
+CERTAIN = 0.02  # half the confidence interval over the median: times this certain are not taken again
+HOPELESS = 1.3  # times the best known: what the first round shows slower than this is not looked at again
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds of a call and of dense attention, taken in turns; low, high: where the median lies with 95%.
+
+    rejected: the first round was so much slower than the best known call that no other was taken.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    dense_seconds: float
+    rounds: int
+    rejected: bool = False
+
+
+def against_dense(
+    call: Callable[[], Any], dense: Callable[[], Any], device: torch.device, best: float = math.inf
+) -> Timing:
+    """Time a call against dense attention until its median is certain, or it is hopeless against `best` seconds."""
+    timed = _on_gpu(device) if device.type == "cuda" else _by_clock
+    timed(call)  # compiles
+    timed(call)
+    timed(dense)
+    ours: list[float] = []
+    theirs: list[float] = []
+    while len(ours) < ROUNDS:
+        ours.append(timed(call))
+        theirs.append(timed(dense))
+        if ours[0] > HOPELESS * best:
+            break
+        low, high = interval(ours)
+        if len(ours) >= FEWEST_ROUNDS and high - low < 2 * CERTAIN * statistics.median(ours):
+            break
+    low, high = interval(ours)
+    return Timing(statistics.median(ours), low, high, statistics.median(theirs), len(ours), ours[0] > HOPELESS * best)
+
+
+def interval(seconds: list[float]) -> tuple[float, float]:
+    """Where the median lies with 95%, for times whose scatter is roughly normal: 1.25 standard errors of a mean."""
+    if len(seconds) < 2:
+        return seconds[0], seconds[0]
+    half = 1.96 * 1.2533 * statistics.stdev(seconds) / math.sqrt(len(seconds))
+    median = statistics.median(seconds)
+    return median - half, median + half
 
 
 def medians(calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int = ROUNDS) -> dict[str, float]:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrate.allocate import allocate
+from calibrate.allocate import Allowed, allocate, allocate_together
 from calibrate.costs import overhead
 from calibrate.curves import TAUS, Curve, Method
 from s2o_runtime.config import HeadConfig
@@ -22,7 +22,8 @@ def curve(heads):
     for h, points in enumerate(heads):
         for t, (error, share) in enumerate(points):
             mse[h, t], density[h, t] = error, share
-    return Curve(mse, torch.full_like(mse, 1e9), density, 1.0)
+    none = torch.zeros_like(mse)
+    return Curve(mse, torch.full_like(mse, 1e9), none, none, density, 1.0)
 
 
 def spend(heads, budget_mse):
@@ -75,7 +76,7 @@ def test_more_budget_is_never_denser():
     torch.manual_seed(0)
     mse = torch.rand(6, len(TAUS), dtype=torch.float64).cumsum(1)
     density = torch.rand(6, len(TAUS), dtype=torch.float64).sort(1, descending=True).values
-    curves = {METHOD: Curve(mse, mse + 1, density, 1.0)}
+    curves = {METHOD: Curve(mse, mse + 1, 0 * mse, 0 * mse, density, 1.0)}
     shares = [allocate(curves, budget).cost for budget in (0.0, 0.1, 0.3, 1.0, 3.0, 100.0)]
     assert shares == sorted(shares, reverse=True)
     assert shares[-1] == pytest.approx(float(density.min(1).values.mean()) + EXTRA)
@@ -98,3 +99,23 @@ def test_the_budget_holds_and_the_result_is_near_the_best_possible(heads, budget
     )
     # the convex relaxation misses at most what one head's last step is worth
     assert best - 1e-12 <= made.cost <= best + 1.0 / len(heads)
+
+
+def test_a_head_whose_rows_go_wrong_gets_no_such_point():
+    spared = curve([[(0.1, 0.5), (0.2, 0.3)]])
+    rows = torch.tensor([[0.4, 0.6]]).double()
+    spared = dataclasses.replace(spared, worst=torch.cat([rows, torch.zeros(1, len(TAUS) - 2)], 1))
+    chosen = {limit: allocate({METHOD: spared}, 1.0, Allowed(worst_rows=limit)).density for limit in (None, 0.5, 0.3)}
+    assert chosen == {None: 0.3, 0.5: 0.5, 0.3: 1.0}
+    assert not any(head.tail for head in allocate({METHOD: spared}, 1e10, Allowed((False,))).heads)
+
+
+def test_layers_share_a_budget_by_weight():
+    """What one layer leaves the other may spend; an error that weighs more buys less."""
+    layers = [{METHOD: curve([[(1.0, 0.2)], [(1.0, 0.2)]])}, {METHOD: curve([[(1.0, 0.6)], [(1.0, 0.6)]])}]
+    alone = [allocate(curves, 0.5).density for curves in layers]
+    assert alone == [0.6, 0.8]  # one head of two in each
+    together = allocate_together(layers, [1.0, 1.0], 0.5)
+    assert [made.density for made in together] == [0.2, 1.0]
+    weighted = allocate_together(layers, [4.0, 1.0], 0.5)
+    assert [made.density for made in weighted] == [1.0, 0.6]

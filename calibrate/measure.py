@@ -1,0 +1,82 @@
+"""First pass: every layer's curves at every length, one layer of the model at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby, repeat
+from typing import Any
+
+from calibrate import capture
+from calibrate.capture import Captured
+from calibrate.curves import Curve, Method, Shape, mean_curve, measure, packed, unpacked
+from calibrate.journal import Journal
+from calibrate.models import LoadedModel
+from calibrate.prompts import Prompt
+from calibrate.recipe import Recipe
+from calibrate.search import Curves
+
+LayersCurves = dict[int, list[Curves]]  # length -> layer by layer
+
+
+def measure_model(
+    loaded: LoadedModel,
+    prompts: Mapping[int, Sequence[Prompt]],
+    shapes: Mapping[int, Sequence[Shape]],
+    recipe: Recipe,
+    journal: Journal,
+    on_step: Callable[[], None],
+) -> LayersCurves:
+    """The mean curves over the prompts of every length, of every way to rank and every tile shape.
+
+    What the journal knows is not measured again; if it knows everything the model does not run at all.
+    `on_step` is called for every layer and length.
+    """
+    found: LayersCurves = {length: [] for length in prompts}
+    layers = range(loaded.geometry.layers)
+    keys = {
+        (layer, length): _key(layer, prompts[length], shapes[length], recipe.segments_for(length), recipe)
+        for layer in layers
+        for length in prompts
+    }
+    known = all(journal.get("curves", key) is not None for key in keys.values())
+    flat = [(length, prompt) for length, each in prompts.items() for prompt in each]
+    captured: Iterable[Iterator[Captured] | None] = (
+        repeat(None, len(layers)) if known else capture.layers(loaded, [prompt.ids for _, prompt in flat])
+    )
+    for layer, of_layer in enumerate(captured):
+        if of_layer is None:
+            for length in prompts:
+                found[length].append(unpacked(journal.remember("curves", keys[layer, length], list)))
+                on_step()
+            continue
+        for length, some in groupby(of_layer, lambda each: flat[each.prompt][0]):
+            value = journal.remember("curves", keys[layer, length], partial(_measured, some, shapes[length], recipe))
+            for _ in some:  # those the journal knew still have to pass the layer
+                pass
+            found[length].append(unpacked(value))
+            on_step()
+    return found
+
+
+def _measured(prompts: Iterator[Captured], shapes: Sequence[Shape], recipe: Recipe) -> list[dict[str, Any]]:
+    parts: dict[tuple[Method, Shape], list[Curve]] = {}
+    for prompt in prompts:
+        for segment in recipe.segments_for(int(prompt.q.shape[2])):
+            ranked = [Method(segment, each, grain) for each in recipe.representatives for grain in recipe.grains]
+            for key, curve in measure(prompt, ranked, shapes).items():
+                parts.setdefault(key, []).append(curve)
+    return packed({key: mean_curve(curves) for key, curves in parts.items()})
+
+
+def _key(
+    layer: int, prompts: Sequence[Prompt], shapes: Sequence[Shape], segments: Sequence[int], recipe: Recipe
+) -> dict[str, Any]:
+    return {
+        "layer": layer,
+        "prompts": [prompt.sha256 for prompt in prompts],
+        "shapes": [[shape.block_m, shape.stride] for shape in shapes],
+        "segments": list(segments),
+        "representatives": list(recipe.representatives),
+        "grains": list(recipe.grains),
+    }

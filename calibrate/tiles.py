@@ -1,0 +1,84 @@
+"""Which tiles are worth a trial on this GPU: legal ones, and of these the ones that are not hopelessly slow."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+import torch
+
+from calibrate.journal import Journal
+from calibrate.timing import medians
+from s2o_runtime.attention import s2o_attention
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.gpu import DeviceIdentity, candidate_tiles
+from s2o_runtime.identity import Geometry
+
+CPU_TILES = tuple(TileConfig(block_m, 64, chunk) for block_m in (64, 128) for chunk in (2, 4, 8))
+SLOWER = 1.2  # times the fastest tile: slower ones get no trial
+LONGEST = 32768  # tiles are compared at this length at most
+ROUNDS = 3
+
+log = logging.getLogger("calibrate")
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles that get trials, and what was left out: a tile's text and why."""
+
+    worthwhile: tuple[TileConfig, ...]
+    left_out: dict[str, str]
+
+
+def tiles_for(
+    geometry: Geometry, device: DeviceIdentity, where: torch.device, length: int, segment: int, journal: Journal
+) -> Tiles:
+    """The tiles to try for a model; on a GPU those of which a whole prefix, never stopping, is nearly the fastest.
+
+    Spacings of the stop check are not told apart: which is best depends on where heads stop.
+    """
+    if device.kind != "cuda":
+        return Tiles(CPU_TILES, {})
+    candidates = candidate_tiles(geometry.head_dim, device.capability)
+    length = min(length, LONGEST)
+    seconds: dict[TileConfig, float] = {}
+    left_out: dict[str, str] = {}
+    for tile in candidates:
+        kind = _kind(tile)
+        if kind in seconds or str(kind) in left_out:
+            continue
+        if segment % tile.rows:
+            left_out[str(kind)] = f"its {tile.rows} rows do not divide segments of {segment}"
+            continue
+        key = {"tile": asdict(kind), "length": length, "segment": segment}
+        took, failed = journal.remember("tile", key, partial(_seconds, tile, geometry, where, length, segment))
+        if failed:
+            left_out[str(kind)] = failed
+        else:
+            seconds[kind] = took
+    limit = SLOWER * min(seconds.values(), default=0.0)
+    for kind, took in seconds.items():
+        if took > limit:
+            left_out[str(kind)] = f"{took / limit * SLOWER:.2f} times as slow as the fastest"
+    for name, reason in left_out.items():
+        log.info("tile %s gets no trial: %s", name, reason)
+    return Tiles(tuple(tile for tile in candidates if str(_kind(tile)) not in left_out), left_out)
+
+
+def _kind(tile: TileConfig) -> TileConfig:
+    """What tiles that differ only in the spacing of their checks have in common."""
+    return replace(tile, chunk=1)
+
+
+def _seconds(tile: TileConfig, geometry: Geometry, where: torch.device, length: int, segment: int) -> tuple[float, str]:
+    """The median seconds of a call, and why it could not be made if so."""
+    q, k, v = (
+        torch.randn(1, length, heads, geometry.head_dim, dtype=torch.bfloat16, device=where).transpose(1, 2)
+        for heads in (geometry.query_heads, geometry.kv_heads, geometry.kv_heads)
+    )
+    config = LayerConfig.uniform(geometry.query_heads, segment=segment, tile=tile, grain=4)
+    try:
+        return medians({"tile": partial(s2o_attention, q, k, v, config)}, where, ROUNDS)["tile"], ""
+    except (RuntimeError, torch.OutOfMemoryError) as error:
+        return 0.0, str(error).splitlines()[0]
