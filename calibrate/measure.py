@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby, repeat
+from itertools import islice, repeat
 from typing import Any
 
 from calibrate import capture
 from calibrate.capture import Captured
 from calibrate.curves import Curve, Method, Shape, mean_curve, measure, packed, unpacked
 from calibrate.journal import Journal
+from calibrate.memory import within_memory
 from calibrate.models import LoadedModel
 from calibrate.prompts import Prompt
 from calibrate.recipe import Recipe
@@ -50,10 +51,14 @@ def measure_model(
                 found[length].append(unpacked(journal.remember("curves", keys[layer, length], list)))
                 on_step()
             continue
-        for length, some in groupby(of_layer, lambda each: flat[each.prompt][0]):
-            value = journal.remember("curves", keys[layer, length], partial(_measured, some, shapes[length], recipe))
-            for _ in some:  # those the journal knew still have to pass the layer
-                pass
+        for length, each in prompts.items():
+            some = islice(of_layer, len(each))
+            with within_memory(loaded.weights.device, length, loaded.weights.held, f"measuring layer {layer}"):
+                value = journal.remember(
+                    "curves", keys[layer, length], partial(_measured, some, shapes[length], recipe)
+                )
+                for _ in some:  # those the journal knew still have to pass the layer
+                    pass
             found[length].append(unpacked(value))
             on_step()
     return found

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from calibrate.memory import within_memory
 from calibrate.models import LoadedModel
 from calibrate.prompts import Prompt
 from calibrate.recipe import Budget
@@ -111,7 +112,8 @@ def prove(
             with layer_on_device(loaded, index) as module:
                 layer = _Layer(index, module, attention, loaded.weights.device)
                 for run in runs:
-                    run.advance(layer, config_of, adjust)
+                    with within_memory(layer.device, run.length, loaded.weights.held, f"proving layer {index}"):
+                        run.advance(layer, config_of, adjust)
                     on_step()
         head = loaded.model.get_output_embeddings()
         norm = loaded.model.get_decoder().norm

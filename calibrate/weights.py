@@ -90,6 +90,11 @@ class Weights:
         return sum(blank.numel() * blank.element_size() for blank in self._blanks.values())
 
     @property
+    def held(self) -> int:
+        """The bytes that are on the device all the time."""
+        return self.bytes if self.resident else 0
+
+    @property
     def fingerprint(self) -> str:
         """The same as `s2o_runtime.identity.fingerprint` of the whole model, for weights from a checkpoint."""
         return self.source.fingerprint(self._blanks)

@@ -397,18 +397,18 @@ def _prefill_hopper(
                 _consumer,
                 (
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
-                    v_ring, stopped, ended, qk_scale, threshold, rule, chunk, row0, q_len, q_max, offset, start, diagonal,
-                    stride_ql, stride_ol, diagonal_tiles, near, total, 0, D, BM, BN, STAGES, GRAIN, TAIL, EDGES,
-                    BUCKETS, DTYPE, ROW_MAX, HAS_LSE,
+                    v_ring, stopped, ended, qk_scale, threshold, rule, chunk, row0, q_len, q_max, offset, start,
+                    diagonal, stride_ql, stride_ol, diagonal_tiles, near, total, 0, D, BM, BN, STAGES, GRAIN, TAIL,
+                    EDGES, BUCKETS, DTYPE, ROW_MAX, HAS_LSE,
                 ),
             ),
             (
                 _consumer,
                 (
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
-                    v_ring, stopped, ended, qk_scale, threshold, rule, chunk, row0, q_len, q_max, offset, start, diagonal,
-                    stride_ql, stride_ol, diagonal_tiles, near, total, 1, D, BM, BN, STAGES, GRAIN, TAIL, EDGES,
-                    BUCKETS, DTYPE, ROW_MAX, HAS_LSE,
+                    v_ring, stopped, ended, qk_scale, threshold, rule, chunk, row0, q_len, q_max, offset, start,
+                    diagonal, stride_ql, stride_ol, diagonal_tiles, near, total, 1, D, BM, BN, STAGES, GRAIN, TAIL,
+                    EDGES, BUCKETS, DTYPE, ROW_MAX, HAS_LSE,
                 ),
             ),
             (

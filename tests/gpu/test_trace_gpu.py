@@ -1,0 +1,87 @@
+"""The trace kernel on a GPU: its curves are what the kernels do when they run, and it costs a few dense calls."""
+
+import pytest
+import torch
+from test_kernels_gpu import inputs
+
+from calibrate import kernel_pass, plain_pass
+from calibrate.capture import Captured
+from calibrate.curves import TAUS, Method, Shape
+from calibrate.timing import medians
+from calibrate.worst import row_errors
+from s2o_runtime import LayerConfig, s2o_attention
+from s2o_runtime.config import HeadConfig
+from s2o_runtime.dense import dense_attention, exact_attention
+from s2o_runtime.gpu import candidate_tiles
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+METHODS = [Method(512, 1, 1), Method(256, 32, 4), Method(1024, 4, 4)]
+
+
+def prompt(length, head_dim, heads=8, kv_heads=2):
+    q, k, v = inputs(1, heads, kv_heads, length, length, head_dim, torch.bfloat16)
+    return Captured(q, k, v, head_dim**-0.5)
+
+
+def tile_of(head_dim, block_m):
+    tiles = candidate_tiles(head_dim, torch.cuda.get_device_capability())
+    return next(tile for tile in tiles if tile.block_m == block_m)
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize(("length", "head_dim"), [(5000, 128), (3333, 64), (4096, 96)])
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_curve_is_what_the_kernels_do(method, length, head_dim, block_m):
+    """At every fourth threshold: density to the pair, mean error within 3%, the worst tiles' error within 10%."""
+    captured = prompt(length, head_dim)
+    tile = tile_of(head_dim, block_m)
+    if method.segment % tile.rows:
+        pytest.skip("the tile's rows do not divide the segment")
+    curve = kernel_pass.measure(captured, [method], [Shape.of(tile)])[method, Shape.of(tile)]
+    truth = exact_attention(captured.q, captured.k, captured.v, scale=captured.scale)
+    power = float(truth.square().mean())
+    assert curve.dense_power == pytest.approx(power, rel=1e-3)
+    compared = 0
+    for index in range(0, len(TAUS), 4):
+        for tail in (False, True):
+            head = HeadConfig(TAUS[index], method.segment, "s2o", "rest", method.representatives, tail)
+            config = LayerConfig((head,) * 8, tile, grain=method.grain)
+            out, stats = s2o_attention(
+                captured.q, captured.k, captured.v, config, scale=captured.scale, return_stats=True, backend="triton"
+            )
+            torch.testing.assert_close(curve.density[:, index], stats.density[0].cpu().double(), rtol=2e-3, atol=1e-3)
+            mse = (out.float() - truth).square().mean((0, 2, 3)).cpu().double()
+            predicted = (curve.tail_mse if tail else curve.mse)[:, index]
+            well_above_rounding = mse > 1e-4 * power
+            torch.testing.assert_close(predicted[well_above_rounding], mse[well_above_rounding], rtol=0.03, atol=0)
+            compared += int(well_above_rounding.sum())
+            worst = (curve.tail_worst if tail else curve.worst)[:, index]
+            assert (worst <= row_errors(out, truth)[0].amax(-1).cpu() * 1.1 + 1e-4).all()
+    assert compared > 20
+
+
+def test_the_plain_pass_agrees():
+    """Full sort instead of buckets, full sums instead of edges: the same curves within a few percent of density."""
+    captured, method, shape = prompt(6000, 128), Method(512, 4, 4), Shape(64, 512)
+    ours, plain = (way.measure(captured, [method], [shape])[method, shape] for way in (kernel_pass, plain_pass))
+    assert float((ours.density - plain.density).abs().max()) < 0.05
+    for name in ("mse", "tail_mse"):
+        mine, theirs = getattr(ours, name).mean(0), getattr(plain, name).mean(0)
+        seen = theirs > 1e-4 * plain.dense_power
+        assert float((mine[seen] / theirs[seen] - 1).abs().max()) < 0.25, name
+
+
+def test_a_trace_costs_at_most_four_dense_calls():
+    captured = prompt(32768, 128, 32, 8)
+    shapes = [Shape(64, stride) for stride in (512, 1024, 2048)]
+    seconds = medians(
+        {
+            "dense": lambda: dense_attention(captured.q, captured.k, captured.v, scale=captured.scale),
+            "trace": lambda: kernel_pass.measure(captured, [Method(1024, 1, 4)], shapes),
+        },
+        torch.device("cuda"),
+        5,
+    )
+    print(f"trace of 32768 tokens: {seconds['trace'] / seconds['dense']:.2f} dense calls")
+    assert seconds["trace"] < 4 * seconds["dense"]

@@ -1,0 +1,40 @@
+import pytest
+import torch
+
+from calibrate import memory
+from calibrate.memory import longest_that_fits, wanted, within_memory
+from s2o_runtime.errors import InputError
+
+GIB = 1 << 30
+
+
+def test_what_fits():
+    assert longest_that_fits(131072, 40 * GIB, 10 * GIB, 25 * GIB) == int(0.9 * 0.5 * 131072) // 1024 * 1024
+    assert longest_that_fits(131072, 40 * GIB, 30 * GIB, 25 * GIB) == 1024  # not even the weights do
+    assert longest_that_fits(8192, 10 * GIB, 0, 24 * GIB) == 7168  # fragmented: less than was tried all the same
+
+
+def test_what_torch_says():
+    assert wanted("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has") == int(2.5 * GIB)
+    assert wanted("CUDA out of memory. Tried to allocate 512.00 MiB.") == 512 << 20
+    assert wanted("out of memory") == 0
+
+
+def test_it_is_one_sentence_with_a_length(monkeypatch):
+    class Properties:
+        total_memory = 24 * GIB
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 22 * GIB)
+    text = (
+        "24.0 GiB of GPU memory ran out while measuring layer 3 at 131072 tokens, one layer and one prompt at a time: "
+        "about 94208 tokens fit, use shorter --lengths or fewer --num-prompts; what was measured is kept"
+    )
+    with (
+        pytest.raises(InputError, match=text),
+        within_memory(torch.device("cuda"), 131072, 0, "measuring layer 3"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
+    with within_memory(torch.device("cuda"), 1, 0, ""):
+        pass
+    assert memory.STEP == 1024
