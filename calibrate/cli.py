@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import logging
 import os
+import shlex
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from calibrate.recipe import Budget, Recipe, default_out
+from calibrate.recipe import DEFAULT_BUDGET, OPTIONS, Budget, Recipe, default_out, load_yaml, merged, seconds, slug
 from s2o_runtime import __version__
+from s2o_runtime.config import MAX_SEGMENT
 from s2o_runtime.errors import ConfigError, S2OError
 
-OK, BAD_INPUT, NOT_PROVEN = 0, 2, 3
+if TYPE_CHECKING:
+    from s2o_runtime.gpu import DeviceIdentity
+
+OK, BAD_INPUT, NOT_PROVEN, INTERRUPTED = 0, 2, 3, 130
 DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+# the modes that change a profile, and the options that each takes
+MODES = {"rebudget": ("budget_mse", "budget_rel_mse", "journal", "out"), "retile": ("device", "out")}
+
+Flags = Mapping[str, Any]  # the flags that were given, by their name with underscores
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,107 +41,249 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
+    """The flags. What is not given is left out of the namespace; the defaults are those of `Recipe`."""
     out = Parser(
         prog="s2o-calibrate",
+        argument_default=argparse.SUPPRESS,
         description="Calibrate S2O sparse attention for a model on this machine and write a profile.",
-        epilog="Exit codes: 0 a profile was written, 2 bad input, 3 the held-out proof failed and nothing was written.",
+        epilog="Exit codes: 0 a profile was written, 2 bad input, 3 the held-out proof failed and nothing was written, "
+        "130 interrupted. A run that was interrupted continues when the same command is run again.",
     )
-    add = out.add_argument
-    add("--model", required=True, help="an alias such as demo or qwen2.5-7b, a local folder, or a hub id")
-    budget = out.add_mutually_exclusive_group()
-    budget.add_argument("--budget-mse", type=_number, metavar="X", help="mean squared error allowed per layer")
+    number = _reader(float, "a number", "1e-4")
+    lengths = _reader(_integers, "a list of lengths", "8192,32768")
+    counts = _reader(_integers, "a list of numbers", "1,4")
+    what = out.add_argument_group("what to calibrate").add_argument
+    what("--recipe", type=Path, metavar="FILE.yaml", help="options by the names of these flags, which override them")
+    what("--model", help="an alias such as demo or qwen2.5-7b, a local folder, or a hub id")
+    what("--random-weights", action=argparse.BooleanOptionalAction, help="the model's architecture without its weights")
+    what("--lengths", type=lengths, metavar="N,N", help=f"prompt lengths (default {_lengths_default()})")
+    what("--prompts", type=Path, metavar="FILE.jsonl", help="your prompts (default: the standard library's sources)")
+    what("--num-prompts", type=int, metavar="N", help=_help("prompts of each length to calibrate on", "num_prompts"))
+    what("--seed", type=int, metavar="N", help=_help("seed of prompts and search", "seed"))
+    what("--device", metavar="NAME", help="cuda, cuda:1 or cpu (default: a GPU if there is one)")
+
+    allowed = out.add_argument_group("what error is allowed, and how it is proven")
+    budget = allowed.add_mutually_exclusive_group()
+    budget.add_argument("--budget-mse", type=number, metavar="X", help="mean squared error allowed per layer")
     budget.add_argument(
-        "--budget-rel-mse", type=_number, metavar="X", help="the same relative to the dense output (default 1e-3)"
+        "--budget-rel-mse",
+        type=number,
+        metavar="X",
+        help=f"the same relative to the dense output (default {DEFAULT_BUDGET.value:g})",
     )
-    add("--lengths", type=_lengths, metavar="N,N", help="prompt lengths (default 8192,32768; on a CPU 1024,2048)")
-    add("--prompts", type=Path, metavar="FILE.jsonl", help="your prompts (default: the standard library's sources)")
-    add("--num-prompts", type=int, default=4, metavar="N", help="prompts of each length to calibrate on (default 4)")
-    add("--held-out", type=int, default=2, metavar="N", help="prompts of each length to prove on (default 2)")
-    add("--trials", type=int, default=16, metavar="N", help="Optuna trials for each layer and length (default 16)")
-    add("--representatives", type=_counts, default=(1, 32), metavar="N,N", help="to choose from (default 1,32)")
-    add("--grains", type=_counts, default=(4,), metavar="N,N", help="to choose from (default 4)")
-    add("--margin", type=float, default=0.8, metavar="X", help="share of the budget to spend (default 0.8)")
-    add("--seed", type=int, default=0, metavar="N", help="seed of prompts and search (default 0)")
-    add("--device", metavar="NAME", help="cuda, cuda:1 or cpu (default: a GPU if there is one)")
-    add("--out", type=Path, metavar="FILE", help="default profiles/<model>/<gpu>/<budget>.safetensors")
-    add("--dry-run", action="store_true", help="print the plan and stop")
-    add("--json", action="store_true", help="print plan or result as JSON")
-    add("--quiet", action="store_true", help="no progress bar")
-    add("--verbose", action="store_true", help="log decisions to stderr")
-    add("--version", action="version", version=f"s2o {__version__}")
+    proof = allowed.add_argument
+    proof("--budget-scope", metavar="layer|model", help=_help("what the budget holds for", "scope"))
+    proof("--margin", type=number, metavar="X", help=_help("share of the budget to spend", "margin"))
+    proof("--worst-rows", type=number, metavar="X", help=_help("allowed in the worst rows; 0: off", "worst_rows"))
+    proof("--needles", type=number, metavar="X", help=_help("share of the needles to keep", "needles"))
+    proof("--held-out", type=int, metavar="N", help=_help("prompts of each length to prove on", "held_out"))
+    proof(
+        "--check-lengths",
+        type=_reader(_integers_or_none, "a list of lengths", "16384, or none"),
+        metavar="N,N",
+        help="lengths to prove without calibrating them (default: one between the two longest), or none",
+    )
+    proof(
+        "--allow-regression",
+        action=argparse.BooleanOptionalAction,
+        help="write a profile even if its proof fails",
+    )
+
+    space = out.add_argument_group("what to choose from, and for how long").add_argument
+    space("--segments", type=counts, metavar="N,N", help=_help("queries that share a ranking", "segments"))
+    space("--representatives", type=counts, metavar="N,N", help=_help("of a segment", "representatives"))
+    space("--grains", type=counts, metavar="N,N", help=_help("keys ranked together", "grains"))
+    space(
+        "--tails",
+        type=_reader(_switches, "on, off or both", "on,off"),
+        metavar="on,off",
+        help="estimates of what is skipped (default on,off)",
+    )
+    space("--trials", type=int, metavar="N", help=_help("Optuna trials for each layer and length", "trials"))
+    space(
+        "--time-limit",
+        type=_reader(seconds, "a duration", "90, 5m or 1h"),
+        metavar="SECONDS",
+        help="for the whole search; 5m and 1h work too (default: none)",
+    )
+
+    modes = out.add_argument_group("instead of calibrating").add_mutually_exclusive_group()
+    modes.add_argument("--rebudget", type=Path, metavar="PROFILE", help="another budget, from what was measured")
+    modes.add_argument("--retile", type=Path, metavar="PROFILE", help="the same thresholds with tiles for this GPU")
+
+    output = out.add_argument_group("output").add_argument
+    output("--out", type=Path, metavar="FILE", help="default profiles/<model>/<gpu>/<budget>.safetensors")
+    output("--journal", type=Path, metavar="FILE", help="the measurements (default <model>.journal.jsonl beside --out)")
+    output("--dry-run", action="store_true", help="print the plan and stop")
+    output("--json", action="store_true", help="print plan or result as JSON")
+    output("--quiet", action="store_true", help="no progress bar")
+    output("--verbose", action="store_true", help="log decisions to stderr")
+    output("--version", action="version", version=f"s2o {__version__}")
     return out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(name)s: %(message)s")
+    flags = vars(parser().parse_args(argv))
+    level = logging.INFO if "verbose" in flags else logging.WARNING
+    logging.getLogger("s2o_runtime").setLevel(logging.WARNING)  # what each of many layers runs is not news here
+    logging.basicConfig(level=level, format="%(name)s: %(message)s")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _run(args)
+        return _run(flags)
     except S2OError as error:
-        print(f"s2o-calibrate: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return _fail(BAD_INPUT, str(error))
     except KeyboardInterrupt:
-        print("s2o-calibrate: interrupted; nothing was written", file=sys.stderr)
-        return 130
+        return _fail(INTERRUPTED, "interrupted; nothing was written")
 
 
-def _run(args: argparse.Namespace) -> int:
-    budget = _budget(args)
-    if args.prompts is not None and not args.prompts.is_file():
-        raise ConfigError(f"prompt file {args.prompts} does not exist: check the path")
-    _check_writable(args.out or default_out(args.model, "gpu", budget))
+def _fail(code: int, sentence: str) -> int:
+    print(f"s2o-calibrate: {sentence}", file=sys.stderr)
+    return code
+
+
+def _run(flags: Flags) -> int:
+    for mode, allowed in MODES.items():
+        if mode in flags:
+            _check_mode(mode, allowed, flags)
+    if "rebudget" in flags:
+        return _rebudget(flags)
+    if "retile" in flags:
+        return _retile(flags)
+    return _calibrate(flags)
+
+
+def _calibrate(flags: Flags) -> int:
+    file = load_yaml(flags["recipe"]) if "recipe" in flags else {}
+    options = merged(file, {name: value for name, value in flags.items() if name in OPTIONS})
+    draft = _draft(options)
 
     from calibrate.models import load_config
     from s2o_runtime.identity import geometry
 
-    config = load_config(args.model)
-    recipe, device_name = _recipe(args, budget)
+    config = load_config(draft.model, random_weights=draft.random_weights)
+    recipe, device = _on_this_machine(draft, options)
 
     from rich.console import Console
 
+    from calibrate.outcome import summary
     from calibrate.pipeline import calibrate
-    from calibrate.report import plan, print_plan, print_tables, summary
+    from calibrate.report import plan, print_plan, print_tables, write_report
 
     recipe.check_limit(int(config.max_position_embeddings))
-    console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 120)
-    the_plan = plan(recipe, geometry(config), device_name)
-    if args.dry_run and args.json:
+    console = Console(stderr="json" in flags, width=None if sys.stdout.isatty() else 120)
+    the_plan = plan(recipe, geometry(config), str(device), frozenset(options))
+    if "dry_run" in flags and "json" in flags:
         print(json.dumps(the_plan, indent=1))
         return OK
     print_plan(the_plan, console)
-    if args.dry_run:
+    if "dry_run" in flags:
         return OK
-    result = calibrate(recipe, progress=not args.quiet)
-    outcome = summary(recipe, result)
-    if args.json:
+    try:
+        with _writing(recipe.out):
+            result = calibrate(recipe, progress="quiet" not in flags)
+    except KeyboardInterrupt:
+        if not recipe.journal_path.exists():
+            raise
+        return _fail(
+            INTERRUPTED,
+            "interrupted; run the same command to continue: everything measured so far is kept in "
+            f"{recipe.journal_path}",
+        )
+    outcome = summary(recipe, result) | {"command": shlex.join(["s2o-calibrate", *sys.argv[1:]])}
+    with _writing(recipe.out):
+        reports = write_report(outcome, recipe.out)
+    if "json" in flags:
         print(json.dumps(outcome, indent=1))
     else:
         print_tables(outcome, console)
-    if not result.met:
-        print(
-            "s2o-calibrate: the held-out error is over budget, so no profile was written: allow more error, "
-            "calibrate on more prompts (--num-prompts), or spend less of the budget (--margin)",
-            file=sys.stderr,
+    if not result.written:
+        return _fail(
+            NOT_PROVEN,
+            f"the proof failed, so no profile was written ({result.problems[0]}): allow more error, calibrate on more "
+            "prompts (--num-prompts), or write it all the same with --allow-regression",
         )
-        return NOT_PROVEN
-    console.print(f"wrote {recipe.out} in {result.seconds:.0f} s", highlight=False, soft_wrap=True)
+    took = outcome["calibration_seconds"]
+    console.print(f"wrote {recipe.out} in {took:.0f} s", highlight=False, soft_wrap=True)
+    console.print(f"wrote the report {reports[-1]}", highlight=False, soft_wrap=True)
     return OK
 
 
-def _budget(args: argparse.Namespace) -> Budget:
-    if args.budget_mse is not None:
-        return Budget("mse", args.budget_mse).validate()
-    return Budget("rel_mse", 1e-3 if args.budget_rel_mse is None else args.budget_rel_mse).validate()
+def _rebudget(flags: Flags) -> int:
+    """Spend another budget on what was measured for a profile; no model is loaded."""
+    if not {"budget_mse", "budget_rel_mse"} & set(flags):
+        raise ConfigError("--rebudget needs the new budget: give --budget-mse or --budget-rel-mse")
+    profile, budget = flags["rebudget"], Budget.of(flags)
+    out = flags.get("out", profile.parent / f"{budget}.safetensors")
+    _check_writable("--out", out)
+
+    from calibrate.rebudget import rebudget
+
+    with _writing(out):
+        rebudget(profile, budget, out, journal=flags.get("journal"))
+    return _say_written(out, flags)
 
 
-def _recipe(args: argparse.Namespace, budget: Budget) -> tuple[Recipe, str]:
-    """The validated recipe and the device's name."""
+def _retile(flags: Flags) -> int:
+    """Tune a profile's tiles for the device here; its thresholds stay."""
+    profile = flags["retile"]
+    name, device = _device(flags.get("device"))
+    out = flags.get("out", profile.parent / f"{profile.stem}-{slug(device.name)}.safetensors")
+    _check_writable("--out", out)
+
+    from calibrate.retile import retile
+
+    with _writing(out):
+        retile(profile, name, out)
+    return _say_written(out, flags)
+
+
+def _say_written(out: Path, flags: Flags) -> int:
+    print(json.dumps({"out": str(out)}, indent=1) if "json" in flags else f"wrote {out}")
+    return OK
+
+
+def _check_mode(mode: str, allowed: Sequence[str], flags: Flags) -> None:
+    """Raises ConfigError naming a flag that a mode does not take, or a profile that is not there."""
+    for name in ("recipe", "dry_run", *OPTIONS):
+        if name in flags and name not in allowed:
+            takes = ", ".join(_flag(each) for each in allowed)
+            raise ConfigError(f"{_flag(mode)} takes only {takes}: leave {_flag(name)} out")
+    if not flags[mode].is_file():
+        raise ConfigError(f"{_flag(mode)} {flags[mode]} is not a file: check the path")
+
+
+def _draft(options: Mapping[str, Any]) -> Recipe:
+    """The recipe as far as it is known without torch, validated, its files checked."""
+    if "model" not in options:
+        raise ConfigError("--model is missing: give an alias such as demo, a local folder, or a hub id")
+    out = default_out(options["model"], "gpu", Budget.of(options))
+    unknown = {} if "lengths" in options else {"lengths": (MAX_SEGMENT,), "check_lengths": None}  # the device decides
+    draft = Recipe.of({"out": out} | dict(options) | unknown)
+    if draft.prompts is not None and not draft.prompts.is_file():
+        raise ConfigError(f"prompt file {draft.prompts} does not exist: check the path")
+    _check_writable("--out", draft.out)
+    _check_writable("--journal", draft.journal_path)
+    return draft
+
+
+def _on_this_machine(draft: Recipe, options: Mapping[str, Any]) -> tuple[Recipe, DeviceIdentity]:
+    """The recipe with the defaults that depend on the device."""
+    name, identity = _device(options.get("device"))
+    defaults = {
+        "lengths": DEFAULT_LENGTHS[identity.kind],
+        "out": default_out(draft.model, identity.name, draft.budget),
+    }
+    return Recipe.of(defaults | dict(options) | {"device": name}), identity
+
+
+def _device(name: str | None) -> tuple[str, DeviceIdentity]:
+    """A device's name, by default a GPU's if there is one, and which it is. Raises ConfigError if it is not here."""
     import torch
 
     from s2o_runtime.gpu import identify
 
-    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -137,60 +292,72 @@ def _recipe(args: argparse.Namespace, budget: Budget) -> tuple[Recipe, str]:
         raise ConfigError(f"device {name!r} is not supported: use cuda or cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r} is not here ({torch.cuda.device_count()} GPUs found): use --device cpu")
-    identity = identify(device)
-    recipe = Recipe(
-        model=args.model,
-        budget=budget,
-        lengths=args.lengths or DEFAULT_LENGTHS[device.type],
-        out=args.out or default_out(args.model, identity.name, budget),
-        prompts=args.prompts,
-        num_prompts=args.num_prompts,
-        held_out=args.held_out,
-        seed=args.seed,
-        trials=args.trials,
-        margin=args.margin,
-        device=name,
-        representatives=args.representatives,
-        grains=args.grains,
-    )
-    return recipe.validate(), str(identity)
+    return name, identify(device)
 
 
-def _check_writable(path: Path) -> None:
-    """Fail before the work, not after it, if the profile cannot be written there."""
+def _check_writable(flag: str, path: Path) -> None:
+    """Fail before the work, not after it, if a file cannot be written there."""
     if path.is_dir():
-        raise ConfigError(f"--out {path} is a folder: give a file name")
+        raise ConfigError(f"{flag} {path} is a folder: give a file name")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(f"--out {path} cannot be written ({error.strerror}): choose another folder") from None
+        raise ConfigError(f"{flag} {path} cannot be written ({error.strerror}): choose another folder") from None
 
 
-def _number(text: str) -> float:
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Where `out` is made: a disk that does not take it is one sentence."""
     try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number: try 1e-4") from None
+        yield
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        from calibrate.journal import write_failure
+
+        raise write_failure(error.filename or out, error) from error
 
 
-def _lengths(text: str) -> tuple[int, ...]:
-    try:
-        return _integers(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of lengths: try 8192,32768") from None
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    try:
-        return _integers(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers: try 1,4") from None
+def _help(text: str, field: str) -> str:
+    """A flag's help with the default of the recipe's field."""
+    default = getattr(Recipe, field)
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    return f"{text} (default {shown})"
+
+
+def _lengths_default() -> str:
+    on = {kind: ",".join(map(str, lengths)) for kind, lengths in DEFAULT_LENGTHS.items()}
+    return f"{on['cuda']}; on a CPU {on['cpu']}"
+
+
+def _reader(read: Callable[[str], Any], kind: str, example: str) -> Callable[[str], Any]:
+    """A flag's type whose error is one sentence."""
+
+    def convert(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kind}: try {example}") from None
+
+    return convert
 
 
 def _integers(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in text.split(",")}))
+
+
+def _integers_or_none(text: str) -> tuple[int, ...]:
+    return () if text == "none" else _integers(text)
+
+
+def _switches(text: str) -> tuple[bool, ...]:
+    return tuple(sorted({bool(("off", "on").index(part.strip())) for part in text.split(",")}))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ def summary(recipe: Recipe, result: Result) -> dict[str, Any]:
         "journal": {"path": str(recipe.journal_path), "reused": result.journal_reused},
         "versions": versions(),
         "seed": recipe.seed,
+        "data": str(recipe.prompts) if recipe.prompts else "the Python standard library's sources, with needles",
         "lengths": [_length(recipe, result, length, proof) for length, proof in sorted(result.proofs.items())],
     }
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from s2o_runtime.config import GRAINS, MAX_SEGMENT, MIN_SEGMENT, REPRESENTATIVES, SEGMENT_STEP
 from s2o_runtime.errors import ConfigError
-from s2o_runtime.lengths import length_step
+from s2o_runtime.lengths import far_apart
 
 SEGMENTS = (256, 512, 1024, 2048)
 CHECK_STEP = 256  # tokens; a default check length is a multiple of it
@@ -124,15 +124,14 @@ class Recipe:
     def checked_lengths(self) -> tuple[int, ...]:
         """The lengths that are proven without being calibrated.
 
-        By default one between the two longest, their geometric mean in whole steps of 256, if there are two.
+        By default one between any two neighbours, their geometric mean in whole steps of 256.
         """
         if self.check_lengths is not None:
             return self.check_lengths
-        if len(self.lengths) < 2:
-            return ()
-        shorter, longer = self.lengths[-2:]
-        check = round(math.sqrt(shorter * longer) / CHECK_STEP) * CHECK_STEP
-        return (check,) if shorter < check < longer else ()
+        between = ((a, round(math.sqrt(a * b) / CHECK_STEP) * CHECK_STEP, b) for a, b in pairwise(self.lengths))
+        return tuple(
+            check for shorter, check, longer in between if far_apart(shorter, check) and far_apart(check, longer)
+        )
 
     @property
     def journal_path(self) -> Path:
@@ -145,12 +144,6 @@ class Recipe:
             raise ConfigError(f"budget_scope {self.scope!r} is not known: use {' or '.join(SCOPES)}")
         for name in ("lengths", "segments", "representatives", "grains", "tails"):
             _check_ascending(name, getattr(self, name))
-        for shorter, longer in pairwise(sorted(self.lengths + self.checked_lengths)):
-            if length_step(shorter) == length_step(longer):
-                raise ConfigError(
-                    f"lengths {shorter} and {longer} are less than an eighth of an octave apart, which a profile does "
-                    "not tell apart: leave one out"
-                )
         for segment in self.segments:
             if segment % SEGMENT_STEP or not MIN_SEGMENT <= segment <= MAX_SEGMENT:
                 raise ConfigError(
@@ -171,6 +164,12 @@ class Recipe:
                         f"check length {length} is below {self.lengths[0]}, the shortest that is calibrated, where "
                         "prompts stay dense: use a longer one"
                     )
+        for shorter, longer in pairwise(sorted(self.lengths + self.checked_lengths)):
+            if not far_apart(shorter, longer):
+                raise ConfigError(
+                    f"lengths {shorter} and {longer} are less than an eighth of an octave apart, which a profile does "
+                    "not tell apart: leave one out"
+                )
         for name, allowed in (("representatives", REPRESENTATIVES), ("grains", GRAINS)):
             for value in getattr(self, name):
                 if value not in allowed:

@@ -12,6 +12,7 @@ import math
 import os
 import tempfile
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -33,7 +34,7 @@ from s2o_runtime.config import (
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.gpu import DeviceIdentity
 from s2o_runtime.identity import Geometry
-from s2o_runtime.lengths import STEPS_PER_OCTAVE, length_step
+from s2o_runtime.lengths import STEPS_PER_OCTAVE, far_apart, length_step
 
 SCHEMA = 2
 METADATA_KEY = "s2o_profile"
@@ -108,9 +109,8 @@ class Profile:
             raise ProfileError(f"lengths {self.lengths} are not ascending: expected at least one bucket, each once")
         if not all(1 <= length <= MAX_LENGTH for length in self.lengths):
             raise ProfileError(f"lengths {self.lengths} are out of range: expected 1 to {MAX_LENGTH}")
-        steps = [length_step(length) for length in self.lengths]
-        for shorter, longer, step, next_step in zip(self.lengths, self.lengths[1:], steps, steps[1:], strict=False):
-            if step == next_step:
+        for shorter, longer in pairwise(self.lengths):
+            if not far_apart(shorter, longer):
                 raise ProfileError(
                     f"lengths {shorter} and {longer} are less than an eighth of an octave apart: keep one of them"
                 )

@@ -22,6 +22,7 @@ ALL = BASE | {
     "time_limit": 90.5,
     "margin": 0.5,
     "worst_rows": None,
+    "needles": 0.9,
     "representatives": (8,),
     "grains": (1, 2),
     "segments": (64, 320),
@@ -174,6 +175,8 @@ def test_two_budgets_are_refused():
         ({"time_limit": float("inf")}, "time_limit is inf"),
         ({"worst_rows": -0.1}, r"worst_rows is -0\.1: use a number above 0, or 0 for off"),
         ({"worst_rows": float("nan")}, "worst_rows is nan"),
+        ({"needles": 1.1}, r"needles is 1\.1: use a share from 0 to 1"),
+        ({"lengths": (4096, 4200)}, "lengths 4096 and 4200 are less than an eighth of an octave apart"),
         ({"margin": 0.0}, r"margin is 0\.0"),
         ({"held_out": 0}, "held_out is 0: use at least 1"),
         ({"journal": BASE["out"]}, "cannot be both the journal and the profile"),
@@ -190,12 +193,12 @@ def test_what_a_recipe_refuses(options, message):
         ((1024,), ()),
         ((1024, 2048), (1536,)),  # 1448.2
         ((8192, 32768), (16384,)),
-        ((512, 8192, 131072), (32768,)),
+        ((512, 8192, 131072), (2048, 32768)),
         ((512, 600), ()),  # 554.3 is nearest to 512, which is calibrated
         ((600, 700), ()),  # 648.1 is nearest to 768, which is not between them
     ],
 )
-def test_one_length_between_the_two_longest_is_checked(lengths, expected):
+def test_a_length_between_two_neighbours_is_checked(lengths, expected):
     assert recipe(lengths=lengths).checked_lengths == expected
     assert recipe(lengths=lengths, check_lengths=()).checked_lengths == ()
     assert recipe(lengths=lengths, check_lengths=(5000 * 256,)).checked_lengths == (5000 * 256,)

@@ -1,0 +1,67 @@
+"""A profile of another GPU tuned on this one: with real kernels, and faster than dense where little is computed."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from calibrate.curves import Shape
+from calibrate.retile import _inputs, _stopping, retile
+from s2o_runtime.attention import s2o_attention
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.gpu import DeviceIdentity, candidate_tiles, identify
+from s2o_runtime.identity import Geometry
+from s2o_runtime.profile import Profile, load_profile, save_profile
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+GEOMETRY = Geometry("llama", 3, 16, 4, 128)
+LENGTHS = (8192, 32768)
+FORMER = TileConfig(128, 32, 16, 8, 3)
+SPARSE, HALF, FULL = 0.2, 0.5, 1.0
+
+
+def layer(representatives, tail):
+    heads = [HeadConfig(1.0 + index, 512, "s2o", "rest", representatives, tail) for index in range(16)]
+    return LayerConfig(tuple(heads), FORMER, grain=4).validate()
+
+
+def test_tiles_are_tuned_and_thresholds_kept(tmp_path):
+    proven = [{"length": length, "layers": [{"density": each} for each in (SPARSE, HALF, FULL)]} for length in LENGTHS]
+    bucket = (layer(1, True), layer(32, False), layer(32, True))
+    other = DeviceIdentity("cuda", "NVIDIA A100", (8, 0), 108, 1 << 36)
+    old = Profile(
+        "demo", GEOMETRY, "f" * 64, other, LENGTHS, (bucket, bucket), {"proof": "held out", "held_out": proven}
+    )
+    save_profile(old, tmp_path / "old.safetensors")
+    began = time.monotonic()
+    done = retile(tmp_path / "old.safetensors", "cuda", tmp_path / "new.safetensors")
+    seconds = time.monotonic() - began
+    print(f"{seconds:.0f} s", *done.kinds, sep="\n")
+    new = load_profile(tmp_path / "new.safetensors")
+    here = identify(torch.device("cuda"))
+    candidates = {replace(tile, chunk=1) for tile in candidate_tiles(128, here.capability)}
+    assert new.device == here
+    for of_old, of_new in zip(old.layers, new.layers, strict=True):
+        for before, config in zip(of_old, of_new, strict=True):
+            assert [head.tau for head in config.heads] == [head.tau for head in before.heads]
+            assert replace(config.tile, chunk=1, dense_below=0) in candidates
+            assert config.is_dense or config.tile.stride >= FORMER.stride
+    assert new.layers[0][2].is_dense  # computing everything and ranking it too is not faster at 8192 tokens
+    assert not new.layers[1][0].is_dense
+    assert 0 < new.layers[1][0].tile.dense_below < LENGTHS[1]
+    assert seconds < 120
+
+
+@pytest.mark.parametrize("density", [SPARSE, HALF])
+def test_the_timed_calls_compute_what_the_record_says(density):
+    where = torch.device("cuda")
+    prompt = _inputs(GEOMETRY, LENGTHS[1], where)
+    config = _stopping(prompt, layer(32, True), density)
+    here = torch.cuda.get_device_capability()
+    tile = next(t for t in candidate_tiles(128, here) if Shape.of(t) == Shape.of(FORMER))
+    _, stats = s2o_attention(
+        prompt.q, prompt.k, prompt.v, config.with_tile(tile), scale=prompt.scale, return_stats=True
+    )
+    assert float(stats.density.mean()) == pytest.approx(density, abs=0.02)

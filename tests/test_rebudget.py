@@ -1,0 +1,277 @@
+"""Another budget from stored curves, against what a calibration with that budget would allocate."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from calibrate import models, pipeline
+from calibrate.curves import Shape
+from calibrate.journal import Journal
+from calibrate.measure import measure_model
+from calibrate.pipeline import calibrate
+from calibrate.prompts import load_prompts
+from calibrate.rebudget import UNPROVEN, rebudget
+from calibrate.recipe import Budget, Recipe
+from calibrate.search import Study, budget_mse
+from calibrate.tiles import CPU_TILES
+from s2o_runtime.errors import InputError, ProfileError
+from s2o_runtime.gpu import DeviceIdentity, identify
+from s2o_runtime.profile import load_profile, save_profile
+
+LENGTHS = (512, 1024)
+BUDGET = 2e-4
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return Recipe(
+        "demo", Budget("mse", BUDGET), LENGTHS, tmp_path_factory.mktemp("calibrated") / "old.safetensors",
+        num_prompts=1, held_out=1, trials=3, segments=(256, 512), check_lengths=(), needles=0.0,
+    ).validate()  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def curves(recipe):
+    """One real calibration of the demo model, and its curves as a second one would find them in the journal."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "TIGHTENINGS", 1)  # a layer over its limit becomes dense at once: shorter
+        assert calibrate(recipe, progress=False).written
+    loaded = models.load("demo", "cpu")
+    prompts = load_prompts(recipe, loaded.tokenizer)
+    shapes = sorted({Shape.of(tile) for tile in CPU_TILES}, key=lambda shape: (shape.block_m, shape.stride))
+    identity = pipeline._identity(loaded, identify(torch.device("cpu")))
+    with Journal.open(recipe.journal_path, identity) as journal:
+        found = measure_model(
+            loaded, prompts.calibration, dict.fromkeys(LENGTHS, shapes), recipe, journal, lambda: None
+        )
+        assert journal.reused == len(LENGTHS) * 6
+    return found
+
+
+@pytest.fixture
+def old(recipe, curves, monkeypatch):
+    """The calibrated profile, where the model cannot be loaded any more."""
+    monkeypatch.setattr(models, "load", None)
+    return load_profile(recipe.out)
+
+
+@pytest.mark.parametrize(
+    "budget", [Budget("mse", BUDGET / 2), Budget("mse", BUDGET * 4), Budget("rel_mse", 1e-2)], ids=str
+)
+def test_it_is_what_a_calibration_would_allocate(budget, recipe, curves, old, tmp_path):
+    out = tmp_path / "new.safetensors"
+    done = rebudget(recipe.out, budget, out)
+    after = replace(recipe, budget=budget)
+    sparse = 0
+    for length, of_old, of_new in zip(LENGTHS, old.layers, done.profile.layers, strict=True):
+        for measured, before, config in zip(curves[length], of_old, of_new, strict=True):
+            place = before.heads[0].segment, before.grain, before.tile
+            assert (config.heads[0].segment, config.grain, config.tile) == place
+            study = Study(measured, after, recipe.segments_for(length), CPU_TILES, timer=None)
+            spent = study.settled(study.spent(place))
+            assert spent.allocation.mse <= budget_mse(measured, after)
+            grew = budget_mse(measured, after) > budget_mse(measured, recipe)
+            if before.is_dense and not (grew and spent.cost < 0.9):
+                assert config.is_dense
+            else:
+                assert config == spent.config
+                sparse += not config.is_dense
+    assert sparse >= 6
+    written = load_profile(out)
+    assert written.layer_config(0, 512).tile == done.profile.layers[0][0].tile
+    assert torch.tensor([h.tau for h in written.layers[1][0].heads]).equal(
+        torch.tensor([h.tau for h in done.profile.layers[1][0].heads])
+    )
+
+
+def test_errors_stay_within_the_margin_and_densities_follow_the_budget(recipe, old, tmp_path):
+    outcomes = [
+        rebudget(recipe.out, Budget("mse", BUDGET * times), tmp_path / f"{times}.safetensors").predicted
+        for times in (0.5, 1, 4)
+    ]
+    for times, predicted in zip((0.5, 1, 4), outcomes, strict=True):
+        assert [each.length for each in predicted] == list(LENGTHS)
+        assert all(0 < each.error <= BUDGET * times * recipe.margin for each in predicted)
+    for few, same, many in zip(*outcomes, strict=True):
+        assert few.density > same.density > many.density
+        assert few.cost > same.cost > many.cost
+
+
+def test_the_same_budget_gives_the_same_layers(recipe, old, tmp_path):
+    """But for those that the proof had to tighten, which are dense and stay so."""
+    new = rebudget(recipe.out, recipe.budget, tmp_path / "same.safetensors").profile
+    assert new.lengths == old.lengths
+    sparse = 0
+    for of_old, of_new in zip(old.layers, load_profile(tmp_path / "same.safetensors").layers, strict=True):
+        for before, config in zip(of_old, of_new, strict=True):
+            assert config == before or (config.is_dense and before.is_dense)
+            sparse += not config.is_dense
+    assert sparse >= 6
+
+
+def test_the_record_says_that_nothing_is_proven(recipe, old, tmp_path):
+    budget, out = Budget("mse", BUDGET * 4), tmp_path / "new.safetensors"
+    done = rebudget(recipe.out, budget, out)
+    record = load_profile(out).record
+    assert record["budget"] == {"kind": "mse", "value": BUDGET * 4, "scope": "layer"}
+    assert record["recipe"] == old.record["recipe"] | {"budget": {"kind": "mse", "value": BUDGET * 4}}
+    assert (record["proof"], record["problems"], record["held_out"]) == ("none", [UNPROVEN], [])
+    for name in ("objective", "data", "versions"):
+        assert record[name] == old.record[name]
+    assert [each["length"] for each in record["predicted"]] == list(LENGTHS)
+    for entry, told in zip(record["predicted"], done.predicted, strict=True):
+        assert max(layer["mse"] for layer in entry["layers"]) == told.error
+        assert sum(layer["density"] for layer in entry["layers"]) / 6 == pytest.approx(told.density)
+        assert sum(layer["cost"] for layer in entry["layers"]) / 6 == pytest.approx(told.cost)
+    again = rebudget(out, recipe.budget, tmp_path / "back.safetensors", journal=recipe.journal_path)
+    assert again.profile.record["recipe"] == old.record["recipe"]
+
+
+def changed(recipe, path, record):
+    """The calibrated profile with another record."""
+    profile = load_profile(recipe.out)
+    save_profile(replace(profile, record=profile.record | record), path)
+    return path
+
+
+def test_one_budget_over_all_layers_is_shared_out(recipe, curves, old, tmp_path):
+    """The mean over the layers keeps the margin, single layers need not."""
+    path = changed(recipe, tmp_path / "old.safetensors", {"recipe": old.record["recipe"] | {"scope": "model"}})
+    layer, model = (
+        rebudget(each, Budget("mse", BUDGET / 2), tmp_path / "new.safetensors", journal=recipe.journal_path)
+        for each in (recipe.out, path)
+    )
+    for one, shared, entry in zip(layer.predicted, model.predicted, model.profile.record["predicted"], strict=True):
+        errors = [layer["mse"] for layer in entry["layers"]]
+        assert shared.error == pytest.approx(sum(errors) / 6)
+        assert shared.error <= BUDGET / 2 * recipe.margin < max(errors)
+        assert shared.cost < one.cost
+    assert model.profile.record["budget"]["scope"] == "model"
+
+
+def dense(profile, layer):
+    """The profile with one layer dense as a whole, at every length."""
+
+    def made(config):
+        return replace(config, heads=tuple(replace(head, tau=0.0, mode="dense") for head in config.heads))
+
+    layers = tuple(
+        tuple(made(config) if index == layer else config for index, config in enumerate(bucket))
+        for bucket in profile.layers
+    )
+    return replace(profile, layers=layers)
+
+
+@pytest.mark.parametrize(("times", "stays"), [(0.5, True), (1.0, True), (4.0, False)])
+def test_a_dense_layer_needs_a_larger_budget(times, stays, recipe, old, tmp_path):
+    save_profile(dense(old, 0), tmp_path / "old.safetensors")
+    done = rebudget(
+        tmp_path / "old.safetensors", Budget("mse", BUDGET * times), tmp_path / "new.safetensors", recipe.journal_path
+    )
+    longest = done.profile.layers[1]
+    assert longest[0].is_dense == stays
+    assert longest[0].heads[0].segment == old.layers[1][0].heads[0].segment
+    assert not longest[1].is_dense
+
+
+def test_lengths_that_were_only_checked_are_left_out(recipe, old, tmp_path):
+    middle = replace(old, lengths=(512, 768, 1024), layers=(old.layers[0], old.layers[0], old.layers[1]))
+    save_profile(middle, tmp_path / "old.safetensors")
+    done = rebudget(tmp_path / "old.safetensors", recipe.budget, tmp_path / "new.safetensors", recipe.journal_path)
+    assert done.profile.lengths == LENGTHS
+    assert done.profile.layers == rebudget(recipe.out, recipe.budget, tmp_path / "new.safetensors").profile.layers
+
+
+def journal_lines(recipe):
+    return recipe.journal_path.read_text().splitlines(keepends=True)
+
+
+def another_model(lines):
+    header = json.loads(lines[0])
+    header["identity"]["model"]["fingerprint"] = "another"
+    return [json.dumps(header) + "\n", *lines[1:]]
+
+
+def another_device(lines):
+    header = json.loads(lines[0])
+    header["identity"]["device"]["name"] = "NVIDIA H200"
+    return [json.dumps(header) + "\n", *lines[1:]]
+
+
+def without_a_layer(lines):
+    return [line for line in lines if '"layer": 3,' not in line]
+
+
+def other_shapes(lines):
+    return [line.replace("[64, 128]", "[64, 1024]").replace("[128, 128]", "[128, 1024]") for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lines: None, r"does not exist: give --journal, or measure again with s2o-calibrate --model demo"),
+        (lambda lines: ["{}\n"], "is not a journal of S2O"),
+        (another_model, "was made with model.fingerprint another, the profile with [0-9a-f]{64}: give the profile's"),
+        (another_device, "was made with device.name NVIDIA H200, the profile with cpu: give the profile's own"),
+        (without_a_layer, "lacks the curves of layer 3 at 512 tokens for tile .*: measure them with s2o-calibrate"),
+        (other_shapes, "lacks the curves of layer 0 at 512 tokens"),
+        (lambda lines: lines[:1], "--model demo --budget-mse 5e-05 --lengths 512,1024$"),
+    ],
+    ids=["missing", "foreign", "model", "device", "layer", "shapes", "empty"],
+)
+def test_a_journal_that_does_not_do_is_one_sentence(change, message, recipe, old, tmp_path):
+    path = tmp_path / "some.jsonl"
+    lines = change(journal_lines(recipe))
+    if lines is not None:
+        path.write_text("".join(lines))
+    with pytest.raises(InputError, match=message) as raised:
+        rebudget(recipe.out, Budget("mse", 5e-5), tmp_path / "new.safetensors", path)
+    assert str(raised.value).count("\n") == 0
+    assert not (tmp_path / "new.safetensors").exists()
+
+
+def test_the_journal_is_looked_for_beside_the_profile(recipe, old, tmp_path):
+    shutil.copy(recipe.out, tmp_path / "old.safetensors")
+    with pytest.raises(InputError, match=f"journal {tmp_path}/demo.journal.jsonl does not exist"):
+        rebudget(tmp_path / "old.safetensors", recipe.budget, tmp_path / "new.safetensors")
+    shutil.copy(recipe.journal_path, tmp_path)
+    before = (tmp_path / "demo.journal.jsonl").read_bytes()
+    rebudget(tmp_path / "old.safetensors", recipe.budget, tmp_path / "new.safetensors")
+    assert (tmp_path / "demo.journal.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"recipe": None},
+        {"recipe": {}},
+        {"recipe": {"budget": {"kind": "mse", "value": "little"}, "scope": "layer"}},
+        {"recipe": {"budget": {"kind": "mse", "value": 1e-4}, "scope": "layer", "model": "demo", "lengths": [2048]}},
+        {"recipe": {"budget": {"kind": "mse", "value": 1e-4}, "scope": "layer", "model": "demo", "colour": "red"}},
+        {"data": {"calibration": [512]}},
+        {"data": None},
+    ],
+    ids=["none", "empty", "budget", "lengths", "unknown", "hash", "data"],
+)
+def test_a_profile_that_does_not_say_how_it_was_made(record, recipe, old, tmp_path):
+    path = changed(recipe, tmp_path / "old.safetensors", record)
+    with pytest.raises(InputError, match="does not say how it was calibrated") as raised:
+        rebudget(path, recipe.budget, tmp_path / "new.safetensors", recipe.journal_path)
+    assert str(raised.value).count("\n") == 0
+    assert not (tmp_path / "new.safetensors").exists()
+
+
+def test_what_is_no_profile(tmp_path):
+    with pytest.raises(ProfileError, match="cannot be read"):
+        rebudget(Path("none"), Budget("mse", 1e-4), tmp_path / "new.safetensors")
+
+
+def test_a_profile_of_another_gpu_is_told_apart(recipe, old, tmp_path):
+    other = replace(old, device=DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 1))
+    save_profile(other, tmp_path / "old.safetensors")
+    with pytest.raises(InputError, match=r"made with device.kind cpu, the profile with cuda"):
+        rebudget(tmp_path / "old.safetensors", recipe.budget, tmp_path / "new.safetensors", recipe.journal_path)

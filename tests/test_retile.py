@@ -1,0 +1,297 @@
+"""A profile's tiles tuned for another GPU, here a pretended one: its timer is a table, its curves are measured."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from calibrate import retile as module
+from calibrate.curves import TAUS, Method, Shape, measure
+from calibrate.retile import ALIKE, LONGEST, OTHER_HEIGHT, legal_tiles, retile, tau_for
+from calibrate.timing import Timing
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.errors import InputError, ProfileError
+from s2o_runtime.gpu import DeviceIdentity, candidate_tiles
+from s2o_runtime.identity import Geometry
+from s2o_runtime.profile import Profile, load_profile, save_profile
+
+GEOMETRY = Geometry("llama", 3, 4, 2, 64)
+H200 = DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 1 << 37)
+A100 = DeviceIdentity("cuda", "pretended", (8, 0), 108, 1)
+CPU = DeviceIdentity("cpu", "cpu")
+A100_TILES = candidate_tiles(64, A100.capability)
+FORMER = TileConfig(64, 128, 4, 4, 3, specialized=True, dense_below=1024)  # rows 128, stride 512
+CROSSOVER = 768
+DENSITY = 0.8
+
+
+def layer(density_of_heads="ssss", segment=256, tile=FORMER, tau=0.125):
+    heads = tuple(
+        HeadConfig(tau + index, segment, "s2o" if letter == "s" else "dense", "rest", 1 + 3 * (index % 2), index == 1)
+        for index, letter in enumerate(density_of_heads)
+    )
+    return LayerConfig(heads, tile, grain=4).validate()
+
+
+def profile(buckets, densities, device=H200, proof="held out", lengths=(1024, 2048)):
+    proven = [
+        {"length": length, "layers": [{"density": each} for each in row]}
+        for length, row in zip(lengths, densities, strict=True)
+    ]
+    record = {"proof": proof, "held_out": proven, "budget": {"kind": "mse", "value": 1e-4}}
+    return Profile("demo", GEOMETRY, "f" * 64, device, lengths, tuple(map(tuple, buckets)), record)
+
+
+@pytest.fixture
+def old(tmp_path):
+    made = profile([[layer(), layer(), layer("dddd")]] * 2, [[DENSITY, DENSITY + 0.01, 1.0]] * 2)
+    save_profile(made, tmp_path / "old.safetensors")
+    return made
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """The pretended GPU: what was timed, as (configuration, length); seconds of its tiles are in `table`."""
+
+    class Timed(list):
+        table = dict.fromkeys(A100_TILES, 0.5)
+        default = 0.5
+
+        def __call__(self, call, dense, device, best):
+            q, _, _, config = call.args
+            self.append((config, q.shape[2]))
+            assert dense.args[0] is q
+            seconds = self.table.get(config.tile, self.default)
+            return Timing(seconds, seconds, seconds, 1.0, 3)
+
+    made = Timed()
+    made.table = dict(made.table)
+    monkeypatch.setattr(module, "identify", lambda device: A100)
+    monkeypatch.setattr(module, "against_dense", made)
+    monkeypatch.setattr(
+        module, "with_crossover", lambda config, geometry, device: replace(config.tile, dense_below=CROSSOVER)
+    )
+    return made
+
+
+def run(tmp_path):
+    return retile(tmp_path / "old.safetensors", "cpu", tmp_path / "new" / "new.safetensors")
+
+
+def test_the_fastest_tile_is_taken_and_nothing_else_changes(old, timed, tmp_path):
+    fastest = next(tile for tile in A100_TILES if (tile.block_m, tile.stride) == (64, 1024))
+    timed.table[fastest] = 0.3
+    done = run(tmp_path)
+    new = load_profile(tmp_path / "new" / "new.safetensors")
+    assert (new.device, new.fingerprint, new.lengths) == (A100, old.fingerprint, old.lengths)
+    for before, after in zip(old.layers, new.layers, strict=True):
+        for index in (0, 1):
+            assert after[index].tile == replace(fastest, dense_below=CROSSOVER)
+        assert after[2].tile in A100_TILES
+        for was, config in zip(before, after, strict=True):
+            assert config.heads == was.heads  # bit for bit: tau went through float32 in both
+            assert (config.grain, config.row_reduce) == (was.grain, was.row_reduce)
+    assert done.dense_layers == 0
+    assert new.record["held_out"] == old.record["held_out"]
+    assert new.record["budget"] == old.record["budget"]
+
+
+def test_alike_layers_are_timed_once_with_every_tile_that_may_be_taken(old, timed, tmp_path):
+    done = run(tmp_path)
+    assert {(length, config.tile) for config, length in timed} == {
+        (length, tile) for length in (1024, 2048) for tile in A100_TILES if tile.stride >= 512
+    }
+    assert len(timed) == 2 * sum(tile.stride >= 512 for tile in A100_TILES)
+    assert [kind["layers"] for kind in done.kinds] == [[[1024, 0], [1024, 1]], [[2048, 0], [2048, 1]]]
+
+
+def test_heads_are_timed_at_the_density_that_the_record_gives(old, timed, tmp_path):
+    run(tmp_path)
+    shape = Shape.of(FORMER)
+    prompt = module._inputs(GEOMETRY, 2048, torch.device("cpu"))
+    config = next(config for config, length in timed if length == 2048)
+    for index, head in enumerate(config.heads):
+        method = Method(head.segment, head.representatives, 4)
+        density = measure(prompt, [method], [shape])[method, shape].density[index]
+        place = [math.log(tau) for tau in TAUS]
+        low = max(i for i, each in enumerate(place) if each <= math.log(head.tau) + 1e-9)
+        high = min(low + 1, len(TAUS) - 1)
+        assert float(density[high]) - 1e-9 <= DENSITY <= float(density[low]) + 1e-9
+    assert all(TAUS[0] < head.tau < TAUS[-1] for head in config.heads)
+    assert len({head.tau for head in config.heads}) > 1
+
+
+def test_dense_heads_of_a_sparse_layer_count_as_dense(timed, tmp_path):
+    """Half of the heads are dense, so the others do all the skipping."""
+    made = profile([[layer("sdsd"), layer("dddd"), layer("dddd")]], [[0.9, 1.0, 1.0]], lengths=(2048,))
+    save_profile(made, tmp_path / "old.safetensors")
+    run(tmp_path)
+    half = timed[0][0]
+    made = profile([[layer("ssss"), layer("dddd"), layer("dddd")]], [[0.8, 1.0, 1.0]], lengths=(2048,))
+    save_profile(made, tmp_path / "old.safetensors")
+    timed.clear()
+    run(tmp_path)
+    whole = timed[0][0]
+    assert [head.mode for head in half.heads] == ["s2o", "dense"] * 2
+    for index in (0, 2):
+        assert TAUS[0] < half.heads[index].tau < TAUS[-1]
+        assert half.heads[index].tau == pytest.approx(whole.heads[index].tau)
+
+
+def test_no_tile_checks_more_often_than_the_profile_did(timed, tmp_path):
+    for stride in (256, 512, 1024, 2048):
+        tile = replace(FORMER, chunk=stride // 128, dense_below=0)
+        made = profile([[layer(tile=tile), layer("dddd"), layer("dddd")]], [[0.6, 1.0, 1.0]], lengths=(2048,))
+        save_profile(made, tmp_path / "old.safetensors")
+        timed.clear()
+        run(tmp_path)
+        strides = {config.tile.stride for config, _ in timed}
+        assert strides == {each for each in (256, 512, 1024) if each >= stride} or (stride, strides) == (2048, {2048})
+
+
+def test_tiles_that_do_not_divide_a_segment_are_never_timed(timed, tmp_path):
+    narrow = TileConfig(64, 64, 8, 8, 2)
+    made = profile([[layer(segment=192, tile=narrow)] * 3] * 2, [[0.6, 0.6, 0.6]] * 2)
+    save_profile(made, tmp_path / "old.safetensors")
+    for tile in A100_TILES:
+        if tile.block_m == 128:
+            timed.table[tile] = 0.01
+    run(tmp_path)
+    assert {config.tile.block_m for config, _ in timed} == {64}
+    assert {each.tile.block_m for each in load_profile(tmp_path / "new" / "new.safetensors").layers[0]} == {64}
+
+
+def test_a_layer_without_a_legal_tile_becomes_dense(timed, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "candidate_tiles", lambda *_: tuple(t for t in A100_TILES if t.block_m == 128))
+    made = profile([[layer(segment=192, tile=TileConfig(64, 64, 8, 8, 2)), layer(), layer()]] * 2, [[0.6] * 3] * 2)
+    save_profile(made, tmp_path / "old.safetensors")
+    done = run(tmp_path)
+    assert [config.is_dense for config in done.profile.layers[0]] == [True, False, False]
+    assert done.kinds[0]["tile"] is None
+    assert done.dense_layers == 2
+
+
+def test_layers_that_lose_to_dense_become_dense(timed, tmp_path, monkeypatch):
+    made = profile([[layer(), layer(segment=512), layer(segment=512)]] * 2, [[0.3, 0.9, 0.9]] * 2)
+    save_profile(made, tmp_path / "old.safetensors")
+    real = module.against_dense
+
+    def slow_for_long_segments(call, *rest):
+        found = real(call, *rest)
+        return replace(found, seconds=1.1) if call.args[3].heads[0].segment == 512 else found
+
+    monkeypatch.setattr(module, "against_dense", slow_for_long_segments)
+    done = run(tmp_path)
+    for bucket in load_profile(tmp_path / "new" / "new.safetensors").layers:
+        assert [config.is_dense for config in bucket] == [False, True, True]
+        assert [head.tau for head in bucket[1].heads] == [0.125, 1.125, 2.125, 3.125]
+    assert done.dense_layers == done.profile.record["retiled"]["dense_layers"] == 4
+
+
+@pytest.mark.parametrize("faster", [1.02, 1.1])
+def test_another_height_must_be_clearly_faster(faster, old, timed, tmp_path):
+    assert 1.02 < OTHER_HEIGHT < 1.1
+    for tile in A100_TILES:
+        timed.table[tile] = 0.5 if tile.block_m == FORMER.block_m else 0.5 / faster
+    run(tmp_path)
+    heights = {config.tile.block_m for config in load_profile(tmp_path / "new" / "new.safetensors").layers[0][:2]}
+    assert heights == ({64} if faster < OTHER_HEIGHT else {128})
+
+
+def test_tiles_that_fail_are_passed_over(old, timed, tmp_path, monkeypatch):
+    real = module.against_dense
+
+    def failing(call, *rest):
+        if call.args[3].tile.block_m == 64:
+            raise RuntimeError("out of resources: shared memory\nmore")
+        return real(call, *rest)
+
+    monkeypatch.setattr(module, "against_dense", failing)
+    assert {config.tile.block_m for config in run(tmp_path).profile.layers[0][:2]} == {128}
+
+
+def test_the_record_says_what_was_done(old, timed, tmp_path):
+    done = run(tmp_path)
+    record = load_profile(tmp_path / "new" / "new.safetensors").record
+    assert record["proof"] == f"held out on {H200}"
+    retiled = record["retiled"]
+    assert (retiled["from"], retiled["to"]) == (str(H200), str(A100))
+    assert {"s2o", "torch", "triton"} <= set(retiled["versions"])
+    assert retiled["kinds"] == list(done.kinds)
+    kind = retiled["kinds"][0]
+    assert (kind["seconds"], kind["dense_seconds"], kind["density"], kind["timed_at"]) == (0.5, 1.0, DENSITY, 1024)
+    again = retile(tmp_path / "new" / "new.safetensors", "cpu", tmp_path / "again.safetensors")  # now its own GPU
+    assert again.profile.record["proof"] == f"held out on {H200}"
+    assert again.profile.layers == done.profile.layers
+
+
+@pytest.mark.parametrize("proof", ["none", "failed"])
+def test_what_was_not_proven_is_not_proven_now(proof, timed, tmp_path):
+    made = profile([[layer()] * 3] * 2, [[0.6] * 3] * 2, proof=proof)
+    save_profile(made, tmp_path / "old.safetensors")
+    assert run(tmp_path).profile.record["proof"] == proof
+
+
+def test_predicted_densities_do_where_nothing_was_proven(old, timed, tmp_path):
+    record = old.record | {"predicted": old.record["held_out"], "held_out": []}
+    save_profile(replace(old, record=record), tmp_path / "old.safetensors")
+    assert run(tmp_path).kinds[0]["density"] == DENSITY
+
+
+def test_long_buckets_are_timed_at_a_shorter_length(timed, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LONGEST", 1024)
+    made = profile([[layer()] * 3] * 2, [[0.6] * 3, [0.6 + ALIKE / 4] * 3])
+    save_profile(made, tmp_path / "old.safetensors")
+    done = run(tmp_path)
+    assert LONGEST == 32768
+    assert {length for _, length in timed} == {1024}
+    assert len(done.kinds) == 1
+    assert done.kinds[0]["layers"] == [[length, index] for length in (1024, 2048) for index in range(3)]
+
+
+def test_a_cpu_takes_the_profile_as_it_is(old, tmp_path):
+    done = run(tmp_path)
+    assert done.profile.layers == old.layers
+    assert done.profile.device == load_profile(tmp_path / "new" / "new.safetensors").device == CPU
+    assert done.profile.record["proof"] == f"held out on {H200}"
+    assert (done.kinds, done.dense_layers) == ((), 0)
+
+
+def test_bad_input_is_one_sentence(old, timed, tmp_path, monkeypatch):
+    out = tmp_path / "new" / "new.safetensors"
+    for record in ({}, {"held_out": [{"length": 1024}]}, {"held_out": [{"length": 1024, "layers": [{"density": 1}]}]}):
+        save_profile(replace(old, record=record), tmp_path / "bare.safetensors")
+        with pytest.raises(InputError, match=r"does not give every layer's density at \[1024, 2048\] tokens: use a"):
+            retile(tmp_path / "bare.safetensors", "cpu", out)
+    with pytest.raises(ProfileError, match="cannot be read"):
+        retile(tmp_path / "none.safetensors", "cpu", out)
+    monkeypatch.setattr(module, "identify", lambda device: DeviceIdentity("cuda", "old", (7, 5), 40, 1))
+    with pytest.raises(InputError, match=r"cannot be tuned here: old \(sm_75, 40 SMs\) is older than sm_80"):
+        run(tmp_path)
+    wide = replace(GEOMETRY, head_dim=256)
+    save_profile(replace(old, geometry=wide), tmp_path / "old.safetensors")
+    monkeypatch.setattr(module, "identify", lambda device: A100)
+    with pytest.raises(InputError, match="head_dim 256 has no tile on sm_80: run it dense"):
+        run(tmp_path)
+    assert not out.parent.exists()
+
+
+def test_legal_tiles_follow_the_strictest_head():
+    mixed = layer("sssd", tile=TileConfig(64, 64, 4))
+    heads = (replace(mixed.heads[0], segment=320), *mixed.heads[1:])
+    assert {tile.rows for tile in legal_tiles(replace(mixed, heads=heads), A100_TILES)} == {64}
+    dense = (*mixed.heads[1:], replace(mixed.heads[3], segment=320))
+    assert {tile.rows for tile in legal_tiles(replace(mixed, heads=dense), A100_TILES)} == {64, 128}
+
+
+def test_a_tau_is_interpolated_in_its_logarithm():
+    densities = torch.linspace(0.9, 0.3, len(TAUS), dtype=torch.float64)
+    assert tau_for(densities, 0.6) == pytest.approx(1.0)
+    assert tau_for(densities, 0.9) == tau_for(densities, 0.94) == TAUS[0]
+    assert tau_for(densities, 0.96) == tau_for(densities, 1.0) == 0.0
+    assert tau_for(densities, 0.1) == TAUS[-1]
+    between = (float(densities[3]) + float(densities[4])) / 2
+    assert tau_for(densities, between) == pytest.approx(math.sqrt(TAUS[3] * TAUS[4]))
+    flat = torch.full((len(TAUS),), 0.5, dtype=torch.float64)
+    assert (tau_for(flat, 0.5), tau_for(flat, 0.4)) == (TAUS[0], TAUS[-1])
