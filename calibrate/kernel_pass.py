@@ -49,14 +49,17 @@ def measure(prompt: Captured, methods: Sequence[Method], shapes: Sequence[Shape]
     curves: dict[tuple[Method, Shape], Curve] = {}
     for method in methods:
         for block_m in sorted({shape.block_m for shape in shapes}):
-            curves |= _traced(prompt, method, [s for s in shapes if s.block_m == block_m], dense, norms)
+            curves |= traced(prompt, method, [s for s in shapes if s.block_m == block_m], dense, norms)
     return curves
 
 
-def _traced(
+def traced(
     prompt: Captured, method: Method, shapes: Sequence[Shape], dense: Tensor, norms: Tensor
 ) -> dict[tuple[Method, Shape], Curve]:
-    """Shapes of one height."""
+    """The curves of one ranking, for shapes of one height, whose strides are a power of 2 apart.
+
+    dense: the dense output [1, Hq, L, D]; norms: its heads' mean squared row norms [Hq].
+    """
     from s2o_runtime.attention import laid_out
     from s2o_runtime.kernels.call import Call, head_tables
     from s2o_runtime.kernels.trace import STRIDES, trace
