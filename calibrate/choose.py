@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,8 +25,8 @@ from calibrate.measure import LayersCurves
 from calibrate.models import LoadedModel
 from calibrate.prompts import PromptSet
 from calibrate.recipe import Recipe
-from calibrate.search import Choice, Curves, Place, Study, allowed, budget_mse, methods
-from calibrate.timing import Timing, against_dense
+from calibrate.search import Choice, Curves, Place, Study, Timer, allowed, budget_mse, methods
+from calibrate.timing import FAILURES, HOPELESS, Timing, against_dense, reason
 from s2o_runtime.attention import s2o_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.dense import dense_attention
@@ -102,7 +103,10 @@ def _inputs(
 
 def _timed(prompt: Captured, journal: Journal, layer: int, sha256: str, config: LayerConfig, best: float) -> Timing:
     key = {"layer": layer, "prompt": sha256, "config": hashlib.sha256(repr(config).encode()).hexdigest()}
-    found = journal.remember("timing", key, lambda: asdict(_time(prompt, config, best)))
+    found = journal.get("timing", key)
+    if found is None or (found["rejected"] and found["seconds"] <= HOPELESS * best):  # against a quicker one then
+        found = asdict(_time(prompt, config, best))
+        journal.put("timing", key, found)
     return Timing(**found)
 
 
@@ -137,11 +141,9 @@ class _LengthSearch:
         self._failures: Counter[str] = Counter()
         usual = self._segments[min(1, len(self._segments) - 1)]
         self._uniform = _uniform([each[usual] for each in by_segment], budgets, recipe.tails)
-        self._uniform_seconds: float | None = None
+        self._uniform_seconds = 0.0
 
-    def layer(
-        self, layer: int, timer: Callable[[LayerConfig, float], Timing] | None, on_trial: Callable[[str], None]
-    ) -> None:
+    def layer(self, layer: int, timer: Timer | None, on_trial: Callable[[str], None]) -> None:
         """Choose for the next layer."""
         study = Study(self._curves[layer], self._recipe, self._segments, self._tiles, timer)
         first = self._group_of[layer]
@@ -155,24 +157,31 @@ class _LengthSearch:
             choice = study.run(
                 self._recipe.seed + layer, list(dict.fromkeys(self._best.values())), tried, self._out_of_time
             )
-            self._trials += len(study.tried)
+            self._trials += study.trials
             self._failures += study.failures
             self._best[layer] = choice.place
         else:
-            choice = study.settled(study.choice(*self._best[first]))
+            choice = study.adopted(self._best[first])
         self._choices.append(choice)
         if self._uniform is not None and timer is not None:
-            config = LayerConfig(
-                (self._uniform.head,) * len(choice.allocation.points), self._tiles[0], grain=self._recipe.grains[-1]
-            )
-            self._uniform_seconds = (self._uniform_seconds or 0.0) + timer(config.validate(), float("inf")).seconds
+            self._time_uniform(self._uniform.head, len(choice.allocation.points), timer)
+
+    def _time_uniform(self, head: HeadConfig, heads: int, timer: Timer) -> None:
+        """Add the next layer's time with the single setting; if one cannot be timed, there is no sum of them."""
+        config = LayerConfig((head,) * heads, self._tiles[0], grain=self._recipe.grains[-1]).validate()
+        try:
+            self._uniform_seconds += timer(config, math.inf).seconds
+        except FAILURES as failure:
+            log.warning("the single setting for all heads cannot be timed: %s", reason(failure))
+            self._uniform_seconds = math.nan
 
     def chosen(self) -> Chosen:
         recipe = self._recipe
         choices, limits = self._choices, [recipe.budget.value] * len(self._choices)
         if recipe.scope == "model":
             choices, limits = self._shared()
-        uniform = None if self._uniform is None else replace(self._uniform, seconds=self._uniform_seconds)
+        timed = self._uniform_seconds > 0.0  # neither without a timer nor NaN
+        uniform = self._uniform and replace(self._uniform, seconds=self._uniform_seconds if timed else None)
         return Chosen(choices, limits, self._groups, self._failures, self._trials, uniform)
 
     def _shared(self) -> tuple[list[Choice], list[float]]:
@@ -189,7 +198,8 @@ class _LengthSearch:
         )
         choices, limits = list(self._choices), [0.0] * len(self._choices)
         for i, allocation in zip(live, shared, strict=True):
-            choices[i] = replace(choices[i], allocation=allocation, budget_mse=allocation.mse, timing=None)
+            made = replace(choices[i], allocation=allocation, budget_mse=allocation.mse, timing=None)
+            choices[i] = replace(made, why_dense="other layers gain more") if made.config.is_dense else made
             limits[i] = allocation.mse * units[i] / recipe.margin
         return choices, limits
 

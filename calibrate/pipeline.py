@@ -121,7 +121,7 @@ def _searched(
     """Curves of every layer at every length, and from them what each layer shall do."""
     where = torch.device(recipe.device)
     tiles = {
-        length: tiles_for(loaded.geometry, device, where, length, max(recipe.segments_for(length)), journal)
+        length: tiles_for(loaded.geometry, device, where, length, recipe.segments_for(length), journal)
         for length in recipe.lengths
     }
     shapes = {
@@ -165,8 +165,7 @@ def _proven(
         if not lost or attempt == RETRIES:
             break
         log.info("%s: proving again with half the budget", lost[0])
-        spent = 0.5 ** (attempt + 1)
-        chosen = {length: each.spending(spent, allowed(recipe)) for length, each in chosen.items()}
+        chosen = {length: each.spending(0.5, allowed(recipe)) for length, each in chosen.items()}
     problems = (*proof.over_limit(proofs), *lost, *_slower(proofs, recipe, device))
     return Result(
         profile=proof.profile(),
@@ -194,7 +193,6 @@ class _Proof:
         self._choices = {
             (length, layer): choice for length, each in chosen.items() for layer, choice in enumerate(each.choices)
         }
-        self._draft = self._profile({key: choice.config for key, choice in self._choices.items()}, recipe.lengths)
 
     def config_of(self, length: int, layer: int) -> LayerConfig:
         place = length, layer
@@ -208,9 +206,10 @@ class _Proof:
 
     def adjust(self, length: int, layer: int, proof: LayerProof, config: LayerConfig) -> LayerConfig | None:
         place = length, layer
-        ratio = proof.error(self._recipe.budget) / self.limits[place]
-        if ratio <= 1.0 or config.is_dense:
+        error, limit = proof.error(self._recipe.budget), self.limits[place]
+        if error <= limit or config.is_dense:
             return None
+        aim = TIGHTEN_TO * limit / error
         self.tightened[place] += 1
         choice = self._choices.get(place)
         if self.tightened[place] == TIGHTENINGS:
@@ -219,13 +218,12 @@ class _Proof:
             if choice is not None:
                 self._choices[place] = choice.as_dense("its held-out error stayed over the limit")
         elif choice is not None:
-            budget = choice.allocation.mse * TIGHTEN_TO / ratio
-            self._choices[place] = choice.spending(budget, allowed(self._recipe))
+            self._choices[place] = choice.spending(choice.allocation.mse * aim, allowed(self._recipe))
             new = self._choices[place].config
         else:
-            by = (TIGHTEN_TO / ratio) ** (1 / TAU_FOR_ERROR)
+            by = aim ** (1 / TAU_FOR_ERROR)
             new = replace(config, heads=tuple(replace(head, tau=head.tau * by) for head in config.heads))
-        log.info("layer %d at %d tokens is over its limit (%.2f times): tightened", layer, length, ratio)
+        log.info("layer %d at %d tokens has an error of %.2e, %.2e is allowed: tightened", layer, length, error, limit)
         self.configs[place] = new
         return new
 
@@ -247,9 +245,12 @@ class _Proof:
         }
 
     def profile(self) -> Profile:
-        """The buckets, and every checked length at which a layer had to be tightened as one more."""
-        extra = {length for length, _ in self.tightened if length not in self._chosen}
-        return self._profile(self.configs, tuple(sorted({*self._recipe.lengths, *extra})))
+        """The buckets; if a layer had to be tightened at a checked length, those too, as each was proven: a new bucket
+        changes what is interpolated at the others."""
+        lengths = set(self._recipe.lengths)
+        if any(length not in lengths for length, _ in self.tightened):
+            lengths = {length for length, _ in self.configs}
+        return self._profile(self.configs, tuple(sorted(lengths)))
 
     def _profile(self, configs: dict[tuple[int, int], LayerConfig], lengths: tuple[int, ...]) -> Profile:
         geometry = self._loaded.geometry

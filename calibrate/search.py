@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import optuna
-import torch
 
 from calibrate.allocate import Allocation, Allowed, allocate
 from calibrate.curves import Curve, Method, Shape
 from calibrate.recipe import Recipe
-from calibrate.timing import Timing
+from calibrate.timing import FAILURES, Timing, reason
 from s2o_runtime.config import LayerConfig, TileConfig
 
 log = logging.getLogger("calibrate")
@@ -93,7 +92,7 @@ class Study:
     """The search for one group of layers at one length, on the curves of one of them.
 
     segments: those worth trying; tiles: those that get trials, the safe default first; timer: None on a CPU.
-    failures: what trials died of, and how often.
+    trials: how many were run; failures: what trials died of, and how often.
     """
 
     curves: Curves
@@ -103,6 +102,7 @@ class Study:
     timer: Timer | None
     tried: dict[Place, Choice] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
+    trials: int = 0
 
     def run(
         self, seed: int, start_from: Sequence[Place], on_trial: Callable[[], None], out_of_time: Callable[[], bool]
@@ -129,13 +129,9 @@ class Study:
             tile = tiles[trial.suggest_categorical("tile", tuple(tiles))]
             try:
                 choice = self.choice(segment, grain, tile)
-            except (RuntimeError, torch.OutOfMemoryError) as error:
-                if self.timer is None:
-                    raise
-                reason = str(error).splitlines()[0]
-                self.failures[reason] += 1
-                log.warning("segment %d, grain %d, %s failed: %s", segment, grain, tile, reason)
-                raise optuna.TrialPruned from error
+            except FAILURES as failure:
+                self._failed((segment, grain, tile), failure)
+                raise optuna.TrialPruned from failure
             trial.set_constraint("error", choice.allocation.mse - choice.budget_mse)
             return choice.cost
 
@@ -143,14 +139,26 @@ class Study:
             if done and out_of_time():
                 break
             study.optimize(objective, n_trials=1)
+            self.trials += 1
             on_trial()
         best = min(self.tried.values(), key=lambda choice: choice.cost, default=None)
-        if best is None:
-            segment, grain, tile = default
-            nothing = Choice(segment, grain, tile, self.methods(segment, grain, tile), 0.0, Allocation(()))
-            heads = allocate(nothing.curves, 0.0)
-            return replace(nothing, allocation=heads).as_dense("no trial ran")
-        return self.settled(best)
+        return self.spent(default).as_dense("no trial ran") if best is None else self.settled(best)
+
+    def adopted(self, place: Place) -> Choice:
+        """What another layer's study found best, with this layer's own curves. Dense if it fails or gains nothing."""
+        try:
+            return self.settled(self.choice(*place))
+        except FAILURES as failure:
+            return self.spent(place).as_dense(self._failed(place, failure))
+
+    def _failed(self, place: Place, failure: Exception) -> str:
+        """Count what a trial died of; on a CPU nothing is run that could fail, so there it is a bug."""
+        if self.timer is None:
+            raise failure
+        why = reason(failure)
+        self.failures[why] += 1
+        log.warning("segment %d, grain %d, %s failed: %s", *place, why)
+        return why
 
     def choice(self, segment: int, grain: int, tile: TileConfig) -> Choice:
         """The budget spent on one segment, grain and tile, and on a GPU the time it takes."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
 
 from calibrate.journal import Journal
-from calibrate.timing import medians
+from calibrate.timing import FAILURES, medians, reason
 from s2o_runtime.attention import s2o_attention
 from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.gpu import DeviceIdentity, candidate_tiles
 from s2o_runtime.identity import Geometry
 
@@ -32,24 +34,61 @@ class Tiles:
 
 
 def tiles_for(
-    geometry: Geometry, device: DeviceIdentity, where: torch.device, length: int, segment: int, journal: Journal
+    geometry: Geometry,
+    device: DeviceIdentity,
+    where: torch.device,
+    length: int,
+    segments: Sequence[int],
+    journal: Journal,
 ) -> Tiles:
     """The tiles to try for a model; on a GPU those of which a whole prefix, never stopping, is nearly the fastest.
 
-    Spacings of the stop check are not told apart: which is best depends on where heads stop.
+    A tile is legal if its rows divide every segment that is tried. Spacings of the stop check are not told apart:
+    which is best depends on where heads stop. Raises ConfigError if no tile is legal, InputError if none runs.
     """
-    if device.kind != "cuda":
-        return Tiles(CPU_TILES, {})
-    candidates = candidate_tiles(geometry.head_dim, device.capability)
-    length = min(length, LONGEST)
-    seconds: dict[TileConfig, float] = {}
+    on_gpu = device.kind == "cuda"
+    candidates = candidate_tiles(geometry.head_dim, device.capability) if on_gpu else CPU_TILES
+    legal, left_out = _legal(candidates, segments)
+    if not on_gpu:
+        return Tiles(legal, left_out)
+    seconds = _times(legal, geometry, where, min(length, LONGEST), max(segments), journal, left_out)
+    limit = SLOWER * min(seconds.values())
+    for kind, took in seconds.items():
+        if took > limit:
+            left_out[str(kind)] = f"{took / limit * SLOWER:.2f} times as slow as the fastest"
+    for name, why in left_out.items():
+        log.info("tile %s gets no trial: %s", name, why)
+    return Tiles(tuple(tile for tile in legal if str(_kind(tile)) not in left_out), left_out)
+
+
+def _legal(candidates: Sequence[TileConfig], segments: Sequence[int]) -> tuple[tuple[TileConfig, ...], dict[str, str]]:
+    """The tiles that fit all segments, and why the others do not."""
     left_out: dict[str, str] = {}
     for tile in candidates:
+        crossed = [segment for segment in segments if segment % tile.rows]
+        if crossed:
+            left_out[str(_kind(tile))] = f"its {tile.rows} rows do not divide segments of {crossed[0]}"
+    legal = tuple(tile for tile in candidates if str(_kind(tile)) not in left_out)
+    if candidates and not legal:
+        rows = min(tile.rows for tile in candidates)
+        raise ConfigError(f"segments {tuple(segments)} fit no tile of this device: use multiples of {rows}")
+    return legal, left_out
+
+
+def _times(
+    legal: Sequence[TileConfig],
+    geometry: Geometry,
+    where: torch.device,
+    length: int,
+    segment: int,
+    journal: Journal,
+    left_out: dict[str, str],
+) -> dict[TileConfig, float]:
+    """The seconds of every kind of tile that runs; what does not is added to `left_out` with what it died of."""
+    seconds: dict[TileConfig, float] = {}
+    for tile in legal:
         kind = _kind(tile)
         if kind in seconds or str(kind) in left_out:
-            continue
-        if segment % tile.rows:
-            left_out[str(kind)] = f"its {tile.rows} rows do not divide segments of {segment}"
             continue
         key = {"tile": asdict(kind), "length": length, "segment": segment}
         took, failed = journal.remember("tile", key, partial(_seconds, tile, geometry, where, length, segment))
@@ -57,13 +96,10 @@ def tiles_for(
             left_out[str(kind)] = failed
         else:
             seconds[kind] = took
-    limit = SLOWER * min(seconds.values(), default=0.0)
-    for kind, took in seconds.items():
-        if took > limit:
-            left_out[str(kind)] = f"{took / limit * SLOWER:.2f} times as slow as the fastest"
-    for name, reason in left_out.items():
-        log.info("tile %s gets no trial: %s", name, reason)
-    return Tiles(tuple(tile for tile in candidates if str(_kind(tile)) not in left_out), left_out)
+    if not seconds:
+        why = next(iter(left_out.values()), f"head_dim {geometry.head_dim} has none")
+        raise InputError(f"no tile runs on this GPU ({why}): leave the model dense, or calibrate with --device cpu")
+    return seconds
 
 
 def _kind(tile: TileConfig) -> TileConfig:
@@ -80,5 +116,5 @@ def _seconds(tile: TileConfig, geometry: Geometry, where: torch.device, length: 
     config = LayerConfig.uniform(geometry.query_heads, segment=segment, tile=tile, grain=4)
     try:
         return medians({"tile": partial(s2o_attention, q, k, v, config)}, where, ROUNDS)["tile"], ""
-    except (RuntimeError, torch.OutOfMemoryError) as error:
-        return 0.0, str(error).splitlines()[0]
+    except FAILURES as failure:
+        return 0.0, reason(failure)

@@ -11,11 +11,17 @@ from typing import Any
 
 import torch
 
+try:
+    from triton.errors import TritonError
+except ImportError:  # where there is no Triton there is no kernel that could fail to compile
+    TritonError = RuntimeError
+
 ROUNDS = 7
 FEWEST_ROUNDS = 3
 FLUSHES = 8  # some 0.3 ms of work ahead of a call, so that its launch costs nothing unless it takes longer
 CERTAIN = 0.02  # half the confidence interval over the median: times this certain are not taken again
 HOPELESS = 1.3  # times the best known: what the first round shows slower than this is not looked at again
+FAILURES = (RuntimeError, TritonError)  # what a call raises that this GPU cannot make; out of memory is one of them
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,11 @@ def against_dense(
             break
     low, high = interval(ours)
     return Timing(statistics.median(ours), low, high, statistics.median(theirs), len(ours), ours[0] > HOPELESS * best)
+
+
+def reason(failure: Exception) -> str:
+    """The first line of what one of `FAILURES` says."""
+    return (str(failure).strip().splitlines() or [type(failure).__name__])[0]
 
 
 def interval(seconds: list[float]) -> tuple[float, float]:

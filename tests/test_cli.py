@@ -1,18 +1,20 @@
 """s2o-calibrate as a user meets it: a process with an exit code, one sentence for bad input, a profile at the end."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from test_hf import SIZES
+from tiny import save_tiny
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from s2o_runtime import load_profile, patch
+from s2o_runtime import load_profile
 
 ROOT = Path(__file__).parent.parent
+PROFILE = str(ROOT / "README.md")  # any file: flags are judged before it is read
 GOOD = ["--model", "demo", "--budget-mse", "1e-4", "--lengths", "512", "--device", "cpu"]
 
 
@@ -36,123 +38,220 @@ def mistral(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
-    """One real calibration of the demo model, run twice."""
+    """One real calibration of the demo model, the result printed as JSON."""
     folder = tmp_path_factory.mktemp("calibrated")
-    arguments = ["--model", "demo", "--budget-mse", "2e-4", "--lengths", "512,1024", "--num-prompts", 2]
-    arguments += ["--held-out", 1, "--trials", 4, "--device", "cpu", "--quiet", "--json"]
-    first = run(*arguments, "--out", "a/first.safetensors", cwd=folder)
-    second = run(*arguments, "--out", "second.safetensors", cwd=folder)
-    return folder, first, second
+    arguments = ["--model", "demo", "--budget-mse", "2e-4", "--lengths", "512", "--segments", "128,256"]
+    arguments += ["--num-prompts", 2, "--held-out", 1, "--trials", 3, "--device", "cpu", "--quiet", "--json"]
+    return folder, run(*arguments, "--out", "a/first.safetensors", cwd=folder)
 
 
 def test_a_calibration_writes_a_profile_that_meets_the_budget(calibrated):
-    folder, first, _ = calibrated
-    assert first.returncode == 0, first.stderr
-    outcome = json.loads(first.stdout)
-    assert outcome["met"]
-    rows = outcome["lengths"][1]["layers"]
+    folder, outcome = calibrated
+    assert outcome.returncode == 0, outcome.stderr
+    result = json.loads(outcome.stdout)
+    assert (result["met"], result["problems"], result["out"]) == (True, [], "a/first.safetensors")
+    (length,) = result["lengths"]
+    rows = length["layers"]
     assert any(row["dense_heads"] < 8 for row in rows)
     assert all(sum(row["representatives"].values()) == 8 - row["dense_heads"] >= row["tails"] for row in rows)
-    assert all(row["grain"] in (1, 4) for row in rows)
-    assert [entry["length"] for entry in outcome["lengths"]] == [512, 1024]
     profile = load_profile(folder / "a" / "first.safetensors")
-    for entry, recorded in zip(outcome["lengths"], profile.record["held_out"], strict=True):
-        for row, proof in zip(entry["layers"], recorded["layers"], strict=True):
-            assert 0 < row["held_out_mse"] <= 2e-4
-            assert row["held_out_mse"] == proof["mse"]
-            assert 0.2 < row["density"] <= 1.0
+    (recorded,) = profile.record["held_out"]
+    for row, proof in zip(rows, recorded["layers"], strict=True):
+        assert 0 < row["held_out_mse"] <= row["limit"] == 2e-4
+        assert row["held_out_mse"] == proof["mse"]
+        assert 0.2 < row["density"] <= 1.0
+    found, of = length["needles"]
+    assert found == of == 1
     assert profile.record["recipe"]["representatives"] == [1, 32]
     assert profile.record["recipe"]["grains"] == [4]
-    assert profile.record["objective"] == "predicted latency"
-    hashes = profile.record["data"]
-    assert not {p["sha256"] for p in hashes["calibration"]} & {p["sha256"] for p in hashes["held_out"]}
+    assert result["phases"].keys() == {"measuring", "searching", "proving"}
+    written = {path.name for path in (folder / "a").iterdir()}
+    assert {"first.safetensors", "demo.journal.jsonl", "first.report.json", "first.report.md"} <= written
+    assert json.loads((folder / "a" / "first.report.json").read_text()) == result
 
 
-def test_the_same_inputs_give_the_same_bytes(calibrated):
-    folder, _, second = calibrated
-    assert second.returncode == 0
-    assert (folder / "a" / "first.safetensors").read_bytes() == (folder / "second.safetensors").read_bytes()
+def test_what_is_said_is_in_the_right_stream(calibrated):
+    """The result alone on stdout, the plan and where the files are on stderr."""
+    _, outcome = calibrated
+    json.loads(outcome.stdout)
+    assert "budget              mse 0.0002\n" in outcome.stderr
+    assert "wrote a/first.safetensors in " in outcome.stderr
+    assert "wrote the report a/first.report." in outcome.stderr
 
 
-def test_the_profile_does_what_it_says(calibrated):
-    """The held-out error in the profile, measured again from outside with a fresh patch."""
-    from calibrate.models import load
-    from calibrate.prompts import load_prompts
-    from calibrate.recipe import Budget, Recipe
-    from s2o_runtime.dense import exact_attention
-    from s2o_runtime.hf import layer_states
-
-    folder, _, _ = calibrated
-    profile = load_profile(folder / "a" / "first.safetensors")
-    loaded = load("demo", "cpu")
-    recipe = Recipe("demo", Budget("mse", 2e-4), (512, 1024), Path("unused"), num_prompts=2, held_out=1)
-    ids = load_prompts(recipe, loaded.tokenizer).held_out[1024][0].ids
-    patch(loaded.model, profile, strict=True)
-    errors = {}
-
-    def observe(layer, q, k, v, scale, out):
-        errors[layer] = float((out - exact_attention(q, k, v, scale=scale)).square().mean())
-
-    for state in layer_states(loaded.model):
-        state.observer = observe
-    with torch.no_grad():
-        loaded.model(ids[None], use_cache=False)
-    recorded = [layer["mse"] for layer in profile.record["held_out"][1]["layers"]]
-    assert [errors[layer] for layer in sorted(errors)] == pytest.approx(recorded, rel=1e-3)
+# a calibration whose patched model finds none of the needles, whatever is tried
+LOST = """
+import sys
+from dataclasses import replace
+import calibrate.pipeline as pipeline
+from calibrate.cli import main
+real, attempts = pipeline.prove, []
+def prove(*arguments):
+    attempts.append(1)
+    return {length: replace(proof, needles=(0, 3)) for length, proof in real(*arguments).items()}
+pipeline.prove = prove
+code = main(sys.argv[1:])
+print(len(attempts), "attempts", file=sys.stderr)
+sys.exit(code)
+"""
 
 
-def test_a_budget_that_held_out_prompts_break_writes_nothing(tmp_path):
-    """A run whose held-out errors come out far above what it predicted, dense layers included: exit code 3."""
-    program = (
-        "import sys, calibrate.verify as v;"
-        "real = v._measure\n"
-        "def worse(*a):\n"
-        "    return tuple(v.LayerProof(x.mse + 1.0, x.dense_power, x.density) for x in real(*a))\n"
-        "v._measure = worse\n"
-        "from calibrate.cli import main; sys.exit(main(sys.argv[1:]))"
-    )
-    arguments = [*GOOD, "--num-prompts", "1", "--held-out", "1", "--trials", "1", "--quiet", "--out", "no.safetensors"]
+@pytest.mark.parametrize("allow", [False, True])
+def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny, tmp_path):
+    arguments = ["--model", tiny, "--lengths", 512, "--budget-rel-mse", "1e-2", "--segments", "64,128", "--trials", 1]
+    arguments += ["--num-prompts", 1, "--held-out", 1, "--device", "cpu", "--quiet", "--out", "no.safetensors"]
     outcome = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+        [sys.executable, "-c", LOST, *map(str, arguments), *["--allow-regression"] * allow],
+        cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert outcome.returncode == 3, outcome.stderr
-    assert "held-out error is over budget, so no profile was written" in outcome.stderr
-    assert list(tmp_path.iterdir()) == []
+    lost = "at 512 tokens the patched model finds 0 of the 3 needles that dense finds, 95% are asked for"
+    assert outcome.returncode == (0 if allow else 3), outcome.stderr
+    assert outcome.stderr.endswith("3 attempts\n")
+    assert (tmp_path / "no.safetensors").exists() == allow
+    if allow:
+        record = load_profile(tmp_path / "no.safetensors").record
+        assert (record["proof"], record["problems"]) == ("failed", [lost])
+    else:
+        assert f"s2o-calibrate: the proof failed, so no profile was written ({lost}): allow more" in outcome.stderr
+        report = json.loads((tmp_path / "no.report.json").read_text())
+        assert (report["out"], report["met"], report["problems"]) == (None, False, [lost])
 
 
 def test_dry_run_prints_the_plan_and_stops(tmp_path):
     outcome = run(*GOOD, "--dry-run", "--json", cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stderr
     plan = json.loads(outcome.stdout)
-    assert plan["lengths"] == [512]
-    assert plan["out"] == "profiles/demo/cpu/mse-0.0001.safetensors"
-    assert (plan["representatives"], plan["grains"]) == ([1, 32], [4])
-    text = run(*GOOD, "--dry-run", "--representatives", "8,1", "--grains", "2", cwd=tmp_path).stdout
-    assert "[1, 8]" in text
-    assert "[2]" in text
-    assert "8 query heads, 2 KV heads, head dim 128" in text
+    assert plan["lengths"] == "512"
+    assert plan["device"] == "cpu"
+    assert plan["budget"] == "mse 0.0001"
+    assert plan["out"] == "profiles/demo/cpu/mse-0.0001.safetensors (default)"
+    assert plan["journal"] == "profiles/demo/cpu/demo.journal.jsonl (default)"
+    assert (plan["representatives"], plan["grains"]) == ("1, 32 (default)", "4 (default)")
+    assert plan["prompts per length"] == "4 (default) to calibrate, 2 (default) held out"
+    text = run(*GOOD, "--dry-run", "--representatives", "8,1", "--held-out", 1, cwd=tmp_path).stdout
+    assert "representatives     1, 8\n" in text
+    assert "4 (default) to calibrate, 1 held out\n" in text
+    assert "8 query heads, 2 KV heads, head dim 128\n" in text
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_table_fits_120_columns(capsys):
-    from rich.console import Console
+def test_flags_override_the_recipe_file_which_overrides_the_defaults(tmp_path):
+    written = "model: demo\nbudget_mse: 1e-4\nlengths: [512, 1024]\ndevice: cpu\ntime_limit: 5m\ntails: [off]\n"
+    (tmp_path / "mine.yaml").write_text(f"{written}worst_rows: null\nrandom_weights: true\nseed: 7\n")
+    flags = ["--budget-rel-mse", "0.01", "--lengths", "1024", "--no-random-weights", "--check-lengths", "none"]
+    outcome = run("--recipe", "mine.yaml", *flags, "--trials", 2, "--dry-run", "--json", cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.stderr
+    plan = json.loads(outcome.stdout)
+    names = ("model", "budget", "lengths", "check lengths", "time limit", "tails", "worst rows", "weights", "seed")
+    expected = ("demo", "rel_mse 0.01", "1024", "none", "300 s", "off", "off", "the model's", "7")
+    assert tuple(plan[name] for name in names) == expected
+    assert plan["trials"] == "2 for each of 6 layers and 1 lengths"
+    assert plan["margin"] == "80% of the budget is spent (default)"
 
-    from calibrate.report import print_tables
 
-    row = {"layer": 27, "tau_min": 0.001468, "tau_max": 146.8, "dense_heads": 12, "tails": 16, "segment": 1024}
-    row |= {"representatives": {"1": 20, "32": 8}, "grain": 4, "tile": "64x128x4 ws s2", "density": 0.1234}
-    row |= {"error": 1e-4, "error_over_budget": 1.0, "seconds": 1.0, "dense_seconds": 12.3}
-    length = {"length": 131072, "layers": [row], "prefill_seconds": 1.0, "dense_prefill_seconds": 2.0}
-    dense = dict.fromkeys(("tau_min", "tau_max", "seconds", "dense_seconds")) | {"representatives": {}}
-    length["layers"].append(row | dense)
-    outcome = {"lengths": [length], "budget": {"kind": "rel_mse"}, "device": "GPU", "failed_trials": 0}
-    print_tables(outcome, Console(width=120))
-    text = capsys.readouterr().out
-    for part in ("0.0015 .. 150", "1/32: 20/8", "64x128x4 ws s2", "12.30x", "rel_mse"):
-        assert part in text
-    assert "…" not in text
+def test_the_help_states_the_defaults_of_the_recipe():
+    from calibrate.cli import parser
+    from calibrate.recipe import OPTIONS
+
+    flags = {action.dest: action for action in parser()._actions}
+    assert set(OPTIONS) < set(flags)
+    assert flags["trials"].help == "Optuna trials for each layer and length (default 16)"
+    assert "(default 256,512,1024,2048)" in flags["segments"].help
+    assert vars(parser().parse_args([])) == {}
+
+
+# main() with a part of the program replaced: what takes its place, then the arguments
+REPLACED = """
+import errno, os, sys, time, types
+from calibrate.cli import main
+
+def full(recipe, progress):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+def hangs(recipe, progress):
+    recipe.journal_path.parent.mkdir(parents=True)
+    recipe.journal_path.touch()
+    waits(recipe, progress)
+
+def waits(recipe, progress):
+    print("ready", flush=True)
+    time.sleep(60)
+
+def mode(*arguments, **named):
+    print("called with", [str(each) for each in arguments], named, flush=True)
+
+if sys.argv[1] == "mode":
+    for name in ("rebudget", "retile"):
+        sys.modules[f"calibrate.{name}"] = types.SimpleNamespace(**{name: mode})
+else:
+    import calibrate.pipeline
+    calibrate.pipeline.calibrate = globals()[sys.argv[1]]
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def start(what, *arguments, cwd):
+    return subprocess.Popen(
+        [sys.executable, "-c", REPLACED, what, *map(str, arguments)],
+        cwd=cwd,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+KEPT = "run the same command to continue: everything measured so far is kept in profiles/demo/cpu/demo.journal.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("what", "number", "said"), [("hangs", signal.SIGTERM, KEPT), ("waits", signal.SIGINT, "nothing was written")]
+)
+def test_an_interrupted_run_says_what_is_kept(what, number, said, tmp_path):
+    process = start(what, *GOOD, "--quiet", cwd=tmp_path)
+    assert any(line == "ready\n" for line in process.stdout)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert errors == f"s2o-calibrate: interrupted; {said}\n"
+    assert process.returncode == 130
+
+
+def test_a_full_disk_is_one_sentence(tmp_path):
+    process = start("full", *GOOD, "--out", "p.safetensors", cwd=tmp_path)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    said = "p.safetensors cannot be written (No space left on device): free some space and run the same command again"
+    assert errors == f"s2o-calibrate: {said}; what was measured so far is kept\n"
+
+
+def test_a_bug_is_not_taken_for_a_full_disk():
+    from calibrate.cli import _writing
+
+    with pytest.raises(FileNotFoundError, match="a bug"), _writing(Path("p.safetensors")):
+        raise FileNotFoundError("a bug")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "called", "out"),
+    [
+        (["--rebudget", "a/p.x", "--budget-mse", "1e-3"], "['a/p.x', 'mse-0.001', 'OUT']", "a/mse-0.001.safetensors"),
+        (["--rebudget", "a/p.x", "--budget-rel-mse", "0.5", "--out", "b/q"], "['a/p.x', 'rel-mse-0.5', 'OUT']", "b/q"),
+        (["--retile", "a/p.x"], "['a/p.x', 'cpu', 'OUT']", "a/p-cpu.safetensors"),
+        (["--retile", "a/p.x", "--device", "cpu", "--out", "q"], "['a/p.x', 'cpu', 'OUT']", "q"),
+    ],
+)
+def test_modes_that_change_a_profile(arguments, called, out, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "p.x").touch()
+    output, errors = start("mode", *arguments, cwd=tmp_path).communicate(timeout=60)
+    named = {"journal": None} if "--rebudget" in arguments else {}
+    assert output == f"called with {called.replace('OUT', out)} {named}\nwrote {out}\n", errors
 
 
 def bad_inputs():
@@ -178,6 +277,20 @@ def bad_inputs():
     yield ["--out", "bad.jsonl/p.safetensors"], "--out bad.jsonl/p.safetensors cannot be written"
     yield ["--out", "/proc/p.safetensors"], "--out /proc/p.safetensors cannot be written"
     yield ["--out", "."], "--out . is a folder"
+    yield ["--journal", "."], "--journal . is a folder"
+    yield ["--journal", "bad.jsonl/j"], "--journal bad.jsonl/j cannot be written"
+    yield ["--recipe", "none.yaml"], "recipe none.yaml cannot be read (No such file or directory): check the path"
+    yield ["--recipe", "bad.jsonl"], "recipe bad.jsonl is not YAML"
+    yield ["--budget-scope", "head"], "budget_scope 'head' is not known: use layer or model"
+    yield ["--check-lengths", "512"], "check length 512 is calibrated"
+    yield ["--check-lengths", "262144"], "length 262144 is beyond the model's limit of 131072"
+    yield ["--check-lengths", "most"], "'most' is not a list of lengths: try 16384, or none"
+    yield ["--time-limit", "soon"], "'soon' is not a duration: try 90, 5m or 1h"
+    yield ["--time-limit", "0m"], "time_limit is 0.0: use a number of seconds above 0"
+    yield ["--worst-rows", "-1"], "worst_rows is -1.0: use a number above 0, or 0 for off"
+    yield ["--segments", "100,256"], "segments 100 is not supported: use multiples of 64"
+    yield ["--segments", "1024"], "length 512 is shorter than one segment of 1024"
+    yield ["--tails", "maybe"], "'maybe' is not on, off or both: try on,off"
     yield ["--device", "tpu"], "device 'tpu' is not known"
     yield ["--device", "cuda:99"], "device 'cuda:99' is not here"
 
@@ -196,3 +309,51 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments, message, mistral, 
     assert lines[0].startswith("s2o-calibrate: ")
     assert message in lines[0]
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--model is missing: give an alias such as demo"),
+        (["--budget-mse", "1", "--budget-rel-mse", "1"], "not allowed with argument --budget-mse"),
+        (["--rebudget", "p", "--retile", "p"], "not allowed with argument --rebudget"),
+        (["--rebudget", PROFILE], "--rebudget needs the new budget: give --budget-mse or --budget-rel-mse"),
+        (["--rebudget", ".", "--budget-mse", "1"], "--rebudget . is not a file: check the path"),
+        (["--retile", "none"], "--retile none is not a file: check the path"),
+        (
+            ["--rebudget", "p", "--budget-mse", "1", "--model", "demo"],
+            "--rebudget takes only --budget-mse, --budget-rel-mse, --journal, --out: leave --model out",
+        ),
+        (["--retile", "p", "--recipe", "r.yaml"], "--retile takes only --device, --out: leave --recipe out"),
+        (["--retile", "p", "--dry-run"], "leave --dry-run out"),
+        (["--retile", "p", "--no-random-weights"], "leave --random-weights out"),
+        (["--retile", PROFILE, "--device", "tpu"], "device 'tpu' is not known"),
+        (["--retile", PROFILE, "--device", "cpu", "--out", "."], "--out . is a folder"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_flags_that_do_not_fit_each_other(arguments, message, tmp_path):
+    outcome = run(*arguments, cwd=tmp_path)
+    assert outcome.returncode == 2, outcome.stderr
+    assert outcome.stderr.startswith("s2o-calibrate: ")
+    assert outcome.stderr.count("\n") == 1
+    assert message in outcome.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("lengths", [[], ["--lengths", "8192"]])
+def test_flags_are_refused_before_torch_is_loaded(lengths, tmp_path):
+    program = "import sys; from calibrate.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    outcome = subprocess.run(
+        [sys.executable, "-c", program, "--model", "demo", *lengths, "--trials", "0"],
+        cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert outcome.stdout == "2 False\n"
+    assert outcome.stderr == "s2o-calibrate: trials is 0: use at least 1\n"
+
+
+def test_device_dependent_lengths_are_not_guessed_before_the_device_is_known(tmp_path):
+    """Segments and check lengths that fit no CPU default may fit a GPU's, and the other way round."""
+    arguments = ["--model", "demo", "--device", "cpu", "--dry-run", "--json", "--check-lengths", "8192"]
+    plan = json.loads(run(*arguments, cwd=tmp_path).stdout)
+    assert (plan["lengths"], plan["check lengths"]) == ("1024, 2048 (default)", "8192")

@@ -1,0 +1,309 @@
+"""From curves to what every layer does: groups that share a study, one budget over all layers, one setting for all."""
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from calibrate import choose as choose_module
+from calibrate.allocate import allocate_together
+from calibrate.capture import Captured
+from calibrate.choose import Chosen, _timed, _uniform, choose
+from calibrate.costs import overhead
+from calibrate.curves import TAUS, Curve, Method, Shape, unpacked
+from calibrate.journal import Journal
+from calibrate.measure import _measured
+from calibrate.prompts import Prompt, PromptSet
+from calibrate.recipe import Recipe
+from calibrate.search import allowed
+from calibrate.timing import Timing
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.dense import exact_attention
+from s2o_runtime.gpu import DeviceIdentity
+from s2o_runtime.reference import s2o_attention_reference
+
+CPU = DeviceIdentity("cpu", "cpu")
+GPU = DeviceIdentity("cuda", "pretended", (9, 0), 132, 1)
+LENGTH, SEGMENTS = 512, (64, 128)
+TILES = (TileConfig(64, 64, 2), TileConfig(64, 64, 4))
+SHARPNESS = (0.3, 0.7, 0.3, 1.0)  # of every layer's queries: the first and the third are alike
+
+
+def make_layers():
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(heads, rows):
+        return torch.randn(1, heads, rows, 16, generator=generator)
+
+    base = randn(2, LENGTH) + 3 * randn(2, 1), randn(1, LENGTH), randn(1, LENGTH)
+    return [
+        Captured(base[0] * sharpness, base[1], base[2] * (1 + layer), 0.25, layer)
+        for layer, sharpness in enumerate(SHARPNESS)
+    ]
+
+
+LAYERS = make_layers()
+PROMPTS = PromptSet({LENGTH: [Prompt(torch.arange(LENGTH))]}, {})
+
+
+def recipe(**changes):
+    options = {"model": "tiny", "lengths": (LENGTH,), "out": Path("unused"), "segments": SEGMENTS, "trials": 3}
+    options |= {"representatives": (1, 4), "worst_rows": 0.0}
+    if not any(name.startswith("budget_rel") or name == "budget_mse" for name in changes):
+        options["budget_rel_mse"] = 1e-2
+    return Recipe.of(options | changes)
+
+
+@pytest.fixture(scope="module")
+def curves():
+    shapes = [Shape.of(tile) for tile in TILES]
+    return [unpacked(_measured(iter([layer]), shapes, recipe())) for layer in LAYERS]
+
+
+@pytest.fixture
+def journal(tmp_path):
+    with Journal.open(tmp_path / "journal", {}) as journal:
+        yield journal
+
+
+def run(curves, journal, device=CPU, **changes):
+    loaded = SimpleNamespace(geometry=SimpleNamespace(layers=len(curves)))
+    said = []
+    found = choose(loaded, PROMPTS, {LENGTH: curves}, {LENGTH: TILES}, recipe(**changes), device, journal, said.append)
+    assert list(found) == [LENGTH]
+    assert len(said) == found[LENGTH].trials
+    return found[LENGTH]
+
+
+def true_errors(chosen):
+    """(mse, rel mse) of every layer, from the reference."""
+    found = []
+    for layer, choice in zip(LAYERS, chosen.choices, strict=True):
+        out, _, _ = s2o_attention_reference(layer.q, layer.k, layer.v, choice.config, scale=layer.scale)
+        truth = exact_attention(layer.q, layer.k, layer.v, scale=layer.scale)
+        mse = float((out - truth).square().mean())
+        found.append((mse, mse / float(truth.square().mean())))
+    return found
+
+
+def test_layers_that_are_alike_share_a_study_and_spend_their_own_budget(curves, journal):
+    chosen = run(curves, journal)
+    assert chosen.groups[0] == [0, 2]
+    assert len(chosen.groups) > 1
+    assert chosen.trials == 3 * len(chosen.groups)
+    first, follower = chosen.choices[0], chosen.choices[2]
+    assert follower.place == first.place
+    assert follower.budget_mse == pytest.approx(9 * first.budget_mse, rel=1e-3)  # its values are three times as large
+    assert chosen.limits == [1e-2] * 4
+    for choice, (_, error) in zip(chosen.choices, true_errors(chosen), strict=True):
+        assert error <= 8e-3 * (1 + 1e-3)
+        assert choice.why_dense is None or choice.config.is_dense
+    assert any(error > 2e-3 for _, error in true_errors(chosen))
+
+
+@pytest.mark.parametrize("kind", ["mse", "rel_mse"])
+def test_layers_share_one_budget(kind, curves, journal):
+    """The mean over the layers is within the budget, and what that buys costs no more than a budget for each."""
+    value = {"mse": 2e-3, "rel_mse": 1e-2}[kind]
+    unit = ("mse", "rel_mse").index(kind)
+    each, shared = (
+        run(curves, journal, budget_scope=scope, **{f"budget_{kind}": value}) for scope in ("layer", "model")
+    )
+    errors = [error[unit] for error in true_errors(shared)]
+    live = [index for index, choice in enumerate(each.choices) if choice.why_dense is None]
+    assert sum(errors) / 4 <= 0.8 * value * (1 + 1e-3)
+    assert max(errors) > 0.8 * value  # a layer may have more than its part
+    assert sum(shared.limits) / 4 <= value * (1 + 1e-9)
+    for index, choice in enumerate(shared.choices):
+        assert shared.limits[index] >= errors[index] * (1 - 1e-3)
+        if not choice.config.is_dense:
+            assert shared.limits[index] == pytest.approx(errors[index] / 0.8, rel=2e-3)
+        assert choice.place == each.choices[index].place
+    costs = [sum(found.choices[index].allocation.cost for index in live) for found in (each, shared)]
+    assert costs[1] < costs[0]
+
+
+def test_what_a_dense_layer_does_not_spend_the_others_may(curves, journal, monkeypatch):
+    """Dense because it is slow, it counts in the mean all the same."""
+    timings(monkeypatch, lambda layer, config: 1.5 if layer == 1 else 0.5)
+    each, shared = (run(curves, journal, GPU, budget_scope=scope) for scope in ("layer", "model"))
+    live = [0, 2, 3]
+    assert [choice.why_dense is None for choice in each.choices] == [True, False, True, True]
+    powers = [next(iter(of_layer.values())).dense_power for of_layer in curves]
+    expected = allocate_together(
+        [each.choices[layer].curves for layer in live],
+        [1 / powers[layer] for layer in live],
+        0.8e-2 * 4 / 3,
+        allowed(recipe()),
+    )
+    assert [shared.choices[layer].allocation for layer in live] == expected
+    assert shared.limits[1] == 0.0
+    errors = [error for _, error in true_errors(shared)]
+    assert 0.8e-2 * 3 / 4 < sum(errors) / 4 <= 0.8e-2 * (1 + 1e-3)
+
+
+def test_a_layer_that_goes_without_says_so(curves, journal):
+    """With so little that one layer takes it all."""
+    shared = run(curves, journal, budget_scope="model", budget_mse=2e-4)
+    dense = [index for index, choice in enumerate(shared.choices) if choice.config.is_dense]
+    assert 0 < len(dense) < 4
+    for index, choice in enumerate(shared.choices):
+        assert (choice.why_dense is not None) == (shared.limits[index] == 0.0) == (index in dense)
+
+
+def test_nothing_at_all_to_share(curves, journal):
+    shared = run(curves, journal, budget_scope="model", budget_mse=1e-12)
+    assert all(choice.config.is_dense for choice in shared.choices)
+    assert {choice.why_dense for choice in shared.choices} == {"no head gains anything within the budget"}
+    assert shared.limits == [1e-12] * 4
+
+
+def test_spending_a_share(curves, journal):
+    chosen = run(curves, journal)
+    dense = replace(chosen, choices=[chosen.choices[0].as_dense("slow"), *chosen.choices[1:]])
+    half = dense.spending(0.5, allowed(recipe()))
+    assert half.choices[0] == dense.choices[0]
+    for before, after in zip(dense.choices[1:], half.choices[1:], strict=True):
+        assert after.place == before.place
+        assert after.allocation.mse <= after.budget_mse == before.budget_mse / 2
+        assert after.allocation.cost >= before.allocation.cost
+    quarter = half.spending(0.5, allowed(recipe()))
+    assert [choice.budget_mse for choice in quarter.choices[1:]] == [c.budget_mse / 4 for c in dense.choices[1:]]
+    assert (half.limits, half.groups, half.trials) == (chosen.limits, chosen.groups, chosen.trials)
+
+
+def test_a_time_limit_leaves_one_trial_to_every_group(curves, journal):
+    chosen = run(curves, journal, time_limit=1e-9, trials=8)
+    assert chosen.trials == len(chosen.groups) < 8
+
+
+def random_curve(generator):
+    mse, tail = (torch.rand(2, len(TAUS), generator=generator).double().cumsum(1) / 10 for _ in range(2))
+    density = torch.rand(2, len(TAUS), generator=generator).double().sort(1, descending=True).values
+    return Curve(mse, tail, mse, tail, density, 1.0)
+
+
+@pytest.mark.parametrize("tails", [(False,), (False, True)])
+@pytest.mark.parametrize("budget", [1e-3, 0.05, 0.2, 1.0])
+def test_the_best_single_setting_by_trying_them_all(budget, tails):
+    generator = torch.Generator().manual_seed(3)
+    methods = (Method(512), Method(512, 8), Method(1024, 1, 4))
+    layers = [{method: random_curve(generator) for method in methods} for _ in range(3)]
+    budgets = [budget, 2 * budget, budget / 2]
+    best = (1.0, None)
+    for method, tail, (index, tau) in itertools.product(methods, tails, enumerate(TAUS)):
+        spent = density = 0.0
+        for layer, of_layer in zip(layers, budgets, strict=True):
+            curve = layer[method]
+            for head in range(2):
+                spent += float((curve.tail_mse if tail else curve.mse)[head, index]) / of_layer / 6
+                density += float(curve.density[head, index]) / 6
+        cost = density + overhead(method, tail)
+        if spent <= 1 and cost < best[0]:
+            best = cost, HeadConfig(tau, method.segment, "s2o", "rest", method.representatives, tail)
+    found = _uniform(layers, budgets, tails)
+    if best[1] is None:
+        assert found is None
+    else:
+        assert found.head == best[1]
+        assert found.cost == pytest.approx(best[0])
+
+
+def test_the_single_setting_of_a_model(curves, journal):
+    """Its error, from the reference: one times every layer's budget on average."""
+    chosen = run(curves, journal)
+    config = LayerConfig((chosen.uniform.head,) * 2, TILES[0], grain=4)
+    everywhere = [SimpleNamespace(config=config)] * 4
+    errors = [error for _, error in true_errors(SimpleNamespace(choices=everywhere))]
+    assert 2e-3 < sum(errors) / 4 <= 8e-3 * (1 + 1e-3)
+    assert chosen.uniform.seconds is None
+    assert sum(choice.allocation.cost for choice in chosen.choices) / 4 < chosen.uniform.cost < 1.0
+
+
+def timings(monkeypatch, seconds_of):
+    """A GPU whose times are made up; what was timed: (layer, config)."""
+    seen = []
+
+    def against_dense(call, dense, device, best):
+        layer = next(each.layer for each in LAYERS if each.q is call.args[0])
+        seen.append((layer, call.args[3]))
+        seconds = seconds_of(layer, call.args[3])
+        return Timing(seconds, seconds, seconds, 1.0, 3, seconds > 1.3 * best)
+
+    monkeypatch.setattr(choose_module, "against_dense", against_dense)
+    monkeypatch.setattr(choose_module.capture, "layers", lambda loaded, prompts: (iter([each]) for each in LAYERS))
+    return seen
+
+
+def test_on_a_gpu_every_layer_is_timed_on_its_own_inputs(curves, journal, monkeypatch):
+    seen = timings(monkeypatch, lambda layer, config: 0.5 + layer / 10 if layer != 2 else 1.5)
+    chosen = run(curves, journal, GPU)
+    assert {layer for layer, _ in seen} == set(range(4))
+    assert [choice.timing.seconds for choice in chosen.choices] == [0.5, 0.6, 1.5, 0.8]
+    assert [choice.why_dense for choice in chosen.choices] == [None, None, "1500.00 ms against 1000.00 ms dense", None]
+    assert chosen.uniform.seconds == pytest.approx(0.5 + 0.6 + 1.5 + 0.8)
+    uniform = LayerConfig((chosen.uniform.head,) * 2, TILES[0], grain=4)
+    assert sum(config == uniform for _, config in seen) == 4
+
+
+def test_a_failure_is_dense_in_its_layer_only(curves, journal, monkeypatch):
+    def seconds_of(layer, config):
+        if layer == 2 or config.tile == TILES[1]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 0.5
+
+    timings(monkeypatch, seconds_of)
+    chosen = run(curves, journal, GPU)
+    assert [choice.why_dense for choice in chosen.choices] == [None, None, "CUDA out of memory", None]
+    assert {choice.tile for choice in chosen.choices} == {TILES[0]}
+    assert set(chosen.failures) <= {"CUDA out of memory"}
+    assert sum(chosen.failures.values()) <= chosen.trials
+    assert chosen.uniform.seconds is None  # there is no sum of what cannot be timed
+
+
+def test_everything_failing_leaves_a_dense_model(curves, journal, monkeypatch):
+    def seconds_of(layer, config):
+        raise RuntimeError("no kernel image")
+
+    timings(monkeypatch, seconds_of)
+    chosen = run(curves, journal, GPU)
+    assert all(choice.config.is_dense and choice.why_dense for choice in chosen.choices)
+    assert chosen.failures == Counter({"no kernel image": chosen.trials})
+    assert chosen.trials == 3 * len(chosen.groups)
+
+
+def test_times_come_from_the_journal_the_second_time(curves, tmp_path, monkeypatch):
+    seen = timings(monkeypatch, lambda layer, config: 0.3 + len(seen) / 1000)
+    found = []
+    for _ in range(2):
+        with Journal.open(tmp_path / "two", {}) as journal:
+            found.append(run(curves, journal, GPU))
+        if len(found) == 1:
+            assert seen
+            seen.clear()
+    assert seen == []
+    assert [choice.timing for choice in found[0].choices] == [choice.timing for choice in found[1].choices]
+    assert [choice.config for choice in found[0].choices] == [choice.config for choice in found[1].choices]
+
+
+def test_a_time_that_was_hopeless_against_a_better_one_is_taken_again(journal, monkeypatch):
+    seen = timings(monkeypatch, lambda layer, config: 2.0)
+    config = LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0])
+
+    def timed(best):
+        return _timed(LAYERS[0], journal, 0, "a", config, best)
+
+    assert timed(1.0).rejected
+    assert timed(1.5).rejected
+    assert len(seen) == 1  # hopeless against this one too
+    assert not timed(1.6).rejected
+    assert not timed(1.0).rejected
+    assert len(seen) == 2
+
+
+def test_chosen_can_be_made_without_a_gpu_or_a_model():
+    assert Chosen([], [], [], Counter(), 0).spending(0.5, allowed(recipe())).choices == []

@@ -1,0 +1,423 @@
+"""A whole calibration of a small model on a CPU: what is written was proven, and what was proven is what is written."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from tiny import recipe, save_tiny
+
+from calibrate import capture, measure, outcome, pipeline, verify
+from calibrate.journal import Journal
+from calibrate.models import load
+from calibrate.pipeline import RETRIES, TIGHTENINGS, Result, calibrate
+from calibrate.prompts import load_prompts
+from calibrate.verify import LengthProof
+from s2o_runtime import load_profile, patch, unpatch
+from s2o_runtime.dense import exact_attention
+from s2o_runtime.errors import InputError
+from s2o_runtime.gpu import DeviceIdentity
+from s2o_runtime.hf import layer_states
+
+LENGTHS, CHECK = (512, 1024), 768
+TIGHT = {"num_prompts": 1, "margin": 1.0, "budget_rel_mse": 2e-3}  # one prompt does not say enough about others
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def journal(tmp_path_factory):
+    """One for all tests, so that each budget finds the same measurements."""
+    return tmp_path_factory.mktemp("journal") / "journal.jsonl"
+
+
+@pytest.fixture
+def run(folder, journal, tmp_path):
+    def run(name="p.safetensors", **changes):
+        made = of(folder, tmp_path / name, **{"journal": journal} | changes)
+        return made, calibrate(made, progress=False)
+
+    return run
+
+
+def of(folder, out, **changes):
+    return recipe(folder, out, **{"trials": 2} | changes)
+
+
+def close(config, other):
+    """Equal up to the float32 of a saved threshold."""
+    taus = [head.tau for head in config.heads], [head.tau for head in other.heads]
+    assert taus[0] == pytest.approx(taus[1], rel=1e-6)
+    return replace(config, heads=other.heads) == other and all(
+        replace(mine, tau=theirs.tau) == theirs for mine, theirs in zip(config.heads, other.heads, strict=True)
+    )
+
+
+def assert_what_was_proven_is_written(made, result):
+    """At every length that was proven, in the file as a server would load it."""
+    assert result.written
+    profile = load_profile(made.out)
+    assert profile.record == json.loads(json.dumps(result.profile.record))
+    lengths = {*made.lengths, *made.checked_lengths}
+    assert set(result.proofs) == lengths
+    assert set(result.configs) == set(result.limits) == {(length, layer) for length in lengths for layer in range(2)}
+    for (length, layer), config in result.configs.items():
+        assert close(profile.layer_config(layer, length), config)
+        proof = result.proofs[length].layers[layer]
+        assert config.is_dense or proof.error(made.budget) <= result.limits[length, layer]
+    return profile
+
+
+def seen_from_outside(folder, made, profile):
+    """(length, layer) -> (rel mse, density), of a freshly loaded model, patched and watched."""
+    loaded = load(str(folder), "cpu")
+    held_out = load_prompts(made, loaded.tokenizer).held_out
+    patch(loaded.model, profile, strict=True)
+    errors = {}
+
+    def observe(layer, q, k, v, scale, out):
+        truth = exact_attention(q, k, v, scale=scale)
+        errors[len(q[0, 0]), layer] = float((out - truth).square().mean() / truth.square().mean())
+
+    for state in layer_states(loaded.model):
+        state.observer = observe
+    found = {}
+    for length, (prompt,) in held_out.items():
+        with torch.no_grad():
+            loaded.model(prompt.ids[None], use_cache=False)
+        for index, state in enumerate(layer_states(loaded.model)):
+            found[length, index] = errors[length, index], float(state.last.density.mean())
+    unpatch(loaded.model)
+    return found
+
+
+@pytest.mark.parametrize("changes", [{}, {"budget_scope": "model"}, TIGHT, {"tails": (False,), "worst_rows": 0.05}])
+def test_the_profile_does_what_it_says(changes, folder, run):
+    """Measured from outside, at the calibrated lengths and at the one that was only checked."""
+    made, result = run(**changes)
+    assert result.met
+    profile = assert_what_was_proven_is_written(made, result)
+    found = seen_from_outside(folder, made, profile)
+    recorded = {entry["length"]: entry for entry in profile.record["held_out"]}
+    assert {length: entry["calibrated"] for length, entry in recorded.items()} == {512: True, 1024: True, 768: False}
+    assert len(found) == 6
+    for (length, layer), (error, density) in found.items():
+        entry = recorded[length]["layers"][layer]
+        assert error == pytest.approx(entry["rel_mse"], rel=1e-3)
+        assert density == pytest.approx(entry["density"])
+        assert error <= entry["limit"]
+    for length in recorded:
+        assert sum(found[length, layer][0] for layer in range(2)) / 2 <= made.budget.value
+    assert min(density for _, density in found.values()) < 0.7
+    assert (profile.record["proof"], profile.record["problems"]) == ("held out", [])
+    assert profile.record["objective"] == "predicted latency"
+    hashes = profile.record["data"]
+    assert not {p["sha256"] for p in hashes["calibration"]} & {p["sha256"] for p in hashes["held_out"]}
+    assert [p["length"] for p in hashes["held_out"]] == [512, 1024, 768]
+    if "tails" in changes:
+        assert not any(head.tail for config in result.configs.values() for head in config.heads)
+        every = [choice.allocation.points for each in result.chosen.values() for choice in each.choices]
+        assert all(point.worst <= 0.05 for points in every for point in points)
+
+
+def test_the_same_inputs_give_the_same_bytes(run, tmp_path):
+    made, first = run("a.safetensors", journal=tmp_path / "a.jsonl")
+    again, second = run("b.safetensors", journal=tmp_path / "b.jsonl")
+    third, resumed = run("c.safetensors", journal=tmp_path / "a.jsonl")
+    assert made.out.read_bytes() == again.out.read_bytes() == third.out.read_bytes()
+    assert [each.journal_reused for each in (first, second, resumed)] == [0, 0, 4]  # two layers at two lengths
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    other, _ = run("d.safetensors", journal=tmp_path / "a.jsonl", seed=1)
+    assert other.out.read_bytes() != made.out.read_bytes()
+
+
+def test_another_budget_finds_what_was_measured(run, tmp_path, monkeypatch):
+    mine = {"journal": tmp_path / "j"}
+    _, first = run("one", **mine)
+    before = (tmp_path / "j").read_bytes()
+    monkeypatch.setattr(capture, "layers", None)
+    monkeypatch.setattr(measure, "measure", None)
+    made, second = run("two", **mine, budget_rel_mse=1e-1, budget_scope="model", trials=3, held_out=2)
+    assert_what_was_proven_is_written(made, second)
+    assert second.journal_reused == 4
+    assert (tmp_path / "j").read_bytes() == before
+    cost = [
+        sum(c.allocation.cost for each in result.chosen.values() for c in each.choices) for result in (first, second)
+    ]
+    assert cost[1] < cost[0]
+
+
+def test_between_the_lengths_thresholds_are_interpolated(run):
+    _, result = run()
+    assert result.profile.lengths == LENGTHS
+    assert not result.tightened
+    weight = (round(8 * torch.tensor(768.0).log2().item()) / 8 - 9) / (10 - 9)  # in eighths of an octave
+    alike = 0
+    for layer in range(2):
+        short, between, long = (result.configs[length, layer].heads for length in (512, 768, 1024))
+        for one, middle, other in zip(short, between, long, strict=True):
+            if replace(one, tau=other.tau) == other and one.mode == "s2o":
+                alike += one.tau != other.tau
+                assert middle.tau == pytest.approx(one.tau ** (1 - weight) * other.tau**weight, rel=1e-9)
+    assert alike
+
+
+@pytest.mark.parametrize("check", [(768,), (640, 768), (640, 768, 896)])
+def test_a_checked_length_that_was_tightened_becomes_a_bucket(check, run):
+    """And with it all others that were checked: between new buckets something else would be interpolated."""
+    made, result = run(check_lengths=check, **TIGHT)
+    assert result.tightened[768, 0] >= 1
+    profile = assert_what_was_proven_is_written(made, result)
+    assert profile.lengths == tuple(sorted((*LENGTHS, *check)))
+
+
+def test_a_layer_over_its_limit_is_tightened_by_what_it_is_over(run, monkeypatch):
+    """Errors that come out three times as large as they are: a third of the budget is what is left."""
+    real = verify._measure
+
+    def worse(layer, streams, config):
+        after, proof = real(layer, streams, config)
+        return after, replace(proof, mse=3 * proof.mse)
+
+    made, honest = run()
+    monkeypatch.setattr(verify, "_measure", worse)
+    made, result = run()
+    assert result.met
+    assert result.tightened
+    assert_what_was_proven_is_written(made, result)
+    for (length, layer), times in result.tightened.items():
+        assert 1 <= times <= TIGHTENINGS
+        assert result.proofs[length].layers[layer].density > honest.proofs[length].layers[layer].density
+        if length in result.chosen:
+            tightened, before = result.chosen[length].choices[layer], honest.chosen[length].choices[layer]
+            over = 3 * honest.proofs[length].layers[layer].rel_mse / result.limits[length, layer]
+            assert over > 1
+            assert tightened.allocation.mse <= before.allocation.mse * 0.9 / over
+            assert tightened.config == result.configs[length, layer]
+
+
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_the_last_tightening_is_dense(scope, run, monkeypatch):
+    """Whatever S2O does comes out a little over the limit; only dense attention does not."""
+    budgets = {}
+    real = pipeline._Proof.adjust
+
+    def adjust(self, length, layer, proof, config):
+        if not config.is_dense:
+            proof = replace(proof, mse=1.05 * self.limits[length, layer] * proof.dense_power)
+        new = real(self, length, layer, proof, config)
+        if new is not None:
+            budgets.setdefault((length, layer), []).append(self._choices[length, layer].allocation.mse)
+        return new
+
+    monkeypatch.setattr(pipeline._Proof, "adjust", adjust)
+    made, result = run(budget_scope=scope)
+    assert result.met
+    assert all(config.is_dense for config in result.configs.values())
+    assert set(result.tightened) == {(length, layer) for length in LENGTHS for layer in range(2)}  # 768 follows them
+    assert max(result.tightened.values()) == TIGHTENINGS
+    for place, times in result.tightened.items():
+        why = result.chosen[place[0]].choices[place[1]].why_dense
+        assert (why == "its held-out error stayed over the limit") == (times == TIGHTENINGS)
+        assert all(after <= before * 0.9 / 1.05 for before, after in pairwise(budgets[place]))
+        assert budgets[place][-1] == 0.0
+    assert_what_was_proven_is_written(made, result)
+
+
+def test_a_layer_without_a_share_of_the_budget_is_left_dense(run):
+    """A limit of zero, which nothing can be over."""
+    _, result = run(budget_scope="model", budget_mse=1e-5, lengths=(1024,))
+    dense = [layer for layer in range(2) if result.limits[1024, layer] == 0.0]
+    assert dense
+    assert [layer for layer in range(2) if result.configs[1024, layer].is_dense] == dense
+    assert result.met
+
+
+def test_no_budget_at_all_gives_a_dense_profile(run):
+    _, result = run(budget_mse=1e-30)
+    assert result.met
+    assert all(config.is_dense for config in result.configs.values())
+    assert not result.tightened
+    assert {layer.density for proof in result.proofs.values() for layer in proof.layers} == {1.0}
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Prompts that ask for what the dense model says next, in many places."""
+
+    @torch.no_grad()
+    def with_answers(recipe, tokenizer):
+        made = load_prompts(recipe, tokenizer)
+        model = load(recipe.model, "cpu").model
+        for length, prompts in made.held_out.items():
+            ids = prompts[0].ids.clone()
+            places = range(length - 200, length, 10)
+            for place in places:
+                ids[place] = model(ids[None, :place], use_cache=False).logits[0, -1].argmax()
+            prompts[0] = replace(prompts[0], ids=ids, answers=tuple((place, place + 1) for place in places))
+        return made
+
+    monkeypatch.setattr(pipeline, "load_prompts", with_answers)
+
+
+LOOSE = {"budget_rel_mse": 1.0, "worst_rows": 0.0, "lengths": (1024,), "needles": 1.0}
+
+
+@pytest.fixture
+def attempts(monkeypatch):
+    """What each attempt at a proof began with: the budgets of all layers at the longest length."""
+    seen = []
+    real = pipeline._Proof.__init__
+
+    def watch(self, loaded, recipe, device, chosen):
+        seen.append([choice.budget_mse for choice in chosen[1024].choices])
+        real(self, loaded, recipe, device, chosen)
+
+    monkeypatch.setattr(pipeline._Proof, "__init__", watch)
+    return seen
+
+
+def test_lost_needles_are_tried_again_with_less_and_then_nothing_is_written(asked, attempts, run):
+    made, result = run(**LOOSE)
+    found, dense = result.proofs[1024].needles
+    assert found < dense == 20
+    assert len(attempts) == RETRIES + 1
+    for number, budgets in enumerate(attempts):
+        assert budgets == pytest.approx([budget / 2**number for budget in attempts[0]])
+    said = f"at 1024 tokens the patched model finds {found} of the 20 needles that dense finds, 100% are asked for"
+    assert result.problems == (said,)
+    assert not result.met
+    assert not result.written
+    assert not made.out.exists()
+
+
+def test_a_regression_can_be_allowed_and_the_profile_says_so(asked, run):
+    made, result = run(**LOOSE, allow_regression=True)
+    assert not result.met
+    profile = assert_what_was_proven_is_written(made, result)
+    assert profile.record["proof"] == "failed"
+    assert profile.record["problems"] == list(result.problems) != []
+    assert profile.record["held_out"][0]["needles"][1] == 20
+
+
+def test_needles_that_less_of_the_budget_keeps_are_kept(asked, attempts, run):
+    """How few may be lost is set between what the first attempt finds and what the last one does."""
+    less = LOOSE | {"budget_rel_mse": 0.02}
+    _, first = run(**less | {"needles": 0.0})
+    _, last = run(**less)
+    (few, _), (many, _) = first.proofs[1024].needles, last.proofs[1024].needles
+    assert few < many
+    attempts.clear()
+    made, result = run(**less | {"needles": many / 20})
+    assert result.met
+    assert 2 <= len(attempts) <= RETRIES + 1
+    assert result.proofs[1024].needles[0] >= many
+    assert_what_was_proven_is_written(made, result)
+    assert result.chosen[1024].choices[0].budget_mse <= attempts[0][0] / 2
+
+
+def test_a_journal_of_another_model_is_refused_by_name(folder, run, tmp_path):
+    other = save_tiny(tmp_path / "other", lambda model: model.lm_head.weight.data.mul_(2))
+    journal = tmp_path / "mine.jsonl"
+    run(journal=journal, lengths=(512,))
+    before = journal.read_bytes()
+    with pytest.raises(InputError, match=r"was made with model\.name .*, this run has .*: give another --journal"):
+        calibrate(of(other, tmp_path / "p", journal=journal), progress=False)
+    assert journal.read_bytes() == before
+    mine = tmp_path / "other.jsonl"
+    calibrate(of(other, tmp_path / "p", journal=mine, lengths=(512,)), progress=False)
+    save_tiny(other)  # the same name, other weights
+    with pytest.raises(InputError, match=r"was made with model\.fingerprint .*, this run has .*"):
+        calibrate(of(other, tmp_path / "p", journal=mine, lengths=(512,)), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"fingerprint": "f" * 64}, r"model\.fingerprint"),
+        ({"geometry": None}, r"model\.layers 2, this run has 3"),
+    ],
+    ids=["weights", "layers"],
+)
+def test_what_changed_is_named(change, said, folder, tmp_path):
+    loaded = load(str(folder), "cpu")
+    device = DeviceIdentity("cpu", "cpu")
+    Journal.open(tmp_path / "j", pipeline._identity(loaded, device)).close()
+    if "geometry" in change:
+        change = {"geometry": replace(loaded.geometry, layers=3)}
+    with pytest.raises(InputError, match=said):
+        Journal.open(tmp_path / "j", pipeline._identity(replace(loaded, **change), device))
+    with pytest.raises(InputError, match=r"device\.name cpu, this run has H200"):
+        Journal.open(tmp_path / "j", pipeline._identity(loaded, replace(device, name="H200")))
+    Journal.open(tmp_path / "j", pipeline._identity(loaded, device)).close()
+
+
+def test_slow_prefills_are_a_problem_on_a_gpu_only(folder, tmp_path):
+    made = of(folder, tmp_path / "p")
+    proofs = {length: LengthProof((), 0.0, 1.0, None, ours, 0.1) for length, ours in ((512, 0.101), (1024, 0.103))}
+    assert pipeline._slower(proofs, made, DeviceIdentity("cuda", "pretended")) == [
+        "the prefill of 1024 tokens takes 103.0 ms, dense 100.0 ms"
+    ]
+    assert pipeline._slower(proofs, made, DeviceIdentity("cpu", "cpu")) == []
+
+
+@pytest.mark.parametrize(("needles", "lost"), [((19, 20), False), ((18, 20), True), ((0, 0), False), (None, False)])
+def test_how_many_needles_may_be_lost(needles, lost, folder, tmp_path):
+    made = of(folder, tmp_path / "p")  # 95% are to be kept
+    assert bool(pipeline._lost_needles({512: LengthProof((), 0.0, 1.0, needles, 0.1, 0.1)}, made)) is lost
+
+
+def test_phases_are_told_apart(monkeypatch):
+    now = iter([0.0, 1.0, 4.0, 10.0, 20.0, 25.0])
+    monkeypatch.setattr(pipeline.time, "monotonic", lambda: next(now))
+    clock = pipeline._Clock()
+    with clock.phase("measuring"), clock.phase("searching"):
+        pass
+    with clock.phase("proving"):
+        pass
+    assert clock.seconds == {"searching": 3.0, "measuring": 7.0, "proving": 5.0}
+
+
+def test_the_summary_says_what_the_result_is(run):
+    made, result = run(**TIGHT)
+    found = json.loads(json.dumps(outcome.summary(made, result), allow_nan=False))
+    assert (found["out"], found["met"], found["problems"]) == (str(made.out), True, [])
+    assert found["journal"] == {"path": str(made.journal), "reused": result.journal_reused}
+    assert found["trials"] == sum(2 * len(each.groups) for each in result.chosen.values())
+    assert (found["failed_trials"], found["failures"]) == (0, {})
+    assert found["calibration_seconds"] == pytest.approx(sum(found["phases"].values()), abs=2e-3)
+    assert [entry["length"] for entry in found["lengths"]] == [512, 768, 1024]
+    for entry in found["lengths"]:
+        proof, chosen = result.proofs[entry["length"]], result.chosen.get(entry["length"])
+        assert entry["calibrated"] == (chosen is not None)
+        for row, layer in zip(entry["layers"], proof.layers, strict=True):
+            place = entry["length"], row["layer"]
+            heads = Counter(head.mode for head in result.configs[place].heads)
+            assert row["error"] == layer.rel_mse == pytest.approx(row["error_over_limit"] * result.limits[place])
+            assert row["error_over_limit"] <= 1.0
+            assert row["tightened"] == result.tightened[place]
+            assert row["dense_heads"] == heads["dense"]
+            assert sum(row["representatives"].values()) == heads["s2o"]
+            if chosen is None:
+                assert (row["heads"], row["frontier"], row["predicted_error"]) == ([], None, None)
+                continue
+            choice = chosen.choices[row["layer"]]
+            power = next(iter(choice.curves.values())).dense_power
+            assert row["predicted_error"] == pytest.approx(choice.allocation.mse / power)
+            assert sum(head["error"] for head in row["heads"]) / 4 == pytest.approx(row["predicted_error"])
+            assert [head["tau"] for head in row["heads"]] == [head.tau for head in choice.config.heads]
+            densities, errors = zip(*row["frontier"], strict=True)
+            assert list(errors) == sorted(errors)
+            assert [choice.allocation.density, row["predicted_error"]] in row["frontier"]
+            assert densities[0] >= densities[-1]
+
+
+def test_an_unwritten_profile_is_not_named(folder, run):
+    made, result = run()
+    assert isinstance(result, Result)
+    assert outcome.summary(made, replace(result, written=False))["out"] is None

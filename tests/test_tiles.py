@@ -1,0 +1,145 @@
+"""Which tiles get trials on a GPU that is pretended: times are made up, everything else is real."""
+
+import pytest
+import torch
+
+from calibrate import tiles
+from calibrate.journal import Journal
+from calibrate.tiles import CPU_TILES, SLOWER, tiles_for
+from s2o_runtime.config import TileConfig
+from s2o_runtime.errors import ConfigError, InputError
+from s2o_runtime.gpu import DeviceIdentity, candidate_tiles
+from s2o_runtime.identity import Geometry
+
+CPU = torch.device("cpu")
+GPU = DeviceIdentity("cuda", "pretended", (9, 0), 132, 1)
+GEOMETRY = Geometry("llama", 2, 4, 2, 64)
+CANDIDATES = candidate_tiles(64, GPU.capability)
+SHAPES = list(dict.fromkeys((tile.rows, tile.block_n, tile.num_stages) for tile in CANDIDATES))
+LENGTH = 512
+
+
+def shape_of(tile):
+    return tile.rows, tile.block_n, tile.num_stages
+
+
+@pytest.fixture
+def journal(tmp_path):
+    with Journal.open(tmp_path / "j", {}) as journal:
+        yield journal
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Tiles in the order in which they were timed; `seconds` says how long each takes, or what it raises."""
+    seen = []
+
+    def medians(calls, device, rounds):
+        (call,) = calls.values()
+        config = call.args[3]
+        q, k, v = call.args[:3]
+        assert (q.shape[1], k.shape[1], v.shape[1], q.shape[3]) == (4, 2, 2, 64)
+        assert {head.tau for head in config.heads} == {0.0}  # the whole prefix, never stopping
+        seen.append((config.tile, q.shape[2], config.heads[0].segment))
+        found = medians.seconds[SHAPES.index(shape_of(config.tile))]
+        if isinstance(found, Exception):
+            raise found
+        return dict.fromkeys(calls, found)
+
+    medians.seconds = [1.0] * len(SHAPES)
+    medians.seen = seen
+    monkeypatch.setattr(tiles, "medians", medians)
+    return medians
+
+
+def find(journal, segments=(256, 512), length=LENGTH, geometry=GEOMETRY, device=GPU):
+    return tiles_for(geometry, device, CPU, length, segments, journal)
+
+
+def test_slow_tiles_and_failing_ones_are_left_out_with_the_reason(timed, journal):
+    assert len(SHAPES) == 4
+    timed.seconds = [2.0, 2.0 * SLOWER - 0.01, 3.0, RuntimeError("out of shared memory\nmore")]
+    found = find(journal)
+    assert found.worthwhile == tuple(tile for tile in CANDIDATES if shape_of(tile) in SHAPES[:2])
+    assert len(found.left_out) == 2
+    said = {shape: reason for shape in SHAPES for text, reason in found.left_out.items() if text in texts(shape)}
+    assert said == {SHAPES[2]: "1.50 times as slow as the fastest", SHAPES[3]: "out of shared memory"}
+    assert [(shape_of(tile), length, segment) for tile, length, segment in timed.seen] == [
+        (shape, LENGTH, 512) for shape in SHAPES
+    ]  # once, however many spacings of the stop check there are
+
+
+def texts(shape):
+    """How tiles of a shape are written, whatever their spacing."""
+    return {str(TileConfig(t.block_m, t.block_n, 1, t.num_warps, t.num_stages, t.specialized))
+            for t in CANDIDATES if shape_of(t) == shape}  # fmt: skip
+
+
+def test_the_journal_answers_the_second_time(timed, tmp_path, monkeypatch):
+    timed.seconds = [1.0, 1.5, RuntimeError("no"), 1.1]
+    with Journal.open(tmp_path / "two", {}) as journal:
+        first = find(journal)
+        assert journal.reused == 0
+    monkeypatch.setattr(tiles, "medians", None)
+    with Journal.open(tmp_path / "two", {}) as journal:
+        assert find(journal) == first
+        assert journal.reused == len(SHAPES)
+    assert len(first.left_out) == 2
+
+
+def test_another_length_or_segment_is_timed_again(timed, journal):
+    for arguments in ({}, {"length": 640}, {"segments": (256,)}, {}):
+        find(journal, **arguments)
+    assert [(length, segment) for _, length, segment in timed.seen[:: len(SHAPES)]] == [
+        (LENGTH, 512), (640, 512), (LENGTH, 256),
+    ]  # fmt: skip
+
+
+def test_illegal_tiles_never_reach_timing(timed, journal):
+    """Rows that do not divide every segment: a tile may not cross a segment's end."""
+    found = find(journal, segments=(64, 256))
+    legal = [shape for shape in SHAPES if shape[0] == 64]
+    assert [shape_of(tile) for tile, _, _ in timed.seen] == legal != SHAPES
+    assert found.worthwhile == tuple(tile for tile in CANDIDATES if tile.rows == 64)
+    assert set(found.left_out.values()) == {"its 128 rows do not divide segments of 64"}
+    assert len(found.left_out) == len(SHAPES) - len(legal)
+
+
+def test_very_long_prompts_are_not_needed_to_compare_tiles(timed, journal, monkeypatch):
+    monkeypatch.setattr(tiles, "LONGEST", 256)
+    find(journal, segments=(128,), length=100_000)
+    assert {length for _, length, _ in timed.seen} == {256}
+
+
+def test_if_no_tile_runs_that_is_an_error_with_the_first_reason(timed, journal):
+    timed.seconds = [RuntimeError("no kernel image")] * len(SHAPES)
+    with pytest.raises(InputError, match=r"no tile runs on this GPU \(no kernel image\): leave the model dense"):
+        find(journal)
+    old = DeviceIdentity("cuda", "pretended", (8, 0), 108, 1)
+    with pytest.raises(InputError, match=r"no tile runs on this GPU \(head_dim 256 has none\)"):
+        find(journal, geometry=Geometry("llama", 2, 4, 2, 256), device=old)
+
+
+def test_it_times_real_calls(journal):
+    """On a CPU each of them runs the reference."""
+    found = find(journal, segments=(64,), length=128)
+    assert {tile.rows for tile in found.worthwhile} == {64}
+    ((key, (seconds, failed)),) = journal.entries("tile")
+    assert 0 < seconds < 10
+    assert failed == ""
+    assert (key["length"], key["segment"], key["tile"]["block_m"]) == (128, 64, 64)
+
+
+def test_without_a_gpu_nothing_is_timed(timed, journal):
+    cpu = DeviceIdentity("cpu", "cpu")
+    assert find(journal, device=cpu) == tiles.Tiles(CPU_TILES, {})
+    found = find(journal, device=cpu, segments=(64, 128))
+    assert found.worthwhile == tuple(tile for tile in CPU_TILES if tile.block_m == 64)
+    assert set(found.left_out.values()) == {"its 128 rows do not divide segments of 64"}
+    assert not timed.seen
+
+
+def test_segments_that_fit_no_tile_are_refused(journal, monkeypatch):
+    monkeypatch.setattr(tiles, "CPU_TILES", tuple(tile for tile in CPU_TILES if tile.block_m == 128))
+    with pytest.raises(ConfigError, match=r"segments \(64, 128\) fit no tile of this device: use multiples of 128"):
+        find(journal, segments=(64, 128), device=DeviceIdentity("cpu", "cpu"))

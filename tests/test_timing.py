@@ -1,0 +1,128 @@
+"""When timing stops, with clocks that are made up: every call says itself how long it took."""
+
+import itertools
+import math
+import statistics
+
+import pytest
+import torch
+
+from calibrate import timing
+from calibrate.timing import CERTAIN, FEWEST_ROUNDS, HOPELESS, ROUNDS, against_dense, interval, medians, samples
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(params=[CPU, GPU], ids=str)
+def device(request, monkeypatch):
+    def by_clock(call):
+        return call()
+
+    def on_gpu(device):
+        assert device == GPU
+        return by_clock
+
+    monkeypatch.setattr(timing, "_by_clock", by_clock if request.param == CPU else None)
+    monkeypatch.setattr(timing, "_on_gpu", on_gpu if request.param == GPU else None)
+    return request.param
+
+
+def counted(seconds, warm_up):
+    """A call that takes 1000 s, `warm_up` times, and then these, forever the last; and how often it was made."""
+    calls = []
+    left = itertools.chain([1000.0] * warm_up, seconds, itertools.repeat(seconds[-1]))
+
+    def call():
+        calls.append(next(left))
+        return calls[-1]
+
+    return call, calls
+
+
+def test_equal_times_are_certain_at_once(device):
+    call, calls = counted([2.0], 2)
+    dense, dense_calls = counted([3.0, 5.0, 4.0], 1)
+    found = against_dense(call, dense, device)
+    assert (found.seconds, found.low, found.high, found.dense_seconds) == (2.0, 2.0, 2.0, 4.0)
+    assert (found.rounds, found.rejected) == (FEWEST_ROUNDS, False)
+    assert len(calls) == FEWEST_ROUNDS + 2
+    assert len(dense_calls) == FEWEST_ROUNDS + 1
+
+
+@pytest.mark.parametrize(("first", "rejected"), [(1.31, True), (1.29, False)])
+def test_what_is_hopeless_is_timed_once(first, rejected, device):
+    assert HOPELESS == 1.3
+    call, calls = counted([first, 0.1], 2)
+    dense, dense_calls = counted([9.0], 1)
+    found = against_dense(call, dense, device, best=1.0)
+    assert found.rejected is rejected
+    if rejected:
+        assert (found.seconds, found.dense_seconds, found.rounds) == (first, 9.0, 1)
+        assert (len(calls), len(dense_calls)) == (3, 2)
+    else:
+        assert found.rounds > 1
+        assert found.seconds == 0.1
+
+
+NOISY = [1.0, 1.06, 0.97, 1.02, 1.01, 0.99, 1.0]
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.3, 0.5, 1.0, 5.0])
+def test_timing_goes_on_until_the_median_is_certain(noise, device):
+    """The round it stops in, from the formula as it stands in statistics books: the normal median's standard error."""
+    seconds = [1.0 + noise * (each - 1.0) for each in NOISY]
+
+    def half(n):
+        return 1.96 * math.sqrt(math.pi / 2) * statistics.stdev(seconds[:n]) / math.sqrt(n)
+
+    certain = (n for n in range(3, 8) if half(n) < CERTAIN * statistics.median(seconds[:n]))
+    expected = next(certain, ROUNDS)
+    found = against_dense(counted(seconds, 2)[0], counted([2.0], 1)[0], device)
+    assert found.rounds == expected
+    assert found.seconds == statistics.median(seconds[:expected])
+    assert found.high - found.seconds == pytest.approx(half(expected), rel=1e-3)
+    assert found.seconds - found.low == pytest.approx(half(expected), rel=1e-3)
+
+
+def test_the_noise_above_ends_in_different_rounds(device):
+    rounds = {
+        against_dense(counted([1 + noise * (each - 1) for each in NOISY], 2)[0], counted([2.0], 1)[0], device).rounds
+        for noise in (0.1, 0.5, 5.0)
+    }
+    assert FEWEST_ROUNDS in rounds
+    assert ROUNDS in rounds
+
+
+def test_the_interval_holds_the_median_as_often_as_it_says():
+    """Times whose median is 1, fifty of them: few enough take so many, but then the normal approximation holds."""
+    drawn = torch.randn(2000, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 0.1 + 1.0
+    inside = [low <= 1.0 <= high for low, high in map(interval, drawn.tolist())]
+    assert statistics.fmean(inside) == pytest.approx(0.95, abs=0.02)
+    assert interval([0.7]) == (0.7, 0.7)
+
+
+def test_calls_take_turns_and_the_first_turn_is_not_counted(device):
+    order = []
+    times = {"a": iter([100.0, 1.0, 9.0, 2.0]), "b": iter([200.0, 5.0, 4.0, 3.0])}
+
+    def call(name):
+        order.append(name)
+        return next(times[name])
+
+    found = samples({name: (lambda name=name: call(name)) for name in times}, device, 3)
+    assert found == {"a": [1.0, 9.0, 2.0], "b": [5.0, 4.0, 3.0]}
+    assert order == ["a", "b"] * 4
+
+
+def test_medians(device):
+    calls = {"a": counted([3.0, 1.0, 2.0], 1)[0], "b": counted([7.0], 1)[0]}
+    assert medians(calls, device, 3) == {"a": 2.0, "b": 7.0}
+
+
+def test_the_clock_of_a_cpu():
+    """A real one: 20 ms of sleep are at least that and not ten times as much."""
+    import time
+
+    found = against_dense(lambda: time.sleep(0.02), lambda: time.sleep(0.04), CPU)
+    assert 0.02 <= found.seconds < 0.2
+    assert found.seconds < found.dense_seconds
