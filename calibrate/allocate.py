@@ -57,6 +57,10 @@ class Allocation:
     def heads(self) -> tuple[HeadConfig, ...]:
         return tuple(point.head for point in self.points)
 
+    def record(self) -> dict[str, float]:
+        """What a profile keeps of it."""
+        return {"mse": self.mse, "density": self.density, "cost": self.cost}
+
     def as_dense(self) -> Allocation:
         """The same heads, all dense."""
         return Allocation(tuple(dense_point(head.segment) for head in self.heads))

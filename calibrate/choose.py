@@ -179,29 +179,32 @@ class _LengthSearch:
         recipe = self._recipe
         choices, limits = self._choices, [recipe.budget.value] * len(self._choices)
         if recipe.scope == "model":
-            choices, limits = self._shared()
+            powers = [next(iter(each.values())).dense_power for each in self._curves]
+            choices, limits = shared(self._choices, powers, recipe)
         timed = self._uniform_seconds > 0.0  # neither without a timer nor NaN
         uniform = self._uniform and replace(self._uniform, seconds=self._uniform_seconds if timed else None)
         return Chosen(choices, limits, self._groups, self._failures, self._trials, uniform)
 
-    def _shared(self) -> tuple[list[Choice], list[float]]:
-        """One budget over all layers: what each may spend of it, and its limit with the margin given back."""
-        recipe = self._recipe
-        powers = [next(iter(each.values())).dense_power for each in self._curves]
-        units = [1.0 if recipe.budget.kind == "mse" else 1.0 / power for power in powers]
-        live = [i for i, choice in enumerate(self._choices) if choice.why_dense is None]
-        if not live:
-            return self._choices, [recipe.budget.value] * len(self._choices)
-        budget = recipe.budget.value * recipe.margin * len(self._choices) / len(live)
-        shared = allocate_together(
-            [self._choices[i].curves for i in live], [units[i] for i in live], budget, self._allowed
-        )
-        choices, limits = list(self._choices), [0.0] * len(self._choices)
-        for i, allocation in zip(live, shared, strict=True):
-            made = replace(choices[i], allocation=allocation, budget_mse=allocation.mse, timing=None)
-            choices[i] = replace(made, why_dense="other layers gain more") if made.config.is_dense else made
-            limits[i] = allocation.mse * units[i] / recipe.margin
-        return choices, limits
+
+def shared(choices: Sequence[Choice], powers: Sequence[float], recipe: Recipe) -> tuple[list[Choice], list[float]]:
+    """One budget over all layers: what each may spend of it, and its limit with the margin given back.
+
+    powers: the mean square of every layer's dense output. Layers that are dense for a reason take no part.
+    """
+    units = [1.0 if recipe.budget.kind == "mse" else 1.0 / power for power in powers]
+    live = [i for i, choice in enumerate(choices) if choice.why_dense is None]
+    if not live:
+        return list(choices), [recipe.budget.value] * len(choices)
+    budget = recipe.budget.value * recipe.margin * len(choices) / len(live)
+    allocations = allocate_together(
+        [choices[i].curves for i in live], [units[i] for i in live], budget, allowed(recipe)
+    )
+    made, limits = list(choices), [0.0] * len(choices)
+    for i, allocation in zip(live, allocations, strict=True):
+        new = replace(made[i], allocation=allocation, budget_mse=allocation.mse, timing=None)
+        made[i] = replace(new, why_dense="other layers gain more") if new.config.is_dense else new
+        limits[i] = allocation.mse * units[i] / recipe.margin
+    return made, limits
 
 
 def _uniform(

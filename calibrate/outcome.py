@@ -7,10 +7,11 @@ from typing import Any
 
 from calibrate.allocate import allocate
 from calibrate.choose import Chosen
-from calibrate.pipeline import Result, versions
+from calibrate.pipeline import Result
 from calibrate.recipe import Recipe
 from calibrate.search import Choice, allowed
 from calibrate.verify import LayerProof, LengthProof
+from calibrate.versions import versions
 
 FRONTIER = tuple(10 ** (step / 2) for step in range(-4, 5))  # times a layer's budget
 

@@ -7,19 +7,16 @@ held-out proof of the model as it will run.
 from __future__ import annotations
 
 import logging
-import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-import s2o_runtime
 from calibrate.choose import Chosen, choose
 from calibrate.crossover import with_crossover
 from calibrate.curves import Shape
@@ -31,6 +28,7 @@ from calibrate.recipe import Recipe
 from calibrate.search import Choice, allowed
 from calibrate.tiles import tiles_for
 from calibrate.verify import LayerProof, LengthProof, prove
+from calibrate.versions import versions
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.gpu import DeviceIdentity, identify
 from s2o_runtime.profile import Profile, save_profile
@@ -307,7 +305,7 @@ def _record(recipe: Recipe, prompts: PromptSet, result: Result) -> dict[str, Any
             {
                 "length": length,
                 "layers": [
-                    {name: getattr(choice.allocation, name) for name in ("mse", "density", "cost")}
+                    choice.allocation.record()
                     | (
                         {"seconds": choice.timing.seconds, "dense_seconds": choice.timing.dense_seconds}
                         if choice.timing is not None
@@ -343,14 +341,6 @@ def _record(recipe: Recipe, prompts: PromptSet, result: Result) -> dict[str, Any
             )
             for length, proof in result.proofs.items()
         ],
-    }
-
-
-def versions() -> dict[str, str]:
-    """Versions of what had a part in the result."""
-    libraries = ("torch", "triton", "transformers", "optuna")
-    return {"s2o": s2o_runtime.__version__, "python": platform.python_version()} | {
-        name: metadata.version(name) for name in libraries
     }
 
 

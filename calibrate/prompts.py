@@ -10,6 +10,7 @@ import hashlib
 import json
 import random
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from s2o_runtime.errors import InputError
 
 TOKENS_PER_NEEDLE = 1024
 MAX_NEEDLES = 32
+HELD_OUT_FILES = 3  # one of so many of the standard library's files is held out
 
 
 @dataclass(frozen=True)
@@ -61,37 +63,47 @@ class PromptSet:
 
 
 def load_prompts(recipe: Recipe, tokenizer: Any) -> PromptSet:
-    """The recipe's prompts. Raises InputError if the file is bad or too few prompts are long enough."""
-    make = _from_file if recipe.prompts else _built_in
-    calibration, held_out = {}, {}
-    for length in recipe.lengths:
-        prompts = make(recipe, tokenizer, length, recipe.num_prompts + recipe.held_out)
-        calibration[length] = prompts[: len(prompts) - recipe.held_out]
-        held_out[length] = prompts[len(prompts) - recipe.held_out :]
-    for length in recipe.checked_lengths:  # the last ones, as above: no document of theirs was calibrated on
-        prompts = make(recipe, tokenizer, length, recipe.num_prompts + recipe.held_out)
-        held_out[length] = prompts[len(prompts) - recipe.held_out :]
-    return PromptSet(calibration, held_out)
+    """The recipe's prompts. Raises InputError if the file is bad or too few prompts are long enough.
 
-
-def _from_file(recipe: Recipe, tokenizer: Any, length: int, wanted: int) -> list[Prompt]:
-    """Up to `wanted` prompts of the user's file, shuffled by the seed, each cut in its middle."""
-    assert recipe.prompts is not None
-    texts = read_jsonl(recipe.prompts, tokenizer)
+    Documents are held out once for all lengths, so that none is calibrated on at one and proven on at another.
+    """
+    texts = [] if recipe.prompts is None else read_jsonl(recipe.prompts, tokenizer)
     random.Random(recipe.seed).shuffle(texts)
+
+    def made(length: int, count: int, held_out: bool) -> list[Prompt]:
+        if recipe.prompts is None:
+            return _built_in(recipe, tokenizer, length, count, held_out)
+        return _from_texts(texts, recipe, tokenizer, length, count, held_out)
+
+    lengths = (*recipe.lengths, *recipe.checked_lengths)
+    return PromptSet(
+        {length: made(length, recipe.num_prompts, False) for length in recipe.lengths},
+        {length: made(length, recipe.held_out, True) for length in lengths},
+    )
+
+
+def _from_texts(
+    texts: list[str], recipe: Recipe, tokenizer: Any, length: int, count: int, held_out: bool
+) -> list[Prompt]:
+    """Up to `count` prompts of the user's texts, each cut in its middle; of those held out no fewer."""
+    every = recipe.num_prompts + recipe.held_out
     found: list[Prompt] = []
     longest = 0
-    for text in texts:
+    for place, text in enumerate(texts):
+        if (place % every < recipe.held_out) != held_out:
+            continue
         ids = encode(tokenizer, text)
         longest = max(longest, len(ids))
         if len(ids) >= length:
             found.append(Prompt(torch.tensor(ids[: length - length // 2] + ids[len(ids) - length // 2 :])))
-        if len(found) == wanted:
+        if len(found) == count:
             break
-    if len(found) <= recipe.held_out:
+    needed = count if held_out else 1
+    if len(found) < needed:
+        kind = "to prove on" if held_out else "to calibrate on"
         raise InputError(
-            f"{recipe.prompts} has {len(found)} prompts of {length} tokens or more (the longest has {longest}): "
-            f"{recipe.held_out + 1} are needed, add longer prompts or use a shorter length"
+            f"{recipe.prompts} has {len(found)} prompts {kind} of {length} tokens or more (the longest has {longest}): "
+            f"at least {needed} must be, add longer prompts or use a shorter length"
         )
     return found
 
@@ -130,11 +142,11 @@ def _text_of(entry: Any, tokenizer: Any) -> str:
     raise ValueError('expected a string, or an object with "text", "prompt" or "messages"')
 
 
-def _built_in(recipe: Recipe, tokenizer: Any, length: int, wanted: int) -> list[Prompt]:
-    """`wanted` prompts of standard library sources; every file is used at most once for one length."""
-    rng = random.Random(f"{recipe.seed}/{length}")
-    sources = _sources(rng)
-    return [_filled(tokenizer, sources, length, rng) for _ in range(wanted)]
+def _built_in(recipe: Recipe, tokenizer: Any, length: int, count: int, held_out: bool) -> list[Prompt]:
+    """`count` prompts of standard library sources; every file is used at most once for one length."""
+    rng = random.Random(f"{recipe.seed}/{length}/{'held out' if held_out else 'calibration'}")
+    sources = _sources(rng, held_out)
+    return [_filled(tokenizer, sources, length, rng) for _ in range(count)]
 
 
 def _filled(tokenizer: Any, sources: Iterator[str], length: int, rng: random.Random) -> Prompt:
@@ -185,8 +197,11 @@ def _take(tokenizer: Any, sources: Iterator[str], length: int) -> list[int]:
     return ids[:length]
 
 
-def _sources(rng: random.Random) -> Iterator[str]:
-    """The standard library's files, the folders in random order and each folder's files together."""
+def _sources(rng: random.Random, held_out: bool | None = None) -> Iterator[str]:
+    """The standard library's files, the folders in random order and each folder's files together.
+
+    held_out: only the files that are held out, or only the others.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     folders: dict[Path, list[Path]] = {}
     for path in sorted(root.rglob("*.py")):
@@ -196,11 +211,14 @@ def _sources(rng: random.Random) -> Iterator[str]:
     rng.shuffle(files)  # which file of a folder comes first, and thereby the folders' order
     for folder in dict.fromkeys(folder for folder, _ in files):
         for path in folders[folder]:
+            name = path.relative_to(root).as_posix()
+            if held_out is not None and held_out != (zlib.crc32(name.encode()) % HELD_OUT_FILES == 0):
+                continue
             try:
                 text = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError):
                 continue
-            yield f"# {path.relative_to(root).as_posix()}\n{text}\n"
+            yield f"# {name}\n{text}\n"
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.allocate import Allocation
-from calibrate.choose import _LengthSearch
+from calibrate.choose import shared
 from calibrate.curves import Shape, unpacked
 from calibrate.journal import Journal
-from calibrate.recipe import NULLABLE, OPTIONS, Budget, Recipe
+from calibrate.recipe import Budget, Recipe
 from calibrate.search import Choice, Curves, allowed, budget_mse, methods
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
@@ -77,11 +77,11 @@ def rebudget(profile: Path, budget: Budget, out: Path, journal: Path | None = No
             choices.append(_choice(found, config, before, after))
             curves.append(found)
         if after.scope == "model":
-            choices = _Shared(choices, curves, after).choices()
+            powers = [next(iter(each.values())).dense_power for each in curves]
+            choices, _ = shared(choices, powers, after)
         layers.append(tuple(choice.config for choice in choices))
         predicted.append(_prediction(length, choices, after))
-        allocations = [choice.allocation for choice in choices]
-        record.append({"length": length, "layers": [_entry(each) for each in allocations]})
+        record.append({"length": length, "layers": [choice.allocation.record() for choice in choices]})
     changes: dict[str, Any] = {
         "budget": {"kind": budget.kind, "value": budget.value, "scope": after.scope},
         "recipe": after.record(),
@@ -99,14 +99,7 @@ def rebudget(profile: Path, budget: Budget, out: Path, journal: Path | None = No
 def _recipe(profile: Profile, path: Path) -> Recipe:
     """The recipe in a profile's record, whose file it is to be written to."""
     try:
-        settings = dict(profile.record["recipe"])
-        budget, scope = settings.pop("budget"), settings.pop("scope")
-        settings |= {f"budget_{budget['kind']}": budget["value"], "budget_scope": scope}
-        options = {
-            name: None if value is None and name in NULLABLE else OPTIONS[name][1](value)
-            for name, value in settings.items()
-        }
-        recipe = Recipe.of(options | {"out": path})
+        recipe = Recipe.from_record(profile.record["recipe"], path)
         if not set(recipe.lengths) <= set(profile.lengths):
             raise ValueError(f"lengths {recipe.lengths} of which the profile has {profile.lengths}")
         _prompts(profile, 0)
@@ -177,16 +170,6 @@ def _choice(curves: Curves, config: LayerConfig, before: Recipe, after: Recipe) 
     return found
 
 
-class _Shared(_LengthSearch):
-    """Choices that are there already, for the one budget over all layers to be shared out."""
-
-    def __init__(self, choices: list[Choice], curves: Sequence[Curves], recipe: Recipe) -> None:
-        self._choices, self._curves, self._recipe, self._allowed = choices, curves, recipe, allowed(recipe)
-
-    def choices(self) -> list[Choice]:
-        return self._shared()[0]
-
-
 def _prediction(length: int, choices: Sequence[Choice], recipe: Recipe) -> Prediction:
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
@@ -200,10 +183,6 @@ def _prediction(length: int, choices: Sequence[Choice], recipe: Recipe) -> Predi
         mean([each.allocation.density for each in choices]),
         mean([each.allocation.cost for each in choices]),
     )
-
-
-def _entry(allocation: Allocation) -> dict[str, float]:
-    return {"mse": allocation.mse, "density": allocation.density, "cost": allocation.cost}
 
 
 def _command(recipe: Recipe) -> str:

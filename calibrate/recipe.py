@@ -120,6 +120,18 @@ class Recipe:
         fields = {name: value for name, value in options.items() if not name.startswith("budget_")}
         return cls(budget=Budget.of(options), scope=options.get("budget_scope", cls.scope), **fields).validate()
 
+    @classmethod
+    def from_record(cls, settings: Mapping[str, Any], out: Path) -> Recipe:
+        """The recipe that made this `record`. Raises what reading a foreign one does: KeyError, TypeError, ..."""
+        settings = dict(settings)
+        budget, scope = settings.pop("budget"), settings.pop("scope")
+        settings |= {f"budget_{budget['kind']}": budget["value"], "budget_scope": scope}
+        options = {
+            name: None if value is None and name in NULLABLE else OPTIONS[name][1](value)
+            for name, value in settings.items()
+        }
+        return cls.of(options | {"out": out})
+
     @property
     def checked_lengths(self) -> tuple[int, ...]:
         """The lengths that are proven without being calibrated.

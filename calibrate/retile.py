@@ -20,8 +20,8 @@ from calibrate.capture import Captured
 from calibrate.costs import overhead
 from calibrate.crossover import with_crossover
 from calibrate.curves import TAUS, Method, Shape, measure
-from calibrate.pipeline import versions
-from calibrate.timing import Timing, against_dense
+from calibrate.timing import FAILURES, Timing, against_dense, reason
+from calibrate.versions import versions
 from s2o_runtime.attention import s2o_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.dense import dense_attention
@@ -197,8 +197,8 @@ def _fastest(
                 where,
                 least,
             )
-        except (RuntimeError, torch.OutOfMemoryError) as error:
-            log.warning("tile %s failed: %s", tile, str(error).splitlines()[0])
+        except FAILURES as failure:
+            log.warning("tile %s failed: %s", tile, reason(failure))
             continue
         seconds = timing.seconds * (1.0 if tile.block_m == config.tile.block_m else OTHER_HEIGHT)
         if seconds < least:

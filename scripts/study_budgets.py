@@ -20,8 +20,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from calibrate.outcome import summary
-from calibrate.pipeline import calibrate, versions
+from calibrate.pipeline import calibrate
 from calibrate.recipe import Budget, Recipe
+from calibrate.versions import versions
 from s2o_runtime import S2OError
 from s2o_runtime.profile import write_atomically
 

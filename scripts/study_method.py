@@ -148,9 +148,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def study(args: argparse.Namespace, out: Path) -> None:
     """Measure, print the tables, and write what there is so far to `out` after each part."""
     from calibrate.models import load, load_config, load_tokenizer
-    from calibrate.pipeline import versions
     from calibrate.prompts import load_prompts
     from calibrate.recipe import Budget, Recipe
+    from calibrate.versions import versions
 
     _check(args)
     args.variants = list(dict.fromkeys(args.variants))

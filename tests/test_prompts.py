@@ -36,6 +36,32 @@ def test_built_in_prompts_are_exact_distinct_and_reproducible(tokenizer):
     assert made.record() != load_prompts(recipe(seed=1), tokenizer).record()
 
 
+def test_no_document_is_calibrated_on_at_one_length_and_proven_on_at_another(tokenizer, tmp_path):
+    made = load_prompts(recipe(lengths=(4096, 16384)), tokenizer)
+    assert sorted(made.held_out) == [4096, 8192, 16384]  # one between them is only checked
+    named = [
+        {
+            line
+            for prompts in of_length.values()
+            for prompt in prompts
+            for line in tokenizer.decode(prompt.ids).splitlines()
+            if line.startswith("# ") and line.endswith(".py")
+        }
+        for of_length in (made.calibration, made.held_out)
+    ]
+    assert all(len(files) > 8 for files in named)
+    assert not named[0] & named[1]
+
+    path = write(tmp_path / "p.jsonl", [{"text": f"document{index} " + "word " * 1200} for index in range(8)])
+    made = load_prompts(recipe(prompts=path, lengths=(400, 600)), tokenizer)
+    named = [
+        {tokenizer.decode(prompt.ids).split()[0] for prompts in of_length.values() for prompt in prompts}
+        for of_length in (made.calibration, made.held_out)
+    ]
+    assert [len(names) for names in named] == [2, 2]
+    assert not named[0] & named[1]
+
+
 def test_built_in_prompts_ask_for_their_needles(tokenizer):
     text = tokenizer.decode(load_prompts(recipe(lengths=(4096,)), tokenizer).held_out[4096][0].ids)
     asked = [line for line in text.splitlines() if line.startswith("# What is the secret code for")]
@@ -89,5 +115,7 @@ def test_unreadable_and_too_short_files(tokenizer, tmp_path):
     with pytest.raises(InputError, match="it is not UTF-8 text"):
         read_jsonl(tmp_path / "binary.jsonl", tokenizer)
     path = write(tmp_path / "short.jsonl", [{"text": "word " * 100}] * 5)
-    with pytest.raises(InputError, match=r"0 prompts of 512 tokens or more \(the longest has"):
+    with pytest.raises(
+        InputError, match=r"0 prompts to calibrate on of 512 tokens or more \(the longest has 101\): at least 1 must be"
+    ):
         load_prompts(recipe(prompts=path), tokenizer)

@@ -1,0 +1,17 @@
+"""Which software had a part in a result."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+import s2o_runtime
+
+LIBRARIES = ("torch", "triton", "transformers", "optuna")
+
+
+def versions() -> dict[str, str]:
+    """The versions of what had a part in a calibration, by name."""
+    return {"s2o": s2o_runtime.__version__, "python": platform.python_version()} | {
+        name: metadata.version(name) for name in LIBRARIES
+    }
