@@ -82,12 +82,23 @@ def load_config(name: str, *, random_weights: bool = False) -> Any:
     with _loading(name, source):
         config = AutoConfig.from_pretrained(source)
     geometry(config)
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    kinds = sorted(_other_attention(config))
     if kinds:
-        raise ModelError(f"model {name!r} has layers of {kinds.pop()}, expected full_attention: use another model")
+        raise ModelError(f"model {name!r} has layers of {kinds[0]}, expected full_attention: use another model")
     if getattr(config, "quantization_config", None) is not None and not random_weights:
         raise ModelError(f"model {name!r} is quantised, expected float weights: use the checkpoint it was made from")
     return config
+
+
+def _other_attention(config: Any) -> set[str]:
+    """The kinds of attention in a model that are measured as if they were full causal attention, and are not."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    if not getattr(text, "layer_types", None) and getattr(text, "sliding_window", None) is not None:
+        kinds.add("sliding_attention")
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        kinds.add("soft-capped attention")
+    return kinds
 
 
 def load_tokenizer(name: str, *, random_weights: bool = False) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -153,18 +153,20 @@ def _proven(
     chosen: dict[int, Chosen],
     progress: bool,
 ) -> Result:
-    """The held-out proof; with half the budget once more, twice at most, if needles were lost."""
+    """The held-out proof; where needles were lost once more with half the budget, twice at most."""
+    proof = _Proof(loaded, recipe, device, chosen)
+    proofs: dict[int, LengthProof] = {}
+    again = set(prompts.held_out)
     for attempt in range(RETRIES + 1):
-        proof = _Proof(loaded, recipe, device, chosen)
-        total = loaded.geometry.layers * len(prompts.held_out)
-        with _bar("proving on held-out prompts", total, "layer", progress) as step:
-            proofs = prove(loaded, prompts.held_out, proof.config_of, proof.adjust, step)
+        some = {length: each for length, each in prompts.held_out.items() if length in again}
+        with _bar("proving on held-out prompts", loaded.geometry.layers * len(some), "layer", progress) as step:
+            proofs |= prove(loaded, some, proof.config_of, proof.adjust, step)
         lost = _lost_needles(proofs, recipe)
         if not lost or attempt == RETRIES:
             break
-        log.info("%s: proving again with half the budget", lost[0])
-        chosen = {length: each.spending(0.5, allowed(recipe)) for length, each in chosen.items()}
-    problems = (*proof.over_limit(proofs), *lost, *_slower(proofs, recipe, device))
+        again = proof.halve(set(lost))
+        log.info("%s: proving %s tokens again with half the budget", next(iter(lost.values())), sorted(again))
+    problems = (*proof.over_limit(proofs), *lost.values(), *_slower(proofs, recipe, device))
     return Result(
         profile=proof.profile(),
         chosen=proof.final(),
@@ -184,13 +186,31 @@ class _Proof:
     """What is proven, layer by layer, and how it is tightened where the error is over its limit."""
 
     def __init__(self, loaded: LoadedModel, recipe: Recipe, device: DeviceIdentity, chosen: dict[int, Chosen]) -> None:
-        self._loaded, self._recipe, self._device, self._chosen = loaded, recipe, device, chosen
+        self._loaded, self._recipe, self._device, self._chosen = loaded, recipe, device, dict(chosen)
         self.configs: dict[tuple[int, int], LayerConfig] = {}
         self.tightened: Counter[tuple[int, int]] = Counter()
         self.limits: dict[tuple[int, int], float] = {}
-        self._choices = {
-            (length, layer): choice for length, each in chosen.items() for layer, choice in enumerate(each.choices)
-        }
+        self._choices: dict[tuple[int, int], Choice] = {}
+        self._begin(self._recipe.lengths)
+
+    def _begin(self, lengths: Iterable[int]) -> None:
+        """Take the choices of these buckets as they are."""
+        for length in lengths:
+            self._choices |= {(length, layer): each for layer, each in enumerate(self._chosen[length].choices)}
+
+    def halve(self, lost: set[int]) -> set[int]:
+        """Halve the budget at these lengths, or at the buckets around them. Returns which are to be proven again."""
+        buckets = self._recipe.lengths
+        halved: set[int] = set()
+        for length in lost:
+            halved |= {length} if length in buckets else set(_neighbours(length, buckets))
+        checked = {each for each in self._recipe.checked_lengths if halved & set(_neighbours(each, buckets))}
+        for length in halved:
+            self._chosen[length] = self._chosen[length].spending(0.5, allowed(self._recipe))
+        self._begin(halved)
+        for place in [place for place in self.configs if place[0] in halved | checked]:
+            del self.configs[place], self.tightened[place]
+        return halved | checked
 
     def config_of(self, length: int, layer: int) -> LayerConfig:
         place = length, layer
@@ -257,15 +277,23 @@ class _Proof:
         return Profile(name, geometry, fingerprint, self._device, lengths, layers).validate()
 
 
-def _lost_needles(proofs: dict[int, LengthProof], recipe: Recipe) -> list[str]:
-    return [
-        f"at {length} tokens the patched model finds {found} of the {of} needles that dense finds, "
+def _neighbours(length: int, buckets: Sequence[int]) -> list[int]:
+    """The buckets next to a length, below and above; one beyond the last."""
+    below = [bucket for bucket in buckets if bucket < length]
+    above = [bucket for bucket in buckets if bucket > length]
+    return below[-1:] + above[:1]
+
+
+def _lost_needles(proofs: dict[int, LengthProof], recipe: Recipe) -> dict[int, str]:
+    """The lengths at which too many are lost, and the sentence that says so."""
+    return {
+        length: f"at {length} tokens the patched model finds {found} of the {of} needles that dense finds, "
         f"{recipe.needles:.0%} are asked for"
         for length, proof in proofs.items()
         if proof.needles is not None
         for found, of in (proof.needles,)
         if found < recipe.needles * of
-    ]
+    }
 
 
 def _slower(proofs: dict[int, LengthProof], recipe: Recipe, device: DeviceIdentity) -> list[str]:

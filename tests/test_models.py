@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_hf import CONFIGS, make_profile
 from test_weights import save
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen2Config
 
 from calibrate import capture
 from calibrate.models import ALIASES, ARCHITECTURES, DEMO_FOLDER, load, load_config, load_tokenizer
@@ -104,6 +104,12 @@ def test_models_the_calibrator_cannot_measure_are_refused(tmp_path):
     sliding = {"layer_types": None, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
     Qwen2Config(**CONFIGS["qwen2"].to_dict() | sliding).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="has layers of sliding_attention, expected full_attention"):
+        load_config(str(tmp_path))
+    MistralConfig(sliding_window=64).save_pretrained(tmp_path)  # says nothing of its layers' kinds
+    with pytest.raises(ModelError, match="has layers of sliding_attention, expected full_attention"):
+        load_config(str(tmp_path))
+    Gemma2Config(layer_types=["full_attention"] * 26).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="has layers of soft-capped attention, expected full_attention"):
         load_config(str(tmp_path))
     quantised = CONFIGS["llama"].to_dict() | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(quantised))

@@ -272,13 +272,13 @@ LOOSE = {"budget_rel_mse": 1.0, "worst_rows": 0.0, "lengths": (1024,), "needles"
 def attempts(monkeypatch):
     """What each attempt at a proof began with: the budgets of all layers at the longest length."""
     seen = []
-    real = pipeline._Proof.__init__
+    real = pipeline._Proof._begin
 
-    def watch(self, loaded, recipe, device, chosen):
-        seen.append([choice.budget_mse for choice in chosen[1024].choices])
-        real(self, loaded, recipe, device, chosen)
+    def watch(self, lengths):
+        seen.append([choice.budget_mse for choice in self._chosen[1024].choices])
+        real(self, lengths)
 
-    monkeypatch.setattr(pipeline._Proof, "__init__", watch)
+    monkeypatch.setattr(pipeline._Proof, "_begin", watch)
     return seen
 
 
@@ -294,6 +294,23 @@ def test_lost_needles_are_tried_again_with_less_and_then_nothing_is_written(aske
     assert not result.met
     assert not result.written
     assert not made.out.exists()
+
+
+def test_only_what_lost_needles_is_proven_again(monkeypatch, run):
+    proven = []
+    real = pipeline.prove
+    monkeypatch.setattr(
+        pipeline, "prove", lambda loaded, some, *rest: proven.append(sorted(some)) or real(loaded, some, *rest)
+    )
+    told = iter([{1024: "lost"}, {}])
+    monkeypatch.setattr(pipeline, "_lost_needles", lambda proofs, recipe: next(told))
+    made, result = run(lengths=(512, 1024), budget_rel_mse=0.02)
+    assert proven == [[512, 768, 1024], [768, 1024]]
+    assert_what_was_proven_is_written(made, result)
+    told = iter([{768: "lost"}, {}])
+    proven.clear()
+    run(lengths=(512, 1024), budget_rel_mse=0.02)
+    assert proven == [[512, 768, 1024], [512, 768, 1024]]
 
 
 def test_a_regression_can_be_allowed_and_the_profile_says_so(asked, run):

@@ -53,7 +53,7 @@ def test_a_curve_is_what_the_kernels_do(method, length, head_dim, block_m):
             torch.testing.assert_close(curve.density[:, index], stats.density.cpu(), rtol=2e-3, atol=1e-3)
             mse = (out.float() - truth).square().mean((0, 2, 3)).cpu().double()
             predicted = (curve.tail_mse if tail else curve.mse)[:, index]
-            well_above_rounding = mse > 1e-4 * power
+            well_above_rounding = mse > 3e-4 * power  # of the output to bfloat16, 3e-6
             torch.testing.assert_close(predicted[well_above_rounding], mse[well_above_rounding], rtol=0.03, atol=0)
             compared += int(well_above_rounding.sum())
             worst = (curve.tail_worst if tail else curve.worst)[:, index]
