@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from s2o_runtime.attention import AttentionStats, s2o_attention, s2o_attention_varlen
     from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
     from s2o_runtime.errors import ConfigError, InputError, ModelError, ProfileError, S2OError
-    from s2o_runtime.hf import explain, patch, unpatch
+    from s2o_runtime.hf import explain, patch, patched, register, unpatch
     from s2o_runtime.prepare import warmup
     from s2o_runtime.profile import Profile, load_profile, save_profile
 
@@ -32,6 +32,8 @@ __all__ = [
     "explain",
     "load_profile",
     "patch",
+    "patched",
+    "register",
     "s2o_attention",
     "s2o_attention_varlen",
     "save_profile",
@@ -43,7 +45,7 @@ _HOMES = {
     "attention": ("AttentionStats", "s2o_attention", "s2o_attention_varlen"),
     "config": ("HeadConfig", "LayerConfig", "TileConfig"),
     "errors": ("ConfigError", "InputError", "ModelError", "ProfileError", "S2OError"),
-    "hf": ("explain", "patch", "unpatch"),
+    "hf": ("explain", "patch", "patched", "register", "unpatch"),
     "prepare": ("warmup",),
     "profile": ("Profile", "load_profile", "save_profile"),
 }

@@ -1,19 +1,22 @@
 """transformers: S2O as an attention function and a mask function; `patch` and `unpatch`.
 
 No method is replaced. Prefill through a plain causal mask arrives with a small integer tensor instead of a mask
-(where its queries stand, where each sequence starts) and runs S2O; decode, odd masks and everything S2O cannot
-do exactly run transformers' own SDPA path or dense attention, and the reason is counted.
+(where its queries stand, where each sequence starts) and runs S2O; decode, odd masks, sliding windows and
+everything S2O cannot do exactly run transformers' own SDPA path or dense attention, soft-capped scores its eager
+path, and the reason is counted.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from os import PathLike
 from typing import Any
 
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from s2o_runtime import ops
 from s2o_runtime.attention import AttentionStats, s2o_attention
@@ -38,6 +41,7 @@ STATE = "s2o_layer"  # attribute of a patched attention module
 NUMBER = "s2o_number"  # attribute of a patched attention module: what stands for it in a compiled graph
 CALL = "s2o_call"  # attribute of a mask that stands for a plain causal prefill
 PREVIOUS = "s2o_previous_implementation"
+SOFT_CAP = "attn_logit_softcapping"  # what transformers calls a model's bound on its attention scores
 
 log = logging.getLogger("s2o_runtime")
 
@@ -79,7 +83,7 @@ class LayerState:
         return self.configs[step]
 
     def count(self, path: str, reason: str) -> None:
-        if (path, reason) not in self.counts:
+        if not torch.compiler.is_compiling() and (path, reason) not in self.counts:  # logging would break the graph
             log.info("layer %d runs %s: %s", self.layer, path, reason)
         self.counts[path, reason] += 1
 
@@ -116,7 +120,7 @@ def patch(model: Any, profile: Profile | str | PathLike[str], *, strict: bool = 
     for index, module in enumerate(modules):
         attach(module, LayerState(index, partial(profile.layer_config, index), profile.min_length, rejected))
     register()
-    setattr(model, PREVIOUS, model.config._attn_implementation)
+    setattr(model, PREVIOUS, _implementations(model.config))
     model.set_attn_implementation(NAME)
     return model
 
@@ -128,6 +132,25 @@ def unpatch(model: Any) -> Any:
         for module in model.modules():
             detach(module)
     return model
+
+
+@contextmanager
+def patched(model: Any, profile: Profile | str | PathLike[str], *, strict: bool = False) -> Iterator[Any]:
+    """`patch` for the length of a block: `with patched(model, "profile.safetensors"): model.generate(...)`.
+
+    Whatever happens in the block, the model is unpatched after it.
+    """
+    try:
+        yield patch(model, profile, strict=strict)
+    finally:
+        unpatch(model)
+
+
+def _implementations(config: Any) -> dict[str, str]:
+    """The attention implementation of a model and of its parts, as `set_attn_implementation` takes them."""
+    parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
+    named = {"": config} | {name: part for name, part in parts.items() if part is not None}
+    return {name: part._attn_implementation for name, part in named.items()}
 
 
 def attach(module: nn.Module, state: LayerState) -> None:
@@ -162,7 +185,7 @@ def layer_states(model: nn.Module) -> list[LayerState]:
 
 
 def register() -> None:
-    """Make transformers know the attention implementation "s2o"."""
+    """Make transformers know the attention implementation "s2o"; a model that is loaded with it waits for `patch`."""
     AttentionInterface.register(NAME, s2o_attention_forward)
     AttentionMaskInterface.register(NAME, s2o_mask)
 
@@ -172,7 +195,10 @@ def s2o_mask(**call: Any) -> Tensor | None:
 
     The tensor is int64 [B, 1, 1, 2] (position of query 0, first key that counts); four dimensions because
     models pass such a mask on untouched. Its `s2o_call` attribute holds the same on the host.
+    Where scores are soft-capped, which SDPA cannot do, every mask is eager attention's own.
     """
+    if getattr(call.get("config"), SOFT_CAP, None) is not None:
+        return _eager_mask(call)
     q_length, q_offset = _query_range(call)
     plain = call.get("mask_function", causal_mask_function) is causal_mask_function
     if q_length == 1 or not plain or int(call.get("kv_offset", 0)) != 0:
@@ -195,6 +221,11 @@ def s2o_mask(**call: Any) -> Tensor | None:
 
 def _sdpa_mask(call: dict[str, Any]) -> Tensor | None:
     mask: Tensor | None = sdpa_mask(**call)
+    return mask
+
+
+def _eager_mask(call: dict[str, Any]) -> Tensor | None:
+    mask: Tensor | None = eager_mask(**call)
     return mask
 
 
@@ -230,16 +261,23 @@ def s2o_attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] in; [B, Lq, Hq, D] out."""
     number: int | None = getattr(module, NUMBER, None)
-    if torch.compiler.is_compiling() and number is not None and _is_ours(attention_mask) and not dropout:
+    obstacle = _layer_obstacle(kwargs)
+    compiling = torch.compiler.is_compiling() and obstacle is None
+    if compiling and number is not None and _is_ours(attention_mask) and not dropout:
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         return ops.attention(query, key, value, attention_mask, _RUN_LAYER, number, scale).transpose(1, 2), None
     state: LayerState | None = module.__dict__.get(STATE)
+    if kwargs.get("softcap") is not None:
+        if state is not None:
+            state.count("dense", str(obstacle))
+        return _soft_capped(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
     call: PrefillCall | None = getattr(attention_mask, CALL, None)
     if call is None and attention_mask is not None and not attention_mask.dtype.is_floating_point:
         call = _recovered(attention_mask)
     if call is None:
         if state is not None:
-            state.count("dense", "decode" if query.shape[2] == 1 else "the mask is not a plain causal one")
+            other = "decode" if query.shape[2] == 1 else "the mask is not a plain causal one"
+            state.count("dense", obstacle or other)
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
@@ -248,10 +286,12 @@ def s2o_attention_forward(
         raise ModelError(f"attention dropout {dropout} is not supported by S2O: call model.eval() or unpatch it")
     kv_len = call.q_offset + query.shape[2]
     key, value = key[:, :, :kv_len], value[:, :, :kv_len]  # a static cache is longer than what it holds
-    reason = _dense_reason(state, query, key, kv_len)
+    reason = obstacle or _dense_reason(state, query, key, kv_len)
     if state is None or reason is not None:
         if state is not None and reason is not None:
             state.count("dense", reason)
+        elif state is None:
+            _say_unpatched(type(module).__name__)
         out = dense_attention(query, key, value, scale=scaling, kv_start=call.kv_start)
     else:
         config = state.config(kv_len)
@@ -262,6 +302,42 @@ def s2o_attention_forward(
     if state is not None and state.observer is not None and call.kv_start is None:
         state.observer(state.layer, query, key, value, scaling, out)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _layer_obstacle(kwargs: dict[str, Any]) -> str | None:
+    """Why a layer never runs S2O, by what its model passes to every call; None if it may."""
+    if kwargs.get("softcap") is not None:
+        return f"the scores are soft-capped at {kwargs['softcap']:g}"
+    if kwargs.get("sliding_window") is not None:
+        return f"the layer sees a sliding window of {kwargs['sliding_window']} keys"
+    return None
+
+
+def _soft_capped(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """The eager attention of the module's own model, which knows how to cap scores. Returns [B, Lq, Hq, D]."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise ModelError(f"{type(module).__name__} caps its scores and has no eager attention: unpatch the model")
+    if mask is not None and mask.dtype == torch.bool:  # a caller's own; eager attention adds its mask to the scores
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
+            ~mask, torch.finfo(query.dtype).min
+        )
+    out: Tensor = eager(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)[0]
+    return out
+
+
+@lru_cache(maxsize=64)
+def _say_unpatched(name: str) -> None:
+    log.info("%s runs dense: the model has no profile, call s2o_runtime.patch(model, profile)", name)
 
 
 def _is_ours(mask: Tensor | None) -> bool:

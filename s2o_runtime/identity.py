@@ -13,7 +13,17 @@ from torch import Tensor, nn
 
 from s2o_runtime.errors import ModelError
 
-SUPPORTED_ARCHITECTURES = ("llama", "qwen2")
+SUPPORTED_ARCHITECTURES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "gemma2",
+    "gemma3_text",
+)
 SAMPLES_PER_TENSOR = 64
 RANDOM = "random-"  # how the fingerprint of random weights starts
 
@@ -38,7 +48,11 @@ class Geometry:
 
 
 def geometry(config: Any) -> Geometry:
-    """The geometry in a transformers configuration. Raises ModelError if the architecture is not supported."""
+    """The geometry in a transformers configuration, of its text part if it has several.
+
+    Raises ModelError if the architecture is not supported.
+    """
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     architecture = str(getattr(config, "model_type", type(config).__name__))
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise ModelError(
@@ -59,15 +73,16 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
     Raises ModelError if they are not one per layer.
     """
-    found = {
-        int(module.layer_idx): module  # type: ignore[arg-type]
+    found = [
+        (int(module.layer_idx), module)  # type: ignore[arg-type]
         for module in model.modules()
         if hasattr(module, "layer_idx") and hasattr(module, "num_key_value_groups")
-    }
-    expected = geometry(model.config).layers
-    if sorted(found) != list(range(expected)):
-        raise ModelError(f"found attention layers {sorted(found)} in the model: expected 0 to {expected - 1}")
-    return [found[index] for index in range(expected)]
+    ]
+    found.sort(key=lambda pair: pair[0])
+    indices, expected = [index for index, _ in found], geometry(model.config).layers
+    if indices != list(range(expected)):
+        raise ModelError(f"found attention layers {indices} in the model: expected 0 to {expected - 1}")
+    return [module for _, module in found]
 
 
 @torch.no_grad()

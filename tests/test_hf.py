@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, Qwen2Config, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoXConfig, LlamaConfig, Qwen2Config, StaticCache
 
 import s2o_runtime.hf as hf
 from s2o_runtime import explain, patch, unpatch
@@ -250,9 +250,9 @@ def test_a_gpu_profile_runs_on_a_cpu_and_a_foreign_one_stays_dense(eager, ids, m
 
 
 def test_unsupported_models_are_refused():
-    mistral = AutoModelForCausalLM.from_config(MistralConfig(**SIZES))
-    with pytest.raises(ModelError, match="architecture 'mistral' is not supported"):
-        patch(mistral, make_profile(AutoModelForCausalLM.from_config(CONFIGS["llama"]), 0.0))
+    other = AutoModelForCausalLM.from_config(GPTNeoXConfig(**SIZES))
+    with pytest.raises(ModelError, match="architecture 'gpt_neox' is not supported"):
+        patch(other, make_profile(AutoModelForCausalLM.from_config(CONFIGS["llama"]), 0.0))
     with pytest.raises(ModelError, match="Linear is not a transformers model"):
         patch(torch.nn.Linear(2, 2), make_profile(AutoModelForCausalLM.from_config(CONFIGS["llama"]), 0.0))
 

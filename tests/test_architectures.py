@@ -1,0 +1,423 @@
+"""Every supported architecture: patched with a profile that never stops, it must equal its eager attention.
+
+What holds for transformers models in general is in test_hf.py; here is what differs between them: norms of queries
+and keys, experts, merged projections, sliding windows, soft-capped scores.
+"""
+
+import copy
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    QuantizedCache,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    StaticCache,
+)
+from transformers.utils import is_hqq_available, is_optimum_quanto_available
+
+import s2o_runtime
+import s2o_runtime.hf as hf
+from s2o_runtime import explain, patch, patched, unpatch
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.errors import ModelError
+from s2o_runtime.gpu import DeviceIdentity
+from s2o_runtime.identity import SUPPORTED_ARCHITECTURES, Geometry, fingerprint, geometry
+from s2o_runtime.profile import Profile
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,  # so that scores differ, and masks, windows and caps matter
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW, CAP = 48, 2.0
+LENGTH, SEGMENT, SHORTEST = 150, 64, 32
+
+RUNS = "the tensors are on the cpu, the kernel needs a GPU"  # which is why the reference runs, not the kernel
+SLIDING = f"the layer sees a sliding window of {WINDOW} keys"
+CAPPED = f"the scores are soft-capped at {CAP:g}"
+ALL_RUN = (RUNS, RUNS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and for each of its layers why it runs S2O or why it never does."""
+
+    config: PreTrainedConfig
+    reasons: tuple[str, str] = ALL_RUN
+
+    @property
+    def runs(self) -> bool:
+        return RUNS in self.reasons
+
+
+def _windowed(kind: type[PreTrainedConfig], **more: Any) -> PreTrainedConfig:
+    return kind(**SIZES, sliding_window=WINDOW, **more)
+
+
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_experts": 4}
+_ONE_OF_EACH = {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 32}
+_QWEN_WINDOW = {"use_sliding_window": True, "max_window_layers": 1}
+
+CASES = {
+    "llama": Case(LlamaConfig(**SIZES)),
+    "qwen2": Case(Qwen2Config(**SIZES)),
+    "qwen2-sliding": Case(_windowed(Qwen2Config, **_QWEN_WINDOW), (RUNS, SLIDING)),
+    "qwen3": Case(Qwen3Config(**SIZES)),
+    "qwen3-sliding": Case(_windowed(Qwen3Config, **_QWEN_WINDOW), (RUNS, SLIDING)),
+    "qwen3-moe": Case(Qwen3MoeConfig(**SIZES, **_EXPERTS)),
+    "mistral": Case(MistralConfig(**SIZES, sliding_window=None)),
+    "mistral-sliding": Case(_windowed(MistralConfig), (SLIDING, SLIDING)),
+    "mixtral": Case(MixtralConfig(**SIZES, num_local_experts=4)),
+    "phi3": Case(Phi3Config(**SIZES)),
+    "phi3-sliding": Case(_windowed(Phi3Config), (SLIDING, SLIDING)),
+    "gemma2": Case(_windowed(Gemma2Config, **_ONE_OF_EACH, attn_logit_softcapping=CAP), (CAPPED, CAPPED)),
+    "gemma2-uncapped": Case(_windowed(Gemma2Config, **_ONE_OF_EACH, attn_logit_softcapping=None), (SLIDING, RUNS)),
+    "gemma3": Case(_windowed(Gemma3TextConfig, **_ONE_OF_EACH), (SLIDING, RUNS)),
+}
+RUNNING = [name for name, case in CASES.items() if case.runs]
+RESTRICTED = [name for name, case in CASES.items() if case.reasons != ALL_RUN]
+
+
+@lru_cache(maxsize=len(CASES))
+def models(name: str) -> tuple[Any, Any]:
+    """The eager model, and one with the same weights to patch."""
+    torch.manual_seed(1)
+    eager = AutoModelForCausalLM.from_config(CASES[name].config, attn_implementation="eager").eval()
+    return eager, same_weights(eager, "sdpa")
+
+
+def same_weights(eager: Any, implementation: str) -> Any:
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(eager.config), attn_implementation=implementation).eval()
+    model.load_state_dict(eager.state_dict())
+    return model
+
+
+def make_profile(model: Any, tau: float = 0.0) -> Profile:
+    shape = geometry(model.config)
+    layer = LayerConfig.uniform(shape.query_heads, tau=tau, segment=SEGMENT, tile=TileConfig(64, 32, 1, 4, 1))
+    layers = ((layer,) * shape.layers,)
+    return Profile("tiny", shape, fingerprint(model), DeviceIdentity("cpu", "cpu"), (SHORTEST,), layers)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """At these sizes a second thread only waits, minutes in all where the cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=CASES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def eager(name: str) -> Any:
+    return models(name)[0]
+
+
+@pytest.fixture
+def model(name: str) -> Iterator[Any]:
+    """The patched model; what it ran is checked after every test: S2O only where it may, reasons where it may not."""
+    plain = models(name)[1]
+    with patched(plain, make_profile(plain), strict=True) as model:
+        yield model
+        check_reasons(model, CASES[name])
+
+
+def check_reasons(model: Any, case: Case) -> None:
+    rows = explain(model)
+    assert rows, "the model was not called"
+    for layer, reason in enumerate(case.reasons):
+        ran = {(row["path"], row["reason"]) for row in rows if row["layer"] == layer}
+        if reason == RUNS:
+            assert all((path == "s2o") == (why == RUNS) for path, why in ran)
+        else:
+            assert ran == {("dense", reason)}
+
+
+def ran_s2o(model: Any) -> set[int]:
+    return {row["layer"] for row in explain(model) if row["path"] == "s2o"}
+
+
+def must_run(name: str) -> set[int]:
+    return {layer for layer, reason in enumerate(CASES[name].reasons) if reason == RUNS}
+
+
+def prompt(batch: int = 1, length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(3, 128, (batch, length))
+
+
+def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three prompts of 150, 93 and 10 tokens, and their mask."""
+    ids = prompt(3)
+    mask = torch.ones_like(ids)
+    mask[1, :57] = 0
+    mask[2, :140] = 0
+    mask = mask if side == "left" else mask.flip(1)
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def check_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def check_batch(model: Any, eager: Any, ids: torch.Tensor, mask: torch.Tensor) -> None:
+    ours, theirs = model(ids, attention_mask=mask).logits, eager(ids, attention_mask=mask).logits
+    check_close(ours[mask == 1], theirs[mask == 1])
+
+
+def new_cache(kind: str, config: PreTrainedConfig) -> Any:
+    return DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=LENGTH + 20)
+
+
+def test_every_supported_architecture_is_tested():
+    assert {case.config.model_type for case in CASES.values()} == set(SUPPORTED_ARCHITECTURES)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", RESTRICTED)
+def test_windows_and_caps_matter_at_these_sizes(name, eager):
+    """Otherwise the other tests would not see one that was dropped: SDPA drops caps, wide windows hide nothing."""
+    ids = prompt()
+    config = copy.deepcopy(eager.config)
+    config.sliding_window = 2 * LENGTH if config.sliding_window else None
+    config.attn_logit_softcapping = None
+    other = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    other.load_state_dict(eager.state_dict())
+    assert (other(ids).logits - eager(ids).logits).abs().max() > 0.1
+
+
+@torch.no_grad()
+def test_prefill(name, eager, model):
+    ids = prompt()
+    check_close(model(ids).logits, eager(ids).logits)
+    rows = {(row["layer"], row["path"], row["reason"], row["calls"]) for row in explain(model)}
+    reasons = enumerate(CASES[name].reasons)
+    assert rows == {(layer, "s2o" if why == RUNS else "dense", why, 1) for layer, why in reasons}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batch(name, eager, model, side):
+    check_batch(model, eager, *padded(side))
+    assert ran_s2o(model) == must_run(name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cuts", [(90,), (40, 107)], ids=["2-chunks", "3-chunks"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_chunked_prefill_and_decode(name, eager, model, cuts, cache):
+    ids, memory = prompt(), new_cache(cache, model.config)
+    edges = [0, *cuts, LENGTH - 1, LENGTH]
+    pieces = [model(ids[:, a:b], past_key_values=memory).logits for a, b in pairwise(edges)]
+    check_close(torch.cat(pieces, 1), eager(ids).logits)
+    assert ran_s2o(model) == must_run(name)
+
+
+@torch.no_grad()
+def test_prefix_cache(name, eager, model):
+    """Two prompts that begin alike: the common part is prefilled once."""
+    common, prefix = prompt(length=90), DynamicCache(config=model.config)
+    model(common, past_key_values=prefix)
+    for length in (1, 60):
+        rest = prompt(length=length)
+        ours = model(rest, past_key_values=copy.deepcopy(prefix)).logits
+        check_close(ours, eager(torch.cat([common, rest], 1)).logits[:, 90:])
+    assert ran_s2o(model) == must_run(name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
+def test_generate_greedily(name, eager, model, cache):
+    ids, mask = padded("left")
+    arguments = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    if cache:
+        arguments |= {"cache_implementation": cache, "disable_compile": True}
+    assert torch.equal(model.generate(ids, **arguments), eager.generate(ids, **arguments))
+    assert ran_s2o(model) == must_run(name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3-moe", "gemma2", "gemma3"])
+@pytest.mark.parametrize("how", [{"num_beams": 3, "do_sample": False}, {"do_sample": True}], ids=["beams", "sampling"])
+def test_generate_otherwise(name, eager, model, how):
+    ids, mask = padded("left")
+
+    def run(which: Any) -> torch.Tensor:
+        torch.manual_seed(5)
+        return which.generate(ids, attention_mask=mask, max_new_tokens=4, **how)
+
+    assert torch.equal(run(model), run(eager))
+    assert ran_s2o(model) == must_run(name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_quantised_cache(name, eager, model):
+    """Transformers' quantised cache takes no sliding windows."""
+    backend = "quanto" if is_optimum_quanto_available() else "hqq" if is_hqq_available() else None
+    if backend is None:
+        model(prompt())
+        pytest.skip("no backend of transformers' quantised cache is installed: optimum-quanto or hqq")
+
+    ids = prompt()
+
+    def run(which: Any) -> torch.Tensor:
+        memory = QuantizedCache(backend, which.config, nbits=8 if backend == "hqq" else 4)
+        return torch.cat([which(part, past_key_values=memory).logits for part in ids.split((100, 50), 1)], 1)
+
+    ours, theirs = run(model), run(eager)
+    check_close(ours[:, :100], theirs[:, :100])
+    assert (ours - theirs).abs().mean() < 0.05 * theirs.abs().mean()  # a rounding that flips is a whole step
+    assert ran_s2o(model) == must_run(name)
+
+
+def test_gradients_go_dense(name, eager, model):
+    """S2O has no backward pass: such a call is dense, says so, and its gradients are those of the dense model."""
+    ids = prompt()
+    gradients = []
+    for which in (model, eager):
+        which.zero_grad()
+        which(ids, labels=ids).loss.backward()
+        gradients.append(which.get_input_embeddings().weight.grad.clone())
+        which.zero_grad()
+    check_close(*gradients)
+    assert not ran_s2o(model)
+    reasons = {row["reason"] for row in explain(model)}
+    assert reasons == {"gradients are enabled" if why == RUNS else why for why in CASES[name].reasons}
+
+
+@torch.no_grad()
+def test_unpatch_restores_exactly(name):
+    model, ids = models(name)[1], prompt()
+    before, modules = model(ids).logits, [dict(module.__dict__) for module in model.modules()]
+    with patched(model, make_profile(model, tau=2.0)):
+        changed = not torch.equal(model(ids).logits, before)
+    assert changed == (name not in ("mistral-sliding", "phi3-sliding"))  # SDPA drops caps, so Gemma-2 changes too
+    assert torch.equal(model(ids).logits, before)
+    assert model.config._attn_implementation == "sdpa"
+    assert [module.__dict__.keys() for module in model.modules()] == [each.keys() for each in modules]
+    with pytest.raises(ModelError, match="the model is not patched"):
+        explain(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", RUNNING)
+def test_a_mask_that_ignores_padding_shows(name, eager, monkeypatch):
+    """These tests would see a broken mask function."""
+    plain, original = models(name)[1], hf.s2o_mask
+    monkeypatch.setattr(hf, "s2o_mask", lambda **call: original(**call | {"attention_mask": None}))
+    try:
+        with patched(plain, make_profile(plain)), pytest.raises(AssertionError, match="Tensor-likes are not close"):
+            check_batch(plain, eager, *padded("left"))
+    finally:
+        monkeypatch.undo()
+        hf.register()
+
+
+@torch.no_grad()
+def test_loaded_by_name_without_a_profile(name, eager, caplog):
+    """Such a model is dense, says so, and takes a profile later."""
+    s2o_runtime.register()
+    model, ids = same_weights(eager, "s2o"), prompt()
+    hf._say_unpatched.cache_clear()
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        check_close(model(ids).logits, eager(ids).logits)
+        check_batch(model, eager, *padded("left"))
+    assert caplog.text.count("runs dense: the model has no profile") == CASES[name].runs
+    patch(model, make_profile(model), strict=True)
+    check_close(model(ids).logits, eager(ids).logits)
+    check_reasons(model, CASES[name])
+    assert unpatch(model).config._attn_implementation == "s2o"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "gemma2", "gemma3"])
+def test_compiled(name, eager, model):
+    ids = prompt()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        check_close(compiled(ids, past_key_values=DynamicCache(config=model.config)).logits, eager(ids).logits)
+    assert ran_s2o(model) == must_run(name)
+    assert [row["calls"] for row in explain(model)] == [2, 2]
+
+
+@torch.no_grad()
+def test_the_text_part_of_a_model_with_images():
+    """The text part has the profile; queries that see a whole image at once go dense; parts get back what they had."""
+    text = CASES["gemma3"].config.to_dict()
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    tokens = {"image_token_id": 127, "boi_token_id": 125, "eoi_token_id": 126, "mm_tokens_per_image": 4}
+    config = Gemma3Config(text_config=text, vision_config=vision, **tokens)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    model.set_attn_implementation({"vision_config": "sdpa"})
+    ids = prompt().clamp_max(124)
+    ids[0, 40:44] = 127
+    image = {"pixel_values": torch.randn(1, 3, 28, 28), "token_type_ids": (ids == 127).long()}
+    only_text = prompt().clamp_max(124)
+    expected, expected_text = model(ids, **image).logits, model(only_text).logits
+    with patched(model, make_profile(model), strict=True):
+        check_close(model(only_text).logits, expected_text)
+        check_reasons(model, CASES["gemma3"])
+        assert ran_s2o(model) == {1}
+    with patched(model, make_profile(model), strict=True):
+        check_close(model(ids, **image).logits, expected)
+        assert {row["reason"] for row in explain(model)} == {SLIDING, "the mask is not a plain causal one"}
+    assert model.config.text_config._attn_implementation == "eager"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+
+
+def test_patched_undoes_itself_after_an_error():
+    model = models("llama")[1]
+    with pytest.raises(RuntimeError, match="on purpose"), patched(model, make_profile(model)):
+        raise RuntimeError("on purpose")
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (Qwen3Config(), Geometry("qwen3", 32, 32, 32, 128)),
+        (Qwen3MoeConfig(), Geometry("qwen3_moe", 24, 32, 4, 64)),
+        (MistralConfig(), Geometry("mistral", 32, 32, 8, 128)),
+        (MixtralConfig(), Geometry("mixtral", 32, 32, 8, 128)),
+        (Phi3Config(), Geometry("phi3", 32, 32, 32, 96)),
+        (Gemma2Config(), Geometry("gemma2", 26, 8, 4, 256)),
+        (Gemma3TextConfig(), Geometry("gemma3_text", 26, 8, 4, 256)),
+    ],
+    ids=lambda each: each.architecture if isinstance(each, Geometry) else "",
+)
+def test_geometry_of_the_defaults(config, expected):
+    assert geometry(config) == expected
