@@ -22,8 +22,11 @@ demo: $(READY)
 	$(RUN) -m calibrate.cli --model demo --budget-mse 1e-4 $(DEMO_LENGTHS) --out $(DEMO_PROFILE)
 	$(RUN) scripts/run_patched.py $(DEMO_PROFILE)
 
+# one thread in every worker: threads of several processes that wait for one another on few cores stand still
 test: $(READY)
-	$(RUN) -m pytest
+	if $(RUN) -c "import xdist" 2> /dev/null; \
+	then OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile; \
+	else $(RUN) -m pytest; fi
 
 aot: $(AOT)
 
