@@ -292,6 +292,8 @@ def _device(name: str | None) -> tuple[str, DeviceIdentity]:
         raise ConfigError(f"device {name!r} is not supported: use cuda or cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r} is not here ({torch.cuda.device_count()} GPUs found): use --device cpu")
+    if (identity := identify(device)).kind not in DEFAULT_LENGTHS:
+        raise ConfigError(f"device {name!r} is a {identity.kind} device, which has no kernels yet: use --device cpu")
     return name, identify(device)
 
 

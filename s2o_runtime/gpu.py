@@ -12,13 +12,14 @@ from s2o_runtime.config import HEAD_DIMS, TileConfig
 from s2o_runtime.errors import InputError
 
 MIN_CAPABILITY = (8, 0)
+MEMORY_SLACK = 0.1  # of a GPU's memory: drivers and error correction take different parts of it
 
 
 @dataclass(frozen=True)
 class DeviceIdentity:
-    """A device as a profile remembers it; a CPU has no capability, SMs or memory."""
+    """A device as a profile remembers it; a CPU has no capability, SMs or memory (bytes)."""
 
-    kind: str  # "cuda" or "cpu"
+    kind: str  # "cuda", "cpu", or what else torch calls a device; "rocm" for AMD's, which torch calls cuda too
     name: str
     capability: tuple[int, int] = (0, 0)
     sm_count: int = 0
@@ -51,6 +52,8 @@ Fit = Accepted | Rejected
 def identify(device: torch.device) -> DeviceIdentity:
     if device.type != "cuda":
         return DeviceIdentity(device.type, device.type)
+    if torch.version.hip is not None:
+        return DeviceIdentity("rocm", torch.cuda.get_device_properties(device).name)
     properties = torch.cuda.get_device_properties(device)
     return DeviceIdentity(
         "cuda",
@@ -63,8 +66,10 @@ def identify(device: torch.device) -> DeviceIdentity:
 
 @lru_cache(maxsize=64)
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability, (0, 0) for what is not a GPU."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    """The compute capability, (0, 0) for what is not a GPU of NVIDIA's."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
 
 
 def interpreted() -> bool:
@@ -76,18 +81,32 @@ def fit(made_on: DeviceIdentity, here: DeviceIdentity) -> Fit:
     """Whether a profile made on one device can be used on another.
 
     Thresholds and segments depend on the model only; tiles depend on the GPU. So the same GPU takes
-    everything, another supported device keeps the thresholds and takes tiles that are safe there.
+    everything, another one that the kernels are compiled for keeps the thresholds and takes tiles that are safe there.
     """
     if here.kind == "cpu":
         return Accepted("profile", "the reference backend runs any tile")
     if here.kind != "cuda":
-        return Rejected(f"there is no kernel for {here.kind}: the model stays dense")
+        device = here.kind if here.name == here.kind else f"{here.kind} ({here.name})"
+        return Rejected(f"there is no kernel for {device}: the model stays dense")
     if here.capability < MIN_CAPABILITY:
         return Rejected(f"{here} is older than sm_80, the oldest the kernels support: the model stays dense")
-    same = ("name", "capability", "sm_count")
-    if all(getattr(made_on, field) == getattr(here, field) for field in same):
+    if _family(here.capability) is None:
+        return Rejected(f"{here} is none of {', '.join(_TILES)}, which the kernels are made for: the model stays dense")
+    if _same_product(made_on, here):
         return Accepted("profile", "the profile was made on this GPU")
-    return Accepted("safe", f"the profile was made on {made_on}, this is {here}: thresholds kept, safe tiles used")
+    return Accepted(
+        "safe",
+        f"the profile was made on {made_on}, this is {here}: thresholds kept, safe tiles used; "
+        "tune them for this GPU with: s2o-calibrate --retile PROFILE",
+    )
+
+
+def _same_product(one: DeviceIdentity, other: DeviceIdentity) -> bool:
+    """Whether two GPUs are alike: by name, compute capability and SMs exactly, and nearly by memory."""
+    exact = ("kind", "name", "capability", "sm_count")
+    apart = abs(one.memory_bytes - other.memory_bytes)
+    alike = apart <= MEMORY_SLACK * max(one.memory_bytes, other.memory_bytes)
+    return alike and all(getattr(one, field) == getattr(other, field) for field in exact)
 
 
 @lru_cache(maxsize=64)
@@ -150,7 +169,14 @@ _TILES: dict[str, dict[int, list[_TileShape]]] = {
 
 
 def _tile_shapes(head_dim: int, capability: tuple[int, int]) -> list[_TileShape]:
-    family = "sm_120" if capability[0] >= 12 else f"sm_{capability[0]}0"
-    if capability[0] == 8 and capability[1]:
-        family = "sm_89"
-    return _TILES[family].get(padded_head_dim(head_dim), [])
+    family = _family(capability)
+    return _TILES[family].get(padded_head_dim(head_dim), []) if family else []
+
+
+def _family(capability: tuple[int, int]) -> str | None:
+    """Which of `_TILES` suits a compute capability; None where nobody has compiled the kernels."""
+    major, minor = capability
+    if major == 8 and minor:
+        return "sm_89"  # sm_86 and sm_87 too
+    name = f"sm_{major}0"
+    return name if name in _TILES and (major != 9 or not minor) else None

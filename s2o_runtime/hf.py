@@ -386,7 +386,7 @@ def _fitted(profile: Profile, device: torch.device) -> tuple[Profile, str | None
         log.warning("%s", verdict.reason)
         return profile, verdict.reason
     if verdict.tiles == "safe":
-        log.warning("%s; re-tune them with s2o-calibrate on this GPU", verdict.reason)
+        log.warning("%s", verdict.reason)
         return profile.with_tile(_safe_tile(profile, here.capability)), None
     return profile, None
 

@@ -1,7 +1,8 @@
 """The profile: thresholds, rankings and tiles of one model, as one safetensors file.
 
 Tensors hold what the runtime needs, one entry per length bucket, layer and head. Everything else is one JSON
-document under one metadata key: with two keys safetensors files are not byte-reproducible.
+document under one metadata key: with two keys safetensors files are not byte-reproducible. docs/profile-format.md
+specifies both. A file may come from anywhere: its sizes are bounded before it is read, its values before they are used.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ import hashlib
 import json
 import math
 import os
+import stat
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from s2o_runtime.config import (
@@ -38,8 +42,15 @@ from s2o_runtime.lengths import STEPS_PER_OCTAVE, far_apart, length_step
 
 SCHEMA = 2
 METADATA_KEY = "s2o_profile"
-MAX_BYTES = 64 << 20
+MAX_BYTES = 32 << 20
+MAX_DOCUMENT = 4 << 20  # characters
+MAX_HEADER = 2 * MAX_DOCUMENT + (1 << 16)  # bytes: the document with its quotes escaped, and where the tensors lie
+MAX_DEPTH = 16  # of objects and lists inside one another
 MAX_LENGTH = 1 << 24
+MAX_BUCKETS = length_step(MAX_LENGTH) + 1  # as many as differ by an eighth of an octave
+MAX_HEADS = 1 << 20  # of all buckets and layers together
+MAX_COUNT = 1 << 14  # of layers, of heads, of a head's dimensions
+SHOWN = 60  # characters of a foreign text in a message
 TILE_FIELDS = ("block_m", "block_n", "chunk", "num_warps", "num_stages", "specialized", "dense_below")
 HEAD_TENSORS = {
     "tau": torch.float32,
@@ -50,8 +61,11 @@ HEAD_TENSORS = {
     "tail": torch.uint8,
 }
 LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8, "grain": torch.uint8}
+TENSORS = HEAD_TENSORS | LAYER_TENSORS
 MODES, THRESHOLDS, ROW_REDUCES = get_args(Mode), get_args(Threshold), get_args(RowReduce)
 _INDEXED = {"mode": MODES, "threshold": THRESHOLDS, "row_reduce": ROW_REDUCES}
+_ALLOWED: dict[str, tuple[int, ...]] = {name: tuple(range(len(names))) for name, names in _INDEXED.items()}
+_ALLOWED |= {"tail": (0, 1), "representatives": REPRESENTATIVES, "grain": GRAINS}
 
 
 @dataclass(frozen=True)
@@ -116,7 +130,7 @@ class Profile:
                 )
         if len(self.layers) != len(self.lengths):
             raise ProfileError(f"{len(self.layers)} tables for {len(self.lengths)} lengths: expected one each")
-        for bucket in self.layers:
+        for length, bucket in zip(self.lengths, self.layers, strict=True):
             if len(bucket) != self.geometry.layers:
                 raise ProfileError(f"{len(bucket)} layers in a table: expected {self.geometry.layers}")
             for index, layer in enumerate(bucket):
@@ -127,7 +141,7 @@ class Profile:
                 try:
                     layer.validate()
                 except ConfigError as error:
-                    raise ProfileError(f"layer {index}: {error}") from error
+                    raise ProfileError(f"layer {index} at length {length}: {error}") from error
         return self
 
 
@@ -141,12 +155,12 @@ def _between(near: HeadConfig, far: HeadConfig, weight: float) -> HeadConfig:
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Write a profile atomically; the same profile gives the same bytes."""
+    """Write a profile atomically; the same profile gives the same bytes. What could not be loaded is not written."""
     write_atomically(Path(path), serialize(profile.validate()))
 
 
 def serialize(profile: Profile) -> bytes:
-    """The file's bytes."""
+    """The file's bytes. Raises ProfileError naming a field that `load_profile` would refuse."""
     tensors = _tensors(profile)
     document = {
         "schema": SCHEMA,
@@ -155,8 +169,12 @@ def serialize(profile: Profile) -> bytes:
         "lengths": list(profile.lengths),
         "record": profile.record,
     }
+    _check_values(document)
     document["digest"] = _digest(document, tensors)
-    data: bytes = save(tensors, metadata={METADATA_KEY: _canonical(document)})
+    text = _canonical(document)
+    _check_document_size(text)
+    _parse(json.loads(text), tensors)
+    data: bytes = save(tensors, metadata={METADATA_KEY: text})
     return data
 
 
@@ -203,27 +221,135 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The document and the tensors, their names checked. The file is read once: it may change meanwhile."""
+    data = _bytes(path)
     try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise ProfileError(f"{path} cannot be read ({error.strerror}): check the path") from error
-    if size > MAX_BYTES:
-        raise ProfileError(f"{path} has {size} bytes: a profile has at most {MAX_BYTES}")
+        header = _header(data)
+    except (ValueError, RecursionError) as error:
+        raise _foreign(path, error) from error
+    metadata = header.pop("__metadata__", None)
+    text = metadata.get(METADATA_KEY) if isinstance(metadata, dict) else None
+    if not isinstance(text, str):
+        raise ProfileError(f"{path} is a safetensors file but not an S2O profile: expected {METADATA_KEY!r}")
+    for name in sorted(set(header) ^ set(TENSORS)):
+        wrong = "is not part of a profile" if name in header else "is missing"
+        raise ProfileError(f"{path}: tensor {_shown(name)} {wrong}: expected {sorted(TENSORS)}")
     try:
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(METADATA_KEY)
-            if text is None:
-                raise ProfileError(f"{path} is a safetensors file but not an S2O profile: expected {METADATA_KEY!r}")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ProfileError(f"{path} is not a readable safetensors file ({error}): it is damaged or foreign") from error
+        tensors = load(data)
+    except (SafetensorError, ValueError, KeyError, OverflowError) as error:
+        raise _foreign(path, error) from error
     try:
-        document = json.loads(text)
+        _check_document_size(text)
+        document = _strict_json(text)
+        if not isinstance(document, dict):
+            raise ProfileError(f"its document is a {type(document).__name__}: expected an object")
+        _check_values(document)
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ProfileError(f"{path}: its document is not valid JSON ({error})") from error
-    if not isinstance(document, dict):
-        raise ProfileError(f"{path}: its document is a {type(document).__name__}: expected an object")
     return document, tensors
+
+
+def _foreign(path: Path, error: Exception) -> ProfileError:
+    return ProfileError(f"{path} is not a readable safetensors file ({error}): it is damaged or foreign")
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ProfileError(f"{path} is not a file: check the path")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be read ({error.strerror}): check the path") from error
+    if len(data) > MAX_BYTES:
+        raise ProfileError(f"{path} is larger than {MAX_BYTES} bytes: it is not a profile")
+    return data
+
+
+def _header(data: bytes) -> dict[str, Any]:
+    """The JSON object that a safetensors file begins with, after its size. Raises ValueError if there is none."""
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > len(data) - 8:
+        raise ValueError("its header is cut off")
+    if size > MAX_HEADER:
+        raise ValueError(f"its header has {size} bytes, a profile's at most {MAX_HEADER}")
+    header = _strict_json(data[8 : 8 + size].decode())
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
+    return header
+
+
+def _strict_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_object, parse_int=_integer)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; one that says something twice does not say anything."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ProfileError(f"field {_shown(twice)} is given twice: expected every field once")
+    return made
+
+
+def _integer(digits: str) -> float:
+    """An integer, or infinity where reading it would take long: `_check_values` refuses both."""
+    return int(digits) if len(digits) <= SHOWN else math.inf
+
+
+def _check_document_size(text: str) -> None:
+    if len(text) > MAX_DOCUMENT:
+        raise ProfileError(f"its document has {len(text)} characters: a profile's has at most {MAX_DOCUMENT}")
+
+
+def _check_values(value: Any, *path: str | int) -> None:
+    """Raises ProfileError naming the first field, and all that is in it, that no JSON reader would take.
+
+    path: the names and places that lead to the value.
+    """
+    if len(path) > MAX_DEPTH:
+        raise ProfileError(f"field {_place(path)} is too deep: expected at most {MAX_DEPTH} levels")
+    if isinstance(value, dict):
+        for name, each in value.items():
+            if not isinstance(name, str) or not _is_text(name):
+                raise ProfileError(f"field {_place((*path, _shown(name)))} has a name that is no text")
+            _check_values(each, *path, name)
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            _check_values(each, *path, index)
+    elif isinstance(value, str):
+        if not _is_text(value):
+            raise ProfileError(f"field {_place(path)} is {_shown(value)}: expected valid Unicode")
+    elif isinstance(value, int):
+        if value.bit_length() > 63:
+            raise ProfileError(f"field {_place(path)} has {value.bit_length()} bits: expected an integer of at most 63")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise ProfileError(f"field {_place(path)} is {value}: expected a finite number")
+    elif value is not None:
+        raise ProfileError(f"field {_place(path)} is a {type(value).__name__}: expected a JSON value")
+
+
+def _is_text(value: str) -> bool:
+    """Whether it is valid Unicode: JSON can say half of a surrogate pair."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _place(path: Sequence[str | int]) -> str:
+    """("record", "layers", 0) -> "record.layers[0]" """
+    names = (f"[{name}]" if isinstance(name, int) else f".{name[:SHOWN]}" for name in path)
+    return "".join(names).removeprefix(".").encode(errors="backslashreplace").decode()
+
+
+def _shown(value: Any) -> str:
+    text = ascii(value[: SHOWN + 1] if isinstance(value, str) else value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}.."
 
 
 def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
@@ -234,30 +360,27 @@ def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     model = _field(document, "model", dict)
     geometry = Geometry(
         _field(model, "architecture", str, "model."),
-        *(_count(model, name) for name in ("layers", "query_heads", "kv_heads", "head_dim")),
+        *(_number(model, name, "model.", 1, MAX_COUNT) for name in ("layers", "query_heads", "kv_heads", "head_dim")),
     )
-    lengths = _field(document, "lengths", list)
-    if not all(isinstance(length, int) and not isinstance(length, bool) for length in lengths):
-        raise ProfileError(f"lengths {lengths} are not integers")
-    if not lengths:
-        raise ProfileError("lengths is empty: expected at least one bucket")
+    if geometry.query_heads % geometry.kv_heads:
+        raise ProfileError(
+            f"field model.kv_heads is {geometry.kv_heads}: expected a divisor of {geometry.query_heads} query heads"
+        )
+    lengths = _lengths(_field(document, "lengths", list))
     expected = (len(lengths), geometry.layers)
+    heads = math.prod(expected) * geometry.query_heads
+    if heads > MAX_HEADS:
+        raise ProfileError(f"lengths, model.layers and model.query_heads make {heads} heads: at most {MAX_HEADS}")
     _check_tensors(tensors, expected, geometry.query_heads)
     device = _device(_field(document, "device", dict))
+    name, fingerprint = (_field(model, each, str, "model.") for each in ("name", "fingerprint"))
+    record = _field(document, "record", dict)
     if _field(document, "digest", str) != _digest(document, tensors):
         raise ProfileError("the digest does not match the contents: the file was changed or damaged, make it again")
     layers = tuple(
         tuple(_layer(tensors, bucket, index) for index in range(geometry.layers)) for bucket in range(len(lengths))
     )
-    return Profile(
-        _field(model, "name", str, "model."),
-        geometry,
-        _field(model, "fingerprint", str, "model."),
-        device,
-        tuple(lengths),
-        layers,
-        _field(document, "record", dict),
-    )
+    return Profile(name, geometry, fingerprint, device, lengths, layers, record)
 
 
 def _field(document: dict[str, Any], name: str, kind: type, where: str = "") -> Any:
@@ -268,46 +391,53 @@ def _field(document: dict[str, Any], name: str, kind: type, where: str = "") -> 
     return value
 
 
-def _count(model: dict[str, Any], name: str) -> int:
-    value: int = _field(model, name, int, "model.")
-    if not 1 <= value <= 1 << 14:
-        raise ProfileError(f"field model.{name} is {value}: expected 1 to {1 << 14}")
+def _number(document: dict[str, Any], name: str, where: str, least: int, most: int) -> int:
+    value: int = _field(document, name, int, where)
+    if not least <= value <= most:
+        raise ProfileError(f"field {where}{name} is {value}: expected {least} to {most}")
     return value
+
+
+def _lengths(values: list[Any]) -> tuple[int, ...]:
+    if not values:
+        raise ProfileError("lengths is empty: expected at least one bucket")
+    if len(values) > MAX_BUCKETS:
+        raise ProfileError(f"lengths has {len(values)} entries: expected at most {MAX_BUCKETS}")
+    if not all(isinstance(length, int) and not isinstance(length, bool) for length in values):
+        raise ProfileError(f"lengths {_shown(values)} are not integers")
+    return tuple(values)
 
 
 def _device(device: dict[str, Any]) -> DeviceIdentity:
     capability = _field(device, "capability", list, "device.")
-    if len(capability) != 2 or not all(isinstance(part, int) for part in capability):
-        raise ProfileError(f"field device.capability is {capability}: expected two integers")
+    if len(capability) != 2 or not all(type(part) is int and 0 <= part < 1000 for part in capability):
+        raise ProfileError(f"field device.capability is {_shown(capability)}: expected two integers, 0 to 999")
     return DeviceIdentity(
         _field(device, "kind", str, "device."),
         _field(device, "name", str, "device."),
         (capability[0], capability[1]),
-        _field(device, "sm_count", int, "device."),
-        _field(device, "memory_bytes", int, "device."),
+        _number(device, "sm_count", "device.", 0, 1 << 16),
+        _number(device, "memory_bytes", "device.", 0, 1 << 48),
     )
 
 
 def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: int) -> None:
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(HEAD_TENSORS, (*outer, heads))
     shapes |= {"tile": (*outer, len(TILE_FIELDS)), "row_reduce": outer, "grain": outer}
-    if set(tensors) != set(shapes):
-        raise ProfileError(f"it holds the tensors {sorted(tensors)}: expected {sorted(shapes)}")
-    for name, dtype in {**HEAD_TENSORS, **LAYER_TENSORS}.items():
+    for name, dtype in TENSORS.items():
         tensor = tensors[name]
         if tensor.dtype != dtype or tuple(tensor.shape) != shapes[name]:
             raise ProfileError(
                 f"tensor {name} is {tensor.dtype} {tuple(tensor.shape)}: expected {dtype} {shapes[name]}"
             )
-    specialized = int(tensors["tile"][..., TILE_FIELDS.index("specialized")].max())
-    if specialized > 1:
-        raise ProfileError(f"tensor tile says specialized {specialized}: expected 0 or 1")
-    allowed = {name: tuple(range(len(names))) for name, names in _INDEXED.items()}
-    allowed |= {"tail": (0, 1), "representatives": REPRESENTATIVES, "grain": GRAINS}
-    for name, values in allowed.items():
-        found = sorted(set(tensors[name].flatten().tolist()) - set(values))
+    specialized = tensors["tile"][..., TILE_FIELDS.index("specialized")]
+    for name, tensor, allowed in (
+        *((name, tensors[name], allowed) for name, allowed in _ALLOWED.items()),
+        ("tile[specialized]", specialized, (0, 1)),
+    ):
+        found = sorted(set(tensor.flatten().tolist()) - set(allowed))
         if found:
-            raise ProfileError(f"tensor {name} holds {found[0]}: expected one of {values}")
+            raise ProfileError(f"tensor {name} holds {found[0]}: expected one of {allowed}")
 
 
 def _layer(tensors: dict[str, Tensor], bucket: int, layer: int) -> LayerConfig:

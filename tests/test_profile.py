@@ -1,12 +1,16 @@
+import copy
 import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from golden_profiles import GOLDEN, field_paths, path_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
@@ -19,6 +23,7 @@ from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import METADATA_KEY, Profile, load_profile, save_profile, serialize, write_atomically
 
 GEOMETRY = Geometry("llama", 2, 3, 1, 64)
+FORMAT = Path(__file__).parent.parent / "docs" / "profile-format.md"
 
 
 def layer(tau, segment=256, block_m=128):
@@ -40,14 +45,58 @@ def profile(**changes):
     return dataclasses.replace(made, **changes)
 
 
+def document_of(data):
+    """What a profile's bytes say, as JSON gives it."""
+    size = int.from_bytes(data[:8], "little")
+    return json.loads(json.loads(data[8 : 8 + size])["__metadata__"][METADATA_KEY])
+
+
+def file_of(document, tensors):
+    """The bytes of a profile with this document, or text in its place, and these tensors, whatever they are."""
+    text = document if isinstance(document, str) else json.dumps(document)
+    return save(tensors, metadata={METADATA_KEY: text})
+
+
+def digested(document, tensors):
+    """The bytes of a profile that says this and has not been damaged."""
+    try:
+        digest = profile_module._digest(document, tensors)
+    except (ValueError, RuntimeError):  # not finite; a tensor without dimensions
+        digest = "0" * 64
+    return file_of(document | {"digest": digest}, tensors)
+
+
+def unchecked(made):
+    """The bytes of a profile as a program would write them that does not check anything."""
+    return digested(DOCUMENT, profile_module._tensors(made))
+
+
 def rewrite(path, change):
     """Change a profile's document behind its back and keep the tensors."""
-    from safetensors import safe_open
+    document = document_of(path.read_bytes())
+    path.write_bytes(file_of(change(document) or document, load(path.read_bytes())))
 
-    with safe_open(path, framework="pt") as file:
-        document = json.loads(file.metadata()[METADATA_KEY])
-    document = change(document) or document
-    path.write_bytes(save(load(path.read_bytes()), metadata={METADATA_KEY: json.dumps(document)}))
+
+DOCUMENT = document_of(serialize(profile()))  # of a profile that nobody changed, as are these tensors
+TENSORS = load(serialize(profile()))
+DATA = serialize(profile())
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_files_are_read_for_ever(name):
+    """Files that were written once: what is in them, and the bytes that it gives again."""
+    found = load_profile(path_of(name))
+    assert found == GOLDEN[name]()
+    assert serialize(found) == path_of(name).read_bytes()
+
+
+def test_the_format_names_every_field_and_tensor_and_no_other():
+    rows = re.findall(r"^\| `([^`]+)` \|", FORMAT.read_text(encoding="utf-8"), re.MULTILINE)
+    fields = field_paths(document_of(path_of("schema2-full").read_bytes()))
+    fields = {"record.retiled.versions" if each.startswith("record.retiled.versions") else each for each in fields}
+    assert {row.removesuffix("[]") for row in rows} - {"record"} == fields | set(profile_module.TENSORS)
+    for name in profile_module.TILE_FIELDS:
+        assert f"`{name}`" in FORMAT.read_text(encoding="utf-8")
 
 
 def test_round_trip(tmp_path):
@@ -119,6 +168,8 @@ def test_changed_tensors_are_refused(tmp_path):
         ("representatives", 0, "(1, 2, 4, 8, 16, 32, 64)"),
         ("tail", 2, "(0, 1)"),
         ("grain", 16, "(1, 2, 4, 8)"),
+        ("tile[specialized]", -1, "(0, 1)"),
+        ("tile[specialized]", 2, "(0, 1)"),
     ],
 )
 def test_tensors_that_say_what_there_is_not_are_refused_by_name(tmp_path, monkeypatch, name, value, expected):
@@ -126,14 +177,18 @@ def test_tensors_that_say_what_there_is_not_are_refused_by_name(tmp_path, monkey
 
     def changed(made):
         tensors = real(made)
-        tensors[name].flatten()[0] = value
+        if name == "tile[specialized]":
+            tensors["tile"][0, 0, profile_module.TILE_FIELDS.index("specialized")] = value
+        else:
+            tensors[name].flatten()[0] = value
         return tensors
 
     monkeypatch.setattr(profile_module, "_tensors", changed)
     path = tmp_path / "p.safetensors"
-    save_profile(profile(), path)
-    with pytest.raises(ProfileError, match=re.escape(f"tensor {name} holds {value}: expected one of {expected}")):
-        load_profile(path)
+    path.write_bytes(unchecked(profile()))
+    for attempt in (load_profile, partial(save_profile, profile())):
+        with pytest.raises(ProfileError, match=re.escape(f"tensor {name} holds {value}: expected one of {expected}")):
+            attempt(path)
 
 
 def test_truncated_foreign_and_missing_files(tmp_path):
@@ -150,22 +205,234 @@ def test_truncated_foreign_and_missing_files(tmp_path):
         load_profile(tmp_path / "missing.safetensors")
     with pytest.raises(ProfileError, match=str(tmp_path)):
         load_profile(tmp_path)
+    odd = tmp_path / "{name}.safetensors"
+    odd.write_bytes(b"")
+    with pytest.raises(ProfileError, match=r"\{name\}\.safetensors is not a readable safetensors file"):
+        load_profile(odd)
+
+
+def outcome(data, folder):
+    """What loading bytes ends in: a profile, or the sentence of a ProfileError; anything else is a bug."""
+    path = folder / "fuzzed.safetensors"
+    path.write_bytes(data)
+    try:
+        return load_profile(path)
+    except ProfileError as error:
+        sentence = str(error)
+    assert sentence.startswith(str(path))
+    assert len(sentence) < 1000
+    return sentence.removeprefix(str(path))
+
+
+places = st.integers(0, len(DATA) - 1) | st.integers(0, 16) | st.integers(0, 10**9).map(lambda n: n % len(DATA))
+damages = st.one_of(
+    st.tuples(st.just("cut"), places, st.just(b"")),
+    st.tuples(st.just("flip"), places, st.binary(min_size=1, max_size=1)),
+    st.tuples(st.just("insert"), places, st.binary(min_size=1, max_size=12)),
+    st.tuples(st.just("insert"), places, st.sampled_from([b'"', b"{", b"[" * 9, b"9" * 30, b"1e999", b"null", b","])),
+    st.tuples(st.just("delete"), places, st.binary(min_size=1, max_size=12)),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(damage=st.lists(damages, min_size=1, max_size=3))
+def test_damaged_bytes_end_in_profile_errors_only(tmp_path_factory, damage):
+    data = bytearray(DATA)
+    for kind, place, piece in damage:
+        if kind == "cut":
+            del data[place:]
+        elif kind == "insert":
+            data[place:place] = piece
+        else:
+            data[place : place + len(piece)] = piece if kind == "flip" else b""
+    found = outcome(data, tmp_path_factory.getbasetemp())
+    assert isinstance(found, str) or found == profile()
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-2, 2**15)
+    | st.sampled_from([10**30, -(2**63), 2**63, 1 << 24])
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["\ud800", "\x00", "x" * 5000]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=6,
+)
+fields = st.sampled_from(
+    [(name,) for name in DOCUMENT if name != "digest"]
+    + [(outer, name) for outer in ("model", "device", "record") for name in DOCUMENT[outer]]
+    + [("lengths", 0), ("device", "capability", 1), ("record", "new"), ("new",)]
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(field=fields, value=json_values, drop=st.booleans())
+def test_foreign_values_end_in_profile_errors_that_name_them(tmp_path_factory, field, value, drop):
+    """What is not refused is a profile that can be written and read again."""
+    document = copy.deepcopy(DOCUMENT)
+    *outer, last = field
+    holder = document
+    for name in outer:
+        holder = holder[name]
+    if drop and isinstance(holder, dict):
+        holder.pop(last, None)
+    else:
+        holder[last] = value
+    found = outcome(digested(document, TENSORS), tmp_path_factory.getbasetemp())
+    if isinstance(found, Profile):
+        path = tmp_path_factory.getbasetemp() / "again.safetensors"
+        save_profile(found, path)
+        assert load_profile(path) == found
+    else:
+        known = {*map(str, field), *TENSORS, "kv_heads"}  # sizes are found wrong by the tensors they do not fit
+        assert any(name in found for name in known), found
+
+
+numbers = st.sampled_from([0, 1, 2, 3, 64, 65, 127, 255, -1, 1 << 30, -(1 << 31), 1e-30, 2e6, 1e38])
+types = st.sampled_from([torch.float32, torch.int32, torch.uint8, torch.int64, torch.bool, torch.bfloat16])
+shapes = st.none() | st.lists(st.integers(0, 4), max_size=4)
 
 
 @settings(max_examples=300, deadline=None)
-@given(position=st.integers(0, 10**6), value=st.integers(0, 255), cut=st.booleans())
-def test_damaged_bytes_end_in_profile_errors_only(tmp_path_factory, position, value, cut):
-    data = bytearray(serialize(profile()))
-    position %= len(data)
-    unchanged = not cut and data[position] == value
-    data[position] = value
-    path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
-    path.write_bytes(data[:position] if cut else data)
-    if unchanged:
-        assert load_profile(path) == profile()
+@given(
+    name=st.sampled_from(sorted(TENSORS)),
+    dtype=st.none() | types,
+    shape=shapes,
+    place=st.integers(0, 27),
+    value=numbers | st.sampled_from([float("nan"), float("inf")]),
+)
+def test_foreign_tensors_end_in_profile_errors_that_name_them(tmp_path_factory, name, dtype, shape, place, value):
+    tensor = TENSORS[name].clone() if shape is None else torch.zeros(shape, dtype=TENSORS[name].dtype)
+    if tensor.numel():
+        holds = torch.tensor([value], dtype=torch.float64).to(tensor.dtype)
+        tensor.view(-1)[place % tensor.numel()] = holds[0]
+    tensors = TENSORS | {name: tensor.to(dtype or tensor.dtype)}
+    found = outcome(digested(DOCUMENT, tensors), tmp_path_factory.getbasetemp())
+    if isinstance(found, Profile):
+        again = load(serialize(found))
+        assert all(again[each].equal(tensors[each]) for each in tensors)
     else:
-        with pytest.raises(ProfileError):
-            load_profile(path)
+        assert any(each in found for each in (name, *profile_module.TILE_FIELDS)), found
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f'{{"schema":2,"record":{DEEP}}}', "its document is not valid JSON"),
+        (f'{{"schema":2,"record":{"[" * 17}{"]" * 17}}}', r"field record\[0\].* is too deep: expected at most 16"),
+        ('{"schema":2,"schema":2}', "field 'schema' is given twice"),
+        ('{"schema":2,"record":{"a":{"b":1,"b":2}}}', "field 'b' is given twice"),
+        (f'{{"schema":{"9" * 5000}}}', "field schema is inf: expected a finite number"),
+        ('{"record":{"a":[0,1e999]}}', r"field record.a\[1\] is inf: expected a finite number"),
+        ('{"record":{"a":NaN}}', "field record.a is nan: expected a finite number"),
+        ('{"schema":9223372036854775808}', "field schema has 64 bits: expected an integer of at most 63"),
+        ('{"model":{"name":"\\ud800"}}', r"field model.name is '\\ud800': expected valid Unicode"),
+        ('{"\\udfff":1}', r"field '\\udfff' has a name that is no text"),
+        (" " * ((4 << 20) + 1), "its document has 4194305 characters: a profile's has at most 4194304"),
+        ("", "its document is not valid JSON"),
+        ("3", "its document is a int: expected an object"),
+    ],
+    ids=lambda case: case[:40],
+)
+def test_documents_are_bounded_and_strict(tmp_path, text, message):
+    assert re.search(message, outcome(file_of(text, TENSORS), tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d["model"].update(kv_heads=2), "field model.kv_heads is 2: expected a divisor of 3 query heads"),
+        (lambda d: d["device"].update(sm_count=-1), "field device.sm_count is -1: expected 0 to 65536"),
+        (lambda d: d["device"].update(memory_bytes=1 << 60), "field device.memory_bytes is 1152921504606846976"),
+        (lambda d: d["device"].update(capability=[True, 0]), r"field device.capability is \[True, 0\]: expected two"),
+        (lambda d: d["device"].update(capability=[9, 10**4]), "field device.capability"),
+        (lambda d: d.update(lengths=[True, 2]), r"lengths \[True, 2\] are not integers"),
+        (lambda d: d.update(lengths=list(range(1000))), "lengths has 1000 entries: expected at most 193"),
+        (lambda d: d["model"].update(layers=1 << 14, query_heads=1 << 14), "make 536870912 heads: at most 1048576"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name_although_the_digest_matches(tmp_path, change, message):
+    document = copy.deepcopy(DOCUMENT)
+    change(document)
+    assert re.search(message, outcome(digested(document, TENSORS), tmp_path))
+
+
+def test_fields_that_are_not_known_are_ignored(tmp_path):
+    """What later versions may add without another schema."""
+    document = DOCUMENT | {"new": [1], "device": DOCUMENT["device"] | {"driver": "x"}}
+    assert outcome(digested(document, TENSORS), tmp_path) == profile()
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ((1 << 40).to_bytes(8, "little"), "its header is cut off"),
+        ((10 << 20).to_bytes(8, "little") + bytes(10 << 20), "its header has 10485760 bytes, a profile's at most"),
+        (b"\x02" + bytes(7) + b"[]", "its header is no object"),
+        (b"\x02" + bytes(7) + b"\xff\xff", "can't decode"),
+    ],
+)
+def test_headers_are_bounded(tmp_path, header, message):
+    assert message in outcome(header, tmp_path)
+
+
+def test_a_tensor_that_claims_gigabytes_is_refused(tmp_path):
+    for numbers in (b"[1000000000000]", b"[4294967296,4294967296]"):
+        shape = b'"dtype":"F32","shape":%s,"data_offsets":[0,4000000000000]' % numbers
+        header = b'{"__metadata__":{"s2o_profile":"{}"},%s}' % b",".join(
+            b'"%s":{%s}' % (name.encode(), shape) for name in TENSORS
+        )
+        data = len(header).to_bytes(8, "little") + header
+        assert "is not a readable safetensors file" in outcome(data, tmp_path)
+
+
+def test_files_that_are_endless_or_no_files_are_refused(tmp_path):
+    path = tmp_path / "p.safetensors"
+    path.write_bytes(b"")
+    os.truncate(path, 1 << 40)
+    with pytest.raises(ProfileError, match="is larger than 33554432 bytes: it is not a profile"):
+        load_profile(path)
+    os.mkfifo(tmp_path / "fifo")
+    for other in (tmp_path / "fifo", "/dev/zero"):
+        with pytest.raises(ProfileError, match="is not a file: check the path"):
+            load_profile(other)
+
+
+def test_missing_and_foreign_tensors_are_refused_by_name(tmp_path):
+    fewer = {name: tensor for name, tensor in TENSORS.items() if name != "tail"}
+    assert "tensor 'tail' is missing: expected ['grain'" in outcome(file_of("{}", fewer), tmp_path)
+    more = TENSORS | {"x" * 100: torch.zeros(1)}
+    assert "xx.. is not part of a profile: expected ['grain'" in outcome(file_of("{}", more), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), "field record.a is nan: expected a finite number"),
+        (10**5000, "field record.a has 16610 bits: expected an integer of at most 63"),
+        (Path("/x"), "field record.a is a PosixPath: expected a JSON value"),
+        ({1: 2}, "field record.a.1 has a name that is no text"),
+        ("\ud800", r"field record.a is '\\ud800': expected valid Unicode"),
+        ("x" * (4 << 20), "characters: a profile's has at most 4194304"),
+    ],
+    ids=lambda case: type(case).__name__,
+)
+def test_what_could_not_be_read_is_not_written(tmp_path, value, message):
+    with pytest.raises(ProfileError, match=message):
+        save_profile(profile(record={"a": value}), tmp_path / "p.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_sizes_that_could_not_be_read_are_not_written(tmp_path):
+    bad = profile(geometry=dataclasses.replace(GEOMETRY, kv_heads=2))
+    with pytest.raises(ProfileError, match=r"field model\.kv_heads is 2: expected a divisor"):
+        save_profile(bad, tmp_path / "p.safetensors")
 
 
 def test_illegal_contents_are_refused_on_writing_too(tmp_path):

@@ -1,0 +1,325 @@
+"""s2o-profile on a real calibration of the demo model, in this process but for one start from cold."""
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from golden_profiles import field_paths, path_of
+from test_profile import FORMAT, document_of
+
+from calibrate import cli, profile_cli
+from calibrate.rebudget import rebudget
+from calibrate.recipe import Budget
+from calibrate.retile import retile
+from s2o_runtime.config import HeadConfig
+from s2o_runtime.profile import load_profile, save_profile
+
+ROOT = Path(__file__).parent.parent
+MINIMAL, FULL = path_of("schema2-minimal"), path_of("schema2-full")
+QUICK = "--model demo --device cpu --lengths 512 --num-prompts 1 --held-out 1 --trials 1 --segments 256"
+QUICK += " --representatives 1 --tails off --quiet"
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    """A profile with its report and journal beside it; tests do not change them."""
+    out = tmp_path_factory.mktemp("calibrated") / "demo.safetensors"
+    assert cli.main([*QUICK.split(), "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a command; its exit code, and what it prints: parsed with --json."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        code = profile_cli.main(list(map(str, arguments)))
+        printed = capsys.readouterr()
+        if code != 0:
+            assert printed.err.startswith("s2o-profile: ")
+            assert printed.err.count("\n") == 1
+            return code, printed.err
+        return code, json.loads(printed.out) if "--json" in arguments else printed.out
+
+    return run
+
+
+def test_every_field_of_a_real_profile_is_in_the_format(calibrated, tmp_path):
+    """Of a calibration, of a profile with another budget and of one with other tiles."""
+    rebudget(calibrated, Budget("rel_mse", 1e-2), calibrated.with_name("other.safetensors"))
+    retile(calibrated, "cpu", tmp_path / "retiled.safetensors")
+    text = FORMAT.read_text(encoding="utf-8")
+    for path in (calibrated, calibrated.with_name("other.safetensors"), tmp_path / "retiled.safetensors"):
+        for field in field_paths(document_of(path.read_bytes())):
+            known = re.sub(r"^record\.retiled\.versions\..*", "record.retiled.versions", field)
+            assert any(f"`{known}{end}" in text for end in ("`", "[]`", "[]."))  # the last for an empty list
+
+
+def test_show_says_what_was_proven(calibrated, run):
+    profile = load_profile(calibrated)
+    code, found = run("show", calibrated, "--json")
+    assert code == 0
+    assert (found["model"], found["proof"], found["budget"]) == ("demo", "held out", "rel_mse 0.001 (layer)")
+    (length,) = found["lengths"]
+    layers = profile.record["held_out"][0]["layers"]
+    assert length["density"] == pytest.approx(sum(layer["density"] for layer in layers) / len(layers))
+    assert length["error_over_limit"] == max(layer["rel_mse"] / layer["limit"] for layer in layers)
+    assert length["dense_heads"] == sum(head.mode == "dense" for layer in profile.layers[0] for head in layer.heads)
+    assert length["needles"] == [1, 1]
+    code, table = run("show", calibrated)
+    assert f"{length['density']:.3f}   held out" in table
+    assert "prompts below 512 tokens stay dense" in table
+
+
+@pytest.mark.parametrize("path", [MINIMAL, FULL], ids=lambda path: path.stem)
+def test_show_takes_what_a_record_does_not_say(path, run):
+    assert run("show", path)[0] == 0
+    assert run("show", path, "--json")[1]["lengths"][0]["length"] == load_profile(path).lengths[0]
+
+
+@pytest.mark.parametrize(
+    "record", [{"held_out": 3}, {"held_out": [7, {"length": 512, "layers": [None]}]}, {"budget": []}]
+)
+def test_show_takes_a_foreign_record(record, run, tmp_path):
+    path = tmp_path / "p.safetensors"
+    save_profile(dataclasses.replace(load_profile(MINIMAL), record=record, model_name="\x1b[31mred\nname"), path)
+    code, text = run("show", path)
+    assert code == 0
+    assert "\x1b" not in text
+    assert "density" in text
+
+
+def test_a_head_is_explained_by_its_curve(calibrated, run):
+    """What a head's curve says is what the report says; what keeps it back follows from its points."""
+    report = json.loads(calibrated.with_name("demo.report.json").read_text())
+    rows = report["lengths"][0]["layers"]
+    seen = set()
+    for layer, row in enumerate(rows):
+        for head, expected in enumerate(row["heads"]):
+            _, found = run("show", calibrated, "--head", f"{layer}.{head}", "--json")
+            (length,) = found["lengths"]
+            assert length["mode"] == expected["mode"]
+            assert length["density"] == pytest.approx(expected["density"])
+            assert length["error"] == pytest.approx(expected["error"])
+            seen |= {phrase for phrase in ("guard on worst rows", "limited by the budget") if phrase in length["why"]}
+            assert length["why"].startswith("dense because ") == (expected["mode"] == "dense")
+    assert seen == {"guard on worst rows", "limited by the budget"}
+    code, text = run("show", calibrated, "--head", "0.0")
+    assert code == 0
+    assert text.startswith("512 tokens: ")
+
+
+def test_a_head_without_a_journal_is_said_to_have_no_curve(calibrated, run, tmp_path):
+    shutil.copy(calibrated, tmp_path)
+    _, found = run("show", tmp_path / calibrated.name, "--head", "0.0", "--json")
+    (length,) = found["lengths"]
+    assert length["density"] is None
+    assert length["why"].startswith(f"its curve is not there: journal {tmp_path}/demo.journal.jsonl does not exist")
+    _, found = run("show", FULL, "--head", "0.0", "--json")
+    assert all("its curve is not there" in length["why"] for length in found["lengths"])
+
+
+def test_a_setting_that_was_not_measured_is_said_to_be_none(calibrated, run):
+    profile = load_profile(calibrated)
+    odd = HeadConfig(0.123, 256)
+    layers = tuple(dataclasses.replace(each, heads=(odd, *each.heads[1:])) for each in profile.layers[0])
+    path = calibrated.with_name("odd.safetensors")
+    save_profile(dataclasses.replace(profile, layers=(layers,)), path)
+    _, found = run("show", path, "--head", "2.0", "--json")
+    assert found["lengths"][0]["density"] is None
+    assert "its setting is none that its curve was measured at" in found["lengths"][0]["why"]
+
+
+def test_diff_counts_what_differs(calibrated, run, tmp_path):
+    assert run("diff", calibrated, calibrated) == (0, "the profiles are the same\n")
+    profile = load_profile(calibrated)
+    first = profile.layers[0][0]
+    heads = (dataclasses.replace(first.heads[0], tau=9.0), dataclasses.replace(first.heads[1], tau=9.0, tail=True))
+    changed = dataclasses.replace(first, heads=heads + first.heads[2:])
+    record = json.loads(json.dumps(profile.record))
+    record["recipe"]["seed"] = 7
+    record["held_out"][0]["layers"][1]["density"] = 0.25
+    other = dataclasses.replace(profile, layers=((changed, *profile.layers[0][1:]),), record=record)
+    save_profile(other, tmp_path / "other.safetensors")
+    _, found = run("diff", calibrated, tmp_path / "other.safetensors", "--json")
+    assert found["fields"] == {"recipe.seed": [0, 7]}
+    assert found["lengths"] == {}
+    first_row, second_row = found["layers"]
+    assert first_row["heads"] == 2
+    assert first_row["changed"] == {"tau": 2, "tail": 1}
+    assert (second_row["layer"], second_row["heads"], second_row["densities"][1]) == (1, 0, 0.25)
+    code, text = run("diff", calibrated, tmp_path / "other.safetensors")
+    assert code == 0
+    assert "tau 2, tail 1" in text
+    _, found = run("diff", calibrated, FULL, "--json")
+    assert found["lengths"] == {"only_a": [512], "only_b": [1024, 8192, 131072]}
+
+
+def test_export_holds_everything(run, tmp_path):
+    profile = load_profile(FULL)
+    _, found = run("export", FULL)
+    found = json.loads(found)
+    assert found["record"] == profile.record
+    assert found["lengths"] == list(profile.lengths)
+    for bucket, layers in zip(found["buckets"], profile.layers, strict=True):
+        assert bucket["layers"] == json.loads(json.dumps([dataclasses.asdict(layer) for layer in layers]))
+    assert run("export", FULL, "--out", tmp_path / "p.json") == (0, f"wrote {tmp_path}/p.json\n")
+    assert json.loads((tmp_path / "p.json").read_text()) == found
+
+
+def test_verify_makes_the_proof_again(calibrated, run):
+    """The same prompts, device and model give the same errors, to the bit on one machine or nearly."""
+    code, found = run("verify", "demo", calibrated, "--device", "cpu", "--json")
+    assert code == 0
+    assert found["problems"] == []
+    assert found["same_prompts"]
+    (length,), (recorded,) = found["lengths"], load_profile(calibrated).record["held_out"]
+    for layer, expected in zip(length["layers"], recorded["layers"], strict=True):
+        assert layer["error"] == pytest.approx(expected["rel_mse"], rel=1e-2)
+        assert layer["density"] == pytest.approx(expected["density"], rel=1e-2)
+        assert layer["limit"] == expected["limit"]
+    assert length["needles"] == recorded["needles"]
+
+
+def test_verify_fails_for_a_profile_that_skips_too_much(calibrated, run, tmp_path):
+    profile = load_profile(calibrated)
+    careless = tuple(dataclasses.replace(each, heads=(HeadConfig(1e6, 256),) * 8) for each in profile.layers[0])
+    save_profile(dataclasses.replace(profile, layers=(careless,)), tmp_path / "p.safetensors")
+    code, sentence = run("verify", "demo", tmp_path / "p.safetensors", "--device", "cpu")
+    assert code == 3
+    assert re.search(r"the proof failed \(layer 0 at 512 tokens has an error of .*, 1.00e-03 is allowed", sentence)
+
+
+def test_verify_refuses_what_it_cannot_prove(calibrated, run, tmp_path):
+    other = dataclasses.replace(load_profile(calibrated), fingerprint="0" * 64)
+    save_profile(other, tmp_path / "p.safetensors")
+    code, sentence = run("verify", "demo", tmp_path / "p.safetensors", "--device", "cpu")
+    assert (code, "is not of demo, which has other weights" in sentence) == (2, True)
+    code, sentence = run("verify", "demo", MINIMAL, "--device", "cpu")
+    assert (code, "does not say how it was calibrated" in sentence) == (2, True)
+
+
+def test_plot_draws_thresholds(run, tmp_path, monkeypatch):
+    assert run("plot", FULL, "--out", tmp_path / "p.png")[0] == 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("matplotlib", "matplotlib.colors", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, sentence = run("plot", FULL, "--out", tmp_path / "q.png")
+    assert (code, sentence) == (2, "s2o-profile: a picture needs matplotlib: pip install matplotlib\n")
+    assert not (tmp_path / "q.png").exists()
+
+
+def test_push_and_pull_carry_a_profile_with_its_report(calibrated, run, tmp_path):
+    code, found = run("push", calibrated, tmp_path / "shelf", "--json")
+    assert code == 0
+    names = [Path(file).name for file in found["files"]]
+    assert {"demo.report.md", "demo.report.json"} < set(names)
+    assert names[-1] == "demo.safetensors"
+    assert run("pull", tmp_path / "shelf", "--out", tmp_path / "here")[0] == 0
+    for name in names:
+        assert (tmp_path / "here" / name).read_bytes() == calibrated.with_name(name).read_bytes()
+    shutil.copy(FULL, tmp_path / "shelf")
+    code, sentence = run("pull", tmp_path / "shelf", "--out", tmp_path / "there")
+    assert (code, "holds 2 profiles (demo.safetensors, schema2-full.safetensors): name one" in sentence) == (2, True)
+    assert run("pull", tmp_path / "shelf" / FULL.name, "--out", tmp_path / "there")[0] == 0
+    assert load_profile(tmp_path / "there" / FULL.name) == load_profile(FULL)
+
+
+def test_what_is_no_profile_is_neither_pushed_nor_pulled(run, tmp_path):
+    (tmp_path / "bad.safetensors").write_bytes(b"no")
+    for command in (
+        ("push", tmp_path / "bad.safetensors", tmp_path / "to"),
+        ("pull", tmp_path / "bad.safetensors", "--out", tmp_path / "to"),
+        ("pull", tmp_path, "--out", tmp_path / "to"),
+    ):
+        code, sentence = run(*command)
+        assert (code, "is not a readable safetensors file" in sentence) == (2, True)
+    assert not (tmp_path / "to").exists()
+
+
+class Hub:
+    """What huggingface_hub does, with a folder in its place."""
+
+    def __init__(self, folder):
+        self.folder, self.commits = folder, []
+        self.HfApi = lambda: self
+        self.CommitOperationAdd = SimpleNamespace
+
+    def create_repo(self, repository, exist_ok):
+        assert exist_ok
+        (self.folder / repository).mkdir(parents=True, exist_ok=True)
+
+    def create_commit(self, repository, operations, commit_message):
+        self.commits.append(commit_message)
+        for each in operations:
+            shutil.copy(each.path_or_fileobj, self.folder / repository / each.path_in_repo)
+
+    def snapshot_download(self, repository, local_dir, allow_patterns):
+        if not (self.folder / repository).is_dir():
+            raise OSError("404 Client Error\nmore")
+        for pattern in allow_patterns:
+            for file in (self.folder / repository).glob(pattern):
+                shutil.copy(file, local_dir)
+
+
+def test_push_and_pull_a_hub_repository(calibrated, run, tmp_path, monkeypatch):
+    hub = Hub(tmp_path / "hub")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    code, found = run("push", calibrated, "hf://org/name", "--json")
+    assert code == 0
+    assert found["files"][-1] == "hf://org/name/demo.safetensors"
+    assert hub.commits == ["Add demo.safetensors"]  # one, so that nobody sees a part of it
+    for address in ("hf://org/name", "hf://org/name/demo.safetensors"):
+        shutil.rmtree(tmp_path / "here", ignore_errors=True)
+        assert run("pull", address, "--out", tmp_path / "here")[0] == 0
+        assert (tmp_path / "here" / "demo.safetensors").read_bytes() == calibrated.read_bytes()
+        assert (tmp_path / "here" / "demo.report.md").exists()
+    code, sentence = run("pull", "hf://org/other", "--out", tmp_path)
+    assert (code, sentence) == (2, "s2o-profile: hf://org/other cannot be reached: 404 Client Error\n")
+    assert run("push", calibrated, "hf://name")[0] == 2
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    code, sentence = run("push", calibrated, "hf://org/name")
+    assert (code, "hf:// needs huggingface_hub: pip install huggingface_hub" in sentence) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["show", "missing.safetensors"], "missing.safetensors cannot be read (No such file or directory)"),
+        (["show", MINIMAL, "--head", "3"], "'3' is not a layer and a head: try 3.7"),
+        (["show", MINIMAL, "--head", "0.1"], "head 0.1 does not exist: layers are 0 to 0, heads 0 to 0"),
+        (["export", MINIMAL, "--out", "missing/p.json"], "missing"),
+        (["verify", "demo", MINIMAL, "--device", "moon"], "device 'moon' is not known"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+    ids=lambda case: "-".join(map(str, case[:1])) if isinstance(case, list) else "",
+)
+def test_errors_are_one_sentence(arguments, sentence, tmp_path):
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)}
+    outcome = subprocess.run(
+        [sys.executable, "-m", "calibrate.profile_cli", *map(str, arguments)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert outcome.returncode == 2, outcome.stderr
+    assert sentence in outcome.stderr
+    assert outcome.stderr.startswith("s2o-profile")
+    assert outcome.stderr.count("\n") == 1
+
+
+def test_verify_refuses_a_models_budget_whose_shares_are_not_recorded(calibrated, run, tmp_path):
+    record = json.loads(json.dumps(load_profile(calibrated).record))
+    record["recipe"]["scope"], record["held_out"] = "model", []
+    save_profile(dataclasses.replace(load_profile(calibrated), record=record), tmp_path / "p.safetensors")
+    code, sentence = run("verify", "demo", tmp_path / "p.safetensors", "--device", "cpu")
+    assert (code, "does not say what each layer may have of the model's budget" in sentence) == (2, True)
