@@ -294,7 +294,7 @@ def _device(name: str | None) -> tuple[str, DeviceIdentity]:
         raise ConfigError(f"device {name!r} is not here ({torch.cuda.device_count()} GPUs found): use --device cpu")
     if (identity := identify(device)).kind not in DEFAULT_LENGTHS:
         raise ConfigError(f"device {name!r} is a {identity.kind} device, which has no kernels yet: use --device cpu")
-    return name, identify(device)
+    return name, identity
 
 
 def _check_writable(flag: str, path: Path) -> None:
