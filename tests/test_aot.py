@@ -33,7 +33,7 @@ def test_all_targets_are_covered(built):
     targets = [(cap, dim) for cap in SHARED_LIMIT for dim in HEAD_DIMS if dim <= 128 or cap in (90, 100)]
     assert covered == {(*target, variant) for target in targets for variant in VARIANTS}
     assert {entry["kernel"] for entry in built if entry["capability"] == 90 and entry["head_dim"] in (64, 128)} == {
-        "prefill", "prefill_hopper", "representatives", "log_sums", "scores", "pool", "tail",
+        "prefill", "prefill_hopper", "representatives", "log_sums", "scores", "pool", "tail", "trace",
     }  # fmt: skip
 
 
