@@ -81,7 +81,7 @@ def parser() -> Parser:
         "--check-lengths",
         type=_reader(_integers_or_none, "a list of lengths", "16384, or none"),
         metavar="N,N",
-        help="lengths to prove without calibrating them (default: one between the two longest), or none",
+        help="lengths to prove without calibrating them (default: one between any two), or none",
     )
     proof(
         "--allow-regression",
@@ -227,7 +227,7 @@ def _rebudget(flags: Flags) -> int:
 def _retile(flags: Flags) -> int:
     """Tune a profile's tiles for the device here; its thresholds stay."""
     profile = flags["retile"]
-    name, device = _device(flags.get("device"))
+    name, device = named_device(flags.get("device"))
     out = flags.get("out", profile.parent / f"{profile.stem}-{slug(device.name)}.safetensors")
     _check_writable("--out", out)
 
@@ -269,7 +269,7 @@ def _draft(options: Mapping[str, Any]) -> Recipe:
 
 def _on_this_machine(draft: Recipe, options: Mapping[str, Any]) -> tuple[Recipe, DeviceIdentity]:
     """The recipe with the defaults that depend on the device."""
-    name, identity = _device(options.get("device"))
+    name, identity = named_device(options.get("device"))
     defaults = {
         "lengths": DEFAULT_LENGTHS[identity.kind],
         "out": default_out(draft.model, identity.name, draft.budget),
@@ -277,7 +277,7 @@ def _on_this_machine(draft: Recipe, options: Mapping[str, Any]) -> tuple[Recipe,
     return Recipe.of(defaults | dict(options) | {"device": name}), identity
 
 
-def _device(name: str | None) -> tuple[str, DeviceIdentity]:
+def named_device(name: str | None) -> tuple[str, DeviceIdentity]:
     """A device's name, by default a GPU's if there is one, and which it is. Raises ConfigError if it is not here."""
     import torch
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from calibrate.capture import Captured
 from calibrate.journal import pack, unpack
+from calibrate.worst import WORST
 from s2o_runtime.config import TileConfig
 
 TAUS = tuple(float(f"{10.0 ** (exponent / 5):.4g}") for exponent in range(-15, 16))  # 1e-3 .. 1e3, five a decade
-WORST = 0.99  # the share of row tiles that are no worse than what a curve says of the worst rows
 
 
 @dataclass(frozen=True)

@@ -41,16 +41,9 @@ def measure_model(
         for length in prompts
     }
     known = all(journal.get("curves", key) is not None for key in keys.values())
-    flat = [(length, prompt) for length, each in prompts.items() for prompt in each]
-    captured: Iterable[Iterator[Captured] | None] = (
-        repeat(None, len(layers)) if known else capture.layers(loaded, [prompt.ids for _, prompt in flat])
-    )
+    ids = [prompt.ids for each in prompts.values() for prompt in each]
+    captured: Iterable[Iterator[Captured]] = repeat(iter(()), len(layers)) if known else capture.layers(loaded, ids)
     for layer, of_layer in enumerate(captured):
-        if of_layer is None:
-            for length in prompts:
-                found[length].append(unpacked(journal.remember("curves", keys[layer, length], list)))
-                on_step()
-            continue
         for length, each in prompts.items():
             some = islice(of_layer, len(each))
             with within_memory(loaded.weights.device, length, loaded.weights.held, f"measuring layer {layer}"):

@@ -24,8 +24,7 @@ def summary(recipe: Recipe, result: Result) -> dict[str, Any]:
         "met": result.met,
         "problems": list(result.problems),
         "model": recipe.model,
-        "architecture": f"{geometry.architecture}, {geometry.layers} layers, {geometry.query_heads} query heads, "
-        f"{geometry.kv_heads} KV heads, head dim {geometry.head_dim}",
+        "architecture": str(geometry),
         "device": str(result.device),
         "random_weights": recipe.random_weights,
         "budget": {"kind": recipe.budget.kind, "value": recipe.budget.value, "scope": recipe.scope},
@@ -38,7 +37,7 @@ def summary(recipe: Recipe, result: Result) -> dict[str, Any]:
         "journal": {"path": str(recipe.journal_path), "reused": result.journal_reused},
         "versions": versions(),
         "seed": recipe.seed,
-        "data": str(recipe.prompts) if recipe.prompts else "the Python standard library's sources, with needles",
+        "data": recipe.prompt_source,
         "lengths": [_length(recipe, result, length, proof) for length, proof in sorted(result.proofs.items())],
     }
 

@@ -161,12 +161,12 @@ def _proven(
         some = {length: each for length, each in prompts.held_out.items() if length in again}
         with _bar("proving on held-out prompts", loaded.geometry.layers * len(some), "layer", progress) as step:
             proofs |= prove(loaded, some, proof.config_of, proof.adjust, step)
-        lost = _lost_needles(proofs, recipe)
+        lost = lost_needles(proofs, recipe)
         if not lost or attempt == RETRIES:
             break
         again = proof.halve(set(lost))
         log.info("%s: proving %s tokens again with half the budget", next(iter(lost.values())), sorted(again))
-    problems = (*proof.over_limit(proofs), *lost.values(), *_slower(proofs, recipe, device))
+    problems = (*proof.over_limit(proofs), *lost.values(), *_slower(proofs, device))
     return Result(
         profile=proof.profile(),
         chosen=proof.final(),
@@ -217,9 +217,11 @@ class _Proof:
         # a layer's own limit, and between calibrated lengths that of the longest
         bucket = length if length in self._chosen else self._recipe.lengths[-1]
         self.limits[place] = self._chosen[bucket].limits[layer]
-        # what is between buckets follows the ones that were proven, which come first
-        proven = {key: self.configs.get(key, choice.config) for key, choice in self._choices.items()}
-        self.configs[place] = self._profile(proven, self._recipe.lengths).layer_config(layer, length)
+        if place in self._choices:
+            self.configs[place] = self._choices[place].config
+        else:  # between buckets it follows those that were proven, which come first
+            proven = {key: self.configs.get(key, choice.config) for key, choice in self._choices.items()}
+            self.configs[place] = self._profile(proven, self._recipe.lengths).layer_config(layer, length)
         return self.configs[place]
 
     def adjust(self, length: int, layer: int, proof: LayerProof, config: LayerConfig) -> LayerConfig | None:
@@ -241,14 +243,13 @@ class _Proof:
         else:
             by = aim ** (1 / TAU_FOR_ERROR)
             new = replace(config, heads=tuple(replace(head, tau=head.tau * by) for head in config.heads))
-        log.info("layer %d at %d tokens has an error of %.2e, %.2e is allowed: tightened", layer, length, error, limit)
+        log.info("%s: tightened", over_limit(length, layer, error, limit))
         self.configs[place] = new
         return new
 
     def over_limit(self, proofs: dict[int, LengthProof]) -> list[str]:
         return [
-            f"layer {index} at {length} tokens has an error of {layer.error(self._recipe.budget):.2e}, "
-            f"{self.limits[length, index]:.2e} is allowed"
+            over_limit(length, index, layer.error(self._recipe.budget), self.limits[length, index])
             for length, proof in proofs.items()
             for index, layer in enumerate(proof.layers)
             if layer.error(self._recipe.budget) > self.limits[length, index]
@@ -277,6 +278,11 @@ class _Proof:
         return Profile(name, geometry, fingerprint, self._device, lengths, layers).validate()
 
 
+def over_limit(length: int, layer: int, error: float, limit: float) -> str:
+    """What is wrong with a layer, in words; errors in the budget's unit."""
+    return f"layer {layer} at {length} tokens has an error of {error:.2e}, {limit:.2e} is allowed"
+
+
 def _neighbours(length: int, buckets: Sequence[int]) -> list[int]:
     """The buckets next to a length, below and above; one beyond the last."""
     below = [bucket for bucket in buckets if bucket < length]
@@ -284,7 +290,7 @@ def _neighbours(length: int, buckets: Sequence[int]) -> list[int]:
     return below[-1:] + above[:1]
 
 
-def _lost_needles(proofs: dict[int, LengthProof], recipe: Recipe) -> dict[int, str]:
+def lost_needles(proofs: dict[int, LengthProof], recipe: Recipe) -> dict[int, str]:
     """The lengths at which too many are lost, and the sentence that says so."""
     return {
         length: f"at {length} tokens the patched model finds {found} of the {of} needles that dense finds, "
@@ -296,7 +302,7 @@ def _lost_needles(proofs: dict[int, LengthProof], recipe: Recipe) -> dict[int, s
     }
 
 
-def _slower(proofs: dict[int, LengthProof], recipe: Recipe, device: DeviceIdentity) -> list[str]:
+def _slower(proofs: dict[int, LengthProof], device: DeviceIdentity) -> list[str]:
     """Prefills that take longer than dense; on a CPU times are not the objective."""
     if device.kind != "cuda":
         return []

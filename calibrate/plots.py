@@ -55,7 +55,7 @@ def draw_density(figure: Figure, summary: Summary) -> None:
     layers, heads = len(lengths[0]["layers"]), len(lengths[0]["layers"][0]["heads"])
     widest = 9.0 if len(lengths) == 1 else 5.0
     wide, high = (min(max(CELL * count, 2.4), most) for count, most in ((heads, widest), (layers, 9.0)))
-    panels = _panels(figure, lengths, (wide, high), "head", "layer")
+    panels = panels_of(figure, lengths, (wide, high), "head", "layer")
     cross = (30 * min(wide / heads, high / layers)) ** 2
     for axes, length in panels:
         densities = [[head["density"] for head in layer["heads"]] for layer in length["layers"]]
@@ -65,7 +65,7 @@ def draw_density(figure: Figure, summary: Summary) -> None:
         ]
         dense = [(x, y) for x, y, mode in modes if mode == "dense"]
         axes.scatter([x for x, _ in dense], [y for _, y in dense], marker="x", color="black", lw=0.8, s=cross)
-        _whole_numbers(axes.xaxis, axes.yaxis)
+        whole_numbers(axes.xaxis, axes.yaxis)
     figure.colorbar(image, ax=[axes for axes, _ in panels], label="density (cross: dense head)", **BAR)
 
 
@@ -82,7 +82,7 @@ def draw_frontier(figure: Figure, summary: Summary) -> None:
     errors = [layer["error"] for length in summary["lengths"] for layer in length["layers"] if layer["error"] > 0]
     bottom = max(min([*errors, budget["value"]]) / 3, LOWEST * budget["value"])  # curves fall towards density 1
     size = (5.5, 4.2) if len(summary["lengths"]) == 1 else (4.2, 3.6)
-    panels = _panels(figure, summary["lengths"], size, "density", budget["kind"], sharey=True)
+    panels = panels_of(figure, summary["lengths"], size, "density", budget["kind"], sharey=True)
     for axes, length in panels:
         axes.axhline(budget["value"], color="black", lw=1, ls="--", label="budget")
         for layer in length["layers"]:
@@ -102,14 +102,14 @@ def draw_frontier(figure: Figure, summary: Summary) -> None:
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     bar = figure.colorbar(of_layer, ax=[axes for axes, _ in panels], label="layer", **BAR)
     bar.ax.set_ylim(0, max(1, last))
-    _whole_numbers(bar.ax.yaxis)
+    whole_numbers(bar.ax.yaxis)
 
 
 def draw_time(figure: Figure, summary: Summary) -> None:
     """Bars of each layer's attention before those of dense attention; predicted shares where nothing was timed."""
     wide = min(max(0.2 * len(summary["lengths"][0]["layers"]), 5.0), 12.0)
     lengths = [length for length in summary["lengths"] if _was_timed(length) or _has_heads(length)]
-    panels = _panels(figure, lengths, (wide, 1.7), "layer", "", columns=1)
+    panels = panels_of(figure, lengths, (wide, 1.7), "layer", "", columns=1)
     for axes, length in panels:
         layers = length["layers"]
         numbers = [layer["layer"] for layer in layers]
@@ -122,7 +122,7 @@ def draw_time(figure: Figure, summary: Summary) -> None:
         axes.bar(numbers, dense, width=0.85, color="lightgrey", label="dense")
         axes.bar(numbers, taken, width=0.5, color="C0", label="S2O")
         axes.set_xlim(-0.7, len(layers) - 0.3)
-        _whole_numbers(axes.xaxis)
+        whole_numbers(axes.xaxis)
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
 
 
@@ -144,7 +144,7 @@ def predicted_cost(layer: Summary) -> float:
     return fmean(costs)
 
 
-def _panels(
+def panels_of(
     figure: Figure,
     lengths: Sequence[Summary],
     size: tuple[float, float],
@@ -169,7 +169,7 @@ def _panels(
     return list(zip(grid, lengths, strict=False))
 
 
-def _whole_numbers(*axes: Axis) -> None:
+def whole_numbers(*axes: Axis) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for axis in axes:

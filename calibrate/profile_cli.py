@@ -123,8 +123,7 @@ def summary(profile: Profile) -> dict[str, Any]:
     buckets = zip(profile.lengths, profile.layers, strict=True)
     return {
         "model": profile.model_name,
-        "architecture": f"{geometry.architecture}, {geometry.layers} layers, {geometry.query_heads} query heads, "
-        f"{geometry.kv_heads} KV heads, head dim {geometry.head_dim}",
+        "architecture": str(geometry),
         "fingerprint": profile.fingerprint,
         "device": str(profile.device),
         "budget": None if _number(value) is None else f"{kind} {value:g} ({scope})",
@@ -241,18 +240,18 @@ def explain_head(
 
     Without the journal beside the profile, or without a curve in it, the reason says so.
     """
-    from calibrate.rebudget import _curves, _read, _recipe
+    from calibrate.rebudget import opened, recipe_of, stored_curves
 
     measured: dict[int, Curves] = {}
     missing = "the journal has no curve of this length and tile, so what it costs is not known"
     recipe: Recipe | None = None
     try:
-        recipe = _recipe(profile, path)
-        with _read(journal or recipe.journal_path, profile, recipe) as opened:
-            entries = opened.entries("curves")
+        recipe = recipe_of(profile, path)
+        with opened(journal or recipe.journal_path, profile, recipe) as kept:
+            entries = kept.entries("curves")
         for length in set(profile.lengths) & set(recipe.lengths):
             config = profile.layers[profile.lengths.index(length)][layer]
-            curves = _curves(entries, layer, length, config, profile, recipe)
+            curves = stored_curves(entries, layer, length, config, profile, recipe)
             if curves:
                 measured[length] = curves
     except InputError as error:
@@ -382,11 +381,13 @@ def differences(a: Profile, b: Profile) -> dict[str, Any]:
 
 
 def _described(profile: Profile) -> dict[str, Any]:
+    from s2o_runtime.profile import described
+
     record = {
         name: _at(profile.record, name) for name in ("budget", "objective", "proof", "recipe", "versions", "data")
     }
-    model = {"name": profile.model_name, "fingerprint": profile.fingerprint, **asdict(profile.geometry)}
-    return {"model": model, "device": asdict(profile.device), **record}
+    document = described(profile)
+    return {"model": document["model"], "device": document["device"], **record}
 
 
 def _changed_fields(a: Any, b: Any, name: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
@@ -429,20 +430,15 @@ def export(args: argparse.Namespace) -> int:
 
 def exported(profile: Profile) -> dict[str, Any]:
     """A profile as JSON: the fields of the file's document, and `buckets` with every layer in place of the tensors."""
-    from s2o_runtime.profile import SCHEMA
+    from s2o_runtime.profile import described
 
     buckets = [
         {"length": length, "layers": [asdict(layer) for layer in bucket]}
         for length, bucket in zip(profile.lengths, profile.layers, strict=True)
     ]
-    return {
-        "schema": SCHEMA,
-        "model": {"name": profile.model_name, "fingerprint": profile.fingerprint, **asdict(profile.geometry)},
-        "device": asdict(profile.device),
-        "lengths": list(profile.lengths),
-        "buckets": buckets,
-        "record": profile.record,
-    }
+    document = described(profile)
+    record = document.pop("record")
+    return document | {"buckets": buckets, "record": record}
 
 
 @dataclass(frozen=True)
@@ -457,9 +453,9 @@ class Verified:
 
 def verify(args: argparse.Namespace) -> int:
     """Prove a profile on held-out prompts on this machine."""
-    from calibrate.cli import _device
+    from calibrate.cli import named_device
 
-    name, _ = _device(args.device)
+    name, _ = named_device(args.device)
     found = verified(args.model, args.profile, name, args.prompts)
     if args.json:
         _print_json(asdict(found))
@@ -491,15 +487,15 @@ def verified(model: str, path: Path, device: str, prompts: Path | None = None) -
     import torch
 
     from calibrate.models import load, load_tokenizer
-    from calibrate.pipeline import _lost_needles
+    from calibrate.pipeline import lost_needles, over_limit
     from calibrate.prompts import load_prompts
-    from calibrate.rebudget import _recipe
+    from calibrate.rebudget import recipe_of
     from calibrate.verify import prove
     from s2o_runtime.gpu import Rejected, fit, identify
     from s2o_runtime.profile import load_profile
 
     profile = load_profile(path)
-    recipe = replace(_recipe(profile, path), model=model, device=device)
+    recipe = replace(recipe_of(profile, path), model=model, device=device)
     recipe = replace(recipe, prompts=prompts or recipe.prompts)
     if recipe.scope == "model" and not _at(profile.record, "held_out"):
         raise InputError(f"{path} does not say what each layer may have of the model's budget: calibrate with it")
@@ -532,13 +528,12 @@ def verified(model: str, path: Path, device: str, prompts: Path | None = None) -
             {"length": length, "kl": proof.kl, "top1": proof.top1, "needles": proof.needles, "layers": layers}
         )
     problems = [
-        f"layer {layer['layer']} at {length['length']} tokens has an error of {layer['error']:.2e}, "
-        f"{layer['limit']:.2e} is allowed"
+        over_limit(length["length"], layer["layer"], layer["error"], layer["limit"])
         for length in lengths
         for layer in length["layers"]
         if layer["error"] > layer["limit"] and not layer["dense"]
     ]
-    problems += _lost_needles(proofs, recipe).values()
+    problems += lost_needles(proofs, recipe).values()
     same = data.record()["held_out"] == _at(profile.record, "data", "held_out")
     return Verified(lengths, problems, same)
 
@@ -562,18 +557,18 @@ def drawn(profile: Profile) -> bytes:
     except ModuleNotFoundError as error:
         raise InputError("a picture needs matplotlib: pip install matplotlib") from error
     from calibrate.curves import TAUS
-    from calibrate.plots import BAR, COLOURS, DPI, _panels, _whole_numbers
+    from calibrate.plots import BAR, COLOURS, DPI, panels_of, whole_numbers
 
     figure = Figure(layout="constrained")
     norm = LogNorm(TAUS[0], TAUS[-1], clip=True)  # 0 is at its lower end
     lengths = [{"length": length, "calibrated": True} for length in profile.lengths]
-    panels = _panels(figure, lengths, (5.0, 4.0), "head", "layer")
+    panels = panels_of(figure, lengths, (5.0, 4.0), "head", "layer")
     for (axes, _), bucket in zip(panels, profile.layers, strict=True):
         taus = [[math.nan if h.mode == "dense" else max(h.tau, TAUS[0]) for h in layer.heads] for layer in bucket]
         image = axes.imshow(taus, norm=norm, cmap=COLOURS, aspect="auto", interpolation="nearest")
         dense = [(x, y) for y, layer in enumerate(bucket) for x, head in enumerate(layer.heads) if head.mode == "dense"]
         axes.scatter([x for x, _ in dense], [y for _, y in dense], marker="x", color="black", lw=0.8, s=12)
-        _whole_numbers(axes.xaxis, axes.yaxis)
+        whole_numbers(axes.xaxis, axes.yaxis)
     figure.colorbar(image, ax=[axes for axes, _ in panels], label="tau (cross: dense head)", **BAR)
     figure.suptitle(f"{profile.model_name} on {profile.device}", fontsize="medium", parse_math=False)
     file = BytesIO()

@@ -59,16 +59,16 @@ def rebudget(profile: Path, budget: Budget, out: Path, journal: Path | None = No
     is missing, is of another model or device, or lacks a layer's curves.
     """
     old = load_profile(profile)
-    before = _recipe(old, profile)
+    before = recipe_of(old, profile)
     after = replace(before, budget=budget, out=out).validate()
     path = journal or before.journal_path
-    with _read(path, old, after) as measured:
+    with opened(path, old, after) as measured:
         entries = measured.entries("curves")
     record, layers, predicted = [], [], []
     for length in after.lengths:
         choices, curves = [], []
         for layer, config in enumerate(old.layers[old.lengths.index(length)]):
-            found = _curves(entries, layer, length, config, old, before)
+            found = stored_curves(entries, layer, length, config, old, before)
             if not found:
                 raise InputError(
                     f"journal {path} lacks the curves of layer {layer} at {length} tokens for tile {config.tile}: "
@@ -96,7 +96,7 @@ def rebudget(profile: Path, budget: Budget, out: Path, journal: Path | None = No
     return Rebudgeted(new, tuple(predicted))
 
 
-def _recipe(profile: Profile, path: Path) -> Recipe:
+def recipe_of(profile: Profile, path: Path) -> Recipe:
     """The recipe in a profile's record, whose file it is to be written to."""
     try:
         recipe = Recipe.from_record(profile.record["recipe"], path)
@@ -116,7 +116,7 @@ def _prompts(profile: Profile, length: int) -> list[str]:
     return [each["sha256"] for each in profile.record["data"]["calibration"] if each["length"] == length]
 
 
-def _read(path: Path, profile: Profile, recipe: Recipe) -> Journal:
+def opened(path: Path, profile: Profile, recipe: Recipe) -> Journal:
     """The profile's journal. Raises InputError if it is missing or another model's or device's."""
     if not path.exists():
         raise InputError(f"journal {path} does not exist: give --journal, or measure again with {_command(recipe)}")
@@ -136,7 +136,7 @@ def _read(path: Path, profile: Profile, recipe: Recipe) -> Journal:
     return journal
 
 
-def _curves(
+def stored_curves(
     entries: _Entries, layer: int, length: int, config: LayerConfig, profile: Profile, recipe: Recipe
 ) -> Curves | None:
     """The curves last measured for a layer that hold its segment, grain and tile."""

@@ -146,6 +146,11 @@ class Recipe:
         )
 
     @property
+    def prompt_source(self) -> str:
+        """Where the prompts come from, in words."""
+        return str(self.prompts) if self.prompts else "the Python standard library's sources, with needles"
+
+    @property
     def journal_path(self) -> Path:
         """The journal's file: beside the profile and named by the model alone, so that other budgets find it."""
         return self.journal or self.out.parent / f"{slug(self.model)}.journal.jsonl"

@@ -45,8 +45,7 @@ def plan(recipe: Recipe, geometry: Geometry, device: str, given: frozenset[str])
     segments = (f"{', '.join(map(str, recipe.segments_for(length)))} at {length}" for length in recipe.lengths)
     return {
         "model": recipe.model,
-        "architecture": f"{geometry.architecture}, {geometry.layers} layers, {geometry.query_heads} query heads, "
-        f"{geometry.kv_heads} KV heads, head dim {geometry.head_dim}",
+        "architecture": str(geometry),
         "weights": said("random" if recipe.random_weights else "the model's", "random_weights"),
         "device": said(device, "device"),
         "objective": "measured latency" if recipe.device.startswith("cuda") else "predicted latency (no GPU)",
@@ -56,7 +55,7 @@ def plan(recipe: Recipe, geometry: Geometry, device: str, given: frozenset[str])
         "worst rows": said(recipe.worst_rows or "off", "worst_rows"),
         "lengths": said(recipe.lengths, "lengths"),
         "check lengths": said(recipe.checked_lengths, "check_lengths"),
-        "prompts": said(recipe.prompts or "the Python standard library's sources, with needles", "prompts"),
+        "prompts": said(recipe.prompt_source, "prompts"),
         "prompts per length": f"{said(recipe.num_prompts, 'num_prompts')} to calibrate, "
         f"{said(recipe.held_out, 'held_out')} held out",
         "segments": said("; ".join(segments), "segments"),

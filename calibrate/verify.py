@@ -22,7 +22,7 @@ from calibrate.prompts import Prompt
 from calibrate.recipe import Budget
 from calibrate.streams import Stream, attention_implementation, begin, layer_on_device
 from calibrate.timing import medians
-from calibrate.worst import row_errors, tile_worst
+from calibrate.worst import WORST, row_errors, tile_worst
 from s2o_runtime import hf
 from s2o_runtime.attention import s2o_attention
 from s2o_runtime.config import LayerConfig
@@ -32,7 +32,6 @@ from s2o_runtime.identity import attention_modules
 from s2o_runtime.profile import Profile
 
 GPU_ROUNDS = 3
-WORST_QUANTILE = 0.99
 HEAD_ROWS = 512  # positions whose logits exist at once: 512 x 152064 in float32 are 0.3 GB
 
 
@@ -41,7 +40,7 @@ class LayerProof:
     """One layer's attention at one length against float32 dense attention on the same q, k, v.
 
     mse, dense_power, density: means over the held-out prompts; dense_power is the mean square of the dense output.
-    worst: the 0.99 quantile, over tiles of 64 rows of all heads and prompts, of the largest relative error of a row
+    worst: the `WORST` quantile, over tiles of 64 rows of all heads and prompts, of the largest relative error of a row
     (`worst.row_errors`). seconds, dense_seconds: attention alone, on the first prompt; None on a CPU.
     """
 
@@ -215,7 +214,7 @@ def _measure(layer: _Layer, streams: list[Stream], config: LayerConfig) -> tuple
         after.append(layer.patched(stream, state))
         assert state.last is not None  # a plain causal prefill without gradients runs s2o_attention
         densities.append(float(state.last.density.mean()))
-    worst = float(torch.cat(errors.tiles).quantile(WORST_QUANTILE))
+    worst = float(torch.cat(errors.tiles).quantile(WORST))
     mean = statistics.fmean
     return after, LayerProof(mean(errors.squared), mean(errors.power), mean(densities), worst)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+WORST = 0.99  # the share of row tiles that are no worse than what is said of the worst rows
+
 
 def row_errors(out: Tensor, truth: Tensor) -> Tensor:
     """The relative error of every row, float32 [B, H, L], of outputs [B, H, L, D].

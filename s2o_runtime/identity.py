@@ -38,6 +38,12 @@ class Geometry:
     kv_heads: int
     head_dim: int
 
+    def __str__(self) -> str:
+        return (
+            f"{self.architecture}, {self.layers} layers, {self.query_heads} query heads, {self.kv_heads} KV heads, "
+            f"head dim {self.head_dim}"
+        )
+
     def difference(self, other: Geometry) -> str | None:
         """The first field that differs, in words, or None."""
         for field in fields(self):

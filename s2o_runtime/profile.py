@@ -159,16 +159,21 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     write_atomically(Path(path), serialize(profile.validate()))
 
 
-def serialize(profile: Profile) -> bytes:
-    """The file's bytes. Raises ProfileError naming a field that `load_profile` would refuse."""
-    tensors = _tensors(profile)
-    document = {
+def described(profile: Profile) -> dict[str, Any]:
+    """All of a profile but its layers, as the file's document has it, without the digest."""
+    return {
         "schema": SCHEMA,
         "model": {"name": profile.model_name, "fingerprint": profile.fingerprint, **asdict(profile.geometry)},
         "device": asdict(profile.device),
         "lengths": list(profile.lengths),
         "record": profile.record,
     }
+
+
+def serialize(profile: Profile) -> bytes:
+    """The file's bytes. Raises ProfileError naming a field that `load_profile` would refuse."""
+    tensors = _tensors(profile)
+    document = described(profile)
     _check_values(document)
     document["digest"] = _digest(document, tensors)
     text = _canonical(document)

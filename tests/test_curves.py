@@ -5,8 +5,8 @@ import torch
 
 from calibrate import plain_pass
 from calibrate.capture import Captured
-from calibrate.curves import TAUS, WORST, Method, Shape, mean_curve, measure
-from calibrate.worst import row_errors, tile_worst
+from calibrate.curves import TAUS, Method, Shape, mean_curve, measure
+from calibrate.worst import WORST, row_errors, tile_worst
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.dense import exact_attention
 from s2o_runtime.reference import s2o_attention_reference

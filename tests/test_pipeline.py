@@ -305,7 +305,7 @@ def test_only_what_lost_needles_is_proven_again(monkeypatch, run):
         pipeline, "prove", lambda loaded, some, *rest: proven.append(sorted(some)) or real(loaded, some, *rest)
     )
     told = iter([{1024: "lost"}, {}])
-    monkeypatch.setattr(pipeline, "_lost_needles", lambda proofs, recipe: next(told))
+    monkeypatch.setattr(pipeline, "lost_needles", lambda proofs, recipe: next(told))
     made, result = run(lengths=(512, 1024), budget_rel_mse=0.02)
     assert proven == [[512, 768, 1024], [768, 1024]]
     assert_what_was_proven_is_written(made, result)
@@ -376,19 +376,18 @@ def test_what_changed_is_named(change, said, folder, tmp_path):
     Journal.open(tmp_path / "j", pipeline._identity(loaded, device)).close()
 
 
-def test_slow_prefills_are_a_problem_on_a_gpu_only(folder, tmp_path):
-    made = of(folder, tmp_path / "p")
+def test_slow_prefills_are_a_problem_on_a_gpu_only():
     proofs = {length: LengthProof((), 0.0, 1.0, None, ours, 0.1) for length, ours in ((512, 0.101), (1024, 0.103))}
-    assert pipeline._slower(proofs, made, DeviceIdentity("cuda", "pretended")) == [
+    assert pipeline._slower(proofs, DeviceIdentity("cuda", "pretended")) == [
         "the prefill of 1024 tokens takes 103.0 ms, dense 100.0 ms"
     ]
-    assert pipeline._slower(proofs, made, DeviceIdentity("cpu", "cpu")) == []
+    assert pipeline._slower(proofs, DeviceIdentity("cpu", "cpu")) == []
 
 
 @pytest.mark.parametrize(("needles", "lost"), [((19, 20), False), ((18, 20), True), ((0, 0), False), (None, False)])
 def test_how_many_needles_may_be_lost(needles, lost, folder, tmp_path):
     made = of(folder, tmp_path / "p")  # 95% are to be kept
-    assert bool(pipeline._lost_needles({512: LengthProof((), 0.0, 1.0, needles, 0.1, 0.1)}, made)) is lost
+    assert bool(pipeline.lost_needles({512: LengthProof((), 0.0, 1.0, needles, 0.1, 0.1)}, made)) is lost
 
 
 def test_phases_are_told_apart(monkeypatch):
