@@ -6,9 +6,10 @@ the prefix, and run ahead of the consumers: four warps for each row tile. The tw
 another, so one keeps the tensor cores busy while the other is at its softmax or its stop check; within a row
 tile the scores of the next tile are begun before the values of this one are added.
 
-A row tile that stops early only hands the ring's places back until the other stops too, marking each; the producers
-end at the first place that both have marked, mark it themselves and wake whoever still waits. A stop costs at most
-the ring's prefetched tiles. A mark is only read behind the barrier it was written in front of.
+A row tile that stops early only hands the ring's places back until the other stops too, marking each. The producers
+and both row tiles read the marks of a place one round of the ring later, so all see the same and end at the same tile.
+A stop costs at most the ring's prefetched tiles. Marks of even and of odd rounds lie apart: whoever writes one is at
+least a barrier behind whoever read what was there.
 
 Tiles are visited in this order: the diagonal, the whole tiles of the window, the prefix.
 """
@@ -51,6 +52,23 @@ def _copy(pointers, ring, i, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _mark(marks, i, HALF: gl.constexpr, STAGES: gl.constexpr):
+    """Say beside the place of tile i that row tile HALF has stopped there or before; for all its warps."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    place = ((i // STAGES) & 1) * STAGES + i % STAGES
+    marks.index(2 * STAGES * HALF + place).store(gl.full([1], 1, gl.int32, one))
+    _together()  # one thread hands the place back for all
+
+
+@gluon.jit
+def _both_stopped(marks, i, STAGES: gl.constexpr):
+    """Whether both row tiles had stopped when they handed the place of tile i back for it, a round of the ring ago."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    place = (((i // STAGES) & 1) ^ 1) * STAGES + i % STAGES
+    return (gl.max(marks.index(place).load(one), 0) & gl.max(marks.index(2 * STAGES + place).load(one), 0)) != 0
+
+
+@gluon.jit
 def _rows(first, stride, STEPS: gl.constexpr, LAYOUT: gl.constexpr, BN: gl.constexpr, GRAIN: gl.constexpr):
     """Offsets [BN, 1] of the rows of BN / GRAIN steps that begin at the rows `first`."""
     row = first * stride
@@ -64,13 +82,12 @@ def _rows(first, stride, STEPS: gl.constexpr, LAYOUT: gl.constexpr, BN: gl.const
 @gluon.jit
 def _producer(
     k_base, v_base, order, stride_kl, stride_vl, first, diagonal, kv_last, diagonal_tiles, near, total,
-    k_ring, v_ring, stopped, ended, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GRAIN: gl.constexpr,
+    k_ring, v_ring, marks, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GRAIN: gl.constexpr,
 ):  # fmt: skip
     # a thread holds whole steps, so it reads each place of the order once
     EVEN: gl.constexpr = gl.BlockedLayout([1, GRAIN, 8], [256 // D, 1, D // 8], [gl.num_warps(), 1, 1], [2, 1, 0])
     STEPS: gl.constexpr = gl.SliceLayout(2, EVEN)
     LAYOUT: gl.constexpr = gl.BlockedLayout([GRAIN, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     offs_d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
     i = 0
@@ -92,19 +109,10 @@ def _producer(
             _await_place(k_ring, i, STAGES)
             _copy(k_base + _rows(index, stride_kl, STEPS, LAYOUT, BN, GRAIN) + offs_d, k_ring, i, STAGES)
             _await_place(v_ring, i, STAGES)
-            # read before the copy that lets the row tiles go on and mark the place again: all threads see the same
-            slot = i % STAGES
-            both = gl.max(stopped.index(slot).load(one), 0) & gl.max(stopped.index(STAGES + slot).load(one), 0)
+            running = (i + 1 < total) & (not _both_stopped(marks, i, STAGES))  # before the copy that lets others write
             _copy(v_base + _rows(index, stride_vl, STEPS, LAYOUT, BN, GRAIN) + offs_d, v_ring, i, STAGES)
             index = following
-            running = (i + 1 < total) & (both == 0)
             i += 1
-        if i < total:  # both row tiles stopped: wake them, there is no tile i
-            _, _, ready = k_ring
-            _await_place(k_ring, i, STAGES)
-            ended.index(i % STAGES).store(gl.full([1], 1, gl.int32, one))
-            _together()  # one thread arrives for all
-            mbarrier.arrive(ready.index(i % STAGES), count=PRODUCER_THREADS)
     async_copy.wait_group(0)
 
 
@@ -139,24 +147,20 @@ def _weights(scores, m, l, qk_scale):
 
 
 @gluon.jit
-def _drain(k_ring, v_ring, stopped, ended, i, total, HALF: gl.constexpr, STAGES: gl.constexpr):
-    """Hand back the places of tile i and those after it, marked, until the producers end."""
+def _drain(k_ring, v_ring, marks, i, total, HALF: gl.constexpr, STAGES: gl.constexpr):
+    """Hand back the places of tile i and those after it, marked, as long as the producers fill them."""
     _, k_empty, k_ready = k_ring
     _, v_empty, v_ready = v_ring
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     running = i < total
     while running:
         mbarrier.wait(k_ready.index(i % STAGES), (i // STAGES) & 1)
-        running = gl.max(ended.index(i % STAGES).load(one), 0) == 0
-        if running:
-            _together()  # all have read before the producers may write
-            mbarrier.arrive(k_empty.index(i % STAGES), count=1)
-            mbarrier.wait(v_ready.index(i % STAGES), (i // STAGES) & 1)
-            stopped.index(HALF * STAGES + i % STAGES).store(gl.full([1], 1, gl.int32, one))
-            _together()
-            mbarrier.arrive(v_empty.index(i % STAGES), count=1)
-            i += 1
-            running = i < total
+        _together()  # all have seen this round before the next may begin
+        mbarrier.arrive(k_empty.index(i % STAGES), count=1)
+        mbarrier.wait(v_ready.index(i % STAGES), (i // STAGES) & 1)
+        running = (i + 1 < total) & (not _both_stopped(marks, i, STAGES))
+        _mark(marks, i, HALF, STAGES)
+        mbarrier.arrive(v_empty.index(i % STAGES), count=1)
+        i += 1
 
 
 @gluon.jit
@@ -176,7 +180,7 @@ def _behind(begins, masses, at, steps, EDGES: gl.constexpr, LAYOUT: gl.constexpr
 
 @gluon.jit
 def _consumer(
-    Q, OUT, LSE, VISITED, FIRST, MASS, SUMS, q_buffer, k_ring, v_ring, stopped, ended, qk_scale, threshold, rule, chunk,
+    Q, OUT, LSE, VISITED, FIRST, MASS, SUMS, q_buffer, k_ring, v_ring, marks, qk_scale, threshold, rule, chunk,
     row0, q_len, q_max, offset, start, diagonal, stride_ql, stride_ol, diagonal_tiles, near, total,
     HALF: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     GRAIN: gl.constexpr, TAIL: gl.constexpr, EDGES: gl.constexpr, BUCKETS: gl.constexpr,
@@ -268,12 +272,11 @@ def _consumer(
                 p = gl.convert_layout(w.to(DTYPE), P)
                 i += 1
                 running = i + 1 < total
-        stopped.index(HALF * STAGES + i % STAGES).store(gl.full([1], 1, gl.int32, ONE))
-        _together()  # one thread arrives for all
         acc = warpgroup_mma_wait(0, deps=(_start_values(p, v_ring, acc, i, STAGES),))
+        _mark(marks, i, HALF, STAGES)
         mbarrier.arrive(v_empty.index(i % STAGES), count=1)
         i += 1
-    _drain(k_ring, v_ring, stopped, ended, i, total, HALF, STAGES)
+    _drain(k_ring, v_ring, marks, i, total, HALF, STAGES)
 
     if TAIL > 0:  # noqa: SIM102
         # what is left, by the ranking's weights, scaled by what the last chunk brought
@@ -363,12 +366,9 @@ def _prefill_hopper(
         mbarrier.init(v_empty.index(s), count=2)
         mbarrier.init(k_ready.index(s), count=PRODUCER_THREADS)
         mbarrier.init(v_ready.index(s), count=PRODUCER_THREADS)
-    stopped = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1], PLAIN)  # by row tile and place
-    ended = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
-    for s in gl.static_range(STAGES):
-        stopped.index(s).store(gl.full([1], 0, gl.int32, one))
-        stopped.index(STAGES + s).store(gl.full([1], 0, gl.int32, one))
-        ended.index(s).store(gl.full([1], 0, gl.int32, one))
+    marks = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], PLAIN)  # by row tile, round of the ring, place
+    for s in gl.static_range(4 * STAGES):
+        marks.index(s).store(gl.full([1], 0, gl.int32, one))
     fence_async_shared()
     k_ring = (k_buffer, k_empty, k_ready)
     v_ring = (v_buffer, v_empty, v_ready)
@@ -397,7 +397,7 @@ def _prefill_hopper(
                 _consumer,
                 (
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
-                    v_ring, stopped, ended, qk_scale, threshold, rule, chunk, row0, q_len, q_max, offset, start,
+                    v_ring, marks, qk_scale, threshold, rule, chunk, row0, q_len, q_max, offset, start,
                     diagonal, stride_ql, stride_ol, diagonal_tiles, near, total, 0, D, BM, BN, STAGES, GRAIN, TAIL,
                     EDGES, BUCKETS, DTYPE, ROW_MAX, HAS_LSE,
                 ),
@@ -406,7 +406,7 @@ def _prefill_hopper(
                 _consumer,
                 (
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
-                    v_ring, stopped, ended, qk_scale, threshold, rule, chunk, row0, q_len, q_max, offset, start,
+                    v_ring, marks, qk_scale, threshold, rule, chunk, row0, q_len, q_max, offset, start,
                     diagonal, stride_ql, stride_ol, diagonal_tiles, near, total, 1, D, BM, BN, STAGES, GRAIN, TAIL,
                     EDGES, BUCKETS, DTYPE, ROW_MAX, HAS_LSE,
                 ),
@@ -415,7 +415,7 @@ def _prefill_hopper(
                 _producer,
                 (
                     k_base, v_base, order, stride_kl, stride_vl, first, diagonal, kv_len - 1, diagonal_tiles, near,
-                    total, k_ring, v_ring, stopped, ended, D, BN, STAGES, GRAIN,
+                    total, k_ring, v_ring, marks, D, BN, STAGES, GRAIN,
                 ),
             ),
         ],
