@@ -86,7 +86,6 @@ def _layer(
     taus = [head.tau for head in heads]
     representatives = Counter(head.representatives for head in heads)
     error, limit = proof.error(recipe.budget), result.limits[length, index]
-    timing = None if choice is None else choice.timing
     return {
         "layer": index,
         "tau_min": min(taus, default=None),
@@ -107,7 +106,7 @@ def _layer(
         "held_out_rel_mse": proof.rel_mse,
         "worst": proof.worst,
         "tightened": result.tightened[length, index],
-        "predicted_seconds": None if timing is None else timing.seconds,
+        "predicted_seconds": None if choice is None else choice.seconds,
         "seconds": proof.seconds,
         "dense_seconds": proof.dense_seconds,
         "heads": _heads(recipe, choice) if choice is not None else [],

@@ -341,7 +341,7 @@ def _record(recipe: Recipe, prompts: PromptSet, result: Result) -> dict[str, Any
                 "layers": [
                     choice.allocation.record()
                     | (
-                        {"seconds": choice.timing.seconds, "dense_seconds": choice.timing.dense_seconds}
+                        {"seconds": choice.seconds, "dense_seconds": choice.timing.dense_seconds}
                         if choice.timing is not None
                         else {}
                     )

@@ -59,6 +59,13 @@ class Choice:
         """What a study minimises: seconds, without a GPU the predicted share of dense attention's."""
         return self.allocation.cost if self.timing is None else self.timing.seconds
 
+    @property
+    def seconds(self) -> float | None:
+        """What the layer's attention will take; None where it was not timed."""
+        if self.timing is None:
+            return None
+        return self.timing.dense_seconds if self.config.is_dense else self.timing.seconds
+
     def spending(self, budget_mse: float, allowed: Allowed) -> Choice:
         """The same segment, grain and tile with another budget."""
         return replace(self, budget_mse=budget_mse, allocation=allocate(self.curves, budget_mse, allowed), timing=None)
