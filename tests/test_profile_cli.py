@@ -1,6 +1,7 @@
 """s2o-profile on a real calibration of the demo model, in this process but for one start from cold."""
 
 import dataclasses
+import hashlib
 import json
 import re
 import shutil
@@ -14,6 +15,7 @@ from golden_profiles import field_paths, path_of
 from test_profile import FORMAT, document_of
 
 from calibrate import cli, profile_cli
+from calibrate.card import card
 from calibrate.rebudget import rebudget
 from calibrate.recipe import Budget
 from calibrate.retile import retile
@@ -220,16 +222,67 @@ def test_push_and_pull_carry_a_profile_with_its_report(calibrated, run, tmp_path
     code, found = run("push", calibrated, tmp_path / "shelf", "--json")
     assert code == 0
     names = [Path(file).name for file in found["files"]]
-    assert {"demo.report.md", "demo.report.json"} < set(names)
+    assert {"demo.md", "demo.report.md", "demo.report.json"} < set(names)
     assert names[-1] == "demo.safetensors"
     assert run("pull", tmp_path / "shelf", "--out", tmp_path / "here")[0] == 0
     for name in names:
-        assert (tmp_path / "here" / name).read_bytes() == calibrated.with_name(name).read_bytes()
+        assert (tmp_path / "here" / name).read_bytes() == (tmp_path / "shelf" / name).read_bytes()
+        if name != "demo.md":
+            assert (tmp_path / "here" / name).read_bytes() == calibrated.with_name(name).read_bytes()
+    assert (tmp_path / "here" / "demo.md").read_text() == card(load_profile(calibrated), "demo.safetensors")
     shutil.copy(FULL, tmp_path / "shelf")
     code, sentence = run("pull", tmp_path / "shelf", "--out", tmp_path / "there")
     assert (code, "holds 2 profiles (demo.safetensors, schema2-full.safetensors): name one" in sentence) == (2, True)
     assert run("pull", tmp_path / "shelf" / FULL.name, "--out", tmp_path / "there")[0] == 0
     assert load_profile(tmp_path / "there" / FULL.name) == load_profile(FULL)
+
+
+def test_a_card_is_of_its_profile_alone(calibrated):
+    """What it says is what was proven; a foreign text in it is only text."""
+    made = card(load_profile(calibrated), "demo.safetensors")
+    assert made.startswith("# S2O profile of demo\n")
+    assert "**Proven on held-out prompts.**" in made
+    assert 's2o_runtime.patch(model, "demo.safetensors")' in made
+    assert "made on cpu within rel_mse 0.001 (layer)" in made
+    foreign = {"proof": "failed", "problems": ["a | b\n# c"], "recipe": {"seed": "<b>"}, "versions": ["`x`"]}
+    made = card(dataclasses.replace(load_profile(MINIMAL), record=foreign, model_name="a\n|b"), "p.safetensors")
+    assert made.startswith("# S2O profile of a \\|b\n")
+    assert "**Not proven** (failed).\n\n- a \\| b # c" in made
+    assert "| seed | \\<b\\> |" in made
+    assert "| seed | not recorded |" in card(load_profile(MINIMAL), MINIMAL.name)
+
+
+def test_a_shelf_knows_what_lies_on_it(calibrated, run, tmp_path):
+    """By model, device and budget; index and table follow the files, and shelving again changes nothing."""
+    shelf = tmp_path / "shelf"
+    code, found = run("push", calibrated, shelf, "--shelf", "--json")
+    place = shelf / "demo" / "cpu" / "rel-mse-0.001.safetensors"
+    assert (code, found["files"][1]) == (0, str(place))
+    assert place.read_bytes() == calibrated.read_bytes()
+    (entry,) = json.loads((shelf / "index.json").read_text())["profiles"]
+    assert entry["sha256"] == hashlib.sha256(calibrated.read_bytes()).hexdigest()
+    assert (entry["file"], entry["budget"]) == ("demo/cpu/rel-mse-0.001.safetensors", "rel_mse 0.001 (layer)")
+    assert [each["length"] for each in entry["lengths"]] == [512]
+    readme = shelf / "README.md"
+    readme.write_text(f"# Mine\n\n{readme.read_text()}\nafter\n")
+    before = {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
+    assert run("push", place, shelf, "--shelf")[0] == 0
+    assert {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()} == before
+    other = dataclasses.replace(load_profile(calibrated), model_name="other")
+    save_profile(other, tmp_path / "other.safetensors")
+    place.unlink()
+    assert run("push", tmp_path / "other.safetensors", shelf, "--shelf")[0] == 0
+    assert [each["model"] for each in json.loads((shelf / "index.json").read_text())["profiles"]] == ["other"]
+    text = readme.read_text()
+    assert text.startswith("# Mine\n")
+    assert text.endswith("after\n")
+    assert (text.count("safetensors"), text.count("| other/cpu/rel-mse-0.001.safetensors | other | cpu |")) == (1, 1)
+    code, sentence = run("push", MINIMAL, shelf, "--shelf")
+    assert (code, "does not say what its budget is" in sentence) == (2, True)
+    assert run("push", calibrated, "hf://org/name", "--shelf") == (
+        2,
+        "s2o-profile: hf://org/name is no folder: a shelf is one\n",
+    )
 
 
 def test_what_is_no_profile_is_neither_pushed_nor_pulled(run, tmp_path):
@@ -259,7 +312,7 @@ class Hub:
     def create_commit(self, repository, operations, commit_message):
         self.commits.append(commit_message)
         for each in operations:
-            shutil.copy(each.path_or_fileobj, self.folder / repository / each.path_in_repo)
+            (self.folder / repository / each.path_in_repo).write_bytes(each.path_or_fileobj)
 
     def snapshot_download(self, repository, local_dir, allow_patterns):
         if not (self.folder / repository).is_dir():
@@ -281,6 +334,7 @@ def test_push_and_pull_a_hub_repository(calibrated, run, tmp_path, monkeypatch):
         assert run("pull", address, "--out", tmp_path / "here")[0] == 0
         assert (tmp_path / "here" / "demo.safetensors").read_bytes() == calibrated.read_bytes()
         assert (tmp_path / "here" / "demo.report.md").exists()
+        assert (tmp_path / "here" / "demo.md").exists()
     code, sentence = run("pull", "hf://org/other", "--out", tmp_path)
     assert (code, sentence) == (2, "s2o-profile: hf://org/other cannot be reached: 404 Client Error\n")
     assert run("push", calibrated, "hf://name")[0] == 2
