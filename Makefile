@@ -1,22 +1,32 @@
 # make demo, make test: everything they need is set up first.
 #   PYTHON=python3   use an existing environment instead (nothing is installed)
 # make aot: the kernels, compiled for all GPU generations with the oldest and the newest supported Triton.
+# make transformers: its tests with the oldest and the newest supported transformers.
+# make architectures: README's table, from the tests that pass. make wheel: the wheel, in an empty environment.
 
 VENV := .venv
 TRITONS := 3.6.0 3.9.0
+TRANSFORMERS := 5.0.0 5.23.0
+TOKENIZERS_5.0.0 := 0.22.2
+TOKENIZERS_5.23.0 := 0.23.3
+QUANTISED := build/quantised
 STAMP := $(VENV)/.installed
 ifdef PYTHON
   RUN := PYTHONPATH=. $(PYTHON)
   READY :=
   AOT := aot-installed
+  OTHERS :=
+  CACHES :=
 else
   RUN := $(VENV)/bin/python
   READY := $(STAMP)
   AOT := $(TRITONS:%=aot-%)
+  OTHERS := $(TRANSFORMERS:%=transformers-%)
+  CACHES := $(QUANTISED)/.installed
 endif
 DEMO_PROFILE := build/demo.safetensors
 
-.PHONY: demo test aot $(AOT) lint clean
+.PHONY: demo test aot $(AOT) transformers $(OTHERS) architectures wheel lint clean
 
 demo: $(READY)
 	$(RUN) -m calibrate.cli --model demo --budget-mse 1e-4 $(DEMO_LENGTHS) --out $(DEMO_PROFILE)
@@ -37,6 +47,25 @@ aot-installed:
 $(TRITONS:%=aot-%): aot-%: build/triton-%/.installed
 	PYTHONPATH=build/triton-$* $(VENV)/bin/python tests/aot.py > build/$@.jsonl
 
+# with PYTHON=... there is one transformers, whose tests are among those of `make test`
+transformers: $(OTHERS)
+
+$(TRANSFORMERS:%=transformers-%): transformers-%: build/transformers-%/.installed $(CACHES)
+	OMP_NUM_THREADS=1 PYTHONPATH=build/transformers-$*:$(QUANTISED) $(VENV)/bin/python -m pytest -p no:cacheprovider \
+		-n auto --maxprocesses 4 --dist load tests/test_hf.py tests/test_architectures.py
+
+architectures: $(READY) $(CACHES)
+	PYTHONPATH=.:$(QUANTISED) OMP_NUM_THREADS=1 $(lastword $(RUN)) scripts/architectures.py
+
+# an environment with nothing in it but what the wheel asks for
+wheel: $(READY)
+	rm -rf build/wheel
+	$(RUN) -m build --outdir build/wheel/dist .
+	python3 -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip install --quiet -c constraints.txt "$$(ls build/wheel/dist/*.whl)[calibrate]"
+	cd build/wheel && venv/bin/s2o-profile show ../../profiles/demo/cpu/mse-0.0001.safetensors \
+		&& venv/bin/python ../../tests/smoke.py venv ../../profiles/demo/cpu/mse-0.0001.safetensors
+
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -55,4 +84,15 @@ $(STAMP): pyproject.toml constraints.txt
 $(TRITONS:%=build/triton-%/.installed): build/triton-%/.installed: | $(READY)
 	rm -rf $(@D)
 	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) triton==$*
+	touch $@
+
+$(TRANSFORMERS:%=build/transformers-%/.installed): build/transformers-%/.installed: | $(READY)
+	rm -rf $(@D)
+	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) transformers==$* tokenizers==$(TOKENIZERS_$*)
+	touch $@
+
+# a backend of transformers' quantised cache, which compiles a part of itself the first time it is used
+$(QUANTISED)/.installed: | $(READY)
+	rm -rf $(@D)
+	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) optimum-quanto==0.2.7 ninja==1.13.2
 	touch $@

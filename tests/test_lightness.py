@@ -1,0 +1,81 @@
+"""What the runtime adds to a program that has torch and transformers anyway: milliseconds, each in a cold process.
+
+Processor time, which others on the machine do not lengthen, and the median of several.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from statistics import median
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from calibrate.models import load_config
+from s2o_runtime import LayerConfig, Profile, TileConfig, patch, save_profile, unpatch
+from s2o_runtime.gpu import DeviceIdentity
+from s2o_runtime.identity import fingerprint, geometry
+
+IMPORT_SECONDS = 0.15
+PATCH_SECONDS = 0.1
+RUNS = 3
+TRANSFORMERS = """
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+"""
+
+
+def imported(code: str, before: str = "") -> tuple[float, set[str]]:
+    """Seconds that running `code` takes once torch and `before` are there, and the modules it adds."""
+    program = f"""
+import json, sys, time
+import torch
+{before}
+known, start = set(sys.modules), time.process_time()
+{code}
+print(json.dumps([time.process_time() - start, sorted(set(sys.modules) - known)]))
+"""
+    found = []
+    for _ in range(RUNS):
+        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        found.append(json.loads(run.stdout))
+    return median(seconds for seconds, _ in found), set(found[0][1])
+
+
+def test_importing_the_runtime():
+    seconds, modules = imported("from s2o_runtime import LayerConfig, load_profile, s2o_attention, warmup")
+    assert seconds <= IMPORT_SECONDS
+    assert "s2o_runtime.attention" in modules
+    assert not [name for name in modules if name.partition(".")[0] in ("triton", "calibrate")]
+
+
+def test_importing_what_patches_a_model():
+    seconds, modules = imported("from s2o_runtime import patch", TRANSFORMERS)
+    assert seconds <= IMPORT_SECONDS
+    assert "s2o_runtime.hf" in modules
+    assert not [name for name in modules if name.startswith("s2o_runtime.kernels")]
+
+
+def test_patching_a_model_of_seven_billion_parameters(tmp_path):
+    """Qwen2.5-7B's own sizes: its weights take no memory, because nothing was ever written there."""
+    config = load_config("qwen2.5-7b", random_weights=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.to_empty(device="cpu")
+    assert sum(each.numel() for each in model.parameters()) > 7e9
+    shape = geometry(config)
+    layer = LayerConfig.uniform(shape.query_heads, tau=0.3, segment=1024, tile=TileConfig(64, 32, 1, 4, 1))
+    layers = ((layer,) * shape.layers,) * 3
+    device, lengths = DeviceIdentity("cpu", "cpu"), (8192, 32768, 131072)
+    path = tmp_path / "p.safetensors"
+    save_profile(Profile("qwen2.5-7b", shape, fingerprint(model), device, lengths, layers), path)
+    took = []
+    for _ in range(5):
+        start = time.process_time()
+        patch(model, path, strict=True)
+        took.append(time.process_time() - start)
+        unpatch(model)
+    assert median(took) <= PATCH_SECONDS
