@@ -8,14 +8,11 @@ path, and the reason is counted.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from os import PathLike
 from typing import Any
@@ -27,76 +24,58 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from s2o_runtime import ops
-from s2o_runtime.attention import AttentionStats, s2o_attention
-from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.attention import s2o_attention
 from s2o_runtime.dense import dense_attention
+from s2o_runtime.drift import DriftCheck
+from s2o_runtime.environment import SOFT_CAP, adopt, check_trained, environment_profile
 from s2o_runtime.errors import ModelError, ProfileError
-from s2o_runtime.gpu import Rejected, candidate_tiles, fit, identify
-from s2o_runtime.identity import RANDOM, attention_modules, fingerprint, geometry
-from s2o_runtime.lengths import length_step
+from s2o_runtime.identity import attention_modules, fingerprint, geometry
+from s2o_runtime.layers import NUMBER, STATE, numbered, states_of
+from s2o_runtime.layers import LayerState as LayerState
+from s2o_runtime.layers import Observer as Observer
+from s2o_runtime.layers import attach as attach
+from s2o_runtime.layers import detach as detach
+from s2o_runtime.layers import layer_states as layer_states
 from s2o_runtime.profile import Profile, load_profile
 
 NAME = "s2o"
-STATE = "s2o_layer"  # attribute of a patched attention module
-NUMBER = "s2o_number"  # attribute of a patched attention module: what stands for it in a compiled graph
 CALL = "s2o_call"  # attribute of a mask that stands for a plain causal prefill
 PREVIOUS = "s2o_previous_implementation"
-SOFT_CAP = "attn_logit_softcapping"  # what transformers calls a model's bound on its attention scores
 
 log = logging.getLogger("s2o_runtime")
 
 
 @dataclass(frozen=True)
 class PrefillCall:
-    """A plain causal prefill: where its first query stands, and where each sequence starts."""
+    """A plain causal prefill.
 
-    q_offset: int
-    kv_start: Tensor | None  # integers [B]; None when nothing is padded
-
-
-Observer = Callable[[int, Tensor, Tensor, Tensor, float | None, Tensor], None]
-
-
-@dataclass
-class LayerState:
-    """What one patched attention layer knows and has done.
-
-    config_at: the layer's configuration for a number of keys; min_length: fewer keys than this stay dense;
-    rejected: why the layer cannot run S2O at all, if so.
-    observer: called with the layer's index, q, k, v, the scale and the output after every plain causal
-    prefill of unpadded prompts, S2O or dense.
+    q_offset: where its first query stands; kv_start: the first key of each sequence, integers [B], None when nothing
+    is padded; sdpa_mask: makes the mask that transformers' SDPA path would have got.
     """
 
-    layer: int
-    config_at: Callable[[int], LayerConfig]
-    min_length: int
-    rejected: str | None = None
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    last: AttentionStats | None = None
-    configs: dict[int, LayerConfig] = field(default_factory=dict)
-    observer: Observer | None = None
-
-    def config(self, length: int) -> LayerConfig:
-        step = length_step(length)
-        if step not in self.configs:
-            self.configs[step] = self.config_at(length)
-        return self.configs[step]
-
-    def count(self, path: str, reason: str) -> None:
-        if not torch.compiler.is_compiling() and (path, reason) not in self.counts:  # logging would break the graph
-            log.info("layer %d runs %s: %s", self.layer, path, reason)
-        self.counts[path, reason] += 1
+    q_offset: int
+    kv_start: Tensor | None
+    sdpa_mask: Callable[[], Tensor | None]
 
 
-def patch(model: Any, profile: Profile | str | PathLike[str], *, strict: bool = False) -> Any:
+def patch(
+    model: Any,
+    profile: Profile | str | PathLike[str],
+    *,
+    strict: bool = False,
+    drift: DriftCheck | None = None,
+) -> Any:
     """Make a transformers model use S2O for long prompts, as its profile says. Returns the model.
 
     strict: refuse a model whose weights are not the ones that were calibrated; otherwise that is a warning.
-    Raises ProfileError if the profile does not fit the model's geometry or was made on random weights, ModelError
-    if the architecture is not supported.
+    drift: check now and then that the errors keep to the profile's budget.
+    Raises ProfileError if the profile does not fit the model's geometry, was made on random weights or names no
+    budget to check, ModelError if the architecture is not supported, ConfigError for an illegal `drift`.
     """
     if not isinstance(profile, Profile):
         profile = load_profile(profile)
+    if drift is not None:
+        drift.validate()
     if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
         raise ModelError(f"{type(model).__name__} is not a transformers model: load it with AutoModelForCausalLM")
     difference = geometry(model.config).difference(profile.geometry)
@@ -104,44 +83,49 @@ def patch(model: Any, profile: Profile | str | PathLike[str], *, strict: bool = 
         raise ProfileError(
             f"the profile of {profile.model_name} does not fit this model: it has {difference}; calibrate this model"
         )
-    if profile.fingerprint.startswith(RANDOM):
-        raise ProfileError(
-            f"the profile of {profile.model_name} was calibrated on random weights, expected ones of a trained model: "
-            "calibrate without --random-weights"
-        )
+    check_trained(profile)
     modules = attention_modules(model)
     if fingerprint(model) != profile.fingerprint:
         message = f"the weights are not those of {profile.model_name} that the profile was calibrated on"
         if strict:
             raise ProfileError(f"{message}: calibrate these, or patch with strict=False")
         log.warning("%s: errors and densities may differ", message)
+    states = states_of(profile, next(model.parameters()).device, drift)
     unpatch(model)
-    profile, rejected = _fitted(profile, next(model.parameters()).device)
-    for index, module in enumerate(modules):
-        attach(module, LayerState(index, partial(profile.layer_config, index), profile.min_length, rejected))
-    register()
+    for module, state in zip(modules, states, strict=True):
+        attach(module, state)
+    _register()
     setattr(model, PREVIOUS, _implementations(model.config))
     model.set_attn_implementation(NAME)
     return model
 
 
 def unpatch(model: Any) -> Any:
-    """Undo `patch`: the attention implementation the model had before, and no trace of the profile."""
+    """Undo `patch`: the attention implementation the model had before, and no trace of the profile.
+
+    A model that got its profile from S2O_PROFILE loses it, for good.
+    """
     if PREVIOUS in model.__dict__:
         model.set_attn_implementation(model.__dict__.pop(PREVIOUS))
-        for module in model.modules():
-            detach(module)
+    for module in model.modules():
+        detach(module)
     return model
 
 
 @contextmanager
-def patched(model: Any, profile: Profile | str | PathLike[str], *, strict: bool = False) -> Iterator[Any]:
+def patched(
+    model: Any,
+    profile: Profile | str | PathLike[str],
+    *,
+    strict: bool = False,
+    drift: DriftCheck | None = None,
+) -> Iterator[Any]:
     """`patch` for the length of a block: `with patched(model, "profile.safetensors"): model.generate(...)`.
 
     Whatever happens in the block, the model is unpatched after it.
     """
     try:
-        yield patch(model, profile, strict=strict)
+        yield patch(model, profile, strict=strict, drift=drift)
     finally:
         unpatch(model)
 
@@ -153,39 +137,17 @@ def _implementations(config: Any) -> dict[str, str]:
     return {name: part._attn_implementation for name, part in named.items()}
 
 
-def attach(module: nn.Module, state: LayerState) -> None:
-    """Give one attention module its state, whatever the model. For the calibrator; models are patched by `patch`."""
-    setattr(module, STATE, state)
-    setattr(module, NUMBER, next(_numbers))
-    _layers[getattr(module, NUMBER)] = module
-
-
-def detach(module: nn.Module) -> None:
-    """Undo `attach`: the module has no profile, so it runs dense attention."""
-    module.__dict__.pop(STATE, None)
-    module.__dict__.pop(NUMBER, None)
-
-
-def explain(model: nn.Module) -> list[dict[str, Any]]:
-    """What each layer of a patched model did: one row per layer, path and reason, with its number of calls."""
-    return [
-        {"layer": state.layer, "path": path, "reason": reason, "calls": calls}
-        for state in layer_states(model)
-        for (path, reason), calls in sorted(state.counts.items())
-    ]
-
-
-def layer_states(model: nn.Module) -> list[LayerState]:
-    """The states of a patched model's attention layers, in order. Raises ModelError if it is not patched."""
-    states = [module.__dict__.get(STATE) for module in attention_modules(model)]
-    found = [state for state in states if isinstance(state, LayerState)]
-    if len(found) != len(states):
-        raise ModelError("the model is not patched: call s2o_runtime.patch(model, profile) first")
-    return found
-
-
 def register() -> None:
-    """Make transformers know the attention implementation "s2o"; a model that is loaded with it waits for `patch`."""
+    """Make transformers know the attention implementation "s2o".
+
+    A model that is loaded with it gets the profile that the environment variable S2O_PROFILE names, or waits for
+    `patch`. Raises ProfileError if S2O_PROFILE cannot be read.
+    """
+    environment_profile()
+    _register()
+
+
+def _register() -> None:
     AttentionInterface.register(NAME, s2o_attention_forward)
     AttentionMaskInterface.register(NAME, s2o_mask)
 
@@ -215,7 +177,7 @@ def s2o_mask(**call: Any) -> Tensor | None:
     if starts is not None:
         mask[:, 0, 0, 1] = starts
     if not torch.compiler.is_compiling():
-        setattr(mask, CALL, PrefillCall(int(q_offset), starts))
+        setattr(mask, CALL, PrefillCall(int(q_offset), starts, lru_cache(partial(_sdpa_mask, call))))
     return mask
 
 
@@ -263,10 +225,12 @@ def s2o_attention_forward(
     number: int | None = getattr(module, NUMBER, None)
     obstacle = _layer_obstacle(kwargs)
     compiling = torch.compiler.is_compiling() and obstacle is None
-    if compiling and number is not None and _is_ours(attention_mask) and not dropout:
+    if compiling and number is not None and is_prefill_mask(attention_mask) and not dropout:
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         return ops.attention(query, key, value, attention_mask, _RUN_LAYER, number, scale).transpose(1, 2), None
     state: LayerState | None = module.__dict__.get(STATE)
+    if state is None and not torch.compiler.is_compiling():
+        state = adopt(module, query.device)
     if kwargs.get("softcap") is not None:
         if state is not None:
             state.count("dense", str(obstacle))
@@ -286,22 +250,42 @@ def s2o_attention_forward(
         raise ModelError(f"attention dropout {dropout} is not supported by S2O: call model.eval() or unpatch it")
     kv_len = call.q_offset + query.shape[2]
     key, value = key[:, :, :kv_len], value[:, :, :kv_len]  # a static cache is longer than what it holds
-    reason = obstacle or _dense_reason(state, query, key, kv_len)
-    if state is None or reason is not None:
-        if state is not None and reason is not None:
-            state.count("dense", reason)
-        elif state is None:
-            _say_unpatched(type(module).__name__)
+    if state is None:
+        _say_unpatched(type(module).__name__)
         out = dense_attention(query, key, value, scale=scaling, kv_start=call.kv_start)
     else:
-        config = state.config(kv_len)
-        out, state.last = s2o_attention(
-            query, key, value, config, scale=scaling, kv_start=call.kv_start, return_stats=True
-        )
-        state.count("dense" if state.last.backend == "dense" else "s2o", state.last.reason)
-    if state is not None and state.observer is not None and call.kv_start is None:
-        state.observer(state.layer, query, key, value, scaling, out)
+        out = _prefill(state, obstacle, query, key, value, scaling, call)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _prefill(
+    state: LayerState,
+    obstacle: str | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    call: PrefillCall,
+) -> Tensor:
+    """A plain causal prefill of a patched layer, S2O or dense, and what is to be remembered of it: [B, Hq, Lq, D]."""
+    reason = obstacle or _dense_reason(state, query, key)
+    sample = state.meter.begin(reason, query.device)
+    stats, path = None, "dense"
+    if reason is not None:
+        out = dense_attention(query, key, value, scale=scaling, kv_start=call.kv_start)
+    else:
+        config = state.config(key.shape[2])
+        out, stats = s2o_attention(query, key, value, config, scale=scaling, kv_start=call.kv_start, return_stats=True)
+        state.last, reason = stats, stats.reason
+        path = "dense" if stats.backend == "dense" else "s2o"
+    state.count(path, reason)
+    if sample is not None:
+        state.meter.end(sample, (path, reason), stats, query.device)
+    if state.drift is not None and path == "s2o":
+        state.drift.see(query, key, value, out, scaling, call.kv_start)
+    if state.observer is not None and call.kv_start is None:
+        state.observer(state.layer, query, key, value, scaling, out)
+    return out
 
 
 def _layer_obstacle(kwargs: dict[str, Any]) -> str | None:
@@ -340,60 +324,34 @@ def _say_unpatched(name: str) -> None:
     log.info("%s runs dense: the model has no profile, call s2o_runtime.patch(model, profile)", name)
 
 
-def _is_ours(mask: Tensor | None) -> bool:
+def is_prefill_mask(mask: Tensor | None) -> bool:
     """Whether a mask is the integer tensor that stands for a plain causal prefill."""
     return mask is not None and mask.dtype == torch.int64 and mask.shape[1:] == (1, 1, 2)
 
 
 def _run_layer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, number: int, scale: float) -> Tensor:
     """What a layer of a compiled model does: the same function, run eagerly inside the op."""
-    module = _layers.get(number)
-    if module is None:
-        raise ModelError("the model of this compiled graph is gone: compile the new one")
-    return s2o_attention_forward(module, q, k, v, mask, scaling=scale)[0].transpose(1, 2)
+    return s2o_attention_forward(numbered(number), q, k, v, mask, scaling=scale)[0].transpose(1, 2)
 
 
-_layers: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
 _RUN_LAYER = ops.register(_run_layer)
 
 
 def _recovered(mask: Tensor) -> PrefillCall | None:
     """The call behind a mask that lost its attribute (moved to another device): costs a synchronisation."""
-    if not _is_ours(mask):
+    if not is_prefill_mask(mask):
         return None
     starts = mask[:, 0, 0, 1]
-    return PrefillCall(int(mask[0, 0, 0, 0]), starts if bool(starts.any()) else None)
+    return PrefillCall(int(mask[0, 0, 0, 0]), starts if bool(starts.any()) else None, lambda: None)
 
 
-def _dense_reason(state: LayerState | None, query: Tensor, key: Tensor, kv_len: int) -> str | None:
-    if state is None:
-        return "the model has no profile"
+def _dense_reason(state: LayerState, query: Tensor, key: Tensor) -> str | None:
     if state.rejected is not None:
         return state.rejected
-    if kv_len < state.min_length:
+    if key.shape[2] < state.min_length:
         return f"shorter than the shortest calibrated length, {state.min_length}"
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
         return "gradients are enabled"
+    if state.drift is not None and state.drift.verdict is not None and state.drift.check.action == "dense":
+        return state.drift.verdict
     return None
-
-
-def _fitted(profile: Profile, device: torch.device) -> tuple[Profile, str | None]:
-    """The profile as it can run on this device, and why it cannot, if so."""
-    here = identify(device)
-    verdict = fit(profile.device, here)
-    if isinstance(verdict, Rejected):
-        log.warning("%s", verdict.reason)
-        return profile, verdict.reason
-    if verdict.tiles == "safe":
-        log.warning("%s", verdict.reason)
-        return profile.with_tile(_safe_tile(profile, here.capability)), None
-    return profile, None
-
-
-def _safe_tile(profile: Profile, capability: tuple[int, int]) -> TileConfig:
-    """The first tile of this GPU with rows that divide every segment of the profile."""
-    segments = {head.segment for bucket in profile.layers for layer in bucket for head in layer.heads}
-    tiles = candidate_tiles(profile.geometry.head_dim, capability)
-    fitting = (tile for tile in tiles if not any(segment % tile.rows for segment in segments))
-    return next(fitting, TileConfig(block_m=64, block_n=32, chunk=8, num_warps=4, num_stages=3))

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoXConfig, LlamaConfig, Qwen2Config, StaticCache
 
 import s2o_runtime.hf as hf
+import s2o_runtime.layers as layers
 from s2o_runtime import explain, patch, unpatch
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ModelError, ProfileError
@@ -242,7 +243,7 @@ def test_a_gpu_profile_runs_on_a_cpu_and_a_foreign_one_stays_dense(eager, ids, m
     with torch.no_grad():
         model(ids)
     assert used_s2o(model)
-    monkeypatch.setattr(hf, "identify", lambda device: DeviceIdentity("xpu", "xpu"))
+    monkeypatch.setattr(layers, "identify", lambda device: DeviceIdentity("xpu", "xpu"))
     patch(model, made)
     with torch.no_grad():
         close(model(ids).logits, eager(ids).logits)

@@ -1,0 +1,214 @@
+"""What a patched layer costs on a GPU beside its attention: bookkeeping on the host, the drift check on the device."""
+
+import time
+from functools import partial
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from s2o_runtime import DriftCheck, LayerConfig, TileConfig, hf, s2o_attention
+from s2o_runtime.dense import exact_attention
+from s2o_runtime.drift import Allowed, DriftMonitor, sampled_errors
+from s2o_runtime.explanation import explained
+from s2o_runtime.layers import LayerState, attach
+from s2o_runtime.meter import SAMPLES, Meter
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+TILE = TileConfig(64, 64, 2, 4, 2)
+CONFIG = LayerConfig.uniform(HEADS, tau=0.5, segment=512, tile=TILE)
+HOST_MICROSECONDS = 25.0  # of bookkeeping beside the op's 45; a few on an idle host, tests may share theirs
+
+
+def inputs(length, batch=1, seed=0):
+    """q, k, v, laid out as transformers hands them over."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return [
+        torch.randn(batch, length, heads, HEAD_DIM, generator=generator, device="cuda").bfloat16().transpose(1, 2)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+
+@pytest.fixture
+def layer():
+    """One attention module that runs S2O, and its state."""
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        attn_implementation="s2o",
+    )
+    hf.register()
+    module = LlamaAttention(config, layer_idx=0)
+    state = LayerState(0, lambda length: CONFIG, min_length=0)
+    attach(module, state)
+    return module, state
+
+
+def prefill_mask(length, starts=None):
+    padding = None
+    if starts is not None:
+        padding = torch.arange(length, device="cuda") >= torch.tensor(starts, device="cuda")[:, None]
+    batch = 1 if starts is None else len(starts)
+    return hf.s2o_mask(
+        batch_size=batch, q_length=length, kv_length=length, q_offset=0, attention_mask=padding, device="cuda"
+    )
+
+
+def milliseconds(call, rounds=10):
+    """The median of single calls, on the device."""
+    times = []
+    for _ in range(rounds + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times[3:])[rounds // 2]
+
+
+def host_microseconds(call):
+    """The median of bursts short enough for the launch queue, so that no call waits for the device."""
+    times = []
+    for _ in range(30):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(20):
+            call()
+        times.append((time.perf_counter() - begin) / 20 * 1e6)
+    return sorted(times)[len(times) // 2]
+
+
+@torch.no_grad()
+def test_the_table_has_the_ops_density_and_time(layer):
+    module, state = layer
+    q, k, v = inputs(8192)
+    mask = prefill_mask(8192)
+    call = partial(hf.s2o_attention_forward, module, q, k, v, mask)
+    for _ in range(12):
+        call()
+    [row] = explained([state])
+    _, stats = s2o_attention(q, k, v, CONFIG, return_stats=True)
+    assert (row["path"], row["reason"], row["calls"]) == ("s2o", "the kernel supports this call", 12)
+    assert row["density"] == pytest.approx(float(stats.density.mean()), rel=1e-9)
+    # calls in a row wait for the host as well, so this is a bound and no equality
+    assert row["ms"] == pytest.approx(milliseconds(call), rel=0.5)
+
+
+@torch.no_grad()
+def test_bookkeeping_takes_little_time_on_the_host(layer, monkeypatch, capsys):
+    module, _ = layer
+    q, k, v = inputs(1024)
+    mask = prefill_mask(1024)
+    call = partial(hf.s2o_attention_forward, module, q, k, v, mask)
+    op = partial(s2o_attention, q, k, v, CONFIG, return_stats=True)
+    for _ in range(SAMPLES + 4):
+        call()
+        op()
+    torch.cuda.synchronize()
+    kept, bare = host_microseconds(call), host_microseconds(op)
+    monkeypatch.setattr(Meter, "begin", lambda *_: None)
+    unmetered = host_microseconds(call)
+    with capsys.disabled():
+        print(f"\nhost microseconds: the op {bare:.1f}, a layer {unmetered:.1f}, and with its meter {kept:.1f}")
+    assert kept - unmetered < HOST_MICROSECONDS
+
+
+@torch.no_grad()
+def test_a_sampled_call_does_not_wait_for_the_device(layer):
+    """Every call of the first ones is sampled, with the drift check besides; torch raises where something waits."""
+    module, state = layer
+    state.drift = DriftMonitor(DriftCheck(every=1), 0, Allowed("rel_mse", {4096: 1e3}))
+    q, k, v = inputs(4096)
+    call = partial(hf.s2o_attention_forward, module, q, k, v, prefill_mask(4096))
+    for _ in range(4):  # compiles, records, makes generators
+        call()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert state.drift.checks == 8
+    assert 0 < state.drift.error() < 1
+
+
+@torch.no_grad()
+def test_what_the_drift_check_costs_at_32k(layer, capsys):
+    module, state = layer
+    q, k, v = inputs(32768)
+    call = partial(hf.s2o_attention_forward, module, q, k, v, prefill_mask(32768))
+    without = milliseconds(call)
+    state.drift = DriftMonitor(DriftCheck(every=1), 0, Allowed("rel_mse", {32768: 1e3}))
+    checked = milliseconds(call)
+    share = (checked - without) / DriftCheck().every / without
+    with capsys.disabled():
+        print(
+            f"\n32768 tokens, a layer's attention: {without:.2f} ms, {checked:.2f} ms with a check; "
+            f"every {DriftCheck().every} calls that is {100 * share:.2f}%"
+        )
+    assert share < 0.02
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("starts", [None, [0, 700]], ids=["", "left-padded"])
+def test_the_estimate_is_the_error_within_sampling_error(starts):
+    q, k, v = inputs(2048, batch=1 if starts is None else 2)
+    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
+    out = s2o_attention(q, k, v, CONFIG, kv_start=kv_start)
+    truth = exact_attention(q, k, v, kv_start=kv_start)
+    real = torch.arange(2048, device="cuda") >= torch.tensor(starts or [0], device="cuda")[:, None]
+    expected = (out.float() - truth).square().mean((1, 3))[real].mean()  # rows of all sequences alike
+    generator = torch.Generator("cuda").manual_seed(0)
+    draws = torch.stack([sampled_errors(q, k, v, out, 32, generator, kv_start=kv_start)[0] for _ in range(60)])
+    standard_error = draws.std() / len(draws) ** 0.5
+    assert float(expected) > 0
+    # 1e-3 of it: float32 products that may be rounded to tf32
+    assert abs(float(draws.mean() - expected)) < 4 * float(standard_error) + 1e-3 * float(expected)
+
+
+@torch.no_grad()
+def test_a_loosened_layer_warns_and_goes_dense(layer, caplog):
+    module, state = layer
+    state.drift = DriftMonitor(DriftCheck(every=1, action="dense"), 0, Allowed("rel_mse", {4096: 1e-12}))
+    q, k, v = inputs(4096)
+    for _ in range(8):
+        out, _ = hf.s2o_attention_forward(module, q, k, v, prefill_mask(4096))
+        torch.cuda.synchronize()
+    [warning] = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert warning.startswith("layer 0: the sampled rel_mse is ")
+    rows = {(row["path"], row["reason"]): row["calls"] for row in explained([state])}
+    # a check reads what the one before it found: the fifth finds out, and the sixth call is dense
+    assert rows == {("s2o", "the kernel supports this call"): 5, ("dense", state.drift.verdict): 3}
+    truth = exact_attention(q, k, v).transpose(1, 2)
+    assert float((out - truth).norm() / truth.norm()) < 1e-2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("calls_before", [1, 3, SAMPLES + 4], ids=["recorded", "replayed", "warm"])
+def test_a_cuda_graph_captures_a_patched_layer(layer, calls_before):
+    """With meter and drift check on; its replays compute what an eager call does."""
+    module, state = layer
+    state.drift = DriftMonitor(DriftCheck(every=1), 0, Allowed("rel_mse", {2048: 1e3}))
+    q, k, v = inputs(2048)
+    mask = prefill_mask(2048)
+    for _ in range(calls_before):
+        hf.s2o_attention_forward(module, q, k, v, mask)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = hf.s2o_attention_forward(module, q, k, v, mask)
+    for tensor, other in zip((q, k, v), inputs(2048, seed=1), strict=True):
+        tensor.copy_(other)
+    graph.replay()
+    eager, _ = hf.s2o_attention_forward(module, q, k, v, mask)
+    torch.cuda.synchronize()
+    assert torch.equal(out, eager)
+    assert [row["calls"] for row in explained([state])] == [calls_before + 2]
+    assert state.drift.checks == calls_before + 1

@@ -1,0 +1,271 @@
+"""The drift check: its estimate against the true error, and what it says and does when a profile no longer fits."""
+
+import copy
+import dataclasses
+import logging
+
+import pytest
+import torch
+from test_hf import CONFIGS, LENGTH, make_profile, padded_batch, paths
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from s2o_runtime import DriftCheck, LayerConfig, TileConfig, explain, patch, patched, s2o_attention, unpatch
+from s2o_runtime.dense import exact_attention
+from s2o_runtime.drift import Allowed, DriftMonitor, allowed_errors, sampled_errors
+from s2o_runtime.errors import ConfigError, ProfileError
+from s2o_runtime.hf import layer_states
+
+RUNS = "the tensors are on the cpu, the kernel needs a GPU"
+OFTEN = DriftCheck(every=1, rows=16, after=3)
+TILE = TileConfig(64, 32, 1, 4, 1)
+
+
+def budgeted(profile, value, kind="rel_mse", scope="layer"):
+    return dataclasses.replace(profile, record={"budget": {"kind": kind, "value": value, "scope": scope}})
+
+
+@pytest.fixture
+def plain():
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.initializer_range = 0.2  # else all scores are alike, and what is skipped does not matter
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+def true_errors(q, k, v, out, kv_start=None):
+    """mse and mean square of the dense output over rows that are not padding, from all rows."""
+    truth = exact_attention(q, k, v, kv_start=kv_start)
+    start = torch.zeros(len(q)) if kv_start is None else kv_start
+    position = torch.arange(q.shape[2]) + k.shape[2] - q.shape[2]
+    real = (position >= start[:, None])[:, None, :, None].expand_as(truth)
+    return float((out - truth)[real].square().mean()), float(truth[real].square().mean())
+
+
+@pytest.mark.parametrize("starts", [None, [0, 90, 299], [0, 250, 230]], ids=["", "padded", "short-sequences"])
+@pytest.mark.parametrize("q_len", [300, 101], ids=["whole", "chunk"])
+def test_the_estimate_is_the_error_within_sampling_error(starts, q_len):
+    """Grouped heads, three sequences; the mean of many draws is the truth, one draw is not far off."""
+    q, k, v = torch.randn(3, 4, q_len, 32) * 2, torch.randn(3, 2, 300, 32), torch.randn(3, 2, 300, 32)
+    kv_start = None if starts is None else torch.tensor(starts)
+    out = s2o_attention(q, k, v, LayerConfig.uniform(4, tau=1.0, segment=64, tile=TILE), kv_start=kv_start)
+    truth = true_errors(q, k, v, out, kv_start)
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.tensor([sampled_errors(q, k, v, out, 8, generator, kv_start=kv_start) for _ in range(200)])
+    mean, deviation = draws.mean(0), draws.std(0)
+    standard_error = deviation / len(draws) ** 0.5
+    assert truth[0] > 0
+    # 4 standard errors; 1e-6 of it is float32's rounding of the dense rows
+    assert abs(float(mean[0]) - truth[0]) < 4 * float(standard_error[0]) + 1e-6 * truth[0]
+    assert abs(float(mean[1]) - truth[1]) < 4 * float(standard_error[1]) + 1e-6 * truth[1]
+
+
+def test_all_rows_give_the_error_itself():
+    """As many strata as rows: nothing is left to chance."""
+    q, k, v = torch.randn(1, 4, 96, 32), torch.randn(1, 2, 200, 32), torch.randn(1, 2, 200, 32)
+    out = torch.randn(1, 4, 96, 32)
+    found = sampled_errors(q, k, v, out, 96, torch.Generator())
+    assert [float(each) for each in found] == pytest.approx(true_errors(q, k, v, out), rel=1e-5)
+
+
+def test_few_heads_at_a_time_give_the_same(monkeypatch):
+    q, k, v = torch.randn(2, 6, 70, 32), torch.randn(2, 3, 90, 32), torch.randn(2, 3, 90, 32)
+    out = torch.randn_like(q)
+    found = sampled_errors(q, k, v, out, 8, torch.Generator().manual_seed(1), scale=0.3)
+    for scores in (1, 2 * 2 * 32 * 90 * 2):
+        monkeypatch.setattr("s2o_runtime.drift.SCORES", scores)
+        again = sampled_errors(q, k, v, out, 8, torch.Generator().manual_seed(1), scale=0.3)
+        assert [float(each) for each in again] == pytest.approx([float(each) for each in found], rel=1e-6)
+
+
+def test_a_sequence_of_padding_counts_for_nothing():
+    q, k, v = torch.randn(2, 2, 20, 32), torch.randn(2, 2, 80, 32), torch.randn(2, 2, 80, 32)
+    out = torch.randn_like(q)
+    both = sampled_errors(q, k, v, out, 20, torch.Generator(), kv_start=torch.tensor([0, 80]))
+    assert [float(each) for each in both] == pytest.approx(true_errors(q[:1], k[:1], v[:1], out[:1]), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mse", "rel_mse"])
+def test_the_running_error_is_in_the_budgets_unit(kind):
+    """Over a limit of 0.5, from two calls whose errors differ: of rel_mse the errors' sum over the powers' sum."""
+    monitor = DriftMonitor(DriftCheck(every=1, rows=64), 0, Allowed(kind, {64: 0.5}))
+    truths = []
+    for scale in (1.0, 3.0):
+        q, k, v = (torch.randn(1, 2, 64, 32) for _ in range(3))
+        out = torch.randn(1, 2, 64, 32) * scale
+        monitor.see(q, k, v, out, None, None)
+        truths.append(true_errors(q, k, v, out))
+    older = 1 - 1 / 32
+    error = older * truths[0][0] + truths[1][0]
+    unit = older * truths[0][1] + truths[1][1] if kind == "rel_mse" else older + 1
+    assert monitor.error() == pytest.approx(error / unit / 0.5, rel=1e-4)
+
+
+@torch.no_grad()
+def test_what_keeps_to_the_budget_is_not_warned_about(plain, caplog):
+    """The budget is twice what the layers do, by their own running errors; then margins of one are enough."""
+    loose = budgeted(make_profile(plain, 0.3), 1.0)
+    ids = torch.randint(3, 128, (8, 1, LENGTH))
+    with patched(plain, loose, drift=OFTEN):
+        for prompt in ids:
+            plain(prompt)
+        worst = max(row["error"] for row in explain(plain))
+    assert worst > 1e-6
+    check = dataclasses.replace(OFTEN, margin=1.0)
+    with (
+        caplog.at_level(logging.WARNING, logger="s2o_runtime"),
+        patched(plain, budgeted(loose, 2 * worst), drift=check),
+    ):
+        for prompt in ids:
+            plain(prompt)
+        assert 0 < max(row["error"] for row in explain(plain)) < 1
+        assert paths(plain) == {("s2o", RUNS)}
+    assert caplog.text == ""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("action", ["warn", "dense"])
+@pytest.mark.parametrize("how", ["plain", "padded", "chunked"])
+def test_a_loosened_profile_is_noticed(plain, caplog, action, how):
+    """It was proven to 1e-6 and skips nearly everything. Layer 0 warns once; layer 1 is within what it may have."""
+    profile = budgeted(make_profile(plain, 1e3), 1e-6)
+    limits = [{"limit": 1e-6}, {"limit": 1e3}]
+    profile.record["held_out"] = [{"length": 100, "layers": limits}]
+    patch(plain, profile, drift=dataclasses.replace(OFTEN, action=action))
+    dense = copy.deepcopy(plain)
+    unpatch(dense)
+
+    def run(which):
+        torch.manual_seed(7)
+        ids, mask = padded_batch()
+        if how == "padded":
+            return which(ids, attention_mask=mask).logits[mask == 1]
+        if how == "plain":
+            return which(ids[:1]).logits
+        memory = DynamicCache(config=which.config)
+        return torch.cat([which(part, past_key_values=memory).logits for part in ids[:1].split((120, 80), 1)], 1)
+
+    with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
+        for _ in range(6):
+            run(plain)
+    [warning] = caplog.records
+    assert warning.getMessage().startswith("layer 0: the sampled rel_mse is ")
+    verdict = layer_states(plain)[0].drift.verdict
+    assert verdict in warning.getMessage()
+    calls = 12 if how == "chunked" else 6
+    expected = {(1, "s2o", RUNS): calls, (0, "s2o", RUNS): calls}
+    if action == "dense":  # after three checks
+        expected |= {(0, "s2o", RUNS): 3, (0, "dense", verdict): calls - 3}
+    rows = explain(plain)
+    assert {(row["layer"], row["path"], row["reason"]): row["calls"] for row in rows} == expected
+    assert "error" in str(rows).splitlines()[0]
+    if action == "dense":
+        layer_states(plain)[1].rejected = "for the test"  # then no layer is left that differs from dense
+        torch.testing.assert_close(run(plain), run(dense), rtol=1e-4, atol=1e-4)
+    unpatch(plain)
+    assert all("s2o_layer" not in module.__dict__ for module in plain.modules())
+
+
+@torch.no_grad()
+def test_one_unlucky_prompt_decides_nothing(plain, caplog):
+    patch(plain, budgeted(make_profile(plain, 1e3), 1e-6), drift=DriftCheck(every=1, after=3))
+    with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
+        plain(torch.randint(3, 128, (1, LENGTH)))
+        plain(torch.randint(3, 128, (1, LENGTH)))
+    assert caplog.text == ""
+
+
+@torch.no_grad()
+def test_every_nth_call_is_checked_and_layers_take_turns(plain):
+    patch(plain, budgeted(make_profile(plain, 0.5), 1.0), drift=DriftCheck(every=4))
+    checks = []
+    for _ in range(8):
+        plain(torch.randint(3, 128, (1, LENGTH)))
+        checks.append([state.drift.checks for state in layer_states(plain)])
+    assert checks == [[0, 0], [0, 0], [0, 1], [1, 1], [1, 1], [1, 1], [1, 2], [2, 2]]
+
+
+@torch.no_grad()
+def test_what_a_program_draws_and_computes_stays_the_same(plain):
+    profile, ids = budgeted(make_profile(plain, 0.5), 1.0), torch.randint(3, 128, (1, LENGTH))
+
+    def run(drift):
+        with patched(plain, profile, drift=drift):
+            torch.manual_seed(3)
+            return plain(ids).logits, torch.rand(4)
+
+    assert all(torch.equal(a, b) for a, b in zip(run(None), run(OFTEN), strict=True))
+
+
+def test_it_works_in_and_out_of_inference_mode(plain):
+    patch(plain, budgeted(make_profile(plain, 0.5), 1.0), drift=OFTEN)
+    ids = torch.randint(3, 128, (1, LENGTH))
+    with torch.inference_mode():
+        plain(ids)
+    with torch.no_grad():
+        plain(ids)
+    assert [state.drift.checks for state in layer_states(plain)] == [2, 2]
+    assert all(0 < row["error"] < 1 for row in explain(plain))
+
+
+def test_outputs_that_are_not_numbers_are_too_much(caplog):
+    monitor = DriftMonitor(DriftCheck(every=1, after=1), 5, Allowed("mse", {64: 1.0}))
+    q, k, v = (torch.randn(1, 2, 64, 32) for _ in range(3))
+    monitor.see(q, k, v, torch.full_like(q, float("nan")), None, None)
+    assert "layer 5: the sampled mse is nan times what the profile allows" in caplog.text
+
+
+def record(*limits, kind="mse", scope="layer", value=1e-4):
+    return {
+        "budget": {"kind": kind, "value": value, "scope": scope},
+        "held_out": [{"length": length, "layers": [{"limit": each} for each in of]} for length, of in limits],
+    }
+
+
+def test_allowed_errors_are_the_limits_of_the_proof(plain):
+    profile = make_profile(plain, 0.5)
+    with_limits = dataclasses.replace(profile, record=record((128, (0.1, 0.2)), (1024, (0.3, 0.0)), scope="model"))
+    first, second = allowed_errors(with_limits)
+    assert (first.kind, [first.at(length) for length in (1, 128, 360, 370, 10**6)]) == (
+        "mse",
+        [0.1, 0.1, 0.1, 0.3, 0.3],
+    )
+    assert second.at(10**6) == 0.2  # a limit of 0 is a dense layer's
+    without = allowed_errors(budgeted(profile, 0.7))
+    assert [each.at(LENGTH) for each in without] == [0.7, 0.7]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({}, "names no budget that drift could be held to"),
+        ({"budget": "much"}, "names no budget"),
+        (record(kind="love"), "names no budget"),
+        (record(value=float("nan")), "names no budget"),
+        (record(value=0), "names no budget"),
+        (record(scope="model"), "does not say what each layer may have of the model's budget"),
+        (record((128, (0.1,)), scope="model"), "does not say what each layer may have"),
+        (record((-1, (0.1, 0.1)), (128, ("a", True)), scope="model"), "does not say what each layer may have"),
+        ({"budget": {"kind": "mse", "value": 1, "scope": "model"}, "held_out": [3, {"layers": 4}]}, "does not say"),
+    ],
+)
+def test_profiles_without_limits_are_refused(plain, record, message):
+    with pytest.raises(ProfileError, match=message):
+        patch(plain, dataclasses.replace(make_profile(plain, 0.5), record=record), drift=OFTEN)
+    assert plain.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("every", 0), ("rows", 2.5), ("after", True), ("action", "stop"), ("margin", 0), ("margin", float("nan"))],
+)
+def test_illegal_checks_are_refused(plain, field, value):
+    check = dataclasses.replace(DriftCheck(), **{field: value})
+    with pytest.raises(ConfigError, match=f"{field} {value!r} of the drift check"):
+        patch(plain, budgeted(make_profile(plain, 0.5), 1.0), drift=check)
+
+
+def test_copies_start_anew(plain):
+    patch(plain, budgeted(make_profile(plain, 0.5), 1.0), drift=OFTEN)
+    with torch.no_grad():
+        plain(torch.randint(3, 128, (1, LENGTH)))
+    again = [state.drift for state in layer_states(copy.deepcopy(plain))]
+    assert [(each.check, each.layer, each.checks) for each in again] == [(OFTEN, 0, 0), (OFTEN, 1, 0)]

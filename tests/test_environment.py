@@ -1,0 +1,437 @@
+"""S2O_PROFILE and s2o-run: models that fit the profile run S2O, all others stay as they are, bit for bit."""
+
+import copy
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from test_architectures import CASES
+from test_hf import CONFIGS, LENGTH, make_profile, padded_batch, paths
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    CLIPVisionConfig,
+    DynamicCache,
+    T5Config,
+)
+
+from s2o_runtime import environment, explain, hf, patch, run, sdpa, unpatch
+from s2o_runtime.errors import ModelError, ProfileError
+from s2o_runtime.gpu import DeviceIdentity
+from s2o_runtime.profile import save_profile
+
+RUNS = "the tensors are on the cpu, the kernel needs a GPU"
+CONFIG = CONFIGS["llama"]
+
+
+def build(config=CONFIG, implementation="sdpa", kind=AutoModelForCausalLM):
+    return kind.from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
+
+
+def prompt(length=LENGTH):
+    return torch.randint(3, 128, (1, length))
+
+
+def forget():
+    environment._warn_once.cache_clear()
+    environment._read.clear()
+    environment.adopted.clear()
+
+
+@pytest.fixture
+def model():
+    return build()
+
+
+@pytest.fixture
+def profile(model):
+    return make_profile(model, 0.5)
+
+
+@pytest.fixture
+def named(profile, tmp_path, monkeypatch):
+    """The profile, named by S2O_PROFILE."""
+    path = tmp_path / "profile.safetensors"
+    save_profile(profile, path)
+    monkeypatch.setenv("S2O_PROFILE", str(path))
+    forget()
+    yield path
+    forget()
+
+
+@pytest.fixture
+def taken_over(named):
+    sdpa.take_over()
+    yield named
+    sdpa.give_back()
+
+
+def same_weights(model, implementation):
+    other = build(implementation=implementation)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@torch.no_grad()
+def test_a_model_loaded_by_name_gets_the_profile(model, profile, named, caplog):
+    hf.register()
+    ours, ids = same_weights(model, "s2o"), prompt()
+    with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
+        logits = ours(ids).logits
+    assert caplog.text == ""  # the weights are those that were calibrated
+    assert paths(ours) == {("s2o", RUNS)}
+    assert torch.equal(logits, patch(model, profile)(ids).logits)
+
+
+@torch.no_grad()
+def test_padded_chunks_and_generation(model, named, profile):
+    hf.register()
+    ours = same_weights(model, "s2o")
+    patch(model, profile)
+    ids, mask = padded_batch()
+    arguments = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(ours.generate(ids, **arguments), model.generate(ids, **arguments))
+    memories = [DynamicCache(config=CONFIG) for _ in range(2)]
+    for part in prompt().split((120, 80), 1):
+        both = [m(part, past_key_values=memory).logits for m, memory in zip((ours, model), memories, strict=True)]
+        assert torch.equal(*both)
+    keys = ("layer", "path", "reason", "calls", "density")
+    assert [[row[key] for key in keys] for row in explain(ours)] == [
+        [row[key] for key in keys] for row in explain(model)
+    ]
+
+
+@torch.no_grad()
+def test_a_model_that_does_not_fit_is_dense_and_says_so_once(named, caplog):
+    hf.register()
+    torch.manual_seed(3)
+    config = copy.deepcopy(CONFIG)
+    config.num_hidden_layers = 3
+    other, dense = (build(config, implementation) for implementation in ("s2o", "eager"))
+    other.load_state_dict(dense.state_dict())
+    ids = prompt()
+    with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
+        for _ in range(2):
+            torch.testing.assert_close(other(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-4)
+    reason = "the profile of tiny does not fit this model: it has layers 3 instead of 2"
+    assert [record.getMessage() for record in caplog.records] == [f"S2O_PROFILE: {reason}; it stays dense"]
+    assert {(row["path"], row["reason"], row["calls"]) for row in explain(other)} == {("dense", reason, 2)}
+
+
+@torch.no_grad()
+def test_other_weights_are_warned_about_once(named, caplog):
+    hf.register()
+    torch.manual_seed(5)
+    other = build(implementation="s2o")
+    with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
+        other(prompt())
+        other(prompt())
+    [record] = caplog.records
+    assert "the weights are not those of tiny that the profile was calibrated on" in record.getMessage()
+    assert paths(other) == {("s2o", RUNS)}
+
+
+@torch.no_grad()
+def test_a_device_without_a_kernel_stays_dense(model, profile, named, monkeypatch):
+    monkeypatch.setattr("s2o_runtime.layers.identify", lambda device: DeviceIdentity("xpu", "xpu"))
+    hf.register()
+    ours, ids = same_weights(model, "s2o"), prompt()
+    torch.testing.assert_close(ours(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    assert paths(ours) == {("dense", "there is no kernel for xpu: the model stays dense")}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["s2o", "sdpa"])
+def test_unpatch_takes_it_away_for_good(model, taken_over, implementation):
+    plain = same_weights(model, "eager")
+    ours, ids = same_weights(model, implementation), prompt()
+    before = ours(ids).logits
+    unpatch(ours)
+    for _ in range(2):
+        dense = ours(ids).logits
+        torch.testing.assert_close(dense, plain(ids).logits, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(dense, before)
+    assert ours.config._attn_implementation == implementation
+    with pytest.raises(ModelError, match="the model is not patched"):
+        explain(ours)
+    if implementation == "sdpa":
+        sdpa.give_back()
+        assert torch.equal(ours(ids).logits, dense)
+
+
+@torch.no_grad()
+def test_patch_comes_before_the_environment(model, profile, taken_over):
+    ids = prompt()
+    model(ids)
+    patch(model, dataclasses.replace(profile, lengths=(180,)))
+    model(ids[:, :150])
+    model(ids)
+    assert paths(model) == {("s2o", RUNS), ("dense", "shorter than the shortest calibrated length, 180")}
+    unpatch(model)
+    assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(ModelError, match="the model is not patched"):
+        explain(model)
+
+
+def test_a_path_that_is_no_profile_fails_at_once(monkeypatch, tmp_path):
+    forget()
+    monkeypatch.setenv("S2O_PROFILE", str(tmp_path / "missing"))
+    with pytest.raises(ProfileError, match=r"S2O_PROFILE: .*missing cannot be read .*: check the path"):
+        hf.register()
+    forget()
+
+
+def test_random_weights_are_refused(profile, named):
+    save_profile(dataclasses.replace(profile, fingerprint="random-0"), named)
+    with pytest.raises(ProfileError, match="calibrated on random weights"):
+        hf.register()
+
+
+@torch.no_grad()
+def test_taken_over_the_default_runs_s2o(model, profile, taken_over):
+    """Exactly what a patched model gives, padded or not."""
+    ids, mask = padded_batch()
+    found = model(ids, attention_mask=mask).logits, model(ids[:1]).logits
+    assert paths(model) == {("s2o", RUNS)}
+    assert environment.adopted == hf.layer_states(model)
+    patch(model, profile)
+    assert torch.equal(found[0], model(ids, attention_mask=mask).logits)
+    assert torch.equal(found[1], model(ids[:1]).logits)
+    assert model.config._attn_implementation == "s2o"
+
+
+OTHERS = {
+    "encoder": (BertConfig(vocab_size=128, hidden_size=48, intermediate_size=64, num_hidden_layers=2), AutoModel),
+    "encoder-decoder": (
+        T5Config(vocab_size=128, d_model=64, d_ff=64, num_layers=2, decoder_start_token_id=0),
+        AutoModel,
+    ),
+    "another-architecture": (CONFIGS["qwen2"], AutoModelForCausalLM),
+    "soft-capped": (CASES["gemma2"].config, AutoModelForCausalLM),
+    "sliding": (CASES["mistral-sliding"].config, AutoModelForCausalLM),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_are_untouched(name, named, caplog):
+    """Outputs, bit for bit; padded, whole and one token. Of decoders it is said once."""
+    config, kind = OTHERS[name]
+    torch.manual_seed(2)
+    other = build(config, kind=kind)
+    ids, mask = padded_batch()
+    more = {"decoder_input_ids": ids[:, :50]} if name == "encoder-decoder" else {}
+
+    def outputs():
+        yield from (other(ids, attention_mask=mask, **more)[0], other(ids, **more)[0], other(ids[:, :1], **more)[0])
+
+    expected = list(outputs())
+    try:
+        sdpa.take_over()
+        assert all(map(torch.equal, outputs(), expected))
+    finally:
+        sdpa.give_back()
+    assert not environment.adopted
+    reasons = {
+        "encoder-decoder": "architecture 't5' is not supported",
+        "another-architecture": "it has architecture qwen2 instead of llama",
+        "soft-capped": "the model caps its attention scores",
+    }  # the sliding one has no layer that S2O could be for
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == (name in reasons)
+    assert all(reasons[name] in message and message.endswith("it stays dense") for message in said)
+
+
+@torch.no_grad()
+def test_a_vision_tower_is_untouched(named):
+    config = CLIPVisionConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    other = build(config, kind=AutoModel)
+    pixels = torch.randn(2, 3, 28, 28)
+    expected = other(pixels).last_hidden_state
+    try:
+        sdpa.take_over()
+        assert torch.equal(other(pixels).last_hidden_state, expected)
+    finally:
+        sdpa.give_back()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["decode", "holes", "own-mask", "not-causal", "dropout", "packed"])
+def test_calls_that_s2o_is_not_for_are_sdpas(how, model, named):
+    """Of a model that fits: the same bits as without s2o-run."""
+    ids = prompt()
+    mask = torch.ones_like(ids)
+    mask[0, 40:60] = 0
+    calls = {
+        "holes": {"attention_mask": mask},
+        "own-mask": {"attention_mask": torch.ones(1, 1, LENGTH, LENGTH).tril().bool()},
+        "packed": {"position_ids": torch.cat([torch.arange(80), torch.arange(LENGTH - 80)])[None], "use_cache": False},
+    }
+    if how == "not-causal":  # such as an encoder that was made of a decoder
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = False
+    if how == "dropout":
+        model.train()
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.3
+
+    def once():
+        torch.manual_seed(4)
+        return model(ids[:, :1] if how == "decode" else ids, **calls.get(how, {})).logits
+
+    expected = once()
+    try:
+        sdpa.take_over()
+        assert torch.equal(once(), expected)
+        if how == "dropout":
+            assert paths(model) == {("dense", "attention dropout")}
+        if how == "not-causal":
+            assert paths(model) == {("dense", "the layer is not causal")}
+    finally:
+        sdpa.give_back()
+
+
+@torch.no_grad()
+def test_a_second_model_of_that_geometry_gets_it_too(model, taken_over):
+    """Such as one that classifies: its base model is the same."""
+    config = copy.deepcopy(CONFIG)
+    other = build(config, kind=AutoModelForSequenceClassification)
+    model(prompt())
+    other(prompt())
+    assert paths(model) == paths(other) == {("s2o", RUNS)}
+
+
+def test_training_is_dense(model, taken_over):
+    ids, plain = prompt(), same_weights(model, "eager")
+    for which in (model, plain):
+        which(ids, labels=ids).loss.backward()
+    ours, theirs = (which.get_input_embeddings().weight.grad for which in (model, plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert paths(model) == {("dense", "gradients are enabled")}
+
+
+@torch.no_grad()
+def test_compiled_models(model, profile, named):
+    """Compiled before any ran: as without s2o-run. After one ran: one graph that runs S2O."""
+    ids = prompt()
+    memory = lambda: {"past_key_values": DynamicCache(config=CONFIG)}  # noqa: E731
+    dense = model(ids).logits
+    try:
+        sdpa.take_over()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(ids, **memory()).logits, dense, rtol=1e-5, atol=1e-5)
+        expected = model(ids).logits
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(ids, **memory()).logits, expected, rtol=1e-5, atol=1e-5)
+    finally:
+        sdpa.give_back()
+    assert [row["calls"] for row in explain(model)] == [2, 2]
+
+
+PROGRAM = """
+    import sys
+    assert "torch" not in sys.modules and "transformers" not in sys.modules and "s2o_runtime" not in sys.modules
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+    with torch.no_grad():
+        logits = model(torch.arange(3, 103)[None].repeat(1, 2)).logits
+    torch.save(logits, sys.argv[2])
+    print(model.config._attn_implementation, sys.argv[3:], type(sys.modules["transformers.modeling_utils"].__loader__))
+"""
+
+
+def start(*arguments, folder=None, **variables):
+    surroundings = {name: value for name, value in os.environ.items() if not name.startswith("S2O_")} | variables
+    command = [sys.executable, "-m", "s2o_runtime.run", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=surroundings, cwd=folder)
+
+
+@pytest.fixture
+def program(tmp_path, model):
+    model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(PROGRAM))
+    return [sys.executable, path, tmp_path / "model", tmp_path / "logits.pt"]
+
+
+@torch.no_grad()
+def test_s2o_run_runs_a_program_with_the_profile(program, model, profile, tmp_path):
+    save_profile(profile, tmp_path / "p.safetensors")
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text("print('the hidden one ran')")
+    done = start(
+        *("--profile", "p.safetensors", "--explain"),
+        *(*program, "--flag", "a b"),
+        folder=tmp_path,
+        PYTHONPATH=str(hidden),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        *["the hidden one ran"] * 2,  # in s2o-run's own interpreter, and in the program's
+        "sdpa ['--flag', 'a b'] <class '_frozen_importlib_external.SourceFileLoader'>",
+    ]
+    table = done.stderr.splitlines()[-3:]
+    assert [line.split()[:3] for line in table] == [["layer", "path", "calls"], ["0", "s2o", "1"], ["1", "s2o", "1"]]
+    ids = torch.arange(3, 103)[None].repeat(1, 2)
+    ours, dense = torch.load(tmp_path / "logits.pt"), model(ids).logits
+    expected = patch(model, profile)(ids).logits
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)  # other threads may add in another order
+    assert (expected - dense).abs().max() > 1e-4
+
+
+def test_a_program_without_transformers_is_left_alone(profile, tmp_path):
+    save_profile(profile, tmp_path / "p.safetensors")
+    code = "import sys; print(sorted({'torch', 'transformers', 's2o_runtime'} & set(sys.modules))); sys.exit(7)"
+    done = start(sys.executable, "-c", code, S2O_PROFILE=str(tmp_path / "p.safetensors"))
+    assert (done.returncode, done.stdout) == (7, "[]\n")
+
+
+def test_an_interpreter_without_s2o_says_so_and_goes_on(tmp_path):
+    """The hook must never keep a program from starting."""
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "modeling_utils.py").write_text("WORKS = True")
+    code = "import transformers.modeling_utils as m; print(m.WORKS)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {[str(run.SITE), str(tmp_path)]!r}; "
+         f"import sitecustomize; {code}"],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.stdout == "True\n"
+    assert done.stderr.startswith("s2o-run: models run without S2O (ModuleNotFoundError: No module named 's2o_runtime'")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        (("true",), {}, "s2o-run: S2O_PROFILE is not set: set it to a profile's path, or give --profile FILE"),
+        (("true",), {"S2O_PROFILE": "no/such"}, "s2o-run: S2O_PROFILE: no/such cannot be read (No such file or "),
+        (("--profile", "no/such", "true"), {}, "s2o-run: S2O_PROFILE: no/such cannot be read"),
+    ],
+)
+def test_without_a_profile_nothing_is_started(arguments, variables, message):
+    done = start(*arguments, **variables)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_command_that_does_not_exist(profile, tmp_path):
+    save_profile(profile, tmp_path / "p.safetensors")
+    done = start("--profile", tmp_path / "p.safetensors", "no-such-command", "--profile", "x")
+    assert done.returncode == 2
+    assert done.stderr == "s2o-run: no-such-command cannot be run (No such file or directory): check the command\n"
