@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from calibrate.costs import overhead
-from calibrate.curves import TAUS, Curve, Method
+from calibrate.curves import TAUS, Curve, Method, Way
 from s2o_runtime.config import HeadConfig
 
 
@@ -29,10 +29,11 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a head may be given: tails or none, and rows no worse than this (None does not look at rows)."""
+    """What a head may be given: tails or none, rows no worse than this (None does not look at rows), S2O or not."""
 
     tails: tuple[bool, ...] = (False, True)
     worst_rows: float | None = None
+    s2o: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def dense_point(segment: int) -> Point:
     return Point(0.0, 1.0, 1.0, 0.0, HeadConfig(segment=segment, mode="dense"))
 
 
-def allocate(curves: Mapping[Method, Curve], budget_mse: float, allowed: Allowed = Allowed()) -> Allocation:
+def allocate(curves: Mapping[Way, Curve], budget_mse: float, allowed: Allowed = Allowed()) -> Allocation:
     """The heads' settings of a layer with the least mean cost whose mean error is at most `budget_mse`.
 
     curves: of every method a head may choose.
@@ -79,7 +80,7 @@ def allocate(curves: Mapping[Method, Curve], budget_mse: float, allowed: Allowed
 
 
 def allocate_together(
-    layers: Sequence[Mapping[Method, Curve]], weights: Sequence[float], budget: float, allowed: Allowed = Allowed()
+    layers: Sequence[Mapping[Way, Curve]], weights: Sequence[float], budget: float, allowed: Allowed = Allowed()
 ) -> list[Allocation]:
     """The same for several layers with one budget: the mean over the layers of weight times error is at most that."""
     options = [points_of(curves, head, allowed) for curves in layers for head in range(_heads(curves))]
@@ -89,11 +90,20 @@ def allocate_together(
     return [Allocation(tuple(next(chosen) for _ in range(_heads(curves)))) for curves in layers]
 
 
-def points_of(curves: Mapping[Method, Curve], head: int, allowed: Allowed) -> list[Point]:
+def points_of(curves: Mapping[Way, Curve], head: int, allowed: Allowed) -> list[Point]:
     """A head's useful points by rising error, the dense one first; each is cheaper than all before it."""
+    segment = segment_of(curves)
     found = []
     for method, curve in curves.items():
         densities = curve.density[head].tolist()
+        if not isinstance(method, Method):
+            mse, row = float(curve.mse[head, 0]), float(curve.worst[head, 0])
+            if curve.cost is not None and (allowed.worst_rows is None or row <= allowed.worst_rows):
+                settings = HeadConfig(segment=segment, mode="blocks", blocks=method)
+                found.append(Point(mse, float(curve.cost[head, 0]), densities[0], row, settings))
+            continue
+        if not allowed.s2o:
+            continue
         for tail in allowed.tails:
             errors, worst = (curve.tail_mse, curve.tail_worst) if tail else (curve.mse, curve.worst)
             extra = overhead(method, tail)
@@ -102,14 +112,19 @@ def points_of(curves: Mapping[Method, Curve], head: int, allowed: Allowed) -> li
                 if allowed.worst_rows is None or row <= allowed.worst_rows:
                     settings = HeadConfig(tau, method.segment, "s2o", "rest", method.representatives, tail)
                     found.append(Point(mse, density + extra, density, row, settings))
-    points = [dense_point(next(iter(curves)).segment)]
+    points = [dense_point(segment)]
     for point in sorted(found, key=lambda point: point[:2]):
         if point.cost < points[-1].cost:
             points.append(point)
     return points
 
 
-def _heads(curves: Mapping[Method, Curve]) -> int:
+def segment_of(curves: Mapping[Way, Curve]) -> int:
+    """The segment that all of S2O's curves among these are of."""
+    return next(way.segment for way in curves if isinstance(way, Method))
+
+
+def _heads(curves: Mapping[Way, Curve]) -> int:
     return len(next(iter(curves.values())).mse)
 
 

@@ -18,7 +18,7 @@ from calibrate import capture
 from calibrate.allocate import Allowed, allocate_together
 from calibrate.capture import Captured
 from calibrate.costs import overhead
-from calibrate.curves import TAUS, Curve, Method, Shape
+from calibrate.curves import TAUS, Curve, Method, Shape, Way
 from calibrate.groups import groups
 from calibrate.journal import Journal
 from calibrate.measure import LayersCurves
@@ -207,13 +207,13 @@ def shared(choices: Sequence[Choice], powers: Sequence[float], recipe: Recipe) -
     return made, limits
 
 
-def _uniform(
-    layers: Sequence[Mapping[Method, Curve]], budgets: Sequence[float], tails: Sequence[bool]
-) -> Uniform | None:
+def _uniform(layers: Sequence[Mapping[Way, Curve]], budgets: Sequence[float], tails: Sequence[bool]) -> Uniform | None:
     """The cheapest setting that all heads of all layers share whose error over its layer's budget is 1 on average."""
     found: Uniform | None = None
     over = torch.tensor(budgets, dtype=torch.float64)[:, None, None]
     for method in layers[0]:
+        if not isinstance(method, Method):
+            continue
         density = torch.stack([curves[method].density for curves in layers]).mean((0, 1))
         for tail in tails:
             errors = torch.stack([curves[method].tail_mse if tail else curves[method].mse for curves in layers])

@@ -16,7 +16,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from calibrate.recipe import DEFAULT_BUDGET, OPTIONS, Budget, Recipe, default_out, load_yaml, merged, seconds, slug
+from calibrate.recipe import (
+    DEFAULT_BUDGET,
+    METHODS,
+    OPTIONS,
+    Budget,
+    Recipe,
+    default_out,
+    load_yaml,
+    merged,
+    seconds,
+    slug,
+)
 from s2o_runtime import __version__
 from s2o_runtime.config import MAX_SEGMENT
 from s2o_runtime.errors import ConfigError, S2OError
@@ -90,6 +101,7 @@ def parser() -> Parser:
     )
 
     space = out.add_argument_group("what to choose from, and for how long").add_argument
+    space("--method", choices=METHODS, help=_help("what computes a head; auto: what is cheapest", "method"))
     space("--segments", type=counts, metavar="N,N", help=_help("queries that share a ranking", "segments"))
     space("--representatives", type=counts, metavar="N,N", help=_help("of a segment", "representatives"))
     space("--grains", type=counts, metavar="N,N", help=_help("keys ranked together", "grains"))

@@ -5,6 +5,8 @@ All parts grow with the square of the length, as dense attention does, so a shar
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from calibrate.curves import Method
 
 # Measured on an H200 at 131072 tokens (docs/results/ranking-h200.txt).
@@ -13,6 +15,15 @@ SCORING_RATE = 0.75  # of dense attention's rate at matrix products: scoring rea
 ORDER = 0.017  # ordering a prefix for every 1024 queries, key by key
 UNIT_SEGMENT = 1024
 TAIL = 24.0  # summing the values once for every segment, as if that many queries attended to them
+
+
+RIVAL_RATE = 0.7  # of block-sparse attention, as a share of dense attention's
+RIVAL_SELECTION = 0.03  # choosing blocks
+
+
+def rival_cost(density: Tensor) -> Tensor:
+    """The time of heads that another method computes over their dense time, where it is not measured."""
+    return density / RIVAL_RATE + RIVAL_SELECTION
 
 
 def overhead(method: Method, tail: bool) -> float:

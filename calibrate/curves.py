@@ -16,6 +16,7 @@ from torch import Tensor
 from calibrate.capture import Captured
 from calibrate.journal import pack, unpack
 from calibrate.worst import WORST
+from s2o_runtime.baselines.settings import Baseline, parse
 from s2o_runtime.config import TileConfig
 
 TAUS = tuple(float(f"{10.0 ** (exponent / 5):.4g}") for exponent in range(-15, 16))  # 1e-3 .. 1e3, five a decade
@@ -42,14 +43,18 @@ class Shape:
         return cls(tile.block_m, tile.stride)
 
 
+Way = Method | Baseline  # how a head may attend: in S2O's order, or as another method does
+
+
 @dataclass(frozen=True)
 class Curve:
-    """Errors and density of every head at every threshold of `TAUS`.
+    """Errors and density of every head at every threshold of `TAUS`; of another method, which has none, at one point.
 
     mse, tail_mse: mean squared error; worst, tail_worst: of the row tiles' worst rows the `WORST` quantile, a row's
     error over its norm (worst.py); density: all float64 [Hq, len(TAUS)]; thresholds of the kind "rest", rows reduced
     by mean. The tail does not change where a head stops, so one density belongs to both errors.
     dense_power: mean square of the layer's dense output.
+    cost: float64 [Hq, 1], of another method a head's time over its dense time; None where it was not measured.
     """
 
     mse: Tensor
@@ -58,6 +63,7 @@ class Curve:
     tail_worst: Tensor
     density: Tensor
     dense_power: float
+    cost: Tensor | None = None
 
     def stacked(self) -> Tensor:
         """All but the power, in the order of the fields: float32 [5, Hq, len(TAUS)]."""
@@ -77,6 +83,7 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     def careful(name: str) -> Tensor:
         return each(name).mean(0) + each(name).std(0, correction=0)
 
+    costs = [curve.cost for curve in curves if curve.cost is not None]
     return Curve(
         careful("mse"),
         careful("tail_mse"),
@@ -84,6 +91,7 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
         each("tail_worst").amax(0),
         each("density").mean(0),
         sum(curve.dense_power for curve in curves) / len(curves),
+        torch.stack(costs).mean(0) if costs else None,
     )
 
 
@@ -117,19 +125,29 @@ def window_pairs(length: int, segment: int, step: int) -> int:
     return total
 
 
-def packed(curves: Mapping[tuple[Method, Shape], Curve]) -> list[dict[str, Any]]:
+def packed(curves: Mapping[tuple[Way, Shape | None], Curve]) -> list[dict[str, Any]]:
     """Curves as JSON, in float32."""
-    return [
-        {"method": astuple(method), "shape": astuple(shape), "power": curve.dense_power, "curve": pack(curve.stacked())}
-        for (method, shape), curve in curves.items()
-    ]
+    entries = []
+    for (way, shape), curve in curves.items():
+        entry: dict[str, Any] = {"power": curve.dense_power, "curve": pack(curve.stacked())}
+        if isinstance(way, Method):
+            assert shape is not None
+            entry |= {"method": astuple(way), "shape": astuple(shape)}
+        else:
+            entry |= {"blocks": str(way), "cost": None if curve.cost is None else pack(curve.cost.float())}
+        entries.append(entry)
+    return entries
 
 
-def unpacked(entries: list[dict[str, Any]]) -> dict[tuple[Method, Shape], Curve]:
+def unpacked(entries: list[dict[str, Any]]) -> dict[tuple[Way, Shape | None], Curve]:
     """What `packed` made."""
-    found = {}
+    found: dict[tuple[Way, Shape | None], Curve] = {}
     for entry in entries:
         mse, tail_mse, worst, tail_worst, density = unpack(entry["curve"]).double()
-        curve = Curve(mse, tail_mse, worst, tail_worst, density, float(entry["power"]))
-        found[Method(*entry["method"]), Shape(*entry["shape"])] = curve
+        cost = None if entry.get("cost") is None else unpack(entry["cost"]).double()
+        curve = Curve(mse, tail_mse, worst, tail_worst, density, float(entry["power"]), cost)
+        if "blocks" in entry:
+            found[parse(entry["blocks"]), None] = curve
+        else:
+            found[Method(*entry["method"]), Shape(*entry["shape"])] = curve
     return found

@@ -8,14 +8,14 @@ import numpy as np
 from sklearn.cluster import AgglomerativeClustering
 
 from calibrate.allocate import Allowed, allocate
-from calibrate.curves import Curve, Method
+from calibrate.curves import Curve, Way
 
 BUDGETS = (0.1, 1.0, 10.0)  # times a layer's own
 APART = 0.08  # of dense attention's time: layers whose costs differ by more than this somewhere are studied apart
 
 
 def groups(
-    layers: Sequence[Mapping[int, Mapping[Method, Curve]]], budgets: Sequence[float], allowed: Allowed
+    layers: Sequence[Mapping[int, Mapping[Way, Curve]]], budgets: Sequence[float], allowed: Allowed
 ) -> list[list[int]]:
     """Layer numbers, group by group, each ascending, the groups by their first layer.
 

@@ -7,9 +7,9 @@ from functools import partial
 from itertools import islice, repeat
 from typing import Any
 
-from calibrate import capture
+from calibrate import capture, rivals
 from calibrate.capture import Captured
-from calibrate.curves import Curve, Method, Shape, mean_curve, measure, packed, unpacked
+from calibrate.curves import Curve, Method, Shape, Way, mean_curve, measure, packed, unpacked
 from calibrate.journal import Journal
 from calibrate.memory import within_memory
 from calibrate.models import LoadedModel
@@ -58,12 +58,15 @@ def measure_model(
 
 
 def _measured(prompts: Iterator[Captured], shapes: Sequence[Shape], recipe: Recipe) -> list[dict[str, Any]]:
-    parts: dict[tuple[Method, Shape], list[Curve]] = {}
-    for prompt in prompts:
+    parts: dict[tuple[Way, Shape | None], list[Curve]] = {}
+    others = rivals.settings_of(recipe.method)
+    for index, prompt in enumerate(prompts):
         for segment in recipe.segments_for(int(prompt.q.shape[2])):
             ranked = [Method(segment, each, grain) for each in recipe.representatives for grain in recipe.grains]
             for key, curve in measure(prompt, ranked, shapes).items():
                 parts.setdefault(key, []).append(curve)
+        for settings, curve in rivals.measure(prompt, others, timed=index == 0).items():
+            parts.setdefault((settings, None), []).append(curve)
     return packed({key: mean_curve(curves) for key, curves in parts.items()})
 
 
@@ -77,4 +80,11 @@ def _key(
         "segments": list(segments),
         "representatives": list(recipe.representatives),
         "grains": list(recipe.grains),
+        **others_key(recipe),
     }
+
+
+def others_key(recipe: Recipe) -> dict[str, Any]:
+    """What a measurement depends on if heads may choose other methods than S2O."""
+    others = rivals.settings_of(recipe.method)
+    return {"others": [str(each) for each in others]} if others else {}

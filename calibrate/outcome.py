@@ -90,7 +90,8 @@ def _layer(
         "layer": index,
         "tau_min": min(taus, default=None),
         "tau_max": max(taus, default=None),
-        "dense_heads": len(config.heads) - len(heads),
+        "dense_heads": sum(head.mode == "dense" for head in config.heads),
+        "methods": dict(Counter(head.blocks.name if head.blocks else head.mode for head in config.heads)),
         "tails": sum(head.tail for head in heads),
         "representatives": {str(count): representatives[count] for count in sorted(representatives)},
         "segment": config.heads[0].segment,
@@ -121,7 +122,9 @@ def _heads(recipe: Recipe, choice: Choice) -> list[dict[str, Any]]:
             "tau": point.head.tau,
             "representatives": point.head.representatives,
             "tail": point.head.tail,
+            "blocks": None if point.head.blocks is None else str(point.head.blocks),
             "density": point.density,
+            "cost": point.cost,
             "error": _in_unit(recipe, choice, point.mse),
         }
         for point in choice.allocation.points

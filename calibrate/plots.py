@@ -140,7 +140,8 @@ def predicted_cost(layer: Summary) -> float:
     costs = []
     for head in layer["heads"]:
         ranking = overhead(Method(layer["segment"], head["representatives"], layer["grain"]), head["tail"])
-        costs.append(1.0 if head["mode"] == "dense" else head["density"] + ranking)
+        of_mode = {"dense": 1.0, "blocks": head.get("cost")}
+        costs.append(of_mode.get(head["mode"], head["density"] + ranking))
     return fmean(costs)
 
 

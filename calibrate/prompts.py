@@ -145,24 +145,24 @@ def _text_of(entry: Any, tokenizer: Any) -> str:
 def _built_in(recipe: Recipe, tokenizer: Any, length: int, count: int, held_out: bool) -> list[Prompt]:
     """`count` prompts of standard library sources; every file is used at most once for one length."""
     rng = random.Random(f"{recipe.seed}/{length}/{'held out' if held_out else 'calibration'}")
-    sources = _sources(rng, held_out)
-    return [_filled(tokenizer, sources, length, rng) for _ in range(count)]
+    files = sources(rng, held_out)
+    return [_filled(tokenizer, files, length, rng) for _ in range(count)]
 
 
-def _filled(tokenizer: Any, sources: Iterator[str], length: int, rng: random.Random) -> Prompt:
+def _filled(tokenizer: Any, files: Iterator[str], length: int, rng: random.Random) -> Prompt:
     """`length` tokens of sources, needles spread over them, their questions at the end."""
     needles = make_needles(min(MAX_NEEDLES, max(1, length // TOKENS_PER_NEEDLE)), rng)
     end: list[int] = []
     codes: list[tuple[int, int]] = []
     for needle in rng.sample(needles, len(needles)):
-        first, last = _code_tokens(tokenizer, needle)
+        first, last = code_tokens(tokenizer, needle)
         codes.append((len(end) + first, len(end) + last))
         end += encode(tokenizer, needle.question + needle.answer)
     if len(end) > length // 4:
         end = end[: length // 4]
     body = length - len(end)
     facts = [encode(tokenizer, needle.fact) for needle in needles]
-    ids = _take(tokenizer, sources, body)
+    ids = _take(tokenizer, files, body)
     for index, fact in enumerate(facts):
         place = (index + 1) * body // (len(facts) + 1)
         ids[place : place + len(fact)] = fact
@@ -170,7 +170,7 @@ def _filled(tokenizer: Any, sources: Iterator[str], length: int, rng: random.Ran
     return Prompt(torch.tensor(ids[:body] + end), answers)
 
 
-def _code_tokens(tokenizer: Any, needle: Needle) -> tuple[int, int]:
+def code_tokens(tokenizer: Any, needle: Needle) -> tuple[int, int]:
     """Which tokens of a question and its answer hold a digit of the code."""
     text = needle.question + needle.answer
     places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
@@ -179,15 +179,15 @@ def _code_tokens(tokenizer: Any, needle: Needle) -> tuple[int, int]:
     return inside[0], inside[-1] + 1
 
 
-def source_text(tokenizer: Any, length: int, rng: random.Random) -> list[int]:
-    """`length` tokens of standard library sources."""
-    return _take(tokenizer, _sources(rng), length)
+def source_text(tokenizer: Any, length: int, rng: random.Random, held_out: bool | None = None) -> list[int]:
+    """`length` tokens of standard library sources: those held out, those calibrated on, or (None) of all."""
+    return _take(tokenizer, sources(rng, held_out), length)
 
 
-def _take(tokenizer: Any, sources: Iterator[str], length: int) -> list[int]:
+def _take(tokenizer: Any, files: Iterator[str], length: int) -> list[int]:
     ids: list[int] = []
     while len(ids) < length:
-        text = next(sources, None)
+        text = next(files, None)
         if text is None:
             raise InputError(
                 f"the standard library's sources are too short for prompts of {length} tokens: "
@@ -197,7 +197,7 @@ def _take(tokenizer: Any, sources: Iterator[str], length: int) -> list[int]:
     return ids[:length]
 
 
-def _sources(rng: random.Random, held_out: bool | None = None) -> Iterator[str]:
+def sources(rng: random.Random, held_out: bool | None = None) -> Iterator[str]:
     """The standard library's files, the folders in random order and each folder's files together.
 
     held_out: only the files that are held out, or only the others.

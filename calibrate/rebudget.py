@@ -11,6 +11,7 @@ from calibrate.allocate import Allocation
 from calibrate.choose import shared
 from calibrate.curves import Shape, unpacked
 from calibrate.journal import Journal
+from calibrate.measure import others_key
 from calibrate.recipe import Budget, Recipe
 from calibrate.search import Choice, Curves, allowed, budget_mse, methods
 from s2o_runtime.config import LayerConfig
@@ -147,6 +148,7 @@ def stored_curves(
         "segments": list(recipe.segments_for(length)),
         "representatives": list(recipe.representatives),
         "grains": list(recipe.grains),
+        **others_key(recipe),
     }
     for found, value in reversed(entries):
         if found == key | {"shapes": found.get("shapes")} and [shape.block_m, shape.stride] in found["shapes"]:

@@ -19,6 +19,7 @@ from s2o_runtime.lengths import far_apart
 SEGMENTS = (256, 512, 1024, 2048)
 CHECK_STEP = 256  # tokens; a default check length is a multiple of it
 KINDS = ("mse", "rel_mse")
+METHODS = ("s2o", "pbs", "sparge", "auto")
 SCOPES = ("layer", "model")
 MAX_YAML_BYTES = 1 << 16
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -88,6 +89,7 @@ class Recipe:
     needles: the share of the codes found by the dense model that the patched one must find too.
     allow_regression: write a profile even if its proof fails; the profile says so.
     journal: the file that keeps the measurements; None is the rule of `journal_path`.
+    method: what computes the heads that are not dense: "s2o", "pbs", "sparge", or for each what is cheapest ("auto").
     """
 
     model: str
@@ -113,6 +115,7 @@ class Recipe:
     random_weights: bool = False
     allow_regression: bool = False
     journal: Path | None = None
+    method: str = "s2o"
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Recipe:
@@ -159,6 +162,8 @@ class Recipe:
         self.budget.validate()
         if self.scope not in SCOPES:
             raise ConfigError(f"budget_scope {self.scope!r} is not known: use {' or '.join(SCOPES)}")
+        if self.method not in METHODS:
+            raise ConfigError(f"method {self.method!r} is not known: use one of {', '.join(METHODS)}")
         for name in ("lengths", "segments", "representatives", "grains", "tails"):
             _check_ascending(name, getattr(self, name))
         for segment in self.segments:
@@ -213,8 +218,9 @@ class Recipe:
             raise ConfigError(f"length {longest} is beyond the model's limit of {limit}: use a shorter one")
 
     def segments_for(self, length: int) -> tuple[int, ...]:
-        """Segments worth trying at a length: at least half of a prompt must lie in some prefix."""
-        return tuple(segment for segment in self.segments if segment <= max(self.segments[0], length // 2))
+        """Segments worth trying at a length: at least half of a prompt must lie in some prefix; one without S2O."""
+        fitting = tuple(segment for segment in self.segments if segment <= max(self.segments[0], length // 2))
+        return fitting if self.method in ("s2o", "auto") else fitting[:1]
 
     def record(self) -> dict[str, Any]:
         """The settings that decide the result, for the profile; where files are written does not."""
@@ -363,6 +369,7 @@ OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "random_weights": ("true or false", _switch),
     "allow_regression": ("true or false", _switch),
     "journal": ("a file name", _path),
+    "method": ("a name", _name),
     "out": ("a file name", _path),
 }
 NULLABLE = ("prompts", "check_lengths", "time_limit", "worst_rows", "journal")

@@ -7,6 +7,7 @@ report's JSON, so nothing is on the terminal, in the card or in a plot that is n
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,7 @@ def plan(recipe: Recipe, geometry: Geometry, device: str, given: frozenset[str])
         "prompts": said(recipe.prompt_source, "prompts"),
         "prompts per length": f"{said(recipe.num_prompts, 'num_prompts')} to calibrate, "
         f"{said(recipe.held_out, 'held_out')} held out",
+        "method": said(recipe.method, "method"),
         "segments": said("; ".join(segments), "segments"),
         "representatives": said(recipe.representatives, "representatives"),
         "grains": said(recipe.grains, "grains"),
@@ -178,6 +180,7 @@ def _length_notes(summary: Summary, length: Summary) -> list[str]:
         + ("" if length["needles"] is None else ", needles {} of {}".format(*length["needles"])),
     ]
     notes += [note] if (note := _against_uniform(length)) else []
+    notes += [note] if (note := _methods_note(length["layers"])) else []
     reasons: dict[str, list[int]] = {}
     for layer in length["layers"]:
         if layer["why_dense"]:
@@ -185,6 +188,16 @@ def _length_notes(summary: Summary, length: Summary) -> list[str]:
     notes += [f"{_layers(numbers)} dense: {reason}" for reason, numbers in reasons.items()]
     tightened = [layer["layer"] for layer in length["layers"] if layer["tightened"]]
     return notes + ([f"{_layers(tightened)} tightened on held-out prompts"] if tightened else [])
+
+
+def _methods_note(layers: Sequence[Summary]) -> str | None:
+    """How many heads each method computes, if there are others than S2O and dense."""
+    counts: Counter[str] = Counter()
+    for layer in layers:
+        counts.update(layer.get("methods", {}))
+    if not set(counts) - {"s2o", "dense"}:
+        return None
+    return "heads by method: " + ", ".join(f"{count} {name}" for name, count in counts.most_common())
 
 
 def _against_uniform(length: Summary) -> str | None:

@@ -89,6 +89,8 @@ def retile(profile: Path, device: str, out: Path) -> Retiled:
         raise InputError(f"{profile} cannot be tuned here: {suits.reason}")
     layers, dense_layers = old.layers, 0
     timed: tuple[dict[str, Any], ...] = ()
+    if any(layer.block_heads for bucket in old.layers for layer in bucket):
+        raise InputError(f"{profile} has heads of other methods than S2O, whose time depends on text: calibrate here")
     if here.kind == "cuda":
         candidates = candidate_tiles(old.geometry.head_dim, here.capability)
         spare = default_tile(old.geometry.head_dim, here.capability)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import optuna
 
 from calibrate.allocate import Allocation, Allowed, allocate
-from calibrate.curves import Curve, Method, Shape
+from calibrate.curves import Curve, Method, Shape, Way
 from calibrate.recipe import Recipe
 from calibrate.timing import FAILURES, Timing, reason
 from s2o_runtime.config import LayerConfig, TileConfig
@@ -24,7 +24,7 @@ from s2o_runtime.config import LayerConfig, TileConfig
 log = logging.getLogger("calibrate")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
-Curves = Mapping[tuple[Method, Shape], Curve]  # of one layer at one length
+Curves = Mapping[tuple[Way, Shape | None], Curve]  # of one layer at one length
 Timer = Callable[[LayerConfig, float], Timing]  # times a configuration, given the best seconds so far
 Place = tuple[int, int, TileConfig]  # segment, grain and tile: what a trial names
 
@@ -40,7 +40,7 @@ class Choice:
     segment: int
     grain: int
     tile: TileConfig
-    curves: Mapping[Method, Curve]
+    curves: Mapping[Way, Curve]
     budget_mse: float
     allocation: Allocation
     timing: Timing | None = None
@@ -76,7 +76,7 @@ class Choice:
 
 
 def allowed(recipe: Recipe) -> Allowed:
-    return Allowed(recipe.tails, recipe.worst_rows or None)
+    return Allowed(recipe.tails, recipe.worst_rows or None, recipe.method in ("s2o", "auto"))
 
 
 def budget_mse(curves: Curves, recipe: Recipe) -> float:
@@ -85,13 +85,14 @@ def budget_mse(curves: Curves, recipe: Recipe) -> float:
     return spent if recipe.budget.kind == "mse" else spent * next(iter(curves.values())).dense_power
 
 
-def methods(curves: Curves, segment: int, grain: int, shape: Shape) -> dict[Method, Curve]:
-    """The curves that heads choose among once segment, grain and tile are fixed."""
-    return {
-        method: curve
-        for (method, each), curve in curves.items()
-        if (method.segment, method.grain, each) == (segment, grain, shape)
+def methods(curves: Curves, segment: int, grain: int, shape: Shape) -> dict[Way, Curve]:
+    """The curves that heads choose among once segment, grain and tile are fixed; none if none is of these."""
+    found: dict[Way, Curve] = {
+        way: curve
+        for (way, each), curve in curves.items()
+        if isinstance(way, Method) and (way.segment, way.grain, each) == (segment, grain, shape)
     }
+    return found and found | {way: curve for (way, _), curve in curves.items() if not isinstance(way, Method)}
 
 
 @dataclass
@@ -184,7 +185,7 @@ class Study:
         budget = budget_mse(self.curves, self.recipe)
         return Choice(segment, grain, tile, curves, budget, allocate(curves, budget, allowed(self.recipe)))
 
-    def methods(self, segment: int, grain: int, tile: TileConfig) -> dict[Method, Curve]:
+    def methods(self, segment: int, grain: int, tile: TileConfig) -> dict[Way, Curve]:
         return methods(self.curves, segment, grain, Shape.of(tile))
 
     def settled(self, choice: Choice) -> Choice:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Backend = Literal["auto", "triton", "reference", "dense"]
 KERNEL_TYPES = (torch.bfloat16, torch.float16)
+BLOCK = 128  # rows that a head of another method selects keys for
 PLANS = 1024  # kinds of calls remembered, such as 32 layers at 32 lengths
 
 log = logging.getLogger("s2o_runtime")
@@ -158,6 +159,8 @@ def s2o_attention(
         if choice.backend == "triton":
             with _recording(kind, inputs) as recorder:
                 out, visited, lse = _kernel(q, k, v, config, shape, scale, kv_start, None, None, return_lse)
+            if config.block_heads:
+                _add_blocks(q, k, v, config, shape, scale, kv_start, "triton", out, visited)
             if kind is not None and recorder is not None:
                 kind.keep(recorder, choice, shape, (out, visited if return_stats else None, lse))
         else:
@@ -198,7 +201,7 @@ def s2o_attention_varlen(
     else:
         shape = packed_shape(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         scale = _checked_scale(scale, config, shape)
-        choice = choose_backend(q, k, v, config, shape, backend, return_lse)
+        choice = choose_backend(q, k, v, config, shape, backend, return_lse, packed=True)
         with _recording(kind if choice.backend == "triton" else None, inputs) as recorder:
             out, visited, lse = _packed(
                 q, k, v, config, shape, scale, cu_seqlens_q, cu_seqlens_k, choice.backend, return_lse
@@ -274,7 +277,7 @@ def _kind_of(
 
     None if it can have no plan. lengths: the maxima of packed sequences.
     """
-    if inputs[0] is None or not inputs[0].is_cuda:
+    if inputs[0] is None or not inputs[0].is_cuda or config.block_heads:  # selecting blocks is torch's work
         return None
     scale = None if scale is None else float(scale)
     key: list[object] = [config.number, scale, backend, return_stats, return_lse, lengths]
@@ -338,9 +341,37 @@ def _plain(
     """The output, visited and lse of the backends that need no kernel."""
     if backend == "reference":
         result: Attended = s2o_attention_reference(q, k, v, config, scale=scale, kv_start=kv_start)
+        if config.block_heads:
+            shape = call_shape(q, k, v, kv_start)
+            _add_blocks(q, k, v, config, shape, scale, kv_start, "reference", result.out, result.visited)
         return result.out, result.visited, result.lse.float() if with_lse else None
     out = dense_attention(q, k, v, scale=scale, kv_start=kv_start)
     return out, None, log_sum_exp(q, k, scale=scale, kv_start=kv_start) if with_lse else None
+
+
+def _add_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: LayerConfig,
+    shape: CallShape,
+    scale: float,
+    kv_start: Tensor | None,
+    backend: Literal["triton", "reference"],
+    out: Tensor,
+    visited: Tensor,
+) -> None:
+    """Compute the heads that other methods compute; of each, `visited` is what a row computes on average."""
+    from s2o_runtime.baselines.run import baseline_attention
+
+    methods = [head.blocks for head in config.heads if head.blocks is not None]
+    _, stats = baseline_attention(
+        q, k, v, methods, scale=scale, kv_start=kv_start, out=out, heads=config.block_heads, backend=backend
+    )
+    starts = torch.zeros(1, dtype=torch.int64, device=q.device) if kv_start is None else kv_start
+    rows = (shape.kv_len - starts).clamp(0, shape.q_len).sum() * (1 if kv_start is not None else shape.batch)
+    keys = (stats.computed / rows.clamp_min(1)).round().to(visited.dtype)
+    visited[:, config.block_heads] = keys[:, None].expand(-1, visited.shape[2])
 
 
 def _packed(
@@ -426,18 +457,20 @@ def choose_backend(
     shape: CallShape,
     backend: Backend,
     with_lse: bool = False,
+    packed: bool = False,
 ) -> Choice:
     """The backend for a call, and why. Raises InputError if the one asked for cannot do it."""
     if backend not in get_args(Backend):
         raise InputError(f"backend {backend!r} is not known: use one of {get_args(Backend)}")
-    if backend in ("dense", "reference"):
+    if backend == "dense":
         return Choice(backend, "asked for")
-    obstacle = _kernel_obstacle(q, k, v, config, shape)
-    if backend == "triton":
+    blocked = _blocks_obstacle(config, shape, with_lse, packed)
+    obstacle = blocked or (None if backend == "reference" else _kernel_obstacle(q, k, v, config, shape))
+    if backend != "auto":
         if obstacle:
             raise InputError(f'{obstacle}: run with backend="auto"')
-        return Choice("triton", "asked for")
-    choice = _automatic(q, config, shape, obstacle, with_lse)
+        return Choice(backend, "asked for")
+    choice = Choice("dense", blocked) if blocked else _automatic(q, config, shape, obstacle, with_lse)
     _log_once(choice)
     return choice
 
@@ -459,9 +492,24 @@ def _automatic(q: Tensor, config: LayerConfig, shape: CallShape, obstacle: str |
 
 
 def has_prefix(config: LayerConfig, shape: CallShape) -> bool:
-    """Whether any segment of any head has keys before it."""
-    shortest = min((head.segment for head in config.heads if head.mode == "s2o"), default=shape.q_len)
+    """Whether any segment of any head, or block of rows, has keys before it."""
+    units = [BLOCK if head.mode == "blocks" else head.segment for head in config.heads if head.mode != "dense"]
+    shortest = min(units, default=shape.q_len)
     return shape.offset > 0 or shape.q_len > shortest
+
+
+def _blocks_obstacle(config: LayerConfig, shape: CallShape, with_lse: bool, packed: bool) -> str | None:
+    """Why the heads of other methods cannot do a call, or None if they can or there are none."""
+    if not config.block_heads:
+        return None
+    if packed or with_lse:
+        what = "packed sequences" if packed else "the log-sum-exp"
+        return f"{what} cannot be done by {config.heads[config.block_heads[0]].blocks}"
+    from s2o_runtime.baselines.run import HEAD_DIM
+
+    if shape.head_dim > HEAD_DIM:
+        return f"head_dim {shape.head_dim} is not supported by block-sparse methods (up to {HEAD_DIM})"
+    return None
 
 
 def _kernel_obstacle(q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, shape: CallShape) -> str | None:

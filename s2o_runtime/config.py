@@ -10,11 +10,14 @@ import math
 import weakref
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from s2o_runtime.errors import ConfigError
 
-Mode = Literal["s2o", "dense"]
+if TYPE_CHECKING:
+    from s2o_runtime.baselines.settings import Baseline
+
+Mode = Literal["s2o", "dense", "blocks"]
 Threshold = Literal["rest", "share", "raw"]
 RowReduce = Literal["mean", "max"]
 
@@ -33,7 +36,8 @@ class HeadConfig:
 
     tau: stop once the gain of a tile falls below it; 0 never stops (exact attention).
     segment: queries that share one ranking; a multiple of 64.
-    mode: "dense" computes every causal pair from contiguous tiles and ignores all other fields.
+    mode: "dense" computes every causal pair from contiguous tiles and ignores all other fields; "blocks" computes
+        the blocks of keys that `blocks`, another method, selects, and ignores all others.
     threshold: "raw" compares the gain with `tau` (Algorithm 3 of the paper); "share" with
         `tau * tile keys / prefix keys`, the gain a tile would bring if every key counted alike;
         "rest" stops once all keys that are left would together gain less than `tau` if each brought as much as
@@ -49,6 +53,7 @@ class HeadConfig:
     threshold: Threshold = "rest"
     representatives: int = 1
     tail: bool = False
+    blocks: Baseline | None = None
 
     def validate(self) -> HeadConfig:
         if self.mode not in get_args(Mode):
@@ -67,6 +72,10 @@ class HeadConfig:
             )
         if not isinstance(self.tail, bool):
             raise ConfigError(f"tail is {self.tail!r}: use True or False")
+        if (self.mode == "blocks") != (self.blocks is not None):
+            raise ConfigError(f'mode is "{self.mode}" and blocks {self.blocks}: give a method with mode "blocks" only')
+        if self.blocks is not None:
+            self.blocks.validate()
         return self
 
 
@@ -171,6 +180,11 @@ class LayerConfig:
     @property
     def is_dense(self) -> bool:
         return all(head.mode == "dense" for head in self.heads)
+
+    @cached_property
+    def block_heads(self) -> tuple[int, ...]:
+        """The heads that another method than S2O computes."""
+        return tuple(index for index, head in enumerate(self.heads) if head.mode == "blocks")
 
     def with_tile(self, tile: TileConfig) -> LayerConfig:
         return replace(self, tile=tile).validate()

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -40,7 +40,11 @@ from s2o_runtime.gpu import DeviceIdentity
 from s2o_runtime.identity import Geometry
 from s2o_runtime.lengths import STEPS_PER_OCTAVE, far_apart, length_step
 
+if TYPE_CHECKING:
+    from s2o_runtime.baselines.settings import Baseline
+
 SCHEMA = 2
+SCHEMA_WITH_METHODS = 3  # of files with heads of other methods
 METADATA_KEY = "s2o_profile"
 MAX_BYTES = 32 << 20
 MAX_DOCUMENT = 4 << 20  # characters
@@ -50,6 +54,7 @@ MAX_LENGTH = 1 << 24
 MAX_BUCKETS = length_step(MAX_LENGTH) + 1  # as many as differ by an eighth of an octave
 MAX_HEADS = 1 << 20  # of all buckets and layers together
 MAX_COUNT = 1 << 14  # of layers, of heads, of a head's dimensions
+MAX_METHOD_TEXT = 500
 SHOWN = 60  # characters of a foreign text in a message
 TILE_FIELDS = ("block_m", "block_n", "chunk", "num_warps", "num_stages", "specialized", "dense_below")
 HEAD_TENSORS = {
@@ -62,8 +67,10 @@ HEAD_TENSORS = {
 }
 LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8, "grain": torch.uint8}
 TENSORS = HEAD_TENSORS | LAYER_TENSORS
-MODES, THRESHOLDS, ROW_REDUCES = get_args(Mode), get_args(Threshold), get_args(RowReduce)
-_INDEXED = {"mode": MODES, "threshold": THRESHOLDS, "row_reduce": ROW_REDUCES}
+MODES: tuple[Mode, ...] = ("s2o", "dense")  # in the tensor `mode`; what is larger is a place in the field `methods`
+MAX_METHODS = 256 - len(MODES)
+THRESHOLDS, ROW_REDUCES = get_args(Threshold), get_args(RowReduce)
+_INDEXED: dict[str, tuple[str, ...]] = {"threshold": THRESHOLDS, "row_reduce": ROW_REDUCES}
 _ALLOWED: dict[str, tuple[int, ...]] = {name: tuple(range(len(names))) for name, names in _INDEXED.items()}
 _ALLOWED |= {"tail": (0, 1), "representatives": REPRESENTATIVES, "grain": GRAINS}
 
@@ -130,6 +137,8 @@ class Profile:
                 )
         if len(self.layers) != len(self.lengths):
             raise ProfileError(f"{len(self.layers)} tables for {len(self.lengths)} lengths: expected one each")
+        if len(_methods(self.layers)) > MAX_METHODS:
+            raise ProfileError(f"{len(_methods(self.layers))} settings of other methods: at most {MAX_METHODS}")
         for length, bucket in zip(self.lengths, self.layers, strict=True):
             if len(bucket) != self.geometry.layers:
                 raise ProfileError(f"{len(bucket)} layers in a table: expected {self.geometry.layers}")
@@ -147,7 +156,7 @@ class Profile:
 
 def _between(near: HeadConfig, far: HeadConfig, weight: float) -> HeadConfig:
     alike = ("mode", "threshold", "representatives", "tail")  # else one tau does not mean the other's error
-    if near.mode == "dense" or any(getattr(near, name) != getattr(far, name) for name in alike):
+    if near.mode != "s2o" or any(getattr(near, name) != getattr(far, name) for name in alike):
         return near
     if near.tau == 0.0 or far.tau == 0.0:
         return replace(near, tau=0.0)
@@ -159,10 +168,18 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     write_atomically(Path(path), serialize(profile.validate()))
 
 
+def _methods(layers: Sequence[Sequence[LayerConfig]]) -> list[str]:
+    """The settings of other methods that heads have, as text, each once."""
+    found = {str(head.blocks) for bucket in layers for layer in bucket for head in layer.heads if head.blocks}
+    return sorted(found)
+
+
 def described(profile: Profile) -> dict[str, Any]:
     """All of a profile but its layers, as the file's document has it, without the digest."""
+    methods = _methods(profile.layers)
     return {
-        "schema": SCHEMA,
+        "schema": SCHEMA_WITH_METHODS if methods else SCHEMA,
+        **({"methods": methods} if methods else {}),
         "model": {"name": profile.model_name, "fingerprint": profile.fingerprint, **asdict(profile.geometry)},
         "device": asdict(profile.device),
         "lengths": list(profile.lengths),
@@ -187,10 +204,11 @@ def _tensors(profile: Profile) -> dict[str, Tensor]:
     def table(dtype: torch.dtype, value: Any) -> Tensor:
         return torch.tensor([[value(layer) for layer in bucket] for bucket in profile.layers], dtype=dtype)
 
+    modes = [*MODES, *_methods(profile.layers)]
     return {
         "tau": table(torch.float32, lambda layer: [head.tau for head in layer.heads]),
         "segment": table(torch.int32, lambda layer: [head.segment for head in layer.heads]),
-        "mode": table(torch.uint8, lambda layer: [MODES.index(head.mode) for head in layer.heads]),
+        "mode": table(torch.uint8, lambda layer: [modes.index(str(head.blocks or head.mode)) for head in layer.heads]),
         "threshold": table(torch.uint8, lambda layer: [THRESHOLDS.index(head.threshold) for head in layer.heads]),
         "representatives": table(torch.uint8, lambda layer: [head.representatives for head in layer.heads]),
         "tail": table(torch.uint8, lambda layer: [head.tail for head in layer.heads]),
@@ -359,9 +377,12 @@ def _shown(value: Any) -> str:
 
 def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     schema = _field(document, "schema", int)
-    if schema != SCHEMA:
+    if schema not in (SCHEMA, SCHEMA_WITH_METHODS):
         advice = "calibrate again" if schema < SCHEMA else "use a newer version of S2O"
-        raise ProfileError(f"schema {schema} is not supported, this version reads schema {SCHEMA}: {advice}")
+        raise ProfileError(
+            f"schema {schema} is not supported, this version reads {SCHEMA} and {SCHEMA_WITH_METHODS}: {advice}"
+        )
+    methods = _parsed_methods(_field(document, "methods", list)) if schema == SCHEMA_WITH_METHODS else []
     model = _field(document, "model", dict)
     geometry = Geometry(
         _field(model, "architecture", str, "model."),
@@ -376,14 +397,15 @@ def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     heads = math.prod(expected) * geometry.query_heads
     if heads > MAX_HEADS:
         raise ProfileError(f"lengths, model.layers and model.query_heads make {heads} heads: at most {MAX_HEADS}")
-    _check_tensors(tensors, expected, geometry.query_heads)
+    _check_tensors(tensors, expected, geometry.query_heads, len(methods))
     device = _device(_field(document, "device", dict))
     name, fingerprint = (_field(model, each, str, "model.") for each in ("name", "fingerprint"))
     record = _field(document, "record", dict)
     if _field(document, "digest", str) != _digest(document, tensors):
         raise ProfileError("the digest does not match the contents: the file was changed or damaged, make it again")
     layers = tuple(
-        tuple(_layer(tensors, bucket, index) for index in range(geometry.layers)) for bucket in range(len(lengths))
+        tuple(_layer(tensors, methods, bucket, index) for index in range(geometry.layers))
+        for bucket in range(len(lengths))
     )
     return Profile(name, geometry, fingerprint, device, lengths, layers, record)
 
@@ -401,6 +423,22 @@ def _number(document: dict[str, Any], name: str, where: str, least: int, most: i
     if not least <= value <= most:
         raise ProfileError(f"field {where}{name} is {value}: expected {least} to {most}")
     return value
+
+
+def _parsed_methods(values: list[Any]) -> list[Baseline]:
+    from s2o_runtime.baselines.settings import parse
+
+    if not 1 <= len(values) <= MAX_METHODS:
+        raise ProfileError(f"field methods has {len(values)} entries: expected 1 to {MAX_METHODS}")
+    found = []
+    for index, text in enumerate(values):
+        if not isinstance(text, str) or len(text) > MAX_METHOD_TEXT:
+            raise ProfileError(f"field methods[{index}] is {_shown(text)}: expected a method such as pbs:keep=0.9")
+        try:
+            found.append(parse(text))
+        except ConfigError as error:
+            raise ProfileError(f"field methods[{index}]: {error}") from error
+    return found
 
 
 def _lengths(values: list[Any]) -> tuple[int, ...]:
@@ -426,7 +464,7 @@ def _device(device: dict[str, Any]) -> DeviceIdentity:
     )
 
 
-def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: int) -> None:
+def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: int, methods: int) -> None:
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(HEAD_TENSORS, (*outer, heads))
     shapes |= {"tile": (*outer, len(TILE_FIELDS)), "row_reduce": outer, "grain": outer}
     for name, dtype in TENSORS.items():
@@ -438,6 +476,7 @@ def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: in
     specialized = tensors["tile"][..., TILE_FIELDS.index("specialized")]
     for name, tensor, allowed in (
         *((name, tensors[name], allowed) for name, allowed in _ALLOWED.items()),
+        ("mode", tensors["mode"], tuple(range(len(MODES) + methods))),
         ("tile[specialized]", specialized, (0, 1)),
     ):
         found = sorted(set(tensor.flatten().tolist()) - set(allowed))
@@ -445,10 +484,13 @@ def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: in
             raise ProfileError(f"tensor {name} holds {found[0]}: expected one of {allowed}")
 
 
-def _layer(tensors: dict[str, Tensor], bucket: int, layer: int) -> LayerConfig:
+def _layer(tensors: dict[str, Tensor], methods: Sequence[Baseline], bucket: int, layer: int) -> LayerConfig:
+    modes: list[Mode] = [*MODES]
+    modes += ["blocks"] * len(methods)
+    blocks = (*(None for _ in MODES), *methods)
     columns = (tensors[name][bucket, layer].tolist() for name in HEAD_TENSORS)
     heads = tuple(
-        HeadConfig(tau, segment, MODES[mode], THRESHOLDS[threshold], representatives, bool(tail))
+        HeadConfig(tau, segment, modes[mode], THRESHOLDS[threshold], representatives, bool(tail), blocks[mode])
         for tau, segment, mode, threshold, representatives, tail in zip(*columns, strict=True)
     )
     block_m, block_n, chunk, warps, stages, specialized, below = tensors["tile"][bucket, layer].tolist()

@@ -78,6 +78,8 @@ def s2o_attention_reference(
     lse = torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
     for b in range(shape.batch):
         for h, head in enumerate(config.heads):
+            if head.mode == "blocks":
+                continue
             keys, values = k[b, h // shape.group].to(dtype), v[b, h // shape.group].to(dtype)
             rows = q[b, h].to(dtype) * scale
             rankings = None if ranking_of is None else partial(ranking_of, b, h)

@@ -140,7 +140,8 @@ def density(visited: Tensor, config: LayerConfig, shape: CallShape, kv_start: Te
 def pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: Tensor) -> tuple[Tensor, Tensor]:
     """Query-key pairs computed [Hq], and causal pairs [], over sequences of one length; float64.
 
-    visited: [B, Hq, row tiles]; offset: the position of the first query; start: [B], the first key that counts.
+    visited: [B, Hq, row tiles], of heads of other methods all keys; offset: the position of the first query;
+    start: [B], the first key that counts.
     """
     row = torch.arange(q_len, device=visited.device)
     position = row[None, :] + offset
@@ -150,6 +151,8 @@ def pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: 
     for index, head in enumerate(config.heads):
         first_position = row // head.segment * head.segment + offset
         window = (position - window_start(first_position, start[:, None], head, config.tile) + 1).clamp_min(0)
+        if head.mode == "blocks":  # all it computes counts as visited
+            window = torch.zeros_like(causal)
         prefix = visited[:, index, row // config.tile.block_m].long() * real
         per_head.append((window + prefix).sum().double())
     return torch.stack(per_head), causal.sum().double()

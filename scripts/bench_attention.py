@@ -13,17 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
-from datetime import datetime, timezone
+from dataclasses import asdict
 from functools import partial
-from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +29,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from calibrate.cli import BAD_INPUT, OK, Parser
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from benching import bisect, exact_rows, exit_code, machine, numbers, parsed, rel_mse, spread, with_taus
+
+from calibrate.cli import Parser
 from calibrate.timing import samples
 from s2o_runtime.attention import s2o_attention
 from s2o_runtime.config import MAX_TAU, LayerConfig, TileConfig
 from s2o_runtime.dense import FASTEST_FIRST, dense_attention
-from s2o_runtime.errors import ConfigError, InputError, S2OError
+from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.gpu import default_tile, identify
 from s2o_runtime.shapes import call_shape
 
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from s2o_runtime.kernels.tail import Tail
 
 FORMAT = "s2o-bench-attention/1"
-LOG2_TAU = (-30.0, 20.0)  # where tau is searched: the most peaked heads need the low end
 DIRECTIONS = 4  # what the random queries and keys of a KV head have in common
 SHARP = (6.0, 10.0)  # how strongly the first and the last query head look along them
 WANDER = 2048  # queries after which a head looks along another direction
@@ -98,28 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code("bench_attention", out, work, "shorter --lengths or fewer --heads")
 
 
-def exit_code(tool: str, out: Path, work: Callable[[], None], smaller: str) -> int:
-    """Do `work`, which writes `out`, and say so; a failure is one sentence. smaller: what helps if memory runs out."""
-    try:
-        if out.is_dir():
-            raise ConfigError(f"--out {out} is a folder: give a file name")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        work()
-    except S2OError as error:
-        problem = str(error)
-    except ModuleNotFoundError as error:
-        problem = f"{error.name} is not installed: run pip install -e '.[calibrate,dev]'"
-    except torch.OutOfMemoryError:
-        problem = f"the GPU's memory is too small for these sizes: use {smaller}"
-    except OSError as error:
-        problem = f"{error.filename} cannot be written ({error.strerror}): give another --out"
-    else:
-        print(f"wrote {out}")
-        return OK
-    print(f"{tool}: {problem}", file=sys.stderr)
-    return BAD_INPUT
-
-
 @torch.no_grad()
 def measure(args: argparse.Namespace, out: Path) -> None:
     """Measure every length and tile, print a table for each, and write what there is so far to `out`."""
@@ -131,12 +107,7 @@ def measure(args: argparse.Namespace, out: Path) -> None:
     configs = [LayerConfig.uniform(args.heads[0], tile=tile, **ranking) for tile in tiles]
     record: dict[str, Any] = {
         "format": FORMAT,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": asdict(identify(device)),
-        "versions": {name: str(import_module(name).__version__) for name in ("torch", "triton")},
-        "python": platform.python_version(),
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        **machine(device),
         "settings": {name: value for name, value in vars(args).items() if name not in ("plot", "out", "tile")},
         "cold_l2": device.type == "cuda",
         "threshold": configs[0].heads[0].threshold,
@@ -165,7 +136,7 @@ def bench(
     def density(config: LayerConfig) -> Tensor:
         return s2o_attention(q, k, v, config, backend=args.backend, return_stats=True)[1].density.cpu()
 
-    lowest = _with_taus(never_stop, [MAX_TAU] * never_stop.num_heads)
+    lowest = with_taus(never_stop, [MAX_TAU] * never_stop.num_heads)
     floor = float(density(lowest).mean())
     found: list[tuple[float | str, LayerConfig]] = [("never stop", never_stop)]
     for target in sorted(args.densities, reverse=True):
@@ -234,43 +205,6 @@ def kernel_parts(q: Tensor, k: Tensor, v: Tensor, configs: list[LayerConfig]) ->
         "rank": lambda: deque(rankings_of(), maxlen=0)
     }  # keeps no ranking longer than a real call does
     return parts | {f"prefill {i}": partial(prefill, call) for i, call in enumerate(calls)}
-
-
-def bisect(config: LayerConfig, target: float, steps: int, density: Callable[[LayerConfig], Tensor]) -> LayerConfig:
-    """The config with the taus that bring each head's density [Hq] nearest to `target`, all heads at once."""
-    low, high = (torch.full((config.num_heads,), edge, dtype=torch.float64) for edge in LOG2_TAU)
-    nearest, best = torch.full_like(low, float("inf")), low
-    for _ in range(steps):
-        middle = (low + high) / 2
-        reached = density(_with_taus(config, middle.exp2().tolist()))
-        distance = (reached / target).log().abs()
-        best, nearest = torch.where(distance < nearest, middle, best), torch.minimum(distance, nearest)
-        low, high = torch.where(reached > target, middle, low), torch.where(reached > target, high, middle)
-    return _with_taus(config, best.exp2().tolist())
-
-
-def spread(seconds: list[float]) -> dict[str, float]:
-    at = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-    return dict(zip(("p25", "median", "p75"), torch.tensor(seconds).double().quantile(at).tolist(), strict=True))
-
-
-def exact_rows(q: Tensor, k: Tensor, v: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices [R] of rows, one at random in each of `count` equal parts, and dense attention there in float32."""
-    length, rng = q.shape[2], random.Random(seed)
-    parts = pairwise(sorted({length * part // count for part in range(count + 1)}))
-    rows = torch.tensor([rng.randrange(begin, end) for begin, end in parts], device=q.device)
-    hidden = torch.arange(length, device=q.device) > rows[:, None]
-    exact = torch.empty(*q.shape[:2], len(rows), q.shape[3], device=q.device)
-    for h in range(q.shape[1]):
-        keys, values = (t[:, h // (q.shape[1] // k.shape[1])].float() for t in (k, v))
-        scores = q[:, h, rows].float() * q.shape[3] ** -0.5 @ keys.transpose(1, 2)
-        exact[:, h] = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values
-    return rows, exact
-
-
-def rel_mse(o: Tensor, exact: Tensor) -> float:
-    """mean((o - exact)^2) / mean(exact^2)"""
-    return float((o.float() - exact).square().mean() / exact.square().mean())
 
 
 def made(args: argparse.Namespace, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -425,10 +359,6 @@ def _dense_backend(q: Tensor, k: Tensor, v: Tensor) -> str:
     return str(SDPBackend(choice).name)
 
 
-def _with_taus(config: LayerConfig, taus: list[float]) -> LayerConfig:
-    return replace(config, heads=tuple(replace(head, tau=tau) for head, tau in zip(config.heads, taus, strict=True)))
-
-
 def _check(args: argparse.Namespace) -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda is not here: use --device cpu")
@@ -442,20 +372,6 @@ def _check(args: argparse.Namespace) -> None:
     for density in args.densities:
         if not 0 < density < 1:
             raise ConfigError(f"density {density:g} is out of range: use shares above 0 and below 1")
-
-
-def numbers(number: type[int] | type[float], text: str) -> tuple[float, ...]:
-    return tuple(sorted({number(part) for part in text.split(",")}))
-
-
-def parsed(parse: Callable[[str], Any], example: str) -> Callable[[str], Any]:
-    def checked(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not understood: try {example}") from None
-
-    return checked
 
 
 def tile_of(text: str) -> TileConfig:

@@ -66,16 +66,36 @@ POINTERS = {
     "FLOOR": "fp32",
     "TAUS": "fp32",
     "FOUND": "fp32",
+    "BLOCKS": "i32",
+    "COUNTS": "i32",
+    "COLUMNS": "i32",
+    "COLUMN_COUNTS": "i32",
+    "KEY_AT": "i32",
+    "ROW_AT": "i32",
+    "HEADS": "i32",
+    "SLOTS": "i32",
+    "X": "bf16",
+    "MEAN": "fp32",
+    "SIMILARITY": "fp32",
 }
 FLOATS = ("qk_scale", "limit")
 # Bytes that a thread may keep in local memory; meant for what is computed once, outside the loops.
 # The trace kernel, which only calibration runs, keeps what it writes down where thresholds stop.
 KEPT_BYTES = {"prefill_hopper": 16, "prefill": 48, "log_sums": 8, "trace": 896}
+KEPT_BYTES_MOVED = 104  # where permuted queries stand: the block-sparse kernel stores its rows there at the end
 # The switches of a kernel that are on, all others are off, and its grain.
 VARIANTS: dict[str, dict[str, object]] = {
     "": {"GRAIN": 1},
     "padded": {"GRAIN": 4, "HAS_START": True, "ROW_MAX": True, "WIDE": True, "TAIL": 4},
     "packed": {"GRAIN": 1, "PACKED": True, "HAS_LSE": True, "TAIL": 4},
+}
+# The same for the kernel of the baselines.
+BLOCK_SPARSE_VARIANTS: dict[str, dict[str, object]] = {
+    "blocks": {"HAS_LSE": True},
+    "keys-moved": {"KEYS_MOVED": True},
+    "all-moved": {"KEYS_MOVED": True, "ROWS_MOVED": True, "HAS_LSE": True},
+    "columns": {"HAS_COLUMNS": True, "HAS_LSE": True},
+    "skips": {"SKIPS": True, "HAS_LSE": True},
 }
 
 
@@ -83,8 +103,8 @@ VARIANTS: dict[str, dict[str, object]] = {
 class Case:
     """One kernel in one configuration for one GPU generation.
 
-    variant: a key of `VARIANTS`; rows: the segments of a call of the kernel `scores`, or the representatives that
-    `log_sums` takes at once; representatives: of a segment.
+    variant: a key of `VARIANTS` or `BLOCK_SPARSE_VARIANTS`; rows: the segments of a call of the kernel `scores`, or
+    the representatives that `log_sums` takes at once; representatives: of a segment.
     """
 
     kernel: str
@@ -120,7 +140,8 @@ class Compiled:
 
 
 def pipelined(case: Case, built: Compiled) -> str | None:
-    """Both loops over keys copy k and v to shared memory in advance, 16 bytes at a time.
+    """The loops over keys copy k and v to shared memory in advance, 16 bytes at a time: two loops, or one over blocks
+    and one over columns.
 
     Fewer copies mean that the pipeline, or the divisibility of the rows' strides, was lost.
     """
@@ -129,8 +150,9 @@ def pipelined(case: Case, built: Compiled) -> str | None:
     tile_bytes = 2 * case.tile.block_n * case.head_dim
     if case.tile.specialized:  # two loops; the ring takes the place of a prologue
         copies, threads = 2 * 2, PRODUCER_THREADS
-    else:  # two loops, k and v, at least one tile ahead
-        copies, threads = 2 * 2 * 2, 32 * case.tile.num_warps
+    else:  # k and v, at least one tile ahead
+        loops = 2 if case.kernel != "block_sparse" or case.variant == "columns" else 1
+        copies, threads = loops * 2 * 2, 32 * case.tile.num_warps
     expected = copies * (tile_bytes // COPY_BYTES // threads)
     return f"{built.cp_async} cp.async, expected {expected} or more" if built.cp_async < expected else None
 
@@ -156,7 +178,7 @@ def no_spills(case: Case, built: Compiled) -> str | None:
     what they need at their end.
     """
     spilled = built.stack + built.local
-    allowed = KEPT_BYTES.get(case.kernel, 0)
+    allowed = KEPT_BYTES_MOVED if case.variant == "all-moved" else KEPT_BYTES.get(case.kernel, 0)
     return f"{spilled} bytes of spilled registers" if spilled > allowed else None
 
 
@@ -203,7 +225,7 @@ def cases() -> list[Case]:
                 traced = {replace(kernel_pass.trace_tile(head_dim, pair, *height), chunk=1) for height in heights}
                 found += [Case("trace", capability, head_dim, tile) for tile in sorted(traced, key=str)]
         found.append(Case("order", capability))
-    return [
+    return block_sparse_cases() + [
         replace(case, variant=variant)
         for case in found
         for variant, switches in VARIANTS.items()
@@ -212,9 +234,31 @@ def cases() -> list[Case]:
     ]
 
 
+def block_sparse_cases() -> list[Case]:
+    """The tiles of the baselines' kernel: a skip has one of its own, and the pooling before it none."""
+    from s2o_runtime.kernels.block_sparse import HEAD_DIMS, tile_for
+
+    found: list[Case] = []
+    for capability in SHARED_LIMIT:
+        pair = divmod(capability, 10)
+        for head_dim in HEAD_DIMS:
+            found.append(Case("pool_blocks", capability, head_dim))
+            for variant in BLOCK_SPARSE_VARIANTS:
+                skips = variant == "skips"
+                shapes = {tile_for(head_dim, pair, block, block, skips) for block in (64, 128)}
+                found += [
+                    Case(
+                        "block_sparse", capability, head_dim,
+                        TileConfig(tile.block_m, tile.block_n, 1, tile.warps, tile.stages), variant=variant,
+                    )
+                    for tile in sorted(shapes)
+                ]  # fmt: skip
+    return found
+
+
 def compile_case(case: Case) -> Compiled:
     # not imported above: the tests of the rules want those without the kernels
-    from s2o_runtime.kernels import rank, tail, trace
+    from s2o_runtime.kernels import block_sparse, rank, tail, trace
 
     constants: dict[str, object] = {
         "GROUP": 4,
@@ -226,8 +270,13 @@ def compile_case(case: Case) -> Compiled:
         "WARPS": rank.ORDER_WARPS,
         "R": case.representatives,
         "BR": case.rows,
-        **VARIANTS[case.variant],
+        **(VARIANTS | BLOCK_SPARSE_VARIANTS)[case.variant],
     }
+    if case.kernel == "pool_blocks":
+        constants |= {"DP": case.head_dim, "BLOCK": 128}
+        return compile_kernel(
+            block_sparse._pool, constants, case.capability, ASTSource, {"num_warps": block_sparse.POOL_WARPS}
+        )
     if case.tile is None:
         parts = rank.parts_at_once(case.representatives)
         warps = rank.score_warps(case.representatives, case.head_dim)
@@ -265,6 +314,9 @@ def compile_case(case: Case) -> Compiled:
     from s2o_runtime.kernels.prefill import MAX_REGISTERS, _prefill
 
     options["maxnreg"] = MAX_REGISTERS
+    if case.kernel == "block_sparse":
+        constants |= {"BLOCK_M": 128, "BLOCK_N": 128, "NOWHERE": block_sparse.NOWHERE}
+        return compile_kernel(block_sparse._block_sparse, constants, case.capability, ASTSource, options)
     if case.kernel == "trace":
         constants |= {"STRIDES": trace.STRIDES, "T": 1 << (len(TAUS) - 1).bit_length()}
         return compile_kernel(trace._trace, constants, case.capability, ASTSource, options)

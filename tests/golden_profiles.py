@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from s2o_runtime.baselines.settings import PBS, Sparge
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.gpu import DeviceIdentity
 from s2o_runtime.identity import Geometry
@@ -111,7 +113,20 @@ def _record() -> dict[str, Any]:
     }
 
 
-GOLDEN = {"schema2-minimal": minimal, "schema2-full": full}
+def methods() -> Profile:
+    """Heads of other methods beside S2O's."""
+    heads = (
+        HeadConfig(0.25, 256),
+        HeadConfig(mode="blocks", blocks=PBS(0.75, 512, permute=False)),
+        HeadConfig(mode="dense"),
+        HeadConfig(mode="blocks", blocks=Sparge(0.5, 0.25, -4.0)),
+    )
+    layers = ((LayerConfig(heads, TileConfig(128, 64, 4, 8, 2), grain=4),),)
+    record = {"recipe": {"method": "auto"}}
+    return replace(minimal(), geometry=Geometry("llama", 1, 4, 2, 128), layers=layers, record=record)
+
+
+GOLDEN = {"schema2-minimal": minimal, "schema2-full": full, "schema3-methods": methods}
 
 
 def path_of(name: str) -> Path:

@@ -93,6 +93,7 @@ def test_golden_files_are_read_for_ever(name):
 def test_the_format_names_every_field_and_tensor_and_no_other():
     rows = re.findall(r"^\| `([^`]+)` \|", FORMAT.read_text(encoding="utf-8"), re.MULTILINE)
     fields = field_paths(document_of(path_of("schema2-full").read_bytes()))
+    fields |= field_paths(document_of(path_of("schema3-methods").read_bytes()))
     fields = {"record.retiled.versions" if each.startswith("record.retiled.versions") else each for each in fields}
     assert {row.removesuffix("[]") for row in rows} - {"record"} == fields | set(profile_module.TENSORS)
     for name in profile_module.TILE_FIELDS:
@@ -119,8 +120,8 @@ def test_the_same_profile_gives_the_same_bytes_in_another_process(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(schema=99), "schema 99 is not supported, this version reads schema 2: use a newer version"),
-        (lambda d: d.update(schema=1), "schema 1 is not supported, this version reads schema 2: calibrate again"),
+        (lambda d: d.update(schema=99), "schema 99 is not supported, this version reads 2 and 3: use a newer version"),
+        (lambda d: d.update(schema=1), "schema 1 is not supported, this version reads 2 and 3: calibrate again"),
         (lambda d: d.pop("model"), "field model is missing"),
         (lambda d: d["model"].update(layers="2"), "field model.layers is a str: expected a int"),
         (lambda d: d["model"].update(query_heads=10**9), "field model.query_heads is 1000000000"),

@@ -16,14 +16,15 @@ from s2o_runtime.shapes import CallShape
 
 RULES = ("raw", "share", "rest")
 TAIL = 4
+SKIP = 8
 
 
 class HeadTables(NamedTuple):
-    """The per-head parameters on the device, one entry per query head. A segment of 0 marks a dense head."""
+    """The per-head parameters on the device, one entry per query head. A segment of 0 marks a head without prefix."""
 
     tau: Tensor  # float32 [Hq]
     segment: Tensor  # int32 [Hq]
-    rule: Tensor  # int32 [Hq], the threshold's number in RULES, plus TAIL for heads with a tail
+    rule: Tensor  # int32 [Hq], the threshold's number in RULES, plus TAIL for heads with a tail; SKIP: not computed
     part: Tensor  # int32 [Hq], queries of a representative
     representatives: Tensor  # int32 [Hq], of a segment
     counts: tuple[int, ...]  # the different numbers of representatives of the s2o heads
@@ -77,9 +78,9 @@ def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
 
     return HeadTables(
         table(lambda head: head.tau, torch.float32),
-        table(lambda head: 0 if head.mode == "dense" else head.segment),
-        table(lambda head: RULES.index(head.threshold) + TAIL * head.tail),
-        table(lambda head: 0 if head.mode == "dense" else head.segment // head.representatives),
+        table(lambda head: head.segment if head.mode == "s2o" else 0),
+        table(lambda head: SKIP if head.mode == "blocks" else RULES.index(head.threshold) + TAIL * head.tail),
+        table(lambda head: head.segment // head.representatives if head.mode == "s2o" else 0),
         table(lambda head: head.representatives),
         tuple(sorted({head.representatives for head in ranked})),
         min((head.segment for head in ranked), default=0),

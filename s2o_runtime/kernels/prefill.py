@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.kernels.call import TAIL, Call
+from s2o_runtime.kernels.call import SKIP, TAIL, Call
 from s2o_runtime.kernels.launch import launch
 from s2o_runtime.kernels.layout import LOG2E, sequence, window_start
 from s2o_runtime.kernels.rank import BUCKETS, RANK_BYTES, Ranked, log_sums, order, representatives, score
 from s2o_runtime.kernels.tail import EDGES, Tail, pooled_values, tail_bytes, tail_sums
 
 WORKSPACE_BYTES = 352 << 20  # of one slice; representatives and mean values of a whole call come on top
+NOT_HERE = tl.constexpr(SKIP)  # the rule of heads that another kernel computes
 MAX_REGISTERS = 255  # said aloud, or the compiler spills a few to fit one more program on the SM
 WIDE_ELEMENTS = 1 << 31  # beyond this an offset into one head of k or v needs 64 bits
 
@@ -81,6 +82,8 @@ def _prefill(
     start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
     q_max = q_len
     q_first, k_first, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
+    rule = tl.load(RULE + h)
+    q_len = tl.where(rule == NOT_HERE, 0, q_len)
     row0 = row_begin + tile * BM
     n = row0 // tl.maximum(segment, 1)
     first = tl.where(segment > 0, window_start(n, segment, offset, start, BN), start)
@@ -125,7 +128,6 @@ def _prefill(
     # prefix: tiles in order, chunk by chunk
     tiles = prefix // BN
     threshold = tl.load(TAU + h)
-    rule = tl.load(RULE + h)
     if rule % 4 == 1:  # share
         threshold = threshold * BN / tl.maximum(prefix, 1).to(tl.float32)
     real_rows = tl.sum(real.to(tl.float32), 0)

@@ -26,10 +26,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from s2o_runtime.kernels.call import SKIP
+
 # renamed in Triton 3.8, the old name went in 3.9
 _load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _together = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed in Triton 3.7
 
+NOT_HERE = gl.constexpr(SKIP)  # the rule of heads that another kernel computes
 PRODUCER_THREADS = gl.constexpr(128)
 CONSUMER_REGISTERS = gl.constexpr(216)
 PRODUCER_REGISTERS = gl.constexpr(72)
@@ -335,6 +338,8 @@ def _prefill_hopper(
         k_first = gl.load(CU_K + b).to(gl.int32)
         q_len = gl.load(CU_Q + b + 1).to(gl.int32) - q_first
         offset = gl.load(CU_K + b + 1).to(gl.int32) - k_first - q_len
+    rule = gl.load(RULE + h)
+    q_len = gl.where(rule == NOT_HERE, 0, q_len)
     row0 = row_begin + tile * (2 * BM)
     n = row0 // gl.maximum(segment, 1)
     begin = gl.maximum(offset + n * segment, start)
@@ -347,7 +352,6 @@ def _prefill_hopper(
     near = diagonal_tiles + gl.where(row0 < q_len, (diagonal - first) // BN, 0)
     total = near + prefix // BN
     threshold = gl.load(TAU + h)
-    rule = gl.load(RULE + h)
     if rule % 4 == 1:  # share
         threshold = threshold * BN / gl.maximum(prefix, 1).to(gl.float32)
 

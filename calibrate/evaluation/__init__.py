@@ -1,0 +1,1 @@
+"""Quality and time of patched models against dense ones: what `s2o-eval` measures."""

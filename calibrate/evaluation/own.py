@@ -1,0 +1,68 @@
+"""The user's own prompts: JSON lines with a prompt and the answer that is expected."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from calibrate.evaluation.tasks import Asked, start_of
+from calibrate.prompts import encode
+from s2o_runtime.errors import InputError
+
+EXPECTED = 'expected an object with "prompt" (or chat "messages") and "answer", both texts that are not empty'
+
+
+def read(path: Path, tokenizer: Any, limit: int) -> list[Asked]:
+    """The prompts with their answers behind them. limit: tokens that the model can read.
+
+    Raises InputError naming file and line.
+    """
+    found = []
+    for number, line in enumerate(_text(path).split("\n"), 1):
+        if line.strip():
+            try:
+                asked = _asked(json.loads(line), tokenizer)
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{path}:{number}: {error}") from error
+            if len(asked.ids) > limit:
+                raise InputError(
+                    f"{path}:{number}: prompt and answer are {len(asked.ids)} tokens, beyond the model's limit of "
+                    f"{limit}: shorten them"
+                )
+            found.append(asked)
+    if not found:
+        raise InputError(f"prompt file {path} holds no prompts: {EXPECTED} per line")
+    return found
+
+
+def digest(path: Path) -> str:
+    """What names the file's content in the journal."""
+    return hashlib.sha256(_text(path).encode()).hexdigest()[:16]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise InputError(f"prompt file {path} cannot be read ({reason}): check the path") from error
+
+
+def _asked(entry: Any, tokenizer: Any) -> Asked:
+    if not isinstance(entry, dict) or not isinstance(entry.get("answer"), str):
+        raise ValueError(EXPECTED)
+    if isinstance(entry.get("prompt"), str):
+        before = start_of(tokenizer) + encode(tokenizer, entry["prompt"])
+    elif isinstance(entry.get("messages"), list):
+        text = tokenizer.apply_chat_template(entry["messages"], tokenize=False, add_generation_prompt=True)
+        before = encode(tokenizer, str(text))
+    else:
+        raise ValueError(EXPECTED)
+    answer = encode(tokenizer, entry["answer"])
+    if not before or not answer:
+        raise ValueError(EXPECTED)
+    return Asked(torch.tensor(before + answer), ((len(before), len(before) + len(answer)),))

@@ -1,0 +1,74 @@
+"""XAttention's antidiagonal scores (arXiv 2503.16428, Algorithm 1).
+
+`stride` queries, last first, laid side by side and as many keys, first first: their product is the sum of an
+antidiagonal of the score matrix, and a softmax over these sums stands for the attention of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from s2o_runtime.baselines.selection import (
+    CHUNK,
+    Grid,
+    Selection,
+    all_heads,
+    read_heads,
+    select_blocks,
+    split,
+    top_share,
+    wide,
+)
+from s2o_runtime.baselines.settings import Antidiagonal
+
+
+def select(
+    q: Tensor, k: Tensor, settings: Antidiagonal, *, scale: float, heads: Sequence[int] | None = None
+) -> Selection:
+    """The blocks of `heads`, all if None; q: [B, Hq, Lq, D], k: [B, Hkv, Lk, D]."""
+    heads = all_heads(q, heads)
+    grid = Grid.plain(q, k, settings.block, settings.block)
+    kv_heads, slots = read_heads(heads, q.shape[1] // k.shape[1])
+    candidates = torch.arange(grid.columns, device=q.device) < grid.visible(q.device)[:, None]
+
+    def wanted(part: range) -> Tensor:
+        weights = torch.stack(
+            [block_weights(q[:, heads[i]], k[:, kv_heads[slots[i]]], grid, settings.stride, scale) for i in part], 1
+        )
+        return top_share(weights, settings.keep, candidates)
+
+    return select_blocks(q, k, grid, heads, wanted)
+
+
+def block_weights(q: Tensor, k: Tensor, grid: Grid, stride: int, scale: float) -> Tensor:
+    """Mean softmax mass of each block, [B, row blocks, key blocks]; q: [B, Lq, D], k: [B, Lk, D] of one head."""
+    batch, q_len, _ = q.shape
+    rows = _grouped(q, stride, grid.rows * grid.block_m, last_first=True)
+    keys = _grouped(k, stride, grid.columns * grid.block_n)
+    weights = torch.zeros(batch, grid.rows, grid.columns, dtype=wide(q.dtype), device=q.device)
+    per_row, per_column = grid.block_m // stride, grid.block_n // stride
+    step = max(1, CHUNK // (batch * keys.shape[1] * per_row))  # row blocks at a time
+    for begin in range(0, grid.rows, step):
+        end = min(begin + step, grid.rows)
+        group = torch.arange(begin * per_row, end * per_row, device=q.device)[:, None]
+        seen = min(grid.columns, (grid.offset + end * grid.block_m - 1) // grid.block_n + 1)
+        key = torch.arange(seen * per_column, device=q.device) * stride
+        scores = rows[:, begin * per_row : end * per_row] @ keys[:, : seen * per_column].transpose(1, 2)
+        scores = scores.to(weights.dtype).mul_(scale / stride)
+        hidden = (key > grid.offset + group * stride + stride - 1) | (key >= grid.kv_len)
+        weight = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+        mass = split(weight, 2, per_column).sum(-1)  # [B, groups, key blocks]
+        real = group * stride < q_len
+        mass = split(mass.mul_(real), 1, per_row).sum(2)
+        weights[:, begin:end, :seen] = mass / real.view(-1, per_row).sum(1)[:, None]
+    return weights
+
+
+def _grouped(x: Tensor, stride: int, length: int, last_first: bool = False) -> Tensor:
+    """[B, L, D] filled with zeros up to `length`, `stride` rows side by side: [B, length / stride, stride * D]."""
+    x = split(F.pad(x, (0, 0, 0, length - x.shape[1])), 1, stride)
+    return (x.flip(2) if last_first else x).flatten(2)

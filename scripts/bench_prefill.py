@@ -1,0 +1,208 @@
+#!/usr/bin/env python3
+"""Time to first token of whole models with random weights: dense against S2O at given densities.
+
+    python scripts/bench_prefill.py [--models llama-3.1-8b,qwen2.5-7b] [--lengths 32768,131072] [--densities 0.25,0.1]
+
+Times do not depend on what weights hold, but densities do, and random weights attend evenly. So each head's tau is
+bisected, on the q, k, v of the first layer, until the head computes the wanted share of the causal pairs; a profile
+of a trained model says which densities its budget allows. What is left beside attention bounds every gain, so the
+share of attention is given too: the layers' attention on the first layer's q, k, v, over the whole prefill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from benching import bisect, exit_code, machine, numbers, parsed, spread
+
+from calibrate.cli import Parser
+from calibrate.models import LoadedModel, load
+from calibrate.streams import attention_implementation
+from calibrate.timing import medians
+from calibrate.verify import prefill
+from s2o_runtime import hf
+from s2o_runtime.attention import s2o_attention
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.dense import dense_attention
+from s2o_runtime.gpu import default_tile, identify
+from s2o_runtime.identity import attention_modules
+
+FORMAT = "s2o-bench-prefill/1"
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def parser() -> Parser:
+    raw = argparse.RawDescriptionHelpFormatter
+    out = Parser("bench_prefill", description=__doc__, formatter_class=raw, epilog="Exit codes: 0 done, 2 bad input.")
+
+    def add(name: str, default: Any, help: str = "", **kind: Any) -> None:
+        out.add_argument(name, default=default, help=f"{help} (default %(default)s)".strip(), **kind)
+
+    lengths, densities = (parsed(partial(numbers, number), "N,N") for number in (int, float))
+    add("--models", "llama-3.1-8b,qwen2.5-7b", "aliases of s2o-calibrate", type=lambda text: text.split(","))
+    add("--lengths", "32768,131072", type=lengths, metavar="N,N")
+    add("--densities", "0.25,0.1", type=densities, metavar="X,X")
+    add("--segment", 1024, "queries that share a ranking", type=int, metavar="N")
+    add("--grain", 4, "adjacent keys that are ranked and visited together", type=int, metavar="N")
+    add("--rounds", 3, "turns that are timed, after one that is not", type=int, metavar="N")
+    add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
+    add("--seed", 0, type=int, metavar="N")
+    add("--device", "cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    add("--out", Path("build/bench_prefill.json"), type=Path, metavar="FILE")
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    return exit_code("bench_prefill", args.out, lambda: measure(args), "shorter --lengths or smaller --models")
+
+
+@torch.no_grad()
+def measure(args: argparse.Namespace) -> None:
+    """Measure every model and length, and write what there is so far."""
+    settings = {name: value for name, value in vars(args).items() if name != "out"}
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        **machine(torch.device(args.device)),
+        "settings": settings,
+        "results": [],
+    }
+    for name in args.models:
+        loaded = load(name, args.device, random_weights=True, seed=args.seed, resident=True)
+        for length in args.lengths:
+            entry = {"model": name, "length": length, **bench(loaded, length, args)}
+            record["results"].append(entry)
+            print_table(entry)
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+        del loaded
+
+
+def bench(loaded: LoadedModel, length: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One model at one length: a row for each way to attend. Times in seconds."""
+    device, layers = loaded.weights.device, loaded.geometry.layers
+    rng = torch.Generator().manual_seed(args.seed)
+    ids = torch.randint(loaded.model.config.vocab_size, (length,), generator=rng)
+    inputs = first_layer(loaded, ids)
+    configs = {f"S2O, density {density:g}": config_of(inputs, density, loaded, args) for density in args.densities}
+
+    attention: dict[str, Callable[[], Any]] = {"dense, cuDNN": partial(dense_attention, *inputs)}
+    attention |= {name: partial(s2o_attention, *inputs, config) for name, config in configs.items()}
+    whole = partial(running, loaded)
+    runs = {"dense, cuDNN": partial(whole, LayerConfig.uniform(loaded.geometry.query_heads, mode="dense"))}
+    if device.type == "cuda":
+        attention["dense, FlashAttention-2"] = partial(flash_attention, *inputs)
+        runs["dense, FlashAttention-2"] = partial(flash, loaded)
+    runs |= {name: partial(whole, config) for name, config in configs.items()}
+    of_attention = medians(attention, device, args.rounds)
+    rounds = {name: [timed(loaded, ids, run) for _ in range(args.rounds + 1)][1:] for name, run in runs.items()}
+    rows = []
+    for name, taken in rounds.items():
+        seconds, alone = spread([one for one, _ in taken]), layers * of_attention[name]
+        row = {"name": name, "density": taken[-1][1], "seconds": seconds, "attention_seconds": alone}
+        rows.append(row | {"share": alone / seconds["median"]})
+    return {"rows": rows, "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None}
+
+
+def first_layer(loaded: LoadedModel, ids: Tensor) -> Inputs:
+    """q, k, v of the first layer."""
+    kept: list[Inputs] = []
+
+    def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, out: Tensor) -> None:
+        if layer == 0:
+            kept.append((q, k, v))
+
+    with running(loaded, LayerConfig.uniform(loaded.geometry.query_heads, mode="dense"), keep):
+        prefill(loaded.model, ids)
+    return kept[0]
+
+
+def config_of(inputs: Inputs, density: float, loaded: LoadedModel, args: argparse.Namespace) -> LayerConfig:
+    """The configuration whose every head computes about this share of the pairs."""
+    heads, head_dim = loaded.geometry.query_heads, loaded.geometry.head_dim
+    on_gpu = inputs[0].is_cuda
+    tile = default_tile(head_dim, identify(inputs[0].device).capability) if on_gpu else TileConfig()
+    start = LayerConfig.uniform(heads, segment=args.segment, grain=args.grain, tail=True, tile=tile)
+
+    def reached(config: LayerConfig) -> Tensor:
+        return s2o_attention(*inputs, config, return_stats=True)[1].density.cpu()
+
+    return bisect(start, density, args.steps, reached)
+
+
+@contextmanager
+def running(loaded: LoadedModel, config: LayerConfig, observer: hf.Observer | None = None) -> Iterator[list[Any]]:
+    """The model with this configuration in every layer. Yields the layers' states."""
+    hf.register()
+    states = []
+    modules = attention_modules(loaded.model)
+    with attention_implementation(loaded.model, hf.NAME):
+        for index, module in enumerate(modules):
+            states.append(hf.LayerState(index, lambda length: config, 0, observer=observer))
+            hf.attach(module, states[-1])
+        try:
+            yield states
+        finally:
+            for module in modules:
+                hf.detach(module)
+
+
+@contextmanager
+def flash(loaded: LoadedModel) -> Iterator[list[Any]]:
+    """The model as transformers runs it through SDPA, on FlashAttention-2. Yields no states."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), attention_implementation(loaded.model, "sdpa"):
+        yield []
+
+
+def timed(
+    loaded: LoadedModel, ids: Tensor, run: Callable[[], AbstractContextManager[list[Any]]]
+) -> tuple[float, float]:
+    """Seconds of a prefill, and the layers' mean density."""
+    with run() as states:
+        wait(loaded.weights.device)
+        began = time.perf_counter()
+        prefill(loaded.model, ids)
+        wait(loaded.weights.device)
+        seconds = time.perf_counter() - began
+        densities = [1.0 if state.last is None else float(state.last.density.mean()) for state in states]
+    return seconds, statistics.mean(densities or [1.0])
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def print_table(entry: dict[str, Any]) -> None:
+    dense = entry["rows"][0]["seconds"]["median"]
+    print(f"{entry['model']}, random weights, {entry['length']} tokens")
+    for row in entry["rows"]:
+        seconds = row["seconds"]["median"]
+        print(
+            f"  {row['name']:26} {seconds:8.3f} s  {dense / seconds:5.2f}x  density {row['density']:.3f}, "
+            f"attention {row['share']:4.0%} of it",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""The selections of the baselines with explicit loops, each from its own paper, sharing no code with the package.
+
+A selection is a dictionary: (batch, head, row block) to (sorted key blocks, sorted single keys, key order). Query i
+stands at position kv_len - q_len + i. Blocks that touch the diagonal are always computed, which the papers leave open.
+"""
+
+import math
+
+import torch
+
+
+def positions(q, k, block_m, i, unit=None):
+    """(first, last) position that a row of row block i may have; rows may trade places inside `unit`."""
+    q_len, kv_len = q.shape[2], k.shape[2]
+    unit = unit or block_m
+    first = i * block_m // unit * unit
+    return kv_len - q_len + first, kv_len - q_len + min(first + unit, q_len) - 1
+
+
+def key_blocks(k, block_n, first, last, unit=None):
+    """(seen whole by all rows, seen in part by some) of a row block."""
+    unit = unit or block_n
+    full, touched = [], []
+    for j in range(math.ceil(k.shape[2] / block_n)):
+        begin = j * block_n // unit * unit  # keys of this block may stand anywhere in their unit
+        if begin + unit - 1 <= first:
+            full.append(j)
+        elif begin <= last:
+            touched.append(j)
+    return full, touched
+
+
+def every_block(q, k, block_m):
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            for i in range(math.ceil(q.shape[2] / block_m)):
+                yield b, h, i, h // (q.shape[1] // k.shape[1])
+
+
+def softmax(scores):
+    top = max(scores.values(), default=0.0)
+    weights = {key: math.exp(score - top) for key, score in scores.items()}
+    total = sum(weights.values())
+    return {key: weight / total for key, weight in weights.items()}
+
+
+def heaviest(weights, keep):
+    """The fewest entries, heaviest first, until their sum reaches `keep` of the whole."""
+    if keep == 1.0:
+        return set(weights)
+    chosen, reached, total = set(), 0.0, sum(weights.values())
+    for key in sorted(weights, key=lambda key: -weights[key]):
+        if reached >= keep * total:
+            break
+        chosen.add(key)
+        reached += weights[key]
+    return chosen
+
+
+def mean_pooling(q, k, s, scale):
+    found = {}
+    for b, h, i, u in every_block(q, k, s.block):
+        full, touched = key_blocks(k, s.block, *positions(q, k, s.block, i))
+        mean_q = q[b, h, i * s.block : (i + 1) * s.block].mean(0)
+        scores = {j: scale * float(mean_q @ k[b, u, j * s.block : (j + 1) * s.block].mean(0)) for j in full + touched}
+        chosen = heaviest(softmax(scores), s.keep) | set(full[: s.first]) | set(touched)
+        found[b, h, i] = sorted(chosen), [], None
+    return found
+
+
+def pbs(q, k, s, scale):
+    q_len, kv_len = q.shape[2], k.shape[2]
+    group = q.shape[1] // k.shape[1]
+    orders, moved_keys = {}, k.clone()
+    for b in range(k.shape[0]):
+        for u in range(k.shape[1]):
+            importance = torch.zeros(kv_len, dtype=k.dtype)
+            for h in range(u * group, (u + 1) * group):
+                for row in range(max(0, q_len - s.block), q_len):
+                    at = kv_len - q_len + row
+                    importance[: at + 1] += (scale * k[b, u, : at + 1] @ q[b, h, row]).softmax(0)
+            order = list(range(kv_len))
+            for begin in range(0, kv_len - s.segment + 1, s.segment):
+                order[begin : begin + s.segment] = sorted(
+                    range(begin, begin + s.segment), key=lambda t: -float(importance[t])
+                )
+            orders[b, u] = order if s.permute else list(range(kv_len))
+            moved_keys[b, u] = k[b, u, orders[b, u]]
+    rows, moved_q = {}, q.clone()
+    if s.permute_queries:
+        for b in range(q.shape[0]):
+            for h in range(q.shape[1]):
+                centroids = [
+                    c / c.norm() for c in (part.mean(0) for part in moved_keys[b, h // group].split(s.block))
+                ]  # fmt: skip
+                order = list(range(q_len))
+                for begin in range(0, q_len - s.segment + 1, s.segment):
+                    cluster = {
+                        row: max(range(len(centroids)), key=lambda c: float(q[b, h, row] @ centroids[c]))
+                        for row in range(begin, begin + s.segment)
+                    }
+                    order[begin : begin + s.segment] = sorted(cluster, key=lambda row: (cluster[row], row))
+                rows[b, h] = order
+                moved_q[b, h] = q[b, h, order]
+    found = {}
+    for b, h, i, u in every_block(q, k, s.block):
+        span = positions(q, k, s.block, i, s.segment if s.permute_queries else None)
+        full, touched = key_blocks(k, s.block, *span, s.segment if s.permute else None)
+        mean_q = moved_q[b, h, i * s.block : (i + 1) * s.block].mean(0)
+        means = {j: moved_keys[b, u, j * s.block : (j + 1) * s.block].mean(0) for j in full}
+        scores = {j: scale * float(mean_q @ mean) for j, mean in means.items()}
+        chosen = heaviest(softmax(scores), s.keep) | set(full[: s.first]) | set(touched)
+        found[b, h, i] = sorted(chosen), [], orders[b, u] if s.permute else None
+    return found, rows
+
+
+def self_similarity(rows):
+    """The mean cosine of all pairs."""
+    total = 0.0
+    for one in rows:
+        for other in rows:
+            total += float(one @ other) / float(one.norm() * other.norm())
+    return total / len(rows) ** 2
+
+
+def sparge(q, k, s, scale):
+    found = {}
+    for b, h, i, u in every_block(q, k, s.block):
+        full, touched = key_blocks(k, s.block_k, *positions(q, k, s.block, i))
+        rows = q[b, h, i * s.block : (i + 1) * s.block]
+        keys = {j: k[b, u, j * s.block_k : (j + 1) * s.block_k] for j in full + touched}
+        different = {j for j in keys if self_similarity(keys[j]) < s.similarity}
+        scores = {j: scale * float(rows.mean(0) @ keys[j].mean(0)) for j in keys if j not in different}
+        chosen = heaviest(softmax(scores), s.keep) | different | set(touched)
+        if self_similarity(rows) < s.similarity:
+            chosen |= set(keys)
+        found[b, h, i] = sorted(chosen), [], None
+    return found
+
+
+def a_shape(q, k, s, scale):
+    found = {}
+    for b, h, i, _ in every_block(q, k, s.block):
+        first, last = positions(q, k, s.block, i)
+        full, touched = key_blocks(k, s.block, first, last)
+        wanted = {key for row in range(first, last + 1) for key in range(max(0, row - s.local + 1), row + 1)}
+        wanted |= set(range(s.sink))
+        chosen = {j for j in full if wanted & set(range(j * s.block, (j + 1) * s.block))} | set(touched)
+        found[b, h, i] = sorted(chosen), [], None
+    return found
+
+
+def vertical_slash(q, k, s, scale):
+    q_len, kv_len = q.shape[2], k.shape[2]
+    found = {}
+    for b, h, i, u in every_block(q, k, s.block):
+        columns, diagonals = [0.0] * kv_len, [0.0] * kv_len
+        for row in range(max(0, q_len - s.queries), q_len):
+            at = kv_len - q_len + row
+            for key, weight in enumerate((scale * k[b, u, : at + 1] @ q[b, h, row]).softmax(0).tolist()):
+                columns[key] += weight
+                diagonals[at - key] += weight
+        vertical = sorted(range(kv_len), key=lambda t: -columns[t])[: s.vertical]
+        slash = set(sorted(range(kv_len), key=lambda d: -diagonals[d])[: s.slash])
+        first, last = positions(q, k, s.block, i)
+        full, touched = key_blocks(k, s.block, first, last)
+        chosen = set(touched)
+        for j in full:
+            keys = range(j * s.block, (j + 1) * s.block)
+            if any(row - key in slash for row in range(first, last + 1) for key in keys):
+                chosen.add(j)
+        single = sorted(t for t in vertical if t // s.block not in chosen and t // s.block in full)
+        found[b, h, i] = sorted(chosen), single, None
+    return found
+
+
+def xattention(q, k, s, scale):
+    q_len, kv_len = q.shape[2], k.shape[2]
+    offset, stride = kv_len - q_len, s.stride
+    found = {}
+    for b, h, i, u in every_block(q, k, s.block):
+        first, last = positions(q, k, s.block, i)
+        full, touched = key_blocks(k, s.block, first, last)
+        mass = dict.fromkeys(full + touched, 0.0)
+        for begin in range(i * s.block, min((i + 1) * s.block, q_len), stride):
+            scores = {}
+            for key in range(0, kv_len, stride):
+                if key > offset + begin + stride - 1:
+                    break
+                pairs = [(begin + stride - 1 - t, key + t) for t in range(stride)]
+                total = sum(float(q[b, h, x] @ k[b, u, y]) for x, y in pairs if x < q_len and y < kv_len)
+                scores[key] = scale * total / stride
+            for key, weight in softmax(scores).items():
+                if key // s.block in mass:
+                    mass[key // s.block] += weight
+        found[b, h, i] = sorted(heaviest(mass, s.keep) | set(touched)), [], None
+    return found
+
+
+def attention(q, k, v, found, block_m, block_n, scale, rows=None, skip=None):
+    """(output, pairs of each head) over a selection, float64, one row at a time; rows: the order of queries.
+
+    skip: leave v out where every score of 64 rows and 64 keys is below the maximum of its row so far by this.
+    """
+    out, pairs = torch.zeros_like(q), [0] * q.shape[1]
+    q_len, kv_len = q.shape[2], k.shape[2]
+    for (b, h, i), (blocks, single, order) in found.items():
+        u = h // (q.shape[1] // k.shape[1])
+        places = [t for j in blocks for t in range(j * block_n, min((j + 1) * block_n, kv_len))]
+        keys = [order[t] for t in places] if order else places
+        keys = keys + single
+        members = range(i * block_m, min((i + 1) * block_m, q_len))
+        members = [rows[b, h][row] for row in members] if rows else list(members)
+        scores = (q[b, h, members] @ k[b, u, keys].T) * scale
+        for r, row in enumerate(members):
+            for c, key in enumerate(keys):
+                if key > kv_len - q_len + row:
+                    scores[r, c] = -math.inf
+        pairs[h] += int((scores > -math.inf).sum())
+        weights = scores.softmax(-1)
+        if skip is not None:
+            for begin in range(0, len(members), 64):
+                group = scores[begin : begin + 64]
+                best = torch.full((len(group),), -math.inf, dtype=q.dtype)
+                for tile in sorted({key // 64 for key in keys}):
+                    at = [c for c, key in enumerate(keys) if key // 64 == tile]
+                    local = group[:, at].amax(1)
+                    best = torch.maximum(best, local)
+                    if not bool((local - best >= skip).any()):
+                        weights[begin : begin + 64, at] = 0.0
+        out[b, h, members] = weights @ v[b, u, keys]
+    return out, pairs

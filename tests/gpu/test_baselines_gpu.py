@@ -1,0 +1,213 @@
+"""The baselines on a GPU in bf16 and fp16: the kernel against plain torch with the same selection."""
+
+import pytest
+import torch
+
+from s2o_runtime.attention import s2o_attention
+from s2o_runtime.baselines import (
+    PBS,
+    Antidiagonal,
+    AShape,
+    MeanPooling,
+    Sparge,
+    VerticalSlash,
+    attend,
+    baseline_attention,
+    select,
+)
+from s2o_runtime.baselines.pooling import pool, pool_plain
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.dense import dense_attention, exact_attention
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+MIXED = (
+    HeadConfig(2.0, 256, tail=True, representatives=32),
+    HeadConfig(mode="blocks", blocks=PBS(0.6)),
+    HeadConfig(mode="dense"),
+    HeadConfig(mode="blocks", blocks=Sparge(0.6, 0.5)),
+)
+TILES = {"specialised": TileConfig(64, 128, 4, 4, 2, True), "plain": TileConfig(64, 64, 4, 4, 2)}
+SHAPES = [
+    pytest.param(1, 4, 2, 1000, 1000, 128, id="H4-L1000-D128"),
+    pytest.param(1, 2, 2, 2049, 2049, 64, id="H2-L2049-D64"),
+    pytest.param(1, 8, 1, 7, 7, 128, id="L7"),
+    pytest.param(1, 2, 1, 1, 1500, 128, id="one-query"),
+    pytest.param(2, 4, 2, 700, 1999, 128, id="B2-q700-kv1999"),
+    pytest.param(1, 3, 1, 900, 900, 96, id="D96-is-padded"),
+]
+SETTINGS = [
+    MeanPooling(0.6),
+    MeanPooling(0.6, 64),
+    PBS(0.6),
+    PBS(0.6, 512, 64),
+    PBS(0.6, permute_queries=True),
+    Sparge(0.6, 0.5),
+    AShape(100, 300),
+    VerticalSlash(150, 30),
+    Antidiagonal(0.6),
+    Antidiagonal(0.6, 8, 64),
+]
+LONG = 8192
+
+
+def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype=torch.bfloat16):
+    """Clustered keys and drifting queries, as transformers hands them over: views of [B, L, H, D]."""
+    generator = torch.Generator("cuda").manual_seed(q_len + kv_len + heads)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    topics = normal(16, head_dim)
+    k = (
+        normal(batch, kv_len, kv_heads, head_dim) * 0.6
+        + topics[torch.arange(kv_len, device="cuda") // 96 % 16][:, None]
+    )
+    drift = topics[torch.arange(q_len, device="cuda") // 256 % 16][:, None] * 0.8
+    q = normal(batch, q_len, heads, head_dim) * 0.6 + drift
+    v = normal(batch, kv_len, kv_heads, head_dim)
+    return (t.to(dtype).transpose(1, 2) for t in (q, k, v))
+
+
+def relative_error(out, truth):
+    return float((out.float() - truth.float()).norm() / truth.float().norm().clamp_min(1e-6))
+
+
+def both(q, k, v, selection):
+    """(output, log-sum-exp) of the kernel, and of plain torch in float32."""
+    made = []
+    for backend, dtype in (("triton", q.dtype), ("reference", torch.float32)):
+        tensors = tuple(t.to(dtype) for t in (q, k, v))
+        lse = torch.full(q.shape[:3], torch.nan, device="cuda")
+        made.append((attend(*tensors, selection, lse=lse, backend=backend), lse))
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim"), SHAPES)
+def test_the_kernel_is_plain_torch(
+    batch, heads, kv_heads, q_len, kv_len, head_dim, settings, dtype, nan_filled
+):  # fmt: skip
+    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype)
+    selection = select(q, k, settings)
+    (out, lse), (truth, truth_lse) = both(q, k, v, selection)
+    assert not out.isnan().any()
+    assert relative_error(out, truth) <= 6e-3  # weights and output, each within 2^-8
+    torch.testing.assert_close(lse, truth_lse, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("skip", [-2.0, -6.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_skip_is_plain_torchs(head_dim, skip, nan_filled):
+    """Scores on the edge of the skip may fall either way, so the outputs agree closely, not to rounding."""
+    q, k, v = inputs(1, 4, 2, 1500, 1500, head_dim)
+    q = q * 2
+    selection = select(q, k, Sparge(0.8, 0.0, skip))
+    (out, lse), (truth, truth_lse) = both(q, k, v, selection)
+    assert relative_error(out, truth) <= 2e-2
+    torch.testing.assert_close(lse, truth_lse, rtol=0, atol=2e-3)
+    whole, _ = both(q, k, v, select(q, k, Sparge(0.8, 0.0)))[1]
+    assert relative_error(truth, whole) > 0  # something was skipped
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [MeanPooling(1.0), PBS(1.0), PBS(1.0, permute_queries=True), Sparge(1.0), VerticalSlash(1 << 14, 0)],
+    ids=str,
+)
+def test_everything_kept_is_dense(settings, nan_filled):
+    q, k, v = inputs(1, 4, 2, 3001, 3333, 128)
+    truth = exact_attention(q, k, v)
+    out, stats = baseline_attention(q, k, v, settings, backend="triton")
+    # one rounding of weights and one of the output: no worse than twice what SDPA makes of the same inputs
+    assert relative_error(out, truth) <= 2 * relative_error(dense_attention(q, k, v), truth) + 1e-3
+    torch.testing.assert_close(stats.density, torch.ones_like(stats.density), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "settings",
+    [MeanPooling(), PBS(), Sparge(), Sparge(skip=-8.0), AShape(), VerticalSlash(), Antidiagonal()],
+    ids=str,
+)
+def test_every_method_at_8k(settings, head_dim, nan_filled):
+    q, k, v = inputs(1, 8, 2, LONG, LONG, head_dim)
+    out, stats = baseline_attention(q, k, v, settings)
+    assert (stats.backend, stats.reason) == ("triton", "the kernel supports this call")
+    selection = select(q, k, settings)
+    truth = torch.empty_like(q)
+    attend(q, k, v, selection, out=truth, backend="reference")
+    assert relative_error(out, truth) <= (2e-2 if getattr(settings, "skip", None) else 8e-3)
+    assert torch.equal(stats.density, selection.density)
+    assert ((stats.density > 0) & (stats.density <= 1)).all()
+    assert relative_error(out, exact_attention(q, k, v)) < 1.0
+
+
+def test_heads_of_several_methods_fill_one_output(nan_filled):
+    q, k, v = inputs(1, 6, 2, 1111, 1111, 128)
+    each = [PBS(0.7), AShape(128, 512), Sparge(0.7), PBS(0.7)]
+    heads = [5, 1, 0, 3]
+    out, _ = baseline_attention(q, k, v, each, heads=heads, out=torch.full_like(q, torch.nan))
+    assert out[:, [2, 4]].isnan().all()
+    assert not out[:, heads].isnan().any()
+    for settings in set(each):
+        members = [head for head, own in zip(heads, each, strict=True) if own == settings]
+        alone, _ = baseline_attention(q, k, v, settings, heads=members)
+        torch.testing.assert_close(out[:, members], alone[:, members], rtol=0, atol=0)
+
+
+def test_left_padding(nan_filled):
+    q, k, v = inputs(3, 4, 2, 900, 900, 64)
+    starts = torch.tensor([0, 333, 899], device="cuda")
+    out, _ = baseline_attention(q, k, v, MeanPooling(1.0), kv_start=starts)
+    truth = exact_attention(q, k, v, kv_start=starts)
+    assert relative_error(out, truth) <= 6e-3
+    assert torch.equal(out.abs().sum(-1) == 0, truth.abs().sum(-1) == 0)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_pooling_is_that_of_torch(head_dim, block, nan_filled):
+    x, _, _ = inputs(2, 3, 1, 1000, 1000, head_dim)
+    ours, expected = pool(x, block), pool_plain(x, block)
+    torch.testing.assert_close(ours.mean, expected.mean, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours.similarity, expected.similarity, rtol=1e-4, atol=1e-5)
+
+
+def test_memory_at_128k():
+    """Selecting takes less than a GiB besides what it returns and what permuting copies."""
+    q, k, _ = inputs(1, 32, 8, 131072, 131072, 128)
+    for settings in (MeanPooling(), PBS(), Sparge(), VerticalSlash(), Antidiagonal()):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        selection = select(q, k, settings)
+        torch.cuda.synchronize()
+        kept = sum(
+            t.untyped_storage().nbytes()
+            for t in (selection.blocks, selection.counts, selection.columns, selection.keys, selection.key_order)
+            if t is not None and t.data_ptr() != k.data_ptr()
+        )
+        assert torch.cuda.max_memory_allocated() - before - kept <= 1 << 30, settings
+        del selection
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("start", [None, 300], ids=["whole", "padded"])
+def test_one_layer_of_several_methods(tile, start):
+    """Every head is what it is alone, whichever kernel computes its neighbours; calls that come again are the same."""
+    if tile == "specialised" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the specialised kernel is for sm_90")
+    q, k, v = inputs(1, 4, 2, 3001, 3001, 128)
+    kv_start = None if start is None else torch.tensor([start], device="cuda")
+    config = LayerConfig(MIXED, TILES[tile], grain=4)
+    no_blocks = tuple(HeadConfig(mode="dense") if head.mode == "blocks" else head for head in MIXED)
+    ours = s2o_attention(q, k, v, LayerConfig(no_blocks, TILES[tile], grain=4), kv_start=kv_start, backend="triton")
+    for _ in range(5):
+        out, stats = s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton", return_stats=True)
+        assert torch.equal(out[:, ::2], ours[:, ::2])
+        for head in (1, 3):
+            alone, method = baseline_attention(q, k, v, MIXED[head].blocks, kv_start=kv_start)
+            torch.testing.assert_close(out[:, head], alone[:, head], rtol=2e-2, atol=2e-3)
+            assert float(stats.density[head]) == pytest.approx(float(method.density[head]), rel=0.01)

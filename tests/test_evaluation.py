@@ -1,0 +1,459 @@
+"""The evaluation measures what it says: prompts, scores and summary against numbers made by hand."""
+
+import json
+import random
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from test_hf import make_profile
+from tiny import save_tiny
+
+from calibrate.evaluation import plots, report, score
+from calibrate.evaluation.plan import TASKS, Plan
+from calibrate.evaluation.results import open_journal, summary, without_times
+from calibrate.evaluation.run import evaluate
+from calibrate.evaluation.settings import config_of, named, parsed
+from calibrate.evaluation.tasks import Asked, Case, build, cases, check
+from calibrate.evaluation.variants import ran, running, variants
+from calibrate.journal import Journal
+from calibrate.models import load
+from s2o_runtime.config import TileConfig
+from s2o_runtime.errors import ConfigError, InputError, ModelError
+from s2o_runtime.profile import save_profile
+
+EXACT, COARSE = "tau=0,segment=64", "tau=1000,segment=64"
+QUALITY = tuple(task for task in TASKS if task != "time")
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load("demo", "cpu", resident=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A random model that reads characters."""
+    return load(str(save_tiny(tmp_path_factory.mktemp("tiny") / "model")), "cpu", resident=True)
+
+
+def run(plan, loaded, own=()):
+    """The summary of a plan, measured or taken from its journal."""
+    compared = variants(plan.validate(), loaded)
+    with open_journal(plan, loaded) as journal:
+        evaluate(plan, loaded, compared, own, journal, progress=False)
+        return summary(plan, loaded, compared, own, journal)
+
+
+def lines(plan):
+    """The results as they stand in the file, without the header."""
+    return [json.loads(line) for line in plan.journal_path.read_text().splitlines()[1:]]
+
+
+@pytest.fixture(scope="module")
+def measured(demo, tmp_path_factory):
+    """The demo model, dense, with a setting that never stops and with one that stops as early as it can."""
+    folder = tmp_path_factory.mktemp("measured")
+    plan = Plan("demo", folder, (512, 576), QUALITY, settings=(EXACT, COARSE), depths=2, samples=1, needles=8)
+    return plan, run(plan, demo)
+
+
+def rows(found, kind, variant):
+    return [row for row in found[kind] if row["variant"] == variant]
+
+
+def test_a_setting_that_never_stops_answers_exactly_what_dense_answers(measured):
+    plan, found = measured
+    answers = {}
+    for line in lines(plan):
+        if "correct" in line["value"]:
+            key = dict(line["key"])
+            answers.setdefault(key.pop("variant"), {})[(line["kind"], *key.values())] = line["value"]["correct"]
+    compared = [(answers[EXACT][name], correct) for name, correct in answers["dense"].items()]
+    assert len(compared) == 2 * (2 + 1 + 1)  # lengths x (depths of needles, multi, variables)
+    assert all(mine == theirs for mine, theirs in compared)
+    needles = [row for row in rows(found, "retrieval", EXACT) if row["task"] == "needles"]
+    assert [(row["found"], row["kept"], row["dense_found"], row["density"]) for row in needles] == [(2, 2, 2, 1.0)] * 2
+
+
+def test_agreement_is_exact_for_a_setting_that_never_stops_and_not_for_a_coarse_one(measured):
+    _, found = measured
+    for exact, coarse in zip(rows(found, "agreement", EXACT), rows(found, "agreement", COARSE), strict=True):
+        assert exact["kl"] < 1e-8  # rounding of float32 log-probabilities, squared
+        assert exact["top1"] == 1
+        assert coarse["kl"] > 1e-2
+        assert coarse["top1"] < 0.99
+        assert coarse["density"] < 0.9
+        assert coarse["positions"] == 512
+    for exact in rows(found, "perplexity", EXACT):
+        assert exact["perplexity"] == pytest.approx(exact["dense_perplexity"], rel=1e-5)
+    assert rows(found, "perplexity", COARSE)[1]["perplexity"] > 1.01 * exact["dense_perplexity"]
+
+
+def test_the_heat_map_is_what_the_lines_say(tiny, tmp_path):
+    plan = Plan("tiny", tmp_path, (128, 256, 512), ("needles",), settings=(COARSE,), depths=2, samples=5).validate()
+    compared = variants(plan, tiny)
+    rng = random.Random(0)
+    with open_journal(plan, tiny) as journal:
+        for case in cases(plan, ()):
+            for variant in compared:
+                value = {"correct": [rng.random() < 0.5], "log_likelihood": [-1.0], "density": 1.0, "dense": {}}
+                journal.put("needles", case.key(variant.identity), value)
+        found = summary(plan, tiny, compared, (), journal)
+    by_hand = {}
+    for line in lines(plan):
+        key = line["key"]
+        by_hand.setdefault((key["variant"], key["depth"], key["length"]), []).append(line["value"]["correct"] == [True])
+    assert len(by_hand) == 2 * 2 * 3
+    for heat in found["heat"]:
+        shares = [[by_hand[heat["variant"], depth, length] for length in (128, 256, 512)] for depth in (0.0, 1.0)]
+        assert heat["accuracy"] == [[sum(right) / 5 for right in row] for row in shares]
+    figure = Figure()
+    plots.draw_needles(figure, found)
+    drawn = [axes.images[0].get_array().tolist() for axes in figure.axes if axes.images and axes.get_title()]
+    assert drawn == [heat["accuracy"] for heat in found["heat"]]
+    kept = [row["kept"] for row in rows(found, "retrieval", COARSE)]
+    both = [
+        sum(
+            mine and theirs
+            for depth in (0.0, 1.0)
+            for mine, theirs in zip(*(by_hand[name, depth, length] for name in (COARSE, "dense")), strict=True)
+        )
+        for length in (128, 256, 512)
+    ]
+    assert kept == both
+
+
+def test_what_dense_cannot_do_is_said_and_not_hidden(measured):
+    _, found = measured
+    tracking = [row for row in found["retrieval"] if row["task"] == "variables"]
+    assert len(tracking) == 2 * 3
+    assert not any(row["dense_can"] for row in tracking)
+    assert all(row["asked"] == 4 for row in tracking)
+    assert all(row["dense_can"] for row in found["retrieval"] if row["task"] != "variables")
+    (note,) = [note for note in report.notes(found) if "dense cannot" in note]
+    assert note.startswith("dense cannot do variable tracking (")
+    grid = report.grids(found)[0]
+    assert [row[5] for row in grid.rows if row[0] == "variable tracking"] == ["dense cannot"] * 6
+
+
+def test_the_coarse_setting_loses_needles(measured):
+    """If it did not, the tests that compare with dense would show nothing."""
+    _, found = measured
+    lost = [row for row in rows(found, "retrieval", COARSE) if row["dense_can"]]
+    assert sum(row["kept"] for row in lost) < sum(row["dense_found"] for row in lost)
+
+
+def test_perplexity_is_the_cross_entropy(demo):
+    ids = torch.randint(0, 4096, (150,))
+    value = score.surprise(score.Reading(demo, ids))
+    with torch.no_grad():
+        logits = demo.model(ids[None], use_cache=False).logits[0, :-1]
+    each = F.cross_entropy(logits, ids[1:], reduction="none").double()
+    assert sum(value["nll"]) / sum(value["tokens"]) == pytest.approx(float(F.cross_entropy(logits, ids[1:])), rel=1e-5)
+    parts = [[position for position in range(1, 150) if position * 8 // 150 == part] for part in range(8)]
+    assert value["tokens"] == [len(part) for part in parts]
+    expected = [float(sum(each[position - 1] for position in part)) for part in parts]
+    assert value["nll"] == pytest.approx(expected, rel=1e-5)
+    edges = score.bucket_edges(150)
+    assert [list(range(max(1, first), last)) for first, last in pairwise(edges)] == parts
+
+
+def test_agreement_is_the_divergence_made_by_hand(tiny, tmp_path):
+    ids = torch.randint(3, 99, (700,))
+    positions = torch.arange(5, 700, 3)
+    compared = variants(Plan("tiny", tmp_path, (700,), settings=(COARSE,)).validate(), tiny)
+    kept = score.reference(score.Reading(tiny, ids), positions)
+    with running(tiny.model, compared[1]):
+        value = score.agreement(score.Reading(tiny, ids), positions, kept)
+        with torch.no_grad():
+            q = tiny.model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)[positions]
+    with torch.no_grad():
+        p = tiny.model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)[positions]
+    part = positions * 8 // 700
+    kl, same = (p.exp() * (p - q)).sum(-1), p.argmax(-1) == q.argmax(-1)
+    assert value["kl"] == pytest.approx([float(kl[part == each].sum()) for each in range(8)], rel=1e-4, abs=1e-5)
+    assert value["same"] == [int(same[part == each].sum()) for each in range(8)]
+    assert value["positions"] == [int((part == each).sum()) for each in range(8)]
+    assert sum(value["kl"]) > 1e-3
+
+
+def test_answers_are_right_only_if_every_token_is_the_most_likely_one(demo):
+    ids = torch.randint(0, 4096, (120,))
+    with torch.no_grad():
+        for place in range(100, 105):  # the model's own choice, greedily
+            ids[place] = demo.model(ids[None, :place], use_cache=False).logits[0, -1].argmax()
+        likely = demo.model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
+    spans = ((100, 105), (99, 105), (102, 103))
+    value = score.answers(score.Reading(demo, ids), Asked(ids, spans))
+    assert value["correct"] == [True, False, True]
+    expected = [sum(float(likely[place - 1, ids[place]]) for place in range(*span)) for span in spans]
+    assert value["log_likelihood"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_predictions_that_are_not_finite_are_named(tiny):
+    reading = score.Reading(tiny, torch.randint(3, 99, (100,)))
+    reading.hidden[50] = torch.nan
+    with pytest.raises(ModelError, match="a prompt of 100 tokens hold inf or NaN, expected finite numbers"):
+        score.surprise(reading)
+
+
+def plan_of(tmp_path, **changes):
+    options = {"lengths": (1024,), "needles": 9, "depths": 3, "samples": 2} | changes
+    return Plan("demo", tmp_path, **options).validate()
+
+
+def text_of(demo, ids):
+    return demo.tokenizer.decode(ids)
+
+
+def test_a_needle_is_where_it_should_be(demo, tmp_path):
+    plan = plan_of(tmp_path, tasks=("needles",))
+    for case in cases(plan, ()):
+        asked = build(case, plan, demo.tokenizer, ())
+        text = text_of(demo, asked.ids)
+        ((first, last),) = asked.answers
+        ((word, code),) = re.findall(
+            r"What is the secret code for (\w+)\? The secret code for \w+ is (\d{5})\.\n$", text
+        )
+        assert len(asked.ids) == 1024
+        assert text_of(demo, asked.ids[first:last]) == code
+        ((stated, place),) = [
+            (found[1], found.start()) for found in re.finditer(r"\n# The secret code for (\w+) is \d", text)
+        ]
+        before = len(demo.tokenizer(text[:place], add_special_tokens=False).input_ids)
+        assert stated == word
+        assert before == pytest.approx(case.depth * (1024 - 20 - 33), abs=6)  # a fact and a question, in tokens
+
+
+def test_many_needles_are_all_asked_for_at_the_end(demo, tmp_path):
+    plan = plan_of(tmp_path, tasks=("multi",))
+    asked = build(cases(plan, ())[0], plan, demo.tokenizer, ())
+    text = text_of(demo, asked.ids)
+    facts = dict(re.findall(r"\n# The secret code for (\w+) is (\d{5})\.\n", text))
+    questions = re.findall(r"# What is the secret code for (\w+)\? The secret code for \w+ is (\d{5})\.\n", text)
+    assert len(asked.ids) == 1024
+    assert len(facts) == 9
+    assert dict(questions) == facts
+    assert [text_of(demo, asked.ids[first:last]) for first, last in asked.answers] == [code for _, code in questions]
+    assert text.endswith(f"is {questions[-1][1]}.\n")
+
+
+def test_chains_lead_from_every_variable_that_is_asked_for_to_its_code(demo, tmp_path):
+    plan = plan_of(tmp_path, tasks=("variables",))
+    asked = build(cases(plan, ())[1], plan, demo.tokenizer, ())
+    text = text_of(demo, asked.ids)
+    stated = re.findall(r"\n# The secret code for (\w+) is (?:the secret code for )?(\w+)\.\n", text)
+    known = {}
+    for word, value in stated:  # in the order of the text: what is referred to has been said before
+        known[word] = (known[value][0], known[value][1] + 1) if value in known else (value, 0)
+    questions = re.findall(r"# What is the secret code for (\w+)\? The secret code for \w+ is (\d{5})\.\n", text)
+    assert len(asked.ids) == 1024
+    assert len(stated) == 12
+    assert [known[word] for word, _ in questions] == [(code, 2) for _, code in questions]
+    assert len({code for _, code in questions}) == 4
+
+
+def test_the_same_seed_makes_the_same_prompts(demo, tmp_path):
+    plan = plan_of(tmp_path)
+    every = cases(plan, ())
+    first = [build(case, plan, demo.tokenizer, ()) for case in every]
+    again = [build(case, plan, demo.tokenizer, ()) for case in reversed(every)][::-1]
+    other = [build(case, replace(plan, seed=1), demo.tokenizer, ()) for case in every]
+    for one, same, different in zip(first, again, other, strict=True):
+        assert torch.equal(one.ids, same.ids)
+        assert one.answers == same.answers
+        assert not torch.equal(one.ids, different.ids)
+    more = build(Case(("needles",), 1024, 1, 0.5), replace(plan, samples=5, lengths=(256, 1024)), demo.tokenizer, ())
+    assert any(torch.equal(more.ids, one.ids) for one in first)
+
+
+def test_a_length_too_short_for_a_task_names_one_that_is_not(demo, tmp_path):
+    plan = plan_of(tmp_path, lengths=(256,), tasks=("needles", "multi"))
+    with pytest.raises(InputError, match=r"length 256 is too short for the task 'multi': use \d+ tokens") as refused:
+        check(plan, demo.tokenizer)
+    enough = replace(plan, lengths=(int(re.search(r"use (\d+) tokens", str(refused.value))[1]),))
+    check(enough, demo.tokenizer)
+    for case in cases(enough, ()):
+        asked = build(case, enough, demo.tokenizer, ())
+        assert len(re.findall(r"# The secret code for \w+ is \d{5}\.\n", text_of(demo, asked.ids))) >= 1
+
+
+class Killed(BaseException):
+    pass
+
+
+def dies_after(survived, put):
+    """`put` so many times, and then the process dies."""
+    left = iter(range(survived))
+
+    def dies(*arguments):
+        if next(left, None) is None:
+            raise Killed
+        put(*arguments)
+
+    return dies
+
+
+def test_a_killed_run_ends_with_the_same_summary(tiny, tmp_path, monkeypatch):
+    def plan(name):
+        options = {"settings": (COARSE,), "depths": 2, "samples": 2, "needles": 2, "repeats": 1}
+        return Plan("tiny", tmp_path / name, (400, 512), (*(task for task in TASKS if task != "variables"),), **options)
+
+    whole = run(plan("whole"), tiny)
+    killed = plan("killed")
+    put = Journal.put
+    for survived in (0, 3, 7, 11):
+        monkeypatch.setattr(Journal, "put", dies_after(survived, put))
+        with pytest.raises(Killed):
+            run(killed, tiny)
+        with killed.journal_path.open("ab") as file:
+            file.write(b'{"kind": "needles", "key": {"va')  # the line that was being written
+    monkeypatch.setattr(Journal, "put", put)
+    before = killed.journal_path.read_bytes()
+    resumed = run(killed, tiny)
+    assert killed.journal_path.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
+    same = [json.dumps(without_times(each)).replace("/killed", "/whole") for each in (whole, resumed)]
+    assert same[0] == same[1]
+    assert [sorted(row) for row in whole["time"]] == [sorted(row) for row in resumed["time"]]
+    assert json.dumps(run(killed, tiny)) == json.dumps(resumed)  # times too: nothing is measured again
+
+
+def test_a_finished_run_reads_no_prompt_again_and_more_samples_read_only_what_is_new(tiny, tmp_path, monkeypatch):
+    plan = Plan("tiny", tmp_path, (400,), ("needles", "agreement"), settings=(COARSE,), depths=2, samples=1)
+    run(plan, tiny)
+    read = []
+
+    class Counted(score.Reading):
+        def __init__(self, loaded, ids):
+            read.append(len(ids))
+            super().__init__(loaded, ids)
+
+    monkeypatch.setattr(score, "Reading", Counted)
+    run(plan, tiny)
+    assert read == []
+    run(replace(plan, samples=2), tiny)
+    assert len(read) == 2 * (2 + 1)  # variants x (depths of needles, agreement)
+    run(replace(plan, samples=2, settings=(COARSE, EXACT)), tiny)
+    assert len(read) == 6 + (2 * 2 + 2) + 2  # the new variant's, and dense ones to agree with
+
+
+def test_results_of_other_inputs_are_refused_by_name(tiny, tmp_path):
+    plan = Plan("tiny", tmp_path, (400,), ("needles",), depths=1, samples=1)
+    run(plan, tiny)
+    with pytest.raises(InputError, match="was made with seed 0, this run has 1: give another --out, or delete it"):
+        run(replace(plan, seed=1), tiny)
+
+
+def test_profiles_run_as_they_are_deployed(tiny, tmp_path):
+    for name, tau in (("exact", 0.0), ("coarse", 1000.0)):
+        save_profile(make_profile(tiny.model, tau, min_length=400), tmp_path / f"{name}.safetensors")
+    files = tuple(tmp_path / f"{name}.safetensors" for name in ("exact", "coarse"))
+    plan = Plan("tiny", tmp_path / "out", (300, 500), ("needles", "agreement", "time"), files, depths=1, repeats=1)
+    found = run(plan, tiny)
+    assert [variant["name"] for variant in found["variants"]] == ["dense", "exact", "coarse"]
+    short, long = rows(found, "agreement", "coarse")
+    assert (short["kl"], short["density"]) == (pytest.approx(0, abs=1e-8), 1.0)
+    assert long["kl"] > 1e-3
+    assert rows(found, "agreement", "exact")[1]["kl"] < 1e-8
+    assert rows(found, "time", "coarse")[0]["dense"] == {"shorter than the shortest calibrated length, 400": 2}
+    assert "coarse at 300 tokens: 2 layers ran dense (shorter than the shortest calibrated length, 400)" in (
+        report.notes(found)
+    )
+    assert tiny.model.config._attn_implementation == "sdpa"
+    save_profile(make_profile(tiny.model, 5.0, min_length=300), files[1])  # another profile under the same name
+    assert rows(run(plan, tiny), "agreement", "coarse")[0]["kl"] > 1e-6
+
+
+def test_time_and_memory(tiny, tmp_path):
+    found = run(Plan("tiny", tmp_path, (128, 256), ("time",), settings=(COARSE,), repeats=3), tiny)
+    assert [(row["variant"], row["length"]) for row in found["time"]] == [
+        (name, length) for length in (128, 256) for name in ("dense", COARSE)
+    ]
+    for row in found["time"]:
+        assert 0 < row["fastest"] <= row["seconds"] <= row["slowest"]
+        assert row["peak_bytes"] is None
+        assert row["speedup"] == row["dense_seconds"] / row["seconds"]
+    assert "times are those of the plain reference on a CPU: they say nothing about a GPU" in report.notes(found)
+
+
+def test_a_model_is_left_as_it_was(tiny, tmp_path):
+    compared = variants(Plan("tiny", tmp_path, (128,), settings=(COARSE,)).validate(), tiny)
+    with running(tiny.model, compared[1]):
+        score.Reading(tiny, torch.randint(3, 99, (512,)))
+    assert ran(compared[1]).density < 1
+    with pytest.raises(Killed), running(tiny.model, compared[1]):
+        raise Killed
+    assert tiny.model.config._attn_implementation == "sdpa"
+    with running(tiny.model, compared[0]):
+        score.Reading(tiny, torch.randint(3, 99, (512,)))
+    assert (ran(compared[0]).density, ran(compared[0]).dense) == (1.0, {})
+
+
+def test_pictures_of_what_was_measured(measured):
+    _, found = measured
+    assert sorted(plots.pictures(found)) == ["agreement", "needles", "perplexity"]  # no times, no picture of them
+    timed = found | {
+        "time": [
+            {"variant": each["name"], "length": length, "seconds": 1.0, "speedup": 1.0}
+            for each in found["variants"]
+            for length in (512, 576)
+        ]
+    }
+    drawn = plots.pictures(timed)
+    assert sorted(drawn) == ["agreement", "needles", "perplexity", "time"]
+    assert all(picture.startswith(b"\x89PNG") for picture in drawn.values())
+
+
+def test_the_lines_of_the_agreement_picture(measured):
+    _, found = measured
+    figure = Figure()
+    plots.draw_agreement(figure, found)
+    kl, top1 = figure.axes[0], figure.axes[2]  # of 512 tokens
+    row = rows(found, "agreement", COARSE)[0]
+    assert kl.lines[1].get_ydata().tolist() == [max(part["kl"], plots.LOWEST_KL) for part in row["parts"]]
+    assert top1.lines[1].get_ydata().tolist() == [1 - part["top1"] for part in row["parts"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("tau=0.3,segment=1024,representatives=32,tail", "tau=0.3,segment=1024,representatives=32,tail"),
+        (" tail , segment=256, tau=3e-1", "tau=0.3,segment=256,tail"),
+        ("grain=4,threshold=raw,row_reduce=max,tau=0", "tau=0,grain=4,threshold=raw,row_reduce=max"),
+    ],
+)
+def test_a_setting_has_one_name(text, name):
+    assert named(text) == name
+    assert parsed(name) == parsed(text)
+
+
+def test_a_setting_takes_the_first_tile_that_fits_its_segment():
+    tiles = (TileConfig(64, 128, 4, 4, 2, True), TileConfig(64, 64, 4, 4, 2))
+    assert config_of("tau=1,segment=128", 8, tiles).tile == tiles[0]
+    assert config_of("tau=1,segment=192", 8, tiles).tile == tiles[1]
+    config = config_of("tau=1,segment=192,grain=2,tail", 8, ())
+    assert (config.num_heads, config.grain, config.heads[7].tail, config.heads[0].tau) == (8, 2, True, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tau=much", "setting 'tau=much': tau is 'much', expected a number: try tau=0.3"),
+        ("tau=0.1,segmnt=64", "has 'segmnt=64', expected tau=.., segment=.."),
+        ("tau=0.1,tail=yes", "has 'tail=yes', expected"),
+        ("segment=64", "setting 'segment=64' has no tau"),
+        ("tau=1,tau=2", "gives tau twice"),
+        ("tau=1,segment=100", "segment 100 is not a multiple of 64: round it"),
+        ("tau=-1", "tau -1.0 is out of range"),
+        ("tau=1,grain=3", "grain 3 is not supported: use one of"),
+    ],
+)
+def test_a_bad_setting_names_the_part(text, message):
+    with pytest.raises(ConfigError) as refused:
+        parsed(text)
+    assert message in str(refused.value)
