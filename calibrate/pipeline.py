@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -37,6 +37,7 @@ TIGHTENINGS = 4  # of one layer at one length; the last one makes it dense
 TIGHTEN_TO = 0.9  # aim this far under the limit after a layer was over it
 TAU_FOR_ERROR = 0.7  # at a length without curves: an error grows roughly with this power of tau
 RETRIES = 2  # with half the budget, when the layers kept theirs but needles were lost
+NOT_FASTER = "the prefill was not faster than dense"
 TIE = 1.02  # a prefill this much slower than dense is a tie
 
 log = logging.getLogger("calibrate")
@@ -153,7 +154,8 @@ def _proven(
     chosen: dict[int, Chosen],
     progress: bool,
 ) -> Result:
-    """The held-out proof; where needles were lost once more with half the budget, twice at most."""
+    """The held-out proof; where needles were lost once more with half the budget, twice at most, and where the prefill
+    was slower than dense all dense."""
     proof = _Proof(loaded, recipe, device, chosen)
     proofs: dict[int, LengthProof] = {}
     again = set(prompts.held_out)
@@ -161,12 +163,13 @@ def _proven(
         some = {length: each for length, each in prompts.held_out.items() if length in again}
         with _bar("proving on held-out prompts", loaded.geometry.layers * len(some), "layer", progress) as step:
             proofs |= prove(loaded, some, proof.config_of, proof.adjust, step)
-        lost = lost_needles(proofs, recipe)
-        if not lost or attempt == RETRIES:
+        lost, slow = lost_needles(proofs, recipe), _slower(proofs, proof.configs, device)
+        if not (lost or slow) or attempt == RETRIES:
             break
-        again = proof.halve(set(lost))
-        log.info("%s: proving %s tokens again with half the budget", next(iter(lost.values())), sorted(again))
-    problems = (*proof.over_limit(proofs), *lost.values(), *_slower(proofs, device))
+        again = proof.halve(set(lost) - set(slow)) if set(lost) - set(slow) else set()
+        again |= proof.give_up(set(slow)) if slow else set()
+        log.info("%s: proving %s tokens again", "; ".join((*lost.values(), *slow.values())), sorted(again))
+    problems = (*proof.over_limit(proofs), *lost.values(), *slow.values())
     return Result(
         profile=proof.profile(),
         chosen=proof.final(),
@@ -191,6 +194,7 @@ class _Proof:
         self.tightened: Counter[tuple[int, int]] = Counter()
         self.limits: dict[tuple[int, int], float] = {}
         self._choices: dict[tuple[int, int], Choice] = {}
+        self._dense: set[int] = set()  # checked lengths that are dense because their prefill was slower
         self._begin(self._recipe.lengths)
 
     def _begin(self, lengths: Iterable[int]) -> None:
@@ -212,6 +216,19 @@ class _Proof:
             del self.configs[place], self.tightened[place]
         return halved | checked
 
+    def give_up(self, slow: set[int]) -> set[int]:
+        """Make every layer dense at these lengths. Returns which are to be proven again."""
+        buckets = self._recipe.lengths
+        for length in slow & set(buckets):
+            each = self._chosen[length]
+            self._chosen[length] = replace(each, choices=[choice.as_dense(NOT_FASTER) for choice in each.choices])
+        self._begin(slow & set(buckets))
+        self._dense |= slow - set(buckets)
+        checked = {each for each in self._recipe.checked_lengths if slow & {each, *_neighbours(each, buckets)}}
+        for place in [place for place in self.configs if place[0] in slow | checked]:
+            del self.configs[place], self.tightened[place]
+        return slow | checked
+
     def config_of(self, length: int, layer: int) -> LayerConfig:
         place = length, layer
         # a layer's own limit, and between calibrated lengths that of the longest
@@ -221,7 +238,10 @@ class _Proof:
             self.configs[place] = self._choices[place].config
         else:  # between buckets it follows those that were proven, which come first
             proven = {key: self.configs.get(key, choice.config) for key, choice in self._choices.items()}
-            self.configs[place] = self._profile(proven, self._recipe.lengths).layer_config(layer, length)
+            config = self._profile(proven, self._recipe.lengths).layer_config(layer, length)
+            if length in self._dense:
+                config = _all_dense(config)
+            self.configs[place] = config
         return self.configs[place]
 
     def adjust(self, length: int, layer: int, proof: LayerProof, config: LayerConfig) -> LayerConfig | None:
@@ -233,8 +253,7 @@ class _Proof:
         self.tightened[place] += 1
         choice = self._choices.get(place)
         if self.tightened[place] == TIGHTENINGS:
-            heads = tuple(replace(head, mode="dense") for head in config.heads)
-            new = replace(config, heads=heads)
+            new = _all_dense(config)
             if choice is not None:
                 self._choices[place] = choice.as_dense("its held-out error stayed over the limit")
         elif choice is not None:
@@ -264,10 +283,10 @@ class _Proof:
         }
 
     def profile(self) -> Profile:
-        """The buckets; if a layer had to be tightened at a checked length, those too, as each was proven: a new bucket
-        changes what is interpolated at the others."""
+        """The buckets; if a layer had to be tightened or made dense at a checked length, those too, as each was proven:
+        a new bucket changes what is interpolated at the others."""
         lengths = set(self._recipe.lengths)
-        if any(length not in lengths for length, _ in self.tightened):
+        if self._dense or any(length not in lengths for length, _ in self.tightened):
             lengths = {length for length, _ in self.configs}
         return self._profile(self.configs, tuple(sorted(lengths)))
 
@@ -276,6 +295,10 @@ class _Proof:
         layers = tuple(tuple(configs[length, layer] for layer in range(geometry.layers)) for length in lengths)
         name, fingerprint = self._loaded.name, self._loaded.fingerprint
         return Profile(name, geometry, fingerprint, self._device, lengths, layers).validate()
+
+
+def _all_dense(config: LayerConfig) -> LayerConfig:
+    return replace(config, heads=tuple(replace(head, mode="dense", blocks=None) for head in config.heads))
 
 
 def over_limit(length: int, layer: int, error: float, limit: float) -> str:
@@ -302,16 +325,22 @@ def lost_needles(proofs: dict[int, LengthProof], recipe: Recipe) -> dict[int, st
     }
 
 
-def _slower(proofs: dict[int, LengthProof], device: DeviceIdentity) -> list[str]:
-    """Prefills that take longer than dense; on a CPU times are not the objective."""
+def _slower(
+    proofs: dict[int, LengthProof], configs: Mapping[tuple[int, int], LayerConfig], device: DeviceIdentity
+) -> dict[int, str]:
+    """The lengths whose prefill takes longer than dense, and the sentence that says so.
+
+    On a CPU times are not the objective; what is all dense runs the same as dense, whatever its times say.
+    """
     if device.kind != "cuda":
-        return []
-    return [
-        f"the prefill of {length} tokens takes {proof.prefill_seconds * 1e3:.1f} ms, dense "
+        return {}
+    return {
+        length: f"the prefill of {length} tokens takes {proof.prefill_seconds * 1e3:.1f} ms, dense "
         f"{proof.dense_prefill_seconds * 1e3:.1f} ms"
         for length, proof in proofs.items()
         if proof.prefill_seconds > TIE * proof.dense_prefill_seconds
-    ]
+        and not all(configs[length, layer].is_dense for layer in range(len(proof.layers)))
+    }
 
 
 def _identity(loaded: LoadedModel, device: DeviceIdentity) -> dict[str, Any]:

@@ -140,7 +140,8 @@ class _Layer:
             hf.detach(self.attention)
 
     def state(self, config: LayerConfig, observer: hf.Observer | None = None) -> hf.LayerState:
-        return hf.LayerState(self.index, lambda keys: config, min_length=0, observer=observer)
+        # a state's first calls are all metered, which would be timed too
+        return hf.LayerState(self.index, lambda keys: config, min_length=0, observer=observer, meter=None)
 
 
 class _Run:

@@ -53,7 +53,7 @@ def explained(states: Iterable[LayerState]) -> Explanation:
     """The same for layers wherever they are."""
     rows = Explanation()
     for state in states:
-        measured = state.meter.read()
+        measured = {} if state.meter is None else state.meter.read()
         for key, calls in sorted(state.counts.items()):
             path, reason = key
             found = measured.get(key)

@@ -269,7 +269,7 @@ def _prefill(
 ) -> Tensor:
     """A plain causal prefill of a patched layer, S2O or dense, and what is to be remembered of it: [B, Hq, Lq, D]."""
     reason = obstacle or _dense_reason(state, query, key)
-    sample = state.meter.begin(reason, query.device)
+    sample = None if state.meter is None else state.meter.begin(reason, query.device)
     stats, path = None, "dense"
     if reason is not None:
         out = dense_attention(query, key, value, scale=scaling, kv_start=call.kv_start)
@@ -279,7 +279,7 @@ def _prefill(
         state.last, reason = stats, stats.reason
         path = "dense" if stats.backend == "dense" else "s2o"
     state.count(path, reason)
-    if sample is not None:
+    if state.meter is not None and sample is not None:
         state.meter.end(sample, (path, reason), stats, query.device)
     if state.drift is not None and path == "s2o":
         state.drift.see(query, key, value, out, scaling, call.kv_start)

@@ -38,7 +38,8 @@ class LayerState:
     config_at: the layer's configuration for a number of keys; min_length: fewer keys than this stay dense;
     rejected: why the layer cannot run S2O at all, if so.
     observer: called with the layer's index, q, k, v, the scale and the output after every plain causal
-    prefill of unpadded prompts, S2O or dense. drift: checks the layer's error, if that was asked for.
+    prefill of unpadded prompts, S2O or dense. meter: measures some of its calls, None does not.
+    drift: checks the layer's error, if that was asked for.
     """
 
     layer: int
@@ -49,7 +50,7 @@ class LayerState:
     last: AttentionStats | None = None
     configs: dict[int, LayerConfig] = field(default_factory=dict)
     observer: Observer | None = None
-    meter: Meter = field(default_factory=Meter)
+    meter: Meter | None = field(default_factory=Meter)
     drift: DriftMonitor | None = None
 
     def config(self, length: int) -> LayerConfig:

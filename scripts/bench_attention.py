@@ -3,6 +3,7 @@
 
     python scripts/bench_attention.py [--lengths 8192,32768] [--tile 128x64x4:8:3 ...] [--out FILE.json]
     python scripts/bench_attention.py --plot FILE.json ... --out FILE.svg
+    python scripts/bench_attention.py --methods [NAME ...]    S2O and its rivals on a model's q, k, v (bench_methods.py)
 
 For every length and tile, tau is bisected for each head until the head computes the wanted share of the causal
 pairs. All times of a table come from one run on the same tensors, taking turns, each with a cold L2. The rate is
@@ -90,6 +91,11 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if any(word.partition("=")[0] == "--methods" for word in words):
+        import bench_methods
+
+        return bench_methods.main(words)
     args = parser().parse_args(argv)
     out = args.out or Path("build/bench_attention").with_suffix(".svg" if args.plot else ".json")
     work = (lambda: plot([read(path) for path in args.plot], out)) if args.plot else (lambda: measure(args, out))

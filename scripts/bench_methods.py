@@ -3,10 +3,10 @@
 
     python scripts/bench_attention.py --methods [dense flash s2o pbs:keep=0.9 ...] [--data demo] [--profile FILE]
 
-A method without options stands for a ladder of settings. "s2o" without --profile is one tau for all heads; with
---profile it is the profile, and with --budgets too the profile with these budgets, made from its journal: a layer
-that is then not faster than dense runs dense, as the calibrator would have it. Every layer of the model is one call
-for all prompts of the batch. Times are of all layers together, each call with a cold L2, all methods in turns;
+A method without options stands for a ladder of settings. "s2o" is one tau for all heads, and each --profile (one
+for each --method of s2o-calibrate); with --budgets also the profiles with these budgets, made from their journals: a
+layer that is then not faster than dense runs dense, as the calibrator would have it. Every layer of the model is one
+call for all prompts of the batch. Times are of all layers together, each call with a cold L2, all methods in turns;
 "selecting" is ranking or choosing blocks. Errors are against float32 dense attention in sampled rows.
 """
 
@@ -46,17 +46,16 @@ from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.shapes import call_shape
 
 FORMAT = "s2o-bench-methods/1"
-LADDERS = {
-    "mean-pooling": "mean-pooling:keep={}",
-    "pbs": "pbs:keep={}",
-    "sparge": "sparge:keep={}",
-    "xattention": "xattention:keep={}",
-}
 KEEPS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
-COUNTS = {
-    "a-shape": ("a-shape:sink=128,local={}", (512, 2048, 8192)),
-    "vertical-slash": ("vertical-slash:vertical={0},slash={0}", (256, 1024, 4096)),
+LADDERS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {  # forms of a setting, and what they are filled with
+    "mean-pooling": (("keep={}",), (0.7, 0.9, 0.95, 0.99)),
+    "pbs": (("keep={}",), KEEPS),
+    "sparge": (("keep={}", "keep={},similarity=0.2"), KEEPS),
+    "xattention": (("keep={}",), (0.7, 0.9, 0.95, 0.99)),
+    "a-shape": (("sink=128,local={}",), (512, 2048, 8192)),
+    "vertical-slash": (("vertical={0},slash={0}",), (256, 1024, 4096)),
 }
+CALIBRATED = {"s2o": "S2O", "pbs": "PBS-Attn", "sparge": "SpargeAttn", "auto": "the cheapest for each head"}
 TAUS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 DEFAULT = ("dense", "flash", "s2o", *BASELINES)
 DENSE = "dense (cuDNN)"
@@ -99,8 +98,8 @@ def parser() -> Parser:
     add("--methods", DEFAULT, "methods, or settings such as pbs:keep=0.9", nargs="*", metavar="NAME")
     add("--lengths", "8192,32768,131072", type=lengths, metavar="N,N")
     add("--data", "demo", "a model to capture q, k, v of, or FILE.safetensors with q, k and v [B, H, L, D]")
-    out.add_argument("--profile", type=Path, help="calibrated S2O, for --data's model")
-    out.add_argument("--journal", type=Path, help="the profile's (default: where its calibration left it)")
+    out.add_argument("--profile", type=Path, action="append", default=[], help="for --data's model; repeatable")
+    out.add_argument("--journal", type=Path, help="of all profiles (default: where their calibration left it)")
     add("--budgets", (), "more budgets of the profile's kind", type=budgets, metavar="X,X")
     add("--batch", 1, "prompts", type=int, metavar="N")
     add("--rounds", 3, "turns that are timed, after one that is not", type=int, metavar="N")
@@ -123,7 +122,7 @@ def measure(args: argparse.Namespace) -> None:
     device = torch.device(args.device)
     profiles = calibrated(args)
     settings = {name: value for name, value in vars(args).items() if name != "out"}
-    settings |= {name: None if settings[name] is None else settings[name].name for name in ("profile", "journal")}
+    settings |= {"profile": [path.name for path in args.profile], "journal": args.journal and args.journal.name}
     record: dict[str, Any] = {"format": FORMAT, **machine(device), "settings": settings, "results": []}
     for length in args.lengths:
         found: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -187,7 +186,7 @@ def together(
 
 
 def contenders(
-    names: Sequence[str], profiles: dict[str, Profile], length: int, device: torch.device
+    names: Sequence[str], profiles: dict[tuple[str, str], Profile], length: int, device: torch.device
 ) -> list[Contender]:
     """What `--methods` asks for, at one length."""
     made: list[Contender] = []
@@ -199,7 +198,7 @@ def contenders(
                 made.append(("dense (FlashAttention-2)", "", flash))
         elif name == "s2o":
             made += [("S2O, one tau", f"tau={tau:g}", partial(uniform, tau)) for tau in TAUS]
-            made += [("S2O, calibrated", text, partial(profiled, each, length)) for text, each in profiles.items()]
+            made += [(*key, partial(profiled, each, length)) for key, each in profiles.items()]
         else:
             made += [(parse(text).name, shown(text), partial(blocks, parse(text))) for text in ladder(name)]
     return made
@@ -207,12 +206,8 @@ def contenders(
 
 def ladder(name: str) -> list[str]:
     """A method's settings; a setting stands for itself."""
-    if name in LADDERS:
-        return [LADDERS[name].format(keep) for keep in KEEPS]
-    if name in COUNTS:
-        form, counts = COUNTS[name]
-        return [form.format(count) for count in counts]
-    return [name]
+    forms, values = LADDERS.get(name, ((), ()))
+    return [f"{name}:{form.format(value)}" for form in forms for value in values] or [name]
 
 
 def shown(text: str) -> str:
@@ -275,21 +270,22 @@ def ranking(config: LayerConfig, inputs: Inputs) -> Callable[[], Any] | None:
     return kernel_parts(inputs.q, inputs.k, inputs.v, [config])["rank"]
 
 
-def calibrated(args: argparse.Namespace) -> dict[str, Profile]:
-    """The profile and the same with other budgets, by budget."""
-    if args.profile is None:
-        return {}
+def calibrated(args: argparse.Namespace) -> dict[tuple[str, str], Profile]:
+    """The profiles and the same with other budgets, by method and budget."""
     from calibrate.rebudget import rebudget
     from calibrate.recipe import Budget
 
-    profile = load_profile(args.profile)
-    kind, value = (profile.record["budget"][name] for name in ("kind", "value"))
     found = {}
-    for budget in args.budgets:
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "profile.safetensors"
-            found[f"{kind} {budget:g}"] = rebudget(args.profile, Budget(kind, budget), out, args.journal).profile
-    return {f"{kind} {value:g}, proven": profile, **found}
+    for path in args.profile:
+        profile = load_profile(path)
+        kind, value = (profile.record["budget"][name] for name in ("kind", "value"))
+        method = f"{CALIBRATED[profile.record['recipe'].get('method', 's2o')]}, calibrated"
+        found[method, f"{kind} {value:g}, proven"] = profile
+        for budget in args.budgets:
+            with tempfile.TemporaryDirectory() as folder:
+                out = Path(folder) / "profile.safetensors"
+                found[method, f"{kind} {budget:g}"] = rebudget(path, Budget(kind, budget), out, args.journal).profile
+    return found
 
 
 def layers(args: argparse.Namespace, length: int, device: torch.device) -> Iterator[Inputs]:

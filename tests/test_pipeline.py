@@ -14,8 +14,9 @@ from calibrate.journal import Journal
 from calibrate.models import load
 from calibrate.pipeline import RETRIES, TIGHTENINGS, Result, calibrate
 from calibrate.prompts import load_prompts
-from calibrate.verify import LengthProof
+from calibrate.verify import LayerProof, LengthProof
 from s2o_runtime import load_profile, patch, unpatch
+from s2o_runtime.config import LayerConfig
 from s2o_runtime.dense import exact_attention
 from s2o_runtime.errors import InputError
 from s2o_runtime.gpu import DeviceIdentity
@@ -315,6 +316,31 @@ def test_only_what_lost_needles_is_proven_again(monkeypatch, run):
     assert proven == [[512, 768, 1024], [512, 768, 1024]]
 
 
+@pytest.mark.parametrize(
+    ("slow", "again", "dense"),
+    [(512, [512, 768], {512}), (768, [768], {768}), (1024, [768, 1024], {1024})],
+    ids=["shortest", "checked", "longest"],
+)
+def test_lengths_that_are_slower_than_dense_become_dense(monkeypatch, run, slow, again, dense):
+    proven = []
+    real = pipeline.prove
+    monkeypatch.setattr(
+        pipeline, "prove", lambda loaded, some, *rest: proven.append(sorted(some)) or real(loaded, some, *rest)
+    )
+    told = iter([{slow: "slow"}, {}])
+    monkeypatch.setattr(pipeline, "_slower", lambda *_: next(told))
+    made, result = run(lengths=(512, 1024), budget_rel_mse=0.02)
+    assert proven == [[512, 768, 1024], again]
+    profile = assert_what_was_proven_is_written(made, result)
+    for length in (512, 768, 1024):
+        layers = [result.configs[length, layer].is_dense for layer in range(2)]
+        assert all(layers) if length in dense else not all(layers) or length == 768
+        for layer in range(2):
+            assert profile.layer_config(layer, length).is_dense == layers[layer]
+    if slow in made.lengths:
+        assert {choice.why_dense for choice in result.chosen[slow].choices} == {pipeline.NOT_FASTER}
+
+
 def test_a_regression_can_be_allowed_and_the_profile_says_so(asked, run):
     made, result = run(**LOOSE, allow_regression=True)
     assert not result.met
@@ -377,11 +403,13 @@ def test_what_changed_is_named(change, said, folder, tmp_path):
 
 
 def test_slow_prefills_are_a_problem_on_a_gpu_only():
-    proofs = {length: LengthProof((), 0.0, 1.0, None, ours, 0.1) for length, ours in ((512, 0.101), (1024, 0.103))}
-    assert pipeline._slower(proofs, DeviceIdentity("cuda", "pretended")) == [
-        "the prefill of 1024 tokens takes 103.0 ms, dense 100.0 ms"
-    ]
-    assert pipeline._slower(proofs, DeviceIdentity("cpu", "cpu")) == []
+    times, layer = {512: 0.101, 1024: 0.103, 2048: 0.103}, LayerProof(0.0, 1.0, 0.5, 0.0)
+    proofs = {length: LengthProof((layer,), 0.0, 1.0, None, ours, 0.1) for length, ours in times.items()}
+    configs = {(length, 0): LayerConfig.uniform(1, mode="dense" if length == 2048 else "s2o") for length in times}
+    assert pipeline._slower(proofs, configs, DeviceIdentity("cuda", "pretended")) == {
+        1024: "the prefill of 1024 tokens takes 103.0 ms, dense 100.0 ms"
+    }
+    assert pipeline._slower(proofs, configs, DeviceIdentity("cpu", "cpu")) == {}
 
 
 @pytest.mark.parametrize(("needles", "lost"), [((19, 20), False), ((18, 20), True), ((0, 0), False), (None, False)])

@@ -208,6 +208,6 @@ def test_one_layer_of_several_methods(tile, start):
         out, stats = s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton", return_stats=True)
         assert torch.equal(out[:, ::2], ours[:, ::2])
         for head in (1, 3):
-            alone, method = baseline_attention(q, k, v, MIXED[head].blocks, kv_start=kv_start)
+            alone, method = baseline_attention(q, k, v, MIXED[head].blocks, kv_start=kv_start, heads=[head])
             torch.testing.assert_close(out[:, head], alone[:, head], rtol=2e-2, atol=2e-3)
-            assert float(stats.density[head]) == pytest.approx(float(method.density[head]), rel=0.01)
+            assert float(stats.density[head]) == pytest.approx(float(method.density[0]), rel=0.01)
