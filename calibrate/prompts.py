@@ -143,10 +143,14 @@ def _text_of(entry: Any, tokenizer: Any) -> str:
 
 
 def _built_in(recipe: Recipe, tokenizer: Any, length: int, count: int, held_out: bool) -> list[Prompt]:
-    """`count` prompts of standard library sources; every file is used at most once for one length."""
-    rng = random.Random(f"{recipe.seed}/{length}/{'held out' if held_out else 'calibration'}")
-    files = sources(rng, held_out)
-    return [_filled(tokenizer, files, length, rng) for _ in range(count)]
+    return built_in(tokenizer, length, count, recipe.seed, held_out)
+
+
+def built_in(tokenizer: Any, length: int, count: int, seed: int, held_out: bool) -> list[Prompt]:
+    """`count` prompts of standard library sources; every file is used at most once for one length and seed."""
+    rng = random.Random(f"{seed}/{length}/{'held out' if held_out else 'calibration'}")
+    used: set[str] = set()
+    return [_filled(tokenizer, sources(rng, held_out, used), length, rng) for _ in range(count)]
 
 
 def _filled(tokenizer: Any, files: Iterator[str], length: int, rng: random.Random) -> Prompt:
@@ -197,27 +201,30 @@ def _take(tokenizer: Any, files: Iterator[str], length: int) -> list[int]:
     return ids[:length]
 
 
-def sources(rng: random.Random, held_out: bool | None = None) -> Iterator[str]:
-    """The standard library's files, the folders in random order and each folder's files together.
+def sources(rng: random.Random, held_out: bool | None = None, used: set[str] | None = None) -> Iterator[str]:
+    """The standard library's files: folders in random order, of each its files from a random one on.
 
-    held_out: only the files that are held out, or only the others.
+    Prompts that begin in the same folder are alike, so every prompt takes an order of its own.
+    held_out: only the files that are held out, or only the others. used: names of files to leave out; those that are
+    taken join them.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     folders: dict[Path, list[Path]] = {}
     for path in sorted(root.rglob("*.py")):
         if not {"site-packages", "dist-packages"} & set(path.parts):
             folders.setdefault(path.parent, []).append(path)
-    files = [(folder, path) for folder, paths in folders.items() for path in paths]
-    rng.shuffle(files)  # which file of a folder comes first, and thereby the folders' order
-    for folder in dict.fromkeys(folder for folder, _ in files):
-        for path in folders[folder]:
+    used = set() if used is None else used
+    for folder in rng.sample(sorted(folders), len(folders)):
+        first = rng.randrange(len(folders[folder]))
+        for path in folders[folder][first:] + folders[folder][:first]:
             name = path.relative_to(root).as_posix()
-            if held_out is not None and held_out != (zlib.crc32(name.encode()) % HELD_OUT_FILES == 0):
+            if name in used or held_out not in (None, zlib.crc32(name.encode()) % HELD_OUT_FILES == 0):
                 continue
             try:
                 text = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError):
                 continue
+            used.add(name)
             yield f"# {name}\n{text}\n"
 
 

@@ -269,12 +269,16 @@ def _prefill(
 ) -> Tensor:
     """A plain causal prefill of a patched layer, S2O or dense, and what is to be remembered of it: [B, Hq, Lq, D]."""
     reason = obstacle or _dense_reason(state, query, key)
+    config = None
+    if reason is None:
+        config = state.config(key.shape[2])
+        reason = "every head of the layer is dense" if config.is_dense else None
     sample = None if state.meter is None else state.meter.begin(reason, query.device)
     stats, path = None, "dense"
-    if reason is not None:
+    if config is None or reason is not None:
         out = dense_attention(query, key, value, scale=scaling, kv_start=call.kv_start)
+        state.last = None
     else:
-        config = state.config(key.shape[2])
         out, stats = s2o_attention(query, key, value, config, scale=scaling, kv_start=call.kv_start, return_stats=True)
         state.last, reason = stats, stats.reason
         path = "dense" if stats.backend == "dense" else "s2o"

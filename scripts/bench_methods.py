@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
 import tempfile
@@ -56,7 +55,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {  # forms of a 
     "vertical-slash": (("vertical={0},slash={0}",), (256, 1024, 4096)),
 }
 CALIBRATED = {"s2o": "S2O", "pbs": "PBS-Attn", "sparge": "SpargeAttn", "auto": "the cheapest for each head"}
-TAUS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+TAUS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 DEFAULT = ("dense", "flash", "s2o", *BASELINES)
 DENSE = "dense (cuDNN)"
 
@@ -298,9 +297,13 @@ def layers(args: argparse.Namespace, length: int, device: torch.device) -> Itera
 
 def from_file(args: argparse.Namespace, length: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """q, k, v of a file, or its layers' "0.q", "0.k", "0.v", "1.q", ..., cut to `length`."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(args.data, "pt") as file:
+    try:
+        opened = safe_open(args.data, "pt")
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{args.data} cannot be read ({error}): give a safetensors file with q, k and v") from error
+    with opened as file:
         names = set(file.keys())
         prefixes = sorted({name[:-1] for name in names if name[-1] in "qkv"}, key=lambda text: (len(text), text))
         if not prefixes or any(f"{prefix}{part}" not in names for prefix in prefixes for part in "qkv"):
@@ -316,16 +319,13 @@ def captured(args: argparse.Namespace, length: int, device: torch.device) -> Ite
     """q, k, v of every layer of a model that reads prompts calibration has not seen."""
     from calibrate.capture import layers as of_model
     from calibrate.models import load, load_config
-    from calibrate.prompts import source_text
+    from calibrate.prompts import built_in
 
     limit = int(load_config(args.data).max_position_embeddings)
     if length > limit:
         raise ConfigError(f"length {length} is beyond the model's limit of {limit}: use a shorter one")
     loaded = load(args.data, args.device)
-    ids = [
-        torch.tensor(source_text(loaded.tokenizer, length, random.Random(args.seed + b), held_out=True))
-        for b in range(args.batch)
-    ]
+    ids = [prompt.ids for prompt in built_in(loaded.tokenizer, length, args.batch, args.seed, held_out=True)]
     for prompts in of_model(loaded, ids):
         batch = list(prompts)
         yield tuple(torch.cat([getattr(prompt, name) for prompt in batch]) for name in "qkv")  # type: ignore[misc]

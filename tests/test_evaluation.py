@@ -22,6 +22,7 @@ from calibrate.evaluation.tasks import Asked, Case, build, cases, check
 from calibrate.evaluation.variants import ran, running, variants
 from calibrate.journal import Journal
 from calibrate.models import load
+from s2o_runtime.baselines.settings import parse
 from s2o_runtime.config import TileConfig
 from s2o_runtime.errors import ConfigError, InputError, ModelError
 from s2o_runtime.profile import save_profile
@@ -193,6 +194,14 @@ def test_answers_are_right_only_if_every_token_is_the_most_likely_one(demo):
     assert value["correct"] == [True, False, True]
     expected = [sum(float(likely[place - 1, ids[place]]) for place in range(*span)) for span in spans]
     assert value["log_likelihood"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_setting_may_be_another_method():
+    config = config_of("pbs:keep=0.8", 4, ())
+    assert {str(head.blocks) for head in config.heads} == {str(parse("pbs:keep=0.8"))}
+    assert named("pbs:keep=0.8") == "pbs:keep=0.8"
+    with pytest.raises(ConfigError, match="keep"):
+        named("pbs:keep=8")
 
 
 def test_predictions_that_are_not_finite_are_named(tiny):

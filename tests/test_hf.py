@@ -93,6 +93,18 @@ def test_prefill_runs_s2o_and_equals_eager(eager, patched, ids):
 
 
 @torch.no_grad()
+def test_a_layer_whose_heads_are_all_dense_is_what_it_would_be_unpatched(eager, ids):
+    """Without the op between: its checks would cost short prompts more time than they have to lose."""
+    model = twin(eager)
+    profile = make_profile(model, 0.0)
+    dense = tuple(tuple(LayerConfig.uniform(4, mode="dense") for _ in bucket) for bucket in profile.layers)
+    patch(model, dataclasses.replace(profile, layers=dense))
+    close(model(ids).logits, eager(ids).logits)
+    assert paths(model) == {("dense", "every head of the layer is dense")}
+    assert all(state.last is None for state in layer_states(model))
+
+
+@torch.no_grad()
 def test_a_positive_tau_skips_work(eager, ids):
     model = twin(eager)
     patch(model, make_profile(model, 2.0))

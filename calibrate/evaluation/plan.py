@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from calibrate.evaluation.settings import named, parsed
+from calibrate.evaluation.settings import named
 from calibrate.needles import WORDS
 from s2o_runtime.errors import ConfigError
 
@@ -22,7 +22,7 @@ class Plan:
     """One evaluation.
 
     lengths: prompt lengths in tokens, ascending. tasks: some of `TASKS`, in that order, and `PROMPTS`.
-    profiles, settings: what is compared with dense: files, and settings for all heads (`settings.parsed`).
+    profiles, settings: what is compared with dense: files, and settings for all heads (`settings.py`).
     prompts: the user's JSON lines, with an answer each. depths: places of the needle, evenly spaced from the first
     token to the question. samples: prompts of each task, length and depth. needles: facts in a prompt of `multi`.
     repeats: timed prefills.
@@ -79,7 +79,7 @@ class Plan:
             if not profile.is_file():
                 raise ConfigError(f"profile {profile} is not a file: check the path")
         for setting in self.settings:
-            parsed(setting)
+            named(setting)
         names = self.variant_names
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:

@@ -53,7 +53,7 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def named(text: str) -> str:
-    """A setting's text in one order and spelling."""
+    """A setting's text in one order and spelling. Raises ConfigError naming the part that is wrong."""
     if other_method(text) is not None:
         return text
     options = parsed(text)

@@ -1,0 +1,97 @@
+"""scripts/bench_methods.py at a tiny size: what it says of a setting is what the setting does."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+import bench_attention
+import bench_methods as bench
+
+from s2o_runtime.baselines import baseline_attention
+from s2o_runtime.baselines.settings import parse
+from s2o_runtime.dense import exact_attention
+
+LENGTH = 520
+SETTING = "pbs:keep=0.6,segment=128,block=64"
+
+
+@pytest.fixture(scope="module")
+def qkv():
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(1, heads, LENGTH, 64, generator=generator) for name, heads in {"q": 4, "k": 2, "v": 2}.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def measured(qkv, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    file, out = folder / "qkv.safetensors", folder / "out.json"
+    save_file({f"{layer}.{name}": tensor.clone() for layer in (0, 1) for name, tensor in qkv.items()}, file)
+    # through the bench's own front door
+    arguments = ["--methods", "dense", SETTING, "s2o", "--data", str(file), "--lengths", str(LENGTH), "--device", "cpu"]
+    assert bench_attention.main([*arguments, "--rounds", "1", "--error-rows", str(LENGTH), "--out", str(out)]) == 0
+    return json.loads(out.read_text())
+
+
+def test_errors_and_densities_are_those_of_the_setting(measured, qkv):
+    (entry,) = measured["results"]
+    rows = {(row["method"], row["setting"]): row for row in entry["rows"]}
+    assert len(rows) == 2 + len(bench.TAUS)
+    row = rows["pbs", SETTING.partition(":")[2]]
+    out, stats = baseline_attention(*qkv.values(), parse(SETTING))
+    exact = exact_attention(*qkv.values())
+    mse = float((out - exact).square().mean())
+    assert row["mse"] == pytest.approx(mse, rel=1e-4)
+    assert row["rel_mse"] == pytest.approx(mse / float(exact.square().mean()), rel=1e-4)
+    assert row["density"] == pytest.approx(float(stats.density.mean()))
+    assert 0.1 < row["density"] < 0.95
+    assert rows[bench.DENSE, ""]["rel_mse"] < 1e-10
+
+
+def test_times_are_of_all_layers_and_selecting_is_part_of_them(measured):
+    for row in measured["results"][0]["rows"]:
+        assert [layer["layer"] for layer in row["layers"]] == [0, 1]
+        assert row["seconds"] == pytest.approx(sum(layer["seconds"] for layer in row["layers"]))
+        assert (row["selecting_seconds"] > 0) == (row["method"] == "pbs")
+    dense = measured["results"][0]["rows"][0]
+    assert dense["speedup"] == 1.0
+
+
+def test_what_is_asked_for(tmp_path):
+    device = torch.device("cpu")
+    names = [(method, setting) for method, setting, _ in bench.contenders(["sparge", "flash"], {}, 1024, device)]
+    assert len(names) == 12
+    assert ("sparge", "keep=0.9,similarity=0.2") in names
+    assert {method for method, _ in names} == {"sparge"}  # FlashAttention-2 needs a GPU
+
+
+def test_calibrated_layers_that_are_slower_run_dense():
+    slow, fast, dense = ({"seconds": seconds} for seconds in (2.0, 0.5, 1.0))
+    way = bench.Way(lambda: None, lambda: 1.0, never_slower=True)
+    rows = {(bench.DENSE, ""): dense, ("a", ""): slow, ("b", ""): fast, ("c", ""): slow}
+    ways = {("a", ""): way, ("b", ""): way, ("c", ""): bench.Way(lambda: None, lambda: 1.0)}
+    assert bench.of_calibrated(rows, ways) == rows | {("a", ""): dense}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quantum"], "method 'quantum' is not known"),
+        (["pbs:keep=7"], "keep"),
+        (["dense", "--data", "nothing.safetensors"], "nothing.safetensors"),
+        (["dense", "--data", "demo", "--lengths", "999999999"], "is beyond the model's limit"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, message, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    arguments = ["--lengths", "256", "--device", "cpu", "--rounds", "1", "--out", str(out), "--methods", *arguments]
+    assert bench.main(arguments) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("bench_methods: ")
+    assert message in line
