@@ -35,6 +35,7 @@ from s2o_runtime.errors import ConfigError, S2OError
 if TYPE_CHECKING:
     from s2o_runtime.gpu import DeviceIdentity
 
+PROGRAM = "s2o-calibrate"
 OK, BAD_INPUT, NOT_PROVEN, INTERRUPTED = 0, 2, 3, 130
 DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -54,7 +55,7 @@ class Parser(argparse.ArgumentParser):
 def parser() -> Parser:
     """The flags. What is not given is left out of the namespace; the defaults are those of `Recipe`."""
     out = Parser(
-        prog="s2o-calibrate",
+        prog=PROGRAM,
         argument_default=argparse.SUPPRESS,
         description="Calibrate S2O sparse attention for a model on this machine and write a profile.",
         epilog="Exit codes: 0 a profile was written, 2 bad input, 3 the held-out proof failed and nothing was written, "
@@ -135,22 +136,28 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = vars(parser().parse_args(argv))
+    return exit_code(PROGRAM, vars(parser().parse_args(argv)), _run, "nothing was written")
+
+
+def exit_code(program: str, flags: Flags, run: Callable[[Flags], int], if_interrupted: str) -> int:
+    """What `run` returns; what it raises is one sentence and a code. Logs as the flags say."""
     level = logging.INFO if "verbose" in flags else logging.WARNING
     logging.getLogger("s2o_runtime").setLevel(logging.WARNING)  # what each of many layers runs is not news here
     logging.basicConfig(level=level, format="%(name)s: %(message)s")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _run(flags)
+        return run(flags)
     except S2OError as error:
-        return _fail(BAD_INPUT, str(error))
+        code, sentence = BAD_INPUT, " ".join(str(error).split())
     except KeyboardInterrupt:
-        return _fail(INTERRUPTED, "interrupted; nothing was written")
+        code, sentence = INTERRUPTED, f"interrupted; {if_interrupted}"
+    print(f"{program}: {sentence}", file=sys.stderr)
+    return code
 
 
 def _fail(code: int, sentence: str) -> int:
-    print(f"s2o-calibrate: {sentence}", file=sys.stderr)
+    print(f"{PROGRAM}: {sentence}", file=sys.stderr)
     return code
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -32,15 +32,23 @@ def checked_only(length: Summary) -> str:
 
 def pictures(summary: Summary) -> dict[str, bytes]:
     """PNGs by the keys of `CAPTIONS`; none where matplotlib is not installed."""
+    return drawn(summary, {"density": draw_density, "frontier": draw_frontier, "time": draw_time})
+
+
+def drawn(
+    summary: Summary, draws: Mapping[str, Callable[[Figure, Summary], None]], pad: float = 0.04
+) -> dict[str, bytes]:
+    """PNGs by name, none where matplotlib is not installed. draws: what draws each; pad: inches beside axes."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         return {}
     pictures = {}
-    for name, draw in (("density", draw_density), ("frontier", draw_frontier), ("time", draw_time)):
-        figure = Figure(layout="constrained")
+    for name, draw in draws.items():
+        figure = Figure(layout=ConstrainedLayoutEngine(w_pad=pad))
         draw(figure, summary)
         figure.suptitle(f"{summary['model']} on {summary['device']}", fontsize="medium", parse_math=False)
         file = BytesIO()

@@ -269,19 +269,17 @@ def _prefill(
 ) -> Tensor:
     """A plain causal prefill of a patched layer, S2O or dense, and what is to be remembered of it: [B, Hq, Lq, D]."""
     reason = obstacle or _dense_reason(state, query, key)
-    config = None
-    if reason is None:
-        config = state.config(key.shape[2])
-        reason = "every head of the layer is dense" if config.is_dense else None
+    config = state.config(key.shape[2]) if reason is None else None
+    if config is not None and config.is_dense:
+        config, reason = None, "every head of the layer is dense"
     sample = None if state.meter is None else state.meter.begin(reason, query.device)
-    stats, path = None, "dense"
-    if config is None or reason is not None:
+    if config is None:
         out = dense_attention(query, key, value, scale=scaling, kv_start=call.kv_start)
-        state.last = None
+        stats, path, reason = None, "dense", str(reason)
     else:
         out, stats = s2o_attention(query, key, value, config, scale=scaling, kv_start=call.kv_start, return_stats=True)
-        state.last, reason = stats, stats.reason
-        path = "dense" if stats.backend == "dense" else "s2o"
+        path, reason = "dense" if stats.backend == "dense" else "s2o", stats.reason
+    state.last = stats
     state.count(path, reason)
     if state.meter is not None and sample is not None:
         state.meter.end(sample, (path, reason), stats, query.device)

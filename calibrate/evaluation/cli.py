@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import os
 import shlex
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from calibrate.cli import BAD_INPUT, DEFAULT_LENGTHS, INTERRUPTED, OK, Parser, named_device
+from calibrate.cli import DEFAULT_LENGTHS, OK, Parser, exit_code, named_device
 from calibrate.evaluation.plan import PROMPTS, TASKS, Plan
 from calibrate.evaluation.settings import EXAMPLE
 from s2o_runtime import __version__
-from s2o_runtime.errors import ConfigError, S2OError
+from s2o_runtime.errors import ConfigError
 
 OUTPUT = ("dry_run", "json", "quiet", "verbose")
 
@@ -63,21 +60,7 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = vars(parser().parse_args(argv))
-    logging.getLogger("s2o_runtime").setLevel(logging.WARNING)  # what each of many layers runs is not news here
-    logging.basicConfig(level=logging.INFO if "verbose" in flags else logging.WARNING, format="%(name)s: %(message)s")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        return _run(flags)
-    except S2OError as error:
-        return _fail(BAD_INPUT, str(error))
-    except KeyboardInterrupt:
-        return _fail(INTERRUPTED, "interrupted; run the same command to continue: what was measured is kept")
-
-
-def _fail(code: int, sentence: str) -> int:
-    print(f"s2o-eval: {' '.join(sentence.split())}", file=sys.stderr)
-    return code
+    return exit_code("s2o-eval", flags, _run, "run the same command to continue: what was measured is kept")
 
 
 def _run(flags: Flags) -> int:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from io import BytesIO
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from calibrate.plots import BAR, COLOURS, DPI
+from calibrate.plots import BAR, COLOURS, drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,29 +23,14 @@ COLUMNS = 3
 
 def pictures(summary: Summary) -> dict[str, bytes]:
     """PNGs by name, of what was measured; none where matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        return {}
-    drawn: dict[str, tuple[Callable[[Figure, Summary], None], bool]] = {
+    wanted: dict[str, tuple[Callable[[Figure, Summary], None], bool]] = {
         "needles": (draw_needles, bool(summary["heat"])),
         "agreement": (draw_agreement, bool(summary["agreement"])),
         "perplexity": (draw_perplexity, _compares(summary["perplexity"])),
         "time": (draw_time, bool(summary["agreement"]) and _compares(summary["time"])),
     }
-    pictures = {}
-    for name, (draw, wanted) in drawn.items():
-        if wanted:
-            figure = Figure(layout=ConstrainedLayoutEngine(w_pad=0.1))  # inches: ticks at two axes' ends do not touch
-            draw(figure, summary)
-            figure.suptitle(f"{summary['model']} on {summary['device']}", fontsize="medium", parse_math=False)
-            file = BytesIO()
-            figure.savefig(file, format="png", dpi=DPI)
-            pictures[name] = file.getvalue()
-    return pictures
+    # inches: ticks at two axes' ends do not touch
+    return drawn(summary, {name: draw for name, (draw, there) in wanted.items() if there}, pad=0.1)
 
 
 def draw_needles(figure: Figure, summary: Summary) -> None:

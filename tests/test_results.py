@@ -1,0 +1,268 @@
+"""scripts/results.py: its numbers against ones worked out by hand, and the page against the raw data."""
+
+import json
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+import results
+
+DOCS = Path(__file__).parent.parent / "docs"
+ORIGIN = {"date": "2026-01-02", "device": {"name": "a GPU", "sm_count": 7}, "versions": {"torch": "2.0"}}
+
+
+def row(method, setting, seconds, rel_mse, density=0.5, selecting=0.0):
+    errors = {"density": density, "mse": rel_mse / 2, "rel_mse": rel_mse, "worst": 2 * rel_mse}
+    times = {"seconds": seconds, "selecting_seconds": selecting, "layers": [{}, {}, {}]}
+    return {"method": method, "setting": setting, **times, **errors}
+
+
+ROWS = [
+    row("dense (cuDNN)", "", 1.0, 1e-6, density=1.0),
+    row("dense (FlashAttention-2)", "", 2.0, 1e-6, density=1.0),
+    row("S2O, one tau", "tau=0.01", 0.8, 1e-4, selecting=0.2),
+    row("S2O, one tau", "tau=1", 0.2, 1e-2),
+    row("S2O, calibrated", "rel_mse 0.001, proven", 0.398, 2e-3),
+    row("S2O, calibrated", "rel_mse 0.01", 1.0, 1e-6, density=1.0),
+    row("pbs", "keep=0.9", 0.5, 1e-3),
+    row("pbs", "keep=0.5", 0.5, 4e-3),  # beaten by the one above
+    row("pbs", "keep=0.1", 0.1, 2.5e-1),
+    row("mean-pooling", "keep=0.9", 0.25, 3e-4),
+    row("mean-pooling", "keep=0.8", 0.2, 6e-4),
+]
+BENCH = {
+    "format": results.METHODS,
+    **ORIGIN,
+    "settings": {"methods": ["dense", "s2o"], "lengths": [32768], "data": "demo", "profile": ["a.x", "b.x"]}
+    | {"journal": None, "batch": 4, "error_rows": 256, "seed": 0, "budgets": [0.0003]},
+    "results": [{"length": 32768, "rows": ROWS}],
+}  # fmt: skip
+STUDY = {"model": "demo", "length": 32768, "device": "a GPU", "versions": {"torch": "2.0"}} | {
+    "rows": [
+        {"budget": budget, "worst_rows": guard, "needles": [found, 256], "density": 0.25, "rel_mse": 1e-3, "kl": 2e-3}
+        | {"attention_seconds": seconds, "dense_attention_seconds": 0.02}
+        for budget, guard, found, seconds in ((1e-3, 0.5, 256, 0.01), (1e-2, 0.5, 254, 0.008), (1e-2, None, 250, 0.004))
+    ]
+}
+EVALUATION = {"model": "demo", "plan": {}, "variants": [], "device": "a GPU", "versions": {}, "command": "s2o-eval x"}
+EVALUATION |= {
+    "retrieval": [
+        {"task": "multi", "variant": variant, "length": 32768, "asked": 100, "found": found, "dense_found": 99}
+        | {"density": 0.5}
+        for variant, found in (
+            ("dense", 99), ("pbs:keep=0.9", 98), ("pbs:keep=0.1", 90), ("tau=0.01,segment=1024,grain=4,tail", 99),
+            ("tau=1,segment=512", 99), ("x/s2o/rel-mse-0.001", 99),
+        )
+    ]
+}  # fmt: skip
+PREFILL = {
+    "format": results.PREFILL, **ORIGIN, "settings": {"models": ["m"], "lengths": [4096]},
+    "results": [{"model": "m", "length": 4096, "rows": [
+        {"name": "dense, cuDNN", "density": 1.0, "seconds": {"median": 3.0}, "share": 0.5},
+        {"name": "S2O, density 0.1", "density": 0.1, "seconds": {"median": 2.0}, "share": 0.25},
+    ]}],
+}  # fmt: skip
+
+
+def bench(rows=ROWS):
+    return results.Bench(results.Source("b.json", results.METHODS, BENCH), 32768, rows)
+
+
+@pytest.fixture
+def docs(tmp_path):
+    """A folder as docs/ is, and what puts a record into it."""
+    (tmp_path / "results").mkdir()
+
+    def put(name, record):
+        text = record if isinstance(record, str) else json.dumps(record)
+        (tmp_path / "results" / name).write_text(text)
+
+    return tmp_path, put
+
+
+def run(folder, *arguments):
+    return results.main([*arguments, "--docs", str(folder)])
+
+
+def cells(page, *words):
+    """The cells of the table rows whose first words are these."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    return [each for each in rows if each[: len(words)] == list(words)]
+
+
+def section(page, title):
+    """From a heading to the next one of its level or above."""
+    level, body = len(title.split()[0]), page.split(f"{title}\n", 1)[1]
+    ends = [body.find(f"\n{'#' * each} ") for each in range(2, level + 1)]
+    return body[: min((end for end in ends if end >= 0), default=None)]
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (0, "0"), (1, "1.00"), (0.0849, "0.0849"), (9.996, "10.0"), (12.34, "12.3"), (325.17, "325"), (1234.0, "1230"),
+])  # fmt: skip
+def test_three_digits(value, text):
+    assert results.three(value) == text
+
+
+def test_the_front_keeps_what_nothing_beats_and_what_ties():
+    front = {(each["method"], each["setting"]) for each in ROWS if results.on_front(each, ROWS)}
+    assert front == {
+        ("dense (cuDNN)", ""), ("S2O, calibrated", "rel_mse 0.01"),  # the same point
+        ("S2O, one tau", "tau=0.01"), ("mean-pooling", "keep=0.9"), ("mean-pooling", "keep=0.8"),
+        ("pbs", "keep=0.1"),
+    }  # fmt: skip
+    nearly = row("pbs", "", 0.2 * 1.005, 6e-4)
+    assert results.on_front(nearly, [*ROWS, nearly])  # half a percent behind
+    assert not results.on_front(row("S2O, one tau", "", 0.2, 1e-2), ROWS)  # as fast as another that is more exact
+
+
+def test_times_at_an_error_lie_between_the_neighbours():
+    at = {error: results.relative_at(bench(), error) for error in results.ERRORS}
+    assert at[1e-3]["S2O, one tau"].value == pytest.approx(0.4)  # sqrt(0.8 * 0.2), half way from 1e-4 to 1e-2
+    assert at[1e-4]["S2O, one tau"].value == pytest.approx(0.8)
+    # beaten settings do not bend the curve: from (1e-3, 0.5) to (0.25, 0.1), log(10) / log(250) of the way
+    assert at[1e-2]["pbs"].value == pytest.approx(0.5 * 0.2**0.41702, rel=1e-4)
+    assert "pbs" not in at[3e-4]  # not so exact
+    assert at[3e-3]["mean-pooling"] == results.Time(0.2, bound=True)
+    assert "S2O, calibrated" not in at[1e-3]  # its dense setting is no neighbour
+    assert {at[error]["dense (FlashAttention-2)"] for error in at} == {results.Time(2.0)}
+
+
+def test_the_verdict_names_where_s2o_is_behind():
+    one, calibrated = results.verdicts(bench())
+    assert one == (
+        "At 32768 tokens S2O is not the fastest at 3e-04 (0.575; mean-pooling: 0.250); 1e-03 (0.400; mean-pooling: "
+        "≤0.200); 3e-03 (0.287; mean-pooling: ≤0.200)."
+    )  # 0.8 / 4 ** (log(3) / log(100)) = 0.575, 0.8 / 4 ** (log(30) / log(100)) = 0.287; at 1e-02 they tie
+    assert calibrated.startswith(
+        "At 32768 tokens S2O as calibrated is not the fastest at 1e-04 (no setting is so exact"
+    )
+    alone = bench([each for each in ROWS if each["method"] in ("dense (cuDNN)", "S2O, one tau")])
+    assert results.verdicts(alone) == ["At 32768 tokens S2O is the fastest, or ties, at all of these errors."]
+
+
+def test_the_page_of_everything(docs):
+    folder, put = docs
+    put("bench-gpu.json", BENCH)
+    put("bench-gpu.note.txt", "Four prompts\nare few.\n")
+    put("study.json", STUDY)
+    put("eval.json", EVALUATION)
+    put("prefill.json", PREFILL)
+    put("strange.json", {"format": "other/1"})
+    assert run(folder) == 0
+    page = (folder / "results.md").read_text()
+
+    head = section(page, "## Where the numbers come from")
+    assert "| [bench-gpu.json](results/bench-gpu.json) | 2026-01-02 | a GPU, 7 SMs | torch 2.0 |" in head
+    assert (
+        "python scripts/bench_attention.py --methods dense s2o --lengths 32768 --data demo --profile a.x --profile b.x "
+        "--batch 4 --error-rows 256 --seed 0 --budgets 0.0003 --out docs/results/bench-gpu.json" in head
+    )
+    assert "study_budgets.py --model demo --length 32768 --budgets 0.001,0.01 --worst-rows 0.5,off --out" in head
+    assert "not shown here: [strange.json](results/strange.json)." in head
+
+    every = section(page, "## Attention, every method")
+    assert cells(every, "●", "S2O, one tau") == [
+        ["●", "S2O, one tau", "`tau=0.01`", "800", "200", "1.25x", "0.500", "5.0e-05", "1.0e-04", "2.0e-04"]
+    ]
+    assert cells(every, "", "S2O, one tau")[0][2] == "`tau=1`"
+    assert "`demo`, 3 layers, batch 4, errors in 256 rows" in every
+    assert "1 of 2 calibrated settings exceed the error that they were calibrated for, the worst 2.00 times" in every
+    assert "**Caution:** Four prompts are few." in every
+
+    equal = section(page, "## Speed at equal error")
+    assert cells(equal, "S2O, one tau") == [["S2O, one tau", "**0.800**", "0.575", "0.400", "0.287", "**0.200**"]]
+    assert cells(equal, "mean-pooling")[0][1:] == ["-", "**0.250**", "**≤0.200**", "**≤0.200**", "**≤0.200**"]
+    assert results.verdicts(bench())[0] in equal
+    assert "**Caution:** Four prompts are few." in equal
+
+    assert cells(section(page, "## Where the time goes"), "32768", "pbs")[0][2] == "`keep=0.9`"
+    retrieval = section(page, "## Retrieval")
+    assert "fastest is budget 1e-02 with guard 0.5: 8.00 ms, 2.50x." in retrieval
+    found = {each[1]: each[2:] for each in cells(retrieval, "32768")}
+    assert found["`pbs:keep=0.9`"] == ["98 of 100", "99 of 100", "0.500", "500", "0.500"]
+    assert found["`tau=0.01,segment=1024,grain=4,tail`"][3:] == ["800", "0.800"]
+    assert found["`tau=1,segment=512`"][3:] == ["-", "-"]  # the bench ran no such setting
+    assert found["`x/s2o/rel-mse-0.001`"][3:] == ["398", "0.398"]
+    assert "`x/s2o/rel-mse-0.001` is the fastest: 0.398 of dense's time" in retrieval  # pbs:keep=0.1 finds too little
+    ttft = section(page, "## Time to first token")
+    assert cells(ttft, "m")[1] == ["m", "4096", "S2O, density 0.1", "0.100", "2.00", "1.50x", "25%"]
+    assert "Not measured yet: `python scripts/bench_attention.py --out" in section(page, "## The kernel alone")
+
+
+def test_attention_times_are_of_the_same_model(docs):
+    folder, put = docs
+    put("bench.json", BENCH)
+    put("eval.json", EVALUATION | {"model": "another"})
+    assert run(folder) == 0
+    found = cells(section((folder / "results.md").read_text(), "### Many needles, `another`"), "32768")
+    assert {tuple(each[-2:]) for each in found} == {("-", "-")}
+
+
+def test_pictures_are_pictures_and_the_same_bytes_again(docs):
+    folder, put = docs
+    put("bench.json", BENCH)
+    assert run(folder) == 0
+    files = sorted((folder / "results").glob("*.svg"))
+    assert [path.name for path in files] == ["methods-error.svg", "methods-time.svg"]
+    for path in files:
+        assert ElementTree.fromstring(path.read_text()).tag.endswith("svg")
+    before = [path.read_bytes() for path in files]
+    for path in files:
+        path.unlink()
+    assert run(folder) == 0
+    assert [path.read_bytes() for path in files] == before
+
+
+def test_check_writes_nothing_and_says_what_differs(docs, capsys):
+    folder, put = docs
+    put("bench.json", BENCH)
+    assert run(folder, "--check") == 1
+    assert not (folder / "results.md").exists()
+    assert run(folder) == run(folder, "--check") == 0
+    capsys.readouterr()
+    page = folder / "results.md"
+    page.write_text(page.read_text().replace("0.800", "0.700"))
+    assert run(folder, "--check") == 1
+    assert "results.md is not what docs/results holds" in capsys.readouterr().out
+    assert "0.700" in page.read_text()
+
+
+def test_nothing_measured_says_what_to_run(docs):
+    folder, _ = docs
+    assert run(folder) == 0
+    page = (folder / "results.md").read_text()
+    for command in results.MAKES.values():
+        assert f"Not measured yet: `{command}` would." in page
+    assert not list((folder / "results").glob("*.svg"))
+
+
+@pytest.mark.parametrize(("record", "words"), [
+    ("{", "bench.json cannot be read (it is not JSON)"),
+    ("[1]", "bench.json holds a list, expected an object"),
+    ({"format": results.METHODS}, "bench.json lacks date"),
+    (BENCH | {"settings": {}}, "bench.json lacks settings.data"),
+    (BENCH | {"results": [{"length": 1, "rows": [{"method": "x"}]}]}, "bench.json lacks results.rows.setting"),
+    (BENCH | {"results": [3]}, "bench.json lacks results.length"),
+    (BENCH | {"results": [{"length": 9, "rows": ROWS[1:]}]}, "bench.json has no dense (cuDNN) at 9 tokens"),
+    ({"model": "m", "length": 1, "rows": [{}], "device": "", "versions": {}}, "bench.json lacks rows.budget"),
+], ids=["not JSON", "a list", "empty", "no settings", "short rows", "no entries", "no dense", "no study"])  # fmt: skip
+def test_bad_files_are_one_sentence(docs, capsys, record, words):
+    folder, put = docs
+    put("bench.json", record)
+    assert run(folder) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"results: {words}")
+    assert error.count("\n") == 1
+    assert not (folder / "results.md").exists()
+
+
+def test_the_page_is_of_the_raw_data():
+    """Pictures by existence: their bytes depend on matplotlib's version."""
+    sources = results.read(DOCS / "results")
+    assert (DOCS / "results.md").read_text() == results.page(sources), "run python scripts/results.py"
+    if results.benches(sources):
+        assert all((DOCS / "results" / f"methods-{name}.svg").is_file() for name in ("error", "time"))
