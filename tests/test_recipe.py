@@ -32,6 +32,7 @@ ALL = BASE | {
     "random_weights": True,
     "allow_regression": True,
     "journal": Path("kept.jsonl"),
+    "method": "auto",
 }
 
 
