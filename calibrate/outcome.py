@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from calibrate.allocate import allocate
@@ -78,6 +80,18 @@ def _uniform(chosen: Chosen | None) -> dict[str, Any] | None:
     }
 
 
+def _predicted_seconds(choice: Choice, choices: Sequence[Choice]) -> float | None:
+    """What a layer's attention will take; None where it was not timed.
+
+    A call is timed in turns with dense attention, so what is certain is their ratio: the GPU may be slower for a while.
+    Dense attention takes the same for every layer of a length.
+    """
+    if choice.timing is None:
+        return None
+    dense = statistics.median(each.timing.dense_seconds for each in choices if each.timing is not None)
+    return dense if choice.config.is_dense else dense * choice.timing.seconds / choice.timing.dense_seconds
+
+
 def _layer(
     recipe: Recipe, result: Result, length: int, index: int, proof: LayerProof, choice: Choice | None
 ) -> dict[str, Any]:
@@ -107,7 +121,7 @@ def _layer(
         "held_out_rel_mse": proof.rel_mse,
         "worst": proof.worst,
         "tightened": result.tightened[length, index],
-        "predicted_seconds": None if choice is None else choice.seconds,
+        "predicted_seconds": None if choice is None else _predicted_seconds(choice, result.chosen[length].choices),
         "seconds": proof.seconds,
         "dense_seconds": proof.dense_seconds,
         "heads": _heads(recipe, choice) if choice is not None else [],

@@ -31,6 +31,7 @@ from calibrate.verify import LayerProof, LengthProof, prove
 from calibrate.versions import versions
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.gpu import DeviceIdentity, identify
+from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile, save_profile
 
 TIGHTENINGS = 4  # of one layer at one length; the last one makes it dense
@@ -137,13 +138,19 @@ def _searched(
         with _bar("searching", None, "trial", progress) as step:
             chosen = choose(loaded, prompts, curves, worthwhile, recipe, device, journal, step)
         if device.kind == "cuda":
-            crossed = {length: [_crossed(c, loaded, where) for c in each.choices] for length, each in chosen.items()}
-            chosen = {length: replace(each, choices=crossed[length]) for length, each in chosen.items()}
+            chosen = {
+                length: replace(each, choices=[_crossed(one, length, loaded.geometry, where) for one in each.choices])
+                for length, each in chosen.items()
+            }
     return chosen
 
 
-def _crossed(choice: Choice, loaded: LoadedModel, where: torch.device) -> Choice:
-    return replace(choice, tile=with_crossover(choice.config, loaded.geometry, where))
+def _crossed(choice: Choice, length: int, geometry: Geometry, where: torch.device) -> Choice:
+    """The choice with its tile's crossover; one that was faster than dense at its length does not go dense there."""
+    tile = with_crossover(choice.config, geometry, where)
+    if not choice.config.is_dense:
+        tile = replace(tile, dense_below=min(tile.dense_below, length))
+    return replace(choice, tile=tile)
 
 
 def _proven(

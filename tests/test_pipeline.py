@@ -10,13 +10,16 @@ import torch
 from tiny import recipe, save_tiny
 
 from calibrate import capture, measure, outcome, pipeline, verify
+from calibrate.allocate import Allocation, Point
 from calibrate.journal import Journal
 from calibrate.models import load
 from calibrate.pipeline import RETRIES, TIGHTENINGS, Result, calibrate
 from calibrate.prompts import load_prompts
+from calibrate.search import Choice
+from calibrate.timing import Timing
 from calibrate.verify import LayerProof, LengthProof
 from s2o_runtime import load_profile, patch, unpatch
-from s2o_runtime.config import LayerConfig
+from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.dense import exact_attention
 from s2o_runtime.errors import InputError
 from s2o_runtime.gpu import DeviceIdentity
@@ -424,6 +427,28 @@ def test_slow_prefills_are_a_problem_on_a_gpu_only():
         1024: "the prefill of 1024 tokens takes 103.0 ms, dense 100.0 ms"
     }
     assert pipeline._slower(proofs, configs, DeviceIdentity("cpu", "cpu")) == {}
+
+
+def choice(timing, mode="s2o", below=0):
+    config = LayerConfig.uniform(2, tau=1.0, segment=512, mode=mode, tile=TileConfig(dense_below=below))
+    allocation = Allocation(tuple(Point(0.0, 0.5, 0.5, 0.0, head) for head in config.heads))
+    return Choice(512, 1, config.tile, {}, 0.0, allocation, timing)
+
+
+@pytest.mark.parametrize(("below", "kept"), [(100, 100), (1024, 1024), (4096, 1024)])
+def test_what_was_faster_than_dense_at_a_length_runs_there(monkeypatch, below, kept):
+    monkeypatch.setattr(
+        pipeline, "with_crossover", lambda config, geometry, device: replace(config.tile, dense_below=below)
+    )
+    crossed = [pipeline._crossed(choice(None, mode), 1024, None, None) for mode in ("s2o", "dense")]
+    assert [each.tile.dense_below for each in crossed] == [kept, below]
+
+
+def test_a_layers_time_is_predicted_as_a_share_of_dense_attentions():
+    """The second layer was timed while the GPU was half as fast."""
+    timings = [Timing(seconds, 0, 1, dense, 7) for seconds, dense in ((0.01, 0.04), (0.04, 0.08), (0.05, 0.04))]
+    choices = [choice(timings[0]), choice(timings[1]), choice(timings[2], "dense"), choice(None)]
+    assert [outcome._predicted_seconds(each, choices) for each in choices] == [0.01, 0.02, 0.04, None]
 
 
 @pytest.mark.parametrize(("needles", "lost"), [((19, 20), False), ((18, 20), True), ((0, 0), False), (None, False)])
