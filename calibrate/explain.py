@@ -41,7 +41,8 @@ def explain_head(
     rows = []
     for length, bucket in zip(profile.lengths, profile.layers, strict=True):
         config, settings = bucket[layer], bucket[layer].heads[head]
-        row = {"length": length, **asdict(settings), "grain": config.grain, "tile": str(config.tile)}
+        other = None if settings.blocks is None else str(settings.blocks)
+        row = {"length": length, **asdict(settings), "blocks": other, "grain": config.grain, "tile": str(config.tile)}
         row |= {"density": None, "error": None, "unit": None}
         if settings.mode == "dense" and config.is_dense:
             why = "dense because its whole layer is: no head gains anything, or the layer was not faster than dense"
@@ -102,5 +103,7 @@ def _alike(one: HeadConfig, other: HeadConfig) -> bool:
 
 def _point(point: Point) -> str:
     head = point.head
+    if head.blocks is not None:
+        return f"{head.blocks} (density {point.density:.3f})"
     tail = " with a tail" if head.tail else ""
     return f"tau {head.tau:g}{tail} (repr. {head.representatives}, density {point.density:.3f})"

@@ -128,6 +128,8 @@ def _show_head(args: argparse.Namespace, profile: Profile) -> int:
 def _settings(row: Mapping[str, Any]) -> str:
     if row["mode"] == "dense":
         return "dense"
+    if row["blocks"] is not None:
+        return f"{row['blocks']}, tile {row['tile']}"
     tail = ", tail" if row["tail"] else ""
     return (
         f"tau {row['tau']:.3g} ({row['threshold']}), segment {row['segment']}, repr. {row['representatives']}{tail}, "
