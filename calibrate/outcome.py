@@ -86,10 +86,10 @@ def _predicted_seconds(choice: Choice, choices: Sequence[Choice]) -> float | Non
     A call is timed in turns with dense attention, so what is certain is their ratio: the GPU may be slower for a while.
     Dense attention takes the same for every layer of a length.
     """
-    if choice.timing is None:
+    if choice.timing is None or choice.seconds is None:
         return None
     dense = statistics.median(each.timing.dense_seconds for each in choices if each.timing is not None)
-    return dense if choice.config.is_dense else dense * choice.timing.seconds / choice.timing.dense_seconds
+    return dense * choice.seconds / choice.timing.dense_seconds
 
 
 def _layer(

@@ -173,8 +173,11 @@ def _proven(
         lost, slow = lost_needles(proofs, recipe), _slower(proofs, proof.configs, device)
         if not (lost or slow) or attempt == RETRIES:
             break
-        again = proof.halve(set(lost) - set(slow)) if set(lost) - set(slow) else set()
-        again |= proof.give_up(set(slow)) if slow else set()
+        again = set()
+        if set(lost) - set(slow):
+            again |= proof.halve(set(lost) - set(slow))
+        if slow:
+            again |= proof.give_up(set(slow))
         log.info("%s: proving %s tokens again", "; ".join((*lost.values(), *slow.values())), sorted(again))
     problems = (*proof.over_limit(proofs), *lost.values(), *slow.values())
     return Result(
@@ -215,13 +218,10 @@ class _Proof:
         halved: set[int] = set()
         for length in lost:
             halved |= {length} if length in buckets else set(_neighbours(length, buckets))
-        checked = {each for each in self._recipe.checked_lengths if halved & set(_neighbours(each, buckets))}
         for length in halved:
             self._chosen[length] = self._chosen[length].spending(0.5, allowed(self._recipe))
         self._begin(halved)
-        for place in [place for place in self.configs if place[0] in halved | checked]:
-            del self.configs[place], self.tightened[place]
-        return halved | checked
+        return self._forget(halved)
 
     def give_up(self, slow: set[int]) -> set[int]:
         """Make every layer dense at these lengths. Returns which are to be proven again."""
@@ -231,10 +231,15 @@ class _Proof:
             self._chosen[length] = replace(each, choices=[choice.as_dense(NOT_FASTER) for choice in each.choices])
         self._begin(slow & set(buckets))
         self._dense |= slow - set(buckets)
-        checked = {each for each in self._recipe.checked_lengths if slow & {each, *_neighbours(each, buckets)}}
-        for place in [place for place in self.configs if place[0] in slow | checked]:
+        return self._forget(slow)
+
+    def _forget(self, lengths: set[int]) -> set[int]:
+        """Drop what was proven of these lengths and of those checked beside them. Returns all of them."""
+        buckets, checked = self._recipe.lengths, self._recipe.checked_lengths
+        lengths = lengths | {each for each in checked if lengths & set(_neighbours(each, buckets))}
+        for place in [place for place in self.configs if place[0] in lengths]:
             del self.configs[place], self.tightened[place]
-        return slow | checked
+        return lengths
 
     def config_of(self, length: int, layer: int) -> LayerConfig:
         place = length, layer

@@ -72,7 +72,7 @@ def load_prompts(recipe: Recipe, tokenizer: Any) -> PromptSet:
 
     def made(length: int, count: int, held_out: bool) -> list[Prompt]:
         if recipe.prompts is None:
-            return _built_in(recipe, tokenizer, length, count, held_out)
+            return built_in(tokenizer, length, count, recipe.seed, held_out)
         return _from_texts(texts, recipe, tokenizer, length, count, held_out)
 
     lengths = (*recipe.lengths, *recipe.checked_lengths)
@@ -142,10 +142,6 @@ def _text_of(entry: Any, tokenizer: Any) -> str:
     raise ValueError('expected a string, or an object with "text", "prompt" or "messages"')
 
 
-def _built_in(recipe: Recipe, tokenizer: Any, length: int, count: int, held_out: bool) -> list[Prompt]:
-    return built_in(tokenizer, length, count, recipe.seed, held_out)
-
-
 def built_in(tokenizer: Any, length: int, count: int, seed: int, held_out: bool) -> list[Prompt]:
     """`count` prompts of standard library sources; every file is used at most once for one length and seed."""
     rng = random.Random(f"{seed}/{length}/{'held out' if held_out else 'calibration'}")
@@ -183,9 +179,9 @@ def code_tokens(tokenizer: Any, needle: Needle) -> tuple[int, int]:
     return inside[0], inside[-1] + 1
 
 
-def source_text(tokenizer: Any, length: int, rng: random.Random, held_out: bool | None = None) -> list[int]:
-    """`length` tokens of standard library sources: those held out, those calibrated on, or (None) of all."""
-    return _take(tokenizer, sources(rng, held_out), length)
+def source_text(tokenizer: Any, length: int, rng: random.Random) -> list[int]:
+    """`length` tokens of standard library sources."""
+    return _take(tokenizer, sources(rng), length)
 
 
 def _take(tokenizer: Any, files: Iterator[str], length: int) -> list[int]:

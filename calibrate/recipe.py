@@ -149,6 +149,11 @@ class Recipe:
         )
 
     @property
+    def allows_s2o(self) -> bool:
+        """Whether heads may run S2O, or other methods only."""
+        return self.method in ("s2o", "auto")
+
+    @property
     def prompt_source(self) -> str:
         """Where the prompts come from, in words."""
         return str(self.prompts) if self.prompts else "the Python standard library's sources, with needles"
@@ -220,7 +225,7 @@ class Recipe:
     def segments_for(self, length: int) -> tuple[int, ...]:
         """Segments worth trying at a length: at least half of a prompt must lie in some prefix; one without S2O."""
         fitting = tuple(segment for segment in self.segments if segment <= max(self.segments[0], length // 2))
-        return fitting if self.method in ("s2o", "auto") else fitting[:1]
+        return fitting if self.allows_s2o else fitting[:1]
 
     def record(self) -> dict[str, Any]:
         """The settings that decide the result, for the profile; where files are written does not."""

@@ -76,7 +76,7 @@ class Choice:
 
 
 def allowed(recipe: Recipe) -> Allowed:
-    return Allowed(recipe.tails, recipe.worst_rows or None, recipe.method in ("s2o", "auto"))
+    return Allowed(recipe.tails, recipe.worst_rows or None, recipe.allows_s2o)
 
 
 def budget_mse(curves: Curves, recipe: Recipe) -> float:

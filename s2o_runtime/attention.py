@@ -159,12 +159,12 @@ def s2o_attention(
         if choice.backend == "triton":
             with _recording(kind, inputs) as recorder:
                 out, visited, lse = _kernel(q, k, v, config, shape, scale, kv_start, None, None, return_lse)
-            if config.block_heads:
-                _add_blocks(q, k, v, config, shape, scale, kv_start, "triton", out, visited)
             if kind is not None and recorder is not None:
                 kind.keep(recorder, choice, shape, (out, visited if return_stats else None, lse))
         else:
             out, visited, lse = _plain(q, k, v, config, scale, kv_start, choice.backend, return_lse)
+        if config.block_heads and visited is not None:
+            _add_blocks(q, k, v, config, shape, scale, kv_start, choice.backend, out, visited)
     stats = AttentionStats(*choice, config, shape, kv_start, visited) if return_stats else None
     return _answer(out, lse, stats)
 
@@ -341,9 +341,6 @@ def _plain(
     """The output, visited and lse of the backends that need no kernel."""
     if backend == "reference":
         result: Attended = s2o_attention_reference(q, k, v, config, scale=scale, kv_start=kv_start)
-        if config.block_heads:
-            shape = call_shape(q, k, v, kv_start)
-            _add_blocks(q, k, v, config, shape, scale, kv_start, "reference", result.out, result.visited)
         return result.out, result.visited, result.lse.float() if with_lse else None
     out = dense_attention(q, k, v, scale=scale, kv_start=kv_start)
     return out, None, log_sum_exp(q, k, scale=scale, kv_start=kv_start) if with_lse else None
@@ -357,7 +354,7 @@ def _add_blocks(
     shape: CallShape,
     scale: float,
     kv_start: Tensor | None,
-    backend: Literal["triton", "reference"],
+    backend: str,
     out: Tensor,
     visited: Tensor,
 ) -> None:
@@ -365,11 +362,12 @@ def _add_blocks(
     from s2o_runtime.baselines.run import baseline_attention
 
     methods = [head.blocks for head in config.heads if head.blocks is not None]
+    ran: Literal["triton", "reference"] = "triton" if backend == "triton" else "reference"
     _, stats = baseline_attention(
-        q, k, v, methods, scale=scale, kv_start=kv_start, out=out, heads=config.block_heads, backend=backend
+        q, k, v, methods, scale=scale, kv_start=kv_start, out=out, heads=config.block_heads, backend=ran
     )
-    starts = torch.zeros(1, dtype=torch.int64, device=q.device) if kv_start is None else kv_start
-    rows = (shape.kv_len - starts).clamp(0, shape.q_len).sum() * (1 if kv_start is not None else shape.batch)
+    starts = torch.zeros(shape.batch, dtype=torch.int64, device=q.device) if kv_start is None else kv_start
+    rows = (shape.kv_len - starts).clamp(0, shape.q_len).sum()
     keys = (stats.computed / rows.clamp_min(1)).round().to(visited.dtype)
     visited[:, config.block_heads] = keys[:, None].expand(-1, visited.shape[2])
 

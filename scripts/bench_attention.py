@@ -31,7 +31,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from benching import bisect, exact_rows, exit_code, machine, numbers, parsed, rel_mse, spread, with_taus
+from benching import (
+    bench_parser,
+    bisect,
+    exact_rows,
+    exit_code,
+    machine,
+    numbers,
+    parsed,
+    rel_mse,
+    spread,
+    with_taus,
+)
 
 from calibrate.cli import Parser
 from calibrate.timing import samples
@@ -57,12 +68,7 @@ Job = Callable[[], Any]
 
 
 def parser() -> Parser:
-    raw = argparse.RawDescriptionHelpFormatter
-    out = Parser("bench_attention", description=__doc__, formatter_class=raw, epilog="Exit codes: 0 done, 2 bad input.")
-
-    def add(name: str, default: Any = None, help: str = "", **kind: Any) -> None:
-        out.add_argument(name, default=default, help=f"{help} (default %(default)s)".strip(), **kind)
-
+    out, add = bench_parser("bench_attention", __doc__)
     lengths, densities = (partial(numbers, number) for number in (int, float))
     add("--lengths", "8192,32768,131072", type=parsed(lengths, "8192,32768"), metavar="N,N")
     add("--densities", "0.02,0.05,0.1,0.2,0.5", type=parsed(densities, "0.05,0.2"), metavar="X,X")

@@ -29,13 +29,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from benching import exact_rows, exit_code, machine, numbers, parsed
+from benching import bench_parser, exact_rows, exit_code, machine, numbers, parsed
 
 from calibrate.cli import Parser
 from calibrate.timing import samples
 from calibrate.worst import WORST, row_errors
 from s2o_runtime.attention import choose_backend, s2o_attention
-from s2o_runtime.baselines.run import attend, baseline_attention, select
+from s2o_runtime.baselines.run import attend, select
 from s2o_runtime.baselines.settings import BASELINES, Baseline, parse
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.dense import dense_attention
@@ -74,8 +74,8 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Way:
-    """One setting of one method on one layer. whole: the call; selecting: its first part alone, if it has two;
-    density: of all heads, given what the call returned beside its output."""
+    """One setting of one method on one layer. whole: the call; density: of all heads; selecting: its first part alone,
+    if it has two; never_slower: where it is slower than dense attention it is not used."""
 
     whole: Callable[[], Tensor]
     density: Callable[[], float]
@@ -87,12 +87,7 @@ Contender = tuple[str, str, Callable[[Inputs], Way]]  # method, setting, what it
 
 
 def parser() -> Parser:
-    raw = argparse.RawDescriptionHelpFormatter
-    out = Parser("bench_methods", description=__doc__, formatter_class=raw, epilog="Exit codes: 0 done, 2 bad input.")
-
-    def add(name: str, default: Any, help: str = "", **kind: Any) -> None:
-        out.add_argument(name, default=default, help=f"{help} (default %(default)s)".strip(), **kind)
-
+    out, add = bench_parser("bench_methods", __doc__)
     lengths, budgets = (parsed(partial(numbers, number), "N,N") for number in (int, float))
     add("--methods", DEFAULT, "methods, or settings such as pbs:keep=0.9", nargs="*", metavar="NAME")
     add("--lengths", "8192,32768,131072", type=lengths, metavar="N,N")
@@ -233,9 +228,8 @@ def blocks(settings: Baseline, inputs: Inputs) -> Way:
     def run() -> Tensor:
         return attend(q, k, v, select(q, k, settings))
 
-    return Way(
-        run, lambda: float(baseline_attention(q, k, v, settings)[1].density.mean()), partial(select, q, k, settings)
-    )
+    choosing = partial(select, q, k, settings)
+    return Way(run, lambda: float(choosing().density.mean()), choosing)
 
 
 def uniform(tau: float, inputs: Inputs) -> Way:

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,31 +27,25 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from benching import bisect, exit_code, machine, numbers, parsed, spread
+from benching import bench_parser, bisect, exit_code, machine, numbers, parsed, spread
 
 from calibrate.cli import Parser
+from calibrate.evaluation.variants import Variant, ran, running, uniform_states
 from calibrate.models import LoadedModel, load
 from calibrate.streams import attention_implementation
 from calibrate.timing import medians
 from calibrate.verify import prefill
-from s2o_runtime import hf
 from s2o_runtime.attention import s2o_attention
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.dense import dense_attention
 from s2o_runtime.gpu import default_tile, identify
-from s2o_runtime.identity import attention_modules
 
 FORMAT = "s2o-bench-prefill/1"
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 def parser() -> Parser:
-    raw = argparse.RawDescriptionHelpFormatter
-    out = Parser("bench_prefill", description=__doc__, formatter_class=raw, epilog="Exit codes: 0 done, 2 bad input.")
-
-    def add(name: str, default: Any, help: str = "", **kind: Any) -> None:
-        out.add_argument(name, default=default, help=f"{help} (default %(default)s)".strip(), **kind)
-
+    out, add = bench_parser("bench_prefill", __doc__)
     lengths, densities = (parsed(partial(numbers, number), "N,N") for number in (int, float))
     add("--models", "llama-3.1-8b,qwen2.5-7b", "aliases of s2o-calibrate", type=lambda text: text.split(","))
     add("--lengths", "32768,131072", type=lengths, metavar="N,N")
@@ -102,12 +95,13 @@ def bench(loaded: LoadedModel, length: int, args: argparse.Namespace) -> dict[st
 
     attention: dict[str, Callable[[], Any]] = {"dense, cuDNN": partial(dense_attention, *inputs)}
     attention |= {name: partial(s2o_attention, *inputs, config) for name, config in configs.items()}
-    whole = partial(running, loaded)
-    runs = {"dense, cuDNN": partial(whole, LayerConfig.uniform(loaded.geometry.query_heads, mode="dense"))}
+    runs: dict[str, LayerConfig | None] = {
+        "dense, cuDNN": LayerConfig.uniform(loaded.geometry.query_heads, mode="dense")
+    }
     if device.type == "cuda":
         attention["dense, FlashAttention-2"] = partial(flash_attention, *inputs)
-        runs["dense, FlashAttention-2"] = partial(flash, loaded)
-    runs |= {name: partial(whole, config) for name, config in configs.items()}
+        runs["dense, FlashAttention-2"] = None
+    runs |= configs
     of_attention = medians(attention, device, args.rounds)
     rounds = {name: [timed(loaded, ids, run) for _ in range(args.rounds + 1)][1:] for name, run in runs.items()}
     rows = []
@@ -123,10 +117,11 @@ def first_layer(loaded: LoadedModel, ids: Tensor) -> Inputs:
     kept: list[Inputs] = []
 
     def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, out: Tensor) -> None:
-        if layer == 0:
-            kept.append((q, k, v))
+        kept.append((q, k, v))
 
-    with running(loaded, LayerConfig.uniform(loaded.geometry.query_heads, mode="dense"), keep):
+    dense = variant(loaded, LayerConfig.uniform(loaded.geometry.query_heads, mode="dense"))
+    dense.states[0].observer = keep
+    with running(loaded.model, dense):
         prefill(loaded.model, ids)
     return kept[0]
 
@@ -144,42 +139,27 @@ def config_of(inputs: Inputs, density: float, loaded: LoadedModel, args: argpars
     return bisect(start, density, args.steps, reached)
 
 
-@contextmanager
-def running(loaded: LoadedModel, config: LayerConfig, observer: hf.Observer | None = None) -> Iterator[list[Any]]:
-    """The model with this configuration in every layer. Yields the layers' states."""
-    hf.register()
-    states = []
-    modules = attention_modules(loaded.model)
-    with attention_implementation(loaded.model, hf.NAME):
-        for index, module in enumerate(modules):
-            states.append(hf.LayerState(index, lambda length: config, 0, observer=observer))
-            hf.attach(module, states[-1])
-        try:
-            yield states
-        finally:
-            for module in modules:
-                hf.detach(module)
+def variant(loaded: LoadedModel, config: LayerConfig) -> Variant:
+    """The model with this configuration in every layer."""
+    return Variant("", "", uniform_states(config, loaded.geometry.layers))
 
 
 @contextmanager
-def flash(loaded: LoadedModel) -> Iterator[list[Any]]:
-    """The model as transformers runs it through SDPA, on FlashAttention-2. Yields no states."""
+def flash(loaded: LoadedModel) -> Iterator[None]:
+    """The model as transformers runs it through SDPA, on FlashAttention-2."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), attention_implementation(loaded.model, "sdpa"):
-        yield []
+        yield
 
 
-def timed(
-    loaded: LoadedModel, ids: Tensor, run: Callable[[], AbstractContextManager[list[Any]]]
-) -> tuple[float, float]:
-    """Seconds of a prefill, and the layers' mean density."""
-    with run() as states:
+def timed(loaded: LoadedModel, ids: Tensor, config: LayerConfig | None) -> tuple[float, float]:
+    """Seconds of a prefill, and the layers' mean density; None is `flash`."""
+    one = Variant("", "") if config is None else variant(loaded, config)
+    with flash(loaded) if config is None else running(loaded.model, one):
         wait(loaded.weights.device)
         began = time.perf_counter()
         prefill(loaded.model, ids)
         wait(loaded.weights.device)
-        seconds = time.perf_counter() - began
-        densities = [1.0 if state.last is None else float(state.last.density.mean()) for state in states]
-    return seconds, statistics.mean(densities or [1.0])
+        return time.perf_counter() - began, ran(one).density
 
 
 def wait(device: torch.device) -> None:

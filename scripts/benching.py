@@ -18,12 +18,23 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from calibrate.cli import BAD_INPUT, OK
+from calibrate.cli import BAD_INPUT, OK, Parser
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ConfigError, S2OError
 from s2o_runtime.gpu import identify
 
 LOG2_TAU = (-30.0, 19.9)  # where tau is searched, up to MAX_TAU: the most peaked heads need the low end
+
+
+def bench_parser(name: str, doc: str | None) -> tuple[Parser, Callable[..., None]]:
+    """A parser, and what adds an option to it whose help says its default: add(name, default, help, **kind)."""
+    raw = argparse.RawDescriptionHelpFormatter
+    out = Parser(name, description=doc, formatter_class=raw, epilog="Exit codes: 0 done, 2 bad input.")
+
+    def add(name: str, default: Any = None, help: str = "", **kind: Any) -> None:
+        out.add_argument(name, default=default, help=f"{help} (default %(default)s)".strip(), **kind)
+
+    return out, add
 
 
 def machine(device: torch.device) -> dict[str, Any]:

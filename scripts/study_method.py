@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench_attention import PLOT_TYPES, exact_rows, exit_code, numbers, parsed, tile_of
+from bench_attention import PLOT_TYPES, tile_of
+from benching import bench_parser, exact_rows, exit_code, numbers, parsed
 
 from calibrate.cli import Parser
 from calibrate.needles import make_needles
@@ -109,12 +110,7 @@ class Curve:
 
 
 def parser() -> Parser:
-    raw = argparse.RawDescriptionHelpFormatter
-    out = Parser("study_method", description=__doc__, formatter_class=raw, epilog="Exit codes: 0 done, 2 bad input.")
-
-    def add(name: str, default: Any = None, help: str = "", **kind: Any) -> None:
-        out.add_argument(name, default=default, help=f"{help} (default %(default)s)".strip(), **kind)
-
+    out, add = bench_parser("study_method", __doc__)
     lengths, taus = (partial(numbers, number) for number in (int, float))
     add("--model", "demo", "an alias, a local folder, or a hub id", metavar="NAME")
     add("--lengths", "8192,32768,131072", type=parsed(lengths, "8192,32768"), metavar="N,N")

@@ -58,11 +58,12 @@ def variants(plan: Plan, loaded: LoadedModel) -> list[Variant]:
     tiles = candidate_tiles(loaded.geometry.head_dim, device.capability) if device.kind == "cuda" else ()
     for setting in plan.settings:
         config = config_of(setting, loaded.geometry.query_heads, tiles)
-        found.append(Variant(name := next(names), name, _uniform(config, loaded.geometry.layers)))
+        found.append(Variant(name := next(names), name, uniform_states(config, loaded.geometry.layers)))
     return found
 
 
-def _uniform(config: LayerConfig, layers: int) -> tuple[hf.LayerState, ...]:
+def uniform_states(config: LayerConfig, layers: int) -> tuple[hf.LayerState, ...]:
+    """What each of so many layers knows if all do the same, at every length."""
     return tuple(hf.LayerState(index, lambda keys: config, min_length=0) for index in range(layers))
 
 
