@@ -77,11 +77,13 @@ POINTERS = {
     "X": "bf16",
     "MEAN": "fp32",
     "SIMILARITY": "fp32",
+    "LOCAL": "fp32",
+    "WEIGHTS": "fp32",
 }
 FLOATS = ("qk_scale", "limit")
 # Bytes that a thread may keep in local memory; meant for what is computed once, outside the loops.
 # The trace kernel, which only calibration runs, keeps what it writes down where thresholds stop.
-KEPT_BYTES = {"prefill_hopper": 16, "prefill": 48, "log_sums": 8, "trace": 896}
+KEPT_BYTES = {"prefill_hopper": 16, "prefill": 48, "log_sums": 8, "trace": 896, "antidiagonal": 24}
 KEPT_BYTES_MOVED = 104  # where permuted queries stand: the block-sparse kernel stores its rows there at the end
 # The switches of a kernel that are on, all others are off, and its grain.
 VARIANTS: dict[str, dict[str, object]] = {
@@ -97,14 +99,20 @@ BLOCK_SPARSE_VARIANTS: dict[str, dict[str, object]] = {
     "columns": {"HAS_COLUMNS": True, "HAS_LSE": True},
     "skips": {"SKIPS": True, "HAS_LSE": True},
 }
+# And for XAttention's scores: what is usual, the most columns of a block, and the fewest.
+ANTIDIAGONAL_VARIANTS: dict[str, dict[str, object]] = {
+    "stride16-block128": {"S": 16, "PER": 8},
+    "stride4-block256": {"S": 4, "PER": 64},
+    "stride64-block64": {"S": 64, "PER": 1},
+}
 
 
 @dataclass(frozen=True)
 class Case:
     """One kernel in one configuration for one GPU generation.
 
-    variant: a key of `VARIANTS` or `BLOCK_SPARSE_VARIANTS`; rows: the segments of a call of the kernel `scores`, or
-    the representatives that `log_sums` takes at once; representatives: of a segment.
+    variant: a key of `VARIANTS`, `BLOCK_SPARSE_VARIANTS` or `ANTIDIAGONAL_VARIANTS`; rows: the segments of a call of
+    the kernel `scores`, or the representatives that `log_sums` takes at once; representatives: of a segment.
     """
 
     kernel: str
@@ -141,14 +149,19 @@ class Compiled:
 
 def pipelined(case: Case, built: Compiled) -> str | None:
     """The loops over keys copy k and v to shared memory in advance, 16 bytes at a time: two loops, or one over blocks
-    and one over columns.
+    and one over columns. The loop over a product's depth copies q and k, every stage of it.
 
     Fewer copies mean that the pipeline, or the divisibility of the rows' strides, was lost.
     """
     if case.tile is None:
         return None
     tile_bytes = 2 * case.tile.block_n * case.head_dim
-    if case.tile.specialized:  # two loops; the ring takes the place of a prologue
+    if case.kernel == "antidiagonal":
+        from s2o_runtime.kernels.antidiagonal import DEPTH
+
+        tile_bytes = 2 * (case.tile.block_m + case.tile.block_n) * DEPTH
+        copies, threads = case.tile.num_stages, 32 * case.tile.num_warps
+    elif case.tile.specialized:  # two loops; the ring takes the place of a prologue
         copies, threads = 2 * 2, PRODUCER_THREADS
     else:  # k and v, at least one tile ahead
         loops = 2 if case.kernel != "block_sparse" or case.variant == "columns" else 1
@@ -225,13 +238,17 @@ def cases() -> list[Case]:
                 traced = {replace(kernel_pass.trace_tile(head_dim, pair, *height), chunk=1) for height in heights}
                 found += [Case("trace", capability, head_dim, tile) for tile in sorted(traced, key=str)]
         found.append(Case("order", capability))
-    return block_sparse_cases() + [
-        replace(case, variant=variant)
-        for case in found
-        for variant, switches in VARIANTS.items()
-        if case.kernel not in ("pool", "tail") or "TAIL" in switches
-        if case.kernel != "trace" or "PACKED" not in switches
-    ]
+    return (
+        block_sparse_cases()
+        + antidiagonal_cases()
+        + [
+            replace(case, variant=variant)
+            for case in found
+            for variant, switches in VARIANTS.items()
+            if case.kernel not in ("pool", "tail") or "TAIL" in switches
+            if case.kernel != "trace" or "PACKED" not in switches
+        ]
+    )
 
 
 def block_sparse_cases() -> list[Case]:
@@ -256,9 +273,23 @@ def block_sparse_cases() -> list[Case]:
     return found
 
 
+def antidiagonal_cases() -> list[Case]:
+    """XAttention's two kernels: the first with head dims of one step, of one and a part, and of two."""
+    from s2o_runtime.kernels.antidiagonal import TILES
+
+    found: list[Case] = []
+    for capability in SHARED_LIMIT:
+        tile = TILES[capability]
+        made = TileConfig(tile.block_m, tile.block_n, 1, tile.warps, tile.stages)
+        for variant in ANTIDIAGONAL_VARIANTS:
+            found += [Case("antidiagonal", capability, dim, made, variant=variant) for dim in (64, 96, 128)]
+            found.append(Case("mass", capability, variant=variant))
+    return found
+
+
 def compile_case(case: Case) -> Compiled:
     # not imported above: the tests of the rules want those without the kernels
-    from s2o_runtime.kernels import block_sparse, rank, tail, trace
+    from s2o_runtime.kernels import antidiagonal, block_sparse, rank, tail, trace
 
     constants: dict[str, object] = {
         "GROUP": 4,
@@ -270,12 +301,18 @@ def compile_case(case: Case) -> Compiled:
         "WARPS": rank.ORDER_WARPS,
         "R": case.representatives,
         "BR": case.rows,
-        **(VARIANTS | BLOCK_SPARSE_VARIANTS)[case.variant],
+        **(VARIANTS | BLOCK_SPARSE_VARIANTS | ANTIDIAGONAL_VARIANTS)[case.variant],
     }
     if case.kernel == "pool_blocks":
         constants |= {"DP": case.head_dim, "BLOCK": 128}
         return compile_kernel(
             block_sparse._pool, constants, case.capability, ASTSource, {"num_warps": block_sparse.POOL_WARPS}
+        )
+    if case.kernel == "mass":
+        rows = ANTIDIAGONAL_VARIANTS[case.variant]["PER"]
+        constants |= {"ROWS": rows, "BC": antidiagonal.MASS_SCORES // rows}
+        return compile_kernel(
+            antidiagonal._mass, constants, case.capability, ASTSource, {"num_warps": antidiagonal.MASS_WARPS}
         )
     if case.tile is None:
         parts = rank.parts_at_once(case.representatives)
@@ -317,6 +354,9 @@ def compile_case(case: Case) -> Compiled:
     if case.kernel == "block_sparse":
         constants |= {"BLOCK_M": 128, "BLOCK_N": 128, "NOWHERE": block_sparse.NOWHERE}
         return compile_kernel(block_sparse._block_sparse, constants, case.capability, ASTSource, options)
+    if case.kernel == "antidiagonal":
+        constants |= {"DEPTH": antidiagonal.DEPTH, "SWEEP": antidiagonal.SWEEP}
+        return compile_kernel(antidiagonal._antidiagonal, constants, case.capability, ASTSource, options)
     if case.kernel == "trace":
         constants |= {"STRIDES": trace.STRIDES, "T": 1 << (len(TAUS) - 1).bit_length()}
         return compile_kernel(trace._trace, constants, case.capability, ASTSource, options)

@@ -12,18 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from s2o_runtime.attention import KERNEL_TYPES
 from s2o_runtime.baselines.selection import (
     CHUNK,
     Grid,
     Selection,
     all_heads,
-    read_heads,
     select_blocks,
     split,
     top_share,
     wide,
 )
 from s2o_runtime.baselines.settings import Antidiagonal
+from s2o_runtime.gpu import capability
 
 
 def select(
@@ -32,20 +33,34 @@ def select(
     """The blocks of `heads`, all if None; q: [B, Hq, Lq, D], k: [B, Hkv, Lk, D]."""
     heads = all_heads(q, heads)
     grid = Grid.plain(q, k, settings.block, settings.block)
-    kv_heads, slots = read_heads(heads, q.shape[1] // k.shape[1])
     candidates = torch.arange(grid.columns, device=q.device) < grid.visible(q.device)[:, None]
 
     def wanted(part: range) -> Tensor:
-        weights = torch.stack(
-            [block_weights(q[:, heads[i]], k[:, kv_heads[slots[i]]], grid, settings.stride, scale) for i in part], 1
-        )
+        weights = head_weights(q, k, [heads[i] for i in part], grid, settings.stride, scale)
         return top_share(weights, settings.keep, candidates)
 
     return select_blocks(q, k, grid, heads, wanted)
 
 
+def head_weights(q: Tensor, k: Tensor, heads: Sequence[int], grid: Grid, stride: int, scale: float) -> Tensor:
+    """Mean softmax mass of each block, [B, len(heads), row blocks, key blocks]; q: [B, Hq, Lq, D], k: [B, Hkv, Lk, D].
+
+    By a kernel where there is one for the device and the type.
+    """
+    if q.is_cuda and q.dtype in KERNEL_TYPES:
+        from s2o_runtime.kernels.antidiagonal import antidiagonal_mass  # imports triton
+        from s2o_runtime.kernels.block_sparse import family
+
+        here = capability(q.device)
+        if family(here) is not None:
+            with torch.cuda.device(q.device):
+                return antidiagonal_mass(q, k, heads, grid, stride, scale, here)
+    group = q.shape[1] // k.shape[1]
+    return torch.stack([block_weights(q[:, h], k[:, h // group], grid, stride, scale) for h in heads], 1)
+
+
 def block_weights(q: Tensor, k: Tensor, grid: Grid, stride: int, scale: float) -> Tensor:
-    """Mean softmax mass of each block, [B, row blocks, key blocks]; q: [B, Lq, D], k: [B, Lk, D] of one head."""
+    """`head_weights` of one head in plain torch, [B, row blocks, key blocks]; q: [B, Lq, D], k: [B, Lk, D]."""
     batch, q_len, _ = q.shape
     rows = _grouped(q, stride, grid.rows * grid.block_m, last_first=True)
     keys = _grouped(k, stride, grid.columns * grid.block_n)

@@ -16,6 +16,8 @@ from s2o_runtime.baselines import (
     select,
 )
 from s2o_runtime.baselines.pooling import pool, pool_plain
+from s2o_runtime.baselines.selection import Grid
+from s2o_runtime.baselines.xattention import block_weights, head_weights
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.dense import dense_attention, exact_attention
 
@@ -173,6 +175,60 @@ def test_pooling_is_that_of_torch(head_dim, block, nan_filled):
     ours, expected = pool(x, block), pool_plain(x, block)
     torch.testing.assert_close(ours.mean, expected.mean, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(ours.similarity, expected.similarity, rtol=1e-4, atol=1e-5)
+
+
+def antidiagonals(q, k, heads, stride, block):
+    """(grid, weights by the kernels)"""
+    grid = Grid.plain(q, k, block, block)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("s2o_runtime.baselines.xattention.block_weights", None)  # plain torch cannot step in
+        return grid, head_weights(q, k, heads, grid, stride, q.shape[3] ** -0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("stride", "block"), [(4, 256), (8, 64), (16, 128), (32, 128), (32, 64), (64, 64)])
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim"), [
+    *SHAPES,
+    pytest.param(1, 2, 1, 5000, 8191, 128, id="q5000-kv8191"),
+])  # fmt: skip
+def test_antidiagonal_weights_are_those_of_torch(
+    batch, heads, kv_heads, q_len, kv_len, head_dim, stride, block, dtype, nan_filled
+):  # fmt: skip
+    """Products of bf16 and fp16 are exact in float32 and added 16 at a time: at most 512 additions (stride 64, D 128).
+
+    Tensor cores cut each off at 2^-23 of a sum, at most 10 here: 6e-4 in a score, so in a weight and in its row's sum.
+    """
+    q, k = list(inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype))[:2]
+    chosen = list(range(heads))[::-1]
+    grid, ours = antidiagonals(q, k, chosen, stride, block)
+    for i, h in enumerate(chosen):
+        of_head = q[:, h].double(), k[:, h * kv_heads // heads].double()
+        expected = block_weights(*of_head, grid, stride, head_dim**-0.5)
+        torch.testing.assert_close(ours[:, i].double(), expected, rtol=1.2e-3, atol=1e-7)
+
+
+def test_slices_of_antidiagonal_weights(nan_filled, monkeypatch):
+    q, k, _ = inputs(1, 3, 1, 5000, 5555, 128)
+    _, whole = antidiagonals(q, k, (0, 1, 2), 16, 128)
+    monkeypatch.setattr("s2o_runtime.kernels.antidiagonal.WORKSPACE_BYTES", 1)
+    _, sliced = antidiagonals(q, k, (0, 1, 2), 16, 128)
+    assert torch.equal(whole, sliced)
+
+
+def test_antidiagonal_weights_of_a_million_tokens():
+    """Behind 2^31 elements, the last of 17 heads: offsets need 64 bits, and rows come in slices."""
+    length, heads = 1 << 20, 17
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k = (
+        torch.randn(1, length, heads, 128, generator=generator, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        for _ in range(2)
+    )
+    _, ours = antidiagonals(q, k, (heads - 1,), 16, 128)
+    torch.testing.assert_close(ours.sum(-1), torch.ones_like(ours[..., 0]), rtol=0, atol=1e-4)
+    q, k = q[:, -1, -256:].double(), k[:, -1].double()  # the last queries see all keys
+    grid = Grid(256, length, 128, 128, 128, 128)
+    expected = block_weights(q, k, grid, 16, 128**-0.5)
+    torch.testing.assert_close(ours[:, 0, -2:].double(), expected, rtol=1.2e-3, atol=1e-9)
 
 
 def test_memory_at_128k():
