@@ -40,7 +40,10 @@ OK, BAD_INPUT, NOT_PROVEN, INTERRUPTED = 0, 2, 3, 130
 DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # the modes that change a profile, and the options that each takes
-MODES = {"rebudget": ("budget_mse", "budget_rel_mse", "journal", "out"), "retile": ("device", "out")}
+MODES = {
+    "rebudget": ("budget_mse", "budget_rel_mse", "worst_rows", "journal", "out"),
+    "retile": ("device", "out"),
+}
 
 Flags = Mapping[str, Any]  # the flags that were given, by their name with underscores
 
@@ -233,13 +236,14 @@ def _rebudget(flags: Flags) -> int:
     if not {"budget_mse", "budget_rel_mse"} & set(flags):
         raise ConfigError("--rebudget needs the new budget: give --budget-mse or --budget-rel-mse")
     profile, budget = flags["rebudget"], Budget.of(flags)
-    out = flags.get("out", profile.parent / f"{budget}.safetensors")
+    guard = flags.get("worst_rows")
+    out = flags.get("out", profile.parent / f"{budget}{'' if guard is None else f'-rows-{guard:g}'}.safetensors")
     _check_writable("--out", out)
 
     from calibrate.rebudget import rebudget
 
     with _writing(out):
-        rebudget(profile, budget, out, journal=flags.get("journal"))
+        rebudget(profile, budget, out, flags.get("journal"), guard)
     return _say_written(out, flags)
 
 

@@ -48,7 +48,9 @@ class Rebudgeted:
     predicted: tuple[Prediction, ...]
 
 
-def rebudget(profile: Path, budget: Budget, out: Path, journal: Path | None = None) -> Rebudgeted:
+def rebudget(
+    profile: Path, budget: Budget, out: Path, journal: Path | None = None, worst_rows: float | None = None
+) -> Rebudgeted:
     """Write `profile` with another budget to `out`.
 
     Every layer keeps its segment, grain and tile; its heads' thresholds, representatives and tails are allocated
@@ -56,12 +58,14 @@ def rebudget(profile: Path, budget: Budget, out: Path, journal: Path | None = No
     without curves of their own, where the old proof had to tighten a layer, are left out.
 
     journal: by default where a calibration leaves it, beside the profile.
+    worst_rows: another guard on single rows, 0 for none; None keeps the old one.
     Raises ProfileError if the profile cannot be read, InputError if it does not say how it was made or if the journal
     is missing, is of another model or device, or lacks a layer's curves.
     """
     old = load_profile(profile)
     before = recipe_of(old, profile)
-    after = replace(before, budget=budget, out=out).validate()
+    guard = before.worst_rows if worst_rows is None else worst_rows
+    after = replace(before, budget=budget, out=out, worst_rows=guard).validate()
     path = journal or before.journal_path
     with opened(path, old, after) as measured:
         entries = measured.entries("curves")

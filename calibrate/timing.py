@@ -80,13 +80,16 @@ def medians(calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds
     return {name: statistics.median(seconds) for name, seconds in samples(calls, device, rounds).items()}
 
 
-def samples(calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, list[float]]:
+def samples(
+    calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int, flushes: int = FLUSHES
+) -> dict[str, list[float]]:
     """The seconds each call took in each round; the calls take turns, so that drift hits all alike.
 
+    flushes: work ahead of each call; the more, the longer its launch may take without being counted.
     The first turn compiles and warms up, and is not counted. On a CPU by the clock, with warm caches.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    timed = _on_gpu(device) if device.type == "cuda" else _by_clock
+    timed = _on_gpu(device, flushes) if device.type == "cuda" else _by_clock
     for turn in range(rounds + 1):
         for name, call in calls.items():
             seconds = timed(call)
@@ -95,12 +98,12 @@ def samples(calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds
     return times
 
 
-def _on_gpu(device: torch.device) -> Callable[[Callable[[], Any]], float]:
+def _on_gpu(device: torch.device, flushes: int = FLUSHES) -> Callable[[Callable[[], Any]], float]:
     size = int(torch.cuda.get_device_properties(device).L2_cache_size)
     flush = torch.empty(2 * size, dtype=torch.uint8, device=device)
 
     def timed(call: Callable[[], Any]) -> float:
-        for _ in range(FLUSHES):
+        for _ in range(flushes):
             flush.zero_()
         begin, end = _event(), _event()
         begin.record()

@@ -4,10 +4,11 @@
     python scripts/bench_attention.py --methods [dense flash s2o pbs:keep=0.9 ...] [--data demo] [--profile FILE]
 
 A method without options stands for a ladder of settings. "s2o" is one tau for all heads, and each --profile (one
-for each --method of s2o-calibrate); with --budgets also the profiles with these budgets, made from their journals: a
-layer that is then not faster than dense runs dense, as the calibrator would have it. Every layer of the model is one
-call for all prompts of the batch. Times are of all layers together, each call with a cold L2, all methods in turns;
-"selecting" is ranking or choosing blocks. Errors are against float32 dense attention in sampled rows.
+for each --method of s2o-calibrate); with --budgets and --worst-rows also the profiles with these budgets and guards,
+made from their journals: a layer that is then not faster than dense runs dense, as the calibrator would have it.
+Every layer of the model is one call for all prompts of the batch. Times are the GPU's, of all layers together, each
+call with a cold L2, all methods in turns; "selecting" is ranking or choosing blocks. Errors are against float32 dense
+attention in sampled rows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.shapes import call_shape
 
 FORMAT = "s2o-bench-methods/1"
+FLUSHES = 160  # some 5 ms of work ahead of a call: methods of many small operations are not charged for launching them
 KEEPS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 LADDERS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {  # forms of a setting, and what they are filled with
     "mean-pooling": (("keep={}",), (0.7, 0.9, 0.95, 0.99)),
@@ -95,6 +98,7 @@ def parser() -> Parser:
     out.add_argument("--profile", type=Path, action="append", default=[], help="for --data's model; repeatable")
     out.add_argument("--journal", type=Path, help="of all profiles (default: where their calibration left it)")
     add("--budgets", (), "more budgets of the profile's kind", type=budgets, metavar="X,X")
+    add("--worst-rows", (), "guards on worst rows, besides the profile's; 0: none", type=budgets, metavar="X,X")
     add("--batch", 1, "prompts", type=int, metavar="N")
     add("--rounds", 3, "turns that are timed, after one that is not", type=int, metavar="N")
     add("--error-rows", 256, "query rows, at random over the sequence", type=int, metavar="N")
@@ -141,7 +145,7 @@ def on_layer(inputs: Inputs, some: Sequence[Contender], rounds: int) -> dict[tup
         rows[key] = {"layer": inputs.layer, "density": way.density(), **errors}
     jobs = {f"whole {i}": way.whole for i, way in enumerate(ways.values())}
     jobs |= {f"selecting {i}": way.selecting for i, way in enumerate(ways.values()) if way.selecting}
-    seconds = {name: statistics.median(each) for name, each in samples(jobs, inputs.q.device, rounds).items()}
+    seconds = {name: statistics.median(each) for name, each in samples(jobs, inputs.q.device, rounds, FLUSHES).items()}
     for i, row in enumerate(rows.values()):
         row |= {"seconds": seconds[f"whole {i}"], "selecting_seconds": seconds.get(f"selecting {i}", 0.0)}
     return of_calibrated(rows, ways)
@@ -274,10 +278,13 @@ def calibrated(args: argparse.Namespace) -> dict[tuple[str, str], Profile]:
         kind, value = (profile.record["budget"][name] for name in ("kind", "value"))
         method = f"{CALIBRATED[profile.record['recipe'].get('method', 's2o')]}, calibrated"
         found[method, f"{kind} {value:g}, proven"] = profile
-        for budget in args.budgets:
+        for budget, guard in product(sorted({value, *args.budgets}), (None, *args.worst_rows)):
+            if (budget, guard) == (value, None):
+                continue
+            setting = f"{kind} {budget:g}" + ("" if guard is None else f", rows {guard:g}")
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "profile.safetensors"
-                found[method, f"{kind} {budget:g}"] = rebudget(path, Budget(kind, budget), out, args.journal).profile
+                found[method, setting] = rebudget(path, Budget(kind, budget), out, args.journal, guard).profile
     return found
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,23 @@ def test_what_is_asked_for(tmp_path):
     assert len(names) == 12
     assert ("sparge", "keep=0.9,similarity=0.2") in names
     assert {method for method, _ in names} == {"sparge"}  # FlashAttention-2 needs a GPU
+
+
+def test_profiles_stand_with_every_budget_and_guard(monkeypatch):
+    profile = types.SimpleNamespace(record={"budget": {"kind": "rel_mse", "value": 1e-3}, "recipe": {"method": "auto"}})
+    monkeypatch.setattr(bench, "load_profile", lambda path: profile)
+    made = lambda *given: types.SimpleNamespace(profile=(str(given[1]), given[3:]))  # noqa: E731
+    monkeypatch.setattr("calibrate.rebudget.rebudget", made)
+    args = bench.parser().parse_args(
+        ["--profile", "p", "--budgets", "1e-4,1e-3", "--worst-rows", "0", "--journal", "j"]
+    )
+    method = "the cheapest for each head, calibrated"
+    assert bench.calibrated(args) == {
+        (method, "rel_mse 0.001, proven"): profile,
+        (method, "rel_mse 0.0001"): ("rel-mse-0.0001", (Path("j"), None)),
+        (method, "rel_mse 0.0001, rows 0"): ("rel-mse-0.0001", (Path("j"), 0.0)),
+        (method, "rel_mse 0.001, rows 0"): ("rel-mse-0.001", (Path("j"), 0.0)),
+    }
 
 
 def test_calibrated_layers_that_are_slower_run_dense():

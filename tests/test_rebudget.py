@@ -114,6 +114,24 @@ def test_the_same_budget_gives_the_same_layers(recipe, old, tmp_path):
     assert sparse >= 6
 
 
+def test_another_guard_on_rows_is_what_a_calibration_with_it_would_allocate(recipe, curves, old, tmp_path):
+    budget = Budget("mse", BUDGET * 4)
+    layers = {}
+    for guard in (None, 0.02, 0.0):
+        done = rebudget(recipe.out, budget, tmp_path / "new.safetensors", worst_rows=guard)
+        expected = recipe.worst_rows if guard is None else guard
+        assert done.profile.record["recipe"]["worst_rows"] == expected
+        layers[guard] = done.profile.layers
+        after = replace(recipe, budget=budget, worst_rows=expected)
+        for length, of_length in zip(LENGTHS, done.profile.layers, strict=True):
+            for measured, config in zip(curves[length], of_length, strict=True):
+                place = config.heads[0].segment, config.grain, config.tile
+                study = Study(measured, after, recipe.segments_for(length), CPU_TILES, timer=None)
+                spent = study.settled(study.spent(place))
+                assert config.is_dense or config == spent.config
+    assert layers[0.02] != layers[0.0]
+
+
 def test_the_record_says_that_nothing_is_proven(recipe, old, tmp_path):
     budget, out = Budget("mse", BUDGET * 4), tmp_path / "new.safetensors"
     done = rebudget(recipe.out, budget, out)
