@@ -196,10 +196,19 @@ def contenders(
                 made.append(("dense (FlashAttention-2)", "", flash))
         elif name == "s2o":
             made += [("S2O, one tau", f"tau={tau:g}", partial(uniform, tau)) for tau in TAUS]
-            made += [(*key, partial(profiled, each, length)) for key, each in profiles.items()]
+            made += [(*key, partial(profiled, each, length)) for key, each in different(profiles, length).items()]
         else:
             made += [(parse(text).name, shown(text), partial(blocks, parse(text))) for text in ladder(name)]
     return made
+
+
+def different(profiles: dict[tuple[str, str], Profile], length: int) -> dict[tuple[str, str], Profile]:
+    """Those that do at this length what none before them of the same method does: not every guard changes something."""
+    found = {}
+    for (method, setting), profile in profiles.items():
+        layers = tuple(profile.layer_config(index, length) for index in range(len(profile.layers[0])))
+        found.setdefault((method, layers), ((method, setting), profile))
+    return dict(found.values())
 
 
 def ladder(name: str) -> list[str]:

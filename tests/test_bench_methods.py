@@ -15,6 +15,7 @@ import bench_methods as bench
 
 from s2o_runtime.baselines import baseline_attention
 from s2o_runtime.baselines.settings import parse
+from s2o_runtime.config import LayerConfig
 from s2o_runtime.dense import exact_attention
 
 LENGTH = 520
@@ -87,6 +88,16 @@ def test_profiles_stand_with_every_budget_and_guard(monkeypatch):
         (method, "rel_mse 0.0001, rows 0"): ("rel-mse-0.0001", (Path("j"), 0.0)),
         (method, "rel_mse 0.001, rows 0"): ("rel-mse-0.001", (Path("j"), 0.0)),
     }
+
+
+def test_a_guard_that_changes_nothing_gets_no_row():
+    def profile(*taus):
+        layers = tuple(LayerConfig.uniform(4, tau=tau) for tau in taus)
+        return types.SimpleNamespace(layers=(layers,), layer_config=lambda index, length: layers[index])
+
+    profiles = {("a", "1"): profile(1.0, 2.0), ("a", "2"): profile(1.0, 3.0), ("a", "3"): profile(1.0, 2.0)}
+    profiles |= {("b", "1"): profile(1.0, 2.0)}
+    assert list(bench.different(profiles, 1024)) == [("a", "1"), ("a", "2"), ("b", "1")]
 
 
 def test_calibrated_layers_that_are_slower_run_dense():

@@ -18,8 +18,8 @@ def device(request, monkeypatch):
     def by_clock(call):
         return call()
 
-    def on_gpu(device):
-        assert device == GPU
+    def on_gpu(device, flushes=timing.FLUSHES):
+        assert (device, flushes) == (GPU, timing.FLUSHES)
         return by_clock
 
     monkeypatch.setattr(timing, "_by_clock", by_clock if request.param == CPU else None)
@@ -112,6 +112,13 @@ def test_calls_take_turns_and_the_first_turn_is_not_counted(device):
     found = samples({name: (lambda name=name: call(name)) for name in times}, device, 3)
     assert found == {"a": [1.0, 9.0, 2.0], "b": [5.0, 4.0, 3.0]}
     assert order == ["a", "b"] * 4
+
+
+def test_work_ahead_of_a_call_is_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(timing, "_on_gpu", lambda device, flushes: asked.append(flushes) or (lambda call: call()))
+    assert samples({"a": lambda: 1.0}, GPU, 2, flushes=160) == {"a": [1.0, 1.0]}
+    assert asked == [160]
 
 
 def test_medians(device):

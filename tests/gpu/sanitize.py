@@ -1,0 +1,121 @@
+"""A small call of every kernel, for compute-sanitizer, which has no time for large ones.
+
+compute-sanitizer --tool memcheck python tests/gpu/sanitize.py [KERNEL ...]
+
+The same with racecheck, of compute-sanitizer 2026.1 or later: older ones report barriers of a part of a block wrongly
+(docs/results/sanitizer-h200.txt). Every result is compared with plain torch, so that what runs under the tool is what the
+tests run.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+from s2o_runtime.attention import s2o_attention, s2o_attention_varlen
+from s2o_runtime.baselines.run import baseline_attention
+from s2o_runtime.baselines.settings import parse
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.dense import exact_attention
+from s2o_runtime.kernels.call import Call, head_tables
+from s2o_runtime.shapes import call_shape
+
+LENGTH, HEADS, KV_HEADS, HEAD_DIM = 1100, 4, 2, 128
+KINDS = (
+    HeadConfig(5.0, 256, tail=True, representatives=32),
+    HeadConfig(0.5, 128),
+    HeadConfig(50.0, 256, tail=True),
+    HeadConfig(mode="dense"),
+)
+PLAIN, SPECIALIZED = TileConfig(64, 64, 2, 4, 2), TileConfig(64, 128, 1, 4, 2, True)
+BASELINES = {
+    "block-sparse": ("pbs:keep=0.5,permute_queries=true", "vertical-slash:vertical=64,slash=256", "a-shape:sink=128"),
+    "pooling": ("sparge:keep=0.5,similarity=0.1,skip=-6", "mean-pooling:keep=0.5"),
+    "antidiagonal": ("xattention:keep=0.5", "xattention:keep=0.5,stride=4,block=64"),
+}
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    """Keys of very different lengths, so that a ranking has something to find: q, k, v in bf16."""
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, LENGTH, HEAD_DIM, generator=rng) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    k = 2 * k * torch.rand(1, 1, LENGTH, 1, generator=rng).square()
+    q, k, v = (x.to("cuda", torch.bfloat16) for x in (q, k, v))
+    return q, k, v
+
+
+def prefill(tile: TileConfig) -> float:
+    """With and without left padding; the largest difference from the reference."""
+    q, k, v = inputs()
+    config = LayerConfig(KINDS, tile, grain=4)
+    worst = 0.0
+    for start in (None, torch.tensor([70], device="cuda")):
+        out, lse = s2o_attention(q, k, v, config, kv_start=start, backend="triton", return_lse=True)
+        wanted, sums = s2o_attention(q, k, v, config, kv_start=start, backend="reference", return_lse=True)
+        worst = max(worst, off(out, wanted), off(lse.nan_to_num(neginf=0.0), sums.nan_to_num(neginf=0.0)))
+    return worst
+
+
+def packed(tile: TileConfig) -> float:
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs())
+    begins = torch.tensor([0, 300, 300, LENGTH], dtype=torch.int32, device="cuda")
+    config = LayerConfig(KINDS, tile, grain=4)
+    found = [
+        s2o_attention_varlen(q, k, v, begins, begins, LENGTH, LENGTH, config, backend=backend)
+        for backend in ("triton", "reference")
+    ]
+    return off(*found)
+
+
+def trace() -> float:
+    """How many numbers of a trace are NaN, and how often a higher threshold visits more than a lower one."""
+    from s2o_runtime.kernels.trace import trace as traced
+
+    q, k, v = inputs()
+    config = LayerConfig.uniform(HEADS, segment=256, tail=True, representatives=4, grain=4, tile=PLAIN)
+    call = Call(config, call_shape(q, k, v, None), HEAD_DIM**-0.5, head_tables(config, q.device))
+    truth = exact_attention(q, k, v).to(q.dtype)
+    taus = torch.tensor([1e-2, 0.1, 1.0, 10.0], device="cuda")
+    (found,) = traced(q, k, v, truth, torch.ones(HEADS, device="cuda"), taus, call)
+    grown = (found.visited[..., : len(taus)].diff(dim=-1) > 0).sum()
+    return float(grown + sum(one[..., : len(taus)].isnan().sum() for one in found))
+
+
+def baselines(texts: tuple[str, ...]) -> float:
+    q, k, v = inputs()
+    worst = 0.0
+    for text in texts:
+        found = [baseline_attention(q, k, v, parse(text), backend=each)[0] for each in ("triton", "reference")]
+        worst = max(worst, off(*found))
+    return worst
+
+
+def off(out: Tensor, wanted: Tensor) -> float:
+    """The distance over the length of what is wanted."""
+    return float((out.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def main(names: list[str]) -> int:
+    kernels = {
+        "specialised": lambda: prefill(SPECIALIZED),
+        "specialised, packed": lambda: packed(SPECIALIZED),
+        "plain": lambda: prefill(PLAIN),
+        "plain, packed": lambda: packed(PLAIN),
+        "trace": trace,
+        **{name: lambda texts=texts: baselines(texts) for name, texts in BASELINES.items()},
+    }
+    wrong = 0
+    for name in names or kernels:
+        difference = kernels[name]()
+        torch.cuda.synchronize()
+        print(f"{name}: differs by {difference:.1e}", flush=True)
+        wrong += not difference < 3e-2
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
