@@ -260,20 +260,19 @@ def profiled(profile: Profile, length: int, inputs: Inputs) -> Way:
 def of_config(config: LayerConfig, inputs: Inputs) -> Way:
     q, k, v = inputs.q, inputs.k, inputs.v
     backend = choose_backend(q, k, v, config, call_shape(q, k, v), "auto").backend
+    steps: list[Callable[[], Any]] = []
+    if backend == "triton" and any(head.mode == "s2o" for head in config.heads):
+        from bench_attention import kernel_parts
+
+        steps.append(kernel_parts(q, k, v, [config])["rank"])
+    for settings in dict.fromkeys(head.blocks for head in config.heads if head.blocks is not None):
+        heads = [index for index, head in enumerate(config.heads) if head.blocks == settings]
+        steps.append(partial(select, q, k, settings, heads=heads))
     return Way(
         partial(s2o_attention, q, k, v, config),
         lambda: float(s2o_attention(q, k, v, config, return_stats=True)[1].density.mean()),
-        ranking(config, inputs) if backend == "triton" else None,
+        (lambda: [step() for step in steps]) if steps else None,
     )
-
-
-def ranking(config: LayerConfig, inputs: Inputs) -> Callable[[], Any] | None:
-    """The ranking of a call alone."""
-    if not any(head.mode == "s2o" for head in config.heads):
-        return None
-    from bench_attention import kernel_parts
-
-    return kernel_parts(inputs.q, inputs.k, inputs.v, [config])["rank"]
 
 
 def calibrated(args: argparse.Namespace) -> dict[tuple[str, str], Profile]:

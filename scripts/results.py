@@ -20,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from results_data import (
+    ANY,
     ATTENTION,
     BUDGETS,
     CALIBRATED,
@@ -234,7 +235,8 @@ def _equal_error(compared: Sequence[Bench]) -> list[str]:
         "Time over dense attention through cuDNN at a rel_mse, log-log between the two neighbouring settings of a "
         "method that none of its own others beats. ≤: its fastest setting is more exact than that; -: none is so "
         "exact. Settings that compute everything count as dense attention, which is good for every error. The fastest "
-        f"is bold, and what is less than {TIE:.0%} behind."
+        f"is bold, and what is less than {TIE:.0%} behind. The cheapest for each head may be S2O in every head, so the "
+        "sentences below the tables leave it out."
     )
     for bench in compared:
         times = {error: relative_at(bench, error) for error in ERRORS}
@@ -253,7 +255,7 @@ def _relative(times: Mapping[str, Time], method: str) -> str:
 
 
 def verdicts(bench: Bench) -> list[str]:
-    """Sentences that say at which errors S2O, and S2O as calibrated, is not the fastest."""
+    """Sentences that say at which errors S2O, and S2O as calibrated, is not the fastest; `ANY` does not take part."""
     groups: list[tuple[str, Callable[[str], bool]]] = [
         ("S2O", lambda method: method.startswith("S2O")),
         ("S2O as calibrated", lambda method: method == CALIBRATED),
@@ -261,12 +263,16 @@ def verdicts(bench: Bench) -> list[str]:
     said = []
     for name, belongs in groups:
         if any(belongs(method) for method in bench.methods):
-            behind = [text for error in ERRORS if (text := _behind(relative_at(bench, error), error, belongs))]
+            behind = [text for error in ERRORS if (text := _behind(_rivals(bench, error), error, belongs))]
             where = (
                 f"not the fastest at {'; '.join(behind)}" if behind else "the fastest, or ties, at all of these errors"
             )
             said.append(f"At {bench.length} tokens {name} is {where}.")
     return said
+
+
+def _rivals(bench: Bench, error: float) -> dict[str, Time]:
+    return {method: time for method, time in relative_at(bench, error).items() if method != ANY}
 
 
 def _behind(times: Mapping[str, Time], error: float, belongs: Callable[[str], bool]) -> str:

@@ -22,6 +22,7 @@ from results_data import (
     is_sparse,
     nearest,
     on_front,
+    useful,
 )
 
 from s2o_runtime.errors import InputError
@@ -65,7 +66,10 @@ def looks(compared: Sequence[Bench]) -> dict[str, dict[str, Any]]:
 
 
 def draw_error(compared: Sequence[Bench], figure: Figure) -> None:
-    """Time over dense against rel_mse: a panel for each length, a line for each method and form of its settings."""
+    """Time over dense against rel_mse: a panel for each length, a line for each method and form of its settings.
+
+    The line joins what none of its own settings beats; the others are marks beside it.
+    """
     figure.set_size_inches(4.6 * len(compared) + 0.4, 6.4)
     styles = looks(compared)
     panels = figure.subplots(1, len(compared), sharex=True, sharey=True, squeeze=False)[0]
@@ -80,7 +84,7 @@ def draw_error(compared: Sequence[Bench], figure: Figure) -> None:
         band: dict[str, Any] = {"color": "gold", "alpha": 0.6, "zorder": 1, "solid_capstyle": "round"}
         axes.plot(*zip(*front, strict=True), lw=9, label="Pareto front", **band)
         for method in bench.methods:
-            if not is_sparse(bench.of(method)):
+            if method.startswith("dense"):
                 style = "-" if method == DENSE else "--"
                 level = bench.of(method)[0]["seconds"] / bench.dense
                 axes.axhline(level, color="black", ls=style, lw=1.1, zorder=2, label=method)
@@ -103,9 +107,13 @@ def _lines(axes: Axes, bench: Bench, method: str, style: dict[str, Any]) -> None
         if not is_dense(row):
             forms.setdefault(tuple(re.findall(r"(\w+)=", row["setting"])), []).append(row)
     for index, rows in enumerate(forms.values()):
-        points = sorted((row["rel_mse"], row["seconds"] / bench.dense) for row in rows)
         look = style | {"lw": 2.0 if own else 1.0, "ms": 6 if own else 4.5, "mfc": style["color"] if own else "none"}
-        axes.plot(*zip(*points, strict=True), label=None if index else method, **look)
+        best = useful(rows)
+        for some in (best, [row for row in rows if row not in best]):  # a line, and marks beside it
+            points = sorted((row["rel_mse"], row["seconds"] / bench.dense) for row in some)
+            if points:
+                label = method if some is best and not index else None
+                axes.plot(*zip(*points, strict=True), label=label, **look | ({} if some is best else {"ls": ""}))
 
 
 def _plain_numbers(axes: Axes) -> None:
@@ -118,22 +126,23 @@ def _plain_numbers(axes: Axes) -> None:
 
 def draw_time(compared: Sequence[Bench], figure: Figure) -> None:
     """Bars of selecting and attending, at each method's setting nearest to an error: a panel for each length."""
-    most = max(len(bench.methods) for bench in compared)
-    figure.set_size_inches(4.6 * len(compared) + 2.0, 0.42 * most + 1.6)
+    by_size = sorted(compared, key=lambda bench: -len(bench.methods))  # whoever has most methods says their order
+    methods = list(dict.fromkeys(method for bench in by_size for method in bench.methods))
+    figure.set_size_inches(4.6 * len(compared) + 2.0, 0.42 * len(methods) + 1.6)
     panels = figure.subplots(1, len(compared), squeeze=False)[0]
     for axes, bench in zip(panels, compared, strict=True):
         rows = [nearest(bench.of(method), NEAR) for method in bench.methods]
-        places = range(len(rows))
+        places = [methods.index(method) for method in bench.methods]
         selecting, rest = [1e3 * row["selecting_seconds"] for row in rows], [1e3 * attending(row) for row in rows]
         axes.barh(places, selecting, color="C1", label="selecting")
         axes.barh(places, rest, left=selecting, color="C0", label="attending")
         for place, row in zip(places, rows, strict=True):
             text = " ".join(("", row["setting"], f"({row['rel_mse']:.0e})")).replace("  ", " ")
             axes.text(1e3 * row["seconds"], place, text, va="center", fontsize="x-small", parse_math=False)
-        axes.set_yticks(places, bench.methods, fontsize="small")
+        axes.set_yticks(range(len(methods)), methods, fontsize="small")
+        axes.set_ylim(len(methods) - 0.4, -0.6)
         axes.tick_params(labelleft=axes is panels[0])
-        axes.invert_yaxis()
-        axes.set_xlim(right=1.6 * max(1e3 * row["seconds"] for row in rows))  # room for the text behind the bars
+        axes.set_xlim(right=1.75 * max(1e3 * row["seconds"] for row in rows))  # room for the text behind the bars
         axes.set(xlabel="ms")
         axes.set_title(f"{bench.length} tokens", fontsize="medium")
     handles, names = panels[0].get_legend_handles_labels()

@@ -15,7 +15,7 @@ import bench_methods as bench
 
 from s2o_runtime.baselines import baseline_attention
 from s2o_runtime.baselines.settings import parse
-from s2o_runtime.config import LayerConfig
+from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.dense import exact_attention
 
 LENGTH = 520
@@ -88,6 +88,17 @@ def test_profiles_stand_with_every_budget_and_guard(monkeypatch):
         (method, "rel_mse 0.0001, rows 0"): ("rel-mse-0.0001", (Path("j"), 0.0)),
         (method, "rel_mse 0.001, rows 0"): ("rel-mse-0.001", (Path("j"), 0.0)),
     }
+
+
+def test_heads_of_other_methods_select_too(qkv):
+    """As often as the layer has different settings, for the heads that have them."""
+    a, b = (HeadConfig(mode="blocks", blocks=parse(f"mean-pooling:keep={keep}")) for keep in (0.5, 0.9))
+    config = LayerConfig((a, b, HeadConfig(mode="dense"), a))
+    q, k, v = qkv.values()
+    way = bench.of_config(config, bench.Inputs(0, q, k, v, torch.arange(LENGTH), exact_attention(q, k, v)))
+    assert [chosen.heads for chosen in way.selecting()] == [(0, 3), (1,)]
+    dense = LayerConfig.uniform(4, mode="dense")
+    assert bench.of_config(dense, bench.Inputs(0, q, k, v, torch.arange(LENGTH), v)).selecting is None
 
 
 def test_a_guard_that_changes_nothing_gets_no_row():

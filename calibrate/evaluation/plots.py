@@ -19,6 +19,7 @@ MARKERS = "osD^vPX*"
 LOWEST_KL = 1e-7  # nats, where the axis ends: what is below is rounding
 PANEL = (4.3, 3.4)  # inches of one length's axes
 COLUMNS = 3
+LINE, LETTER, HANDLE = 0.17, 0.075, 0.55  # inches: a legend's line, a letter of it, what stands before an entry
 
 
 def pictures(summary: Summary) -> dict[str, bytes]:
@@ -155,10 +156,15 @@ def _style(name: str, place: int) -> dict[str, Any]:
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
+    """Below the axes, in as many columns as fit, in a figure that grows by its lines."""
     handles, labels = axes.get_legend_handles_labels()
-    wide = max(map(len, labels)) > WRAP
+    lines = [label.splitlines() for label in labels]
+    width, height = figure.get_size_inches()
+    columns = max(1, int(width / (LETTER * max(len(line) for each in lines for line in each) + HANDLE)))
+    rows = -(-len(labels) // columns) * max(map(len, lines))
+    figure.set_size_inches(width, height + LINE * rows)
     figure.legend(
-        handles, labels, loc="outside lower center", ncols=1 if wide else 3, frameon=False, fontsize="small"
+        handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize="small"
     )  # fmt: skip
 
 
