@@ -9,8 +9,9 @@ tile the scores of the next tile are begun before the values of this one are add
 A row tile that stops early only hands the ring's places back until the other stops too, marking each. The producers
 and both row tiles read the marks of a place one round of the ring later, so all see the same and end at the same tile.
 A stop costs at most the ring's prefetched tiles. Marks of even and of odd rounds lie apart: whoever writes one is at
-least a barrier behind whoever read what was there. From the producers that barrier is the arrival of a copy, which orders
-that copy alone; but they branch on the marks of a tile before they copy anything of the next, so they have read them.
+least a barrier behind whoever read what was there. From the producers that barrier is the arrival of a copy, which
+orders that copy alone; but they branch on the marks of a tile before they copy anything of the next, so they have read
+them.
 
 Tiles are visited in this order: the diagonal, the whole tiles of the window, the prefix.
 """

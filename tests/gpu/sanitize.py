@@ -3,8 +3,8 @@
 compute-sanitizer --tool memcheck python tests/gpu/sanitize.py [KERNEL ...]
 
 The same with racecheck, of compute-sanitizer 2026.1 or later: older ones report barriers of a part of a block wrongly
-(docs/results/sanitizer-h200.txt). What plain torch computes the same is compared: what runs under the tool is what the tests
-run.
+(docs/results/sanitizer-h200.txt). What plain torch computes too is compared with it: what runs under the tool is what
+the tests run.
 """
 
 from __future__ import annotations
