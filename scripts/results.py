@@ -182,7 +182,7 @@ def _every_method(compared: Sequence[Bench]) -> list[str]:
         "layer the row that one in a hundred is worse than; rows 0, rows 0.8: calibrated with another guard on worst "
         "rows than 0.5, 0 for none. ● is on the Pareto front of time against rel_mse, where less than "
         f"{TIE:.0%} is no difference. The rivals are written from their papers, without what "
-        "[baselines.md](baselines.md) names, which also says whose selection its authors have as a faster kernel."
+        "[baselines.md](baselines.md) names, which also says whose choosing its authors may have faster."
     )
     names = ("", "method", "setting", "ms", "selecting", "speedup", "density", "mse", "rel_mse", "worst row")
     for bench in compared:
