@@ -58,6 +58,7 @@ POINT = 0.01  # of all answers
 UNIFORM = "segment=1024,grain=4,tail"  # what "S2O, one tau" runs besides its tau, as s2o-eval names it
 BETWEEN = {"methods": " ", "heads": "/"}  # how a script separates the values of an option; all others by commas
 ERRORS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+SHARES = (0.2, 0.25, 0.33, 0.5, 0.75, 1.0)  # of dense attention's time
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -356,9 +357,10 @@ def _answers(source: Source, compared: Sequence[Bench]) -> list[str]:
     if not rows:
         return [*out, f"{source.link} has no task `multi`: run s2o-eval with it."]
     names = ("tokens", "variant", "found", "dense finds", "density", "attention ms", "over dense")
-    cells, sentences = [], []
+    cells, sentences, tables = [], [], []
     for length in sorted({row["length"] for row in rows}):
         times: dict[str, Time] = {}
+        found_in: dict[str, list[tuple[float, int]]] = {}  # of a method's settings: time over dense, answers
         for row in (each for each in rows if each["length"] == length):
             where = measured(row["variant"], length, same)
             time = (
@@ -366,17 +368,37 @@ def _answers(source: Source, compared: Sequence[Bench]) -> list[str]:
             )
             found = [f"{row[name]} of {row['asked']}" for name in ("found", "dense_found")]
             cells.append([str(length), f"`{row['variant']}`", *found, f"{row['density']:.3f}", *time])
-            if where is not None and row["found"] >= row["dense_found"] - POINT * row["asked"]:
-                times[row["variant"]] = Time(where[1]["seconds"] / where[0].dense)
+            if where is None:
+                continue
+            share = where[1]["seconds"] / where[0].dense
+            found_in.setdefault(where[1]["method"], []).append((share, row["found"]))
+            if row["found"] >= row["dense_found"] - POINT * row["asked"]:
+                times[row["variant"]] = Time(share)
         if times:
             first = fastest(times)[0]
             sentences.append(
                 f"At {length} tokens, of the variants within one point of dense whose attention was timed, `{first}` "
                 f"is the fastest: {times[first]} of dense's time."
             )
+        if found_in:
+            asked = next(row["asked"] for row in rows if row["length"] == length)
+            tables += _at_speed(found_in, length, asked)
     about = "Answers of s2o-eval's task `multi`; attention times are those of the tables above, of the same model; "
     about += f"{source.link}."
-    return [*out, about, table(names, cells, left=2), *sentences, *noted(source)]
+    return [*out, about, table(names, cells, left=2), *sentences, *tables, *noted(source)]
+
+
+def _at_speed(found_in: Mapping[str, Sequence[tuple[float, int]]], length: int, asked: int) -> list[str]:
+    """The most that a setting of each method finds within a share of dense attention's time."""
+    rows = []
+    for method, some in found_in.items():
+        best = [max((found for time, found in some if time <= share * (1 + TIE)), default=None) for share in SHARES]
+        rows.append([method, *("-" if each is None else str(each) for each in best)])
+    about = (
+        f"The most of {asked} that a measured setting finds in so much of dense attention's time; -: none is so fast."
+    )
+    names = ("method", *(f"{share:g}" for share in SHARES))
+    return [f"### {length} tokens, retrieval at equal speed", about, table(names, rows, left=1)]
 
 
 def measured(variant: str, length: int, compared: Sequence[Bench]) -> tuple[Bench, Row] | None:

@@ -198,6 +198,10 @@ def test_the_page_of_everything(docs):
     assert found["`tau=1,segment=512`"][3:] == ["-", "-"]  # the bench ran no such setting
     assert found["`x/s2o/rel-mse-0.001`"][3:] == ["398", "0.398"]
     assert "`x/s2o/rel-mse-0.001` is the fastest: 0.398 of dense's time" in retrieval  # pbs:keep=0.1 finds too little
+    speed = section(page, "### 32768 tokens, retrieval at equal speed")
+    assert cells(speed, "S2O, calibrated") == [["S2O, calibrated", "-", "-", "-", "99", "99", "99"]]  # 0.398
+    assert cells(speed, "S2O, one tau") == [["S2O, one tau", *["-"] * 5, "99"]]  # 0.8
+    assert cells(speed, "pbs")[0][4:] == ["98", "98", "98"]  # keep=0.9 at 0.5
     ttft = section(page, "## Time to first token")
     assert cells(ttft, "m")[1] == ["m", "4096", "S2O, density 0.1", "0.100", "2.00", "1.50x", "25%"]
     assert "Not measured yet: `python scripts/bench_attention.py --out" in section(page, "## The kernel alone")
