@@ -1,12 +1,17 @@
 """Where there is no GPU, kernels run in Triton's interpreter; that must be said before triton is imported."""
 
 import os
+import signal
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# a shell lets what it starts in the background ignore interrupts, and so would the programs that tests interrupt
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
