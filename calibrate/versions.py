@@ -1,8 +1,9 @@
-"""Which software had a part in a result."""
+"""When a result was made, and which software had a part in it."""
 
 from __future__ import annotations
 
 import platform
+from datetime import datetime, timezone
 from importlib import metadata
 
 import s2o_runtime
@@ -15,3 +16,8 @@ def versions() -> dict[str, str]:
     return {"s2o": s2o_runtime.__version__, "python": platform.python_version()} | {
         name: metadata.version(name) for name in LIBRARIES
     }
+
+
+def now() -> str:
+    """The time, to the second, in UTC."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -8,7 +8,6 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from calibrate.cli import BAD_INPUT, OK, Parser
+from calibrate.versions import now
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ConfigError, S2OError
 from s2o_runtime.gpu import identify
@@ -40,7 +40,7 @@ def bench_parser(name: str, doc: str | None) -> tuple[Parser, Callable[..., None
 def machine(device: torch.device) -> dict[str, Any]:
     """When, on what and with which versions something was measured."""
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "device": asdict(identify(device)),
         "versions": {name: str(import_module(name).__version__) for name in ("torch", "triton")},
         "python": platform.python_version(),

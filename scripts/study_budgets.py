@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from calibrate.outcome import summary
 from calibrate.pipeline import calibrate
 from calibrate.recipe import Budget, Recipe
-from calibrate.versions import versions
+from calibrate.versions import now, versions
 from s2o_runtime import S2OError
 from s2o_runtime.profile import write_atomically
 
@@ -60,7 +60,14 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.out is not None:
         device = torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu"
-        found = {"model": args.model, "length": args.length, "device": device, "versions": versions(), "rows": rows}
+        found = {
+            "date": now(),
+            "model": args.model,
+            "length": args.length,
+            "device": device,
+            "versions": versions(),
+            "rows": rows,
+        }
         write_atomically(args.out, json.dumps(found, indent=1).encode())
     return 0
 

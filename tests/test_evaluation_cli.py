@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,7 @@ def test_a_run_leaves_results_summary_report_and_pictures(evaluated):
     names = ["agreement.png", "needles.png", "perplexity.png", "report.md", "results.jsonl", "summary.json", "time.png"]
     assert sorted(path.name for path in (folder / "out").iterdir()) == names
     assert json.loads((folder / "out" / "summary.json").read_text()) == found
+    assert abs(datetime.fromisoformat(found["date"]) - datetime.now(timezone.utc)) < timedelta(hours=1)
     assert found["plan"]["lengths"] == [400, 512]
     assert found["plan"]["tasks"] == ["needles", "multi", "perplexity", "agreement", "time", "prompts"]
     card = (folder / "out" / "report.md").read_text()
@@ -108,7 +110,7 @@ def test_a_killed_run_continues_with_the_same_command(evaluated):
     assert outcome.returncode == 0, outcome.stderr
     first, second = (json.loads(each.stdout) for each in (whole, outcome))
     for found in (first, second):
-        del found["time"], found["command"], found["plan"]["out"]
+        del found["time"], found["date"], found["command"], found["plan"]["out"]
     assert json.dumps(first) == json.dumps(second)
 
 

@@ -99,13 +99,14 @@ def _run(flags: Flags) -> int:
     from calibrate.evaluation.variants import variants
     from calibrate.journal import write_failure
     from calibrate.models import load
+    from calibrate.versions import now
 
     loaded = load(plan.model, plan.device, random_weights=plan.random_weights, seed=plan.seed, resident=True)
     compared = variants(plan, loaded)
     with open_journal(plan, loaded) as journal:
         evaluate(plan, loaded, compared, asked, journal, progress="quiet" not in flags)
         found = summary(plan, loaded, compared, asked, journal)
-    found |= {"command": shlex.join(["s2o-eval", *sys.argv[1:]])}
+    found |= {"date": now(), "command": shlex.join(["s2o-eval", *sys.argv[1:]])}
     try:
         files = report.write_report(found, plan)
     except OSError as error:
