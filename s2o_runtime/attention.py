@@ -18,7 +18,7 @@ from s2o_runtime import ops
 from s2o_runtime.config import HEAD_DIMS, LayerConfig, numbered_config
 from s2o_runtime.dense import dense_attention, log_sum_exp
 from s2o_runtime.errors import InputError
-from s2o_runtime.gpu import MIN_CAPABILITY, candidate_tiles, capability, interpreted, padded_head_dim
+from s2o_runtime.gpu import MIN_CAPABILITY, candidate_tiles, capability, interpreted, launching_on, padded_head_dim
 from s2o_runtime.reference import Attended, s2o_attention_reference
 from s2o_runtime.shapes import CallShape, call_shape, check_heads, density, packed_shape, pairs
 
@@ -431,8 +431,7 @@ def _kernel(
     # such as the column of a mask: kernels take one entry after the other
     kv_start, cu_q, cu_k = (None if t is None else t.contiguous() for t in (kv_start, cu_q, cu_k))
     call = Call(config, shape, scale, head_tables(config, q.device), kv_start, cu_q, cu_k)
-    elsewhere = q.device.type == "cuda" and q.device.index != torch.cuda.current_device()
-    with torch.cuda.device(q.device) if elsewhere else nullcontext():
+    with launching_on(q.device):
         out, visited, lse = s2o_prefill(q, k, v, call, with_lse)
     return out if shape.head_dim == head_dim else out[..., :head_dim], visited, lse
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -70,6 +71,12 @@ def capability(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda" or torch.version.hip is not None:
         return (0, 0)
     return torch.cuda.get_device_capability(device)
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Launch on this GPU inside the block. Does nothing where that is so anyway, which is quicker, and on a CPU."""
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else nullcontext()
 
 
 def interpreted() -> bool:

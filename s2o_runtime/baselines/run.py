@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -24,7 +23,7 @@ from s2o_runtime.baselines.settings import (
     VerticalSlash,
 )
 from s2o_runtime.errors import ConfigError, InputError
-from s2o_runtime.gpu import MIN_CAPABILITY, capability, interpreted
+from s2o_runtime.gpu import MIN_CAPABILITY, capability, interpreted, launching_on
 from s2o_runtime.shapes import call_shape
 
 Backend = Literal["auto", "triton", "reference"]
@@ -127,19 +126,20 @@ def select(
     chosen = _checked_heads(heads, shape.query_heads)
     scale = _checked_scale(scale, shape.head_dim)
     settings.validate()
-    match settings:
-        case MeanPooling():
-            return mean_pooling.select(q, k, settings, scale=scale, heads=chosen)
-        case PBS():
-            return pbs.select(q, k, settings, scale=scale, heads=chosen)
-        case Sparge():
-            return sparge.select(q, k, settings, scale=scale, heads=chosen)
-        case AShape():
-            return minference.select_a_shape(q, k, settings, scale=scale, heads=chosen)
-        case VerticalSlash():
-            return minference.select_vertical_slash(q, k, settings, scale=scale, heads=chosen)
-        case Antidiagonal():
-            return xattention.select(q, k, settings, scale=scale, heads=chosen)
+    with launching_on(q.device):
+        match settings:
+            case MeanPooling():
+                return mean_pooling.select(q, k, settings, scale=scale, heads=chosen)
+            case PBS():
+                return pbs.select(q, k, settings, scale=scale, heads=chosen)
+            case Sparge():
+                return sparge.select(q, k, settings, scale=scale, heads=chosen)
+            case AShape():
+                return minference.select_a_shape(q, k, settings, scale=scale, heads=chosen)
+            case VerticalSlash():
+                return minference.select_vertical_slash(q, k, settings, scale=scale, heads=chosen)
+            case Antidiagonal():
+                return xattention.select(q, k, settings, scale=scale, heads=chosen)
     raise ConfigError(f"{settings!r:.60} is no baseline's settings: use one of s2o_runtime.baselines.BASELINES")
 
 
@@ -182,8 +182,7 @@ def attend(
         values = pbs.permuted(values, selection.key_order)
     fits = shape.head_dim == head_dim and out.stride(3) == 1
     target = out if fits else q.new_empty(*q.shape[:3], head_dim)
-    elsewhere = q.device.type == "cuda" and q.device.index != torch.cuda.current_device()
-    with torch.cuda.device(q.device) if elsewhere else nullcontext():
+    with launching_on(q.device):
         queries, keys, values = (laid_out(t, head_dim) for t in (q, keys, values))
         here = INTERPRETED if interpreted() else capability(q.device)
         block_sparse_attention(queries, keys, values, selection, scale, target, lse, here)

@@ -53,8 +53,7 @@ def head_weights(q: Tensor, k: Tensor, heads: Sequence[int], grid: Grid, stride:
 
         here = capability(q.device)
         if family(here) is not None:
-            with torch.cuda.device(q.device):
-                return antidiagonal_mass(q, k, heads, grid, stride, scale, here)
+            return antidiagonal_mass(q, k, heads, grid, stride, scale, here)
     group = q.shape[1] // k.shape[1]
     return torch.stack([block_weights(q[:, h], k[:, h // group], grid, stride, scale) for h in heads], 1)
 
