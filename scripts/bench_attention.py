@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from benching import (
+    ATTENTION,
     bench_parser,
     bisect,
     exact_rows,
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
     from s2o_runtime.kernels.rank import Ranked
     from s2o_runtime.kernels.tail import Tail
 
-FORMAT = "s2o-bench-attention/1"
 DIRECTIONS = 4  # what the random queries and keys of a KV head have in common
 SHARP = (6.0, 10.0)  # how strongly the first and the last query head look along them
 WANDER = 2048  # queries after which a head looks along another direction
@@ -118,7 +118,7 @@ def measure(args: argparse.Namespace, out: Path) -> None:
     ranking = {name: getattr(args, name) for name in ("segment", "representatives", "grain", "tail")}
     configs = [LayerConfig.uniform(args.heads[0], tile=tile, **ranking) for tile in tiles]
     record: dict[str, Any] = {
-        "format": FORMAT,
+        "format": ATTENTION,
         **machine(device),
         "settings": {name: value for name, value in vars(args).items() if name not in ("plot", "out", "tile")},
         "cold_l2": device.type == "cuda",
@@ -304,8 +304,8 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
         raise InputError(f"{path} cannot be read ({reason}): give files this script wrote") from None
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise InputError(f"{path} is not of format {FORMAT}: give files this script wrote")
+    if not isinstance(record, dict) or record.get("format") != ATTENTION:
+        raise InputError(f"{path} is not of format {ATTENTION}: give files this script wrote")
     return record
 
 

@@ -31,7 +31,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from benching import bench_parser, exact_rows, exit_code, machine, numbers, parsed
+from benching import (
+    BY_METHOD,
+    DENSE,
+    METHODS,
+    bench_parser,
+    exact_rows,
+    exit_code,
+    machine,
+    numbers,
+    parsed,
+    setting_of,
+)
 
 from calibrate.cli import Parser
 from calibrate.timing import samples
@@ -46,7 +57,6 @@ from s2o_runtime.gpu import default_tile, identify
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.shapes import call_shape
 
-FORMAT = "s2o-bench-methods/1"
 FLUSHES = 160  # some 5 ms of work ahead of a call: methods of many small operations are not charged for launching them
 KEEPS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 LADDERS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {  # forms of a setting, and what they are filled with
@@ -57,10 +67,8 @@ LADDERS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {  # forms of a 
     "a-shape": (("sink=128,local={}",), (512, 2048, 8192)),
     "vertical-slash": (("vertical={0},slash={0}",), (256, 1024, 4096)),
 }
-CALIBRATED = {"s2o": "S2O", "pbs": "PBS-Attn", "sparge": "SpargeAttn", "auto": "the cheapest for each head"}
 TAUS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 DEFAULT = ("dense", "flash", "s2o", *BASELINES)
-DENSE = "dense (cuDNN)"
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ def measure(args: argparse.Namespace) -> None:
     profiles = calibrated(args)
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     settings |= {"profile": [path.name for path in args.profile], "journal": args.journal and args.journal.name}
-    record: dict[str, Any] = {"format": FORMAT, **machine(device), "settings": settings, "results": []}
+    record: dict[str, Any] = {"format": METHODS, **machine(device), "settings": settings, "results": []}
     for length in args.lengths:
         found: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for inputs in layers(args, length, device):
@@ -284,15 +292,15 @@ def calibrated(args: argparse.Namespace) -> dict[tuple[str, str], Profile]:
     for path in args.profile:
         profile = load_profile(path)
         kind, value = (profile.record["budget"][name] for name in ("kind", "value"))
-        method = f"{CALIBRATED[profile.record['recipe'].get('method', 's2o')]}, calibrated"
-        found[method, f"{kind} {value:g}, proven"] = profile
+        method = BY_METHOD[profile.record["recipe"].get("method", "s2o")]
+        found[method, f"{setting_of(kind, value)}, proven"] = profile
         for budget, guard in product(sorted({value, *args.budgets}), (None, *args.worst_rows)):
             if (budget, guard) == (value, None):
                 continue
-            setting = f"{kind} {budget:g}" + ("" if guard is None else f", rows {guard:g}")
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "profile.safetensors"
-                found[method, setting] = rebudget(path, Budget(kind, budget), out, args.journal, guard).profile
+                made = rebudget(path, Budget(kind, budget), out, args.journal, guard).profile
+            found[method, setting_of(kind, budget, guard)] = made
     return found
 
 

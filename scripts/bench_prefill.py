@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from benching import bench_parser, bisect, exit_code, machine, numbers, parsed, spread
+from benching import PREFILL, bench_parser, bisect, exit_code, machine, numbers, parsed, spread
 
 from calibrate.cli import Parser
 from calibrate.evaluation.variants import Variant, ran, running, uniform_states
@@ -40,7 +40,6 @@ from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.dense import dense_attention
 from s2o_runtime.gpu import default_tile, identify
 
-FORMAT = "s2o-bench-prefill/1"
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
@@ -70,7 +69,7 @@ def measure(args: argparse.Namespace) -> None:
     """Measure every model and length, and write what there is so far."""
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     record: dict[str, Any] = {
-        "format": FORMAT,
+        "format": PREFILL,
         **machine(torch.device(args.device)),
         "settings": settings,
         "results": [],

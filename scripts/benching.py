@@ -23,7 +23,21 @@ from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ConfigError, S2OError
 from s2o_runtime.gpu import identify
 
+# formats of what the benches write and results.py reads, and their names of what is compared
+ATTENTION, METHODS, PREFILL = "s2o-bench-attention/1", "s2o-bench-methods/1", "s2o-bench-prefill/1"
+DENSE = "dense (cuDNN)"
+BY_METHOD = {  # of s2o-calibrate's --method
+    "s2o": "S2O, calibrated",
+    "pbs": "PBS-Attn, calibrated",
+    "sparge": "SpargeAttn, calibrated",
+    "auto": "the cheapest for each head, calibrated",
+}
 LOG2_TAU = (-30.0, 19.9)  # where tau is searched, up to MAX_TAU: the most peaked heads need the low end
+
+
+def setting_of(kind: str, budget: float, guard: float | None = None) -> str:
+    """What the methods' bench calls a calibrated setting; guard: on worst rows, where it is not the profile's own."""
+    return f"{kind} {budget:g}" + ("" if guard is None else f", rows {guard:g}")
 
 
 def bench_parser(name: str, doc: str | None) -> tuple[Parser, Callable[..., None]]:

@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from benching import BY_METHOD, setting_of
 from results_data import (
     ANY,
     ATTENTION,
@@ -362,16 +363,16 @@ def _answers(source: Source, compared: Sequence[Bench]) -> list[str]:
         times: dict[str, Time] = {}
         found_in: dict[str, list[tuple[float, int]]] = {}  # of a method's settings: time over dense, answers
         for row in (each for each in rows if each["length"] == length):
-            where = measured(row["variant"], length, same)
-            time = (
-                ("-", "-") if where is None else (ms(where[1]["seconds"]), three(where[1]["seconds"] / where[0].dense))
-            )
             found = [f"{row[name]} of {row['asked']}" for name in ("found", "dense_found")]
-            cells.append([str(length), f"`{row['variant']}`", *found, f"{row['density']:.3f}", *time])
+            cell = [str(length), f"`{row['variant']}`", *found, f"{row['density']:.3f}"]
+            where = measured(row["variant"], length, same)
             if where is None:
+                cells.append([*cell, "-", "-"])
                 continue
-            share = where[1]["seconds"] / where[0].dense
-            found_in.setdefault(where[1]["method"], []).append((share, row["found"]))
+            bench, timed = where
+            share = timed["seconds"] / bench.dense
+            cells.append([*cell, ms(timed["seconds"]), three(share)])
+            found_in.setdefault(timed["method"], []).append((share, row["found"]))
             if row["found"] >= row["dense_found"] - POINT * row["asked"]:
                 times[row["variant"]] = Time(share)
         if times:
@@ -422,14 +423,11 @@ def named(variant: str) -> tuple[str, str]:
     if variant == "dense":
         return DENSE, ""
     budget = r"(rel-mse|mse)-([\d.e+-]+?)(?:-rows-([\d.e+-]+))?"
-    profile = re.fullmatch(rf"(?:(?:.*/)?(s2o|pbs|sparge|auto)/)?{budget}", variant)
+    profile = re.fullmatch(rf"(?:(?:.*/)?({'|'.join(BY_METHOD)})/)?{budget}", variant)
     if profile:
-        kinds = {"s2o": "S2O", "pbs": "PBS-Attn", "sparge": "SpargeAttn", "auto": "the cheapest for each head"}
-        guard = f", rows {float(profile[4]):g}" if profile[4] else ""
-        return (
-            f"{kinds[profile[1] or 's2o']}, calibrated",
-            f"{profile[2].replace('-', '_')} {float(profile[3]):g}{guard}",
-        )
+        method, kind, value, guard = profile.groups()
+        setting = setting_of(kind.replace("-", "_"), float(value), float(guard) if guard else None)
+        return BY_METHOD[method or "s2o"], setting
     if variant.startswith("tau="):
         tau, _, rest = variant.partition(",")
         return ("S2O, one tau", tau) if rest == UNIFORM else ("", "")

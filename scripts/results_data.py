@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from benching import ATTENTION, BY_METHOD, DENSE, METHODS, PREFILL
+
 from s2o_runtime.errors import InputError
 
-METHODS, ATTENTION, PREFILL = "s2o-bench-methods/1", "s2o-bench-attention/1", "s2o-bench-prefill/1"
 BUDGETS, EVALUATION, OTHER = "study_budgets", "s2o-eval", "other"  # the first two name no format: their keys tell
-DENSE, CALIBRATED = "dense (cuDNN)", "S2O, calibrated"
-ANY = "the cheapest for each head, calibrated"  # which may be S2O in every head, so it is nobody's rival
+CALIBRATED = BY_METHOD["s2o"]
+ANY = BY_METHOD["auto"]  # which may be S2O in every head, so it is nobody's rival
 NEAR = 1e-3  # the rel_mse at which times are broken down
 TIE = 0.01  # times or errors that differ by less are equal
 LEAST = 1e-12  # errors below are as good as none, and have a logarithm

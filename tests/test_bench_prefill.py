@@ -15,7 +15,7 @@ def test_a_model_is_timed_dense_and_at_a_density(tmp_path, capsys):
     arguments = ["--models", "demo", "--lengths", "512", "--densities", "0.8", "--segment", "128", "--device", "cpu"]
     assert bench.main([*arguments, "--rounds", "1", "--steps", "3", "--out", str(out)]) == 0
     record = json.loads(out.read_text())
-    assert record["format"] == bench.FORMAT
+    assert record["format"] == bench.PREFILL
     (entry,) = record["results"]
     assert (entry["model"], entry["length"]) == ("demo", 512)
     dense, sparse = entry["rows"]
