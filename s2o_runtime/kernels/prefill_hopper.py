@@ -6,12 +6,11 @@ the prefix, and run ahead of the consumers: four warps for each row tile. The tw
 another, so one keeps the tensor cores busy while the other is at its softmax or its stop check; within a row
 tile the scores of the next tile are begun before the values of this one are added.
 
-A row tile that stops early only hands the ring's places back until the other stops too, marking each. The producers
-and both row tiles read the marks of a place one round of the ring later, so all see the same and end at the same tile.
-A stop costs at most the ring's prefetched tiles. Marks of even and of odd rounds lie apart: whoever writes one is at
-least a barrier behind whoever read what was there. From the producers that barrier is the arrival of a copy, which
-orders that copy alone; but they branch on the marks of a tile before they copy anything of the next, so they have read
-them.
+A row tile that stops leaves a mark beside the place of its last tile and is done. The producers read a place's marks
+when the place comes back to them, one round of the ring later, and from then on hand places back for that row tile;
+when both are done they end. So a stop costs at most the ring's prefetched tiles. A mark is written at most once, by the
+thread that then hands the place back; before, the producers have read it, for they fill a place with values only if its
+marks say so, and the row tile waits for these.
 
 Tiles are visited in this order: the diagonal, the whole tiles of the window, the prefix.
 """
@@ -32,10 +31,10 @@ from s2o_runtime.kernels.call import SKIP
 
 # renamed in Triton 3.8, the old name went in 3.9
 _load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-_together = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed in Triton 3.7
 
 NOT_HERE = gl.constexpr(SKIP)  # the rule of heads that another kernel computes
 PRODUCER_THREADS = gl.constexpr(128)
+CONSUMER_THREADS = gl.constexpr(128)  # of a row tile
 CONSUMER_REGISTERS = gl.constexpr(216)
 PRODUCER_REGISTERS = gl.constexpr(72)
 MAX_REGISTERS = 168  # 64 K registers over the 12 warps; the producers' share goes to the consumers
@@ -58,19 +57,17 @@ def _copy(pointers, ring, i, STAGES: gl.constexpr):
 
 @gluon.jit
 def _mark(marks, i, HALF: gl.constexpr, STAGES: gl.constexpr):
-    """Say beside the place of tile i that row tile HALF has stopped there or before; for all its warps."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    place = ((i // STAGES) & 1) * STAGES + i % STAGES
-    marks.index(2 * STAGES * HALF + place).store(gl.full([1], 1, gl.int32, one))
-    _together()  # one thread hands the place back for all
+    """Say beside the place of tile i, before it is handed back, that row tile HALF is done with its prefix."""
+    each: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    # a word for each thread, because only whole warps can store: the word of the thread that hands back is read
+    marks.index(STAGES * HALF + i % STAGES).store(gl.full([CONSUMER_THREADS], 1, gl.int16, each))
 
 
 @gluon.jit
-def _both_stopped(marks, i, STAGES: gl.constexpr):
-    """Whether both row tiles had stopped when they handed the place of tile i back for it, a round of the ring ago."""
+def _marked(marks, i, HALF: gl.constexpr, STAGES: gl.constexpr):
+    """Whether row tile HALF was done when it handed back the place that tile i is to have."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    place = (((i // STAGES) & 1) ^ 1) * STAGES + i % STAGES
-    return (gl.max(marks.index(place).load(one), 0) & gl.max(marks.index(2 * STAGES + place).load(one), 0)) != 0
+    return gl.max(marks.index(STAGES * HALF + i % STAGES).slice(0, 1).load(one), 0) != 0
 
 
 @gluon.jit
@@ -95,6 +92,8 @@ def _producer(
     LAYOUT: gl.constexpr = gl.BlockedLayout([GRAIN, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     rows = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     offs_d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
+    _, k_empty, _ = k_ring
+    _, v_empty, _ = v_ring
     i = 0
     while i < near:
         begin = gl.where(i < diagonal_tiles, diagonal + i * BN, first + (i - diagonal_tiles) * BN)
@@ -109,15 +108,24 @@ def _producer(
     running = total > near
     if running:
         index = gl.load(order + places)
+        first_done = gl.to_tensor(False)
+        second_done = gl.to_tensor(False)
         while running:
             following = gl.load(order + (gl.minimum(i + 1, total - 1) - near) * (BN // GRAIN) + places)
+            if first_done | second_done:  # hand the places back for the one that is
+                mbarrier.arrive(k_empty.index(i % STAGES), count=1)
+                mbarrier.arrive(v_empty.index(i % STAGES), count=1)
             _await_place(k_ring, i, STAGES)
             _copy(k_base + _rows(index, stride_kl, STEPS, LAYOUT, BN, GRAIN) + offs_d, k_ring, i, STAGES)
             _await_place(v_ring, i, STAGES)
-            running = (i + 1 < total) & (not _both_stopped(marks, i, STAGES))  # before the copy that lets others write
-            _copy(v_base + _rows(index, stride_vl, STEPS, LAYOUT, BN, GRAIN) + offs_d, v_ring, i, STAGES)
+            first_done |= _marked(marks, i, 0, STAGES)
+            second_done |= _marked(marks, i, 1, STAGES)
+            running = not (first_done & second_done)
+            if running:  # read, then copied: whoever waits for the copy may write these marks
+                _copy(v_base + _rows(index, stride_vl, STEPS, LAYOUT, BN, GRAIN) + offs_d, v_ring, i, STAGES)
             index = following
             i += 1
+            running = running & (i < total)
     async_copy.wait_group(0)
 
 
@@ -149,23 +157,6 @@ def _weights(scores, m, l, qk_scale):
     weights = gl.exp2(scores * qk_scale - m_new[:, None])
     decay = gl.exp2(m - m_new)
     return weights, m_new, l * decay + gl.sum(weights, 1), decay
-
-
-@gluon.jit
-def _drain(k_ring, v_ring, marks, i, total, HALF: gl.constexpr, STAGES: gl.constexpr):
-    """Hand back the places of tile i and those after it, marked, as long as the producers fill them."""
-    _, k_empty, k_ready = k_ring
-    _, v_empty, v_ready = v_ring
-    running = i < total
-    while running:
-        mbarrier.wait(k_ready.index(i % STAGES), (i // STAGES) & 1)
-        _together()  # all have seen this round before the next may begin
-        mbarrier.arrive(k_empty.index(i % STAGES), count=1)
-        mbarrier.wait(v_ready.index(i % STAGES), (i // STAGES) & 1)
-        running = (i + 1 < total) & (not _both_stopped(marks, i, STAGES))
-        _mark(marks, i, HALF, STAGES)
-        mbarrier.arrive(v_empty.index(i % STAGES), count=1)
-        i += 1
 
 
 @gluon.jit
@@ -281,7 +272,6 @@ def _consumer(
         _mark(marks, i, HALF, STAGES)
         mbarrier.arrive(v_empty.index(i % STAGES), count=1)
         i += 1
-    _drain(k_ring, v_ring, marks, i, total, HALF, STAGES)
 
     if TAIL > 0:  # noqa: SIM102
         # what is left, by the ranking's weights, scaled by what the last chunk brought
@@ -357,8 +347,6 @@ def _prefill_hopper(
     if rule % 4 == 1:  # share
         threshold = threshold * BN / gl.maximum(prefix, 1).to(gl.float32)
 
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
     q_buffer = gl.allocate_shared_memory(DTYPE, [2, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], DTYPE))
     k_buffer = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], TILE)
@@ -372,9 +360,11 @@ def _prefill_hopper(
         mbarrier.init(v_empty.index(s), count=2)
         mbarrier.init(k_ready.index(s), count=PRODUCER_THREADS)
         mbarrier.init(v_ready.index(s), count=PRODUCER_THREADS)
-    marks = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], PLAIN)  # by row tile, round of the ring, place
-    for s in gl.static_range(4 * STAGES):
-        marks.index(s).store(gl.full([1], 0, gl.int32, one))
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    marks = gl.allocate_shared_memory(gl.int16, [2 * STAGES, CONSUMER_THREADS], PLAIN)  # by row tile, place, thread
+    each: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    for s in gl.static_range(2 * STAGES):
+        marks.index(s).store(gl.full([CONSUMER_THREADS], 0, gl.int16, each))
     fence_async_shared()
     k_ring = (k_buffer, k_empty, k_ready)
     v_ring = (v_buffer, v_empty, v_ready)
