@@ -149,21 +149,26 @@ class Compiled:
 
 def pipelined(case: Case, built: Compiled) -> str | None:
     """The loops over keys copy k and v to shared memory in advance, 16 bytes at a time: two loops, or one over blocks
-    and one over columns. The loop over a product's depth copies q and k, every stage of it.
+    and one over columns. The loop over a product's depth copies q and k, every stage of it; means of queries q.
 
     Fewer copies mean that the pipeline, or the divisibility of the rows' strides, was lost.
     """
-    if case.tile is None:
+    if case.kernel == "representatives":
+        from s2o_runtime.kernels import rank
+
+        rows = rank.representative_rows(rank.parts_at_once(case.representatives), case.head_dim)
+        tile_bytes, copies, threads = 2 * rows * case.head_dim, 2, 32 * rank.REPRESENTATIVE_WARPS
+    elif case.tile is None:
         return None
-    tile_bytes = 2 * case.tile.block_n * case.head_dim
-    if case.kernel == "antidiagonal":
+    elif case.kernel == "antidiagonal":
         from s2o_runtime.kernels.antidiagonal import DEPTH
 
         tile_bytes = 2 * (case.tile.block_m + case.tile.block_n) * DEPTH
         copies, threads = case.tile.num_stages, 32 * case.tile.num_warps
     elif case.tile.specialized:  # two loops; the ring takes the place of a prologue
-        copies, threads = 2 * 2, PRODUCER_THREADS
+        tile_bytes, copies, threads = 2 * case.tile.block_n * case.head_dim, 2 * 2, PRODUCER_THREADS
     else:  # k and v, at least one tile ahead
+        tile_bytes = 2 * case.tile.block_n * case.head_dim
         loops = 2 if case.kernel != "block_sparse" or case.variant == "columns" else 1
         copies, threads = loops * 2 * 2, 32 * case.tile.num_warps
     expected = copies * (tile_bytes // COPY_BYTES // threads)
@@ -319,8 +324,8 @@ def compile_case(case: Case) -> Compiled:
         warps = rank.score_warps(case.representatives, case.head_dim)
         own, options = {
             "representatives": (
-                {"ROWS": rank.representative_rows(case.head_dim), "PARTS": parts},
-                {"num_warps": rank.representative_warps(parts)},
+                {"ROWS": rank.representative_rows(parts, case.head_dim), "PARTS": parts},
+                {"num_warps": rank.REPRESENTATIVE_WARPS},
             ),
             "log_sums": ({"BK": rank.LOG_SUM_KEYS}, {"num_warps": rank.LOG_SUM_WARPS}),
             "scores": (

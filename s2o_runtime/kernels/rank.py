@@ -23,6 +23,8 @@ from s2o_runtime.kernels.layout import LOG2E, sequence, window_start
 
 ORDER_WARPS = 8
 MAX_REGISTERS = 255  # as in prefill.py
+REPRESENTATIVE_WARPS = 4
+REPRESENTATIVE_STAGES = tl.constexpr(3)
 LOG_SUM_KEYS = 64
 LOG_SUM_WARPS = 4
 SCORE_STAGES = 2
@@ -82,7 +84,8 @@ def _representatives(
 ):  # fmt: skip
     """REP[b, h, n] = scaled mean of the queries of part n that do not stand before kv_start, 0 if there is none.
 
-    Only heads with R representatives are done, PARTS parts at once: one by a sum, several by a product with ones.
+    Only heads with R representatives are done, PARTS parts at once: one by a sum, several by a product with ones. What
+    takes time is reading the queries, so loads run ahead, and rows are summed across threads only at the end.
     """
     n = tl.program_id(0) * PARTS
     h = tl.program_id(1)
@@ -95,9 +98,9 @@ def _representatives(
     if (part > 0) & (n * part < q_len) & (tl.load(COUNT + h) == R):
         offs_d = tl.arange(0, D)
         parts = n + tl.arange(0, PARTS)
-        total = tl.zeros([PARTS, D], tl.float32)
+        total = tl.zeros([PARTS if PARTS > 1 else ROWS, D], tl.float32)
         base = Q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
-        for row in range(begin, end, ROWS):
+        for row in tl.range(begin, end, ROWS, num_stages=REPRESENTATIVE_STAGES):
             rows = row + tl.arange(0, ROWS)
             q = tl.load(
                 base + (q_first + rows)[:, None].to(tl.int64) * stride_ql + offs_d[None, :],
@@ -105,10 +108,12 @@ def _representatives(
                 other=0.0,
             )
             if PARTS == 1:
-                total += tl.sum(q.to(tl.float32), 0)[None, :]
+                total += q.to(tl.float32)
             else:
                 belongs = (rows // part)[None, :] == parts[:, None]
                 total = tl.dot(belongs.to(q.dtype), q, total, input_precision="ieee")
+        if PARTS == 1:
+            total = tl.sum(total, 0)[None, :]
         size = tl.minimum((parts + 1) * part, q_len) - tl.maximum(parts * part, start - offset)
         mean = total * (qk_scale / tl.maximum(size, 1).to(tl.float32))[:, None]
         out = REP + b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh + parts[:, None].to(tl.int64) * stride_rn
@@ -430,10 +435,10 @@ def representatives(q: Tensor, call: Call) -> Tensor:
             (call.scale * LOG2E, shape.q_len, shape.offset),
             (*q.stride()[:3], *out.stride()[:3]),
             {
-                "D": shape.head_dim, "R": count, "PARTS": parts, "ROWS": representative_rows(shape.head_dim),
+                "D": shape.head_dim, "R": count, "PARTS": parts, "ROWS": representative_rows(parts, shape.head_dim),
                 "HAS_START": call.padded, "PACKED": call.packed,
             },
-            num_warps=representative_warps(parts),
+            num_warps=REPRESENTATIVE_WARPS,
         )  # fmt: skip
     return out
 
@@ -443,9 +448,9 @@ def parts_at_once(count: int) -> int:
     return 1 if count < 8 else 16
 
 
-def representative_warps(parts: int) -> int:
-    """Warps of the kernel `_representatives` for so many parts."""
-    return 8 if parts == 1 else 4
+def representative_rows(parts: int, head_dim: int) -> int:
+    """Rows that the kernel `_representatives` loads at once for so many parts."""
+    return (64 if parts == 1 else 128) // (1 if head_dim <= 128 else 2)
 
 
 def log_sums(representative: Tensor, k: Tensor, call: Call) -> Tensor:
@@ -506,11 +511,6 @@ def score(representative: Tensor, log_sum: Tensor, k: Tensor, call: Call, rows: 
             maxnreg=score_registers(warps, shape.head_dim, *capability(k.device)),
         )  # fmt: skip
     return scores
-
-
-def representative_rows(head_dim: int) -> int:
-    """Rows that the kernel `_representatives` loads at once."""
-    return 128 if head_dim <= 128 else 64
 
 
 def segments_at_once(segments: int, count: int) -> int:
