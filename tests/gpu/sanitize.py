@@ -1,10 +1,13 @@
 """A small call of every kernel, for compute-sanitizer, which has no time for large ones.
 
 compute-sanitizer --tool memcheck python tests/gpu/sanitize.py [KERNEL ...]
+compute-sanitizer --tool racecheck --kernel-name kernel_substring=_prefill python tests/gpu/sanitize.py plain
 
-The same with racecheck, of compute-sanitizer 2026.1 or later: older ones report barriers of a part of a block wrongly
-(docs/results/sanitizer-h200.txt). What plain torch computes too is compared with it: what runs under the tool is what
-the tests run.
+racecheck takes minutes over torch's own products, so name the kernel that it is for: of "specialised" _prefill_hopper,
+of "plain" _prefill and those of ranking and tail (_representatives, _log_sums, _scores, _order, _pool, _tail), of the
+others _trace, _block_sparse, _pool, _antidiagonal and _mass. It should be of compute-sanitizer 2026.1 or later: older
+ones report barriers of a part of a block wrongly. What both found: docs/results/sanitizer-h200.txt. What plain torch
+computes too is compared with it: what runs under the tool is what the tests run.
 """
 
 from __future__ import annotations
