@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -29,6 +29,14 @@ from s2o_runtime.shapes import call_shape
 Backend = Literal["auto", "triton", "reference"]
 HEAD_DIM = 128  # the largest of the kernel
 INTERPRETED = (9, 0)  # whose tiles the interpreter runs
+CHOICES: dict[type[Baseline], Callable[..., Selection]] = {  # called with q, k, settings and scale and heads by name
+    MeanPooling: mean_pooling.select,
+    PBS: pbs.select,
+    Sparge: sparge.select,
+    AShape: minference.select_a_shape,
+    VerticalSlash: minference.select_vertical_slash,
+    Antidiagonal: xattention.select,
+}
 
 
 @dataclass(frozen=True)
@@ -126,21 +134,10 @@ def select(
     chosen = _checked_heads(heads, shape.query_heads)
     scale = _checked_scale(scale, shape.head_dim)
     settings.validate()
+    if type(settings) not in CHOICES:
+        raise ConfigError(f"{settings!r:.60} is no baseline's settings: use one of s2o_runtime.baselines.BASELINES")
     with launching_on(q.device):
-        match settings:
-            case MeanPooling():
-                return mean_pooling.select(q, k, settings, scale=scale, heads=chosen)
-            case PBS():
-                return pbs.select(q, k, settings, scale=scale, heads=chosen)
-            case Sparge():
-                return sparge.select(q, k, settings, scale=scale, heads=chosen)
-            case AShape():
-                return minference.select_a_shape(q, k, settings, scale=scale, heads=chosen)
-            case VerticalSlash():
-                return minference.select_vertical_slash(q, k, settings, scale=scale, heads=chosen)
-            case Antidiagonal():
-                return xattention.select(q, k, settings, scale=scale, heads=chosen)
-    raise ConfigError(f"{settings!r:.60} is no baseline's settings: use one of s2o_runtime.baselines.BASELINES")
+        return CHOICES[type(settings)](q, k, settings, scale=scale, heads=chosen)
 
 
 def attend(
