@@ -18,7 +18,6 @@ import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,7 +145,7 @@ def study(args: argparse.Namespace, out: Path) -> None:
     from calibrate.models import load, load_config, load_tokenizer
     from calibrate.prompts import load_prompts
     from calibrate.recipe import Budget, Recipe
-    from calibrate.versions import versions
+    from calibrate.versions import now, versions
 
     _check(args)
     args.variants = list(dict.fromkeys(args.variants))
@@ -170,7 +169,7 @@ def study(args: argparse.Namespace, out: Path) -> None:
     args.tile = tile or TileConfig()
     record: dict[str, Any] = {
         "format": FORMAT,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "device": asdict(device),
         "versions": versions(),
         "model": {"name": loaded.name, "fingerprint": loaded.fingerprint, **asdict(loaded.geometry)},
