@@ -165,12 +165,13 @@ def pipelined(case: Case, built: Compiled) -> str | None:
 
         tile_bytes = 2 * (case.tile.block_m + case.tile.block_n) * DEPTH
         copies, threads = case.tile.num_stages, 32 * case.tile.num_warps
-    elif case.tile.specialized:  # two loops; the ring takes the place of a prologue
-        tile_bytes, copies, threads = 2 * case.tile.block_n * case.head_dim, 2 * 2, PRODUCER_THREADS
-    else:  # k and v, at least one tile ahead
+    else:
         tile_bytes = 2 * case.tile.block_n * case.head_dim
-        loops = 2 if case.kernel != "block_sparse" or case.variant == "columns" else 1
-        copies, threads = loops * 2 * 2, 32 * case.tile.num_warps
+        if case.tile.specialized:  # two loops; the ring takes the place of a prologue
+            copies, threads = 2 * 2, PRODUCER_THREADS
+        else:  # k and v, at least one tile ahead
+            loops = 2 if case.kernel != "block_sparse" or case.variant == "columns" else 1
+            copies, threads = loops * 2 * 2, 32 * case.tile.num_warps
     expected = copies * (tile_bytes // COPY_BYTES // threads)
     return f"{built.cp_async} cp.async, expected {expected} or more" if built.cp_async < expected else None
 
