@@ -1,8 +1,11 @@
-# make demo, make test: everything they need is set up first.
+# make demo, make check, make test, make test-all: everything they need is set up first.
 #   PYTHON=python3   use an existing environment instead (nothing is installed)
+# make check: lint, types and the fast tests. make test: all tests but the exhaustive ones. make test-all: lint and all.
 # make aot: the kernels, compiled for all GPU generations with the oldest and the newest supported Triton.
 # make transformers: its tests with the oldest and the newest supported transformers.
-# make architectures: README's table, from the tests that pass. make wheel: the wheel, in an empty environment.
+# make architectures: README's table, from the tests that pass. make profile-format: the tables of
+# docs/profile-format.md, from the record's fields. make wheel: the wheel, in an empty environment.
+# make bare: the runtime where only torch, triton and safetensors are installed, and then with transformers.
 
 VENV := .venv
 TRITONS := 3.6.0 3.9.0
@@ -25,18 +28,25 @@ else
   CACHES := $(QUANTISED)/.installed
 endif
 DEMO_PROFILE := build/demo.safetensors
+BARE_PROFILE := ../../profiles/demo/cpu/mse-0.0001.safetensors
 
-.PHONY: demo test aot $(AOT) transformers $(OTHERS) architectures wheel lint clean
+.PHONY: demo check test test-all aot $(AOT) transformers $(OTHERS) architectures profile-format wheel bare lint clean
 
 demo: $(READY)
-	$(RUN) -m calibrate.cli --model demo --budget-mse 1e-4 $(DEMO_LENGTHS) --out $(DEMO_PROFILE)
-	$(RUN) scripts/run_patched.py $(DEMO_PROFILE)
+	$(RUN) -m calibrate.commands.calibrate --model demo --budget-mse 1e-4 $(DEMO_LENGTHS) --out $(DEMO_PROFILE)
+	$(RUN) examples/patch_and_generate.py $(DEMO_PROFILE)
 
-# one thread in every worker: threads of several processes that wait for one another on few cores stand still
-test: $(READY)
+check: MARKS := not slow and not exhaustive
+test: MARKS := not exhaustive
+test-all: MARKS :=
+check test-all: lint
+
+# one thread in every worker: threads of several processes that wait for one another on few cores stand still;
+# one file to one worker: what a file's tests share, often a whole calibration, is made once
+check test test-all: $(READY)
 	if $(RUN) -c "import xdist" 2> /dev/null; \
-	then OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile; \
-	else $(RUN) -m pytest; fi
+	then OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile -m "$(MARKS)"; \
+	else $(RUN) -m pytest -m "$(MARKS)"; fi
 
 aot: $(AOT)
 
@@ -55,7 +65,10 @@ $(TRANSFORMERS:%=transformers-%): transformers-%: build/transformers-%/.installe
 		-n auto --maxprocesses 4 --dist load tests/test_hf.py tests/test_architectures.py
 
 architectures: $(READY) $(CACHES)
-	PYTHONPATH=.:$(QUANTISED) OMP_NUM_THREADS=1 $(lastword $(RUN)) scripts/architectures.py
+	PYTHONPATH=.:$(QUANTISED) OMP_NUM_THREADS=1 $(lastword $(RUN)) -m scripts.docs.architectures
+
+profile-format: $(READY)
+	$(RUN) scripts/docs/profile_format.py
 
 # an environment with nothing in it but what the wheel asks for
 wheel: $(READY)
@@ -65,6 +78,18 @@ wheel: $(READY)
 	build/wheel/venv/bin/python -m pip install --quiet -c constraints.txt "$$(ls build/wheel/dist/*.whl)[calibrate]"
 	cd build/wheel && venv/bin/s2o-profile show ../../profiles/demo/cpu/mse-0.0001.safetensors \
 		&& venv/bin/python ../../tests/smoke.py venv ../../profiles/demo/cpu/mse-0.0001.safetensors
+
+# torch first and exactly pinned, so that no newer one is pulled in; transformers comes after the first step
+bare:
+	rm -rf build/bare build/lib
+	python3 -m venv build/bare/venv
+	build/bare/venv/bin/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
+	build/bare/venv/bin/python -m pip install --quiet -c constraints.txt triton safetensors
+	build/bare/venv/bin/python -m pip install --quiet --no-deps .
+	cd build/bare && env -u PYTHONPATH venv/bin/python ../../tests/bare.py op $(BARE_PROFILE)
+	build/bare/venv/bin/python -m pip install --quiet -c constraints.txt transformers
+	cd build/bare && env -u PYTHONPATH HF_HUB_OFFLINE=1 venv/bin/python ../../tests/bare.py patch $(BARE_PROFILE) \
+		../../calibrate/demo/model
 
 lint: $(READY)
 	$(RUN) -m ruff check .

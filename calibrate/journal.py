@@ -1,100 +1,99 @@
-"""The journal of one calibration: every measurement is written down as it is made, one JSON line each.
+"""The journal of one calibration: an SQLite file that keeps every measurement from the moment it is made.
 
-A calibration is deterministic given its measurements, so resuming it is running the same command again: each
-measurement that is already in the journal is taken from there. Keys do not name the budget, so another budget
-finds the same measurements. A kill at any moment loses at most the line being written.
+A calibration is deterministic given its measurements, so a run is resumed by running the same command again: what the
+journal holds is not measured again. Keys do not name the error budget, so another budget uses the same measurements.
 
-The first line is a header that says whose measurements these are; every other line is an entry:
-    {"s2o_journal": 1, "identity": {...}}
-    {"kind": "curve", "key": {"layer": 0, ...}, "value": ...}
+Each measurement is one transaction: a kill at any moment loses at most the one being written. The file has SQLite's
+rollback journal and not its write-ahead log, because the latter needs memory that all processes share, which network
+disks do not give. A writer holds SQLite's lock on an empty database beside it (FILE.lock, which stays) for as long as
+it lives and has the journal open. The journal itself is locked during a commit only: others can read it meanwhile.
 """
 
 from __future__ import annotations
 
-import base64
 import errno
-import fcntl
 import json
-import math
-import os
-import stat
-import zlib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
-from s2o_runtime.errors import InputError
+from s2o_runtime.errors import InputError, ResourceError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-SCHEMA = 1
-HEADER_START = b'{"s2o_journal": '
-SHOWN = 40  # characters of an identity's value in a message
+SCHEMA = 2
+FIRST_SCHEMA = b'{"s2o_journal"'  # how files of schema 1 begin: they are lines of JSON
+APPLICATION_ID = 0x53324F4A  # "S2OJ", where SQLite's header has room for it
+TABLES = (
+    f"PRAGMA application_id = {APPLICATION_ID}",
+    f"PRAGMA user_version = {SCHEMA}",
+    "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    "CREATE TABLE entries (kind TEXT, key TEXT, value TEXT NOT NULL, tensors BLOB, PRIMARY KEY (kind, key))",
+)
+# a value that is put again keeps its row, so entries stay in the order in which they were first put
+PUT = """INSERT INTO entries VALUES (?, ?, ?, ?)
+    ON CONFLICT DO UPDATE SET value = excluded.value, tensors = excluded.tensors"""
+PATIENCE = 60  # seconds to wait for another process's commit or read
+TENSOR = "$tensor"  # {"$tensor": name} stands in a value's JSON where the value has a tensor
+SHOWN = 40  # characters of an identity's value in an error message
 
 T = TypeVar("T")
-_Name = tuple[str, str]  # an entry's kind and its key as canonical JSON
-_Place = tuple[int, int]  # an entry's line: offset and size in bytes
 
 
 class Journal:
-    """Measurements by kind and key, append-only. Only their places are kept in memory.
+    """Measurements by kind and key. A key is a JSON object; a value is JSON that may hold tensors anywhere.
 
-    path: the file; identity: whose measurements these are, as the header says it.
+    Attributes:
+        path: the file.
+        identity: whose measurements these are (model, device, versions), as the file says it.
     """
 
-    def __init__(self, path: Path, descriptor: int, *, writable: bool) -> None:
+    def __init__(self, path: Path, identity: Mapping[str, Any] | None, option: str = "--journal") -> None:
+        """Use `open` or `read`. identity: of the measurements that will be put; None to read only."""
         self.path = path
+        self._option = option  # the command's option that names another file, for error messages
+        self._start_over = f"give another {option}, or delete it to start over"
         self.identity: dict[str, Any] = {}
-        self._descriptor = descriptor
-        self._writable = writable
-        self._places: dict[_Name, _Place] = {}
-        self._end = 0  # of the last whole line
-        self._found_end = 0  # where the entries of earlier runs end
-        self._reused: set[_Name] = set()
+        self._writable = identity is not None
+        self._put: set[tuple[str, str]] = set()  # kind and key of what this run has put
+        self._reused: set[tuple[str, str]] = set()
+        if path.exists() and not path.is_file():
+            raise InputError(f"journal {path} is not a file: give another {option}")
+        self._connections = ExitStack()
+        with self._one_sentence(), self._connections:  # closed again if anything fails
+            if self._writable:
+                lock = self._connect(path.with_name(f"{path.name}.lock"), "rwc", timeout=0)
+                lock.execute("PRAGMA journal_mode = MEMORY")  # so that a kill leaves no third file
+                lock.execute("BEGIN EXCLUSIVE")
+            # readers too open the file for writing: they undo what a killed writer left half done
+            self._database = self._connect(path, "rwc" if self._writable else "rw", timeout=PATIENCE)
+            self._check(identity)
+            self._connections = self._connections.pop_all()
 
     @classmethod
-    def open(cls, path: Path, identity: Mapping[str, Any]) -> Journal:
-        """Create or continue the journal of `identity` (nested mappings of JSON values).
+    def open(cls, path: Path, identity: Mapping[str, Any], *, option: str = "--journal") -> Journal:
+        """Create or continue the journal of `identity` (nested mappings of JSON values); its folder is made if missing.
 
-        A torn last line is cut off. Raises InputError if the file belongs to another identity or another run has
-        it open, is not a journal, is damaged before its end, or cannot be written.
+        option: the option of the command that names another file; error messages name it.
+
+        Raises:
+            InputError: the file belongs to another identity, is not a journal of this schema, or is damaged.
+            ResourceError: another run has it open, or it cannot be written.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
             raise write_failure(path, error) from error
-        journal = cls(path, descriptor, writable=True)
-        try:
-            journal._lock()
-            journal._scan()
-            journal._begin(json.loads(json.dumps(identity, allow_nan=False)))
-        except BaseException:
-            journal.close()
-            raise
-        return journal
+        return cls(path, json.loads(json.dumps(identity, allow_nan=False)), option)
 
     @classmethod
     def read(cls, path: Path) -> Journal:
-        """What a journal holds now, without a lock, even while another process writes it.
+        """Open a journal to read it, even while another process writes it.
 
-        Raises InputError if the file cannot be read, is not a journal, or is damaged before its end.
+        Raises:
+            InputError: the file cannot be read, is empty, is not a journal of this schema, or is damaged.
         """
-        try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise InputError(f"journal {path} cannot be read ({error.strerror}): check the path") from error
-        journal = cls(path, descriptor, writable=False)
-        try:
-            journal._scan()
-            if not journal._end:
-                raise InputError(f"journal {path} is empty: calibrate first")
-        except BaseException:
-            journal.close()
-            raise
-        return journal
+        return cls(path, None)
 
     def __enter__(self) -> Journal:
         return self
@@ -103,8 +102,8 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Close the file and release its lock."""
-        os.close(self._descriptor)
+        """Close the file and let other writers in."""
+        self._connections.close()
 
     @property
     def reused(self) -> int:
@@ -112,222 +111,158 @@ class Journal:
         return len(self._reused)
 
     def get(self, kind: str, key: Mapping[str, Any]) -> Any | None:
-        """The value last put under this kind and key, as JSON gives it back, or None."""
-        name = (kind, _canonical(key))
-        place = self._places.get(name)
-        if place is None:
-            return None
-        if place[0] < self._found_end:
+        """The value last put under this kind and key, as JSON gives it back (tuples become lists); None without one."""
+        name = kind, _canonical(key)
+        rows = self._rows("SELECT value, tensors FROM entries WHERE kind = ? AND key = ?", name)
+        if rows and name not in self._put:
             self._reused.add(name)
-        return self._entry(place)["value"]
+        return self._decoded(*rows[0]) if rows else None
 
     def put(self, kind: str, key: Mapping[str, Any], value: Any) -> None:
         """Write a measurement down; once this returns, it is on the disk.
 
-        Raises ValueError for None and for numbers that are not finite, InputError if the file cannot be written.
+        Raises:
+            ValueError: the value is None, which means not measured, or holds a number that is not finite.
+            ResourceError: the file cannot be written; nothing of the measurement is in it then.
         """
         if not self._writable:
             raise ValueError(f"journal {self.path} was opened to be read only")
         if value is None:
             raise ValueError(f"the value of {kind} is None, which means not measured")
-        name = (kind, _canonical(key))
-        self._places[name] = self._append(_line({"kind": kind, "key": key, "value": value}))
+        name = kind, _canonical(key)
+        self._rows(PUT, (*name, *_encoded(value)))
+        self._put.add(name)
 
     def remember(self, kind: str, key: Mapping[str, Any], measure: Callable[[], T]) -> T:
-        """The value under this kind and key; where there is none, it is measured and put.
-
-        Either way it is what JSON gives back (tuples become lists), so that a resumed run sees what the first saw.
-        """
-        if (kind, _canonical(key)) not in self._places:
+        """The value that `get` gives; where there is none, it is measured and put before."""
+        value = self.get(kind, key)
+        if value is None:
             self.put(kind, key, measure())
-        value: T = self.get(kind, key)  # type: ignore[assignment]  # there is one now
-        return value
+            value = self.get(kind, key)
+        return value  # type: ignore[return-value]  # there is one now
 
     def entries(self, kind: str) -> list[tuple[dict[str, Any], Any]]:
         """All keys and values of a kind, in the order in which they were first put."""
-        found = (self._entry(place) for (each, _), place in self._places.items() if each == kind)
-        return [(entry["key"], entry["value"]) for entry in found]
+        rows = self._rows("SELECT key, value, tensors FROM entries WHERE kind = ? ORDER BY rowid", (kind,))
+        return [(json.loads(key), self._decoded(value, tensors)) for key, value, tensors in rows]
 
-    def _lock(self) -> None:
-        """Lock the file for as long as this process lives and has it open."""
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            owner = _lock_owner(self._descriptor)
-            who = "another run" if owner is None else f"another run (process {owner})"
-            raise InputError(
-                f"journal {self.path} is being written by {who}: wait for it, or give another --journal"
-            ) from error
-        except OSError as error:
-            raise write_failure(self.path, error) from error
+    def _connect(self, path: Path, mode: str, timeout: float) -> sqlite3.Connection:
+        uri = f"{path.absolute().as_uri()}?mode={mode}"
+        database = sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None)  # each statement is committed
+        return self._connections.enter_context(closing(database))
 
-    def _scan(self) -> None:
-        """Find the header and all entries up to a torn last line."""
-        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
-            raise InputError(f"journal {self.path} is not a file: give another --journal")
-        with open(self._descriptor, "rb", closefd=False) as file:
-            if self._scan_header(file):
-                self._scan_entries(file)
-        self._found_end = self._end
-
-    def _scan_header(self, file: BinaryIO) -> bool:
-        """Read the header; False if there is none yet, or only a part of one."""
-        line = file.readline()
-        begins_well = line[: len(HEADER_START)] == HEADER_START[: len(line)]
-        if begins_well and not line.endswith(b"\n"):
-            return False
-        try:
-            header = json.loads(line) if begins_well else {}
-            schema, identity = header["s2o_journal"], header["identity"]
-        except (ValueError, KeyError, RecursionError):
-            raise InputError(f"{self.path} is not a journal of S2O: give another --journal") from None
-        if schema != SCHEMA or not isinstance(identity, dict):
-            raise InputError(
-                f"journal {self.path} has schema {schema}, this version writes schema {SCHEMA}: "
-                "give another --journal, or delete it to start over"
+    def _check(self, identity: Mapping[str, Any] | None) -> None:
+        """Read the file's identity, or create its tables; refuse what is not the journal that is meant."""
+        self._database.execute("PRAGMA synchronous = EXTRA")  # a commit waits for the disk, and for the folder too
+        with self._database:  # one transaction
+            self._database.execute("BEGIN")
+            application, schema, tables = (
+                self._rows(query)[0][0]
+                for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
             )
-        self.identity = identity
-        self._end = len(line)
-        return True
-
-    def _scan_entries(self, file: BinaryIO) -> None:
-        """Note where every entry lies. What is not ended, or not readable and the last, was torn: it is left out."""
-        number = 1
-        while (line := file.readline()).endswith(b"\n"):
-            number += 1
-            try:
-                name = _name_of(line)
-            except (ValueError, RecursionError) as error:
-                if not file.readline():
-                    return
-                raise InputError(
-                    f"{self.path}:{number} is damaged ({error}): delete that line to measure it again"
-                ) from error
-            self._places[name] = (self._end, len(line))
-            self._end += len(line)
-
-    def _begin(self, identity: dict[str, Any]) -> None:
-        """Compare the header, cut off a torn line, and write the header if there is none yet."""
-        change = _first_change(self.identity, identity)
-        if self._end and change:
+            if not (application or tables):
+                if identity is None:
+                    raise InputError(f"journal {self.path} is empty: calibrate first")
+                for statement in TABLES:
+                    self._database.execute(statement)
+                self._database.execute("INSERT INTO meta VALUES ('identity', ?)", (json.dumps(identity),))
+            elif (application, schema) != (APPLICATION_ID, SCHEMA):
+                ours = application == APPLICATION_ID
+                raise self._foreign(f"schema {schema}" if ours else "another program's database")
+            (problem,) = self._rows("PRAGMA quick_check(1)")[0]
+            if problem != "ok":
+                raise sqlite3.DatabaseError(" ".join(problem.split()))
+            self.identity = json.loads(self._rows("SELECT value FROM meta WHERE name = 'identity'")[0][0])
+        if identity is not None and (change := _first_change(self.identity, identity)):
             name, old, new = change
             raise InputError(
                 f"journal {self.path} was made with {name} {_shown(old)}, this run has {_shown(new)}: "
-                "give another --journal, or delete it to start over"
+                f"{self._start_over}"
             )
+
+    def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
+        with self._one_sentence():
+            return self._database.execute(query, values).fetchall()
+
+    def _decoded(self, text: str, tensors: bytes | None) -> Any:
+        """The value of an entry's two columns."""
         try:
-            os.ftruncate(self._descriptor, self._end)
-        except OSError as error:
-            raise write_failure(self.path, error) from error
-        if not self._end:
-            self.identity = identity
-            self._append(_line({"s2o_journal": SCHEMA, "identity": identity}))
+            if tensors is None:
+                return json.loads(text)
+            from safetensors.torch import load  # here, so that a journal of plain numbers is read without torch
 
-    def _append(self, line: bytes) -> _Place:
-        """Write a line and wait until it is on the disk; what a failure left of it is cut off."""
-        begin = self._end
+            named = load(tensors)
+            return json.loads(text, object_hook=lambda item: named[item[TENSOR]] if TENSOR in item else item)
+        except Exception as error:
+            raise InputError(f"journal {self.path} is damaged ({error}): {self._start_over}") from error
+
+    @contextmanager
+    def _one_sentence(self) -> Iterator[None]:
+        """Turn what SQLite raises into this package's errors."""
         try:
-            rest = memoryview(line)
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-            os.fsync(self._descriptor)
-        except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(self._descriptor, begin)
-            raise write_failure(self.path, error) from error
-        self._end += len(line)
-        return begin, len(line)
+            yield
+        except sqlite3.OperationalError as error:
+            if not self._writable:
+                raise InputError(f"journal {self.path} cannot be read ({error}): check the path") from error
+            if "locked" in str(error):
+                raise ResourceError(
+                    f"journal {self.path} is being written by another run: wait for it, or give another {self._option}"
+                ) from error
+            code = errno.ENOSPC if "full" in str(error) else errno.EIO
+            raise write_failure(self.path, OSError(code, str(error))) from error
+        except sqlite3.DatabaseError as error:
+            if "not a database" not in str(error):
+                raise InputError(f"journal {self.path} is damaged ({error}): {self._start_over}") from error
+            with self.path.open("rb") as file:
+                first_schema = file.read(len(FIRST_SCHEMA)) == FIRST_SCHEMA
+            raise self._foreign("schema 1 of an older version" if first_schema else "no database") from error
 
-    def _entry(self, place: _Place) -> dict[str, Any]:
-        offset, size = place
-        entry: dict[str, Any] = json.loads(os.pread(self._descriptor, size, offset))
-        return entry
+    def _foreign(self, found: str) -> InputError:
+        return InputError(
+            f"{self.path} is not a journal of S2O with schema {SCHEMA} (found {found}): give another {self._option}"
+        )
 
 
-def write_failure(path: Path | str, error: OSError) -> InputError:
+def write_failure(path: Path | str, error: OSError) -> ResourceError:
     """The one sentence for a file of this run that could not be written."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return InputError(
+    return ResourceError(
         f"{path} cannot be written ({error.strerror}): {'free some space' if full else 'make it writable'} "
         "and run the same command again; what was measured so far is kept"
     )
-
-
-def pack(tensor: Tensor) -> dict[str, Any]:
-    """A tensor of any shape and dtype as a JSON value, exact to the bit: its bytes, compressed, in base64.
-
-    The bytes are in this machine's order, which is little-endian on everything torch is built for.
-    """
-    import torch  # here, so that a journal of plain numbers is read without it
-
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": list(tensor.shape),
-        "data": base64.b64encode(zlib.compress(data)).decode("ascii"),
-    }
-
-
-def unpack(value: Any) -> Tensor:
-    """The tensor that was packed, on the CPU. Raises InputError if the value is not one or its sizes do not fit."""
-    import torch
-
-    try:
-        dtype, shape = getattr(torch, value["dtype"]), value["shape"]
-        if not isinstance(dtype, torch.dtype) or not all(type(size) is int and size >= 0 for size in shape):
-            raise ValueError(f"dtype {value['dtype']!r} with shape {shape!r}")
-        expected = math.prod(shape) * dtype.itemsize
-        inflate = zlib.decompressobj()
-        data = inflate.decompress(base64.b64decode(value["data"], validate=True), expected + 1)
-        if len(data) != expected or not inflate.eof:
-            raise ValueError(f"not the {expected} bytes of {value['dtype']} {shape}")
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, zlib.error) as error:
-        raise InputError(
-            f"a tensor in the journal is damaged ({error}): delete its line to measure it again"
-        ) from error
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
 def _canonical(key: Mapping[str, Any]) -> str:
     return json.dumps(key, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _line(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, allow_nan=False).encode() + b"\n"
+def _encoded(value: Any) -> tuple[str, bytes | None]:
+    """A value as JSON, and its tensors as one safetensors document, None if there are none."""
+    tensors: dict[str, Any] = {}
 
+    def set_aside(tensor: Any) -> dict[str, str]:
+        if not hasattr(tensor, "contiguous"):
+            raise TypeError(f"a {type(tensor).__name__} is neither JSON nor a tensor")
+        tensors[name := str(len(tensors))] = tensor.detach().cpu().contiguous()
+        return {TENSOR: name}
 
-def _name_of(line: bytes) -> _Name:
-    """The kind and key of an entry's line. Raises ValueError if it is not an entry."""
-    entry = json.loads(line)
-    if not isinstance(entry, dict) or set(entry) != {"kind", "key", "value"}:
-        raise ValueError("expected an object with kind, key and value")
-    return str(entry["kind"]), _canonical(entry["key"])
+    text = json.dumps(value, allow_nan=False, default=set_aside)
+    if not tensors:
+        return text, None
+    from safetensors.torch import save
+
+    return text, save(tensors)
 
 
 def _first_change(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """(dotted name, old, new) of the first field that differs, None for one that is not there."""
+    """(dotted name, old, new) of the first field that differs; None stands for a field that is not there."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return None if old == new else (name, old, new)
-    names: Iterable[str] = dict.fromkeys([*new, *old])
-    changes = (_first_change(old.get(each), new.get(each), f"{name}.{each}" if name else each) for each in names)
+    fields = dict.fromkeys([*new, *old])
+    changes = (_first_change(old.get(field), new.get(field), f"{name}.{field}".strip(".")) for field in fields)
     return next((change for change in changes if change), None)
 
 
 def _shown(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}.."
-
-
-def _lock_owner(descriptor: int) -> int | None:
-    """The process that holds the lock, where the system says so (Linux, the same container)."""
-    status = os.fstat(descriptor)
-    file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    with suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            fields = line.split()
-            if "FLOCK" in fields and file in fields:
-                owner = int(fields[fields.index(file) - 1])
-                return owner if owner > 0 else None
-    return None

@@ -1,40 +1,45 @@
-"""What to calibrate, as one validated dataclass; its options under the names of the flags, as YAML in and out."""
+"""What to calibrate, as one validated dataclass whose fields state every option of s2o-calibrate."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from calibrate.options import Option, either, option, options_of, read_all, resolved, text
 from s2o_runtime.config import GRAINS, MAX_SEGMENT, MIN_SEGMENT, REPRESENTATIVES, SEGMENT_STEP
 from s2o_runtime.errors import ConfigError
+from s2o_runtime.fields import DURATION, SHARE, Rule
 from s2o_runtime.lengths import far_apart
+from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES
 
 SEGMENTS = (256, 512, 1024, 2048)
+DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}  # tokens, by the kind of the device
 CHECK_STEP = 256  # tokens; a default check length is a multiple of it
-KINDS = ("mse", "rel_mse")
+KINDS = BUDGET_KINDS
 METHODS = ("s2o", "pbs", "sparge", "auto")
-SCOPES = ("layer", "model")
+SCOPES = BUDGET_SCOPES
 MAX_YAML_BYTES = 1 << 16
-SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
-
-T = TypeVar("T")
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel = 2
+GROUPS = INPUT, PROOF, SPACE, OUTPUT = (
+    "what to calibrate",
+    "what error is allowed, and how it is proven",
+    "what to choose from, and for how long",
+    "output",
+)
 
 
 @dataclass(frozen=True)
 class Budget:
     """How much error a layer's attention may have.
 
-    kind: "mse" is the mean squared difference from dense attention over the operator's whole output;
-    "rel_mse" the same divided by the dense output's mean square, which carries over between models.
+    Args:
+        kind: "mse" is the mean squared difference from dense attention over the operator's whole output; "rel_mse" is
+            the same divided by the dense output's mean square, which carries over between models.
+        value: above 0, in the kind's unit.
     """
 
     kind: str
@@ -51,10 +56,10 @@ class Budget:
         return cls(kinds[0], options[f"budget_{kinds[0]}"]).validate()
 
     def validate(self) -> Budget:
+        """Returns itself. Raises ConfigError for an unknown kind or a value that is not above 0."""
         if self.kind not in KINDS:
-            raise ConfigError(f"budget kind {self.kind!r} is not known: use {' or '.join(KINDS)}")
-        if not math.isfinite(self.value) or self.value <= 0:
-            raise ConfigError(f"budget {self.value} is not a positive number: try 1e-4")
+            raise ConfigError(f"budget kind is {self.kind!r}: expected {' or '.join(KINDS)}")
+        OPTIONS[f"budget_{self.kind}"].check(self.value)
         return self
 
     def error(self, mse: float, dense_power: float) -> float:
@@ -68,72 +73,212 @@ class Budget:
 DEFAULT_BUDGET = Budget("rel_mse", 1e-3)
 
 
+def _budget_line(recipe: Recipe) -> str:
+    return f"{recipe.budget.kind} {recipe.budget.value:g}"
+
+
+def _segments_line(recipe: Recipe) -> str:
+    return "; ".join(f"{text(recipe.segments_for(length), ', ')} at {length}" for length in recipe.lengths)
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """One calibration run.
+    """One calibration run: every field is an option of s2o-calibrate, which its `Option` describes.
 
-    model: alias, local folder or hub id.
-    lengths: prompt lengths in tokens, ascending.
-    num_prompts, held_out: prompts of each length to calibrate on and to prove on.
-    trials: Optuna trials for each layer and length.
-    margin: the share of the budget that calibration may spend; the rest is left for prompts it has not seen.
-    representatives, grains, segments, tails: what a head's representatives, a layer's grain, its segment and a
-        head's tail are chosen from.
-    scope: the budget holds for every "layer", or for the "model" as the mean over its layers.
-    check_lengths: lengths that are not calibrated but proven on held-out prompts too; None is the rule of
-        `checked_lengths`, () none.
-    time_limit: seconds for the whole search; None has no limit.
-    worst_rows: the largest allowed error of a row relative to its norm, at the 0.99 quantile over row tiles; 0 and
-        None do not look at rows.
-    random_weights: take the model's architecture with random weights.
-    needles: the share of the codes found by the dense model that the patched one must find too.
-    allow_regression: write a profile even if its proof fails; the profile says so.
-    journal: the file that keeps the measurements; None is the rule of `journal_path`.
-    method: what computes the heads that are not dense: "s2o", "pbs", "sparge", or for each what is cheapest ("auto").
+    The field `budget` is one of the options budget_mse and budget_rel_mse, `scope` is the option budget_scope and
+    `needles` the option keep_needles. docs/options.md lists all of them.
     """
 
-    model: str
-    budget: Budget
-    lengths: tuple[int, ...]
-    out: Path
-    prompts: Path | None = None
-    num_prompts: int = 4
-    held_out: int = 2
-    seed: int = 0
-    trials: int = 16
-    margin: float = 0.8
-    device: str = "cpu"
-    representatives: tuple[int, ...] = (1, 32)
-    grains: tuple[int, ...] = (4,)
-    segments: tuple[int, ...] = SEGMENTS
-    tails: tuple[bool, ...] = (False, True)
-    scope: str = "layer"
-    check_lengths: tuple[int, ...] | None = None
-    time_limit: float | None = None
-    worst_rows: float | None = 0.5
-    needles: float = 0.95
-    random_weights: bool = False
-    allow_regression: bool = False
-    journal: Path | None = None
-    method: str = "s2o"
+    model: str = option(
+        Rule(str), "an alias such as demo or qwen2.5-7b, a local folder, or a hub id", INPUT, example="demo"
+    )
+    budget: Budget = either(
+        Option(
+            Rule(float, low=0, above=True),
+            "mean squared error of its attention that a layer may have",
+            PROOF,
+            name="budget_mse",
+            example="1e-4",
+            label="budget",
+            plan_text=_budget_line,
+        ),
+        Option(
+            Rule(float, low=0, above=True),
+            "the same relative to the mean square of the dense output",
+            PROOF,
+            name="budget_rel_mse",
+            default_text=f"{DEFAULT_BUDGET.value:g}",
+            example="1e-3",
+            label="budget",
+            plan_text=_budget_line,
+        ),
+    )
+    lengths: tuple[int, ...] = option(
+        Rule(int, low=1, unit="tokens", many=True),
+        "prompt lengths to calibrate",
+        INPUT,
+        default_text=f"{text(DEFAULT_LENGTHS['cuda'])}; on a CPU {text(DEFAULT_LENGTHS['cpu'])}",
+        example="8192,32768",
+    )
+    out: Path = option(Rule(Path), "the profile", OUTPUT, default_text="profiles/<model>/<gpu>/<budget>.safetensors")
+    prompts: Path | None = option(
+        Rule(Path, optional=True),
+        "your prompts: JSON lines with text, prompt or messages",
+        INPUT,
+        default=None,
+        metavar="FILE.jsonl",
+        default_text="the standard library's sources, with needles",
+        plan_text=lambda recipe: recipe.prompt_source,
+    )
+    num_prompts: int = option(
+        Rule(int, low=1), "prompts of each length to calibrate on", INPUT, default=4, plan_text="{} of each length"
+    )
+    held_out: int = option(
+        Rule(int, low=1),
+        "other prompts of each length to prove the profile on",
+        PROOF,
+        default=2,
+        name="num_held_out",
+        aliases=("held_out",),
+        plan_text="{} of each length",
+    )
+    seed: int = option(Rule(int, low=0), "seed of prompts, search and random weights", INPUT, default=0)
+    trials: int = option(
+        Rule(int, low=1),
+        "trials of the search for each group of like layers at each length",
+        SPACE,
+        default=16,
+        plan_text="{} for each group of like layers at each length",
+    )
+    margin: float = option(
+        Rule(float, low=0, high=1, above=True, unit=SHARE),
+        "share of the budget that calibration spends; the rest is left for prompts it has not seen",
+        PROOF,
+        default=0.8,
+        plan_text="{:.0%} of the budget is spent",
+    )
+    device: str = option(Rule(str), "cuda, cuda:1 or cpu", INPUT, default="cpu", default_text="a GPU if there is one")
+    representatives: tuple[int, ...] = option(
+        Rule(int, allowed=REPRESENTATIVES, many=True),
+        "representatives of a segment that a head may be ranked by",
+        SPACE,
+        default=(1, 32),
+    )
+    grains: tuple[int, ...] = option(
+        Rule(int, allowed=GRAINS, many=True),
+        "adjacent keys that a layer may rank and visit together",
+        SPACE,
+        default=(4,),
+    )
+    segments: tuple[int, ...] = option(
+        Rule(int, MIN_SEGMENT, MAX_SEGMENT, multiple=SEGMENT_STEP, many=True),
+        "queries that may share a ranking",
+        SPACE,
+        default=SEGMENTS,
+        plan_text=_segments_line,
+    )
+    tails: tuple[bool, ...] = option(
+        Rule(bool, many=True),
+        "whether a head may, must or must not add an estimate of what it skips",
+        SPACE,
+        default=(False, True),
+        metavar="on,off",
+    )
+    scope: str = option(
+        Rule(str, allowed=SCOPES),
+        "the budget holds for every layer, or for the mean over the model's layers",
+        PROOF,
+        default="layer",
+        name="budget_scope",
+    )
+    check_lengths: tuple[int, ...] | None = option(
+        Rule(int, low=1, unit="tokens", optional=True, many=True, empty=True),
+        "lengths to prove without calibrating them, or none",
+        PROOF,
+        default=None,
+        default_text="one between any two neighbours",
+        example="16384",
+        plan_text=lambda recipe: text(recipe.checked_lengths, ", "),
+    )
+    time_limit: float | None = option(
+        Rule(float, low=0, above=True, unit=DURATION, optional=True),
+        "time for the whole search",
+        SPACE,
+        default=None,
+        example="90, 5m or 1h",
+        plan_text=lambda recipe: f"{recipe.time_limit:g} s" if recipe.time_limit else "none",
+    )
+    worst_rows: float | None = option(
+        Rule(float, low=0, optional=True),
+        "largest error of a row, as a share of its norm, in 99 of 100 row tiles; 0: no limit",
+        PROOF,
+        default=0.7,
+        plan_text=lambda recipe: f"{recipe.worst_rows:g}" if recipe.worst_rows else "off",
+    )
+    needles: float = option(
+        Rule(float, 0, 1, unit=SHARE),
+        "share of the needles found by the dense model that the patched one must find too",
+        PROOF,
+        default=0.95,
+        name="keep_needles",
+        aliases=("needles",),
+        plan_text="{:.0%} of those that dense finds",
+    )
+    random_weights: bool = option(
+        Rule(bool),
+        "the model's architecture without its weights",
+        INPUT,
+        default=False,
+        label="weights",
+        plan_text=lambda recipe: "random" if recipe.random_weights else "the model's",
+    )
+    allow_regression: bool = option(
+        Rule(bool),
+        "write a profile even if its proof fails; the profile says so",
+        PROOF,
+        default=False,
+        label="if the proof fails",
+        plan_text=lambda recipe: "written" if recipe.allow_regression else "not written",
+    )
+    journal: Path | None = option(
+        Rule(Path, optional=True),
+        "the measurements, from which an interrupted run continues",
+        OUTPUT,
+        default=None,
+        default_text="<model>.journal.sqlite beside the profile",
+        plan_text=lambda recipe: str(recipe.journal_path),
+    )
+    storage: str | None = option(
+        Rule(str, optional=True),
+        "URL of an Optuna storage that keeps the trials, which optuna-dashboard opens",
+        OUTPUT,
+        default=None,
+        metavar="URL",
+        example="sqlite:///studies.db",
+        default_text="kept in memory",
+        plan_text=lambda recipe: recipe.storage or "in memory",
+    )
+    method: str = option(
+        Rule(str, allowed=METHODS),
+        "what computes a head that is not dense; auto: what is cheapest",
+        SPACE,
+        default="s2o",
+    )
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Recipe:
-        """The validated recipe of these `OPTIONS`; model, lengths and out must be among them."""
-        fields = {name: value for name, value in options.items() if not name.startswith("budget_")}
-        return cls(budget=Budget.of(options), scope=options.get("budget_scope", cls.scope), **fields).validate()
+        """The validated recipe of `OPTIONS` in their fields' types; model, lengths and out must be among them."""
+        options = resolved(OPTIONS, options, "the recipe")
+        settings = {OPTIONS[name].field: value for name, value in options.items()}
+        return cls(**settings | {"budget": Budget.of(options)}).validate()
 
     @classmethod
     def from_record(cls, settings: Mapping[str, Any], out: Path) -> Recipe:
         """The recipe that made this `record`. Raises what reading a foreign one does: KeyError, TypeError, ..."""
-        settings = dict(settings)
-        budget, scope = settings.pop("budget"), settings.pop("scope")
-        settings |= {f"budget_{budget['kind']}": budget["value"], "budget_scope": scope}
-        options = {
-            name: None if value is None and name in NULLABLE else OPTIONS[name][1](value)
-            for name, value in settings.items()
-        }
-        return cls.of(options | {"out": out})
+        by_field = {entry.field: entry for entry in OPTIONS.values()}
+        budget = Budget(settings["budget"]["kind"], by_field["budget"].read(settings["budget"]["value"]))
+        others = {name: by_field[name].read(value) for name, value in settings.items() if name != "budget"}
+        return cls(**others | {"budget": budget, "out": out}).validate()
 
     @property
     def checked_lengths(self) -> tuple[int, ...]:
@@ -161,57 +306,32 @@ class Recipe:
     @property
     def journal_path(self) -> Path:
         """The journal's file: beside the profile and named by the model alone, so that other budgets find it."""
-        return self.journal or self.out.parent / f"{slug(self.model)}.journal.jsonl"
+        return self.journal or self.out.parent / f"{slug(self.model)}.journal.sqlite"
 
     def validate(self) -> Recipe:
+        """Returns itself. Raises ConfigError for an option out of its range, or for two that do not fit each other."""
+        for entry in OPTIONS.values():
+            if entry.field != "budget":
+                entry.check(getattr(self, entry.field))
         self.budget.validate()
-        if self.scope not in SCOPES:
-            raise ConfigError(f"budget_scope {self.scope!r} is not known: use {' or '.join(SCOPES)}")
-        if self.method not in METHODS:
-            raise ConfigError(f"method {self.method!r} is not known: use one of {', '.join(METHODS)}")
-        for name in ("lengths", "segments", "representatives", "grains", "tails"):
-            _check_ascending(name, getattr(self, name))
-        for segment in self.segments:
-            if segment % SEGMENT_STEP or not MIN_SEGMENT <= segment <= MAX_SEGMENT:
-                raise ConfigError(
-                    f"segments {segment} is not supported: use multiples of {SEGMENT_STEP} "
-                    f"from {MIN_SEGMENT} to {MAX_SEGMENT}"
-                )
         if self.lengths[0] < self.segments[0]:
             raise ConfigError(
                 f"length {self.lengths[0]} is shorter than one segment of {self.segments[0]}: use a longer one"
             )
-        if self.check_lengths:
-            _check_ascending("check_lengths", self.check_lengths)
-            for length in self.check_lengths:
-                if length in self.lengths:
-                    raise ConfigError(f"check length {length} is calibrated: use one that is not among the lengths")
-                if length < self.lengths[0]:
-                    raise ConfigError(
-                        f"check length {length} is below {self.lengths[0]}, the shortest that is calibrated, where "
-                        "prompts stay dense: use a longer one"
-                    )
+        for length in self.check_lengths or ():
+            if length in self.lengths:
+                raise ConfigError(f"check length {length} is calibrated: use one that is not among the lengths")
+            if length < self.lengths[0]:
+                raise ConfigError(
+                    f"check length {length} is below {self.lengths[0]}, the shortest that is calibrated, where "
+                    "prompts stay dense: use a longer one"
+                )
         for shorter, longer in pairwise(sorted(self.lengths + self.checked_lengths)):
             if not far_apart(shorter, longer):
                 raise ConfigError(
                     f"lengths {shorter} and {longer} are less than an eighth of an octave apart, which a profile does "
                     "not tell apart: leave one out"
                 )
-        for name, allowed in (("representatives", REPRESENTATIVES), ("grains", GRAINS)):
-            for value in getattr(self, name):
-                if value not in allowed:
-                    raise ConfigError(f"{name} {value} is not supported: use some of {allowed}")
-        for name, least in (("num_prompts", 1), ("held_out", 1), ("trials", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}: use at least {least}")
-        if not 0 < self.margin <= 1:
-            raise ConfigError(f"margin is {self.margin}: use a share above 0 and at most 1")
-        if self.time_limit is not None and not 0 < self.time_limit < math.inf:
-            raise ConfigError(f"time_limit is {self.time_limit}: use a number of seconds above 0")
-        if not 0 <= self.needles <= 1:
-            raise ConfigError(f"needles is {self.needles}: use a share from 0 to 1")
-        if self.worst_rows is not None and not 0 <= self.worst_rows < math.inf:
-            raise ConfigError(f"worst_rows is {self.worst_rows}: use a number above 0, or 0 for off")
         if self.journal_path == self.out:
             raise ConfigError(f"{self.out} cannot be both the journal and the profile: give another --journal or --out")
         return self
@@ -230,20 +350,22 @@ class Recipe:
     def record(self) -> dict[str, Any]:
         """The settings that decide the result, for the profile; where files are written does not."""
         settings = asdict(self)
-        del settings["out"], settings["journal"]
+        del settings["out"], settings["journal"], settings["storage"]
         settings["prompts"] = self.prompts.name if self.prompts else None
         settings["check_lengths"] = self.checked_lengths
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+        return {name: _plain(value) for name, value in settings.items()}
 
     def to_yaml(self) -> str:
         """Every option, as `load_yaml` reads it."""
         import yaml
 
-        settings = asdict(self)
-        budget, scope = settings.pop("budget"), settings.pop("scope")
-        options = {"model": settings.pop("model"), f"budget_{budget['kind']}": budget["value"], "budget_scope": scope}
-        plain = {name: _plain(value) for name, value in (options | settings).items()}
+        options = {name: getattr(self, entry.field) for name, entry in OPTIONS.items() if entry.field != "budget"}
+        options[f"budget_{self.budget.kind}"] = self.budget.value
+        plain = {name: _plain(options[name]) for name in OPTIONS if name in options}
         return str(yaml.safe_dump(plain, sort_keys=False, default_flow_style=None))
+
+
+OPTIONS = options_of(Recipe, GROUPS)
 
 
 def default_out(model: str, device_name: str, budget: Budget, root: Path = Path("profiles")) -> Path:
@@ -252,13 +374,15 @@ def default_out(model: str, device_name: str, budget: Budget, root: Path = Path(
 
 
 def slug(name: str) -> str:
+    """A name as a part of a path: lower case, with dashes for what is no letter, digit or point."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.") or "model"
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """The options in a recipe file, checked and in the types of `Recipe`; file names are relative to where it runs.
+    """The options in a recipe file, in the types of `Recipe`; file names in it are relative to where the command runs.
 
-    Raises ConfigError naming the file, the option, what was found and what was expected.
+    Raises:
+        ConfigError: one sentence that names the file, the option, what was found and what was expected.
     """
     import yaml
 
@@ -276,7 +400,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"recipe {path} is not YAML ({reason}): correct it") from error
     if not isinstance(document, dict):
         raise ConfigError(f"recipe {path} holds a {type(document).__name__}: expected lines such as trials: 16")
-    return {name: _read(path, name, value) for name, value in document.items()}
+    return read_all(OPTIONS, document, f"recipe {path}")
 
 
 def merged(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,95 +410,6 @@ def merged(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     return kept | dict(flags)
 
 
-def seconds(text: str) -> float:
-    """A duration such as 90, 90s, 5m or 1.5h, in seconds. Raises ValueError for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    if not found:
-        raise ValueError(f"{text!r} is not a duration")
-    return float(found[1]) * SECONDS[found[2]]
-
-
-def _check_ascending(name: str, values: tuple[int, ...]) -> None:
-    if not values or tuple(sorted(set(values))) != values:
-        raise ConfigError(f"{name} {values} are empty, repeated or not ascending: give each once, sorted")
-
-
 def _plain(value: Any) -> Any:
-    """A field's value in YAML's own types."""
+    """A field's value in the types of JSON and YAML."""
     return list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
-
-
-def _read(path: Path, name: Any, value: Any) -> Any:
-    """One option of a recipe file in its field's type."""
-    if name not in OPTIONS:
-        near = difflib.get_close_matches(str(name), OPTIONS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"recipe {path} has {_SHORT.repr(name)}, which is no option: did you mean {near}?")
-    expected, read = OPTIONS[name]
-    if value is None and name in NULLABLE:
-        return None
-    try:
-        return read(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"recipe {path}: {name} is {_SHORT.repr(value)}: expected {expected}") from None
-
-
-def _exactly(kind: type[T]) -> Callable[[Any], T]:
-    def read(value: Any) -> T:
-        if type(value) is not kind:
-            raise TypeError
-        return value
-
-    return read
-
-
-def _list_of(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Sorted, each value once, as the flags' lists are."""
-    return lambda values: tuple(sorted({read(value) for value in _exactly(list)(values)}))
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool):
-        raise TypeError
-    return float(value)  # YAML takes 1e-4, without a point, for a text
-
-
-def _duration(value: Any) -> float:
-    return seconds(value) if isinstance(value, str) else _number(value)
-
-
-def _path(value: Any) -> Path:
-    return Path(_exactly(str)(value))
-
-
-_integer, _switch, _name = _exactly(int), _exactly(bool), _exactly(str)
-_integers, _switches = _list_of(_integer), _list_of(_switch)
-
-# the options of a recipe file and of the command line: what a file's value must be, and how it is read
-OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "model": ("a name", _name),
-    "budget_mse": ("a number", _number),
-    "budget_rel_mse": ("a number", _number),
-    "budget_scope": ("layer or model", _name),
-    "lengths": ("a list of integers", _integers),
-    "check_lengths": ("a list of integers", _integers),
-    "prompts": ("a file name", _path),
-    "num_prompts": ("an integer", _integer),
-    "held_out": ("an integer", _integer),
-    "trials": ("an integer", _integer),
-    "time_limit": ("seconds, or a duration such as 5m", _duration),
-    "margin": ("a number", _number),
-    "worst_rows": ("a number", _number),
-    "needles": ("a number", _number),
-    "representatives": ("a list of integers", _integers),
-    "grains": ("a list of integers", _integers),
-    "segments": ("a list of integers", _integers),
-    "tails": ("a list of true and false", _switches),
-    "seed": ("an integer", _integer),
-    "device": ("a name", _name),
-    "random_weights": ("true or false", _switch),
-    "allow_regression": ("true or false", _switch),
-    "journal": ("a file name", _path),
-    "method": ("a name", _name),
-    "out": ("a file name", _path),
-}
-NULLABLE = ("prompts", "check_lengths", "time_limit", "worst_rows", "journal")

@@ -1,4 +1,4 @@
-"""Times as a server would see them: the L2 cache is cold before every call, and the GPU busy while it is launched."""
+"""Timing calls as a server would see them: with a cold L2 cache, and launched while the GPU is still busy."""
 
 from __future__ import annotations
 
@@ -18,17 +18,22 @@ except ImportError:  # where there is no Triton there is no kernel that could fa
 
 ROUNDS = 7
 FEWEST_ROUNDS = 3
-FLUSHES = 8  # some 0.3 ms of work ahead of a call, so that its launch costs nothing unless it takes longer
-CERTAIN = 0.02  # half the confidence interval over the median: times this certain are not taken again
-HOPELESS = 1.3  # times the best known: what the first round shows slower than this is not looked at again
-FAILURES = (RuntimeError, TritonError)  # what a call raises that this GPU cannot make; out of memory is one of them
+FLUSHES = 8  # about 0.3 ms of work ahead of a call, so that its launch is not counted unless it takes longer
+CERTAIN = 0.02  # half the confidence interval over the median: a time as certain as this is not taken again
+HOPELESS = 1.3  # times the best known: a call that is slower than this in its first round is not timed again
+FAILURES = (RuntimeError, TritonError)  # what a call raises that this GPU cannot run; out of memory is one of them
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median seconds of a call and of dense attention, taken in turns; low, high: where the median lies with 95%.
+    """A call and dense attention, timed in turns.
 
-    rejected: the first round was so much slower than the best known call that no other was taken.
+    Attributes:
+        seconds: the call's median.
+        low, high: the interval that holds the median with a confidence of 95%.
+        dense_seconds: dense attention's median.
+        rounds: how often both were timed.
+        rejected: the first round was so much slower than the best known call that there was no other.
     """
 
     seconds: float
@@ -42,7 +47,16 @@ class Timing:
 def against_dense(
     call: Callable[[], Any], dense: Callable[[], Any], device: torch.device, best: float = math.inf
 ) -> Timing:
-    """Time a call against dense attention until its median is certain, or it is hopeless against `best` seconds."""
+    """Time a call against dense attention until its median is certain, or it is hopeless against `best` seconds.
+
+    Args:
+        call, dense: what is timed; both are run before, so that compiling is not counted.
+        device: where they run.
+        best: the seconds of the best call so far.
+
+    Raises:
+        RuntimeError, TritonError: what a call raises (`FAILURES`).
+    """
     timed = _on_gpu(device) if device.type == "cuda" else _by_clock
     timed(call)  # compiles
     timed(call)
@@ -62,12 +76,15 @@ def against_dense(
 
 
 def reason(failure: Exception) -> str:
-    """The first line of what one of `FAILURES` says."""
+    """The first line of an exception's text, or its type's name if it has none."""
     return (str(failure).strip().splitlines() or [type(failure).__name__])[0]
 
 
 def interval(seconds: list[float]) -> tuple[float, float]:
-    """Where the median lies with 95%, for times whose scatter is roughly normal: 1.25 standard errors of a mean."""
+    """The interval that holds the median with a confidence of 95%, for times whose scatter is roughly normal.
+
+    The standard error of a median is then 1.25 times that of a mean.
+    """
     if len(seconds) < 2:
         return seconds[0], seconds[0]
     half = 1.96 * 1.2533 * statistics.stdev(seconds) / math.sqrt(len(seconds))
@@ -83,10 +100,13 @@ def medians(calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds
 def samples(
     calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int, flushes: int = FLUSHES
 ) -> dict[str, list[float]]:
-    """The seconds each call took in each round; the calls take turns, so that drift hits all alike.
+    """The seconds each call took in each round. The calls take turns, so that drift hits all alike.
 
-    flushes: work ahead of each call; the more, the longer its launch may take without being counted.
-    The first turn compiles and warms up, and is not counted. On a CPU by the clock, with warm caches.
+    Args:
+        calls: by name; each is run once more before, to compile and warm up.
+        device: on a GPU caches are flushed before each call; on a CPU they are warm.
+        rounds: how often each call is timed.
+        flushes: work ahead of each call; the more, the longer its launch may take without being counted.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     timed = _on_gpu(device, flushes) if device.type == "cuda" else _by_clock

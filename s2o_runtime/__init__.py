@@ -6,21 +6,24 @@ and only `patch`, `patched`, `unpatch` and `register` import transformers.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from s2o_runtime.lazy import lazily
+from s2o_runtime.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from s2o_runtime.attention import AttentionStats, s2o_attention, s2o_attention_varlen
+    from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
+    from s2o_runtime.attention.result import Attention, AttentionStats
+    from s2o_runtime.attention.warmup import warmup
     from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-    from s2o_runtime.drift import DriftCheck
-    from s2o_runtime.errors import ConfigError, InputError, ModelError, ProfileError, S2OError
-    from s2o_runtime.explanation import Explanation, explain
-    from s2o_runtime.hf import patch, patched, register, unpatch
-    from s2o_runtime.prepare import warmup
+    from s2o_runtime.errors import ConfigError, InputError, ModelError, ProfileError, ResourceError, S2OError
+    from s2o_runtime.huggingface.drift import DriftCheck
+    from s2o_runtime.huggingface.explanation import Explanation, explain
+    from s2o_runtime.huggingface.hf import patch, patched, register, unpatch
     from s2o_runtime.profile import Profile, load_profile, save_profile
 
-__version__ = "0.1.0"
 __all__ = [
+    "Attention",
     "AttentionStats",
     "ConfigError",
     "DriftCheck",
@@ -31,6 +34,7 @@ __all__ = [
     "ModelError",
     "Profile",
     "ProfileError",
+    "ResourceError",
     "S2OError",
     "TileConfig",
     "explain",
@@ -46,19 +50,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "attention": ("AttentionStats", "s2o_attention", "s2o_attention_varlen"),
+    "attention.api": ("s2o_attention", "s2o_attention_varlen"),
+    "attention.result": ("Attention", "AttentionStats"),
     "config": ("HeadConfig", "LayerConfig", "TileConfig"),
-    "errors": ("ConfigError", "InputError", "ModelError", "ProfileError", "S2OError"),
-    "drift": ("DriftCheck",),
-    "explanation": ("Explanation", "explain"),
-    "hf": ("patch", "patched", "register", "unpatch"),
-    "prepare": ("warmup",),
+    "errors": ("ConfigError", "InputError", "ModelError", "ProfileError", "ResourceError", "S2OError"),
+    "huggingface.drift": ("DriftCheck",),
+    "huggingface.explanation": ("Explanation", "explain"),
+    "huggingface.hf": ("patch", "patched", "register", "unpatch"),
+    "attention.warmup": ("warmup",),
     "profile": ("Profile", "load_profile", "save_profile"),
 }
 
-
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"s2o_runtime.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, _HOMES)

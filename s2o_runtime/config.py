@@ -1,24 +1,19 @@
 """Every parameter of S2O attention, its range, and which combinations are legal.
 
-The words are those of DESIGN section 3. All classes are frozen and hashable, so a config can key a cache.
+DESIGN.md explains the words. All classes are frozen and hashable, so a config can key a cache.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import weakref
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from enum import IntEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from s2o_runtime.errors import ConfigError
 
-if TYPE_CHECKING:
-    from s2o_runtime.baselines.settings import Baseline
-
-Mode = Literal["s2o", "dense", "blocks"]
-Threshold = Literal["rest", "share", "raw"]
+Mode = Literal["s2o", "dense", "baseline"]
 RowReduce = Literal["mean", "max"]
 
 HEAD_DIMS = (64, 128, 256)  # others up to the last are filled with zeros
@@ -26,40 +21,101 @@ SEGMENT_STEP = 64
 MIN_SEGMENT = 64
 MAX_SEGMENT = 1 << 16
 MAX_TAU = 1e6
+MAX_CHUNK = 64
 REPRESENTATIVES = (1, 2, 4, 8, 16, 32, 64)
 GRAINS = (1, 2, 4, 8)
+
+
+class StopRule(IntEnum):
+    """When a row tile stops visiting its prefix: what the gain of its last chunk is compared with.
+
+    The gain is what the chunk added to the softmax denominator, relative to it, for each tile of the chunk. The
+    numbers are those of the tensor `stop_rule` in a profile file. Written in lower case: "rest", "share", "paper".
+    """
+
+    REST = 0
+    """Stop once all keys that are left would add less than `tau` if each added as much as the keys just visited.
+
+    One tau then means nearly the same at every length and tile size. This is the rule that the calibrator uses.
+    """
+    SHARE = 1
+    """Stop once a tile's gain is below `tau * tile keys / prefix keys`. Only the reference backend has this rule."""
+    PAPER = 2
+    """Stop once a tile's gain is below `tau` (Algorithm 3 of the paper). The text "raw" names it too."""
+
+    @classmethod
+    def parse(cls, text: str) -> StopRule:
+        """The rule that a text names.
+
+        Raises:
+            ConfigError: no rule has this name.
+
+        >>> StopRule.parse("raw")
+        <StopRule.PAPER: 2>
+        """
+        name = "paper" if text == "raw" else text
+        for rule in cls:
+            if str(rule) == name:
+                return rule
+        raise ConfigError(f"stop_rule {text!r} is not known: use one of {', '.join(map(str, cls))}")
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+    def __format__(self, spec: str) -> str:  # an IntEnum's own would print the number
+        return format(str(self), spec)
+
+
+class BaselineSettings(Protocol):
+    """The settings of another paper's method, as a config needs them: frozen, hashable, with a text as `str`.
+
+    `s2o_runtime.baselines.settings` has the classes.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def block(self) -> int:
+        """Query rows that the method selects keys for at once."""
+
+    def validate(self) -> object:
+        """Raise ConfigError for an option that is out of its range."""
 
 
 @dataclass(frozen=True)
 class HeadConfig:
     """How one query head attends to its prefix.
 
-    tau: stop once the gain of a tile falls below it; 0 never stops (exact attention).
-    segment: queries that share one ranking; a multiple of 64.
-    mode: "dense" computes every causal pair from contiguous tiles and ignores all other fields; "blocks" computes
-        the blocks of keys that `blocks`, another method, selects, and ignores all others.
-    threshold: "raw" compares the gain with `tau` (Algorithm 3 of the paper); "share" with
-        `tau * tile keys / prefix keys`, the gain a tile would bring if every key counted alike;
-        "rest" stops once all keys that are left would together gain less than `tau` if each brought as much as
-        those just visited. With "share" and "rest" one tau serves every length and tile size.
-    representatives: means of so many parts of the segment rank its keys, each by its own softmax, the largest
-        weight counts; 1 is the paper's mean of the whole segment.
-    tail: add what the skipped keys are estimated to bring (docs/method.md).
+    Attributes:
+        tau: the threshold of the stop rule; 0 never stops (exact attention).
+        segment: queries that share one ranking; a multiple of 64.
+        mode: "s2o"; "dense" computes every causal pair and ignores all other fields; "baseline" computes what
+            `baseline`, another paper's method, selects, and ignores all others.
+        stop_rule: which number stops the visit once it is below the threshold (`StopRule`).
+        representatives: the segment is cut into this many parts, and the mean query of each ranks the keys with a
+            softmax of its own; a key counts with its largest weight. 1 is the paper's mean of the whole segment.
+        tail: add an estimate of what the keys behind the stop would bring (docs/method.md).
+        baseline: the settings of the baseline, with mode "baseline" only.
     """
 
     tau: float = 0.0
     segment: int = 512
     mode: Mode = "s2o"
-    threshold: Threshold = "rest"
+    stop_rule: StopRule = StopRule.REST
     representatives: int = 1
     tail: bool = False
-    blocks: Baseline | None = None
+    baseline: BaselineSettings | None = None
 
     def validate(self) -> HeadConfig:
+        """Return the config itself.
+
+        Raises:
+            ConfigError: a field is out of its range, or there is a baseline in another mode than "baseline".
+        """
         if self.mode not in get_args(Mode):
             raise ConfigError(f"mode {self.mode!r} is not known: use one of {get_args(Mode)}")
-        if self.threshold not in get_args(Threshold):
-            raise ConfigError(f"threshold {self.threshold!r} is not known: use one of {get_args(Threshold)}")
+        if not isinstance(self.stop_rule, StopRule):
+            raise ConfigError(f"stop_rule {self.stop_rule!r} is not a StopRule: use one of {list(StopRule)}")
         if not _is_number(self.tau) or not 0.0 <= self.tau <= MAX_TAU:
             raise ConfigError(f"tau {self.tau!r} is out of range: use a number from 0 to {MAX_TAU:g}")
         if not _is_int(self.segment) or not MIN_SEGMENT <= self.segment <= MAX_SEGMENT:
@@ -72,10 +128,12 @@ class HeadConfig:
             )
         if not isinstance(self.tail, bool):
             raise ConfigError(f"tail is {self.tail!r}: use True or False")
-        if (self.mode == "blocks") != (self.blocks is not None):
-            raise ConfigError(f'mode is "{self.mode}" and blocks {self.blocks}: give a method with mode "blocks" only')
-        if self.blocks is not None:
-            self.blocks.validate()
+        if (self.mode == "baseline") != (self.baseline is not None):
+            raise ConfigError(
+                f'mode is "{self.mode}" and baseline {self.baseline}: give a baseline with mode "baseline" only'
+            )
+        if self.baseline is not None:
+            self.baseline.validate()
         return self
 
 
@@ -83,11 +141,18 @@ class HeadConfig:
 class TileConfig:
     """The shape of the kernel's work on one GPU.
 
-    block_m, block_n: rows and keys of a tile (BM, BN); chunk: tiles between two stop checks;
-    num_warps, num_stages: Triton's launch options; specialized: the kernel for sm_90 with warps that only
-    copy, where a program computes two row tiles, `num_warps` is that of each and `num_stages` the depth of its
-    ring. `block_m`, `block_n` and `chunk` also decide where a head may stop, so the reference follows them too.
-    dense_below: fewer keys than this and dense attention is faster on this GPU, whatever the density.
+    `block_m`, `block_n` and `chunk` also decide where a head may stop, so the reference follows them too.
+
+    Attributes:
+        block_m: query rows of a tile (BM).
+        block_n: keys of a tile (BN).
+        chunk: tiles between two stop checks.
+        num_warps, num_stages: Triton's launch options.
+        specialized: use the kernel for sm_90, some warps of which only copy. There a program computes two row tiles,
+            `num_warps` is the warps of each and `num_stages` the slots of its ring.
+        dense_below: with fewer keys than this dense attention is faster on this GPU, however early heads stop.
+
+    `validate` checks what holds on every GPU; `tiles.tile_obstacle` says whether a GPU can run the tile.
     """
 
     block_m: int = 128
@@ -109,10 +174,15 @@ class TileConfig:
         return self.block_m * (2 if self.specialized else 1)
 
     def __str__(self) -> str:
-        kind = "ws" if self.specialized else f"w{self.num_warps}"
-        return f"{self.block_m}x{self.block_n}x{self.chunk} {kind} s{self.num_stages}"
+        warps = "ws" if self.specialized else f"w{self.num_warps}"
+        return f"{self.block_m}x{self.block_n}x{self.chunk} {warps} s{self.num_stages}"
 
     def validate(self) -> TileConfig:
+        """Return the config itself.
+
+        Raises:
+            ConfigError: a field is out of its range, or the kernel cannot be compiled for the combination.
+        """
         ranges = {
             "block_m": (64, 128, 256),
             "block_n": (32, 64, 128),
@@ -122,18 +192,14 @@ class TileConfig:
         for name, allowed in ranges.items():
             if getattr(self, name) not in allowed or not _is_int(getattr(self, name)):
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not supported: use one of {allowed}")
-        if not _is_int(self.chunk) or not 1 <= self.chunk <= 64:
-            raise ConfigError(f"chunk {self.chunk!r} is out of range: use 1 to 64 tiles")
+        if not _is_int(self.chunk) or not 1 <= self.chunk <= MAX_CHUNK:
+            raise ConfigError(f"chunk {self.chunk!r} is out of range: use 1 to {MAX_CHUNK} tiles")
         if self.block_m >= 128 and self.num_warps < 8:
             raise ConfigError(f"block_m {self.block_m} with {self.num_warps} warps spills registers: use 8 warps")
         if not _is_int(self.dense_below) or not 0 <= self.dense_below < 1 << 31:
             raise ConfigError(f"dense_below {self.dense_below!r} is out of range: use a number of keys")
         if not isinstance(self.specialized, bool):
             raise ConfigError(f"specialized is {self.specialized!r}: use True or False")
-        if self.specialized and (self.block_m, self.num_warps) != (64, 4):
-            raise ConfigError(f"tile {self} has no specialised kernel: use block_m 64 and 4 warps")
-        if self.specialized and (self.block_n < 64 or self.num_stages < 2):
-            raise ConfigError(f"tile {self} has no specialised kernel: use block_n 64 or 128, 2 stages or more")
         return self
 
 
@@ -141,8 +207,11 @@ class TileConfig:
 class LayerConfig:
     """One attention layer: a `HeadConfig` for each query head and the tile they share.
 
-    row_reduce: how the rows of a tile become one decision: the mean of their gains, or the largest.
-    grain: so many adjacent keys are ranked and visited together; 1 is the paper's.
+    Attributes:
+        heads: one config for each query head.
+        tile: the tile of all heads.
+        row_reduce: the gain of a tile is the "mean" of its rows' gains, or the largest ("max", the paper's).
+        grain: how many adjacent keys are ranked and visited together (a step); 1 is the paper's.
     """
 
     heads: tuple[HeadConfig, ...]
@@ -158,50 +227,56 @@ class LayerConfig:
         tau: float = 0.0,
         segment: int = 512,
         mode: Mode = "s2o",
-        threshold: Threshold = "rest",
+        stop_rule: StopRule | str = StopRule.REST,
         representatives: int = 1,
         tail: bool = False,
         tile: TileConfig | None = None,
         row_reduce: RowReduce = "mean",
         grain: int = 1,
     ) -> LayerConfig:
-        """The same settings for all `num_heads` query heads.
+        """The same settings for all `num_heads` query heads; `stop_rule` may be a text that `StopRule.parse` reads.
+
+        Raises:
+            ConfigError: as `validate`.
 
         >>> LayerConfig.uniform(32, tau=0.1, segment=1024).heads[31].tau
         0.1
         """
-        head = HeadConfig(tau, segment, mode, threshold, representatives, tail)
+        rule = stop_rule if isinstance(stop_rule, StopRule) else StopRule.parse(stop_rule)
+        head = HeadConfig(tau, segment, mode, rule, representatives, tail)
         return cls((head,) * num_heads, tile or TileConfig(), row_reduce, grain).validate()
 
     @property
     def num_heads(self) -> int:
+        """Query heads."""
         return len(self.heads)
 
     @property
     def is_dense(self) -> bool:
+        """Whether every head is dense."""
         return all(head.mode == "dense" for head in self.heads)
 
     @cached_property
-    def block_heads(self) -> tuple[int, ...]:
-        """The heads that another method than S2O computes."""
-        return tuple(index for index, head in enumerate(self.heads) if head.mode == "blocks")
+    def baseline_heads(self) -> tuple[int, ...]:
+        """The indices of the heads that baselines compute."""
+        return tuple(index for index, head in enumerate(self.heads) if head.mode == "baseline")
 
     def with_tile(self, tile: TileConfig) -> LayerConfig:
+        """The same layer with another tile. Raises ConfigError as `validate` does."""
         return replace(self, tile=tile).validate()
 
     def validate(self) -> LayerConfig:
-        _ = self.number  # checked once: every call of the op validates
+        """Return the config itself. Only the first call looks: every call of the op validates.
+
+        Raises:
+            ConfigError: there are no heads, a field of the layer, its tile or a head is out of its range, or the rows
+                of the tile do not divide a head's segment.
+        """
+        _ = self._checked
         return self
 
     @cached_property
-    def number(self) -> int:
-        """What stands for this config where an object cannot, such as a compiled graph."""
-        self._check()
-        number = next(_numbers)
-        _numbered[number] = self
-        return number
-
-    def _check(self) -> None:
+    def _checked(self) -> bool:
         if not self.heads:
             raise ConfigError("a layer has no heads: give one HeadConfig per query head")
         if self.row_reduce not in get_args(RowReduce):
@@ -216,28 +291,38 @@ class LayerConfig:
                     f"segment {head.segment} of head {index} is not a multiple of {self.tile.rows}, the rows of "
                     f"tile {self.tile}: a tile may not cross a segment's end"
                 )
+        return True
+
+    @cached_property
+    def identity(self) -> object:
+        """An object of this very config: as part of a cache's key it takes no time to hash and to compare."""
+        return object()
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[type[LayerConfig], tuple[object, ...]]:
-        return LayerConfig, (self.heads, self.tile, self.row_reduce, self.grain)  # a hash holds in one process only
+        return LayerConfig, (self.heads, self.tile, self.row_reduce, self.grain)  # a hash is valid in one process only
 
     @cached_property
-    def _hash(self) -> int:  # a config keys caches in every call
+    def _hash(self) -> int:  # computed once: a config is the key of several caches
         return hash((self.heads, self.tile, self.row_reduce, self.grain))
 
 
-def numbered_config(number: int) -> LayerConfig:
-    """The config with this number. Raises ConfigError if nothing keeps it any more."""
-    config = _numbered.get(number)
-    if config is None:
-        raise ConfigError(f"config {number} is gone: keep the LayerConfig as long as what was compiled with it")
-    return config
+def config_obstacle(config: LayerConfig) -> str | None:
+    """Why no kernel computes a layer, whatever its tensors, tile and GPU; None if the kernels can."""
+    if any(head.mode == "s2o" and head.stop_rule is StopRule.SHARE for head in config.heads):
+        return f'stop_rule "{StopRule.SHARE}" is not supported by the kernel ({StopRule.REST}, {StopRule.PAPER})'
+    return None
 
 
-_numbers = itertools.count()
-_numbered: weakref.WeakValueDictionary[int, LayerConfig] = weakref.WeakValueDictionary()
+def plain(config: HeadConfig | LayerConfig) -> dict[str, Any]:
+    """The fields of a config as JSON can hold them: `dataclasses.asdict` with every stop rule as its text."""
+    return asdict(config, dict_factory=_with_texts)
+
+
+def _with_texts(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, StopRule) else value for name, value in fields}
 
 
 def _is_int(value: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class S2OError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose. Its text is one sentence: found, expected, what to do."""
 
 
 class ConfigError(S2OError, ValueError):
@@ -12,7 +12,7 @@ class ConfigError(S2OError, ValueError):
 
 
 class InputError(S2OError, ValueError):
-    """The tensors or arguments of a call do not fit each other or are not supported."""
+    """The tensors, arguments or files of a call do not fit each other or are not supported."""
 
 
 class ProfileError(S2OError, ValueError):
@@ -21,3 +21,12 @@ class ProfileError(S2OError, ValueError):
 
 class ModelError(S2OError, ValueError):
     """A model cannot be found, loaded, measured or patched."""
+
+
+class ResourceError(S2OError):
+    """The input is right, but the machine cannot serve it now.
+
+    GPU memory ran out, a disk is full or cannot be written, another run holds a lock, or the Hub cannot be reached. The
+    commands end with an exit code of its own, because the same command may succeed later or elsewhere. It is no
+    RuntimeError, so that a trial which a GPU cannot run is not taken for it, nor the other way round.
+    """

@@ -1,8 +1,10 @@
-"""Which model is this: its geometry, and a fingerprint of its weights."""
+"""Which model is this: its geometry, and a fingerprint of its weights and its rotary embedding (RoPE)."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -26,6 +28,8 @@ SUPPORTED_ARCHITECTURES = (
 )
 SAMPLES_PER_TENSOR = 64
 RANDOM = "random-"  # how the fingerprint of random weights starts
+ROPE = "+rope-"  # between the hash of the weights and that of the RoPE parameters in a fingerprint
+PLAIN_ROPE = "default"  # what transformers calls RoPE without scaling
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,83 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [module for _, module in found]
 
 
+def fingerprint(model: Any) -> str:
+    """What names a model's weights and positions in a profile: `with_rope` of the hash of its weights.
+
+    Args:
+        model: a transformers model with its parameters in memory, in any floating point type.
+
+    Raises:
+        RuntimeError: a parameter is not in memory (on the meta device, as offloaded ones are).
+    """
+    return with_rope(_weights_hash(model), model.config)
+
+
+def with_rope(weights_hash: str, config: Any) -> str:
+    """A fingerprint: the hash of the weights, then one of the RoPE parameters, which change what the weights compute.
+
+    Args:
+        weights_hash: as `sampled_fingerprint` gives it.
+        config: the model's transformers configuration; without RoPE parameters the hash stands alone.
+    """
+    rope = _rope_parameters(config)
+    if not rope:
+        return weights_hash
+    text = json.dumps(rope, sort_keys=True, separators=(",", ":"))
+    return f"{weights_hash}{ROPE}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def fingerprint_mismatch(model_fingerprint: str, profile_fingerprint: str, config: Any) -> str | None:
+    """How a model differs from the one a profile was calibrated on, in words, or None if it is the same.
+
+    A profile of an earlier version names no RoPE parameters: it is taken to be of a model without RoPE scaling.
+
+    Args:
+        model_fingerprint: the model's, as `fingerprint` gives it.
+        profile_fingerprint: the profile's.
+        config: the model's transformers configuration.
+    """
+    (weights, _, rope), (calibrated, _, calibrated_rope) = (
+        text.partition(ROPE) for text in (model_fingerprint, profile_fingerprint)
+    )
+    if weights != calibrated:
+        return "the weights are not those"
+    same_rope = rope == calibrated_rope if calibrated_rope else not _scales_rope(config)
+    return None if same_rope else "the RoPE parameters (rope_parameters in the model's config) are not those"
+
+
+def offloaded(model: nn.Module) -> str | None:
+    """Why a model cannot be compared with a profile: some of its parameters are not in memory. None if all are."""
+    missing = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    return None if missing is None else f"the weights are offloaded ({missing} is not in memory) and cannot be compared"
+
+
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    """The RoPE parameters of a configuration's text part, written one way whatever the version of transformers."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            pairs = {name: plain(part) for name, part in value.items() if part is not None}
+            return {name: part for name, part in pairs.items() if (name, part) != ("partial_rotary_factor", 1.0)}
+        if isinstance(value, (list, tuple)):
+            return [plain(part) for part in value]
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return float(value) if is_number else value if isinstance(value, bool) else str(value)
+
+    parameters: dict[str, Any] = plain(dict(getattr(config, "rope_parameters", None) or {}))
+    return parameters
+
+
+def _scales_rope(config: Any) -> bool:
+    """Whether any layer's RoPE is of another type than transformers' default."""
+    parameters = _rope_parameters(config)
+    of_layers = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
+    return any(part.get("rope_type", PLAIN_ROPE) != PLAIN_ROPE for part in of_layers)
+
+
 @torch.no_grad()
-def fingerprint(model: nn.Module) -> str:
+def _weights_hash(model: nn.Module) -> str:
     """A hash over evenly spaced samples of every parameter, in bfloat16: the same for one checkpoint in any type."""
     parameters = dict(model.named_parameters())
 
@@ -103,7 +182,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def sampled_fingerprint(shapes: Mapping[str, Sequence[int]], sample: Callable[[str, range], Tensor]) -> str:
-    """The fingerprint of parameters that need not be in memory.
+    """The hash of parameters that need not be in memory.
 
     sample: given a parameter's name and places in it when it is flat, its values there.
     """
@@ -114,5 +193,14 @@ def sampled_fingerprint(shapes: Mapping[str, Sequence[int]], sample: Callable[[s
         numel = math.prod(shape)
         places = range(0, numel, max(1, numel // SAMPLES_PER_TENSOR))[:SAMPLES_PER_TENSOR]
         samples.append(sample(name, places).bfloat16().cpu())
-    digest.update(torch.cat(samples).view(torch.uint8).numpy().tobytes())
+    digest.update(tensor_bytes(torch.cat(samples)))
     return digest.hexdigest()
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """The bytes of a CPU tensor of any shape and dtype, in this machine's order.
+
+    Torch itself hands them to numpy only, which the runtime does without.
+    """
+    tensor = tensor.detach().contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())

@@ -1,4 +1,4 @@
-"""The shape of one attention call: what fits together, and where its segments and tiles lie.
+"""Tensors of one attention call: which fit together, and where their segments, tiles and sequences lie.
 
 Query i stands at position `kv_len - q_len + i`. Segment n of a head holds the queries `n*S .. (n+1)*S - 1` of
 this call. Its prefix is every key from `kv_start` up to the position of its first query, cut to a whole number
@@ -7,18 +7,22 @@ of tiles; the few keys that are cut off join the segment's dense window.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import InputError
 
+KERNEL_TYPES = (torch.bfloat16, torch.float16)  # of q, k and v, in every kernel
+
 
 @dataclass(frozen=True)
 class CallShape:
-    """Sizes of one call; `offset` is the position of query 0."""
+    """Sizes of one call. For packed sequences `batch` is their number, `q_len` and `kv_len` are their maxima."""
 
     batch: int
     query_heads: int
@@ -34,22 +38,33 @@ class CallShape:
 
     @property
     def offset(self) -> int:
+        """The position of query 0."""
         return self.kv_len - self.q_len
 
     def row_tiles(self, block_m: int) -> int:
+        """How many tiles of `block_m` rows the queries of one head fill."""
         return -(-self.q_len // block_m)
 
     def segments(self, segment: int) -> int:
+        """How many segments of this many queries one head has."""
         return -(-self.q_len // segment)
 
     def with_head_dim(self, head_dim: int) -> CallShape:
+        """The same call with another head dimension."""
         return replace(self, head_dim=head_dim)
 
 
 def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) -> CallShape:
-    """Check `q [B, Hq, Lq, D]`, `k, v [B, Hkv, Lk, D]` and `kv_start [B]` against each other.
+    """Check the tensors of a call against each other and return their sizes.
 
-    Raises InputError naming the tensor that does not fit.
+    Args:
+        q: [B, Hq, Lq, D], any floating type.
+        k: [B, Hkv, Lk, D], the type and device of q; Hkv divides Hq, Lq <= Lk.
+        v: like k.
+        kv_start: int32 or int64 [B] on the device of q, the first key of each sequence that counts; None for 0.
+
+    Raises:
+        InputError: a tensor does not fit; the sentence names it.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 4:
@@ -83,12 +98,21 @@ def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) 
 
 
 def packed_shape(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
+    q: Tensor, k: Tensor, v: Tensor, *, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
 ) -> CallShape:  # fmt: skip
-    """Check packed `q [Tq, Hq, D]`, `k, v [Tk, Hkv, D]` and where their sequences begin.
+    """Check the tensors of a packed call against each other and return their sizes.
 
-    Returns the number of sequences as `batch` and the maxima as lengths. Raises InputError. What the edges say is
-    not read, which would wait for the device.
+    The contents of `cu_q` and `cu_k` are not read: that would wait for the device.
+
+    Args:
+        q: [Tq, Hq, D]; k, v: [Tk, Hkv, D]; the sequences lie one behind another along the first dimension.
+        cu_q: int32 [N + 1], where the queries of each sequence begin, from 0 to Tq.
+        cu_k: int32 [N + 1], where the keys of each sequence begin, from 0 to Tk.
+        max_q: queries, at least as many as the longest sequence has.
+        max_k: keys, at least as many as the longest sequence has.
+
+    Raises:
+        InputError: a tensor or a maximum does not fit; the sentence names it.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 3:
@@ -106,21 +130,74 @@ def packed_shape(
             f"max_seqlen_q is {max_q} and max_seqlen_k {max_k}: expected 1 <= max_seqlen_q <= max_seqlen_k"
         )
     queries, keys, values = (t[:1].transpose(0, 1)[None] for t in (q, k, v))
-    one = call_shape(queries, keys, values)
+    shape_of_one = call_shape(queries, keys, values)
     if k.shape[0] != v.shape[0]:
         raise InputError(f"v has length {v.shape[0]} but k {k.shape[0]}: they must be equal")
-    return replace(one, batch=len(cu_q) - 1, q_len=max_q, kv_len=max_k)
+    return replace(shape_of_one, batch=len(cu_q) - 1, q_len=max_q, kv_len=max_k)
 
 
 def check_heads(config: LayerConfig, shape: CallShape) -> None:
+    """Check that a layer's config has one entry for each query head of the call.
+
+    Raises:
+        InputError: the numbers differ.
+    """
     if config.num_heads != shape.query_heads:
         raise InputError(
             f"the config describes {config.num_heads} query heads but q has {shape.query_heads}: give one per head"
         )
 
 
+def checked_scale(scale: float | None, head_dim: int) -> float:
+    """The factor of the scores: `scale`, or `head_dim ** -0.5` for None.
+
+    Raises:
+        InputError: the scale is not positive.
+    """
+    if scale is None:
+        return float(head_dim**-0.5)
+    if not scale > 0:
+        raise InputError(f"scale is {scale}: expected a positive number")
+    return scale
+
+
+def needs_gradients(*tensors: Tensor) -> bool:
+    """Whether torch would record an operation on these tensors for a backward pass."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def laid_out(tensor: Tensor, head_dim: int, packed: bool = False) -> Tensor:
+    """The tensor as kernels read it: the last dimension contiguous, and filled with zeros up to `head_dim`.
+
+    Args:
+        tensor: [B, H, L, D] with D <= head_dim.
+        packed: the batch is one entry of packed sequences, expanded with stride 0; the result is expanded again.
+
+    Returns:
+        [B, H, L, head_dim]; the tensor itself where it is so already.
+    """
+    if tensor.shape[3] == head_dim and tensor.stride(3) == 1:
+        return tensor
+    batch = tensor.shape[0]
+    tensor = tensor[:1] if packed else tensor
+    missing = head_dim - tensor.shape[3]
+    return (F.pad(tensor, (0, missing)) if missing > 0 else tensor.contiguous()).expand(batch, -1, -1, -1)
+
+
+def packed_sequences(cu_q: Tensor, cu_k: Tensor) -> Iterator[tuple[range, range]]:
+    """The rows and the keys of each packed sequence, from where they begin [N + 1]; waits for the device."""
+    q_edges, k_edges = cu_q.tolist(), cu_k.tolist()
+    for b in range(len(q_edges) - 1):
+        yield range(q_edges[b], q_edges[b + 1]), range(k_edges[b], k_edges[b + 1])
+
+
 def window_start(first_position: Tensor, start: Tensor, head: HeadConfig, tile: TileConfig) -> Tensor:
-    """The first key of the dense window of a segment whose first query stands at `first_position`."""
+    """The first key of the dense window of a segment.
+
+    Args:
+        first_position: integers, the position of the segment's first query.
+        start: integers that broadcast with them, the first key of the sequence that counts.
+    """
     if head.mode == "dense":
         return start
     first = torch.maximum(first_position, start)
@@ -128,20 +205,48 @@ def window_start(first_position: Tensor, start: Tensor, head: HeadConfig, tile: 
 
 
 def density(visited: Tensor, config: LayerConfig, shape: CallShape, kv_start: Tensor | None = None) -> Tensor:
-    """Query-key pairs computed over causal pairs, per query head, window included; dense is 1.0.
+    """Query-key pairs computed over causal pairs, window included; dense is 1.0.
 
-    visited: [B, Hq, row tiles], the prefix keys each tile of `block_m` rows computed. Returns [Hq] float64.
+    Args:
+        visited: integers [B, Hq, row tiles], the prefix keys that each tile of `block_m` rows computed.
+        kv_start: integers [B], the first key of each sequence that counts; None for 0.
+
+    Returns:
+        float64 [Hq].
     """
     start = torch.zeros(shape.batch, dtype=torch.int64) if kv_start is None else kv_start
     computed, causal = pairs(visited, config, shape.q_len, shape.offset, start.to(visited.device))
     return computed / causal.clamp_min(1.0)
 
 
-def pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Query-key pairs computed [Hq], and causal pairs [], over sequences of one length; float64.
+def packed_density(visited: Tensor, config: LayerConfig, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+    """`density` over packed sequences; waits for the device.
 
-    visited: [B, Hq, row tiles], of heads of other methods all keys; offset: the position of the first query;
-    start: [B], the first key that counts.
+    Args:
+        visited: integers [N, Hq, row tiles], as many row tiles as the longest sequence has.
+        cu_q: int32 [N + 1], where the queries of each sequence begin; cu_k: where its keys do.
+    """
+    start = torch.zeros(1, dtype=torch.int64, device=visited.device)
+    computed = torch.zeros(config.num_heads, dtype=torch.float64, device=visited.device)
+    causal = torch.zeros((), dtype=torch.float64, device=visited.device)
+    for b, (rows, keys) in enumerate(packed_sequences(cu_q, cu_k)):
+        of_sequence = pairs(visited[b : b + 1], config, len(rows), len(keys) - len(rows), start)
+        computed, causal = computed + of_sequence[0], causal + of_sequence[1]
+    return computed / causal.clamp_min(1.0)
+
+
+def pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Count query-key pairs over sequences of one length.
+
+    Args:
+        visited: integers [B, Hq, row tiles], the prefix keys that each row tile computed; for a head of a baseline
+            all keys that it computed.
+        q_len: queries of each sequence.
+        offset: the position of the first query.
+        start: int64 [B], the first key of each sequence that counts.
+
+    Returns:
+        The pairs that each head computed [Hq], and the causal pairs of one head []; float64.
     """
     row = torch.arange(q_len, device=visited.device)
     position = row[None, :] + offset
@@ -151,7 +256,7 @@ def pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: 
     for index, head in enumerate(config.heads):
         first_position = row // head.segment * head.segment + offset
         window = (position - window_start(first_position, start[:, None], head, config.tile) + 1).clamp_min(0)
-        if head.mode == "blocks":  # all it computes counts as visited
+        if head.mode == "baseline":  # all it computes counts as visited
             window = torch.zeros_like(causal)
         prefix = visited[:, index, row // config.tile.block_m].long() * real
         per_head.append((window + prefix).sum().double())

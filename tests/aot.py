@@ -1,4 +1,4 @@
-"""Compile every shipped kernel configuration for GPUs that are not here, and check what came out.
+"""Compile every shipped kernel configuration for GPUs that are not here, and check the compiled kernels.
 
     python tests/aot.py
 
@@ -24,13 +24,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from calibrate import kernel_pass
-from calibrate.curves import TAUS
+from calibrate.curves import trace_pass as kernel_pass
+from calibrate.curves.curves import TAUS
 from s2o_runtime.config import HEAD_DIMS, TileConfig
-from s2o_runtime.gpu import candidate_tiles
+from s2o_runtime.tiles import (
+    BLOCK_SPARSE_HEAD_DIMS,
+    SHARED_MEMORY,
+    antidiagonal_tile,
+    block_sparse_tile,
+    candidate_tiles,
+    trace_tile,
+)
 
-# The most shared memory one block may use, in bytes (CUDA programming guide, table of compute capabilities).
-SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 PRODUCER_THREADS = 128  # of the specialised kernel
 COPY_BYTES = 16  # of one cp.async.cg
 SCORE_SEGMENTS = (10, 20, 40)  # segments of a call, one number for each form of the kernel `scores`
@@ -52,9 +57,9 @@ POINTERS = {
     "LSE": "fp32",
     "TAU": "fp32",
     "SEGMENT": "i32",
-    "RULE": "i32",
+    "FLAGS": "i32",
     "PART": "i32",
-    "COUNT": "i32",
+    "REPRESENTATIVES": "i32",
     "LOG_SUM": "fp32",
     "FIRST": "i32",
     "EDGE": "fp32",
@@ -65,13 +70,13 @@ POINTERS = {
     "TRUTH": "bf16",
     "FLOOR": "fp32",
     "TAUS": "fp32",
-    "FOUND": "fp32",
+    "TRACED": "fp32",
     "BLOCKS": "i32",
     "COUNTS": "i32",
     "COLUMNS": "i32",
     "COLUMN_COUNTS": "i32",
-    "KEY_AT": "i32",
-    "ROW_AT": "i32",
+    "KEY_ORDER": "i32",
+    "ROW_ORDER": "i32",
     "HEADS": "i32",
     "SLOTS": "i32",
     "X": "bf16",
@@ -88,8 +93,8 @@ KEPT_BYTES_MOVED = 104  # where permuted queries stand: the block-sparse kernel 
 # The switches of a kernel that are on, all others are off, and its grain.
 VARIANTS: dict[str, dict[str, object]] = {
     "": {"GRAIN": 1},
-    "padded": {"GRAIN": 4, "HAS_START": True, "ROW_MAX": True, "WIDE": True, "TAIL": 4},
-    "packed": {"GRAIN": 1, "PACKED": True, "HAS_LSE": True, "TAIL": 4},
+    "padded": {"GRAIN": 4, "HAS_START": True, "ROW_MAX": True, "WIDE": True, "HAS_TAIL": True},
+    "packed": {"GRAIN": 1, "PACKED": True, "HAS_LSE": True, "HAS_TAIL": True},
 }
 # The same for the kernel of the baselines.
 BLOCK_SPARSE_VARIANTS: dict[str, dict[str, object]] = {
@@ -154,14 +159,14 @@ def pipelined(case: Case, built: Compiled) -> str | None:
     Fewer copies mean that the pipeline, or the divisibility of the rows' strides, was lost.
     """
     if case.kernel == "representatives":
-        from s2o_runtime.kernels import rank
+        from s2o_runtime.kernels.rank import means
 
-        rows = rank.representative_rows(rank.parts_at_once(case.representatives), case.head_dim)
-        tile_bytes, copies, threads = 2 * rows * case.head_dim, 2, 32 * rank.REPRESENTATIVE_WARPS
+        rows = means.representative_rows(means.parts_at_once(case.representatives), case.head_dim)
+        tile_bytes, copies, threads = 2 * rows * case.head_dim, 2, 32 * means.REPRESENTATIVE_WARPS
     elif case.tile is None:
         return None
     elif case.kernel == "antidiagonal":
-        from s2o_runtime.kernels.antidiagonal import DEPTH
+        from s2o_runtime.baselines.kernels.antidiagonal import DEPTH
 
         tile_bytes = 2 * (case.tile.block_m + case.tile.block_n) * DEPTH
         copies, threads = case.tile.num_stages, 32 * case.tile.num_warps
@@ -186,7 +191,7 @@ def tensor_cores(case: Case, built: Compiled) -> str | None:
 
 
 def shared_memory(case: Case, built: Compiled) -> str | None:
-    limit = SHARED_LIMIT[case.capability]
+    limit = SHARED_MEMORY[case.capability]
     return f"{built.shared} bytes of shared memory, at most {limit} fit" if built.shared > limit else None
 
 
@@ -206,10 +211,10 @@ def one_key_a_lane(case: Case, built: Compiled) -> str | None:
     if case.kernel != "order":
         return None
     expected = r".*sizePerThread = \[1, 1\], threadsPerWarp = \[1, 32\], warpsPerCTA = \[\d+, 1\].*"
-    found = built.assembly_layouts
-    if found and all(re.fullmatch(expected, layout) for layout in found):
+    layouts = built.assembly_layouts
+    if layouts and all(re.fullmatch(expected, layout) for layout in layouts):
         return None
-    return f"inline assembly works on {', '.join(found) or 'nothing'}"
+    return f"inline assembly works on {', '.join(layouts) or 'nothing'}"
 
 
 RULES = (pipelined, tensor_cores, shared_memory, no_spills, one_key_a_lane)
@@ -225,33 +230,33 @@ def cases() -> list[Case]:
 
     The chunk is an argument of the kernel, not a constant, so it makes no difference here.
     """
-    found: list[Case] = []
-    for capability in SHARED_LIMIT:
+    chosen: list[Case] = []
+    for capability in SHARED_MEMORY:
         for head_dim in HEAD_DIMS:
             pair = divmod(capability, 10)
             tiles = {replace(tile, chunk=1) for tile in candidate_tiles(head_dim, pair)}
             if not tiles:
                 continue  # dense there
             for tile in sorted(tiles, key=str):
-                found.append(Case("prefill_hopper" if tile.specialized else "prefill", capability, head_dim, tile))
-            found += [Case("representatives", capability, head_dim, representatives=count) for count in (1, 32)]
-            found += [Case("log_sums", capability, head_dim, rows=rows) for rows in LOG_SUM_ROWS]
-            found += [Case("scores", capability, head_dim, rows=rows) for rows in SCORE_SEGMENTS]
-            found += [Case("scores", capability, head_dim, representatives=count) for count in SCORE_REPRESENTATIVES]
-            found += [Case("pool", capability, head_dim), Case("tail", capability, head_dim)]
+                chosen.append(Case("prefill_hopper" if tile.specialized else "prefill", capability, head_dim, tile))
+            chosen += [Case("representatives", capability, head_dim, representatives=count) for count in (1, 32)]
+            chosen += [Case("log_sums", capability, head_dim, rows=rows) for rows in LOG_SUM_ROWS]
+            chosen += [Case("scores", capability, head_dim, rows=rows) for rows in SCORE_SEGMENTS]
+            chosen += [Case("scores", capability, head_dim, representatives=count) for count in SCORE_REPRESENTATIVES]
+            chosen += [Case("pool", capability, head_dim), Case("tail", capability, head_dim)]
             if kernel_pass.compiles(pair, triton.__version__):
-                heights = {(tile.block_m, min(each.stride for each in tiles)) for tile in tiles}
-                traced = {replace(kernel_pass.trace_tile(head_dim, pair, *height), chunk=1) for height in heights}
-                found += [Case("trace", capability, head_dim, tile) for tile in sorted(traced, key=str)]
-        found.append(Case("order", capability))
+                heights = {(tile.block_m, min(other.stride for other in tiles)) for tile in tiles}
+                traced = {replace(trace_tile(head_dim, pair, *height), chunk=1) for height in heights}
+                chosen += [Case("trace", capability, head_dim, tile) for tile in sorted(traced, key=str)]
+        chosen.append(Case("order", capability))
     return (
         block_sparse_cases()
         + antidiagonal_cases()
         + [
             replace(case, variant=variant)
-            for case in found
+            for case in chosen
             for variant, switches in VARIANTS.items()
-            if case.kernel not in ("pool", "tail") or "TAIL" in switches
+            if case.kernel not in ("pool", "tail") or "HAS_TAIL" in switches
             if case.kernel != "trace" or "PACKED" not in switches
         ]
     )
@@ -259,52 +264,50 @@ def cases() -> list[Case]:
 
 def block_sparse_cases() -> list[Case]:
     """The tiles of the baselines' kernel: a skip has one of its own, and the pooling before it none."""
-    from s2o_runtime.kernels.block_sparse import HEAD_DIMS, tile_for
-
-    found: list[Case] = []
-    for capability in SHARED_LIMIT:
+    chosen: list[Case] = []
+    for capability in SHARED_MEMORY:
         pair = divmod(capability, 10)
-        for head_dim in HEAD_DIMS:
-            found.append(Case("pool_blocks", capability, head_dim))
+        for head_dim in BLOCK_SPARSE_HEAD_DIMS:
+            chosen.append(Case("pool_blocks", capability, head_dim))
             for variant in BLOCK_SPARSE_VARIANTS:
-                skips = variant == "skips"
-                shapes = {tile_for(head_dim, pair, block, block, skips) for block in (64, 128)}
-                found += [
+                blocks = (64,) if variant == "skips" else (64, 128)
+                shapes = {block_sparse_tile(head_dim, pair, block, block) for block in blocks}
+                chosen += [
                     Case(
                         "block_sparse", capability, head_dim,
                         TileConfig(tile.block_m, tile.block_n, 1, tile.warps, tile.stages), variant=variant,
                     )
                     for tile in sorted(shapes)
                 ]  # fmt: skip
-    return found
+    return chosen
 
 
 def antidiagonal_cases() -> list[Case]:
     """XAttention's two kernels: the first with head dims of one step, of one and a part, and of two."""
-    from s2o_runtime.kernels.antidiagonal import TILES
-
-    found: list[Case] = []
-    for capability in SHARED_LIMIT:
-        tile = TILES[capability]
-        made = TileConfig(tile.block_m, tile.block_n, 1, tile.warps, tile.stages)
+    chosen: list[Case] = []
+    for capability in SHARED_MEMORY:
+        tile = antidiagonal_tile(divmod(capability, 10))
+        shape = TileConfig(tile.block_m, tile.block_n, 1, tile.warps, tile.stages)
         for variant in ANTIDIAGONAL_VARIANTS:
-            found += [Case("antidiagonal", capability, dim, made, variant=variant) for dim in (64, 96, 128)]
-            found.append(Case("mass", capability, variant=variant))
-    return found
+            chosen += [Case("antidiagonal", capability, dim, shape, variant=variant) for dim in (64, 96, 128)]
+            chosen.append(Case("mass", capability, variant=variant))
+    return chosen
 
 
 def compile_case(case: Case) -> Compiled:
     # not imported above: the tests of the rules want those without the kernels
-    from s2o_runtime.kernels import antidiagonal, block_sparse, rank, tail, trace
+    from s2o_runtime.baselines.kernels import antidiagonal, block_sparse
+    from s2o_runtime.kernels import tail, trace
+    from s2o_runtime.kernels.rank import means, order, scores
 
     constants: dict[str, object] = {
         "GROUP": 4,
         "D": case.head_dim,
         "BN": 64,
-        "SAMPLES": rank.SAMPLES,
-        "BUCKETS": rank.BUCKETS,
+        "SAMPLES": order.SAMPLES,
+        "BUCKETS": order.BUCKETS,
         "EDGES": tail.EDGES,
-        "WARPS": rank.ORDER_WARPS,
+        "WARPS": order.ORDER_WARPS,
         "R": case.representatives,
         "BR": case.rows,
         **(VARIANTS | BLOCK_SPARSE_VARIANTS | ANTIDIAGONAL_VARIANTS)[case.variant],
@@ -321,29 +324,30 @@ def compile_case(case: Case) -> Compiled:
             antidiagonal._mass, constants, case.capability, ASTSource, {"num_warps": antidiagonal.MASS_WARPS}
         )
     if case.tile is None:
-        parts = rank.parts_at_once(case.representatives)
-        warps = rank.score_warps(case.representatives, case.head_dim)
+        parts = means.parts_at_once(case.representatives)
+        warps = scores.score_warps(case.representatives, case.head_dim)
         own, options = {
             "representatives": (
-                {"ROWS": rank.representative_rows(parts, case.head_dim), "PARTS": parts},
-                {"num_warps": rank.REPRESENTATIVE_WARPS},
+                {"ROWS": means.representative_rows(parts, case.head_dim), "PARTS": parts},
+                {"num_warps": means.REPRESENTATIVE_WARPS},
             ),
-            "log_sums": ({"BK": rank.LOG_SUM_KEYS}, {"num_warps": rank.LOG_SUM_WARPS}),
+            "log_sums": ({"BK": scores.LOG_SUM_KEYS}, {"num_warps": scores.LOG_SUM_WARPS}),
             "scores": (
-                {"WARPS": warps, "BS": rank.segments_at_once(case.rows, case.representatives)},
+                {"WARPS": warps, "BS": scores.segments_at_once(case.rows, case.representatives)},
                 {
                     "num_warps": warps,
-                    "num_stages": rank.SCORE_STAGES,
-                    "maxnreg": rank.score_registers(warps, case.head_dim, *divmod(case.capability, 10)),
+                    "num_stages": scores.SCORE_STAGES,
+                    "maxnreg": scores.score_registers(warps, case.head_dim, *divmod(case.capability, 10)),
                 },
             ),
-            "order": ({}, {"num_warps": rank.ORDER_WARPS}),
+            "order": ({}, {"num_warps": order.ORDER_WARPS}),
             "pool": ({"ROWS": tail.POOL_STEPS}, {"num_warps": tail.POOL_WARPS}),
             "tail": (
                 {"BS": tail.TAIL_SEGMENTS, "BK": tail.tail_steps(case.head_dim)}, {"num_warps": tail.TAIL_WARPS},
             ),
         }[case.kernel]  # fmt: skip
-        kernel = getattr(tail if case.kernel in ("pool", "tail") else rank, f"_{case.kernel}")
+        home = {"representatives": means, "order": order, "pool": tail, "tail": tail}.get(case.kernel, scores)
+        kernel = getattr(home, f"_{case.kernel}")
         return compile_kernel(kernel, constants | own, case.capability, ASTSource, options)
     constants |= {"BM": case.tile.block_m, "BN": case.tile.block_n, "STAGES": case.tile.num_stages}
     options = {"num_warps": case.tile.num_warps, "num_stages": case.tile.num_stages}
@@ -354,7 +358,8 @@ def compile_case(case: Case) -> Compiled:
 
         options["maxnreg"] = hopper.MAX_REGISTERS
         return compile_kernel(hopper._prefill_hopper, constants, case.capability, GluonASTSource, options)
-    from s2o_runtime.kernels.prefill import MAX_REGISTERS, _prefill
+    from s2o_runtime.kernels.prefill import _prefill
+    from s2o_runtime.kernels.primitives import MAX_REGISTERS
 
     options["maxnreg"] = MAX_REGISTERS
     if case.kernel == "block_sparse":

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrate.allocate import Allowed, allocate, allocate_together
-from calibrate.costs import overhead
-from calibrate.curves import TAUS, Curve, Method
+from calibrate.curves.costs import overhead
+from calibrate.curves.curves import TAUS, Curve, Ranking
+from calibrate.search.allocate import Allowed, allocate, allocate_together
 from s2o_runtime.config import HeadConfig
 
-METHOD = Method(1024)
+METHOD = Ranking(1024)
 EXTRA = overhead(METHOD, tail=False)
 
 
@@ -50,7 +50,7 @@ def test_a_head_whose_ranking_costs_more_than_it_saves_is_dense():
 
 def test_heads_choose_representatives_and_tail_where_they_pay():
     """Three heads: the first needs many representatives, the second a tail, the third neither."""
-    many = Method(1024, 32)
+    many = Ranking(1024, 32)
     plain = curve([[(1.0, 0.2)], [(1.0, 0.2)], [(0.1, 0.2)]])
     tailed = dataclasses.replace(plain, tail_mse=torch.tensor([[1.0], [0.1], [0.1]]).double().expand(3, len(TAUS)))
     ranked = curve([[(0.1, 0.2)], [(1.0, 0.2)], [(0.1, 0.2)]])

@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from aot import RULES, SHARED_LIMIT, VARIANTS, Case, Compiled, broken_rules
 
+from aot import RULES, VARIANTS, Case, Compiled, broken_rules
 from s2o_runtime.config import HEAD_DIMS, TileConfig
+from s2o_runtime.tiles import SHARED_MEMORY
+
+EXHAUSTIVE = pytest.mark.exhaustive(reason="compiles every kernel for every GPU, as `make aot` does: minutes")
 
 ROOT = Path(__file__).parent.parent
 LANES = "#ttg.blocked<{sizePerThread = [1, 1], threadsPerWarp = [1, 32], warpsPerCTA = [4, 1], order = [1, 0]}>"
@@ -26,11 +29,12 @@ def built():
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
+@EXHAUSTIVE
 def test_all_targets_are_covered(built):
     prefill = [entry for entry in built if entry["tile"] and entry["kernel"] not in ("block_sparse", "antidiagonal")]
     covered = {(entry["capability"], entry["head_dim"], entry["variant"]) for entry in prefill}
     # head_dim 256 spills on the GPUs without wgmma or tcgen05: it has no tile there and runs dense
-    targets = [(cap, dim) for cap in SHARED_LIMIT for dim in HEAD_DIMS if dim <= 128 or cap in (90, 100)]
+    targets = [(cap, dim) for cap in SHARED_MEMORY for dim in HEAD_DIMS if dim <= 128 or cap in (90, 100)]
     assert covered == {(*target, variant) for target in targets for variant in VARIANTS}
     assert {entry["kernel"] for entry in built if entry["capability"] == 90 and entry["head_dim"] in (64, 128)} == {
         "prefill", "prefill_hopper", "representatives", "log_sums", "scores", "pool", "tail", "trace",
@@ -38,6 +42,7 @@ def test_all_targets_are_covered(built):
     }  # fmt: skip
 
 
+@EXHAUSTIVE
 def test_no_rule_is_broken(built):
     """The rules are those of `aot.py`, which also checks them for the other versions of Triton."""
     broken = [f"{entry['case']}: {rule}: {text}" for entry in built for rule, text in entry["broken"].items()]

@@ -2,12 +2,14 @@ import logging
 
 import pytest
 import torch
-from naive import naive_attention
 
-from s2o_runtime.attention import _log_once, interpreted, s2o_attention
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.backend import _log_once
 from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import ConfigError, InputError
-from s2o_runtime.reference import s2o_attention_reference
+from s2o_runtime.reference.attention import s2o_attention_reference
+from support.naive import naive_attention
 
 TILE = TileConfig(64, 32, 2, 4, 1)
 
@@ -27,7 +29,7 @@ def config(heads=2, tau=2.0, **kwargs):
 
 def test_auto_on_a_cpu_is_the_reference_and_says_so():
     q, k, v = inputs()
-    out, stats = s2o_attention(q, k, v, config(), return_stats=True)
+    out, _, stats = s2o_attention(q, k, v, config(), return_stats=True)
     expected, visited, _ = s2o_attention_reference(q, k, v, config())
     assert torch.equal(out, expected)
     assert torch.equal(stats.visited, visited)
@@ -37,7 +39,7 @@ def test_auto_on_a_cpu_is_the_reference_and_says_so():
 @pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
 def test_triton_can_be_asked_for():
     q, k, v = inputs()
-    out, stats = s2o_attention(q, k, v, config(), backend="triton", return_stats=True)
+    out, _, stats = s2o_attention(q, k, v, config(), backend="triton", return_stats=True)
     torch.testing.assert_close(out, s2o_attention_reference(q, k, v, config())[0], rtol=1e-4, atol=1e-5)
     assert (stats.backend, stats.reason) == ("triton", "asked for")
 
@@ -51,13 +53,27 @@ def test_where_sequences_start_may_be_a_column_of_something_larger():
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_more_than_the_output_is_three_fields():
+    q, k, v = inputs()
+    expected = s2o_attention_reference(q, k, v, config())
+    stats_only = s2o_attention(q, k, v, config(), return_stats=True)
+    assert torch.equal(stats_only.out, expected.out)
+    assert stats_only.lse is None
+    assert torch.equal(stats_only.density, stats_only.stats.density)
+    lse_only = s2o_attention(q, k, v, config(), backend="reference", return_lse=True)
+    assert torch.equal(lse_only.lse, expected.lse)
+    assert lse_only.stats is None
+    with pytest.raises(InputError, match="pass return_stats=True for its density"):
+        _ = lse_only.density
+
+
 def test_density_counts_pairs_by_hand():
     """96 queries, segments of 64, tiles of 32: the second segment visits one chunk, its whole prefix."""
     q, k, v = inputs(q_len=96, kv_len=96)
-    _, stats = s2o_attention(q, k, v, config(tau=1e6), return_stats=True)
+    _, _, stats = s2o_attention(q, k, v, config(tau=1e6), return_stats=True)
     window = 64 * 65 // 2 + 32 * 33 // 2
     assert stats.density.tolist() == pytest.approx([(window + 32 * 64) / (96 * 97 / 2)] * 2)
-    _, stats = s2o_attention(q, k, v, config(), backend="dense", return_stats=True)
+    _, _, stats = s2o_attention(q, k, v, config(), backend="dense", return_stats=True)
     assert stats.density.tolist() == [1.0, 1.0]
 
 
@@ -71,7 +87,7 @@ def test_density_counts_pairs_by_hand():
 )
 def test_auto_goes_dense_when_nothing_can_be_skipped(layer, q_len, reason):
     q, k, v = inputs(q_len=q_len, kv_len=q_len)
-    out, stats = s2o_attention(q, k, v, layer, return_stats=True)
+    out, _, stats = s2o_attention(q, k, v, layer, return_stats=True)
     assert (stats.backend, stats.reason) == ("dense", reason)
     torch.testing.assert_close(out.double(), naive_attention(q, k, v), rtol=1e-5, atol=1e-5)
 

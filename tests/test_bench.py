@@ -1,19 +1,19 @@
-"""scripts/bench_attention.py at a tiny size: what it records is consistent, what it plots is a picture."""
+"""scripts/bench/attention.py at a tiny size: what it records is consistent."""
 
 import json
-import sys
-from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-import bench_attention as bench
-
-from s2o_runtime.attention import s2o_attention
+from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig, TileConfig
-from s2o_runtime.dense import dense_attention, exact_attention
+from s2o_runtime.reference.dense import dense_attention, exact_attention
+from scripts.bench import attention as bench
+from scripts.bench.calls import bisect, kernel_parts, published_config
+from scripts.bench.inputs import exact_rows, model_qkv, rel_mse, repeated_qkv
+from scripts.bench.schema import AttentionFile, read
+
+SLOW = pytest.mark.slow(reason="runs a whole benchmark")
 
 TINY = ["--heads", "2/1", "--head-dim", "64", "--dtype", "float32", "--segment", "64", "--tile", "64x32x1:4:2"]
 TINY += ["--device", "cpu", "--rounds", "2", "--error-rows", "50"]
@@ -28,53 +28,69 @@ def measured(tmp_path_factory):
     """Two lengths with the reference backend."""
     out = tmp_path_factory.mktemp("bench") / "new" / "b.json"
     assert run(*TINY, "--lengths", "512,256", "--densities", "0.01,0.5,0.7", "--out", out) == 0
-    return out
+    return read(AttentionFile, json.loads(out.read_text()))
 
 
+@SLOW
 def test_the_record_says_what_was_measured_and_where(measured):
-    record = json.loads(measured.read_text())
-    assert record["device"]["name"] == "cpu"
-    assert record["versions"]["torch"] == torch.__version__
-    assert record["cold_l2"] is False
+    assert measured.device["name"] == "cpu"
+    assert measured.versions["torch"] == torch.__version__
+    assert measured.cold_l2 is False
     wanted = {"heads": [2, 1], "head_dim": 64, "batch": 1, "dtype": "float32", "segment": 64, "error_rows": 50}
-    assert wanted.items() <= record["settings"].items()
-    assert [result["length"] for result in record["results"]] == [256, 512]
-    assert all(TileConfig(**result["tile"]) == TileConfig(64, 32, 1, 4, 2) for result in record["results"])
+    assert wanted.items() <= measured.settings.items()
+    assert [entry.length for entry in measured.results] == [256, 512]
+    assert all(TileConfig(**entry.tile) == TileConfig(64, 32, 1, 4, 2) for entry in measured.results)
 
 
+def of_form(entry, form):
+    return [row for row in entry.rows if row.form == form]
+
+
+@SLOW
 def test_densities_are_reached_and_rates_follow(measured):
-    for result in json.loads(measured.read_text())["results"]:
-        rows, dense = result["rows"], result["dense"]["seconds"]["median"]
-        assert [row["target"] for row in rows] == ["never stop", 0.7, 0.5, "lowest"]
-        assert rows[0]["density"] == 1.0
-        for row in rows[
-            1:3
-        ]:  # a stop decision is one chunk of 32 keys for 64 rows, the shortest prompt has 4 row tiles
-            assert row["density"] == pytest.approx(row["target"], rel=0.1)
-        assert rows[3]["density"] < rows[2]["density"]
+    for entry in measured.results:
+        rows, dense = of_form(entry, bench.S2O), entry.dense.seconds.median
+        assert [row.target for row in rows] == ["never stop", 0.7, 0.5, "lowest"]
+        assert rows[0].density == 1.0
+        for row in rows[1:3]:  # a stop decision is one chunk of 32 keys for 64 rows; the shortest prompt has 4 tiles
+            assert row.density == pytest.approx(row.target, rel=0.1)
+        assert rows[3].density < rows[2].density
         for row in rows:
-            seconds = row["seconds"]
-            assert 0 < seconds["p25"] <= seconds["median"] <= seconds["p75"]
-            assert row["rate"] == pytest.approx(row["density"] * dense / seconds["median"])
-            assert sum(row["density_of_heads"]) / 2 == pytest.approx(row["density"])
-            assert len(row["tau_of_heads"]) == 2
-        errors = [row["rel_mse"] for row in rows]
+            assert 0 < row.seconds.p25 <= row.seconds.median <= row.seconds.p75
+            assert row.rate == pytest.approx(row.density * dense / row.seconds.median)
+            assert sum(row.density_of_heads) / 2 == pytest.approx(row.density)
+            assert len(row.tau_of_heads) == 2
+        errors = [row.rel_mse for row in rows]
         assert errors == sorted(errors)
-        assert (
-            max(errors[0], result["dense"]["rel_mse"]) < 1e-10 < errors[1]
-        )  # float32 rounding, then what was left out
+        assert max(errors[0], entry.dense.rel_mse) < 1e-10 < errors[1]  # float32 rounding, then what was left out
 
 
+@SLOW
+def test_s2o_as_published_has_rows_of_its_own(measured):
+    """It has one tau for all heads, and its mean density comes near the target."""
+    for entry in measured.results:
+        rows = of_form(entry, bench.PUBLISHED)
+        assert [row.target for row in rows] == ["never stop", 0.7, 0.5, "lowest"]
+        for row in rows:
+            assert len(set(row.tau_of_heads)) == 1
+        for row in rows[1:3]:
+            assert row.density == pytest.approx(row.target, rel=0.1)
+    head = published_config(2, 0.1, 64, TileConfig(64, 32, 1, 4, 2)).heads[0]
+    assert (head.stop_rule, head.representatives, head.tail) == ("raw", 1, False)
+
+
+@SLOW
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs the kernels on CPU tensors, in Triton's interpreter")
 def test_the_kernel_is_taken_apart(tmp_path):
     """Ranking and the kernel without it have times of their own."""
     size = [*TINY, "--heads", "1/1", "--lengths", "128", "--rounds", "1", "--error-rows", "8"]
     assert run(*size, "--backend", "triton", "--densities", "0.9", "--steps", "1", "--out", tmp_path / "b.json") == 0
-    (result,) = json.loads((tmp_path / "b.json").read_text())["results"]
-    dense, rank = result["dense"]["seconds"]["median"], result["rank"]
-    assert rank["share_of_dense"] == pytest.approx(rank["seconds"]["median"] / dense)
-    for row in result["rows"]:
-        assert row["prefill_rate"] == pytest.approx(row["density"] * dense / row["prefill_seconds"]["median"])
+    (entry,) = read(AttentionFile, json.loads((tmp_path / "b.json").read_text())).results
+    dense = entry.dense.seconds.median
+    for rank in (entry.rank, entry.published_rank):
+        assert rank.share_of_dense == pytest.approx(rank.seconds.median / dense)
+    for row in entry.rows:
+        assert row.prefill_rate == pytest.approx(row.density * dense / row.prefill_seconds.median)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs the kernels on CPU tensors, in Triton's interpreter")
@@ -82,9 +98,10 @@ def test_the_parts_make_the_whole():
     """What is timed without the ranking computes what the whole call computes."""
     q, k, v = torch.randn(1, 1, 128, 64), torch.randn(1, 1, 128, 64), torch.randn(1, 1, 128, 64)
     config = LayerConfig.uniform(1, tau=1e6, segment=64, tile=TileConfig(64, 32, 1, 4, 2))
-    parts = bench.kernel_parts(q, k, v, [config])
+    rank, (prefill,) = kernel_parts(q, k, v, [config])
+    rank()
     expected = s2o_attention(q, k, v, config, backend="triton")
-    assert torch.equal(parts["prefill 0"](), expected)
+    assert torch.equal(prefill(), expected)
     assert not torch.equal(expected, dense_attention(q, k, v))
 
 
@@ -95,63 +112,33 @@ def test_bisection_finds_each_heads_tau():
     def density(config):
         return 1 / (1 + sharpness * torch.tensor([head.tau for head in config.heads], dtype=torch.float64))
 
-    found = bench.bisect(LayerConfig.uniform(3), 0.2, 20, density)
-    assert [head.tau for head in found.heads] == pytest.approx((4 / sharpness).tolist(), rel=1e-3)
+    config = bisect(LayerConfig.uniform(3), 0.2, 20, density)
+    assert [head.tau for head in config.heads] == pytest.approx((4 / sharpness).tolist(), rel=1e-3)
 
 
 @pytest.mark.parametrize(("length", "count"), [(300, 40), (40, 300)], ids=["sample", "all rows"])
 def test_sampled_rows_are_exact_attention(length, count):
     q, k, v = torch.randn(2, 4, length, 32), torch.randn(2, 2, length, 32), torch.randn(2, 2, length, 32)
-    rows, exact = bench.exact_rows(q, k, v, count, seed=0)
+    rows, exact = exact_rows(q, k, v, count, seed=0)
     assert len(rows) == min(length, count)
     assert (rows.diff() > 0).all()
     torch.testing.assert_close(exact, exact_attention(q, k, v)[:, :, rows])
-    assert bench.rel_mse(dense_attention(q, k, v)[:, :, rows], exact) < 1e-10
+    assert rel_mse(dense_attention(q, k, v)[:, :, rows], exact) < 1e-10
 
 
-def test_a_models_heads_are_repeated_to_fill_the_call(tmp_path):
+def test_a_models_heads_are_repeated_to_fill_the_call():
     """The demo model has 6 layers of 8 query and 2 KV heads: 13 KV heads need one of them twice."""
-    arguments = [*TINY, "--heads", "52/13", "--head-dim", "128", "--data", "demo"]
-    q, k, v = bench.captured(bench.parser().parse_args(arguments), 128, torch.device("cpu"))
+    layers = model_qkv("demo", 128, 1, 0, torch.device("cpu"))
+    q, k, v = repeated_qkv(layers, (52, 13), 128, torch.float32)
     assert (q.shape, k.shape, v.shape) == ((1, 52, 128, 128), (1, 13, 128, 128), (1, 13, 128, 128))
     for t, heads in ((q, 4), (k, 1), (v, 1)):
         torch.testing.assert_close(t[:, -heads:], t[:, :heads])
         assert not torch.equal(t[:, :heads], t[:, 8 * heads : 9 * heads])
 
 
-def test_the_plot_is_an_svg_with_a_panel_for_each_length(measured, tmp_path):
-    assert run("--plot", measured, measured, "--out", tmp_path / "b.svg") == 0
-    text = (tmp_path / "b.svg").read_text()
-    root = ElementTree.fromstring(text)
-    assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    assert len([group for group in root.iter() if group.get("id", "").startswith("axes_")]) == 2
-    for label in (
-        "256 tokens",
-        "512 tokens",
-        "ideal: 100% of dense's rate",
-        "target: 75%",
-        "64x32x1 w4 s2, segment 64",
-    ):
-        assert label.replace(" ", "") in text.replace(" ", "").replace("&#x27;", "'"), label
-
-
-def test_plain_output_without_rich(measured, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    bench.print_table(json.loads(measured.read_text())["results"][0])
-    assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()[1:]] == [
-        "target", "never stop", "0.7", "0.5", "lowest",
-    ]  # fmt: skip
-
-
-def test_plotting_without_matplotlib_says_what_to_install(measured, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert run("--plot", measured, "--out", measured.with_suffix(".svg")) == 2
-    assert "is not installed: run pip install" in capsys.readouterr().err
-
-
 BAD = [
     (["--lengths", "8k"], "'8k' is not understood: try 8192,32768"),
-    (["--lengths", "64"], "length 64 is no longer than --segment 64"),
+    (["--lengths", "64"], "length 64 is too short for --segment 64: try 65"),
     (["--densities", "0.5,2"], "density 2 is out of range"),
     (["--heads", "4"], "are not query heads and KV heads"),
     (["--heads", "4/3"], "are not query heads and KV heads"),
@@ -160,10 +147,8 @@ BAD = [
     (["--tile", "128x32x1:8:2"], "segment 64 of head 0 is not a multiple of"),
     (["--rounds", "0"], "--rounds is 0: use at least 1"),
     (["--data", "demmo"], "did you mean demo"),
-    (["--data", "demo"], "demo has 8/2 heads of 128: use --heads of that ratio"),
+    (["--data", "demo"], "the model has 8/2 heads of 128: use --heads of that ratio"),
     (["--out", "."], "--out . is a folder"),
-    (["--plot", "none.json"], "none.json cannot be read"),
-    (["--plot", __file__], "test_bench.py cannot be read (it is not JSON)"),
 ]
 
 
@@ -177,6 +162,6 @@ def test_bad_options_are_one_sentence_and_exit_code_2(arguments, message, tmp_pa
     lines = capsys.readouterr().err.splitlines()
     assert code == 2
     assert len(lines) == 1
-    assert lines[0].startswith("bench_attention: ")
+    assert lines[0].startswith("scripts.bench.attention: ")
     assert message in lines[0]
     assert not list(tmp_path.rglob("*.json"))

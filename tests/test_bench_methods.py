@@ -1,7 +1,6 @@
-"""scripts/bench_methods.py at a tiny size: what it says of a setting is what the setting does."""
+"""scripts/bench/methods.py at a tiny size: what it says of a setting is what the setting does."""
 
 import json
-import sys
 import types
 from pathlib import Path
 
@@ -9,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-import bench_attention
-import bench_methods as bench
-
 from s2o_runtime.baselines import baseline_attention
 from s2o_runtime.baselines.settings import parse
 from s2o_runtime.config import HeadConfig, LayerConfig
-from s2o_runtime.dense import exact_attention
+from s2o_runtime.profile.record import Record, RecordedBudget
+from s2o_runtime.reference.dense import exact_attention
+from scripts.bench import methods as bench
+from scripts.bench.inputs import Inputs
+from scripts.bench.schema import LayerRow, MethodsFile, read
 
 LENGTH = 520
 SETTING = "pbs:keep=0.6,segment=128,block=64"
@@ -35,49 +34,51 @@ def measured(qkv, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     file, out = folder / "qkv.safetensors", folder / "out.json"
     save_file({f"{layer}.{name}": tensor.clone() for layer in (0, 1) for name, tensor in qkv.items()}, file)
-    # through the bench's own front door
-    arguments = ["--methods", "dense", SETTING, "s2o", "--data", str(file), "--lengths", str(LENGTH), "--device", "cpu"]
-    assert bench_attention.main([*arguments, "--rounds", "1", "--error-rows", str(LENGTH), "--out", str(out)]) == 0
-    return json.loads(out.read_text())
+    methods = ["--methods", "dense", SETTING, "s2o", "published"]
+    arguments = [*methods, "--data", str(file), "--lengths", str(LENGTH), "--device", "cpu", "--rounds", "1"]
+    assert bench.main([*arguments, "--error-rows", str(LENGTH), "--out", str(out)]) == 0
+    return read(MethodsFile, json.loads(out.read_text()))
 
 
 def test_errors_and_densities_are_those_of_the_setting(measured, qkv):
-    (entry,) = measured["results"]
-    rows = {(row["method"], row["setting"]): row for row in entry["rows"]}
-    assert len(rows) == 2 + len(bench.TAUS)
+    (entry,) = measured.results
+    rows = {(row.method, row.setting): row for row in entry.rows}
+    assert len(rows) == 2 + len(bench.TAUS) + len(bench.PUBLISHED_TAUS)
     row = rows["pbs", SETTING.partition(":")[2]]
     out, stats = baseline_attention(*qkv.values(), parse(SETTING))
     exact = exact_attention(*qkv.values())
     mse = float((out - exact).square().mean())
-    assert row["mse"] == pytest.approx(mse, rel=1e-4)
-    assert row["rel_mse"] == pytest.approx(mse / float(exact.square().mean()), rel=1e-4)
-    assert row["density"] == pytest.approx(float(stats.density.mean()))
-    assert 0.1 < row["density"] < 0.95
-    assert rows[bench.DENSE, ""]["rel_mse"] < 1e-10
+    assert row.mse == pytest.approx(mse, rel=1e-4)
+    assert row.rel_mse == pytest.approx(mse / float(exact.square().mean()), rel=1e-4)
+    assert row.density == pytest.approx(float(stats.density.mean()))
+    assert 0.1 < row.density < 0.95
+    assert rows[bench.DENSE, ""].rel_mse < 1e-10
 
 
 def test_times_are_of_all_layers_and_selecting_is_part_of_them(measured):
-    for row in measured["results"][0]["rows"]:
-        assert [layer["layer"] for layer in row["layers"]] == [0, 1]
-        assert row["seconds"] == pytest.approx(sum(layer["seconds"] for layer in row["layers"]))
-        assert (row["selecting_seconds"] > 0) == (row["method"] == "pbs")
-    dense = measured["results"][0]["rows"][0]
-    assert dense["speedup"] == 1.0
+    for row in measured.results[0].rows:
+        assert [layer.layer for layer in row.layers] == [0, 1]
+        assert row.seconds == pytest.approx(sum(layer.seconds for layer in row.layers))
+        assert (row.selecting_seconds > 0) == (row.method == "pbs")
+    assert measured.results[0].rows[0].speedup == 1.0
 
 
-def test_what_is_asked_for(tmp_path):
+def test_names_stand_for_settings():
     device = torch.device("cpu")
-    names = [(method, setting) for method, setting, _ in bench.contenders(["sparge", "flash"], {}, 1024, device)]
-    assert len(names) == 12
-    assert ("sparge", "keep=0.9,similarity=0.2") in names
-    assert {method for method, _ in names} == {"sparge"}  # FlashAttention-2 needs a GPU
+    keys = list(bench.settings_of(["sparge", "flash"], {}, 1024, device))
+    assert len(keys) == 12
+    assert ("sparge", "keep=0.9,similarity=0.2") in keys
+    assert {method for method, _ in keys} == {"sparge"}  # FlashAttention-2 needs a GPU
+    published = bench.settings_of(["published"], {}, 1024, device)
+    assert next(iter(published)) == ("S2O as published", "tau=1e-05")
 
 
 def test_profiles_stand_with_every_budget_and_guard(monkeypatch):
-    profile = types.SimpleNamespace(record={"budget": {"kind": "rel_mse", "value": 1e-3}, "recipe": {"method": "auto"}})
+    record = Record(budget=RecordedBudget(kind="rel_mse", value=1e-3), recipe={"method": "auto"})
+    profile = types.SimpleNamespace(record=record)
     monkeypatch.setattr(bench, "load_profile", lambda path: profile)
-    made = lambda *given: types.SimpleNamespace(profile=(str(given[1]), given[3:]))  # noqa: E731
-    monkeypatch.setattr("calibrate.rebudget.rebudget", made)
+    rebudget = lambda *given: types.SimpleNamespace(profile=(str(given[1]), given[3:]))  # noqa: E731
+    monkeypatch.setattr("calibrate.profiles.rebudget.rebudget", rebudget)
     args = bench.parser().parse_args(
         ["--profile", "p", "--budgets", "1e-4,1e-3", "--worst-rows", "0", "--journal", "j"]
     )
@@ -90,15 +91,15 @@ def test_profiles_stand_with_every_budget_and_guard(monkeypatch):
     }
 
 
-def test_heads_of_other_methods_select_too(qkv):
+def test_heads_that_run_baselines_select_too(qkv):
     """As often as the layer has different settings, for the heads that have them."""
-    a, b = (HeadConfig(mode="blocks", blocks=parse(f"mean-pooling:keep={keep}")) for keep in (0.5, 0.9))
+    a, b = (HeadConfig(mode="baseline", baseline=parse(f"mean-pooling:keep={keep}")) for keep in (0.5, 0.9))
     config = LayerConfig((a, b, HeadConfig(mode="dense"), a))
     q, k, v = qkv.values()
-    way = bench.of_config(config, bench.Inputs(0, q, k, v, torch.arange(LENGTH), exact_attention(q, k, v)))
-    assert [chosen.heads for chosen in way.selecting()] == [(0, 3), (1,)]
+    inputs = Inputs(q, k, v, torch.arange(LENGTH), exact_attention(q, k, v))
+    assert [selection.heads for selection in bench.config_call(config, inputs).selection()] == [(0, 3), (1,)]
     dense = LayerConfig.uniform(4, mode="dense")
-    assert bench.of_config(dense, bench.Inputs(0, q, k, v, torch.arange(LENGTH), v)).selecting is None
+    assert bench.config_call(dense, inputs).selection is None
 
 
 def test_a_guard_that_changes_nothing_gets_no_row():
@@ -108,21 +109,21 @@ def test_a_guard_that_changes_nothing_gets_no_row():
 
     profiles = {("a", "1"): profile(1.0, 2.0), ("a", "2"): profile(1.0, 3.0), ("a", "3"): profile(1.0, 2.0)}
     profiles |= {("b", "1"): profile(1.0, 2.0)}
-    assert list(bench.different(profiles, 1024)) == [("a", "1"), ("a", "2"), ("b", "1")]
+    assert list(bench.distinct(profiles, 1024)) == [("a", "1"), ("a", "2"), ("b", "1")]
 
 
 def test_calibrated_layers_that_are_slower_run_dense():
-    slow, fast, dense = ({"seconds": seconds} for seconds in (2.0, 0.5, 1.0))
-    way = bench.Way(lambda: None, lambda: 1.0, never_slower=True)
+    slow, fast, dense = (LayerRow(0, 0.5, 0.0, 0.0, 0.0, seconds, 0.0) for seconds in (2.0, 0.5, 1.0))
+    calibrated = bench.LayerCall(lambda: None, lambda: 1.0, dense_if_slower=True)
     rows = {(bench.DENSE, ""): dense, ("a", ""): slow, ("b", ""): fast, ("c", ""): slow}
-    ways = {("a", ""): way, ("b", ""): way, ("c", ""): bench.Way(lambda: None, lambda: 1.0)}
-    assert bench.of_calibrated(rows, ways) == rows | {("a", ""): dense}
+    calls = {("a", ""): calibrated, ("b", ""): calibrated, ("c", ""): bench.LayerCall(lambda: None, lambda: 1.0)}
+    assert bench.dense_where_slower(rows, calls) == rows | {("a", ""): dense}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["quantum"], "method 'quantum' is not known"),
+        (["quantum"], "baseline 'quantum' is not known"),
         (["pbs:keep=7"], "keep"),
         (["dense", "--data", "nothing.safetensors"], "nothing.safetensors"),
         (["dense", "--data", "demo", "--lengths", "999999999"], "is beyond the model's limit"),
@@ -133,5 +134,5 @@ def test_bad_input_is_one_sentence(arguments, message, tmp_path, capsys):
     arguments = ["--lengths", "256", "--device", "cpu", "--rounds", "1", "--out", str(out), "--methods", *arguments]
     assert bench.main(arguments) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("bench_methods: ")
+    assert line.startswith("scripts.bench.methods: ")
     assert message in line

@@ -1,34 +1,30 @@
-"""scripts/bench_prefill.py at a tiny size: what it says was reached was reached."""
+"""scripts/bench/prefill.py at a tiny size: what it says was reached was reached."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-import bench_prefill as bench
+from scripts.bench import prefill as bench
+from scripts.bench.schema import PrefillFile, read
 
 
 def test_a_model_is_timed_dense_and_at_a_density(tmp_path, capsys):
     out = tmp_path / "p.json"
     arguments = ["--models", "demo", "--lengths", "512", "--densities", "0.8", "--segment", "128", "--device", "cpu"]
     assert bench.main([*arguments, "--rounds", "1", "--steps", "3", "--out", str(out)]) == 0
-    record = json.loads(out.read_text())
-    assert record["format"] == bench.PREFILL
-    (entry,) = record["results"]
-    assert (entry["model"], entry["length"]) == ("demo", 512)
-    dense, sparse = entry["rows"]
-    assert (dense["name"], dense["density"]) == ("dense, cuDNN", 1.0)
-    assert sparse["name"] == "S2O, density 0.8"
-    assert 0.5 < sparse["density"] < 1.0  # a window is an eighth of the prompt, and three steps are few
+    (entry,) = read(PrefillFile, json.loads(out.read_text())).results
+    assert (entry.model, entry.length) == ("demo", 512)
+    dense, sparse = entry.rows
+    assert (dense.name, dense.density) == ("dense, cuDNN", 1.0)
+    assert sparse.name == "S2O, density 0.8"
+    assert 0.5 < sparse.density < 1.0  # a window is an eighth of the prompt, and three steps are few
     for row in (dense, sparse):
-        assert row["attention_seconds"] == pytest.approx(row["share"] * row["seconds"]["median"])
-        assert row["share"] > 0.0
+        assert row.attention_seconds == pytest.approx(row.share * row.seconds.median)
+        assert row.share > 0.0
     assert "attention" in capsys.readouterr().out
 
 
 def test_an_unknown_model_is_one_sentence(tmp_path, capsys):
     assert bench.main(["--models", "quantum", "--device", "cpu", "--out", str(tmp_path / "p.json")]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("bench_prefill: model 'quantum' is not known")
+    assert line.startswith("scripts.bench.prefill: model 'quantum' is not known")

@@ -4,15 +4,20 @@ import math
 
 import pytest
 import torch
-from naive import naive_attention
 
 from s2o_runtime.baselines import PBS, Antidiagonal, AShape, MeanPooling, Sparge, VerticalSlash, attend, select
+from s2o_runtime.baselines.kernels.block_sparse import pool_blocks
 from s2o_runtime.baselines.pooling import pool_plain
 from s2o_runtime.baselines.run import baseline_attention
 from s2o_runtime.baselines.selection import SKIP_KEYS, SKIP_ROWS, Selection
+from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import InputError
-from s2o_runtime.gpu import interpreted
-from s2o_runtime.kernels.block_sparse import TILES, family, pool_blocks, tile_for
+from s2o_runtime.tiles import block_sparse_tile
+from support.marks import all_but_first
+from support.naive import naive_attention
+
+SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
+EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
 
@@ -91,8 +96,10 @@ def run(q, k, v, selection, scale):
     return out, lse
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim"), SHAPES)
+@pytest.mark.parametrize("settings", all_but_first(SETTINGS, SLOW, count=3), ids=str)
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim"), all_but_first(SHAPES, EXHAUSTIVE)
+)
 def test_the_kernel_computes_what_is_selected(
     batch, heads, kv_heads, q_len, kv_len, head_dim, settings, nan_filled
 ):  # fmt: skip
@@ -104,7 +111,9 @@ def test_the_kernel_computes_what_is_selected(
 
 
 @pytest.mark.parametrize(
-    "settings", [MeanPooling(1.0), PBS(1.0), PBS(1.0, permute_queries=True), VerticalSlash(400, 3)], ids=str
+    "settings",
+    all_but_first([PBS(1.0, permute_queries=True), MeanPooling(1.0), PBS(1.0), VerticalSlash(400, 3)], SLOW),
+    ids=str,
 )
 def test_everything_kept_is_dense(settings, nan_filled):
     """Whatever is permuted: the result is in the order of the queries, over all keys."""
@@ -168,15 +177,14 @@ def test_every_block_has_a_tile():
         for head_dim in (64, 128):
             for block_m in (64, 128, 256):
                 for block_n in (64, 128, 256):
-                    tile = tile_for(head_dim, capability, block_m, block_n, False)
+                    tile = block_sparse_tile(head_dim, capability, block_m, block_n)
                     assert block_m % tile.block_m == 0
                     assert block_n % tile.block_n == 0
-                    skipping = tile_for(head_dim, capability, block_m, block_n, True)
-                    assert (skipping.block_m, skipping.block_n) == (SKIP_ROWS, SKIP_KEYS)
-    assert set(TILES) == {80, 89, 90, 100, 120}
-    assert family((7, 5)) is None
-    with pytest.raises(InputError, match="head_dim 128 on sm_75"):
-        tile_for(128, (7, 5), 64, 64, False)
+            assert block_sparse_tile(head_dim, capability, SKIP_ROWS, SKIP_KEYS)[:2] == (SKIP_ROWS, SKIP_KEYS)
+    with pytest.raises(InputError, match="head_dim 128 on sm_75 has no block-sparse tile: run it with the reference"):
+        block_sparse_tile(128, (7, 5), 64, 64)
+    with pytest.raises(InputError, match="blocks of 32 x 64 have no block-sparse tile: use multiples of 64"):
+        block_sparse_tile(128, (9, 0), 32, 64)
 
 
 def test_large_head_dims_are_refused():

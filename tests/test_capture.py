@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from test_hf import make_profile
-from test_weights import ARCHITECTURES, save, stream
 
-from calibrate import capture, streams
+from calibrate.model import capture, streams
 from s2o_runtime import patch
 from s2o_runtime.errors import ModelError
-from s2o_runtime.hf import layer_states
+from s2o_runtime.huggingface.hf import layer_states
+from support.models import ARCHITECTURES, make_profile, save, stream
 
 PROMPTS = [torch.randint(3, 128, (length,), generator=torch.Generator().manual_seed(length)) for length in (150, 60)]
 

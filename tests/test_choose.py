@@ -9,22 +9,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from calibrate import choose as choose_module
-from calibrate.allocate import allocate_together
-from calibrate.capture import Captured
-from calibrate.choose import Chosen, _timed, _uniform, choose
-from calibrate.costs import overhead
-from calibrate.curves import TAUS, Curve, Method, Shape, unpacked
+from calibrate.curves.costs import overhead
+from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, unpacked
+from calibrate.curves.measure import _measured
 from calibrate.journal import Journal
-from calibrate.measure import _measured
-from calibrate.prompts import Prompt, PromptSet
+from calibrate.model.capture import Captured
+from calibrate.prompts.prompts import Prompt, PromptSet
 from calibrate.recipe import Recipe
-from calibrate.search import allowed
+from calibrate.search import choose as choose_module
+from calibrate.search.allocate import allocate_together
+from calibrate.search.choice import allowed
+from calibrate.search.choose import Chosen, _timed, _uniform, choose
 from calibrate.timing import Timing
-from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.dense import exact_attention
-from s2o_runtime.gpu import DeviceIdentity
-from s2o_runtime.reference import s2o_attention_reference
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.reference.attention import s2o_attention_reference
+from s2o_runtime.reference.dense import exact_attention
 
 CPU = DeviceIdentity("cpu", "cpu")
 GPU = DeviceIdentity("cuda", "pretended", (9, 0), 132, 1)
@@ -71,7 +71,7 @@ def journal(tmp_path):
 
 
 def run(curves, journal, device=CPU, **changes):
-    loaded = SimpleNamespace(geometry=SimpleNamespace(layers=len(curves)))
+    loaded = SimpleNamespace(name="tiny", geometry=SimpleNamespace(layers=len(curves)))
     said = []
     found = choose(loaded, PROMPTS, {LENGTH: curves}, {LENGTH: TILES}, recipe(**changes), device, journal, said.append)
     assert list(found) == [LENGTH]
@@ -95,8 +95,10 @@ def test_layers_that_are_alike_share_a_study_and_spend_their_own_budget(curves, 
     assert chosen.groups[0] == [0, 2]
     assert len(chosen.groups) > 1
     assert chosen.trials == 3 * len(chosen.groups)
+    assert (chosen.points, chosen.tried) == (4, (3,) * len(chosen.groups))
+    assert chosen.points_tried == "3 of 4 points"
     first, follower = chosen.choices[0], chosen.choices[2]
-    assert follower.place == first.place
+    assert follower.point == first.point
     assert follower.budget_mse == pytest.approx(9 * first.budget_mse, rel=1e-3)  # its values are three times as large
     assert chosen.limits == [1e-2] * 4
     for choice, (_, error) in zip(chosen.choices, true_errors(chosen), strict=True):
@@ -122,7 +124,7 @@ def test_layers_share_one_budget(kind, curves, journal):
         assert shared.limits[index] >= errors[index] * (1 - 1e-3)
         if not choice.config.is_dense:
             assert shared.limits[index] == pytest.approx(errors[index] / 0.8, rel=2e-3)
-        assert choice.place == each.choices[index].place
+        assert choice.point == each.choices[index].point
     costs = [sum(found.choices[index].allocation.cost for index in live) for found in (each, shared)]
     assert costs[1] < costs[0]
 
@@ -168,7 +170,7 @@ def test_spending_a_share(curves, journal):
     half = dense.spending(0.5, allowed(recipe()))
     assert half.choices[0] == dense.choices[0]
     for before, after in zip(dense.choices[1:], half.choices[1:], strict=True):
-        assert after.place == before.place
+        assert after.point == before.point
         assert after.allocation.mse <= after.budget_mse == before.budget_mse / 2
         assert after.allocation.cost >= before.allocation.cost
     quarter = half.spending(0.5, allowed(recipe()))
@@ -178,7 +180,13 @@ def test_spending_a_share(curves, journal):
 
 def test_a_time_limit_leaves_one_trial_to_every_group(curves, journal):
     chosen = run(curves, journal, time_limit=1e-9, trials=8)
-    assert chosen.trials == len(chosen.groups) < 8
+    assert chosen.tried == (1,) * len(chosen.groups)
+
+
+def test_trials_that_suffice_try_every_point_once(curves, journal):
+    chosen = run(curves, journal, trials=8)
+    assert chosen.tried == (4,) * len(chosen.groups)
+    assert chosen.points_tried == "4 of 4 points"
 
 
 def random_curve(generator):
@@ -191,7 +199,7 @@ def random_curve(generator):
 @pytest.mark.parametrize("budget", [1e-3, 0.05, 0.2, 1.0])
 def test_the_best_single_setting_by_trying_them_all(budget, tails):
     generator = torch.Generator().manual_seed(3)
-    methods = (Method(512), Method(512, 8), Method(1024, 1, 4))
+    methods = (Ranking(512), Ranking(512, 8), Ranking(1024, 1, 4))
     layers = [{method: random_curve(generator) for method in methods} for _ in range(3)]
     budgets = [budget, 2 * budget, budget / 2]
     best = (1.0, None)
@@ -204,7 +212,7 @@ def test_the_best_single_setting_by_trying_them_all(budget, tails):
                 density += float(curve.density[head, index]) / 6
         cost = density + overhead(method, tail)
         if spent <= 1 and cost < best[0]:
-            best = cost, HeadConfig(tau, method.segment, "s2o", "rest", method.representatives, tail)
+            best = cost, HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, tail)
     found = _uniform(layers, budgets, tails)
     if best[1] is None:
         assert found is None
@@ -306,4 +314,4 @@ def test_a_time_that_was_hopeless_against_a_better_one_is_taken_again(journal, m
 
 
 def test_chosen_can_be_made_without_a_gpu_or_a_model():
-    assert Chosen([], [], [], Counter(), 0).spending(0.5, allowed(recipe())).choices == []
+    assert Chosen([], [], [], Counter(), 0, ()).spending(0.5, allowed(recipe())).choices == []

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_hf import SIZES
-from tiny import save_tiny
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from s2o_runtime import load_profile
+from support.models import SIZES
+from support.tiny import save_tiny
 
 ROOT = Path(__file__).parent.parent
 PROFILE = str(ROOT / "README.md")  # any file: flags are judged before it is read
@@ -21,13 +21,16 @@ GOOD = ["--model", "demo", "--budget-mse", "1e-4", "--lengths", "512", "--device
 def run(*arguments, cwd):
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(cwd)}
     return subprocess.run(
-        [sys.executable, "-m", "calibrate.cli", *map(str, arguments)],
+        [sys.executable, "-m", "calibrate.commands.calibrate", *map(str, arguments)],
         cwd=cwd,
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+WHOLE_RUN = pytest.mark.slow(reason="runs a calibration, or the command in a process of its own")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,7 @@ def calibrated(tmp_path_factory):
     return folder, run(*arguments, "--out", "a/first.safetensors", cwd=folder)
 
 
+@WHOLE_RUN
 def test_a_calibration_writes_a_profile_that_meets_the_budget(calibrated):
     folder, outcome = calibrated
     assert outcome.returncode == 0, outcome.stderr
@@ -61,21 +65,22 @@ def test_a_calibration_writes_a_profile_that_meets_the_budget(calibrated):
     assert any(row["dense_heads"] < 8 for row in rows)
     assert all(sum(row["representatives"].values()) == 8 - row["dense_heads"] >= row["tails"] for row in rows)
     profile = load_profile(folder / "a" / "first.safetensors")
-    (recorded,) = profile.record["held_out"]
-    for row, proof in zip(rows, recorded["layers"], strict=True):
+    (recorded,) = profile.record.held_out
+    for row, proof in zip(rows, recorded.layers, strict=True):
         assert 0 < row["held_out_mse"] <= row["limit"] == 2e-4
-        assert row["held_out_mse"] == proof["mse"]
+        assert row["held_out_mse"] == proof.mse
         assert 0.2 < row["density"] <= 1.0
     found, of = length["needles"]
     assert found == of == 1
-    assert profile.record["recipe"]["representatives"] == [1, 32]
-    assert profile.record["recipe"]["grains"] == [4]
+    assert profile.record.recipe["representatives"] == [1, 32]
+    assert profile.record.recipe["grains"] == [4]
     assert result["phases"].keys() == {"measuring", "searching", "proving"}
     written = {path.name for path in (folder / "a").iterdir()}
-    assert {"first.safetensors", "demo.journal.jsonl", "first.report.json", "first.report.md"} <= written
+    assert {"first.safetensors", "demo.journal.sqlite", "first.report.json", "first.report.md"} <= written
     assert json.loads((folder / "a" / "first.report.json").read_text()) == result
 
 
+@WHOLE_RUN
 def test_what_is_said_is_in_the_right_stream(calibrated):
     """The result alone on stdout, the plan and where the files are on stderr."""
     _, outcome = calibrated
@@ -89,19 +94,21 @@ def test_what_is_said_is_in_the_right_stream(calibrated):
 LOST = """
 import sys
 from dataclasses import replace
-import calibrate.pipeline as pipeline
-from calibrate.cli import main
-real, attempts = pipeline.prove, []
+from calibrate.proof import tighten
+from calibrate.commands.calibrate import main
+real, attempts = tighten.prove, []
 def prove(*arguments):
     attempts.append(1)
-    return {length: replace(proof, needles=(0, 3)) for length, proof in real(*arguments).items()}
-pipeline.prove = prove
+    candidate, proofs = real(*arguments)
+    return candidate, {length: replace(proof, needles=(0, 3)) for length, proof in proofs.items()}
+tighten.prove = prove
 code = main(sys.argv[1:])
 print(len(attempts), "attempts", file=sys.stderr)
 sys.exit(code)
 """
 
 
+@WHOLE_RUN
 @pytest.mark.parametrize("allow", [False, True])
 def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny, tmp_path):
     arguments = ["--model", tiny, "--lengths", 512, "--budget-rel-mse", "1e-2", "--segments", "64,128", "--trials", 1]
@@ -116,9 +123,9 @@ def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny, t
     assert (tmp_path / "no.safetensors").exists() == allow
     if allow:
         record = load_profile(tmp_path / "no.safetensors").record
-        assert (record["proof"], record["problems"]) == ("failed", [lost])
+        assert (record.proof, record.problems) == ("failed", (lost,))
     else:
-        assert f"s2o-calibrate: the proof failed, so no profile was written ({lost}): allow more" in outcome.stderr
+        assert f"s2o-calibrate: the proof failed, so no profile was written ({lost}): allow less" in outcome.stderr
         report = json.loads((tmp_path / "no.report.json").read_text())
         assert (report["out"], report["met"], report["problems"]) == (None, False, [lost])
 
@@ -131,16 +138,17 @@ def test_dry_run_prints_the_plan_and_stops(tmp_path):
     assert plan["device"] == "cpu"
     assert plan["budget"] == "mse 0.0001"
     assert plan["out"] == "profiles/demo/cpu/mse-0.0001.safetensors (default)"
-    assert plan["journal"] == "profiles/demo/cpu/demo.journal.jsonl (default)"
+    assert plan["journal"] == "profiles/demo/cpu/demo.journal.sqlite (default)"
     assert (plan["representatives"], plan["grains"]) == ("1, 32 (default)", "4 (default)")
-    assert plan["prompts per length"] == "4 (default) to calibrate, 2 (default) held out"
+    assert plan["num prompts"] == "4 of each length (default)"
     text = run(*GOOD, "--dry-run", "--representatives", "8,1", "--held-out", 1, cwd=tmp_path).stdout
     assert "representatives     1, 8\n" in text
-    assert "4 (default) to calibrate, 1 held out\n" in text
+    assert "num held out        1 of each length\n" in text
     assert "8 query heads, 2 KV heads, head dim 128\n" in text
     assert list(tmp_path.iterdir()) == []
 
 
+@WHOLE_RUN
 def test_flags_override_the_recipe_file_which_overrides_the_defaults(tmp_path):
     written = "model: demo\nbudget_mse: 1e-4\nlengths: [512, 1024]\ndevice: cpu\ntime_limit: 5m\ntails: [off]\n"
     (tmp_path / "mine.yaml").write_text(f"{written}worst_rows: null\nrandom_weights: true\nseed: 7\n")
@@ -151,25 +159,78 @@ def test_flags_override_the_recipe_file_which_overrides_the_defaults(tmp_path):
     names = ("model", "budget", "lengths", "check lengths", "time limit", "tails", "worst rows", "weights", "seed")
     expected = ("demo", "rel_mse 0.01", "1024", "none", "300 s", "off", "off", "the model's", "7")
     assert tuple(plan[name] for name in names) == expected
-    assert plan["trials"] == "2 for each of 6 layers and 1 lengths"
+    assert plan["trials"] == "2 for each group of like layers at each length"
     assert plan["margin"] == "80% of the budget is spent (default)"
 
 
 def test_the_help_states_the_defaults_of_the_recipe():
-    from calibrate.cli import parser
+    from calibrate.commands.calibrate import parser
     from calibrate.recipe import OPTIONS
 
     flags = {action.dest: action for action in parser()._actions}
     assert set(OPTIONS) < set(flags)
-    assert flags["trials"].help == "Optuna trials for each layer and length (default 16)"
+    assert flags["trials"].help == "trials of the search for each group of like layers at each length (default 16)"
     assert "(default 256,512,1024,2048)" in flags["segments"].help
     assert vars(parser().parse_args([])) == {}
+
+
+@WHOLE_RUN
+def test_a_dry_run_writes_a_recipe_that_runs_the_same(tmp_path):
+    """Without what the user gave, and with what depends on the machine."""
+    given = [*GOOD, "--needles", "0.5", "--tails", "on", "--check-lengths", "none"]
+    outcome = run(*given, "--dry-run", "--yaml", cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "keep_needles: 0.5\n" in outcome.stdout
+    (tmp_path / "again.yaml").write_text(outcome.stdout)
+    again = run("--recipe", "again.yaml", "--dry-run", "--yaml", cwd=tmp_path)
+    assert again.stdout == outcome.stdout
+    plans = [json.loads(run(*arguments, "--dry-run", "--json", cwd=tmp_path).stdout)
+             for arguments in (given, ["--recipe", "again.yaml"])]  # fmt: skip
+    first, second = ({name: line.removesuffix(" (default)") for name, line in plan.items()} for plan in plans)
+    assert first == second
+
+
+def test_older_flags_are_understood_and_not_shown():
+    from calibrate.commands.calibrate import parser
+
+    assert vars(parser().parse_args(["--needles", "0.5", "--held-out", "3"])) == {
+        "keep_needles": 0.5,
+        "num_held_out": 3,
+    }
+    text = parser().format_help()
+    assert "--keep-needles" in text
+    assert not any(f" {name} " in text for name in ("--needles", "--held-out", "--rebudget", "--retile"))
+
+
+OVER = "layer 3 at 512 tokens has an error of 2.00e-03, 1.00e-03 is allowed"
+LESS = "at 512 tokens the patched model finds 0 of the 3 needles that dense finds, 95% are asked for"
+SLOW = "the prefill of 512 tokens takes 3.0 ms, dense 2.0 ms"
+
+
+@pytest.mark.parametrize(
+    ("problems", "phrases", "never"),
+    [
+        ([OVER], ["allow more error", "--num-prompts"], "less error"),
+        ([LESS], ["allow less error", "--worst-rows", "--keep-needles"], "more error"),
+        ([SLOW], ["longer prompts", "dense"], "error"),
+        ([OVER, LESS], ["allow less error"], "more error"),
+        ([OVER, OVER, SLOW], ["allow more error", "longer prompts"], "less error"),
+        (["something else"], ["--num-prompts"], "error"),
+    ],
+)
+def test_what_helps_depends_on_what_failed(problems, phrases, never):
+    from calibrate.commands.calibrate import advice
+
+    text = advice(problems)
+    assert all(phrase in text for phrase in phrases)
+    assert never not in text
+    assert text.count("allow more error") <= 1
 
 
 # main() with a part of the program replaced: what takes its place, then the arguments
 REPLACED = """
 import errno, os, sys, time, types
-from calibrate.cli import main
+from calibrate.commands.calibrate import main
 
 def full(recipe, progress):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -188,7 +249,7 @@ def mode(*arguments):
 
 if sys.argv[1] == "mode":
     for name in ("rebudget", "retile"):
-        sys.modules[f"calibrate.{name}"] = types.SimpleNamespace(**{name: mode})
+        sys.modules[f"calibrate.profiles.{name}"] = types.SimpleNamespace(**{name: mode})
 else:
     import calibrate.pipeline
     calibrate.pipeline.calibrate = globals()[sys.argv[1]]
@@ -207,9 +268,10 @@ def start(what, *arguments, cwd):
     )
 
 
-KEPT = "run the same command to continue: everything measured so far is kept in profiles/demo/cpu/demo.journal.jsonl"
+KEPT = "run the same command to continue: everything measured so far is kept in profiles/demo/cpu/demo.journal.sqlite"
 
 
+@WHOLE_RUN
 @pytest.mark.parametrize(
     ("what", "number", "said"), [("hangs", signal.SIGTERM, KEPT), ("waits", signal.SIGINT, "nothing was written")]
 )
@@ -222,18 +284,19 @@ def test_an_interrupted_run_says_what_is_kept(what, number, said, tmp_path):
     assert process.returncode == 130
 
 
+@WHOLE_RUN
 def test_a_full_disk_is_one_sentence(tmp_path):
     process = start("full", *GOOD, "--out", "p.safetensors", cwd=tmp_path)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2
+    assert process.returncode == 4
     said = "p.safetensors cannot be written (No space left on device): free some space and run the same command again"
     assert errors == f"s2o-calibrate: {said}; what was measured so far is kept\n"
 
 
 def test_a_bug_is_not_taken_for_a_full_disk():
-    from calibrate.cli import _writing
+    from calibrate.machine import writing
 
-    with pytest.raises(FileNotFoundError, match="a bug"), _writing(Path("p.safetensors")):
+    with pytest.raises(FileNotFoundError, match="a bug"), writing(Path("p.safetensors")):
         raise FileNotFoundError("a bug")
 
 
@@ -275,17 +338,23 @@ def bad_inputs():
     yield ["--prompts", "none.jsonl"], "prompt file none.jsonl does not exist"
     yield ["--prompts", "bad.jsonl"], "bad.jsonl:2: "
     yield ["--prompts", "short.jsonl"], "0 prompts to calibrate on of 512 tokens or more"
-    yield ["--budget-mse", "0"], "budget 0.0 is not a positive number"
-    yield ["--budget-mse", "-1"], "budget -1.0 is not a positive number"
-    yield ["--budget-mse", "nan"], "budget nan is not a positive number"
-    yield ["--budget-mse", "little"], "'little' is not a number"
+    yield ["--budget-mse", "0"], "budget_mse is 0.0: expected a number above 0, such as 1e-4"
+    yield ["--budget-mse", "-1"], "budget_mse is -1.0: expected a number above 0"
+    yield ["--budget-mse", "nan"], "budget_mse is nan: expected a number above 0"
+    yield ["--budget-mse", "little"], "argument --budget-mse: 'little': expected a number above 0, such as 1e-4"
     yield ["--lengths", "262144"], "length 262144 is beyond the model's limit of 131072"
     yield ["--lengths", "100"], "length 100 is shorter than one segment of 256"
-    yield ["--lengths", "8k"], "'8k' is not a list of lengths"
-    yield ["--representatives", "1,3"], "representatives 3 is not supported: use some of (1, 2, 4, 8, 16, 32, 64)"
-    yield ["--representatives", "many"], "'many' is not a list of numbers: try 1,4"
-    yield ["--grains", "1,16"], "grains 16 is not supported: use some of (1, 2, 4, 8)"
-    yield ["--num-prompts", "0"], "num_prompts is 0: use at least 1"
+    yield (
+        ["--lengths", "8k"],
+        "'8k': expected an ascending list, each a whole number of tokens",
+    )
+    yield (
+        ["--representatives", "1,3"],
+        "representatives is (1, 3): expected an ascending list, each one of 1, 2, 4, 8, 16",
+    )
+    yield ["--representatives", "many"], "'many': expected an ascending list, each one of"
+    yield ["--grains", "1,16"], "grains is (1, 16): expected an ascending list, each one of 1, 2, 4, 8"
+    yield ["--num-prompts", "0"], "num_prompts is 0: expected a whole number of at least 1"
     yield ["--out", "bad.jsonl/p.safetensors"], "--out bad.jsonl/p.safetensors cannot be written"
     yield ["--out", "/proc/p.safetensors"], "--out /proc/p.safetensors cannot be written"
     yield ["--out", "."], "--out . is a folder"
@@ -293,16 +362,19 @@ def bad_inputs():
     yield ["--journal", "bad.jsonl/j"], "--journal bad.jsonl/j cannot be written"
     yield ["--recipe", "none.yaml"], "recipe none.yaml cannot be read (No such file or directory): check the path"
     yield ["--recipe", "bad.jsonl"], "recipe bad.jsonl is not YAML"
-    yield ["--budget-scope", "head"], "budget_scope 'head' is not known: use layer or model"
+    yield ["--budget-scope", "head"], "budget_scope is 'head': expected one of layer, model"
     yield ["--check-lengths", "512"], "check length 512 is calibrated"
     yield ["--check-lengths", "262144"], "length 262144 is beyond the model's limit of 131072"
-    yield ["--check-lengths", "most"], "'most' is not a list of lengths: try 16384, or none"
-    yield ["--time-limit", "soon"], "'soon' is not a duration: try 90, 5m or 1h"
-    yield ["--time-limit", "0m"], "time_limit is 0.0: use a number of seconds above 0"
-    yield ["--worst-rows", "-1"], "worst_rows is -1.0: use a number above 0, or 0 for off"
-    yield ["--segments", "100,256"], "segments 100 is not supported: use multiples of 64"
+    yield (
+        ["--check-lengths", "most"],
+        "'most': expected an ascending list, each a whole number of tokens of at least 1, or none",
+    )
+    yield ["--time-limit", "soon"], "'soon': expected a number of seconds above 0 or none, such as 90, 5m or 1h"
+    yield ["--time-limit", "0m"], "time_limit is 0.0: expected a number of seconds above 0"
+    yield ["--worst-rows", "-1"], "worst_rows is -1.0: expected a number of at least 0"
+    yield ["--segments", "100,256"], "segments is (100, 256): expected an ascending list, each a multiple of 64"
     yield ["--segments", "1024"], "length 512 is shorter than one segment of 1024"
-    yield ["--tails", "maybe"], "'maybe' is not on, off or both: try on,off"
+    yield ["--tails", "maybe"], "'maybe': expected an ascending list, each true or false, such as off,on"
     yield ["--device", "tpu"], "device 'tpu' is not known"
     yield ["--device", "cuda:99"], "device 'cuda:99' is not here"
 
@@ -327,7 +399,11 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments, message, mistral, 
     ("arguments", "message"),
     [
         ([], "--model is missing: give an alias such as demo"),
-        (["--budget-mse", "1", "--budget-rel-mse", "1"], "not allowed with argument --budget-mse"),
+        (
+            ["--model", "demo", "--budget-mse", "1", "--budget-rel-mse", "1"],
+            "budget_mse and budget_rel_mse are both given",
+        ),
+        (["--model", "demo", "--yaml"], "--yaml prints what --dry-run would run: give both"),
         (["--rebudget", "p", "--retile", "p"], "not allowed with argument --rebudget"),
         (["--rebudget", PROFILE], "--rebudget needs the new budget: give --budget-mse or --budget-rel-mse"),
         (["--rebudget", ".", "--budget-mse", "1"], "--rebudget . is not a file: check the path"),
@@ -355,13 +431,15 @@ def test_flags_that_do_not_fit_each_other(arguments, message, tmp_path):
 
 @pytest.mark.parametrize("lengths", [[], ["--lengths", "8192"]])
 def test_flags_are_refused_before_torch_is_loaded(lengths, tmp_path):
-    program = "import sys; from calibrate.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    program = (
+        "import sys; from calibrate.commands.calibrate import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    )
     outcome = subprocess.run(
         [sys.executable, "-c", program, "--model", "demo", *lengths, "--trials", "0"],
         cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert outcome.stdout == "2 False\n"
-    assert outcome.stderr == "s2o-calibrate: trials is 0: use at least 1\n"
+    assert outcome.stderr == "s2o-calibrate: trials is 0: expected a whole number of at least 1, such as 16\n"
 
 
 def test_device_dependent_lengths_are_not_guessed_before_the_device_is_known(tmp_path):

@@ -1,18 +1,19 @@
+import json
 import pickle
 
 import pytest
 
-from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig, plain
 from s2o_runtime.errors import ConfigError, S2OError
 
 
 def test_uniform_is_one_config_per_head():
-    config = LayerConfig.uniform(3, tau=0.5, segment=256, threshold="raw", row_reduce="max")
-    assert config.heads == (HeadConfig(0.5, 256, "s2o", "raw"),) * 3
+    config = LayerConfig.uniform(3, tau=0.5, segment=256, stop_rule=StopRule.PAPER, row_reduce="max")
+    assert config.heads == (HeadConfig(0.5, 256, "s2o", StopRule.PAPER),) * 3
     assert config.row_reduce == "max"
     assert not config.is_dense
     assert LayerConfig.uniform(2, mode="dense").is_dense
-    assert hash(config) == hash(LayerConfig.uniform(3, tau=0.5, segment=256, threshold="raw", row_reduce="max"))
+    assert hash(config) == hash(LayerConfig.uniform(3, tau=0.5, segment=256, stop_rule="raw", row_reduce="max"))
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ def test_uniform_is_one_config_per_head():
         (HeadConfig(segment=0), "segment 0 is out of range"),
         (HeadConfig(segment=True), "segment True is out of range"),
         (HeadConfig(mode="sparse"), "mode 'sparse' is not known"),  # type: ignore[arg-type]
-        (HeadConfig(threshold="log"), "threshold 'log' is not known"),  # type: ignore[arg-type]
+        (HeadConfig(stop_rule="rest"), "stop_rule 'rest' is not a StopRule"),  # type: ignore[arg-type]
     ],
 )
 def test_illegal_heads_name_field_and_value(head, message):
@@ -61,6 +62,15 @@ def test_equal_configs_hash_alike_and_survive_pickling():
     assert one == other
     assert hash(one) == hash(other)
     assert pickle.loads(pickle.dumps(one)) == one
+
+
+@pytest.mark.parametrize(("text", "rule"), [*((str(rule), rule) for rule in StopRule), ("raw", StopRule.PAPER)])
+def test_a_stop_rule_is_written_in_lower_case(text, rule):
+    assert LayerConfig.uniform(1, stop_rule=text).heads[0].stop_rule is rule
+    assert f"{rule}" == f"{rule:s}" == str(StopRule.parse(text)) == rule.name.lower()
+    assert json.loads(json.dumps(plain(HeadConfig(stop_rule=rule))))["stop_rule"] == str(rule)
+    with pytest.raises(ConfigError, match="stop_rule 'Rest' is not known: use one of rest, share, paper"):
+        LayerConfig.uniform(1, stop_rule="Rest")
 
 
 def test_errors_are_one_tree():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from calibrate import crossover
+from calibrate.search import crossover
 from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.identity import Geometry
 

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from calibrate import plain_pass
-from calibrate.capture import Captured
-from calibrate.curves import TAUS, Method, Shape, mean_curve, measure
-from calibrate.worst import WORST, row_errors, tile_worst
-from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.dense import exact_attention
-from s2o_runtime.reference import s2o_attention_reference
+from calibrate.curves import torch_pass
+from calibrate.curves.curves import TAUS, Ranking, Shape, mean_curve
+from calibrate.curves.passes import measure
+from calibrate.curves.row_errors import WORST, row_errors, tile_worst
+from calibrate.model.capture import Captured
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.reference.attention import s2o_attention_reference
+from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.shapes import call_shape, density
 
 
@@ -19,7 +20,7 @@ def prompt(length=1900, heads=4, kv_heads=2, head_dim=16):
     return Captured(q, *(torch.randn(1, kv_heads, length, head_dim) for _ in range(2)), scale=head_dim**-0.5)
 
 
-METHODS = [Method(256), Method(512, 8), Method(256, 32, 4), Method(512, 1, 2)]
+METHODS = [Ranking(256), Ranking(512, 8), Ranking(256, 32, 4), Ranking(512, 1, 2)]
 TILES = [TileConfig(128, 64, 2), TileConfig(64, 64, 8), TileConfig(128, 128, 3)]
 
 
@@ -28,13 +29,13 @@ TILES = [TileConfig(128, 64, 2), TileConfig(64, 64, 8), TileConfig(128, 128, 3)]
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: f"S{m.segment}-R{m.representatives}-G{m.grain}")
 def test_a_curve_predicts_what_the_reference_does(method, tile, tail):
     captured = prompt()
-    methods = [Method(method.segment, 64), method]  # one pass, several ways to rank
+    methods = [Ranking(method.segment, 64), method]  # one pass, several ways to rank
     curve = measure(captured, methods, [Shape(64, 128), Shape.of(tile)])[method, Shape.of(tile)]
     truth = exact_attention(captured.q, captured.k, captured.v, scale=captured.scale)
     assert curve.dense_power == pytest.approx(float(truth.square().mean()), rel=1e-5)
     seen = set()
     for index in range(3, len(TAUS), 4):
-        head = HeadConfig(TAUS[index], method.segment, "s2o", "rest", method.representatives, tail)
+        head = HeadConfig(TAUS[index], method.segment, "s2o", StopRule.REST, method.representatives, tail)
         config = LayerConfig((head,) * 4, tile, grain=method.grain)
         out, visited, _ = s2o_attention_reference(captured.q, captured.k, captured.v, config, scale=captured.scale)
         # a curve's prefix is a whole number of its steps; the kernel's of its tiles, which divide them
@@ -46,15 +47,15 @@ def test_a_curve_predicts_what_the_reference_does(method, tile, tail):
         worst = tile_worst(row_errors(out, truth), tile.block_m)[0].double()
         expected = worst.sort(-1).values[:, round(WORST * (worst.shape[1] - 1))]
         actual_worst = (curve.tail_worst if tail else curve.worst)[:, index]
-        torch.testing.assert_close(actual_worst, expected, rtol=2e-3, atol=1e-9)
+        torch.testing.assert_close(actual_worst.square(), expected.square(), rtol=2e-3, atol=1e-9)
         seen.add(round(float(actual.mean()), 3))
     assert len(seen) >= 3  # the thresholds tried do differ
 
 
 def test_measuring_few_heads_at_a_time_changes_nothing(monkeypatch):
-    captured, method, shape = prompt(600), Method(256, 4, 2), Shape(64, 256)
+    captured, method, shape = prompt(600), Ranking(256, 4, 2), Shape(64, 256)
     whole = measure(captured, [method], [shape])[method, shape]
-    monkeypatch.setattr(plain_pass, "CPU_BYTES", 1)
+    monkeypatch.setattr(torch_pass, "CPU_BYTES", 1)
     single = measure(captured, [method], [shape])[method, shape]
     torch.testing.assert_close(whole.mse, single.mse, rtol=1e-6, atol=0)
     torch.testing.assert_close(whole.tail_mse, single.tail_mse, rtol=1e-4, atol=0)
@@ -62,7 +63,7 @@ def test_measuring_few_heads_at_a_time_changes_nothing(monkeypatch):
 
 
 def test_the_curve_of_two_prompts_has_the_larger_error_and_the_mean_density():
-    key = (Method(256), Shape(64, 128))
+    key = (Ranking(256), Shape(64, 128))
     first, second = (measure(prompt(400), key[:1], key[1:])[key] for _ in range(2))
     mean = mean_curve([first, second])
     for name in ("mse", "tail_mse"):  # mean plus one deviation

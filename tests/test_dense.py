@@ -1,9 +1,9 @@
 import pytest
 import torch
-from naive import naive_attention
 
-from s2o_runtime import dense
-from s2o_runtime.dense import dense_attention, exact_attention
+from s2o_runtime.reference import dense
+from s2o_runtime.reference.dense import dense_attention, exact_attention
+from support.naive import naive_attention
 
 CASES = [
     pytest.param(1, 2, 2, 70, 70, None, id="square"),

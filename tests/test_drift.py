@@ -6,14 +6,15 @@ import logging
 
 import pytest
 import torch
-from test_hf import CONFIGS, LENGTH, make_profile, padded_batch, paths
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from s2o_runtime import DriftCheck, LayerConfig, TileConfig, explain, patch, patched, s2o_attention, unpatch
-from s2o_runtime.dense import exact_attention
-from s2o_runtime.drift import Allowed, DriftMonitor, allowed_errors, sampled_errors
 from s2o_runtime.errors import ConfigError, ProfileError
-from s2o_runtime.hf import layer_states
+from s2o_runtime.huggingface.drift import Allowed, DriftMonitor, allowed_errors, sampled_errors
+from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.profile.record import ProvenLayer, ProvenLength, Record, RecordedBudget
+from s2o_runtime.reference.dense import exact_attention
+from support.models import CONFIGS, LENGTH, make_profile, padded_batch, paths
 
 RUNS = "the tensors are on the cpu, the kernel needs a GPU"
 OFTEN = DriftCheck(every=1, rows=16, after=3)
@@ -21,7 +22,7 @@ TILE = TileConfig(64, 32, 1, 4, 1)
 
 
 def budgeted(profile, value, kind="rel_mse", scope="layer"):
-    return dataclasses.replace(profile, record={"budget": {"kind": kind, "value": value, "scope": scope}})
+    return dataclasses.replace(profile, record=Record(budget=RecordedBudget(kind=kind, value=value, scope=scope)))
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_few_heads_at_a_time_give_the_same(monkeypatch):
     out = torch.randn_like(q)
     found = sampled_errors(q, k, v, out, 8, torch.Generator().manual_seed(1), scale=0.3)
     for scores in (1, 2 * 2 * 32 * 90 * 2):
-        monkeypatch.setattr("s2o_runtime.drift.SCORES", scores)
+        monkeypatch.setattr("s2o_runtime.huggingface.drift.SCORES", scores)
         again = sampled_errors(q, k, v, out, 8, torch.Generator().manual_seed(1), scale=0.3)
         assert [float(each) for each in again] == pytest.approx([float(each) for each in found], rel=1e-6)
 
@@ -127,8 +128,9 @@ def test_what_keeps_to_the_budget_is_not_warned_about(plain, caplog):
 def test_a_loosened_profile_is_noticed(plain, caplog, action, how):
     """It was proven to 1e-6 and skips nearly everything. Layer 0 warns once; layer 1 is within what it may have."""
     profile = budgeted(make_profile(plain, 1e3), 1e-6)
-    limits = [{"limit": 1e-6}, {"limit": 1e3}]
-    profile.record["held_out"] = [{"length": 100, "layers": limits}]
+    limits = ProvenLayer(limit=1e-6), ProvenLayer(limit=1e3)
+    proof = ProvenLength(length=100, layers=limits)
+    profile = dataclasses.replace(profile, record=dataclasses.replace(profile.record, held_out=(proof,)))
     patch(plain, profile, drift=dataclasses.replace(OFTEN, action=action))
     dense = copy.deepcopy(plain)
     unpatch(dense)
@@ -222,7 +224,8 @@ def record(*limits, kind="mse", scope="layer", value=1e-4):
 
 def test_allowed_errors_are_the_limits_of_the_proof(plain):
     profile = make_profile(plain, 0.5)
-    with_limits = dataclasses.replace(profile, record=record((128, (0.1, 0.2)), (1024, (0.3, 0.0)), scope="model"))
+    limits = record((128, (0.1, 0.2)), (1024, (0.3, 0.0)), scope="model")
+    with_limits = dataclasses.replace(profile, record=Record.from_json(limits))
     first, second = allowed_errors(with_limits)
     assert (first.kind, [first.at(length) for length in (1, 128, 360, 370, 10**6)]) == (
         "mse",
@@ -249,7 +252,7 @@ def test_allowed_errors_are_the_limits_of_the_proof(plain):
 )
 def test_profiles_without_limits_are_refused(plain, record, message):
     with pytest.raises(ProfileError, match=message):
-        patch(plain, dataclasses.replace(make_profile(plain, 0.5), record=record), drift=OFTEN)
+        patch(plain, dataclasses.replace(make_profile(plain, 0.5), record=Record.from_json(record)), drift=OFTEN)
     assert plain.config._attn_implementation == "sdpa"
 
 

@@ -10,8 +10,6 @@ import textwrap
 
 import pytest
 import torch
-from test_architectures import CASES
-from test_hf import CONFIGS, LENGTH, make_profile, padded_batch, paths
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -22,10 +20,13 @@ from transformers import (
     T5Config,
 )
 
-from s2o_runtime import environment, explain, hf, patch, run, sdpa, unpatch
+from s2o_runtime import explain, patch, unpatch
+from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ModelError, ProfileError
-from s2o_runtime.gpu import DeviceIdentity
+from s2o_runtime.huggingface import environment, hf, run, sdpa
 from s2o_runtime.profile import save_profile
+from support.architectures import CASES
+from support.models import CONFIGS, LENGTH, make_profile, padded_batch, paths
 
 RUNS = "the tensors are on the cpu, the kernel needs a GPU"
 CONFIG = CONFIGS["llama"]
@@ -140,7 +141,7 @@ def test_other_weights_are_warned_about_once(named, caplog):
 
 @torch.no_grad()
 def test_a_device_without_a_kernel_stays_dense(model, profile, named, monkeypatch):
-    monkeypatch.setattr("s2o_runtime.layers.identify", lambda device: DeviceIdentity("xpu", "xpu"))
+    monkeypatch.setattr("s2o_runtime.huggingface.layers.identify", lambda device: DeviceIdentity("xpu", "xpu"))
     hf.register()
     ours, ids = same_weights(model, "s2o"), prompt()
     torch.testing.assert_close(ours(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
@@ -354,7 +355,7 @@ PROGRAM = """
 
 def start(*arguments, folder=None, **variables):
     surroundings = {name: value for name, value in os.environ.items() if not name.startswith("S2O_")} | variables
-    command = [sys.executable, "-m", "s2o_runtime.run", *map(str, arguments)]
+    command = [sys.executable, "-m", "s2o_runtime.huggingface.run", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=surroundings, cwd=folder)
 
 
@@ -407,7 +408,7 @@ def test_an_interpreter_without_s2o_says_so_and_goes_on(tmp_path):
     (package / "modeling_utils.py").write_text("WORKS = True")
     code = "import transformers.modeling_utils as m; print(m.WORKS)"
     done = subprocess.run(
-        [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {[str(run.SITE), str(tmp_path)]!r}; "
+        [sys.executable, "-ES", "-c", f"import sys; sys.path[:0] = {[str(run.SITE), str(tmp_path)]!r}; "
          f"import sitecustomize; {code}"],
         capture_output=True, text=True, cwd=tmp_path,
     )  # fmt: skip

@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,22 +12,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
-from test_hf import make_profile
-from tiny import save_tiny
 
-from calibrate.evaluation import plots, report, score
+from calibrate.evaluation import quality_plots as plots
+from calibrate.evaluation import report, score
 from calibrate.evaluation.plan import TASKS, Plan
-from calibrate.evaluation.results import open_journal, summary, without_times
+from calibrate.evaluation.results import open_journal, summary
 from calibrate.evaluation.run import evaluate
 from calibrate.evaluation.settings import config_of, named, parsed
-from calibrate.evaluation.tasks import Asked, Case, build, cases, check
-from calibrate.evaluation.variants import ran, running, variants
+from calibrate.evaluation.tasks import Case, build, cases, check
+from calibrate.evaluation.variants import run_stats, running, variants
 from calibrate.journal import Journal
-from calibrate.models import load
+from calibrate.model.models import load
+from calibrate.prompts.prompts import Prompt
 from s2o_runtime.baselines.settings import parse
 from s2o_runtime.config import TileConfig
 from s2o_runtime.errors import ConfigError, InputError, ModelError
 from s2o_runtime.profile import save_profile
+from support.models import make_profile
+from support.tiny import save_tiny
+
+SLOW = pytest.mark.slow(reason="evaluates a model on all tasks")
 
 EXACT, COARSE = "tau=0,segment=64", "tau=1000,segment=64"
 QUALITY = tuple(task for task in TASKS if task != "time")
@@ -50,9 +56,17 @@ def run(plan, loaded, own=()):
         return summary(plan, loaded, compared, own, journal)
 
 
+def entries(plan):
+    """The results as they stand in the journal: task, key and value."""
+    with Journal.read(plan.journal_path) as journal:
+        return [(task, *entry) for task in TASKS for entry in journal.entries(task)]
+
+
 def lines(plan):
-    """The results as they stand in the file, without the header."""
-    return [json.loads(line) for line in plan.journal_path.read_text().splitlines()[1:]]
+    """The results as they stand in the file."""
+    with closing(sqlite3.connect(plan.journal_path)) as database:
+        rows = database.execute("SELECT kind, key, value FROM entries ORDER BY rowid").fetchall()
+    return [{"kind": kind, "key": json.loads(key), "value": json.loads(value)} for kind, key, value in rows]
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +81,13 @@ def rows(found, kind, variant):
     return [row for row in found[kind] if row["variant"] == variant]
 
 
+@SLOW
 def test_a_setting_that_never_stops_answers_exactly_what_dense_answers(measured):
     plan, found = measured
     answers = {}
-    for line in lines(plan):
-        if "correct" in line["value"]:
-            key = dict(line["key"])
-            answers.setdefault(key.pop("variant"), {})[(line["kind"], *key.values())] = line["value"]["correct"]
+    for task, key, value in entries(plan):
+        if "correct" in value:
+            answers.setdefault(key.pop("variant"), {})[(task, *key.values())] = value["correct"]
     compared = [(answers[EXACT][name], correct) for name, correct in answers["dense"].items()]
     assert len(compared) == 2 * (2 + 1 + 1)  # lengths x (depths of needles, multi, variables)
     assert all(mine == theirs for mine, theirs in compared)
@@ -81,6 +95,7 @@ def test_a_setting_that_never_stops_answers_exactly_what_dense_answers(measured)
     assert [(row["found"], row["kept"], row["dense_found"], row["density"]) for row in needles] == [(2, 2, 2, 1.0)] * 2
 
 
+@SLOW
 def test_agreement_is_exact_for_a_setting_that_never_stops_and_not_for_a_coarse_one(measured):
     _, found = measured
     for exact, coarse in zip(rows(found, "agreement", EXACT), rows(found, "agreement", COARSE), strict=True):
@@ -106,9 +121,8 @@ def test_the_heat_map_is_what_the_lines_say(tiny, tmp_path):
                 journal.put("needles", case.key(variant.identity), value)
         found = summary(plan, tiny, compared, (), journal)
     by_hand = {}
-    for line in lines(plan):
-        key = line["key"]
-        by_hand.setdefault((key["variant"], key["depth"], key["length"]), []).append(line["value"]["correct"] == [True])
+    for _, key, value in entries(plan):
+        by_hand.setdefault((key["variant"], key["depth"], key["length"]), []).append(value["correct"] == [True])
     assert len(by_hand) == 2 * 2 * 3
     for heat in found["heat"]:
         shares = [[by_hand[heat["variant"], depth, length] for length in (128, 256, 512)] for depth in (0.0, 1.0)]
@@ -129,6 +143,7 @@ def test_the_heat_map_is_what_the_lines_say(tiny, tmp_path):
     assert kept == both
 
 
+@SLOW
 def test_what_dense_cannot_do_is_said_and_not_hidden(measured):
     _, found = measured
     tracking = [row for row in found["retrieval"] if row["task"] == "variables"]
@@ -138,10 +153,11 @@ def test_what_dense_cannot_do_is_said_and_not_hidden(measured):
     assert all(row["dense_can"] for row in found["retrieval"] if row["task"] != "variables")
     (note,) = [note for note in report.notes(found) if "dense cannot" in note]
     assert note.startswith("dense cannot do variable tracking (")
-    grid = report.grids(found)[0]
-    assert [row[5] for row in grid.rows if row[0] == "variable tracking"] == ["dense cannot"] * 6
+    answers = report.tables(found)[0]
+    assert [row[5] for row in answers.rows if row[0] == "variable tracking"] == ["dense cannot"] * 6
 
 
+@SLOW
 def test_the_coarse_setting_loses_needles(measured):
     """If it did not, the tests that compare with dense would show nothing."""
     _, found = measured
@@ -151,7 +167,7 @@ def test_the_coarse_setting_loses_needles(measured):
 
 def test_perplexity_is_the_cross_entropy(demo):
     ids = torch.randint(0, 4096, (150,))
-    value = score.surprise(score.Reading(demo, ids))
+    value = score.negative_log_likelihood(score.ForwardPass(demo, ids))
     with torch.no_grad():
         logits = demo.model(ids[None], use_cache=False).logits[0, :-1]
     each = F.cross_entropy(logits, ids[1:], reduction="none").double()
@@ -168,9 +184,9 @@ def test_agreement_is_the_divergence_made_by_hand(tiny, tmp_path):
     ids = torch.randint(3, 99, (700,))
     positions = torch.arange(5, 700, 3)
     compared = variants(Plan("tiny", tmp_path, (700,), settings=(COARSE,)).validate(), tiny)
-    kept = score.reference(score.Reading(tiny, ids), positions)
+    kept = score.reference(score.ForwardPass(tiny, ids), positions)
     with running(tiny.model, compared[1]):
-        value = score.agreement(score.Reading(tiny, ids), positions, kept)
+        value = score.agreement(score.ForwardPass(tiny, ids), positions, kept)
         with torch.no_grad():
             q = tiny.model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)[positions]
     with torch.no_grad():
@@ -190,7 +206,7 @@ def test_answers_are_right_only_if_every_token_is_the_most_likely_one(demo):
             ids[place] = demo.model(ids[None, :place], use_cache=False).logits[0, -1].argmax()
         likely = demo.model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
     spans = ((100, 105), (99, 105), (102, 103))
-    value = score.answers(score.Reading(demo, ids), Asked(ids, spans))
+    value = score.answers(score.ForwardPass(demo, ids), Prompt(ids, spans))
     assert value["correct"] == [True, False, True]
     expected = [sum(float(likely[place - 1, ids[place]]) for place in range(*span)) for span in spans]
     assert value["log_likelihood"] == pytest.approx(expected, rel=1e-5)
@@ -198,17 +214,17 @@ def test_answers_are_right_only_if_every_token_is_the_most_likely_one(demo):
 
 def test_a_setting_may_be_another_method():
     config = config_of("pbs:keep=0.8", 4, ())
-    assert {str(head.blocks) for head in config.heads} == {str(parse("pbs:keep=0.8"))}
+    assert {str(head.baseline) for head in config.heads} == {str(parse("pbs:keep=0.8"))}
     assert named("pbs:keep=0.8") == "pbs:keep=0.8"
     with pytest.raises(ConfigError, match="keep"):
         named("pbs:keep=8")
 
 
 def test_predictions_that_are_not_finite_are_named(tiny):
-    reading = score.Reading(tiny, torch.randint(3, 99, (100,)))
-    reading.hidden[50] = torch.nan
+    forward = score.ForwardPass(tiny, torch.randint(3, 99, (100,)))
+    forward.hidden[50] = torch.nan
     with pytest.raises(ModelError, match="a prompt of 100 tokens hold inf or NaN, expected finite numbers"):
-        score.surprise(reading)
+        score.negative_log_likelihood(forward)
 
 
 def plan_of(tmp_path, **changes):
@@ -308,6 +324,7 @@ def dies_after(survived, put):
     return dies
 
 
+@SLOW
 def test_a_killed_run_ends_with_the_same_summary(tiny, tmp_path, monkeypatch):
     def plan(name):
         options = {"settings": (COARSE,), "depths": 2, "samples": 2, "needles": 2, "repeats": 1}
@@ -320,29 +337,29 @@ def test_a_killed_run_ends_with_the_same_summary(tiny, tmp_path, monkeypatch):
         monkeypatch.setattr(Journal, "put", dies_after(survived, put))
         with pytest.raises(Killed):
             run(killed, tiny)
-        with killed.journal_path.open("ab") as file:
-            file.write(b'{"kind": "needles", "key": {"va')  # the line that was being written
     monkeypatch.setattr(Journal, "put", put)
-    before = killed.journal_path.read_bytes()
+    before = lines(killed)
     resumed = run(killed, tiny)
-    assert killed.journal_path.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
-    same = [json.dumps(without_times(each)).replace("/killed", "/whole") for each in (whole, resumed)]
-    assert same[0] == same[1]
-    assert [sorted(row) for row in whole["time"]] == [sorted(row) for row in resumed["time"]]
+    assert lines(killed)[: len(before)] == before
+    assert len(before) == 0 + 3 + 7 + 11
     assert json.dumps(run(killed, tiny)) == json.dumps(resumed)  # times too: nothing is measured again
+    times = [outcome.pop("time") for outcome in (whole, resumed)]
+    assert json.dumps(whole) == json.dumps(resumed).replace("/killed", "/whole")
+    assert [sorted(row) for row in times[0]] == [sorted(row) for row in times[1]]
 
 
+@SLOW
 def test_a_finished_run_reads_no_prompt_again_and_more_samples_read_only_what_is_new(tiny, tmp_path, monkeypatch):
     plan = Plan("tiny", tmp_path, (400,), ("needles", "agreement"), settings=(COARSE,), depths=2, samples=1)
     run(plan, tiny)
     read = []
 
-    class Counted(score.Reading):
+    class Counted(score.ForwardPass):
         def __init__(self, loaded, ids):
             read.append(len(ids))
             super().__init__(loaded, ids)
 
-    monkeypatch.setattr(score, "Reading", Counted)
+    monkeypatch.setattr(score, "ForwardPass", Counted)
     run(plan, tiny)
     assert read == []
     run(replace(plan, samples=2), tiny)
@@ -354,7 +371,7 @@ def test_a_finished_run_reads_no_prompt_again_and_more_samples_read_only_what_is
 def test_results_of_other_inputs_are_refused_by_name(tiny, tmp_path):
     plan = Plan("tiny", tmp_path, (400,), ("needles",), depths=1, samples=1)
     run(plan, tiny)
-    with pytest.raises(InputError, match="was made with seed 0, this run has 1: give another --out, or delete it"):
+    with pytest.raises(InputError, match="was made with seed 0, this run has 1: give another --out-dir, or delete it"):
         run(replace(plan, seed=1), tiny)
 
 
@@ -393,16 +410,17 @@ def test_time_and_memory(tiny, tmp_path):
 def test_a_model_is_left_as_it_was(tiny, tmp_path):
     compared = variants(Plan("tiny", tmp_path, (128,), settings=(COARSE,)).validate(), tiny)
     with running(tiny.model, compared[1]):
-        score.Reading(tiny, torch.randint(3, 99, (512,)))
-    assert ran(compared[1]).density < 1
+        score.ForwardPass(tiny, torch.randint(3, 99, (512,)))
+    assert run_stats(compared[1]).density < 1
     with pytest.raises(Killed), running(tiny.model, compared[1]):
         raise Killed
     assert tiny.model.config._attn_implementation == "sdpa"
     with running(tiny.model, compared[0]):
-        score.Reading(tiny, torch.randint(3, 99, (512,)))
-    assert (ran(compared[0]).density, ran(compared[0]).dense) == (1.0, {})
+        score.ForwardPass(tiny, torch.randint(3, 99, (512,)))
+    assert (run_stats(compared[0]).density, run_stats(compared[0]).dense) == (1.0, {})
 
 
+@SLOW
 def test_pictures_of_what_was_measured(measured):
     _, found = measured
     assert sorted(plots.pictures(found)) == ["agreement", "needles", "perplexity"]  # no times, no picture of them
@@ -418,6 +436,7 @@ def test_pictures_of_what_was_measured(measured):
     assert all(picture.startswith(b"\x89PNG") for picture in drawn.values())
 
 
+@SLOW
 def test_the_lines_of_the_agreement_picture(measured):
     _, found = measured
     figure = Figure()
@@ -433,7 +452,7 @@ def test_the_lines_of_the_agreement_picture(measured):
     [
         ("tau=0.3,segment=1024,representatives=32,tail", "tau=0.3,segment=1024,representatives=32,tail"),
         (" tail , segment=256, tau=3e-1", "tau=0.3,segment=256,tail"),
-        ("grain=4,threshold=raw,row_reduce=max,tau=0", "tau=0,grain=4,threshold=raw,row_reduce=max"),
+        ("grain=4,stop_rule=raw,row_reduce=max,tau=0", "tau=0,grain=4,stop_rule=paper,row_reduce=max"),
     ],
 )
 def test_a_setting_has_one_name(text, name):
@@ -452,13 +471,14 @@ def test_a_setting_takes_the_first_tile_that_fits_its_segment():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tau=much", "setting 'tau=much': tau is 'much', expected a number: try tau=0.3"),
+        ("tau=much", "setting 'tau=much': tau is 'much': expected a number, such as tau=0.3"),
         ("tau=0.1,segmnt=64", "has 'segmnt=64', expected tau=.., segment=.."),
         ("tau=0.1,tail=yes", "has 'tail=yes', expected"),
         ("segment=64", "setting 'segment=64' has no tau"),
         ("tau=1,tau=2", "gives tau twice"),
         ("tau=1,segment=100", "segment 100 is not a multiple of 64: round it"),
         ("tau=-1", "tau -1.0 is out of range"),
+        ("tau=1,stop_rule=last", "stop_rule 'last' is not known: use one of rest, share, paper"),
         ("tau=1,grain=3", "grain 3 is not supported: use one of"),
     ],
 )

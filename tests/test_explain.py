@@ -7,16 +7,16 @@ import time
 
 import pytest
 import torch
-from test_hf import CONFIGS, LENGTH, make_profile, padded_batch
 from transformers import AutoModelForCausalLM
 
-import s2o_runtime.layers as layers
+import s2o_runtime.huggingface.layers as layers
 from s2o_runtime import Explanation, LayerConfig, TileConfig, explain, patch, s2o_attention, unpatch
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.errors import ModelError
-from s2o_runtime.explanation import explained
-from s2o_runtime.hf import layer_states
-from s2o_runtime.meter import SAMPLES, WARM, Meter
+from s2o_runtime.huggingface.explanation import explained
+from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.huggingface.meter import SAMPLES, WARM, Meter
+from support.models import CONFIGS, LENGTH, make_profile, padded_batch
 
 RUNS = "the tensors are on the cpu, the kernel needs a GPU"
 SHORT = "shorter than the shortest calibrated length, 100"
@@ -95,7 +95,7 @@ def test_density_from_one_sum_is_that_of_all_heads(starts, q_len):
     kv_start = None if starts is None else torch.tensor(starts)
     meter = Meter()
     sample = meter.begin(None, CPU)
-    _, stats = s2o_attention(q, k, v, config, kv_start=kv_start, return_stats=True)
+    _, _, stats = s2o_attention(q, k, v, config, kv_start=kv_start, return_stats=True)
     meter.end(sample, ("s2o", "why"), stats, CPU)
     expected = float(stats.density.mean())
     assert meter.read()["s2o", "why"].density == pytest.approx(expected, rel=1e-12)
@@ -121,10 +121,14 @@ def test_a_call_that_is_not_sampled_costs_little():
     meter = Meter()
     for _ in range(SAMPLES):
         meter.end(meter.begin(None, CPU), ("dense", ""), None, CPU)
-    began = time.perf_counter()
-    for _ in range(20_000):
-        meter.begin(None, CPU)
-    assert (time.perf_counter() - began) / 20_000 < 20e-6  # a microsecond, on a machine that does nothing else
+    calls, seconds = 1000, []
+    for _ in range(20):
+        began = time.process_time()
+        for _ in range(calls):
+            meter.begin(None, CPU)
+        seconds.append(time.process_time() - began)
+    # the least, because other programs lengthen a run and never shorten it; on an idle machine a call takes 1e-6
+    assert min(seconds) / calls < 20e-6
 
 
 def test_first_calls_do_not_count_for_the_time():

@@ -4,9 +4,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from s2o_runtime import gpu
+from s2o_runtime import devices
+from s2o_runtime.config import LayerConfig, TileConfig, config_obstacle
+from s2o_runtime.devices import Accepted, DeviceIdentity, Rejected, capability, fit, identify
 from s2o_runtime.errors import InputError
-from s2o_runtime.gpu import Accepted, DeviceIdentity, Rejected, candidate_tiles, capability, default_tile, fit, identify
+from s2o_runtime.kernels.call import head_tables
+from s2o_runtime.tiles import candidate_tiles, default_tile, tile_obstacle
 
 H200 = DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 150 << 30)
 CPU = DeviceIdentity("cpu", "cpu")
@@ -38,8 +41,9 @@ def test_another_gpu_keeps_thresholds_and_takes_safe_tiles(other):
         verdict = fit(made_on, other)
         assert verdict == Accepted(
             "safe",
-            f"the profile was made on {made_on}, this is {other}: thresholds kept, safe tiles used; "
-            "tune them for this GPU with: s2o-calibrate --retile PROFILE",
+            f"the profile was made on {made_on}, this is {other}: thresholds and where heads stop are kept, "
+            "with tiles that are safe here; errors and times were not measured on this GPU: run s2o-profile retile "
+            "PROFILE, then s2o-profile verify MODEL PROFILE",
         )
         assert candidate_tiles(128, other.capability)
 
@@ -79,14 +83,15 @@ def test_a_gpu_that_torch_only_calls_cuda_is_not_one_of_nvidias(monkeypatch):
     device = torch.device("cuda", 17)
     assert identify(device) == DeviceIdentity("rocm", "AMD Instinct MI250X")
     assert capability(device) == (0, 0)
-    gpu.capability.cache_clear()
+    devices.capability.cache_clear()
 
 
 def test_tiles_are_legal_and_the_default_is_a_candidate():
     for pair in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
-        for head_dim in (64, 128):
+        for head_dim in (64, 96, 128):
             tiles = candidate_tiles(head_dim, pair)
             assert all(tile.validate() == tile for tile in tiles)
+            assert {tile_obstacle(tile, head_dim, pair) for tile in tiles} == {None}
             assert default_tile(head_dim, pair) in tiles
             assert len(set(tiles)) == len(tiles)
 
@@ -101,3 +106,54 @@ def test_a_capability_without_a_compiled_path_has_no_tiles(pair):
 def test_neighbours_of_a_compiled_capability_take_its_tiles():
     for pair, family in (((8, 6), (8, 9)), ((8, 7), (8, 9)), ((10, 3), (10, 0)), ((12, 1), (12, 0))):
         assert candidate_tiles(128, pair) == candidate_tiles(128, family) != ()
+
+
+SPECIALIZED = TileConfig(64, 128, 4, 4, 2, specialized=True)
+
+
+@pytest.mark.parametrize(
+    ("tile", "head_dim", "capability", "obstacle"),
+    [
+        (TileConfig(), 128, (7, 5), "compute capability 7.5 is older than 8.0"),
+        (TileConfig(), 128, (11, 0), "head_dim 128 has no tile on sm_110"),
+        (TileConfig(64, 32), 256, (8, 0), "head_dim 256 has no tile on sm_80"),
+        (TileConfig(), 300, (9, 0), "head_dim 300 is not supported by the kernel (up to 256)"),
+        (SPECIALIZED, 128, (10, 0), "tile 64x128x4 ws s2 is for sm_90, this GPU is sm_100"),
+        (SPECIALIZED, 160, (9, 0), "tile 64x128x4 ws s2 has no specialised kernel for head_dim 160"),
+        (
+            dataclasses.replace(SPECIALIZED, block_m=128, num_warps=8),
+            128,
+            (9, 0),
+            "tile 128x128x4 ws s2 has no specialised kernel (block_m 64, 4 warps)",
+        ),
+        (
+            dataclasses.replace(SPECIALIZED, num_stages=1),
+            128,
+            (9, 0),
+            "tile 64x128x4 ws s1 has no specialised kernel (block_n 64 or 128, 2 stages or more)",
+        ),
+        # queries of 2 * 64 rows, and 4 stages of 128 keys and values: 1152 rows of 256 bytes
+        (
+            dataclasses.replace(SPECIALIZED, num_stages=4),
+            100,
+            (9, 0),
+            "tile 64x128x4 ws s4 needs 288 KiB of shared memory for head_dim 100, of 227",
+        ),
+        (TileConfig(128, 128, 1, 8, 4), 128, (8, 9), "needs 160 KiB of shared memory for head_dim 128, of 99"),
+        (TileConfig(128, 128, 1, 8, 4), 128, (8, 0), None),
+        (SPECIALIZED, 80, (9, 0), None),
+    ],
+)
+def test_one_function_says_why_a_tile_is_not_legal(tile, head_dim, capability, obstacle):
+    answer = tile_obstacle(tile.validate(), head_dim, capability)
+    assert answer is None if obstacle is None else answer.endswith(obstacle)
+
+
+def test_the_share_rule_has_no_kernel():
+    config = LayerConfig.uniform(2, stop_rule="share")
+    obstacle = 'stop_rule "share" is not supported by the kernel (rest, paper)'
+    assert config_obstacle(config) == obstacle
+    assert config_obstacle(LayerConfig.uniform(2, stop_rule="paper", row_reduce="max")) is None
+    assert config_obstacle(LayerConfig.uniform(2, stop_rule="share", mode="dense")) is None
+    with pytest.raises(InputError, match=r"share.* run with backend"):
+        head_tables(config, torch.device("cpu"))

@@ -6,52 +6,24 @@ from itertools import pairwise
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoXConfig, LlamaConfig, Qwen2Config, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoXConfig, StaticCache
 
-import s2o_runtime.hf as hf
-import s2o_runtime.layers as layers
+import s2o_runtime.huggingface.hf as hf
+import s2o_runtime.huggingface.layers as layers
 from s2o_runtime import explain, patch, unpatch
 from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ModelError, ProfileError
-from s2o_runtime.gpu import DeviceIdentity
-from s2o_runtime.hf import layer_states
-from s2o_runtime.identity import fingerprint, geometry
-from s2o_runtime.profile import Profile, save_profile
-
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 1024,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-CONFIGS = {"llama": LlamaConfig(**SIZES), "qwen2": Qwen2Config(**SIZES)}
-LENGTH = 200
+from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.identity import fingerprint
+from s2o_runtime.profile import save_profile
+from support.models import CONFIGS, LENGTH, SIZES, close, make_profile, padded_batch, paths, twin, used_s2o
 
 
 @pytest.fixture(params=sorted(CONFIGS), scope="module")
 def eager(request):
     torch.manual_seed(1)
     return AutoModelForCausalLM.from_config(CONFIGS[request.param], attn_implementation="eager").eval()
-
-
-def twin(eager):
-    model = AutoModelForCausalLM.from_config(eager.config, attn_implementation="sdpa").eval()
-    model.load_state_dict(eager.state_dict())
-    return model
-
-
-def make_profile(model, tau, min_length=100):
-    shape = geometry(model.config)
-    layer = LayerConfig.uniform(shape.query_heads, tau=tau, segment=64, tile=TileConfig(64, 32, 1, 4, 1))
-    layers = ((layer,) * shape.layers,)
-    return Profile("tiny", shape, fingerprint(model), DeviceIdentity("cpu", "cpu"), (min_length,), layers)
 
 
 @pytest.fixture
@@ -63,26 +35,6 @@ def patched(eager):
 @pytest.fixture
 def ids():
     return torch.randint(3, 128, (1, LENGTH))
-
-
-def padded_batch():
-    ids = torch.randint(3, 128, (3, LENGTH))
-    mask = torch.ones_like(ids)
-    mask[1, :57] = 0
-    mask[2, :190] = 0
-    return ids.masked_fill(mask == 0, 0), mask
-
-
-def paths(model):
-    return {(row["path"], row["reason"]) for row in explain(model)}
-
-
-def used_s2o(model):
-    return any(path == "s2o" for path, _ in paths(model))
-
-
-def close(a, b):
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -231,7 +183,7 @@ def test_a_profile_of_another_model_is_refused(eager, tmp_path):
     made = make_profile(model, 0.0)
     narrower = dataclasses.replace(made.geometry, query_heads=2)
     layer = LayerConfig.uniform(2, segment=64, tile=TileConfig(64, 32, 1, 4, 1))
-    other = dataclasses.replace(made, geometry=narrower, layers=((layer,) * 2,))
+    other = dataclasses.replace(made, geometry=narrower, layers=((layer,) * 2,) * 2)
     save_profile(other, tmp_path / "other.safetensors")
     with pytest.raises(ProfileError, match="it has query heads 4 instead of 2"):
         patch(model, tmp_path / "other.safetensors")
@@ -241,7 +193,7 @@ def test_a_profile_of_another_model_is_refused(eager, tmp_path):
 def test_other_weights_warn_or_are_refused(eager, caplog):
     model = twin(eager)
     made = dataclasses.replace(make_profile(model, 0.0), fingerprint="0" * 64)
-    with pytest.raises(ProfileError, match="calibrate these, or patch with strict=False"):
+    with pytest.raises(ProfileError, match="calibrate this model, or patch with strict=False"):
         patch(model, made, strict=True)
     with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
         patch(model, made)

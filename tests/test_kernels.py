@@ -6,45 +6,42 @@ from functools import partial
 import pytest
 import torch
 
-from s2o_runtime.attention import s2o_attention, s2o_attention_varlen
-from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.gpu import interpreted
+from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels import prefill as prefill_module
-from s2o_runtime.kernels import rank as rank_module
 from s2o_runtime.kernels.call import Call, head_tables
-from s2o_runtime.kernels.layout import LOG2E
 from s2o_runtime.kernels.prefill import Ranker, row_slices, s2o_prefill
-from s2o_runtime.kernels.rank import BUCKETS, bucket_shares
+from s2o_runtime.kernels.primitives import LOG2E
+from s2o_runtime.kernels.rank import order as order_module
+from s2o_runtime.kernels.rank import scores as scores_module
+from s2o_runtime.kernels.rank.order import BUCKETS, bucket_shares
 from s2o_runtime.kernels.tail import EDGES
-from s2o_runtime.ranking import Ranking, log_weights, part_means
-from s2o_runtime.reference import s2o_attention_reference
+from s2o_runtime.reference.attention import s2o_attention_reference
+from s2o_runtime.reference.ranking import RankedPrefix, log_weights, part_means
 from s2o_runtime.shapes import call_shape
+from support.kernels import call_of, inputs
+from support.marks import all_but_first
 
-pytestmark = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
+SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
+EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
+
+pytestmark = [
+    pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu"),
+    pytest.mark.usefixtures("small_sample"),
+]
 
 BINS = 4 * BUCKETS  # linear bins of a row's scores, before they become buckets
-SHIPPED_SAMPLES = rank_module.SAMPLES
+SHIPPED_SAMPLES = order_module.SAMPLES
 TILE = TileConfig(block_m=64, block_n=32, chunk=2, num_warps=4, num_stages=1)
 
 
-@pytest.fixture(autouse=True)
-def small_sample(monkeypatch):
-    """The interpreter sorts the sample element by element: 20 s a test at its shipped size."""
-    monkeypatch.setattr(rank_module, "SAMPLES", 64)
-
-
-def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype=torch.float32):
-    q = (torch.randn(batch, heads, q_len, head_dim) * 2).to(dtype)
-    k, v = (torch.randn(batch, kv_heads, kv_len, head_dim).to(dtype) for _ in range(2))
-    return q, k, v
-
-
-def mixed_config(heads, tau, threshold="rest", row_reduce="mean", tile=TILE, grain=1):
+def mixed_config(heads, tau, stop_rule=StopRule.REST, row_reduce="mean", tile=TILE, grain=1):
     kinds = (
-        HeadConfig(tau, 64, threshold=threshold, representatives=4, tail=True),
-        HeadConfig(tau / 2, 128, threshold=threshold),
+        HeadConfig(tau, 64, stop_rule=stop_rule, representatives=4, tail=True),
+        HeadConfig(tau / 2, 128, stop_rule=stop_rule),
         HeadConfig(tau, 64, mode="dense"),
-        HeadConfig(tau, 128, threshold=threshold, representatives=16),
+        HeadConfig(tau, 128, stop_rule=stop_rule, representatives=16),
     )
     return LayerConfig(tuple(kinds[h % 4] for h in range(heads)), tile, row_reduce, grain)
 
@@ -72,7 +69,7 @@ def ranking_of(call, ranked, tail, b, h, n):
             share = (begins[edge + 1] - at) / (begins[edge + 1] - begins[edge])
             mass[at] = masses[edge + 1] + share * (masses[edge] - masses[edge + 1])
             values[at] = sums[edge + 1] + share * (sums[edge] - sums[edge + 1])
-    return Ranking(order.flatten(), mass, values, grain)
+    return RankedPrefix(order.flatten(), mass, values, grain)
 
 
 def run_both(q, k, v, config, kv_start=None, scale=None):
@@ -94,10 +91,6 @@ def agree(ours, expected):
     assert torch.equal(visited, expected.visited)
 
 
-def call_of(q, k, config, kv_start=None, scale=0.125):
-    return Call(config, call_shape(q, k, k, kv_start), scale, head_tables(config, q.device), kv_start)
-
-
 def rank_of(q, k, config, kv_start=None):
     """(scores, order) of a whole call, [B, Hq, N, P / grain] each."""
     ranked, _ = Ranker(q, k, k, call_of(q, k, config, kv_start)).rank(range(q.shape[2]))
@@ -115,8 +108,10 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("tau", "grain"), [(0.0, 4), (1.0, 1), (1.0, 4), (100.0, 8)])
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), SHAPES)
+@pytest.mark.parametrize(("tau", "grain"), all_but_first([(1.0, 4), (0.0, 4), (1.0, 1), (100.0, 8)], EXHAUSTIVE))
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), all_but_first(SHAPES, SLOW)
+)
 def test_prefill_equals_the_reference(
     batch, heads, kv_heads, q_len, kv_len, head_dim, starts, tau, grain, nan_filled
 ):  # fmt: skip
@@ -126,18 +121,20 @@ def test_prefill_equals_the_reference(
     agree(*run_both(q, k, v, config, kv_start))
 
 
-@pytest.mark.parametrize(("threshold", "tau"), [("rest", 1.0), ("raw", 0.2), ("share", 2.0)])
-@pytest.mark.parametrize("row_reduce", ["mean", "max"])
-@pytest.mark.parametrize("tile", [TILE, TileConfig(128, 64, 1, 8, 1), TileConfig(64, 128, 3, 4, 1)], ids=str)
-def test_rules_and_tiles(threshold, tau, row_reduce, tile, nan_filled):
+@pytest.mark.parametrize(("stop_rule", "tau"), [(StopRule.REST, 1.0), (StopRule.PAPER, 0.2)], ids=str)
+@pytest.mark.parametrize("row_reduce", all_but_first(["mean", "max"], SLOW))
+@pytest.mark.parametrize(
+    "tile", all_but_first([TILE, TileConfig(128, 64, 1, 8, 1), TileConfig(64, 128, 3, 4, 1)], EXHAUSTIVE), ids=str
+)
+def test_rules_and_tiles(stop_rule, tau, row_reduce, tile, nan_filled):
     q, k, v = inputs(1, 1, 1, 450, 450, 64)
     config = LayerConfig.uniform(
-        1, tau=tau, segment=128, threshold=threshold, tile=tile, row_reduce=row_reduce, tail=True
+        1, tau=tau, segment=128, stop_rule=stop_rule, tile=tile, row_reduce=row_reduce, tail=True
     )
     agree(*run_both(q, k, v, config))
 
 
-@pytest.mark.parametrize("head_dim", [8, 80, 96, 256])
+@pytest.mark.parametrize("head_dim", all_but_first([80, 8, 96, 256], SLOW))
 def test_other_head_dims(head_dim, nan_filled):
     q, k, v = inputs(2, 2, 1, 100, 150, head_dim)
     config = LayerConfig.uniform(2, tau=0.0, segment=64, tile=TILE)
@@ -148,7 +145,7 @@ def test_other_head_dims(head_dim, nan_filled):
     torch.testing.assert_close(lse, expected.lse, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("heads", "head_dim"), [(1, 64), (3, 64), (2, 40)])
+@pytest.mark.parametrize(("heads", "head_dim"), all_but_first([(2, 40), (3, 64), (1, 64)], SLOW))
 def test_packed_sequences_are_sequences_on_their_own(heads, head_dim, nan_filled):
     q_lens, k_lens = [130, 0, 70, 200, 1], [130, 0, 171, 200, 90]
     parts = [inputs(1, heads, 1, n, m, head_dim) for n, m in zip(q_lens, k_lens, strict=True) if n]
@@ -180,6 +177,7 @@ def test_fp16_and_strides_as_transformers_hands_them_over(nan_filled):
     torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=4 * 2**-10)
 
 
+@SLOW
 def test_wide_strides_use_64_bit_offsets(monkeypatch, nan_filled):
     q, k, v = inputs(1, 1, 1, 150, 150, 64)
     config = mixed_config(1, 1.0)
@@ -187,6 +185,7 @@ def test_wide_strides_use_64_bit_offsets(monkeypatch, nan_filled):
     agree(*run_both(q, k, v, config))
 
 
+@SLOW
 def test_slicing_the_rows_changes_nothing(monkeypatch):
     q, k, v = inputs(1, 2, 1, 500, 530, 64)
     call = call_of(q, k, mixed_config(2, 1.0))
@@ -201,8 +200,10 @@ def test_slicing_the_rows_changes_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("starts", [None, [30, 0]], ids=["whole", "left-padded"])
-@pytest.mark.parametrize(("grain", "representatives"), [(1, 1), (1, 16), (2, 2), (4, 1), (8, 16)])
-@pytest.mark.parametrize("length", [330, 2600], ids=["short", "long"])
+@pytest.mark.parametrize(
+    ("grain", "representatives"), all_but_first([(8, 16), (1, 1), (1, 16), (2, 2), (4, 1)], EXHAUSTIVE)
+)
+@pytest.mark.parametrize("length", all_but_first([330, 2600], SLOW), ids=["short", "long"])
 def test_rank_scores_and_orders_every_prefix(starts, length, grain, representatives, nan_filled):
     q, k, _ = inputs(2, 2, 1, 230, length, 64)
     kv_start = None if starts is None else torch.tensor(starts)
@@ -224,20 +225,21 @@ def test_rank_scores_and_orders_every_prefix(starts, length, grain, representati
         assert torch.equal(found[sure[found]], order[sure[order]])
 
 
+@SLOW
 def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch, nan_filled):
     q, k, _ = inputs(1, 1, 1, 64, 3000, 64)
     config = LayerConfig.uniform(1, segment=64, representatives=4, tile=TILE)
     exact, _ = rank_of(q * 0.5, k, config)
-    monkeypatch.setattr(rank_module, "lse_stride", lambda kv_len: 16)
+    monkeypatch.setattr(scores_module, "lse_stride", lambda kv_len: 16)
     sampled, _ = rank_of(q * 0.5, k, config)
     difference = (sampled - exact)[0, 0, 0, :2912].float()
     assert difference.abs().max() < 1.0  # of a row: at most a factor of two
     assert difference.abs().mean() > 1e-3
 
 
-@pytest.mark.parametrize("starts", [None, [30, 0]], ids=["whole", "left-padded"])
-@pytest.mark.parametrize("grain", [1, 4])
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("starts", all_but_first([None, [30, 0]], SLOW), ids=["whole", "left-padded"])
+@pytest.mark.parametrize("grain", all_but_first([4, 1], SLOW))
+@pytest.mark.parametrize("head_dim", all_but_first([64, 256], SLOW))
 def test_tail_sums_are_those_of_the_order(starts, grain, head_dim, nan_filled):
     q, k, v = inputs(2, 4, 2, 230, 700, head_dim)
     kv_start = None if starts is None else torch.tensor(starts)
@@ -259,11 +261,11 @@ def test_tail_sums_are_those_of_the_order(starts, grain, head_dim, nan_filled):
 
 
 def bucket_order(scores):
-    """The order of a row of scores, as `kernels/rank.py` describes it: what a lane loads together is apart by a turn.
+    """The order of a row of scores, as `rank/order.py` describes it: what a lane loads together is apart by a turn.
 
     Also which scores are sure of their bin: one on the border of two may fall either way.
     """
-    samples = rank_module.SAMPLES
+    samples = order_module.SAMPLES
     every = max(1, len(scores) // samples)
     sample = scores[: every * samples : every][:samples].sort(descending=True).values
     shares = bucket_shares(scores.device)
@@ -279,9 +281,10 @@ def bucket_order(scores):
     return seen[bucket[seen].argsort(stable=True)], (position - position.round()).abs() > 1e-3
 
 
+@SLOW
 def test_the_coarse_order_is_nearly_the_full_order(monkeypatch):
     """Along the order, nearly as much of the mass comes at each depth as along a full sort."""
-    monkeypatch.setattr(rank_module, "SAMPLES", SHIPPED_SAMPLES)
+    monkeypatch.setattr(order_module, "SAMPLES", SHIPPED_SAMPLES)
     q, k, _ = inputs(1, 1, 1, 64, 3000, 64)
     scores, ranked = rank_of(q, k, LayerConfig.uniform(1, segment=64, tile=TILE))
     prefix = (3000 - 64) // 32 * 32
@@ -289,7 +292,7 @@ def test_the_coarse_order_is_nearly_the_full_order(monkeypatch):
     coarse = weights[ranked[0, 0, 0, :prefix].long()].cumsum(0) / weights.sum()
     full = weights.sort(descending=True).values.cumsum(0) / weights.sum()
     for depth in (32, 64, 256, 1024):
-        assert coarse[depth] >= 0.93 * full[depth]
+        assert coarse[depth] >= 0.98 * full[depth]  # the least of three seeds is 0.991
 
 
 def test_equal_scores_keep_their_neighbours():

@@ -1,18 +1,113 @@
-"""The launch cache, with a kernel that only remembers how it was called."""
+"""Launching by name: real kernels in the interpreter, and which launches may skip Triton's binder.
+
+That the compiled kernel's own launcher does what `kernel[grid]` does is tested on a GPU: tests/gpu/test_launch_gpu.py.
+"""
 
 import types
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels import launch as launch_module
-from s2o_runtime.kernels.launch import launch
+from s2o_runtime.kernels.launch import TESTED_TRITONS, launch, strides
+from s2o_runtime.kernels.tail import _pool
+
+needs_interpreter = pytest.mark.skipif(
+    not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu"
+)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def scaled_rows(
+    X, BIAS, OUT, factor, rows, stride_xr, stride_xc, stride_or, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """OUT[r] = X[r] * factor + BIAS; X, OUT [rows, COLUMNS]; BIAS [COLUMNS]."""
+    row = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    x = tl.load(X + row * stride_xr + column * stride_xc) * factor
+    if HAS_BIAS:
+        x += tl.load(BIAS + column)
+    tl.store(OUT + row * stride_or + column, x, mask=row < rows)
+
+
+def arguments(x, out, bias=None, factor=2.0):
+    return {
+        "factor": factor, "rows": len(x), "OUT": out, "BIAS": bias, "X": x, **strides("rc", x=x), **strides("r", o=out)
+    }  # fmt: skip
+
+
+def run(x, out, bias=None):
+    launch(scaled_rows, (len(x), 1, 1), arguments(x, out, bias), {"HAS_BIAS": bias is not None, "COLUMNS": 16})
+
+
+@needs_interpreter
+def test_arguments_are_bound_by_name_whatever_their_order():
+    x, out, bias = torch.randn(16, 5).T, torch.full((5, 16), torch.nan), torch.randn(16)
+    run(x, out, bias)
+    torch.testing.assert_close(out, x * 2 + bias)
+    run(x, out)  # without a bias
+    torch.testing.assert_close(out, x * 2)
+
+
+@needs_interpreter
+def test_the_values_of_steps_are_pooled():
+    """A kernel of the package, with absent tensors."""
+    v, pooled = torch.randn(1, 2, 12, 64), torch.empty(1, 2, 3, 64)
+    launch(
+        _pool,
+        (1, 2, 1),
+        {
+            "V": v, "POOLED": pooled, "KV_START": None, "CU_K": None, "kv_len": 12, "steps": 3, **strides("bhl", v=v)
+        },
+        {"D": 64, "GRAIN": 4, "ROWS": 32, "HAS_START": False, "PACKED": False},
+    )  # fmt: skip
+    torch.testing.assert_close(pooled, v.view(1, 2, 3, 4, 64).mean(3))
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first-launch", "later"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stride_xc": ...}, "scaled_rows got no value for stride_xc: give all"),
+        ({"stride_xc": ..., "stride_xx": 1}, "scaled_rows got no value for stride_xc: give all"),
+        ({"stride_xx": 1}, "scaled_rows has no parameter stride_xx: its"),
+        ({"COLUMNS": 16}, "scaled_rows got COLUMNS as an argument and as a constant"),
+    ],
+    ids=["missing", "misspelt", "unknown", "twice"],
+)
+def test_a_wrong_name_is_an_error_that_names_it(change, message, first, monkeypatch):
+    monkeypatch.setattr(launch_module, "_bindings", {})
+    x, out = torch.randn(2, 16), torch.empty(2, 16)
+    constants = {"HAS_BIAS": False, "COLUMNS": 16}
+    if not first:
+        launch_module._bind(scaled_rows, arguments(x, out), constants)
+    given = {name: value for name, value in (arguments(x, out) | change).items() if value is not ...}
+    with pytest.raises(TypeError, match=message):
+        launch(scaled_rows, (2, 1, 1), given, constants)
+
+
+def test_pointers_come_first(monkeypatch):
+    kernel = types.SimpleNamespace(arg_names=["n", "X"], __name__="backwards")
+    with pytest.raises(TypeError, match=r"the parameters of backwards are .*: expected pointers, numbers, then"):
+        launch(kernel, (1, 1, 1), {"n": 1, "X": torch.zeros(1)}, {})
+
+
+def test_strides_by_name():
+    q, k = torch.empty(2, 3, 4, 5).transpose(1, 2), torch.empty(1, 2, 3, 4)
+    assert strides("bhl", q=q, k=k) == {
+        "stride_qb": 60, "stride_qh": 5, "stride_ql": 20, "stride_kb": 24, "stride_kh": 12, "stride_kl": 4,
+    }  # fmt: skip
+    assert strides("bh", e=None) == {"stride_eb": 0, "stride_eh": 0}
 
 
 class Kernel:
-    """Triton's side: `kernel[grid](...)` compiles and runs, the compiled kernel's `run` only runs."""
+    """Stands for a compiled kernel: `kernel[grid](...)` is Triton's launch, `run` the launcher it found."""
 
-    arg_names = ("X", "n", "stride", "count", "A", "B")
+    arg_names = ("X", "stride", "count", "A", "B")
+    do_not_specialize = ("count",)
 
     def __init__(self):
         self.through_triton, self.direct = [], []
@@ -30,26 +125,27 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(launch_module, "_compiled", {})
+    monkeypatch.setattr(launch_module, "_direct", lambda version: True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
     return Kernel()
 
 
-def call(kernel, x, stride=16, n=5, b=2):
-    launch(kernel, (3, 2, 1), (x,), (n,), (stride,), {"B": b, "A": 1}, (7,), num_warps=4)
+def call(kernel, x, stride=16, count=7, b=2):
+    launch(kernel, (3, 2, 1), {"count": count, "stride": stride, "X": x}, {"B": b, "A": 1}, num_warps=4)
 
 
-def test_the_second_call_goes_straight_to_the_compiled_kernel(kernel):
+def test_the_second_launch_goes_straight_to_the_compiled_kernel(kernel):
     x = torch.zeros(64)
     call(kernel, x)
-    assert kernel.through_triton == [((3, 2, 1), x, 5, 16, 7, {"B": 2, "A": 1, "num_warps": 4})]
-    call(kernel, x, n=6, stride=32)  # other numbers and another multiple of 16: the same compiled kernel
-    # constants in the order of the kernel's arguments, whatever order they were given in
-    assert kernel.direct == [
-        (3, 2, 1, "stream", "function", "metadata", None, None, None, x.data_ptr(), 6, 32, 7, 1, 2)
-    ]
+    assert kernel.through_triton == [((3, 2, 1), x, 16, 7, {"B": 2, "A": 1, "num_warps": 4})]
+    call(kernel, x, count=6, stride=32)  # another count and another multiple of 16: the same compiled kernel
+    # constants in the order of the kernel's parameters, whatever order they were given in
+    assert [(*launched[:3], launched[9:]) for launched in kernel.direct] == [(3, 2, 1, (x.data_ptr(), 32, 6, 1, 2))]
 
 
-@pytest.mark.parametrize("change", [{"stride": 8}, {"stride": 1}, {"stride": 1 << 31}, {"b": 3}])
+@pytest.mark.parametrize(
+    "change", [{"stride": 8}, {"stride": 1}, {"stride": 1 << 31}, {"stride": 16.0}, {"count": 1 << 31}, {"b": 3}]
+)
 def test_what_changes_the_compiled_kernel_goes_through_triton(kernel, change):
     x = torch.zeros(64)
     call(kernel, x)
@@ -57,6 +153,8 @@ def test_what_changes_the_compiled_kernel_goes_through_triton(kernel, change):
     call(kernel, x.double())
     assert len(kernel.through_triton) == 3
     assert not kernel.direct
+    call(kernel, x)
+    assert len(kernel.direct) == 1
 
 
 def test_pointers_that_are_not_aligned_neither_use_nor_replace_what_is_kept(kernel):
@@ -67,3 +165,15 @@ def test_pointers_that_are_not_aligned_neither_use_nor_replace_what_is_kept(kern
     assert len(kernel.through_triton) == 3
     call(kernel, x)
     assert len(kernel.direct) == 1
+
+
+def test_an_untested_triton_launches_every_kernel_itself(kernel, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(triton, "__version__", "99.0.1+cu130")
+    launch_module._direct.cache_clear()
+    x = torch.zeros(64)
+    call(kernel, x)
+    call(kernel, x)
+    assert len(kernel.through_triton) == 2
+    launch_module._direct.cache_clear()
+    assert [launch_module._direct.__wrapped__(f"{major}.{minor}.0") for major, minor in TESTED_TRITONS] == [True]

@@ -1,20 +1,19 @@
 """What the runtime adds to a program that has torch and transformers anyway: milliseconds, each in a cold process.
 
-Processor time, which others on the machine do not lengthen, and the median of several.
+Processor time, and the least of several runs: other programs on the machine lengthen a run and never shorten it.
 """
 
 import json
 import subprocess
 import sys
 import time
-from statistics import median
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from calibrate.models import load_config
+from calibrate.model.models import load_config
 from s2o_runtime import LayerConfig, Profile, TileConfig, patch, save_profile, unpatch
-from s2o_runtime.gpu import DeviceIdentity
+from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import fingerprint, geometry
 
 IMPORT_SECONDS = 0.15
@@ -42,20 +41,20 @@ print(json.dumps([time.process_time() - start, sorted(set(sys.modules) - known)]
     for _ in range(RUNS):
         run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         found.append(json.loads(run.stdout))
-    return median(seconds for seconds, _ in found), set(found[0][1])
+    return min(seconds for seconds, _ in found), set(found[0][1])
 
 
 def test_importing_the_runtime():
     seconds, modules = imported("from s2o_runtime import LayerConfig, load_profile, s2o_attention, warmup")
     assert seconds <= IMPORT_SECONDS
-    assert "s2o_runtime.attention" in modules
+    assert "s2o_runtime.attention.api" in modules
     assert not [name for name in modules if name.partition(".")[0] in ("triton", "calibrate")]
 
 
 def test_importing_what_patches_a_model():
     seconds, modules = imported("from s2o_runtime import patch", TRANSFORMERS)
     assert seconds <= IMPORT_SECONDS
-    assert "s2o_runtime.hf" in modules
+    assert "s2o_runtime.huggingface.hf" in modules
     assert not [name for name in modules if name.startswith("s2o_runtime.kernels")]
 
 
@@ -78,4 +77,4 @@ def test_patching_a_model_of_seven_billion_parameters(tmp_path):
         patch(model, path, strict=True)
         took.append(time.process_time() - start)
         unpatch(model)
-    assert median(took) <= PATCH_SECONDS
+    assert min(took) <= PATCH_SECONDS

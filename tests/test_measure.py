@@ -1,19 +1,22 @@
 """The first pass: curves of the whole model are those of its parts, and are measured once."""
 
 import dataclasses
-import json
+import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from test_weights import save, stream
 
-from calibrate import capture, curves, measure
-from calibrate.curves import Method, Shape, mean_curve
+from calibrate.curves import measure, passes
+from calibrate.curves.curves import Ranking, Shape, mean_curve
+from calibrate.curves.measure import measure_model
 from calibrate.journal import Journal
-from calibrate.measure import measure_model
-from calibrate.prompts import Prompt
+from calibrate.model import capture
+from calibrate.prompts.prompts import Prompt
 from calibrate.recipe import Recipe
+from support.models import save, stream
 
 LENGTHS = (450, 600)
 SHAPES = {450: (Shape(64, 128),), 600: (Shape(64, 128), Shape(64, 256))}
@@ -47,9 +50,9 @@ class Watched:
     reused: int = 0
 
     def __post_init__(self):
-        def watch(prompt, methods, shapes):
+        def watch(prompt, rankings, shapes):
             self.measured.append((prompt.layer, int(prompt.q.shape[2])))
-            return curves.measure(prompt, methods, shapes)
+            return passes.measure(prompt, rankings, shapes)
 
         self.monkeypatch.setattr(measure, "measure", watch)
 
@@ -85,12 +88,12 @@ def test_the_model_is_measured_as_prompt_by_prompt(loaded, watched):
     found = watched.run(prompts)
     for length in LENGTHS:
         segments = (64,) if length == 450 else (64, 256)  # at least half of a prompt lies in some prefix
-        methods = [Method(segment, each, 4) for segment in segments for each in (1, 4)]
+        methods = [Ranking(segment, each, 4) for segment in segments for each in (1, 4)]
         alone = [list(map(list, capture.layers(loaded, [prompt.ids]))) for prompt in prompts[length]]
         for layer in range(2):
             assert set(found[length][layer]) == {(method, shape) for method in methods for shape in SHAPES[length]}
             for (method, shape), curve in found[length][layer].items():
-                of_prompts = [curves.measure(each[layer][0], [method], [shape])[method, shape] for each in alone]
+                of_prompts = [passes.measure(each[layer][0], [method], [shape])[method, shape] for each in alone]
                 expected = mean_curve(of_prompts)
                 torch.testing.assert_close(curve.stacked(), expected.stacked(), rtol=1e-4, atol=1e-9)
                 assert curve.dense_power == pytest.approx(expected.dense_power, rel=1e-5)
@@ -112,18 +115,15 @@ def test_the_journal_answers_the_second_time_without_the_model(watched, monkeypa
 @pytest.mark.parametrize("missing", [(0, 600), (1, 450), (1, 600)])
 def test_only_what_is_missing_is_measured(missing, watched):
     first = watched.run()
-    lines = watched.path.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if '"layer"' not in line or place_of(line) != missing]
-    assert len(kept) == len(lines) - 1
-    watched.path.write_text("".join(kept))
+    layer, length = missing
+    with sqlite3.connect(watched.path) as database:
+        segments = "[64]" if length == LENGTHS[0] else "[64,256]"
+        where = "json_extract(key, '$.layer') = ? AND json_extract(key, '$.segments') = ?"
+        assert database.execute(f"DELETE FROM entries WHERE {where}", (layer, segments)).rowcount == 1
+    database.close()
     assert_same(first, watched.run())
     assert set(watched.measured) == {missing}
     assert watched.reused == 3
-
-
-def place_of(line):
-    key = json.loads(line)["key"]
-    return key["layer"], next(length for length in LENGTHS if len(key["segments"]) == LENGTHS.index(length) + 1)
 
 
 def test_what_is_not_the_same_measurement_is_made_again(watched):
@@ -147,3 +147,9 @@ def test_a_budget_is_not_part_of_a_measurement(watched):
     changes = {"budget_mse": 1.0, "budget_scope": "model", "margin": 0.3, "worst_rows": 0.1, "trials": 3, "seed": 9}
     assert_same(first, watched.run(**changes, tails=(False,), time_limit=9.0, needles=0.0))
     assert watched.measured == []
+
+
+def test_measuring_and_rebudgeting_need_no_optuna():
+    program = "import calibrate.curves.measure, calibrate.profiles.rebudget, sys; sys.exit('optuna' in sys.modules)"
+    root = Path(__file__).parent.parent
+    assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from calibrate import memory
-from calibrate.memory import longest_that_fits, wanted, within_memory
-from s2o_runtime.errors import InputError
+from calibrate.model import memory
+from calibrate.model.memory import longest_that_fits, requested_bytes, within_memory
+from s2o_runtime.errors import ResourceError
 
 GIB = 1 << 30
 
@@ -15,9 +15,9 @@ def test_what_fits():
 
 
 def test_what_torch_says():
-    assert wanted("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has") == int(2.5 * GIB)
-    assert wanted("CUDA out of memory. Tried to allocate 512.00 MiB.") == 512 << 20
-    assert wanted("out of memory") == 0
+    assert requested_bytes("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has") == int(2.5 * GIB)
+    assert requested_bytes("CUDA out of memory. Tried to allocate 512.00 MiB.") == 512 << 20
+    assert requested_bytes("out of memory") == 0
 
 
 def test_it_is_one_sentence_with_a_length(monkeypatch):
@@ -31,7 +31,7 @@ def test_it_is_one_sentence_with_a_length(monkeypatch):
         "about 94208 tokens fit, use shorter --lengths or fewer --num-prompts; what was measured is kept"
     )
     with (
-        pytest.raises(InputError, match=text),
+        pytest.raises(ResourceError, match=text),
         within_memory(torch.device("cuda"), 131072, 0, "measuring layer 3"),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")

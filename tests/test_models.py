@@ -7,16 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_hf import CONFIGS, make_profile
-from test_weights import save
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen2Config
 
-from calibrate import capture
-from calibrate.models import ALIASES, ARCHITECTURES, DEMO_FOLDER, load, load_config, load_tokenizer
-from calibrate.weights import skeleton
+from calibrate.model import capture
+from calibrate.model.models import ALIASES, ARCHITECTURES, DEMO_FOLDER, load, load_config, load_tokenizer
+from calibrate.model.weights import skeleton
 from s2o_runtime import patch
 from s2o_runtime.errors import ModelError, ProfileError
 from s2o_runtime.identity import Geometry, geometry
+from support.models import CONFIGS, make_profile, save
 
 PUBLISHED = {  # geometry and parameters in billions, as the models' pages say
     "qwen2.5-0.5b": (Geometry("qwen2", 24, 14, 2, 64), 0.49),

@@ -1,12 +1,30 @@
-"""The op as torch sees it: its fake agrees with it, and compiled code is one graph with the eager result."""
+"""The ops as torch sees them: their fakes agree with them, and compiled code is one graph with the eager result."""
+
+import json
 
 import pytest
 import torch
 
-from s2o_runtime import ConfigError, LayerConfig, ops, s2o_attention
-from s2o_runtime.config import numbered_config
+from s2o_runtime import ConfigError, LayerConfig, TileConfig, s2o_attention
+from s2o_runtime.attention.torch_op import config_from_text, config_text
+from s2o_runtime.baselines.settings import PBS
+from s2o_runtime.config import HeadConfig
+from s2o_runtime.huggingface.hf import s2o_attention_forward
+from s2o_runtime.huggingface.layers import NUMBER, LayerState, attach
 
 CONFIG = LayerConfig.uniform(4, tau=0.5, segment=128)
+TAU_ZERO = LayerConfig.uniform(4, segment=128)
+MIXED = LayerConfig(
+    (
+        HeadConfig(0.1, 256, representatives=4, tail=True),
+        HeadConfig(mode="dense"),
+        HeadConfig(0.1, 256, representatives=4, tail=True),
+        HeadConfig(mode="baseline", baseline=PBS(keep=0.5)),
+    ),
+    TileConfig(64, 32, 2, 4, 2, dense_below=4096),
+    "max",
+    grain=4,
+)
 
 
 def inputs(length=300):
@@ -24,15 +42,32 @@ def test_compiled_calls_are_one_graph(kv_start):
         torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
 
 
-def test_the_fake_implementation_is_the_real_one():
-    run = ops.register(lambda q, k, v, where, number, scale: s2o_attention(q, k, v, CONFIG, scale=scale))
-    torch.library.opcheck(torch.ops.s2o.attention.default, (*inputs(), None, run, 0, 0.125))
+def test_another_config_is_another_graph():
+    """One that was never validated, too."""
+    compiled = torch.compile(s2o_attention, backend="aot_eager", fullgraph=True)
+    q, k, v = inputs()
+    for config in (CONFIG, LayerConfig(TAU_ZERO.heads), CONFIG):
+        torch.testing.assert_close(compiled(q, k, v, config), s2o_attention(q, k, v, config))
 
 
-def test_a_config_is_found_by_its_number_while_it_lives():
-    config = LayerConfig.uniform(1, tau=0.125)
-    number = config.number
-    assert numbered_config(number) is config
-    del config
-    with pytest.raises(ConfigError, match=f"config {number} is gone"):
-        numbered_config(number)
+def test_the_fake_implementation_of_a_call_is_the_real_one():
+    torch.library.opcheck(torch.ops.s2o.attention.default, (*inputs(), None, config_text(CONFIG), "auto", 0.125))
+
+
+def test_the_fake_implementation_of_a_layer_is_the_real_one():
+    module = torch.nn.Module()
+    attach(module, LayerState(0, lambda length: CONFIG, 0))
+    mask = torch.zeros(2, 1, 1, 2, dtype=torch.int64)
+    q, k, v = inputs()
+    torch.library.opcheck(torch.ops.s2o.layer_attention.default, (q, k, v, mask, getattr(module, NUMBER), 0.125))
+    out = torch.ops.s2o.layer_attention(q, k, v, mask, getattr(module, NUMBER), 0.125)
+    torch.testing.assert_close(out.transpose(1, 2), s2o_attention_forward(module, q, k, v, mask, 0.125)[0])
+
+
+@pytest.mark.parametrize("config", [CONFIG, MIXED], ids=["uniform", "mixed"])
+def test_the_text_of_a_config_says_everything(config):
+    assert config_from_text(config_text(config)) == config
+    changed = json.loads(config_text(config))
+    changed["heads"][0]["tau"] = -1.0
+    with pytest.raises(ConfigError, match=r"tau -1\.0"):
+        config_from_text(json.dumps(changed))

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from s2o_runtime import attention
-from s2o_runtime.attention import s2o_attention, s2o_attention_varlen
+from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
+from s2o_runtime.attention.replay import PLANS, _calls, forget_plans, repeated_call
 from s2o_runtime.config import LayerConfig, TileConfig
-from s2o_runtime.gpu import interpreted
+from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import plan as plan_module
-from s2o_runtime.kernels.launch import heard, launch
+from s2o_runtime.kernels.launch import launch, observed
 from s2o_runtime.kernels.plan import Recorder
 
 TABLE = torch.arange(64)  # was there before any call
@@ -25,10 +25,9 @@ TABLE = torch.arange(64)  # was there before any call
 class Kernel:
     """Compiled from the first call on; `seen` has the addresses and the rest of every launch."""
 
-    arg_names = ("n", "A")
-
     def __init__(self, pointers):
         self.pointers, self.seen = pointers, []
+        self.arg_names = [*map("P{}".format, range(pointers)), "n", "stride", "A"]
 
     def __getitem__(self, grid):
         return lambda *args, **options: types.SimpleNamespace(run=self.run, function="f", packed_metadata="m")
@@ -41,16 +40,18 @@ class Kernel:
 def gpu(monkeypatch):
     """As if the tensors of the test were on the current GPU."""
     monkeypatch.setattr(launch_module, "_compiled", {})
+    monkeypatch.setattr(launch_module, "_direct", lambda version: True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    attention._kind.cache_clear()
+    forget_plans()
     yield
-    attention._kind.cache_clear()
+    forget_plans()
 
 
 def do(kernel, *pointers, n=5):
-    launch(kernel, (3, 2, 1), pointers, (n,), (16,), {"A": 1}, num_warps=4)
+    named = {f"P{i}": pointer for i, pointer in enumerate(pointers)}
+    launch(kernel, (3, 2, 1), {**named, "n": n, "stride": 16}, {"A": 1}, num_warps=4)
 
 
 def recorded(call, *inputs, times=2):
@@ -229,7 +230,7 @@ def test_a_recording_hears_its_own_thread_only(gpu):
     assert len(mine.seen) == 2
     with pytest.raises(ZeroDivisionError), Recorder((x,)):
         _ = 1 / 0
-    assert heard.by is None
+    assert observed.listener is None
 
 
 def test_when_a_plan_does_not_fit(gpu, two_launches, monkeypatch):
@@ -251,50 +252,53 @@ def inputs(length=100, batch=1):
     return tuple(torch.randn(batch, 1, length, 64) for _ in "qkv")
 
 
-def test_calls_that_differ_in_anything_but_memory_are_of_another_kind(gpu):
+OPTIONS = (None, "auto", False, False)  # scale, backend, return_stats, return_lse
+
+
+def test_calls_that_differ_in_anything_but_memory_have_plans_of_their_own(gpu):
     q, k, v = inputs()
-    base = attention._kind_of((q, k, v, None), CONFIG, None, "auto", False, False)
-    assert base is attention._kind_of((q.clone(), k.clone(), v.clone(), None), CONFIG, None, "auto", False, False)
+    base = repeated_call((q, k, v, None), CONFIG, OPTIONS)
+    assert base is repeated_call((q.clone(), k.clone(), v.clone(), None), CONFIG, OPTIONS)
     other = LayerConfig.uniform(1, tau=0.6, segment=64, tile=CONFIG.tile)
     start = torch.zeros(1, dtype=torch.int64)
     views = torch.cat((q, q), 3)[..., :64]
-    kinds = [
+    calls = [
         base,
-        attention._kind_of((q[:, :, :64], k, v, None), CONFIG, None, "auto", False, False),
-        attention._kind_of((q, k[:, :, :99], v[:, :, :99], None), CONFIG, None, "auto", False, False),
-        attention._kind_of((views, k, v, None), CONFIG, None, "auto", False, False),
-        attention._kind_of((q, k, v.half(), None), CONFIG, None, "auto", False, False),
-        attention._kind_of((q, k, v.to("meta"), None), CONFIG, None, "auto", False, False),
-        attention._kind_of((q, k, v, start), CONFIG, None, "auto", False, False),
-        attention._kind_of((q, k, v, start.int()), CONFIG, None, "auto", False, False),
-        attention._kind_of((q, k, v, None), other, None, "auto", False, False),
-        attention._kind_of((q, k, v, None), CONFIG, 0.1, "auto", False, False),
-        attention._kind_of((q, k, v, None), CONFIG, None, "triton", False, False),
-        attention._kind_of((q, k, v, None), CONFIG, None, "auto", True, False),
-        attention._kind_of((q, k, v, None), CONFIG, None, "auto", False, True),
-        attention._kind_of((q, k, v, None), CONFIG, None, "auto", False, False, (100, 100)),
-        attention._kind_of((q, k, v, None), CONFIG, None, "auto", False, False, (100, 101)),
+        repeated_call((q[:, :, :64], k, v, None), CONFIG, OPTIONS),
+        repeated_call((q, k[:, :, :99], v[:, :, :99], None), CONFIG, OPTIONS),
+        repeated_call((views, k, v, None), CONFIG, OPTIONS),
+        repeated_call((q, k, v.half(), None), CONFIG, OPTIONS),
+        repeated_call((q, k, v.to("meta"), None), CONFIG, OPTIONS),
+        repeated_call((q, k, v, start), CONFIG, OPTIONS),
+        repeated_call((q, k, v, start.int()), CONFIG, OPTIONS),
+        repeated_call((q, k, v, None), other, OPTIONS),
+        repeated_call((q, k, v, None), CONFIG, (0.1, "auto", False, False)),
+        repeated_call((q, k, v, None), CONFIG, (None, "triton", False, False)),
+        repeated_call((q, k, v, None), CONFIG, (None, "auto", True, False)),
+        repeated_call((q, k, v, None), CONFIG, (None, "auto", False, True)),
+        repeated_call((q, k, v, None), CONFIG, (*OPTIONS, 100, 100)),
+        repeated_call((q, k, v, None), CONFIG, (*OPTIONS, 100, 101)),
     ]
-    assert len(set(map(id, kinds))) == len(kinds)
+    assert len(set(map(id, calls))) == len(calls)
 
 
 def test_gradients_and_other_tensor_types_have_no_plan(gpu, monkeypatch):
     q, k, v = inputs()
     v.requires_grad_()
-    assert attention._kind_of((q, k, v, None), CONFIG, None, "auto", False, False) is None
+    assert repeated_call((q, k, v, None), CONFIG, OPTIONS) is None
     with torch.no_grad():
-        assert attention._kind_of((q, k, v, None), CONFIG, None, "auto", False, False) is not None
+        assert repeated_call((q, k, v, None), CONFIG, OPTIONS) is not None
     parameter = torch.nn.Parameter(q, requires_grad=False)
-    assert attention._kind_of((parameter, k, k, None), CONFIG, None, "auto", False, False) is None
+    assert repeated_call((parameter, k, k, None), CONFIG, OPTIONS) is None
     monkeypatch.undo()
-    assert attention._kind_of((q, k, k, None), CONFIG, None, "auto", False, False) is None  # on the cpu
+    assert repeated_call((q, k, k, None), CONFIG, OPTIONS) is None  # on the cpu
 
 
 def test_the_plans_kept_are_bounded(gpu):
     q, k, v = inputs()
-    for scale in range(1, attention.PLANS + 100):
-        attention._kind_of((q, k, v, None), CONFIG, scale, "auto", False, False)
-    assert attention._kind.cache_info().currsize == attention.PLANS
+    for scale in range(1, PLANS + 100):
+        repeated_call((q, k, v, None), CONFIG, (scale, *OPTIONS[1:]))
+    assert _calls.cache_info().currsize == PLANS
 
 
 class Interpreted:
@@ -328,14 +332,15 @@ def interpreted_gpu(gpu, monkeypatch):
     """The real kernels; `replays` counts the calls that had a plan."""
     if not interpreted():
         pytest.skip("a GPU is here, so kernels are compiled: see tests/gpu")
-    from s2o_runtime.kernels import prefill, rank
+    from s2o_runtime.kernels import prefill
+    from s2o_runtime.kernels.rank import means, order, scores
 
     known = {}
 
     def launch_interpreted(kernel, *args, **options):
         launch(known.setdefault(id(kernel), Interpreted(kernel)), *args, **options)
 
-    for module in (prefill, rank):
+    for module in (prefill, means, scores, order):
         monkeypatch.setattr(module, "launch", launch_interpreted)
     replays = []
     replay = plan_module.Plan.replay
@@ -346,7 +351,7 @@ def interpreted_gpu(gpu, monkeypatch):
 
 
 def without_plan(call):
-    attention._kind.cache_clear()
+    forget_plans()
     return call()
 
 
@@ -396,6 +401,8 @@ def compare(result, expected):
         if isinstance(ours, torch.Tensor):
             assert torch.equal(ours, theirs)
             assert ours.stride() == theirs.stride()
+        elif ours is None:
+            assert theirs is None
         else:
             assert (ours.backend, ours.reason, ours.shape) == (theirs.backend, theirs.reason, theirs.shape)
             assert torch.equal(ours.visited, theirs.visited)

@@ -1,6 +1,6 @@
 import copy
 import dataclasses
-import json
+import math
 import os
 import re
 import subprocess
@@ -10,20 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_profiles import GOLDEN, field_paths, path_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from s2o_runtime import profile as profile_module
-from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ProfileError
-from s2o_runtime.gpu import DeviceIdentity
+from s2o_runtime.files import write_atomically
 from s2o_runtime.identity import Geometry
-from s2o_runtime.profile import METADATA_KEY, Profile, load_profile, save_profile, serialize, write_atomically
+from s2o_runtime.profile import SCHEMA, Profile, Record, load_profile, save_profile, serialize
+from s2o_runtime.profile import file as profile_file
+from support.golden_profiles import GOLDEN, field_paths, path_of
+from support.profiles import FORMAT, document_of, file_of, rewrite
 
 GEOMETRY = Geometry("llama", 2, 3, 1, 64)
-FORMAT = Path(__file__).parent.parent / "docs" / "profile-format.md"
 
 
 def layer(tau, segment=256, block_m=128):
@@ -40,27 +41,15 @@ def profile(**changes):
         DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 1 << 37),
         (1024, 4096),
         ((layer(0.25), layer(0.5, 512)), (layer(1.0), layer(2.0, 512))),
-        {"budget": {"kind": "mse", "value": 1e-4}, "note": "ü"},
+        Record.from_json({"budget": {"kind": "mse", "value": 1e-4}, "note": "ü"}),
     )
     return dataclasses.replace(made, **changes)
-
-
-def document_of(data):
-    """What a profile's bytes say, as JSON gives it."""
-    size = int.from_bytes(data[:8], "little")
-    return json.loads(json.loads(data[8 : 8 + size])["__metadata__"][METADATA_KEY])
-
-
-def file_of(document, tensors):
-    """The bytes of a profile with this document, or text in its place, and these tensors, whatever they are."""
-    text = document if isinstance(document, str) else json.dumps(document)
-    return save(tensors, metadata={METADATA_KEY: text})
 
 
 def digested(document, tensors):
     """The bytes of a profile that says this and has not been damaged."""
     try:
-        digest = profile_module._digest(document, tensors)
+        digest = profile_file._digest(document, tensors)
     except (ValueError, RuntimeError):  # not finite; a tensor without dimensions
         digest = "0" * 64
     return file_of(document | {"digest": digest}, tensors)
@@ -68,13 +57,7 @@ def digested(document, tensors):
 
 def unchecked(made):
     """The bytes of a profile as a program would write them that does not check anything."""
-    return digested(DOCUMENT, profile_module._tensors(made))
-
-
-def rewrite(path, change):
-    """Change a profile's document behind its back and keep the tensors."""
-    document = document_of(path.read_bytes())
-    path.write_bytes(file_of(change(document) or document, load(path.read_bytes())))
+    return digested(DOCUMENT, profile_file._tensors(made))
 
 
 DOCUMENT = document_of(serialize(profile()))  # of a profile that nobody changed, as are these tensors
@@ -84,20 +67,48 @@ DATA = serialize(profile())
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_files_are_read_for_ever(name):
-    """Files that were written once: what is in them, and the bytes that it gives again."""
-    found = load_profile(path_of(name))
-    assert found == GOLDEN[name]()
-    assert serialize(found) == path_of(name).read_bytes()
+    """Files that were written once: what is in them; those of the newest schema are written again byte for byte."""
+    data = path_of(name).read_bytes()
+    profile = load_profile(path_of(name))
+    assert profile == GOLDEN[name]()
+    assert (serialize(profile) == data) == name.startswith(f"schema{SCHEMA}")
+
+
+@pytest.mark.parametrize("name", [name for name in GOLDEN if not name.startswith(f"schema{SCHEMA}")])
+def test_files_of_older_schemas_are_written_back_as_the_newest(name, tmp_path):
+    """The same record and the same values in the tensors, under the new names."""
+    data, path = path_of(name).read_bytes(), tmp_path / "p.safetensors"
+    save_profile(load_profile(path_of(name)), path)
+    assert load_profile(path) == load_profile(path_of(name))
+    old, new = document_of(data), document_of(path.read_bytes())
+    assert (new["schema"], new["baselines"]) == (4, old.get("methods", []))
+    for length in old["record"].get("held_out", []):
+        for layer in length["layers"]:
+            layer["worst"] = math.sqrt(layer["worst"])  # squared in older schemas
+    if "worst_rows" in old["record"].get("recipe", {}):
+        old["record"]["recipe"]["worst_rows"] **= 0.5
+    changed = ("schema", "digest", "methods", "baselines")
+    assert {key: old[key] for key in old if key not in changed} == {key: new[key] for key in new if key not in changed}
+    tensors = load(path.read_bytes())
+    for tensor_name, tensor in load(data).items():
+        assert tensors[{"threshold": "stop_rule"}.get(tensor_name, tensor_name)].equal(tensor)
 
 
 def test_the_format_names_every_field_and_tensor_and_no_other():
-    rows = re.findall(r"^\| `([^`]+)` \|", FORMAT.read_text(encoding="utf-8"), re.MULTILINE)
-    fields = field_paths(document_of(path_of("schema2-full").read_bytes()))
-    fields |= field_paths(document_of(path_of("schema3-methods").read_bytes()))
-    fields = {"record.retiled.versions" if each.startswith("record.retiled.versions") else each for each in fields}
-    assert {row.removesuffix("[]") for row in rows} - {"record"} == fields | set(profile_module.TENSORS)
-    for name in profile_module.TILE_FIELDS:
+    rows = {row.removesuffix("[]") for row in re.findall(r"^\| `([^`]+)` \|", FORMAT.read_text("utf-8"), re.MULTILINE)}
+    fields = field_paths(document_of(path_of("schema4-full").read_bytes()))
+    fields |= field_paths(document_of(path_of("schema4-baselines").read_bytes()))
+    fields = {re.sub(r"\.versions\..*", ".versions", field) for field in fields}
+    parents = {row for row in rows if any(field.startswith((f"{row}.", f"{row}[]")) for field in fields)}
+    assert rows - parents == fields | set(profile_file.TENSORS)
+    for name in profile_file.TILE_FIELDS:
         assert f"`{name}`" in FORMAT.read_text(encoding="utf-8")
+
+
+def test_the_formats_tables_are_of_the_records_fields():
+    command = [sys.executable, str(FORMAT.parent.parent / "scripts" / "docs" / "profile_format.py"), "--check"]
+    check = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (check.returncode, check.stdout) == (0, ""), check.stderr
 
 
 def test_round_trip(tmp_path):
@@ -120,8 +131,8 @@ def test_the_same_profile_gives_the_same_bytes_in_another_process(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(schema=99), "schema 99 is not supported, this version reads 2 and 3: use a newer version"),
-        (lambda d: d.update(schema=1), "schema 1 is not supported, this version reads 2 and 3: calibrate again"),
+        (lambda d: d.update(schema=99), "schema 99 is not supported, this version reads 2, 3, 4: use a newer version"),
+        (lambda d: d.update(schema=1), "schema 1 is not supported, this version reads 2, 3, 4: calibrate again"),
         (lambda d: d.pop("model"), "field model is missing"),
         (lambda d: d["model"].update(layers="2"), "field model.layers is a str: expected a int"),
         (lambda d: d["model"].update(query_heads=10**9), "field model.query_heads is 1000000000"),
@@ -163,7 +174,7 @@ def test_changed_tensors_are_refused(tmp_path):
     ("name", "value", "expected"),
     [
         ("mode", 2, "(0, 1)"),
-        ("threshold", 3, "(0, 1, 2)"),
+        ("stop_rule", 3, "(0, 1, 2)"),
         ("row_reduce", 2, "(0, 1)"),
         ("representatives", 3, "(1, 2, 4, 8, 16, 32, 64)"),
         ("representatives", 0, "(1, 2, 4, 8, 16, 32, 64)"),
@@ -174,17 +185,17 @@ def test_changed_tensors_are_refused(tmp_path):
     ],
 )
 def test_tensors_that_say_what_there_is_not_are_refused_by_name(tmp_path, monkeypatch, name, value, expected):
-    real = profile_module._tensors
+    real = profile_file._tensors
 
     def changed(made):
         tensors = real(made)
         if name == "tile[specialized]":
-            tensors["tile"][0, 0, profile_module.TILE_FIELDS.index("specialized")] = value
+            tensors["tile"][0, 0, profile_file.TILE_FIELDS.index("specialized")] = value
         else:
             tensors[name].flatten()[0] = value
         return tensors
 
-    monkeypatch.setattr(profile_module, "_tensors", changed)
+    monkeypatch.setattr(profile_file, "_tensors", changed)
     path = tmp_path / "p.safetensors"
     path.write_bytes(unchecked(profile()))
     for attempt in (load_profile, partial(save_profile, profile())):
@@ -316,7 +327,7 @@ def test_foreign_tensors_end_in_profile_errors_that_name_them(tmp_path_factory, 
         again = load(serialize(found))
         assert all(again[each].equal(tensors[each]) for each in tensors)
     else:
-        assert any(each in found for each in (name, *profile_module.TILE_FIELDS)), found
+        assert any(each in found for each in (name, *profile_file.TILE_FIELDS)), found
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -386,7 +397,7 @@ def test_headers_are_bounded(tmp_path, header, message):
 def test_a_tensor_that_claims_gigabytes_is_refused(tmp_path):
     for numbers in (b"[1000000000000]", b"[4294967296,4294967296]"):
         shape = b'"dtype":"F32","shape":%s,"data_offsets":[0,4000000000000]' % numbers
-        header = b'{"__metadata__":{"s2o_profile":"{}"},%s}' % b",".join(
+        header = b'{"__metadata__":{"s2o_profile":"{\\"schema\\":4}"},%s}' % b",".join(
             b'"%s":{%s}' % (name.encode(), shape) for name in TENSORS
         )
         data = len(header).to_bytes(8, "little") + header
@@ -407,9 +418,9 @@ def test_files_that_are_endless_or_no_files_are_refused(tmp_path):
 
 def test_missing_and_foreign_tensors_are_refused_by_name(tmp_path):
     fewer = {name: tensor for name, tensor in TENSORS.items() if name != "tail"}
-    assert "tensor 'tail' is missing: expected ['grain'" in outcome(file_of("{}", fewer), tmp_path)
+    assert "tensor 'tail' is missing: expected ['grain'" in outcome(file_of(DOCUMENT, fewer), tmp_path)
     more = TENSORS | {"x" * 100: torch.zeros(1)}
-    assert "xx.. is not part of a profile: expected ['grain'" in outcome(file_of("{}", more), tmp_path)
+    assert "xx.. is not part of a profile: expected ['grain'" in outcome(file_of(DOCUMENT, more), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +437,7 @@ def test_missing_and_foreign_tensors_are_refused_by_name(tmp_path):
 )
 def test_what_could_not_be_read_is_not_written(tmp_path, value, message):
     with pytest.raises(ProfileError, match=message):
-        save_profile(profile(record={"a": value}), tmp_path / "p.safetensors")
+        save_profile(profile(record=Record(extra={"a": value})), tmp_path / "p.safetensors")
     assert not list(tmp_path.iterdir())
 
 
@@ -459,17 +470,40 @@ def test_thresholds_are_interpolated_in_log_length():
 
 @pytest.mark.parametrize(
     "change",
-    [{"mode": "dense"}, {"threshold": "share"}, {"representatives": 2}, {"tail": True}],
+    [{"representatives": 2}, {"tail": True}, {"segment": 512}],
     ids=lambda change: next(iter(change)),
 )
-def test_thresholds_of_different_methods_are_not_mixed(change):
-    near, far = layer(0.25), layer(1.0)
+def test_thresholds_of_unlike_heads_are_not_mixed(change):
+    """One tau means another error with other settings, so the smaller one is taken: it errs on the careful side."""
+    for near_tau, far_tau in ((0.25, 1.0), (1.0, 0.25)):
+        near, far = layer(near_tau), layer(far_tau)
+        other = dataclasses.replace(far, heads=(dataclasses.replace(far.heads[0], **change), *far.heads[1:]))
+        mixed = profile(layers=((near, near), (other, far)))
+        assert mixed.layer_config(0, 2040).heads[0] == dataclasses.replace(near.heads[0], tau=0.25)
+        assert mixed.layer_config(0, 2040).heads[1].tau == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"mode": "dense"}, {"stop_rule": StopRule.SHARE}], ids=lambda change: next(iter(change))
+)
+def test_heads_that_another_bucket_runs_otherwise_keep_their_threshold(change):
+    near, far = layer(1.0), layer(0.25)
     other = dataclasses.replace(far, heads=(dataclasses.replace(far.heads[0], **change), *far.heads[1:]))
-    mixed = profile(layers=((near, near), (other, far)))
-    assert mixed.layer_config(0, 2040).heads[0] == near.heads[0]
-    assert mixed.layer_config(0, 2040).heads[1].tau == pytest.approx(2.0)
-    coarse = profile(layers=((near, near), (dataclasses.replace(far, grain=1), far)))
-    assert coarse.layer_config(0, 2040) == near
+    assert profile(layers=((near, near), (other, far))).layer_config(0, 2040).heads[0] == near.heads[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"grain": 1}, {"tile": TileConfig(128, 64, 8, 8, 2)}, {"tile": TileConfig(64, 64, 4, 8, 2)}],
+    ids=["grain", "stride", "height"],
+)
+def test_buckets_that_check_the_stop_unlike_are_not_mixed(change):
+    near, far = layer(0.25), dataclasses.replace(layer(1.0), **change)
+    assert profile(layers=((near, near), (far, far))).layer_config(0, 2040) == near
+    assert [head.tau for head in profile(layers=((far, far), (near, near))).layer_config(0, 2040).heads[:2]] == [
+        0.25,
+        1.0,
+    ]
 
 
 def test_a_crash_while_writing_keeps_the_old_file(tmp_path, monkeypatch):

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from calibrate.models import DEMO_FOLDER
-from calibrate.prompts import load_prompts, read_jsonl
+from calibrate.model.models import DEMO_FOLDER
+from calibrate.prompts.prompts import load_prompts, read_jsonl
 from calibrate.recipe import Budget, Recipe
 from s2o_runtime.errors import InputError
 

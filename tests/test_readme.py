@@ -1,4 +1,4 @@
-"""README's table of architectures is of the tests that there are; what it is made with does what it says."""
+"""README's table of architectures agrees with the tests that there are."""
 
 import subprocess
 import sys
@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-import architectures as script
+from scripts.docs import architectures as script
+
+SLOW = pytest.mark.slow(reason="collects tests in a process of its own")
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -20,9 +21,10 @@ def item(name, test, **params):
     )
 
 
+@SLOW
 def test_the_table_is_of_the_tests():
     """Collected as they are now, in a process of their own: what `make architectures` ran may be older."""
-    command = [sys.executable, str(ROOT / "scripts" / "architectures.py"), "--check"]
+    command = [sys.executable, "-m", "scripts.docs.architectures", "--check"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stdout[-500:]
     assert script.PASSED in set(script.shown(README).values()) <= {script.PASSED, script.SKIPPED}
@@ -52,15 +54,15 @@ def test_a_cell_is_what_all_its_tests_did():
 
 
 def test_what_is_written_is_what_is_read():
-    found = {("a", "beams"): script.PASSED, ("b", "compiled"): script.SKIPPED}
-    text = script.with_table(f"before\n{script.START}\nold\n{script.END}\nafter\n", script.table(found))
-    assert script.shown(text) == found
+    tested = {("a", "beams"): script.PASSED, ("b", "compiled"): script.SKIPPED}
+    text = script.with_table(f"before\n{script.START}\nold\n{script.END}\nafter\n", script.as_table(tested))
+    assert script.shown(text) == tested
     assert text.startswith("before\n")
     assert text.endswith(f"{script.END}\nafter\n")
-    assert script.with_table(text, script.table(found)) == text
-    assert script.difference(found, script.shown(text)) is None
-    assert "lacks c greedy" in script.difference(found | {("c", "greedy"): script.PASSED}, found)
-    assert "has, without a test, b compiled" in script.difference({("a", "beams"): script.PASSED}, found)
+    assert script.with_table(text, script.as_table(tested)) == text
+    assert script.difference(tested, script.shown(text)) is None
+    assert "lacks c greedy" in script.difference(tested | {("c", "greedy"): script.PASSED}, tested)
+    assert "has, without a test, b compiled" in script.difference({("a", "beams"): script.PASSED}, tested)
     assert script.shown("no table") == {}
     with pytest.raises(ValueError, match="put them where the table belongs"):
         script.with_table("no marks", "")

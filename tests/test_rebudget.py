@@ -1,26 +1,31 @@
 """Another budget from stored curves, against what a calibration with that budget would allocate."""
 
-import json
 import shutil
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from calibrate import models, pipeline
-from calibrate.curves import Shape
+from calibrate.curves.curves import Shape
+from calibrate.curves.measure import measure_model
 from calibrate.journal import Journal
-from calibrate.measure import measure_model
-from calibrate.pipeline import calibrate
-from calibrate.prompts import load_prompts
-from calibrate.rebudget import UNPROVEN, rebudget
+from calibrate.model import models
+from calibrate.pipeline import calibrate, journal_identity
+from calibrate.profiles.rebudget import UNPROVEN, rebudget
+from calibrate.prompts.prompts import load_prompts
+from calibrate.proof import tighten
 from calibrate.recipe import Budget, Recipe
-from calibrate.search import Study, budget_mse
-from calibrate.tiles import CPU_TILES
+from calibrate.search.choice import SearchPoint, budget_mse, choice_at
+from calibrate.search.tiles import CPU_TILES
+from s2o_runtime.devices import DeviceIdentity, identify
 from s2o_runtime.errors import InputError, ProfileError
-from s2o_runtime.gpu import DeviceIdentity, identify
-from s2o_runtime.profile import load_profile, save_profile
+from s2o_runtime.profile import Record, load_profile, save_profile
+from s2o_runtime.profile.record import RecordedBudget
+
+SLOW = pytest.mark.slow(reason="shares a whole calibration of the demo model and its curves")
 
 LENGTHS = (512, 1024)
 BUDGET = 2e-4
@@ -39,12 +44,12 @@ def recipe(tmp_path_factory):
 def curves(recipe):
     """One real calibration of the demo model, and its curves as a second one would find them in the journal."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "TIGHTENINGS", 1)  # a layer over its limit becomes dense at once: shorter
+        patch.setattr(tighten, "TIGHTENINGS", 1)  # a layer over its limit becomes dense at once: shorter
         assert calibrate(recipe, progress=False).written
     loaded = models.load("demo", "cpu")
     prompts = load_prompts(recipe, loaded.tokenizer)
     shapes = sorted({Shape.of(tile) for tile in CPU_TILES}, key=lambda shape: (shape.block_m, shape.stride))
-    identity = pipeline._identity(loaded, identify(torch.device("cpu")))
+    identity = journal_identity(loaded, identify(torch.device("cpu")))
     with Journal.open(recipe.journal_path, identity) as journal:
         found = measure_model(
             loaded, prompts.calibration, dict.fromkeys(LENGTHS, shapes), recipe, journal, lambda: None
@@ -60,6 +65,7 @@ def old(recipe, curves, monkeypatch):
     return load_profile(recipe.out)
 
 
+@SLOW
 @pytest.mark.parametrize(
     "budget", [Budget("mse", BUDGET / 2), Budget("mse", BUDGET * 4), Budget("rel_mse", 1e-2)], ids=str
 )
@@ -70,10 +76,9 @@ def test_it_is_what_a_calibration_would_allocate(budget, recipe, curves, old, tm
     sparse = 0
     for length, of_old, of_new in zip(LENGTHS, old.layers, done.profile.layers, strict=True):
         for measured, before, config in zip(curves[length], of_old, of_new, strict=True):
-            place = before.heads[0].segment, before.grain, before.tile
-            assert (config.heads[0].segment, config.grain, config.tile) == place
-            study = Study(measured, after, recipe.segments_for(length), CPU_TILES, timer=None)
-            spent = study.settled(study.spent(place))
+            point = SearchPoint(before.heads[0].segment, before.grain, before.tile)
+            assert (config.heads[0].segment, config.grain, config.tile) == point
+            spent = choice_at(point, measured, after).settled()
             assert spent.allocation.mse <= budget_mse(measured, after)
             grew = budget_mse(measured, after) > budget_mse(measured, recipe)
             if before.is_dense and not (grew and spent.cost < 0.9):
@@ -89,6 +94,7 @@ def test_it_is_what_a_calibration_would_allocate(budget, recipe, curves, old, tm
     )
 
 
+@SLOW
 def test_errors_stay_within_the_margin_and_densities_follow_the_budget(recipe, old, tmp_path):
     outcomes = [
         rebudget(recipe.out, Budget("mse", BUDGET * times), tmp_path / f"{times}.safetensors").predicted
@@ -102,6 +108,7 @@ def test_errors_stay_within_the_margin_and_densities_follow_the_budget(recipe, o
         assert few.cost > same.cost > many.cost
 
 
+@SLOW
 def test_the_same_budget_gives_the_same_layers(recipe, old, tmp_path):
     """But for those that the proof had to tighten, which are dense and stay so."""
     new = rebudget(recipe.out, recipe.budget, tmp_path / "same.safetensors").profile
@@ -114,62 +121,64 @@ def test_the_same_budget_gives_the_same_layers(recipe, old, tmp_path):
     assert sparse >= 6
 
 
+@SLOW
 def test_another_guard_on_rows_is_what_a_calibration_with_it_would_allocate(recipe, curves, old, tmp_path):
     budget = Budget("mse", BUDGET * 4)
     layers = {}
     for guard in (None, 0.02, 0.0):
         done = rebudget(recipe.out, budget, tmp_path / "new.safetensors", worst_rows=guard)
         expected = recipe.worst_rows if guard is None else guard
-        assert done.profile.record["recipe"]["worst_rows"] == expected
+        assert done.profile.record.recipe["worst_rows"] == expected
         layers[guard] = done.profile.layers
         after = replace(recipe, budget=budget, worst_rows=expected)
         for length, of_length in zip(LENGTHS, done.profile.layers, strict=True):
             for measured, config in zip(curves[length], of_length, strict=True):
-                place = config.heads[0].segment, config.grain, config.tile
-                study = Study(measured, after, recipe.segments_for(length), CPU_TILES, timer=None)
-                spent = study.settled(study.spent(place))
+                point = SearchPoint(config.heads[0].segment, config.grain, config.tile)
+                spent = choice_at(point, measured, after).settled()
                 assert config.is_dense or config == spent.config
     assert layers[0.02] != layers[0.0]
 
 
+@SLOW
 def test_the_record_says_that_nothing_is_proven(recipe, old, tmp_path):
     budget, out = Budget("mse", BUDGET * 4), tmp_path / "new.safetensors"
     done = rebudget(recipe.out, budget, out)
     record = load_profile(out).record
-    assert record["budget"] == {"kind": "mse", "value": BUDGET * 4, "scope": "layer"}
-    assert record["recipe"] == old.record["recipe"] | {"budget": {"kind": "mse", "value": BUDGET * 4}}
-    assert (record["proof"], record["problems"], record["held_out"]) == ("none", [UNPROVEN], [])
+    assert record.budget == RecordedBudget(kind="mse", value=BUDGET * 4, scope="layer")
+    assert record.recipe == old.record.recipe | {"budget": {"kind": "mse", "value": BUDGET * 4}}
+    assert (record.proof, record.problems, record.held_out) == ("none", (UNPROVEN,), ())
     for name in ("objective", "data", "versions"):
-        assert record[name] == old.record[name]
-    assert [each["length"] for each in record["predicted"]] == list(LENGTHS)
-    for entry, told in zip(record["predicted"], done.predicted, strict=True):
-        assert max(layer["mse"] for layer in entry["layers"]) == told.error
-        assert sum(layer["density"] for layer in entry["layers"]) / 6 == pytest.approx(told.density)
-        assert sum(layer["cost"] for layer in entry["layers"]) / 6 == pytest.approx(told.cost)
+        assert getattr(record, name) == getattr(old.record, name)
+    assert [recorded.length for recorded in record.predicted] == list(LENGTHS)
+    for recorded, predicted in zip(record.predicted, done.predicted, strict=True):
+        assert max(layer.mse for layer in recorded.layers) == predicted.error
+        assert sum(layer.density for layer in recorded.layers) / 6 == pytest.approx(predicted.density)
+        assert sum(layer.cost for layer in recorded.layers) / 6 == pytest.approx(predicted.cost)
     again = rebudget(out, recipe.budget, tmp_path / "back.safetensors", journal=recipe.journal_path)
-    assert again.profile.record["recipe"] == old.record["recipe"]
+    assert again.profile.record.recipe == old.record.recipe
 
 
 def changed(recipe, path, record):
     """The calibrated profile with another record."""
     profile = load_profile(recipe.out)
-    save_profile(replace(profile, record=profile.record | record), path)
+    save_profile(replace(profile, record=Record.from_json(profile.record.to_json() | record)), path)
     return path
 
 
+@SLOW
 def test_one_budget_over_all_layers_is_shared_out(recipe, curves, old, tmp_path):
     """The mean over the layers keeps the margin, single layers need not."""
-    path = changed(recipe, tmp_path / "old.safetensors", {"recipe": old.record["recipe"] | {"scope": "model"}})
+    path = changed(recipe, tmp_path / "old.safetensors", {"recipe": old.record.recipe | {"scope": "model"}})
     layer, model = (
         rebudget(each, Budget("mse", BUDGET / 2), tmp_path / "new.safetensors", journal=recipe.journal_path)
         for each in (recipe.out, path)
     )
-    for one, shared, entry in zip(layer.predicted, model.predicted, model.profile.record["predicted"], strict=True):
-        errors = [layer["mse"] for layer in entry["layers"]]
+    for one, shared, recorded in zip(layer.predicted, model.predicted, model.profile.record.predicted, strict=True):
+        errors = [layer.mse for layer in recorded.layers]
         assert shared.error == pytest.approx(sum(errors) / 6)
         assert shared.error <= BUDGET / 2 * recipe.margin < max(errors)
         assert shared.cost < one.cost
-    assert model.profile.record["budget"]["scope"] == "model"
+    assert model.profile.record.budget.scope == "model"
 
 
 def dense(profile, layer):
@@ -185,6 +194,7 @@ def dense(profile, layer):
     return replace(profile, layers=layers)
 
 
+@SLOW
 @pytest.mark.parametrize(("times", "stays"), [(0.5, True), (1.0, True), (4.0, False)])
 def test_a_dense_layer_needs_a_larger_budget(times, stays, recipe, old, tmp_path):
     save_profile(dense(old, 0), tmp_path / "old.safetensors")
@@ -197,6 +207,7 @@ def test_a_dense_layer_needs_a_larger_budget(times, stays, recipe, old, tmp_path
     assert not longest[1].is_dense
 
 
+@SLOW
 def test_lengths_that_were_only_checked_are_left_out(recipe, old, tmp_path):
     middle = replace(old, lengths=(512, 768, 1024), layers=(old.layers[0], old.layers[0], old.layers[1]))
     save_profile(middle, tmp_path / "old.safetensors")
@@ -205,64 +216,66 @@ def test_lengths_that_were_only_checked_are_left_out(recipe, old, tmp_path):
     assert done.profile.layers == rebudget(recipe.out, recipe.budget, tmp_path / "new.safetensors").profile.layers
 
 
-def journal_lines(recipe):
-    return recipe.journal_path.read_text().splitlines(keepends=True)
+def edited(statement):
+    """A change to a journal, as SQL."""
+
+    def change(path):
+        with closing(sqlite3.connect(path)) as database, database:
+            assert database.execute(statement).rowcount > 0
+
+    return change
 
 
-def another_model(lines):
-    header = json.loads(lines[0])
-    header["identity"]["model"]["fingerprint"] = "another"
-    return [json.dumps(header) + "\n", *lines[1:]]
-
-
-def another_device(lines):
-    header = json.loads(lines[0])
-    header["identity"]["device"]["name"] = "NVIDIA H200"
-    return [json.dumps(header) + "\n", *lines[1:]]
-
-
-def without_a_layer(lines):
-    return [line for line in lines if '"layer": 3,' not in line]
-
-
-def other_shapes(lines):
-    return [line.replace("[64, 128]", "[64, 1024]").replace("[128, 128]", "[128, 1024]") for line in lines]
-
-
+@SLOW
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda lines: None, r"does not exist: give --journal, or measure again with s2o-calibrate --model demo"),
-        (lambda lines: ["{}\n"], "is not a journal of S2O"),
-        (another_model, "was made with model.fingerprint another, the profile with [0-9a-f]{64}: give the profile's"),
-        (another_device, "was made with device.name NVIDIA H200, the profile with cpu: give the profile's own"),
-        (without_a_layer, "lacks the curves of layer 3 at 512 tokens for tile .*: measure them with s2o-calibrate"),
-        (other_shapes, "lacks the curves of layer 0 at 512 tokens"),
-        (lambda lines: lines[:1], "--model demo --budget-mse 5e-05 --lengths 512,1024$"),
+        (Path.unlink, r"does not exist: give --journal, or measure again with s2o-calibrate --model demo"),
+        (lambda path: path.write_text("{}\n"), "is not a journal of S2O"),
+        (
+            edited("UPDATE meta SET value = json_set(value, '$.model.fingerprint', 'another')"),
+            "was made with model.fingerprint another, the profile with [0-9a-f]{64}[^ ]*: give the profile's",
+        ),
+        (
+            edited("UPDATE meta SET value = json_set(value, '$.device.name', 'NVIDIA H200')"),
+            "was made with device.name NVIDIA H200, the profile with cpu: give the profile's own",
+        ),
+        (
+            edited("DELETE FROM entries WHERE json_extract(key, '$.layer') = 3"),
+            "lacks the curves of layer 3 at 512 tokens for tile .*: measure them with s2o-calibrate",
+        ),
+        (
+            edited(
+                "UPDATE entries SET key = replace(replace(key, '[64,128]', '[64,1024]'), '[128,128]', '[128,1024]')"
+            ),
+            "lacks the curves of layer 0 at 512 tokens",
+        ),
+        (edited("DELETE FROM entries"), "--model demo --budget-mse 5e-05 --lengths 512,1024$"),
     ],
     ids=["missing", "foreign", "model", "device", "layer", "shapes", "empty"],
 )
 def test_a_journal_that_does_not_do_is_one_sentence(change, message, recipe, old, tmp_path):
-    path = tmp_path / "some.jsonl"
-    lines = change(journal_lines(recipe))
-    if lines is not None:
-        path.write_text("".join(lines))
+    path = tmp_path / "some.sqlite"
+    shutil.copy(recipe.journal_path, path)
+    change(path)
     with pytest.raises(InputError, match=message) as raised:
         rebudget(recipe.out, Budget("mse", 5e-5), tmp_path / "new.safetensors", path)
     assert str(raised.value).count("\n") == 0
     assert not (tmp_path / "new.safetensors").exists()
 
 
+@SLOW
 def test_the_journal_is_looked_for_beside_the_profile(recipe, old, tmp_path):
     shutil.copy(recipe.out, tmp_path / "old.safetensors")
-    with pytest.raises(InputError, match=f"journal {tmp_path}/demo.journal.jsonl does not exist"):
+    with pytest.raises(InputError, match=f"journal {tmp_path}/demo.journal.sqlite does not exist"):
         rebudget(tmp_path / "old.safetensors", recipe.budget, tmp_path / "new.safetensors")
     shutil.copy(recipe.journal_path, tmp_path)
-    before = (tmp_path / "demo.journal.jsonl").read_bytes()
+    before = (tmp_path / "demo.journal.sqlite").read_bytes()
     rebudget(tmp_path / "old.safetensors", recipe.budget, tmp_path / "new.safetensors")
-    assert (tmp_path / "demo.journal.jsonl").read_bytes() == before
+    assert (tmp_path / "demo.journal.sqlite").read_bytes() == before
 
 
+@SLOW
 @pytest.mark.parametrize(
     "record",
     [
@@ -289,6 +302,7 @@ def test_what_is_no_profile(tmp_path):
         rebudget(Path("none"), Budget("mse", 1e-4), tmp_path / "new.safetensors")
 
 
+@SLOW
 def test_a_profile_of_another_gpu_is_told_apart(recipe, old, tmp_path):
     other = replace(old, device=DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 1))
     save_profile(other, tmp_path / "old.safetensors")

@@ -1,11 +1,14 @@
 import pytest
 import torch
-from naive import naive_attention, naive_s2o
 
-from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.ranking import log_weights, order_of, part_means, rank
-from s2o_runtime.reference import State, query_order, s2o_attention_reference, with_tail
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.reference.attention import State, query_order, s2o_attention_reference, with_tail
+from s2o_runtime.reference.ranking import log_weights, order_of, part_means, rank
 from s2o_runtime.shapes import call_shape, density
+from support.marks import all_but_first
+from support.naive import naive_attention, naive_s2o
+
+SLOW = pytest.mark.slow(reason="more shapes against explicit loops over rows and keys")
 
 TILE = TileConfig(block_m=64, block_n=32, chunk=2)
 
@@ -26,16 +29,16 @@ SHAPES = [
 ]
 
 
-def mixed_heads(count, tau, threshold):
+def mixed_heads(count, tau, stop_rule):
     segments = (64, 128)
-    return tuple(HeadConfig(tau=tau, segment=segments[h % 2], threshold=threshold) for h in range(count))
+    return tuple(HeadConfig(tau=tau, segment=segments[h % 2], stop_rule=stop_rule) for h in range(count))
 
 
 @pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "starts"), SHAPES)
 def test_tau_zero_is_dense_attention(batch, heads, kv_heads, q_len, kv_len, starts):
     q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len)
     kv_start = None if starts is None else torch.tensor(starts)
-    config = LayerConfig(mixed_heads(heads, 0.0, "share"), TILE)
+    config = LayerConfig(mixed_heads(heads, 0.0, StopRule.SHARE), TILE)
     out, visited, _ = s2o_attention_reference(q, k, v, config, kv_start=kv_start)
     torch.testing.assert_close(out, naive_attention(q, k, v, kv_start=kv_start), rtol=1e-10, atol=1e-12)
     share = density(visited, config, call_shape(q, k, v), kv_start)
@@ -43,17 +46,17 @@ def test_tau_zero_is_dense_attention(batch, heads, kv_heads, q_len, kv_len, star
     torch.testing.assert_close(share, expected, rtol=0, atol=1e-12)
 
 
-TAU = {"rest": 1.0, "share": 1.5, "raw": 0.4}
+TAU = {StopRule.REST: 1.0, StopRule.SHARE: 1.5, StopRule.PAPER: 0.4}
 
 
-@pytest.mark.parametrize("threshold", ["rest", "share", "raw"])
+@pytest.mark.parametrize("stop_rule", StopRule, ids=str)
 @pytest.mark.parametrize("row_reduce", ["mean", "max"])
 @pytest.mark.parametrize("paper_literal", [False, True])
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "starts"), SHAPES)
-def test_equals_the_naive_loop(batch, heads, kv_heads, q_len, kv_len, starts, threshold, row_reduce, paper_literal):
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "starts"), all_but_first(SHAPES, SLOW))
+def test_equals_the_naive_loop(batch, heads, kv_heads, q_len, kv_len, starts, stop_rule, row_reduce, paper_literal):
     q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len)
     kv_start = None if starts is None else torch.tensor(starts)
-    config = LayerConfig(mixed_heads(heads, TAU[threshold], threshold), TILE, row_reduce)
+    config = LayerConfig(mixed_heads(heads, TAU[stop_rule], stop_rule), TILE, row_reduce)
     out, visited, _ = s2o_attention_reference(q, k, v, config, kv_start=kv_start, paper_literal=paper_literal)
     expected, pairs, causal = naive_s2o(q, k, v, config.heads, TILE, row_reduce, kv_start, paper_literal)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
@@ -65,7 +68,7 @@ def test_equals_the_naive_loop(batch, heads, kv_heads, q_len, kv_len, starts, th
 @pytest.mark.parametrize("representatives", [1, 8])
 @pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize("grain", [1, 4])
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "starts"), SHAPES)
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "starts"), all_but_first(SHAPES, SLOW))
 def test_extensions_equal_the_naive_loop(
     batch, heads, kv_heads, q_len, kv_len, starts, grain, tail, representatives
 ):  # fmt: skip

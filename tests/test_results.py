@@ -1,23 +1,29 @@
-"""scripts/results.py: its numbers against ones worked out by hand, and the page against the raw data."""
+"""scripts/docs/results.py: its numbers against ones worked out by hand, and the page against the raw data."""
 
 import json
-import sys
+from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-import results
+from scripts.bench.schema import AttentionFile, LayerRow, MethodRow, MethodsFile, PrefillFile, read
+from scripts.docs import results
+from scripts.docs.results_data import MAKES, Bench, Source, Time, benches, on_front, read_sources, relative_at, three
 
 DOCS = Path(__file__).parent.parent / "docs"
 ORIGIN = {"date": "2026-01-02", "device": {"name": "a GPU", "sm_count": 7}, "versions": {"torch": "2.0"}}
 
 
 def row(method, setting, seconds, rel_mse, density=0.5, selecting=0.0):
+    layers = [LayerRow(layer, density, 0.0, 0.0, 0.0, 0.0, 0.0) for layer in range(3)]
     errors = {"density": density, "mse": rel_mse / 2, "rel_mse": rel_mse, "worst": 2 * rel_mse}
-    times = {"seconds": seconds, "selecting_seconds": selecting, "layers": [{}, {}, {}]}
-    return {"method": method, "setting": setting, **times, **errors}
+    times = {"seconds": seconds, "selecting_seconds": selecting, "speedup": None}
+    return MethodRow(method=method, setting=setting, layers=layers, **times, **errors)
+
+
+def quartiles(seconds):
+    return {"p25": seconds, "median": seconds, "p75": seconds}
 
 
 ROWS = [
@@ -33,18 +39,27 @@ ROWS = [
     row("mean-pooling", "keep=0.9", 0.25, 3e-4),
     row("mean-pooling", "keep=0.8", 0.2, 6e-4),
 ]
+RAW_ROWS = [asdict(each) for each in ROWS]
 BENCH = {
-    "format": results.METHODS,
+    "format": MethodsFile.format,
     **ORIGIN,
     "settings": {"methods": ["dense", "s2o"], "lengths": [32768], "data": "demo", "profile": ["a.x", "b.x"]}
     | {"journal": None, "batch": 4, "error_rows": 256, "seed": 0, "budgets": [0.0003]},
-    "results": [{"length": 32768, "rows": ROWS}],
+    "results": [{"length": 32768, "rows": RAW_ROWS}],
 }  # fmt: skip
 STUDY = {"model": "demo", "length": 32768, "device": "a GPU", "versions": {"torch": "2.0"}} | {
     "rows": [
-        {"budget": budget, "worst_rows": guard, "needles": [found, 256], "density": 0.25, "rel_mse": 1e-3, "kl": 2e-3}
+        {
+            "budget": budget,
+            "worst_rows": guard,
+            "needles": [kept, 256],
+            "density": 0.25,
+            "rel_mse": 1e-3,
+            "kl": 2e-3,
+            "top1": 0.9,
+        }
         | {"attention_seconds": seconds, "dense_attention_seconds": 0.02}
-        for budget, guard, found, seconds in ((1e-3, 0.5, 256, 0.01), (1e-2, 0.5, 254, 0.008), (1e-2, None, 250, 0.004))
+        for budget, guard, kept, seconds in ((1e-3, 0.5, 256, 0.01), (1e-2, 0.5, 254, 0.008), (1e-2, None, 250, 0.004))
     ]
 }
 EVALUATION = {"model": "demo", "plan": {}, "variants": [], "device": "a GPU", "versions": {}, "command": "s2o-eval x"}
@@ -59,16 +74,18 @@ EVALUATION |= {
     ]
 }  # fmt: skip
 PREFILL = {
-    "format": results.PREFILL, **ORIGIN, "settings": {"models": ["m"], "lengths": [4096]},
-    "results": [{"model": "m", "length": 4096, "rows": [
-        {"name": "dense, cuDNN", "density": 1.0, "seconds": {"median": 3.0}, "share": 0.5},
-        {"name": "S2O, density 0.1", "density": 0.1, "seconds": {"median": 2.0}, "share": 0.25},
+    "format": PrefillFile.format, **ORIGIN, "settings": {"models": ["m"], "lengths": [4096]},
+    "results": [{"model": "m", "length": 4096, "peak_bytes": None, "rows": [
+        {"name": "dense, cuDNN", "density": 1.0, "seconds": quartiles(3.0)}
+        | {"attention_seconds": 1.5, "share": 0.5},
+        {"name": "S2O, density 0.1", "density": 0.1, "seconds": quartiles(2.0)}
+        | {"attention_seconds": 0.5, "share": 0.25},
     ]}],
 }  # fmt: skip
 
 
 def bench(rows=ROWS):
-    return results.Bench(results.Source("b.json", results.METHODS, BENCH), 32768, rows)
+    return Bench(Source("b.json", read(MethodsFile, BENCH)), 32768, rows)
 
 
 @pytest.fixture
@@ -104,31 +121,31 @@ def section(page, title):
     (0, "0"), (1, "1.00"), (0.0849, "0.0849"), (9.996, "10.0"), (12.34, "12.3"), (325.17, "325"), (1234.0, "1230"),
 ])  # fmt: skip
 def test_three_digits(value, text):
-    assert results.three(value) == text
+    assert three(value) == text
 
 
 def test_the_front_keeps_what_nothing_beats_and_what_ties():
-    front = {(each["method"], each["setting"]) for each in ROWS if results.on_front(each, ROWS)}
+    front = {(each.method, each.setting) for each in ROWS if on_front(each, ROWS)}
     assert front == {
         ("dense (cuDNN)", ""), ("S2O, calibrated", "rel_mse 0.01"),  # the same point
         ("S2O, one tau", "tau=0.01"), ("mean-pooling", "keep=0.9"), ("mean-pooling", "keep=0.8"),
         ("pbs", "keep=0.1"),
     }  # fmt: skip
     nearly = row("pbs", "", 0.2 * 1.005, 6e-4)
-    assert results.on_front(nearly, [*ROWS, nearly])  # half a percent behind
-    assert not results.on_front(row("S2O, one tau", "", 0.2, 1e-2), ROWS)  # as fast as another that is more exact
+    assert on_front(nearly, [*ROWS, nearly])  # half a percent behind
+    assert not on_front(row("S2O, one tau", "", 0.2, 1e-2), ROWS)  # as fast as another that is more exact
 
 
 def test_times_at_an_error_lie_between_the_neighbours():
-    at = {error: results.relative_at(bench(), error) for error in results.ERRORS}
+    at = {error: relative_at(bench(), error) for error in results.ERRORS}
     assert at[1e-3]["S2O, one tau"].value == pytest.approx(0.4)  # sqrt(0.8 * 0.2), half way from 1e-4 to 1e-2
     assert at[1e-4]["S2O, one tau"].value == pytest.approx(0.8)
     # beaten settings do not bend the curve: from (1e-3, 0.5) to (0.25, 0.1), log(10) / log(250) of the way
     assert at[1e-2]["pbs"].value == pytest.approx(0.5 * 0.2**0.41702, rel=1e-4)
     assert "pbs" not in at[3e-4]  # not so exact
-    assert at[3e-3]["mean-pooling"] == results.Time(0.2, bound=True)
+    assert at[3e-3]["mean-pooling"] == Time(0.2, bound=True)
     assert "S2O, calibrated" not in at[1e-3]  # its dense setting is no neighbour
-    assert {at[error]["dense (FlashAttention-2)"] for error in at} == {results.Time(2.0)}
+    assert {at[error]["dense (FlashAttention-2)"] for error in at} == {Time(2.0)}
 
 
 def test_the_verdict_names_where_s2o_is_behind():
@@ -140,17 +157,10 @@ def test_the_verdict_names_where_s2o_is_behind():
     assert calibrated.startswith(
         "At 32768 tokens S2O as calibrated is not the fastest at 1e-04 (no setting is so exact"
     )
-    # what may be S2O in every head is nobody's rival
-    free = {
-        **ROWS[0],
-        "method": results.ANY,
-        "setting": "rel_mse 0.001",
-        "seconds": 1e-6,
-        "density": 0.1,
-        "rel_mse": 1e-5,
-    }
+    # what may be S2O in every head does not take part
+    free = row(results.ANY, "rel_mse 0.001", 1e-6, 1e-5, density=0.1)
     assert results.verdicts(bench([*ROWS, free])) == [one, calibrated]
-    alone = bench([each for each in ROWS if each["method"] in ("dense (cuDNN)", "S2O, one tau")])
+    alone = bench([each for each in ROWS if each.method in ("dense (cuDNN)", "S2O, one tau")])
     assert results.verdicts(alone) == ["At 32768 tokens S2O is the fastest, or ties, at all of these errors."]
 
 
@@ -168,10 +178,13 @@ def test_the_page_of_everything(docs):
     head = section(page, "## Where the numbers come from")
     assert "| [bench-gpu.json](results/bench-gpu.json) | 2026-01-02 | a GPU, 7 SMs | torch 2.0 |" in head
     assert (
-        "python scripts/bench_attention.py --methods dense s2o --lengths 32768 --data demo --profile a.x --profile b.x "
+        "python -m scripts.bench.methods --methods dense s2o --lengths 32768 --data demo --profile a.x --profile b.x "
         "--batch 4 --error-rows 256 --seed 0 --budgets 0.0003 --out docs/results/bench-gpu.json" in head
     )
-    assert "study_budgets.py --model demo --length 32768 --budgets 0.001,0.01 --worst-rows 0.5,off --out" in head
+    assert (
+        "python -m scripts.study.budgets --model demo --length 32768 --budgets 0.001,0.01 --worst-rows 0.5,off --out"
+        in head
+    )
     assert "not shown here: [strange.json](results/strange.json)." in head
 
     every = section(page, "## Attention, every method")
@@ -204,7 +217,49 @@ def test_the_page_of_everything(docs):
     assert cells(speed, "pbs")[0][4:] == ["98", "98", "98"]  # keep=0.9 at 0.5
     ttft = section(page, "## Time to first token")
     assert cells(ttft, "m")[1] == ["m", "4096", "S2O, density 0.1", "0.100", "2.00", "1.50x", "25%"]
-    assert "Not measured yet: `python scripts/bench_attention.py --out" in section(page, "## The kernel alone")
+    assert "Not measured yet: `python -m scripts.bench.attention --out" in section(page, "## The kernel alone")
+
+
+def test_a_variant_of_the_evaluation_is_a_row_of_the_bench():
+    assert results.named("dense") == ("dense (cuDNN)", "")
+    assert results.named("x/pbs/rel-mse-0.01-rows-0.8") == ("PBS-Attn, calibrated", "rel_mse 0.01, rows 0.8")
+    assert results.named("mse-1e-04") == ("S2O, calibrated", "mse 0.0001")
+    for rule in ("raw", "paper"):
+        variant = f"tau=0.01,segment=1024,stop_rule={rule},row_reduce=max"
+        assert results.named(variant) == ("S2O as published", "tau=0.01")
+    assert results.named("tau=0.01,segment=512,tail") == ("", "")
+    assert results.named("pbs:keep=0.9") == ("pbs", "keep=0.9")
+
+
+def test_the_kernel_has_rows_as_published_and_a_picture(docs):
+    folder, put = docs
+
+    def measured(form, seconds):
+        numbers = {
+            "target": 0.5,
+            "density": 0.5,
+            "seconds": quartiles(seconds),
+            "prefill_seconds": quartiles(1.0),
+        }
+        rates = {"rate": 0.5, "prefill_rate": 0.75, "rel_mse": 1e-3}
+        return numbers | rates | {"density_of_heads": [0.5], "tau_of_heads": [0.1], "form": form}
+
+    tile = {"block_m": 64, "block_n": 128, "chunk": 4, "num_warps": 4, "num_stages": 2, "specialized": True}
+    entry = {"length": 4096, "tile": tile, "tile_name": "64x128x4 ws s2", "rank": None}
+    entry |= {"dense": {"backend": "CUDNN", "seconds": quartiles(2.0), "rel_mse": 1e-6}}
+    entry |= {"rows": [measured("S2O", 1.0), measured("S2O as published", 4.0)]}
+    settings = {"heads": [2, 1], "head_dim": 64, "batch": 1, "dtype": "bfloat16", "data": "random", "segment": 64}
+    file = {"format": AttentionFile.format, **ORIGIN, "settings": settings | {"grain": 4}, "results": [entry]}
+    put("kernel.json", file)
+    assert run(folder) == 0
+    kernel = section((folder / "results.md").read_text(), "## The kernel alone")
+    assert cells(kernel, "4096", "64x128x4 ws s2") == [
+        ["4096", "64x128x4 ws s2", "0.5", "0.500", "1000", "2.00x", "0.50", "0.75", "1.0e-03"],
+        ["4096", "64x128x4 ws s2", "0.5, as published", "0.500", "4000", "0.500x", "0.50", "0.75", "1.0e-03"],
+    ]
+    picture = (folder / "results" / "kernel.svg").read_text()
+    for label in ("4096 tokens", "ideal: 100%", "target: 75%", "segment 64, as published, without ranking"):
+        assert label.replace(" ", "") in picture.replace(" ", ""), label
 
 
 def test_attention_times_are_of_the_same_model(docs):
@@ -249,7 +304,7 @@ def test_nothing_measured_says_what_to_run(docs):
     folder, _ = docs
     assert run(folder) == 0
     page = (folder / "results.md").read_text()
-    for command in results.MAKES.values():
+    for command in MAKES.values():
         assert f"Not measured yet: `{command}` would." in page
     assert not list((folder / "results").glob("*.svg"))
 
@@ -257,11 +312,11 @@ def test_nothing_measured_says_what_to_run(docs):
 @pytest.mark.parametrize(("record", "words"), [
     ("{", "bench.json cannot be read (it is not JSON)"),
     ("[1]", "bench.json holds a list, expected an object"),
-    ({"format": results.METHODS}, "bench.json lacks date"),
+    ({"format": MethodsFile.format}, "bench.json lacks device"),
     (BENCH | {"settings": {}}, "bench.json lacks settings.data"),
     (BENCH | {"results": [{"length": 1, "rows": [{"method": "x"}]}]}, "bench.json lacks results.rows.setting"),
     (BENCH | {"results": [3]}, "bench.json lacks results.length"),
-    (BENCH | {"results": [{"length": 9, "rows": ROWS[1:]}]}, "bench.json has no dense (cuDNN) at 9 tokens"),
+    (BENCH | {"results": [{"length": 9, "rows": RAW_ROWS[1:]}]}, "bench.json has no dense (cuDNN) at 9 tokens"),
     ({"model": "m", "length": 1, "rows": [{}], "device": "", "versions": {}}, "bench.json lacks rows.budget"),
 ], ids=["not JSON", "a list", "empty", "no settings", "short rows", "no entries", "no dense", "no study"])  # fmt: skip
 def test_bad_files_are_one_sentence(docs, capsys, record, words):
@@ -269,14 +324,14 @@ def test_bad_files_are_one_sentence(docs, capsys, record, words):
     put("bench.json", record)
     assert run(folder) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"results: {words}")
+    assert error.startswith(f"scripts.docs.results: {words}")
     assert error.count("\n") == 1
     assert not (folder / "results.md").exists()
 
 
 def test_the_page_is_of_the_raw_data():
     """Pictures by existence: their bytes depend on matplotlib's version."""
-    sources = results.read(DOCS / "results")
-    assert (DOCS / "results.md").read_text() == results.page(sources), "run python scripts/results.py"
-    if results.benches(sources):
+    sources = read_sources(DOCS / "results")
+    assert (DOCS / "results.md").read_text() == results.page(sources), "run python -m scripts.docs.results"
+    if benches(sources):
         assert all((DOCS / "results" / f"methods-{name}.svg").is_file() for name in ("error", "time"))

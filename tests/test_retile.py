@@ -6,15 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from calibrate import retile as module
-from calibrate.curves import TAUS, Method, Shape, measure
-from calibrate.retile import ALIKE, LONGEST, OTHER_HEIGHT, legal_tiles, retile, tau_for
+from calibrate.curves.curves import TAUS, Ranking, Shape
+from calibrate.curves.passes import measure
+from calibrate.profiles import retile as module
+from calibrate.profiles.retile import ALIKE, LONGEST, OTHER_HEIGHT, legal_tiles, retile, tau_for
 from calibrate.timing import Timing
-from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import InputError, ProfileError
-from s2o_runtime.gpu import DeviceIdentity, candidate_tiles
 from s2o_runtime.identity import Geometry
-from s2o_runtime.profile import Profile, load_profile, save_profile
+from s2o_runtime.profile import Profile, Record, load_profile, save_profile
+from s2o_runtime.profile.record import PredictedLayer, PredictedLength, ProvenLayer, ProvenLength, RecordedBudget
+from s2o_runtime.tiles import candidate_tiles
 
 GEOMETRY = Geometry("llama", 3, 4, 2, 64)
 H200 = DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 1 << 37)
@@ -28,18 +31,20 @@ DENSITY = 0.8
 
 def layer(density_of_heads="ssss", segment=256, tile=FORMER, tau=0.125):
     heads = tuple(
-        HeadConfig(tau + index, segment, "s2o" if letter == "s" else "dense", "rest", 1 + 3 * (index % 2), index == 1)
+        HeadConfig(
+            tau + index, segment, "s2o" if letter == "s" else "dense", StopRule.REST, 1 + 3 * (index % 2), index == 1
+        )
         for index, letter in enumerate(density_of_heads)
     )
     return LayerConfig(heads, tile, grain=4).validate()
 
 
 def profile(buckets, densities, device=H200, proof="held out", lengths=(1024, 2048)):
-    proven = [
-        {"length": length, "layers": [{"density": each} for each in row]}
+    proven = tuple(
+        ProvenLength(length=length, layers=tuple(ProvenLayer(density=density) for density in row))
         for length, row in zip(lengths, densities, strict=True)
-    ]
-    record = {"proof": proof, "held_out": proven, "budget": {"kind": "mse", "value": 1e-4}}
+    )
+    record = Record(proof=proof, held_out=proven, budget=RecordedBudget(kind="mse", value=1e-4))
     return Profile("demo", GEOMETRY, "f" * 64, device, lengths, tuple(map(tuple, buckets)), record)
 
 
@@ -93,8 +98,8 @@ def test_the_fastest_tile_is_taken_and_nothing_else_changes(old, timed, tmp_path
             assert config.heads == was.heads  # bit for bit: tau went through float32 in both
             assert (config.grain, config.row_reduce) == (was.grain, was.row_reduce)
     assert done.dense_layers == 0
-    assert new.record["held_out"] == old.record["held_out"]
-    assert new.record["budget"] == old.record["budget"]
+    assert new.record.held_out == old.record.held_out
+    assert new.record.budget == old.record.budget
 
 
 def test_alike_layers_are_timed_once_with_every_tile_that_may_be_taken(old, timed, tmp_path):
@@ -103,7 +108,7 @@ def test_alike_layers_are_timed_once_with_every_tile_that_may_be_taken(old, time
         (length, tile) for length in (1024, 2048) for tile in A100_TILES if tile.stride >= 512
     }
     assert len(timed) == 2 * sum(tile.stride >= 512 for tile in A100_TILES)
-    assert [kind["layers"] for kind in done.kinds] == [[[1024, 0], [1024, 1]], [[2048, 0], [2048, 1]]]
+    assert [alike.layers for alike in done.timed] == [((1024, 0), (1024, 1)), ((2048, 0), (2048, 1))]
 
 
 def test_heads_are_timed_at_the_density_that_the_record_gives(old, timed, tmp_path):
@@ -112,7 +117,7 @@ def test_heads_are_timed_at_the_density_that_the_record_gives(old, timed, tmp_pa
     prompt = module._inputs(GEOMETRY, 2048, torch.device("cpu"))
     config = next(config for config, length in timed if length == 2048)
     for index, head in enumerate(config.heads):
-        method = Method(head.segment, head.representatives, 4)
+        method = Ranking(head.segment, head.representatives, 4)
         density = measure(prompt, [method], [shape])[method, shape].density[index]
         place = [math.log(tau) for tau in TAUS]
         low = max(i for i, each in enumerate(place) if each <= math.log(head.tau) + 1e-9)
@@ -168,7 +173,7 @@ def test_a_layer_without_a_legal_tile_becomes_dense(timed, tmp_path, monkeypatch
     save_profile(made, tmp_path / "old.safetensors")
     done = run(tmp_path)
     assert [config.is_dense for config in done.profile.layers[0]] == [True, False, False]
-    assert done.kinds[0]["tile"] is None
+    assert done.timed[0].tile is None
     assert done.dense_layers == 2
 
 
@@ -186,7 +191,7 @@ def test_layers_that_lose_to_dense_become_dense(timed, tmp_path, monkeypatch):
     for bucket in load_profile(tmp_path / "new" / "new.safetensors").layers:
         assert [config.is_dense for config in bucket] == [False, True, True]
         assert [head.tau for head in bucket[1].heads] == [0.125, 1.125, 2.125, 3.125]
-    assert done.dense_layers == done.profile.record["retiled"]["dense_layers"] == 4
+    assert done.dense_layers == done.profile.record.retiled.dense_layers == 4
 
 
 @pytest.mark.parametrize("faster", [1.02, 1.1])
@@ -214,15 +219,14 @@ def test_tiles_that_fail_are_passed_over(old, timed, tmp_path, monkeypatch):
 def test_the_record_says_what_was_done(old, timed, tmp_path):
     done = run(tmp_path)
     record = load_profile(tmp_path / "new" / "new.safetensors").record
-    assert record["proof"] == f"held out on {H200}"
-    retiled = record["retiled"]
-    assert (retiled["from"], retiled["to"]) == (str(H200), str(A100))
-    assert {"s2o", "torch", "triton"} <= set(retiled["versions"])
-    assert retiled["kinds"] == list(done.kinds)
-    kind = retiled["kinds"][0]
-    assert (kind["seconds"], kind["dense_seconds"], kind["density"], kind["timed_at"]) == (0.5, 1.0, DENSITY, 1024)
+    assert record.proof == f"held out on {H200}"
+    assert (record.retiled.made_on, record.retiled.tuned_for) == (str(H200), str(A100))
+    assert {"s2o", "torch", "triton"} <= set(record.retiled.versions)
+    assert record.retiled.timed == done.timed
+    alike = done.timed[0]
+    assert (alike.seconds, alike.dense_seconds, alike.density, alike.timed_at) == (0.5, 1.0, DENSITY, 1024)
     again = retile(tmp_path / "new" / "new.safetensors", "cpu", tmp_path / "again.safetensors")  # now its own GPU
-    assert again.profile.record["proof"] == f"held out on {H200}"
+    assert again.profile.record.proof == f"held out on {H200}"
     assert again.profile.layers == done.profile.layers
 
 
@@ -230,13 +234,19 @@ def test_the_record_says_what_was_done(old, timed, tmp_path):
 def test_what_was_not_proven_is_not_proven_now(proof, timed, tmp_path):
     made = profile([[layer()] * 3] * 2, [[0.6] * 3] * 2, proof=proof)
     save_profile(made, tmp_path / "old.safetensors")
-    assert run(tmp_path).profile.record["proof"] == proof
+    assert run(tmp_path).profile.record.proof == proof
 
 
 def test_predicted_densities_do_where_nothing_was_proven(old, timed, tmp_path):
-    record = old.record | {"predicted": old.record["held_out"], "held_out": []}
+    predicted = tuple(
+        PredictedLength(
+            length=proof.length, layers=tuple(PredictedLayer(density=layer.density) for layer in proof.layers)
+        )
+        for proof in old.record.held_out
+    )
+    record = replace(old.record, predicted=predicted, held_out=())
     save_profile(replace(old, record=record), tmp_path / "old.safetensors")
-    assert run(tmp_path).kinds[0]["density"] == DENSITY
+    assert run(tmp_path).timed[0].density == DENSITY
 
 
 def test_long_buckets_are_timed_at_a_shorter_length(timed, tmp_path, monkeypatch):
@@ -246,22 +256,22 @@ def test_long_buckets_are_timed_at_a_shorter_length(timed, tmp_path, monkeypatch
     done = run(tmp_path)
     assert LONGEST == 32768
     assert {length for _, length in timed} == {1024}
-    assert len(done.kinds) == 1
-    assert done.kinds[0]["layers"] == [[length, index] for length in (1024, 2048) for index in range(3)]
+    assert len(done.timed) == 1
+    assert done.timed[0].layers == tuple((length, index) for length in (1024, 2048) for index in range(3))
 
 
 def test_a_cpu_takes_the_profile_as_it_is(old, tmp_path):
     done = run(tmp_path)
     assert done.profile.layers == old.layers
     assert done.profile.device == load_profile(tmp_path / "new" / "new.safetensors").device == CPU
-    assert done.profile.record["proof"] == f"held out on {H200}"
-    assert (done.kinds, done.dense_layers) == ((), 0)
+    assert done.profile.record.proof == f"held out on {H200}"
+    assert (done.timed, done.dense_layers) == ((), 0)
 
 
 def test_bad_input_is_one_sentence(old, timed, tmp_path, monkeypatch):
     out = tmp_path / "new" / "new.safetensors"
     for record in ({}, {"held_out": [{"length": 1024}]}, {"held_out": [{"length": 1024, "layers": [{"density": 1}]}]}):
-        save_profile(replace(old, record=record), tmp_path / "bare.safetensors")
+        save_profile(replace(old, record=Record.from_json(record)), tmp_path / "bare.safetensors")
         with pytest.raises(InputError, match=r"does not give every layer's density at \[1024, 2048\] tokens: use a"):
             retile(tmp_path / "bare.safetensors", "cpu", out)
     with pytest.raises(ProfileError, match="cannot be read"):

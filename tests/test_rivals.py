@@ -1,32 +1,33 @@
-"""Other methods in a calibration: what is measured of them is true, and heads take them where they are cheaper."""
+"""Baselines in a calibration: what is measured of them is true, and heads take them where they are cheaper."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import recipe as tiny_recipe
-from tiny import save_tiny
 from torch.testing import assert_close
 
-from calibrate import rivals
-from calibrate.allocate import Allowed, allocate, points_of
-from calibrate.capture import Captured
-from calibrate.costs import rival_cost
-from calibrate.curves import Curve, Method, mean_curve, measure, packed, unpacked
-from calibrate.measure import others_key
+from calibrate.curves import baselines
+from calibrate.curves.costs import baseline_cost
+from calibrate.curves.curves import Curve, Ranking, Shape, mean_curve, methods, packed, unpacked
+from calibrate.curves.measure import baselines_key
+from calibrate.curves.passes import measure
+from calibrate.curves.row_errors import row_errors
+from calibrate.model.capture import Captured
 from calibrate.pipeline import calibrate
 from calibrate.recipe import Recipe
-from calibrate.search import allowed, methods
-from calibrate.worst import row_errors
-from s2o_runtime.attention import s2o_attention
+from calibrate.search.allocate import Allowed, allocate, points_of
+from calibrate.search.choice import allowed
+from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.baselines.settings import PBS, MeanPooling, Sparge
 from s2o_runtime.config import LayerConfig, TileConfig
-from s2o_runtime.dense import dense_attention
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.profile import load_profile
+from s2o_runtime.reference.dense import dense_attention
+from support.tiny import recipe as tiny_recipe
+from support.tiny import save_tiny
 
-METHOD = Method(128, 1, 4)
+METHOD = Ranking(128, 1, 4)
 
 
 def prompt(length=700, seed=0):
@@ -40,10 +41,10 @@ def prompt(length=700, seed=0):
 
 def test_a_setting_is_measured_as_it_runs():
     some, settings = prompt(), PBS(keep=0.6, segment=128)
-    curve = rivals.measure(some, (settings,), timed=False)[settings]
+    curve = baselines.measure(some, (settings,), timed=False)[settings]
     config = LayerConfig.uniform(2, segment=128, tile=TileConfig(64, 64, 2))
-    head = replace(config.heads[0], mode="blocks", blocks=settings)
-    out, stats = s2o_attention(
+    head = replace(config.heads[0], mode="baseline", baseline=settings)
+    out, _, stats = s2o_attention(
         some.q, some.k, some.v, replace(config, heads=(head,) * 2), scale=some.scale, return_stats=True
     )
     dense = dense_attention(some.q, some.k, some.v, scale=some.scale)
@@ -52,13 +53,13 @@ def test_a_setting_is_measured_as_it_runs():
     assert 0.1 < float(curve.density.mean()) < 0.95
     worst = row_errors(out, dense)[0].unfold(-1, 60, 64).amax(-1).amax(-1)  # eleven tiles: the worst counts
     assert (curve.worst[:, 0] >= worst.double() - 1e-6).all()
-    assert_close(curve.cost, rival_cost(curve.density))
+    assert_close(curve.cost, baseline_cost(curve.density))
     assert curve.dense_power == pytest.approx(float(dense.square().mean()), rel=1e-5)
 
 
 def test_journals_keep_them_and_means_are_careful():
     settings = (PBS(keep=0.6, segment=128), Sparge(keep=0.5, skip=-6.0))
-    of_prompts = [rivals.measure(prompt(seed=seed), settings, timed=False) for seed in (0, 1)]
+    of_prompts = [baselines.measure(prompt(seed=seed), settings, timed=False) for seed in (0, 1)]
     for each in settings:
         both = mean_curve([found[each] for found in of_prompts])
         errors = torch.stack([found[each].mse for found in of_prompts])
@@ -79,22 +80,18 @@ def curve(mse, cost, worst=0.0):
 
 @pytest.fixture(scope="module")
 def ours():
-    shape = rivals_shape()
-    return {METHOD: measure(prompt(), [METHOD], [shape])[METHOD, shape]}
+    return {METHOD: measure(prompt(), [METHOD], [SHAPE])[METHOD, SHAPE]}
 
 
-def rivals_shape():
-    from calibrate.curves import Shape
-
-    return Shape(64, 128)
+SHAPE = Shape(64, 128)
 
 
 def test_a_head_takes_what_is_cheapest_within_its_budget(ours):
     budget, alone = 1e-3, allocate(ours, 1e-3)
-    assert all(head.mode != "blocks" for head in alone.heads)
+    assert all(head.mode != "baseline" for head in alone.heads)
     cheap, dear = PBS(keep=0.9), Sparge(keep=0.9)
     mixed = allocate(ours | {cheap: curve(budget / 2, 0.01), dear: curve(budget / 2, 0.99)}, budget)
-    assert [head.blocks for head in mixed.heads] == [cheap, cheap]
+    assert [head.baseline for head in mixed.heads] == [cheap, cheap]
     assert mixed.mse <= budget
     assert mixed.cost < alone.cost
     assert [head.segment for head in mixed.heads] == [128, 128]
@@ -105,10 +102,10 @@ def test_a_head_takes_what_is_cheapest_within_its_budget(ours):
     )
 
 
-def test_without_s2o_a_head_is_another_methods_or_dense(ours):
+def test_without_s2o_a_head_is_a_baselines_or_dense(ours):
     other = PBS(keep=0.9)
     points = points_of(ours | {other: curve(1e-4, 0.5)}, 0, Allowed(s2o=False))
-    assert [point.head.mode for point in points] == ["dense", "blocks"]
+    assert [point.head.mode for point in points] == ["dense", "baseline"]
 
 
 @pytest.mark.parametrize(
@@ -117,45 +114,45 @@ def test_without_s2o_a_head_is_another_methods_or_dense(ours):
 def test_what_each_method_lets_heads_choose(method, s2o, others):
     made = Recipe.of({"model": "demo", "budget_mse": 1e-4, "lengths": (1024,), "out": Path("x"), "method": method})
     assert allowed(made).s2o is s2o
-    settings = rivals.settings_of(method)
+    settings = baselines.settings_of(method)
     assert len(set(settings)) == others
-    assert len(others_key(made).get("others", ())) == others  # a journal without them stays as it was
+    assert len(baselines_key(made).get("baselines", ())) == others  # a journal without them stays as it was
     assert all(each.validate() for each in settings)
 
 
 def test_an_unknown_method_is_refused():
-    with pytest.raises(ConfigError, match="method 'quantum' is not known: use one of s2o, pbs, sparge, auto"):
+    with pytest.raises(ConfigError, match="method is 'quantum': expected one of s2o, pbs, sparge, auto"):
         Recipe.of({"model": "demo", "budget_mse": 1e-4, "lengths": (1024,), "out": Path("x"), "method": "quantum"})
 
 
-def test_others_belong_to_every_place_of_s2o(ours):
-    curves = {(METHOD, rivals_shape()): ours[METHOD], (MeanPooling(), None): curve(0.1, 0.5)}
-    assert set(methods(curves, 128, 4, rivals_shape())) == {METHOD, MeanPooling()}
-    assert methods(curves, 256, 4, rivals_shape()) == {}  # as if nothing were measured there
+def test_baselines_belong_to_every_search_point(ours):
+    curves = {(METHOD, SHAPE): ours[METHOD], (MeanPooling(), None): curve(0.1, 0.5)}
+    assert set(methods(curves, 128, 4, SHAPE)) == {METHOD, MeanPooling()}
+    assert methods(curves, 256, 4, SHAPE) == {}  # as if nothing were measured there
 
 
 @pytest.mark.parametrize("method", ["pbs", "auto"])
-def test_a_calibration_with_other_methods_is_proven_and_read_again(tmp_path, monkeypatch, method):
+def test_a_calibration_with_baselines_is_proven_and_read_again(tmp_path, monkeypatch, method):
     folder = save_tiny(tmp_path / "model")
     few = {"pbs": (PBS(keep=0.9, segment=128, block=64),), "auto": (PBS(keep=0.9, segment=128, block=64),)}
-    monkeypatch.setattr(rivals, "_SETTINGS", few)
-    monkeypatch.setattr(rivals, "rival_cost", lambda density: density * 0.2)  # so that it is worth it
+    monkeypatch.setattr(baselines, "_SETTINGS", few)
+    monkeypatch.setattr(baselines, "baseline_cost", lambda density: density * 0.2)  # so that it is worth it
     changes = {"method": method, "trials": 2, "lengths": (512,), "budget_rel_mse": 0.3, "worst_rows": 0.0}
     recipe = tiny_recipe(folder, tmp_path / "p.safetensors", **changes)
     result = calibrate(recipe, progress=False)
     assert result.met, result.problems
     profile = load_profile(recipe.out)
     modes = {head.mode for layer in profile.layers[0] for head in layer.heads}
-    assert "blocks" in modes
+    assert "baseline" in modes
     assert method == "auto" or "s2o" not in modes
     for layer in result.proofs[512].layers:
         assert layer.rel_mse <= 0.3
         assert layer.density < 1.0
-    assert profile.record["recipe"]["method"] == method
+    assert profile.record.recipe["method"] == method
     report = recipe.out.with_name("p.report.md")
     assert not report.exists() or "pbs" in report.read_text()
 
-    from calibrate.retile import retile
+    from calibrate.profiles.retile import retile
 
-    with pytest.raises(InputError, match="heads of other methods than S2O"):
+    with pytest.raises(InputError, match="heads of baselines"):
         retile(recipe.out, "cpu", tmp_path / "q.safetensors")

@@ -1,29 +1,34 @@
-"""What a study chooses does what it promises; what it cannot run is counted and left out."""
+"""What a search chooses does what it promises; what it cannot run is counted and left out."""
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
+import optuna
 import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from calibrate.capture import Captured
-from calibrate.curves import Method, Shape, unpacked
-from calibrate.measure import _measured
+from calibrate.curves.curves import Ranking, Shape, unpacked
+from calibrate.curves.measure import _measured
+from calibrate.curves.row_errors import row_errors, tile_worst
+from calibrate.model.capture import Captured
 from calibrate.recipe import Recipe
-from calibrate.search import Study, allowed
+from calibrate.search import study
+from calibrate.search.choice import SearchPoint, allowed, choice_at, default_segment
+from calibrate.search.study import LayerSearch, Studies
 from calibrate.timing import Timing
-from calibrate.worst import row_errors, tile_worst
 from s2o_runtime.config import TileConfig
-from s2o_runtime.dense import exact_attention
-from s2o_runtime.errors import ConfigError
-from s2o_runtime.reference import s2o_attention_reference
+from s2o_runtime.errors import ConfigError, ResourceError
+from s2o_runtime.reference.attention import s2o_attention_reference
+from s2o_runtime.reference.dense import exact_attention
 
 SEGMENTS, GRAINS = (128, 256), (2, 4)
 TILES = (TileConfig(64, 64, 2), TileConfig(128, 64, 2), TileConfig(64, 64, 4))
-PLACES = set(itertools.product(SEGMENTS, GRAINS, TILES))
-DEFAULT = (256, 4, TILES[0])
+POINTS = {SearchPoint(*point) for point in itertools.product(SEGMENTS, GRAINS, TILES)}
+DEFAULT = SearchPoint(256, 4, TILES[0])
+ALL = len(POINTS)
 
 
 def make_prompts(count=2, length=768):
@@ -52,25 +57,27 @@ def curves():
     return measured(make_prompts(1))
 
 
-def study(curves, timer=None, **changes):
-    return Study(curves, recipe(**changes), SEGMENTS, TILES, timer)
+def make_search(curves, timer=None, layer=0, **changes):
+    return LayerSearch(layer, 768, curves, recipe(**changes), SEGMENTS, TILES, timer)
 
 
-def run(of, seed=0, start_from=(), out_of_time=lambda: False):
+def run(search, start_from=(), out_of_time=lambda: False):
+    """The choice, and how often a trial was reported."""
     steps = []
-    return of.run(seed, start_from, lambda: steps.append(1), out_of_time), len(steps)
+    studies = Studies(search.recipe, "demo", "cpu")
+    return search.run(studies, start_from, lambda: steps.append(1), out_of_time), len(steps)
 
 
 @pytest.mark.parametrize(("kind", "value"), [("rel_mse", 1e-2), ("mse", 1e-3)])
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_chosen_configuration_keeps_its_promises(kind, value, count):
     prompts = make_prompts(count)
-    work = study(measured(prompts), kind=kind, value=value, trials=12)
-    choice, steps = run(work)
-    assert steps == work.trials == 12
-    assert set(work.tried) <= PLACES
-    assert choice.allocation.cost == min(tried.allocation.cost for tried in work.tried.values()) < 0.95
-    assert choice.place in work.tried
+    search = make_search(measured(prompts), kind=kind, value=value, trials=12)
+    choice, steps = run(search)
+    assert steps == search.trials == search.points == ALL == 12
+    assert set(search.tried) == POINTS
+    assert choice.allocation.cost == min(tried.allocation.cost for tried in search.tried.values()) < 0.95
+    assert choice.point in search.tried
     assert choice.why_dense is None
     assert choice.allocation.density < choice.allocation.cost
     errors, powers = [], []
@@ -90,54 +97,85 @@ def test_the_chosen_configuration_keeps_its_promises(kind, value, count):
 
 
 def test_another_budget_changes_the_heads_and_nothing_else(curves):
-    choice, _ = run(study(curves))
+    choice, _ = run(make_search(curves))
     tighter = choice.spending(choice.allocation.mse / 2, allowed(recipe()))
-    assert tighter.place == choice.place
+    assert tighter.point == choice.point
     assert tighter.allocation.mse <= choice.allocation.mse / 2 == tighter.budget_mse
     assert tighter.allocation.cost >= choice.allocation.cost
     same = choice.spending(choice.budget_mse, allowed(recipe()))
     assert same.config == choice.config
 
 
-def test_rankings_of_the_place_only_are_chosen_from(curves):
-    work = study(curves)
-    for place in PLACES:
-        found = work.choice(*place)
-        assert set(found.curves) == {Method(place[0], count, place[1]) for count in (1, 4)}
-        assert {head.segment for head in found.config.heads} == {place[0]}
-        assert (found.config.grain, found.config.tile) == place[1:]
+def test_only_rankings_of_the_point_are_chosen_from(curves):
+    for point in POINTS:
+        choice = choice_at(point, curves, recipe())
+        assert set(choice.curves) == {Ranking(point.segment, count, point.grain) for count in (1, 4)}
+        assert {head.segment for head in choice.config.heads} == {point.segment}
+        assert (choice.config.grain, choice.config.tile) == point[1:]
 
 
-def test_the_same_seed_chooses_the_same(curves):
-    first, second = (study(curves, trials=6) for _ in range(2))
-    assert run(first, 3)[0].config == run(second, 3)[0].config
+@pytest.mark.parametrize("trials", [6, 12])
+def test_the_same_seed_tries_the_same_in_the_same_order(trials, curves):
+    first, second, other = (make_search(curves, trials=trials, seed=seed) for seed in (3, 3, 4))
+    assert run(first)[0].config == run(second)[0].config
     assert list(first.tried) == list(second.tried)
+    run(other)
+    assert list(first.tried) != list(other.tried)
+
+
+@pytest.mark.parametrize("trials", range(1, 16))
+def test_no_point_is_tried_twice_and_all_of_them_if_trials_suffice(trials, curves):
+    search = make_search(curves, trials=trials)
+    _, steps = run(search)
+    assert steps == search.trials == len(search.tried) == min(trials, ALL)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_seed_finds_the_best_of_a_space_that_fits_the_trials(seed, curves):
+    choice, _ = run(make_search(curves, trials=ALL, seed=seed))
+    assert choice.cost == min(choice_at(point, curves, recipe()).cost for point in POINTS)
+
+
+def test_a_larger_space_is_searched_better_than_by_chance(curves):
+    """Of 48 points 16 are tried, so by chance the best is among them for a third of the seeds."""
+    tiles = tuple(TileConfig(64, 64, 2, warps, stages) for warps in (4, 8) for stages in range(1, 7))
+    best = 0
+    for seed in range(20):
+
+        def timer(config, _):
+            seconds = 1.0 + abs(tiles.index(config.tile) - 9) + 10 * (config.heads[0].segment != 128)
+            return Timing(seconds, seconds, seconds, 100.0, 3)
+
+        search = LayerSearch(0, 768, curves, recipe(trials=16, seed=seed), SEGMENTS, tiles, timer)
+        best += run(search)[0].seconds == 1.0
+        assert search.points == 48
+    assert best > 20 / 2
+
+
+def test_a_layer_of_one_point(curves):
+    search = LayerSearch(0, 768, curves, recipe(grains=(4,)), (256,), TILES[:1], None)
+    choice, steps = run(search)
+    assert (choice.point, steps, search.points) == (DEFAULT, 1, 1)
+
+
+def test_the_default_segment_is_the_second_or_the_only_one():
+    assert [default_segment(segments) for segments in ((256,), (256, 512), (256, 512, 1024))] == [256, 512, 512]
 
 
 def test_the_default_comes_first_and_then_what_was_best_for_neighbours(curves):
-    neighbours = [(128, 2, TILES[2]), (128, 4, TILES[1])]
+    neighbours = [SearchPoint(128, 2, TILES[2]), SearchPoint(128, 4, TILES[1])]
     elsewhere = [(512, 4, TILES[0]), (256, 4, TileConfig(256, 64, 2))]  # longer prompts', another GPU's
-    work = study(curves, trials=3)
-    run(work, start_from=[neighbours[0], *elsewhere, DEFAULT, neighbours[1]])
-    assert list(work.tried) == [DEFAULT, *neighbours]
-
-
-def test_a_place_is_timed_once_however_often_it_is_tried(curves):
-    asked = []
-
-    def timer(config, best):
-        asked.append(config)
-        return Timing(0.5, 0.5, 0.5, 1.0, 3)
-
-    work = study(curves, timer, trials=40)
-    assert run(work)[1] == 40
-    assert len(asked) == len(set(asked)) == len(work.tried) <= len(PLACES)
+    for trials, expected in ((1, 1), (3, 3), (8, 3), (12, 3)):
+        search = make_search(curves, trials=trials)
+        first = [neighbours[0], *elsewhere, DEFAULT, neighbours[1]]
+        run(search, start_from=[SearchPoint(*point) for point in first])
+        assert list(search.tried)[:expected] == [DEFAULT, *neighbours][:expected]
 
 
 def seconds_of(config):
-    """Made up, different for every place; the last tile with small segments is the quickest."""
-    place = 4 * TILES.index(config.tile) + 2 * SEGMENTS.index(config.heads[0].segment) + GRAINS.index(config.grain)
-    return (place - 8) ** 2 / 100 + 0.01 + place / 1e5
+    """Made up, different for every point; the last tile with small segments is the quickest."""
+    index = 4 * TILES.index(config.tile) + 2 * SEGMENTS.index(config.heads[0].segment) + GRAINS.index(config.grain)
+    return (index - 8) ** 2 / 100 + 0.01 + index / 1e5
 
 
 def test_on_a_gpu_time_decides(curves):
@@ -147,28 +185,28 @@ def test_on_a_gpu_time_decides(curves):
         calls.append((seconds_of(config), best))
         return Timing(seconds_of(config), 0.0, 1.0, 1.0, 3)
 
-    work = study(curves, timer, trials=30)
-    choice, _ = run(work)
-    assert choice.seconds == choice.timing.seconds == min(seconds_of(tried.config) for tried in work.tried.values())
-    assert choice.place == (128, 2, TILES[2])
+    search = make_search(curves, timer, trials=30)
+    choice, _ = run(search)
+    assert choice.seconds == choice.timing.seconds == min(seconds_of(tried.config) for tried in search.tried.values())
+    assert choice.point == (128, 2, TILES[2])
     assert choice.why_dense is None
-    cheapest = min(work.tried.values(), key=lambda tried: tried.allocation.cost)
-    assert cheapest.place != choice.place  # what is predicted would have chosen another
+    cheapest = min(search.tried.values(), key=lambda tried: tried.allocation.cost)
+    assert cheapest.point != choice.point  # what is predicted would have chosen another
     for index, (_, best) in enumerate(calls):
         assert best == min((seconds for seconds, _ in calls[:index]), default=math.inf)
 
 
 def test_a_layer_that_is_not_faster_than_dense_becomes_dense_and_says_why(curves):
-    choice, _ = run(study(curves, lambda config, best: Timing(0.0015, 0.0, 1.0, 0.001, 7)))
+    choice, _ = run(make_search(curves, lambda config, best: Timing(0.0015, 0.0, 1.0, 0.001, 7)))
     assert choice.config.is_dense
     assert choice.why_dense == "1.50 ms against 1.00 ms dense"
     assert choice.allocation.mse == 0.0
     assert choice.seconds == 0.001  # what dense attention takes, not what lost against it
-    assert choice.place == DEFAULT
+    assert choice.point == DEFAULT
 
 
 def test_a_layer_that_gains_nothing_within_its_budget_becomes_dense(curves):
-    choice, _ = run(study(curves, value=1e-12))
+    choice, _ = run(make_search(curves, value=1e-12))
     assert choice.config.is_dense
     assert choice.why_dense == "no head gains anything within the budget"
 
@@ -189,14 +227,13 @@ def test_what_fails_is_counted_by_its_reason_and_left_out(failure, why, curves, 
             raise failure
         return Timing(0.5, 0.5, 0.5, 1.0, 3)
 
-    work = study(curves, timer, trials=20)
-    choice, steps = run(work)
+    search = make_search(curves, timer, trials=20)
+    choice, steps = run(search)
     assert choice.tile == TILES[1]
-    assert {tile for _, _, tile in work.tried} == {TILES[1]}
-    assert set(work.failures) == {next(iter(work.failures))}
-    said, count = next(iter(work.failures.items()))
-    assert said.startswith(why)
-    assert 1 <= count <= steps - len(work.tried)
+    assert {point.tile for point in search.tried} == {TILES[1]}
+    ((text, count),) = search.failures.items()
+    assert text.startswith(why)
+    assert (count, steps) == (8, 12)
     assert why in caplog.text
 
 
@@ -204,62 +241,168 @@ def test_reasons_are_told_apart(curves):
     def timer(config, best):
         raise RuntimeError(str(config.tile))
 
-    work = study(curves, timer, trials=12)
-    run(work)
-    assert sum(work.failures.values()) == work.trials == 12
-    assert set(work.failures) <= set(map(str, TILES))
+    search = make_search(curves, timer, trials=12)
+    run(search)
+    assert search.failures == dict.fromkeys(map(str, TILES), 4)
+    assert search.trials == 12
 
 
 def test_all_failing_means_dense(curves):
     def timer(config, best):
         raise RuntimeError("no")
 
-    work = study(curves, timer, trials=3)
-    choice, _ = run(work)
-    assert work.failures == {"no": 3}
-    assert (choice.place, choice.why_dense) == (DEFAULT, "no trial ran")
+    search = make_search(curves, timer, trials=3)
+    choice, _ = run(search)
+    assert search.failures == {"no": 3}
+    assert (choice.point, choice.why_dense) == (DEFAULT, "no trial ran")
     assert choice.config.is_dense
     assert (choice.allocation.mse, choice.allocation.cost) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize("bug", [ConfigError("a bug"), KeyError("a bug")], ids=lambda bug: type(bug).__name__)
+@pytest.mark.parametrize(
+    "bug", [ConfigError("a bug"), KeyError("a bug"), ResourceError("a bug")], ids=lambda bug: type(bug).__name__
+)
 def test_a_bug_is_not_a_failed_trial(bug, curves):
     def timer(config, best):
         raise bug
 
     with pytest.raises(type(bug), match="a bug"):
-        run(study(curves, timer))
+        run(make_search(curves, timer))
+
+
+def test_an_error_outside_the_timed_call_is_not_a_failed_trial(curves, monkeypatch):
+    """Whatever its type: a GPU that cannot run a tile raises a RuntimeError, and so may a bug."""
+
+    def broken(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(study, "choice_at", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(make_search(curves, lambda config, best: Timing(0.5, 0.5, 0.5, 1.0, 3)))
 
 
 @pytest.mark.parametrize(("checks", "expected"), [(0, 1), (1, 2), (4, 5), (99, 8)])
-def test_a_time_limit_stops_a_study_that_has_had_one_trial(checks, expected, curves):
+def test_a_time_limit_stops_a_search_that_has_had_one_trial(checks, expected, curves):
     left = iter([False] * checks)
-    work = study(curves)
-    choice, steps = run(work, out_of_time=lambda: next(left, True))
-    assert steps == work.trials == expected
+    search = make_search(curves)
+    choice, steps = run(search, out_of_time=lambda: next(left, True))
+    assert steps == search.trials == expected
     assert not choice.config.is_dense
 
 
 def test_what_a_neighbour_found_best_is_taken_with_ones_own_budget(curves):
-    """Whatever it is: cheaper places are not looked for."""
-    place = (128, 2, TILES[1])
-    work = study(curves)
-    choice = work.adopted(place)
-    assert choice.place == place
-    assert choice.config == work.spent(place).config
+    """Whatever it is: cheaper points are not looked for."""
+    point = SearchPoint(128, 2, TILES[1])
+    choice = make_search(curves).adopted(point)
+    assert choice.point == point
+    assert choice.config == choice_at(point, curves, recipe()).config
     assert choice.allocation.mse <= choice.budget_mse == pytest.approx(
         8e-3 * next(iter(curves.values())).dense_power
     )  # fmt: skip
-    slow = study(curves, lambda config, best: Timing(0.002, 0.0, 1.0, 0.001, 7)).adopted(place)
-    assert (slow.place, slow.why_dense) == (place, "2.00 ms against 1.00 ms dense")
+    slow = make_search(curves, lambda config, best: Timing(0.002, 0.0, 1.0, 0.001, 7)).adopted(point)
+    assert (slow.point, slow.why_dense) == (point, "2.00 ms against 1.00 ms dense")
 
 
 def test_a_neighbours_best_that_fails_here_means_dense(curves, caplog):
     def timer(config, best):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    work = study(curves, timer)
-    choice = work.adopted(DEFAULT)
+    choice = make_search(curves, timer).adopted(DEFAULT)
     assert choice.config.is_dense
     assert choice.why_dense == "CUDA out of memory"
     assert "segment 256, grain 4, 64x64x2 w8 s2 failed: CUDA out of memory" in caplog.text
+
+
+def stored(path):
+    """The studies that a storage keeps, by name."""
+    url = f"sqlite:///{path}"
+    return {name: optuna.load_study(study_name=name, storage=url) for name in optuna.get_all_study_names(storage=url)}
+
+
+@pytest.fixture
+def in_storage(tmp_path, curves):
+    """Searches four points, with a study that is kept in a storage."""
+
+    def run(timer=None, layer=0, **changes):
+        changes = {"trials": 4, "grains": (4,), "storage": f"sqlite:///{tmp_path / 'studies.db'}"} | changes
+        search = LayerSearch(layer, 768, curves, recipe(**changes), SEGMENTS, TILES[:2], timer)
+        return search, search.run(Studies(search.recipe, "demo", "NVIDIA H200"))
+
+    return run
+
+
+def test_a_storage_keeps_every_trial_with_its_heads(in_storage, curves, tmp_path):
+    search, choice = in_storage()
+    ((name, kept),) = stored(tmp_path / "studies.db").items()
+    assert name.startswith("demo, NVIDIA H200, rel-mse-0.01, 768 tokens, layer 0 (")
+    assert len(kept.trials) == 4
+    assert kept.best_value == choice.cost
+    by_params = {(*point[:2], str(point.tile)): tried for point, tried in search.tried.items()}
+    for trial in kept.trials:
+        tried = by_params[trial.params["segment"], trial.params["grain"], trial.params["tile"]]
+        assert trial.value == tried.cost
+        attributes = trial.user_attrs
+        assert (attributes["layer"], attributes["length"]) == (0, 768)
+        for index, point in enumerate(tried.allocation.points):
+            assert attributes["density"][index] == point.density
+            assert attributes["error"][index] == point.mse
+            assert attributes["mode"][index] == point.head.mode
+            assert attributes["tau"][index] == (None if point.head.mode == "dense" else point.head.tau)
+    in_memory = LayerSearch(0, 768, curves, replace(search.recipe, storage=None), SEGMENTS, TILES[:2], None)
+    assert run(in_memory)[0].config == choice.config  # that it is kept changes nothing
+
+
+def test_a_storage_keeps_why_a_trial_failed(in_storage, tmp_path):
+    def timer(config, best):
+        if config.tile != TILES[1]:
+            raise RuntimeError("too much shared memory")
+        return Timing(0.5, 0.5, 0.5, 1.0, 3)
+
+    in_storage(timer)
+    (kept,) = stored(tmp_path / "studies.db").values()
+    failed = [trial for trial in kept.trials if trial.state.name == "FAIL"]
+    assert len(failed) == 2
+    assert {trial.user_attrs["failed"] for trial in failed} == {"too much shared memory"}
+    assert all("failed" not in trial.user_attrs for trial in kept.trials if trial not in failed)
+
+
+@pytest.mark.parametrize("trials", [3, 4], ids=["TPE", "exhaustive"])
+def test_the_same_run_replaces_its_study_also_after_a_kill(trials, in_storage, tmp_path):
+    """So it ends as a run in one go; other layers and other recipes have studies of their own."""
+    whole, choice = in_storage(trials=trials)
+    (before,) = stored(tmp_path / "studies.db").values()
+
+    class Killed(BaseException):
+        pass
+
+    def dies(config, best):
+        raise Killed
+
+    with pytest.raises(Killed):
+        in_storage(dies, trials=trials)
+    (torn,) = stored(tmp_path / "studies.db").values()
+    assert len(torn.trials) < trials
+    again, same = in_storage(trials=trials)
+    (after,) = stored(tmp_path / "studies.db").values()
+    assert (after.study_name, same.config, list(again.tried)) == (before.study_name, choice.config, list(whole.tried))
+    for changes in ({"layer": 1}, {"value": 2e-2}, {"seed": 7}):
+        in_storage(trials=trials, **changes)
+    names = list(stored(tmp_path / "studies.db"))
+    assert len(names) == 4
+    assert before.study_name in names
+
+
+@pytest.mark.parametrize("url", ["nonsense", "sqlite:////proc/none/studies.db", "none://user:secret@host/db"])
+def test_a_storage_that_cannot_be_opened_is_one_sentence(url):
+    with pytest.raises(ResourceError, match=r"--storage cannot be opened \(.*\): give the URL of an Optuna") as raised:
+        Studies(recipe(storage=url), "demo", "cpu")
+    assert "\n" not in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_storage_that_fails_on_the_way_is_one_sentence(in_storage):
+    def timer(config, best):
+        raise optuna.exceptions.StorageInternalError("connection lost\nadvice")
+
+    with pytest.raises(ResourceError, match=r"the Optuna storage failed \(connection lost\): run the same command"):
+        in_storage(timer)

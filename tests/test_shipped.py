@@ -9,22 +9,24 @@ import pytest
 import torch
 
 import s2o_runtime
-from calibrate.card import card
-from calibrate.models import load, load_tokenizer
-from calibrate.prompts import load_prompts
-from calibrate.rebudget import recipe_of
+from calibrate.model.models import load, load_tokenizer
+from calibrate.profiles.card import card
+from calibrate.profiles.catalogue import INDEX, dump, index, with_table
+from calibrate.profiles.stored import recipe_of
+from calibrate.prompts.prompts import load_prompts
+from calibrate.proof.verify import prove
 from calibrate.recipe import Budget, default_out
-from calibrate.shelf import INDEX, dump, index, with_table
-from calibrate.verify import prove
-from s2o_runtime.identity import fingerprint
+from s2o_runtime.identity import fingerprint, fingerprint_mismatch
 from s2o_runtime.profile import load_profile
 
-SHELF = Path(__file__).parent.parent / "profiles"
-SHIPPED = sorted(SHELF.rglob("*.safetensors"))
+SLOW = pytest.mark.slow(reason="proves every shipped profile again")
+
+CATALOGUE = Path(__file__).parent.parent / "profiles"
+SHIPPED = sorted(CATALOGUE.rglob("*.safetensors"))
 AFFORDABLE = 1024  # tokens of a proof on a CPU
 
 
-@pytest.fixture(params=SHIPPED, ids=lambda path: path.relative_to(SHELF).as_posix())
+@pytest.fixture(params=SHIPPED, ids=lambda path: path.relative_to(CATALOGUE).as_posix())
 def path(request):
     return request.param
 
@@ -35,18 +37,18 @@ def demo():
 
 
 def test_index_and_readme_are_of_what_lies_there():
-    entries = index(SHELF)
-    assert {entry["file"] for entry in entries} == {path.relative_to(SHELF).as_posix() for path in SHIPPED}
+    entries = index(CATALOGUE)
+    assert {entry["file"] for entry in entries} == {path.relative_to(CATALOGUE).as_posix() for path in SHIPPED}
     assert "demo/cpu/mse-0.0001.safetensors" in {entry["file"] for entry in entries}
-    assert (SHELF / INDEX).read_text(encoding="utf-8") == dump(entries)
-    readme = (SHELF / "README.md").read_text(encoding="utf-8")
+    assert (CATALOGUE / INDEX).read_text(encoding="utf-8") == dump(entries)
+    readme = (CATALOGUE / "README.md").read_text(encoding="utf-8")
     assert readme == with_table(readme, entries)
 
 
 def test_index_names_the_bytes(path):
     """As somebody reads it who has the index and the file, but not S2O."""
-    entries = {entry["file"]: entry for entry in json.loads((SHELF / INDEX).read_text())["profiles"]}
-    entry = entries[path.relative_to(SHELF).as_posix()]
+    entries = {entry["file"]: entry for entry in json.loads((CATALOGUE / INDEX).read_text())["profiles"]}
+    entry = entries[path.relative_to(CATALOGUE).as_posix()]
     assert entry["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert [each["length"] for each in entry["lengths"]] == list(load_profile(path).lengths)
     assert entry["proof"] == "held out"
@@ -54,33 +56,28 @@ def test_index_names_the_bytes(path):
 
 def test_every_profile_is_in_its_place_with_its_card(path):
     profile = load_profile(path)
-    budget = Budget(profile.record["budget"]["kind"], profile.record["budget"]["value"])
-    assert path == default_out(profile.model_name, profile.device.name, budget, SHELF)
+    budget = Budget(profile.record.budget.kind, profile.record.budget.value)
+    assert path == default_out(profile.model_name, profile.device.name, budget, CATALOGUE)
     assert path.with_suffix(".md").read_text(encoding="utf-8") == card(profile, path.name)
-    assert str(Path.home()) not in json.dumps(profile.record)
+    assert str(Path.home()) not in json.dumps(profile.record.to_json())
 
 
+@SLOW
 def test_it_is_of_the_demo_model_and_keeps_its_budget(path, demo):
     """The held-out proof at the shortest length; where a CPU cannot afford that, its thresholds at a shorter one."""
     profile = load_profile(path)
-    assert profile.fingerprint == fingerprint(demo.model)
+    assert fingerprint_mismatch(fingerprint(demo.model), profile.fingerprint, demo.model.config) is None
     shortest = profile.lengths[0]
     if shortest <= AFFORDABLE:
         recipe = recipe_of(profile, path)
         held_out = load_prompts(recipe, load_tokenizer("demo")).held_out[shortest]
-        proofs = prove(
-            demo,
-            {shortest: held_out},
-            lambda length, layer: profile.layer_config(layer, length),
-            lambda *_: None,
-            lambda: None,
-        )
-        recorded = next(each for each in profile.record["held_out"] if each["length"] == shortest)
-        named = [each["sha256"] for each in profile.record["data"]["held_out"] if each["length"] == shortest]
+        _, proofs = prove(demo, {shortest: held_out}, profile)
+        recorded = profile.record.proven_at(shortest)
+        named = [prompt.sha256 for prompt in profile.record.data.held_out if prompt.length == shortest]
         same = [prompt.sha256 for prompt in held_out] == named  # they are sources of Python, and those change
-        for layer, expected in zip(proofs[shortest].layers, recorded["layers"], strict=True):
-            assert layer.error(recipe.budget) <= expected["limit"] * (1.01 if same else 2)
-            assert layer.density == pytest.approx(expected["density"], rel=0.01 if same else 0.2)
+        for layer, expected in zip(proofs[shortest].layers, recorded.layers, strict=True):
+            assert layer.error(recipe.budget) <= expected.limit * (1.01 if same else 2)
+            assert layer.density == pytest.approx(expected.density, rel=0.01 if same else 0.2)
         return
     shorter = dataclasses.replace(profile, lengths=tuple(length * AFFORDABLE // shortest for length in profile.lengths))
     ids = torch.randint(3, 256, (1, AFFORDABLE))
@@ -88,6 +85,7 @@ def test_it_is_of_the_demo_model_and_keeps_its_budget(path, demo):
         assert model(ids).logits.isfinite().all()
 
 
+@SLOW
 @torch.no_grad()
 def test_patching_by_path_as_the_readme_has_it(path, demo):
     """Below the shortest calibrated length a patched model is the dense one."""

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from calibrate import tiles
 from calibrate.journal import Journal
-from calibrate.tiles import CPU_TILES, SLOWER, tiles_for
+from calibrate.search import tiles
+from calibrate.search.tiles import CPU_TILES, SLOWER, tiles_for
 from s2o_runtime.config import TileConfig
+from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, InputError
-from s2o_runtime.gpu import DeviceIdentity, candidate_tiles
 from s2o_runtime.identity import Geometry
+from s2o_runtime.tiles import candidate_tiles
 
 CPU = torch.device("cpu")
 GPU = DeviceIdentity("cuda", "pretended", (9, 0), 132, 1)

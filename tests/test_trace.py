@@ -4,15 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_kernels import call_of, inputs, small_sample  # noqa: F401
 
 from s2o_runtime.config import LayerConfig, TileConfig
-from s2o_runtime.dense import exact_attention
-from s2o_runtime.gpu import interpreted
+from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels.prefill import s2o_prefill
 from s2o_runtime.kernels.trace import STRIDES, trace
+from s2o_runtime.reference.dense import exact_attention
+from support.kernels import call_of, inputs
 
-pytestmark = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
+pytestmark = [
+    pytest.mark.slow(reason="runs the kernels in Triton's interpreter at every threshold and spacing"),
+    pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu"),
+    pytest.mark.usefixtures("small_sample"),
+]
 
 TILE = TileConfig(block_m=64, block_n=32, chunk=1, num_warps=4, num_stages=1)
 TAUS = torch.tensor([0.01, 0.3, 2.0, 50.0])

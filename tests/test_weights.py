@@ -6,51 +6,14 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_hf import CONFIGS
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
-from calibrate import weights
-from calibrate.models import DEMO_FOLDER, LoadedModel, load
-from calibrate.weights import Checkpoint, RandomWeights, Weights, skeleton, stays_resident
+from calibrate.model import weights
+from calibrate.model.models import DEMO_FOLDER, load
+from calibrate.model.weights import RandomWeights, Weights, skeleton, stays_resident
 from s2o_runtime.errors import ModelError
-from s2o_runtime.identity import fingerprint, geometry
-
-CPU = torch.device("cpu")
-SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-SCALED |= {"original_max_position_embeddings": 64}
-SIZES = {name: getattr(CONFIGS["llama"], name) for name in CONFIGS["llama"].to_diff_dict() if name in (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings", "pad_token_id")}  # fmt: skip
-MODELS = CONFIGS | {"tied": LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=SCALED)}
-ARCHITECTURES = tuple(sorted(MODELS))
-
-
-def build(name):
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(MODELS[name], attn_implementation="sdpa").eval()
-    for each in model.parameters():  # biases and norms too: zeros and ones would hide a mix-up
-        torch.nn.init.normal_(each, std=0.25)
-    return model
-
-
-def save(name, folder, change=lambda model: None, **options):
-    model = build(name)
-    change(model)
-    model.save_pretrained(folder, **options)
-    return folder
-
-
-def stream(folder, resident, dtype=torch.float32):
-    """A saved model without a tokenizer, as `models.load` gives it."""
-    from transformers import AutoConfig
-
-    model = skeleton(AutoConfig.from_pretrained(folder), dtype, CPU)
-    made = Weights(model, checkpoint(folder), CPU, resident)
-    return LoadedModel("tiny", model, None, geometry(model.config), made.fingerprint, made)
-
-
-def checkpoint(folder):
-    return Checkpoint(lambda file: str(folder / file) if (folder / file).is_file() else None)
+from s2o_runtime.identity import fingerprint
+from support.models import ARCHITECTURES, CPU, MODELS, build, save, stream
 
 
 def random_weights(name, seed, resident):

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from calibrate.evaluation.tasks import Asked, start_of
-from calibrate.prompts import encode
+from calibrate.evaluation.tasks import start_of
+from calibrate.prompts.prompts import Prompt
+from calibrate.prompts.retrieval import encode
 from s2o_runtime.errors import InputError
 
 EXPECTED = 'expected an object with "prompt" (or chat "messages") and "answer", both texts that are not empty'
 
 
-def read(path: Path, tokenizer: Any, limit: int) -> list[Asked]:
+def read(path: Path, tokenizer: Any, limit: int) -> list[Prompt]:
     """The prompts with their answers behind them. limit: tokens that the model can read.
 
     Raises InputError naming file and line.
@@ -25,15 +26,15 @@ def read(path: Path, tokenizer: Any, limit: int) -> list[Asked]:
     for number, line in enumerate(_text(path).split("\n"), 1):
         if line.strip():
             try:
-                asked = _asked(json.loads(line), tokenizer)
+                prompt = _prompt(json.loads(line), tokenizer)
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{path}:{number}: {error}") from error
-            if len(asked.ids) > limit:
+            if len(prompt.ids) > limit:
                 raise InputError(
-                    f"{path}:{number}: prompt and answer are {len(asked.ids)} tokens, beyond the model's limit of "
+                    f"{path}:{number}: prompt and answer are {len(prompt.ids)} tokens, beyond the model's limit of "
                     f"{limit}: shorten them"
                 )
-            found.append(asked)
+            found.append(prompt)
     if not found:
         raise InputError(f"prompt file {path} holds no prompts: {EXPECTED} per line")
     return found
@@ -52,7 +53,7 @@ def _text(path: Path) -> str:
         raise InputError(f"prompt file {path} cannot be read ({reason}): check the path") from error
 
 
-def _asked(entry: Any, tokenizer: Any) -> Asked:
+def _prompt(entry: Any, tokenizer: Any) -> Prompt:
     if not isinstance(entry, dict) or not isinstance(entry.get("answer"), str):
         raise ValueError(EXPECTED)
     if isinstance(entry.get("prompt"), str):
@@ -65,4 +66,4 @@ def _asked(entry: Any, tokenizer: Any) -> Asked:
     answer = encode(tokenizer, entry["answer"])
     if not before or not answer:
         raise ValueError(EXPECTED)
-    return Asked(torch.tensor(before + answer), ((len(before), len(before) + len(answer)),))
+    return Prompt(torch.tensor(before + answer), ((len(before), len(before) + len(answer)),))

@@ -1,4 +1,4 @@
-"""What to evaluate, as one validated dataclass."""
+"""What to evaluate, as one validated dataclass whose fields state every option of s2o-eval."""
 
 from __future__ import annotations
 
@@ -6,46 +6,108 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from calibrate.evaluation.settings import named
-from calibrate.needles import WORDS
+from calibrate.evaluation.settings import EXAMPLE, named
+from calibrate.options import option, options_of, shared
+from calibrate.prompts.needles import WORDS
+from calibrate.recipe import OPTIONS as CALIBRATION
 from s2o_runtime.errors import ConfigError
+from s2o_runtime.fields import Rule
 
 PROMPTS = "prompts"  # the task of the user's own file
 RETRIEVAL = ("needles", "multi", "variables")
 TASKS = (*RETRIEVAL, "perplexity", "agreement", "time")
 DENSE = "dense"
 SHORTEST = 64  # tokens
+GROUPS = COMPARED, INPUT, OUTPUT = "what to compare", "on what", "output"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One evaluation.
+    """One evaluation: every field is an option of s2o-eval, which its `Option` describes.
 
-    lengths: prompt lengths in tokens, ascending. tasks: some of `TASKS`, in that order, and `PROMPTS`.
-    profiles, settings: what is compared with dense: files, and settings for all heads (`settings.py`).
-    prompts: the user's JSON lines, with an answer each. depths: places of the needle, evenly spaced from the first
-    token to the question. samples: prompts of each task, length and depth. needles: facts in a prompt of `multi`.
-    repeats: timed prefills.
+    The fields `out`, `profiles`, `settings`, `depths`, `samples` and `needles` are the options out_dir, profile,
+    setting, num_depths, num_prompts and num_needles. docs/options.md lists all of them.
     """
 
-    model: str
-    out: Path
-    lengths: tuple[int, ...]
-    tasks: tuple[str, ...] = TASKS
-    profiles: tuple[Path, ...] = ()
-    settings: tuple[str, ...] = ()
-    prompts: Path | None = None
-    depths: int = 5
-    samples: int = 4
-    needles: int = 8
-    repeats: int = 5
-    seed: int = 0
-    device: str = "cpu"
-    random_weights: bool = False
+    model: str = shared(CALIBRATION["model"], group=COMPARED)
+    out: Path = option(
+        Rule(Path),
+        "where results, report and pictures go",
+        OUTPUT,
+        name="out_dir",
+        aliases=("out",),
+        metavar="FOLDER",
+        example="evaluations/demo",
+    )
+    lengths: tuple[int, ...] = shared(
+        CALIBRATION["lengths"], rule=Rule(int, SHORTEST, unit="tokens", many=True), help="prompt lengths", group=INPUT
+    )
+    tasks: tuple[str, ...] = option(
+        Rule(str, allowed=(*TASKS, PROMPTS), many=True),
+        f"some of {', '.join(TASKS)}",
+        INPUT,
+        default=TASKS,
+        metavar="NAME,NAME",
+        default_text="all",
+        example="needles,agreement",
+    )
+    profiles: tuple[Path, ...] = option(
+        Rule(Path, many=True, empty=True),
+        "a profile to compare with dense; may be given again",
+        COMPARED,
+        default=(),
+        name="profile",
+        repeatable=True,
+    )
+    settings: tuple[str, ...] = option(
+        Rule(str, many=True, empty=True),
+        f"one setting for all heads, such as {EXAMPLE} or pbs:keep=0.9; may be given again",
+        COMPARED,
+        default=(),
+        name="setting",
+        metavar="TEXT",
+        repeatable=True,
+    )
+    prompts: Path | None = shared(
+        CALIBRATION["prompts"],
+        default=None,
+        help='your prompts: JSON lines with prompt or messages, and "answer"; a task of their own',
+        group=INPUT,
+        default_text="none",
+        plan_text="",
+    )
+    depths: int = option(
+        Rule(int, low=1),
+        "depths of a needle, evenly spaced from the first token to the question",
+        INPUT,
+        default=5,
+        name="num_depths",
+        aliases=("depths",),
+    )
+    samples: int = option(
+        Rule(int, low=1),
+        "prompts of each length, for each task and depth",
+        INPUT,
+        default=4,
+        name="num_prompts",
+        aliases=("samples",),
+    )
+    needles: int = option(
+        Rule(int, 1, len(WORDS)),
+        "facts in a prompt of the task multi",
+        INPUT,
+        default=8,
+        name="num_needles",
+        aliases=("needles",),
+    )
+    repeats: int = option(Rule(int, low=1), "timed prefills, after one that is not", INPUT, default=5)
+    seed: int = shared(CALIBRATION["seed"], default=0, help="seed of prompts and random weights", group=INPUT)
+    device: str = shared(CALIBRATION["device"], default="cpu", group=COMPARED)
+    random_weights: bool = shared(CALIBRATION["random_weights"], default=False, group=COMPARED)
 
     @property
     def journal_path(self) -> Path:
-        return self.out / "results.jsonl"
+        return self.out / "results.sqlite"
 
     @property
     def depth_values(self) -> tuple[float, ...]:
@@ -58,28 +120,14 @@ class Plan:
         return (DENSE, *_short_names(self.profiles), *(named(setting) for setting in self.settings))
 
     def validate(self) -> Plan:
-        known = (*TASKS, PROMPTS)
-        for task in self.tasks:
-            if task not in known:
-                raise ConfigError(f"task {task!r} is not known: use some of {', '.join(known)}")
-        if not self.tasks:
-            raise ConfigError(f"no tasks are given: use some of {', '.join(known)}")
+        """Returns itself. Raises ConfigError for an option out of its range, or for two that do not fit each other."""
+        for entry in OPTIONS.values():
+            entry.check(getattr(self, entry.field))
         if (PROMPTS in self.tasks) != (self.prompts is not None):
             raise ConfigError("the task 'prompts' and --prompts FILE.jsonl belong together: give both, or none")
-        if not self.lengths or tuple(sorted(set(self.lengths))) != self.lengths:
-            raise ConfigError(f"lengths {self.lengths} are not ascending numbers of tokens: give each once, sorted")
-        if self.lengths[0] < SHORTEST:
-            raise ConfigError(f"length {self.lengths[0]} is too short to look at by position: use {SHORTEST} or more")
-        for name, least in (("depths", 1), ("samples", 1), ("needles", 1), ("repeats", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}: use at least {least}")
-        if self.needles > len(WORDS):
-            raise ConfigError(f"needles is {self.needles}: use at most {len(WORDS)}, one for each word there is")
         for profile in self.profiles:
             if not profile.is_file():
                 raise ConfigError(f"profile {profile} is not a file: check the path")
-        for setting in self.settings:
-            named(setting)
         names = self.variant_names
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -95,8 +143,11 @@ class Plan:
 
     def record(self) -> dict[str, Any]:
         """The plan as JSON."""
-        plain = asdict(self) | {"depths": self.depth_values}
-        return {name: _plain(value) for name, value in plain.items()}
+        settings = asdict(self) | {"depths": self.depth_values}
+        return {name: _plain(value) for name, value in settings.items()}
+
+
+OPTIONS = options_of(Plan, GROUPS)
 
 
 def _short_names(paths: tuple[Path, ...]) -> list[str]:
@@ -112,5 +163,5 @@ def _short_names(paths: tuple[Path, ...]) -> list[str]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(each) for each in value]
+        return [_plain(part) for part in value]
     return str(value) if isinstance(value, Path) else value

@@ -1,20 +1,19 @@
-"""What a user sees: the plan, and the tables and pictures of a summary, on the terminal and as Markdown."""
+"""What a user sees of an evaluation: the plan, and the tables and pictures of its summary, printed and as Markdown."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from calibrate.evaluation.plan import PROMPTS, Plan
-from calibrate.evaluation.plots import pictures
+from calibrate.evaluation.quality_plots import pictures
 from calibrate.evaluation.results import DENSE_CAN, Row, Summary
-from s2o_runtime.profile import write_atomically
+from calibrate.tables import Table, bullets, escaped, markdown, print_fields, print_lines, print_table
+from s2o_runtime.files import write_atomically
 
 CAPTIONS = {
     "needles": "The share of needles found, by the prompt's length and the needle's depth in it.",
@@ -22,8 +21,7 @@ CAPTIONS = {
     "perplexity": "How much less a token of held-out text is expected than by the dense model, by position.",
     "time": "Speed against quality: the time to the first token, and the distance from the dense model.",
 }
-LEFT = ("task", "variant")  # columns of words
-NAMES = {
+TASK_NAMES = {
     "needles": "one needle",
     "multi": "many needles",
     "variables": "variable tracking",
@@ -31,17 +29,8 @@ NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A table: what it shows, column names, rows of cells."""
-
-    title: str
-    names: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-
-
 def plan_lines(plan: Plan, architecture: str, device: str, prompts: int) -> dict[str, Any]:
-    """Every choice of a run in words. prompts: how many each variant reads."""
+    """Every choice of a run, as JSON. prompts: how many each variant reads."""
     return {
         "model": plan.model,
         "architecture": architecture,
@@ -62,50 +51,52 @@ def plan_lines(plan: Plan, architecture: str, device: str, prompts: int) -> dict
 
 
 def print_plan(lines: dict[str, Any], console: Console) -> None:
-    width = max(map(len, lines))
-    for name, value in lines.items():
-        text = "; ".join(map(str, value)) if isinstance(value, list) else "none" if value is None else value
-        console.print(f"{name:<{width}}  {text}", highlight=False, markup=False, soft_wrap=True)
+    """Print what `plan_lines` gives."""
+
+    def in_words(value: Any) -> object:
+        return "; ".join(map(str, value)) if isinstance(value, list) else "none" if value is None else value
+
+    print_fields({name: in_words(value) for name, value in lines.items()}, console)
 
 
-def print_tables(summary: Summary, console: Console) -> None:
-    for grid in grids(summary):
-        table = Table(title=grid.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for name in grid.names:
-            side: Literal["left", "right"] = "left" if name in LEFT else "right"
-            table.add_column(name, justify=side, overflow="fold", no_wrap=name != "variant")
-        for row in grid.rows:
-            table.add_row(*(cell.replace(",", ", ") for cell in row))  # so that long settings wrap between options
-        console.print(table, highlight=False, markup=False)
-    for line in notes(summary):
-        console.print(line, highlight=False, markup=False)
+def print_summary(summary: Summary, console: Console) -> None:
+    """Print the tables, and below them what a reader must know to read them."""
+    for table in tables(summary):
+        spaced = [[cell.replace(",", ", ") for cell in row] for row in table.rows]  # long settings break at commas
+        print_table(replace(table, rows=spaced), console)
+    print_lines(notes(summary), console)
 
 
 def write_report(summary: Summary, plan: Plan) -> list[str]:
-    """Write summary.json, the pictures and report.md into the plan's folder; each appears whole or not at all."""
+    """Write summary.json, the pictures and report.md into the plan's folder, each whole or not at all.
+
+    Returns:
+        The names of the files. Pictures of an earlier plan that this one has not are deleted.
+    """
     drawn = {f"{name}.png": picture for name, picture in pictures(summary).items()}
     contents = {"summary.json": (json.dumps(summary, indent=1, allow_nan=False) + "\n").encode(), **drawn}
-    for name in (*(f"{name}.png" for name in CAPTIONS), "report.md"):  # what an earlier plan drew is not this one's
+    for name in (*(f"{name}.png" for name in CAPTIONS), "report.md"):
         (plan.out / name).unlink(missing_ok=True)
-    contents["report.md"] = _markdown(summary, list(drawn)).encode()
+    contents["report.md"] = _page(summary, list(drawn)).encode()
     for name, data in contents.items():
         write_atomically(plan.out / name, data)
     return list(contents)
 
 
-def grids(summary: Summary) -> list[Grid]:
+def tables(summary: Summary) -> list[Table]:
     """The tables of what was measured."""
-    made = [_retrieval_grid(summary), _text_grid(summary), _time_grid(summary)]
-    return [grid for grid in made if grid.rows]
+    every = [_retrieval_table(summary), _text_table(summary), _time_table(summary)]
+    return [table for table in every if table.rows]
 
 
 def notes(summary: Summary) -> list[str]:
     """What a reader must know to read the tables, one sentence each."""
     lines = []
-    for task, at in _beyond_dense(summary).items():
-        shares = ", ".join(f"{accuracy:.0%} right at {length} tokens" for length, accuracy in at.items())
+    for task, accuracies in _beyond_dense(summary).items():
+        shares = ", ".join(f"{accuracy:.0%} right at {length} tokens" for length, accuracy in accuracies.items())
         lines.append(
-            f"dense cannot do {NAMES[task]} ({shares}): below {DENSE_CAN:.0%} a task does not tell what a variant loses"
+            f"dense cannot do {TASK_NAMES[task]} ({shares}): below {DENSE_CAN:.0%} a task does not tell what a variant "
+            "loses"
         )
     for row in summary["time"]:
         for reason, layers in row["dense"].items():
@@ -120,23 +111,24 @@ def notes(summary: Summary) -> list[str]:
 
 def _beyond_dense(summary: Summary) -> dict[str, dict[int, float]]:
     """The tasks that the dense model cannot do, with its accuracy at each length where that is so."""
-    found: dict[str, dict[int, float]] = {}
+    accuracies: dict[str, dict[int, float]] = {}
     for row in summary["retrieval"]:
         if not row["dense_can"]:
-            found.setdefault(row["task"], {})[row["length"]] = row["dense_accuracy"]
-    return found
+            accuracies.setdefault(row["task"], {})[row["length"]] = row["dense_accuracy"]
+    return accuracies
 
 
-def _retrieval_grid(summary: Summary) -> Grid:
+def _retrieval_table(summary: Summary) -> Table:
     names = ("task", "tokens", "variant", "right", "accuracy", "kept of dense's", "log-lik.", "density")
-    return Grid("answers", names, [_retrieval_cells(row) for row in summary["retrieval"]])
+    rows = [_retrieval_cells(row) for row in summary["retrieval"]]
+    return Table(names, rows, "answers", align="lrlr", wrap="variant")
 
 
 def _retrieval_cells(row: Row) -> tuple[str, ...]:
     kept = f"{row['kept']} of {row['dense_found']}" if row["dense_can"] else "dense cannot"
     shorter = "" if row["shortest"] == row["length"] else f"{row['shortest']} - "
     return (
-        NAMES[row["task"]],
+        TASK_NAMES[row["task"]],
         f"{shorter}{row['length']}",
         row["variant"],
         f"{row['found']} of {row['asked']}",
@@ -147,15 +139,15 @@ def _retrieval_cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _text_grid(summary: Summary) -> Grid:
+def _text_table(summary: Summary) -> Table:
     """Perplexity and agreement of a variant at a length, in one row."""
     names = ("tokens", "variant", "perplexity", "over dense", "KL [nats]", "same top-1", "density")
     rows: dict[tuple[str, int], Row] = {}
     for row in (*summary["perplexity"], *summary["agreement"]):
         rows.setdefault((row["variant"], row["length"]), {}).update(row)
     order = [variant["name"] for variant in summary["variants"]]
-    made = sorted(rows.values(), key=lambda row: (row["length"], order.index(row["variant"])))
-    return Grid("held-out text", names, [_text_cells(row) for row in made])
+    ordered = sorted(rows.values(), key=lambda row: (row["length"], order.index(row["variant"])))
+    return Table(names, [_text_cells(row) for row in ordered], "held-out text", align="rlr", wrap="variant")
 
 
 def _text_cells(row: Row) -> tuple[str, ...]:
@@ -171,9 +163,10 @@ def _text_cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _time_grid(summary: Summary) -> Grid:
+def _time_table(summary: Summary) -> Table:
     names = ("tokens", "variant", "first token [ms]", "fastest .. slowest", "vs dense", "peak [GiB]", "density")
-    return Grid("time to the first token, warm", names, [_time_cells(row) for row in summary["time"]])
+    rows = [_time_cells(row) for row in summary["time"]]
+    return Table(names, rows, "time to the first token, warm", align="rlr", wrap="variant")
 
 
 def _time_cells(row: Row) -> tuple[str, ...]:
@@ -189,30 +182,24 @@ def _time_cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _markdown(summary: Summary, files: Iterable[str]) -> str:
+def _page(summary: Summary, files: Sequence[str]) -> str:
+    """The report in Markdown. files: the pictures beside it."""
     plan = summary["plan"]
     parts = [
-        f"# Evaluation of {summary['model']}",
-        f"{summary['architecture']}, on {summary['device']}, "
+        f"# Evaluation of {escaped(summary['model'])}",
+        f"{escaped(summary['architecture'])}, on {escaped(summary['device'])}, "
         + ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
         + f"; seed {plan['seed']}, {plan['samples']} prompts of each kind, length and depth.",
     ]
     if summary.get("command"):
         parts.append(f"```sh\n{summary['command']}\n```")
-    for grid in grids(summary):
-        parts += [f"## {grid.title[0].upper()}{grid.title[1:]}", _table(grid)]
+    for table in tables(summary):
+        parts += [f"## {table.title[0].upper()}{table.title[1:]}", markdown(table)]
     if lines := notes(summary):
-        parts += ["## Notes", "\n".join(f"- {line}" for line in lines)]
-    files = list(files)
+        parts += ["## Notes", bullets(lines)]
     if files:
         parts.append("## Pictures")
         parts += [f"![{file.removesuffix('.png')}]({file})\n\n{CAPTIONS[file.removesuffix('.png')]}" for file in files]
     else:
-        parts.append("There are no pictures: nothing was compared, or matplotlib is not installed.")
+        parts.append("There are no pictures, because nothing was compared with dense.")
     return "\n\n".join(parts) + "\n"
-
-
-def _table(grid: Grid) -> str:
-    rules = [":--" if name in LEFT else "--:" for name in grid.names]
-    lines = [list(grid.names), rules, *map(list, grid.rows)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

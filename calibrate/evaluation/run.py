@@ -1,11 +1,11 @@
-"""Every prompt through every variant, dense first; what is in the journal is not measured again."""
+"""Runs every prompt through every variant, dense first; what is in the journal is not measured again."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -15,11 +15,12 @@ from tqdm import tqdm
 
 from calibrate.evaluation import score
 from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, Plan
-from calibrate.evaluation.tasks import Asked, Case, build, cases
-from calibrate.evaluation.variants import Variant, ran, running
+from calibrate.evaluation.tasks import Case, build, cases
+from calibrate.evaluation.variants import Variant, run_stats, running
 from calibrate.journal import Journal
-from calibrate.models import LoadedModel
-from s2o_runtime.errors import InputError
+from calibrate.model.models import LoadedModel
+from calibrate.prompts.prompts import Prompt
+from s2o_runtime.errors import ResourceError
 
 POSITIONS = 512  # of a prompt at which predictions are compared with the dense model's
 
@@ -28,23 +29,33 @@ def evaluate(
     plan: Plan,
     loaded: LoadedModel,
     compared: Sequence[Variant],
-    own: Sequence[Asked],
+    user_prompts: Sequence[Prompt],
     journal: Journal,
+    *,
     progress: bool,
 ) -> None:
-    """Measure what the plan asks for. The journal has an entry for each task, variant and prompt afterwards.
+    """Measure what a plan asks for. Afterwards the journal has an entry for each task, variant and prompt.
 
-    compared: the variants, dense first. own: the user's prompts.
+    Args:
+        plan: What to measure.
+        loaded: The model, unpatched.
+        compared: The variants, dense first.
+        user_prompts: The prompts of the user's own file.
+        journal: Where results are kept; what it has is not measured again.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        InputError: If the GPU's memory does not suffice.
     """
-    every = cases(plan, own)
-    with tqdm(total=len(every) * len(compared), desc="evaluating", unit="prompt", disable=not progress) as bar:
-        for case in every:
+    planned = cases(plan, user_prompts)
+    with tqdm(total=len(planned) * len(compared), desc="evaluating", unit="prompt", disable=not progress) as bar:
+        for case in planned:
             missing = [variant for variant in compared if _missing(case, variant, compared[0], journal)]
             bar.update(len(compared) - len(missing))
             if missing:
                 bar.set_postfix_str(f"{', '.join(case.tasks)} at {case.length} tokens", refresh=False)
-                asked = build(case, plan, loaded.tokenizer, own)
-                for _ in _measured(case, asked, plan, loaded, compared, missing, journal):
+                run = _CaseRun(case, build(case, plan, loaded.tokenizer, user_prompts), plan, loaded, compared, journal)
+                for _ in run.measure(missing):
                     bar.update()
 
 
@@ -57,68 +68,68 @@ def _missing(case: Case, variant: Variant, dense: Variant, journal: Journal) -> 
     ]
 
 
-def _measured(
-    case: Case,
-    asked: Asked,
-    plan: Plan,
-    loaded: LoadedModel,
-    compared: Sequence[Variant],
-    missing: Sequence[Variant],
-    journal: Journal,
-) -> Iterator[None]:
-    """Measure the variants that are missing, one at each step."""
-    dense = compared[0]
-    positions = _positions(case, plan)
-    kept: Tensor | None = None
-    compares = any("agreement" in _missing(case, variant, dense, journal) for variant in missing)
-    for variant in compared:
-        tasks = _missing(case, variant, dense, journal)
-        reads_for_others = variant is dense and compares
-        if not tasks and not reads_for_others:
-            continue
-        with _within_memory(variant, case), running(loaded.model, variant):
-            found: dict[str, dict[str, Any]] = {}
-            if case.tasks == ("time",):
-                found["time"] = score.first_token(loaded, asked.ids, plan.repeats)
-            else:
-                reading = score.Reading(loaded, asked.ids)
-                if reads_for_others:
-                    kept = score.reference(reading, positions)
-                found = {task: _scored(task, reading, asked, positions, kept) for task in tasks}
-                del reading
-            did = asdict(ran(variant))
-        for task, value in found.items():
-            journal.put(task, case.key(variant.identity), value | did)
-        if variant in missing:
-            yield
+@dataclass(frozen=True)
+class _CaseRun:
+    """One prompt, and what it takes to run variants on it."""
 
+    case: Case
+    prompt: Prompt
+    plan: Plan
+    loaded: LoadedModel
+    compared: Sequence[Variant]
+    journal: Journal
 
-def _scored(
-    task: str, reading: score.Reading, asked: Asked, positions: Tensor, dense: Tensor | None
-) -> dict[str, Any]:  # fmt: skip
-    if task in (*RETRIEVAL, PROMPTS):
-        return score.answers(reading, asked)
-    if task == "perplexity":
-        return score.surprise(reading)
-    assert dense is not None  # dense comes first
-    return score.agreement(reading, positions, dense)
+    def measure(self, missing: Sequence[Variant]) -> Iterator[None]:
+        """Measure the variants that are missing in the journal, one at each step.
 
+        Where a variant is to be compared with dense, dense runs too, whether or not it is missing.
+        """
+        dense = self.compared[0]
+        dense_log_probs: Tensor | None = None
+        compares = any("agreement" in _missing(self.case, variant, dense, self.journal) for variant in missing)
+        for variant in self.compared:
+            tasks = _missing(self.case, variant, dense, self.journal)
+            is_reference = variant is dense and compares
+            if not tasks and not is_reference:
+                continue
+            with _within_memory(variant, self.case), running(self.loaded.model, variant):
+                if self.case.tasks == ("time",):
+                    results = {"time": score.first_token(self.loaded, self.prompt.ids, self.plan.repeats)}
+                else:
+                    forward = score.ForwardPass(self.loaded, self.prompt.ids)
+                    if is_reference:
+                        dense_log_probs = score.reference(forward, self._positions())
+                    results = {task: self._score(task, forward, dense_log_probs) for task in tasks}
+                    del forward
+                stats = asdict(run_stats(variant))
+            for task, result in results.items():
+                self.journal.put(task, self.case.key(variant.identity), result | stats)
+            if variant in missing:
+                yield
 
-def _positions(case: Case, plan: Plan) -> Tensor:
-    """The positions [R] at which predictions are compared: as many of each part of the prompt, by the seed."""
-    rng = random.Random(f"{plan.seed}/{case.length}/{case.sample}/positions")
-    edges = score.bucket_edges(case.length)
-    parts = [range(first, last) for first, last in pairwise(edges)]
-    chosen = [rng.sample(part, min(len(part), POSITIONS // score.BUCKETS)) for part in parts]
-    return torch.tensor(sorted(place for part in chosen for place in part))
+    def _score(self, task: str, forward: score.ForwardPass, dense_log_probs: Tensor | None) -> dict[str, Any]:
+        if task in (*RETRIEVAL, PROMPTS):
+            return score.answers(forward, self.prompt)
+        if task == "perplexity":
+            return score.negative_log_likelihood(forward)
+        assert dense_log_probs is not None  # dense comes first
+        return score.agreement(forward, self._positions(), dense_log_probs)
+
+    def _positions(self) -> Tensor:
+        """The positions [R] at which predictions are compared: equally many of each part of the prompt, by the seed."""
+        rng = random.Random(f"{self.plan.seed}/{self.case.length}/{self.case.sample}/positions")
+        parts = [range(first, last) for first, last in pairwise(score.bucket_edges(self.case.length))]
+        chosen = [rng.sample(part, min(len(part), POSITIONS // score.BUCKETS)) for part in parts]
+        return torch.tensor(sorted(position for part in chosen for position in part))
 
 
 @contextmanager
 def _within_memory(variant: Variant, case: Case) -> Iterator[None]:
+    """Turn running out of GPU memory into an error that says what to do."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise InputError(
+        raise ResourceError(
             f"GPU memory ran out while {variant.name} read {case.length} tokens: use shorter --lengths or a smaller "
             "model; what was measured is kept"
         ) from error

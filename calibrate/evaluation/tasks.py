@@ -1,7 +1,8 @@
-"""The prompts: which there are, and how each is made. In RULER's manner, in the wording of `calibrate.needles`.
+"""The prompts of an evaluation: which there are, and how each is built.
 
-Every prompt has exactly the length it is meant to have: Python sources that calibration does not use, facts written
-over them, and the questions with their answers at the end. A prompt depends on the seed and its own place alone.
+The tasks are of RULER's kinds, in the wording of `calibrate.prompts.needles`. Every prompt has exactly the length it is
+meant to have: Python sources that calibration does not use, facts written over them, and the questions with their
+answers at the end. A prompt depends on the seed and on its task, length, depth and number alone.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, Plan
-from calibrate.needles import Needle, make_needles
-from calibrate.prompts import code_tokens, encode, sources
+from calibrate.prompts.needles import Needle, make_needles
+from calibrate.prompts.prompts import Prompt, sources
+from calibrate.prompts.retrieval import Retrieval, encode
 from s2o_runtime.errors import InputError
 
 TEXT = ("perplexity", "agreement")  # tasks that one pass over one prompt answers
@@ -28,7 +29,14 @@ HOPS = 2  # names between a chain's code and the variable that is asked for
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt: its tasks, its length in tokens, its number, and where its needle is if it has one."""
+    """One prompt of an evaluation, before it is built.
+
+    Args:
+        tasks: What its result answers; several where one forward pass answers them all.
+        length: In tokens.
+        sample: Its number among the prompts of this kind.
+        depth: The share of the text before its needle, 0 to 1; None for a prompt without a single needle.
+    """
 
     tasks: tuple[str, ...]
     length: int
@@ -36,64 +44,62 @@ class Case:
     depth: float | None = None
 
     def key(self, variant: str) -> dict[str, Any]:
-        """What a result of a variant is kept under."""
+        """The journal's key of this prompt's result with a variant."""
         return {"variant": variant, "length": self.length, "depth": self.depth, "sample": self.sample}
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A prompt's token ids [L], and where the answers stand in it, as (first token, one behind the last)."""
-
-    ids: Tensor
-    answers: tuple[tuple[int, int], ...] = ()
-
-
-def cases(plan: Plan, own: Sequence[Asked]) -> list[Case]:
-    """Everything a plan asks for, short prompts first. own: the user's prompts."""
-    found = []
+def cases(plan: Plan, user_prompts: Sequence[Prompt]) -> list[Case]:
+    """Every prompt that a plan asks for, by rising length; the user's prompts and the timed ones last."""
+    planned = []
     for length in plan.lengths:
         if "needles" in plan.tasks:
-            places = product(plan.depth_values, range(plan.samples))
-            found += [Case(("needles",), length, sample, depth) for depth, sample in places]
+            depths_and_samples = product(plan.depth_values, range(plan.samples))
+            planned += [Case(("needles",), length, sample, depth) for depth, sample in depths_and_samples]
         for task in ("multi", "variables"):
             if task in plan.tasks:
-                found += [Case((task,), length, sample) for sample in range(plan.samples)]
-        if of_text := tuple(task for task in TEXT if task in plan.tasks):
-            found += [Case(of_text, length, sample) for sample in range(plan.samples)]
+                planned += [Case((task,), length, sample) for sample in range(plan.samples)]
+        if text_tasks := tuple(task for task in TEXT if task in plan.tasks):
+            planned += [Case(text_tasks, length, sample) for sample in range(plan.samples)]
     if PROMPTS in plan.tasks:
-        found += [Case((PROMPTS,), len(asked.ids), index) for index, asked in enumerate(own)]
+        planned += [Case((PROMPTS,), len(prompt.ids), index) for index, prompt in enumerate(user_prompts)]
     if "time" in plan.tasks:
-        found += [Case(("time",), length, 0) for length in plan.lengths]
-    return found
+        planned += [Case(("time",), length, 0) for length in plan.lengths]
+    return planned
 
 
-def build(case: Case, plan: Plan, tokenizer: Any, own: Sequence[Asked]) -> Asked:
-    """The prompt of a case. Raises InputError if it is too short for what is asked."""
+def build(case: Case, plan: Plan, tokenizer: Any, user_prompts: Sequence[Prompt]) -> Prompt:
+    """The prompt of a case.
+
+    Raises:
+        InputError: If its length is too short for its facts and questions.
+    """
     task = case.tasks[0]
     if task == PROMPTS:
-        return own[case.sample]
+        return user_prompts[case.sample]
     begin = start_of(tokenizer)
     if task not in RETRIEVAL:
-        return Asked(torch.tensor(begin + _haystack(tokenizer, case, plan, case.length - len(begin))))
-    parts = _parts(case, plan, tokenizer)
-    needed = parts.least(len(begin))
+        return Prompt(torch.tensor(begin + _haystack(tokenizer, case, plan, case.length - len(begin))))
+    retrieval = _retrieval(case, plan, tokenizer)
+    needed = retrieval.fewest_tokens(len(begin))
     if case.length < needed:
         raise InputError(_too_short(task, case.length, needed))
-    ids = begin + _haystack(tokenizer, case, plan, case.length - len(begin) - len(parts.end))
-    for fact, place in zip(parts.facts, parts.places(case.depth, len(begin), len(ids)), strict=True):
-        ids[place : place + len(fact)] = fact
-    answers = tuple((len(ids) + first, len(ids) + last) for first, last in parts.answers)
-    return Asked(torch.tensor(ids + parts.end), answers)
+    text = begin + _haystack(tokenizer, case, plan, case.length - len(begin) - len(retrieval.questions))
+    ids, answers = retrieval.hidden_in(text, retrieval.positions(len(begin), len(text), case.depth))
+    return Prompt(torch.tensor(ids), answers)
 
 
 def check(plan: Plan, tokenizer: Any) -> None:
-    """Raises InputError if the shortest length is too short for a task, whichever of its prompts needs the most."""
+    """Check that the shortest length is long enough for every prompt of every task.
+
+    Raises:
+        InputError: If it is not.
+    """
     begin = len(start_of(tokenizer))
     needed: dict[str, int] = {}
     for case in cases(plan, ()):
         task = case.tasks[0]
         if task in RETRIEVAL and case.length == plan.lengths[0]:
-            needed[task] = max(needed.get(task, 0), _parts(case, plan, tokenizer).least(begin))
+            needed[task] = max(needed.get(task, 0), _retrieval(case, plan, tokenizer).fewest_tokens(begin))
     for task, least in needed.items():
         if plan.lengths[0] < least:
             raise InputError(_too_short(task, plan.lengths[0], least))
@@ -105,40 +111,14 @@ def start_of(tokenizer: Any) -> list[int]:
     return [first] if first is not None and tokenizer("a").input_ids[:1] == [first] else []
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What is written over the text: facts in their order, the end of the prompt, and the answers' places in it."""
-
-    facts: list[list[int]]
-    end: list[int]
-    answers: list[tuple[int, int]]
-
-    def least(self, begin: int) -> int:
-        """The fewest tokens in which no fact is written over another."""
-        return begin + len(self.end) + (len(self.facts) + 1) * max(map(len, self.facts))
-
-    def places(self, depth: float | None, begin: int, end: int) -> list[int]:
-        """Where the facts start between two positions: one at its depth, several evenly spread."""
-        if depth is not None:
-            return [begin + round(depth * (end - begin - len(self.facts[0])))]
-        return [begin + (index + 1) * (end - begin) // (len(self.facts) + 1) for index in range(len(self.facts))]
-
-
-def _parts(case: Case, plan: Plan, tokenizer: Any) -> _Parts:
+def _retrieval(case: Case, plan: Plan, tokenizer: Any) -> Retrieval:
+    """The facts and questions of a case."""
     rng = _rng(case, plan)
     task = case.tasks[0]
     if task == "variables":
         facts, asked = _chains(rng)
-    else:
-        asked = make_needles(1 if task == "needles" else plan.needles, rng)
-        facts = [needle.fact for needle in asked]
-    end: list[int] = []
-    answers = []
-    for needle in rng.sample(asked, len(asked)):
-        first, last = code_tokens(tokenizer, needle)
-        answers.append((len(end) + first, len(end) + last))
-        end += encode(tokenizer, needle.question + needle.answer)
-    return _Parts([encode(tokenizer, fact) for fact in facts], end, answers)
+        return Retrieval.of(tokenizer, asked, rng, facts)
+    return Retrieval.of(tokenizer, make_needles(1 if task == "needles" else plan.needles, rng), rng)
 
 
 def _chains(rng: random.Random) -> tuple[list[str], list[Needle]]:

@@ -1,6 +1,7 @@
 """Sparse attention by other papers, behind one interface: each selects key blocks, one kernel computes them.
 
-They are in the runtime because a calibrated profile may give single heads to them. docs/baselines.md describes each.
+They are in the runtime because a calibrated profile may give single heads to a baseline. docs/baselines.md describes
+each.
 Names are loaded on first use: settings need no torch, and only a call on a GPU imports triton.
 """
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
         MeanPooling,
         Sparge,
         VerticalSlash,
-        from_record,
         parse,
     )
 
@@ -38,7 +38,6 @@ __all__ = [
     "VerticalSlash",
     "attend",
     "baseline_attention",
-    "from_record",
     "parse",
     "select",
 ]

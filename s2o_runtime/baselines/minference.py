@@ -14,9 +14,9 @@ from s2o_runtime.baselines.selection import (
     as_slice,
     parts,
     read_heads,
+    score_type,
     select_blocks,
     take,
-    wide,
     with_columns,
 )
 from s2o_runtime.baselines.settings import AShape, VerticalSlash
@@ -25,7 +25,13 @@ from s2o_runtime.baselines.settings import AShape, VerticalSlash
 def select_a_shape(
     q: Tensor, k: Tensor, settings: AShape, *, scale: float, heads: Sequence[int] | None = None
 ) -> Selection:
-    """Every block with one of the first `sink` keys, or of the `local` last keys of any of its rows."""
+    """Every key block with one of the first `sink` keys, or with one of the `local` last keys of any of its rows.
+
+    Args:
+        q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D].
+        scale: not used; every baseline's selection takes it.
+        heads: the query heads, all by default.
+    """
     heads = all_heads(q, heads)
     grid = Grid.plain(q, k, settings.block, settings.block)
     block = torch.arange(grid.columns, device=q.device) * grid.block_n
@@ -41,7 +47,15 @@ def select_a_shape(
 def select_vertical_slash(
     q: Tensor, k: Tensor, settings: VerticalSlash, *, scale: float, heads: Sequence[int] | None = None
 ) -> Selection:
-    """Every block that a chosen diagonal crosses, and the chosen columns outside of these as single keys."""
+    """Every key block that a chosen diagonal crosses, and the chosen columns outside of these as single keys.
+
+    Args:
+        q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D].
+        scale: multiplies the scores.
+        heads: the query heads, all by default.
+
+    Source: MInference, Algorithm 2.
+    """
     heads = all_heads(q, heads)
     grid = Grid.plain(q, k, settings.block, settings.block)
     columns, diagonals = lines(q, k, settings, heads, scale)
@@ -62,7 +76,12 @@ def select_vertical_slash(
 def lines(
     q: Tensor, k: Tensor, settings: VerticalSlash, heads: Sequence[int], scale: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The columns, int64 [B, n, vertical] ascending, and diagonals, bool [B, n, Lk], heaviest for the last queries."""
+    """The columns and diagonals with the most attention from the last queries.
+
+    Returns:
+        The chosen columns, int64 [B, n, vertical], ascending; and whether a diagonal is chosen, bool [B, n, Lk], by its
+        distance from the main one.
+    """
     (batch, _, q_len, _), kv_len = q.shape, k.shape[2]
     last = min(settings.queries, q_len)
     vertical, slash = min(settings.vertical, kv_len), min(settings.slash, kv_len)
@@ -74,7 +93,7 @@ def lines(
         at = as_slice(part)
         rows = take(q[:, :, q_len - last :], [heads[i] for i in part])
         keys = take(k, [kv_heads[slots[i]] for i in part])
-        scores = (rows @ keys.transpose(2, 3)).to(wide(q.dtype)).mul_(scale)
+        scores = (rows @ keys.transpose(2, 3)).to(score_type(q.dtype)).mul_(scale)
         scores[..., kv_len - last :].masked_fill_(corner, float("-inf"))
         weights = scores.softmax(-1)
         columns[:, at] = weights.sum(2).topk(vertical).indices.sort(-1).values
@@ -84,12 +103,15 @@ def lines(
 
 
 def diagonal_sums(weights: Tensor) -> Tensor:
-    """Sums of [B, n, rows, Lk] over the entries a distance apart: [B, n, Lk], for distances 0 .. Lk - 1.
+    """Sums over each diagonal of [B, n, rows, Lk], the last row of which stands at the last key.
 
-    The last row stands at the last key. Keys are turned round, so that each diagonal is a line of constant stride.
+    Keys are reversed, so that each diagonal is a line of constant stride.
+
+    Returns:
+        [B, n, Lk], for distances 0 .. Lk - 1 between row and key.
     """
     batch, n, rows, length = weights.shape
     width = length + rows
-    turned = torch.nn.functional.pad(weights.flip(-1), (0, rows))
+    reversed_keys = torch.nn.functional.pad(weights.flip(-1), (0, rows))
     strides = (n * rows * width, rows * width, width - 1, 1)
-    return turned.as_strided((batch, n, rows, length), strides, rows - 1).sum(2)
+    return reversed_keys.as_strided((batch, n, rows, length), strides, rows - 1).sum(2)

@@ -22,18 +22,24 @@ from s2o_runtime.baselines.selection import (
     as_slice,
     parts,
     read_heads,
+    score_type,
     select_blocks,
     split,
     take,
-    wide,
 )
 from s2o_runtime.baselines.settings import PBS, MeanPooling
 
 
 def select(q: Tensor, k: Tensor, settings: PBS, *, scale: float, heads: Sequence[int] | None = None) -> Selection:
-    """The blocks of `heads`, all if None, and how keys (and queries) are permuted.
+    """The key blocks of `heads` (all by default), and how keys (and queries) are permuted.
 
-    q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D]. Query heads that share a KV head share the order of its keys.
+    Query heads that share a KV head share the order of its keys.
+
+    Args:
+        q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D].
+        scale: multiplies the scores.
+
+    Source: PBS-Attn, Algorithm 1.
     """
     heads = all_heads(q, heads)
     block, segment = settings.block, settings.segment
@@ -56,7 +62,9 @@ def select(q: Tensor, k: Tensor, settings: PBS, *, scale: float, heads: Sequence
         rows = permuted(rows, row_order)
     candidates = torch.arange(grid.columns, device=q.device) < grid.full(q.device)[:, None]
     q_mean = block_means(rows, block)
-    wanted = mean_pooling.by_share(q_mean, k_mean, slots, candidates, scale, settings.keep, settings.first)
+    wanted = mean_pooling.by_share(
+        q_mean, k_mean, slots=slots, candidates=candidates, scale=scale, keep=settings.keep, first=settings.first
+    )
     chosen = select_blocks(q, k, grid, heads, wanted)
     return replace(
         chosen, key_order=key_order, keys=None if key_order is None else keys, row_order=row_order
@@ -64,25 +72,33 @@ def select(q: Tensor, k: Tensor, settings: PBS, *, scale: float, heads: Sequence
 
 
 def last_block_scores(q: Tensor, k: Tensor, heads: Sequence[int], block: int, scale: float) -> Tensor:
-    """Equation 10: what the last `block` queries give each key, the mean of their softmaxes: float32 [B, kv_heads, Lk].
+    """Equation 10: the mean softmax of the last `block` queries, summed over the `heads` that read a KV head.
 
-    The rows of all `heads` that read a KV head are averaged.
+    Returns:
+        float32 (float64 for float64) [B, kv_heads, Lk].
     """
     group, (batch, _, q_len, _), kv_len = q.shape[1] // k.shape[1], q.shape, k.shape[2]
     kv_heads, slots = read_heads(heads, group)
     last = min(block, q_len)
-    scores = torch.zeros(batch, len(kv_heads), kv_len, dtype=wide(q.dtype), device=q.device)
+    scores = torch.zeros(batch, len(kv_heads), kv_len, dtype=score_type(q.dtype), device=q.device)
     corner = torch.ones(last, last, dtype=torch.bool, device=q.device).triu_(1)
     for head, slot in zip(heads, slots, strict=True):
         raw = q[:, head, q_len - last :] @ k[:, kv_heads[slot]].transpose(1, 2)
         weights = raw.to(scores.dtype).mul_(scale)
         weights[..., kv_len - last :].masked_fill_(corner, float("-inf"))
-        scores[:, slot] += weights.softmax(-1).mean(1)  # sums order as means do
+        scores[:, slot] += weights.softmax(-1).mean(1)  # a sum orders keys as the mean would
     return scores
 
 
 def sorted_keys(scores: Tensor, segment: int) -> Tensor:
-    """Equation 11: keys by falling score inside each whole segment, the rest as it is: int32 [B, kv_heads, Lk]."""
+    """Equation 11: keys by falling score inside each whole segment, keys behind the last one as they are.
+
+    Args:
+        scores: [B, kv_heads, Lk].
+
+    Returns:
+        int32 [B, kv_heads, Lk].
+    """
     length = scores.shape[2]
     whole = length // segment * segment
     order = torch.arange(length, device=scores.device).expand(scores.shape).clone()
@@ -94,9 +110,14 @@ def sorted_keys(scores: Tensor, segment: int) -> Tensor:
 
 
 def clustered_queries(q: Tensor, k_mean: Tensor, slots: Sequence[int], segment: int) -> Tensor:
-    """Queries of a segment by the key block whose mean they are most similar to (section 4.3): int32 [B, n, Lq].
+    """Section 4.3: the queries of each whole segment by the key block whose mean they are most similar to.
 
-    q: [B, n, Lq, D]; k_mean: [B, kv_heads, blocks, D]. Queries after the last whole segment stay.
+    Args:
+        q: [B, n, Lq, D]; k_mean: [B, kv_heads, blocks, D].
+        slots: for each of the n heads the index of the KV head that it reads.
+
+    Returns:
+        int32 [B, n, Lq]; queries behind the last whole segment stay.
     """
     batch, n, q_len, _ = q.shape
     whole = q_len // segment * segment
@@ -107,7 +128,7 @@ def clustered_queries(q: Tensor, k_mean: Tensor, slots: Sequence[int], segment: 
     base = torch.arange(0, whole, segment, device=q.device)[:, None]
     for part in parts(n, batch * whole * k_mean.shape[2]):
         at = as_slice(part)
-        # a query's own length does not change which centroid is nearest in angle
+        # the length of a query does not change which centroid is nearest in angle
         cluster = (q[:, at, :whole] @ take(centroids, [slots[i] for i in part]).transpose(2, 3)).argmax(-1)
         local = split(cluster, 2, segment).sort(dim=-1, stable=True).indices
         order[:, at, :whole] = (local + base).flatten(2)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.baselines.selection import as_slice, parts, split, wide
+from s2o_runtime.baselines.selection import as_slice, parts, score_type, split
 
 
 class Pooled(NamedTuple):
@@ -19,9 +19,16 @@ class Pooled(NamedTuple):
 
 
 def block_means(x: Tensor, block: int) -> Tensor:
-    """x: [B, H, L, D] to [B, H, ceil(L / block), D]; the mean of a shorter last block is of its rows."""
+    """The means of blocks of rows; a shorter last block is the mean of the rows it has.
+
+    Args:
+        x: [B, H, L, D].
+
+    Returns:
+        float32 (float64 for float64) [B, H, ceil(L / block), D].
+    """
     whole = x.shape[2] // block * block
-    dtype = wide(x.dtype)
+    dtype = score_type(x.dtype)
     mean = split(x[:, :, :whole], 2, block).mean(3, dtype=dtype) if whole else x[:, :, :0].to(dtype)
     if whole == x.shape[2]:
         return mean
@@ -29,11 +36,16 @@ def block_means(x: Tensor, block: int) -> Tensor:
 
 
 def pool(x: Tensor, block: int) -> Pooled:
-    """Means, and self-similarity: the mean cosine of all pairs of a block's rows, which is the square of the length of
-    their mean direction. Rows of zeros have no direction and are like nothing.
+    """The mean and the self-similarity of each block of rows.
+
+    The self-similarity is the mean cosine of all pairs of rows. It is computed as the squared length of the mean of the
+    normalised rows, so a pair with a row of zeros counts as 0.
+
+    Args:
+        x: [B, H, L, D].
     """
     if x.is_cuda:
-        from s2o_runtime.kernels.block_sparse import pool_blocks  # imports triton
+        from s2o_runtime.baselines.kernels.block_sparse import pool_blocks  # imports triton
 
         return Pooled(*pool_blocks(x, block))
     return pool_plain(x, block)
@@ -42,7 +54,7 @@ def pool(x: Tensor, block: int) -> Pooled:
 def pool_plain(x: Tensor, block: int) -> Pooled:
     """`pool` in plain torch."""
     directions = [
-        block_means(F.normalize(x[:, as_slice(part)].to(wide(x.dtype)), dim=-1), block)
+        block_means(F.normalize(x[:, as_slice(part)].to(score_type(x.dtype)), dim=-1), block)
         for part in parts(x.shape[1], x[:, 0].numel())
     ]
     return Pooled(block_means(x, block), torch.cat(directions, 1).square().sum(-1))

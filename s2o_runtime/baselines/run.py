@@ -1,15 +1,14 @@
-"""Running a baseline: which blocks (`select`), their attention (`attend`), and both for a mix of heads."""
+"""Running a baseline: its key blocks (`select`), attention over them (`attend`), and both for heads that differ."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention import KERNEL_TYPES, laid_out
 from s2o_runtime.baselines import mean_pooling, minference, pbs, sparge, xattention
 from s2o_runtime.baselines.reference import attend_reference
 from s2o_runtime.baselines.selection import Selection, Tally, take
@@ -17,19 +16,20 @@ from s2o_runtime.baselines.settings import (
     PBS,
     Antidiagonal,
     AShape,
-    Baseline,
     MeanPooling,
     Sparge,
     VerticalSlash,
 )
+from s2o_runtime.config import BaselineSettings
+from s2o_runtime.devices import capability, interpreted, launching_on
 from s2o_runtime.errors import ConfigError, InputError
-from s2o_runtime.gpu import MIN_CAPABILITY, capability, interpreted, launching_on
-from s2o_runtime.shapes import call_shape
+from s2o_runtime.shapes import KERNEL_TYPES, call_shape, checked_scale, laid_out, needs_gradients
+from s2o_runtime.tiles import BLOCK_SPARSE_HEAD_DIMS, MIN_CAPABILITY, family
 
 Backend = Literal["auto", "triton", "reference"]
 HEAD_DIM = 128  # the largest of the kernel
-INTERPRETED = (9, 0)  # whose tiles the interpreter runs
-CHOICES: dict[type[Baseline], Callable[..., Selection]] = {  # called with q, k, settings and scale and heads by name
+INTERPRETED = (9, 0)  # the compute capability whose tiles the interpreter runs
+SELECTORS: dict[type, Callable[..., Selection]] = {  # called with q, k and the settings; scale and heads by name
     MeanPooling: mean_pooling.select,
     PBS: pbs.select,
     Sparge: sparge.select,
@@ -43,24 +43,28 @@ CHOICES: dict[type[Baseline], Callable[..., Selection]] = {  # called with q, k,
 class BaselineStats:
     """What one call did.
 
-    backend, reason: which code ran, and why; heads: the query heads it computed;
-    settings: of each; tallies: what each selection computes, for which entries of `heads`.
+    Attributes:
+        backend: the code that ran: "triton" or "reference".
+        reason: why this backend was chosen.
+        heads: the n query heads that were computed.
+        settings: the settings of each of them.
+        tallies: for each selection the indices into `heads` that it is of, and how many keys it computes.
     """
 
     backend: str
     reason: str
     heads: tuple[int, ...]
-    settings: tuple[Baseline, ...]
+    settings: tuple[BaselineSettings, ...]
     tallies: tuple[tuple[tuple[int, ...], Tally], ...]
 
     @property
     def computed(self) -> Tensor:
         """Query-key pairs computed, float64 [n], on the device of the call."""
         device = self.tallies[0][1].counts.device if self.tallies else None
-        found = torch.zeros(len(self.heads), dtype=torch.float64, device=device)
+        pairs = torch.zeros(len(self.heads), dtype=torch.float64, device=device)
         for members, tally in self.tallies:
-            found[list(members)] += tally.computed
-        return found
+            pairs[list(members)] += tally.computed
+        return pairs
 
     @property
     def causal(self) -> float:
@@ -77,7 +81,7 @@ def baseline_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    settings: Baseline | Sequence[Baseline],
+    settings: BaselineSettings | Sequence[BaselineSettings],
     *,
     scale: float | None = None,
     kv_start: Tensor | None = None,
@@ -85,17 +89,27 @@ def baseline_attention(
     heads: Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, BaselineStats]:
-    """Causal attention that computes the blocks a baseline selects.
+    """Causal attention over the key blocks that baselines select.
 
-    q: [B, Hq, Lq, D]; k, v: [B, Hkv, Lk, D] with Lq <= Lk; query i stands at position Lk - Lq + i.
-    settings: for all heads, or one for each; heads with equal settings are selected and computed together.
-    scale: multiplies the scores; default D ** -0.5.
-    kv_start: integers [B], the first key of each sequence that counts. A left-padded sequence is run as the shorter
-        one it is, by itself; the starts are read, which waits for the device.
-    out: [B, Hq, Lq, D] to write into; heads: the query heads to compute, default all. Other heads of `out` are left
-        as they are; without `out` they are zero.
-    backend: "triton", "reference" (plain torch, any device), or "auto", which takes the kernel if it can.
-    Returns the output and what was done. Raises InputError, ConfigError.
+    Query i stands at position Lk - Lq + i, and query head h reads KV head h // (Hq / Hkv).
+
+    Args:
+        q: [B, Hq, Lq, D], any floating type.
+        k, v: [B, Hkv, Lk, D] in the type and on the device of q; Lq <= Lk, and Hkv divides Hq.
+        settings: one for all heads, or one for each; heads with equal settings are selected and computed together.
+        scale: multiplies the scores; positive, D ** -0.5 by default.
+        kv_start: int32 or int64 [B], the first key of each sequence that counts. A left-padded sequence is run by
+            itself as the shorter one that it is; reading the starts waits for the device.
+        out: [B, Hq, Lq, D] to write into. Heads that are not computed keep what they hold; without `out` they are zero.
+        heads: the query heads to compute, all by default.
+        backend: "triton", "reference" (plain torch, any device), or "auto", which takes the kernel if it can.
+
+    Returns:
+        The output [B, Hq, Lq, D] in the type of q, and what was done.
+
+    Raises:
+        InputError: the tensors, heads or settings do not fit one another, or the backend cannot do the call.
+        ConfigError: settings are out of their range.
 
     >>> q, k, v = (torch.randn(1, heads, 512, 64) for heads in (4, 2, 2))
     >>> out, stats = baseline_attention(q, k, v, MeanPooling(keep=0.5))
@@ -103,41 +117,49 @@ def baseline_attention(
     torch.Size([4])
     """
     shape = call_shape(q, k, v, kv_start)
-    chosen = _checked_heads(heads, shape.query_heads)
-    each = tuple(settings) if isinstance(settings, Sequence) else (settings,) * len(chosen)
-    if len(each) != len(chosen):
-        raise InputError(f"there are {len(each)} settings for {len(chosen)} heads: give one per head, or one for all")
+    heads = _checked_heads(heads, shape.query_heads)
+    per_head = tuple(settings) if isinstance(settings, Sequence) else (settings,) * len(heads)
+    if len(per_head) != len(heads):
+        raise InputError(f"there are {len(per_head)} settings for {len(heads)} heads: give one per head or one for all")
     if out is None:
-        everything = len(chosen) == shape.query_heads and kv_start is None
-        out = torch.empty_like(q) if everything else torch.zeros_like(q)
+        complete = len(heads) == shape.query_heads and kv_start is None
+        out = torch.empty_like(q) if complete else torch.zeros_like(q)
     elif out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
         raise InputError(f"out is {out.dtype} {tuple(out.shape)} on {out.device}: it must be like q")
-    ran, reason = choose_backend(q, k, v, backend)
+    used_backend, reason = choose_backend(q, k, v, backend)
     tallies: list[tuple[tuple[int, ...], Tally]] = []
-    for part_q, part_k, part_v, part_out in _sequences(q, k, v, out, kv_start, chosen):
-        for one in dict.fromkeys(each):
-            members = tuple(i for i, other in enumerate(each) if other == one)
-            selection = select(part_q, part_k, one, scale=scale, heads=[chosen[i] for i in members])
-            attend(part_q, part_k, part_v, selection, scale=scale, out=part_out, backend=ran)
+    for part_q, part_k, part_v, part_out in _without_padding(q, k, v, out, kv_start, heads):
+        for distinct in dict.fromkeys(per_head):
+            members = tuple(index for index, of_head in enumerate(per_head) if of_head == distinct)
+            selection = select(part_q, part_k, distinct, scale=scale, heads=[heads[index] for index in members])
+            attend(part_q, part_k, part_v, selection, scale=scale, out=part_out, backend=used_backend)
             tallies.append((members, selection.tally))
-    return out, BaselineStats(ran, reason, chosen, each, tuple(tallies))
+    return out, BaselineStats(used_backend, reason, heads, per_head, tuple(tallies))
 
 
 def select(
-    q: Tensor, k: Tensor, settings: Baseline, *, scale: float | None = None, heads: Sequence[int] | None = None
+    q: Tensor, k: Tensor, settings: BaselineSettings, *, scale: float | None = None, heads: Sequence[int] | None = None
 ) -> Selection:
-    """The blocks that `settings` choose for some query heads, all if None.
+    """The key blocks that a baseline chooses.
 
-    q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D].
+    Args:
+        q: [B, Hq, Lq, D], any floating type.
+        k: [B, Hkv, Lk, D] in the type and on the device of q.
+        scale: multiplies the scores; positive, D ** -0.5 by default.
+        heads: the query heads to choose for, all by default.
+
+    Raises:
+        InputError: the tensors or heads do not fit one another.
+        ConfigError: the settings are out of their range, or none of a baseline's.
     """
     shape = call_shape(q, k, k)
-    chosen = _checked_heads(heads, shape.query_heads)
-    scale = _checked_scale(scale, shape.head_dim)
+    heads = _checked_heads(heads, shape.query_heads)
+    scale = checked_scale(scale, shape.head_dim)
     settings.validate()
-    if type(settings) not in CHOICES:
+    if type(settings) not in SELECTORS:
         raise ConfigError(f"{settings!r:.60} is no baseline's settings: use one of s2o_runtime.baselines.BASELINES")
     with launching_on(q.device):
-        return CHOICES[type(settings)](q, k, settings, scale=scale, heads=chosen)
+        return SELECTORS[type(settings)](q, k, settings, scale=scale, heads=heads)
 
 
 def attend(
@@ -151,28 +173,37 @@ def attend(
     lse: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Attention of the selection's heads over their blocks.
+    """Attention of the selection's heads over the keys selected for them.
 
-    out: [B, Hq, Lq, D] to write into, other heads are left as they are; without it they are zero.
-    lse: float32 [B, Hq, Lq] to write the log-sum-exp of the computed scores into.
+    Args:
+        q: [B, Hq, Lq, D]; k, v: [B, Hkv, Lk, D]; as for `select`.
+        scale: multiplies the scores; positive, D ** -0.5 by default.
+        out: [B, Hq, Lq, D] to write into. Other heads keep what they hold; without `out` they are zero.
+        lse: float32 [B, Hq, Lq] to write the log-sum-exp of the computed scores into.
+        backend: as for `baseline_attention`.
+
+    Returns:
+        The output [B, Hq, Lq, D] in the type of q.
+
+    Raises:
+        InputError: the tensors do not fit one another or the selection, or the backend cannot do the call.
     """
     shape = call_shape(q, k, v)
-    scale = _checked_scale(scale, shape.head_dim)
+    scale = checked_scale(scale, shape.head_dim)
     if (shape.q_len, shape.kv_len) != (selection.grid.q_len, selection.grid.kv_len):
         raise InputError(
             f"the selection is for {selection.grid.q_len} queries and {selection.grid.kv_len} keys but there are "
             f"{shape.q_len} and {shape.kv_len}: select again"
         )
     if out is None:
-        everything = len(selection.heads) == shape.query_heads
-        out = torch.empty_like(q) if everything else torch.zeros_like(q)
-    ran, _ = choose_backend(q, k, v, backend)
-    if ran == "reference":
-        attend_reference(q, k, v, selection, scale, out, lse)
+        complete = len(selection.heads) == shape.query_heads
+        out = torch.empty_like(q) if complete else torch.zeros_like(q)
+    if choose_backend(q, k, v, backend)[0] == "reference":
+        attend_reference(q, k, v, selection, scale=scale, out=out, lse=lse)
         return out
-    from s2o_runtime.kernels.block_sparse import HEAD_DIMS, block_sparse_attention
+    from s2o_runtime.baselines.kernels.block_sparse import block_sparse_attention
 
-    head_dim = next(size for size in HEAD_DIMS if shape.head_dim <= size)
+    head_dim = next(size for size in BLOCK_SPARSE_HEAD_DIMS if shape.head_dim <= size)
     keys = take(k, selection.kv_heads) if selection.keys is None else selection.keys
     values = take(v, selection.kv_heads)
     if selection.key_order is not None:
@@ -180,7 +211,7 @@ def attend(
     fits = shape.head_dim == head_dim and out.stride(3) == 1
     target = out if fits else q.new_empty(*q.shape[:3], head_dim)
     with launching_on(q.device):
-        queries, keys, values = (laid_out(t, head_dim) for t in (q, keys, values))
+        queries, keys, values = (laid_out(tensor, head_dim) for tensor in (q, keys, values))
         here = INTERPRETED if interpreted() else capability(q.device)
         block_sparse_attention(queries, keys, values, selection, scale, target, lse, here)
     if not fits:
@@ -190,12 +221,16 @@ def attend(
 
 
 def choose_backend(q: Tensor, k: Tensor, v: Tensor, backend: Backend) -> tuple[Literal["triton", "reference"], str]:
-    """The backend of a call, and why. Raises InputError if the one asked for cannot do it."""
+    """The backend of a call, and why.
+
+    Raises:
+        InputError: the backend is not known or cannot do the call.
+    """
     if backend not in get_args(Backend):
         raise InputError(f"backend {backend!r} is not known: use one of {get_args(Backend)}")
     if backend == "reference":
         return "reference", "asked for"
-    obstacle = _obstacle(q, k, v)
+    obstacle = _kernel_obstacle(q, k, v)
     if backend == "triton":
         if obstacle:
             raise InputError(f'{obstacle}: run with backend="reference"')
@@ -205,9 +240,9 @@ def choose_backend(q: Tensor, k: Tensor, v: Tensor, backend: Backend) -> tuple[L
     return ("triton", "the kernel supports this call") if obstacle is None else ("reference", obstacle)
 
 
-def _obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def _kernel_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the kernel cannot do a call, or None if it can."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if needs_gradients(q, k, v):
         return "the kernel has no backward pass and gradients are enabled"
     if q.shape[3] > HEAD_DIM:
         return f"head_dim {q.shape[3]} is not supported by the block-sparse kernel (up to {HEAD_DIM})"
@@ -217,42 +252,32 @@ def _obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"the tensors are on {q.device.type}, the kernel needs a GPU"
     if q.dtype not in KERNEL_TYPES:
         return f"{q.dtype} is not supported by the kernel (bfloat16, float16)"
-    from s2o_runtime.kernels.block_sparse import family
-
     here = capability(q.device)
     if here < MIN_CAPABILITY or family(here) is None:
         return f"compute capability {here[0]}.{here[1]} has no block-sparse kernel"
     return None
 
 
-def _sequences(
+def _without_padding(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, kv_start: Tensor | None, heads: tuple[int, ...]
-) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """The call in parts without padding; rows of `out` that stand in the padding become zero."""
     if kv_start is None:
-        return [(q, k, v, out)]
+        yield q, k, v, out
+        return
     offset = k.shape[2] - q.shape[2]
-    found = []
     for b, start in enumerate(kv_start.tolist()):
         row = max(0, start - offset)
-        one = slice(b, b + 1)
+        sequence = slice(b, b + 1)
         for head in heads:
             out[b, head, :row] = 0
         if row < q.shape[2]:
-            found.append((q[one, :, row:], k[one, :, start:], v[one, :, start:], out[one, :, row:]))
-    return found
+            yield q[sequence, :, row:], k[sequence, :, start:], v[sequence, :, start:], out[sequence, :, row:]
 
 
 def _checked_heads(heads: Sequence[int] | None, query_heads: int) -> tuple[int, ...]:
-    chosen = tuple(range(query_heads)) if heads is None else tuple(heads)
-    if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= head < query_heads for head in chosen):
-        raise InputError(f"heads are {chosen}: expected different numbers from 0 to {query_heads - 1}, at least one")
-    return chosen
-
-
-def _checked_scale(scale: float | None, head_dim: int) -> float:
-    if scale is None:
-        return float(head_dim**-0.5)
-    if not scale > 0:
-        raise InputError(f"scale is {scale}: expected a positive number")
-    return scale
+    """The query heads to compute. Raises InputError."""
+    checked = tuple(range(query_heads)) if heads is None else tuple(heads)
+    if not checked or len(set(checked)) != len(checked) or not all(0 <= head < query_heads for head in checked):
+        raise InputError(f"heads are {checked}: expected different numbers from 0 to {query_heads - 1}, at least one")
+    return checked

@@ -1,7 +1,7 @@
 """What a baseline decided: for every block of query rows the key blocks, and single keys, that it computes.
 
-Key blocks come in two kinds. Those whose keys all rows of a row block see are the method's to choose. Those behind
-them, which touch the diagonal, are always computed, with a mask. So a row never sees nothing.
+Key blocks come in two kinds. Among those whose keys all rows of a row block see, the baseline chooses. Those behind
+them, which touch the diagonal, are always computed, with a mask. So every row sees at least one key.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 24  # scores of so many pairs of blocks are held at a time
-SKIP_ROWS = 64  # rows and keys that the skip of the product with v decides about together, on every GPU
+CHUNK = 1 << 24  # pairs of blocks whose scores are held at a time
+SKIP_ROWS = 64  # rows and keys of a tile whose product with v is skipped or not, on every GPU
 SKIP_KEYS = 64
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Where the blocks of a call lie: query i stands at position kv_len - q_len + i.
+    """Where the blocks of a call lie; query i stands at position kv_len - q_len + i.
 
-    row_unit, key_unit: rows may trade places inside so many, and keys; a block where nothing is permuted.
+    Attributes:
+        q_len, kv_len: queries and keys of a sequence.
+        block_m, block_n: rows and keys of a block.
+        row_unit, key_unit: rows, and keys, are permuted inside ranges of this size; a block where they are not.
     """
 
     q_len: int
@@ -35,10 +38,12 @@ class Grid:
 
     @classmethod
     def plain(cls, q: Tensor, k: Tensor, block_m: int, block_n: int) -> Grid:
+        """The grid of q [B, Hq, Lq, D] and k [B, Hkv, Lk, D] where nothing is permuted."""
         return cls(q.shape[2], k.shape[2], block_m, block_n, block_m, block_n)
 
     @property
     def offset(self) -> int:
+        """The position of query 0."""
         return self.kv_len - self.q_len
 
     @property
@@ -57,7 +62,7 @@ class Grid:
         return row // self.row_unit * self.row_unit + self.offset
 
     def last_position(self, device: torch.device) -> Tensor:
-        """The largest one."""
+        """The largest position a row of each row block can have, int64 [rows]."""
         return (self.first_position(device) + self.row_unit).clamp_max(self.kv_len) - 1
 
     def full(self, device: torch.device) -> Tensor:
@@ -70,13 +75,18 @@ class Grid:
         return (units * (self.key_unit // self.block_n)).clamp_max(self.columns)
 
     def rows_of(self, device: torch.device) -> Tensor:
-        """The rows of each row block, int64 [rows]."""
+        """How many rows each row block has, int64 [rows]."""
         row = torch.arange(0, self.rows * self.block_m, self.block_m, device=device)
         return (self.q_len - row).clamp_max(self.block_m)
 
 
 class Tally(NamedTuple):
-    """How many key blocks, and single keys besides, each row block computes: int32 [B, n, row blocks] each."""
+    """How much each row block computes.
+
+    Attributes:
+        counts: int32 [B, n, row blocks], key blocks.
+        column_counts: int32 [B, n, row blocks], single keys besides; None where there are none.
+    """
 
     grid: Grid
     counts: Tensor
@@ -104,13 +114,20 @@ class Tally(NamedTuple):
 class Selection:
     """The key blocks that each row block of some query heads computes.
 
-    heads: the query heads, in the order of all tensors' second dimension; kv_heads: those they read, ascending;
-    slots: which of these each head reads.
-    blocks: int32 [B, n, row blocks, capacity], ascending; counts: int32 [B, n, row blocks], how many of them count.
-    columns, column_counts: int32 [B, n, row blocks, .], single keys besides, ascending.
-    key_order: int32 [B, kv_heads, Lk], which key stands at each place; keys: k in that order.
-    row_order: int32 [B, n, Lq], which query stands in each row.
-    skip: leave out the product with v where all scores are below their row's maximum by this (negative).
+    Attributes:
+        heads: the n query heads, in the order of the second dimension of all tensors.
+        kv_heads: the KV heads that they read, ascending.
+        slots: for each query head the index in `kv_heads` of the one that it reads.
+        grid: where the blocks lie.
+        blocks: int32 [B, n, row blocks, capacity], the key blocks of each row block, ascending.
+        counts: int32 [B, n, row blocks], how many entries of `blocks` are valid.
+        columns: int32 [B, n, row blocks, capacity], single keys besides, ascending; None where there are none.
+        column_counts: int32 [B, n, row blocks], how many entries of `columns` are valid.
+        key_order: int32 [B, kv_heads, Lk], the keys in permuted order; None where they are not permuted.
+        keys: [B, kv_heads, Lk, D], k in that order.
+        row_order: int32 [B, n, Lq], the queries in permuted order; None where they are not permuted.
+        skip: negative; the product of a tile with v is left out where every score is further than this below the
+            maximum of its row so far. None never leaves it out.
     """
 
     heads: tuple[int, ...]
@@ -136,7 +153,7 @@ class Selection:
 
     @property
     def tally(self) -> Tally:
-        """What its density follows from, without the lists."""
+        """How much is computed, without the lists of blocks and keys."""
         return Tally(self.grid, self.counts, self.column_counts)
 
     @property
@@ -148,9 +165,13 @@ class Selection:
 def select_blocks(
     q: Tensor, k: Tensor, grid: Grid, heads: Sequence[int], wanted: Callable[[range], Tensor]
 ) -> Selection:
-    """Lists from masks: `wanted` gives bool [B, len(part), row blocks, key blocks] for a part of `heads`.
+    """The selection of the blocks that a baseline wants, and of those that touch the diagonal.
 
-    What the diagonal touches is added, what nobody sees is taken away.
+    Args:
+        q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D].
+        heads: n query heads.
+        wanted: called with a range of n' indices into `heads`; returns bool [B, n', row blocks, key blocks]. What it
+            says of blocks that touch the diagonal, or that no row sees, is ignored.
     """
     batch, device = q.shape[0], q.device
     column = torch.arange(grid.columns, device=device)
@@ -165,15 +186,19 @@ def select_blocks(
 
 
 def with_columns(chosen: Selection, columns: Tensor) -> Selection:
-    """Add single keys, int64 [B, n, V] ascending, for the rows that see them all and do not compute their block."""
+    """Add single keys to a selection, for the row blocks that see the key whole and do not compute its block.
+
+    Args:
+        columns: int64 [B, n, V], the keys of each head, ascending.
+    """
     grid, device = chosen.grid, columns.device
     batch, n, width = columns.shape
     keys, counts = _empty_lists(batch, n, grid.rows, width, device)
     edge = (grid.full(device) * grid.block_n)[:, None]
-    place = torch.arange(grid.columns, device=device)
+    entry = torch.arange(grid.columns, device=device)
     for part in parts(n, batch * grid.rows * max(width, grid.columns)):
         at = as_slice(part)
-        listed = chosen.blocks[:, at].long().masked_fill(place >= chosen.counts[:, at, :, None], grid.columns)
+        listed = chosen.blocks[:, at].long().masked_fill(entry >= chosen.counts[:, at, :, None], grid.columns)
         computed = torch.zeros(*listed.shape[:3], grid.columns + 1, dtype=torch.bool, device=device)
         computed.scatter_(-1, listed, True)
         column = columns[:, at, None].expand(-1, -1, grid.rows, -1)
@@ -183,10 +208,17 @@ def with_columns(chosen: Selection, columns: Tensor) -> Selection:
 
 
 def top_share(weights: Tensor, keep: float, candidates: Tensor) -> Tensor:
-    """The fewest, heaviest entries of each row that together hold `keep` of its sum: bool like `weights`.
+    """The fewest entries of each row that together hold the share `keep` of its sum, heaviest first.
 
-    weights: at least 0, and 0 where `candidates`, bool that broadcasts, is False. The entry that reaches the share
-    belongs to it; entries of equal weight come in any order.
+    The entry that reaches the share belongs to it; entries of equal weight come in any order.
+
+    Args:
+        weights: [..., C], at least 0, and 0 where `candidates` is False.
+        keep: the share, from 0 to 1; 1 keeps all candidates.
+        candidates: bool that broadcasts to `weights`.
+
+    Returns:
+        bool like `weights`.
     """
     if keep >= 1.0:
         return candidates.expand_as(weights).clone()
@@ -197,17 +229,18 @@ def top_share(weights: Tensor, keep: float, candidates: Tensor) -> Tensor:
 
 
 def all_heads(q: Tensor, heads: Sequence[int] | None) -> tuple[int, ...]:
+    """These query heads, or for None all of q [B, Hq, Lq, D]."""
     return tuple(range(q.shape[1])) if heads is None else tuple(heads)
 
 
 def read_heads(heads: Sequence[int], group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The KV heads that query heads read, ascending, and which of these each reads."""
+    """The KV heads that query heads read, ascending, and for each query head the index of its own among them."""
     kv_heads = tuple(sorted({head // group for head in heads}))
     return kv_heads, tuple(kv_heads.index(head // group) for head in heads)
 
 
 def take(x: Tensor, heads: Sequence[int], dim: int = 1) -> Tensor:
-    """Some heads of x; a view where they lie together."""
+    """Some heads of x along dimension `dim`; a view where they are adjacent."""
     first = heads[0]
     if list(heads) == list(range(first, first + len(heads))):
         return x.narrow(dim, first, len(heads))
@@ -221,13 +254,14 @@ def index_table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def parts(n: int, elements: int) -> Iterator[range]:
-    """Cut n heads so that `elements` of each stay below `CHUNK`, or one by one."""
+    """Cut n heads into ranges so that `elements` for each head stay below `CHUNK` in total, or into single heads."""
     step = max(1, CHUNK // max(1, elements))
     for begin in range(0, n, step):
         yield range(begin, min(begin + step, n))
 
 
 def as_slice(part: range) -> slice:
+    """A range of step 1 as a slice."""
     return slice(part.start, part.stop)
 
 
@@ -236,22 +270,22 @@ def split(x: Tensor, dim: int, size: int) -> Tensor:
     return x.view(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def score_type(dtype: torch.dtype) -> torch.dtype:
     """The type that scores are computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _empty_lists(batch: int, n: int, rows: int, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    # one entry more than needed, where everything lands that is not on the list
+    # one entry more than needed: what is not on the list is written there
     lists = torch.zeros(batch, n, rows, capacity + 1, dtype=torch.int32, device=device)
     return lists, torch.zeros(batch, n, rows, dtype=torch.int32, device=device)
 
 
 def _write_list(mask: Tensor, values: Tensor, lists: Tensor, counts: Tensor) -> None:
-    """The values [.., C] under the mask [.., C], in order, into lists [.., C + 1]; their number into counts [..]."""
+    """Write the values [.., C] under the mask [.., C] into lists [.., C + 1], in order, their number into counts."""
     if mask.shape[-1] == 0:
         return
-    place = mask.cumsum(-1, dtype=torch.int32)
-    counts.copy_(place[..., -1])
-    target = torch.where(mask, place - 1, mask.shape[-1]).long()
-    lists.scatter_(-1, target, values.expand(mask.shape))
+    rank = mask.cumsum(-1, dtype=torch.int32)
+    counts.copy_(rank[..., -1])
+    entry = torch.where(mask, rank - 1, mask.shape[-1]).long()
+    lists.scatter_(-1, entry, values.expand(mask.shape))

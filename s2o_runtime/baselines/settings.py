@@ -1,74 +1,35 @@
-"""The options of every baseline, their ranges, and how they are written as text and as JSON."""
+"""The options of every baseline, their ranges, and how they are written as text."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from s2o_runtime.errors import ConfigError
+from s2o_runtime.fields import Rule
 
 BLOCKS = (64, 128, 256)
 MAX_COUNT = 1 << 24
-METHOD = "method"  # the key of a record that names the class
-
-
-class Rule(NamedTuple):
-    """What a field may be: numbers from `low` to `high`, one of `allowed`, a switch, and perhaps None."""
-
-    low: float = 0.0
-    high: float = 0.0
-    allowed: tuple[int, ...] = ()
-    whole: bool = False
-    switch: bool = False
-    optional: bool = False
-
-    def __str__(self) -> str:
-        if self.switch:
-            return "True or False"
-        if self.allowed:
-            return f"one of {self.allowed}"
-        kind = "a whole number" if self.whole else "a number"
-        return f"{kind} from {self.low:.9g} to {self.high:.9g}" + (" or None" if self.optional else "")
-
-    def admits(self, value: object) -> bool:
-        if value is None:
-            return self.optional
-        if isinstance(value, bool) or self.switch:
-            return self.switch and isinstance(value, bool)
-        if not isinstance(value, int if self.whole or self.allowed else (int, float)):
-            return False
-        return value in self.allowed if self.allowed else math.isfinite(value) and self.low <= value <= self.high
-
-    def read(self, text: str) -> object:
-        """The value that `text` stands for; the text itself if it stands for none."""
-        if self.switch or (self.optional and text == "none"):
-            return {"true": True, "false": False, "none": None}.get(text, text)
-        try:
-            return int(text) if self.whole or self.allowed else float(text)
-        except ValueError:
-            return text
 
 
 def _share(default: float) -> Any:
-    return field(default=default, metadata={"rule": Rule(1e-6, 1.0)})
+    return field(default=default, metadata={"rule": Rule(float, 1e-6, 1.0)})
 
 
 def _number(default: float | None, low: float, high: float) -> Any:
-    return field(default=default, metadata={"rule": Rule(low, high, optional=default is None)})
+    return field(default=default, metadata={"rule": Rule(float, low, high, optional=default is None)})
 
 
 def _count(default: int, low: int = 0, high: int = MAX_COUNT) -> Any:
-    return field(default=default, metadata={"rule": Rule(low, high, whole=True)})
+    return field(default=default, metadata={"rule": Rule(int, low, high)})
 
 
 def _one_of(default: int, allowed: tuple[int, ...]) -> Any:
-    return field(default=default, metadata={"rule": Rule(allowed=allowed)})
+    return field(default=default, metadata={"rule": Rule(int, allowed=allowed)})
 
 
 def _switch(default: bool) -> Any:
-    return field(default=default, metadata={"rule": Rule(switch=True)})
+    return field(default=default, metadata={"rule": Rule(bool)})
 
 
 Self = TypeVar("Self", bound="_Settings")
@@ -79,18 +40,18 @@ class _Settings:
     name: ClassVar[str]
 
     def validate(self: Self) -> Self:
-        """Raises ConfigError naming the field that is out of its range."""
-        for each in fields(self):
-            _admit(type(self), each, getattr(self, each.name))
+        """Return the settings themselves.
+
+        Raises:
+            ConfigError: an option is out of its range; the sentence names it.
+        """
+        for option in fields(self):
+            _admit(type(self), option, getattr(self, option.name))
         self._check()
         return self
 
     def _check(self) -> None:
-        """What depends on several fields."""
-
-    def record(self) -> dict[str, object]:
-        """For JSON: the method's name and every field."""
-        return {METHOD: self.name, **asdict(self)}
+        """Raise ConfigError for options that do not fit one another."""
 
     def __str__(self) -> str:
         options = (f"{name}={_text(value)}" for name, value in asdict(self).items())
@@ -101,8 +62,10 @@ class _Settings:
 class MeanPooling(_Settings):
     """Blocks by the softmax of pooled queries and keys (PBS-Attn, Algorithm 2).
 
-    keep: the share of a row's mass that the chosen blocks hold; block: queries and keys of a block;
-    first: so many blocks at the beginning are always computed.
+    Attributes:
+        keep: the share of a row's mass that the chosen blocks hold.
+        block: queries and keys of a block.
+        first: blocks at the beginning that are always computed.
     """
 
     name: ClassVar[str] = "mean-pooling"
@@ -113,10 +76,15 @@ class MeanPooling(_Settings):
 
 @dataclass(frozen=True)
 class PBS(_Settings):
-    """PBS-Attn: keys sorted inside each segment by what the last block of queries gives them, then MeanPooling.
+    """PBS-Attn: keys sorted inside each segment by the attention of the last block of queries, then MeanPooling.
 
-    permute: sort keys; permute_queries: cluster queries by the key block they are most similar to; with neither it
-    is MeanPooling. The segment that holds a row block's own positions is always computed.
+    The segment that holds a row block's own positions is always computed.
+
+    Attributes:
+        keep, block, first: as in MeanPooling.
+        segment: keys (and queries) that are permuted among themselves; a multiple of `block`.
+        permute: sort keys.
+        permute_queries: cluster queries by the key block they are most similar to; with neither it is MeanPooling.
     """
 
     name: ClassVar[str] = "pbs"
@@ -136,9 +104,12 @@ class PBS(_Settings):
 class Sparge(_Settings):
     """SpargeAttn without quantisation.
 
-    keep: tau of TopCdf; similarity: theta, blocks less alike inside are always computed; skip: lambda, the product
-    with v is left out where every score is that far below its row's maximum, None never; block, block_k: queries and
-    keys of a block.
+    Attributes:
+        keep: tau of TopCdf, the share of a row's mass that the chosen blocks hold.
+        similarity: theta; blocks with a smaller self-similarity are always computed.
+        skip: lambda, negative; the product with v is left out where every score is further than this below the maximum
+            of its row so far. None never leaves it out.
+        block, block_k: queries and keys of a block.
     """
 
     name: ClassVar[str] = "sparge"
@@ -151,7 +122,13 @@ class Sparge(_Settings):
 
 @dataclass(frozen=True)
 class AShape(_Settings):
-    """MInference's A-shape: the first `sink` keys and the `local` last ones, rounded up to blocks."""
+    """MInference's A-shape: the first keys and the last ones, rounded up to blocks.
+
+    Attributes:
+        sink: first keys.
+        local: last keys of each row.
+        block: queries and keys of a block.
+    """
 
     name: ClassVar[str] = "a-shape"
     sink: int = _count(1024)
@@ -161,7 +138,14 @@ class AShape(_Settings):
 
 @dataclass(frozen=True)
 class VerticalSlash(_Settings):
-    """MInference's vertical-slash: `vertical` columns and `slash` diagonals, by what the last `queries` rows see."""
+    """MInference's vertical-slash: the columns and diagonals with the most attention from the last queries.
+
+    Attributes:
+        vertical: columns, single keys of all rows.
+        slash: diagonals, at block granularity.
+        queries: last queries whose attention decides.
+        block: queries and keys of a block.
+    """
 
     name: ClassVar[str] = "vertical-slash"
     vertical: int = _count(1000)
@@ -172,7 +156,13 @@ class VerticalSlash(_Settings):
 
 @dataclass(frozen=True)
 class Antidiagonal(_Settings):
-    """XAttention: blocks by the softmax of sums along every `stride`th antidiagonal."""
+    """XAttention: blocks by the softmax of sums along antidiagonals.
+
+    Attributes:
+        keep: the share of a row's mass that the chosen blocks hold.
+        stride: the distance of the antidiagonals.
+        block: queries and keys of a block.
+    """
 
     name: ClassVar[str] = "xattention"
     keep: float = _share(0.9)
@@ -182,85 +172,47 @@ class Antidiagonal(_Settings):
 
 Baseline = MeanPooling | PBS | Sparge | AShape | VerticalSlash | Antidiagonal
 BASELINES: dict[str, type[Baseline]] = {
-    each.name: each for each in (MeanPooling, PBS, Sparge, AShape, VerticalSlash, Antidiagonal)
+    settings.name: settings for settings in (MeanPooling, PBS, Sparge, AShape, VerticalSlash, Antidiagonal)
 }
 
 
 def parse(text: str) -> Baseline:
-    """Settings from text: a method, then options that differ from the defaults.
+    """Settings from text: the name of a baseline, then the options that differ from their defaults.
 
-    Raises ConfigError. `str(settings)` is the inverse.
+    `str(settings)` is the inverse.
+
+    Raises:
+        ConfigError: the text names no baseline or no option of it, or a value is out of its range.
 
     >>> parse("pbs:keep=0.8,segment=512").segment
     512
     """
-    name, _, rest = text.partition(":")
-    kind = _kind(name)
-    rules = {each.name: _rule(each) for each in fields(kind)}
-    values: dict[str, object] = {}
-    for option in filter(None, rest.split(",")):
-        key, equals, value = option.partition("=")
+    name, _, assignments = text.partition(":")
+    if name not in BASELINES:
+        raise ConfigError(f"baseline {name!r:.60} is not known: use one of {', '.join(BASELINES)}")
+    options = {option.name: option for option in fields(BASELINES[name])}
+    values: dict[str, Any] = {}
+    for assignment in filter(None, assignments.split(",")):
+        key, equals, value_text = assignment.partition("=")
         if not equals:
-            raise ConfigError(f"option {option!r} of {name} has no value: write {name}:name=value")
-        if key not in rules:
-            raise ConfigError(f"{name} has no option {key!r}: use {', '.join(rules)}")
+            raise ConfigError(f"option {assignment!r} of {name} has no value: write {name}:name=value")
+        if key not in options:
+            raise ConfigError(f"{name} has no option {key!r}: use {', '.join(options)}")
         if key in values:
             raise ConfigError(f"option {key} of {name} is given twice: give it once")
-        values[key] = rules[key].read(value)
-    return _made(kind, values)
+        values[key] = _rule(options[key]).checked(value_text, f"{key} of {name}")
+    return BASELINES[name](**values).validate()
 
 
-def from_record(record: object) -> Baseline:
-    """The inverse of `record()`, with every field present and no other. Raises ConfigError naming the field."""
-    if not isinstance(record, Mapping):
-        raise ConfigError(f"a baseline's record is {record!r:.60}: expected an object")
-    name = record.get(METHOD)
-    if not isinstance(name, str):
-        raise ConfigError(f"{METHOD} of a baseline's record is {name!r:.60}: expected one of {', '.join(BASELINES)}")
-    kind = _kind(name)
-    known = [each.name for each in fields(kind)]
-    for key in record:
-        if key not in (METHOD, *known):
-            raise ConfigError(f"{name} has no field {key!r:.60}: expected {', '.join(known)}")
-    for key in known:
-        if key not in record:
-            raise ConfigError(f"field {key} of {name} is missing: expected {', '.join(known)}")
-    return _made(kind, {key: record[key] for key in known})
-
-
-def _kind(name: str) -> type[Baseline]:
-    if name not in BASELINES:
-        raise ConfigError(f"method {name!r:.60} is not known: use one of {', '.join(BASELINES)}")
-    return BASELINES[name]
-
-
-def _made(kind: type[Baseline], values: dict[str, object]) -> Baseline:
-    for each in fields(kind):
-        if each.name in values:
-            _admit(kind, each, values[each.name])
-    given: dict[str, Any] = {
-        # 1 and 1.0 are one setting, written one way
-        each.name: float(value) if _is_float(each) and isinstance(value, int) else value
-        for each in fields(kind)
-        if (value := values.get(each.name, each.default)) is not None or each.name in values
-    }
-    return kind(**given).validate()
-
-
-def _rule(each: Field[Any]) -> Rule:
-    rule: Rule = each.metadata["rule"]
+def _rule(option: Field[Any]) -> Rule:
+    rule: Rule = option.metadata["rule"]
     return rule
 
 
-def _is_float(each: Field[Any]) -> bool:
-    rule = _rule(each)
-    return not (rule.whole or rule.allowed or rule.switch)
-
-
-def _admit(kind: type[_Settings], each: Field[Any], value: object) -> None:
-    rule = _rule(each)
+def _admit(baseline: type[_Settings], option: Field[Any], value: object) -> None:
+    rule = _rule(option)
     if not rule.admits(value):
-        raise ConfigError(f"{each.name} of {kind.name} is {value!r:.60}: expected {rule}")
+        raise ConfigError(rule.complaint(value, f"{option.name} of {baseline.name}"))
 
 
 def _text(value: object) -> str:

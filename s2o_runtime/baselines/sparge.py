@@ -26,7 +26,14 @@ from s2o_runtime.baselines.settings import Sparge
 
 
 def select(q: Tensor, k: Tensor, settings: Sparge, *, scale: float, heads: Sequence[int] | None = None) -> Selection:
-    """The blocks of `heads`, all if None (Algorithm 1, lines 4 to 6); q: [B, Hq, Lq, D], k: [B, Hkv, Lk, D]."""
+    """The key blocks of `heads` (all by default).
+
+    Args:
+        q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D].
+        scale: multiplies the scores.
+
+    Source: SpargeAttn, Algorithm 1, lines 4 to 6.
+    """
     heads = all_heads(q, heads)
     grid = Grid.plain(q, k, settings.block, settings.block_k)
     kv_heads, slots = read_heads(heads, q.shape[1] // k.shape[1])
@@ -37,11 +44,11 @@ def select(q: Tensor, k: Tensor, settings: Sparge, *, scale: float, heads: Seque
     visible = torch.arange(grid.columns, device=q.device) < grid.visible(q.device)[:, None]
 
     def wanted(part: range) -> Tensor:
-        of = [slots[i] for i in part]
-        outside = take(different_k, of)
-        candidates = visible & ~outside
-        scores = (queries.mean[:, as_slice(part)] @ take(keys.mean, of).transpose(2, 3)).mul_(scale)
+        part_slots = [slots[i] for i in part]
+        always = take(different_k, part_slots)
+        candidates = visible & ~always
+        scores = (queries.mean[:, as_slice(part)] @ take(keys.mean, part_slots).transpose(2, 3)).mul_(scale)
         weights = scores.masked_fill_(~candidates, float("-inf")).softmax(-1).masked_fill_(~candidates, 0.0)
-        return top_share(weights, settings.keep, candidates) | outside | different_q[:, as_slice(part)]
+        return top_share(weights, settings.keep, candidates) | always | different_q[:, as_slice(part)]
 
     return replace(select_blocks(q, k, grid, heads, wanted), skip=settings.skip)

@@ -1,7 +1,8 @@
 """XAttention's antidiagonal scores (arXiv 2503.16428, Algorithm 1).
 
-`stride` queries, last first, laid side by side and as many keys, first first: their product is the sum of an
-antidiagonal of the score matrix, and a softmax over these sums stands for the attention of a block.
+The rows of `stride` adjacent queries in reverse order, and those of `stride` adjacent keys, are concatenated: the
+product of the two is the sum of an antidiagonal of the score matrix. A softmax over these sums approximates the
+attention to a block.
 """
 
 from __future__ import annotations
@@ -12,25 +13,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.attention import KERNEL_TYPES
 from s2o_runtime.baselines.selection import (
     CHUNK,
     Grid,
     Selection,
     all_heads,
+    score_type,
     select_blocks,
     split,
     top_share,
-    wide,
 )
 from s2o_runtime.baselines.settings import Antidiagonal
-from s2o_runtime.gpu import capability
+from s2o_runtime.devices import capability
+from s2o_runtime.shapes import KERNEL_TYPES
+from s2o_runtime.tiles import family
 
 
 def select(
     q: Tensor, k: Tensor, settings: Antidiagonal, *, scale: float, heads: Sequence[int] | None = None
 ) -> Selection:
-    """The blocks of `heads`, all if None; q: [B, Hq, Lq, D], k: [B, Hkv, Lk, D]."""
+    """The key blocks of `heads` (all by default).
+
+    Args:
+        q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D].
+        scale: multiplies the scores.
+
+    Source: XAttention, Algorithm 1.
+    """
     heads = all_heads(q, heads)
     grid = Grid.plain(q, k, settings.block, settings.block)
     candidates = torch.arange(grid.columns, device=q.device) < grid.visible(q.device)[:, None]
@@ -43,13 +52,18 @@ def select(
 
 
 def head_weights(q: Tensor, k: Tensor, heads: Sequence[int], grid: Grid, stride: int, scale: float) -> Tensor:
-    """Mean softmax mass of each block, [B, len(heads), row blocks, key blocks]; q: [B, Hq, Lq, D], k: [B, Hkv, Lk, D].
+    """Mean softmax mass of each block, by a kernel where there is one for the device and the type.
 
-    By a kernel where there is one for the device and the type.
+    Args:
+        q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D].
+        stride: the distance of the antidiagonals.
+        scale: multiplies the scores.
+
+    Returns:
+        [B, len(heads), row blocks, key blocks].
     """
     if q.is_cuda and q.dtype in KERNEL_TYPES:
-        from s2o_runtime.kernels.antidiagonal import antidiagonal_mass  # imports triton
-        from s2o_runtime.kernels.block_sparse import family
+        from s2o_runtime.baselines.kernels.antidiagonal import antidiagonal_mass  # imports triton
 
         here = capability(q.device)
         if family(here) is not None:
@@ -63,7 +77,7 @@ def block_weights(q: Tensor, k: Tensor, grid: Grid, stride: int, scale: float) -
     batch, q_len, _ = q.shape
     rows = _grouped(q, stride, grid.rows * grid.block_m, last_first=True)
     keys = _grouped(k, stride, grid.columns * grid.block_n)
-    weights = torch.zeros(batch, grid.rows, grid.columns, dtype=wide(q.dtype), device=q.device)
+    weights = torch.zeros(batch, grid.rows, grid.columns, dtype=score_type(q.dtype), device=q.device)
     per_row, per_column = grid.block_m // stride, grid.block_n // stride
     step = max(1, CHUNK // (batch * keys.shape[1] * per_row))  # row blocks at a time
     for begin in range(0, grid.rows, step):

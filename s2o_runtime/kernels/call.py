@@ -1,4 +1,4 @@
-"""Everything about one call that its kernels share."""
+"""What all kernels of one call share: its shape, and the per-head settings on the device."""
 
 from __future__ import annotations
 
@@ -11,36 +11,50 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.config import HeadConfig, LayerConfig
+from s2o_runtime.config import HeadConfig, LayerConfig, config_obstacle
+from s2o_runtime.errors import InputError
 from s2o_runtime.shapes import CallShape
 
-RULES = ("raw", "share", "rest")
-TAIL = 4
-SKIP = 8
+# A head's flags: its StopRule in the bits of the first, and one bit each for the others.
+STOP_RULE_BITS = 3
+TAIL = 4  # the head has a tail
+ELSEWHERE = 8  # a baseline computes the head: the prefill kernels leave its output alone
 
 
 class HeadTables(NamedTuple):
-    """The per-head parameters on the device, one entry per query head. A segment of 0 marks a head without prefix."""
+    """The per-head settings, on the device with one entry per query head, and what the launches need of them.
 
-    tau: Tensor  # float32 [Hq]
-    segment: Tensor  # int32 [Hq]
-    rule: Tensor  # int32 [Hq], the threshold's number in RULES, plus TAIL for heads with a tail; SKIP: not computed
-    part: Tensor  # int32 [Hq], queries of a representative
-    representatives: Tensor  # int32 [Hq], of a segment
-    counts: tuple[int, ...]  # the different numbers of representatives of the s2o heads
-    shortest: int  # the shortest segment of the s2o heads, 0 if all heads are dense
-    shortest_part: int  # the fewest queries of a representative
-    unit: int  # a number of rows that every segment divides
-    tail: bool  # whether any head has a tail
+    tau: float32 [Hq]; segment: int32 [Hq], 0 marks a head without a prefix; flags: int32 [Hq], see above; part:
+    int32 [Hq], queries of a representative; representatives: int32 [Hq], of a segment.
+    counts: the different numbers of representatives; shortest: the shortest segment, 0 if there is none;
+    shortest_part: the fewest queries of a representative; unit: a number of rows that every segment divides;
+    tail: whether any head has a tail. These five are of the heads in mode "s2o".
+    """
+
+    tau: Tensor
+    segment: Tensor
+    flags: Tensor
+    part: Tensor
+    representatives: Tensor
+    counts: tuple[int, ...]
+    shortest: int
+    shortest_part: int
+    unit: int
+    tail: bool
 
     @property
     def several(self) -> bool:
+        """Whether any head has more than one representative."""
         return self.counts[-1:] > (1,)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the op; for packed sequences batch, q_len and kv_len of `shape` are their number and maxima."""
+    """One call of the op. For packed sequences batch, q_len and kv_len of `shape` are their number and their maxima.
+
+    kv_start: int64 or int32 [B], the first key that counts, of a left-padded batch; cu_q, cu_k: int32 [B + 1], where
+    packed sequences begin.
+    """
 
     config: LayerConfig
     shape: CallShape
@@ -59,32 +73,38 @@ class Call:
         return self.cu_q is not None
 
     @property
-    def starts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """KV_START, CU_Q, CU_K for a kernel: those that are not there are never read, but need a pointer."""
-        spare = self.tables.segment
-        return (
-            spare if self.kv_start is None else self.kv_start,
-            spare if self.cu_q is None else self.cu_q,
-            spare if self.cu_k is None else self.cu_k,
-        )
+    def starts(self) -> dict[str, Tensor | None]:
+        """The arguments KV_START, CU_Q and CU_K of a kernel."""
+        return {"KV_START": self.kv_start, "CU_Q": self.cu_q, "CU_K": self.cu_k}
 
 
 @lru_cache(maxsize=4096)
 def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
+    """The tables of a layer on a device; they are kept for the calls to come.
+
+    Raises:
+        InputError: the kernels cannot compute such a layer.
+    """
+    if obstacle := config_obstacle(config):
+        raise InputError(f'{obstacle}: run with backend="reference"')
     ranked = [head for head in config.heads if head.mode == "s2o"]
 
     def table(value: Callable[[HeadConfig], float], dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor([value(head) for head in config.heads], dtype=dtype).to(device)
 
     return HeadTables(
-        table(lambda head: head.tau, torch.float32),
-        table(lambda head: head.segment if head.mode == "s2o" else 0),
-        table(lambda head: SKIP if head.mode == "blocks" else RULES.index(head.threshold) + TAIL * head.tail),
-        table(lambda head: head.segment // head.representatives if head.mode == "s2o" else 0),
-        table(lambda head: head.representatives),
-        tuple(sorted({head.representatives for head in ranked})),
-        min((head.segment for head in ranked), default=0),
-        min((head.segment // head.representatives for head in ranked), default=0),
-        math.lcm(*(head.segment for head in ranked)),
-        any(head.tail for head in ranked),
+        tau=table(lambda head: head.tau, torch.float32),
+        segment=table(lambda head: head.segment if head.mode == "s2o" else 0),
+        flags=table(_flags),
+        part=table(lambda head: head.segment // head.representatives if head.mode == "s2o" else 0),
+        representatives=table(lambda head: head.representatives),
+        counts=tuple(sorted({head.representatives for head in ranked})),
+        shortest=min((head.segment for head in ranked), default=0),
+        shortest_part=min((head.segment // head.representatives for head in ranked), default=0),
+        unit=math.lcm(*(head.segment for head in ranked)),
+        tail=any(head.tail for head in ranked),
     )
+
+
+def _flags(head: HeadConfig) -> int:
+    return int(head.stop_rule) | TAIL * head.tail | ELSEWHERE * (head.mode == "baseline")

@@ -1,22 +1,30 @@
-"""Launching a compiled kernel without asking Triton again which one it is.
+"""Launching a kernel with arguments by name, and without Triton's binder.
 
-Triton's own launch binds and specialises every argument, 50 to 100 microseconds for a kernel with forty of them.
-What can change the compiled kernel is little: the types, whether pointers and strides are multiples of 16, and the
-constants. So the kernel compiled for aligned pointers is kept under the rest of that, and its launcher called
-directly; calls with other pointers, which are rare, go through Triton.
+`launch` puts arguments into the kernel's own order, so a caller cannot swap two strides. Triton's own launch then binds
+and specialises every argument, 50 to 100 microseconds for a kernel with forty of them. What can change the compiled
+kernel is little: the arguments' types, whether pointers and strides are multiples of 16, and the constants. So the
+kernel that Triton compiled for aligned pointers is kept under the rest of that, and its launcher is called directly
+where this was tested; every other call goes through Triton.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
-from operator import attrgetter, or_
+from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+
+# Versions of Triton whose compiled kernels' `run` was called directly on a GPU and compared with `kernel[grid]`
+# (tests/gpu/test_launch_gpu.py). Its parameters are no public interface: with other versions every launch goes through
+# Triton, and no call becomes a plan. To add a version, run that test with it.
+TESTED_TRITONS = ((3, 6),)
+
+Argument = Tensor | int | float | None
 
 
 class Compiled(NamedTuple):
@@ -25,19 +33,19 @@ class Compiled(NamedTuple):
     run: Any
     function: Any
     metadata: Any
-    constants: tuple[Any, ...]  # in the kernel's order
 
 
+# called with the kernel, None if the launch went through Triton; its grid; its tensors; and its other arguments
 Listener = Callable[[Compiled | None, tuple[int, int, int], Sequence[Tensor], tuple[Any, ...]], None]
 
 
-class _Heard(threading.local):
-    """Who hears of this thread's launches: the kernel, None if it went through Triton; grid; pointers; the rest."""
+class _Observed(threading.local):
+    """The function that `launch` calls after each launch of this thread, if there is one."""
 
-    by: Listener | None = None
+    listener: Listener | None = None
 
 
-heard = _Heard()
+observed = _Observed()
 _dtype = attrgetter("dtype")
 _compiled: dict[tuple[Any, ...], Compiled] = {}
 
@@ -45,51 +53,166 @@ _compiled: dict[tuple[Any, ...], Compiled] = {}
 def launch(
     kernel: Any,
     grid: tuple[int, int, int],
-    pointers: tuple[Tensor, ...],
-    numbers: tuple[int | float, ...],
-    strides: tuple[int, ...],
-    constants: dict[str, Any],
-    trailing: tuple[int, ...] = (),
+    arguments: Mapping[str, Argument],
+    constants: Mapping[str, Any],
     **options: int,
 ) -> None:
-    """Run `kernel` on the current stream, with pointers, numbers, strides, trailing and constants in this order.
+    """Run a kernel on the current stream of its tensors' GPU.
 
-    numbers, trailing: what the kernel does not specialise on; constants: its constexprs by name; options: Triton's.
+    Args:
+        kernel: a function that `triton.jit` or `gluon.jit` made. Its parameters are first the pointers, in capitals,
+            then numbers, then constants.
+        grid: programs in each of the three dimensions.
+        arguments: for every pointer a tensor, or None for one that is absent, which the kernel must not read: it
+            gets the address of its first tensor, which may not be absent. For every other parameter a number.
+            `strides` makes those of strides.
+        constants: the kernel's constexprs.
+        options: Triton's, such as num_warps.
+
+    Raises:
+        TypeError: a parameter of the kernel has no value, or a value belongs to no parameter; the message names it.
     """
-    address = tuple(map(Tensor.data_ptr, pointers))
-    device = pointers[0].device.index
+    binding = _bindings.get(id(kernel)) or _bind(kernel, arguments, constants)
+    try:
+        tensors = binding.pointers(arguments)
+        numbers = binding.numbers(arguments)
+        values = binding.constants(constants)
+    except KeyError:
+        raise _wrong_names(kernel, arguments, constants) from None
+    if len(arguments) + len(constants) != binding.parameters:
+        raise _wrong_names(kernel, arguments, constants)
+    first = tensors[0]
+    pointers = [first if tensor is None else tensor for tensor in tensors]
+    address = list(map(Tensor.data_ptr, pointers))
+    device = first.device.index
+    types = tuple(map(type, numbers))
     key = (
         id(kernel),
         device,
         tuple(map(_dtype, pointers)),
-        _stride_classes(strides),
-        tuple(constants.values()),
-        tuple(options.values()),
+        types,
+        _specialisation(binding.specialised(arguments), types),
+        values,
+        tuple(options.items()),
     )
-    found = _compiled.get(key)
-    aligned = not reduce(or_, address) & 15
-    if found is None or not aligned or hooked():
-        compiled = kernel[grid](*pointers, *numbers, *strides, *trailing, **constants, **options)
-        if aligned and hasattr(compiled, "packed_metadata"):  # not in the interpreter
-            ordered = tuple(constants[name] for name in kernel.arg_names if name in constants)
-            _compiled[key] = Compiled(compiled.run, compiled.function, compiled.packed_metadata, ordered)
-        if heard.by is not None:
-            heard.by(None, grid, pointers, ())
+    compiled = _compiled.get(key)
+    narrow = max(binding.unspecialised(arguments), default=0) < 1 << 31  # 64-bit numbers make it another kernel
+    cacheable = narrow and not reduce(or_, address) & 15
+    if compiled is None or not cacheable or hooked():
+        launched = kernel[grid](*pointers, *numbers, **constants, **options)
+        if cacheable and _direct(triton.__version__) and hasattr(launched, "packed_metadata"):  # not in the interpreter
+            _compiled[key] = Compiled(launched.run, launched.function, launched.packed_metadata)
+        if observed.listener is not None:
+            observed.listener(None, grid, pointers, ())
         return
+    # as Triton's own driver finds the stream; the public `torch.cuda.current_stream` makes an object for it each time
     stream = torch._C._cuda_getCurrentRawStream(device)
-    rest = (*numbers, *strides, *trailing, *found.constants)
-    found.run(*grid, stream, found.function, found.metadata, None, None, None, *address, *rest)
-    if heard.by is not None:
-        heard.by(found, grid, pointers, rest)
+    rest = (*numbers, *values)
+    compiled.run(*grid, stream, compiled.function, compiled.metadata, None, None, None, *address, *rest)
+    if observed.listener is not None:
+        observed.listener(compiled, grid, pointers, rest)
 
 
-@lru_cache(maxsize=4096)
-def _stride_classes(strides: tuple[int, ...]) -> tuple[int, ...]:
-    """What Triton specialises on: the divisor 16, the value 1, and whether 32 bits hold the stride."""
-    return tuple((stride & 15) | (stride == 1) << 4 | (stride >= 1 << 31) << 5 for stride in strides)
+def strides(dimensions: str, **tensors: Tensor | None) -> dict[str, int]:
+    """The stride arguments of some tensors: `strides("bh", q=q)` gives stride_qb and stride_qh.
+
+    Args:
+        dimensions: a letter for each leading dimension whose stride the kernel takes.
+        tensors: by the letter that the kernel's parameters have for them; strides of an absent one (None) are 0.
+    """
+    arguments: dict[str, int] = {}
+    for letter, tensor in tensors.items():
+        names = _stride_names(letter, dimensions)
+        arguments.update(zip(names, (0,) * len(names) if tensor is None else tensor.stride(), strict=False))
+    return arguments
 
 
 def hooked() -> bool:
-    """Whether a profiler wants to hear of launches from Triton itself."""
+    """Whether a profiler has asked Triton to tell it of launches, which a direct call of the launcher would not."""
     hook = triton.knobs.runtime.launch_enter_hook
     return hook is not None and bool(getattr(hook, "calls", True))
+
+
+@lru_cache(maxsize=1)
+def _direct(version: str) -> bool:
+    """Whether compiled kernels of this version of Triton may be called directly."""
+    return tuple(int(part) for part in version.split(".")[:2]) in TESTED_TRITONS
+
+
+class _Binding(NamedTuple):
+    """The permutation of a kernel's arguments: the last five fields pick values by name, in the kernel's order."""
+
+    kernel: Any  # kept, so that its id stays its own
+    parameters: int  # how many
+    pointers: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    numbers: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    specialised: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    unspecialised: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    constants: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+
+
+_bindings: dict[int, _Binding] = {}
+
+
+def _bind(kernel: Any, arguments: Mapping[str, Argument], constants: Mapping[str, Any]) -> _Binding:
+    """The binding of a kernel that is launched for the first time, with these names."""
+    names = list(kernel.arg_names)
+    if set(names) != {*arguments, *constants} or len(names) != len(arguments) + len(constants):
+        raise _wrong_names(kernel, arguments, constants)
+    pointers = [name for name in names if name in arguments and name.isupper()]
+    numbers = [name for name in names if name in arguments and not name.isupper()]
+    ordered = [*pointers, *numbers, *(name for name in names if name in constants)]
+    if names != ordered or not pointers:
+        raise TypeError(f"the parameters of {_name(kernel)} are {names}: expected pointers, numbers, then constants")
+    alike = set(getattr(kernel, "do_not_specialize", ()))  # the interpreter, which compiles nothing, does not say
+    _bindings[id(kernel)] = binding = _Binding(
+        kernel,
+        len(names),
+        _picker(pointers),
+        _picker(numbers),
+        _picker([name for name in numbers if name not in alike]),
+        _picker([name for name in numbers if name in alike]),
+        _picker(ordered[len(arguments) :]),
+    )
+    return binding
+
+
+def _picker(names: list[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """A function that gives the values of these names as a tuple; `itemgetter` does so from two names on."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda values: tuple(values[name] for name in names)
+
+
+def _wrong_names(kernel: Any, arguments: Mapping[str, Argument], constants: Mapping[str, Any]) -> TypeError:
+    """The error for names that are not those of the kernel's parameters."""
+    names, given = list(kernel.arg_names), [*arguments, *constants]
+    missing = [name for name in names if name not in given]
+    unknown = [name for name in given if name not in names]
+    if missing:
+        return TypeError(f"{_name(kernel)} got no value for {', '.join(missing)}: give all of its parameters by name")
+    if unknown:
+        return TypeError(f"{_name(kernel)} has no parameter {', '.join(unknown)}: its parameters are {names}")
+    twice = [name for name in arguments if name in constants]
+    return TypeError(f"{_name(kernel)} got {', '.join(twice)} as an argument and as a constant: give each name once")
+
+
+def _name(kernel: Any) -> str:
+    return getattr(kernel, "__name__", type(kernel).__name__)
+
+
+@lru_cache(maxsize=4096)
+def _specialisation(numbers: tuple[int | float, ...], types: tuple[type, ...]) -> tuple[int, ...]:
+    """What Triton specialises on: whether 16 divides an integer, whether it is 1, and whether 32 bits hold it.
+
+    types: of all numbers of the launch, for the cache, to which 1 and 1.0 are the same key.
+    """
+    return tuple(
+        0 if isinstance(number, float) else (not number & 15) | (number == 1) << 1 | (number >= 1 << 31) << 2
+        for number in numbers
+    )
+
+
+@lru_cache(maxsize=256)
+def _stride_names(letter: str, dimensions: str) -> tuple[str, ...]:
+    return tuple(f"stride_{letter}{dimension}" for dimension in dimensions)

@@ -1,12 +1,12 @@
-"""Repeating a call without the Python that led to its launches.
+"""Plans: repeating a call's launches without the Python code that led to them.
 
-Checking the arguments, choosing a backend, building tuples and allocating tensors one by one takes longer on the
+Checking the arguments, choosing a backend, binding launches and allocating tensors one by one takes longer on the
 host than a few thousand tokens take on the GPU. All of it follows from shapes, strides, types and the config, so
 for a call that comes again it can be kept as a plan: the launches, with every pointer as an offset from an input,
 an output or a workspace, or as an address that stays. A replay fills in the addresses of its own tensors.
 
-A plan holds no memory of the call it was recorded from but the tensors that were there before, such as the tables
-of a config. A call is recorded only if launches are all it does: see `Recorder`.
+A plan keeps alive only those tensors of the recorded call that existed before it, such as the tables of a config.
+A call is recorded only if it does nothing but launch kernels: see `Recorder`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.kernels.launch import Compiled, heard, hooked
+from s2o_runtime.kernels.launch import Compiled, hooked, observed
 
 # Calls that need more workspace are bound by the GPU, and slices of their rows take turns in one piece of memory.
 LARGEST_WORKSPACE = 512 << 20
@@ -44,7 +44,7 @@ class Step(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What an output is made from."""
+    """The shape, strides and type of an output."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
 
 
 class Plan:
-    """The launches of one kind of call on one device.
+    """The launches of calls that are alike, on one device.
 
     The addresses of a replay are those of the inputs that are there, of the outputs, and of the workspace if it
     has one; then `derived` (index of one of these, offset in bytes); then the constants.
@@ -76,9 +76,9 @@ class Plan:
         self._steps = steps
 
     def replay(self, inputs: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
-        """The outputs for these inputs, or None if the plan does not fit them or what goes on around the call.
+        """The outputs for these inputs; None if the plan cannot be used: another device, unaligned tensors, a profiler.
 
-        inputs: as the recorder had them, of the same layouts.
+        inputs: of the same layouts as the recorder's.
         """
         device = self._device
         address = [tensor.data_ptr() for tensor in inputs if tensor is not None]
@@ -98,9 +98,9 @@ class Plan:
             address.append(workspace.data_ptr())
         address += [address[base] + offset for base, offset in self._derived]
         address += self._fixed
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        stream = torch._C._cuda_getCurrentRawStream(device.index)  # as in `launch`
         at = address.__getitem__
-        for (run, function, metadata, _), grid, pointers, rest in self._steps:
+        for (run, function, metadata), grid, pointers, rest in self._steps:
             run(*grid, stream, function, metadata, None, None, None, *map(at, pointers), *rest)
         return tuple(outputs)
 
@@ -108,21 +108,22 @@ class Plan:
 class _Source(NamedTuple):
     """Where an address of a recorded call comes from: an offset from the start of an input or an allocation."""
 
-    kind: str  # "input", "allocation" or "constant", which are numbered each on their own
+    origin: str  # "input", "allocation" or "constant", which are numbered each on their own
     number: int
     offset: int = 0
 
 
 class Recorder:
-    """While entered, takes down what this thread launches; then `plan` makes it a plan.
+    """A context that records this thread's launches; `plan` then turns the record into a plan.
 
     A replay repeats launches, nothing else. So torch may do nothing in the call but allocate uninitialised tensors
     and take views: a copy, a fill or a value read back makes the plan None, as do a launch that went through
-    Triton and a pointer that may belong to more than one input. What a launch is given that is neither an input
-    nor was allocated in the call existed before it and counts as constant.
+    Triton and a pointer that may belong to more than one input. A tensor of a launch that is neither an input
+    nor was allocated in the call existed before it, and its address counts as constant.
 
-    It watches torch as a dispatch mode does, but is none: the first operation in a `TorchDispatchMode` imports
-    torch._dynamo, which takes a second, and the modes of all threads share flags that `torch.compile` reads.
+    It follows torch's operations through the stack of dispatch modes, which is no public interface. The public
+    `TorchDispatchMode` does not serve here: its first operation imports torch._dynamo, which takes a second, and the
+    modes of all threads share flags that `torch.compile` reads.
     """
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
@@ -137,11 +138,11 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         torch._C._push_on_torch_dispatch_stack(self)  # type: ignore[arg-type]
-        heard.by = self._launched
+        observed.listener = self._launched
         return self
 
     def __exit__(self, *raised: object) -> None:
-        heard.by = None
+        observed.listener = None
         torch._C._pop_torch_dispatch_stack(None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -164,7 +165,7 @@ class Recorder:
             self._launches.append((compiled, grid, [source for source in sources if source], rest))
 
     def _source(self, pointer: Tensor) -> _Source | None:
-        """Where a pointer comes from; None where that is not certain."""
+        """Where a pointer comes from; None if that is not certain."""
         address, start = pointer.data_ptr(), pointer.untyped_storage().data_ptr()
         if start in self._newest:
             return _Source("allocation", self._newest[start], address - start)
@@ -198,25 +199,26 @@ class Recorder:
         sources = [source for _, _, used, _ in self._launches for source in used]
         workspace = 0
         for source in sources:
-            if source.kind == "allocation" and (source.kind, source.number) not in bases:
-                bases[source.kind, source.number] = (count, workspace)
+            if source.origin == "allocation" and (source.origin, source.number) not in bases:
+                bases[source.origin, source.number] = (count, workspace)
                 workspace += -(-self._sizes[source.number] // PART_ALIGNMENT) * PART_ALIGNMENT
         if workspace > LARGEST_WORKSPACE:
             return None
         count += workspace > 0
 
+        # the addresses of a replay: inputs, outputs and the workspace, then what is derived from them, then constants
         index_of: dict[_Source, int] = {}
         derived: list[tuple[int, int]] = []
         for source in sources:
-            if source.kind != "constant" and source not in index_of:
-                base, offset = bases[source.kind, source.number]
+            if source.origin != "constant" and source not in index_of:
+                base, offset = bases[source.origin, source.number]
                 index_of[source] = base if offset + source.offset == 0 else count + len(derived)
                 if offset + source.offset:
                     derived.append((base, offset + source.offset))
         constants = {constant.data_ptr(): constant for constant in self._constants}
-        place = {address: count + len(derived) + i for i, address in enumerate(constants)}
+        constant_index = {address: count + len(derived) + i for i, address in enumerate(constants)}
         for i, constant in enumerate(self._constants):
-            index_of[_Source("constant", i)] = place[constant.data_ptr()]
+            index_of[_Source("constant", i)] = constant_index[constant.data_ptr()]
         steps = tuple(
             Step(compiled, grid, tuple(index_of[source] for source in used), rest)
             for compiled, grid, used, rest in self._launches

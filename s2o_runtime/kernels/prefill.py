@@ -14,47 +14,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.kernels.call import SKIP, TAIL, Call
-from s2o_runtime.kernels.launch import launch
-from s2o_runtime.kernels.layout import LOG2E, sequence, window_start
-from s2o_runtime.kernels.rank import BUCKETS, RANK_BYTES, Ranked, log_sums, order, representatives, score
+from s2o_runtime.kernels.call import Call
+from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.primitives import (
+    ELSEWHERE,
+    LOG2E,
+    MAX_REGISTERS,
+    REST,
+    STOP_RULE_BITS,
+    TAIL,
+    WIDE_ELEMENTS,
+    absorb_chunk,
+    absorb_window,
+    behind,
+    diagonal_start,
+    log_sum_exp,
+    sequence,
+    tail_factor,
+    tail_mean,
+    window_start,
+)
+from s2o_runtime.kernels.rank.means import representatives
+from s2o_runtime.kernels.rank.order import BUCKETS, RANK_BYTES, Ranked, order
+from s2o_runtime.kernels.rank.scores import log_sums, score
 from s2o_runtime.kernels.tail import EDGES, Tail, pooled_values, tail_bytes, tail_sums
 
 WORKSPACE_BYTES = 352 << 20  # of one slice; representatives and mean values of a whole call come on top
-NOT_HERE = tl.constexpr(SKIP)  # the rule of heads that another kernel computes
-MAX_REGISTERS = 255  # said aloud, or the compiler spills a few to fit one more program on the SM
-WIDE_ELEMENTS = 1 << 31  # beyond this an offset into one head of k or v needs 64 bits
-
-
-@triton.jit
-def _absorb(q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr):
-    """One tile of keys into the online softmax, in base 2: q [BM, D], k [D, BN], v [BN, D]."""
-    scores = tl.dot(q, k, input_precision="ieee")
-    if MASKED:
-        scores = tl.where(visible, scores, float("-inf"))
-    m_new = tl.maximum(m, tl.max(scores, 1) * qk_scale)
-    # rows that have seen no key yet keep m = -inf; subtract 0 there, not -inf
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-    weights = tl.exp2(scores * qk_scale - m_safe[:, None])
-    decay = tl.exp2(m - m_safe)
-    l = l * decay + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-    return m_new, l, acc
-
-
-@triton.jit
-def _behind(begins, masses, at, steps, EDGES: tl.constexpr):
-    """The mass behind the first `at` of a segment's `steps`: (mass, edge before it, share of that edge's stretch left).
-
-    begins, masses: [EDGES], where the edges lie in the order, and the mass from each on.
-    """
-    e = tl.arange(0, EDGES)
-    edge = tl.sum((begins <= at).to(tl.int32), 0) - 1
-    begin = tl.sum(tl.where(e == edge, begins, 0), 0)
-    end = tl.where(edge == EDGES - 1, steps, tl.sum(tl.where(e == edge + 1, begins, 0), 0))
-    share = (end - at).to(tl.float32) / tl.maximum(end - begin, 1).to(tl.float32)
-    after = tl.sum(tl.where(e == edge + 1, masses, 0.0), 0)
-    return after + share * (tl.sum(tl.where(e == edge, masses, 0.0), 0) - after), edge, share
 
 
 @triton.jit(
@@ -63,15 +48,45 @@ def _behind(begins, masses, at, steps, EDGES: tl.constexpr):
     ]
 )  # fmt: skip
 def _prefill(
-    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, RULE,
+    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, FLAGS,
     qk_scale, q_len, offset, row_begin, chunk, segments,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch, stride_eb, stride_eh,
     GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    GRAIN: tl.constexpr, TAIL: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr,
+    GRAIN: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr, HAS_TAIL: tl.constexpr,
     HAS_START: tl.constexpr, PACKED: tl.constexpr, HAS_LSE: tl.constexpr, ROW_MAX: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    if WIDE:  # a sequence spans 2^31 elements or more: 64-bit offsets into k and v
+    """S2O attention of one row tile: window, prefix until the stop, tail (Algorithms 2 and 3 of the paper).
+
+    With scores s_ij = q_i . k_j * qk_scale, row i keeps m_i = max_j s_ij, l_i = sum_j 2^(s_ij - m_i) and
+    acc_i = sum_j 2^(s_ij - m_i) v_j over the keys j it has visited, and returns acc_i / l_i. After every chunk of the
+    prefix a row's gain is (l_i - l_i') / l_i', where l_i' is its l from before the chunk at the new m_i; the tile's
+    gain is the rows' mean, or their maximum with ROW_MAX, as the paper has it. The tile stops when the gain of a tile
+    of the chunk is below the threshold tau (StopRule.PAPER), or the gain of a tile times the tiles left is
+    (StopRule.REST). Then the tail adds to l_i what the rest of the order is estimated to bring, with its mean value.
+
+    Programs: (row tiles of the slice, the last ones first; Hq; B). Rows, positions, lengths and strides count
+    elements. N' counts the segments of the slice of rows that begins at row_begin; T is the input type (bfloat16,
+    float16). Letters name the strides that a tensor has; tensors without are contiguous. A tensor with the name of a
+    constant behind it is read or written only if that constant is true, and may be absent otherwise.
+
+        Q, OUT            T [B, Hq, Lq, D], strides q and o
+        K, V              T [B, Hkv, Lk, D], strides k and v
+        ORDER             int32 [B, Hq, N', P / GRAIN], strides i: where the keys of each step begin, important first
+        FIRST             int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins (HAS_TAIL)
+        MASS              float32 [B, Hq, N', EDGES]: the ranking's mass from each edge of the order on (HAS_TAIL)
+        SUMS              float32 [B, Hq, N', EDGES, D]: that mass times values (HAS_TAIL)
+        LSE               float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores (HAS_LSE)
+        VISITED           int32 [B, Hq, row tiles], strides c: prefix keys that each row tile visited
+        KV_START          int64 or int32 [B]: the first key that counts (HAS_START)
+        CU_Q, CU_K        int32 [B + 1]: where packed sequences begin (PACKED)
+        TAU               float32 [Hq]: the stop rule's threshold, without a unit
+        SEGMENT, FLAGS    int32 [Hq]: as in `call.HeadTables`
+
+    qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two stop checks; segments: N'; GROUP:
+    query heads of a KV head; STAGES: of Triton's pipeline; WIDE: offsets into k and v need 64 bits.
+    """
+    if WIDE:  # a sequence spans 2^31 elements or more
         stride_kl = stride_kl.to(tl.int64)
         stride_vl = stride_vl.to(tl.int64)
     # long prefixes first: the last row tiles have the most work
@@ -82,8 +97,8 @@ def _prefill(
     start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
     q_max = q_len
     q_first, k_first, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
-    rule = tl.load(RULE + h)
-    q_len = tl.where(rule == NOT_HERE, 0, q_len)
+    flags = tl.load(FLAGS + h)
+    q_len = tl.where((flags & ELSEWHERE) != 0, 0, q_len)
     row0 = row_begin + tile * BM
     n = row0 // tl.maximum(segment, 1)
     first = tl.where(segment > 0, window_start(n, segment, offset, start, BN), start)
@@ -91,7 +106,6 @@ def _prefill(
     position0 = offset + row0
     kv_len = offset + q_len
 
-    offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, D)
     rows = row0 + tl.arange(0, BM)
     position = offset + rows
@@ -112,67 +126,52 @@ def _prefill(
     acc = tl.zeros([BM, D], tl.float32)
 
     # window: whole tiles that every row sees, then the diagonal
-    diagonal = first + tl.maximum(position0 + 1 - first, 0) // BN * BN
-    k_tile = k_base + offs_n[None, :] * stride_kl + offs_d[:, None]
-    v_tile = v_base + offs_n[:, None] * stride_vl + offs_d[None, :]
-    for j in tl.range(first, tl.where(row0 < q_len, diagonal, first), BN, num_stages=STAGES):
-        k = tl.load(k_tile + j * stride_kl)
-        v = tl.load(v_tile + j * stride_vl)
-        m, l, acc = _absorb(q, k, v, m, l, acc, qk_scale, True, False)
-    for j in tl.range(diagonal, tl.minimum(position0 + BM, kv_len), BN, num_stages=1):
-        keys = j + offs_n
-        k = tl.load(k_tile + j * stride_kl, mask=keys[None, :] < kv_len, other=0.0)
-        v = tl.load(v_tile + j * stride_vl, mask=keys[:, None] < kv_len, other=0.0)
-        m, l, acc = _absorb(q, k, v, m, l, acc, qk_scale, keys[None, :] <= position[:, None], True)
+    diagonal = diagonal_start(first, position0, BN)
+    m, l, acc = absorb_window(
+        q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, tl.where(row0 < q_len, first, diagonal),
+        diagonal, tl.minimum(position0 + BM, kv_len), kv_len, position, BN, STAGES,
+    )  # fmt: skip
 
     # prefix: tiles in order, chunk by chunk
     tiles = prefix // BN
-    threshold = tl.load(TAU + h)
-    if rule % 4 == 1:  # share
-        threshold = threshold * BN / tl.maximum(prefix, 1).to(tl.float32)
+    tau = tl.load(TAU + h)
     real_rows = tl.sum(real.to(tl.float32), 0)
     order = ORDER + b.to(tl.int64) * stride_ib + h.to(tl.int64) * stride_ih
-    row = n - row_begin // tl.maximum(segment, 1)
-    order += row.to(tl.int64) * stride_in
+    of_slice = n - row_begin // tl.maximum(segment, 1)  # the segment's number in the slice
+    order += of_slice.to(tl.int64) * stride_in
     done = 0
-    begun = 0
-    brought = l
+    chunk_begin = 0
+    added = l  # what the last chunk added to l
     running = tiles > 0
     while running:
         length = tl.minimum(chunk, tiles - done)
         m_before = m
         l_before = l
-        for c in tl.range(0, length, num_stages=STAGES):
-            index = tl.load(order + ((done + c) * BN + offs_n) // GRAIN) + offs_n % GRAIN
-            k = tl.load(k_base + index[None, :] * stride_kl + offs_d[:, None])
-            v = tl.load(v_base + index[:, None] * stride_vl + offs_d[None, :])
-            m, l, acc = _absorb(q, k, v, m, l, acc, qk_scale, True, False)
-        begun = done
+        m, l, acc = absorb_chunk(
+            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, GRAIN, STAGES
+        )
+        chunk_begin = done
         done += length
+        # the stop: does a tile's gain, or that of all tiles left, reach the threshold?
         old = l_before * tl.exp2(m_before - m)
-        brought = l - old
-        gain = tl.where(real, brought / tl.where(real, old, 1.0), 0.0)
+        added = l - old
+        gain = tl.where(real, added / tl.where(real, old, 1.0), 0.0)
         chunk_gain = tl.max(gain, 0) if ROW_MAX else tl.sum(gain, 0) / real_rows
-        times = tl.where(rule % 4 == 2, tiles - done, 1).to(tl.float32)  # rest: all that is left, not one tile
-        running = (done < tiles) & (chunk_gain * times >= threshold * length.to(tl.float32))
+        times = tl.where((flags & STOP_RULE_BITS) == REST, tiles - done, 1).to(tl.float32)
+        running = (done < tiles) & (chunk_gain * times >= tau * length.to(tl.float32))
 
-    if TAIL > 0:  # noqa: SIM102
-        if (rule >= TAIL) & (done < tiles):  # what is left, by the ranking's weights, scaled by what the chunk brought
-            at = ((b * tl.num_programs(1) + h) * segments + row).to(tl.int64)
+    if HAS_TAIL:  # noqa: SIM102
+        if ((flags & TAIL) != 0) & (done < tiles):
+            at = ((b * tl.num_programs(1) + h) * segments + of_slice).to(tl.int64)
             steps = tiles * (BN // GRAIN)
             e = tl.arange(0, EDGES)
             begins = tl.load(FIRST + at * BUCKETS + e * (BUCKETS // EDGES))
             masses = tl.load(MASS + at * EDGES + e)
-            before, edge, share = _behind(begins, masses, begun * (BN // GRAIN), steps, EDGES)
-            mass, edge, share = _behind(begins, masses, done * (BN // GRAIN), steps, EDGES)
-            most = (tiles - done) / (done - begun)
-            factor = tl.where((before - mass) * most > mass, mass / (before - mass), most)
-            added = tl.where(mass > 0, factor, 0.0) * brought
-            sums = SUMS + (at * EDGES + edge) * D + offs_d
-            after = tl.load(sums + D, mask=(edge + 1 < EDGES) & (offs_d < D), other=0.0)
-            mean = (after + share * (tl.load(sums) - after)) / tl.where(mass > 0, mass, 1.0)
-            l += added
-            acc += added[:, None] * mean[None, :]
+            before, edge, share = behind(begins, masses, chunk_begin * (BN // GRAIN), steps, EDGES)
+            mass, edge, share = behind(begins, masses, done * (BN // GRAIN), steps, EDGES)
+            tail = tail_factor(before, mass, (tiles - done) / (done - chunk_begin)) * added
+            l += tail
+            acc += tail[:, None] * tail_mean(SUMS + at * EDGES * D, edge, share, mass, D, EDGES)[None, :]
 
     acc = tl.where(real[:, None], acc / tl.where(real, l, 1.0)[:, None], 0.0)
     out_base = OUT + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + head_row * stride_ol
@@ -180,7 +179,7 @@ def _prefill(
         out_base + offs_row * stride_ol + offs_d[None, :], acc.to(OUT.dtype.element_ty), mask=rows[:, None] < q_len
     )
     if HAS_LSE:
-        lse = tl.where(real, (m + tl.log2(tl.where(real, l, 1.0))) * 0.6931471805599453, float("-inf"))
+        lse = tl.where(real, log_sum_exp(m, tl.where(real, l, 1.0)), float("-inf"))
         lse_base = LSE + b.to(tl.int64) * stride_eb + h.to(tl.int64) * stride_eh + head_row
         tl.store(lse_base + tl.arange(0, BM), lse, mask=rows < q_len)
     if row0 < q_max:
@@ -190,10 +189,16 @@ def _prefill(
 def s2o_prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """S2O attention with Triton: the same function as `reference.s2o_attention_reference`.
 
-    q: [B, Hq, Lq, D]; k, v: [B, Hkv, Lk, D]; the last dimension contiguous, other strides free. Packed sequences
-    lie behind one another along the length of one batch entry, which is expanded to B (stride 0).
-    Returns the output [B, Hq, Lq, D], laid out as [B, Lq, Hq, D]; the prefix keys each row tile computed,
-    int32 [B, Hq, row tiles]; and with `lse` the log-sum-exp of each row's scores, float32 [B, Hq, Lq].
+    Args:
+        q: [B, Hq, Lq, D], bfloat16 or float16; D is one of `HEAD_DIMS`.
+        k, v: [B, Hkv, Lk, D], like q. The last dimension of each tensor is contiguous, other strides are free. Packed
+            sequences lie behind one another along the length of one batch entry, which is expanded to B (stride 0).
+        call: their shape, settings and, for packed or padded sequences, where these begin.
+        lse: return the log-sum-exp too.
+
+    Returns:
+        The output [B, Hq, Lq, D], laid out as [B, Lq, Hq, D]; the prefix keys each row tile computed, int32
+        [B, Hq, row tiles]; and with `lse` the log-sum-exp of each row's scores, float32 [B, Hq, Lq].
     """
     shape = call.shape
     entries, rows_in_memory = (shape.batch, shape.q_len) if not call.packed else (1, q.shape[2])
@@ -209,7 +214,7 @@ def s2o_prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: bool = False) 
 
 
 class Ranker:
-    """Ranks the segments of one call, slice by slice; what all slices need is made once."""
+    """Ranks the segments of one call, slice by slice; what all slices need is computed once."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         self._k, self._call = k, call
@@ -250,9 +255,14 @@ def prefill(
     q: Tensor, k: Tensor, v: Tensor, ranking: tuple[Ranked, Tail | None] | None, out: Tensor, visited: Tensor,
     call: Call, rows: range, lse: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Window and gathered prefix for the query rows in `rows`, with what `Ranker.rank` made for them.
+    """Window and gathered prefix for the query rows in `rows`.
 
-    Writes out, visited and lse; what is packed has batch stride 0.
+    Args:
+        q, k, v: as for `s2o_prefill`.
+        ranking: what `Ranker.rank` gave for these rows; None if no head has a prefix.
+        out, visited, lse: tensors to write, as `s2o_prefill` returns them; of packed sequences one batch entry.
+        call: as for `s2o_prefill`.
+        rows: query rows; they begin at a multiple of every segment.
     """
     shape, tile, tables = call.shape, call.config.tile, call.tables
     wide = shape.kv_len * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS
@@ -264,31 +274,28 @@ def prefill(
         # no registers are left for 64-bit offsets, and rows are copied 16 bytes at a time: bring a head's together
         if wide or (k.stride(2) | v.stride(2)) * k.element_size() % 16:
             k, v = k.contiguous(), v.contiguous()
-    # what is not there is never read, but needs a pointer
-    ordered, tail = (visited[:, :, None], None) if ranking is None else (ranking[0].order, ranking[1])
-    first, mass, sums = tail or (visited, tables.tau, tables.tau)
+    ranked, tail = (None, None) if ranking is None else ranking
+    ordered = None if ranked is None else ranked.order
+    first, mass, sums = (None, None, None) if tail is None else tail
+    one_entry = {"stride_ob": 0, "stride_eb": 0} if call.packed else {}
     launch(
         kernel,
         (-(-len(rows) // tile.rows), shape.query_heads, shape.batch),
-        (
-            q, k, v, ordered, first, mass, sums, out, visited if lse is None else lse, visited,
-            *call.starts, *tables[:3],
-        ),
-        (call.scale * LOG2E, shape.q_len, shape.offset, rows.start, tile.chunk, ordered.shape[2]),
-        (
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], 0 if call.packed else out.stride(0), *out.stride()[1:3],
-            *ordered.stride()[:3],
-        ),
+        {
+            "Q": q, "K": k, "V": v, "ORDER": ordered, "FIRST": first, "MASS": mass, "SUMS": sums,
+            "OUT": out, "LSE": lse, "VISITED": visited, **call.starts,
+            "TAU": tables.tau, "SEGMENT": tables.segment, "FLAGS": tables.flags,
+            "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
+            "chunk": tile.chunk, "segments": 0 if ordered is None else ordered.shape[2],
+            **strides("bhl", q=q, k=k, v=v, o=out), **strides("bhn", i=ordered), **strides("bh", c=visited, e=lse),
+            **one_entry,
+        },
         {
             "GROUP": shape.group, "D": shape.head_dim, "BM": tile.block_m, "BN": tile.block_n,
-            "STAGES": tile.num_stages, "GRAIN": call.config.grain, "TAIL": TAIL * (tail is not None), "EDGES": EDGES,
-            "BUCKETS": BUCKETS, "HAS_START": call.padded, "PACKED": call.packed, "HAS_LSE": lse is not None,
+            "STAGES": tile.num_stages, "GRAIN": call.config.grain, "EDGES": EDGES, "BUCKETS": BUCKETS,
+            "HAS_TAIL": tail is not None, "HAS_START": call.padded, "PACKED": call.packed, "HAS_LSE": lse is not None,
             "ROW_MAX": call.config.row_reduce == "max", **switches,
         },
-        (
-            *visited.stride()[:2],
-            0 if call.packed or lse is None else lse.stride(0), 0 if lse is None else lse.stride(1),
-        ),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **options,

@@ -1,8 +1,8 @@
-"""What the keys would bring that a row tile skips, from the weights that ranked them (docs/method.md).
+"""The tail's tables: what the keys that a row tile skips would bring, by the weights that ranked them.
 
 For every segment and for every second bucket of its order: the sum of the weights of all steps in this bucket and
-behind it, and of weights times mean values. All steps are read in their places, none gathered: a matrix product of
-[segments x buckets, steps] with [steps, D].
+behind it, and of weights times mean values (docs/method.md). Steps are read where they lie, none is gathered: it is a
+matrix product of [segments x buckets, steps] with [steps, D].
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.kernels.call import TAIL, Call
-from s2o_runtime.kernels.launch import launch
-from s2o_runtime.kernels.layout import sequence, window_start
-from s2o_runtime.kernels.rank import BUCKETS, Ranked
+from s2o_runtime.kernels.call import Call
+from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.primitives import TAIL, sequence, window_start
+from s2o_runtime.kernels.rank.order import BUCKETS, Ranked
 
 EDGES = 16  # of the order's buckets every second one
 TAIL_SEGMENTS = 4
@@ -28,7 +28,7 @@ POOL_WARPS = 4
 
 
 class Tail(NamedTuple):
-    """Sums over each segment's order from every second bucket on; what an `order` without tail gives is never read.
+    """Sums over each segment's order from every second bucket on.
 
     first: int32 [B, Hq, N', BUCKETS], where the buckets begin; mass: float32 [B, Hq, N', EDGES];
     values: float32 [B, Hq, N', EDGES, D].
@@ -44,7 +44,15 @@ def _pool(
     V, POOLED, KV_START, CU_K, kv_len, steps, stride_vb, stride_vh, stride_vl,
     D: tl.constexpr, GRAIN: tl.constexpr, ROWS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """POOLED[b, h, g] = the mean value of the GRAIN keys of step g, which starts at kv_start; contiguous."""
+    """POOLED[b, h, g] = the mean value of the GRAIN keys of step g; steps are counted from the first key that counts.
+
+    Programs: (steps / ROWS, Hkv, B). T is the input type.
+
+        V                   T [B, Hkv, Lk, D], strides v
+        POOLED              T [B, Hkv, steps, D]
+        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
+        CU_K                int32 [B + 1]: where packed sequences begin (PACKED)
+    """
     h = tl.program_id(1)
     b = tl.program_id(2)
     start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
@@ -66,15 +74,25 @@ def _pool(
 
 @triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "segments"])
 def _tail(
-    SCORE, EDGE, VALUES, MASS, SUMS, KV_START, CU_Q, CU_K, SEGMENT, RULE, q_len, offset, row_begin, rows_end, segments,
+    SCORE, EDGE, VALUES, MASS, SUMS, KV_START, CU_Q, CU_K, SEGMENT, FLAGS, q_len, offset, row_begin, rows_end, segments,
     stride_sb, stride_sh, stride_sn, stride_vb, stride_vh, stride_vl,
     GROUP: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr,
-    BK: tl.constexpr, BN: tl.constexpr, GRAIN: tl.constexpr, TAIL: tl.constexpr, IEEE: tl.constexpr,
+    BK: tl.constexpr, BN: tl.constexpr, GRAIN: tl.constexpr, IEEE: tl.constexpr,
     HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """MASS[b, h, n, e] and SUMS[b, h, n, e]: weights, and weights times values, of the steps from edge e on.
+    """MASS[b, h, n, e] = sum of 2^SCORE over the steps from edge e on; SUMS[b, h, n, e] = sum of 2^SCORE * VALUES.
 
-    VALUES: [B, Hkv, steps, D], one row a step.
+    Programs: (segments of the slice / BS, the last ones first; Hq; B), for heads with a tail. N' counts the segments of
+    the slice of rows row_begin .. rows_end. BK: steps at once; IEEE: products in float32. T is the input type.
+
+        SCORE               float16 [B, Hq, N', P / GRAIN], strides s: as `scores._scores` wrote it
+        EDGE                float32 [B, Hq, N', BUCKETS]: as `order._order` wrote it; every second one is an edge
+        VALUES              T [B, Hkv, steps, D], strides v: the steps' mean values
+        MASS                float32 [B, Hq, N', EDGES]
+        SUMS                float32 [B, Hq, N', EDGES, D]
+        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
+        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        SEGMENT, FLAGS      int32 [Hq]: as in `call.HeadTables`
     """
     # long prefixes first
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -85,7 +103,7 @@ def _tail(
     _, k_first, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
     n = block * BS + tl.arange(0, BS)
     inside = (row_begin + n * segment < tl.minimum(rows_end, q_len)) & (n < segments)
-    if (segment > 0) & (tl.load(RULE + h) >= TAIL) & (tl.max(inside.to(tl.int32), 0) > 0):
+    if (segment > 0) & ((tl.load(FLAGS + h) & TAIL) != 0) & (tl.max(inside.to(tl.int32), 0) > 0):
         first = window_start(row_begin // segment + n, segment, offset, start, BN)
         steps = tl.where(inside, (first - start) // GRAIN, 0)
         of_segment = (b * tl.num_programs(1) + h).to(tl.int64) * segments + n
@@ -116,11 +134,11 @@ def _tail(
                 mass = tl.dot(w.to(v.dtype), tl.full([BK, 16], 1.0, v.dtype), mass)
         row = tl.arange(0, BS * EDGES)
         at = ((b * tl.num_programs(1) + h).to(tl.int64) * segments + block * BS) * EDGES + row
-        there = (row_begin + (block * BS + row // EDGES) * segment < tl.minimum(rows_end, q_len)) & (
+        exists = (row_begin + (block * BS + row // EDGES) * segment < tl.minimum(rows_end, q_len)) & (
             block * BS + row // EDGES < segments
         )
-        tl.store(MASS + at, tl.max(mass, 1), mask=there)
-        tl.store(SUMS + at[:, None] * D + offs_d[None, :], acc, mask=there[:, None])
+        tl.store(MASS + at, tl.max(mass, 1), mask=exists)
+        tl.store(SUMS + at[:, None] * D + offs_d[None, :], acc, mask=exists[:, None])
 
 
 def pooled_values(v: Tensor, call: Call) -> Tensor:
@@ -133,9 +151,10 @@ def pooled_values(v: Tensor, call: Call) -> Tensor:
     launch(
         _pool,
         (-(-steps // POOL_STEPS), shape.kv_heads, shape.batch),
-        (v, out, call.starts[0], call.starts[2]),
-        (shape.kv_len, steps),
-        v.stride()[:3],
+        {
+            "V": v, "POOLED": out, "KV_START": call.kv_start, "CU_K": call.cu_k, "kv_len": shape.kv_len,
+            "steps": steps, **strides("bhl", v=v),
+        },
         {
             "D": shape.head_dim, "GRAIN": grain, "ROWS": POOL_STEPS, "HAS_START": call.padded, "PACKED": call.packed,
         },
@@ -145,7 +164,7 @@ def pooled_values(v: Tensor, call: Call) -> Tensor:
 
 
 def tail_sums(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
-    """The sums for all segments that begin in `rows`; pooled: [B, Hkv, steps, D] as `pooled_values` gave it."""
+    """The sums for all segments that begin in `rows`; pooled: [B, Hkv, steps, D], as `pooled_values` gave it."""
     shape, tables, score = call.shape, call.tables, ranked.score
     assert ranked.first is not None
     assert ranked.edge is not None
@@ -154,12 +173,15 @@ def tail_sums(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
     launch(
         _tail,
         (-(-score.shape[2] // TAIL_SEGMENTS), shape.query_heads, shape.batch),
-        (score, ranked.edge, pooled, mass, values, *call.starts, tables.segment, tables.rule),
-        (shape.q_len, shape.offset, rows.start, rows.stop, score.shape[2]),
-        (*score.stride()[:3], *pooled.stride()[:3]),
+        {
+            "SCORE": score, "EDGE": ranked.edge, "VALUES": pooled, "MASS": mass, "SUMS": values, **call.starts,
+            "SEGMENT": tables.segment, "FLAGS": tables.flags, "q_len": shape.q_len, "offset": shape.offset,
+            "row_begin": rows.start, "rows_end": rows.stop, "segments": score.shape[2],
+            **strides("bhn", s=score), **strides("bhl", v=pooled),
+        },
         {
             "GROUP": shape.group, "D": shape.head_dim, "BS": TAIL_SEGMENTS, "EDGES": EDGES, "BUCKETS": BUCKETS,
-            "BK": tail_steps(shape.head_dim), "BN": call.config.tile.block_n, "GRAIN": call.config.grain, "TAIL": TAIL,
+            "BK": tail_steps(shape.head_dim), "BN": call.config.tile.block_n, "GRAIN": call.config.grain,
             "IEEE": pooled.dtype != torch.bfloat16, "HAS_START": call.padded, "PACKED": call.packed,
         },
         num_warps=TAIL_WARPS,
@@ -168,7 +190,7 @@ def tail_sums(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
 
 
 def tail_steps(head_dim: int) -> int:
-    """Steps that the kernel `_tail` adds at once."""
+    """Steps that a program of `_tail` adds at once."""
     return TAIL_STEPS if head_dim <= 128 else TAIL_STEPS // 2
 
 

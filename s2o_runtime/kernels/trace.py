@@ -15,29 +15,32 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime.kernels.call import Call
-from s2o_runtime.kernels.launch import launch
-from s2o_runtime.kernels.layout import LOG2E, window_start
-from s2o_runtime.kernels.prefill import (
+from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.prefill import WORKSPACE_BYTES, Ranker, row_slices
+from s2o_runtime.kernels.primitives import (
+    LOG2E,
     MAX_REGISTERS,
     WIDE_ELEMENTS,
-    WORKSPACE_BYTES,
-    Ranker,
-    _absorb,
-    _behind,
-    row_slices,
+    absorb_chunk,
+    absorb_window,
+    behind,
+    diagonal_start,
+    tail_factor,
+    tail_mean,
+    window_start,
 )
-from s2o_runtime.kernels.rank import BUCKETS
+from s2o_runtime.kernels.rank.order import BUCKETS
 from s2o_runtime.kernels.tail import EDGES
 
 STRIDES = 4  # spacings of the stop checks that one pass follows, each twice the one before
-QUANTITIES = 5
+QUANTITIES = 5  # fields of Traced that the kernel writes
 
 
 class Traced(NamedTuple):
     """What each row tile of a slice of the queries does at each spacing and threshold: float32 [STRIDES, Hq, tiles, T].
 
-    squared, tail_squared: summed squared error of the tile's rows without and with the tail; visited: prefix keys
-    computed; worst, tail_worst: the largest error of a row, relative to its norm.
+    rows: the slice; squared, tail_squared: summed squared error of the tile's rows without and with the tail; visited:
+    prefix keys computed; worst, tail_worst: the largest squared error of a row over its squared norm.
     """
 
     rows: range
@@ -50,7 +53,7 @@ class Traced(NamedTuple):
 
 @triton.jit(do_not_specialize=["q_len", "row_begin", "chunk", "segment", "segments", "count", "stride_oq", "stride_os"])
 def _trace(
-    Q, K, V, ORDER, FIRST, MASS, SUMS, TRUTH, FLOOR, TAUS, FOUND,
+    Q, K, V, ORDER, FIRST, MASS, SUMS, TRUTH, FLOOR, TAUS, TRACED,
     qk_scale, q_len, row_begin, chunk, segment, segments, count,
     stride_qh, stride_ql, stride_kh, stride_kl, stride_vh, stride_vl, stride_th, stride_tl, stride_ih, stride_in,
     stride_oq, stride_os,
@@ -58,6 +61,31 @@ def _trace(
     GRAIN: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr, STRIDES: tl.constexpr, T: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
+    """What `prefill._prefill` would do with a row tile at every threshold of TAUS and every spacing of the stop check.
+
+    Spacing s checks every chunk * 2^s tiles. The tile's online softmax is that of `_prefill`; where the rest's gain
+    first falls below thresholds, TRACED gets what the output would then be off from TRUTH. With o the output so far, o'
+    the tail's mean value, d = o - TRUTH and p = tail / (l + tail), the error with a tail is
+    |d + p (o' - o)|^2 = |d|^2 + 2 p d . (o' - o) + p^2 |o' - o|^2.
+
+    Programs: (row tiles of the slice, the last ones first; Hq), for one sequence without padding whose heads are alike;
+    rows are reduced by their mean and the stop rule is StopRule.REST. N' counts the segments of the slice of rows that
+    begins at row_begin; T is the input type in this table.
+
+        Q, TRUTH            T [Hq, Lq, D], strides q and t; TRUTH is the dense output
+        K, V                T [Hkv, Lk, D], strides k and v
+        ORDER               int32 [Hq, N', P / GRAIN], strides i: where the keys of each step begin, important first
+        FIRST               int32 [Hq, N', BUCKETS]: where in the order each bucket begins
+        MASS                float32 [Hq, N', EDGES]: the ranking's mass from each edge of the order on
+        SUMS                float32 [Hq, N', EDGES, D]: that mass times values
+        FLOOR               float32 [Hq]: a row's squared norm counts at least so much
+        TAUS                float32 [T]: thresholds, ascending; fillers at the end are -1
+        TRACED              float32 [QUANTITIES, STRIDES, Hq, row tiles, T], strides oq and os: the fields of `Traced`
+
+    qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two checks of the first spacing; segment:
+    queries that share a ranking; segments: N'; count: row tiles; T: thresholds, a power of two; WIDE: offsets into k
+    and v need 64 bits.
+    """
     if WIDE:
         stride_kl = stride_kl.to(tl.int64)
         stride_vl = stride_vl.to(tl.int64)
@@ -66,7 +94,6 @@ def _trace(
     row0 = row_begin + tile * BM
     n = row0 // segment
     first = window_start(n, segment, 0, 0, BN)
-    offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, D)
     offs_row = tl.arange(0, BM)[:, None]
     rows = row0 + tl.arange(0, BM)
@@ -84,90 +111,77 @@ def _trace(
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
-    diagonal = first + (row0 + 1 - first) // BN * BN
-    k_tile = k_base + offs_n[None, :] * stride_kl + offs_d[:, None]
-    v_tile = v_base + offs_n[:, None] * stride_vl + offs_d[None, :]
-    for j in tl.range(first, diagonal, BN, num_stages=STAGES):
-        m, l, acc = _absorb(
-            q, tl.load(k_tile + j * stride_kl), tl.load(v_tile + j * stride_vl), m, l, acc, qk_scale, True, False
-        )
-    for j in tl.range(diagonal, tl.minimum(row0 + BM, q_len), BN, num_stages=1):
-        keys = j + offs_n
-        k = tl.load(k_tile + j * stride_kl, mask=keys[None, :] < q_len, other=0.0)
-        v = tl.load(v_tile + j * stride_vl, mask=keys[:, None] < q_len, other=0.0)
-        m, l, acc = _absorb(q, k, v, m, l, acc, qk_scale, keys[None, :] <= rows[:, None], True)
+    m, l, acc = absorb_window(
+        q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, first, diagonal_start(first, row0, BN),
+        tl.minimum(row0 + BM, q_len), q_len, rows, BN, STAGES,
+    )  # fmt: skip
 
     t = tl.arange(0, T)
     taus = tl.load(TAUS + t)
     least = tl.load(TAUS)
     floor = tl.load(FLOOR + h)
     real_rows = tl.sum(real.to(tl.float32), 0)
-    row = n - row_begin // segment
-    order = ORDER + head * stride_ih + row.to(tl.int64) * stride_in
-    at = (h * segments + row).to(tl.int64)
+    of_slice = n - row_begin // segment  # the segment's number in the slice
+    order = ORDER + head * stride_ih + of_slice.to(tl.int64) * stride_in
+    at = (h * segments + of_slice).to(tl.int64)
     e = tl.arange(0, EDGES)
     s = tl.arange(0, STRIDES)
     tiles = first // BN
     steps = tiles * (BN // GRAIN)
-    # of the chunk that each spacing is in: where it began, and the softmax there
-    begun = tl.zeros([STRIDES], tl.int32)
+    # of the chunk that each spacing is in: where it begins, and the softmax there
+    chunk_begin = tl.zeros([STRIDES], tl.int32)
     m_before = tl.broadcast_to(m[:, None], [BM, STRIDES])
     l_before = tl.broadcast_to(l[:, None], [BM, STRIDES])
-    lowest = tl.full([STRIDES], float("inf"), tl.float32)  # what the smallest gain so far is against a threshold
+    lowest = tl.full([STRIDES], float("inf"), tl.float32)  # the smallest gain of the rest so far
     done = 0
     chunks = 0
     running = tiles > 0
     while running:
         length = tl.minimum(chunk, tiles - done)
-        for c in tl.range(0, length, num_stages=STAGES):
-            index = tl.load(order + ((done + c) * BN + offs_n) // GRAIN) + offs_n % GRAIN
-            k = tl.load(k_base + index[None, :] * stride_kl + offs_d[:, None])
-            v = tl.load(v_base + index[:, None] * stride_vl + offs_d[None, :])
-            m, l, acc = _absorb(q, k, v, m, l, acc, qk_scale, True, False)
+        m, l, acc = absorb_chunk(
+            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, GRAIN, STAGES
+        )
         done += length
         chunks += 1
         ends = ((chunks & ((1 << s) - 1)) == 0) | (done == tiles)
         old = l_before * tl.exp2(m_before - m[:, None])
-        brought = l[:, None] - old
-        gain = tl.sum(tl.where(real[:, None], brought / tl.where(real[:, None], old, 1.0), 0.0), 0) / real_rows
-        against = gain * (tiles - done).to(tl.float32) / (done - begun).to(tl.float32)
-        against = tl.where(done == tiles, -1.0, against)  # everything has stopped at the end
-        now = tl.where(ends, tl.minimum(lowest, against), lowest)
+        added = l[:, None] - old
+        gain = tl.sum(tl.where(real[:, None], added / tl.where(real[:, None], old, 1.0), 0.0), 0) / real_rows
+        rest_gain = gain * (tiles - done).to(tl.float32) / (done - chunk_begin).to(tl.float32)
+        rest_gain = tl.where(done == tiles, -1.0, rest_gain)  # everything has stopped at the end
+        now = tl.where(ends, tl.minimum(lowest, rest_gain), lowest)
         stops = (taus[None, :] <= lowest[:, None]) & (taus[None, :] > now[:, None])
         if tl.max(tl.max(stops.to(tl.int32), 1), 0) > 0:
             truth = tl.load(truth_tile, mask=real[:, None], other=0.0).to(tl.float32)
-            size = tl.maximum(tl.sum(truth * truth, 1), floor)
+            norm = tl.maximum(tl.sum(truth * truth, 1), floor)
             out = acc / tl.where(real, l, 1.0)[:, None]
             off = tl.where(real[:, None], out - truth, 0.0)
             squared = tl.sum(off * off, 1)
             begins = tl.load(FIRST + at * BUCKETS + e * (BUCKETS // EDGES))
             masses = tl.load(MASS + at * EDGES + e)
-            mass, edge, share = _behind(begins, masses, done * (BN // GRAIN), steps, EDGES)
-            sums = SUMS + (at * EDGES + edge) * D + offs_d
-            after = tl.load(sums + D, mask=(edge + 1 < EDGES) & (offs_d < D), other=0.0)
-            mean = (after + share * (tl.load(sums) - after)) / tl.where(mass > 0, mass, 1.0)
-            way = tl.where(real[:, None], mean[None, :] - out, 0.0)  # what the whole way to the tail's mean would add
-            cross = tl.sum(off * way, 1)
-            long = tl.sum(way * way, 1)
-            left = (mass > 0) & (done < tiles)
+            mass, edge, share = behind(begins, masses, done * (BN // GRAIN), steps, EDGES)
+            mean = tail_mean(SUMS + at * EDGES * D, edge, share, mass, D, EDGES)
+            to_mean = tl.where(real[:, None], mean[None, :] - out, 0.0)
+            cross = tl.sum(off * to_mean, 1)
+            to_mean_squared = tl.sum(to_mean * to_mean, 1)
             for i in tl.static_range(STRIDES):
-                began = tl.sum(tl.where(s == i, begun, 0), 0)
-                by = tl.sum(tl.where((s == i)[None, :], brought, 0.0), 1)
-                before, _, _ = _behind(begins, masses, began * (BN // GRAIN), steps, EDGES)
-                most = (tiles - done).to(tl.float32) / (done - began).to(tl.float32)
-                factor = tl.where((before - mass) * most > mass, mass / (before - mass), most)
-                added = tl.where(left, factor, 0.0) * by
-                part = added / tl.where(real, l + added, 1.0)
-                tailed = tl.maximum(squared + 2 * part * cross + part * part * long, 0.0)
-                here = tl.max(tl.where((s == i)[:, None], stops.to(tl.int32), 0), 0) > 0
-                to = FOUND + i * stride_os + (head * count + tile) * T + t
-                tl.store(to, tl.sum(squared, 0) + tl.zeros([T], tl.float32), mask=here)
-                tl.store(to + stride_oq, tl.sum(tailed, 0) + tl.zeros([T], tl.float32), mask=here)
-                tl.store(to + 2 * stride_oq, (done * BN).to(tl.float32) + tl.zeros([T], tl.float32), mask=here)
-                tl.store(to + 3 * stride_oq, tl.max(squared / size, 0) + tl.zeros([T], tl.float32), mask=here)
-                tl.store(to + 4 * stride_oq, tl.max(tailed / size, 0) + tl.zeros([T], tl.float32), mask=here)
+                begin = tl.sum(tl.where(s == i, chunk_begin, 0), 0)
+                of_chunk = tl.sum(tl.where((s == i)[None, :], added, 0.0), 1)
+                before, _, _ = behind(begins, masses, begin * (BN // GRAIN), steps, EDGES)
+                most = (tiles - done).to(tl.float32) / (done - begin).to(tl.float32)
+                tail = tl.where(done < tiles, tail_factor(before, mass, most), 0.0) * of_chunk
+                part = tail / tl.where(real, l + tail, 1.0)
+                tailed = tl.maximum(squared + 2 * part * cross + part * part * to_mean_squared, 0.0)
+                stopped = tl.max(tl.where((s == i)[:, None], stops.to(tl.int32), 0), 0) > 0
+                to = TRACED + i * stride_os + (head * count + tile) * T + t
+                every = tl.zeros([T], tl.float32)
+                tl.store(to, tl.sum(squared, 0) + every, mask=stopped)
+                tl.store(to + stride_oq, tl.sum(tailed, 0) + every, mask=stopped)
+                tl.store(to + 2 * stride_oq, (done * BN).to(tl.float32) + every, mask=stopped)
+                tl.store(to + 3 * stride_oq, tl.max(squared / norm, 0) + every, mask=stopped)
+                tl.store(to + 4 * stride_oq, tl.max(tailed / norm, 0) + every, mask=stopped)
         lowest = now
-        begun = tl.where(ends, done, begun)
+        chunk_begin = tl.where(ends, done, chunk_begin)
         m_before = tl.where(ends[None, :], m[:, None], m_before)
         l_before = tl.where(ends[None, :], l[:, None], l_before)
         running = (done < tiles) & (tl.max(lowest, 0) >= least)
@@ -178,9 +192,17 @@ def trace(
 ) -> Iterator[Traced]:  # fmt: skip
     """Follow every head of a call through its prefix, slice by slice of the queries.
 
-    q [1, Hq, L, D]; k, v [1, Hkv, L, D]; truth [1, Hq, L, D], the dense output; floor: float32 [Hq], a row's norm
-    counts at least so much; taus: float32 [T], ascending, above 0, of the rule "rest"; call: of heads alike, with a
-    tail. Its tile says block_m, block_n and, with the chunk, the first of the spacings.
+    Args:
+        q: [1, Hq, L, D], bfloat16 or float16; the last dimension of every tensor is contiguous.
+        k, v: [1, Hkv, L, D].
+        truth: [1, Hq, L, D], the dense output.
+        floor: float32 [Hq]; a row's squared norm counts at least so much.
+        taus: float32 [T], ascending, above 0, of `StopRule.REST`.
+        call: the call, of heads that are alike, with a tail. Its tile says block_m, block_n and, with the chunk, the
+            first of the spacings.
+
+    Yields:
+        What was traced of each slice.
     """
     shape, tile, tables = call.shape, call.config.tile, call.tables
     size = triton.next_power_of_2(len(taus))
@@ -190,27 +212,25 @@ def trace(
     for rows in row_slices(call, WORKSPACE_BYTES):
         ranked, tail = ranker.rank(rows)
         assert tail is not None
-        first, mass, sums = tail
         tiles = -(-len(rows) // tile.block_m)
         out = q.new_zeros(QUANTITIES, STRIDES, shape.query_heads, tiles, size, dtype=torch.float32)
         launch(
             _trace,
             (tiles, shape.query_heads, 1),
-            (q, k, v, ranked.order, first, mass, sums, truth, floor, grid, out),
-            (
-                call.scale * LOG2E, shape.q_len, rows.start, tile.chunk, tables.shortest, ranked.order.shape[2], tiles,
-            ),
-            (
-                *q.stride()[1:3], *k.stride()[1:3], *v.stride()[1:3], *truth.stride()[1:3],
-                *ranked.order.stride()[1:3],
-            ),
+            {
+                "Q": q, "K": k, "V": v, "ORDER": ranked.order, "FIRST": tail.first, "MASS": tail.mass,
+                "SUMS": tail.values, "TRUTH": truth, "FLOOR": floor, "TAUS": grid, "TRACED": out,
+                "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "row_begin": rows.start, "chunk": tile.chunk,
+                "segment": tables.shortest, "segments": ranked.order.shape[2], "count": tiles,
+                **strides("hl", q=q[0], k=k[0], v=v[0], t=truth[0]), **strides("hn", i=ranked.order[0]),
+                **strides("qs", o=out),
+            },
             {
                 "GROUP": shape.group, "D": shape.head_dim, "BM": tile.block_m, "BN": tile.block_n,
                 "STAGES": tile.num_stages, "GRAIN": call.config.grain, "EDGES": EDGES, "BUCKETS": BUCKETS,
                 "STRIDES": STRIDES, "T": size,
                 "WIDE": shape.kv_len * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS,
             },
-            out.stride()[:2],
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             maxnreg=MAX_REGISTERS,

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-from s2o_runtime.attention import s2o_attention, s2o_attention_varlen
+from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.baselines.pooling import pool, pool_plain
 from s2o_runtime.baselines.run import attend, select
 from s2o_runtime.baselines.selection import Grid
 from s2o_runtime.baselines.settings import parse
 from s2o_runtime.baselines.xattention import block_weights, head_weights
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.dense import exact_attention
 from s2o_runtime.kernels.call import Call, head_tables
+from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.shapes import call_shape
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 1100, 4, 2, 128
@@ -61,7 +61,7 @@ def prefill(tile: TileConfig) -> float:
     config = LayerConfig(KINDS, tile, grain=4)
     worst = 0.0
     for start in (None, torch.tensor([70], device="cuda")):
-        out, did = s2o_attention(q, k, v, config, kv_start=start, backend="triton", return_stats=True)
+        out, _, did = s2o_attention(q, k, v, config, kv_start=start, backend="triton", return_stats=True)
         assert 0.1 < float(did.density[:DENSE].mean()) < 0.9
         worst = max(worst, off_dense(out[0], exact_attention(q, k, v, kv_start=start)[0]))
     return worst

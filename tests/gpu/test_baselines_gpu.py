@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from s2o_runtime.attention import s2o_attention
+from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.baselines import (
     PBS,
     Antidiagonal,
@@ -19,15 +19,15 @@ from s2o_runtime.baselines.pooling import pool, pool_plain
 from s2o_runtime.baselines.selection import Grid
 from s2o_runtime.baselines.xattention import block_weights, head_weights
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.dense import dense_attention, exact_attention
+from s2o_runtime.reference.dense import dense_attention, exact_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 MIXED = (
     HeadConfig(2.0, 256, tail=True, representatives=32),
-    HeadConfig(mode="blocks", blocks=PBS(0.6)),
+    HeadConfig(mode="baseline", baseline=PBS(0.6)),
     HeadConfig(mode="dense"),
-    HeadConfig(mode="blocks", blocks=Sparge(0.6, 0.5)),
+    HeadConfig(mode="baseline", baseline=Sparge(0.6, 0.5)),
 )
 TILES = {"specialised": TileConfig(64, 128, 4, 4, 2, True), "plain": TileConfig(64, 64, 4, 4, 2)}
 SHAPES = [
@@ -210,7 +210,7 @@ def test_antidiagonal_weights_are_those_of_torch(
 def test_slices_of_antidiagonal_weights(nan_filled, monkeypatch):
     q, k, _ = inputs(1, 3, 1, 5000, 5555, 128)
     _, whole = antidiagonals(q, k, (0, 1, 2), 16, 128)
-    monkeypatch.setattr("s2o_runtime.kernels.antidiagonal.WORKSPACE_BYTES", 1)
+    monkeypatch.setattr("s2o_runtime.baselines.kernels.antidiagonal.WORKSPACE_BYTES", 1)
     _, sliced = antidiagonals(q, k, (0, 1, 2), 16, 128)
     assert torch.equal(whole, sliced)
 
@@ -258,12 +258,12 @@ def test_one_layer_of_several_methods(tile, start):
     q, k, v = inputs(1, 4, 2, 3001, 3001, 128)
     kv_start = None if start is None else torch.tensor([start], device="cuda")
     config = LayerConfig(MIXED, TILES[tile], grain=4)
-    no_blocks = tuple(HeadConfig(mode="dense") if head.mode == "blocks" else head for head in MIXED)
+    no_blocks = tuple(HeadConfig(mode="dense") if head.mode == "baseline" else head for head in MIXED)
     ours = s2o_attention(q, k, v, LayerConfig(no_blocks, TILES[tile], grain=4), kv_start=kv_start, backend="triton")
     for _ in range(5):
-        out, stats = s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton", return_stats=True)
+        out, _, stats = s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton", return_stats=True)
         assert torch.equal(out[:, ::2], ours[:, ::2])
         for head in (1, 3):
-            alone, method = baseline_attention(q, k, v, MIXED[head].blocks, kv_start=kv_start, heads=[head])
+            alone, method = baseline_attention(q, k, v, MIXED[head].baseline, kv_start=kv_start, heads=[head])
             torch.testing.assert_close(out[:, head], alone[:, head], rtol=2e-2, atol=2e-3)
             assert float(stats.density[head]) == pytest.approx(float(method.density[0]), rel=0.01)

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from calibrate.curves import Shape
-from calibrate.retile import _inputs, _stopping, retile
-from s2o_runtime.attention import s2o_attention
-from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.gpu import DeviceIdentity, candidate_tiles, identify
+from calibrate.curves.curves import Shape
+from calibrate.profiles.retile import _inputs, _stopping, retile
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.devices import DeviceIdentity, identify
 from s2o_runtime.identity import Geometry
-from s2o_runtime.profile import Profile, load_profile, save_profile
+from s2o_runtime.profile import Profile, Record, load_profile, save_profile
+from s2o_runtime.tiles import candidate_tiles
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -23,7 +24,7 @@ SPARSE, HALF, FULL = 0.2, 0.5, 1.0
 
 
 def layer(representatives, tail):
-    heads = [HeadConfig(1.0 + index, 512, "s2o", "rest", representatives, tail) for index in range(16)]
+    heads = [HeadConfig(1.0 + index, 512, "s2o", StopRule.REST, representatives, tail) for index in range(16)]
     return LayerConfig(tuple(heads), FORMER, grain=4).validate()
 
 
@@ -32,13 +33,19 @@ def test_tiles_are_tuned_and_thresholds_kept(tmp_path):
     bucket = (layer(1, True), layer(32, False), layer(32, True))
     other = DeviceIdentity("cuda", "NVIDIA A100", (8, 0), 108, 1 << 36)
     old = Profile(
-        "demo", GEOMETRY, "f" * 64, other, LENGTHS, (bucket, bucket), {"proof": "held out", "held_out": proven}
+        "demo",
+        GEOMETRY,
+        "f" * 64,
+        other,
+        LENGTHS,
+        (bucket, bucket),
+        Record.from_json({"proof": "held out", "held_out": proven}),
     )
     save_profile(old, tmp_path / "old.safetensors")
     began = time.monotonic()
     done = retile(tmp_path / "old.safetensors", "cuda", tmp_path / "new.safetensors")
     seconds = time.monotonic() - began
-    print(f"{seconds:.0f} s", *done.kinds, sep="\n")
+    print(f"{seconds:.0f} s", *done.timed, sep="\n")
     new = load_profile(tmp_path / "new.safetensors")
     here = identify(torch.device("cuda"))
     candidates = {replace(tile, chunk=1) for tile in candidate_tiles(128, here.capability)}
@@ -61,7 +68,7 @@ def test_the_timed_calls_compute_what_the_record_says(density):
     config = _stopping(prompt, layer(32, True), density)
     here = torch.cuda.get_device_capability()
     tile = next(t for t in candidate_tiles(128, here) if Shape.of(t) == Shape.of(FORMER))
-    _, stats = s2o_attention(
+    _, _, stats = s2o_attention(
         prompt.q, prompt.k, prompt.v, config.with_tile(tile), scale=prompt.scale, return_stats=True
     )
     assert float(stats.density.mean()) == pytest.approx(density, abs=0.02)

@@ -8,12 +8,13 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from s2o_runtime import DriftCheck, LayerConfig, TileConfig, hf, s2o_attention
-from s2o_runtime.dense import exact_attention
-from s2o_runtime.drift import Allowed, DriftMonitor, sampled_errors
-from s2o_runtime.explanation import explained
-from s2o_runtime.layers import LayerState, attach
-from s2o_runtime.meter import SAMPLES, Meter
+from s2o_runtime import DriftCheck, LayerConfig, TileConfig, s2o_attention
+from s2o_runtime.huggingface import hf
+from s2o_runtime.huggingface.drift import Allowed, DriftMonitor, sampled_errors
+from s2o_runtime.huggingface.explanation import explained
+from s2o_runtime.huggingface.layers import LayerState, attach
+from s2o_runtime.huggingface.meter import SAMPLES, Meter
+from s2o_runtime.reference.dense import exact_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -93,7 +94,7 @@ def test_the_table_has_the_ops_density_and_time(layer):
     for _ in range(12):
         call()
     [row] = explained([state])
-    _, stats = s2o_attention(q, k, v, CONFIG, return_stats=True)
+    _, _, stats = s2o_attention(q, k, v, CONFIG, return_stats=True)
     assert (row["path"], row["reason"], row["calls"]) == ("s2o", "the kernel supports this call", 12)
     assert row["density"] == pytest.approx(float(stats.density.mean()), rel=1e-9)
     # calls in a row wait for the host as well, so this is a bound and no equality

@@ -1,0 +1,156 @@
+"""s2o-calibrate: flags -> Recipe -> profile. Nothing heavy is imported before the flags are known to be good."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from calibrate.api import finished, planned
+from calibrate.commands.common import Flags, add_output_flags, add_version, print_json, run
+from calibrate.options import add_flags, flag
+from calibrate.recipe import INPUT, OPTIONS, OUTPUT, load_yaml, merged
+from s2o_runtime.command_line import (
+    BAD_INPUT,
+    INTERRUPTED,
+    NO_RESOURCE,
+    NOT_PROVEN,
+    OK,
+    Parser,
+    exit_codes,
+    failed,
+)
+from s2o_runtime.errors import ConfigError
+
+PROGRAM = "s2o-calibrate"
+MODES = ("rebudget", "retile")  # commands of s2o-profile that were flags here, and still are
+# what to change after a failed proof, by a phrase in the sentence that says what failed
+ADVICE = {
+    "has an error of": "allow more error or calibrate on more prompts (--num-prompts)",
+    "needles that dense finds": "allow less error, a smaller --worst-rows, or ask for fewer needles (--keep-needles)",
+    "the prefill of": "calibrate for longer prompts (--lengths), or leave these dense",
+}
+
+
+def parser() -> Parser:
+    """The flags. What is not given is left out of the namespace; the defaults are those of `Recipe`."""
+    out = Parser(
+        prog=PROGRAM,
+        argument_default=argparse.SUPPRESS,
+        description="Calibrate S2O sparse attention for a model on this machine and write a profile.",
+        epilog=f"{exit_codes(OK, BAD_INPUT, NOT_PROVEN, NO_RESOURCE, INTERRUPTED)} A run that was interrupted "
+        "continues when the same command is run again. For another budget or another GPU, a profile is changed with "
+        "s2o-profile rebudget or retile.",
+    )
+    groups = add_flags(out, OPTIONS.values())
+    groups[INPUT].add_argument(
+        "--recipe", type=Path, metavar="FILE.yaml", help="options by the names of these flags, which override them"
+    )
+    output = groups[OUTPUT]
+    output.add_argument("--dry-run", action="store_true", help="print the plan and stop, with --json as JSON")
+    output.add_argument("--yaml", action="store_true", help="with --dry-run: print the plan as a file for --recipe")
+    add_output_flags(output)
+    add_version(output)
+    modes = out.add_mutually_exclusive_group()
+    for mode in MODES:
+        modes.add_argument(flag(mode), type=Path, help=argparse.SUPPRESS)
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    return run(PROGRAM, vars(parser().parse_args(argv)), _run, "nothing was written")
+
+
+def _run(flags: Flags) -> int:
+    if not flags.keys() & set(MODES):
+        return _calibrate(flags)
+
+    from calibrate.commands import profile
+
+    if "rebudget" in flags:
+        _check_mode("rebudget", tuple(profile.REBUDGET), flags)
+        return profile.rebudget({**flags, "profile": flags["rebudget"]}, "--rebudget")
+    _check_mode("retile", tuple(profile.RETILE), flags)
+    return profile.retile({**flags, "profile": flags["retile"]})
+
+
+def _calibrate(flags: Flags) -> int:
+    if "yaml" in flags and "dry_run" not in flags:
+        raise ConfigError("--yaml prints what --dry-run would run: give both")
+    file = load_yaml(flags["recipe"]) if "recipe" in flags else {}
+    options = merged(file, {name: value for name, value in flags.items() if name in OPTIONS})
+    recipe, device, geometry = planned(options)
+    if "yaml" in flags:
+        print(recipe.to_yaml(), end="")
+        return OK
+
+    from calibrate.report.output import print_report
+    from calibrate.report.plan import plan
+    from calibrate.tables import print_fields, print_lines, terminal
+
+    console = terminal(stderr="json" in flags)
+    plan_lines = plan(recipe, geometry, str(device), frozenset(options))
+    if "dry_run" in flags and "json" in flags:
+        return print_json(plan_lines)
+    print_fields(plan_lines, console)
+    if "dry_run" in flags:
+        return OK
+    try:
+        command = shlex.join([PROGRAM, *sys.argv[1:]])
+        result, report, report_files = finished(recipe, progress="quiet" not in flags, command=command)
+    except KeyboardInterrupt:
+        if not recipe.journal_path.exists():
+            raise
+        return failed(
+            PROGRAM,
+            INTERRUPTED,
+            "interrupted; run the same command to continue: everything measured so far is kept in "
+            f"{recipe.journal_path}",
+        )
+    if "json" in flags:
+        print_json(report.to_json())
+    else:
+        print_report(report, console)
+    if not result.written:
+        return failed(
+            PROGRAM,
+            NOT_PROVEN,
+            f"the proof failed, so no profile was written ({result.problems[0]}): {advice(result.problems)}, or write "
+            "it all the same with --allow-regression",
+        )
+    written = f"wrote {recipe.out} in {report.calibration_seconds:.0f} s"
+    print_lines([written, f"wrote the report {report_files[-1]}"], console)
+    return OK
+
+
+def advice(problems: Sequence[str]) -> str:
+    """What to change after a failed proof.
+
+    Args:
+        problems: the sentences of `Result.problems`.
+
+    Returns:
+        What helps against each kind of problem, once, in the order of `ADVICE`. Where layers are over their limit and
+        needles are lost too, only the advice about needles is given: less error is no help for the limit, and more
+        error would lose more needles.
+    """
+    helpful = {phrase: text for phrase, text in ADVICE.items() if any(phrase in problem for problem in problems)}
+    if "needles that dense finds" in helpful:
+        helpful.pop("has an error of", None)
+    return "; ".join(helpful.values()) or "calibrate on more prompts (--num-prompts)"
+
+
+def _check_mode(mode: str, allowed: Sequence[str], flags: Flags) -> None:
+    """Raises ConfigError naming a flag that a mode does not take, or a profile that is not there."""
+    for name in ("recipe", "dry_run", "yaml", *OPTIONS):
+        if name in flags and name not in allowed:
+            raise ConfigError(f"{flag(mode)} takes only {', '.join(map(flag, allowed))}: leave {flag(name)} out")
+    if not flags[mode].is_file():
+        raise ConfigError(f"{flag(mode)} {flags[mode]} is not a file: check the path")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""What s2o-calibrate, s2o-profile and s2o-eval share: how they run, and the flags that mean the same in all of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from calibrate.machine import CANNOT_WRITE
+from s2o_runtime import __version__
+from s2o_runtime.command_line import OK, exit_code
+from s2o_runtime.errors import ResourceError
+
+Flags = Mapping[str, Any]  # the flags that were given, by their names with underscores
+
+
+def add_version(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--version", action="version", version=f"s2o {__version__}", help="print the version")
+
+
+def add_output_flags(parser: argparse._ActionsContainer) -> None:
+    """--json, --quiet and --verbose, which every command that writes or measures has."""
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--verbose", action="store_true", help="log decisions to standard error")
+
+
+def run(program: str, flags: Flags, command: Callable[[Flags], int], if_interrupted: str = "") -> int:
+    """The exit code of `command(flags)`; logs as the flags say.
+
+    Args:
+        program: the name that errors begin with.
+        flags: those that were given.
+        command: returns an exit code; what it raises on purpose is printed as one sentence.
+        if_interrupted: what is said after "interrupted".
+    """
+    level = logging.INFO if "verbose" in flags else logging.WARNING
+    logging.getLogger("s2o_runtime").setLevel(logging.WARNING)  # which path each layer takes is of no interest here
+    logging.basicConfig(level=level, format="%(name)s: %(message)s")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def within_resources() -> int:
+        try:
+            return command(flags)
+        except OSError as error:
+            if error.errno not in CANNOT_WRITE:
+                raise
+            raise ResourceError(
+                f"{error.filename or 'a file'} cannot be written or read ({error.strerror}): check the disk and "
+                "its permissions"
+            ) from error
+
+    return exit_code(program, within_resources, if_interrupted)
+
+
+def print_json(value: Any) -> int:
+    print(json.dumps(value, indent=1))
+    return OK

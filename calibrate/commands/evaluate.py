@@ -1,0 +1,120 @@
+"""s2o-eval: flags -> Plan -> results. Nothing heavy is imported before the flags are known to be good."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from calibrate.commands.common import Flags, add_output_flags, add_version, print_json, run
+from calibrate.evaluation.plan import OPTIONS, OUTPUT, PROMPTS, TASKS, Plan
+from calibrate.machine import check_writable, named_device, writing
+from calibrate.options import add_flags
+from calibrate.recipe import DEFAULT_LENGTHS
+from s2o_runtime.command_line import BAD_INPUT, INTERRUPTED, NO_RESOURCE, OK, Parser, exit_codes
+from s2o_runtime.errors import ConfigError
+
+PROGRAM = "s2o-eval"
+
+
+def parser() -> Parser:
+    """The flags. What is not given is left out of the namespace; the defaults are those of `Plan`."""
+    out = Parser(
+        prog=PROGRAM,
+        argument_default=argparse.SUPPRESS,
+        description="Measure what sparse attention does to a model: retrieval, perplexity, agreement, time, memory.",
+        epilog=f"{exit_codes(OK, BAD_INPUT, NO_RESOURCE, INTERRUPTED)} A run that was interrupted continues when the "
+        "same command is run again.",
+    )
+    output = add_flags(out, OPTIONS.values())[OUTPUT]
+    output.add_argument("--dry-run", action="store_true", help="print the plan and stop, with --json as JSON")
+    add_output_flags(output)
+    add_version(output)
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    flags = vars(parser().parse_args(argv))
+    return run(PROGRAM, flags, _run, "run the same command to continue: what was measured is kept")
+
+
+def _run(flags: Flags) -> int:
+    draft = _draft(flags)
+
+    from calibrate.model.models import load_config, load_tokenizer
+    from s2o_runtime.identity import geometry
+    from s2o_runtime.profile import load_profile
+
+    for path in draft.profiles:
+        load_profile(path)  # a bad one is found before a large model is loaded
+    config = load_config(draft.model, random_weights=draft.random_weights)
+    device, identity = named_device(flags.get("device"))
+    plan = _plan(flags, {"device": device, "lengths": flags.get("lengths", DEFAULT_LENGTHS[identity.kind])})
+    limit = int(config.max_position_embeddings)
+    plan.check_limit(limit)
+
+    from calibrate.evaluation import own, report, tasks
+    from calibrate.tables import print_lines, terminal
+
+    tokenizer = load_tokenizer(plan.model, random_weights=plan.random_weights)
+    tasks.check(plan, tokenizer)
+    user_prompts = [] if plan.prompts is None else own.read(plan.prompts, tokenizer, limit)
+    lines = report.plan_lines(plan, str(geometry(config)), str(identity), len(tasks.cases(plan, user_prompts)))
+    console = terminal(stderr="json" in flags)
+    if "dry_run" in flags and "json" in flags:
+        return print_json(lines)
+    report.print_plan(lines, console)
+    if "dry_run" in flags:
+        return OK
+
+    from calibrate.evaluation.results import open_journal, summary
+    from calibrate.evaluation.run import evaluate
+    from calibrate.evaluation.variants import variants
+    from calibrate.model.models import load
+    from calibrate.versions import now
+
+    loaded = load(plan.model, plan.device, random_weights=plan.random_weights, seed=plan.seed, resident=True)
+    compared = variants(plan, loaded)
+    with open_journal(plan, loaded) as journal:
+        evaluate(plan, loaded, compared, user_prompts, journal, progress="quiet" not in flags)
+        outcome = summary(plan, loaded, compared, user_prompts, journal)
+    outcome |= {"date": now(), "command": shlex.join([PROGRAM, *sys.argv[1:]])}
+    with writing(plan.out):
+        files = report.write_report(outcome, plan)
+    if "json" in flags:
+        print_json(outcome)
+    else:
+        report.print_summary(outcome, console)
+    print_lines([f"wrote {', '.join(files)} to {plan.out}"], console)
+    return OK
+
+
+def _draft(flags: Flags) -> Plan:
+    """The plan as far as it is known without torch, validated, its files checked."""
+    if "model" not in flags:
+        raise ConfigError("--model is missing: give an alias such as demo, a local folder, or a hub id")
+    if "out_dir" not in flags:
+        raise ConfigError("--out-dir is missing: give a folder for results, report and pictures")
+    if flags["out_dir"].exists() and not flags["out_dir"].is_dir():
+        raise ConfigError(f"--out-dir {flags['out_dir']} is a file: give a folder")
+    check_writable("--out-dir", flags["out_dir"] / "report.md")
+    return _plan(flags, {"lengths": flags.get("lengths", DEFAULT_LENGTHS["cuda"])})
+
+
+def _plan(flags: Flags, known: Mapping[str, Any]) -> Plan:
+    """The validated plan of the options among the flags, and of fields that are `known`.
+
+    Tasks are done in one order; a file of prompts brings its task along.
+    """
+    fields = {option.field: option.read(flags[name]) for name, option in OPTIONS.items() if name in flags}
+    tasks = {*fields.get("tasks", TASKS), *([PROMPTS] if "prompts" in fields else [])}
+    unknown = tasks.difference(TASKS, (PROMPTS,))
+    fields["tasks"] = tuple(task for task in (*TASKS, PROMPTS) if task in tasks) + tuple(sorted(unknown))
+    return Plan(**fields | dict(known)).validate()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""First stage: error and density against threshold for every head, and what each setting costs."""

@@ -1,0 +1,37 @@
+"""What S2O and baselines cost beside the pairs they compute, in units of the time a head's dense attention takes.
+
+All parts grow with the square of the length, as dense attention does, so the same share holds at every length.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from calibrate.curves.curves import Ranking
+
+# Measured on an H200 at 131072 tokens (docs/results/ranking-h200.txt).
+READING = 0.003  # reading queries and keys and writing scores once for every 1024 queries
+SCORING_RATE = 0.75  # of dense attention's rate at matrix products: scoring reads each key for few rows
+ORDER = 0.017  # ordering a prefix for every 1024 queries, key by key
+UNIT_SEGMENT = 1024
+TAIL = 24.0  # summing the values once for every segment, as if that many queries attended to them
+
+
+BASELINE_RATE = 0.7  # of block-sparse attention, as a share of dense attention's
+BASELINE_SELECTION = 0.03  # choosing blocks
+
+
+def baseline_cost(density: Tensor) -> Tensor:
+    """The time of heads that a baseline computes over their dense time, where it is not measured.
+
+    Args:
+        density: computed pairs over causal pairs, of any shape.
+    """
+    return density / BASELINE_RATE + BASELINE_SELECTION
+
+
+def overhead(ranking: Ranking, tail: bool) -> float:
+    """The time of a head's ranking, and of its tail if it has one, over the head's dense time."""
+    scoring = ranking.representatives / (2 * ranking.segment) / SCORING_RATE  # q k only, half of dense's products
+    passes = (READING + ORDER / ranking.grain) * UNIT_SEGMENT / ranking.segment
+    return scoring + passes + tail * TAIL / (ranking.segment * ranking.grain)

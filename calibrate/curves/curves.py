@@ -1,0 +1,171 @@
+"""Error and density against threshold for every head: what calibration measures, and what it decides by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calibrate.curves.row_errors import WORST
+from s2o_runtime.baselines.settings import Baseline, parse
+from s2o_runtime.config import TileConfig
+
+TAUS = tuple(float(f"{10.0 ** (exponent / 5):.4g}") for exponent in range(-15, 16))  # 1e-3 .. 1e3, five a decade
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What decides in which order a head visits its keys; the fields are those of HeadConfig and LayerConfig."""
+
+    segment: int
+    representatives: int = 1
+    grain: int = 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What, beside tau, decides where a head stops.
+
+    Attributes:
+        block_m: rows of a tile, which stop together.
+        stride: keys between two stop checks.
+    """
+
+    block_m: int
+    stride: int
+
+    @classmethod
+    def of(cls, tile: TileConfig) -> Shape:
+        """The shape of a tile."""
+        return cls(tile.block_m, tile.stride)
+
+
+Method = Ranking | Baseline  # what decides which keys a head visits: S2O's order, or another paper's method
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Errors and density of every head at every threshold of `TAUS`; a baseline has no threshold, and one point.
+
+    All tensors are float64 [Hq, len(TAUS)], of a baseline [Hq, 1]. Thresholds are those of the stop rule "rest", and a
+    tile's gain is the mean over its rows. The tail does not change where a head stops, so one density belongs to both
+    errors.
+
+    Attributes:
+        mse: mean squared error without a tail.
+        tail_mse: mean squared error with a tail.
+        worst, tail_worst: the `WORST` quantile, over row tiles, of the largest error of a row over its norm, as
+            `row_errors` defines it; without and with a tail.
+        density: computed query-key pairs over causal pairs.
+        dense_power: mean square of the layer's dense output.
+        cost: of a baseline, a head's time over its dense time; None where it was not measured, and for a ranking.
+    """
+
+    mse: Tensor
+    tail_mse: Tensor
+    worst: Tensor
+    tail_worst: Tensor
+    density: Tensor
+    dense_power: float
+    cost: Tensor | None = None
+
+    def stacked(self) -> Tensor:
+        """Errors and density in the order of the fields: float32 [5, Hq, len(TAUS)]."""
+        return torch.stack([self.mse, self.tail_mse, self.worst, self.tail_worst, self.density]).float()
+
+
+Curves = Mapping[tuple[Method, Shape | None], Curve]  # of one layer at one length; a baseline has no shape
+
+
+def methods(curves: Curves, segment: int, grain: int, shape: Shape) -> dict[Method, Curve]:
+    """The curves that heads choose among once segment, grain and tile shape are fixed.
+
+    Returns:
+        The rankings of this segment, grain and shape, and all baselines; nothing if there is no such ranking.
+    """
+    rankings: dict[Method, Curve] = {
+        method: curve
+        for (method, of_shape), curve in curves.items()
+        if isinstance(method, Ranking) and (method.segment, method.grain, of_shape) == (segment, grain, shape)
+    }
+    baselines: dict[Method, Curve] = {
+        method: curve for (method, _), curve in curves.items() if not isinstance(method, Ranking)
+    }
+    return rankings and rankings | baselines
+
+
+def mean_curve(curves: Sequence[Curve]) -> Curve:
+    """The curve of several prompts together.
+
+    A mean squared error is the mean plus one standard deviation over the prompts: heads whose error depends on the
+    prompt must stay within their budget on prompts that were not seen. Of worst rows the worst counts.
+    """
+
+    def stacked(name: str) -> Tensor:
+        return torch.stack([getattr(curve, name) for curve in curves])
+
+    def careful(name: str) -> Tensor:
+        return stacked(name).mean(0) + stacked(name).std(0, correction=0)
+
+    costs = [curve.cost for curve in curves if curve.cost is not None]
+    return Curve(
+        careful("mse"),
+        careful("tail_mse"),
+        stacked("worst").amax(0),
+        stacked("tail_worst").amax(0),
+        stacked("density").mean(0),
+        sum(curve.dense_power for curve in curves) / len(curves),
+        torch.stack(costs).mean(0) if costs else None,
+    )
+
+
+def head_norms(dense: Tensor) -> Tensor:
+    """The mean squared norm of a head's rows, float32 [Hq], of a dense output [1, Hq, L, D]."""
+    return torch.stack([head.float().square().sum(-1).mean() for head in dense[0]])
+
+
+def worst_of(of_tiles: Tensor) -> Tensor:
+    """The `WORST` quantile over row tiles: [..., tiles, T] -> float64 [..., T]."""
+    tiles = of_tiles.shape[-2]
+    rank = min(tiles, int(WORST * (tiles - 1) + 0.5) + 1)  # kthvalue counts from 1
+    return of_tiles.kthvalue(rank, -2).values.double()
+
+
+def window_pairs(length: int, segment: int, step: int) -> int:
+    """Causal pairs in the windows of one head; a window begins at a multiple of `step` keys, before its segment."""
+    total = 0
+    for begin in range(0, length, segment):
+        size = min(segment, length - begin)
+        total += size * (size + 1) // 2 + size * (begin % step)
+    return total
+
+
+def packed(curves: Curves) -> list[dict[str, Any]]:
+    """Curves as a journal keeps them: JSON with float32 tensors in it."""
+    entries = []
+    for (method, shape), curve in curves.items():
+        entry: dict[str, Any] = {"power": curve.dense_power, "curve": curve.stacked()}
+        if isinstance(method, Ranking):
+            assert shape is not None
+            entry |= {"ranking": astuple(method), "shape": astuple(shape)}
+        else:
+            entry |= {"baseline": str(method), "cost": None if curve.cost is None else curve.cost.float()}
+        entries.append(entry)
+    return entries
+
+
+def unpacked(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[Method, Shape | None], Curve]:
+    """The curves that `packed` packed."""
+    curves: dict[tuple[Method, Shape | None], Curve] = {}
+    for entry in entries:
+        mse, tail_mse, worst, tail_worst, density = entry["curve"].double()
+        cost = None if entry.get("cost") is None else entry["cost"].double()
+        curve = Curve(mse, tail_mse, worst, tail_worst, density, float(entry["power"]), cost)
+        if "baseline" in entry:
+            curves[parse(entry["baseline"]), None] = curve
+        else:
+            curves[Ranking(*entry["ranking"]), Shape(*entry["shape"])] = curve
+    return curves

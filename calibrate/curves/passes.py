@@ -1,0 +1,31 @@
+"""The curves of one prompt at one layer, by whichever pass this device and dtype allow.
+
+One pass over the prefix gives the whole threshold axis: on a GPU the trace kernel (`trace_pass.py`), elsewhere plain
+torch (`torch_pass.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from calibrate.curves import torch_pass, trace_pass
+from calibrate.curves.curves import Curve, Ranking, Shape
+from calibrate.model.capture import Captured
+
+
+def measure(
+    prompt: Captured, rankings: Sequence[Ranking], shapes: Sequence[Shape]
+) -> dict[tuple[Ranking, Shape], Curve]:
+    """One prompt's curves at one layer.
+
+    Args:
+        prompt: the layer's q, k and v.
+        rankings: all of one segment length.
+        shapes: of the tiles that may run the layer.
+
+    Returns:
+        A curve for every ranking and shape.
+    """
+    if trace_pass.supports(prompt):
+        return trace_pass.measure(prompt, rankings, shapes)
+    return torch_pass.measure(prompt, rankings, shapes)

@@ -1,0 +1,94 @@
+"""The trace kernel's way to measure curves: one launch for a ranking and a tile height, all thresholds and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, window_pairs, worst_of
+from calibrate.model.capture import Captured
+from s2o_runtime.config import HEAD_DIMS, LayerConfig
+from s2o_runtime.devices import capability
+from s2o_runtime.reference.dense import dense_attention
+from s2o_runtime.tiles import MIN_CAPABILITY, padded_head_dim, trace_tile
+
+FIRST_TRITON_FOR_SM_100 = 3, 9  # older ones fail to compile the kernel there
+
+
+def supports(prompt: Captured) -> bool:
+    """Whether the kernel can measure this prompt here."""
+    if not prompt.q.is_cuda or prompt.q.dtype == torch.float32 or prompt.q.shape[3] > HEAD_DIMS[-1]:
+        return False
+    here = capability(prompt.q.device)
+    return here >= MIN_CAPABILITY and compiles(here, triton.__version__)
+
+
+def compiles(capability: tuple[int, int], triton_version: str) -> bool:
+    """Whether this Triton can compile the kernel for such a GPU."""
+    version = tuple(int(part) for part in triton_version.split(".")[:2])
+    return capability[0] not in (10, 11) or version >= FIRST_TRITON_FOR_SM_100
+
+
+@torch.no_grad()
+def measure(
+    prompt: Captured, methods: Sequence[Ranking], shapes: Sequence[Shape]
+) -> dict[tuple[Ranking, Shape], Curve]:
+    """As torch_pass.measure, with the order that the kernels make."""
+    dense = dense_attention(prompt.q, prompt.k, prompt.v, scale=prompt.scale)
+    norms = head_norms(dense)
+    curves: dict[tuple[Ranking, Shape], Curve] = {}
+    for method in methods:
+        for block_m in sorted({shape.block_m for shape in shapes}):
+            curves |= traced(prompt, method, [s for s in shapes if s.block_m == block_m], dense, norms)
+    return curves
+
+
+def traced(
+    prompt: Captured, method: Ranking, shapes: Sequence[Shape], dense: Tensor, norms: Tensor
+) -> dict[tuple[Ranking, Shape], Curve]:
+    """The curves of one ranking, for shapes of one height, whose strides are a power of 2 apart.
+
+    dense: the dense output [1, Hq, L, D]; norms: its heads' mean squared row norms [Hq].
+    """
+    from s2o_runtime.kernels.call import Call, head_tables
+    from s2o_runtime.kernels.trace import STRIDES, trace
+    from s2o_runtime.shapes import call_shape, laid_out
+
+    heads, length, head_dim = prompt.q.shape[1:]
+    padded = padded_head_dim(head_dim)
+    first = min(shape.stride for shape in shapes)
+    spacings = {shape.stride: (shape.stride // first).bit_length() - 1 for shape in shapes}
+    assert all(first << spacing == stride for stride, spacing in spacings.items())
+    assert max(spacings.values()) < STRIDES
+    tile = trace_tile(head_dim, capability(prompt.q.device), shapes[0].block_m, first)
+    config = LayerConfig.uniform(
+        heads, segment=method.segment, representatives=method.representatives, tail=True, tile=tile, grain=method.grain
+    )
+    q, k, v, truth = (laid_out(tensor, padded) for tensor in (prompt.q, prompt.k, prompt.v, dense))
+    call = Call(config, call_shape(q, k, v), prompt.scale, head_tables(config, q.device))
+    sums = torch.zeros(3, STRIDES, heads, len(TAUS), dtype=torch.float64, device=q.device)
+    worst = []
+    for part in trace(q, k, v, truth, norms, _taus(q.device), call):
+        edges = torch.arange(part.rows.start, part.rows.stop, tile.block_m, device=q.device)
+        count = (part.rows.stop - edges).clamp_max(tile.block_m)[:, None]
+        for total, of_tiles in zip(sums, (part.squared, part.tail_squared, part.visited * count), strict=True):
+            total += of_tiles.double().sum(2)
+        worst.append(torch.stack([part.worst, part.tail_worst]))
+    row, tail_row = worst_of(torch.cat(worst, 3)).sqrt().cpu()
+    squared, tail_squared, visited = sums.cpu()
+    density = (visited + window_pairs(length, method.segment, tile.block_n)) / (length * (length + 1) / 2)
+    values, power = length * head_dim, float(norms.mean()) / head_dim
+    return {
+        (method, shape): Curve(squared[i] / values, tail_squared[i] / values, row[i], tail_row[i], density[i], power)
+        for shape in shapes
+        for i in (spacings[shape.stride],)
+    }
+
+
+@lru_cache(maxsize=8)
+def _taus(device: torch.device) -> Tensor:
+    return torch.tensor(TAUS, dtype=torch.float32, device=device)

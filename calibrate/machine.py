@@ -1,0 +1,107 @@
+"""What depends on the machine: its devices, the defaults that follow from them, and whether its disk can be written."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from calibrate.recipe import DEFAULT_LENGTHS, Budget, Recipe, default_out
+from s2o_runtime.config import MAX_SEGMENT
+from s2o_runtime.errors import ConfigError, ResourceError
+
+if TYPE_CHECKING:
+    from s2o_runtime.devices import DeviceIdentity
+
+# a disk that does not take a file; any other OSError of a path is a wrong path, or a bug
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+
+
+def draft(options: Mapping[str, Any]) -> Recipe:
+    """The recipe as far as it is known without torch.
+
+    Args:
+        options: those that were given, in the types of their fields.
+
+    Returns:
+        A recipe that is validated and whose files are checked; its device, and lengths and output that were not given,
+        are placeholders for what `on_this_machine` takes.
+
+    Raises:
+        ConfigError: an option is missing, out of range, or names a file that is not there or cannot be written.
+        ResourceError: the disk does not take the output.
+    """
+    if "model" not in options:
+        raise ConfigError("--model is missing: give an alias such as demo, a local folder, or a hub id")
+    out = default_out(options["model"], "gpu", Budget.of(options))
+    unknown = {} if "lengths" in options else {"lengths": (MAX_SEGMENT,), "check_lengths": None}
+    recipe = Recipe.of({"out": out} | dict(options) | unknown)
+    if recipe.prompts is not None and not recipe.prompts.is_file():
+        raise ConfigError(f"prompt file {recipe.prompts} does not exist: check the path")
+    check_writable("--out", recipe.out)
+    check_writable("--journal", recipe.journal_path)
+    return recipe
+
+
+def on_this_machine(options: Mapping[str, Any]) -> tuple[Recipe, DeviceIdentity]:
+    """The recipe of these options with the defaults that depend on the device, and which device that is."""
+    name, identity = named_device(options.get("device"))
+    defaults = {
+        "lengths": DEFAULT_LENGTHS[identity.kind],
+        "out": default_out(options["model"], identity.name, Budget.of(options)),
+    }
+    return Recipe.of(defaults | dict(options) | {"device": name}), identity
+
+
+def named_device(name: str | None) -> tuple[str, DeviceIdentity]:
+    """A device's name, by default a GPU's if there is one, and which it is. Raises ConfigError if it is not here."""
+    import torch
+
+    from s2o_runtime.devices import identify
+
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device {name!r} is not known: use cuda, cuda:N or cpu") from None
+    if device.type not in DEFAULT_LENGTHS:
+        raise ConfigError(f"device {name!r} is not supported: use cuda or cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} is not here ({torch.cuda.device_count()} GPUs found): use --device cpu")
+    if (identity := identify(device)).kind not in DEFAULT_LENGTHS:
+        raise ConfigError(f"device {name!r} is a {identity.kind} device, which has no kernels yet: use --device cpu")
+    return name, identity
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Fail before the work, not after it, if a file cannot be written at a path.
+
+    Raises:
+        ConfigError: the path cannot be a file's.
+        ResourceError: the disk does not take it.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{flag} {path} is a folder: give a file name")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        kind = ResourceError if error.errno in CANNOT_WRITE else ConfigError
+        raise kind(f"{flag} {path} cannot be written ({error.strerror}): choose another folder") from None
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Where `out` is written: raises ResourceError, one sentence, for a disk that does not take it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        from calibrate.journal import write_failure
+
+        raise write_failure(error.filename or out, error) from error

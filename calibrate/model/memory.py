@@ -1,0 +1,60 @@
+"""What to do when the GPU's memory runs out: an error that names a length that would fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from s2o_runtime.errors import ResourceError
+
+STEP = 1024  # tokens; suggested lengths are multiples of it
+SAFE = 0.9  # of the length that memory in use would allow by its own
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+@contextmanager
+def within_memory(device: torch.device, length: int, resident: int, what: str) -> Iterator[None]:
+    """Turn torch's error into one sentence if the GPU's memory runs out inside the block.
+
+    Args:
+        device: Where the block runs.
+        length: Tokens of the prompt it works on.
+        resident: Bytes in use whatever the length, such as the weights.
+        what: What the block does, in words.
+
+    Raises:
+        ResourceError: The memory ran out.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        total = int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
+        needed = torch.cuda.max_memory_allocated(device) + requested_bytes(str(error))
+        fits = longest_that_fits(length, needed, resident, total)
+        raise ResourceError(
+            f"{total / (1 << 30):.1f} GiB of GPU memory ran out while {what} at {length} tokens, one layer and one "
+            f"prompt at a time: about {fits} tokens fit, use shorter --lengths or fewer --num-prompts; "
+            "what was measured is kept"
+        ) from error
+
+
+def longest_that_fits(length: int, needed: int, resident: int, total: int) -> int:
+    """A length in tokens that fits, if all memory but what is resident grows with the length.
+
+    Args:
+        length: The length at which memory ran out.
+        needed: Bytes that this length would have needed.
+        resident: Bytes in use whatever the length.
+        total: Bytes of the GPU's memory.
+    """
+    share = max(0, total - resident) / max(1, needed - resident)
+    return max(STEP, int(SAFE * min(1.0, share) * length) // STEP * STEP)
+
+
+def requested_bytes(message: str) -> int:
+    """The bytes that torch's error message says it could not allocate; 0 if it does not say."""
+    match = re.search(r"Tried to allocate ([\d.]+) (KiB|MiB|GiB)", message)
+    return int(float(match[1]) * UNITS[match[2]]) if match else 0

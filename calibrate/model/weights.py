@@ -1,0 +1,269 @@
+"""A model's parameters, put on the device one layer at a time and taken away again.
+
+The model is built without parameters (on torch's meta device). A source provides them: a checkpoint reads them from its
+files, random weights are drawn again, the same ones each time. A small model stays on the device.
+
+What one layer at a time takes on a GPU, in bfloat16, for 8 prompts of 32768 tokens, in GB:
+
+                                        Qwen2.5-7B   Llama-3.1-70B
+    all parameters (never held)           15.2          141.1
+    one layer's parameters                 0.5            1.7
+    embedding, or head with final norm     1.1            2.1
+    hidden states of the 8 prompts         1.9            4.3
+    one prompt's q, k, v                   0.3            0.7
+    inside a layer: rows of its MLP        1.9            2.8   (16384 rows at a time, see streams.py)
+    exact attention of one prompt          0.9            1.5   (float32 output, 1024 rows of scores)
+    highest use while capturing            5.6           11.9   (measured)
+
+Host memory holds what a file read needs: the files are mapped, not loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from s2o_runtime.errors import ModelError
+from s2o_runtime.identity import RANDOM, geometry, sampled_fingerprint, with_rope
+
+RESIDENT_SHARE = 4  # a model stays on the device if its weights take no more than this part of the memory: a quarter
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+READABLE = ("F64", "F32", "F16", "BF16")
+
+
+class Source(Protocol):
+    """Where a model's parameters come from. `blank` is the parameter of the skeleton that is to be filled."""
+
+    def read(self, name: str, blank: nn.Parameter, device: torch.device) -> Tensor:
+        """The parameter of this name, in the shape and dtype of `blank`, on this device."""
+
+    def fingerprint(self, blanks: Mapping[str, nn.Parameter]) -> str:
+        """The hash that names these weights in a profile."""
+
+
+def skeleton(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model of a configuration, with all parameters on the meta device and its buffers on `device`.
+
+    Raises:
+        ModelError: The model has buffers whose values only a checkpoint could know.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    decoder = model.get_decoder()
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config).to(device)  # its buffers are in no checkpoint
+    unset = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if unset:
+        raise ModelError(f"buffer {unset[0]} of {type(model).__name__} is in no checkpoint: the model is not supported")
+    return model.requires_grad_(False)
+
+
+class Weights:
+    """The parameters of a `skeleton`, on the device only while they are needed.
+
+    Args:
+        model: The skeleton.
+        source: Where its parameters come from.
+        device: Where they are put.
+        resident: Put all of them there at once and let them stay, so that the model is one like any other; None
+            decides by `stays_resident`.
+    """
+
+    def __init__(self, model: Any, source: Source, device: torch.device, resident: bool | None = None) -> None:
+        self.model, self.source, self.device = model, source, device
+        self._blanks: dict[str, nn.Parameter] = dict(model.named_parameters())
+        names = {id(blank): name for name, blank in self._blanks.items()}
+        self._attributes: dict[nn.Module, dict[str, str]] = {  # module -> its attributes -> their parameters' names
+            module: {attribute: names[id(blank)] for attribute, blank in module.named_parameters(recurse=False)}
+            for module in model.modules()
+        }
+        self.resident = False
+        if stays_resident(self.bytes, device) if resident is None else resident:
+            self._put(model)
+            self.resident = True
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that all parameters take on the device."""
+        return sum(blank.numel() * blank.element_size() for blank in self._blanks.values())
+
+    @property
+    def held(self) -> int:
+        """The bytes that are on the device all the time."""
+        return self.bytes if self.resident else 0
+
+    @property
+    def fingerprint(self) -> str:
+        """The same as `s2o_runtime.identity.fingerprint` of the whole model, for weights from a checkpoint."""
+        return with_rope(self.source.fingerprint(self._blanks), self.model.config)
+
+    @contextmanager
+    def on_device(self, *parts: nn.Module) -> Iterator[None]:
+        """The parameters of these modules are on the device inside the block, and back on meta after it."""
+        if self.resident:
+            yield
+            return
+        try:
+            for part in parts:
+                self._put(part)
+            yield
+        finally:
+            for part in parts:
+                self._take(part)
+
+    def _put(self, part: nn.Module) -> None:
+        names = dict.fromkeys(name for module in part.modules() for name in self._attributes[module].values())
+        values = {name: self.source.read(name, self._blanks[name], self.device) for name in names}
+        self._set(part, {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()})
+
+    def _take(self, part: nn.Module) -> None:
+        self._set(part, self._blanks)
+
+    def _set(self, part: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        for module in part.modules():
+            for attribute, name in self._attributes[module].items():
+                setattr(module, attribute, parameters[name])
+
+
+def stays_resident(weights: int, device: torch.device) -> bool:
+    """Whether a whole model stays on the device: its bytes are at most a quarter of the memory.
+
+    On a GPU that is a quarter of the free memory; on a CPU of all memory, because there the file cache counts as used.
+    """
+    if device.type == "cuda":
+        memory, _ = torch.cuda.mem_get_info(device)
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return weights * RESIDENT_SHARE <= memory
+
+
+class Checkpoint:
+    """Weights in safetensors files, one file or several with an index.
+
+    A file is opened when its first tensor is asked for, and mapped: only what is read moves.
+
+    Args:
+        find: Gives the path of a file by its name, or None if the checkpoint has no such file.
+
+    Raises:
+        ModelError: There are no weights, or an index cannot be read.
+    """
+
+    def __init__(self, find: Callable[[str], str | None]) -> None:
+        self._find = find
+        self._files: dict[str, Any] = {}
+        if find(SINGLE) is not None:
+            self._file_of = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+        else:
+            index = find(INDEX)
+            if index is None:
+                raise ModelError(f"the checkpoint has neither {SINGLE} nor {INDEX}: convert it to safetensors")
+            self._file_of = _read_index(Path(index))
+
+    def read(self, name: str, blank: nn.Parameter, device: torch.device) -> Tensor:
+        stored = self._slice(name, blank)
+        with _readable(self._file_of[name]):
+            value: Tensor = stored[:]
+        return value.to(device, copy=True).to(blank.dtype)
+
+    def fingerprint(self, blanks: Mapping[str, nn.Parameter]) -> str:
+        def sample(name: str, indices: range) -> Tensor:
+            stored = self._slice(name, blanks[name])
+            with _readable(self._file_of[name]):
+                return _elements(stored, indices).to(blanks[name].dtype)
+
+        return sampled_fingerprint({name: blank.shape for name, blank in blanks.items()}, sample)
+
+    def _slice(self, name: str, blank: nn.Parameter) -> Any:
+        """A tensor of the checkpoint, not read yet, checked to be what the model expects."""
+        if name not in self._file_of:
+            raise ModelError(f"the checkpoint has no tensor {name}, which its config.json asks for: download it again")
+        file = self._file_of[name]
+        with _readable(file):
+            stored = self._open(file).get_slice(name)
+        if stored.get_shape() != list(blank.shape):
+            raise ModelError(
+                f"tensor {name} in {file} is {stored.get_shape()}, expected {list(blank.shape)}: "
+                "the checkpoint does not belong to its config.json"
+            )
+        if stored.get_dtype() not in READABLE:
+            raise ModelError(
+                f"tensor {name} in {file} is of type {stored.get_dtype()}, expected one of {', '.join(READABLE)}: "
+                "use a checkpoint that is not quantised"
+            )
+        return stored
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            path = self._find(file)
+            if path is None:
+                raise ModelError(f"the checkpoint has no file {file}, which {INDEX} names: download it again")
+            with _readable(file):
+                self._files[file] = safe_open(path, framework="pt")
+        return self._files[file]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Which file holds which tensor."""
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in names.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} is not an index of safetensors files ({error}): download it again") from error
+
+
+@contextmanager
+def _readable(file: str) -> Iterator[None]:
+    """Turns what safetensors raises into one sentence."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} cannot be read ({error}): it is damaged or cut off, download it again") from error
+
+
+def _elements(stored: Any, indices: range) -> Tensor:
+    """Elements of a vector or matrix in a file, by their indices in the flattened tensor."""
+    shape = stored.get_shape()
+    if len(shape) == 1:
+        vector: Tensor = stored[:]
+        return vector[indices.start : indices.stop : indices.step]
+    cells = (divmod(index, shape[1]) for index in indices)
+    return torch.cat([stored[row : row + 1, column : column + 1].reshape(-1) for row, column in cells])
+
+
+class RandomWeights:
+    """Weights as the architecture initialises them, each a function of the seed and its name alone.
+
+    A layer that is drawn twice is therefore the same twice. A GPU draws other numbers than a CPU.
+    """
+
+    def __init__(self, model: Any, seed: int) -> None:
+        self._model, self._seed = model, seed
+
+    @torch.no_grad()
+    def read(self, name: str, blank: nn.Parameter, device: torch.device) -> Tensor:
+        path, _, attribute = name.rpartition(".")
+        module = copy.deepcopy(self._model.get_submodule(path)).to_empty(device=device)
+        digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(int.from_bytes(digest[:7], "little"))
+            self._model._init_weights(module)
+        value: Tensor = getattr(module, attribute).detach()
+        return value
+
+    def fingerprint(self, blanks: Mapping[str, nn.Parameter]) -> str:
+        """A text that names seed and sizes; no trained model's fingerprint begins like it."""
+        sizes = sorted((name, tuple(blank.shape)) for name, blank in blanks.items())
+        architecture = repr((geometry(self._model.config), sizes))
+        return f"{RANDOM}{self._seed}-{hashlib.sha256(architecture.encode()).hexdigest()[:16]}"

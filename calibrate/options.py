@@ -1,0 +1,206 @@
+"""Options of a command, each stated once: in the metadata of the dataclass field that holds it.
+
+From an `Option` come the command's flag with its help, the key of a recipe file, the argument of the Python call, the
+reading and the check of a value, the line in the printed plan, and the row in docs/options.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from s2o_runtime.errors import ConfigError
+from s2o_runtime.fields import DURATION, NONE, Rule, shown
+
+_KEY = "options"  # of a field's metadata
+_METAVARS = {int: "N", float: "X", str: "NAME", Path: "FILE", bool: "on|off"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: what its value may be, and what is said about it.
+
+    Args:
+        rule: what the value may be.
+        help: what it is, for --help and docs/options.md.
+        group: the heading under which --help and docs/options.md list it.
+        name: with underscores, as in a recipe file; the flag has dashes. By default the field's name.
+        aliases: older names, which are understood and not shown.
+        metavar: what stands for the value in --help; by default what its type suggests.
+        default_text: the default in words, where it is not the field's own.
+        example: a value for messages; by default the default.
+        label: the name of its line in the plan; by default its name with spaces.
+        plan_text: its value in the plan: a format of the value, such as "{:.0%}", or a function of the whole dataclass;
+            by default the value itself.
+        repeatable: the flag gives one of several values and may be given again.
+        field, default, required: of the dataclass, filled in by `options_of`.
+    """
+
+    rule: Rule
+    help: str
+    group: str
+    name: str = ""
+    aliases: tuple[str, ...] = ()
+    metavar: str = ""
+    default_text: str = ""
+    example: str = ""
+    label: str = ""
+    plan_text: str | Callable[[Any], str] = ""
+    repeatable: bool = False
+    field: str = ""
+    default: Any = None
+    required: bool = False
+
+    @property
+    def flag(self) -> str:
+        return flag(self.name)
+
+    @property
+    def shown_default(self) -> str:
+        """The default in words, empty if a value must be given."""
+        return self.default_text or ("" if self.required else text(self.default))
+
+    @property
+    def placeholder(self) -> str:
+        """What stands for the value in --help."""
+        single = "|".join(map(str, self.rule.allowed)) if self.rule.type is str and self.rule.allowed else ""
+        single = single or ("TIME" if self.rule.unit == DURATION else _METAVARS[self.rule.type])
+        return self.metavar or (f"{single},{single}" if self.rule.many and not self.repeatable else single)
+
+    @property
+    def description(self) -> str:
+        """The help with the default."""
+        default = "" if self.rule.type is bool and self.default is False else self.shown_default
+        return f"{self.help} (default {default})" if default else self.help
+
+    def read(self, value: object, where: str = "") -> Any:
+        """The value that a text or a plain value stands for; ConfigError if it stands for none of this type."""
+        try:
+            return self.rule.read(value)
+        except ValueError:
+            raise ConfigError(where + self.rule.complaint(value, self.name, self._example)) from None
+
+    def check(self, value: object) -> None:
+        """Raises ConfigError, one sentence, for a value out of the rule's range."""
+        if not self.rule.admits(value):
+            raise ConfigError(self.rule.complaint(value, self.name, self._example))
+
+    def line(self, settings: Any) -> str:
+        """The value in the plan of a dataclass that holds it."""
+        if callable(self.plan_text):
+            return self.plan_text(settings)
+        value = getattr(settings, self.field)
+        return self.plan_text.format(value) if self.plan_text else text(value, ", ")
+
+    def add_to(self, group: argparse._ActionsContainer) -> None:
+        """Add the flag to a parser or a group of one, and its aliases without help."""
+        arguments: dict[str, Any] = {"dest": self.name}
+        if self.rule.type is bool and not self.rule.many:
+            arguments |= {"action": argparse.BooleanOptionalAction}
+        else:
+            arguments |= {"type": self._from_text, "metavar": self.placeholder}
+            arguments |= {"action": "append"} if self.repeatable else {}
+        group.add_argument(self.flag, help=self.description.replace("%", "%%"), **arguments)
+        for alias in self.aliases:
+            group.add_argument(flag(alias), help=argparse.SUPPRESS, **arguments)
+
+    @property
+    def _example(self) -> str:
+        return self.example or ("" if self.default in (None, ()) else text(self.default))
+
+    def _from_text(self, value: str) -> Any:
+        rule = self.rule.single if self.repeatable else self.rule
+        try:
+            return rule.read(value)
+        except ValueError:
+            example = f", such as {self._example}" if self._example else ""
+            raise argparse.ArgumentTypeError(f"{value!r}: expected {rule}{example}") from None
+
+
+def option(rule: Rule, help: str, group: str, *, default: Any = MISSING, **more: Any) -> Any:
+    """A dataclass field that one `Option` gives a value; without a default one must be given."""
+    return field(default=default, metadata={_KEY: (Option(rule, help, group, **more),)})
+
+
+def shared(option: Option, *, default: Any = MISSING, **changes: Any) -> Any:
+    """A dataclass field with another dataclass's option, changed where the two differ."""
+    return field(default=default, metadata={_KEY: (replace(option, **changes),)})
+
+
+def either(*options: Option) -> Any:
+    """A dataclass field without a default that one of several options gives a value."""
+    return field(metadata={_KEY: options})
+
+
+def options_of(settings: type, groups: Iterable[str]) -> dict[str, Option]:
+    """The options of a dataclass by their names, in the order of the groups and, in a group, of the fields."""
+    all_options = [
+        replace(
+            option,
+            name=option.name or holder.name,
+            label=option.label or (option.name or holder.name).replace("_", " "),
+            field=holder.name,
+            default=None if holder.default is MISSING else holder.default,
+            required=holder.default is MISSING,
+        )
+        for holder in fields(settings)
+        for option in holder.metadata.get(_KEY, ())
+    ]
+    return {option.name: option for group in groups for option in all_options if option.group == group}
+
+
+def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> dict[str, argparse._ArgumentGroup]:
+    """Add a flag for every option, under the headings of their groups; returns these by title."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for option in options:
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        option.add_to(groups[option.group])
+    return groups
+
+
+def resolved(options: Mapping[str, Option], values: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """Values under the names of their options, where aliases may have been used.
+
+    Args:
+        options: by name.
+        values: by name or alias.
+        where: what gives them, for messages, such as "recipe mine.yaml".
+
+    Raises:
+        ConfigError: a name is no option's, or an option is given under two names.
+    """
+    names = {alias: name for name, option in options.items() for alias in (name, *option.aliases)}
+    by_name: dict[str, Any] = {}
+    for given, value in values.items():
+        if given not in names:
+            near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"{where} has {shown(given)}, which is no option: did you mean {names[near]}?")
+        if names[given] in by_name:
+            raise ConfigError(f"{where} has {names[given]} under two names: give it once")
+        by_name[names[given]] = value
+    return by_name
+
+
+def read_all(options: Mapping[str, Option], values: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """`resolved` values in the types of their fields. Raises ConfigError as that does, or for another type."""
+    return {name: options[name].read(value, f"{where}: ") for name, value in resolved(options, values, where).items()}
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def text(value: Any, separator: str = ",") -> str:
+    """A value as it is written on a command line."""
+    if isinstance(value, tuple):
+        return separator.join(map(text, value)) or NONE
+    if value is None:
+        return NONE
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,1 @@
+"""Calibrated profiles afterwards: described, compared, changed, explained, kept in a catalogue."""

@@ -1,0 +1,65 @@
+"""What differs between two profiles."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from s2o_runtime.config import plain
+from s2o_runtime.profile import Profile, described
+
+COMPARED = ("budget", "objective", "proof", "recipe", "versions", "data")  # parts of a record that made a profile
+
+
+def differences(a: Profile, b: Profile) -> dict[str, Any]:
+    """What differs between two profiles, as JSON.
+
+    Returns:
+        fields: the values in both of each field that differs, by its dotted name, among those that made the profiles.
+        lengths: the lengths that only one has, none if they have the same.
+        layers: one entry for each layer whose settings or density differ, at the lengths that both have.
+    """
+    common = [length for length in a.lengths if length in b.lengths]
+    lengths = {
+        f"only_{name}": sorted(set(one.lengths) - set(other.lengths)) for name, one, other in (("a", a, b), ("b", b, a))
+    }
+    same_shape = (a.geometry.layers, a.geometry.query_heads) == (b.geometry.layers, b.geometry.query_heads)
+    return {
+        "fields": dict(_changed_fields(_compared(a), _compared(b))),
+        "lengths": lengths if any(lengths.values()) else {},
+        "layers": [row for length in common for row in _changed_layers(a, b, length)] if same_shape else [],
+    }
+
+
+def _compared(profile: Profile) -> dict[str, Any]:
+    document = described(profile)
+    record = {name: document["record"].get(name) for name in COMPARED}
+    return {"model": document["model"], "device": document["device"], **record}
+
+
+def _changed_fields(a: Any, b: Any, name: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in dict.fromkeys([*a, *b]):
+            yield from _changed_fields(a.get(key), b.get(key), f"{name}.{key}".lstrip("."))
+    elif a != b:
+        yield name, (a, b)
+
+
+def _changed_layers(a: Profile, b: Profile, length: int) -> Iterator[dict[str, Any]]:
+    """How many heads of each layer differ, and in what; a tile or grain counts for the layer."""
+    densities = [profile.record.densities(length, profile.geometry.layers)[1] for profile in (a, b)]
+    rows = zip(a.layers[a.lengths.index(length)], b.layers[b.lengths.index(length)], strict=True)
+    for layer, (one, other) in enumerate(rows):
+        pairs = [(plain(x), plain(y)) for x, y in zip(one.heads, other.heads, strict=True)]
+        changed = Counter(name for x, y in pairs for name in x if x[name] != y[name])
+        whole = [name for name in ("tile", "row_reduce", "grain") if getattr(one, name) != getattr(other, name)]
+        before, after = (of_layers[layer] if of_layers else None for of_layers in densities)
+        if changed or whole or before != after:
+            yield {
+                "length": length,
+                "layer": layer,
+                "heads": sum(x != y for x, y in pairs),
+                "changed": dict(changed) | dict.fromkeys(whole, 1),
+                "densities": [before, after],
+            }

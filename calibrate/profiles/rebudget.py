@@ -1,0 +1,146 @@
+"""Another budget for a calibrated model, from the curves its calibration measured: no model, no prompts, seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from calibrate.curves.curves import Curve, Curves, Shape, methods
+from calibrate.profiles.record import budget_of, predicted_layer
+from calibrate.profiles.stored import StoredCurves, calibrate_command, recipe_of, stored_curves
+from calibrate.recipe import Budget, Recipe
+from calibrate.search.allocate import Allocation
+from calibrate.search.choice import Choice, allowed, budget_mse, shared
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.errors import InputError
+from s2o_runtime.profile import Profile, load_profile, save_profile
+from s2o_runtime.profile.record import PredictedLength
+
+WINS = 0.9  # of dense attention's time: nothing is timed here, and what is predicted to be below this does win
+UNPROVEN = (
+    "predicted from stored curves and not proven on held-out prompts: run s2o-calibrate with this budget to prove it"
+)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one length is predicted to do.
+
+    length: in tokens.
+    error: in the budget's unit, of the worst layer; with the scope "model" the mean over the layers.
+    density: computed pairs over causal pairs, mean over the layers.
+    cost: time over dense attention's, mean over the layers.
+    """
+
+    length: int
+    error: float
+    density: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class Rebudgeted:
+    """The profile that was written, and what it is predicted to do at every length."""
+
+    profile: Profile
+    predicted: tuple[Prediction, ...]
+
+
+def rebudget(
+    profile: Path, budget: Budget, out: Path, journal: Path | None = None, worst_rows: float | None = None
+) -> Rebudgeted:
+    """Write `profile` with another budget to `out`.
+
+    Every layer keeps its segment, grain and tile; its heads' thresholds, representatives and tails are allocated
+    anew. A layer that was dense takes part if its budget grew and it is predicted to win clearly (`WINS`). Lengths
+    without curves of their own, where the old proof had to tighten a layer, are left out.
+
+    Args:
+        profile: the file of a calibrated profile.
+        budget: the new budget.
+        out: the file to write.
+        journal: the measurements; None is where a calibration leaves them, beside the profile.
+        worst_rows: another guard on single rows, 0 for none; None keeps the old one.
+
+    Raises:
+        ProfileError: the profile cannot be read.
+        InputError: the profile does not say how it was made, or the journal is missing, is of another model or device,
+            or lacks the curves of a layer.
+    """
+    old = load_profile(profile)
+    before = recipe_of(old, profile)
+    guard = before.worst_rows if worst_rows is None else worst_rows
+    after = replace(before, budget=budget, out=out, worst_rows=guard).validate()
+    journal = journal or before.journal_path
+    stored = stored_curves(old, before, journal, calibrate_command(after))
+    layers, predictions, recorded = [], [], []
+    for length in after.lengths:
+        choices = _choices(stored, length, after, journal)
+        layers.append(tuple(choice.config for choice in choices))
+        predictions.append(_prediction(length, choices, after))
+        recorded.append(PredictedLength(length=length, layers=tuple(predicted_layer(choice) for choice in choices)))
+    record = replace(
+        old.record,
+        budget=budget_of(after),
+        recipe=after.record(),
+        proof="none",
+        problems=(UNPROVEN,),
+        predicted=tuple(recorded),
+        held_out=(),
+    )
+    new = replace(old, lengths=after.lengths, layers=tuple(layers), record=record)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_profile(new, out)
+    return Rebudgeted(new, tuple(predictions))
+
+
+def _choices(stored: StoredCurves, length: int, after: Recipe, journal: Path) -> list[Choice]:
+    """Every layer at one length with the new budget spent. Raises InputError if a layer has no curves."""
+    old, before = stored.profile, stored.recipe
+    choices, curves_of_layers = [], []
+    for layer, config in enumerate(old.layers[old.lengths.index(length)]):
+        curves = stored.of_layer(layer, length)
+        if not curves:
+            raise InputError(
+                f"journal {journal} lacks the curves of layer {layer} at {length} tokens for tile {config.tile}: "
+                f"measure them with {calibrate_command(after)}"
+            )
+        choices.append(_choice(curves, config, before, after))
+        curves_of_layers.append(curves)
+    if after.scope == "model":
+        powers = [_dense_power(curves) for curves in curves_of_layers]
+        choices, _ = shared(choices, powers, after)
+    return choices
+
+
+def _choice(curves: Curves, config: LayerConfig, before: Recipe, after: Recipe) -> Choice:
+    """A layer as it was in segment, grain and tile, with its new budget spent."""
+    segment, grain, tile = config.heads[0].segment, config.grain, config.tile
+    budget = budget_mse(curves, after)
+    unspent = Choice(segment, grain, tile, methods(curves, segment, grain, Shape.of(tile)), 0.0, Allocation(()))
+    choice = unspent.spending(budget, allowed(after))
+    if choice.config.is_dense:
+        return replace(choice, why_dense="no head gains anything within the budget")
+    if config.is_dense and budget <= budget_mse(curves, before):
+        return choice.as_dense("it was dense with no smaller budget")
+    if config.is_dense and choice.cost >= WINS:
+        return choice.as_dense("it was dense, and is not predicted to win clearly")
+    return choice
+
+
+def _prediction(length: int, choices: Sequence[Choice], recipe: Recipe) -> Prediction:
+    errors = [recipe.budget.error(choice.allocation.mse, _dense_power(choice.curves)) for choice in choices]
+    return Prediction(
+        length,
+        fmean(errors) if recipe.scope == "model" else max(errors),
+        fmean(choice.allocation.density for choice in choices),
+        fmean(choice.allocation.cost for choice in choices),
+    )
+
+
+def _dense_power(curves: Mapping[Any, Curve]) -> float:
+    """The mean square of the layer's dense output, which all its curves name."""
+    return next(iter(curves.values())).dense_power

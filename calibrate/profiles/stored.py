@@ -1,0 +1,124 @@
+"""A calibration that was made before: the recipe in its profile and the curves in its journal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from calibrate.curves.curves import Curves, Shape, methods, unpacked
+from calibrate.curves.measure import baselines_key
+from calibrate.journal import Journal
+from calibrate.recipe import Recipe
+from s2o_runtime.errors import InputError
+from s2o_runtime.profile import Profile
+
+
+@dataclass(frozen=True)
+class StoredCurves:
+    """The curves that a calibration measured.
+
+    profile, recipe: what it wrote, and what it was asked for.
+    entries: keys and values of its journal, in the order in which they were measured.
+    """
+
+    profile: Profile
+    recipe: Recipe
+    entries: list[tuple[dict[str, Any], Any]]
+
+    def of_layer(self, layer: int, length: int) -> Curves | None:
+        """The curves last measured for a layer at a bucket.
+
+        Args:
+            layer: index of the layer.
+            length: a bucket of the profile, in tokens.
+
+        Returns:
+            The curves, if they hold the segment, grain and tile that the profile gives the layer; otherwise None.
+        """
+        config = self.profile.layers[self.profile.lengths.index(length)][layer]
+        shape = Shape.of(config.tile)
+        wanted = {
+            "layer": layer,
+            "prompts": _prompt_hashes(self.profile, length),
+            "segments": list(self.recipe.segments_for(length)),
+            "representatives": list(self.recipe.representatives),
+            "grains": list(self.recipe.grains),
+            **baselines_key(self.recipe),
+        }
+        for key, value in reversed(self.entries):
+            if key == wanted | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
+                curves = unpacked(value)
+                return curves if methods(curves, config.heads[0].segment, config.grain, shape) else None
+        return None
+
+
+def recipe_of(profile: Profile, path: Path) -> Recipe:
+    """The recipe in a profile's record.
+
+    Args:
+        profile: a calibrated profile.
+        path: the profile's file, which becomes the recipe's `out`.
+
+    Raises:
+        InputError: the record has no recipe, or one that does not fit the profile.
+    """
+    record = profile.record
+    try:
+        if record.recipe is None or record.data is None or record.data.calibration is None:
+            raise ValueError("its recipe or its prompts are not recorded")
+        recipe = Recipe.from_record(record.recipe, path)
+        if not set(recipe.lengths) <= set(profile.lengths):
+            raise ValueError(f"lengths {recipe.lengths} of which the profile has {profile.lengths}")
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise InputError(
+            f"{path} does not say how it was calibrated ({type(error).__name__}: {error}): "
+            "use a profile that this version of s2o-calibrate wrote"
+        ) from error
+    return recipe
+
+
+def stored_curves(profile: Profile, recipe: Recipe, journal: Path, command: str) -> StoredCurves:
+    """The curves in the journal of a profile.
+
+    Args:
+        profile: what the calibration wrote.
+        recipe: what the calibration was asked for (`recipe_of`).
+        journal: the journal's file.
+        command: the command that measures the curves again, for the error.
+
+    Raises:
+        InputError: the journal is missing, or it is of another model or device.
+    """
+    if not journal.exists():
+        raise InputError(f"journal {journal} does not exist: give --journal, or measure again with {command}")
+    with Journal.read(journal) as opened:
+        _check_identity(opened, profile)
+        return StoredCurves(profile, recipe, opened.entries("curves"))
+
+
+def calibrate_command(recipe: Recipe) -> str:
+    """The command that calibrates with a recipe's model, budget and lengths."""
+    budget = f"--budget-{recipe.budget.kind.replace('_', '-')} {recipe.budget.value:g}"
+    return f"s2o-calibrate --model {recipe.model} {budget} --lengths {','.join(map(str, recipe.lengths))}"
+
+
+def _check_identity(journal: Journal, profile: Profile) -> None:
+    """Raise InputError if the journal's measurements are of another model or device than the profile."""
+    device = {"kind": profile.device.kind, "name": profile.device.name, "sm_count": profile.device.sm_count}
+    expected: dict[str, dict[str, Any]] = {"model": {"fingerprint": profile.fingerprint}, "device": device}
+    for part, fields in expected.items():
+        measured = journal.identity.get(part)
+        for name, value in fields.items():
+            actual = measured.get(name) if isinstance(measured, dict) else None
+            if actual != value:
+                raise InputError(
+                    f"journal {journal.path} was made with {part}.{name} {actual}, the profile with {value}: "
+                    "give the profile's own --journal"
+                )
+
+
+def _prompt_hashes(profile: Profile, length: int) -> list[str | None]:
+    """The hashes of a length's calibration prompts."""
+    data = profile.record.data
+    return [prompt.sha256 for prompt in (data and data.calibration) or () if prompt.length == length]

@@ -1,0 +1,71 @@
+"""What a profile says of itself, as plain data for tables, cards and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.profile import Profile
+from s2o_runtime.profile.record import ProvenLength, RecordedBudget
+
+
+def summary(profile: Profile) -> dict[str, Any]:
+    """What a profile says of itself, as JSON; None where its record has no answer."""
+    record = profile.record
+    buckets = zip(profile.lengths, profile.layers, strict=True)
+    return {
+        "model": profile.model_name,
+        "architecture": str(profile.geometry),
+        "fingerprint": profile.fingerprint,
+        "device": str(profile.device),
+        "budget": _budget(record.budget),
+        "objective": record.objective,
+        "proof": record.proof,
+        "problems": list(record.problems or ()),
+        "retiled": record.retiled.note if record.retiled else None,
+        "lengths": [_length(profile, length, bucket) for length, bucket in buckets],
+    }
+
+
+def _budget(budget: RecordedBudget | None) -> str | None:
+    if budget is None or budget.value is None:
+        return None
+    return f"{budget.kind} {budget.value:g} ({budget.scope})"
+
+
+def _length(profile: Profile, length: int, bucket: Sequence[LayerConfig]) -> dict[str, Any]:
+    heads = [head for layer in bucket for head in layer.heads]
+    sparse = [head for head in heads if head.mode == "s2o"]
+    source, densities = profile.record.densities(length, profile.geometry.layers)
+    proven = profile.record.proven_at(length) or ProvenLength()
+    return {
+        "length": length,
+        "tau_min": min((head.tau for head in sparse), default=None),
+        "tau_max": max((head.tau for head in sparse), default=None),
+        "heads": len(heads),
+        "dense_heads": len(heads) - len(sparse),
+        "tails": sum(head.tail for head in sparse),
+        "density": fmean(densities) if densities else None,
+        "density_is": source,
+        "layer_densities": densities,
+        "error_over_limit": max(_shares_of_limits(profile, proven), default=None),
+        "worst": max((layer.worst for layer in proven.layers or () if layer.worst is not None), default=None),
+        "needles": None if proven.needles is None else list(proven.needles),
+        "kl": proven.kl,
+        "top1": proven.top1,
+        "prefill_speedup": _ratio(proven.dense_prefill_seconds, proven.prefill_seconds),
+    }
+
+
+def _shares_of_limits(profile: Profile, proven: ProvenLength) -> list[float]:
+    """The errors of the layers over their limits, of those that have both."""
+    budget = profile.record.budget
+    kind = (budget and budget.kind) or "mse"
+    pairs = [(layer.error(kind), layer.limit) for layer in proven.layers or ()]
+    return [error / limit for error, limit in pairs if error is not None and limit]
+
+
+def _ratio(over: float | None, under: float | None) -> float | None:
+    return over / under if over and under and over > 0 < under else None

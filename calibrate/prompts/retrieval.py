@@ -1,0 +1,110 @@
+"""The one builder of retrieval prompts: facts hidden in a long text, and the questions that ask for them at its end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from calibrate.prompts.needles import Needle
+
+Span = tuple[int, int]  # the first token and the one behind the last
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """What a retrieval prompt has besides its text, as token ids.
+
+    facts: Each fact, in the order in which they stand in the text. questions: The end of the prompt, where each
+    question is followed by its answer. answers: Where the codes stand among the tokens of `questions`.
+    """
+
+    facts: list[list[int]]
+    questions: list[int]
+    answers: list[Span]
+
+    @classmethod
+    def of(
+        cls, tokenizer: Any, asked: Sequence[Needle], rng: random.Random, facts: Sequence[str] | None = None
+    ) -> Retrieval:
+        """Tokenize needles, their questions in random order.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            asked: The needles that are asked for.
+            rng: What draws the order of the questions: one `sample` of as many as there are needles.
+            facts: What is written into the text; by default the needles' own facts, in their order.
+        """
+        questions: list[int] = []
+        answers = []
+        for needle in rng.sample(asked, len(asked)):
+            first, end = code_tokens(tokenizer, needle)
+            answers.append((len(questions) + first, len(questions) + end))
+            questions += encode(tokenizer, needle.question + needle.answer)
+        texts = [needle.fact for needle in asked] if facts is None else facts
+        return cls([encode(tokenizer, fact) for fact in texts], questions, answers)
+
+    def within(self, most: int) -> Retrieval:
+        """The same with at most `most` tokens of questions, and the answers that are whole within them."""
+        return replace(
+            self, questions=self.questions[:most], answers=[span for span in self.answers if span[1] <= most]
+        )
+
+    def fewest_tokens(self, start: int) -> int:
+        """The shortest prompt in which no fact is written over another. start: tokens that stand before all facts."""
+        return start + len(self.questions) + (len(self.facts) + 1) * max(map(len, self.facts))
+
+    def positions(self, start: int, end: int, depth: float | None = None) -> list[int]:
+        """Where the facts begin between two positions of the text.
+
+        Args:
+            start: The first position that may be written over.
+            end: One behind the last.
+            depth: Where the only fact stands, from 0 (at the start) to 1 (at the end); None spreads all facts evenly.
+        """
+        if depth is not None:
+            return [start + round(depth * (end - start - len(self.facts[0])))]
+        return spread(len(self.facts), start, end)
+
+    def hidden_in(self, text: Sequence[int], positions: Sequence[int]) -> tuple[list[int], tuple[Span, ...]]:
+        """Hide the facts in a text and ask for them at its end.
+
+        Args:
+            text: The text's token ids.
+            positions: Where each fact begins.
+
+        Returns:
+            The prompt's token ids, as many as text and questions have together, and where the codes that it asks for
+            stand in it.
+        """
+        ids = with_facts(text, self.facts, positions) + self.questions
+        return ids, tuple((len(text) + first, len(text) + end) for first, end in self.answers)
+
+
+def spread(count: int, start: int, end: int) -> list[int]:
+    """`count` positions that cut a text from `start` to `end` into equal parts."""
+    return [start + (index + 1) * (end - start) // (count + 1) for index in range(count)]
+
+
+def with_facts(text: Sequence[int], facts: Sequence[Sequence[int]], positions: Sequence[int]) -> list[int]:
+    """The text's token ids with each fact written over them at its position; what goes beyond the end is cut off."""
+    ids = list(text)
+    for fact, position in zip(facts, positions, strict=True):
+        ids[position : position + len(fact)] = fact
+    return ids[: len(text)]
+
+
+def code_tokens(tokenizer: Any, needle: Needle) -> Span:
+    """Which tokens of a needle's question and answer hold a digit of its code."""
+    text = needle.question + needle.answer
+    characters = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
+    begin, end = len(needle.question), len(needle.question) + len(needle.code)
+    digits = [index for index, (first, behind) in enumerate(characters) if first < end and behind > begin]
+    return digits[0], digits[-1] + 1
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """A text's token ids, without the special tokens that a tokenizer may add."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    return ids

@@ -1,0 +1,129 @@
+"""One state of the whole choice: what a proof runs, judges and tightens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from calibrate.recipe import Recipe
+from calibrate.search.choice import Choice
+from calibrate.search.choose import Chosen
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.identity import Geometry
+from s2o_runtime.profile import Profile
+
+LengthAndLayer = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Tightening:
+    """What replaces a layer's choice at one length because its held-out error was over its limit.
+
+    times: How often the layer was tightened there. config: What it runs now. choice: The search's choice with the
+    smaller budget; None at a length that is not calibrated, where there is no choice.
+    """
+
+    times: int
+    config: LayerConfig
+    choice: Choice | None
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """What every layer shall do at every length. It never changes: the functions of `tighten` return a new one.
+
+    recipe: The lengths, the budget and what heads may be given. model_name, geometry, fingerprint, device: What the
+    profile will be of. chosen: What was chosen at each calibrated length (bucket); an attempt at the proof that
+    failed gives a bucket half its budget, or makes it dense. tightened: What a layer runs instead of its choice.
+    dense_lengths: Checked lengths that are dense as a whole.
+    """
+
+    recipe: Recipe
+    model_name: str
+    geometry: Geometry
+    fingerprint: str
+    device: DeviceIdentity
+    chosen: Mapping[int, Chosen]
+    tightened: Mapping[LengthAndLayer, Tightening] = field(default_factory=dict)
+    dense_lengths: frozenset[int] = frozenset()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Every length that is proven: the calibrated ones, then those that are only checked."""
+        return (*self.recipe.lengths, *self.recipe.checked_lengths)
+
+    def layer_config(self, layer: int, length: int) -> LayerConfig:
+        """What a layer runs at a length that is proven.
+
+        A checked length follows the buckets around it as the runtime would interpolate them, unless the layer was
+        tightened at this very length or the length is dense as a whole.
+        """
+        if (length, layer) in self.tightened:
+            return self.tightened[length, layer].config
+        if length in self.chosen:
+            return self.chosen[length].choices[layer].config
+        config = self._buckets.layer_config(layer, length)
+        return all_dense(config) if length in self.dense_lengths else config
+
+    def choice(self, layer: int, length: int) -> Choice | None:
+        """The search's choice for a layer, as tightened; None at a length that is not calibrated."""
+        if (length, layer) in self.tightened:
+            return self.tightened[length, layer].choice
+        return self.chosen[length].choices[layer] if length in self.chosen else None
+
+    @cached_property
+    def configs(self) -> dict[LengthAndLayer, LayerConfig]:
+        """What every layer runs at every length that is proven."""
+        return {(length, layer): self.layer_config(layer, length) for length, layer in self._places}
+
+    @cached_property
+    def limits(self) -> dict[LengthAndLayer, float]:
+        """The error that every layer may have at every length, in the budget's unit.
+
+        At a checked length it is that of the longest bucket.
+        """
+        longest = self.chosen[self.recipe.lengths[-1]]
+        return {place: self.chosen.get(place[0], longest).limits[place[1]] for place in self._places}
+
+    @cached_property
+    def choices(self) -> dict[int, Chosen]:
+        """What was chosen at each bucket, with the choices of its layers as they were tightened."""
+        return {
+            length: replace(
+                chosen, choices=[self.choice(layer, length) or choice for layer, choice in enumerate(chosen.choices)]
+            )
+            for length, chosen in self.chosen.items()
+        }
+
+    def profile(self) -> Profile:
+        """The profile of this candidate, without a record.
+
+        It has the calibrated lengths. If a layer was tightened at a checked length, or a checked length is dense, it
+        has every length, each as it was proven: one new bucket changes what is interpolated at the other lengths.
+        """
+        interpolated = not self.dense_lengths and all(length in self.chosen for length, _ in self.tightened)
+        return self._profile(self.recipe.lengths if interpolated else sorted(self.lengths))
+
+    @cached_property
+    def _buckets(self) -> Profile:
+        """The calibrated lengths alone, from which the runtime interpolates the others."""
+        return self._profile(self.recipe.lengths)
+
+    def _profile(self, lengths: Sequence[int]) -> Profile:
+        layers = range(self.geometry.layers)
+        configs = tuple(tuple(self.layer_config(layer, length) for layer in layers) for length in lengths)
+        profile = Profile(
+            self.model_name, self.geometry, self.fingerprint, self.device, lengths=tuple(lengths), layers=configs
+        )
+        return profile.validate()
+
+    @property
+    def _places(self) -> list[LengthAndLayer]:
+        return [(length, layer) for length in self.lengths for layer in range(self.geometry.layers)]
+
+
+def all_dense(config: LayerConfig) -> LayerConfig:
+    """The same layer with every head dense."""
+    return replace(config, heads=tuple(replace(head, mode="dense", baseline=None) for head in config.heads))

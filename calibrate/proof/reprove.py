@@ -1,0 +1,96 @@
+"""The held-out proof of a profile, made again on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from calibrate.model.models import load, load_tokenizer
+from calibrate.profiles.stored import recipe_of
+from calibrate.prompts.prompts import load_prompts
+from calibrate.proof.problems import lost_needles, over_limit
+from calibrate.proof.verify import LengthProof, prove
+from calibrate.recipe import Recipe
+from s2o_runtime.devices import Rejected, fit, identify
+from s2o_runtime.errors import InputError
+from s2o_runtime.identity import fingerprint_mismatch
+from s2o_runtime.profile import Profile, load_profile
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A proof that was made again.
+
+    lengths: for each length what the prompts say of the model and, under "layers", of each layer: its error and its
+        limit in the budget's unit, its density, and whether it is dense.
+    problems: one sentence each, none if the proof holds.
+    same_prompts: whether the prompts are those in the profile's record.
+    """
+
+    lengths: list[dict[str, Any]]
+    problems: list[str]
+    same_prompts: bool
+
+
+def verified(model: str, path: Path, device: str, prompts: Path | None = None) -> Verified:
+    """Make the held-out proof of a profile again, as its recipe has it.
+
+    Args:
+        model: alias, local folder or hub id.
+        path: the profile's file.
+        device: torch's name of the device to prove it on.
+        prompts: the file that the recipe names, where it is now; None is where the recipe says.
+
+    Raises:
+        ProfileError: the profile cannot be read.
+        InputError: its record does not say how it was made, it is of another model, or its tiles are of another GPU.
+    """
+    profile = load_profile(path)
+    recipe = replace(recipe_of(profile, path), model=model, device=device)
+    recipe = replace(recipe, prompts=prompts or recipe.prompts)
+    if recipe.scope == "model" and not profile.record.held_out:
+        raise InputError(f"{path} does not say what each layer may have of the model's budget: calibrate with it")
+    verdict = fit(profile.device, identify(torch.device(device)))
+    if isinstance(verdict, Rejected) or verdict.tiles != "profile":
+        raise InputError(f"{path} cannot be proven here: {verdict.reason}")
+    data = load_prompts(recipe, load_tokenizer(model, random_weights=recipe.random_weights))
+    loaded = load(model, device, random_weights=recipe.random_weights, seed=recipe.seed)
+    if difference := loaded.geometry.difference(profile.geometry):
+        raise InputError(f"{path} is not of {model}, which has {difference}: calibrate this model")
+    if mismatch := fingerprint_mismatch(loaded.fingerprint, profile.fingerprint, loaded.model.config):
+        raise InputError(f"{path} is not of {model}: {mismatch} that were calibrated: calibrate this model")
+    _, proofs = prove(loaded, data.held_out, profile)
+    lengths = [_compared(profile, recipe, length, proof) for length, proof in sorted(proofs.items())]
+    problems = [
+        over_limit(row["length"], layer["layer"], layer["error"], layer["limit"])
+        for row in lengths
+        for layer in row["layers"]
+        if layer["error"] > layer["limit"] and not layer["dense"]
+    ]
+    problems += lost_needles(proofs, recipe).values()
+    recorded = profile.record.data
+    same_prompts = recorded is not None and data.record().held_out == recorded.held_out
+    return Verified(lengths, problems, same_prompts)
+
+
+def _compared(profile: Profile, recipe: Recipe, length: int, proof: LengthProof) -> dict[str, Any]:
+    """One length's new proof beside the limits in the record; a layer without one there has the budget for a limit."""
+    return {
+        "length": length,
+        "kl": proof.kl,
+        "top1": proof.top1,
+        "needles": proof.needles,
+        "layers": [
+            {
+                "layer": index,
+                "error": layer.error(recipe.budget),
+                "limit": profile.record.limits(index).get(length, recipe.budget.value),
+                "density": layer.density,
+                "dense": profile.layer_config(index, length).is_dense,
+            }
+            for index, layer in enumerate(proof.layers)
+        ],
+    }

@@ -1,0 +1,189 @@
+"""The proof as a loop: prove a candidate, judge it, tighten it, and prove again what changed.
+
+A candidate is tightened in two places, and both return a new candidate. While the held-out prompts move through the
+model, a layer whose error is over its limit is tightened and run again before the next layer sees it
+(`tighten_layer`). After all layers, a length that lost needles gets half its budget, and a length whose prefill was
+slower than the dense one becomes dense (`tighten`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from calibrate.model.models import LoadedModel
+from calibrate.progress import progress_bar
+from calibrate.prompts.prompts import Prompt
+from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening, all_dense
+from calibrate.proof.judge import Verdict, judge
+from calibrate.proof.problems import over_limit
+from calibrate.proof.verify import LayerProof, LengthProof, prove
+from calibrate.search.choice import allowed
+from calibrate.search.choose import Chosen
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.devices import DeviceIdentity
+
+RETRIES = 2  # attempts after the first one, when every layer kept its limit but a whole length did not hold
+TIGHTENINGS = 4  # of one layer at one length in one attempt; the last one makes the layer dense
+TIGHTEN_TO = 0.9  # a layer that was over its limit is to come out this far under it
+TAU_FOR_ERROR = 0.7  # at a length without curves: an error grows roughly with this power of tau
+OVER_LIMIT = "its held-out error stayed over the limit"
+NOT_FASTER = "the prefill was not faster than dense"
+
+log = logging.getLogger("calibrate")
+
+
+@dataclass(frozen=True)
+class Proven:
+    """A candidate after its last attempt at the proof.
+
+    candidate: What was proven. proofs: What was measured, by length in tokens. problems: Why the proof failed, one
+    sentence each; none if it holds.
+    """
+
+    candidate: Candidate
+    proofs: dict[int, LengthProof]
+    problems: tuple[str, ...]
+
+    @property
+    def met(self) -> bool:
+        """Whether the proof holds."""
+        return not self.problems
+
+    @property
+    def chosen(self) -> dict[int, Chosen]:
+        """What was chosen at every calibrated length, as tightened."""
+        return self.candidate.choices
+
+    @property
+    def configs(self) -> dict[LengthAndLayer, LayerConfig]:
+        """(length, layer) -> what was proven."""
+        return self.candidate.configs
+
+    @property
+    def limits(self) -> dict[LengthAndLayer, float]:
+        """(length, layer) -> the error the layer may have, in the budget's unit."""
+        return self.candidate.limits
+
+    @property
+    def tightened(self) -> Counter[LengthAndLayer]:
+        """(length, layer) -> how often the layer was tightened in the last attempt that proved this length."""
+        return Counter({place: tightening.times for place, tightening in self.candidate.tightened.items()})
+
+    @property
+    def device(self) -> DeviceIdentity:
+        """What the candidate was proven on."""
+        return self.candidate.device
+
+
+def prove_and_tighten(
+    loaded: LoadedModel, held_out: Mapping[int, Sequence[Prompt]], candidate: Candidate, *, progress: bool
+) -> Proven:
+    """Prove a candidate on held-out prompts, tightening it until the proof holds or the attempts are used up.
+
+    Args:
+        loaded: The model.
+        held_out: The prompts to prove on, by length in tokens; every length of the candidate.
+        candidate: What the search chose.
+        progress: Whether to show a progress bar for each attempt.
+
+    Returns:
+        The candidate as tightened, what was measured of it, and what is still wrong.
+
+    Raises:
+        ModelError: inf or NaN came up in the model.
+        InputError: The GPU's memory ran out.
+    """
+    proofs: dict[int, LengthProof] = {}
+    lengths = frozenset(held_out)
+    for attempt in range(RETRIES + 1):
+        prompts = {length: prompts for length, prompts in held_out.items() if length in lengths}
+        steps = loaded.geometry.layers * len(prompts)
+        with progress_bar("proving on held-out prompts", steps, "layer", shown=progress) as step:
+            candidate, measured = prove(loaded, prompts, candidate, tighten_layer, step)
+        proofs |= measured
+        verdict = judge(candidate, proofs)
+        if not verdict.repairable or attempt == RETRIES:
+            break
+        candidate, lengths = tighten(candidate, verdict)
+        log.info("%s: proving %s tokens again", "; ".join(verdict.repairable), sorted(lengths))
+    return Proven(candidate, proofs, verdict.problems)
+
+
+def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
+    """Tighten one layer at one length if its error is over its limit.
+
+    A calibrated length spends less of its budget, by as much as the error was too large. A checked length has no
+    curves: there the thresholds are lowered instead. A layer that still is over its limit the last time becomes dense.
+
+    Args:
+        candidate: What was proven.
+        length: The prompts' length in tokens.
+        layer: The layer's index.
+        proof: What was measured of the layer.
+
+    Returns:
+        The candidate to prove instead, or None if this one is accepted.
+    """
+    error, limit = proof.error(candidate.recipe.budget), candidate.limits[length, layer]
+    if error <= limit:
+        return None
+    config = candidate.layer_config(layer, length)
+    if config.is_dense:
+        return None
+    log.info("%s: tightened", over_limit(length, layer, error, limit))
+    before, choice = candidate.tightened.get((length, layer)), candidate.choice(layer, length)
+    times = 1 if before is None else before.times + 1
+    share = TIGHTEN_TO * limit / error
+    if times == TIGHTENINGS:
+        config, choice = all_dense(config), choice and choice.as_dense(OVER_LIMIT)
+    elif choice is not None:
+        choice = choice.spending(choice.allocation.mse * share, allowed(candidate.recipe))
+        config = choice.config
+    else:
+        factor = share ** (1 / TAU_FOR_ERROR)
+        config = replace(config, heads=tuple(replace(head, tau=head.tau * factor) for head in config.heads))
+    tightening = Tightening(times, config, choice)
+    return replace(candidate, tightened={**candidate.tightened, (length, layer): tightening})
+
+
+def tighten(candidate: Candidate, verdict: Verdict) -> tuple[Candidate, frozenset[int]]:
+    """Change the lengths at which a proof failed as a whole.
+
+    A length whose prefill was slower than the dense one becomes dense. Any other length that lost needles gets half
+    its budget; if it is only checked, the buckets around it do. The layers of what changed start again from the
+    search's choices.
+
+    Args:
+        candidate: What was proven.
+        verdict: What is wrong with it.
+
+    Returns:
+        The new candidate, and the lengths to prove again: those that changed, and those checked beside them.
+    """
+    chosen, buckets = dict(candidate.chosen), candidate.recipe.lengths
+    slower, lost = set(verdict.slower), set(verdict.lost_needles) - set(verdict.slower)
+    halved = {bucket for length in lost for bucket in ([length] if length in chosen else neighbours(length, buckets))}
+    for length in halved:
+        chosen[length] = chosen[length].spending(0.5, allowed(candidate.recipe))
+    for length in slower & set(chosen):
+        choices = [choice.as_dense(NOT_FASTER) for choice in chosen[length].choices]
+        chosen[length] = replace(chosen[length], choices=choices)
+    changed = halved | slower
+    changed |= {length for length in candidate.recipe.checked_lengths if changed & set(neighbours(length, buckets))}
+    changed_candidate = replace(
+        candidate,
+        chosen=chosen,
+        tightened={place: kept for place, kept in candidate.tightened.items() if place[0] not in changed},
+        dense_lengths=candidate.dense_lengths | (slower - set(chosen)),
+    )
+    return changed_candidate, frozenset(changed)
+
+
+def neighbours(length: int, buckets: Sequence[int]) -> list[int]:
+    """The buckets next to a length, below and above; one beyond the last bucket."""
+    below = [bucket for bucket in buckets if bucket < length]
+    above = [bucket for bucket in buckets if bucket > length]
+    return below[-1:] + above[:1]

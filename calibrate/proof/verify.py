@@ -1,0 +1,296 @@
+"""Held-out proof: the patched model, as it will run, on prompts that calibration has not seen.
+
+The prompts move through the patched model and through the dense one together, one layer at a time. This module says
+what comes out of that; `judge` says whether it is good enough, and `tighten` what to do if it is not.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from calibrate.curves.row_errors import WORST, row_errors, tile_worst
+from calibrate.model.memory import within_memory
+from calibrate.model.models import LoadedModel
+from calibrate.model.predictions import ROWS, agreement
+from calibrate.model.streams import Stream, attention_implementation, begin, layer_on_device
+from calibrate.prompts.prompts import Prompt
+from calibrate.recipe import Budget
+from calibrate.timing import medians
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.huggingface import hf
+from s2o_runtime.identity import attention_modules
+from s2o_runtime.reference.dense import dense_attention, exact_attention
+
+GPU_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class LayerProof:
+    """One layer's attention at one length against float32 dense attention on the same q, k, v.
+
+    mse, dense_power, density: Means over the held-out prompts; dense_power is the mean square of the dense output.
+    worst: The `WORST` quantile, over tiles of 64 rows of all heads and prompts, of the largest relative error of a row
+    (`row_errors`). seconds, dense_seconds: Attention alone, on the first prompt; None on a CPU.
+    """
+
+    mse: float
+    dense_power: float
+    density: float
+    worst: float
+    seconds: float | None = None
+    dense_seconds: float | None = None
+
+    @property
+    def rel_mse(self) -> float:
+        return self.mse / max(self.dense_power, 1e-30)
+
+    def error(self, budget: Budget) -> float:
+        """The error in the budget's unit."""
+        return budget.error(self.mse, self.dense_power)
+
+
+@dataclass(frozen=True)
+class LengthProof:
+    """The whole model at one length, patched against dense.
+
+    kl: The mean over all positions of KL(dense || patched) of the next token, in nats. top1: The share of positions
+    where both find the same token most likely. needles: Of the codes that the prompts ask for, how many the patched
+    model finds among those the dense one finds, and how many the dense one finds; None if they ask for none.
+    prefill_seconds, dense_prefill_seconds: All decoder layers on the first prompt, without embedding and head.
+    """
+
+    layers: tuple[LayerProof, ...]
+    kl: float
+    top1: float
+    needles: tuple[int, int] | None
+    prefill_seconds: float
+    dense_prefill_seconds: float
+
+
+class Configured(Protocol):
+    """What can be proven: a profile, or a candidate for one."""
+
+    def layer_config(self, layer: int, length: int) -> LayerConfig:
+        """What a layer runs for a prompt of `length` tokens."""
+
+
+C = TypeVar("C", bound=Configured)
+
+
+def accept(configured: Configured, length: int, layer: int, proof: LayerProof) -> None:
+    """Accept what was proven, whatever came out."""
+
+
+@torch.no_grad()
+def prove(
+    loaded: LoadedModel,
+    held_out: Mapping[int, Sequence[Prompt]],
+    configured: C,
+    revise: Callable[[C, int, int, LayerProof], C | None] = accept,
+    on_step: Callable[[], object] = lambda: None,
+) -> tuple[C, dict[int, LengthProof]]:
+    """Measure what a configuration does to every layer at every length, and to the model's predictions.
+
+    Each prompt moves through each layer once for each configuration that the layer is tried with. The layers that
+    follow see what the accepted configuration gave.
+
+    Args:
+        loaded: The model.
+        held_out: The prompts to prove on, by length in tokens. At each layer the lengths take their turns in this
+            order.
+        configured: What each layer runs at each length.
+        revise: Given what was proven, the length, the layer's index and the layer's proof (which has no times yet):
+            what to prove instead on the same inputs, or None to accept this one.
+        on_step: Called after each length of each layer.
+
+    Returns:
+        What was proven in the end, and what was measured of it by length in tokens.
+
+    Raises:
+        ModelError: inf or NaN came up.
+        InputError: The GPU's memory ran out.
+    """
+    hf.register()
+    with attention_implementation(loaded.model, hf.NAME):
+        walks = [
+            _Walk(length, prompts, begin(loaded, [p.ids for p in prompts])) for length, prompts in held_out.items()
+        ]
+        for index, attention in enumerate(attention_modules(loaded.model)):
+            with layer_on_device(loaded, index) as module:
+                layer = _Layer(index, module, attention, loaded.weights.device)
+                for walk in walks:
+                    with within_memory(layer.device, walk.length, loaded.weights.held, f"proving layer {index}"):
+                        configured = walk.advance(layer, configured, revise)
+                    on_step()
+        head = loaded.model.get_output_embeddings()
+        norm = loaded.model.get_decoder().norm
+        with loaded.weights.on_device(norm, head):
+            return configured, {walk.length: walk.conclude(lambda hidden: head(norm(hidden))) for walk in walks}
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One decoder layer, its parameters on the device, dense or with an S2O configuration."""
+
+    index: int
+    module: nn.Module
+    attention: nn.Module
+    device: torch.device
+
+    def dense(self, stream: Stream) -> Stream:
+        return stream.through(self.module, self.index)
+
+    def patched(self, stream: Stream, state: hf.LayerState) -> Stream:
+        hf.attach(self.attention, state)
+        try:
+            return stream.through(self.module, self.index)
+        finally:
+            hf.detach(self.attention)
+
+    def state(self, config: LayerConfig, observer: hf.Observer | None = None) -> hf.LayerState:
+        # a state's first calls are all metered, which would be timed too
+        return hf.LayerState(self.index, lambda keys: config, min_length=0, observer=observer, meter=None)
+
+
+class _Walk:
+    """The held-out prompts of one length on their way through the patched and the dense model."""
+
+    def __init__(self, length: int, prompts: Sequence[Prompt], streams: list[Stream]) -> None:
+        self.length, self._prompts = length, prompts
+        self._patched, self._dense = streams, streams
+        self._layers: list[LayerProof] = []
+        self._seconds = {"patched": 0.0, "dense": 0.0}
+
+    def advance(self, layer: _Layer, configured: C, revise: Callable[[C, int, int, LayerProof], C | None]) -> C:
+        """Move through one layer, with what is accepted of it."""
+        revised: C | None = configured
+        while revised is not None:
+            configured = revised
+            config = configured.layer_config(layer.index, self.length)
+            after, proof = _measure(layer, self._patched, config)
+            revised = revise(configured, self.length, layer.index, proof)
+        first = self._patched[0]
+        for name, seconds in _layer_seconds(layer, first, config).items():
+            self._seconds[name] += seconds
+        if layer.device.type == "cuda":
+            attention_seconds, dense_seconds = _attention_seconds(layer, first, config)
+            proof = replace(proof, seconds=attention_seconds, dense_seconds=dense_seconds)
+        self._layers.append(proof)
+        self._patched = after
+        self._dense = [layer.dense(stream) for stream in self._dense]
+        return configured
+
+    def conclude(self, logits: Callable[[Tensor], Tensor]) -> LengthProof:
+        """The proof, after the last layer. logits: [1, R, H] -> [1, R, V]."""
+        kl = top1 = 0.0
+        found_by_dense = found_by_both = 0
+        for prompt, dense, patched in zip(self._prompts, self._dense, self._patched, strict=True):
+            prompt_kl, dense_tokens, patched_tokens = _compare(dense.hidden, patched.hidden, logits)
+            kl += prompt_kl
+            top1 += float((dense_tokens == patched_tokens).double().mean())
+            spans = [span for span in prompt.answers if _finds(prompt, span, dense_tokens)]
+            found_by_dense += len(spans)
+            found_by_both += sum(_finds(prompt, span, patched_tokens) for span in spans)
+        prompts = len(self._prompts)
+        return LengthProof(
+            tuple(self._layers),
+            max(0.0, kl / prompts),  # rounding can leave less than nothing
+            top1 / prompts,
+            (found_by_both, found_by_dense) if any(prompt.answers for prompt in self._prompts) else None,
+            self._seconds["patched"],
+            self._seconds["dense"],
+        )
+
+
+@dataclass
+class _Errors:
+    """What one layer's outputs are off by: mean squared error, mean square of the dense output, and the largest
+    relative errors of rows in each tile; one entry for each prompt."""
+
+    squared: list[float] = field(default_factory=list)
+    power: list[float] = field(default_factory=list)
+    tiles: list[Tensor] = field(default_factory=list)
+
+    def observe(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, out: Tensor) -> None:
+        truth = exact_attention(q, k, v, scale=scale)
+        self.squared.append(float((out.to(truth.dtype) - truth).square().mean()))
+        self.power.append(float(truth.square().mean()))
+        self.tiles.append(tile_worst(row_errors(out, truth)).flatten())
+
+
+def _measure(layer: _Layer, streams: list[Stream], config: LayerConfig) -> tuple[list[Stream], LayerProof]:
+    """The prompts after a layer with this configuration, and what was measured of the layer."""
+    errors = _Errors()
+    state = layer.state(config, errors.observe)
+    after, densities = [], []
+    for stream in streams:
+        after.append(layer.patched(stream, state))
+        densities.append(1.0 if state.last is None else float(state.last.density.mean()))
+    mean = statistics.fmean
+    return after, LayerProof(
+        mse=mean(errors.squared),
+        dense_power=mean(errors.power),
+        density=mean(densities),
+        worst=float(torch.cat(errors.tiles).quantile(WORST)),
+    )
+
+
+def _layer_seconds(layer: _Layer, stream: Stream, config: LayerConfig) -> dict[str, float]:
+    """Seconds of the whole decoder layer: medians on a GPU, one run by the clock on a CPU."""
+    state = layer.state(config)
+    calls: dict[str, Callable[[], Any]] = {
+        "patched": lambda: layer.patched(stream, state),
+        "dense": lambda: layer.dense(stream),
+    }
+    if layer.device.type == "cuda":
+        return medians(calls, layer.device, GPU_ROUNDS)
+    return {name: _clocked(call) for name, call in calls.items()}
+
+
+def _clocked(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _attention_seconds(layer: _Layer, stream: Stream, config: LayerConfig) -> tuple[float, float]:
+    """Median seconds of attention alone, S2O and dense, on the q, k, v that a prompt brings to the layer."""
+    calls: dict[str, Callable[[], Any]] = {}
+
+    def keep(index: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, out: Tensor) -> None:
+        calls["s2o"] = partial(s2o_attention, q, k, v, config, scale=scale)
+        calls["dense"] = partial(dense_attention, q, k, v, scale=scale)
+
+    layer.patched(stream, layer.state(config, keep))
+    times = medians(calls, layer.device, GPU_ROUNDS)
+    return times["s2o"], times["dense"]
+
+
+def _compare(dense: Tensor, patched: Tensor, logits: Callable[[Tensor], Tensor]) -> tuple[float, Tensor, Tensor]:
+    """KL(dense || patched) in nats, the mean over positions, and the most likely tokens of both, int64 [L].
+
+    dense, patched: Hidden states [1, L, H] after the last layer.
+    """
+    total = 0.0
+    dense_tokens, patched_tokens = [], []
+    for rows in zip(torch.split(dense, ROWS, 1), torch.split(patched, ROWS, 1), strict=True):
+        compared = agreement(*(logits(hidden)[0].float().log_softmax(-1) for hidden in rows))
+        total += float(compared.kl.sum())
+        dense_tokens.append(compared.dense_tokens.cpu())
+        patched_tokens.append(compared.tokens.cpu())
+    return total / dense.shape[1], torch.cat(dense_tokens), torch.cat(patched_tokens)
+
+
+def _finds(prompt: Prompt, span: tuple[int, int], predicted: Tensor) -> bool:
+    """Whether every token of a span is the one predicted after those before it. predicted: int64 [L]."""
+    first, end = span
+    return bool((predicted[first - 1 : end - 1] == prompt.ids[first:end]).all())

@@ -1,0 +1,359 @@
+"""What a calibration's report says: a finished run as typed, plain values.
+
+`report_of` makes a `Report` from a finished calibration. The tables, the sentences, the pictures and the JSON file
+(`<profile>.report.json`) are all made from it, so nothing is shown that is not in the file. The names of the fields are
+the names in the file.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from calibrate.pipeline import Result
+from calibrate.proof.verify import LayerProof, LengthProof
+from calibrate.recipe import Recipe
+from calibrate.search.allocate import allocate
+from calibrate.search.choice import Choice, allowed
+from calibrate.search.choose import Chosen
+from calibrate.versions import versions
+
+FRONTIER = tuple(10 ** (step / 2) for step in range(-4, 5))  # multiples of a layer's budget
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """What one query head does, and what it is predicted to do.
+
+    `cost` is its attention's time divided by the time of dense attention, `error` is in the budget's unit, and
+    `baseline` names the method of another paper that computes the head, if one does.
+    """
+
+    mode: str
+    tau: float
+    representatives: int
+    tail: bool
+    baseline: str | None
+    density: float
+    cost: float
+    error: float
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer at one length.
+
+    Errors and `limit` are in the budget's unit, times in seconds. `density`, `error`, `worst` and the fields named
+    `held_out` come from the proof; the fields named `predicted` from the measured curves.
+
+    Attributes:
+        tau_min: The smallest threshold of the heads that S2O computes; None without such heads.
+        tau_max: Their largest threshold.
+        methods: How many heads each method computes: "s2o", "dense" or the name of a baseline.
+        tails: How many heads estimate what the keys behind the stop would bring.
+        representatives: How many heads have each number of representatives, which is the key.
+        why_dense: Why the whole layer was made dense; None if it was not.
+        error_over_limit: `error` divided by `limit`.
+        tightened: How often the proof made the layer more careful.
+        predicted_seconds: None if nothing was timed or the length was only checked, as for all that was predicted.
+        seconds: The measured time of the layer's attention; None on a CPU, as `dense_seconds`.
+        heads: Empty at a length that was only checked.
+        frontier: (density, error) that other budgets would give, by rising budget.
+    """
+
+    layer: int
+    tau_min: float | None
+    tau_max: float | None
+    dense_heads: int
+    methods: dict[str, int]
+    tails: int
+    representatives: dict[str, int]
+    segment: int
+    grain: int
+    tile: str
+    why_dense: str | None
+    density: float
+    error: float
+    limit: float
+    error_over_limit: float
+    predicted_error: float | None
+    held_out_mse: float
+    held_out_rel_mse: float
+    worst: float
+    tightened: int
+    predicted_seconds: float | None
+    seconds: float | None
+    dense_seconds: float | None
+    heads: tuple[HeadReport, ...]
+    frontier: tuple[tuple[float, float], ...] | None
+
+
+@dataclass(frozen=True)
+class UniformReport:
+    """The best single setting for all heads of all layers, to compare with; `cost` and `seconds` as in `HeadReport`."""
+
+    tau: float
+    segment: int
+    representatives: int
+    tail: bool
+    cost: float
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class LengthReport:
+    """One prompt length.
+
+    Attributes:
+        length: In tokens.
+        calibrated: Whether settings were chosen for this length; otherwise it was only checked.
+        kl: KL(dense, patched) of the next token in nats, the mean over all positions of the held-out prompts.
+        top1: The share of positions at which both models find the same token most likely.
+        needles: How many needles the patched model finds of those that the dense one finds, and how many those are;
+            None if the prompts ask for none.
+        uniform: None at a length that was only checked, or if no single setting is within the budget.
+        cost: The predicted time of all layers' attention divided by that of dense attention.
+        attention_seconds: Of all layers; None on a CPU, as `dense_attention_seconds`.
+        groups: Layers that shared one study.
+    """
+
+    length: int
+    calibrated: bool
+    kl: float
+    top1: float
+    needles: tuple[int, int] | None
+    prefill_seconds: float
+    dense_prefill_seconds: float
+    uniform: UniformReport | None
+    cost: float | None
+    attention_seconds: float | None
+    dense_attention_seconds: float | None
+    groups: tuple[tuple[int, ...], ...]
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def label(self) -> str:
+        """The length, and whether it was only checked."""
+        return f"{self.length} tokens{self.remark}"
+
+    @property
+    def remark(self) -> str:
+        return "" if self.calibrated else " (checked only)"
+
+
+@dataclass(frozen=True)
+class BudgetReport:
+    """The error that was allowed: `kind` is mse or rel_mse, `scope` is layer or model."""
+
+    kind: str
+    value: float
+    scope: str
+
+
+@dataclass(frozen=True)
+class JournalReport:
+    """The journal's file, and how many measurements of earlier runs were found in it."""
+
+    path: str
+    reused: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """A finished calibration.
+
+    Attributes:
+        out: The profile's file; None if none was written.
+        met: Whether the proof succeeded.
+        problems: Why it did not.
+        worst_rows: The limit on single rows; None if there is none.
+        calibration_seconds: The whole run.
+        phases: The seconds of each part of it.
+        failures: What trials failed of, and how many did.
+        data: Where the prompts came from.
+        command: The command line that made this; None for a run from Python.
+    """
+
+    out: str | None
+    met: bool
+    problems: tuple[str, ...]
+    model: str
+    architecture: str
+    device: str
+    random_weights: bool
+    budget: BudgetReport
+    worst_rows: float | None
+    calibration_seconds: float
+    phases: dict[str, float]
+    trials: int
+    failed_trials: int
+    failures: dict[str, int]
+    journal: JournalReport
+    versions: dict[str, str]
+    seed: int
+    data: str
+    lengths: tuple[LengthReport, ...]
+    command: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON takes it: what is in `<profile>.report.json`."""
+        return asdict(self)
+
+
+def report_of(recipe: Recipe, result: Result, command: str | None = None) -> Report:
+    """The report of a finished calibration.
+
+    Args:
+        recipe: What was asked for.
+        result: What came of it.
+        command: The command line that was run, for the reader who wants to run it again.
+    """
+    failures = sum((chosen.failures for chosen in result.chosen.values()), Counter[str]())
+    return Report(
+        out=str(recipe.out) if result.written else None,
+        met=result.met,
+        problems=tuple(result.problems),
+        model=recipe.model,
+        architecture=str(result.profile.geometry),
+        device=str(result.device),
+        random_weights=recipe.random_weights,
+        budget=BudgetReport(recipe.budget.kind, recipe.budget.value, recipe.scope),
+        worst_rows=recipe.worst_rows or None,
+        calibration_seconds=round(sum(result.seconds.values()), 3),
+        phases={name: round(seconds, 3) for name, seconds in result.seconds.items()},
+        trials=sum(chosen.trials for chosen in result.chosen.values()),
+        failed_trials=sum(failures.values()),
+        failures=dict(failures),
+        journal=JournalReport(str(recipe.journal_path), result.journal_reused),
+        versions=versions(),
+        seed=recipe.seed,
+        data=recipe.prompt_source,
+        lengths=tuple(_length(recipe, result, length, proof) for length, proof in sorted(result.proofs.items())),
+        command=command,
+    )
+
+
+def _length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> LengthReport:
+    chosen = result.chosen.get(length)
+    return LengthReport(
+        length=length,
+        calibrated=chosen is not None,
+        kl=proof.kl,
+        top1=proof.top1,
+        needles=proof.needles,
+        prefill_seconds=proof.prefill_seconds,
+        dense_prefill_seconds=proof.dense_prefill_seconds,
+        uniform=_uniform(chosen),
+        cost=None if chosen is None else statistics.fmean(choice.allocation.cost for choice in chosen.choices),
+        attention_seconds=_total(layer.seconds for layer in proof.layers),
+        dense_attention_seconds=_total(layer.dense_seconds for layer in proof.layers),
+        groups=() if chosen is None else tuple(map(tuple, chosen.groups)),
+        layers=tuple(_layer(recipe, result, length, index, layer) for index, layer in enumerate(proof.layers)),
+    )
+
+
+def _uniform(chosen: Chosen | None) -> UniformReport | None:
+    if chosen is None or chosen.uniform is None:
+        return None
+    head = chosen.uniform.head
+    return UniformReport(
+        tau=head.tau,
+        segment=head.segment,
+        representatives=head.representatives,
+        tail=head.tail,
+        cost=chosen.uniform.cost,
+        seconds=chosen.uniform.seconds,
+    )
+
+
+def _layer(recipe: Recipe, result: Result, length: int, index: int, proof: LayerProof) -> LayerReport:
+    config = result.configs[length, index]
+    choices = result.chosen[length].choices if length in result.chosen else None
+    choice = None if choices is None else choices[index]
+    s2o_heads = [head for head in config.heads if head.mode == "s2o"]
+    taus = [head.tau for head in s2o_heads]
+    representatives = Counter(head.representatives for head in s2o_heads)
+    error, limit = proof.error(recipe.budget), result.limits[length, index]
+    return LayerReport(
+        layer=index,
+        tau_min=min(taus, default=None),
+        tau_max=max(taus, default=None),
+        dense_heads=sum(head.mode == "dense" for head in config.heads),
+        methods=dict(Counter(head.baseline.name if head.baseline else head.mode for head in config.heads)),
+        tails=sum(head.tail for head in s2o_heads),
+        representatives={str(count): representatives[count] for count in sorted(representatives)},
+        segment=config.heads[0].segment,
+        grain=config.grain,
+        tile=str(config.tile),
+        why_dense=None if choice is None else choice.why_dense,
+        density=proof.density,
+        error=error,
+        limit=limit,
+        error_over_limit=error / limit if limit else 0.0,
+        predicted_error=None if choice is None else _in_unit(recipe, choice, choice.allocation.mse),
+        held_out_mse=proof.mse,
+        held_out_rel_mse=proof.rel_mse,
+        worst=proof.worst,
+        tightened=result.tightened[length, index],
+        predicted_seconds=None if choices is None else _predicted_seconds(choices[index], choices),
+        seconds=proof.seconds,
+        dense_seconds=proof.dense_seconds,
+        heads=() if choice is None else _heads(recipe, choice),
+        frontier=None if choice is None else _frontier(recipe, choice),
+    )
+
+
+def _predicted_seconds(choice: Choice, choices: Sequence[Choice]) -> float | None:
+    """The seconds that a layer's attention will take; None where it was not timed.
+
+    Every call was timed in turns with dense attention, because a GPU may be slower for a while: what is certain is the
+    ratio. Dense attention takes the same time in every layer, so the ratio is applied to the median of its times.
+    """
+    if choice.timing is None or choice.seconds is None:
+        return None
+    dense = statistics.median(other.timing.dense_seconds for other in choices if other.timing is not None)
+    return dense * choice.seconds / choice.timing.dense_seconds
+
+
+def _heads(recipe: Recipe, choice: Choice) -> tuple[HeadReport, ...]:
+    return tuple(
+        HeadReport(
+            mode=point.head.mode,
+            tau=point.head.tau,
+            representatives=point.head.representatives,
+            tail=point.head.tail,
+            baseline=None if point.head.baseline is None else str(point.head.baseline),
+            density=point.density,
+            cost=point.cost,
+            error=_in_unit(recipe, choice, point.mse),
+        )
+        for point in choice.allocation.points
+    )
+
+
+def _frontier(recipe: Recipe, choice: Choice) -> tuple[tuple[float, float], ...]:
+    """The (density, error) of the layer at `FRONTIER` times its budget.
+
+    The allocation is computed here and not in the search, because which choice and which budget a layer ends with is
+    known only after the proof has tightened them; it is a pure function of curves that are in memory already.
+    """
+    allocations = [allocate(choice.curves, choice.budget_mse * times, allowed(recipe)) for times in FRONTIER]
+    return tuple((allocation.density, _in_unit(recipe, choice, allocation.mse)) for allocation in allocations)
+
+
+def _in_unit(recipe: Recipe, choice: Choice, mse: float) -> float:
+    """A mean squared error in the budget's unit."""
+    return recipe.budget.error(mse, next(iter(choice.curves.values())).dense_power)
+
+
+def _total(values: Iterable[float | None]) -> float | None:
+    """The sum; None if a value is missing."""
+    total = 0.0
+    for value in values:
+        if value is None:
+            return None
+        total += value
+    return total

@@ -1,0 +1,83 @@
+"""What all pictures share: sizes, colours, panels, and the way to a PNG file.
+
+matplotlib is imported inside the functions, because it takes most of a second that a command which draws nothing
+should not wait for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+DPI = 120
+COLOURS = "viridis"  # even in lightness, and told apart with every kind of colour vision
+BAR: dict[str, Any] = {"fraction": 0.06, "aspect": 30, "pad": 0.015}  # a colour bar beside its axes
+
+
+def png(draw: Callable[[Figure], None], title: str, pad: float = 0.04) -> bytes:
+    """The bytes of a PNG file.
+
+    Args:
+        draw: Puts axes into an empty figure.
+        title: A line above the picture.
+        pad: Inches left free beside the axes.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    figure = Figure(layout=ConstrainedLayoutEngine(w_pad=pad))
+    draw(figure)
+    figure.suptitle(title, fontsize="medium", parse_math=False)
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=DPI)
+    return file.getvalue()
+
+
+def panels(
+    figure: Figure,
+    titles: Sequence[str],
+    size: tuple[float, float],
+    *,
+    x: str,
+    y: str,
+    columns: int = 3,
+    sharey: bool = False,
+) -> list[Axes]:
+    """Axes with these titles, labelled at the outer edges of the figure.
+
+    Args:
+        figure: Gets the size that the panels need.
+        titles: One for each panel.
+        size: About how many inches a panel is wide and high.
+        x: The label below the lowest panels.
+        y: The label beside the leftmost ones.
+        columns: The most panels side by side.
+        sharey: Whether all panels have one vertical axis.
+    """
+    columns = min(columns, len(titles))
+    rows = math.ceil(len(titles) / columns)
+    figure.set_size_inches(size[0] * columns + 1.5, size[1] * rows + 1.2)
+    grid = list(figure.subplots(rows, columns, sharex=True, sharey=sharey, squeeze=False).flat)
+    for unused in grid[len(titles) :]:
+        unused.remove()
+    for index, (axes, title) in enumerate(zip(grid, titles, strict=False)):
+        lowest = index + columns >= len(titles)
+        axes.set_title(title, fontsize="medium")
+        axes.set(xlabel=x if lowest else "", ylabel="" if index % columns else y)
+        axes.tick_params(labelbottom=lowest)
+    return grid[: len(titles)]
+
+
+def whole_numbers(*axes: Axis) -> None:
+    """Ticks at whole numbers only."""
+    from matplotlib.ticker import MaxNLocator
+
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator(integer=True))

@@ -1,0 +1,31 @@
+"""What a calibration is going to do, in words: shown before it starts."""
+
+from __future__ import annotations
+
+from calibrate.recipe import OPTIONS, Recipe
+from s2o_runtime.identity import Geometry
+
+
+def plan(recipe: Recipe, geometry: Geometry, device: str, given: frozenset[str]) -> dict[str, str]:
+    """What a run is going to do: a line for each option, and what follows from the model and the device.
+
+    Args:
+        recipe: what is run.
+        geometry: the model's sizes.
+        device: the device that the recipe names, in words.
+        given: the options that the user gave; the others are marked as defaults.
+
+    Returns:
+        The lines' texts by their names.
+    """
+    given_labels = {OPTIONS[name].label for name in given}
+    lines = {
+        option.label: option.line(recipe) + ("" if option.label in given_labels else " (default)")
+        for option in OPTIONS.values()
+    }
+    derived = {
+        "architecture": str(geometry),
+        "runs on": device,
+        "objective": "measured latency" if recipe.device.startswith("cuda") else "predicted latency (no GPU)",
+    }
+    return {"model": lines["model"]} | derived | lines

@@ -1,0 +1,177 @@
+"""The tables of a report and the sentences below them, the same on the terminal and in the Markdown file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+from textwrap import shorten
+
+from calibrate.report.contents import LayerReport, LengthReport, Report
+from calibrate.tables import Table
+
+SHOWN_REASON = 110  # characters of a failed trial's reason; the JSON file has all of them
+
+
+def layer_table(report: Report, length: LengthReport) -> Table:
+    """One row a layer; "1/32: 6/2" says that 6 heads have 1 representative and 2 have 32."""
+    settings = ("layer", "tau", "dense\nheads", "tails", "repr.", "segment", "grain", "tile")
+    outcome = ("density", report.budget.kind, "error /\nlimit", "worst\nrow", "vs\ndense")
+    title = f"{length.length} tokens, held-out prompts{length.remark}"
+    return Table(settings + outcome, [_layer_cells(layer) for layer in length.layers], title, wrap="repr.")
+
+
+def _layer_cells(layer: LayerReport) -> tuple[str, ...]:
+    taus = [_two_digits(tau) for tau in (layer.tau_min, layer.tau_max) if tau is not None]
+    return (
+        str(layer.layer),
+        " .. ".join(taus) or "-",
+        str(layer.dense_heads),
+        str(layer.tails),
+        _counts(layer.representatives),
+        str(layer.segment),
+        str(layer.grain),
+        layer.tile,
+        f"{layer.density:.3f}",
+        f"{layer.error:.2e}",
+        f"{layer.error_over_limit:.0%}",
+        f"{layer.worst:.2g}",
+        _speedup(layer.dense_seconds, layer.seconds),
+    )
+
+
+def overview_table(report: Report) -> Table:
+    """One row a length; the error is what the budget is about: the largest of any layer, or the mean of the layers."""
+    kind = report.budget.kind
+    error = f"largest\n{kind}" if report.budget.scope == "layer" else f"mean\n{kind}"
+    names = ("length", "budget", error, "error /\nlimit", "density", "attention", "prefill", "needles", "KL")
+    return Table(names, [_overview_cells(report, length) for length in report.lengths], "all lengths, held-out prompts")
+
+
+def _overview_cells(report: Report, length: LengthReport) -> tuple[str, ...]:
+    errors = [layer.error for layer in length.layers]
+    return (
+        f"{length.length}{length.remark}",
+        f"{report.budget.value:g}",
+        f"{max(errors) if report.budget.scope == 'layer' else fmean(errors):.2e}",
+        f"{max(layer.error_over_limit for layer in length.layers):.0%}",
+        f"{fmean(layer.density for layer in length.layers):.3f}",
+        _attention_speedup(length),
+        _speedup(length.dense_prefill_seconds, length.prefill_seconds),
+        "-" if length.needles is None else "{} of {}".format(*length.needles),
+        f"{length.kl:.1e}",
+    )
+
+
+def length_notes(report: Report, length: LengthReport) -> list[str]:
+    """The sentences below a length's table."""
+    speedup = _speedup(length.dense_prefill_seconds, length.prefill_seconds)
+    notes = [
+        f"prefill of {length.length} tokens on {report.device}: {length.prefill_seconds * 1e3:.1f} ms, "
+        f"dense {length.dense_prefill_seconds * 1e3:.1f} ms ({speedup})",
+        f"against the dense model: KL {length.kl:.1e} nats, top-1 the same at {length.top1:.2%} of positions"
+        + ("" if length.needles is None else ", needles {} of {}".format(*length.needles)),
+    ]
+    notes += [note] if (note := _uniform_note(length)) else []
+    notes += [note] if (note := _methods_note(length.layers)) else []
+    reasons: dict[str, list[int]] = {}
+    for layer in length.layers:
+        if layer.why_dense:
+            reasons.setdefault(layer.why_dense, []).append(layer.layer)
+    notes += [f"{layer_ranges(numbers)} dense: {reason}" for reason, numbers in reasons.items()]
+    tightened = [layer.layer for layer in length.layers if layer.tightened]
+    return notes + ([f"{layer_ranges(tightened)} tightened on held-out prompts"] if tightened else [])
+
+
+def _uniform_note(length: LengthReport) -> str | None:
+    """How this compares with one setting for all heads, measured where both are, otherwise predicted."""
+    uniform = length.uniform
+    if uniform is None:
+        return None
+    measured = _ratio(uniform.seconds, length.attention_seconds)
+    ratio = measured or _ratio(uniform.cost, length.cost)
+    if not ratio:
+        return None
+    verdict = f"{ratio:.2f}x faster" if ratio >= 1 else f"{1 / ratio:.2f}x slower"
+    return (
+        f"attention: {'' if measured else 'predicted '}{verdict} than the best single threshold at the same error "
+        f"(tau {_two_digits(uniform.tau)}, segment {uniform.segment}, repr. {uniform.representatives}"
+        f"{', tail' if uniform.tail else ''})"
+    )
+
+
+def _methods_note(layers: Sequence[LayerReport]) -> str | None:
+    """How many heads each method computes, where baselines compute some."""
+    counts: Counter[str] = Counter()
+    for layer in layers:
+        counts.update(layer.methods)
+    if not set(counts) - {"s2o", "dense"}:
+        return None
+    return "heads by method: " + ", ".join(f"{count} {name}" for name, count in counts.most_common())
+
+
+def closing_notes(report: Report) -> list[str]:
+    """The sentences about all lengths together. An indented one belongs to the one before it."""
+    notes = [note] if (note := _prediction_note(report)) else []
+    if report.failed_trials:
+        notes.append(f"{report.failed_trials} of {report.trials} trials failed and were left out:")
+        by_count = sorted(report.failures.items(), key=lambda item: -item[1])
+        notes += [f"  {count}x {shorten(reason, SHOWN_REASON)}" for reason, count in by_count]
+    return notes
+
+
+def _prediction_note(report: Report) -> str | None:
+    """The layers that were furthest from what was predicted: of the error as a share of the limit, of the time."""
+    errors, times = [], []
+    for length in report.lengths:
+        for layer in length.layers:
+            where = f"layer {layer.layer} at {length.length} tokens"
+            if layer.predicted_error is not None and layer.limit:
+                text = f"{where}: {layer.predicted_error:.2e}, held out {layer.error:.2e}"
+                errors.append((abs(layer.error - layer.predicted_error) / layer.limit, text))
+            if layer.predicted_seconds and layer.seconds is not None:
+                text = f"{where}: {layer.predicted_seconds * 1e3:.3g} ms, measured {layer.seconds * 1e3:.3g} ms"
+                times.append((abs(layer.seconds - layer.predicted_seconds) / layer.predicted_seconds, text))
+    largest = [(max(errors), "error by {:.0%} of the limit ({})")] if errors else []
+    largest += [(max(times), "time by {:.0%} ({})")] if times else []
+    if not largest:
+        return None
+    return "furthest from what was predicted: " + ", ".join(form.format(*deviation) for deviation, form in largest)
+
+
+def layer_ranges(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 5] -> "layers 0-2, 5" """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"layer {text}" if text.isdigit() else f"layers {text}"
+
+
+def _attention_speedup(length: LengthReport) -> str:
+    """Of the layers' attention together; where it was not measured, what is predicted."""
+    if length.attention_seconds is not None:
+        return _speedup(length.dense_attention_seconds, length.attention_seconds)
+    predicted = _speedup(1.0, length.cost)
+    return predicted if predicted == "-" else f"{predicted} predicted"
+
+
+def _speedup(dense: float | None, sparse: float | None) -> str:
+    ratio = _ratio(dense, sparse)
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def _ratio(over: float | None, under: float | None) -> float | None:
+    return None if over is None or not under else over / under
+
+
+def _counts(counts: dict[str, int]) -> str:
+    """{"1": 6, "32": 2} -> "1/32: 6/2" """
+    return f"{'/'.join(counts)}: {'/'.join(map(str, counts.values()))}" if counts else "-"
+
+
+def _two_digits(tau: float) -> str:
+    return f"{float(f'{tau:.2g}'):g}"  # 150, not 1.5e+02

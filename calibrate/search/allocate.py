@@ -1,0 +1,200 @@
+"""Spending an error budget over heads.
+
+A layer's error is the mean over its heads of each head's error, so heads compete for one sum. Every head may choose
+among several curves; their points together are replaced by their lower convex hull, beginning at the dense point. The
+steepest steps of all hulls are taken first, which is optimal for the hulls up to the last step (Lagrangian relaxation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from calibrate.curves.costs import overhead
+from calibrate.curves.curves import TAUS, Curve, Method, Ranking
+from s2o_runtime.config import HeadConfig, StopRule
+from s2o_runtime.profile.record import PredictedLayer
+
+
+class Point(NamedTuple):
+    """One way to run a head.
+
+    Attributes:
+        mse: its mean squared error.
+        cost: its time over the dense head's.
+        density: computed query-key pairs over causal pairs.
+        worst: the error of its worst rows, as `Curve.worst`.
+        head: its settings.
+    """
+
+    mse: float
+    cost: float
+    density: float
+    worst: float
+    head: HeadConfig
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a head may be given.
+
+    Attributes:
+        tails: whether it may run without a tail, with one, or either.
+        worst_rows: the largest `Point.worst` it may have; None does not look at rows.
+        s2o: whether it may run S2O; without, it is a baseline's or dense.
+    """
+
+    tails: tuple[bool, ...] = (False, True)
+    worst_rows: float | None = None
+    s2o: bool = True
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The chosen point of every head, and what the layer then is: means over its heads."""
+
+    points: tuple[Point, ...]
+
+    @property
+    def mse(self) -> float:
+        return sum(point.mse for point in self.points) / len(self.points)
+
+    @property
+    def cost(self) -> float:
+        return sum(point.cost for point in self.points) / len(self.points)
+
+    @property
+    def density(self) -> float:
+        return sum(point.density for point in self.points) / len(self.points)
+
+    @property
+    def heads(self) -> tuple[HeadConfig, ...]:
+        return tuple(point.head for point in self.points)
+
+    def record(self) -> PredictedLayer:
+        """What a profile keeps of it."""
+        return PredictedLayer(mse=self.mse, density=self.density, cost=self.cost)
+
+    def as_dense(self) -> Allocation:
+        """The same heads, all dense."""
+        return Allocation(tuple(dense_point(head.segment) for head in self.heads))
+
+
+def dense_point(segment: int) -> Point:
+    """A dense head of a layer with this segment."""
+    return Point(0.0, 1.0, 1.0, 0.0, HeadConfig(segment=segment, mode="dense"))
+
+
+def allocate(curves: Mapping[Method, Curve], budget_mse: float, allowed: Allowed = Allowed()) -> Allocation:
+    """The heads' settings of a layer with the least mean cost whose mean error is at most `budget_mse`.
+
+    Args:
+        curves: of every method that a head may choose.
+        budget_mse: mean squared error.
+        allowed: which of their points it may choose.
+    """
+    return allocate_together([curves], [1.0], budget_mse, allowed)[0]
+
+
+def allocate_together(
+    layers: Sequence[Mapping[Method, Curve]], weights: Sequence[float], budget: float, allowed: Allowed = Allowed()
+) -> list[Allocation]:
+    """The same for several layers with one budget.
+
+    Args:
+        layers: the curves of every layer.
+        weights: of every layer's mean squared error.
+        budget: the mean over the layers of weight times error is at most this.
+        allowed: which points heads may choose.
+
+    Returns:
+        An allocation for every layer.
+    """
+    options = [points_of(curves, head, allowed) for curves in layers for head in range(_heads(curves))]
+    weighted = zip(layers, weights, strict=True)
+    head_weights = [weight / _heads(curves) for curves, weight in weighted for _ in range(_heads(curves))]
+    chosen = iter(_spend(options, head_weights, budget * len(layers)))
+    return [Allocation(tuple(next(chosen) for _ in range(_heads(curves)))) for curves in layers]
+
+
+def points_of(curves: Mapping[Method, Curve], head: int, allowed: Allowed) -> list[Point]:
+    """A head's useful points by rising error, the dense one first; each is cheaper than all before it."""
+    segment = segment_of(curves)
+    candidates = []
+    for method, curve in curves.items():
+        densities = curve.density[head].tolist()
+        if not isinstance(method, Ranking):
+            mse, row = float(curve.mse[head, 0]), float(curve.worst[head, 0])
+            if curve.cost is not None and (allowed.worst_rows is None or row <= allowed.worst_rows):
+                settings = HeadConfig(segment=segment, mode="baseline", baseline=method)
+                candidates.append(Point(mse, float(curve.cost[head, 0]), densities[0], row, settings))
+            continue
+        if not allowed.s2o:
+            continue
+        for tail in allowed.tails:
+            errors, worst = (curve.tail_mse, curve.tail_worst) if tail else (curve.mse, curve.worst)
+            extra = overhead(method, tail)
+            by_tau = zip(TAUS, errors[head].tolist(), densities, worst[head].tolist(), strict=True)
+            for tau, mse, density, row in by_tau:
+                if allowed.worst_rows is None or row <= allowed.worst_rows:
+                    settings = HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, tail)
+                    candidates.append(Point(mse, density + extra, density, row, settings))
+    points = [dense_point(segment)]
+    for point in sorted(candidates, key=lambda point: point[:2]):
+        if point.cost < points[-1].cost:
+            points.append(point)
+    return points
+
+
+def segment_of(curves: Mapping[Method, Curve]) -> int:
+    """The segment of the rankings among these, which all have the same."""
+    return next(method.segment for method in curves if isinstance(method, Ranking))
+
+
+def _heads(curves: Mapping[Method, Curve]) -> int:
+    return len(next(iter(curves.values())).mse)
+
+
+def _spend(options: Sequence[Sequence[Point]], weights: Sequence[float], budget: float) -> list[Point]:
+    """One point of every head, such that the sum of their weighted errors is at most the budget."""
+    chosen = [points[0] for points in options]
+    left = budget
+    steps = []
+    for head, points in enumerate(options):
+        hull = _hull(points)
+        for rank, (near, far) in enumerate(pairwise(hull)):
+            steps.append((_slope(near, far) / weights[head], head, rank, near, far))
+    blocked: set[int] = set()
+    for _, head, _, near, far in sorted(steps, key=lambda step: (-step[0], step[1], step[2])):
+        price = (far.mse - near.mse) * weights[head]
+        if head not in blocked and price <= left:
+            left -= price
+            chosen[head] = far
+        else:
+            blocked.add(head)  # a hull's later steps build on its earlier ones
+    for head, points in enumerate(options):  # what is left buys the best single point between hull corners
+        affordable = [point for point in points if (point.mse - chosen[head].mse) * weights[head] <= left]
+        best = min(affordable, key=lambda point: (point.cost, point.mse))
+        if best.cost < chosen[head].cost:
+            left -= (best.mse - chosen[head].mse) * weights[head]
+            chosen[head] = best
+    return chosen
+
+
+def _hull(points: Sequence[Point]) -> list[Point]:
+    """The lower left convex hull of points sorted by error."""
+    hull: list[Point] = []
+    for point in points:
+        while hull and hull[-1].mse == point.mse:
+            hull.pop()
+        while len(hull) >= 2 and _slope(hull[-2], hull[-1]) <= _slope(hull[-2], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _slope(near: Point, far: Point) -> float:
+    """The cost that is saved for each unit of error."""
+    return (near.cost - far.cost) / (far.mse - near.mse)

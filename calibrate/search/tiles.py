@@ -1,0 +1,137 @@
+"""Which tiles are worth a trial on this GPU: legal ones, and of these the ones that are not hopelessly slow."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+import torch
+
+from calibrate.journal import Journal
+from calibrate.timing import FAILURES, medians, reason
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.errors import ConfigError, InputError
+from s2o_runtime.identity import Geometry
+from s2o_runtime.tiles import candidate_tiles
+
+CPU_TILES = tuple(TileConfig(block_m, 64, chunk) for block_m in (64, 128) for chunk in (2, 4, 8))
+SLOWER = 1.2  # times the fastest tile: slower ones get no trial
+LONGEST = 32768  # tiles are compared at this length at most
+ROUNDS = 3
+
+log = logging.getLogger("calibrate")
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Which tiles get trials.
+
+    Attributes:
+        worthwhile: those that do, the safe default first.
+        left_out: why the others do not, by the tile's text.
+    """
+
+    worthwhile: tuple[TileConfig, ...]
+    left_out: dict[str, str]
+
+
+def tiles_for(
+    geometry: Geometry,
+    device: DeviceIdentity,
+    where: torch.device,
+    length: int,
+    segments: Sequence[int],
+    journal: Journal,
+) -> Tiles:
+    """The tiles to try for a model: on a GPU those that are nearly the fastest for a whole prefix without any stop.
+
+    A tile is legal if its rows divide every segment that is tried. Tiles that differ only in the stride of their stop
+    check are not told apart: which is best depends on where heads stop.
+
+    Args:
+        geometry: the model's.
+        device, where: what the calibration runs on.
+        length: of the prompts, in tokens.
+        segments: those that are tried.
+        journal: where times are kept.
+
+    Raises:
+        ConfigError: no tile is legal.
+        InputError: no tile runs.
+    """
+    on_gpu = device.kind == "cuda"
+    candidates = candidate_tiles(geometry.head_dim, device.capability) if on_gpu else CPU_TILES
+    legal, left_out = _legal(candidates, segments)
+    if not on_gpu:
+        return Tiles(legal, left_out)
+    seconds = _times(legal, geometry, where, min(length, LONGEST), max(segments), journal, left_out)
+    limit = SLOWER * min(seconds.values())
+    for tile, tile_seconds in seconds.items():
+        if tile_seconds > limit:
+            left_out[str(tile)] = f"{tile_seconds / limit * SLOWER:.2f} times as slow as the fastest"
+    for name, why in left_out.items():
+        log.info("tile %s gets no trial: %s", name, why)
+    return Tiles(tuple(tile for tile in legal if str(_any_stride(tile)) not in left_out), left_out)
+
+
+def _legal(candidates: Sequence[TileConfig], segments: Sequence[int]) -> tuple[tuple[TileConfig, ...], dict[str, str]]:
+    """The tiles that fit all segments, and why the others do not."""
+    left_out: dict[str, str] = {}
+    for tile in candidates:
+        crossed = [segment for segment in segments if segment % tile.rows]
+        if crossed:
+            left_out[str(_any_stride(tile))] = f"its {tile.rows} rows do not divide segments of {crossed[0]}"
+    legal = tuple(tile for tile in candidates if str(_any_stride(tile)) not in left_out)
+    if candidates and not legal:
+        rows = min(tile.rows for tile in candidates)
+        raise ConfigError(f"segments {tuple(segments)} fit no tile of this device: use multiples of {rows}")
+    return legal, left_out
+
+
+def _times(
+    legal: Sequence[TileConfig],
+    geometry: Geometry,
+    where: torch.device,
+    length: int,
+    segment: int,
+    journal: Journal,
+    left_out: dict[str, str],
+) -> dict[TileConfig, float]:
+    """The seconds of every tile that runs, whatever its stride; `left_out` gets the reason why another failed."""
+    seconds: dict[TileConfig, float] = {}
+    for tile in legal:
+        timed = _any_stride(tile)
+        if timed in seconds or str(timed) in left_out:
+            continue
+        key = {"tile": asdict(timed), "length": length, "segment": segment}
+        tile_seconds, failed = journal.remember("tile", key, partial(_seconds, tile, geometry, where, length, segment))
+        if failed:
+            left_out[str(timed)] = failed
+        else:
+            seconds[timed] = tile_seconds
+    if not seconds:
+        why = next(iter(left_out.values()), f"head_dim {geometry.head_dim} has none")
+        raise InputError(f"no tile runs on this GPU ({why}): leave the model dense, or calibrate with --device cpu")
+    return seconds
+
+
+def _any_stride(tile: TileConfig) -> TileConfig:
+    """What tiles that differ only in the stride of their stop check have in common."""
+    return replace(tile, chunk=1)
+
+
+def _seconds(tile: TileConfig, geometry: Geometry, where: torch.device, length: int, segment: int) -> tuple[float, str]:
+    """The median seconds of a call, and why it could not be made, "" if it could."""
+    q, k, v = (
+        torch.randn(1, length, heads, geometry.head_dim, dtype=torch.bfloat16, device=where).transpose(1, 2)
+        for heads in (geometry.query_heads, geometry.kv_heads, geometry.kv_heads)
+    )
+    config = LayerConfig.uniform(geometry.query_heads, segment=segment, tile=tile, grain=4)
+    try:
+        return medians({"tile": partial(s2o_attention, q, k, v, config)}, where, ROUNDS)["tile"], ""
+    except FAILURES as failure:
+        return 0.0, reason(failure)

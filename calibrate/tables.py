@@ -1,0 +1,125 @@
+"""Tables, lists and lines, on a terminal and as Markdown.
+
+Every text that comes from a file or from a user (a model's name, a profile's record, a compiler's error) passes
+through this module before anybody sees it. `print_table`, `print_lines` and `print_fields` replace control characters;
+`markdown` and `bullets` also escape what Markdown would read as markup.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich import box
+from rich import table as rich_table
+from rich.console import Console
+from rich.measure import Measurement
+from rich.segment import Segments
+from rich.text import Text
+
+WIDTH = 120  # columns of a table on a terminal
+UNLIMITED = 100_000  # columns: more than any table needs
+MARKUP = "|`<>[]*\\"  # the characters that Markdown gives a meaning inside a line
+
+JUSTIFY: dict[str, Literal["left", "right", "center"]] = {"l": "left", "r": "right", "c": "center"}
+RULES = {"l": ":--", "r": "--:", "c": ":-:"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that can be printed or written as Markdown.
+
+    Args:
+        names: The columns' names. A newline in a name starts a second line on a terminal.
+        rows: The cells of each row. In Markdown a cell of type `Markup` stays as it is, all others are escaped.
+        title: A line above the table; printed only.
+        align: One letter for each column: l (left), r (right) or c (centre). The last letter holds for all columns
+            that follow.
+        wrap: The name of the column whose cells may take several lines on a terminal; no other cell is broken.
+    """
+
+    names: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    align: str = "r"
+    wrap: str | None = None
+
+    def alignment(self, column: int) -> str:
+        """The letter of a column, counted from 0."""
+        return self.align[min(column, len(self.align) - 1)]
+
+
+class Markup(str):
+    """Text that is Markdown already, such as a link."""
+
+    __slots__ = ()
+
+
+def markdown(table: Table) -> str:
+    """The table in Markdown, without its title."""
+    head = [" ".join(name.split("\n")) for name in table.names]
+    rule = [RULES[table.alignment(column)] for column in range(len(head))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *(map(escaped, row) for row in table.rows)))
+
+
+def bullets(lines: Iterable[str]) -> str:
+    """A Markdown list; a line that is indented becomes an item below the one before it."""
+    return "\n".join(f"{' ' * (len(line) - len(line.lstrip()))}- {escaped(line.lstrip())}" for line in lines)
+
+
+def escaped(text: str) -> str:
+    """The text in Markdown, where it cannot start another cell, another line or markup. `Markup` stays as it is."""
+    if isinstance(text, Markup):
+        return text
+    return "".join(f"\\{character}" if character in MARKUP else character for character in printable(text))
+
+
+def printable(text: str) -> str:
+    """The text with a space in place of every control character, so that it can neither move nor colour anything."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def terminal(*, stderr: bool = False) -> Console:
+    """What the commands print to: as wide as the terminal, and `WIDTH` columns where the output is a file or a pipe."""
+    return Console(stderr=stderr, width=None if sys.stdout.isatty() else WIDTH)
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print a table; one without rows is left out.
+
+    It is laid out for `WIDTH` columns whatever the console has, and for more where its cells need them, so that nothing
+    of it is ever cut off. Its columns stand closer where it is wide.
+    """
+    if not table.rows:
+        return
+    title = Text(printable(table.title)) if table.title else None
+    grid = rich_table.Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    for column, name in enumerate(table.names):
+        cells = [*name.split("\n"), *(row[column] for row in table.rows)]
+        wraps = name == table.wrap
+        longest = 1 if wraps else max(Text(printable(cell)).cell_len for cell in cells)
+        grid.add_column(
+            Text(name), justify=JUSTIFY[table.alignment(column)], min_width=longest, no_wrap=not wraps, overflow="fold"
+        )
+    for row in table.rows:
+        grid.add_row(*(Text(printable(cell)) for cell in row))
+    unlimited = console.options.update_width(UNLIMITED)
+    if Measurement.get(console, unlimited, grid).maximum > WIDTH:
+        grid.padding = (0, 0)
+    needed = Measurement.get(console, unlimited, grid).minimum
+    segments = console.render(grid, console.options.update_width(max(WIDTH, needed)))
+    console.print(Segments(segments), soft_wrap=True, end="")
+
+
+def print_lines(lines: Iterable[str], console: Console) -> None:
+    """Print lines as they are; only the terminal itself breaks long ones."""
+    for line in lines:
+        console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+
+
+def print_fields(fields: Mapping[str, object], console: Console) -> None:
+    """Print names and values, a line each, with the values below one another."""
+    width = max(map(len, fields))
+    print_lines((f"{name:<{width}}  {value}" for name, value in fields.items()), console)

@@ -1,0 +1,59 @@
+"""Patch a transformers model with a profile: what it answers, which path each layer takes, and how long a prefill is.
+
+    python examples/patch_and_generate.py PROFILE [TOKENS]
+
+The prompt is source code with hidden codes and asks for them at its end; the dense and the patched model complete
+every answer by greedy generation. Prefills are timed in a second run.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from torch import Tensor
+
+from calibrate.model.models import LoadedModel, load
+from calibrate.prompts.prompts import built_in
+from s2o_runtime import explain, load_profile, patched
+
+
+def main(path: str, tokens: int | None = None) -> None:
+    profile = load_profile(path)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded = load(profile.model_name, device, resident=True)
+    prompt = built_in(loaded.tokenizer, tokens or profile.lengths[-1], 1, seed=1234, held_out=True)[0]
+    print(f"{profile.model_name}, {prompt.length} tokens, on {device}")
+
+    dense, dense_seconds = answers(loaded, prompt.ids, prompt.answers), prefill_seconds(loaded, prompt.ids)
+    with patched(loaded.model, profile):
+        sparse, sparse_seconds = answers(loaded, prompt.ids, prompt.answers), prefill_seconds(loaded, prompt.ids)
+        explanation = explain(loaded.model)
+    for (first, end), of_dense, of_sparse in zip(prompt.answers, dense, sparse, strict=True):
+        print(f"code {loaded.tokenizer.decode(prompt.ids[first:end])}: dense says {of_dense}, S2O says {of_sparse}")
+    print(f"prefill: dense {dense_seconds * 1e3:.1f} ms, S2O {sparse_seconds * 1e3:.1f} ms")
+    print(explanation)
+
+
+def answers(loaded: LoadedModel, ids: Tensor, spans: tuple[tuple[int, int], ...]) -> list[str]:
+    """What the model generates in place of each answer, given everything before it."""
+    texts = []
+    for first, end in spans:
+        given = ids[None, :first].to(loaded.model.device)
+        mask = torch.ones_like(given)
+        out = loaded.model.generate(given, attention_mask=mask, max_new_tokens=end - first, do_sample=False)
+        texts.append(loaded.tokenizer.decode(out[0, first:]))
+    return texts
+
+
+@torch.no_grad()
+def prefill_seconds(loaded: LoadedModel, ids: Tensor) -> float:
+    for _ in range(2):
+        began = time.perf_counter()
+        loaded.model(ids[None].to(loaded.model.device), use_cache=False, logits_to_keep=1).logits.cpu()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:3]))

@@ -1,0 +1,212 @@
+"""The public attention ops: causal attention that computes only the part of the prefix that counts."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from operator import index
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
+
+import torch
+from torch import Tensor
+
+from s2o_runtime.attention import torch_op
+from s2o_runtime.attention.backend import Backend, choose_backend
+from s2o_runtime.attention.call import AttentionCall
+from s2o_runtime.attention.compute import compute
+from s2o_runtime.attention.replay import Answer, Inputs, RepeatedCall, repeated_call
+from s2o_runtime.attention.result import Attention, AttentionStats
+from s2o_runtime.config import LayerConfig
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Options(TypedDict, total=False):
+    """The optional arguments of `s2o_attention` that do not change the type of its result."""
+
+    scale: float | None
+    kv_start: Tensor | None
+    backend: Backend
+
+
+class PackedOptions(TypedDict, total=False):
+    """The optional arguments of `s2o_attention_varlen` that do not change the type of its result."""
+
+    scale: float | None
+    backend: Backend
+
+
+@overload
+def s2o_attention(q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, **options: Unpack[Options]) -> Tensor: ...
+@overload
+def s2o_attention(
+    q: Tensor, k: Tensor, v: Tensor, config: LayerConfig,
+    *, return_stats: Literal[True], return_lse: bool = ..., **options: Unpack[Options],
+) -> Attention: ...  # fmt: skip
+@overload
+def s2o_attention(
+    q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> Attention: ...
+def s2o_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: LayerConfig,
+    *,
+    scale: float | None = None,
+    kv_start: Tensor | None = None,
+    backend: Backend = "auto",
+    return_stats: bool = False,
+    return_lse: bool = False,
+) -> Tensor | Attention:
+    """Causal attention that computes only the part of the prefix that counts.
+
+    Query i stands at position Lk - Lq + i, and query head h reads KV head h // (Hq / Hkv).
+
+    Args:
+        q: [B, Hq, Lq, D], any floating type.
+        k, v: [B, Hkv, Lk, D] in the type and on the device of q; Lq <= Lk, and Hkv divides Hq.
+        config: one `HeadConfig` for each query head; with tau = 0 the result is dense attention.
+        scale: multiplies the scores; positive, D ** -0.5 by default.
+        kv_start: int32 or int64 [B], the first key of each sequence that counts (left padding); 0 by default.
+        backend: "triton", "reference" (plain torch, any device), "dense" (torch's SDPA), or "auto": the first of them
+            that can do the call and is worth it.
+        return_stats: return what the call did as well.
+        return_lse: return the log-sum-exps as well.
+
+    Returns:
+        The output alone, a tensor [B, Hq, Lq, D] in the type of q; rows before `kv_start` are zero. With `return_stats`
+        or `return_lse` an `Attention(out, lse, stats)`, always of three fields: `lse` is float32 [B, Hq, Lq], the
+        log-sum-exp of the scores that each row computed, -inf before `kv_start`; a field not asked for is None.
+
+    Raises:
+        InputError: the tensors do not fit one another or the config, or the backend asked for cannot do the call.
+        ConfigError: the config is illegal.
+
+    Source: S2O, Algorithms 1 to 3, made definite in DESIGN.md.
+
+    >>> q, k, v = (torch.randn(1, heads, 256, 64) for heads in (4, 2, 2))
+    >>> config = LayerConfig.uniform(4, tau=0.5, segment=128)
+    >>> s2o_attention(q, k, v, config).shape
+    torch.Size([1, 4, 256, 64])
+    >>> s2o_attention(q, k, v, config, return_stats=True).stats.backend
+    'reference'
+    """
+    repeated, inputs = None, (q, k, v, kv_start)
+    if not torch.compiler.is_compiling():
+        factor = None if scale is None else float(scale)
+        repeated = repeated_call(inputs, config, (factor, backend, return_stats, return_lse))
+    elif not (return_stats or return_lse):
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        text = torch_op.config_text(config)
+        return torch_op.attention(q, k, v, kv_start=kv_start, config=text, backend=backend, scale=scale)
+    if repeated is None or (answer := repeated.replay(inputs)) is None:
+        call = AttentionCall.of(q, k, v, config, scale=scale, kv_start=kv_start, with_lse=return_lse)
+        answer = _computed(call, backend, return_stats, repeated, inputs)
+    choice, shape, (out, visited, lse) = answer
+    if not (return_stats or return_lse):
+        return out
+    stats = AttentionStats(*choice, config, shape, kv_start, visited) if return_stats else None
+    return Attention(out, lse, stats)
+
+
+@overload
+def s2o_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    config: LayerConfig, **options: Unpack[PackedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def s2o_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    config: LayerConfig, *, return_stats: Literal[True], return_lse: bool = ..., **options: Unpack[PackedOptions],
+) -> Attention: ...  # fmt: skip
+@overload
+def s2o_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    config: LayerConfig, *, return_lse: Literal[True], **options: Unpack[PackedOptions],
+) -> Attention: ...  # fmt: skip
+def s2o_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    config: LayerConfig,
+    *,
+    scale: float | None = None,
+    backend: Backend = "auto",
+    return_stats: bool = False,
+    return_lse: bool = False,
+) -> Tensor | Attention:
+    """`s2o_attention` for sequences of different lengths, packed one behind another.
+
+    A sequence has at most as many queries as keys, its queries stand at its last positions, and it may be empty.
+
+    Args:
+        q: [Tq, Hq, D], any floating type.
+        k, v: [Tk, Hkv, D] in the type and on the device of q; Hkv divides Hq.
+        cu_seqlens_q: int32 [N + 1] on the device of q, where the queries of each sequence begin, from 0 to Tq.
+        cu_seqlens_k: int32 [N + 1] on the device of q, where the keys of each sequence begin, from 0 to Tk.
+        max_seqlen_q: queries, at least as many as the longest sequence has.
+        max_seqlen_k: keys, at least as many as the longest sequence has, and at least `max_seqlen_q`.
+        config: one `HeadConfig` for each query head; baselines do not take packed sequences.
+        scale: multiplies the scores; positive, D ** -0.5 by default.
+        backend: as for `s2o_attention`; "reference" and "dense" run the sequences one by one and wait for the device.
+        return_stats: return what the call did as well.
+        return_lse: return the log-sum-exps as well.
+
+    Returns:
+        The output alone, a tensor [Tq, Hq, D] in the type of q. With `return_stats` or `return_lse` an
+        `Attention(out, lse, stats)`, always of three fields: `lse` is float32 [Hq, Tq], the log-sum-exp of the scores
+        that each row computed; a field not asked for is None.
+
+    Raises:
+        InputError: the tensors do not fit one another or the config, or the backend asked for cannot do the call. What
+            `cu_seqlens_q` and `cu_seqlens_k` hold is not checked: that would wait for the device.
+        ConfigError: the config is illegal.
+    """
+    repeated = None
+    inputs = (q, k, v, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k)
+    if not torch.compiler.is_compiling():
+        factor = None if scale is None else float(scale)
+        options = (factor, backend, return_stats, return_lse, index(max_seqlen_q), index(max_seqlen_k))
+        repeated = repeated_call(inputs, config, options)
+    if repeated is None or (answer := repeated.replay(inputs)) is None:
+        call = AttentionCall.packed(
+            q, k, v, config, cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
+            scale=scale, with_lse=return_lse,
+        )  # fmt: skip
+        answer = _computed(call, backend, return_stats, repeated, inputs)
+    choice, shape, (out, visited, lse) = answer
+    if not (return_stats or return_lse):
+        return out
+    stats = None
+    if return_stats:
+        stats = AttentionStats(*choice, config, shape, None, visited, cu_seqlens_q, cu_seqlens_k)
+    return Attention(out, lse, stats)
+
+
+def _computed(
+    call: AttentionCall, backend: Backend, keep_visited: bool, repeated: RepeatedCall | None, inputs: Inputs
+) -> Answer:
+    """Choose a backend and run the call; its launches are recorded if they are to be replayed for others like it."""
+    choice = choose_backend(call, backend)
+    recorder = repeated.recorder(inputs) if repeated is not None and choice.backend == "triton" else None
+    with nullcontext() if recorder is None else recorder:
+        out, visited, lse = compute(call, choice.backend)
+    answer = choice, call.shape, (out, visited if keep_visited else None, lse)
+    if repeated is not None and recorder is not None:
+        repeated.keep(recorder, answer)
+    return answer
+
+
+def _compiled(
+    q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None, config: str, backend: Backend, scale: float
+) -> Tensor:
+    """What the node of a compiled graph does."""
+    return s2o_attention(q, k, v, torch_op.config_from_text(config), scale=scale, kv_start=kv_start, backend=backend)
+
+
+torch_op.implement("attention", _compiled)

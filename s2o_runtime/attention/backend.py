@@ -1,0 +1,110 @@
+"""Which code computes a call, and why."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from typing import Literal, NamedTuple, get_args
+
+from s2o_runtime.attention.call import AttentionCall
+from s2o_runtime.config import HEAD_DIMS, LayerConfig, config_obstacle
+from s2o_runtime.devices import capability, interpreted
+from s2o_runtime.errors import InputError
+from s2o_runtime.shapes import KERNEL_TYPES, CallShape, needs_gradients
+from s2o_runtime.tiles import MIN_CAPABILITY, tile_obstacle
+
+Backend = Literal["auto", "triton", "reference", "dense"]
+
+log = logging.getLogger("s2o_runtime")
+
+
+class BackendChoice(NamedTuple):
+    """The code that computes a call ("triton", "reference" or "dense") and the reason for it."""
+
+    backend: str
+    reason: str
+
+
+def choose_backend(call: AttentionCall, backend: Backend) -> BackendChoice:
+    """The backend for a call: the one asked for, or with "auto" the first that can do it and is not slower than dense.
+
+    A choice of "auto" is logged once for each reason.
+
+    Raises:
+        InputError: the backend is not known or cannot do the call.
+    """
+    if backend not in get_args(Backend):
+        raise InputError(f"backend {backend!r} is not known: use one of {get_args(Backend)}")
+    if backend == "dense":
+        return BackendChoice(backend, "asked for")
+    baseline_obstacle = _baseline_obstacle(call)
+    obstacle = baseline_obstacle or (None if backend == "reference" else _kernel_obstacle(call))
+    if backend != "auto":
+        if obstacle:
+            raise InputError(f'{obstacle}: run with backend="auto"')
+        return BackendChoice(backend, "asked for")
+    choice = BackendChoice("dense", baseline_obstacle) if baseline_obstacle else _automatic(call, obstacle)
+    _log_once(choice)
+    return choice
+
+
+def _automatic(call: AttentionCall, kernel_obstacle: str | None) -> BackendChoice:
+    config, on_cpu = call.config, call.q.device.type == "cpu"
+    if call.with_lse and kernel_obstacle is None and not on_cpu:
+        return BackendChoice("triton", "SDPA gives no log-sum-exp, the kernel does")
+    if config.is_dense:
+        return BackendChoice("dense", "every head of the layer is dense")
+    if not has_prefix(config, call.shape):
+        return BackendChoice("dense", "the whole prompt fits one segment")
+    if call.shape.kv_len < config.tile.dense_below:
+        return BackendChoice("dense", f"shorter than {config.tile.dense_below} keys, where dense is faster on this GPU")
+    if on_cpu:
+        return BackendChoice("reference", "the tensors are on the cpu, the kernel needs a GPU")
+    if kernel_obstacle is None:
+        return BackendChoice("triton", "the kernel supports this call")
+    return BackendChoice("dense", kernel_obstacle)
+
+
+def has_prefix(config: LayerConfig, shape: CallShape) -> bool:
+    """Whether there are keys before any segment of an S2O head, or before any row block of a baseline's head."""
+    rows = [
+        head.segment if head.baseline is None else head.baseline.block for head in config.heads if head.mode != "dense"
+    ]
+    return shape.offset > 0 or shape.q_len > min(rows, default=shape.q_len)
+
+
+def _baseline_obstacle(call: AttentionCall) -> str | None:
+    """Why the heads of baselines cannot do a call, or None if they can or there are none."""
+    if not call.config.baseline_heads:
+        return None
+    if call.is_packed or call.with_lse:
+        request = "packed sequences" if call.is_packed else "the log-sum-exp"
+        return f"{request} cannot be done by {call.config.heads[call.config.baseline_heads[0]].baseline}"
+    from s2o_runtime.baselines.run import HEAD_DIM
+
+    if call.shape.head_dim > HEAD_DIM:
+        return f"head_dim {call.shape.head_dim} is not supported by the baselines (up to {HEAD_DIM})"
+    return None
+
+
+def _kernel_obstacle(call: AttentionCall) -> str | None:
+    """Why the kernel cannot do a call, or None if it can."""
+    q, tile, head_dim = call.q, call.config.tile, call.shape.head_dim
+    if needs_gradients(call.q, call.k, call.v):
+        return "the kernel has no backward pass and gradients are enabled"
+    if obstacle := config_obstacle(call.config):
+        return obstacle
+    if head_dim > HEAD_DIMS[-1]:  # no GPU has a tile for it, and the interpreter none either
+        return tile_obstacle(tile, head_dim, MIN_CAPABILITY)
+    if interpreted():
+        return "the specialised kernel cannot be interpreted" if tile.specialized else None
+    if q.device.type != "cuda":
+        return f"the tensors are on {q.device.type}, the kernel needs a GPU"
+    if q.dtype not in KERNEL_TYPES:
+        return f"{q.dtype} is not supported by the kernel (bfloat16, float16)"
+    return tile_obstacle(tile, head_dim, capability(q.device))
+
+
+@lru_cache(maxsize=64)
+def _log_once(choice: BackendChoice) -> None:
+    log.info("attention backend %s: %s", choice.backend, choice.reason)

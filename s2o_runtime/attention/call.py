@@ -1,0 +1,88 @@
+"""One call of the op, checked, as every backend takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.shapes import CallShape, call_shape, check_heads, checked_scale, packed_shape
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The tensors and settings of one call; `of` and `packed` make one.
+
+    Attributes:
+        q, k, v: [B, Hq, Lq, D] and twice [B, Hkv, Lk, D]. Packed sequences lie one behind another along the length
+            of a single batch entry.
+        shape: the sizes; for packed sequences batch, q_len and kv_len are their number and maxima.
+        scale: the factor of the scores.
+        kv_start: integers [B], the first key of each sequence that counts; None for 0.
+        cu_q, cu_k: int32 [N + 1], where packed sequences begin; None for a batch.
+        with_lse: whether the log-sum-exps are to be computed.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    config: LayerConfig
+    shape: CallShape
+    scale: float
+    kv_start: Tensor | None = None
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+    with_lse: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        config: LayerConfig,
+        *,
+        scale: float | None = None,
+        kv_start: Tensor | None = None,
+        with_lse: bool = False,
+    ) -> AttentionCall:
+        """A call of `s2o_attention`. Raises InputError and ConfigError as the op does."""
+        shape = call_shape(q, k, v, kv_start)
+        check_heads(config.validate(), shape)
+        scale = checked_scale(scale, shape.head_dim)
+        return cls(q, k, v, config, shape, scale, kv_start, with_lse=with_lse)
+
+    @classmethod
+    def packed(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        config: LayerConfig,
+        *,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        scale: float | None = None,
+        with_lse: bool = False,
+    ) -> AttentionCall:
+        """A call of `s2o_attention_varlen`. Raises InputError and ConfigError as the op does."""
+        shape = packed_shape(q, k, v, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k)
+        check_heads(config.validate(), shape)
+        scale = checked_scale(scale, shape.head_dim)
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+        return cls(q, k, v, config, shape, scale, None, cu_q, cu_k, with_lse)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the sequences are packed."""
+        return self.cu_q is not None
+
+    def sequence(self, rows: range, keys: range) -> AttentionCall:
+        """One of the packed sequences as a call of its own, from its rows and keys."""
+        q = self.q[:, :, rows.start : rows.stop]
+        k, v = (tensor[:, :, keys.start : keys.stop] for tensor in (self.k, self.v))
+        shape = replace(self.shape, batch=1, q_len=len(rows), kv_len=len(keys))
+        return replace(self, q=q, k=k, v=v, shape=shape, cu_q=None, cu_k=None)

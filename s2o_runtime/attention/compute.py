@@ -1,0 +1,113 @@
+"""Computing a call with the backend that was chosen."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from s2o_runtime.attention.call import AttentionCall
+from s2o_runtime.devices import launching_on
+from s2o_runtime.reference.attention import s2o_attention_reference
+from s2o_runtime.reference.dense import dense_attention, log_sum_exp
+from s2o_runtime.shapes import laid_out, packed_sequences
+from s2o_runtime.tiles import padded_head_dim
+
+
+class Outputs(NamedTuple):
+    """What a backend computed.
+
+    Attributes:
+        out: [B, Hq, Lq, D], packed [Tq, Hq, D].
+        visited: int32 [B, Hq, row tiles], the prefix keys that each row tile computed; None from dense attention.
+        lse: float32 [B, Hq, Lq], packed [Hq, Tq]; None where it was not asked for.
+    """
+
+    out: Tensor
+    visited: Tensor | None
+    lse: Tensor | None
+
+
+def compute(call: AttentionCall, backend: str) -> Outputs:
+    """Run a call with "triton", "reference" or "dense", the heads of baselines included."""
+    if backend == "triton":
+        outputs = _with_kernels(call)
+    elif call.is_packed:
+        outputs = _one_by_one(call, backend)
+    else:
+        outputs = _in_torch(call, backend)
+    if call.config.baseline_heads and outputs.visited is not None:
+        _add_baselines(call, backend, outputs.out, outputs.visited)
+    if not call.is_packed:
+        return outputs
+    out, visited, lse = outputs
+    return Outputs(out[0].transpose(0, 1), visited, None if lse is None else lse[0])
+
+
+def _with_kernels(call: AttentionCall) -> Outputs:
+    """S2O's kernels; other head dims run as the next larger one, filled with zeros."""
+    from s2o_runtime.kernels.call import Call, head_tables  # these import triton
+    from s2o_runtime.kernels.prefill import s2o_prefill
+
+    head_dim, device = call.shape.head_dim, call.q.device
+    shape = call.shape.with_head_dim(padded_head_dim(head_dim))
+    batched = (tensor.expand(shape.batch, -1, -1, -1) for tensor in (call.q, call.k, call.v))  # the packed ones
+    q, k, v = (laid_out(tensor, shape.head_dim, call.is_packed) for tensor in batched)
+    # such as the column of a mask: kernels take one entry after the other
+    positions = (call.kv_start, call.cu_q, call.cu_k)
+    kv_start, cu_q, cu_k = (None if tensor is None else tensor.contiguous() for tensor in positions)
+    kernel_call = Call(call.config, shape, call.scale, head_tables(call.config, device), kv_start, cu_q, cu_k)
+    with launching_on(device):
+        out, visited, lse = s2o_prefill(q, k, v, kernel_call, call.with_lse)
+    return Outputs(out if shape.head_dim == head_dim else out[..., :head_dim], visited, lse)
+
+
+def _in_torch(call: AttentionCall, backend: str) -> Outputs:
+    """The backends that need no kernel."""
+    q, k, v, scale, kv_start = call.q, call.k, call.v, call.scale, call.kv_start
+    if backend == "reference":
+        out, visited, lse = s2o_attention_reference(q, k, v, call.config, scale=scale, kv_start=kv_start)
+        return Outputs(out, visited, lse.float() if call.with_lse else None)
+    out = dense_attention(q, k, v, scale=scale, kv_start=kv_start)
+    return Outputs(out, None, log_sum_exp(q, k, scale=scale, kv_start=kv_start) if call.with_lse else None)
+
+
+def _one_by_one(call: AttentionCall, backend: str) -> Outputs:
+    """Packed sequences, each as a call of its own."""
+    assert call.cu_q is not None
+    assert call.cu_k is not None
+    q, shape = call.q, call.shape
+    out = torch.zeros_like(q)
+    lse = q.new_zeros(q.shape[:3], dtype=torch.float32) if call.with_lse else None
+    visited: Tensor | None = None
+    if backend == "reference":
+        row_tiles = shape.row_tiles(call.config.tile.block_m)
+        visited = torch.zeros(shape.batch, shape.query_heads, row_tiles, dtype=torch.int32, device=q.device)
+    for b, (rows, keys) in enumerate(packed_sequences(call.cu_q, call.cu_k)):
+        if not len(rows):
+            continue
+        sequence = _in_torch(call.sequence(rows, keys), backend)
+        out[:, :, rows.start : rows.stop] = sequence.out
+        if visited is not None and sequence.visited is not None:
+            visited[b, :, : sequence.visited.shape[2]] = sequence.visited[0]
+        if lse is not None and sequence.lse is not None:
+            lse[:, :, rows.start : rows.stop] = sequence.lse
+    return Outputs(out, visited, lse)
+
+
+def _add_baselines(call: AttentionCall, backend: str, out: Tensor, visited: Tensor) -> None:
+    """Compute the heads of baselines into `out`; `visited` gets the keys that a row of each computes on average."""
+    from s2o_runtime.baselines.run import baseline_attention
+
+    config, shape, heads = call.config, call.shape, call.config.baseline_heads
+    settings = [head.baseline for head in config.heads if head.baseline is not None]
+    baseline_backend: Literal["triton", "reference"] = "triton" if backend == "triton" else "reference"
+    _, stats = baseline_attention(
+        call.q, call.k, call.v, settings, scale=call.scale, kv_start=call.kv_start, out=out, heads=heads,
+        backend=baseline_backend,
+    )  # fmt: skip
+    starts = torch.zeros(shape.batch, dtype=torch.int64, device=out.device) if call.kv_start is None else call.kv_start
+    rows = (shape.kv_len - starts).clamp(0, shape.q_len).sum()
+    keys = (stats.computed / rows.clamp_min(1)).round().to(visited.dtype)
+    visited[:, heads] = keys[:, None].expand(-1, visited.shape[2])

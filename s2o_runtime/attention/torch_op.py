@@ -1,0 +1,106 @@
+"""Attention as torch.compile sees it: two ops, each one node of a graph, each with a fake implementation.
+
+While torch.compile traces, it cannot follow the choice of a backend and the launches of kernels. So `s2o_attention`
+becomes the node `torch.ops.s2o.attention`, and a layer of a patched model `torch.ops.s2o.layer_attention`. Eager calls
+do not go through these ops. What a node needs besides tensors it holds itself, as text and numbers: of an
+`attention` node nothing lies in this process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+
+_OPS = {
+    "attention": "(Tensor q, Tensor k, Tensor v, Tensor? kv_start, str config, str backend, float scale) -> Tensor",
+    "layer_attention": "(Tensor q, Tensor k, Tensor v, Tensor mask, int layer, float scale) -> Tensor",
+}
+_library = torch.library.Library("s2o", "DEF")  # type: ignore[no-untyped-call]
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, kv_start: Tensor | None, config: str, backend: str, scale: float
+) -> Tensor:  # fmt: skip
+    """The node of `s2o_attention`: its arguments and its output, laid out [B, Lq, Hq, D].
+
+    Args:
+        config: a config as `config_text` writes it.
+    """
+    out: Tensor = torch.ops.s2o.attention(q, k, v, kv_start, config, backend, scale)
+    return out
+
+
+def layer_attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, layer: int, scale: float) -> Tensor:
+    """The node of a patched model's layer.
+
+    Args:
+        q, k, v: as `s2o_attention` takes them.
+        mask: int64 [B, 1, 1, 2], where the queries stand and where each sequence starts.
+        layer: the number of the layer's module in this process.
+
+    Returns:
+        [B, Hq, Lq, D], laid out [B, Lq, Hq, D].
+    """
+    out: Tensor = torch.ops.s2o.layer_attention(q, k, v, mask, layer, scale)
+    return out
+
+
+def implement(op: Literal["attention", "layer_attention"], run: Callable[..., Tensor]) -> None:
+    """Make `run` what the op does: it gets the op's arguments in their order and returns [B, Hq, Lq, D]."""
+
+    def implementation(q: Tensor, *arguments: Any) -> Tensor:
+        with torch.no_grad():
+            out = run(q, *arguments)
+        as_kernels = _empty_output(q)
+        return out if out.stride() == as_kernels.stride() else as_kernels.copy_(out)
+
+    _library.impl(op, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+def _empty_output(q: Tensor, *_: Any) -> Tensor:
+    """An empty output in the layout that the kernels write; the fake implementation of both ops."""
+    batch, heads, length, head_dim = q.shape
+    return q.new_empty(batch, length, heads, head_dim).transpose(1, 2)
+
+
+for _op, _schema in _OPS.items():
+    _library.define(_op + _schema)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"s2o::{_op}", _empty_output, lib=_library)
+
+
+def config_text(config: LayerConfig) -> str:
+    """A config as JSON; `config_from_text` is the inverse."""
+    distinct = list(dict.fromkeys(config.heads))
+    heads = [vars(head) | {"baseline": head.baseline and str(head.baseline)} for head in distinct]
+    fields = {"row_reduce": config.row_reduce, "grain": config.grain, "tile": vars(config.tile)}
+    return json.dumps(fields | {"heads": heads, "head": [distinct.index(head) for head in config.heads]})
+
+
+# While torch.compile traces, it calls the function and takes the text for a constant of the config. This is what
+# torch.compiler.assume_constant_result does, but that imports torch._dynamo, which takes a second.
+config_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=1024)
+def config_from_text(text: str) -> LayerConfig:
+    """The config that `config_text` wrote. Raises ConfigError if it is illegal."""
+    fields = json.loads(text)
+    distinct = [_head(settings) for settings in fields["heads"]]
+    heads = tuple(distinct[index] for index in fields["head"])
+    return LayerConfig(heads, TileConfig(**fields["tile"]), fields["row_reduce"], fields["grain"]).validate()
+
+
+def _head(settings: dict[str, Any]) -> HeadConfig:
+    settings = settings | {"stop_rule": StopRule(settings["stop_rule"])}
+    if settings["baseline"] is None:
+        return HeadConfig(**settings)
+    from s2o_runtime.baselines.settings import parse
+
+    return HeadConfig(**settings | {"baseline": parse(settings["baseline"])})

@@ -1,0 +1,53 @@
+"""Compile the kernels of a config before the first request needs them."""
+
+from __future__ import annotations
+
+import torch
+
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.config import LayerConfig
+
+# segments in a call, one number for each form of the ranking kernels (they take 16, 32 or 64 segments at once)
+SEGMENTS = (2, 20, 40)
+
+
+def warmup(
+    config: LayerConfig,
+    *,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cuda",
+    padded: bool = False,
+) -> None:
+    """Run small prefills, so that no later call with this config's tile compiles anything.
+
+    The tensors are laid out as transformers hands them over. Later calls may have any length, tau and segment; another
+    tile, head layout or type compiles again. A config without S2O heads compiles nothing. Returns when the device
+    is done.
+
+    Args:
+        config: the config of the calls to come.
+        kv_heads: their KV heads.
+        head_dim: their head dimension.
+        dtype: the type of their q, k and v.
+        device: the GPU.
+        padded: compile for left-padded batches (`kv_start`) as well.
+
+    Raises:
+        InputError: the kernels cannot run such calls here.
+        ConfigError: the config is illegal.
+    """
+    segments = [head.segment for head in config.validate().heads if head.mode == "s2o"]
+    if not segments:
+        return
+    for count in SEGMENTS:
+        length = count * min(segments)
+        q, k, v = (
+            torch.zeros(1, length, heads, head_dim, dtype=dtype, device=device).transpose(1, 2)
+            for heads in (config.num_heads, kv_heads, kv_heads)
+        )
+        for kv_start in (None, torch.zeros(1, dtype=torch.int64, device=device))[: 1 + padded]:
+            s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton")
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)

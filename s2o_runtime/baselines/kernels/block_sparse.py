@@ -1,0 +1,236 @@
+"""Attention over lists of key blocks, for every baseline; and the pooling that SpargeAttn decides by.
+
+A program owns `BM` query rows of one head. It walks the row block's list of key blocks that all rows see whole, then
+single keys if there are any, then the blocks on the diagonal, with a mask. Blocks are contiguous in memory, so the
+loads of the main loop are pipelined as in dense attention; only where they begin comes from the list.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from s2o_runtime.baselines.selection import SKIP_KEYS, SKIP_ROWS, index_table
+from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.primitives import LOG2E, MAX_REGISTERS, absorb, log_sum_exp
+from s2o_runtime.tiles import Capability, block_sparse_tile
+
+if TYPE_CHECKING:
+    from s2o_runtime.baselines.selection import Selection
+
+POOL_WARPS = 4
+NOWHERE = 1 << 30  # the position of a key that does not exist
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_len", "kv_len", "row_unit", "key_unit", "stride_lb", "stride_lh", "stride_lr", "stride_cb", "stride_ch",
+        "stride_xb", "stride_xh", "stride_xr", "stride_pb", "stride_ph", "stride_rb", "stride_rh", "stride_eb",
+        "stride_eh",
+    ]
+)  # fmt: skip
+def _block_sparse(
+    Q, K, V, BLOCKS, COUNTS, COLUMNS, COLUMN_COUNTS, KEY_ORDER, ROW_ORDER, HEADS, SLOTS, OUT, LSE,
+    qk_scale, limit, q_len, kv_len, row_unit, key_unit,
+    stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
+    stride_ob, stride_oh, stride_ol, stride_lb, stride_lh, stride_lr, stride_cb, stride_ch,
+    stride_xb, stride_xh, stride_xr, stride_pb, stride_ph, stride_rb, stride_rh, stride_eb, stride_eh,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, KEYS_MOVED: tl.constexpr, ROWS_MOVED: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    SKIPS: tl.constexpr, HAS_LSE: tl.constexpr, NOWHERE: tl.constexpr,
+):  # fmt: skip
+    """Attention of one row tile over its row block's lists of key blocks and of single keys.
+
+    The softmax is `primitives.absorb`'s over the listed keys, then over the blocks on the diagonal with a causal mask.
+    With SKIPS, a tile whose scores are all below their row's maximum by more than -limit is left out of the product
+    with v. Programs: (row tiles, the last ones first; n; B), where n counts the heads of the selection. T is the input
+    type.
+
+        Q, OUT              T [B, Hq, Lq, D], strides q and o
+        K, V                T [B, slots, Lk, D], strides k and v: of each slot, permuted as KEY_ORDER says
+        BLOCKS              int32 [B, n, row blocks, width], strides l: key blocks of each row block, boundary ones last
+        COUNTS              int32 [B, n, row blocks], strides c: how many of them count
+        COLUMNS             int32 [B, n, row blocks, width], strides x: single keys (HAS_COLUMNS)
+        COLUMN_COUNTS       int32 [B, n, row blocks], strides c: how many of them count (HAS_COLUMNS)
+        KEY_ORDER           int32 [B, slots, Lk], strides p: the position of each permuted key (KEYS_MOVED)
+        ROW_ORDER           int32 [B, n, Lq], strides r: the query of each permuted row (ROWS_MOVED)
+        HEADS, SLOTS        int32 [n]: the query head and the slot of k and v of each head of the selection
+        LSE                 float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores (HAS_LSE)
+
+    qk_scale: the scores' scale times log2(e); limit: of the skip, in base 2; row_unit, key_unit: rows and keys that are
+    permuted among one another (`selection.Grid`); BLOCK_M, BLOCK_N: a selection's blocks, multiples of BM and BN.
+    """
+    # the last rows have the longest lists, as a rule: they go first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    n = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    h = tl.load(HEADS + n).to(tl.int64)
+    slot = tl.load(SLOTS + n).to(tl.int64)
+    row0 = tile * BM
+    i = row0 // BLOCK_M
+    offset = kv_len - q_len
+
+    offs_n = tl.arange(0, BN)
+    offs_d = tl.arange(0, D)
+    rows = row0 + tl.arange(0, BM)
+    real = rows < q_len
+    query = tl.load(ROW_ORDER + b * stride_rb + n * stride_rh + rows, mask=real, other=0) if ROWS_MOVED else rows
+    position = offset + query
+    q_row = query.to(tl.int64)[:, None]
+    q = tl.load(Q + b * stride_qb + h * stride_qh + q_row * stride_ql + offs_d[None, :], mask=real[:, None], other=0.0)
+    k_tile = K + b * stride_kb + slot * stride_kh + offs_n[None, :] * stride_kl + offs_d[:, None]
+    v_tile = V + b * stride_vb + slot * stride_vh + offs_n[:, None] * stride_vl + offs_d[None, :]
+
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+
+    # where the diagonal begins and ends for this row block; `Grid.full` and `Grid.visible`
+    first = offset + i * BLOCK_M // row_unit * row_unit
+    last = tl.minimum(first + row_unit, kv_len) - 1
+    begin = (first + 1) // key_unit * key_unit
+    end = tl.minimum((last // key_unit + 1) * key_unit, kv_len)
+    boundary = (end - begin + BLOCK_N - 1) // BLOCK_N
+
+    # blocks that every row sees whole
+    chosen = tl.load(COUNTS + b * stride_cb + n * stride_ch + i) - boundary
+    blocks = BLOCKS + b * stride_lb + n * stride_lh + i * stride_lr
+    PER_BLOCK: tl.constexpr = BLOCK_N // BN
+    for t in tl.range(0, chosen * PER_BLOCK, num_stages=STAGES):
+        key = (tl.load(blocks + t // PER_BLOCK) * BLOCK_N + t % PER_BLOCK * BN).to(tl.int64)
+        k = tl.load(k_tile + key * stride_kl)
+        v = tl.load(v_tile + key * stride_vl)
+        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, True, False, real, limit, SKIPS)
+
+    if HAS_COLUMNS:  # single keys that every row sees
+        width = tl.load(COLUMN_COUNTS + b * stride_cb + n * stride_ch + i)
+        columns = COLUMNS + b * stride_xb + n * stride_xh + i * stride_xr
+        k_base = K + b * stride_kb + slot * stride_kh
+        v_base = V + b * stride_vb + slot * stride_vh
+        for c in tl.range(0, width, BN, num_stages=STAGES):
+            listed = c + offs_n < width
+            key = tl.load(columns + c + offs_n, mask=listed, other=0).to(tl.int64)
+            k = tl.load(k_base + key[None, :] * stride_kl + offs_d[:, None])
+            v = tl.load(v_base + key[:, None] * stride_vl + offs_d[None, :])
+            m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, listed[None, :], True, real, limit, SKIPS)
+
+    for t in tl.range(0, (end - begin + BN - 1) // BN, num_stages=1):
+        j = begin + t * BN
+        keys = j + offs_n
+        exists = keys < kv_len
+        key_position = keys
+        if KEYS_MOVED:
+            key_position = tl.load(KEY_ORDER + b * stride_pb + slot * stride_ph + keys, mask=exists, other=NOWHERE)
+        k = tl.load(k_tile + j.to(tl.int64) * stride_kl, mask=exists[None, :], other=0.0)
+        v = tl.load(v_tile + j.to(tl.int64) * stride_vl, mask=exists[:, None], other=0.0)
+        visible = key_position[None, :] <= position[:, None]
+        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, visible, True, real, limit, SKIPS)
+
+    out = OUT + b * stride_ob + h * stride_oh + q_row * stride_ol + offs_d[None, :]
+    tl.store(out, (acc / l[:, None]).to(OUT.dtype.element_ty), mask=real[:, None])
+    if HAS_LSE:
+        tl.store(LSE + b * stride_eb + h * stride_eh + query, log_sum_exp(m, l), mask=real)
+
+
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, out: Tensor, lse: Tensor | None,
+    capability: Capability,
+) -> None:  # fmt: skip
+    """Attention of the heads of a selection over what it lists; other heads of the outputs are left alone.
+
+    Args:
+        q: [B, Hq, Lq, D], bfloat16 or float16, D 64 or 128; the last dimension of every tensor is contiguous.
+        k, v: [B, slots, Lk, D], one entry for each number in `selection.slots`, permuted as `selection.key_order` says.
+        selection: heads, blocks and single keys.
+        scale: multiplies the scores.
+        out: [B, Hq, Lq, D], to write.
+        lse: float32 [B, Hq, Lq], to write; None if it is not wanted.
+        capability: of the GPU, whose tile is used.
+
+    Raises:
+        InputError: the kernel has no tile for the head dim, the GPU or the selection's blocks.
+    """
+    grid, n = selection.grid, len(selection.heads)
+    skips = selection.skip is not None
+    # a skip decides about tiles of one size, on every GPU
+    block = (SKIP_ROWS, SKIP_KEYS) if skips else (grid.block_m, grid.block_n)
+    tile = block_sparse_tile(q.shape[3], capability, *block)
+    heads, slots = (index_table(numbers, q.device) for numbers in (selection.heads, selection.slots))
+    launch(
+        _block_sparse,
+        (-(-grid.q_len // tile.block_m), n, q.shape[0]),
+        {
+            "Q": q, "K": k, "V": v, "BLOCKS": selection.blocks, "COUNTS": selection.counts,
+            "COLUMNS": selection.columns, "COLUMN_COUNTS": selection.column_counts,
+            "KEY_ORDER": selection.key_order, "ROW_ORDER": selection.row_order, "HEADS": heads, "SLOTS": slots,
+            "OUT": out, "LSE": lse, "qk_scale": scale * LOG2E, "limit": (selection.skip or 0.0) * LOG2E,
+            "q_len": grid.q_len, "kv_len": grid.kv_len, "row_unit": grid.row_unit, "key_unit": grid.key_unit,
+            **strides("bhl", q=q, k=k, v=v, o=out), **strides("bhr", l=selection.blocks, x=selection.columns),
+            **strides("bh", c=selection.counts, p=selection.key_order, r=selection.row_order, e=lse),
+        },
+        {
+            "D": q.shape[3], "BM": tile.block_m, "BN": tile.block_n, "BLOCK_M": grid.block_m, "BLOCK_N": grid.block_n,
+            "STAGES": tile.stages, "KEYS_MOVED": selection.key_order is not None,
+            "ROWS_MOVED": selection.row_order is not None, "HAS_COLUMNS": selection.columns is not None,
+            "SKIPS": skips, "HAS_LSE": lse is not None, "NOWHERE": NOWHERE,
+        },
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        maxnreg=MAX_REGISTERS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["length", "blocks"])
+def _pool(
+    X, MEAN, SIMILARITY, length, blocks, stride_xb, stride_xh, stride_xl,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Mean of BLOCK rows, and the squared length of the mean of their directions, which is their self-similarity.
+
+    Programs: (blocks, H, B). DP: D filled up to a power of two. T is the input type.
+
+        X                   T [B, H, L, D], strides x
+        MEAN                float32 [B, H, blocks, D]
+        SIMILARITY          float32 [B, H, blocks]
+    """
+    i = tl.program_id(0)
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    rows = i * BLOCK + tl.arange(0, BLOCK)
+    offs_d = tl.arange(0, DP)
+    base = X + b.to(tl.int64) * stride_xb + h.to(tl.int64) * stride_xh + (i * BLOCK).to(tl.int64) * stride_xl
+    x = tl.load(
+        base + tl.arange(0, BLOCK)[:, None] * stride_xl + offs_d[None, :],
+        mask=(rows[:, None] < length) & (offs_d[None, :] < D),
+        other=0.0,
+    ).to(tl.float32)
+    count = tl.minimum(length - i * BLOCK, BLOCK).to(tl.float32)
+    at = (b.to(tl.int64) * tl.num_programs(1) + h) * blocks + i
+    tl.store(MEAN + at * D + offs_d, tl.sum(x, 0) / count, mask=offs_d < D)
+    norm = tl.sqrt(tl.sum(x * x, 1))
+    direction = tl.sum(x / tl.maximum(norm, 1e-12)[:, None], 0) / count
+    tl.store(SIMILARITY + at, tl.sum(direction * direction, 0))
+
+
+def pool_blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Means [B, H, blocks, D] and self-similarities [B, H, blocks] of x [B, H, L, D]; float32."""
+    x = x if x.stride(3) == 1 else x.contiguous()
+    batch, heads, length, head_dim = x.shape
+    blocks = -(-length // block)
+    mean = x.new_empty(batch, heads, blocks, head_dim, dtype=torch.float32)
+    similarity = x.new_empty(batch, heads, blocks, dtype=torch.float32)
+    launch(
+        _pool,
+        (blocks, heads, batch),
+        {
+            "X": x, "MEAN": mean, "SIMILARITY": similarity, "length": length, "blocks": blocks,
+            **strides("bhl", x=x),
+        },
+        {"D": head_dim, "DP": triton.next_power_of_2(head_dim), "BLOCK": block},
+        num_warps=POOL_WARPS,
+    )  # fmt: skip
+    return mean, similarity

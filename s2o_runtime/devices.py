@@ -1,0 +1,116 @@
+"""Devices: what a device is, whether a profile made on one fits another, and where kernels run."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from s2o_runtime.tiles import MIN_CAPABILITY, Capability, families, family, sm
+
+MEMORY_SLACK = 0.1  # of a GPU's memory: drivers and error correction take different parts of it
+
+
+@dataclass(frozen=True)
+class DeviceIdentity:
+    """A device as a profile remembers it; a CPU has no capability, SMs or memory (bytes)."""
+
+    kind: str  # "cuda", "cpu", or what else torch calls a device; "rocm" for AMD's, which torch calls cuda too
+    name: str
+    capability: Capability = (0, 0)
+    sm_count: int = 0
+    memory_bytes: int = 0
+
+    def __str__(self) -> str:
+        if self.kind != "cuda":
+            return self.name
+        return f"{self.name} ({sm(self.capability)}, {self.sm_count} SMs)"
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The profile's tiles can be used as they are, or replaced by safe ones."""
+
+    tiles: str  # "profile" or "safe"
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """Nothing of the profile can run here; the model stays dense."""
+
+    reason: str
+
+
+Fit = Accepted | Rejected
+
+
+def identify(device: torch.device) -> DeviceIdentity:
+    """What a profile remembers of a device."""
+    if device.type != "cuda":
+        return DeviceIdentity(device.type, device.type)
+    if torch.version.hip is not None:
+        return DeviceIdentity("rocm", torch.cuda.get_device_properties(device).name)
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceIdentity(
+        "cuda",
+        properties.name,
+        (properties.major, properties.minor),
+        properties.multi_processor_count,
+        properties.total_memory,
+    )
+
+
+@lru_cache(maxsize=64)
+def capability(device: torch.device) -> Capability:
+    """The compute capability, (0, 0) for what is not a GPU of NVIDIA's."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which kernels are launched on this GPU; it does nothing on a CPU and where that is so anyway."""
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else nullcontext()
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run in its interpreter (TRITON_INTERPRET=1), for tests without a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def fit(made_on: DeviceIdentity, here: DeviceIdentity) -> Fit:
+    """Whether a profile made on one device can be used on another.
+
+    Thresholds and segments depend on the model only; tiles depend on the GPU. So the same GPU takes
+    everything, another one that the kernels are compiled for keeps the thresholds and takes tiles that are safe there.
+    """
+    if here.kind == "cpu":
+        return Accepted("profile", "the reference backend runs any tile")
+    if here.kind != "cuda":
+        device = here.kind if here.name == here.kind else f"{here.kind} ({here.name})"
+        return Rejected(f"there is no kernel for {device}: the model stays dense")
+    if here.capability < MIN_CAPABILITY:
+        return Rejected(f"{here} is older than sm_80, the oldest the kernels support: the model stays dense")
+    if family(here.capability) is None:
+        return Rejected(f"{here} is none of {families()}, which the kernels are made for: the model stays dense")
+    if _same_product(made_on, here):
+        return Accepted("profile", "the profile was made on this GPU")
+    return Accepted(
+        "safe",
+        f"the profile was made on {made_on}, this is {here}: thresholds and where heads stop are kept, with tiles that "
+        "are safe here; errors and times were not measured on this GPU: run s2o-profile retile PROFILE, then "
+        "s2o-profile verify MODEL PROFILE",
+    )
+
+
+def _same_product(one: DeviceIdentity, other: DeviceIdentity) -> bool:
+    """Whether two GPUs are alike: by name, compute capability and SMs exactly, and nearly by memory."""
+    exact = ("kind", "name", "capability", "sm_count")
+    apart = abs(one.memory_bytes - other.memory_bytes)
+    alike = apart <= MEMORY_SLACK * max(one.memory_bytes, other.memory_bytes)
+    return alike and all(getattr(one, field) == getattr(other, field) for field in exact)

@@ -1,0 +1,1 @@
+"""transformers: patching models, running programs unedited, metering and checking layers."""

@@ -1,0 +1,77 @@
+"""Which path each layer of a patched model took, why, how much of it was computed and how long it took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from s2o_runtime.huggingface.layers import LayerState, layer_states
+
+COLUMNS = ("layer", "path", "calls", "density", "ms", "error", "reason")
+
+
+class Explanation(list[dict[str, Any]]):
+    """One row per layer, path and reason; printed, a table.
+
+    A row has layer, path ("s2o" or "dense"), reason, calls; density: pairs computed over causal pairs, the mean over
+    sampled calls and all heads, 1.0 for dense; ms: the mean milliseconds of sampled calls in the attention function;
+    error: the running error of the drift check over what the profile allows. What is not known is None.
+    """
+
+    def __str__(self) -> str:
+        """The table: left out is the error where nothing was checked."""
+        if not self:
+            return "no attention layer was called"
+        columns = [name for name in COLUMNS if name != "error" or any(row["error"] is not None for row in self)]
+        cells = [columns, *([_cell(row[name]) for name in columns] for row in self)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        numeric = [name not in ("path", "reason") for name in columns]
+        lines = (
+            "  ".join(
+                cell.rjust(width) if right else cell.ljust(width)
+                for cell, width, right in zip(line, widths, numeric, strict=True)
+            )
+            for line in cells
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+    __repr__ = __str__
+
+
+def explain(model: nn.Module) -> Explanation:
+    """What each layer of a patched model did so far. Raises ModelError if the model is not patched.
+
+    Counts are of all calls, but for the replays of a CUDA graph, which no one sees; densities and times are of a few
+    sampled ones. Waits for the device.
+    """
+    return explained(layer_states(model))
+
+
+def explained(states: Iterable[LayerState]) -> Explanation:
+    """The same for layers wherever they are."""
+    rows = Explanation()
+    for state in states:
+        measured = {} if state.meter is None else state.meter.read()
+        for key, calls in sorted(state.counts.items()):
+            path, reason = key
+            found = measured.get(key)
+            rows.append(
+                {
+                    "layer": state.layer,
+                    "path": path,
+                    "reason": reason,
+                    "calls": calls,
+                    "density": 1.0 if path == "dense" else None if found is None else found.density,
+                    "ms": None if found is None else found.seconds * 1e3,
+                    "error": state.drift.error() if path == "s2o" and state.drift is not None else None,
+                }
+            )
+    return rows
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

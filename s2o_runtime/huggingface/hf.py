@@ -1,0 +1,395 @@
+"""transformers: S2O as an attention function and a mask function; `patch` and `unpatch`.
+
+No method is replaced. Prefill through a plain causal mask arrives with a small integer tensor instead of a mask
+(where its queries stand, where each sequence starts) and runs S2O; decode, odd masks, sliding windows and
+everything S2O cannot do exactly run transformers' own SDPA path or dense attention, soft-capped scores its eager
+path, and the reason is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from os import PathLike
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+
+from s2o_runtime.attention import torch_op
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.errors import ModelError, ProfileError
+from s2o_runtime.huggingface.drift import DriftCheck
+from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, check_trained, environment_profile
+from s2o_runtime.huggingface.layers import NUMBER, STATE, Beyond, numbered, states_of
+from s2o_runtime.huggingface.layers import LayerState as LayerState
+from s2o_runtime.huggingface.layers import Observer as Observer
+from s2o_runtime.huggingface.layers import attach as attach
+from s2o_runtime.huggingface.layers import detach as detach
+from s2o_runtime.huggingface.layers import layer_states as layer_states
+from s2o_runtime.identity import attention_modules, fingerprint, fingerprint_mismatch, geometry, offloaded
+from s2o_runtime.profile import Profile, load_profile
+from s2o_runtime.reference.dense import dense_attention
+
+NAME = "s2o"
+CALL = "s2o_call"  # attribute of a mask that stands for a plain causal prefill
+PREVIOUS = "s2o_previous_implementation"
+
+log = logging.getLogger("s2o_runtime")
+
+
+@dataclass(frozen=True)
+class PrefillCall:
+    """A plain causal prefill.
+
+    q_offset: where its first query stands; kv_start: the first key of each sequence, integers [B], None when nothing
+    is padded; sdpa_mask: makes the mask that transformers' SDPA path would have got.
+    """
+
+    q_offset: int
+    kv_start: Tensor | None
+    sdpa_mask: Callable[[], Tensor | None]
+
+
+def patch(
+    model: Any,
+    profile: Profile | str | PathLike[str],
+    *,
+    strict: bool = False,
+    drift: DriftCheck | None = None,
+    beyond: Beyond = "dense",
+) -> Any:
+    """Make a transformers model use S2O for long prompts, as its profile says. Returns the model.
+
+    A line of the log (level INFO) says from where to where S2O runs. A model whose parameters are not all in memory
+    (offloaded ones) cannot be compared with the profile and stays dense.
+
+    Args:
+        model: a transformers model.
+        profile: the model's profile, or the path of its file.
+        strict: refuse a model whose weights or RoPE parameters are not the ones that were calibrated; otherwise that
+            is a warning.
+        drift: check now and then that the errors keep to the profile's budget.
+        beyond: what prompts of more than 1.5 times the longest calibrated length run, where nothing was proven:
+            "dense"; "warn", S2O after one warning; or "s2o".
+
+    Raises:
+        ProfileError: the profile does not fit the model's geometry, was made on random weights or names no budget to
+            check.
+        ModelError: the architecture is not supported.
+        ConfigError: `drift` or `beyond` is illegal.
+    """
+    if not isinstance(profile, Profile):
+        profile = load_profile(profile)
+    if drift is not None:
+        drift.validate()
+    if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
+        raise ModelError(f"{type(model).__name__} is not a transformers model: load it with AutoModelForCausalLM")
+    difference = geometry(model.config).difference(profile.geometry)
+    if difference:
+        raise ProfileError(
+            f"the profile of {profile.model_name} does not fit this model: it has {difference}; calibrate this model"
+        )
+    check_trained(profile)
+    modules = attention_modules(model)
+    rejected = offloaded(model)
+    mismatch = rejected or fingerprint_mismatch(fingerprint(model), profile.fingerprint, model.config)
+    if mismatch is not None:
+        message = rejected or f"{mismatch} of {profile.model_name} that the profile was calibrated on"
+        if strict:
+            raise ProfileError(f"{message}: calibrate this model, or patch with strict=False")
+        log.warning("%s: %s", message, "the model stays dense" if rejected else "errors and densities may differ")
+    states = states_of(profile, next(model.parameters()).device, drift, beyond, rejected)
+    unpatch(model)
+    for module, state in zip(modules, states, strict=True):
+        attach(module, state)
+    _register()
+    setattr(model, PREVIOUS, _implementations(model.config))
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def unpatch(model: Any) -> Any:
+    """Undo `patch`: the attention implementation the model had before, and no trace of the profile.
+
+    A model that got its profile from S2O_PROFILE loses it, for good.
+    """
+    if PREVIOUS in model.__dict__:
+        model.set_attn_implementation(model.__dict__.pop(PREVIOUS))
+    for module in model.modules():
+        detach(module)
+    return model
+
+
+@contextmanager
+def patched(
+    model: Any,
+    profile: Profile | str | PathLike[str],
+    *,
+    strict: bool = False,
+    drift: DriftCheck | None = None,
+    beyond: Beyond = "dense",
+) -> Iterator[Any]:
+    """`patch` for the length of a block: `with patched(model, "profile.safetensors"): model.generate(...)`.
+
+    Whatever happens in the block, the model is unpatched after it.
+    """
+    try:
+        yield patch(model, profile, strict=strict, drift=drift, beyond=beyond)
+    finally:
+        unpatch(model)
+
+
+def _implementations(config: Any) -> dict[str, str]:
+    """The attention implementation of a model and of its parts, as `set_attn_implementation` takes them."""
+    parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
+    named = {"": config} | {name: part for name, part in parts.items() if part is not None}
+    return {name: part._attn_implementation for name, part in named.items()}
+
+
+def register() -> None:
+    """Make transformers know the attention implementation "s2o".
+
+    A model that is loaded with it gets the profile that the environment variable S2O_PROFILE names, or waits for
+    `patch`. Raises ProfileError if S2O_PROFILE cannot be read.
+    """
+    environment_profile()
+    _register()
+
+
+def _register() -> None:
+    AttentionInterface.register(NAME, s2o_attention_forward)
+    AttentionMaskInterface.register(NAME, s2o_mask)
+
+
+def s2o_mask(**call: Any) -> Tensor | None:
+    """The mask function: a plain causal prefill becomes an integer tensor, all else SDPA's own mask.
+
+    The tensor is int64 [B, 1, 1, 2] (position of query 0, first key that counts); four dimensions because
+    models pass such a mask on untouched. Its `s2o_call` attribute holds the same on the host.
+    Where scores are soft-capped, which SDPA cannot do, every mask is eager attention's own.
+    """
+    if getattr(call.get("config"), SOFT_CAP, None) is not None:
+        return _eager_mask(call)
+    q_length, q_offset = _query_range(call)
+    plain = call.get("mask_function", causal_mask_function) is causal_mask_function
+    if q_length == 1 or not plain or int(call.get("kv_offset", 0)) != 0:
+        return _sdpa_mask(call)
+    padding = call.get("attention_mask")
+    starts = None
+    if padding is not None:
+        starts, regular = _starts(padding[:, : int(q_offset) + q_length])
+        if not regular:
+            return _sdpa_mask(call)
+    device = call.get("device", "cpu") if padding is None else padding.device
+    mask = torch.zeros(call["batch_size"], 1, 1, 2, dtype=torch.int64, device=device)
+    mask[..., 0] = q_offset
+    if starts is not None:
+        mask[:, 0, 0, 1] = starts
+    if not torch.compiler.is_compiling():
+        setattr(mask, CALL, PrefillCall(int(q_offset), starts, lru_cache(partial(_sdpa_mask, call))))
+    return mask
+
+
+def _sdpa_mask(call: dict[str, Any]) -> Tensor | None:
+    mask: Tensor | None = sdpa_mask(**call)
+    return mask
+
+
+def _eager_mask(call: dict[str, Any]) -> Tensor | None:
+    mask: Tensor | None = eager_mask(**call)
+    return mask
+
+
+def _query_range(call: dict[str, Any]) -> tuple[int, Any]:
+    """Number of queries and position of the first; transformers before 5.2 says it with `cache_position`."""
+    if "q_length" in call:
+        return int(call["q_length"]), call.get("q_offset", 0)
+    return int(call["cache_position"].shape[0]), call["cache_position"][0]
+
+
+def _starts(padding: Tensor) -> tuple[Tensor | None, bool]:
+    """First key of each sequence (None if all are 0), and whether no sequence has a hole.
+
+    Padding on the right needs no mask: no real query stands behind it.
+    """
+    kept = padding.bool()
+    length = kept.shape[1]
+    first = kept.int().argmax(1)
+    last = length - 1 - kept.flip(1).int().argmax(1)
+    regular = bool((kept.sum(1) == last - first + 1).all())
+    return (first if bool(first.any()) else None), regular
+
+
+def s2o_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] in; [B, Lq, Hq, D] out."""
+    number: int | None = getattr(module, NUMBER, None)
+    obstacle = _layer_obstacle(kwargs)
+    compiling = torch.compiler.is_compiling() and obstacle is None
+    if compiling and number is not None and is_prefill_mask(attention_mask) and not dropout:
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        out = torch_op.layer_attention(query, key, value, mask=attention_mask, layer=number, scale=scale)
+        return out.transpose(1, 2), None
+    state: LayerState | None = module.__dict__.get(STATE)
+    if state is None and not torch.compiler.is_compiling():
+        state = adopt(module, query.device)
+    if kwargs.get("softcap") is not None:
+        if state is not None:
+            state.count("dense", str(obstacle))
+        return _soft_capped(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
+    call: PrefillCall | None = getattr(attention_mask, CALL, None)
+    if call is None and attention_mask is not None and not attention_mask.dtype.is_floating_point:
+        call = _recovered(attention_mask)
+    if call is None:
+        if state is not None:
+            other = "decode" if query.shape[2] == 1 else "the mask is not a plain causal one"
+            state.count("dense", obstacle or other)
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+        return out, None
+    if dropout:
+        raise ModelError(f"attention dropout {dropout} is not supported by S2O: call model.eval() or unpatch it")
+    kv_len = call.q_offset + query.shape[2]
+    key, value = key[:, :, :kv_len], value[:, :, :kv_len]  # a static cache is longer than what it holds
+    if state is None:
+        _say_unpatched(type(module).__name__)
+        out = dense_attention(query, key, value, scale=scaling, kv_start=call.kv_start)
+    else:
+        out = _prefill(state, obstacle, query, key, value, scaling, call)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _prefill(
+    state: LayerState,
+    obstacle: str | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    call: PrefillCall,
+) -> Tensor:
+    """A plain causal prefill of a patched layer, S2O or dense, and what is to be remembered of it: [B, Hq, Lq, D]."""
+    reason = obstacle or _dense_reason(state, query, key)
+    config = state.config(key.shape[2]) if reason is None else None
+    if config is not None and config.num_heads != query.shape[1]:
+        reason = f"the profile is of {config.num_heads} query heads, the layer has {query.shape[1]} here"
+        config = None
+    if config is not None and config.is_dense:
+        config, reason = None, "every head of the layer is dense"
+    sample = None if state.meter is None else state.meter.begin(reason, query.device)
+    if config is None:
+        out = dense_attention(query, key, value, scale=scaling, kv_start=call.kv_start)
+        stats, path, reason = None, "dense", str(reason)
+    else:
+        result = s2o_attention(query, key, value, config, scale=scaling, kv_start=call.kv_start, return_stats=True)
+        out, stats = result.out, result.stats
+        assert stats is not None
+        path, reason = "dense" if stats.backend == "dense" else "s2o", stats.reason
+    state.last = stats
+    state.count(path, reason)
+    if state.meter is not None and sample is not None:
+        state.meter.end(sample, (path, reason), stats, query.device)
+    if state.drift is not None and path == "s2o":
+        state.drift.see(query, key, value, out, scaling, call.kv_start)
+    if state.observer is not None and call.kv_start is None:
+        state.observer(state.layer, query, key, value, scaling, out)
+    return out
+
+
+def _layer_obstacle(kwargs: dict[str, Any]) -> str | None:
+    """Why a layer never runs S2O, by what its model passes to every call; None if it may."""
+    if kwargs.get("softcap") is not None:
+        return f"the scores are soft-capped at {kwargs['softcap']:g}"
+    if kwargs.get("sliding_window") is not None:
+        return f"the layer sees a sliding window of {kwargs['sliding_window']} keys"
+    return None
+
+
+def _soft_capped(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """The eager attention of the module's own model, which knows how to cap scores. Returns [B, Lq, Hq, D]."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise ModelError(f"{type(module).__name__} caps its scores and has no eager attention: unpatch the model")
+    if mask is not None and mask.dtype == torch.bool:  # a caller's own; eager attention adds its mask to the scores
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
+            ~mask, torch.finfo(query.dtype).min
+        )
+    out: Tensor = eager(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)[0]
+    return out
+
+
+@lru_cache(maxsize=64)
+def _say_unpatched(name: str) -> None:
+    log.info("%s runs dense: the model has no profile, call s2o_runtime.patch(model, profile)", name)
+
+
+@lru_cache(maxsize=64)
+def _warn_beyond(max_length: int) -> None:
+    log.warning(
+        "a prompt has more than %d keys, 1.5 times the longest calibrated length: its errors were not proven, "
+        "calibrate with longer --lengths",
+        max_length,
+    )
+
+
+def is_prefill_mask(mask: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether a mask is the integer tensor that stands for a plain causal prefill."""
+    return mask is not None and mask.dtype == torch.int64 and mask.shape[1:] == (1, 1, 2)
+
+
+def _compiled_layer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, layer: int, scale: float) -> Tensor:
+    """What a layer's node in a compiled graph does: the same function, run eagerly inside the op."""
+    return s2o_attention_forward(numbered(layer), q, k, v, mask, scaling=scale)[0].transpose(1, 2)
+
+
+torch_op.implement("layer_attention", _compiled_layer)
+
+
+def _recovered(mask: Tensor) -> PrefillCall | None:
+    """The call behind a mask that lost its attribute (moved to another device): costs a synchronisation."""
+    if not is_prefill_mask(mask):
+        return None
+    starts = mask[:, 0, 0, 1]
+    return PrefillCall(int(mask[0, 0, 0, 0]), starts if bool(starts.any()) else None, lambda: None)
+
+
+def _dense_reason(state: LayerState, query: Tensor, key: Tensor) -> str | None:
+    if state.rejected is not None:
+        return state.rejected
+    if key.shape[2] < state.min_length:
+        return f"shorter than the shortest calibrated length, {state.min_length}"
+    if state.max_length is not None and key.shape[2] > state.max_length:
+        if not state.warn_beyond:
+            return f"longer than {state.max_length} keys, 1.5 times the longest calibrated length"
+        _warn_beyond(state.max_length)
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        return "gradients are enabled"
+    if state.drift is not None and state.drift.verdict is not None and state.drift.check.action == "dense":
+        return state.drift.verdict
+    return None

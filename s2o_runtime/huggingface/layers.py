@@ -1,0 +1,217 @@
+"""A patched attention layer: what it was told, what it has done, and how that is kept at its module."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from s2o_runtime.attention.result import AttentionStats
+from s2o_runtime.config import MAX_CHUNK, LayerConfig, TileConfig
+from s2o_runtime.devices import Rejected, fit, identify
+from s2o_runtime.errors import ConfigError, ModelError
+from s2o_runtime.huggingface.drift import DriftCheck, DriftMonitor, allowed_errors
+from s2o_runtime.huggingface.meter import Meter
+from s2o_runtime.identity import attention_modules
+from s2o_runtime.lengths import length_step
+from s2o_runtime.profile import Profile
+from s2o_runtime.tiles import candidate_tiles
+
+STATE = "s2o_layer"  # attribute of a patched attention module
+Beyond = Literal["dense", "warn", "s2o"]
+TRUSTED_BEYOND = 1.5  # times the longest calibrated length: how far its settings are taken to hold
+
+NUMBER = "s2o_number"  # attribute of a patched attention module: what stands for it in a compiled graph
+
+log = logging.getLogger("s2o_runtime")
+
+Observer = Callable[[int, Tensor, Tensor, Tensor, float | None, Tensor], None]
+
+
+@dataclass
+class LayerState:
+    """What one patched attention layer knows and has done.
+
+    config_at: the layer's configuration for a number of keys; min_length: fewer keys than this stay dense;
+    max_length: more keys than this stay dense too, or with warn_beyond run S2O after one warning; None for no limit.
+    rejected: why the layer cannot run S2O at all, if so.
+    observer: called with the layer's index, q, k, v, the scale and the output after every plain causal
+    prefill of unpadded prompts, S2O or dense. meter: measures some of its calls, None does not.
+    drift: checks the layer's error, if that was asked for.
+    """
+
+    layer: int
+    config_at: Callable[[int], LayerConfig]
+    min_length: int
+    rejected: str | None = None
+    max_length: int | None = None
+    warn_beyond: bool = False
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    last: AttentionStats | None = None
+    configs: dict[int, LayerConfig] = field(default_factory=dict)
+    observer: Observer | None = None
+    meter: Meter | None = field(default_factory=Meter)
+    drift: DriftMonitor | None = None
+
+    def config(self, length: int) -> LayerConfig:
+        step = length_step(length)
+        if step not in self.configs:
+            self.configs[step] = self.config_at(length)
+        return self.configs[step]
+
+    def count(self, path: str, reason: str) -> None:
+        if not torch.compiler.is_compiling() and (path, reason) not in self.counts:  # logging would break the graph
+            _say_once(path, reason)
+        self.counts[path, reason] += 1
+
+
+@lru_cache(maxsize=256)
+def _say_once(path: str, reason: str) -> None:
+    log.info("layers run %s: %s", path, reason)
+
+
+def attach(module: nn.Module, state: LayerState) -> None:
+    """Give one attention module its state, whatever the model. For the calibrator; models are patched by `patch`."""
+    setattr(module, STATE, state)
+    setattr(module, NUMBER, next(_numbers))
+    _numbered[getattr(module, NUMBER)] = module
+
+
+def detach(module: nn.Module) -> None:
+    """Undo `attach`: the module has no profile, so it runs dense attention, whatever S2O_PROFILE says."""
+    if module.__dict__.pop(STATE, None) is not None:
+        _detached.add(module)
+    module.__dict__.pop(NUMBER, None)
+
+
+def was_detached(module: nn.Module) -> bool:
+    return module in _detached
+
+
+def numbered(number: int) -> nn.Module:
+    """The module that a compiled graph means. Raises ModelError if it is gone."""
+    module = _numbered.get(number)
+    if module is None:
+        raise ModelError("the model of this compiled graph is gone: compile the new one")
+    return module
+
+
+_numbered: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_detached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def layer_states(model: nn.Module) -> list[LayerState]:
+    """The states of a patched model's attention layers, in order. Raises ModelError if it is not patched."""
+    states = [module.__dict__.get(STATE) for module in attention_modules(model)]
+    found = [state for state in states if isinstance(state, LayerState)]
+    if len(found) != len(states):
+        raise ModelError("the model is not patched: call s2o_runtime.patch(model, profile) first")
+    return found
+
+
+def states_of(
+    profile: Profile,
+    device: torch.device,
+    drift: DriftCheck | None = None,
+    beyond: Beyond = "dense",
+    rejected: str | None = None,
+) -> list[LayerState]:
+    """A state for each layer of a profile, as it can run on this device; one log line says where S2O will run.
+
+    Args:
+        profile: of the model whose layers these are.
+        device: where the model's attention runs.
+        drift: how the layers' errors are checked, if they are.
+        beyond: what prompts longer than `TRUSTED_BEYOND` times the longest calibrated length run.
+        rejected: why no layer may run S2O, if that is known already.
+
+    Raises:
+        ProfileError: drift is to be checked and the profile does not say what errors it allows.
+        ConfigError: `beyond` is not known.
+    """
+    if beyond not in get_args(Beyond):
+        raise ConfigError(f"beyond {beyond!r} is not known: use one of {get_args(Beyond)}")
+    allowed = None if drift is None else allowed_errors(profile)
+    if rejected is None:
+        profile, rejected = _fitted(profile, device)
+    longest = int(TRUSTED_BEYOND * profile.lengths[-1])
+    states = [
+        LayerState(
+            index,
+            partial(profile.layer_config, index),
+            profile.min_length,
+            rejected,
+            max_length=None if beyond == "s2o" else longest,
+            warn_beyond=beyond == "warn",
+        )
+        for index in range(profile.geometry.layers)
+    ]
+    _say_range(profile, longest, beyond, rejected)
+    if drift is not None and allowed is not None:
+        for state, errors in zip(states, allowed, strict=True):
+            state.drift = DriftMonitor(drift, state.layer, errors)
+    return states
+
+
+def _fitted(profile: Profile, device: torch.device) -> tuple[Profile, str | None]:
+    """The profile as it can run on this device, and why it cannot, if so."""
+    here = identify(device)
+    verdict = fit(profile.device, here)
+    if isinstance(verdict, Rejected):
+        log.warning("%s", verdict.reason)
+        return profile, verdict.reason
+    if verdict.tiles == "safe":
+        log.warning("%s", verdict.reason)
+        tiles = candidate_tiles(profile.geometry.head_dim, here.capability)
+        layers = tuple(tuple(with_safe_tile(layer, tiles) for layer in bucket) for bucket in profile.layers)
+        return replace(profile, layers=layers), None
+    return profile, None
+
+
+def with_safe_tile(config: LayerConfig, tiles: Sequence[TileConfig]) -> LayerConfig:
+    """A layer with a tile of another GPU that stops its heads where the layer's own tile does.
+
+    The same tau means the same error only with as many keys between two stop checks and as many rows that stop
+    together. So the stride is kept, rounded up to whole tiles, and the height where the GPU has a tile of it. The
+    layer becomes dense if no tile fits its segments, and stays as it is where the GPU has no tile at all.
+
+    Args:
+        config: a layer of a profile.
+        tiles: the GPU's tiles, the safest first.
+    """
+    segments = {head.segment for head in config.heads if head.mode == "s2o"}
+    if config.is_dense or not segments or not tiles:
+        return config
+    chunks = ((tile, -(-config.tile.stride // tile.block_n)) for tile in tiles)
+    fitting = [
+        replace(tile, chunk=chunk)
+        for tile, chunk in chunks
+        if chunk <= MAX_CHUNK and not any(segment % tile.rows for segment in segments)
+    ]
+    if not fitting:
+        return replace(config, heads=tuple(replace(head, mode="dense", baseline=None) for head in config.heads))
+    return config.with_tile(min(fitting, key=lambda tile: tile.block_m != config.tile.block_m))
+
+
+def _say_range(profile: Profile, longest: int, beyond: Beyond, rejected: str | None) -> None:
+    """One line of the log that says from where to where S2O runs."""
+    if rejected is not None:
+        return
+    until, others = (f" to {longest}", "other") if beyond == "dense" else ("", "shorter")
+    calibrated = ", ".join(map(str, profile.lengths))
+    log.info(
+        "S2O runs from %d%s tokens (calibrated at %s), %s prompts run dense",
+        profile.min_length,
+        until,
+        calibrated,
+        others,
+    )

@@ -1,0 +1,59 @@
+"""s2o-run: start a program whose transformers models run S2O, without editing it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from s2o_runtime.command_line import BAD_INPUT, Parser, exit_code, exit_codes
+from s2o_runtime.errors import InputError, ProfileError
+from s2o_runtime.version import __version__
+
+PROGRAM = "s2o-run"
+SITE = Path(__file__).parent / "site"
+DESCRIPTION = """\
+Run COMMAND so that the transformers models which it starts in Python with SDPA attention, the default, run S2O where
+the profile fits them. Other models, and all that S2O is not for, run as without s2o-run.
+"""
+EPILOG = f"The exit code is the command's. If it is not started: {exit_codes(BAD_INPUT).removeprefix('Exit codes: ')}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Become the command. Returns an exit code only if there is no profile that can be used, or no such command."""
+    args = parser().parse_args(arguments)
+    return exit_code(PROGRAM, lambda: _become(args))
+
+
+def parser() -> Parser:
+    """The flags before the command, and the command with its own."""
+    out = Parser(PROGRAM, description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
+    out.add_argument("--profile", metavar="FILE", help="default: what the environment variable S2O_PROFILE names")
+    out.add_argument("--explain", action="store_true", help="print what every layer did when a process ends")
+    out.add_argument("--version", action="version", version=f"s2o {__version__}", help="print the version")
+    out.add_argument("command", metavar="COMMAND", help="such as python, or a script that is one")
+    out.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the command's own")
+    return out
+
+
+def _become(args: argparse.Namespace) -> int:
+    if args.profile is not None:
+        os.environ["S2O_PROFILE"] = args.profile
+    from s2o_runtime.huggingface.environment import VARIABLE, environment_profile  # imports torch
+
+    if environment_profile() is None:
+        raise ProfileError(f"{VARIABLE} is not set: set it to a profile's path, or give --profile FILE")
+    environment = dict(os.environ) | {VARIABLE: os.path.abspath(os.environ[VARIABLE])}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
+    if args.explain:
+        environment["S2O_EXPLAIN"] = "1"
+    try:
+        os.execvpe(args.command, [args.command, *args.arguments], environment)
+    except OSError as error:
+        raise InputError(f"{args.command} cannot be run ({error.strerror}): check the command") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""The name "sdpa" taken over: in a process that `s2o-run` starts, models that would run SDPA run S2O.
+
+No method is replaced: transformers keeps its attention and mask functions under names, and these are registered
+under that of its own. Models that do not have the geometry of the profile get transformers' own functions with what
+they were called with, and so does every call that S2O is not for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from s2o_runtime.huggingface import environment
+from s2o_runtime.huggingface.explanation import explained
+from s2o_runtime.huggingface.hf import CALL, PrefillCall, is_prefill_mask, register, s2o_attention_forward, s2o_mask
+from s2o_runtime.huggingface.layers import STATE
+
+NAME = "sdpa"
+EXPLAIN = "S2O_EXPLAIN"  # not empty: at the end of the process, print what every layer did
+
+
+def take_over() -> None:
+    """Give the models of this process the profile that S2O_PROFILE names. Raises ProfileError if it cannot be read."""
+    register()
+    AttentionInterface.register(NAME, attention_or_s2o)
+    AttentionMaskInterface.register(NAME, mask_or_s2o)
+    if os.environ.get(EXPLAIN):
+        atexit.register(_explain)
+
+
+def give_back() -> None:
+    """Undo `take_over`."""
+    AttentionInterface.register(NAME, sdpa_attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    atexit.unregister(_explain)
+
+
+def mask_or_s2o(**call: Any) -> Tensor | None:
+    """The mask function: S2O's for models that the profile fits, for all others SDPA's.
+
+    A model that is compiled before any ran eagerly has no profile yet, and stays as it is.
+    """
+    tracing = torch.compiler.is_compiling()
+    reason = environment.obstacle(call.get("config"))
+    if reason is None and (environment.adopted or not tracing):
+        return s2o_mask(**call)
+    if reason is not None and not tracing and call.get("mask_function", causal_mask_function) is causal_mask_function:
+        environment.say_dense(reason)
+    mask: Tensor | None = sdpa_mask(**call)
+    return mask
+
+
+def attention_or_s2o(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function, with shapes as transformers has them: S2O's for a layer with a profile.
+
+    Calls that S2O's own function refuses, or that are not causal, get transformers' function and mask.
+    """
+    state = module.__dict__.get(STATE)
+    ours = is_prefill_mask(attention_mask)
+    if state is None and ours and not torch.compiler.is_compiling():
+        state = environment.adopt(module, query.device)
+    call: PrefillCall | None = getattr(attention_mask, CALL, None)
+    plain = state is None or dropout > 0 or not _is_causal(module, kwargs)
+    if plain and (call is not None or not ours):
+        mask = attention_mask if call is None else call.sdpa_mask()
+        if state is not None:
+            state.count("dense", "attention dropout" if dropout > 0 else "the layer is not causal")
+        out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, **kwargs)
+        return out, None
+    return s2o_attention_forward(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+
+
+def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """What transformers' SDPA function goes by."""
+    causal = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if causal is None else causal)
+
+
+def _explain() -> None:
+    print(explained(environment.adopted), file=sys.stderr)

@@ -1,0 +1,76 @@
+"""What Python runs at its start in a program that `s2o-run` started: waits until transformers is imported.
+
+Nothing is imported before the program imports it. A `sitecustomize` that this one hides runs as well.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from os.path import abspath, dirname
+from types import ModuleType
+from typing import Any
+
+AWAITED = "transformers.modeling_utils"  # what every model imports, and where attention functions are registered
+
+
+class _Finder:
+    """Finds one module as others do, and has something done once it has run."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != AWAITED:
+            return None
+        sys.meta_path.remove(_Finder)
+        for finder in sys.meta_path:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+                return spec
+        return None
+
+
+class _Loader:
+    """Another loader's work, and then S2O's; the module does not show it."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _take_over()
+
+
+def _take_over() -> None:
+    try:
+        from s2o_runtime.huggingface.sdpa import take_over
+
+        take_over()
+    except Exception as error:  # the program must start, whatever is wrong here
+        print(f"s2o-run: models run without S2O ({type(error).__name__}: {error})", file=sys.stderr)
+
+
+def _run_hidden() -> None:
+    """The `sitecustomize` that Python would have found without this folder."""
+    here = dirname(abspath(__file__))
+    spec = PathFinder.find_spec("sitecustomize", [folder for folder in sys.path if abspath(folder) != here])
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(module_from_spec(spec))
+
+
+if AWAITED in sys.modules:
+    _take_over()
+else:
+    sys.meta_path.insert(0, _Finder)
+_run_hidden()

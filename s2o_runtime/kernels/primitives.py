@@ -1,0 +1,184 @@
+"""What several kernels share on the device: geometry of a call, online softmax, window, gathered prefix, tail.
+
+`prefill.py`, `trace.py` and the baselines' `block_sparse.py` are made of these. Gluon code cannot call functions that
+`triton.jit` compiles, so `prefill_hopper.py` has copies of some; a comment at each copy names its original here.
+
+Softmax is in base 2 throughout: `qk_scale` is the scale of the scores times log2(e).
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from s2o_runtime.config import StopRule
+from s2o_runtime.kernels import call
+
+LOG2E = math.log2(math.e)
+LN2 = tl.constexpr(math.log(2))
+MAX_REGISTERS = 255  # of a thread; without a limit the compiler spills a few to fit one more program on an SM
+WIDE_ELEMENTS = 1 << 31  # from here on an offset into one head of k or v needs 64 bits
+
+# the bits of HeadTables.flags, and the one stop rule beside the paper's that kernels know
+STOP_RULE_BITS = tl.constexpr(call.STOP_RULE_BITS)
+TAIL = tl.constexpr(call.TAIL)
+ELSEWHERE = tl.constexpr(call.ELSEWHERE)
+REST = tl.constexpr(int(StopRule.REST))
+
+
+@triton.jit
+def sequence(b, CU_Q, CU_K, q_len, offset, PACKED: tl.constexpr):
+    """Where sequence b begins in q and in k, its number of queries, and the position of its first query.
+
+    Packed sequences lie one behind the other; others have a batch index, one length and one offset.
+    """
+    q_first = 0
+    k_first = 0
+    if PACKED:
+        q_first = tl.load(CU_Q + b).to(tl.int32)
+        k_first = tl.load(CU_K + b).to(tl.int32)
+        q_len = tl.load(CU_Q + b + 1).to(tl.int32) - q_first
+        offset = tl.load(CU_K + b + 1).to(tl.int32) - k_first - q_len
+    return q_first, k_first, q_len, offset
+
+
+@triton.jit
+def window_start(n, segment, offset, start, BN: tl.constexpr):
+    """The first key of the window of segment n, so that the prefix before it is a whole number of tiles.
+
+    The same function as `shapes.window_start` on the host.
+    """
+    first = tl.maximum(offset + n * segment, start)
+    return start + (first - start) // BN * BN
+
+
+@triton.jit
+def diagonal_start(first, position, BN: tl.constexpr):
+    """The first key of the window, which begins at `first`, whose tile the row at `position` sees only in part."""
+    return first + tl.maximum(position + 1 - first, 0) // BN * BN
+
+
+@triton.jit
+def absorb(
+    q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr, real=None, limit=0.0, SKIPS: tl.constexpr = False
+):
+    """One step of the online softmax (Algorithm 3, lines 10 to 12): a tile of keys joins the rows' state.
+
+    q: [BM, D]; k: [D, BN]; v: [BN, D]; m: the rows' largest score, l: their sums of 2^(score - m), both float32 [BM];
+    acc: float32 [BM, D], values weighted by 2^(score - m); visible: [BM, BN] or what broadcasts to it, with MASKED.
+    SKIPS: leave out the product with v, but not the sum, of a tile in which every score of the rows that are `real`
+    [BM] is below the row's maximum by more than -`limit` (the skip of SpargeAttn).
+    Returns the new m, l and acc.
+    """
+    scores = tl.dot(q, k, input_precision="ieee")
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    highest = tl.max(scores, 1) * qk_scale
+    m_new = tl.maximum(m, highest)
+    # rows that have seen no key yet keep m = -inf; subtract 0 there, not -inf
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
+    weights = tl.exp2(scores * qk_scale - m_safe[:, None])
+    decay = tl.exp2(m - m_safe)
+    l = l * decay + tl.sum(weights, 1)
+    if SKIPS:
+        # reduced as one row: Triton's layout pass for tensor memory fails on a plain vector
+        below = tl.where(real, highest - m_safe, float("-inf"))
+        if tl.max(tl.reshape(below, [1, below.shape[0]])) >= limit:
+            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    else:
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return m_new, l, acc
+
+
+@triton.jit
+def absorb_window(
+    q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, first, diagonal, end, kv_len, position,
+    BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The dense window of a row tile (Algorithm 2): keys first .. diagonal without a mask, diagonal .. end with one.
+
+    q: [BM, D]; k_base, v_base: pointers to key 0 of the head; position: int32 [BM], the last key that each row sees.
+    Returns m, l and acc as `absorb` does.
+    """
+    offs_n = tl.arange(0, BN)
+    offs_d = tl.arange(0, q.shape[1])
+    k_tile = k_base + offs_n[None, :] * stride_kl + offs_d[:, None]
+    v_tile = v_base + offs_n[:, None] * stride_vl + offs_d[None, :]
+    for j in tl.range(first, diagonal, BN, num_stages=STAGES):
+        k = tl.load(k_tile + j * stride_kl)
+        v = tl.load(v_tile + j * stride_vl)
+        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, True, False)
+    for j in tl.range(diagonal, end, BN, num_stages=1):
+        keys = j + offs_n
+        k = tl.load(k_tile + j * stride_kl, mask=keys[None, :] < kv_len, other=0.0)
+        v = tl.load(v_tile + j * stride_vl, mask=keys[:, None] < kv_len, other=0.0)
+        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, keys[None, :] <= position[:, None], True)
+    return m, l, acc
+
+
+@triton.jit
+def absorb_chunk(
+    q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, begin, count,
+    BN: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A chunk of a row tile's prefix (Algorithm 3, lines 8 to 12): tiles begin .. begin + count of its order, gathered.
+
+    order: pointer to int32 [prefix / GRAIN], where the keys of each step begin. Triton pipelines this plain loop.
+    Returns m, l and acc as `absorb` does.
+    """
+    offs_n = tl.arange(0, BN)
+    offs_d = tl.arange(0, q.shape[1])
+    for t in tl.range(0, count, num_stages=STAGES):
+        index = tl.load(order + ((begin + t) * BN + offs_n) // GRAIN) + offs_n % GRAIN
+        k = tl.load(k_base + index[None, :] * stride_kl + offs_d[:, None])
+        v = tl.load(v_base + index[:, None] * stride_vl + offs_d[None, :])
+        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, True, False)
+    return m, l, acc
+
+
+@triton.jit
+def behind(begins, masses, visited, steps, EDGES: tl.constexpr):
+    """The ranking's mass behind the first `visited` of a segment's `steps`.
+
+    begins: int32 [EDGES], where in the order each edge lies; masses: float32 [EDGES], the mass from each edge on.
+    Returns the mass; the last edge at or before `visited`; and the share of that edge's stretch that is left. Between
+    two edges the mass is taken to fall evenly.
+    """
+    e = tl.arange(0, EDGES)
+    edge = tl.sum((begins <= visited).to(tl.int32), 0) - 1
+    begin = tl.sum(tl.where(e == edge, begins, 0), 0)
+    end = tl.where(edge == EDGES - 1, steps, tl.sum(tl.where(e == edge + 1, begins, 0), 0))
+    share = (end - visited).to(tl.float32) / tl.maximum(end - begin, 1).to(tl.float32)
+    after = tl.sum(tl.where(e == edge + 1, masses, 0.0), 0)
+    return after + share * (tl.sum(tl.where(e == edge, masses, 0.0), 0) - after), edge, share
+
+
+@triton.jit
+def tail_factor(before, mass, most):
+    """What the tail adds to l, relative to what the last chunk added: the ratio of their masses, at most `most`.
+
+    before, mass: the ranking's mass behind the chunk's begin and behind its end; most: the tail's keys over the
+    chunk's, the ratio if all keys counted alike. 0 where the tail has no mass.
+    """
+    factor = tl.where((before - mass) * most > mass, mass / (before - mass), most)
+    return tl.where(mass > 0, factor, 0.0)
+
+
+@triton.jit
+def tail_mean(sums, edge, share, mass, D: tl.constexpr, EDGES: tl.constexpr):
+    """The tail's mean value, float32 [D], weighted by the ranking.
+
+    sums: pointer to float32 [EDGES, D], weights times values from each edge on; edge, share, mass: as `behind` gave.
+    """
+    offs_d = tl.arange(0, D)
+    from_edge = sums + edge * D + offs_d
+    after = tl.load(from_edge + D, mask=(edge + 1 < EDGES) & (offs_d < D), other=0.0)
+    return (after + share * (tl.load(from_edge) - after)) / tl.where(mass > 0, mass, 1.0)
+
+
+@triton.jit
+def log_sum_exp(m, l):
+    """The natural log-sum-exp of rows' scores from their state in base 2."""
+    return (m + tl.log2(l)) * LN2

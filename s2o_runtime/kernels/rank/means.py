@@ -1,0 +1,109 @@
+"""Representatives: means of the queries of each part of a segment (Algorithm 1, line 7)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from s2o_runtime.kernels.call import Call
+from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.primitives import LOG2E, sequence
+
+REPRESENTATIVE_WARPS = 4
+REPRESENTATIVE_STAGES = tl.constexpr(3)
+
+
+@triton.jit(do_not_specialize=["q_len", "offset"])
+def _representatives(
+    Q, REP, KV_START, CU_Q, CU_K, PART, REPRESENTATIVES, qk_scale, q_len, offset,
+    stride_qb, stride_qh, stride_ql, stride_rb, stride_rh, stride_rn,
+    D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, HAS_START: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """REP[b, h, n] = mean of the queries of part n that do not stand before kv_start, times qk_scale; 0 if none does.
+
+    Programs: (parts / PARTS, Hq, B). A program computes PARTS parts of a head with R representatives: one by a sum,
+    several by a product with ones; those of other heads end at once. Reading the queries takes the time, so loads run
+    ahead, and rows are summed across threads only at the end. T is the input type.
+
+        Q                   T [B, Hq, Lq, D], strides q
+        REP                 T [B, Hq, parts, D], strides r
+        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
+        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        PART                int32 [Hq]: queries of a part, 0 for a head without a prefix
+        REPRESENTATIVES     int32 [Hq]: parts of a segment
+    """
+    n = tl.program_id(0) * PARTS
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    part = tl.load(PART + h)
+    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
+    q_first, _, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
+    end = tl.minimum((n + PARTS) * part, q_len)
+    begin = tl.maximum(n * part, start - offset)
+    if (part > 0) & (n * part < q_len) & (tl.load(REPRESENTATIVES + h) == R):
+        offs_d = tl.arange(0, D)
+        parts = n + tl.arange(0, PARTS)
+        total = tl.zeros([PARTS if PARTS > 1 else ROWS, D], tl.float32)
+        base = Q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+        for row in tl.range(begin, end, ROWS, num_stages=REPRESENTATIVE_STAGES):
+            rows = row + tl.arange(0, ROWS)
+            q = tl.load(
+                base + (q_first + rows)[:, None].to(tl.int64) * stride_ql + offs_d[None, :],
+                mask=rows[:, None] < end,
+                other=0.0,
+            )
+            if PARTS == 1:
+                total += q.to(tl.float32)
+            else:
+                belongs = (rows // part)[None, :] == parts[:, None]
+                total = tl.dot(belongs.to(q.dtype), q, total, input_precision="ieee")
+        if PARTS == 1:
+            total = tl.sum(total, 0)[None, :]
+        size = tl.minimum((parts + 1) * part, q_len) - tl.maximum(parts * part, start - offset)
+        mean = total * (qk_scale / tl.maximum(size, 1).to(tl.float32))[:, None]
+        out = REP + b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh + parts[:, None].to(tl.int64) * stride_rn
+        tl.store(out + offs_d[None, :], mean.to(REP.dtype.element_ty), mask=(parts * part < q_len)[:, None])
+
+
+def representatives(q: Tensor, call: Call) -> Tensor:
+    """Algorithm 1, line 7, for all parts of all segments of a call.
+
+    Args:
+        q: [B, Hq, Lq, D].
+        call: the call, with a head that has a prefix.
+
+    Returns:
+        [B, Hq, parts, D] in q's dtype, scaled so that products with keys are scores in base 2. Heads with longer parts
+        use fewer rows; dense heads none.
+    """
+    shape, tables = call.shape, call.tables
+    out = q.new_empty(shape.batch, shape.query_heads, -(-shape.q_len // tables.shortest_part), shape.head_dim)
+    for count in tables.counts:
+        parts = parts_at_once(count)
+        launch(
+            _representatives,
+            (-(-out.shape[2] // parts), shape.query_heads, shape.batch),
+            {
+                "Q": q, "REP": out, **call.starts, "PART": tables.part, "REPRESENTATIVES": tables.representatives,
+                "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset,
+                **strides("bhl", q=q), **strides("bhn", r=out),
+            },
+            {
+                "D": shape.head_dim, "R": count, "PARTS": parts, "ROWS": representative_rows(parts, shape.head_dim),
+                "HAS_START": call.padded, "PACKED": call.packed,
+            },
+            num_warps=REPRESENTATIVE_WARPS,
+        )  # fmt: skip
+    return out
+
+
+def parts_at_once(count: int) -> int:
+    """Parts of a segment with `count` representatives that a program of `_representatives` computes."""
+    return 1 if count < 8 else 16
+
+
+def representative_rows(parts: int, head_dim: int) -> int:
+    """Query rows that a program of `_representatives` loads at once for so many parts."""
+    return (64 if parts == 1 else 128) // (1 if head_dim <= 128 else 2)

@@ -1,0 +1,284 @@
+"""The order: a prefix's steps by falling weight, coarsely (Algorithm 1, line 19).
+
+A full sort would cost more than it saves, so steps are put into `BUCKETS` buckets by score and nearly keep their
+positions inside a bucket, which is also kind to memory. The buckets' edges are quantiles of a sample of the row, finer
+where scores are high, because most heads stop early.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from s2o_runtime.devices import interpreted
+from s2o_runtime.kernels.call import Call
+from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.primitives import sequence, window_start
+
+ORDER_WARPS = 8
+SAMPLES = 1024
+BUCKETS = 32  # one for each lane of a warp
+FINEST, COARSEST = 1 / 256, 3 / 4  # shares of the row before the end of the first and of the last but one bucket
+RANK_BYTES = 6  # of workspace for each step of a row: a float16 score and an int32 index
+
+# Lane i of a warp holds one step, in `bucket` the step's bucket, and a counter for bucket i.
+# `peers` becomes the set of lanes whose step belongs to bucket i: one ballot for each of the bucket's five bits, and
+# one that leaves out steps with the sixth bit, which belong to no bucket.
+_PEERS = """
+    .reg .pred p;
+    .reg .b32 lane, peers, votes, bit, flip;
+    mov.u32 lane, %laneid;
+    and.b32 bit, bucket, 32;
+    setp.eq.u32 p, bit, 0;
+    vote.sync.ballot.b32 peers, p, 0xffffffff;
+""" + "".join(
+    f"""
+    and.b32 bit, bucket, {1 << j};
+    setp.ne.u32 p, bit, 0;
+    vote.sync.ballot.b32 votes, p, 0xffffffff;
+    bfe.u32 flip, lane, {j}, 1;
+    sub.u32 flip, flip, 1;
+    xor.b32 votes, votes, flip;
+    and.b32 peers, peers, votes;
+"""
+    for j in range(5)
+)
+COUNT_ASM = tl.constexpr(
+    "{ .reg .b32 bucket, members; mov.b32 bucket, $1;" + _PEERS + " popc.b32 members, peers; add.u32 $0, $2, members; }"
+)
+RANK_ASM = tl.constexpr(
+    "{ .reg .b32 bucket, base, members, mine, below; mov.b32 bucket, $2; mov.b32 base, $3;"
+    + _PEERS
+    + """
+    shfl.sync.idx.b32 mine, peers, bucket, 31, 0xffffffff;
+    shfl.sync.idx.b32 $0, base, bucket, 31, 0xffffffff;
+    mov.u32 below, %lanemask_lt;
+    and.b32 mine, mine, below;
+    popc.b32 mine, mine;
+    add.u32 $0, $0, mine;
+    popc.b32 members, peers;
+    add.u32 $1, base, members; }"""
+)
+
+
+@triton.jit
+def _bucket_of(score, highest, per_bin, table, inside, BUCKETS: tl.constexpr):
+    """The bucket of each score [W, 32]: a linear bin (bin 0 is above `highest`), then a table.
+
+    table: int32 [W, 32], four bins of 8 bits in a word. A score that is not `inside` gets BUCKETS, which is no bucket.
+    """
+    position = tl.minimum(tl.maximum((highest - score) * per_bin + 1.25, 0.0), 4.0 * BUCKETS - 1.0).to(tl.int32)
+    word = tl.gather(table, position >> 2, 1)
+    return tl.where(inside, (word >> ((position & 3) * 8)) & 0xFF, BUCKETS)
+
+
+@triton.jit
+def _count(bucket, count, BUCKETS: tl.constexpr, PORTABLE: tl.constexpr):
+    """count [W, BUCKETS] plus how many of `bucket` [W, 32] belong to each bucket, row by row."""
+    if PORTABLE:
+        same = bucket[:, :, None] == tl.arange(0, BUCKETS)[None, None, :]
+        return count + tl.sum(same.to(tl.int32), 1)
+    return tl.inline_asm_elementwise(COUNT_ASM, "=&r,r,r", [bucket, count], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _rank(bucket, base, BUCKETS: tl.constexpr, PORTABLE: tl.constexpr):
+    """The rank of each step in the order [W, 32], counting on from its bucket's base; and the new base [W, BUCKETS]."""
+    if PORTABLE:
+        same = (bucket[:, :, None] == tl.arange(0, BUCKETS)[None, None, :]).to(tl.int32)
+        rank = tl.sum(same * (base[:, None, :] + tl.cumsum(same, 1) - same), 2)
+        return rank, base + tl.sum(same, 1)
+    return tl.inline_asm_elementwise(
+        RANK_ASM, "=&r,=&r,r,r", [bucket, base], (tl.int32, tl.int32), is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _four(SCORE, first, prefix):
+    """Four scores for each lane, from `first` [W, 32] on, as four tensors of vectors [W, 32]."""
+    index = first[:, :, None] + tl.arange(0, 4)[None, None, :]
+    scores = tl.load(SCORE + index, mask=index < prefix, other=0.0)
+    even, odd = tl.split(tl.reshape(scores, [first.shape[0], first.shape[1], 2, 2]))
+    s0, s2 = tl.split(even)
+    s1, s3 = tl.split(odd)
+    return s0.to(tl.float32), s1.to(tl.float32), s2.to(tl.float32), s3.to(tl.float32)
+
+
+@triton.jit
+def _count_one(s, step, prefix, highest, per_bin, table, count, BUCKETS: tl.constexpr, PORTABLE: tl.constexpr):
+    """`count` with the steps `step` [W, 32], whose scores are s."""
+    return _count(_bucket_of(s, highest, per_bin, table, step < prefix, BUCKETS), count, BUCKETS, PORTABLE)
+
+
+@triton.jit
+def _write_one(
+    s, step, prefix, highest, per_bin, table, base, order, start, GRAIN: tl.constexpr, BUCKETS: tl.constexpr,
+    PORTABLE: tl.constexpr,
+):  # fmt: skip
+    """Write the first keys of the steps `step` [W, 32], whose scores are s, into the order; returns the new base."""
+    inside = step < prefix
+    rank, base = _rank(_bucket_of(s, highest, per_bin, table, inside, BUCKETS), base, BUCKETS, PORTABLE)
+    tl.store(order + rank, start + step * GRAIN, mask=inside)
+    return base
+
+
+@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end"])
+def _order(
+    SCORE, ORDER, FIRST, EDGE, SHARE_OF_RANK, KV_START, CU_Q, CU_K, SEGMENT, q_len, offset, row_begin, rows_end,
+    stride_sb, stride_sh, stride_sn, stride_ib, stride_ih, stride_in,
+    SAMPLES: tl.constexpr, BUCKETS: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr, GRAIN: tl.constexpr,
+    HAS_TAIL: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, PORTABLE: tl.constexpr,
+):  # fmt: skip
+    """ORDER[b, h, n] = the steps of the prefix of segment n of the slice by falling bucket: their first keys.
+
+    Programs: (segments of the slice, the last ones first; Hq; B). N' counts the segments of the slice of rows
+    row_begin .. rows_end. Only a prefix's entries are read and written.
+
+        SCORE               float16 [B, Hq, N', P / GRAIN], strides s: as `scores._scores` wrote it
+        ORDER               int32 [B, Hq, N', P / GRAIN], strides i
+        FIRST               int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins (written if HAS_TAIL)
+        EDGE                float32 [B, Hq, N', BUCKETS]: the highest score of each bucket (written if HAS_TAIL)
+        SHARE_OF_RANK       float32 [BUCKETS]: as `bucket_shares` gives it
+        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
+        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        SEGMENT             int32 [Hq]: queries of a segment, 0 for a head without a prefix
+
+    A counting sort: every warp owns a stretch of the row, every lane a step of a vector of 32 and one bucket, so a few
+    ballots rank 32 steps and the loops are free of barriers. Scores are loaded four to a lane, one turn ahead; the four
+    are written out one by one, because Triton tensors cannot be indexed and the assembly wants [W, 32] tensors with one
+    element a lane and one row a warp (tests/aot.py checks this layout). Inside a bucket, blocks of 128 steps ascend.
+    """
+    # long prefixes first
+    n = tl.num_programs(0) - 1 - tl.program_id(0)
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    segment = tl.load(SEGMENT + h)
+    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
+    _, _, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
+    first = window_start(row_begin // tl.maximum(segment, 1) + n, segment, offset, start, BN)
+    prefix = (first - start) // GRAIN
+    if (segment > 0) & (row_begin + n * segment < tl.minimum(rows_end, q_len)) & (prefix > 0):
+        score = SCORE + b.to(tl.int64) * stride_sb + h.to(tl.int64) * stride_sh + n.to(tl.int64) * stride_sn
+        order = ORDER + b.to(tl.int64) * stride_ib + h.to(tl.int64) * stride_ih + n.to(tl.int64) * stride_in
+
+        # edges: sampled quantiles at geometric ranks
+        every = tl.maximum(prefix // SAMPLES, 1)
+        sampled = tl.minimum(prefix, SAMPLES)
+        index = tl.arange(0, SAMPLES)
+        sample = tl.load(score + index * every, mask=index < sampled, other=float("-inf")).to(tl.float32)
+        sample = tl.sort(sample, descending=True)
+        rank = (tl.load(SHARE_OF_RANK + tl.arange(0, BUCKETS)) * sampled.to(tl.float32)).to(tl.int32)
+        edges = tl.gather(sample, tl.minimum(rank, tl.maximum(sampled - 1, 0)), 0)
+        highest = tl.max(edges, 0)
+        lowest = tl.min(edges, 0)
+        per_bin = (4.0 * BUCKETS - 2.5) / tl.maximum(highest - lowest, 1e-6)
+        bins = tl.arange(0, BUCKETS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        centre = highest - (bins.to(tl.float32) - 0.75) / per_bin
+        below = tl.minimum(tl.sum((centre[:, :, None] < edges[None, None, :]).to(tl.int32), 2), BUCKETS - 1)
+        packed = tl.sum(below << (tl.arange(0, 4)[None, :] * 8), 1)
+        table = tl.broadcast_to(packed[None, :], [WARPS, BUCKETS])
+
+        # how many steps of each bucket each warp's stretch holds
+        TURN: tl.constexpr = 4 * BUCKETS
+        stretch = tl.cdiv(prefix, WARPS * TURN) * TURN
+        mine = tl.arange(0, WARPS)[:, None] * stretch + tl.arange(0, BUCKETS)[None, :] * 4
+        count = tl.zeros([WARPS, BUCKETS], tl.int32)
+        s0, s1, s2, s3 = _four(score, mine, prefix)
+        for t in range(0, stretch, TURN):
+            n0, n1, n2, n3 = _four(score, mine + t + TURN, prefix)
+            step = mine + t
+            count = _count_one(s0, step, prefix, highest, per_bin, table, count, BUCKETS, PORTABLE)
+            count = _count_one(s1, step + 1, prefix, highest, per_bin, table, count, BUCKETS, PORTABLE)
+            count = _count_one(s2, step + 2, prefix, highest, per_bin, table, count, BUCKETS, PORTABLE)
+            count = _count_one(s3, step + 3, prefix, highest, per_bin, table, count, BUCKETS, PORTABLE)
+            s0, s1, s2, s3 = n0, n1, n2, n3
+
+        # where each warp's share of each bucket begins, then where each step goes
+        total = tl.sum(count, 0)
+        begins = tl.cumsum(total, 0) - total
+        base = begins[None, :] + tl.cumsum(count, 0) - count
+        if HAS_TAIL:
+            row = ((b * tl.num_programs(1) + h) * tl.num_programs(0) + n).to(tl.int64) * BUCKETS
+            bucket = tl.arange(0, BUCKETS)
+            tl.store(FIRST + row + bucket, begins)
+            earlier = tl.sum(tl.sum((below[:, :, None] < bucket[None, None, :]).to(tl.int32), 1), 0)
+            edge = highest - (earlier.to(tl.float32) - 1.25) / per_bin
+            tl.store(EDGE + row + bucket, tl.where(earlier > 0, edge, float("inf")))
+        s0, s1, s2, s3 = _four(score, mine, prefix)
+        for t in range(0, stretch, TURN):
+            n0, n1, n2, n3 = _four(score, mine + t + TURN, prefix)
+            step = mine + t
+            base = _write_one(s0, step, prefix, highest, per_bin, table, base, order, start, GRAIN, BUCKETS, PORTABLE)
+            base = _write_one(
+                s1, step + 1, prefix, highest, per_bin, table, base, order, start, GRAIN, BUCKETS, PORTABLE
+            )
+            base = _write_one(
+                s2, step + 2, prefix, highest, per_bin, table, base, order, start, GRAIN, BUCKETS, PORTABLE
+            )
+            base = _write_one(
+                s3, step + 3, prefix, highest, per_bin, table, base, order, start, GRAIN, BUCKETS, PORTABLE
+            )
+            s0, s1, s2, s3 = n0, n1, n2, n3
+
+
+class Ranked(NamedTuple):
+    """The ranking of the prefixes of one slice of rows; N' counts its segments.
+
+    order: int32 [B, Hq, N', P / grain], where the keys of a step begin; of a row only the prefix's entries are written.
+    score: float16 [B, Hq, N', P / grain], as `score` gave them.
+    first, edge: [B, Hq, N', BUCKETS] int32 and float32, where in the order each bucket begins and the highest score
+        in it; None unless a head has a tail.
+    """
+
+    order: Tensor
+    score: Tensor
+    first: Tensor | None
+    edge: Tensor | None
+
+
+def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None) -> Ranked:
+    """Algorithm 1, line 19, coarsely: the prefixes' steps by falling score.
+
+    Args:
+        scores: float16 [B, Hq, N', P / grain], as `scores.score` gave them.
+        call: the call.
+        rows: the query rows that the scores are of.
+        portable: without inline PTX, as by default in the interpreter and for other vendors.
+    """
+    if portable is None:
+        portable = interpreted() or torch.version.cuda is None
+    out = torch.empty(scores.shape, dtype=torch.int32, device=scores.device)
+    shape = call.shape
+    first = edge = None
+    if call.tables.tail:
+        first = torch.empty(*scores.shape[:3], BUCKETS, dtype=torch.int32, device=scores.device)
+        edge = torch.empty(*scores.shape[:3], BUCKETS, dtype=torch.float32, device=scores.device)
+    launch(
+        _order,
+        (scores.shape[2], shape.query_heads, shape.batch),
+        {
+            "SCORE": scores, "ORDER": out, "FIRST": first, "EDGE": edge,
+            "SHARE_OF_RANK": bucket_shares(scores.device), **call.starts, "SEGMENT": call.tables.segment,
+            "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start, "rows_end": rows.stop,
+            **strides("bhn", s=scores, i=out),
+        },
+        {
+            "SAMPLES": SAMPLES, "BUCKETS": BUCKETS, "WARPS": ORDER_WARPS, "BN": call.config.tile.block_n,
+            "GRAIN": call.config.grain, "HAS_TAIL": call.tables.tail, "HAS_START": call.padded, "PACKED": call.packed,
+            "PORTABLE": portable,
+        },
+        num_warps=ORDER_WARPS,
+    )  # fmt: skip
+    return Ranked(out, scores, first, edge)
+
+
+@lru_cache(maxsize=8)
+def bucket_shares(device: torch.device) -> Tensor:
+    """The share of a row before the end of each bucket but the last, float32 [BUCKETS]; the last repeats."""
+    shares = FINEST * (COARSEST / FINEST) ** torch.linspace(0, 1, BUCKETS - 1, dtype=torch.float64)
+    return torch.cat((shares, shares[-1:])).to(device, torch.float32)

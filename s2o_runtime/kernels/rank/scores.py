@@ -1,0 +1,279 @@
+"""Scores: what every step of a prefix weighs for each segment (Algorithm 1, lines 8 to 17).
+
+A key weighs what it weighs in the softmax of the representative where it weighs most; a step of `grain` adjacent keys
+weighs the sum of theirs. Two kernels: the logarithm of every representative's softmax denominator, from a sample of the
+keys, and the logarithm of every step's weight.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from s2o_runtime.devices import capability
+from s2o_runtime.kernels.call import Call
+from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.primitives import MAX_REGISTERS, sequence, window_start
+
+LOG_SUM_KEYS = 64
+LOG_SUM_WARPS = 4
+SCORE_STAGES = 2
+SCORE_LIMIT = 60000.0  # float16 holds it; -inf marks no step
+ROW_ALIGNMENT = 16
+
+
+@triton.jit(do_not_specialize=["q_len", "offset", "every", "parts"])
+def _log_sums(
+    REP, K, LOG_SUM, KV_START, CU_Q, CU_K, SEGMENT, PART, q_len, offset, every, parts,
+    stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl,
+    GROUP: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    HAS_START: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """LOG_SUM[b, h, n] = log-sum-exp in base 2 of part n's scores with its prefix, from every `every`-th key.
+
+    It is infinite for parts that hold only padding or have no prefix. Programs: (parts / BR, the last ones first; Hq;
+    B). BK: keys at once; BN: keys of a tile, a multiple of which a prefix has. T is the input type.
+
+        REP                 T [B, Hq, parts, D], strides r: as `_representatives` wrote it
+        K                   T [B, Hkv, Lk, D], strides k
+        LOG_SUM             float32 [B, Hq, parts]
+        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
+        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        SEGMENT, PART       int32 [Hq]: queries of a segment and of a part, 0 for a head without a prefix
+    """
+    # long prefixes first
+    n = (tl.num_programs(0) - 1 - tl.program_id(0)) * BR + tl.arange(0, BR)
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    segment = tl.load(SEGMENT + h)
+    part = tl.load(PART + h)
+    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
+    _, k_first, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
+    inside = (n * part < q_len) & (segment > 0)
+    if tl.max(inside.to(tl.int32), 0) > 0:
+        offs_d = tl.arange(0, D)
+        rep = REP + b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh + n[:, None].to(tl.int64) * stride_rn
+        r = tl.load(rep + offs_d[None, :], mask=inside[:, None], other=0.0)
+        first = window_start(n * part // segment, segment, offset, start, BN)
+        first = tl.where(inside & (offset + (n + 1) * part > start), first, 0)
+        last = tl.max(first, 0)
+        key = K + b.to(tl.int64) * stride_kb + (h // GROUP).to(tl.int64) * stride_kh
+        m = tl.full([BR], float("-inf"), tl.float32)
+        l = tl.zeros([BR], tl.float32)
+        for t0 in range(start, last, BK * every):
+            t = t0 + tl.arange(0, BK) * every
+            k = tl.load(
+                key + (k_first + t)[None, :].to(tl.int64) * stride_kl + offs_d[:, None],
+                mask=t[None, :] < last,
+                other=0.0,
+            )
+            s = tl.dot(r, k, input_precision="ieee")
+            s = tl.where(t[None, :] < first[:, None], s, float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, 1))
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            l = l * tl.exp2(m - m_safe) + tl.sum(tl.exp2(s - m_safe[:, None]), 1)
+            m = m_new
+        out = LOG_SUM + (b * tl.num_programs(1) + h).to(tl.int64) * parts
+        l *= every.to(tl.float32)
+        tl.store(out + n, tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), float("inf")), mask=inside)
+
+
+@triton.jit
+def _together(s, WARPS: tl.constexpr, GRAIN: tl.constexpr):
+    """Scores [32 * WARPS, BS], in the order of rows that `_scores` has, as [steps, GRAIN, BS]."""
+    BS: tl.constexpr = s.shape[1]
+    if GRAIN == 2:
+        parted = tl.permute(tl.reshape(s, [2 * WARPS, 2, 8, BS]), [0, 2, 1, 3])
+    elif GRAIN == 4:
+        parted = tl.permute(tl.reshape(s, [2, WARPS, 2, 8, BS]), [1, 3, 0, 2, 4])
+    else:
+        parted = tl.permute(tl.reshape(s, [2, WARPS, 2, 4, 2, BS]), [1, 3, 4, 0, 2, 5])
+    return tl.reshape(parted, [32 * WARPS // GRAIN, GRAIN, BS])
+
+
+@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "parts"])
+def _scores(
+    REP, K, LOG_SUM, SCORE, KV_START, CU_Q, CU_K, SEGMENT, REPRESENTATIVES,
+    limit, q_len, offset, row_begin, rows_end, parts,
+    stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl, stride_sb, stride_sh, stride_sn,
+    GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BS: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr,
+    GRAIN: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """SCORE[b, h, n, g] = the logarithm in base 2 of what step g of the prefix weighs for segment n of the slice.
+
+    For the keys t of step g and the representatives r of the segment: log2 sum_t 2^(max_r(r . k_t - LOG_SUM[r])), each
+    term limited to -limit .. limit. Programs: (blocks of 32 * WARPS keys, Hkv, B). A program reads its keys once for
+    those query heads of its KV head that have R representatives, BS segments at once. Only entries of prefixes are
+    written. T is the input type; N' counts the segments of the slice of rows row_begin .. rows_end.
+
+        REP                 T [B, Hq, parts, D], strides r: as `_representatives` wrote it
+        K                   T [B, Hkv, Lk, D], strides k
+        LOG_SUM             float32 [B, Hq, parts]: as `_log_sums` wrote it
+        SCORE               float16 [B, Hq, N', P / GRAIN], strides s
+        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
+        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        SEGMENT             int32 [Hq]: queries of a segment, 0 for a head without a prefix
+        REPRESENTATIVES     int32 [Hq]: parts of a segment
+
+    The rows of the product with the keys are keys in such an order that the keys of a step belong to one thread, which
+    adds them up without a shuffle: of 32 * WARPS rows, written [2, WARPS, 2, 8], a thread holds those that differ in
+    the two dimensions of 2. Hence one layout for each GRAIN.
+    """
+    BK: tl.constexpr = 32 * WARPS
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    b = tl.program_id(2)
+    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
+    _, k_first, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
+    kv_len = offset + q_len
+    t0 = start + block * BK
+    if t0 < kv_len:
+        offs_d = tl.arange(0, D)
+        row = tl.arange(0, BK)
+        high, low, lane = row // (16 * WARPS), row // 8 % 2, row % 8
+        warp_lane = row // 16 % WARPS * 8 + lane
+        if GRAIN == 1:
+            t = t0 + row
+        elif GRAIN == 2:
+            t = t0 + (high * WARPS * 8 + warp_lane) * 2 + low
+        elif GRAIN == 4:
+            t = t0 + warp_lane * 4 + high * 2 + low
+        else:
+            t = t0 + warp_lane // 2 * 8 + lane % 2 * 4 + high * 2 + low
+        key = K + b.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
+        k = tl.load(
+            key + (k_first + t)[:, None].to(tl.int64) * stride_kl + offs_d[None, :], mask=t[:, None] < kv_len, other=0.0
+        )
+        step = block * (BK // GRAIN) + tl.arange(0, BK // GRAIN)
+        for member in range(GROUP):
+            h = kv_head * GROUP + member
+            segment = tl.load(SEGMENT + h)
+            if (segment > 0) & (tl.load(REPRESENTATIVES + h) == R):
+                before = row_begin // segment
+                rep = REP + b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh
+                log_sum = LOG_SUM + (b * tl.num_programs(1) * GROUP + h).to(tl.int64) * parts
+                out = SCORE + b.to(tl.int64) * stride_sb + h.to(tl.int64) * stride_sh
+                last = tl.cdiv(tl.minimum(q_len, rows_end) - row_begin, segment)
+                # segments whose prefix ends before this block have no use for it
+                none = tl.maximum(t0 - offset - row_begin, 0) // segment
+                for n0 in range(none // BS * BS, last, BS):
+                    p = (before + n0) * R + tl.arange(0, BS * R)
+                    there = (p < (before + last) * R) & (p * (segment // R) < q_len)
+                    r = tl.load(
+                        rep + p[None, :].to(tl.int64) * stride_rn + offs_d[:, None], mask=there[None, :], other=0.0
+                    )
+                    s = tl.dot(k, r, input_precision="ieee")
+                    s -= tl.load(log_sum + p, mask=there, other=float("inf"))[None, :]
+                    s = tl.max(tl.reshape(s, [BK, BS, R]), 2) if R > 1 else s
+                    s = tl.minimum(tl.maximum(s, -limit), limit)
+                    if GRAIN > 1:
+                        s = _together(s, WARPS, GRAIN)
+                        most = tl.max(s, 1)
+                        s = most + tl.log2(tl.sum(tl.exp2(s - most[:, None, :]), 1))
+                    n = n0 + tl.arange(0, BS)
+                    first = window_start(before + n, segment, offset, start, BN)
+                    steps = tl.where(n < last, (first - start) // GRAIN, 0)
+                    tl.store(
+                        out + n[None, :].to(tl.int64) * stride_sn + step[:, None],
+                        s.to(SCORE.dtype.element_ty),
+                        mask=step[:, None] < steps[None, :],
+                    )
+
+
+def log_sums(representative: Tensor, k: Tensor, call: Call) -> Tensor:
+    """The log-sum-exp, in base 2, of each representative's scores with a sample of its prefix.
+
+    Args:
+        representative: [B, Hq, parts, D], as `means.representatives` gave it.
+        k: [B, Hkv, Lk, D]. Every `lse_stride`-th key is in the sample.
+        call: the call.
+
+    Returns:
+        float32 [B, Hq, parts].
+    """
+    shape = call.shape
+    out = torch.empty(representative.shape[:3], dtype=torch.float32, device=k.device)
+    rows = 64 if call.tables.several else 16
+    launch(
+        _log_sums,
+        (-(-out.shape[2] // rows), shape.query_heads, shape.batch),
+        {
+            "REP": representative, "K": k, "LOG_SUM": out, **call.starts, "SEGMENT": call.tables.segment,
+            "PART": call.tables.part, "q_len": shape.q_len, "offset": shape.offset,
+            "every": lse_stride(shape.kv_len), "parts": out.shape[2],
+            **strides("bhn", r=representative), **strides("bhl", k=k),
+        },
+        {
+            "GROUP": shape.group, "D": shape.head_dim, "BR": rows, "BK": LOG_SUM_KEYS, "BN": call.config.tile.block_n,
+            "HAS_START": call.padded, "PACKED": call.packed,
+        },
+        num_warps=LOG_SUM_WARPS,
+    )  # fmt: skip
+    return out
+
+
+def lse_stride(kv_len: int) -> int:
+    """One of so many keys is in the sample that `log_sums` reads."""
+    return min(16, max(1, kv_len // 2048))
+
+
+def score(representative: Tensor, log_sum: Tensor, k: Tensor, call: Call, rows: range) -> Tensor:
+    """Algorithm 1, line 17: what each step of the prefixes of all segments that begin in `rows` weighs.
+
+    Args:
+        representative: [B, Hq, parts, D], as `means.representatives` gave it.
+        log_sum: float32 [B, Hq, parts], as `log_sums` gave it.
+        k: [B, Hkv, Lk, D].
+        call: the call.
+        rows: query rows; they begin at a multiple of every segment.
+
+    Returns:
+        Logarithms in base 2, float16 [B, Hq, N', P / grain]; of a row only the prefix's entries are written. Heads with
+        longer segments use fewer than the N' rows; dense heads none.
+    """
+    shape, tables, grain = call.shape, call.tables, call.config.grain
+    segments = -(-len(rows) // tables.shortest)
+    longest = shape.kv_len if call.packed else shape.offset + rows.start + (segments - 1) * tables.shortest
+    steps = max(1, -(-longest // (grain * ROW_ALIGNMENT))) * ROW_ALIGNMENT  # one compiled kernel for all lengths
+    scores = torch.empty(shape.batch, shape.query_heads, segments, steps, dtype=torch.float16, device=k.device)
+    for count in tables.counts:
+        at_once = segments_at_once(segments, count)
+        warps = score_warps(count, shape.head_dim)
+        launch(
+            _scores,
+            (-(-longest // (32 * warps)) or 1, shape.kv_heads, shape.batch),
+            {
+                "REP": representative, "K": k, "LOG_SUM": log_sum, "SCORE": scores, **call.starts,
+                "SEGMENT": tables.segment, "REPRESENTATIVES": tables.representatives, "limit": SCORE_LIMIT,
+                "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start, "rows_end": rows.stop,
+                "parts": log_sum.shape[2],
+                **strides("bhn", r=representative, s=scores), **strides("bhl", k=k),
+            },
+            {
+                "GROUP": shape.group, "D": shape.head_dim, "R": count, "BS": at_once, "WARPS": warps,
+                "BN": call.config.tile.block_n, "GRAIN": grain, "HAS_START": call.padded, "PACKED": call.packed,
+            },
+            num_warps=warps,
+            num_stages=SCORE_STAGES,
+            maxnreg=score_registers(warps, shape.head_dim, *capability(k.device)),
+        )  # fmt: skip
+    return scores
+
+
+def segments_at_once(segments: int, count: int) -> int:
+    """Segments with `count` representatives each that a program of `_scores` computes at once."""
+    if count == 1:
+        return 64 if segments > 32 else 32 if segments > 16 else 16
+    return 64 // count
+
+
+def score_warps(count: int, head_dim: int) -> int:
+    """Warps of the kernel `_scores`: with several representatives its work is the product, which wants large tiles."""
+    return 4 if count == 1 or head_dim > 128 else 8
+
+
+def score_registers(warps: int, head_dim: int, major: int, minor: int) -> int:
+    """Registers of a thread of `_scores`: where it does without more, as many as let two programs share an SM."""
+    return 128 if warps == 8 and head_dim <= 128 and (major, minor) == (9, 0) else MAX_REGISTERS

@@ -1,0 +1,36 @@
+"""One model's calibration: the type (`profile`), its file (`file`) and the record of how it was made (`record`).
+
+Names are loaded on first use, because the type needs torch and the record does not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from s2o_runtime.lazy import lazily
+
+if TYPE_CHECKING:
+    from s2o_runtime.profile.file import METADATA_KEY, SCHEMA, described, load_profile, save_profile, serialize
+    from s2o_runtime.profile.profile import Profile
+    from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES, Record
+
+__all__ = [
+    "BUDGET_KINDS",
+    "BUDGET_SCOPES",
+    "METADATA_KEY",
+    "SCHEMA",
+    "Profile",
+    "Record",
+    "described",
+    "load_profile",
+    "save_profile",
+    "serialize",
+]
+
+_HOMES = {
+    "file": ("METADATA_KEY", "SCHEMA", "described", "load_profile", "save_profile", "serialize"),
+    "profile": ("Profile",),
+    "record": ("BUDGET_KINDS", "BUDGET_SCOPES", "Record"),
+}
+
+__getattr__ = lazily(__name__, _HOMES)

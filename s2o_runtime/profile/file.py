@@ -1,0 +1,473 @@
+"""The file of a profile: one safetensors file, read with care and written atomically.
+
+Tensors hold what the runtime needs: one entry for each length bucket, layer and head. Everything else is one JSON
+document under one metadata key: with two keys safetensors files are not byte-reproducible. docs/profile-format.md
+specifies both. A file may come from anywhere: its sizes are bounded before it is read, and its values are checked
+before they are used. Files of older schemas are read too; what is written has the newest schema.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from s2o_runtime.config import (
+    GRAINS,
+    REPRESENTATIVES,
+    HeadConfig,
+    LayerConfig,
+    Mode,
+    RowReduce,
+    StopRule,
+    TileConfig,
+)
+from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.errors import ConfigError, ProfileError
+from s2o_runtime.files import write_atomically
+from s2o_runtime.identity import Geometry, tensor_bytes
+from s2o_runtime.lengths import length_step
+from s2o_runtime.profile.profile import MAX_BASELINES, MAX_LENGTH, Profile, baseline_settings
+from s2o_runtime.profile.record import Record
+
+if TYPE_CHECKING:
+    from s2o_runtime.baselines.settings import Baseline
+
+SCHEMA = 4  # of what is written
+SCHEMAS = (2, 3, 4)  # that are read; schema 3 is 2 with heads of baselines
+FORMER_NAMES = {"stop_rule": "threshold", "baselines": "methods"}  # of a tensor and a field, in schemas 2 and 3
+METADATA_KEY = "s2o_profile"
+MAX_BYTES = 32 << 20
+MAX_DOCUMENT = 4 << 20  # characters
+MAX_HEADER = 2 * MAX_DOCUMENT + (1 << 16)  # bytes: the document with its quotes escaped, and where the tensors lie
+MAX_DEPTH = 16  # of objects and lists inside one another
+MAX_BUCKETS = length_step(MAX_LENGTH) + 1  # as many as differ by an eighth of an octave
+MAX_HEADS = 1 << 20  # of all buckets and layers together
+MAX_COUNT = 1 << 14  # of layers, of heads, of a head's dimensions
+MAX_BASELINE_TEXT = 500  # characters
+SHOWN = 60  # characters of a foreign text in a message
+TILE_FIELDS = ("block_m", "block_n", "chunk", "num_warps", "num_stages", "specialized", "dense_below")
+HEAD_TENSORS = {
+    "tau": torch.float32,
+    "segment": torch.int32,
+    "mode": torch.uint8,
+    "stop_rule": torch.uint8,
+    "representatives": torch.uint8,
+    "tail": torch.uint8,
+}
+LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8, "grain": torch.uint8}
+TENSORS = HEAD_TENSORS | LAYER_TENSORS
+MODES: tuple[Mode, ...] = ("s2o", "dense")  # numbers in the tensor `mode`; larger ones count through `baselines`
+ROW_REDUCES = get_args(RowReduce)
+_INDEXED: dict[str, tuple[object, ...]] = {"stop_rule": tuple(StopRule), "row_reduce": ROW_REDUCES}
+_ALLOWED: dict[str, tuple[int, ...]] = {name: tuple(range(len(names))) for name, names in _INDEXED.items()}
+_ALLOWED |= {"tail": (0, 1), "representatives": REPRESENTATIVES, "grain": GRAINS}
+
+
+def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
+    """Write a profile; a reader, or a crash, sees the old file or the new one. The same profile gives the same bytes.
+
+    Raises:
+        ProfileError: `load_profile` would refuse the file, and why. Nothing is written.
+        OSError: the file cannot be written.
+    """
+    write_atomically(Path(path), serialize(profile.validate()))
+
+
+def load_profile(path: str | os.PathLike[str]) -> Profile:
+    """Read and check a profile. Nothing in the file is executed.
+
+    Raises:
+        ProfileError: naming the file and what is wrong with it.
+    """
+    path = Path(path)
+    data = _bytes(path)
+    try:
+        header = _header(data)
+    except (ValueError, RecursionError) as error:
+        raise _foreign(path, error) from error
+    metadata = header.pop("__metadata__", None)
+    text = metadata.get(METADATA_KEY) if isinstance(metadata, dict) else None
+    if not isinstance(text, str):
+        raise ProfileError(f"{path} is a safetensors file but not an S2O profile: expected {METADATA_KEY!r}")
+    with _errors_of(path):
+        document = _document(text)
+        _check_tensor_names(set(header), _schema(document))
+    try:
+        tensors = load(data)
+    except (SafetensorError, ValueError, KeyError, OverflowError) as error:
+        raise _foreign(path, error) from error
+    with _errors_of(path):
+        profile = _parse(document, tensors)
+        profile.validate()
+    return profile
+
+
+def serialize(profile: Profile) -> bytes:
+    """The bytes of a profile's file.
+
+    Raises:
+        ProfileError: naming a field that `load_profile` would refuse.
+    """
+    tensors = _tensors(profile)
+    document = described(profile)
+    _check_values(document)
+    document["digest"] = _digest(document, tensors)
+    text = _canonical(document)
+    _check_document_size(text)
+    _parse(json.loads(text), tensors)
+    data: bytes = save(tensors, metadata={METADATA_KEY: text})
+    return data
+
+
+def described(profile: Profile) -> dict[str, Any]:
+    """The JSON document of a profile's file without the digest: all of the profile but its layers."""
+    return {
+        "schema": SCHEMA,
+        "baselines": baseline_settings(profile.layers),
+        "model": {"name": profile.model_name, "fingerprint": profile.fingerprint, **asdict(profile.geometry)},
+        "device": asdict(profile.device),
+        "lengths": list(profile.lengths),
+        "record": profile.record.to_json(),
+    }
+
+
+def _tensors(profile: Profile) -> dict[str, Tensor]:
+    def table(dtype: torch.dtype, value: Any) -> Tensor:
+        return torch.tensor([[value(layer) for layer in bucket] for bucket in profile.layers], dtype=dtype)
+
+    modes = [*MODES, *baseline_settings(profile.layers)]
+    return {
+        "tau": table(torch.float32, lambda layer: [head.tau for head in layer.heads]),
+        "segment": table(torch.int32, lambda layer: [head.segment for head in layer.heads]),
+        "mode": table(
+            torch.uint8, lambda layer: [modes.index(str(head.baseline or head.mode)) for head in layer.heads]
+        ),
+        "stop_rule": table(torch.uint8, lambda layer: [int(head.stop_rule) for head in layer.heads]),
+        "representatives": table(torch.uint8, lambda layer: [head.representatives for head in layer.heads]),
+        "tail": table(torch.uint8, lambda layer: [head.tail for head in layer.heads]),
+        "tile": table(torch.int32, lambda layer: [int(getattr(layer.tile, name)) for name in TILE_FIELDS]),
+        "row_reduce": table(torch.uint8, lambda layer: ROW_REDUCES.index(layer.row_reduce)),
+        "grain": table(torch.uint8, lambda layer: layer.grain),
+    }
+
+
+def _canonical(document: dict[str, Any]) -> str:
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _digest(document: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """A hash over the document (without its digest) and every tensor, so that a damaged file is noticed."""
+    digest = hashlib.sha256(_canonical({key: value for key, value in document.items() if key != "digest"}).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """Whatever reading foreign contents raises, as a ProfileError that names the file."""
+    try:
+        yield
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}") from error
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise ProfileError(f"{path}: its contents cannot be read ({error}): it is damaged") from error
+
+
+def _foreign(path: Path, error: Exception) -> ProfileError:
+    return ProfileError(f"{path} is not a readable safetensors file ({error}): it is damaged or foreign")
+
+
+def _bytes(path: Path) -> bytes:
+    """The whole file, read once, because another program may change it between two reads."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ProfileError(f"{path} is not a file: check the path")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be read ({error.strerror}): check the path") from error
+    if len(data) > MAX_BYTES:
+        raise ProfileError(f"{path} is larger than {MAX_BYTES} bytes: it is not a profile")
+    return data
+
+
+def _header(data: bytes) -> dict[str, Any]:
+    """The JSON object that a safetensors file begins with, after its size. Raises ValueError if there is none."""
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > len(data) - 8:
+        raise ValueError("its header is cut off")
+    if size > MAX_HEADER:
+        raise ValueError(f"its header has {size} bytes, a profile's at most {MAX_HEADER}")
+    header = _strict_json(data[8 : 8 + size].decode())
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
+    return header
+
+
+def _document(text: str) -> dict[str, Any]:
+    """The JSON document in the file's metadata, its values checked."""
+    _check_document_size(text)
+    try:
+        document = _strict_json(text)
+    except ProfileError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ProfileError(f"its document is not valid JSON ({error})") from error
+    if not isinstance(document, dict):
+        raise ProfileError(f"its document is a {type(document).__name__}: expected an object")
+    _check_values(document)
+    return document
+
+
+def _strict_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_object, parse_int=_integer)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ProfileError if a name occurs twice: readers would differ in which value they take."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ProfileError(f"field {_shown(twice)} is given twice: expected every field once")
+    return values
+
+
+def _integer(digits: str) -> float:
+    """An integer, or infinity where reading it would take long: `_check_values` refuses both."""
+    return int(digits) if len(digits) <= SHOWN else math.inf
+
+
+def _check_document_size(text: str) -> None:
+    if len(text) > MAX_DOCUMENT:
+        raise ProfileError(f"its document has {len(text)} characters: a profile's has at most {MAX_DOCUMENT}")
+
+
+def _check_values(value: Any, *path: str | int) -> None:
+    """Raise ProfileError naming the first field, in `value` or below it, that no JSON reader would take.
+
+    Args:
+        value: of any type; the caller may have built it.
+        path: the names and list positions that lead to the value.
+    """
+    if len(path) > MAX_DEPTH:
+        raise ProfileError(f"field {_dotted(path)} is too deep: expected at most {MAX_DEPTH} levels")
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not isinstance(name, str) or not _is_text(name):
+                raise ProfileError(f"field {_dotted((*path, _shown(name)))} has a name that is no text")
+            _check_values(item, *path, name)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _check_values(item, *path, index)
+    elif isinstance(value, str):
+        if not _is_text(value):
+            raise ProfileError(f"field {_dotted(path)} is {_shown(value)}: expected valid Unicode")
+    elif isinstance(value, int):
+        if value.bit_length() > 63:
+            raise ProfileError(
+                f"field {_dotted(path)} has {value.bit_length()} bits: expected an integer of at most 63"
+            )
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise ProfileError(f"field {_dotted(path)} is {value}: expected a finite number")
+    elif value is not None:
+        raise ProfileError(f"field {_dotted(path)} is a {type(value).__name__}: expected a JSON value")
+
+
+def _is_text(value: str) -> bool:
+    """Whether it is valid Unicode: JSON can hold one half of a surrogate pair."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _dotted(path: Sequence[str | int]) -> str:
+    """("record", "layers", 0) -> "record.layers[0]" """
+    names = (f"[{name}]" if isinstance(name, int) else f".{name[:SHOWN]}" for name in path)
+    return "".join(names).removeprefix(".").encode(errors="backslashreplace").decode()
+
+
+def _shown(value: Any) -> str:
+    text = ascii(value[: SHOWN + 1] if isinstance(value, str) else value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}.."
+
+
+def _schema(document: dict[str, Any]) -> int:
+    schema: int = _field(document, "schema", int)
+    if schema not in SCHEMAS:
+        advice = "calibrate again" if schema < SCHEMA else "use a newer version of S2O"
+        raise ProfileError(
+            f"schema {schema} is not supported, this version reads {', '.join(map(str, SCHEMAS))}: {advice}"
+        )
+    return schema
+
+
+def _name_in(schema: int, name: str) -> str:
+    """What a file of this schema calls a tensor or a field that has this name today."""
+    return name if schema == SCHEMA else FORMER_NAMES.get(name, name)
+
+
+def _check_tensor_names(names: set[str], schema: int) -> None:
+    expected = {_name_in(schema, name) for name in TENSORS}
+    for name in sorted(names ^ expected):
+        wrong = "is not part of a profile" if name in names else "is missing"
+        raise ProfileError(f"tensor {_shown(name)} {wrong}: expected {sorted(expected)}")
+
+
+def _parse(document: dict[str, Any], stored: dict[str, Tensor]) -> Profile:
+    """The profile in a document and its tensors, as the file names them."""
+    schema = _schema(document)
+    tensors = {name: stored[_name_in(schema, name)] for name in TENSORS}
+    baselines = [] if schema == 2 else _parsed_baselines(document, _name_in(schema, "baselines"))
+    model = _field(document, "model", dict)
+    geometry = Geometry(
+        _field(model, "architecture", str, "model."),
+        *(_number(model, name, "model.", 1, MAX_COUNT) for name in ("layers", "query_heads", "kv_heads", "head_dim")),
+    )
+    if geometry.query_heads % geometry.kv_heads:
+        raise ProfileError(
+            f"field model.kv_heads is {geometry.kv_heads}: expected a divisor of {geometry.query_heads} query heads"
+        )
+    lengths = _lengths(_field(document, "lengths", list))
+    expected = (len(lengths), geometry.layers)
+    heads = math.prod(expected) * geometry.query_heads
+    if heads > MAX_HEADS:
+        raise ProfileError(f"lengths, model.layers and model.query_heads make {heads} heads: at most {MAX_HEADS}")
+    _check_tensors(tensors, expected, geometry.query_heads, len(baselines))
+    device = _device(_field(document, "device", dict))
+    model_name, fingerprint = (_field(model, name, str, "model.") for name in ("name", "fingerprint"))
+    record = Record.from_json(_field(document, "record", dict))
+    if schema < SCHEMA:
+        record = _with_row_norms(record)
+    if _field(document, "digest", str) != _digest(document, stored):
+        raise ProfileError("the digest does not match the contents: the file was changed or damaged, make it again")
+    layers = tuple(
+        tuple(_layer(tensors, baselines, bucket, index) for index in range(geometry.layers))
+        for bucket in range(len(lengths))
+    )
+    return Profile(model_name, geometry, fingerprint, device, lengths, layers, record)
+
+
+def _with_row_norms(record: Record) -> Record:
+    """A record of an older schema, which states the errors of single rows squared, with their norms."""
+
+    def root(value: float | None) -> float | None:
+        return None if value is None else math.sqrt(max(0.0, value))
+
+    proven = tuple(
+        replace(length, layers=tuple(replace(layer, worst=root(layer.worst)) for layer in length.layers or ()))
+        for length in record.held_out or ()
+    )
+    recipe = dict(record.recipe or {})
+    if type(recipe.get("worst_rows")) in (int, float):
+        recipe["worst_rows"] = root(recipe["worst_rows"])
+    return replace(record, held_out=record.held_out and proven, recipe=record.recipe and recipe)
+
+
+def _field(document: dict[str, Any], name: str, expected: type, parent: str = "") -> Any:
+    value = document.get(name)
+    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+        wrong = "is missing" if name not in document else f"is a {type(value).__name__}"
+        raise ProfileError(f"field {parent}{name} {wrong}: expected a {expected.__name__}")
+    return value
+
+
+def _number(document: dict[str, Any], name: str, parent: str, least: int, most: int) -> int:
+    value: int = _field(document, name, int, parent)
+    if not least <= value <= most:
+        raise ProfileError(f"field {parent}{name} is {value}: expected {least} to {most}")
+    return value
+
+
+def _parsed_baselines(document: dict[str, Any], name: str) -> list[Baseline]:
+    from s2o_runtime.baselines.settings import parse
+
+    texts = _field(document, name, list)
+    if len(texts) > MAX_BASELINES:
+        raise ProfileError(f"field {name} has {len(texts)} entries: expected at most {MAX_BASELINES}")
+    baselines = []
+    for index, text in enumerate(texts):
+        if not isinstance(text, str) or len(text) > MAX_BASELINE_TEXT:
+            raise ProfileError(f"field {name}[{index}] is {_shown(text)}: expected a baseline such as pbs:keep=0.9")
+        try:
+            baselines.append(parse(text))
+        except ConfigError as error:
+            raise ProfileError(f"field {name}[{index}]: {error}") from error
+    return baselines
+
+
+def _lengths(values: list[Any]) -> tuple[int, ...]:
+    if not values:
+        raise ProfileError("lengths is empty: expected at least one bucket")
+    if len(values) > MAX_BUCKETS:
+        raise ProfileError(f"lengths has {len(values)} entries: expected at most {MAX_BUCKETS}")
+    if not all(isinstance(length, int) and not isinstance(length, bool) for length in values):
+        raise ProfileError(f"lengths {_shown(values)} are not integers")
+    return tuple(values)
+
+
+def _device(device: dict[str, Any]) -> DeviceIdentity:
+    capability = _field(device, "capability", list, "device.")
+    if len(capability) != 2 or not all(type(part) is int and 0 <= part < 1000 for part in capability):
+        raise ProfileError(f"field device.capability is {_shown(capability)}: expected two integers, 0 to 999")
+    return DeviceIdentity(
+        _field(device, "kind", str, "device."),
+        _field(device, "name", str, "device."),
+        (capability[0], capability[1]),
+        _number(device, "sm_count", "device.", 0, 1 << 16),
+        _number(device, "memory_bytes", "device.", 0, 1 << 48),
+    )
+
+
+def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: int, baselines: int) -> None:
+    """Raise ProfileError for a type, a shape or a value that no profile has. outer: buckets and layers."""
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(HEAD_TENSORS, (*outer, heads))
+    shapes |= {"tile": (*outer, len(TILE_FIELDS)), "row_reduce": outer, "grain": outer}
+    for name, dtype in TENSORS.items():
+        tensor = tensors[name]
+        if tensor.dtype != dtype or tuple(tensor.shape) != shapes[name]:
+            raise ProfileError(
+                f"tensor {name} is {tensor.dtype} {tuple(tensor.shape)}: expected {dtype} {shapes[name]}"
+            )
+    specialized = tensors["tile"][..., TILE_FIELDS.index("specialized")]
+    for name, tensor, allowed in (
+        *((name, tensors[name], allowed) for name, allowed in _ALLOWED.items()),
+        ("mode", tensors["mode"], tuple(range(len(MODES) + baselines))),
+        ("tile[specialized]", specialized, (0, 1)),
+    ):
+        unknown = sorted(set(tensor.flatten().tolist()) - set(allowed))
+        if unknown:
+            raise ProfileError(f"tensor {name} holds {unknown[0]}: expected one of {allowed}")
+
+
+def _layer(tensors: dict[str, Tensor], baselines: Sequence[Baseline], bucket: int, layer: int) -> LayerConfig:
+    modes: list[Mode] = [*MODES]
+    modes += ["baseline"] * len(baselines)
+    baseline_of_mode = (*(None for _ in MODES), *baselines)
+    columns = (tensors[name][bucket, layer].tolist() for name in HEAD_TENSORS)
+    heads = tuple(
+        HeadConfig(tau, segment, modes[mode], StopRule(stop_rule), representatives, bool(tail), baseline_of_mode[mode])
+        for tau, segment, mode, stop_rule, representatives, tail in zip(*columns, strict=True)
+    )
+    block_m, block_n, chunk, warps, stages, specialized, below = tensors["tile"][bucket, layer].tolist()
+    tile = TileConfig(block_m, block_n, chunk, warps, stages, bool(specialized), below)
+    row_reduce = ROW_REDUCES[int(tensors["row_reduce"][bucket, layer])]
+    return LayerConfig(heads, tile, row_reduce, int(tensors["grain"][bucket, layer]))

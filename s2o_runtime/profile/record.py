@@ -1,0 +1,305 @@
+"""The record of a profile: how it was made, what was predicted of it and what was proven.
+
+The calibrator writes it. The runtime reads two things of it, for the drift check: the budget, and the limits in the
+held-out proof. `s2o-profile` and the commands that change a profile read the rest.
+
+Each part of the record is a frozen dataclass below `Part`, which has the one reader and the one writer. The reader
+follows three rules, because a record may come from an older version, from a newer one, or from somebody else:
+
+- Every field is optional. A field that the file does not have is None.
+- A value that does not have its field's type counts as missing. A list has its type only if all its entries do.
+- A field that this version does not know, and a value that counts as missing, is kept in `extra` and written back as
+  it was. So reading and writing a record changes nothing in it.
+
+The metadata of the fields (`unit`, `meaning`) is what docs/profile-format.md is generated from.
+"""
+
+# ruff: noqa: RUF009 -- what `_recorded` returns is a field of dataclasses
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from collections.abc import Mapping as AbstractMapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+BudgetKind = Literal["mse", "rel_mse"]
+BudgetScope = Literal["layer", "model"]
+BUDGET_KINDS: tuple[BudgetKind, ...] = get_args(BudgetKind)
+BUDGET_SCOPES: tuple[BudgetScope, ...] = get_args(BudgetScope)
+
+AnyPart = TypeVar("AnyPart", bound="Part")
+
+
+class FieldFormat(NamedTuple):
+    """How one field of a part stands in the file.
+
+    key: its name in the JSON object; name: its name in Python; type: what the reader accepts, without `None`.
+    unit, meaning: for the documentation.
+    """
+
+    key: str
+    name: str
+    type: Any
+    unit: str
+    meaning: str
+
+
+def _recorded(meaning: str, unit: str = "", key: str = "") -> Any:
+    """An optional field of a part. `key` is its name in the file where that is no Python name."""
+    return field(default=None, metadata={"meaning": meaning, "unit": unit, "key": key})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A JSON object of the record.
+
+    extra: what the file has in this object and the reader does not understand, by key.
+    """
+
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def formats(cls) -> tuple[FieldFormat, ...]:
+        """The fields of this part as they stand in the file, without `extra`."""
+        if cls not in _FORMATS:
+            types_of = get_type_hints(cls)
+            _FORMATS[cls] = tuple(
+                FieldFormat(
+                    one.metadata["key"] or one.name,
+                    one.name,
+                    get_args(types_of[one.name])[0],  # of X | None
+                    one.metadata["unit"],
+                    one.metadata["meaning"],
+                )
+                for one in fields(cls)
+                if one.metadata
+            )
+        return _FORMATS[cls]
+
+    @classmethod
+    def from_json(cls: type[AnyPart], document: Mapping[str, Any]) -> AnyPart:
+        """Read a part.
+
+        Args:
+            document: a JSON object; it is not changed. What is missing, unknown or of another type is no error: see
+                the rules at the top of this file.
+        """
+        extra, values = dict(document), dict[str, Any]()
+        for recorded in cls.formats():
+            if recorded.key in extra:
+                try:
+                    values[recorded.name] = _read(recorded.type, extra[recorded.key])
+                except TypeError:
+                    continue
+                del extra[recorded.key]
+        return cls(**values, extra=extra)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object that `from_json` reads as an equal part. Fields that are None are left out."""
+        values = ((recorded.key, getattr(self, recorded.name)) for recorded in self.formats())
+        return {**self.extra, **{key: _written(value) for key, value in values if value is not None}}
+
+
+_FORMATS: dict[type[Part], tuple[FieldFormat, ...]] = {}  # resolving the types takes long beside reading a part
+
+
+def _read(expected: Any, value: Any) -> Any:
+    """A JSON value as the type of its field. Raises TypeError if it has another one."""
+    origin, arguments = get_origin(expected), get_args(expected)
+    if origin in (Union, types.UnionType):
+        return None if value is None else _read(arguments[0], value)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        entries = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        if len(entries) == len(value):
+            return tuple(_read(entry, item) for entry, item in zip(entries, value, strict=True))
+    elif origin is AbstractMapping and isinstance(value, Mapping):
+        return {key: _read(arguments[1], item) for key, item in value.items()}
+    elif expected is Any or (origin is Literal and value in arguments):
+        return value
+    elif isinstance(expected, type) and issubclass(expected, Part) and isinstance(value, Mapping):
+        return expected.from_json(value)
+    elif type(value) is expected or (expected is float and type(value) is int):
+        return value
+    raise TypeError(f"{type(value).__name__} instead of {expected}")
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, Part):
+        return value.to_json()
+    if isinstance(value, tuple):
+        return [_written(item) for item in value]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedBudget(Part):
+    """The error that the calibration was allowed."""
+
+    kind: BudgetKind | None = _recorded("`mse` or `rel_mse`: the unit of `value` and of every `limit`")
+    value: float | None = _recorded("the error allowed", "its kind")
+    scope: BudgetScope | None = _recorded("`layer`: of every layer; `model`: of the mean over layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptHash(Part):
+    """One prompt that took part."""
+
+    length: int | None = _recorded("of the prompt", "tokens")
+    sha256: str | None = _recorded("over its token ids as int64, little-endian")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptHashes(Part):
+    """The prompts that took part (`calibrate.prompts.prompts.PromptSet`)."""
+
+    calibration: tuple[PromptHash, ...] | None = _recorded("the prompts that were calibrated on")
+    held_out: tuple[PromptHash, ...] | None = _recorded("the prompts that were proven on")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedLayer(Part):
+    """What the curves say of one layer as it was chosen."""
+
+    mse: float | None = _recorded("mean over heads, of the mean over prompts plus one deviation", "output squared")
+    density: float | None = _recorded("mean over heads", "share")
+    cost: float | None = _recorded("density and ranking", "dense attention's time")
+    seconds: float | None = _recorded(
+        "attention as timed by the search; on a GPU only, and only where it was not tightened afterwards", "seconds"
+    )
+    dense_seconds: float | None = _recorded("dense attention, timed in turns with it", "seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedLength(Part):
+    """What the curves say of one calibrated length."""
+
+    length: int | None = _recorded("of the prompts", "tokens")
+    layers: tuple[PredictedLayer, ...] | None = _recorded("one entry for each layer, in their order")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProvenLayer(Part):
+    """What held-out prompts say of one layer."""
+
+    mse: float | None = _recorded("mean over the held-out prompts", "output squared")
+    rel_mse: float | None = _recorded("the same over the dense output's mean square")
+    density: float | None = _recorded("mean over heads and held-out prompts", "share")
+    worst: float | None = _recorded(
+        "the 0.99 quantile over row tiles of the largest error of a row over its norm; squared before schema 4"
+    )
+    limit: float | None = _recorded("the error the layer may have", "the budget's kind")
+    tightened: int | None = _recorded("how often the layer was tightened at this length because it was over its limit")
+    first_error: float | None = _recorded("the error before the layer was tightened", "the budget's kind")
+
+    def error(self, kind: BudgetKind) -> float | None:
+        """The error in a budget's unit."""
+        return self.rel_mse if kind == "rel_mse" else self.mse
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProvenLength(Part):
+    """What held-out prompts say of one length."""
+
+    length: int | None = _recorded("of the prompts", "tokens")
+    calibrated: bool | None = _recorded("false for a length that was only checked")
+    kl: float | None = _recorded("mean over positions of KL(dense, patched) of the next token", "nats")
+    top1: float | None = _recorded("of positions where both find the same token most likely", "share")
+    needles: tuple[int, int] | None = _recorded(
+        "needles the patched model finds among those the dense one finds, and how many that are; absent if the prompts "
+        "ask for none"
+    )
+    prefill_seconds: float | None = _recorded("all decoder layers on the first prompt; on a GPU only", "seconds")
+    dense_prefill_seconds: float | None = _recorded("the dense model's", "seconds")
+    layers: tuple[ProvenLayer, ...] | None = _recorded("one entry for each layer, in their order")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetiledLayers(Part):
+    """Layers alike in shape and density, which were timed as one."""
+
+    timed_at: int | None = _recorded("the length at which they were timed", "tokens")
+    layers: tuple[tuple[int, int], ...] | None = _recorded("pairs of length and layer")
+    density: float | None = _recorded("of the synthetic inputs", "share")
+    tile: str | None = _recorded("the fastest tile; absent if none fits")
+    seconds: float | None = _recorded("attention with that tile; absent if none fits", "seconds")
+    dense_seconds: float | None = _recorded("dense attention; absent if none fits", "seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retiling(Part):
+    """How the profile got the tiles of another GPU than it was made on."""
+
+    made_on: str | None = _recorded(
+        "the device the profile was made on; errors, densities and times elsewhere in the record are of it", key="from"
+    )
+    tuned_for: str | None = _recorded("the device its tiles are for", key="to")
+    versions: Mapping[str, str] | None = _recorded("as `record.versions`, of the tuning")
+    dense_layers: int | None = _recorded(
+        "layers of all lengths that became dense, because no tile beats dense attention there"
+    )
+    note: str | None = _recorded("this, as a sentence")
+    timed: tuple[RetiledLayers, ...] | None = _recorded(
+        "one entry for all layers alike in shape and density", key="kinds"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(Part):
+    """How a profile was made and what was shown of it.
+
+    `recipe` is the calibrator's settings, by the names of its options: `calibrate.recipe.Recipe` writes and reads it.
+    """
+
+    budget: RecordedBudget | None = _recorded("the error that the calibration was allowed")
+    objective: str | None = _recorded("`latency` (measured on a GPU) or `predicted latency`")
+    proof: str | None = _recorded(
+        "`held out`: within the budget on held-out prompts. `failed`: not, written all the same "
+        "(`--allow-regression`). `none`: predicted for another budget. `held out on <device>`: proven there, then "
+        "given the tiles of another GPU"
+    )
+    problems: tuple[str, ...] | None = _recorded("one sentence for each thing that was not proven")
+    versions: Mapping[str, str] | None = _recorded("the versions of the software that took part, by name")
+    data: PromptHashes | None = _recorded("the prompts that took part")
+    recipe: Mapping[str, Any] | None = _recorded("the settings that decided, below")
+    predicted: tuple[PredictedLength, ...] | None = _recorded("what the curves say, at each calibrated length")
+    held_out: tuple[ProvenLength, ...] | None = _recorded(
+        "the proof, at each calibrated and checked length; empty for a profile that is only predicted"
+    )
+    retiled: Retiling | None = _recorded("only in a profile that was given the tiles of another GPU")
+
+    def predicted_at(self, length: int) -> PredictedLength | None:
+        """What the curves say of a calibrated length; None if nothing is recorded."""
+        return next((entry for entry in self.predicted or () if entry.length == length), None)
+
+    def proven_at(self, length: int) -> ProvenLength | None:
+        """What was proven of a length; None if nothing is recorded."""
+        return next((entry for entry in self.held_out or () if entry.length == length), None)
+
+    def limits(self, layer: int) -> dict[int, float]:
+        """The error a layer may have, in the budget's unit, by each length in tokens at which the proof gives one."""
+        limits: dict[int, float] = {}
+        for proven in self.held_out or ():
+            for proof in (proven.layers or ())[layer : layer + 1]:
+                if proven.length is not None and proof.limit is not None:
+                    limits[proven.length] = proof.limit
+        return limits
+
+    def densities(self, length: int, layers: int) -> tuple[str | None, list[float]]:
+        """Each layer's density at a length, and where it is from.
+
+        Args:
+            length: in tokens.
+            layers: how many the model has.
+
+        Returns:
+            "held out" or "predicted", and the density (a share) of every layer; None and an empty list where the
+            record does not give all of them.
+        """
+        sources = (("held out", self.proven_at(length)), ("predicted", self.predicted_at(length)))
+        for source, entry in sources:
+            if entry is not None:
+                densities = [layer.density for layer in entry.layers or () if layer.density is not None]
+                if len(densities) == layers:
+                    return source, densities
+        return None, []

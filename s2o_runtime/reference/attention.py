@@ -1,0 +1,294 @@
+"""S2O attention in plain torch: Algorithms 2 and 3 of the paper, made definite; Algorithm 1 is in `ranking.py`.
+
+This is the oracle that the kernels are tested against, and the backend on a CPU. It works in float64 for float64
+inputs and in float32 otherwise, for any length, and never imports the kernels. The row tiles of a segment
+share one order, so they are computed together: `T` is the number of row tiles of a segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.reference.ranking import RankedPrefix, part_means, rank
+from s2o_runtime.shapes import call_shape, check_heads, window_start
+
+DENSE_ROWS = 512  # rows of a dense head computed together; bounds memory, changes nothing
+
+
+RankedPrefixOf = Callable[[int, int, int], RankedPrefix]
+
+
+class Attended(NamedTuple):
+    """The result of the reference.
+
+    Attributes:
+        out: [B, Hq, Lq, D] in the type of q; rows before `kv_start` are zero.
+        visited: int32 [B, Hq, row tiles], the prefix keys that each row tile computed.
+        lse: float32 (float64 for float64) [B, Hq, Lq], the log-sum-exp of the scores of a row, computed and estimated;
+            -inf before `kv_start`.
+    """
+
+    out: Tensor
+    visited: Tensor
+    lse: Tensor
+
+
+class State(NamedTuple):
+    """The online softmax of T row tiles.
+
+    Attributes:
+        m: [T, BM], the running maximum.
+        l: [T, BM], the sum of the weights.
+        acc: [T, BM, D], the sum of weights times values.
+    """
+
+    m: Tensor
+    l: Tensor
+    acc: Tensor
+
+    def output(self) -> Tensor:
+        """[T, BM, D]; rows that saw no key are zero."""
+        return torch.where(self.l[..., None] > 0, self.acc / self.l[..., None], 0.0)
+
+    def at(self, tiles: Tensor) -> State:
+        """The state of some row tiles."""
+        return State(self.m[tiles], self.l[tiles], self.acc[tiles])
+
+
+class _Head(NamedTuple):
+    """One query head of one sequence."""
+
+    q: Tensor  # [Lq, D], scaled
+    k: Tensor  # [Lk, D]
+    v: Tensor  # [Lk, D]
+    head: HeadConfig
+    config: LayerConfig
+    start: int  # the first key that counts
+    paper_literal: bool
+    ranking_of: Callable[[int], RankedPrefix] | None
+
+
+def s2o_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: LayerConfig,
+    *,
+    scale: float | None = None,
+    kv_start: Tensor | None = None,
+    paper_literal: bool = False,
+    ranking_of: RankedPrefixOf | None = None,
+) -> Attended:
+    """S2O attention as the paper and DESIGN.md define it, without any regard to speed.
+
+    Args:
+        q: [B, Hq, Lq, D], any floating type; k, v: [B, Hkv, Lk, D], like it. Query i stands at position Lk - Lq + i.
+        config: one `HeadConfig` for each query head; heads of baselines are left out, their rows are zero.
+        scale: multiplies the scores; D ** -0.5 by default.
+        kv_start: int32 or int64 [B], the first key of each sequence that counts.
+        paper_literal: do what the paper's pseudocode does and the product does not: permute queries inside their
+            segment by their score with the mean key of segment 0, check after every tile, and throw away the tile
+            that stops the visit.
+        ranking_of: rankings to follow instead of Algorithm 1's; called with sequence, query head and segment.
+
+    Raises:
+        InputError: the tensors do not fit one another or the config.
+        ConfigError: the config is illegal.
+
+    Source: Algorithms 1, 2 and 3.
+    """
+    shape = call_shape(q, k, v, kv_start)
+    check_heads(config.validate(), shape)
+    scale = shape.head_dim**-0.5 if scale is None else scale
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    starts = [0] * shape.batch if kv_start is None else kv_start.tolist()
+    out = torch.zeros_like(q)
+    row_tiles = shape.row_tiles(config.tile.block_m)
+    visited = torch.zeros(shape.batch, shape.query_heads, row_tiles, dtype=torch.int32, device=q.device)
+    lse = torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
+    for b in range(shape.batch):
+        for h, head in enumerate(config.heads):
+            if head.mode == "baseline":
+                continue
+            keys, values = k[b, h // shape.group].to(dtype), v[b, h // shape.group].to(dtype)
+            rows = q[b, h].to(dtype) * scale
+            rankings = None if ranking_of is None else partial(ranking_of, b, h)
+            out[b, h], visited[b, h], lse[b, h] = _one_head(
+                _Head(rows, keys, values, head, config, starts[b], paper_literal, rankings)
+            )
+    return Attended(out, visited, lse)
+
+
+def _one_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
+    """The output [Lq, D], the visited keys [row tiles] and the log-sum-exps [Lq] of one head."""
+    q, k, v, head, config, start, paper_literal, ranking_of = inputs
+    tile, offset = config.tile, len(k) - len(q)
+    out = torch.zeros_like(q)
+    visited = torch.zeros(-(-len(q) // tile.block_m), dtype=torch.int32, device=q.device)
+    lse = q.new_full((len(q),), float("-inf"))
+    segment = DENSE_ROWS if head.mode == "dense" else head.segment
+    guide = k[start : start + segment].mean(0)
+    for begin in range(0, len(q), segment):
+        end = min(begin + segment, len(q))
+        if offset + end <= start:
+            continue  # padding only
+        first = int(window_start(torch.tensor(begin + offset), torch.tensor(start), head, tile))
+        rows = torch.arange(begin, end, device=q.device)
+        if paper_literal:
+            rows = rows[query_order(q[begin:end], guide)]
+        tiles = _row_tiles(rows, tile.block_m)
+        real = (tiles >= 0) & (tiles + offset >= start)
+        position = torch.where(real, tiles + offset, -1)
+        queries = q[tiles.clamp_min(0)]
+        last = offset + end
+        state = dense_window(queries, k[first:last], v[first:last], position - first)
+        if first > start:
+            if ranking_of is None:
+                parts = part_means(q[begin:end], segment // head.representatives, offset + begin, start)
+                ranking = rank(parts, k[start:first], v[start:first], config.grain, start)
+            else:
+                ranking = ranking_of(begin // segment)
+            state, keys_visited = _gathered_prefix(inputs, queries, state, ranking, real)
+            visited[begin // tile.block_m : begin // tile.block_m + len(tiles)] = keys_visited.int()
+        out[tiles[real]] = state.output()[real]
+        lse[tiles[real]] = (state.m + state.l.log())[real]
+    return out, visited, lse
+
+
+def _row_tiles(rows: Tensor, block_m: int) -> Tensor:
+    """Rows of a segment cut into tiles [T, BM], the last one filled with -1."""
+    padding = -len(rows) % block_m
+    return torch.nn.functional.pad(rows, (0, padding), value=-1).view(-1, block_m)
+
+
+def query_order(q: Tensor, guide: Tensor) -> Tensor:
+    """Algorithm 1, lines 12-13: a segment's queries [S, D] by their score with the guide key [D], best first."""
+    return (q @ guide).argsort(descending=True, stable=True)
+
+
+def dense_window(q: Tensor, k: Tensor, v: Tensor, last_key: Tensor) -> State:
+    """Algorithm 2: causal attention inside a segment.
+
+    Args:
+        q: [T, BM, D], scaled.
+        k, v: [W, D] or [T, W, D], the keys of the window.
+        last_key: integers [T, BM], the last key of the window that a row may see; negative for none.
+    """
+    scores = q @ k.mT
+    hidden = torch.arange(k.shape[-2], device=k.device) > last_key[..., None]
+    scores = scores.masked_fill(hidden, float("-inf"))
+    m = scores.amax(-1)
+    weights = torch.where(hidden, 0.0, (scores - m[..., None]).exp())
+    return State(m, weights.sum(-1), weights @ v)
+
+
+def absorb(state: State, q: Tensor, k: Tensor, v: Tensor) -> State:
+    """Add keys [N, D] that every row may see to the online softmax (Algorithm 3, line 11)."""
+    scores = q @ k.T
+    m = torch.maximum(state.m, scores.amax(-1))
+    weights = (scores - m[..., None]).exp()
+    decay = (state.m - m).exp()
+    return State(m, state.l * decay + weights.sum(-1), state.acc * decay[..., None] + weights @ v)
+
+
+def _gathered_prefix(
+    inputs: _Head, queries: Tensor, state: State, ranking: RankedPrefix, real: Tensor
+) -> tuple[State, Tensor]:
+    """Algorithm 3: visit the prefix in order and stop when a chunk's gain is small.
+
+    Args:
+        queries: [T, BM, D], scaled.
+        state: after the window.
+        real: bool [T, BM], rows that count.
+
+    Returns:
+        The state, with the tail if the head has one, and the keys that each row tile visited, int64 [T].
+    """
+    _, k, v, head, config, _, paper_literal, _ = inputs
+    order = ranking.order
+    running = real.any(-1).nonzero()[:, 0]
+    visited = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
+    result = State(*(part.clone() for part in state))
+    stride = config.tile.block_n if paper_literal else config.tile.stride
+    for begin in range(0, len(order), stride):
+        if not len(running):
+            break
+        end = min(begin + stride, len(order))
+        before = result.at(running)
+        keys = order[begin:end]
+        after = absorb(before, queries[running], k[keys], v[keys])
+        gain = tile_gain(row_gain(before, after), real[running], config)
+        stop = stops(gain, begin, end, len(order), head, config.tile)
+        kept = ~stop if paper_literal else torch.ones_like(stop)
+        if head.tail and not paper_literal:
+            estimated = with_tail(before, after, ranking, begin, end)
+            after = State(*(torch.where(_like(stop, new), new, old) for old, new in zip(after, estimated, strict=True)))
+        for part, new in zip(result, after, strict=True):
+            part[running[kept]] = new[kept]
+        visited[running] += end - begin
+        running = running[~stop]
+    return result, visited
+
+
+def with_tail(before: State, after: State, ranking: RankedPrefix, begin: int, end: int) -> State:
+    """Add an estimate of what the keys behind the visited ones would bring (docs/method.md).
+
+    The ranking's weights give the ratio of the rest to the last chunk, and the mean value of the rest; the row itself
+    gives what the chunk added to l. A key of the rest counts at most as much as a key of the chunk did on average.
+
+    Args:
+        before, after: the states before and after the last chunk.
+        begin, end: the chunk, as a range of the order.
+    """
+    mass, values = ranking.rest(end)
+    chunk = ranking.rest(begin)[0] - mass
+    most = (len(ranking.order) - end) / (end - begin)
+    times = torch.where(chunk * most > mass, mass / chunk, most)
+    brought = after.l - before.l * (before.m - after.m).exp()
+    added = torch.where(mass > 0, times, 0.0) * brought
+    mean = values / torch.where(mass > 0, mass, 1.0)
+    return State(after.m, after.l + added, after.acc + added[..., None] * mean)
+
+
+def _like(flags: Tensor, part: Tensor) -> Tensor:
+    return flags.view(-1, *[1] * (part.ndim - 1))
+
+
+def row_gain(before: State, after: State) -> Tensor:
+    """What the keys between two states added to l, relative to l: [T, BM] (Algorithm 3, line 13)."""
+    old = before.l * (before.m - after.m).exp()
+    return (after.l - old) / old
+
+
+def tile_gain(gain: Tensor, real: Tensor, config: LayerConfig) -> Tensor:
+    """One number for each row tile [T] from its rows' gains [T, BM]."""
+    if config.row_reduce == "max":
+        return torch.where(real, gain, 0.0).amax(-1)
+    return torch.where(real, gain, 0.0).sum(-1) / real.sum(-1)
+
+
+def stops(gain: Tensor, begin: int, end: int, prefix: int, head: HeadConfig, tile: TileConfig) -> Tensor:
+    """Whether row tiles stop at the end of a chunk (Algorithm 3, line 14, with the threshold of the head's stop rule).
+
+    Args:
+        gain: [T], what the chunk added to the softmax denominator of each row tile, relative to it.
+        begin, end: the chunk's keys, as indices into the order.
+        prefix: keys of the whole order.
+
+    Returns:
+        bool [T].
+    """
+    tiles = (end - begin) / tile.block_n
+    match head.stop_rule:
+        case StopRule.REST:
+            return gain * (prefix - end) < head.tau * (end - begin)
+        case StopRule.SHARE:
+            return gain < tiles * (head.tau * tile.block_n / prefix)
+        case StopRule.PAPER:
+            return gain < tiles * head.tau

@@ -1,0 +1,108 @@
+"""Algorithm 1 in plain torch: the order in which a segment visits its prefix, and estimates of what it leaves out.
+
+The paper ranks keys by their score with the mean query of the segment. Here the segment may be cut into parts whose
+mean queries each rank the keys, adjacent keys may be ranked together, and the ranking's weights estimate what the keys
+that are not visited would add (docs/method.md). With one representative and a grain of 1 the order is the paper's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RankedPrefix(NamedTuple):
+    """The order in which a segment visits its prefix of P keys, in steps of `grain` adjacent keys.
+
+    Attributes:
+        order: int64 [P], key positions, most important first.
+        mass: [P / grain + 1], the sum of the ranking's weights over the keys after the first n steps of the order, in
+            any unit; the last entry is 0.
+        values: [P / grain + 1, D], the same sum of weights times values.
+        grain: keys of a step.
+    """
+
+    order: Tensor
+    mass: Tensor
+    values: Tensor
+    grain: int
+
+    def rest(self, keys: int) -> tuple[Tensor, Tensor]:
+        """Mass [] and weighted values [D] of the keys after the first `keys` of the order."""
+        return self.mass[keys // self.grain], self.values[keys // self.grain]
+
+
+def part_means(q: Tensor, part: int, first_position: int = 0, start: int = 0) -> Tensor:
+    """The representatives of a segment: the mean queries of its parts, without the queries in the padding.
+
+    Args:
+        q: [..., S, D], the segment's queries; the last part may be shorter than the others.
+        part: queries of a part.
+        first_position: the position of the first query.
+        start: the first key that counts; queries before it are padding.
+
+    Returns:
+        [..., R, D]; parts that are all padding are left out.
+
+    Source: Algorithm 1, line 7, for one part.
+    """
+    means = []
+    for begin in range(0, q.shape[-2], part):
+        rows = q[..., max(begin, start - first_position) : begin + part, :]
+        if rows.shape[-2]:
+            means.append(rows.mean(-2))
+    return torch.stack(means, -2)
+
+
+def log_weights(representatives: Tensor, k: Tensor, grain: int = 1) -> Tensor:
+    """The logarithm of the weight of each step of `grain` adjacent keys.
+
+    Each representative gives a softmax over the prefix. The weight of a key is its largest one, the weight of a step
+    the sum over its keys.
+
+    Args:
+        representatives: [..., R, D], scaled.
+        k: [..., P, D].
+
+    Returns:
+        [..., P / grain].
+    """
+    scores = representatives @ k.transpose(-1, -2)
+    largest = (scores - scores.logsumexp(-1, keepdim=True)).amax(-2)
+    return largest.view(*largest.shape[:-1], -1, grain).logsumexp(-1)
+
+
+def order_of(weights: Tensor, grain: int = 1) -> Tensor:
+    """Algorithm 1, line 19: the keys by falling weight of their step.
+
+    Args:
+        weights: [..., P / grain].
+
+    Returns:
+        int64 [..., P].
+    """
+    steps = weights.argsort(dim=-1, descending=True, stable=True)
+    return (steps[..., None] * grain + torch.arange(grain, device=weights.device)).flatten(-2)
+
+
+def rank(representatives: Tensor, k: Tensor, v: Tensor, grain: int = 1, first: int = 0) -> RankedPrefix:
+    """A segment's ranking of its prefix.
+
+    Args:
+        representatives: [R, D], scaled.
+        k, v: [P, D], the prefix.
+        first: the position of its first key.
+    """
+    weights = log_weights(representatives, k, grain)
+    order = order_of(weights, grain)
+    steps = order[::grain] // grain
+    mass = (weights - weights.amax()).exp()[steps]
+    means = v.view(-1, grain, v.shape[1]).mean(1)[steps]
+    return RankedPrefix(order + first, _suffix_sums(mass), _suffix_sums(mass[:, None] * means), grain)
+
+
+def _suffix_sums(terms: Tensor) -> Tensor:
+    """Sums over the first dimension from each entry to the end, and a last entry of 0: [N + 1, ...]."""
+    return torch.cat([terms.flip(0).cumsum(0).flip(0), torch.zeros_like(terms[:1])])

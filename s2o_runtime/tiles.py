@@ -1,0 +1,235 @@
+"""Tiles: which shapes of work each kernel is compiled for on each GPU, and whether a tile is legal on a GPU.
+
+This is the one place that knows tiles by GPU. `tile_obstacle` decides whether the prefill kernels can run a tile that a
+profile or a user brings; the tables hold the tiles that are worth running, and tests/aot.py compiles every one of them.
+A new tile goes into a table here; a new GPU generation is a new key of every table and of `SHARED_MEMORY`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from s2o_runtime.config import HEAD_DIMS, TileConfig
+from s2o_runtime.errors import InputError
+
+Capability = tuple[int, int]  # CUDA's compute capability: (9, 0) is sm_90
+
+MIN_CAPABILITY: Capability = (8, 0)
+SPECIALIZED_CAPABILITY: Capability = (9, 0)  # wgmma as the specialised kernel issues it exists on sm_90 only
+SPECIALIZED_ROWS, SPECIALIZED_WARPS = 64, 4  # of a row tile; a program computes two
+SPECIALIZED_HEAD_DIM = 128  # the largest whose accumulator fits the consumers' registers
+BLOCK_SPARSE_HEAD_DIMS = (64, 128)
+
+# The most shared memory one block may use, in bytes, by family (CUDA programming guide, table of compute capabilities).
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+
+
+class KernelTile(NamedTuple):
+    """The tile of a baseline's kernel: its rows and keys, and Triton's launch options."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+_Shape = tuple[int, int, int, int, bool]  # block_m, block_n, warps, stages, specialized
+
+# Prefill tiles by family and head dim. wgmma (sm_90) and tcgen05 (sm_100) read operands from shared memory, which
+# leaves registers for larger tiles.
+_PREFILL: dict[int, dict[int, list[_Shape]]] = {
+    80: {
+        64: [(128, 64, 8, 3, False), (128, 64, 8, 2, False), (64, 64, 8, 2, False)],
+        128: [(128, 32, 8, 3, False), (64, 64, 8, 3, False), (64, 32, 8, 3, False)],
+    },
+    89: {
+        64: [(128, 64, 8, 3, False), (128, 64, 8, 2, False), (64, 64, 4, 2, False)],
+        128: [(128, 32, 8, 3, False), (64, 64, 8, 2, False), (64, 32, 8, 3, False)],
+    },
+    90: {
+        64: [(64, 128, 4, 3, True), (64, 128, 4, 4, True), (128, 64, 8, 3, False), (64, 64, 4, 2, False)],
+        128: [(64, 128, 4, 2, True), (128, 64, 8, 3, False), (64, 64, 4, 2, False)],
+        256: [(64, 32, 8, 2, False)],
+    },
+    100: {
+        64: [(128, 32, 8, 3, False), (128, 128, 8, 2, False), (64, 64, 8, 3, False)],
+        128: [(128, 64, 8, 3, False), (128, 32, 8, 3, False), (64, 32, 4, 3, False)],
+        256: [(64, 64, 8, 2, False), (64, 32, 8, 2, False)],
+    },
+    120: {
+        64: [(128, 64, 8, 3, False), (64, 64, 8, 2, False), (64, 64, 4, 2, False)],
+        128: [(128, 32, 8, 3, False), (64, 64, 8, 2, False), (64, 32, 8, 3, False)],
+    },
+}
+
+# Block-sparse tiles by family and head dim, the fastest first. The last one divides every selection's blocks.
+_BLOCK_SPARSE: dict[int, dict[int, tuple[KernelTile, ...]]] = {
+    80: {
+        64: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3)),
+        128: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 3)),
+    },
+    89: {
+        64: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3)),
+        128: (KernelTile(128, 32, 8, 3), KernelTile(64, 64, 8, 2)),
+    },
+    90: {
+        64: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3)),
+        128: (KernelTile(128, 128, 8, 3), KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 2)),
+    },
+    100: {
+        64: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3)),
+        128: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 2)),
+    },
+    120: {
+        64: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3)),
+        128: (KernelTile(128, 32, 8, 3), KernelTile(64, 64, 8, 2)),
+    },
+}
+
+# Tiles of XAttention's scores by family: groups of queries and of keys. They serve any head dim.
+_ANTIDIAGONAL = {
+    80: KernelTile(128, 128, 8, 3),
+    89: KernelTile(128, 128, 8, 3),
+    90: KernelTile(128, 256, 8, 4),
+    100: KernelTile(128, 128, 8, 3),
+    120: KernelTile(128, 128, 8, 3),
+}
+
+
+def sm(capability: Capability) -> str:
+    """The name of a compute capability: "sm_90" for (9, 0)."""
+    return f"sm_{capability[0]}{capability[1]}"
+
+
+def family(capability: Capability) -> int | None:
+    """The key of the tables for a compute capability, such as 90; None where nobody has compiled the kernels."""
+    major, minor = capability
+    if major == 8 and minor:
+        return 89  # sm_86 and sm_87 too
+    number = major * 10
+    return number if number in SHARED_MEMORY and (major != 9 or not minor) else None
+
+
+def families() -> str:
+    """The GPU generations that the kernels are compiled for, as text."""
+    return ", ".join(f"sm_{number}" for number in SHARED_MEMORY)
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The head dim that the prefill kernels run `head_dim` as, filled with zeros.
+
+    Raises:
+        InputError: it is beyond the largest.
+    """
+    for size in HEAD_DIMS:
+        if head_dim <= size:
+            return size
+    raise InputError(f"head_dim {head_dim} is larger than {HEAD_DIMS[-1]}, the largest the kernels support")
+
+
+def tile_obstacle(tile: TileConfig, head_dim: int, capability: Capability) -> str | None:
+    """Why a prefill kernel cannot run a tile on a GPU; None if the tile is legal there.
+
+    Args:
+        tile: valid by itself (`TileConfig.validate`).
+        head_dim: of the model; the kernels fill it up to the next of `HEAD_DIMS`.
+        capability: of the GPU, as `devices.capability` gives it.
+
+    Returns:
+        A clause that names the tile, the head dim or the GPU, without an end: the caller says what happens instead.
+    """
+    if head_dim > HEAD_DIMS[-1]:
+        return f"head_dim {head_dim} is not supported by the kernel (up to {HEAD_DIMS[-1]})"
+    if capability < MIN_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} is older than 8.0"
+    if tile.specialized and capability != SPECIALIZED_CAPABILITY:
+        return f"tile {tile} is for {sm(SPECIALIZED_CAPABILITY)}, this GPU is {sm(capability)}"
+    number, padded = family(capability), padded_head_dim(head_dim)
+    if number is None or padded not in _PREFILL[number]:
+        return f"head_dim {head_dim} has no tile on {sm(capability)}"
+    if tile.specialized:
+        if padded > SPECIALIZED_HEAD_DIM:
+            return f"tile {tile} has no specialised kernel for head_dim {head_dim}"
+        if (tile.block_m, tile.num_warps) != (SPECIALIZED_ROWS, SPECIALIZED_WARPS):
+            return f"tile {tile} has no specialised kernel (block_m {SPECIALIZED_ROWS}, {SPECIALIZED_WARPS} warps)"
+        if tile.block_n < 64 or tile.num_stages < 2:
+            return f"tile {tile} has no specialised kernel (block_n 64 or 128, 2 stages or more)"
+    if (needed := _least_shared_memory(tile, padded)) > SHARED_MEMORY[number]:
+        limit = SHARED_MEMORY[number] >> 10
+        return f"tile {tile} needs {-(-needed >> 10)} KiB of shared memory for head_dim {head_dim}, of {limit}"
+    return None
+
+
+def _least_shared_memory(tile: TileConfig, head_dim: int) -> int:
+    """Bytes of shared memory that a tile needs at least, for 16-bit inputs; a compiler may need some more."""
+    row = 2 * head_dim
+    if tile.specialized:  # the queries of two row tiles, and a ring of keys and of values
+        return (2 * tile.block_m + 2 * tile.num_stages * tile.block_n) * row
+    return max(2 * tile.num_stages - 3, 0) * tile.block_n * row  # tiles of k and v on their way; the oldest is in use
+
+
+@lru_cache(maxsize=64)
+def candidate_tiles(head_dim: int, capability: Capability) -> tuple[TileConfig, ...]:
+    """The prefill tiles worth timing on a GPU; empty where the kernels have none for this head dim.
+
+    They compile for it without spills and fit its shared memory. Each shape comes with three spacings of the check.
+    """
+    number = family(capability)
+    shapes = _PREFILL[number].get(padded_head_dim(head_dim), []) if number is not None else []
+    return tuple(
+        TileConfig(block_m, block_n, stride // block_n, warps, stages, specialized).validate()
+        for block_m, block_n, warps, stages, specialized in shapes
+        for stride in ((512, 1024, 2048) if specialized else (256, 512, 1024))
+    )
+
+
+def default_tile(head_dim: int, capability: Capability) -> TileConfig:
+    """A prefill tile that is safe on every GPU of this capability: the first candidate.
+
+    Raises:
+        InputError: there is none.
+    """
+    tiles = candidate_tiles(head_dim, capability)
+    if not tiles:
+        raise InputError(f"head_dim {head_dim} has no tile on {sm(capability)}: run it dense")
+    return tiles[0]
+
+
+def trace_tile(head_dim: int, capability: Capability, block_m: int, stride: int) -> TileConfig:
+    """The tile of the trace kernel for row tiles of `block_m` and a first spacing of `stride` keys between checks.
+
+    It keeps more in registers than the prefill does, so its tiles of keys are smaller.
+    """
+    wgmma = capability[0] == 9 and head_dim <= 128
+    block_n = 64 if wgmma else 32
+    warps = 4 if wgmma and block_m == 64 else 8
+    stages = 3 if block_m == 128 and head_dim <= 128 else 2
+    return TileConfig(block_m, block_n, stride // block_n, warps, stages).validate()
+
+
+def block_sparse_tile(head_dim: int, capability: Capability, block_m: int, block_n: int) -> KernelTile:
+    """The first tile of the block-sparse kernel that divides blocks of `block_m` rows by `block_n` keys.
+
+    Raises:
+        InputError: there is none for this head dim, GPU or block.
+    """
+    number = family(capability)
+    if number is None or head_dim not in BLOCK_SPARSE_HEAD_DIMS:
+        raise InputError(f"head_dim {head_dim} on {sm(capability)} has no block-sparse tile: run it with the reference")
+    for tile in _BLOCK_SPARSE[number][head_dim]:
+        if block_m % tile.block_m == 0 and block_n % tile.block_n == 0:
+            return tile
+    raise InputError(f"blocks of {block_m} x {block_n} have no block-sparse tile: use multiples of 64")
+
+
+def antidiagonal_tile(capability: Capability) -> KernelTile:
+    """The tile of XAttention's scores, in groups of queries by groups of keys.
+
+    Raises:
+        InputError: nobody has compiled the kernel for such a GPU.
+    """
+    number = family(capability)
+    if number is None:
+        raise InputError(f"{sm(capability)} has no tile for antidiagonal scores: select with plain torch")
+    return _ANTIDIAGONAL[number]

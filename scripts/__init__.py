@@ -1,0 +1,1 @@
+"""What measures, documents and trains; each is run from the repository as `python -m scripts.FOLDER.NAME`."""

@@ -1,0 +1,269 @@
+#!/usr/bin/env python3
+"""S2O attention against cuDNN's dense attention on one device: time, density and error, as tables and JSON.
+
+    python -m scripts.bench.attention [--lengths 8192,32768] [--tile 128x64x4:8:3 ...] [--out FILE.json]
+
+For every length and tile, tau is bisected until S2O computes the wanted share of the causal pairs: for each head by
+itself in S2O as it is calibrated, for all heads together in S2O as published. All times of a table come from one run
+on the same tensors, taking turns, each with a cold L2. The rate is density x dense time / time: 1 means that a
+computed pair costs what it costs cuDNN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from calibrate.timing import samples
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.config import MAX_TAU, LayerConfig, TileConfig
+from s2o_runtime.devices import identify
+from s2o_runtime.errors import ConfigError
+from s2o_runtime.reference.dense import FASTEST_FIRST, dense_attention
+from s2o_runtime.tiles import default_tile
+from scripts.bench.calls import Job, bisect, kernel_parts, published_config, with_taus
+from scripts.bench.common import (
+    Parser,
+    add_device,
+    bench_parser,
+    check_device,
+    check_least,
+    check_lengths,
+    checked,
+    float_list,
+    int_list,
+    machine,
+    print_table,
+    run_command,
+    spread,
+)
+from scripts.bench.inputs import Inputs, model_qkv, random_qkv, rel_mse, repeated_qkv
+from scripts.bench.schema import (
+    PUBLISHED,
+    AttentionEntry,
+    AttentionFile,
+    AttentionRow,
+    DenseTime,
+    RankTime,
+    Spread,
+    write,
+)
+
+NAME = "scripts.bench.attention"
+S2O = "S2O"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One row of a table: a form of S2O (S2O or PUBLISHED), what was aimed at, and the config that comes nearest."""
+
+    form: str
+    target: float | str
+    config: LayerConfig
+
+
+def parser() -> Parser:
+    out, add = bench_parser(NAME, __doc__)
+    add("--lengths", "8192,32768,131072", type=int_list("8192,32768"), metavar="N,N")
+    add("--densities", "0.02,0.05,0.1,0.2,0.5", type=float_list("0.05,0.2"), metavar="X,X")
+    add("--batch", 1, type=int, metavar="N")
+    heads = checked(lambda text: tuple(map(int, text.split("/"))), "32/8")
+    add("--heads", "32/8", "query heads / KV heads", type=heads, metavar="N/N")
+    add("--head-dim", 128, type=int, metavar="N")
+    add("--dtype", "bfloat16", choices=("bfloat16", "float16", "float32"))
+    add("--segment", 1024, "queries that share a ranking", type=int, metavar="N")
+    add("--representatives", 1, "means of so many parts of a segment rank its keys", type=int, metavar="N")
+    add("--grain", 4, "adjacent keys that are ranked and visited together", type=int, metavar="N")
+    out.add_argument("--tail", action="store_true", help="estimate what the skipped keys bring")
+    add("--data", "random", "random, or a model (demo, an alias, a folder) to capture q, k, v of", metavar="NAME")
+    add("--rounds", 7, "turns that are timed, after one that is not", type=int, metavar="N")
+    add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
+    sampled = "query rows, at random over the sequence, where errors against float32 dense attention are measured"
+    add("--error-rows", 256, sampled, type=int, metavar="N")
+    add("--seed", 0, type=int, metavar="N")
+    add_device(add)
+    out.add_argument("--backend", choices=("triton", "reference"), help="default triton on a GPU, reference on a CPU")
+    tile, form = checked(parse_tile, "128x64x4:8:3 or 64x64x4:4:3:ws"), "BMxBNxCHUNK:WARPS:STAGES[:ws]"
+    out.add_argument("--tile", type=tile, action="append", metavar=form, help="repeatable; default by the GPU")
+    add("--out", Path("build/bench_attention.json"), type=Path, metavar="FILE")
+    return out
+
+
+def parse_tile(text: str) -> TileConfig:
+    """A tile in the form BMxBNxCHUNK:WARPS:STAGES[:ws]. Raises ValueError if the text is of another form."""
+    shape, warps, stages, *suffix = text.split(":")
+    if suffix not in ([], ["ws"]):
+        raise ValueError
+    block_m, block_n, chunk = map(int, shape.split("x"))
+    return TileConfig(block_m, block_n, chunk, int(warps), int(stages), specialized=bool(suffix))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    return run_command(NAME, args.out, lambda: measure(args), "shorter --lengths or fewer --heads")
+
+
+@torch.no_grad()
+def measure(args: argparse.Namespace) -> None:
+    """Measure every length and tile, print a table for each, and write what there is so far to --out."""
+    check(args)
+    device = torch.device(args.device)
+    args.backend = args.backend or ("triton" if device.type == "cuda" else "reference")
+    tiles = args.tile or [default_tile(args.head_dim, identify(device).capability)]
+    forms = [never_stopping(args, tile) for tile in tiles]
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "tile")}
+    file = AttentionFile(settings=settings, results=[], cold_l2=device.type == "cuda", **machine(device))
+    for length in args.lengths:
+        inputs = inputs_of(args, length, device)
+        for form in forms:
+            file.results.append(bench(args, inputs, form))
+            print_entry(file.results[-1])
+            write(args.out, file)
+
+
+def never_stopping(args: argparse.Namespace, tile: TileConfig) -> dict[str, LayerConfig]:
+    """Both forms of S2O with a tau of 0, which never stops."""
+    ranking = {name: getattr(args, name) for name in ("segment", "representatives", "grain", "tail")}
+    return {
+        S2O: LayerConfig.uniform(args.heads[0], tile=tile, **ranking),
+        PUBLISHED: published_config(args.heads[0], 0.0, args.segment, tile),
+    }
+
+
+def inputs_of(args: argparse.Namespace, length: int, device: torch.device) -> Inputs:
+    """The q, k, v that --data names."""
+    dtype = getattr(torch, args.dtype)
+    if args.data == "random":
+        size = {"length": length, "batch": args.batch, "heads": args.heads, "head_dim": args.head_dim}
+        qkv = random_qkv(**size, dtype=dtype, seed=args.seed, device=device)
+    else:
+        layers = model_qkv(args.data, length, args.batch, args.seed, device)
+        qkv = repeated_qkv(layers, args.heads, args.head_dim, dtype)
+    return Inputs.of(qkv, args.error_rows, args.seed)
+
+
+def bench(args: argparse.Namespace, inputs: Inputs, never_stop: dict[str, LayerConfig]) -> AttentionEntry:
+    """Dense attention, the rankings, and a row for each form and density, at one length with one tile."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+
+    def density(config: LayerConfig) -> Tensor:
+        return s2o_attention(q, k, v, config, backend=args.backend, return_stats=True).density.cpu()
+
+    def mean_density(config: LayerConfig) -> Tensor:
+        of_heads = density(config)
+        return of_heads.mean().expand_as(of_heads)
+
+    points: dict[str, Point] = {}  # by the name of their job
+    jobs: dict[str, Job] = {"dense": partial(dense_attention, q, k, v)}
+    for form, config in never_stop.items():
+        of_form = points_of(args, form, config, mean_density if form == PUBLISHED else density)
+        named = {f"{form}, {point.target}": point for point in of_form}
+        jobs |= {name: partial(s2o_attention, q, k, v, p.config, backend=args.backend) for name, p in named.items()}
+        if args.backend == "triton":
+            jobs[f"{form}, rank"], prefills = kernel_parts(q, k, v, [point.config for point in of_form])
+            jobs |= {f"{name}, prefill": prefill for name, prefill in zip(named, prefills, strict=True)}
+        points |= named
+    seconds = {name: spread(times) for name, times in samples(jobs, q.device, args.rounds).items()}
+
+    def row(name: str, point: Point) -> AttentionRow:
+        of_heads, prefill = density(point.config), seconds.get(f"{name}, prefill")
+        mean = float(of_heads.mean())
+        work = mean * seconds["dense"].median
+        return AttentionRow(
+            target=point.target,
+            density=mean,
+            seconds=seconds[name],
+            prefill_seconds=prefill,
+            rate=work / seconds[name].median,
+            prefill_rate=work / prefill.median if prefill else None,
+            rel_mse=rel_mse(jobs[name]()[:, :, inputs.rows], inputs.exact),
+            density_of_heads=of_heads.tolist(),
+            tau_of_heads=[head.tau for head in point.config.heads],
+            form=point.form,
+        )
+
+    def rank(form: str) -> RankTime | None:
+        time = seconds.get(f"{form}, rank")
+        return RankTime(time, time.median / seconds["dense"].median) if time else None
+
+    tile = never_stop[S2O].tile
+    error = rel_mse(jobs["dense"]()[:, :, inputs.rows], inputs.exact)
+    return AttentionEntry(
+        length=q.shape[2],
+        tile=asdict(tile),
+        tile_name=str(tile),
+        dense=DenseTime(dense_backend(q, k, v), seconds["dense"], error),
+        rank=rank(S2O),
+        published_rank=rank(PUBLISHED),
+        rows=[row(name, point) for name, point in points.items()],
+    )
+
+
+def points_of(
+    args: argparse.Namespace, form: str, never_stop: LayerConfig, density: Callable[[LayerConfig], Tensor]
+) -> list[Point]:
+    """The rows of one form: without a stop, at every density that can be reached, else as low as can be."""
+    lowest = with_taus(never_stop, [MAX_TAU] * never_stop.num_heads)
+    floor = float(density(lowest).mean())
+    points = [Point(form, "never stop", never_stop)]
+    for target in sorted(args.densities, reverse=True):
+        if target > floor:
+            points.append(Point(form, target, bisect(never_stop, target, args.steps, density)))
+    if min(args.densities) <= floor:
+        points.append(Point(form, "lowest", lowest))
+    return points
+
+
+def dense_backend(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The SDPA backend that `dense_attention` runs on."""
+    with sdpa_kernel(FASTEST_FIRST, set_priority=True):
+        choice = torch._fused_sdp_choice(q, k, v, None, 0.0, True, scale=None, enable_gqa=q.shape[1] != k.shape[1])
+    return str(SDPBackend(choice).name)
+
+
+def print_entry(entry: AttentionEntry) -> None:
+    """One length and tile."""
+    dense = entry.dense
+    title = f"{entry.length} tokens, tile {entry.tile_name}: {dense.backend} {_ms(dense.seconds)} ms, "
+    title += f"rel_mse {dense.rel_mse:.1e}"
+    for form, rank in ((S2O, entry.rank), (PUBLISHED, entry.published_rank)):
+        if rank:
+            title += f"\n{form}: ranking {_ms(rank.seconds)} ms, {rank.share_of_dense:.1%} of dense"
+    names = "form", "target", "density", "tau", "ms (p25-p75)", "vs dense", "rate", "without ranking", "rate", "rel_mse"
+    lines = []
+    for row in entry.rows:
+        taus = row.tau_of_heads
+        alone = (_ms(row.prefill_seconds), f"{row.prefill_rate:.2f}") if row.prefill_seconds else ("-", "-")
+        lines.append((
+            row.form, str(row.target), f"{row.density:.3f}", f"{min(taus):.2g} .. {max(taus):.2g}", _ms(row.seconds),
+            f"{dense.seconds.median / row.seconds.median:.2f}x", f"{row.rate:.2f}", *alone, f"{row.rel_mse:.1e}",
+        ))  # fmt: skip
+    print_table(title, names, lines)
+
+
+def _ms(seconds: Spread) -> str:
+    return f"{1e3 * seconds.median:.3f} ({1e3 * seconds.p25:.3f}-{1e3 * seconds.p75:.3f})"
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ConfigError if an option is out of range."""
+    check_device(args)
+    check_least(args, 1, "batch", "head_dim", "rounds", "steps", "error_rows")
+    if len(args.heads) != 2 or min(args.heads) < 1 or args.heads[0] % args.heads[1]:
+        raise ConfigError(f"--heads {args.heads} are not query heads and KV heads, the first a multiple: try 32/8")
+    check_lengths(args, args.segment + 1)
+    for density in args.densities:
+        if not 0 < density < 1:
+            raise ConfigError(f"density {density:g} is out of range: use shares above 0 and below 1")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""What is timed: configurations that reach a density, S2O as published, its kernels taken apart, FlashAttention-2."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.devices import identify
+from s2o_runtime.shapes import call_shape
+from s2o_runtime.tiles import default_tile
+
+if TYPE_CHECKING:
+    from s2o_runtime.kernels.rank.order import Ranked
+    from s2o_runtime.kernels.tail import Tail
+
+LOG2_TAU = (-30.0, 19.9)  # where tau is searched, up to MAX_TAU: the most peaked heads need the low end
+CPU_TILE = TileConfig(64, 64, 4)
+
+Job = Callable[[], Any]
+
+
+def published_config(heads: int, tau: float, segment: int, tile: TileConfig) -> LayerConfig:
+    """S2O as published: Algorithms 1 to 3 of the paper, with one tau for all heads.
+
+    One representative ranks single keys, nothing estimates the tail, the gain itself is compared with tau, and the
+    largest gain of a tile's rows decides. The stop is checked once a chunk of the tile.
+    """
+    return LayerConfig.uniform(heads, tau=tau, segment=segment, stop_rule="paper", row_reduce="max", tile=tile)
+
+
+def device_tile(q: Tensor) -> TileConfig:
+    """The default tile of the GPU that holds q [B, Hq, L, D]; on a CPU one whose rows divide every segment."""
+    return default_tile(q.shape[3], identify(q.device).capability) if q.is_cuda else CPU_TILE
+
+
+def with_taus(config: LayerConfig, taus: list[float]) -> LayerConfig:
+    """The config with these taus, one for each head."""
+    return replace(config, heads=tuple(replace(head, tau=tau) for head, tau in zip(config.heads, taus, strict=True)))
+
+
+def bisect(config: LayerConfig, target: float, steps: int, density: Callable[[LayerConfig], Tensor]) -> LayerConfig:
+    """The config with the taus that bring each head's density nearest to `target`, all heads at once.
+
+    Args:
+        config: its taus are replaced.
+        target: the wanted share of the causal pairs.
+        steps: of the bisection.
+        density: measures the density of every head [Hq] under a config. If it gives all heads their mean, they all
+            get the same tau.
+    """
+    low, high = (torch.full((config.num_heads,), edge, dtype=torch.float64) for edge in LOG2_TAU)
+    nearest, best = torch.full_like(low, float("inf")), low
+    for _ in range(steps):
+        middle = (low + high) / 2
+        reached = density(with_taus(config, middle.exp2().tolist()))
+        distance = (reached / target).log().abs()
+        best, nearest = torch.where(distance < nearest, middle, best), torch.minimum(distance, nearest)
+        low, high = torch.where(reached > target, middle, low), torch.where(reached > target, high, middle)
+    return with_taus(config, best.exp2().tolist())
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Dense causal attention with FlashAttention-2, through SDPA; shapes as in `s2o_attention`."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def kernel_parts(q: Tensor, k: Tensor, v: Tensor, configs: list[LayerConfig]) -> tuple[Job, list[Job]]:
+    """The two parts of `kernels.prefill.s2o_prefill` as jobs: the ranking, and the prefill kernel of each config.
+
+    The configs differ in tau only, which the ranking does not know, so they share one. The ranking job keeps no slice
+    longer than a real call does.
+    """
+    from s2o_runtime.kernels import prefill as kernel
+    from s2o_runtime.kernels.call import Call, head_tables
+
+    shape, scale = call_shape(q, k, v), q.shape[-1] ** -0.5
+    calls = [Call(config, shape, scale, head_tables(config, q.device)) for config in configs]
+    out, visited, _ = kernel.s2o_prefill(q, k, v, calls[0])  # the buffers that every call writes
+    slices = kernel.row_slices(calls[0], kernel.WORKSPACE_BYTES)
+
+    def ranked_slices() -> Iterator[tuple[Ranked, Tail | None]]:
+        return map(kernel.Ranker(q, k, v, calls[0]).rank, slices)
+
+    rankings = list(ranked_slices())
+
+    def prefill(call: Call) -> Tensor:
+        for rows, ranking in zip(slices, rankings, strict=True):
+            kernel.prefill(q, k, v, ranking, out, visited, call, rows)
+        return out
+
+    return lambda: deque(ranked_slices(), maxlen=0), [partial(prefill, call) for call in calls]

@@ -1,0 +1,147 @@
+"""What the benches and studies share on the command line: options, the machine's description, failures."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Column, Table
+
+from calibrate.versions import now
+from s2o_runtime.command_line import BAD_INPUT, OK, Parser
+from s2o_runtime.devices import identify
+from s2o_runtime.errors import ConfigError, S2OError
+from scripts.bench.schema import Spread
+
+__all__ = ["BAD_INPUT", "OK", "Parser"]  # of the commands' own command line
+
+
+def bench_parser(name: str, doc: str | None) -> tuple[Parser, Callable[..., None]]:
+    """A parser, and a function that adds an option to it whose help ends with its default.
+
+    Args:
+        name: the command's module, such as scripts.bench.attention; error messages begin with it.
+        doc: the help's text.
+
+    Returns:
+        The parser, and `add(flag, default, help, **options of add_argument)`.
+    """
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(name, description=doc, formatter_class=raw, epilog="Exit codes: 0 done, 2 bad input.")
+
+    def add(flag: str, default: Any = None, help: str = "", **options: Any) -> None:
+        parser.add_argument(flag, default=default, help=f"{help} (default %(default)s)".strip(), **options)
+
+    return parser, add
+
+
+def add_device(add: Callable[..., None]) -> None:
+    """The option --device."""
+    add("--device", "cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+
+
+def check_device(args: argparse.Namespace) -> None:
+    """Raises ConfigError if --device names a GPU that is not there."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda is not here: use --device cpu")
+
+
+def check_least(args: argparse.Namespace, least: int, *names: str) -> None:
+    """Raises ConfigError if one of these options is below `least`."""
+    for name in names:
+        if getattr(args, name) < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}: use at least {least}")
+
+
+def check_lengths(args: argparse.Namespace, fewest: int) -> None:
+    """Raises ConfigError if the shortest of --lengths has fewer tokens than these, which --segment needs."""
+    if min(args.lengths) < fewest:
+        raise ConfigError(f"length {min(args.lengths)} is too short for --segment {args.segment}: try {fewest}")
+
+
+def checked(parse: Callable[[str], Any], example: str) -> Callable[[str], Any]:
+    """An option's type whose error is one sentence with an example."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not understood: try {example}") from None
+
+    return convert
+
+
+def int_list(example: str) -> Callable[[str], Any]:
+    """An option's type: different integers in ascending order, separated by commas."""
+    return checked(lambda text: tuple(sorted({int(part) for part in text.split(",")})), example)
+
+
+def float_list(example: str) -> Callable[[str], Any]:
+    """An option's type: different numbers in ascending order, separated by commas."""
+    return checked(lambda text: tuple(sorted({float(part) for part in text.split(",")})), example)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """The fields of a `ResultFile`: when, on what and with which versions something is measured."""
+    return {
+        "date": now(),
+        "device": asdict(identify(device)),
+        "versions": {name: str(import_module(name).__version__) for name in ("torch", "triton")},
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+    }
+
+
+def spread(seconds: list[float]) -> Spread:
+    """The quartiles of some times."""
+    quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    return Spread(*torch.tensor(seconds).double().quantile(quartiles).tolist())
+
+
+def print_table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a title and a table whose first column is words."""
+    table = Table(*(Column(name, justify="right" if at else "left", no_wrap=True) for at, name in enumerate(names)))
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 180).print(title, table, sep="\n", highlight=False, soft_wrap=True)
+
+
+def run_command(name: str, out: Path, work: Callable[[], None], smaller: str) -> int:
+    """Do `work`, which writes `out`; print what was written, or a failure as one sentence.
+
+    Args:
+        name: the command's module, with which an error message begins.
+        out: the file that is written.
+        work: does it.
+        smaller: what to use where the GPU's memory runs out.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        if out.is_dir():
+            raise ConfigError(f"--out {out} is a folder: give a file name")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        work()
+    except S2OError as error:
+        problem = str(error)
+    except ModuleNotFoundError as error:
+        problem = f"{error.name} is not installed: run pip install -e '.[calibrate,dev]'"
+    except torch.OutOfMemoryError:
+        problem = f"the GPU's memory is too small for these sizes: use {smaller}"
+    except OSError as error:
+        problem = f"{error.filename} cannot be written ({error.strerror}): give another --out"
+    else:
+        print(f"wrote {out}")
+        return OK
+    print(f"{name}: {problem}", file=sys.stderr)
+    return BAD_INPUT

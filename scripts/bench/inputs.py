@@ -1,0 +1,153 @@
+"""Queries, keys and values to bench on, and exact attention in some of their rows."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from s2o_runtime.errors import ConfigError, InputError
+
+DIRECTIONS = 4  # that the random queries and keys of a KV head share
+SHARPNESS = (6.0, 10.0)  # how strongly the first and the last query head look along them
+WANDER = 2048  # queries after which a head looks along another direction
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One call: q [B, Hq, L, D], k and v [B, Hkv, L, D]; rows: sampled query rows [R]; exact: attention there."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rows: Tensor
+    exact: Tensor
+    layer: int = 0
+
+    @classmethod
+    def of(cls, qkv: QKV, error_rows: int, seed: int, layer: int = 0) -> Inputs:
+        return cls(*qkv, *exact_rows(*qkv, error_rows, seed), layer)
+
+
+def exact_rows(q: Tensor, k: Tensor, v: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Indices [R] of rows, one at random in each of `count` equal parts, and dense attention there in float32."""
+    length, rng = q.shape[2], random.Random(seed)
+    parts = pairwise(sorted({length * part // count for part in range(count + 1)}))
+    rows = torch.tensor([rng.randrange(begin, end) for begin, end in parts], device=q.device)
+    hidden = torch.arange(length, device=q.device) > rows[:, None]
+    exact = torch.empty(*q.shape[:2], len(rows), q.shape[3], device=q.device)
+    for h in range(q.shape[1]):
+        keys, values = (t[:, h // (q.shape[1] // k.shape[1])].float() for t in (k, v))
+        scores = q[:, h, rows].float() * q.shape[3] ** -0.5 @ keys.transpose(1, 2)
+        exact[:, h] = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values
+    return rows, exact
+
+
+def rel_mse(o: Tensor, exact: Tensor) -> float:
+    """mean((o - exact)^2) / mean(exact^2)"""
+    return float((o.float() - exact).square().mean() / exact.square().mean())
+
+
+def random_qkv(
+    *, length: int, batch: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, seed: int,
+    device: torch.device,
+) -> QKV:  # fmt: skip
+    """Random q, k, v: noise, and a few directions per KV head that its keys share and its queries wander among.
+
+    A segment's queries thus agree on which keys matter, weights fall off smoothly, and density is smooth in tau.
+    heads: of queries, and of keys and values.
+    """
+    (query_heads, kv_heads), rng = heads, torch.Generator(device).manual_seed(seed)
+    normal = partial(torch.randn, generator=rng, device=device)
+    q, k, v = (
+        torch.empty(batch, count, length, head_dim, dtype=dtype, device=device)
+        for count in (query_heads, kv_heads, kv_heads)
+    )
+    for b in range(batch):
+        for h, sharpness in enumerate(torch.linspace(*SHARPNESS, query_heads).tolist()):
+            kv, member = divmod(h, query_heads // kv_heads)
+            if member == 0:
+                shared = torch.linalg.qr(normal(head_dim, DIRECTIONS))[0].T
+                along = head_dim**0.25 * normal(length, DIRECTIONS)
+                k[b, kv], v[b, kv] = normal(length, head_dim) + along @ shared, normal(length, head_dim)
+            turns = normal(1, DIRECTIONS, length // WANDER + 2)
+            mix = F.normalize(F.interpolate(turns, length, mode="linear", align_corners=True)[0].T, dim=1)
+            q[b, h] = normal(length, head_dim) + sharpness * mix @ shared
+    return q, k, v
+
+
+def model_qkv(model: str, length: int, batch: int, seed: int, device: torch.device) -> Iterator[QKV]:
+    """q, k, v of every layer of a model that reads prompts calibration has not seen.
+
+    Queries of a model with another scale than head_dim ** -0.5 are multiplied, so that this scale is theirs.
+    Raises ConfigError if the model takes no prompt of this length.
+    """
+    from calibrate.model.capture import layers
+    from calibrate.model.models import load, load_config
+    from calibrate.prompts.prompts import built_in
+
+    limit = int(load_config(model).max_position_embeddings)
+    if length > limit:
+        raise ConfigError(f"length {length} is beyond the model's limit of {limit}: use a shorter one")
+    loaded = load(model, str(device))
+    ids = [prompt.ids for prompt in built_in(loaded.tokenizer, length, batch, seed, held_out=True)]
+    for captured in layers(loaded, ids):
+        prompts = list(captured)
+        q, k, v = (torch.cat([getattr(prompt, name) for prompt in prompts]) for name in "qkv")
+        factor = prompts[0].scale * q.shape[3] ** 0.5
+        yield q if math.isclose(factor, 1.0) else q * factor, k, v
+
+
+def repeated_qkv(layers: Iterator[QKV], heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> QKV:
+    """The heads of a model's layers one after another, repeated where they are too few for one call.
+
+    Raises ConfigError if the model's heads have another ratio or size.
+    """
+    parts: list[QKV] = []
+    for q, k, v in layers:
+        query_heads, kv_heads = q.shape[1], k.shape[1]
+        if (query_heads * heads[1], q.shape[3]) != (heads[0] * kv_heads, head_dim):
+            sizes = f"{query_heads}/{kv_heads} heads of {q.shape[3]}"
+            raise ConfigError(f"the model has {sizes}: use --heads of that ratio and that --head-dim")
+        parts.append((q, k, v))
+        if len(parts) * kv_heads >= heads[1]:
+            break
+    q, k, v = (torch.cat(tensors, 1).to(dtype) for tensors in zip(*parts, strict=True))
+    return _repeated(q, heads[0]), _repeated(k, heads[1]), _repeated(v, heads[1])
+
+
+def _repeated(t: Tensor, heads: int) -> Tensor:
+    return t[:, torch.arange(heads, device=t.device) % t.shape[1]]
+
+
+def file_qkv(path: Path, length: int, device: torch.device) -> Iterator[QKV]:
+    """q, k, v of a safetensors file, or its layers' "0.q", "0.k", "0.v", "1.q", ..., cut to `length` tokens.
+
+    Raises InputError if the file cannot be read or holds something else, ConfigError if it holds fewer tokens.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        opened = safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path} cannot be read ({error}): give a safetensors file with q, k and v") from error
+    with opened as file:
+        names = set(file.keys())
+        prefixes = sorted({name[:-1] for name in names if name[-1] in "qkv"}, key=lambda text: (len(text), text))
+        if not prefixes or any(f"{prefix}{part}" not in names for prefix in prefixes for part in "qkv"):
+            raise InputError(f"{path} holds {sorted(names)[:6]}: expected q, k and v, or 0.q, 0.k, 0.v, 1.q, ...")
+        for prefix in prefixes:
+            q, k, v = (file.get_tensor(f"{prefix}{part}") for part in "qkv")
+            if q.shape[2] < length:
+                raise ConfigError(f"{path} holds {q.shape[2]} tokens: use --lengths up to that")
+            yield q[:, :, :length].to(device), k[:, :, :length].to(device), v[:, :, :length].to(device)

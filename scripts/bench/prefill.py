@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""Time to first token of whole models with random weights: dense against S2O at given densities.
+
+    python -m scripts.bench.prefill [--models llama-3.1-8b,qwen2.5-7b] [--lengths 32768,131072] [--densities 0.25,0.1]
+
+Times do not depend on the weights' values, but densities do, and random weights attend evenly. So each head's tau is
+bisected, on the q, k, v of the first layer, until the head computes the wanted share of the causal pairs; a profile
+of a trained model says which densities its budget allows. What is left beside attention bounds every gain, so the
+share of attention is given too: the layers' attention on the first layer's q, k, v, over the whole prefill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from calibrate.evaluation.variants import Variant, run_stats, running, uniform_states
+from calibrate.model.models import LoadedModel, load
+from calibrate.model.streams import attention_implementation
+from calibrate.timing import medians
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.reference.dense import dense_attention
+from scripts.bench.calls import bisect, device_tile, flash_attention
+from scripts.bench.common import Parser, add_device, bench_parser, float_list, int_list, machine, run_command, spread
+from scripts.bench.inputs import QKV
+from scripts.bench.schema import PrefillEntry, PrefillFile, PrefillRow, write
+
+NAME = "scripts.bench.prefill"
+DENSE_CUDNN, DENSE_FLASH = "dense, cuDNN", "dense, FlashAttention-2"
+
+
+def parser() -> Parser:
+    out, add = bench_parser(NAME, __doc__)
+    add("--models", "llama-3.1-8b,qwen2.5-7b", "aliases of s2o-calibrate", type=lambda text: text.split(","))
+    add("--lengths", "32768,131072", type=int_list("32768,131072"), metavar="N,N")
+    add("--densities", "0.25,0.1", type=float_list("0.25,0.1"), metavar="X,X")
+    add("--segment", 1024, "queries that share a ranking", type=int, metavar="N")
+    add("--grain", 4, "adjacent keys that are ranked and visited together", type=int, metavar="N")
+    add("--rounds", 3, "turns that are timed, after one that is not", type=int, metavar="N")
+    add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
+    add("--seed", 0, type=int, metavar="N")
+    add_device(add)
+    add("--out", Path("build/bench_prefill.json"), type=Path, metavar="FILE")
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    return run_command(NAME, args.out, lambda: measure(args), "shorter --lengths or smaller --models")
+
+
+@torch.no_grad()
+def measure(args: argparse.Namespace) -> None:
+    """Measure every model and length, and write what there is so far to --out."""
+    settings = {name: value for name, value in vars(args).items() if name != "out"}
+    file = PrefillFile(settings=settings, results=[], **machine(torch.device(args.device)))
+    for name in args.models:
+        loaded = load(name, args.device, random_weights=True, seed=args.seed, resident=True)
+        for length in args.lengths:
+            file.results.append(bench(loaded, name, length, args))
+            print_table(file.results[-1])
+            write(args.out, file)
+        del loaded
+
+
+def bench(loaded: LoadedModel, name: str, length: int, args: argparse.Namespace) -> PrefillEntry:
+    """One model at one length: a row for each form of attention."""
+    device, layers = loaded.weights.device, loaded.geometry.layers
+    rng = torch.Generator().manual_seed(args.seed)
+    ids = torch.randint(loaded.model.config.vocab_size, (length,), generator=rng)
+    qkv = first_layer(loaded, ids)
+    configs = {f"S2O, density {density:g}": config_of(qkv, density, loaded, args) for density in args.densities}
+
+    attention: dict[str, Callable[[], Any]] = {DENSE_CUDNN: partial(dense_attention, *qkv)}
+    attention |= {form: partial(s2o_attention, *qkv, config) for form, config in configs.items()}
+    forms: dict[str, LayerConfig | None] = {DENSE_CUDNN: LayerConfig.uniform(loaded.geometry.query_heads, mode="dense")}
+    if device.type == "cuda":
+        attention[DENSE_FLASH] = partial(flash_attention, *qkv)
+        forms[DENSE_FLASH] = None
+    forms |= configs
+    attention_seconds = medians(attention, device, args.rounds)
+    rows = []
+    for form, config in forms.items():
+        rounds = [timed(loaded, ids, config) for _ in range(args.rounds + 1)][1:]
+        seconds, alone = spread([taken for taken, _ in rounds]), layers * attention_seconds[form]
+        rows.append(PrefillRow(form, rounds[-1][1], seconds, alone, alone / seconds.median))
+    peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return PrefillEntry(name, length, rows, peak_bytes)
+
+
+def first_layer(loaded: LoadedModel, ids: Tensor) -> QKV:
+    """q, k, v of the first layer."""
+    captured: list[QKV] = []
+
+    def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, out: Tensor) -> None:
+        captured.append((q, k, v))
+
+    dense = variant(loaded, LayerConfig.uniform(loaded.geometry.query_heads, mode="dense"))
+    dense.states[0].observer = keep
+    with running(loaded.model, dense):
+        prefill(loaded, ids)
+    return captured[0]
+
+
+def config_of(qkv: QKV, density: float, loaded: LoadedModel, args: argparse.Namespace) -> LayerConfig:
+    """The configuration whose every head computes about this share of the pairs."""
+    tile = device_tile(qkv[0])
+    heads = loaded.geometry.query_heads
+    never_stop = LayerConfig.uniform(heads, segment=args.segment, grain=args.grain, tail=True, tile=tile)
+
+    def reached(config: LayerConfig) -> Tensor:
+        return s2o_attention(*qkv, config, return_stats=True).density.cpu()
+
+    return bisect(never_stop, density, args.steps, reached)
+
+
+def variant(loaded: LoadedModel, config: LayerConfig) -> Variant:
+    """The model with this configuration in every layer."""
+    return Variant("", "", uniform_states(config, loaded.geometry.layers))
+
+
+@contextmanager
+def flash(loaded: LoadedModel) -> Iterator[None]:
+    """The model as transformers runs it through SDPA, on FlashAttention-2."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), attention_implementation(loaded.model, "sdpa"):
+        yield
+
+
+def timed(loaded: LoadedModel, ids: Tensor, config: LayerConfig | None) -> tuple[float, float]:
+    """Seconds of a prefill, and the layers' mean density; no config is `flash`."""
+    run = Variant("", "") if config is None else variant(loaded, config)
+    with flash(loaded) if config is None else running(loaded.model, run):
+        wait(loaded.weights.device)
+        began = time.perf_counter()
+        prefill(loaded, ids)
+        wait(loaded.weights.device)
+        return time.perf_counter() - began, run_stats(run).density
+
+
+def prefill(loaded: LoadedModel, ids: Tensor) -> None:
+    """A prefill of ids [L], up to the logits of the last token."""
+    loaded.model(input_ids=ids[None].to(loaded.weights.device), use_cache=False, logits_to_keep=1)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def print_table(entry: PrefillEntry) -> None:
+    dense = entry.rows[0].seconds.median
+    print(f"{entry.model}, random weights, {entry.length} tokens")
+    for row in entry.rows:
+        seconds = row.seconds.median
+        print(
+            f"  {row.name:26} {seconds:8.3f} s  {dense / seconds:5.2f}x  density {row.density:.3f}, "
+            f"attention {row.share:4.0%} of it",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

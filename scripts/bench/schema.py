@@ -1,0 +1,341 @@
+"""The result files: what the benches and studies write, and what docs/results.md is made from.
+
+Each file is one JSON object, stated by a dataclass. `write` stores it and `read` returns it. A field that older files
+lack has a default, and keys that no field names are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from s2o_runtime.errors import InputError
+from s2o_runtime.files import write_atomically
+
+DENSE = "dense (cuDNN)"
+FLASH = "dense (FlashAttention-2)"
+ONE_TAU = "S2O, one tau"
+PUBLISHED = "S2O as published"
+CALIBRATED = {  # what the methods' bench calls a profile, by its s2o-calibrate --method
+    "s2o": "S2O, calibrated",
+    "pbs": "PBS-Attn, calibrated",
+    "sparge": "SpargeAttn, calibrated",
+    "auto": "the cheapest for each head, calibrated",
+}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The quartiles of a time in seconds."""
+
+    p25: float
+    median: float
+    p75: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultFile:
+    """What all files state: when, where and with which versions they were measured.
+
+    program: the command, without its options, that measures such a file. device: a `DeviceIdentity`, or only the
+    device's name.
+    """
+
+    program: ClassVar[str]
+
+    device: dict[str, Any] | str
+    versions: dict[str, str]
+    date: str = "not recorded"
+    python: str | None = None
+    cuda: str | None = None
+    cudnn: int | None = None
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """One density of one form of S2O, `ONE_TAU`'s with a tau for each head or `PUBLISHED`.
+
+    target: the wanted density, "never stop" (tau = 0), or "lowest" where window and first chunk are more than wanted.
+    seconds, prefill_seconds: the whole call, and the call without its ranking (None without the kernels).
+    rate, prefill_rate: density x dense time / time; 1 means that a computed pair costs what it costs cuDNN.
+    """
+
+    target: float | str
+    density: float
+    seconds: Spread
+    prefill_seconds: Spread | None
+    rate: float
+    prefill_rate: float | None
+    rel_mse: float
+    density_of_heads: list[float]
+    tau_of_heads: list[float]
+    form: str = "S2O"
+
+
+@dataclass(frozen=True)
+class DenseTime:
+    """Dense attention on the same tensors: the SDPA backend that ran, its time, its error."""
+
+    backend: str
+    seconds: Spread
+    rel_mse: float
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """The ranking alone."""
+
+    seconds: Spread
+    share_of_dense: float
+
+
+@dataclass(frozen=True)
+class AttentionEntry:
+    """One length and tile of the attention bench; tile: the fields of a `TileConfig`."""
+
+    length: int
+    tile: dict[str, Any]
+    tile_name: str
+    dense: DenseTime
+    rank: RankTime | None
+    rows: list[AttentionRow]
+    published_rank: RankTime | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionFile(ResultFile):
+    """The attention bench. settings: its options."""
+
+    program: ClassVar[str] = "python -m scripts.bench.attention"
+
+    format: str = "s2o-bench-attention/1"
+    settings: dict[str, Any] = field(
+        metadata={"needs": ("heads", "head_dim", "batch", "dtype", "data", "segment", "grain")}
+    )
+    results: list[AttentionEntry]
+    cold_l2: bool = True
+    error: str = (
+        "rel_mse on error_rows query rows of all heads, one at random in each equal part of the sequence, against "
+        "float32 dense attention on the same q, k, v"
+    )
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One setting of one method on one layer.
+
+    mse, rel_mse: means over the sampled rows, against float32 dense attention. worst: the quantile `row_errors.WORST`
+    of the rows' relative errors. selecting_seconds: ranking or choosing blocks.
+    """
+
+    layer: int
+    density: float
+    mse: float
+    rel_mse: float
+    worst: float
+    seconds: float
+    selecting_seconds: float
+
+
+@dataclass(frozen=True)
+class MethodRow:
+    """One setting of one method on all layers: times are sums, errors and densities means, `worst` is the largest."""
+
+    method: str
+    setting: str
+    seconds: float
+    selecting_seconds: float
+    speedup: float | None
+    density: float
+    mse: float
+    rel_mse: float
+    worst: float
+    layers: list[LayerRow]
+
+
+@dataclass(frozen=True)
+class MethodsEntry:
+    """One length of the methods' bench."""
+
+    length: int
+    rows: list[MethodRow]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodsFile(ResultFile):
+    """The methods' bench. settings: its options."""
+
+    program: ClassVar[str] = "python -m scripts.bench.methods"
+
+    format: str = "s2o-bench-methods/1"
+    settings: dict[str, Any] = field(metadata={"needs": ("data", "batch", "error_rows")})
+    results: list[MethodsEntry]
+
+
+@dataclass(frozen=True)
+class PrefillRow:
+    """A whole prefill. attention_seconds, share: what the layers' attention takes of it."""
+
+    name: str
+    density: float
+    seconds: Spread
+    attention_seconds: float
+    share: float
+
+
+@dataclass(frozen=True)
+class PrefillEntry:
+    """One model at one length; peak_bytes: the most GPU memory in use, None on a CPU."""
+
+    model: str
+    length: int
+    rows: list[PrefillRow]
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillFile(ResultFile):
+    """The prefill bench. settings: its options."""
+
+    program: ClassVar[str] = "python -m scripts.bench.prefill"
+
+    format: str = "s2o-bench-prefill/1"
+    settings: dict[str, Any]
+    results: list[PrefillEntry]
+
+
+@dataclass(frozen=True)
+class BudgetRow:
+    """What the proof of one calibrated profile measured.
+
+    worst_rows: the guard on worst rows, None for none. needles: kept, and found by the dense model; None if the prompts
+    ask for none. attention_seconds, dense_attention_seconds: of all layers; None on a CPU.
+    """
+
+    budget: float
+    worst_rows: float | None
+    needles: list[int] | None
+    density: float
+    rel_mse: float
+    kl: float
+    top1: float
+    attention_seconds: float | None
+    dense_attention_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetsFile(ResultFile):
+    """The study of budgets and of guards on worst rows."""
+
+    program: ClassVar[str] = "python -m scripts.study.budgets"
+
+    format: str = "s2o-study-budgets/1"
+    model: str
+    length: int
+    rows: list[BudgetRow]
+
+
+@dataclass(frozen=True)
+class RetrievalRow:
+    """How many of the asked answers a variant and the dense model find, in one task at one length."""
+
+    task: str
+    variant: str
+    length: int
+    asked: int
+    found: int
+    dense_found: int
+    density: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationFile(ResultFile):
+    """The summary.json that s2o-eval writes, as far as docs/results.md shows it; command: its whole command line."""
+
+    program: ClassVar[str] = "s2o-eval"
+
+    command: str = "s2o-eval"
+    model: str
+    retrieval: list[RetrievalRow]
+
+
+@dataclass(frozen=True)
+class VariantCurve:
+    """Density and rel_mse of every head of a model at every tau, both [taus][heads], of one variant of the method."""
+
+    length: int
+    variant: str
+    tile: str
+    taus: list[float]
+    density: list[list[float]]
+    rel_mse: list[list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodStudyFile(ResultFile):
+    """The study of the method's extensions. rel_mse: how the errors are measured."""
+
+    program: ClassVar[str] = "python -m scripts.study.method"
+
+    format: str = "s2o-study-method/1"
+    model: dict[str, Any]
+    settings: dict[str, Any]
+    tile_name: str
+    variants: dict[str, dict[str, Any]]
+    curves: list[VariantCurve]
+    density_at: list[dict[str, Any]]
+    drift: list[dict[str, Any]]
+    tiles: list[dict[str, Any]]
+    rel_mse: str = (
+        "of a head: mean squared error on the sampled rows over the mean square of dense attention there, which is "
+        "computed in float32 on the same q, k, v"
+    )
+
+
+def setting_name(kind: str, budget: float, guard: float | None = None) -> str:
+    """What the methods' bench calls a calibrated setting; guard: on worst rows, where it is not the profile's own."""
+    return f"{kind} {budget:g}" + ("" if guard is None else f", rows {guard:g}")
+
+
+def write(path: Path, file: ResultFile) -> None:
+    """Store a file as JSON."""
+    write_atomically(path, (json.dumps(asdict(file), indent=1) + "\n").encode())
+
+
+def read(cls: type[T], value: Any) -> T:
+    """The dataclass that a JSON object states. Raises InputError naming the first field that it lacks."""
+    return _read(cls, value, "")
+
+
+def _read(cls: type[T], value: Any, path: str) -> T:
+    hints = get_type_hints(cls)
+    arguments = {}
+    for entry in fields(cls):  # type: ignore[arg-type]
+        name = f"{path}.{entry.name}" if path else entry.name
+        if isinstance(value, Mapping) and entry.name in value:
+            arguments[entry.name] = _converted(hints[entry.name], value[entry.name], name)
+            for key in entry.metadata.get("needs", ()):
+                if key not in value[entry.name]:
+                    raise InputError(f"lacks {name}.{key}")
+        elif entry.default is MISSING:
+            raise InputError(f"lacks {name}")
+    return cls(**arguments)
+
+
+def _converted(hint: Any, value: Any, path: str) -> Any:
+    """A field's JSON value as its type: dataclasses, lists of them, or None; everything else as it is."""
+    if get_origin(hint) in (Union, types.UnionType):
+        if value is None:
+            return None
+        hint = next((option for option in get_args(hint) if is_dataclass(option)), None)
+    if get_origin(hint) is list and is_dataclass(get_args(hint)[0]):
+        if not isinstance(value, list):
+            raise InputError(f"lacks a list {path}")
+        return [_read(get_args(hint)[0], item, path) for item in value]
+    return _read(hint, value, path) if isinstance(hint, type) and is_dataclass(hint) else value

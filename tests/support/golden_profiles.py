@@ -1,0 +1,166 @@
+"""The profiles in tests/golden: files of every schema that is read, never made anew, and what must be found in them.
+
+`python tests/support/golden_profiles.py` writes those that are missing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from s2o_runtime.baselines.settings import PBS, Sparge
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.identity import Geometry
+from s2o_runtime.profile import Profile, Record, save_profile
+
+FOLDER = Path(__file__).parent.parent / "golden"
+VERSIONS = {"s2o": "0.1.0", "python": "3.11.7", "torch": "2.9.0", "triton": "3.6.0"}
+VERSIONS |= {"transformers": "5.3.0", "optuna": "5.0.0"}
+
+
+def minimal() -> Profile:
+    """One bucket, one layer, one head, defaults, nothing recorded."""
+    device = DeviceIdentity("cpu", "cpu")
+    layers = ((LayerConfig((HeadConfig(),)),),)
+    return Profile("m", Geometry("llama", 1, 1, 1, 64), "", device, (512,), layers)
+
+
+def full() -> Profile:
+    """Several buckets, every value that a head or layer may have in some of them, every field of a record."""
+    heads = [
+        HeadConfig(0.25, 256, "s2o", StopRule.REST, 1, False),
+        HeadConfig(1e6, 256, "s2o", StopRule.SHARE, 2, True),
+        HeadConfig(0.0, 512, "s2o", StopRule.PAPER, 4, False),
+        HeadConfig(0.5, 65536, "dense", StopRule.REST, 8, False),
+        HeadConfig(2.0**-20, 128, "s2o", StopRule.REST, 16, True),
+        HeadConfig(2.0, 1024, "s2o", StopRule.REST, 32, True),
+        HeadConfig(0.125, 65536, "s2o", StopRule.SHARE, 64, False),
+        HeadConfig(0.0, 64, "dense", StopRule.PAPER, 1, True),
+    ]
+    tiles = [
+        TileConfig(128, 64, 4, 8, 2),
+        TileConfig(64, 32, 64, 4, 6, dense_below=(1 << 31) - 1),
+        TileConfig(64, 128, 4, 4, 4, specialized=True, dense_below=2048),
+    ]
+    layers = (
+        (LayerConfig(tuple(heads[:4]), tiles[0]), LayerConfig(tuple(heads[4:]), tiles[0], "max", 2)),
+        (LayerConfig(tuple(heads[4:]), tiles[1], "mean", 4), LayerConfig(tuple(heads[:4]), tiles[1], "max", 8)),
+        (LayerConfig(tuple(heads[:4]), tiles[2], "mean", 8), LayerConfig(tuple(heads[4:]), tiles[2], "mean", 4)),
+    )
+    return Profile(
+        "org/model-ü",
+        Geometry("qwen2", 2, 4, 2, 128),
+        "random-" + "0123456789abcdef" * 4,
+        DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 150_000_000_000),
+        (1024, 8192, 131072),
+        layers,
+        Record.from_json(_record(squared=True)),
+    )
+
+
+def newest() -> Profile:
+    """The same with the fields of a record that schema 4 began with."""
+    record = _record()
+    del record["held_out"][1]["needles"]
+    for length in record["held_out"]:
+        length["layers"] = [length["layers"][0] | {"tightened": 1, "first_error": 2e-3}, length["layers"][1]]
+    return replace(full(), record=Record.from_json(record))
+
+
+def _record(squared: bool = False) -> dict[str, Any]:
+    """squared: as `load_profile` gives a file of schema 2, where errors of rows stand squared: as norms."""
+    budget: dict[str, Any] = {"kind": "rel_mse", "value": 1e-3}
+    proven = {"mse": 1e-6, "rel_mse": 5e-4, "density": 0.5, "worst": 0.5 if squared else 0.25, "limit": 1e-3}
+    predicted = {"mse": 2e-6, "density": 0.5, "cost": 0.625, "seconds": 1e-3, "dense_seconds": 2e-3}
+    length = {"calibrated": True, "kl": 1e-3, "top1": 0.99, "needles": [7, 8], "layers": [proven] * 2}
+    times = {"prefill_seconds": 0.01, "dense_prefill_seconds": 0.02}
+    kind = {"timed_at": 8192, "layers": [[8192, 0], [8192, 1]], "density": 0.5, "tile": "128x64x4 w8 s2"}
+    return {
+        "budget": budget | {"scope": "layer"},
+        "objective": "latency",
+        "proof": "held out on NVIDIA H200 (sm_90, 132 SMs)",
+        "problems": ["nothing was"],
+        "versions": VERSIONS,
+        "data": {name: [{"length": 1024, "sha256": "ab" * 32}] for name in ("calibration", "held_out")},
+        "recipe": {
+            "model": "org/model-ü",
+            "budget": budget,
+            "scope": "layer",
+            "lengths": [1024, 131072],
+            "check_lengths": [8192],
+            "prompts": None,
+            "num_prompts": 4,
+            "held_out": 2,
+            "seed": 0,
+            "trials": 16,
+            "margin": 0.8,
+            "device": "cuda",
+            "representatives": [1, 32],
+            "grains": [4],
+            "segments": [256, 512, 1024],
+            "tails": [False, True],
+            "time_limit": None,
+            "worst_rows": math.sqrt(0.5) if squared else 0.5,
+            "needles": 0.95,
+            "random_weights": True,
+            "allow_regression": False,
+        },
+        "predicted": [{"length": 1024, "layers": [predicted] * 2}],
+        "held_out": [
+            {"length": 1024} | length | times,
+            {"length": 8192} | length | times | {"calibrated": False, "needles": None},
+        ],
+        "retiled": {
+            "from": "NVIDIA H200 (sm_90, 132 SMs)",
+            "to": "NVIDIA A100 (sm_80, 108 SMs)",
+            "versions": VERSIONS,
+            "kinds": [kind | {"seconds": 1e-3, "dense_seconds": 2e-3}],
+            "dense_layers": 0,
+            "note": "errors, densities and times elsewhere in this record are of NVIDIA H200",
+        },
+    }
+
+
+def baselines() -> Profile:
+    """Heads of baselines beside S2O's."""
+    heads = (
+        HeadConfig(0.25, 256),
+        HeadConfig(mode="baseline", baseline=PBS(0.75, 512, permute=False)),
+        HeadConfig(mode="dense"),
+        HeadConfig(mode="baseline", baseline=Sparge(0.5, 0.25, -4.0)),
+    )
+    layers = ((LayerConfig(heads, TileConfig(128, 64, 4, 8, 2), grain=4),),)
+    record = Record(recipe={"method": "auto"})
+    return replace(minimal(), geometry=Geometry("llama", 1, 4, 2, 128), layers=layers, record=record)
+
+
+GOLDEN = {
+    "schema2-minimal": minimal,
+    "schema2-full": full,
+    "schema3-methods": baselines,
+    "schema4-minimal": minimal,
+    "schema4-full": newest,
+    "schema4-baselines": baselines,
+}
+
+
+def path_of(name: str) -> Path:
+    return FOLDER / f"{name}.safetensors"
+
+
+def field_paths(value: Any, path: str = "") -> set[str]:
+    """Where the values of a document are: {"a": [{"b": 1}]} -> {"a[].b"}; a list of plain values is one field."""
+    if isinstance(value, dict):
+        return {leaf for name, item in value.items() for leaf in field_paths(item, f"{path}.{name}".lstrip("."))}
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        return {leaf for item in value for leaf in field_paths(item, f"{path}[]")}
+    return {path}
+
+
+if __name__ == "__main__":
+    for name, profile in GOLDEN.items():
+        if not path_of(name).exists():
+            save_profile(profile(), path_of(name))

@@ -1,0 +1,100 @@
+"""Small models that no checkpoint holds, and profiles for them."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from calibrate.model.models import LoadedModel
+from calibrate.model.weights import Checkpoint, Weights, skeleton
+from s2o_runtime import explain
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.identity import fingerprint, geometry
+from s2o_runtime.profile import Profile
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS = {"llama": LlamaConfig(**SIZES), "qwen2": Qwen2Config(**SIZES)}
+SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 64}
+MODELS = CONFIGS | {"tied": LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=SCALED)}
+ARCHITECTURES = tuple(sorted(MODELS))
+CPU = torch.device("cpu")
+LENGTH = 200  # tokens of a prompt
+
+
+def twin(eager):
+    """A model with the same weights that runs SDPA."""
+    model = AutoModelForCausalLM.from_config(eager.config, attn_implementation="sdpa").eval()
+    model.load_state_dict(eager.state_dict())
+    return model
+
+
+def make_profile(model, tau, min_length=100):
+    """A profile that uses one threshold for all heads, from `min_length` tokens on."""
+    shape = geometry(model.config)
+    layer = LayerConfig.uniform(shape.query_heads, tau=tau, segment=64, tile=TileConfig(64, 32, 1, 4, 1))
+    buckets = (min_length, 8192)
+    layers = ((layer,) * shape.layers,) * len(buckets)
+    return Profile("tiny", shape, fingerprint(model), DeviceIdentity("cpu", "cpu"), buckets, layers)
+
+
+def padded_batch():
+    """Three prompts of 200, 143 and 10 tokens with padding at their left, and their mask."""
+    ids = torch.randint(3, 128, (3, LENGTH))
+    mask = torch.ones_like(ids)
+    mask[1, :57] = 0
+    mask[2, :190] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def paths(model):
+    """What the patched model's layers ran since they were patched, and why."""
+    return {(row["path"], row["reason"]) for row in explain(model)}
+
+
+def used_s2o(model):
+    return any(path == "s2o" for path, _ in paths(model))
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def build(name):
+    """The model of `MODELS` with that name and random weights, the same each time."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(MODELS[name], attn_implementation="sdpa").eval()
+    for each in model.parameters():  # biases and norms too: zeros and ones would hide a mix-up
+        torch.nn.init.normal_(each, std=0.25)
+    return model
+
+
+def save(name, folder, change=lambda model: None, **options):
+    """Write the model of `MODELS` with that name to a folder, after `change` was applied to it."""
+    model = build(name)
+    change(model)
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def stream(folder, resident, dtype=torch.float32):
+    """A saved model without a tokenizer, as `models.load` gives it."""
+    model = skeleton(AutoConfig.from_pretrained(folder), dtype, CPU)
+    made = Weights(model, checkpoint(folder), CPU, resident)
+    return LoadedModel("tiny", model, None, geometry(model.config), made.fingerprint, made)
+
+
+def checkpoint(folder):
+    """The files of a folder, as the package reads a checkpoint."""
+    return Checkpoint(lambda file: str(folder / file) if (folder / file).is_file() else None)

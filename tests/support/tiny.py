@@ -1,0 +1,27 @@
+"""A model small enough to be calibrated in seconds: two random layers that read single characters."""
+
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from calibrate.recipe import Recipe
+from support.models import save
+
+CHARACTERS = [chr(code) for code in (10, *range(32, 127))]  # with three special tokens they fit a vocabulary of 128
+QUICK = {"segments": (64, 128), "representatives": (1, 4), "num_prompts": 2, "held_out": 1, "trials": 3}
+
+
+def save_tiny(folder, change=lambda model: None):
+    """A model and its tokenizer, as `calibrate.model.models.load` finds them."""
+    save("llama", folder, change)
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(folder)
+    return Path(folder)
+
+
+def recipe(folder, out, **changes):
+    options = {"model": str(folder), "lengths": (512, 1024), "out": out} | QUICK | changes
+    return Recipe.of(options if "budget_mse" in options else {"budget_rel_mse": 1e-2} | options)

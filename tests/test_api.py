@@ -1,0 +1,88 @@
+"""calibrate() from Python: the command without its terminal."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import calibrate as package
+from calibrate import Budget, Recipe, calibrate
+from calibrate.commands import calibrate as command
+from s2o_runtime.errors import ConfigError, ResourceError
+from support.tiny import QUICK, save_tiny
+
+OPTIONS = QUICK | {"num_prompts": 1, "trials": 1, "lengths": (512,), "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def test_importing_the_package_imports_no_torch():
+    program = "import calibrate, sys; calibrate.Recipe; calibrate.calibrate; print('torch' in sys.modules)"
+    outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert outcome.stdout == "False\n"
+
+
+def test_every_public_name_is_there():
+    assert {name: getattr(package, name).__name__ for name in package.__all__} == {
+        name: name for name in package.__all__
+    }
+    with pytest.raises(AttributeError, match="module 'calibrate' has no attribute 'calibrated'"):
+        package.calibrated  # noqa: B018
+
+
+def test_it_does_what_the_command_does(tiny, tmp_path, monkeypatch):
+    """The same options give the same bytes, by name, as a recipe, and on the command line; files are written alike."""
+    monkeypatch.chdir(tmp_path)
+    journal = tmp_path / "journal"
+    given = OPTIONS | {"budget_rel_mse": 1e-2, "journal": journal}
+    result = calibrate(str(tiny), progress=False, out="a/named.safetensors", **given)
+    assert result.met
+    assert result.written
+    recipe = Recipe.of(given | {"model": str(tiny), "out": Path("b/named.safetensors")})
+    assert recipe.budget == Budget("rel_mse", 1e-2)
+    assert calibrate(recipe, progress=False).journal_reused > 0
+    flags = ["--model", tiny, "--budget-rel-mse", "1e-2", "--lengths", "512", "--segments", "64,128", "--trials", 1]
+    flags += ["--representatives", "1,4", "--num-prompts", 1, "--held-out", 1, "--device", "cpu", "--quiet"]
+    assert command.main(list(map(str, [*flags, "--journal", journal, "--out", "c/named.safetensors"]))) == 0
+    folders = [tmp_path / name for name in "abc"]
+    assert len({(folder / "named.safetensors").read_bytes() for folder in folders}) == 1
+    written = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    assert written[0] == written[1] == written[2]
+    assert "named.report.md" in written[0]
+
+
+def test_its_defaults_are_the_commands(tiny, tmp_path, monkeypatch):
+    """Device, lengths and output, which depend on the machine."""
+    from calibrate import pipeline
+
+    recipes = []
+
+    def stop(recipe, progress):
+        recipes.append(recipe)
+        raise ResourceError("stopped")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pipeline, "calibrate", stop)
+    with pytest.raises(ResourceError, match="stopped"):
+        calibrate("demo", device="cpu", time_limit="5m")
+    assert command.main(["--model", "demo", "--device", "cpu", "--time-limit", "5m"]) == 4
+    assert recipes[0] == recipes[1]
+    assert recipes[0].lengths == (1024, 2048)
+    assert recipes[0].out == Path("profiles/demo/cpu/rel-mse-0.001.safetensors")
+    assert recipes[0].time_limit == 300
+
+
+def test_what_it_refuses(tmp_path):
+    recipe = Recipe("demo", Budget("mse", 1e-4), (512,), tmp_path / "p.safetensors")
+    with pytest.raises(ConfigError, match=r"calibrate\(\) got a recipe and trials: give a recipe or a model with"):
+        calibrate(recipe, trials=3)
+    with pytest.raises(ConfigError, match=r"calibrate\(\) has 'trial', which is no option: did you mean trials\?"):
+        calibrate("demo", trial=3)
+    with pytest.raises(ConfigError, match=r"calibrate\(\): trials is 'many': expected a whole number of at least 1"):
+        calibrate("demo", trials="many")
+    with pytest.raises(ConfigError, match="trials is 0: expected a whole number of at least 1"):
+        calibrate("demo", trials=0)
