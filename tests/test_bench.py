@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.config import LayerConfig, StopRule, TileConfig
 from s2o_runtime.reference.dense import dense_attention, exact_attention
 from scripts.bench import attention as bench
 from scripts.bench.calls import bisect, kernel_parts, published_config
@@ -76,7 +76,7 @@ def test_s2o_as_published_has_rows_of_its_own(measured):
         for row in rows[1:3]:
             assert row.density == pytest.approx(row.target, rel=0.1)
     head = published_config(2, 0.1, 64, TileConfig(64, 32, 1, 4, 2)).heads[0]
-    assert (head.stop_rule, head.representatives, head.tail) == ("raw", 1, False)
+    assert (head.stop_rule, head.representatives, head.tail) == (StopRule.PAPER, 1, False)
 
 
 @SLOW

@@ -111,7 +111,7 @@ def seen_from_outside(folder, made, profile):
 
 
 @SLOW
-@pytest.mark.parametrize("changes", [{}, {"budget_scope": "model"}, TIGHT, {"tails": (False,), "worst_rows": 0.05}])
+@pytest.mark.parametrize("changes", [{}, {"budget_scope": "model"}, TIGHT, {"tails": (False,), "worst_rows": 0.22}])
 def test_the_profile_does_what_it_says(changes, folder, run):
     """Measured from outside, at the calibrated lengths and at the one that was only checked."""
     made, result = run(**changes)
@@ -138,7 +138,7 @@ def test_the_profile_does_what_it_says(changes, folder, run):
     if "tails" in changes:
         assert not any(head.tail for config in result.configs.values() for head in config.heads)
         every = [choice.allocation.points for each in result.chosen.values() for choice in each.choices]
-        assert all(point.worst <= 0.05 for points in every for point in points)
+        assert all(point.worst <= 0.22 for points in every for point in points)
 
 
 @SLOW
