@@ -125,7 +125,14 @@ def _worthwhile_tiles(run: _Run) -> TilesByLength:
     """The tiles that get trials at each length."""
     geometry, segments_for = run.loaded.geometry, run.recipe.segments_for
     return {
-        length: tiles_for(geometry, run.device, run.torch_device, length, segments_for(length), run.journal).worthwhile
+        length: tiles_for(
+            geometry,
+            run.device,
+            run.torch_device,
+            length=length,
+            segments=segments_for(length),
+            journal=run.journal,
+        ).worthwhile
         for length in run.recipe.lengths
     }
 
@@ -147,7 +154,16 @@ def _curves(run: _Run, tiles: TilesByLength) -> LayersCurves:
 def _choices(run: _Run, curves: LayersCurves, tiles: TilesByLength) -> dict[int, Chosen]:
     """What each layer shall do at every length; on a GPU with the length below which its tile is slower than dense."""
     with progress_bar("searching", None, "trial", shown=run.progress) as step:
-        chosen = choose(run.loaded, run.prompts, curves, tiles, run.recipe, run.device, run.journal, step)
+        chosen = choose(
+            run.loaded,
+            curves,
+            tiles,
+            prompts=run.prompts,
+            recipe=run.recipe,
+            device=run.device,
+            journal=run.journal,
+            on_trial=step,
+        )
     if run.device.kind != "cuda":
         return chosen
     geometry, device = run.loaded.geometry, run.torch_device

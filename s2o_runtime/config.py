@@ -261,6 +261,10 @@ class LayerConfig:
         """The indices of the heads that baselines compute."""
         return tuple(index for index, head in enumerate(self.heads) if head.mode == "baseline")
 
+    def as_dense(self) -> LayerConfig:
+        """The same layer with every head dense."""
+        return replace(self, heads=tuple(replace(head, mode="dense", baseline=None) for head in self.heads))
+
     def with_tile(self, tile: TileConfig) -> LayerConfig:
         """The same layer with another tile. Raises ConfigError as `validate` does."""
         return replace(self, tile=tile).validate()

@@ -104,7 +104,7 @@ def fit(made_on: DeviceIdentity, here: DeviceIdentity) -> Fit:
         "safe",
         f"the profile was made on {made_on}, this is {here}: thresholds and where heads stop are kept, with tiles that "
         "are safe here; errors and times were not measured on this GPU: run s2o-profile retile PROFILE, then "
-        "s2o-profile verify MODEL PROFILE",
+        "s2o-profile verify PROFILE --model MODEL",
     )
 
 

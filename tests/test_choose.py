@@ -73,7 +73,16 @@ def journal(tmp_path):
 def run(curves, journal, device=CPU, **changes):
     loaded = SimpleNamespace(name="tiny", geometry=SimpleNamespace(layers=len(curves)))
     said = []
-    found = choose(loaded, PROMPTS, {LENGTH: curves}, {LENGTH: TILES}, recipe(**changes), device, journal, said.append)
+    found = choose(
+        loaded,
+        {LENGTH: curves},
+        {LENGTH: TILES},
+        prompts=PROMPTS,
+        recipe=recipe(**changes),
+        device=device,
+        journal=journal,
+        on_trial=said.append,
+    )
     assert list(found) == [LENGTH]
     assert len(said) == found[LENGTH].trials
     return found[LENGTH]

@@ -43,7 +43,7 @@ def test_another_gpu_keeps_thresholds_and_takes_safe_tiles(other):
             "safe",
             f"the profile was made on {made_on}, this is {other}: thresholds and where heads stop are kept, "
             "with tiles that are safe here; errors and times were not measured on this GPU: run s2o-profile retile "
-            "PROFILE, then s2o-profile verify MODEL PROFILE",
+            "PROFILE, then s2o-profile verify PROFILE --model MODEL",
         )
         assert candidate_tiles(128, other.capability)
 

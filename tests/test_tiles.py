@@ -54,7 +54,7 @@ def timed(monkeypatch):
 
 
 def find(journal, segments=(256, 512), length=LENGTH, geometry=GEOMETRY, device=GPU):
-    return tiles_for(geometry, device, CPU, length, segments, journal)
+    return tiles_for(geometry, device, CPU, length=length, segments=segments, journal=journal)
 
 
 def test_slow_tiles_and_failing_ones_are_left_out_with_the_reason(timed, journal):

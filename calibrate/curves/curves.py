@@ -122,6 +122,11 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     )
 
 
+def dense_power(curves_of_layer: Mapping[Any, Curve]) -> float:
+    """The mean square of a layer's dense output, which all its curves name."""
+    return next(iter(curves_of_layer.values())).dense_power
+
+
 def head_norms(dense: Tensor) -> Tensor:
     """The mean squared norm of a head's rows, float32 [Hq], of a dense output [1, Hq, L, D]."""
     return torch.stack([head.float().square().sum(-1).mean() for head in dense[0]])

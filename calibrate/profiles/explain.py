@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from calibrate.curves.curves import Curves, Shape, methods
+from calibrate.curves.curves import Curves, Shape, dense_power, methods
 from calibrate.profiles.stored import calibrate_command, recipe_of, stored_curves
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import Point, points_of
@@ -63,7 +63,7 @@ def explain_head(
 def _limits(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> tuple[dict[str, Any], str]:
     """Density and error of a head as its curve predicts them, and what keeps it from the next cheaper setting."""
     curves_of_methods = methods(curves, config.heads[0].segment, config.grain, Shape.of(config.tile))
-    power = next(iter(curves_of_methods.values())).dense_power
+    power = dense_power(curves_of_methods)
     choices = allowed(recipe)
     guarded = points_of(curves_of_methods, head, choices)
     free = points_of(curves_of_methods, head, replace(choices, worst_rows=None))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from calibrate.curves.curves import Curve, Curves, Shape, methods
+from calibrate.curves.curves import Curves, Shape, dense_power, methods
 from calibrate.profiles.record import budget_of, predicted_layer
 from calibrate.profiles.stored import StoredCurves, calibrate_command, recipe_of, stored_curves
 from calibrate.recipe import Budget, Recipe
@@ -111,7 +110,7 @@ def _choices(stored: StoredCurves, length: int, after: Recipe, journal: Path) ->
         choices.append(_choice(curves, config, before, after))
         curves_of_layers.append(curves)
     if after.scope == "model":
-        powers = [_dense_power(curves) for curves in curves_of_layers]
+        powers = [dense_power(curves) for curves in curves_of_layers]
         choices, _ = shared(choices, powers, after)
     return choices
 
@@ -132,15 +131,10 @@ def _choice(curves: Curves, config: LayerConfig, before: Recipe, after: Recipe) 
 
 
 def _prediction(length: int, choices: Sequence[Choice], recipe: Recipe) -> Prediction:
-    errors = [recipe.budget.error(choice.allocation.mse, _dense_power(choice.curves)) for choice in choices]
+    errors = [recipe.budget.error(choice.allocation.mse, dense_power(choice.curves)) for choice in choices]
     return Prediction(
         length,
         fmean(errors) if recipe.scope == "model" else max(errors),
         fmean(choice.allocation.density for choice in choices),
         fmean(choice.allocation.cost for choice in choices),
     )
-
-
-def _dense_power(curves: Mapping[Any, Curve]) -> float:
-    """The mean square of the layer's dense output, which all its curves name."""
-    return next(iter(curves.values())).dense_power

@@ -6,17 +6,13 @@ from dataclasses import replace
 
 from calibrate.recipe import Recipe
 from calibrate.search.choice import Choice
-from s2o_runtime.profile.record import (
-    PredictedLayer,
-    RecordedBudget,
-)
+from s2o_runtime.profile.record import PredictedLayer, RecordedBudget
 
 
 def budget_of(recipe: Recipe) -> RecordedBudget:
     """The budget of a recipe, and what it holds for."""
-    return RecordedBudget.from_json(
-        {"kind": recipe.budget.kind, "value": recipe.budget.value, "scope": recipe.scope},
-    )
+    budget = recipe.budget
+    return RecordedBudget.from_json({"kind": budget.kind, "value": budget.value, "scope": recipe.scope})
 
 
 def predicted_layer(choice: Choice) -> PredictedLayer:

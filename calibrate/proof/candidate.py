@@ -65,7 +65,7 @@ class Candidate:
         if length in self.chosen:
             return self.chosen[length].choices[layer].config
         config = self._buckets.layer_config(layer, length)
-        return all_dense(config) if length in self.dense_lengths else config
+        return config.as_dense() if length in self.dense_lengths else config
 
     def choice(self, layer: int, length: int) -> Choice | None:
         """The search's choice for a layer, as tightened; None at a length that is not calibrated."""
@@ -76,7 +76,7 @@ class Candidate:
     @cached_property
     def configs(self) -> dict[LengthAndLayer, LayerConfig]:
         """What every layer runs at every length that is proven."""
-        return {(length, layer): self.layer_config(layer, length) for length, layer in self._places}
+        return {(length, layer): self.layer_config(layer, length) for length, layer in self._lengths_and_layers}
 
     @cached_property
     def limits(self) -> dict[LengthAndLayer, float]:
@@ -85,7 +85,10 @@ class Candidate:
         At a checked length it is that of the longest bucket.
         """
         longest = self.chosen[self.recipe.lengths[-1]]
-        return {place: self.chosen.get(place[0], longest).limits[place[1]] for place in self._places}
+        return {
+            (length, layer): self.chosen.get(length, longest).limits[layer]
+            for length, layer in self._lengths_and_layers
+        }
 
     @cached_property
     def choices(self) -> dict[int, Chosen]:
@@ -120,10 +123,5 @@ class Candidate:
         return profile.validate()
 
     @property
-    def _places(self) -> list[LengthAndLayer]:
+    def _lengths_and_layers(self) -> list[LengthAndLayer]:
         return [(length, layer) for length in self.lengths for layer in range(self.geometry.layers)]
-
-
-def all_dense(config: LayerConfig) -> LayerConfig:
-    """The same layer with every head dense."""
-    return replace(config, heads=tuple(replace(head, mode="dense", baseline=None) for head in config.heads))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from calibrate.model.models import LoadedModel
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompts import Prompt
-from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening, all_dense
+from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
 from calibrate.proof.judge import Verdict, judge
 from calibrate.proof.problems import over_limit
 from calibrate.proof.verify import LayerProof, LengthProof, prove
@@ -138,7 +138,7 @@ def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerPro
     times = 1 if before is None else before.times + 1
     share = TIGHTEN_TO * limit / error
     if times == TIGHTENINGS:
-        config, choice = all_dense(config), choice and choice.as_dense(OVER_LIMIT)
+        config, choice = config.as_dense(), choice and choice.as_dense(OVER_LIMIT)
     elif choice is not None:
         choice = choice.spending(choice.allocation.mse * share, allowed(candidate.recipe))
         config = choice.config

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from calibrate.curves.curves import dense_power
 from calibrate.pipeline import Result
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
@@ -346,7 +347,7 @@ def _frontier(recipe: Recipe, choice: Choice) -> tuple[tuple[float, float], ...]
 
 def _in_unit(recipe: Recipe, choice: Choice, mse: float) -> float:
     """A mean squared error in the budget's unit."""
-    return recipe.budget.error(mse, next(iter(choice.curves.values())).dense_power)
+    return recipe.budget.error(mse, dense_power(choice.curves))
 
 
 def _total(values: Iterable[float | None]) -> float | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from calibrate.curves.curves import Curve, Curves, Method, Shape, methods
+from calibrate.curves.curves import Curve, Curves, Method, Shape, dense_power, methods
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import Allocation, Allowed, allocate, allocate_together
 from calibrate.timing import Timing
@@ -102,7 +102,7 @@ def allowed(recipe: Recipe) -> Allowed:
 def budget_mse(curves: Curves, recipe: Recipe) -> float:
     """What a layer's calibration may spend, as mean squared error: the recipe's budget without its margin."""
     spent = recipe.budget.value * recipe.margin
-    return spent if recipe.budget.kind == "mse" else spent * next(iter(curves.values())).dense_power
+    return spent if recipe.budget.kind == "mse" else spent * dense_power(curves)
 
 
 def choice_at(point: SearchPoint, curves: Curves, recipe: Recipe) -> Choice:

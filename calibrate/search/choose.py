@@ -15,7 +15,7 @@ from itertools import repeat
 import torch
 
 from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, Curves, Method, Ranking, Shape, methods
+from calibrate.curves.curves import TAUS, Curve, Curves, Method, Ranking, Shape, dense_power, methods
 from calibrate.curves.measure import LayersCurves
 from calibrate.journal import Journal
 from calibrate.model import capture
@@ -96,9 +96,10 @@ class Chosen:
 
 def choose(
     loaded: LoadedModel,
-    prompts: PromptSet,
     curves: LayersCurves,
     tiles: Mapping[int, Sequence[TileConfig]],
+    *,
+    prompts: PromptSet,
     recipe: Recipe,
     device: DeviceIdentity,
     journal: Journal,
@@ -110,9 +111,9 @@ def choose(
 
     Args:
         loaded: the model.
-        prompts: the first calibration prompt of each length is used.
         curves: of every layer at every length.
         tiles: those that get trials, by length, the safe default first.
+        prompts: the first calibration prompt of each length is used.
         recipe: says the budget and how many trials there are.
         device: where the model runs.
         journal: where times are kept.
@@ -247,7 +248,7 @@ class _LengthSearch:
         recipe = self._recipe
         choices, limits = self._choices, [recipe.budget.value] * len(self._choices)
         if recipe.scope == "model":
-            powers = [next(iter(of_layer.values())).dense_power for of_layer in self._curves]
+            powers = [dense_power(of_layer) for of_layer in self._curves]
             choices, limits = shared(self._choices, powers, recipe)
         timed = self._uniform_seconds > 0.0  # neither without a timer nor NaN
         uniform = self._uniform and replace(self._uniform, seconds=self._uniform_seconds if timed else None)

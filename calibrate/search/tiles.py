@@ -43,6 +43,7 @@ def tiles_for(
     geometry: Geometry,
     device: DeviceIdentity,
     where: torch.device,
+    *,
     length: int,
     segments: Sequence[int],
     journal: Journal,

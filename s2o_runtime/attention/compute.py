@@ -47,7 +47,7 @@ def compute(call: AttentionCall, backend: str) -> Outputs:
 
 def _with_kernels(call: AttentionCall) -> Outputs:
     """S2O's kernels; other head dims run as the next larger one, filled with zeros."""
-    from s2o_runtime.kernels.call import Call, head_tables  # these import triton
+    from s2o_runtime.kernels.call import Call, head_tables
     from s2o_runtime.kernels.prefill import s2o_prefill
 
     head_dim, device = call.shape.head_dim, call.q.device

@@ -198,7 +198,7 @@ def with_safe_tile(config: LayerConfig, tiles: Sequence[TileConfig]) -> LayerCon
         if chunk <= MAX_CHUNK and not any(segment % tile.rows for segment in segments)
     ]
     if not fitting:
-        return replace(config, heads=tuple(replace(head, mode="dense", baseline=None) for head in config.heads))
+        return config.as_dense()
     return config.with_tile(min(fitting, key=lambda tile: tile.block_m != config.tile.block_m))
 
 
