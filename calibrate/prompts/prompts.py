@@ -12,7 +12,7 @@ import random
 import sysconfig
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,13 @@ HELD_OUT_FILES = 3  # one of this many of the standard library's files is held o
 class Prompt:
     """Token ids, and where the answers stand among them.
 
-    ids: int64 [L]. answers: Each answer that the prompt asks for, as (first token, one behind the last).
+    ids: int64 [L]. answers: Each answer that the prompt asks for, as (first token, one behind the last). domain: What
+    kind of text it is, such as "code".
     """
 
     ids: Tensor
     answers: tuple[tuple[int, int], ...] = ()
+    domain: str = "code"
 
     @property
     def length(self) -> int:
@@ -54,15 +56,17 @@ class Prompt:
 class PromptSet:
     """The prompts of a run, by length in tokens.
 
-    calibration: What is calibrated on; a length that is only checked has none. held_out: What is proven on.
+    calibration: What is calibrated on; a length that is only checked has none. held_out: What layers are adjusted on.
+    certify: What the finished choice is certified on; they choose nothing.
     """
 
     calibration: dict[int, list[Prompt]]
     held_out: dict[int, list[Prompt]]
+    certify: dict[int, list[Prompt]] = field(default_factory=dict)
 
     def record(self) -> PromptHashes:
         """The hashes, for the profile."""
-        return PromptHashes(calibration=_hashes(self.calibration), held_out=_hashes(self.held_out))
+        return PromptHashes(calibration=_hashes(self.calibration), held_out=_hashes(self.held_out), certify=_hashes(self.certify))
 
 
 def _hashes(by_length: Mapping[int, Sequence[Prompt]]) -> tuple[PromptHash, ...]:

@@ -154,7 +154,8 @@ class PromptHashes(Part):
     """The prompts that took part (`calibrate.prompts.prompts.PromptSet`)."""
 
     calibration: tuple[PromptHash, ...] | None = _recorded("the prompts that were calibrated on")
-    held_out: tuple[PromptHash, ...] | None = _recorded("the prompts that were proven on")
+    held_out: tuple[PromptHash, ...] | None = _recorded("the prompts that layers were adjusted on")
+    certify: tuple[PromptHash, ...] | None = _recorded("the prompts of the certificate, which chose nothing")
 
 
 @dataclass(frozen=True, kw_only=True)
