@@ -49,6 +49,9 @@ from support.architectures import (
     SLIDING,
     Case,
 )
+from support.marks import all_but_first
+
+SLOW = pytest.mark.slow(reason="compiles a model, seconds each")
 
 LENGTH, SEGMENT, SHORTEST = 150, 64, 32
 
@@ -311,7 +314,7 @@ def test_loaded_by_name_without_a_profile(name, eager, caplog):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [name for name in CASES if name.partition("-")[2] in ("", "moe")])
+@pytest.mark.parametrize("name", all_but_first([name for name in CASES if name.partition("-")[2] in ("", "moe")], SLOW))
 def test_compiled(name, eager, model, monkeypatch):
     """One of each architecture; experts as a batched product, the only one that torch.compile follows in float32."""
     torch.compiler.reset()  # what was compiled of other models counts towards its limit

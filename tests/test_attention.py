@@ -11,6 +11,8 @@ from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.reference.attention import s2o_attention_reference
 from support.naive import naive_attention
 
+pytestmark = pytest.mark.usefixtures("small_sample")
+
 TILE = TileConfig(64, 32, 2, 4, 1)
 
 

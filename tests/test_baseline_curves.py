@@ -27,6 +27,8 @@ from s2o_runtime.reference.dense import dense_attention
 from support.tiny import recipe as tiny_recipe
 from support.tiny import save_tiny
 
+SLOW = pytest.mark.slow(reason="runs a whole calibration")
+
 METHOD = Ranking(128, 1, 4)
 
 
@@ -131,6 +133,7 @@ def test_baselines_belong_to_every_search_point(ours):
     assert methods(curves, 256, 4, SHAPE) == {}  # as if nothing were measured there
 
 
+@SLOW
 @pytest.mark.parametrize("method", ["pbs", "auto"])
 def test_a_calibration_with_baselines_is_proven_and_read_again(tmp_path, monkeypatch, method):
     folder = save_tiny(tmp_path / "model")

@@ -43,6 +43,7 @@ def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim=16, dtype=torch.float
 
 
 SHAPES = [
+    pytest.param(1, 2, 1, 130, 200, id="q130-kv200"),
     pytest.param(1, 4, 2, 450, 450, id="H4-KV2-L450"),
     pytest.param(1, 2, 1, 190, 471, id="q190-kv471"),
     pytest.param(2, 2, 2, 256, 256, id="B2-L256"),

@@ -13,6 +13,8 @@ from scripts.bench.calls import bisect, kernel_parts, published_config
 from scripts.bench.inputs import exact_rows, model_qkv, rel_mse, repeated_qkv
 from scripts.bench.schema import AttentionFile, read
 
+pytestmark = pytest.mark.usefixtures("small_sample")
+
 SLOW = pytest.mark.slow(reason="runs a whole benchmark")
 
 TINY = ["--heads", "2/1", "--head-dim", "64", "--dtype", "float32", "--segment", "64", "--tile", "64x32x1:4:2"]

@@ -28,6 +28,8 @@ from s2o_runtime.profile import save_profile
 from support.architectures import CASES
 from support.models import CONFIGS, LENGTH, make_profile, padded_batch, paths
 
+SLOW = pytest.mark.slow(reason="starts processes that load a model")
+
 RUNS = "the tensors are on the cpu, the kernel needs a GPU"
 CONFIG = CONFIGS["llama"]
 
@@ -367,6 +369,7 @@ def program(tmp_path, model):
     return [sys.executable, path, tmp_path / "model", tmp_path / "logits.pt"]
 
 
+@SLOW
 @torch.no_grad()
 def test_s2o_run_runs_a_program_with_the_profile(program, model, profile, tmp_path):
     save_profile(profile, tmp_path / "p.safetensors")

@@ -166,6 +166,7 @@ def test_changed_inputs_are_named(evaluated):
     assert "journal out/results.sqlite was made with prompts " in outcome.stderr
 
 
+@SLOW
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
     arguments = ["--model", "demo", "--setting", COARSE, "--device", "cpu", "--out", "out", "--dry-run"]
     outcome = run(*arguments, "--json", cwd=tmp_path)

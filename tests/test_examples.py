@@ -1,12 +1,13 @@
 """The examples run as their docstrings say, and print what they promise."""
 
-import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+SLOW = pytest.mark.slow(reason="runs a whole calibration or generation in a process of its own")
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -37,6 +38,7 @@ def test_the_op_alone():
     assert all("backend reference" in line for line in lines)
 
 
+@SLOW
 def test_a_patched_model_answers():
     lines = run("patch_and_generate.py", PROFILE, 1024)
     answer = next(line for line in lines if line.startswith("code "))
@@ -46,7 +48,7 @@ def test_a_patched_model_answers():
     assert any(" s2o " in line and "the tensors are on the cpu" in line for line in lines)
 
 
-@pytest.mark.skipif(not hasattr(importlib.import_module("calibrate"), "calibrate"), reason="has no Python API yet")
+@SLOW
 def test_the_api_writes_a_profile(tmp_path):
     lines = run("calibrate_api.py", tmp_path / "p.safetensors")
     assert lines[0] == "written"

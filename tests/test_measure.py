@@ -18,6 +18,8 @@ from calibrate.prompts.prompts import Prompt
 from calibrate.recipe import Recipe
 from support.models import save, stream
 
+SLOW = pytest.mark.slow(reason="measures a model several times, or starts a process of its own")
+
 LENGTHS = (450, 600)
 SHAPES = {450: (Shape(64, 128),), 600: (Shape(64, 128), Shape(64, 256))}
 
@@ -126,6 +128,7 @@ def test_only_what_is_missing_is_measured(missing, watched):
     assert watched.reused == 3
 
 
+@SLOW
 def test_what_is_not_the_same_measurement_is_made_again(watched):
     watched.run()
     of_600 = {(0, 600), (1, 600)}
@@ -149,6 +152,7 @@ def test_a_budget_is_not_part_of_a_measurement(watched):
     assert watched.measured == []
 
 
+@SLOW
 def test_measuring_and_rebudgeting_need_no_optuna():
     program = "import calibrate.curves.measure, calibrate.profiles.rebudget, sys; sys.exit('optuna' in sys.modules)"
     root = Path(__file__).parent.parent

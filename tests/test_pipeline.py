@@ -31,7 +31,7 @@ from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.reference.dense import exact_attention
 from support.tiny import recipe, save_tiny
 
-SLOW = pytest.mark.slow(reason="calibrates several times")
+SLOW = pytest.mark.slow(reason="calibrates a tiny model, seconds each")
 
 LENGTHS, CHECK = (512, 1024), 768
 CALM = 3  # a seed of prompts that are so alike that nothing has to be tightened
@@ -153,6 +153,7 @@ def test_the_same_inputs_give_the_same_bytes(run, tmp_path):
     assert other.out.read_bytes() != made.out.read_bytes()
 
 
+@SLOW
 def test_another_budget_finds_what_was_measured(run, tmp_path, monkeypatch):
     mine = {"journal": tmp_path / "j"}
     _, first = run("one", **mine)
@@ -169,6 +170,7 @@ def test_another_budget_finds_what_was_measured(run, tmp_path, monkeypatch):
     assert cost[1] < cost[0]
 
 
+@SLOW
 def test_between_the_lengths_thresholds_are_interpolated(run):
     _, result = run(seed=CALM)
     assert result.profile.lengths == LENGTHS
@@ -263,6 +265,7 @@ def test_the_last_tightening_is_dense(scope, run, monkeypatch):
     assert_what_was_proven_is_written(made, result)
 
 
+@SLOW
 def test_a_layer_without_a_share_of_the_budget_is_left_dense(run):
     """A limit of zero, which nothing can be over."""
     _, result = run(budget_scope="model", budget_mse=1e-5, lengths=(1024,))
@@ -345,6 +348,7 @@ def test_lost_needles_are_tried_again_with_less_and_then_nothing_is_written(aske
     assert not made.out.exists()
 
 
+@SLOW
 def test_only_what_lost_needles_is_proven_again(monkeypatch, proven, run):
     lost = iter([{1024: "lost"}, {}])
     monkeypatch.setattr(judge, "lost_needles", lambda proofs, recipe: next(lost))
@@ -378,6 +382,7 @@ def test_lengths_that_are_slower_than_dense_become_dense(monkeypatch, proven, ru
         assert {choice.why_dense for choice in result.chosen[slow].choices} == {tighten.NOT_FASTER}
 
 
+@SLOW
 def test_a_regression_can_be_allowed_and_the_profile_says_so(asked, run):
     made, result = run(**LOOSE, allow_regression=True)
     assert not result.met
@@ -404,6 +409,7 @@ def test_needles_that_less_of_the_budget_keeps_are_kept(asked, attempts, run):
     assert result.chosen[1024].choices[0].budget_mse <= attempts[0][0] / 2
 
 
+@SLOW
 def test_a_journal_of_another_model_is_refused_by_name(folder, run, tmp_path):
     other = save_tiny(tmp_path / "other", lambda model: model.lm_head.weight.data.mul_(2))
     journal = tmp_path / "mine.sqlite"
@@ -479,6 +485,7 @@ def test_each_phase_is_timed(monkeypatch):
     assert clock.seconds == {"measuring": 10.0, "proving": 5.0}
 
 
+@SLOW
 def test_the_report_says_what_the_result_is(run):
     made, result = run(**TIGHT)
     found = json.loads(json.dumps(contents.report_of(made, result).to_json(), allow_nan=False))
@@ -513,6 +520,7 @@ def test_the_report_says_what_the_result_is(run):
             assert densities[0] >= densities[-1]
 
 
+@SLOW
 def test_an_unwritten_profile_is_not_named(folder, run):
     made, result = run()
     assert isinstance(result, Result)

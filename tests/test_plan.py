@@ -19,6 +19,8 @@ from s2o_runtime.kernels import plan as plan_module
 from s2o_runtime.kernels.launch import launch, observed
 from s2o_runtime.kernels.plan import Recorder
 
+pytestmark = pytest.mark.usefixtures("small_sample")
+
 TABLE = torch.arange(64)  # was there before any call
 
 

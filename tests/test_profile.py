@@ -24,6 +24,8 @@ from s2o_runtime.profile import file as profile_file
 from support.golden_profiles import GOLDEN, field_paths, path_of
 from support.profiles import FORMAT, document_of, file_of, rewrite
 
+SLOW = pytest.mark.slow(reason="starts processes of its own")
+
 GEOMETRY = Geometry("llama", 2, 3, 1, 64)
 
 
@@ -118,6 +120,7 @@ def test_round_trip(tmp_path):
     assert os.stat(path).st_mode & 0o777 == 0o644
 
 
+@SLOW
 def test_the_same_profile_gives_the_same_bytes_in_another_process(tmp_path):
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]); import test_profile;"
@@ -280,7 +283,7 @@ fields = st.sampled_from(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(field=fields, value=json_values, drop=st.booleans())
 def test_foreign_values_end_in_profile_errors_that_name_them(tmp_path_factory, field, value, drop):
     """What is not refused is a profile that can be written and read again."""

@@ -22,7 +22,7 @@ documents = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(document=st.dictionaries(names, documents))
 def test_reading_and_writing_change_nothing(document):
     """Whatever is in it: 1 and 1.0 stay apart, null and absent too."""

@@ -15,6 +15,9 @@ from PIL import Image
 from rich.console import Console
 
 from calibrate.report import contents, output, plots
+from support.marks import all_but_first
+
+SLOW = pytest.mark.slow(reason="draws large pictures, or starts a process of its own")
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGET = 1e-3
@@ -260,7 +263,8 @@ def test_the_json_is_the_report(summary, files):
 
 
 @pytest.mark.parametrize(
-    ("layers", "heads", "lengths", "on_gpu"), [(1, 1, (128,), True), (6, 8, (1024, 2048), False), (2, 3, LONG, True)]
+    ("layers", "heads", "lengths", "on_gpu"),
+    all_but_first([(1, 1, (128,), True), (6, 8, (1024, 2048), False), (2, 3, LONG, True)], SLOW),
 )
 def test_plots_are_pictures_that_show_something(layers, heads, lengths, on_gpu, tmp_path):
     written = write(made(layers, heads, lengths, on_gpu), tmp_path / "p.safetensors")
@@ -364,6 +368,7 @@ def test_drawing_changes_nothing_global(summary, tmp_path):
     assert dict(matplotlib.rcParams) == before
 
 
+@SLOW
 def test_matplotlib_is_loaded_only_to_draw():
     program = (
         "import sys, calibrate.report.output; print([name for name in sys.modules if name.startswith('matplotlib')])"

@@ -23,6 +23,9 @@ from s2o_runtime.config import TileConfig
 from s2o_runtime.errors import ConfigError, ResourceError
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
+from support.marks import all_but_first
+
+SLOW = pytest.mark.slow(reason="measures curves of more prompts and searches with them")
 
 SEGMENTS, GRAINS = (128, 256), (2, 4)
 TILES = (TileConfig(64, 64, 2), TileConfig(128, 64, 2), TileConfig(64, 64, 4))
@@ -68,8 +71,8 @@ def run(search, start_from=(), out_of_time=lambda: False):
     return search.run(studies, start_from, lambda: steps.append(1), out_of_time), len(steps)
 
 
-@pytest.mark.parametrize(("kind", "value"), [("rel_mse", 1e-2), ("mse", 1e-3)])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("kind", "value"), all_but_first([("rel_mse", 1e-2), ("mse", 1e-3)], SLOW))
+@pytest.mark.parametrize("count", all_but_first([1, 2], SLOW))
 def test_the_chosen_configuration_keeps_its_promises(kind, value, count):
     prompts = make_prompts(count)
     search = make_search(measured(prompts), kind=kind, value=value, trials=12)

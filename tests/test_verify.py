@@ -53,7 +53,7 @@ def prove_all(loaded, config, prompts=None):
 
 def test_a_configuration_that_never_stops_changes_nothing(folder):
     for proof in prove_all(stream(folder, False), EXACT).values():
-        assert proof.kl < 1e-8
+        assert proof.kl < 1e-7  # float32 rounding
         assert proof.top1 == 1.0
         assert proof.needles is None
         assert proof.prefill_seconds > 0
