@@ -117,7 +117,7 @@ def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny, t
         [sys.executable, "-c", LOST, *map(str, arguments), *["--allow-regression"] * allow],
         cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    lost = "at 512 tokens the patched model finds 0 of the 3 needles that dense finds, 95% are asked for"
+    lost = "at 512 tokens the patched model keeps 0 of the 3 needles that dense finds, 95% are asked for"
     assert outcome.returncode == (0 if allow else 3), outcome.stderr
     assert outcome.stderr.endswith("3 attempts\n")
     assert (tmp_path / "no.safetensors").exists() == allow
@@ -203,7 +203,7 @@ def test_older_flags_are_understood_and_not_shown():
 
 
 OVER = "layer 3 at 512 tokens has an error of 2.00e-03, 1.00e-03 is allowed"
-LESS = "at 512 tokens the patched model finds 0 of the 3 needles that dense finds, 95% are asked for"
+LESS = "at 512 tokens the patched model keeps 0 of the 3 needles that dense finds, 95% are asked for"
 SLOW = "the prefill of 512 tokens takes 3.0 ms, dense 2.0 ms"
 
 

@@ -338,7 +338,7 @@ def test_lost_needles_are_tried_again_with_less_and_then_nothing_is_written(aske
     assert len(attempts) == RETRIES + 1
     for number, budgets in enumerate(attempts):
         assert budgets == pytest.approx([budget / 2**number for budget in attempts[0]])
-    said = f"at 1024 tokens the patched model finds {found} of the 20 needles that dense finds, 100% are asked for"
+    said = f"at 1024 tokens the patched model keeps {found} of the 20 needles that dense finds, 100% are asked for"
     assert result.problems == (said,)
     assert not result.met
     assert not result.written

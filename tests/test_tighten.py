@@ -125,7 +125,7 @@ def test_a_proof_holds_or_says_why_not():
     verdict = judge(begun, proofs | bad)
     assert verdict.over_limit == ("layer 0 at 512 tokens has an error of 2.00e-04, 1.00e-04 is allowed",)
     assert verdict.repairable == (
-        "at 1024 tokens the patched model finds 18 of the 20 needles that dense finds, 95% are asked for",
+        "at 1024 tokens the patched model keeps 18 of the 20 needles that dense finds, 95% are asked for",
         "the prefill of 1024 tokens takes 200.0 ms, dense 100.0 ms",
     )
     assert verdict.problems == (*verdict.over_limit, *verdict.repairable)
