@@ -110,6 +110,7 @@ def _head(text: str) -> tuple[int, int]:
 def show(flags: Flags) -> int:
     """The summary of a profile, or one head of it."""
     from calibrate.profiles.card import COLUMNS, length_cells
+    from calibrate.profiles.certified import adjusted_on, statement
     from calibrate.profiles.summary import summary
     from s2o_runtime.profile import load_profile
 
@@ -121,8 +122,10 @@ def show(flags: Flags) -> int:
         return print_json(contents)
     for name in ("model", "architecture", "device", "budget", "objective", "proof"):
         _print(f"{name:<12}  {contents[name] or 'not recorded'}")
-    for problem in contents["problems"]:
-        _print(f"not proven: {problem}")
+    if (contents["proof"] or "").startswith("held out"):
+        _print(statement(profile.record.certificate, adjusted_on(profile.record)))
+    for sentence in (*contents["problems"], *(profile.record.not_proven or ())):
+        _print(f"not proven: {sentence}")
     if contents["retiled"]:
         _print(f"{contents['retiled']}")
     _print_table("", COLUMNS, [length_cells(row) for row in contents["lengths"]])

@@ -31,6 +31,6 @@ def retrieval_lost(length: int, retrieval: Retrieval | None, recipe: Recipe) -> 
     if retrieval is None or not retrieval.found or retrieval.high >= recipe.needles:
         return None
     return (
-        f"at {length} tokens the patched model keeps {retrieval.kept} of the {retrieval.found} needles that dense finds, "
-        f"so with {CONFIDENCE:.0%} confidence no more than {retrieval.high:.0%}; {recipe.needles:.0%} are asked for"
+        f"at {length} tokens the patched model keeps {retrieval.kept} of the {retrieval.found} needles that dense finds"
+        f", so with {CONFIDENCE:.0%} confidence no more than {retrieval.high:.0%}; {recipe.needles:.0%} are asked for"
     )

@@ -72,7 +72,14 @@ class Proven:
     @property
     def tightened(self) -> Counter[LengthAndLayer]:
         """(length, layer) -> how often the layer was tightened in the last attempt that proved this length."""
-        return Counter({place: tightening.times for place, tightening in self.candidate.tightened.items()})
+        changed = self.candidate.tightened
+        return Counter({place: tightening.times for place, tightening in changed.items() if tightening.times})
+
+    @property
+    def first_errors(self) -> dict[LengthAndLayer, float]:
+        """(length, layer) -> the error in the budget's unit before the layer was tightened; of those that were."""
+        changed = self.candidate.tightened
+        return {place: one.first_error for place, one in changed.items() if one.first_error is not None}
 
     @property
     def device(self) -> DeviceIdentity:
