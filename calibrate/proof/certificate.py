@@ -14,6 +14,7 @@ from s2o_runtime.config import LayerConfig
 
 CONFIDENCE = 0.95  # of each bound for a layer's mean error, and of the interval for retrieval
 NEXT_PROMPT = 0.9  # asked for: the probability that the next prompt keeps within what is stated for prompts
+FEWEST = 2  # prompts of a length below which nothing can be bounded
 RUNGS = (0.7, 0.5, 0.35)  # shares of its budget that a layer over its limit is tried with
 
 

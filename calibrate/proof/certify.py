@@ -17,7 +17,7 @@ from calibrate.model.models import LoadedModel
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
-from calibrate.proof.certificate import RUNGS, LengthCertificate, Look, certificate_of, look_confidence
+from calibrate.proof.certificate import FEWEST, RUNGS, LengthCertificate, Look, certificate_of, look_confidence
 from calibrate.proof.judge import slower_than_dense
 from calibrate.proof.problems import retrieval_lost
 from calibrate.proof.sample import LayerSample, sample
@@ -25,7 +25,6 @@ from calibrate.proof.statistics import mean_bound
 from calibrate.proof.tighten import NOT_FASTER, Proven, scaled
 from calibrate.proof.verify import prove
 
-FEWEST = 2  # prompts of a length below which nothing can be bounded
 OVER_BOUND = "its certified bound stayed over the limit"
 
 log = logging.getLogger("calibrate")

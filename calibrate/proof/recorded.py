@@ -27,7 +27,7 @@ from s2o_runtime.profile.record import (
 )
 
 METHOD = (
-    "means: modified Cox bounds for lognormal errors on sampled rows, the error probability shared by a layer's looks; "
+    "means: generalised confidence bounds of lognormal errors on sampled rows, the risk shared by a layer's looks; "
     "next prompt: order statistics; retrieval: Clopper-Pearson"
 )
 

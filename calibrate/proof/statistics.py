@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+PIVOT_POINTS = 1000  # of the integral over a sample's spread
+
 
 @dataclass(frozen=True)
 class NextBound:
@@ -20,11 +22,13 @@ class NextBound:
 
 
 def mean_bound(values: Sequence[float], confidence: float) -> float:
-    """An upper bound for the mean of the distribution that positive values come from.
+    """An upper bound for the mean of the distribution that positive values come from, taken for lognormal.
 
-    The modified Cox method for lognormal values: `exp(m + s^2/2 + t * sqrt(s^2/n + s^4/(2(n-1))))` with m and s of the
-    values' logarithms and t a quantile of Student's distribution with n - 1 degrees of freedom (U. Olsson,
-    "Confidence intervals for the mean of a log-normal distribution", Journal of Statistics Education 13, 2005).
+    It is a quantile of the generalised pivot of the mean's logarithm, `m + s Z / (W sqrt(n)) + s^2 / (2 W^2)`, with m
+    and s of the values' logarithms, Z standard normal and W^2 chi-squared with n - 1 degrees of freedom over n - 1
+    (K. Krishnamoorthy and T. Mathew, "Inferences on the means of lognormal distributions using generalized p-values
+    and generalized confidence intervals", 2003). The shorter formula of Cox (`mean_lower_bound`) would hold less often
+    than it says: with 19 values and s = 1 in 92 of 100 cases instead of 95.
 
     Values that are exactly zero are left out, which can only raise the bound: the mean of the others is larger.
 
@@ -35,34 +39,50 @@ def mean_bound(values: Sequence[float], confidence: float) -> float:
     Returns:
         The bound; 0 if all values are 0, and infinity if fewer than two are above 0: one value bounds nothing.
     """
-    return _cox(values, confidence, above=True)
+    logs = [math.log(value) for value in values if value > 0]
+    if len(logs) < 2:
+        return math.inf if logs else 0.0
+    return _pivot_quantile(logs, confidence)
 
 
 def mean_lower_bound(values: Sequence[float], confidence: float) -> float:
-    """A lower bound for the mean, as `mean_bound` is an upper one; 0 if fewer than two values are above 0.
+    """A lower bound for the mean, which holds at least as often as it says; 0 if fewer than two values are above 0.
 
-    The mean is that of the values above 0, times their share among all.
+    The modified Cox method, `exp(m + s^2/2 - t sqrt(s^2/n + s^4/(2(n-1))))` with t a quantile of Student's distribution
+    with n - 1 degrees of freedom (U. Olsson, "Confidence intervals for the mean of a log-normal distribution", Journal
+    of Statistics Education 13, 2005). Values of 0 count by their share.
     """
-    if not values:
-        return 0.0
-    share = sum(value > 0 for value in values) / len(values)
-    return share * _cox(values, confidence, above=False)
-
-
-def _cox(values: Sequence[float], confidence: float, *, above: bool) -> float:
-    from scipy.special import stdtrit  # a second to import, which the command line does not have
+    from scipy.special import stdtrit
 
     logs = [math.log(value) for value in values if value > 0]
     if len(logs) < 2:
-        return math.inf if logs and above else 0.0
+        return 0.0
     count, variance = len(logs), statistics.variance(logs)
     spread = math.sqrt(variance / count + variance**2 / (2 * (count - 1)))
     quantile = float(stdtrit(count - 1, confidence))
-    return _exp(statistics.fmean(logs) + variance / 2 + (quantile if above else -quantile) * spread)
+    return count / len(values) * math.exp(statistics.fmean(logs) + variance / 2 - quantile * spread)
 
 
-def _exp(power: float) -> float:
-    return math.exp(power) if power < 700 else math.inf
+def _pivot_quantile(logs: Sequence[float], probability: float) -> float:
+    """The exponential of a quantile of the generalised pivot: an integral over W, and a bisection."""
+    import numpy as np
+    from scipy.special import gammaincinv, ndtr  # a second to import, which the command line does not have
+
+    count, middle, deviation = len(logs), statistics.fmean(logs), statistics.stdev(logs)
+    if deviation < 1e-12:
+        return math.exp(middle)
+    shares = (np.arange(PIVOT_POINTS) + 0.5) / PIVOT_POINTS
+    w_squared = 2 * gammaincinv((count - 1) / 2, shares) / (count - 1)
+    centres = middle + deviation**2 / (2 * w_squared)
+    scales = np.sqrt(w_squared * count) / deviation
+    low, high = middle - 40 * deviation, float(centres.max()) + 40 * deviation / math.sqrt(float(w_squared.min()))
+    while high - low > 1e-9 * max(1.0, abs(high)):
+        half = (low + high) / 2
+        if float(ndtr((half - centres) * scales).mean()) < probability:
+            low = half
+        else:
+            high = half
+    return math.exp(high) if high < 700 else math.inf
 
 
 def next_bound(values: Sequence[float], probability: float) -> NextBound:
