@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from calibrate.profiles.record import budget_of, predicted_layer
@@ -78,13 +79,14 @@ def _certificate(proven: Proven) -> Certificate | None:
     if not proven.certificates:
         return None
     lengths = tuple(
-        _certified_length(certificate, [proven.limits[length, layer] for layer in range(len(certificate.layers))])
+        certified_length(certificate, [proven.limits[length, layer] for layer in range(len(certificate.layers))])
         for length, certificate in proven.certificates.items()
     )
     return Certificate(confidence=CONFIDENCE, method=METHOD, lengths=lengths)
 
 
-def _certified_length(certificate: LengthCertificate, limits: list[float]) -> CertifiedLength:
+def certified_length(certificate: LengthCertificate, limits: Sequence[float]) -> CertifiedLength:
+    """What is certified of a length, for the record. limits: The error each layer may have, in the budget's unit."""
     return CertifiedLength(
         length=certificate.length,
         prompts=certificate.prompts,
