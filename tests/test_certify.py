@@ -10,9 +10,11 @@ from calibrate.proof import certify
 from calibrate.proof.agreement import PromptAgreement
 from calibrate.proof.certificate import (
     CONFIDENCE,
+    FLOOR,
     RUNGS,
     Look,
     certificate_of,
+    look_bound,
     look_confidence,
     shares_of_limits,
 )
@@ -62,6 +64,18 @@ def test_a_bound_within_the_limit_is_accepted_at_the_first_look():
     assert left is begun
     expected = mean_bound([0.5 * begun.limits[1024, 0] * factor for factor in FACTORS], look_confidence(1.0))
     assert looks == [Look(1.0, expected)]
+
+
+def test_errors_next_to_nothing_do_not_blow_up_a_bound():
+    """A layer whose calls compute nearly everything on some prompts: their errors are rounding."""
+    begun = candidate()
+    limit, config = begun.limits[1024, 0], begun.layer_config(0, 1024)
+    errors = [1e-13, 2e-15, 1e-12, 0.4 * limit, 0.5 * limit, 0.0, 3e-14, 0.45 * limit, 0.5 * limit]
+    bound = look_bound(errors, 1.0, limit, config)
+    assert mean_bound(errors, look_confidence(1.0)) > 1e6 * limit
+    assert sum(errors) / 9 < bound < limit
+    assert bound == mean_bound([max(error, FLOOR * limit) for error in errors], look_confidence(1.0))
+    assert look_bound([1e-13] * 3, 1.0, limit, config.as_dense()) == pytest.approx(1e-13)
 
 
 @pytest.mark.parametrize("rung", range(1, len(RUNGS) + 1))

@@ -15,6 +15,7 @@ from s2o_runtime.config import LayerConfig
 CONFIDENCE = 0.95  # of each bound for a layer's mean error, and of the interval for retrieval
 NEXT_PROMPT = 0.9  # asked for: the probability that the next prompt keeps within what is stated for prompts
 FEWEST = 2  # prompts of a length below which nothing can be bounded
+FLOOR = 0.1  # of its limit; an error below it counts as this much, so that rounding does not pass for spread
 RUNGS = (0.7, 0.5, 0.35)  # shares of its budget that a layer over its limit is tried with
 
 
@@ -99,6 +100,22 @@ def look_confidence(share: float) -> float:
     return 1 - (risk if share == 1.0 else risk / len(RUNGS))
 
 
+def look_bound(errors: Sequence[float], share: float, limit: float, config: LayerConfig) -> float:
+    """The bound of one look for the mean of errors, of all rows or some.
+
+    Logarithms of errors that are next to nothing say nothing about those that matter, and would blow up the bound. So
+    errors below `FLOOR` times the limit count as that much, which can only raise their mean.
+
+    Args:
+        errors: Of each prompt, in the limit's unit.
+        share: Of the layer's budget, by which the look is known (`look_confidence`).
+        limit: The error the layer may have.
+        config: What it ran. A dense layer's rounding is bounded as it is.
+    """
+    floor = 0.0 if config.is_dense else FLOOR * limit
+    return mean_bound([max(error, floor) for error in errors], look_confidence(share))
+
+
 def certificate_of(
     length: int,
     seen: LengthSample,
@@ -117,7 +134,7 @@ def certificate_of(
         limits, configs: The error each layer may have, and what it was left with.
         looks: At each layer, the first one first; the last is what is in `seen`.
     """
-    layers = tuple(_layer(sample, budget, of_layer) for sample, of_layer in zip(seen.layers, looks, strict=True))
+    layers = tuple(_layer(*of_layer, budget) for of_layer in zip(seen.layers, looks, limits, configs, strict=True))
     shares = shares_of_limits(seen, budget, limits, configs)
     kls = [max(0.0, agreement.kl) for agreement in seen.agreements]
     worst = [max(of_layers) for of_layers in zip(*_worst(seen), strict=True)]
@@ -157,14 +174,16 @@ def retrieval_of(seen: LengthSample) -> Retrieval | None:
     return Retrieval(found, kept, *share_interval(kept, found, CONFIDENCE))
 
 
-def _layer(seen: LayerSample, budget: Budget, looks: Sequence[Look]) -> CertifiedLayerErrors:
-    confidence = look_confidence(looks[-1].share)
+def _layer(
+    seen: LayerSample, looks: Sequence[Look], limit: float, config: LayerConfig, budget: Budget
+) -> CertifiedLayerErrors:
+    share = looks[-1].share
     return CertifiedLayerErrors(
         mean=statistics.fmean(seen.errors(budget)),
         bound=_finite(looks[-1].bound),
-        bound_last=_finite(mean_bound(seen.last_errors(budget), confidence)),
+        bound_last=_finite(look_bound(seen.last_errors(budget), share, limit, config)),
         bounds_continued={
-            new_tokens: _finite(mean_bound(errors, confidence))
+            new_tokens: _finite(look_bound(errors, share, limit, config))
             for new_tokens, errors in seen.continued_errors(budget).items()
         },
         first_bound=_finite(looks[0].bound),

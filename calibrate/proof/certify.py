@@ -17,11 +17,10 @@ from calibrate.model.models import LoadedModel
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
-from calibrate.proof.certificate import FEWEST, RUNGS, LengthCertificate, Look, certificate_of, look_confidence
+from calibrate.proof.certificate import FEWEST, RUNGS, LengthCertificate, Look, certificate_of, look_bound
 from calibrate.proof.judge import slower_than_dense
 from calibrate.proof.problems import retrieval_lost
 from calibrate.proof.sample import LayerSample, sample
-from calibrate.proof.statistics import mean_bound
 from calibrate.proof.tighten import NOT_FASTER, Proven, scaled
 from calibrate.proof.verify import prove
 
@@ -46,7 +45,7 @@ class Ladder:
         begun = self._begun.setdefault((length, layer), candidate)
         config, limit = candidate.layer_config(layer, length), candidate.limits[length, layer]
         share = (1.0, *RUNGS, 0.0)[len(looks)]
-        bound = mean_bound(seen.errors(candidate.recipe.budget), look_confidence(share))
+        bound = look_bound(seen.errors(candidate.recipe.budget), share, limit, config)
         looks.append(Look(0.0 if looks and config.is_dense else share, bound))
         if bound <= limit or config.is_dense:
             return None

@@ -15,6 +15,7 @@ from calibrate.proof.statistics import exceedance_probability, mean_lower_bound
 from calibrate.proof.verify import Configured
 from calibrate.recipe import OPTIONS, Budget
 from s2o_runtime.errors import InputError
+from s2o_runtime.profile import load_profile
 from s2o_runtime.profile.record import CertifiedLayer, CertifiedLength
 
 
@@ -81,11 +82,11 @@ def recertified(model: str, path: Path, device: str, seed: int, prompts: Path | 
         ProfileError: The profile cannot be read.
         InputError: It has no certificate, it cannot be proven here, or there are too few fresh prompts.
     """
-    opened = to_prove(model, path, device)
-    certified = opened.profile.record.certificate
+    certified = load_profile(path).record.certificate
     lengths = {entry.length: entry for entry in (certified and certified.lengths) or () if entry.length is not None}
     if not lengths:
         raise InputError(f"{path} is not certified, so there is nothing to compare with: leave --seed out")
+    opened = to_prove(model, path, device)
     fresh = _fresh(opened, seed, prompts)
     for length in lengths:
         if len(fresh.get(length, ())) < FEWEST:

@@ -23,7 +23,7 @@ def print_report(report: Report, console: Console) -> None:
         print_lines([*length_notes(report, length), ""], console)
     if len(report.lengths) > 1:
         print_table(overview_table(report), console)
-    print_lines([*closing_notes(report), ""], console)
+    print_lines(closing_notes(report), console)
     for certified in (table(report.certificate), domain_table(report.certificate)):
         if certified is not None:
             print_table(certified, console)
