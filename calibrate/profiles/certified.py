@@ -9,6 +9,8 @@ from s2o_runtime.profile.record import Certificate, CertifiedLayer, CertifiedLen
 
 NAMES = ("length", "prompts", "bound /\nlimit", "last\neighth", "continued", "KL", "noise", "top-1", "kept")
 
+MOST = 100.0  # times its limit: a bound above it says only that there were too few prompts
+
 
 def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
     """In one sentence what was shown.
@@ -88,7 +90,7 @@ def _cells(length: CertifiedLength) -> tuple[str, ...]:
         str(length.prompts),
         _share(_over_limit(layer, layer.bound) for layer in layers),
         _share(_over_limit(layer, layer.bound_last) for layer in layers),
-        ", ".join(f"{new_tokens}: {share:.0%}" for new_tokens, share in continued.items()) or "-",
+        ", ".join(f"{new_tokens}: {_percent(share)}" for new_tokens, share in continued.items()) or "-",
         _value(length.kl, ".1e"),
         "-" if length.noise_floor is None else f"{length.noise_floor:.1e}",
         _value(length.top1, ".2%"),
@@ -140,7 +142,11 @@ def _over_limit(layer: CertifiedLayer, bound: float | None) -> float | None:
 
 def _share(shares: Iterable[float | None]) -> str:
     known = [share for share in shares if share is not None]
-    return f"{max(known):.0%}" if known else "-"
+    return _percent(max(known)) if known else "-"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share < MOST else f"over {MOST:.0%}"
 
 
 def _value(bound: NextPrompt | None, form: str) -> str:
