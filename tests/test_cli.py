@@ -51,7 +51,7 @@ def calibrated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("calibrated")
     arguments = ["--model", "demo", "--budget-mse", "2e-4", "--lengths", "512", "--segments", "128,256"]
     arguments += ["--num-prompts", 2, "--held-out", 1, "--trials", 3, "--device", "cpu", "--quiet", "--json"]
-    return folder, run(*arguments, "--out", "a/first.safetensors", cwd=folder)
+    return folder, run(*arguments, "--num-certify", 0, "--out", "a/first.safetensors", cwd=folder)
 
 
 @WHOLE_RUN
@@ -112,6 +112,7 @@ sys.exit(code)
 @pytest.mark.parametrize("allow", [False, True])
 def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny, tmp_path):
     arguments = ["--model", tiny, "--lengths", 512, "--budget-rel-mse", "1e-2", "--segments", "64,128", "--trials", 1]
+    arguments.extend(["--num-certify", 0])
     arguments += ["--num-prompts", 1, "--held-out", 1, "--device", "cpu", "--quiet", "--out", "no.safetensors"]
     outcome = subprocess.run(
         [sys.executable, "-c", LOST, *map(str, arguments), *["--allow-regression"] * allow],
