@@ -70,9 +70,6 @@ def with_share(begun: Candidate, candidate: Candidate, length: int, layer: int, 
 def certify(loaded: LoadedModel, prompts: Mapping[int, Sequence[Prompt]], proven: Proven, *, progress: bool) -> Proven:
     """Certify what was proven, and make layers more careful whose bound is over their limit.
 
-    Where a layer changed, its length is measured once more on the prompts that layers were adjusted on, without
-    changing any layer, so that densities and times are of what is written.
-
     Args:
         loaded: The model.
         prompts: The certify prompts by length; lengths with fewer than `FEWEST` are not certified.
@@ -113,6 +110,9 @@ def proven_again(
     loaded: LoadedModel, held_out: Mapping[int, Sequence[Prompt]], proven: Proven, certified: Proven, *, progress: bool
 ) -> Proven:
     """Measure the lengths again that the certificate changed; one that became slower than dense becomes dense.
+
+    The prompts are those that layers were adjusted on, and no layer is tightened: densities, times and predictions in
+    the record are to be of what is written. What is certified of a layer holds all the more if it becomes dense.
 
     Args:
         loaded: The model.
