@@ -1,7 +1,7 @@
-"""calibrate(): prompts -> curves -> choices -> proof -> profile.
+"""calibrate(): prompts -> curves -> choices -> proof -> certificate -> profile.
 
-Three passes over the model, each one layer at a time: curves of every layer, times of what the search tries, and the
-held-out proof of the model as it will run.
+Four passes over the model, each one layer at a time: curves of every layer, times of what the search tries, the proof
+of the model as it will run on the prompts that layers are adjusted on, and the certificate on prompts of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from calibrate.model.models import LoadedModel, load, load_tokenizer
 from calibrate.progress import PhaseClock, progress_bar
 from calibrate.prompts.prompts import PromptSet, load_prompts
 from calibrate.proof.candidate import Candidate
+from calibrate.proof.certify import certify, proven_again
 from calibrate.proof.recorded import record_of
 from calibrate.proof.tighten import Proven, prove_and_tighten
 from calibrate.recipe import Recipe
@@ -39,7 +40,7 @@ log = logging.getLogger("calibrate")
 TilesByLength = Mapping[int, tuple[TileConfig, ...]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result(Proven):
     """A finished calibration: what was proven, and what was made of it.
 
@@ -88,6 +89,10 @@ def calibrate(recipe: Recipe, *, progress: bool = True) -> Result:
             chosen = _choices(run, curves, tiles)
         with clock.phase("proving"):
             proven = prove_and_tighten(loaded, prompts.held_out, _candidate(run, chosen), progress=progress)
+        if prompts.certify and proven.met:
+            with clock.phase("certifying"):
+                certified = certify(loaded, prompts.certify, proven, progress=progress)
+                proven = proven_again(loaded, prompts.held_out, proven, certified, progress=progress)
         reused = journal.reused
 
     profile = replace(proven.candidate.profile(), record=record_of(recipe, prompts, proven))
@@ -98,6 +103,7 @@ def calibrate(recipe: Recipe, *, progress: bool = True) -> Result:
         candidate=proven.candidate,
         proofs=proven.proofs,
         problems=proven.problems,
+        certificates=proven.certificates,
         profile=profile,
         written=written,
         seconds=clock.seconds,

@@ -13,7 +13,7 @@ OK, BAD_INPUT, NOT_PROVEN, NO_RESOURCE, INTERRUPTED = 0, 2, 3, 4, 130
 EXIT_CODES = {
     OK: "done",
     BAD_INPUT: "bad input: an option, a file, a profile or a model",
-    NOT_PROVEN: "the held-out proof failed",
+    NOT_PROVEN: "the proof or the certificate failed",
     NO_RESOURCE: "a resource is missing: GPU memory, room on the disk, a lock that another run holds, the Hub",
     INTERRUPTED: "interrupted",
 }

@@ -71,7 +71,7 @@ def calibrated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("calibrated")
     arguments = ["--model", "demo", "--budget-mse", "2e-4", "--lengths", "512", "--segments", "128,256"]
     arguments += ["--num-prompts", 2, "--held-out", 1, "--trials", 3, "--device", "cpu", "--quiet", "--json"]
-    return folder, run(*arguments, "--out", "a/first.safetensors", cwd=folder)
+    return folder, run(*arguments, "--num-certify", 0, "--out", "a/first.safetensors", cwd=folder)
 
 
 @WHOLE_RUN
@@ -132,12 +132,13 @@ sys.exit(code)
 @pytest.mark.parametrize("allow", [False, True])
 def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny, tmp_path):
     arguments = ["--model", tiny, "--lengths", 512, "--budget-rel-mse", "1e-2", "--segments", "64,128", "--trials", 1]
+    arguments.extend(["--num-certify", 0])
     arguments += ["--num-prompts", 1, "--held-out", 1, "--device", "cpu", "--quiet", "--out", "no.safetensors"]
     outcome = subprocess.run(
         [sys.executable, "-c", LOST, *map(str, arguments), *["--allow-regression"] * allow],
         cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    lost = "at 512 tokens the patched model finds 0 of the 3 needles that dense finds, 95% are asked for"
+    lost = "at 512 tokens the patched model keeps 0 of the 3 needles that dense finds, 95% are asked for"
     assert outcome.returncode == (0 if allow else 3), outcome.stderr
     assert outcome.stderr.endswith("3 attempts\n")
     assert (tmp_path / "no.safetensors").exists() == allow
@@ -223,7 +224,7 @@ def test_older_flags_are_understood_and_not_shown():
 
 
 OVER = "layer 3 at 512 tokens has an error of 2.00e-03, 1.00e-03 is allowed"
-LESS = "at 512 tokens the patched model finds 0 of the 3 needles that dense finds, 95% are asked for"
+LESS = "at 512 tokens the patched model keeps 0 of the 3 needles that dense finds, 95% are asked for"
 SLOW = "the prefill of 512 tokens takes 3.0 ms, dense 2.0 ms"
 
 

@@ -1,6 +1,7 @@
 """A whole calibration of a small model on a CPU: what is written was proven, and what was proven is what is written."""
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +17,7 @@ from calibrate.model.models import load
 from calibrate.pipeline import Result, calibrate, journal_identity
 from calibrate.progress import PhaseClock
 from calibrate.prompts.prompts import load_prompts
-from calibrate.proof import judge, tighten, verify
+from calibrate.proof import agreement, certify, judge, tighten, verify
 from calibrate.proof.tighten import RETRIES, TIGHTENINGS
 from calibrate.proof.verify import LengthProof
 from calibrate.report import contents
@@ -139,6 +140,55 @@ def test_the_profile_does_what_it_says(changes, folder, run):
         assert not any(head.tail for config in result.configs.values() for head in config.heads)
         every = [choice.allocation.points for each in result.chosen.values() for choice in each.choices]
         assert all(point.worst <= 0.22 for points in every for point in points)
+
+
+CERTIFIED = {"num_certify": 3, "lengths": (512,), "budget_rel_mse": 2e-2}
+
+
+def test_what_is_written_is_certified_on_prompts_of_its_own(run):
+    """Every layer's bound is within its limit, or the layer is dense; the same inputs give the same bytes."""
+    made, result = run("first", **CERTIFIED)
+    assert result.met
+    profile = assert_what_was_proven_is_written(made, result)
+    (length,) = profile.record.certificate.lengths
+    assert (length.length, length.prompts, length.tokens) == (512, 3, 3 * 512)
+    for layer, certified in enumerate(length.layers):
+        config = result.configs[512, layer]
+        assert certified.limit == result.limits[512, layer]
+        assert config.is_dense or certified.bound <= certified.limit
+        assert (certified.rung == 0) == (result.chosen[512].choices[layer].why_dense == certify.OVER_BOUND)
+        assert (certified.rung is None) == (certified.bound == certified.first_bound)
+        assert [one.new_tokens for one in certified.continued] == [64]
+        assert certified.density == pytest.approx(result.proofs[512].layers[layer].density, abs=0.1)
+    assert length.kl.probability == 0.75
+    assert 0 < length.mean_kl <= length.kl.value
+    assert length.noise_floor is None
+    assert sum(one.prompts for one in length.domains) == 3
+    hashes = profile.record.data
+    parts = [{prompt.sha256 for prompt in part} for part in (hashes.calibration, hashes.held_out, hashes.certify)]
+    assert [len(part) for part in parts] == [2, 1, 3]
+    assert len(set.union(*parts)) == 6
+    assert any(sentence.startswith("continued calls of 512") for sentence in profile.record.not_proven)
+    assert contents.report_of(made, result).certificate == profile.record.certificate
+    again, _ = run("again", **CERTIFIED)
+    assert again.out.read_bytes() == made.out.read_bytes()
+
+
+def test_without_certify_prompts_the_profile_says_that_nothing_is_certified(run):
+    made, result = run()
+    record = load_profile(made.out).record
+    assert record.certificate is None
+    assert record.not_proven == ("that the next prompt keeps its limits: there is no certificate",)
+    assert not result.certificates
+    assert result.first_errors.keys() == {place for place, times in result.tightened.items() if times}
+
+
+def test_a_certificate_that_loses_needles_writes_nothing(run, monkeypatch):
+    monkeypatch.setattr(certify, "retrieval_lost", lambda length, retrieval, recipe: f"needles are lost at {length}")
+    made, result = run(**CERTIFIED)
+    assert result.problems == ("needles are lost at 512",)
+    assert not result.written
+    assert not made.out.exists()
 
 
 @SLOW
@@ -300,6 +350,7 @@ def asked(monkeypatch):
         return made
 
     monkeypatch.setattr(pipeline, "load_prompts", with_answers)
+    monkeypatch.setattr(agreement, "KEPT_WITHIN", -math.inf)  # these are kept only if they are found
 
 
 LOOSE = {"budget_rel_mse": 1.0, "worst_rows": 0.0, "lengths": (1024,), "needles": 1.0}
@@ -341,7 +392,7 @@ def test_lost_needles_are_tried_again_with_less_and_then_nothing_is_written(aske
     assert len(attempts) == RETRIES + 1
     for number, budgets in enumerate(attempts):
         assert budgets == pytest.approx([budget / 2**number for budget in attempts[0]])
-    said = f"at 1024 tokens the patched model finds {found} of the 20 needles that dense finds, 100% are asked for"
+    said = f"at 1024 tokens the patched model keeps {found} of the 20 needles that dense finds, 100% are asked for"
     assert result.problems == (said,)
     assert not result.met
     assert not result.written

@@ -21,14 +21,14 @@ from calibrate.recipe import Budget
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.profile import Record, load_profile, save_profile
 from support.golden_profiles import field_paths, path_of
-from support.profiles import FORMAT, document_of
+from support.profiles import CERTIFICATE, FORMAT, document_of
 
 SLOW = pytest.mark.slow(reason="shares a whole calibration of the demo model")
 
 ROOT = Path(__file__).parent.parent
 MINIMAL, FULL = path_of("schema2-minimal"), path_of("schema2-full")
 QUICK = "--model demo --device cpu --lengths 512 --num-prompts 1 --held-out 1 --trials 1 --segments 256"
-QUICK += " --representatives 1 --tails off --quiet"
+QUICK += " --representatives 1 --tails off --num-certify 3 --quiet"
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +242,44 @@ def test_verify_makes_the_proof_again(calibrated, run):
 
 
 @SLOW
+def test_verify_checks_the_certificate_on_other_prompts(calibrated, run, tmp_path):
+    code, found = run("verify", calibrated, "--model", "demo", "--device", "cpu", "--seed", "5", "--json")
+    assert code == 0, found
+    (length,), (certified,) = found["lengths"], load_profile(calibrated).record.certificate.lengths
+    assert (length["length"], length["prompts"], found["problems"]) == (512, 3, [])
+    assert length["kl_bound"] == certified.kl.value
+    assert {one["bound"] for one in length["bounds"]} <= {layer.bound for layer in certified.layers} | {
+        bound for layer in certified.layers for bound in (layer.bound_last, *(one.bound for one in layer.continued))
+    }
+    profile = load_profile(calibrated)
+    careless = tuple(dataclasses.replace(each, heads=(HeadConfig(1e6, 256),) * 8) for each in profile.layers[0])
+    save_profile(dataclasses.replace(profile, layers=(careless,)), tmp_path / "p.safetensors")
+    code, sentence = run("verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu", "--seed", "5")
+    assert code == 3
+    assert re.search(
+        r"the certificate does not hold \(layer \d at 512 tokens, .*: its mean error is .*certified", sentence
+    )
+
+
+def test_verify_says_that_there_is_no_certificate_to_check(run):
+    code, sentence = run("verify", FULL, "--model", "demo", "--device", "cpu", "--seed", "5")
+    assert (code, "is not certified, so there is nothing to compare with: leave --seed out" in sentence) == (2, True)
+
+
+def test_a_card_says_what_is_certified_and_what_is_not():
+    record = Record.from_json(
+        {"proof": "held out", "certificate": CERTIFICATE, "not_proven": ["a | b"], "budget": {"kind": "mse"}}
+    )
+    made = card(dataclasses.replace(load_profile(MINIMAL), record=record), "p.safetensors")
+    assert "**Certified on 19 prompts of each length that chose nothing (code, prose): with 95% confidence" in made
+    assert "| 8192 | prose | 9 | 2.0e-03 | 50% |" in made
+    assert "## Not proven\n\n- a \\| b" in made
+    old = card(dataclasses.replace(load_profile(MINIMAL), record=Record(proof="held out")), "p.safetensors")
+    assert "**Adjusted and checked on the same prompts; not certified.**" in old
+    assert "## Certified" not in old
+
+
+@SLOW
 def test_verify_fails_for_a_profile_that_skips_too_much(calibrated, run, tmp_path):
     profile = load_profile(calibrated)
     careless = tuple(dataclasses.replace(each, heads=(HeadConfig(1e6, 256),) * 8) for each in profile.layers[0])
@@ -291,7 +329,8 @@ def test_a_card_is_of_its_profile_alone(calibrated):
     """What it says is what was proven; a foreign text in it is only text."""
     made = card(load_profile(calibrated), "demo.safetensors")
     assert made.startswith("# S2O profile of demo\n")
-    assert "**Proven on held-out prompts.**" in made
+    assert "**Certified on 3 prompts of each length that chose nothing" in made
+    assert "## Not proven" in made
     assert 's2o_runtime.patch(model, "demo.safetensors")' in made
     assert "made on cpu within rel_mse 0.001 (layer)" in made
     foreign = {"proof": "failed", "problems": ["a | b\n# c"], "recipe": {"seed": "<b>"}, "versions": ["`x`"]}

@@ -15,7 +15,9 @@ from PIL import Image
 from rich.console import Console
 
 from calibrate.report import contents, output, plots
+from s2o_runtime.profile.record import Certificate, Part
 from support.marks import all_but_first
+from support.profiles import CERTIFICATE
 
 SLOW = pytest.mark.slow(reason="draws large pictures, or starts a process of its own")
 
@@ -25,6 +27,7 @@ SECONDS = ("seconds", "dense_seconds")
 LONG = (8192, 16384, 32768, 65536)
 PARTS = {  # of a report, by the fields that hold them
     "budget": contents.BudgetReport,
+    "certificate": Certificate,
     "journal": contents.JournalReport,
     "lengths": contents.LengthReport,
     "uniform": contents.UniformReport,
@@ -98,7 +101,7 @@ def made(layers=6, heads=8, lengths=(8192, 16384, 32768), on_gpu=True, checked=(
         "trials": 288, "failed_trials": 3, "failures": {"out of resource [shared memory]": 2, "a\nb" * 200: 1},
         "journal": {"path": "profiles/demo/h200/demo.journal.jsonl", "reused": 17},
         "versions": {"s2o": "0.1.0", "torch": "2.11.0"}, "seed": 5, "data": "prompts.jsonl", "lengths": rows,
-        "command": "s2o-calibrate --model demo",
+        "command": "s2o-calibrate --model demo", "adjusted_on": 2, "certificate": None, "not_proven": [],
     }  # fmt: skip
 
 
@@ -108,6 +111,8 @@ def typed(value, cls=contents.Report):
         return tuple(typed(each, None) for each in value) if isinstance(value, list) else value
     if isinstance(value, list):
         return tuple(typed(each, cls) for each in value)
+    if issubclass(cls, Part):
+        return cls.from_json(value)
     return cls(**{name: typed(each, PARTS.get(name)) for name, each in value.items()})
 
 
@@ -188,7 +193,7 @@ def test_lines_below_a_table(summary):
     best = "1.31x faster than the best single threshold at the same error (tau 0.15, segment 1024, repr. 32, tail)"
     assert f"attention: {best}\n" in text
     assert "layer 2 dense: no tile beats dense\nlayers 4-5 dense: slower [measured]\nlayer 3 tightened" in text
-    assert "16384 tokens, held-out prompts (checked only)" in text
+    assert "16384 tokens, as adjusted (checked only)" in text
 
 
 def test_where_one_threshold_is_better_that_is_said(summary):
@@ -236,6 +241,29 @@ def test_failures_and_problems_are_at_the_end(summary):
     assert end[3] == "not proven: layer 3 at 8192 tokens is at 130% of its limit."
 
 
+def test_what_is_certified_comes_first_and_what_is_not_proven_last(summary, tmp_path):
+    summary |= {"certificate": CERTIFICATE, "not_proven": ["retrieval at 8192 tokens: the prompts ask for no needles"]}
+    text = " ".join(printed(summary).split())
+    statement = (
+        "Certified on 19 prompts of each length that chose nothing (code, prose): with 95% confidence, a layer's mean "
+        "error over prompts like these is at most 80% of its limit."
+    )
+    following = (
+        "8192 tokens: with a probability of at least 90% the next prompt like these keeps the KL below 2.0e-03 nats "
+        "(two dense implementations: 1.0e-04), at least 98.50% of top-1 tokens, the error of every layer below "
+        "1.75 times its limit; 30 of 32 needles kept (79% to 99%) 1 of 3 bounds were within their limits at the first "
+        "look, 1 layers got less of their budget and 1 became dense not proven: retrieval at 8192 tokens"
+    )
+    assert f"{statement} {following}" in text
+    files = {path.name: path for path in write(summary, tmp_path / "p.safetensors")}
+    assert json.loads(files["p.report.json"].read_text()) == summary
+    page = files["p.report.md"].read_text()
+    assert page.index(f"**{statement}**") < page.index("## Certified") < page.index("## Target against achieved")
+    assert "| 8192 | 19 | 80% | 160% | 64: 300%, 512: 200% | 2.0e-03 | 1.0e-04 | 98.50% | 30 of 32 |" in page
+    assert "| 8192 | code | 10 | 1.0e-03 | 40% |" in page
+    assert "- Retrieval at 8192 tokens: the prompts ask for no needles." in page
+
+
 def test_the_card_has_every_layer_and_refers_to_files_that_exist(summary, files):
     card = files["rel-mse-0.001.report.md"].read_text()
     plots = [f"rel-mse-0.001.{name}.png" for name in ("density", "frontier", "time")]
@@ -250,7 +278,8 @@ def test_the_card_has_every_layer_and_refers_to_files_that_exist(summary, files)
         ]
     for part in (
         '```python\nimport s2o_runtime\ns2o_runtime.patch(model, "profiles/demo/h200/rel-mse-0.001.safetensors")\n```',
-        "```sh\ns2o-calibrate --model demo\n```", "| data | the standard library |", "**Proven on held-out prompts**",
+        "```sh\ns2o-calibrate --model demo\n```", "| data | the standard library |",
+        "**Adjusted and checked on the same 2 prompts of each length; not certified.**",
         "| hardware | NVIDIA H200 (sm_90, 132 SMs) |", "| versions | s2o 0.1.0, torch 2.11.0 |", "17 measurements",
         "| time | 115 s (measuring 35 s, searching 60 s, proving 20 s) |", "layers 0-1; layers 2-5",
         "| 16384 (checked only) | 0.001 |", "- That 16384 tokens are served as well", "Prompts below 8192 tokens",

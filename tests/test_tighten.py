@@ -1,52 +1,14 @@
 """Candidates and how they are tightened and judged, without a model: plain results go in, a new candidate comes out."""
 
-from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 
-from calibrate.curves.curves import TAUS, Curve, Ranking
-from calibrate.proof.candidate import Candidate, Tightening
+from calibrate.proof.candidate import Tightening
 from calibrate.proof.judge import judge, slower_than_dense
 from calibrate.proof.tighten import NOT_FASTER, OVER_LIMIT, TIGHTEN_TO, TIGHTENINGS, tighten, tighten_layer
 from calibrate.proof.verify import LayerProof, LengthProof
-from calibrate.recipe import Budget, Recipe
-from calibrate.search.allocate import allocate
-from calibrate.search.choose import Chosen
-from calibrate.search.study import Choice
-from s2o_runtime.config import TileConfig
-from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.identity import Geometry
-
-LENGTHS, CHECKS = (512, 1024, 2048), (768, 1536)
-RECIPE = Recipe("m", Budget("mse", 1e-4), LENGTHS, Path("p"), segments=(256,), check_lengths=CHECKS).validate()
-LIMITS = {length: [1e-4 * (index + 1), 2e-4 * (index + 1)] for index, length in enumerate(LENGTHS)}
-
-
-def choice(budget):
-    """A layer of two heads whose error grows with tau, and whose density falls."""
-    mse = torch.tensor([[1e-7 * tau, 3e-7 * tau] for tau in TAUS], dtype=torch.float64).T
-    density = torch.linspace(0.9, 0.2, len(TAUS), dtype=torch.float64).expand(2, -1)
-    curves = {Ranking(256): Curve(mse, 2 * mse, torch.zeros_like(mse), torch.zeros_like(mse), density, 1.0)}
-    return Choice(256, 1, TileConfig(), curves, budget, allocate(curves, budget))
-
-
-def candidate(kind="cpu"):
-    chosen = {
-        length: Chosen([choice(0.8 * limit) for limit in limits], limits, [[0, 1]], Counter(), 1, (1,))
-        for length, limits in LIMITS.items()
-    }
-    geometry = Geometry("llama", layers=2, query_heads=2, kv_heads=1, head_dim=64)
-    return Candidate(
-        recipe=RECIPE,
-        model_name="m",
-        geometry=geometry,
-        fingerprint="0" * 64,
-        device=DeviceIdentity(kind, "pretended"),
-        chosen=chosen,
-    )
+from support.candidates import CHECKS, LENGTHS, LIMITS, candidate
 
 
 def proof_of(error):
@@ -86,6 +48,9 @@ def test_a_layer_over_its_limit_spends_less_by_what_it_is_over():
     after = tightened.choice(1, 1024)
     assert after.budget_mse == pytest.approx(before.allocation.mse * TIGHTEN_TO / 3)
     assert tightened.layer_config(1, 1024) == after.config != before.config
+    assert tightened.tightened[1024, 1].first_error == 3 * begun.limits[1024, 1]
+    again = tighten_layer(tightened, 1024, 1, proof_of(2 * begun.limits[1024, 1]))
+    assert again.tightened[1024, 1].first_error == 3 * begun.limits[1024, 1]
     assert tightened.choices[1024].choices == [begun.chosen[1024].choices[0], after]
     assert begun.configs == configs  # a candidate never changes
     changed = {place for place in configs if tightened.configs[place] != configs[place]}
@@ -125,7 +90,7 @@ def test_a_proof_holds_or_says_why_not():
     verdict = judge(begun, proofs | bad)
     assert verdict.over_limit == ("layer 0 at 512 tokens has an error of 2.00e-04, 1.00e-04 is allowed",)
     assert verdict.repairable == (
-        "at 1024 tokens the patched model finds 18 of the 20 needles that dense finds, 95% are asked for",
+        "at 1024 tokens the patched model keeps 18 of the 20 needles that dense finds, 95% are asked for",
         "the prefill of 1024 tokens takes 200.0 ms, dense 100.0 ms",
     )
     assert verdict.problems == (*verdict.over_limit, *verdict.repairable)

@@ -73,7 +73,13 @@ def parser() -> argparse.ArgumentParser:
     command("diff", "What differs between two profiles.", "a", "b")
     export = command("export", "Everything in a profile as JSON.", "profile")
     export.add_argument("--out", type=Path, metavar="FILE.json", help="default standard output")
-    verify = command("verify", "Prove a profile on held-out prompts here.", options=VERIFY)
+    verify = command("verify", "Prove a profile here, on its own prompts or with --seed on others.", options=VERIFY)
+    replace(
+        OPTIONS["seed"],
+        help="check the certificate on other prompts, drawn with this seed",
+        default_text="prove again on the prompts that layers were adjusted on",
+        required=False,
+    ).add_to(verify)
     verify.add_argument("profile", metavar="PROFILE", nargs="+", help="the profile; MODEL PROFILE works too")
     plot = command("plot", "A picture of every head's threshold.", "profile")
     plot.add_argument("--out", type=Path, metavar="FILE.png", help="default <profile>.tau.png")
@@ -110,6 +116,7 @@ def _head(text: str) -> tuple[int, int]:
 def show(flags: Flags) -> int:
     """The summary of a profile, or one head of it."""
     from calibrate.profiles.card import COLUMNS, length_cells
+    from calibrate.profiles.certified import adjusted_on, statement
     from calibrate.profiles.summary import summary
     from s2o_runtime.profile import load_profile
 
@@ -121,8 +128,10 @@ def show(flags: Flags) -> int:
         return print_json(contents)
     for name in ("model", "architecture", "device", "budget", "objective", "proof"):
         _print(f"{name:<12}  {contents[name] or 'not recorded'}")
-    for problem in contents["problems"]:
-        _print(f"not proven: {problem}")
+    if (contents["proof"] or "").startswith("held out"):
+        _print(statement(profile.record.certificate, adjusted_on(profile.record)))
+    for sentence in (*contents["problems"], *(profile.record.not_proven or ())):
+        _print(f"not proven: {sentence}")
     if contents["retiled"]:
         _print(f"{contents['retiled']}")
     _print_table("", COLUMNS, [length_cells(row) for row in contents["lengths"]])
@@ -257,15 +266,18 @@ def exported(profile: Profile) -> dict[str, Any]:
 
 
 def verify(flags: Flags) -> int:
-    """Prove a profile on held-out prompts on this machine."""
+    """Prove a profile on this machine: on its own prompts again, or its certificate on others."""
     *models, profile = flags["profile"]
     if len(models) + ("model" in flags) != 1:
         raise ConfigError("verify needs one profile and one model: give PROFILE --model MODEL")
     name, _ = named_device(flags.get("device"))
+    model = str(flags["model"] if "model" in flags else models[0])
+    if "seed" in flags:
+        return _check_certificate(flags, model, Path(profile), name)
 
     from calibrate.proof.reprove import verified
 
-    proof = verified(flags.get("model", *models), Path(profile), name, flags.get("prompts"))
+    proof = verified(model, Path(profile), name, flags.get("prompts"))
     if "json" in flags:
         print_json(asdict(proof))
     else:
@@ -285,6 +297,33 @@ def verify(flags: Flags) -> int:
             _print("the prompts are not those the profile was proven on")
     if proof.problems:
         return failed(PROGRAM, NOT_PROVEN, f"the proof failed ({'; '.join(proof.problems)})")
+    return OK
+
+
+def _check_certificate(flags: Flags, model: str, profile: Path, device: str) -> int:
+    from calibrate.proof.recertify import recertified
+
+    check = recertified(model, profile, device, flags["seed"], flags.get("prompts"))
+    if "json" in flags:
+        print_json(asdict(check))
+    else:
+        rows = [
+            [
+                str(length.length),
+                str(length.prompts),
+                f"{sum(one.mean > one.bound for one in length.bounds)} of {len(length.bounds)}",
+                f"{sum(one.broken for one in length.bounds)}",
+                f"{length.mean_kl:.1e}",
+                f"{length.kl_above} of {length.prompts}",
+                "-" if length.retrieval is None else f"{length.retrieval.kept} of {length.retrieval.found}",
+            ]
+            for length in check.lengths
+        ]
+        names = ("length", "prompts", "means above", "broken", "mean KL", "KL above", "kept")
+        _print_table("the certificate on fresh prompts", names, rows)
+        _print("broken: a mean that is above its bound by more than chance explains, at 5% for all bounds together")
+    if check.problems:
+        return failed(PROGRAM, NOT_PROVEN, f"the certificate does not hold ({'; '.join(check.problems)})")
     return OK
 
 

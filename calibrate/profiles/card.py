@@ -9,12 +9,20 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from calibrate.profiles.certified import adjusted_on, domain_table, sentences, statement, table
 from calibrate.profiles.summary import summary
-from calibrate.tables import Table, escaped, markdown
+from calibrate.tables import Table, bullets, escaped, markdown
 from s2o_runtime.profile import Profile
+from s2o_runtime.profile.record import Record
 
 COLUMNS = ("length", "tau", "dense heads", "tails", "density", "of", "error / limit", "worst row", "needles", "KL")
 NOT_RECORDED = "not recorded"
+CERTIFIED = (
+    "## Certified\n\nUpper bounds for the mean errors of the layers, as shares of their limits: over all rows of a "
+    "prompt, over its last eighth, and of calls that bring so many new tokens behind a cached prefix; only the first "
+    "is held to the limit. KL and top-1 are what the next prompt keeps within; noise is the KL between two dense "
+    "implementations."
+)
 
 
 def card(profile: Profile, file: str) -> str:
@@ -27,22 +35,32 @@ def card(profile: Profile, file: str) -> str:
         f"Sparse attention for {escaped(summed['model'])} ({escaped(summed['architecture'])}), made on "
         f"{escaped(summed['device'])} within {escaped(summed['budget'] or 'a budget that is not recorded')} of dense "
         "attention.",
-        _proof(summed),
+        _proof(profile.record, summed),
         f"```python\nimport s2o_runtime\n\n{call}\n```",
         markdown(Table((*COLUMNS, "prefill"), rows)),
-        "Error, worst row, needles and KL are those of held-out prompts, against the dense model; prefill is how many "
-        f"times faster it is. Prompts below {profile.min_length} tokens stay dense.",
+        "Error, worst row, needles and KL are those of the prompts that layers were adjusted on, against the dense "
+        f"model; prefill is how many times faster it is. Prompts below {profile.min_length} tokens stay dense.",
+        *_certificate(profile.record),
         markdown(Table(("", ""), _facts(profile, summed), align="l")),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _proof(summed: Mapping[str, Any]) -> str:
+def _proof(record: Record, summed: Mapping[str, Any]) -> str:
+    """What was shown, then what was not."""
     proof = summed["proof"] or NOT_RECORDED
-    if proof.startswith("held out") and not summed["problems"]:
-        return "**Proven on held-out prompts.**" if proof == "held out" else f"**Proof: {escaped(proof)}.**"
-    problems = "".join(f"\n- {escaped(problem)}" for problem in summed["problems"])
-    return f"**Not proven** ({escaped(proof)})." + (f"\n{problems}" if problems else "")
+    if not proof.startswith("held out") or summed["problems"]:
+        problems = "".join(f"\n- {escaped(problem)}" for problem in summed["problems"])
+        return f"**Not proven** ({escaped(proof)})." + (f"\n{problems}" if problems else "")
+    where = "" if proof == "held out" else f" Proof: {escaped(proof)}."
+    return f"**{escaped(statement(record.certificate, adjusted_on(record)))}**{where}"
+
+
+def _certificate(record: Record) -> list[str]:
+    """The certificate's tables and sentences, and what was not proven; nothing of a profile that has neither."""
+    tables = [markdown(one) for one in (table(record.certificate), domain_table(record.certificate)) if one is not None]
+    certified = [CERTIFIED, *tables, bullets(sentences(record.certificate))] if tables else []
+    return certified + (["## Not proven", bullets(record.not_proven)] if record.not_proven else [])
 
 
 def _facts(profile: Profile, summed: Mapping[str, Any]) -> list[tuple[str, str]]:

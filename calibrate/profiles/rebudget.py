@@ -89,6 +89,8 @@ def rebudget(
         problems=(UNPROVEN,),
         predicted=tuple(recorded),
         held_out=(),
+        certificate=None,
+        not_proven=None,
     )
     new = replace(old, lengths=after.lengths, layers=tuple(layers), record=record)
     out.parent.mkdir(parents=True, exist_ok=True)

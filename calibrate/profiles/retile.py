@@ -116,7 +116,9 @@ def retile(profile: Path, device: str, out: Path) -> Retiled:
     )
     proof = old.record.proof
     proof = f"held out on {old.device}" if proof == "held out" else proof
-    new = replace(old, device=here, layers=layers, record=replace(old.record, proof=proof, retiled=retiling))
+    not_proven = (*(old.record.not_proven or ()), f"anything on {here}: what is proven is of {old.device}")
+    record = replace(old.record, proof=proof, retiled=retiling, not_proven=not_proven)
+    new = replace(old, device=here, layers=layers, record=record)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_profile(new, out)
     return Retiled(new, timed, dense_layers)

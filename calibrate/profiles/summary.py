@@ -24,6 +24,8 @@ def summary(profile: Profile) -> dict[str, Any]:
         "objective": record.objective,
         "proof": record.proof,
         "problems": list(record.problems or ()),
+        "certificate": record.certificate.to_json() if record.certificate else None,
+        "not_proven": list(record.not_proven or ()),
         "retiled": record.retiled.note if record.retiled else None,
         "lengths": [_length(profile, length, bucket) for length, bucket in buckets],
     }

@@ -66,7 +66,9 @@ class PromptSet:
 
     def record(self) -> PromptHashes:
         """The hashes, for the profile."""
-        return PromptHashes(calibration=_hashes(self.calibration), held_out=_hashes(self.held_out), certify=_hashes(self.certify))
+        return PromptHashes(
+            calibration=_hashes(self.calibration), held_out=_hashes(self.held_out), certify=_hashes(self.certify)
+        )
 
 
 def _hashes(by_length: Mapping[int, Sequence[Prompt]]) -> tuple[PromptHash, ...]:
@@ -96,10 +98,24 @@ def load_prompts(recipe: Recipe, tokenizer: Any) -> PromptSet:
         return _from_texts(texts, recipe, tokenizer, length, count, held_out)
 
     lengths = (*recipe.lengths, *recipe.checked_lengths)
+    certify = {length: _to_certify_on(recipe, tokenizer, texts, length) for length in lengths if recipe.num_certify}
     return PromptSet(
         calibration={length: prompts_of(length, recipe.num_prompts, held_out=False) for length in recipe.lengths},
         held_out={length: prompts_of(length, recipe.held_out, held_out=True) for length in lengths},
+        certify=certify,
     )
+
+
+def _to_certify_on(recipe: Recipe, tokenizer: Any, texts: list[str], length: int) -> list[Prompt]:
+    """The prompts of the certificate; of the user's texts as many as there are behind those that were asked for."""
+    if recipe.prompts is not None:
+        rest = texts[recipe.num_prompts + recipe.held_out :]
+        encoded = (encode(tokenizer, text) for text in rest)
+        return [Prompt(torch.tensor(ids[:length])) for ids in encoded if len(ids) >= length][: recipe.num_certify]
+    rng, used = random.Random(f"{recipe.seed}/{length}/certify"), set[str]()
+    return [
+        _with_needles(tokenizer, sources(rng, True, used, certify=True), length, rng) for _ in range(recipe.num_certify)
+    ]
 
 
 def _from_texts(
@@ -208,7 +224,9 @@ def first_tokens(tokenizer: Any, texts: Iterator[str], length: int) -> list[int]
     return ids[:length]
 
 
-def sources(rng: random.Random, held_out: bool | None = None, used: set[str] | None = None) -> Iterator[str]:
+def sources(
+    rng: random.Random, held_out: bool | None = None, used: set[str] | None = None, certify: bool = False
+) -> Iterator[str]:
     """The standard library's files: its folders in random order, and in each all files from a random one on.
 
     Files of one folder are alike, so every prompt is to take the folders in an order of its own.
@@ -232,6 +250,8 @@ def sources(rng: random.Random, held_out: bool | None = None, used: set[str] | N
         for path in folders[folder][first:] + folders[folder][:first]:
             name = path.relative_to(root).as_posix()
             if name in used or held_out not in (None, zlib.crc32(name.encode()) % HELD_OUT_FILES == 0):
+                continue
+            if certify and zlib.crc32(name.encode()) % (2 * HELD_OUT_FILES) == 0:
                 continue
             try:
                 text = path.read_text(encoding="utf-8")

@@ -1,1 +1,1 @@
-"""Third stage: held-out prompts through the patched model, tightened where a limit is broken."""
+"""Third and fourth stage: layers are adjusted on prompts of their own, then the result is certified on others."""

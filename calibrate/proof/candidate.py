@@ -19,15 +19,17 @@ LengthAndLayer = tuple[int, int]
 
 @dataclass(frozen=True)
 class Tightening:
-    """What replaces a layer's choice at one length because its held-out error was over its limit.
+    """What replaces a layer's choice at one length because its error, or the bound for it, was over its limit.
 
-    times: How often the layer was tightened there. config: What it runs now. choice: The search's choice with the
-    smaller budget; None at a length that is not calibrated, where there is no choice.
+    times: How often the layer was adjusted there; 0 if only the certificate changed it. config: What it runs now.
+    choice: The search's choice with the smaller budget; None at a length that is not calibrated, where there is no
+    choice. first_error: The error before the layer was adjusted, in the budget's unit.
     """
 
     times: int
     config: LayerConfig
     choice: Choice | None
+    first_error: float | None = None
 
 
 @dataclass(frozen=True, eq=False)

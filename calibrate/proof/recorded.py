@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from calibrate.profiles.record import budget_of, predicted_layer
 from calibrate.prompts.prompts import PromptSet
+from calibrate.proof.certificate import CONFIDENCE, CertifiedLayerErrors, LengthCertificate, Retrieval
+from calibrate.proof.sample import CONTINUED
+from calibrate.proof.statistics import NextBound
 from calibrate.proof.tighten import Proven
 from calibrate.recipe import Recipe
 from calibrate.versions import versions
-from s2o_runtime.profile.record import PredictedLength, ProvenLayer, ProvenLength, Record
+from s2o_runtime.profile.record import (
+    Certificate,
+    CertifiedDomain,
+    CertifiedLayer,
+    CertifiedLength,
+    CertifiedRetrieval,
+    ContinuedBound,
+    NextPrompt,
+    PredictedLength,
+    ProvenLayer,
+    ProvenLength,
+    Record,
+)
+
+METHOD = (
+    "means: generalised confidence bounds of lognormal errors on sampled rows, the risk shared by a layer's looks; "
+    "next prompt: order statistics; retrieval: Clopper-Pearson"
+)
 
 
 def record_of(recipe: Recipe, prompts: PromptSet, proven: Proven) -> Record:
@@ -30,7 +51,84 @@ def record_of(recipe: Recipe, prompts: PromptSet, proven: Proven) -> Record:
             for length, chosen in proven.chosen.items()
         ),
         held_out=tuple(_proven_length(proven, length) for length in proven.proofs),
+        certificate=_certificate(proven),
+        not_proven=not_proven(recipe, proven),
     )
+
+
+def not_proven(recipe: Recipe, proven: Proven) -> tuple[str, ...]:
+    """What a reader might take for shown although it is not, one sentence each; what failed is in the problems."""
+    if not proven.certificates:
+        return ("that the next prompt keeps its limits: there is no certificate",)
+    missing = [length for length in proven.proofs if length not in proven.certificates]
+    sentences = [f"anything about the next prompt at {length} tokens: too few prompts to certify" for length in missing]
+    for length, certificate in proven.certificates.items():
+        if certificate.retrieval is None:
+            sentences.append(f"retrieval at {length} tokens: the prompts ask for no needles")
+        elif not certificate.retrieval.found:
+            sentences.append(f"retrieval at {length} tokens: the dense model itself finds none of the needles")
+        if short := [new for new in CONTINUED if 2 * new > length]:
+            new_tokens = " or ".join(map(str, short))
+            sentences.append(
+                f"continued calls of {new_tokens} new tokens at {length} tokens: the prompts are too short"
+            )
+    return (*sentences, "single prompts and text unlike these: bounds are for means over prompts like these")
+
+
+def _certificate(proven: Proven) -> Certificate | None:
+    if not proven.certificates:
+        return None
+    lengths = tuple(
+        certified_length(certificate, [proven.limits[length, layer] for layer in range(len(certificate.layers))])
+        for length, certificate in proven.certificates.items()
+    )
+    return Certificate(confidence=CONFIDENCE, method=METHOD, lengths=lengths)
+
+
+def certified_length(certificate: LengthCertificate, limits: Sequence[float]) -> CertifiedLength:
+    """What is certified of a length, for the record. limits: The error each layer may have, in the budget's unit."""
+    return CertifiedLength(
+        length=certificate.length,
+        prompts=certificate.prompts,
+        tokens=certificate.prompts * certificate.length,
+        kl=_next_prompt(certificate.kl),
+        mean_kl=certificate.mean_kl,
+        noise_floor=certificate.noise_floor,
+        top1=_next_prompt(certificate.top1),
+        error_over_limit=_next_prompt(certificate.error_over_limit),
+        worst=_next_prompt(certificate.worst),
+        retrieval=_retrieval(certificate.retrieval),
+        domains=tuple(
+            CertifiedDomain(domain=one.domain, prompts=one.prompts, kl=one.kl, error_over_limit=one.error_over_limit)
+            for one in certificate.domains
+        ),
+        layers=tuple(_certified_layer(layer, limit) for layer, limit in zip(certificate.layers, limits, strict=True)),
+    )
+
+
+def _certified_layer(layer: CertifiedLayerErrors, limit: float) -> CertifiedLayer:
+    return CertifiedLayer(
+        mean=layer.mean,
+        bound=layer.bound,
+        bound_last=layer.bound_last,
+        continued=tuple(
+            ContinuedBound(new_tokens=new_tokens, bound=bound) for new_tokens, bound in layer.bounds_continued.items()
+        ),
+        first_bound=layer.first_bound,
+        rung=layer.rung,
+        density=layer.density,
+        limit=limit,
+    )
+
+
+def _next_prompt(bound: NextBound) -> NextPrompt:
+    return NextPrompt(value=bound.value, probability=bound.probability)
+
+
+def _retrieval(retrieval: Retrieval | None) -> CertifiedRetrieval | None:
+    if retrieval is None:
+        return None
+    return CertifiedRetrieval(found=retrieval.found, kept=retrieval.kept, low=retrieval.low, high=retrieval.high)
 
 
 def _proven_length(proven: Proven, length: int) -> ProvenLength:
@@ -43,6 +141,7 @@ def _proven_length(proven: Proven, length: int) -> ProvenLength:
             worst=layer.worst,
             limit=proven.limits[length, index],
             tightened=proven.tightened[length, index],
+            first_error=proven.first_errors.get((length, index)),
         )
         for index, layer in enumerate(proof.layers)
     )

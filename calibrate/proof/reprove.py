@@ -1,4 +1,4 @@
-"""The held-out proof of a profile, made again on this machine."""
+"""The proof of a profile on the prompts that its layers were adjusted on, made again on this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from calibrate.model.models import load, load_tokenizer
+from calibrate.model.models import LoadedModel, load
 from calibrate.profiles.stored import recipe_of
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.problems import lost_needles, over_limit
@@ -36,7 +36,7 @@ class Verified:
 
 
 def verified(model: str, path: Path, device: str, prompts: Path | None = None) -> Verified:
-    """Make the held-out proof of a profile again, as its recipe has it.
+    """Make the proof of a profile again, on the prompts that its recipe adjusted layers on.
 
     Args:
         model: alias, local folder or hub id.
@@ -48,21 +48,10 @@ def verified(model: str, path: Path, device: str, prompts: Path | None = None) -
         ProfileError: the profile cannot be read.
         InputError: its record does not say how it was made, it is of another model, or its tiles are of another GPU.
     """
-    profile = load_profile(path)
-    recipe = replace(recipe_of(profile, path), model=model, device=device)
-    recipe = replace(recipe, prompts=prompts or recipe.prompts)
-    if recipe.scope == "model" and not profile.record.held_out:
-        raise InputError(f"{path} does not say what each layer may have of the model's budget: calibrate with it")
-    verdict = fit(profile.device, identify(torch.device(device)))
-    if isinstance(verdict, Rejected) or verdict.tiles != "profile":
-        raise InputError(f"{path} cannot be proven here: {verdict.reason}")
-    data = load_prompts(recipe, load_tokenizer(model, random_weights=recipe.random_weights))
-    loaded = load(model, device, random_weights=recipe.random_weights, seed=recipe.seed)
-    if difference := loaded.geometry.difference(profile.geometry):
-        raise InputError(f"{path} is not of {model}, which has {difference}: calibrate this model")
-    if mismatch := fingerprint_mismatch(loaded.fingerprint, profile.fingerprint, loaded.model.config):
-        raise InputError(f"{path} is not of {model}: {mismatch} that were calibrated: calibrate this model")
-    _, proofs = prove(loaded, data.held_out, profile)
+    opened = to_prove(model, path, device)
+    profile, recipe = opened.profile, replace(opened.recipe, prompts=prompts or opened.recipe.prompts)
+    data = load_prompts(recipe, opened.loaded.tokenizer)
+    _, proofs = prove(opened.loaded, data.held_out, profile)
     lengths = [_compared(profile, recipe, length, proof) for length, proof in sorted(proofs.items())]
     problems = [
         over_limit(row["length"], layer["layer"], layer["error"], layer["limit"])
@@ -74,6 +63,32 @@ def verified(model: str, path: Path, device: str, prompts: Path | None = None) -
     recorded = profile.record.data
     same_prompts = recorded is not None and data.record().held_out == recorded.held_out
     return Verified(lengths, problems, same_prompts)
+
+
+@dataclass(frozen=True)
+class ToProve:
+    """A profile that can be proven here, the recipe that made it, and its model."""
+
+    profile: Profile
+    recipe: Recipe
+    loaded: LoadedModel
+
+
+def to_prove(model: str, path: Path, device: str) -> ToProve:
+    """Open a profile and the model it is of; raises what `verified` does."""
+    profile = load_profile(path)
+    recipe = replace(recipe_of(profile, path), model=model, device=device)
+    if recipe.scope == "model" and not profile.record.held_out:
+        raise InputError(f"{path} does not say what each layer may have of the model's budget: calibrate with it")
+    verdict = fit(profile.device, identify(torch.device(device)))
+    if isinstance(verdict, Rejected) or verdict.tiles != "profile":
+        raise InputError(f"{path} cannot be proven here: {verdict.reason}")
+    loaded = load(model, device, random_weights=recipe.random_weights, seed=recipe.seed)
+    if difference := loaded.geometry.difference(profile.geometry):
+        raise InputError(f"{path} is not of {model}, which has {difference}: calibrate this model")
+    if mismatch := fingerprint_mismatch(loaded.fingerprint, profile.fingerprint, loaded.model.config):
+        raise InputError(f"{path} is not of {model}: {mismatch} that were calibrated: calibrate this model")
+    return ToProve(profile, recipe, loaded)
 
 
 def _compared(profile: Profile, recipe: Recipe, length: int, proof: LengthProof) -> dict[str, Any]:

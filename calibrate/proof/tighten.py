@@ -11,16 +11,17 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from calibrate.model.models import LoadedModel
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
+from calibrate.proof.certificate import LengthCertificate
 from calibrate.proof.judge import Verdict, judge
 from calibrate.proof.problems import over_limit
 from calibrate.proof.verify import LayerProof, LengthProof, prove
-from calibrate.search.choice import allowed
+from calibrate.search.choice import Choice, allowed
 from calibrate.search.choose import Chosen
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity
@@ -40,12 +41,13 @@ class Proven:
     """A candidate after its last attempt at the proof.
 
     candidate: What was proven. proofs: What was measured, by length in tokens. problems: Why the proof failed, one
-    sentence each; none if it holds.
+    sentence each; none if it holds. certificates: What is certified, by length in tokens; empty without a certificate.
     """
 
     candidate: Candidate
     proofs: dict[int, LengthProof]
     problems: tuple[str, ...]
+    certificates: Mapping[int, LengthCertificate] = field(default_factory=dict)
 
     @property
     def met(self) -> bool:
@@ -70,7 +72,14 @@ class Proven:
     @property
     def tightened(self) -> Counter[LengthAndLayer]:
         """(length, layer) -> how often the layer was tightened in the last attempt that proved this length."""
-        return Counter({place: tightening.times for place, tightening in self.candidate.tightened.items()})
+        changed = self.candidate.tightened
+        return Counter({place: tightening.times for place, tightening in changed.items() if tightening.times})
+
+    @property
+    def first_errors(self) -> dict[LengthAndLayer, float]:
+        """(length, layer) -> the error in the budget's unit before the layer was tightened; of those that were."""
+        changed = self.candidate.tightened
+        return {place: one.first_error for place, one in changed.items() if one.first_error is not None}
 
     @property
     def device(self) -> DeviceIdentity:
@@ -130,23 +139,42 @@ def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerPro
     error, limit = proof.error(candidate.recipe.budget), candidate.limits[length, layer]
     if error <= limit:
         return None
-    config = candidate.layer_config(layer, length)
-    if config.is_dense:
+    if candidate.layer_config(layer, length).is_dense:
         return None
     log.info("%s: tightened", over_limit(length, layer, error, limit))
-    before, choice = candidate.tightened.get((length, layer)), candidate.choice(layer, length)
+    before = candidate.tightened.get((length, layer))
     times = 1 if before is None else before.times + 1
-    share = TIGHTEN_TO * limit / error
-    if times == TIGHTENINGS:
-        config, choice = config.as_dense(), choice and choice.as_dense(OVER_LIMIT)
-    elif choice is not None:
-        choice = choice.spending(choice.allocation.mse * share, allowed(candidate.recipe))
-        config = choice.config
-    else:
-        factor = share ** (1 / TAU_FOR_ERROR)
-        config = replace(config, heads=tuple(replace(head, tau=head.tau * factor) for head in config.heads))
-    tightening = Tightening(times, config, choice)
+    share = 0.0 if times == TIGHTENINGS else TIGHTEN_TO * limit / error
+    first_error = error if before is None else before.first_error
+    tightening = Tightening(times, *scaled(candidate, length, layer, share, OVER_LIMIT), first_error)
     return replace(candidate, tightened={**candidate.tightened, (length, layer): tightening})
+
+
+def scaled(
+    candidate: Candidate, length: int, layer: int, share: float, why_dense: str
+) -> tuple[LayerConfig, Choice | None]:
+    """A layer with a share of the error that it spends in a candidate.
+
+    A calibrated length spends less of its budget. A checked length has no curves: there the thresholds are lowered.
+
+    Args:
+        candidate: What the layer runs so far.
+        length: The prompts' length in tokens.
+        layer: The layer's index.
+        share: Of the error that is predicted of it; 0 makes the layer dense.
+        why_dense: The reason for that, in words.
+
+    Returns:
+        What the layer runs, and the choice behind it; None at a checked length.
+    """
+    config, choice = candidate.layer_config(layer, length), candidate.choice(layer, length)
+    if not share:
+        return config.as_dense(), choice and choice.as_dense(why_dense)
+    if choice is not None:
+        choice = choice.spending(choice.allocation.mse * share, allowed(candidate.recipe))
+        return choice.config, choice
+    factor = share ** (1 / TAU_FOR_ERROR)
+    return replace(config, heads=tuple(replace(head, tau=head.tau * factor) for head in config.heads)), None
 
 
 def tighten(candidate: Candidate, verdict: Verdict) -> tuple[Candidate, frozenset[int]]:

@@ -1,4 +1,4 @@
-"""Held-out proof: the patched model, as it will run, on prompts that calibration has not seen.
+"""The adjust stage's measurement: the patched model, as it will run, on prompts that it was not calibrated on.
 
 The prompts move through the patched model and through the dense one together, one layer at a time. This module says
 what comes out of that; `judge` says whether it is good enough, and `tighten` what to do if it is not.
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from calibrate.curves.row_errors import WORST, row_errors, tile_worst
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
-from calibrate.model.predictions import ROWS, agreement
 from calibrate.model.streams import Stream, attention_implementation, begin, layer_on_device
 from calibrate.prompts.prompts import Prompt
+from calibrate.proof.agreement import compare
 from calibrate.recipe import Budget
 from calibrate.timing import medians
 from s2o_runtime.attention.api import s2o_attention
@@ -64,7 +64,8 @@ class LengthProof:
 
     kl: The mean over all positions of KL(dense || patched) of the next token, in nats. top1: The share of positions
     where both find the same token most likely. needles: Of the codes that the prompts ask for, how many the patched
-    model finds among those the dense one finds, and how many the dense one finds; None if they ask for none.
+    model keeps of those the dense one finds (`PromptAgreement`), and how many the dense one finds; None if they ask
+    for none.
     prefill_seconds, dense_prefill_seconds: All decoder layers on the first prompt, without embedding and head.
     """
 
@@ -126,7 +127,7 @@ def prove(
         ]
         for index, attention in enumerate(attention_modules(loaded.model)):
             with layer_on_device(loaded, index) as module:
-                layer = _Layer(index, module, attention, loaded.weights.device)
+                layer = PatchableLayer(index, module, attention, loaded.weights.device)
                 for walk in walks:
                     with within_memory(layer.device, walk.length, loaded.weights.held, f"proving layer {index}"):
                         configured = walk.advance(layer, configured, revise)
@@ -138,7 +139,7 @@ def prove(
 
 
 @dataclass(frozen=True)
-class _Layer:
+class PatchableLayer:
     """One decoder layer, its parameters on the device, dense or with an S2O configuration."""
 
     index: int
@@ -170,7 +171,7 @@ class _Walk:
         self._layers: list[LayerProof] = []
         self._seconds = {"patched": 0.0, "dense": 0.0}
 
-    def advance(self, layer: _Layer, configured: C, revise: Callable[[C, int, int, LayerProof], C | None]) -> C:
+    def advance(self, layer: PatchableLayer, configured: C, revise: Callable[[C, int, int, LayerProof], C | None]) -> C:
         """Move through one layer, with what is accepted of it."""
         revised: C | None = configured
         while revised is not None:
@@ -191,21 +192,17 @@ class _Walk:
 
     def conclude(self, logits: Callable[[Tensor], Tensor]) -> LengthProof:
         """The proof, after the last layer. logits: [1, R, H] -> [1, R, V]."""
-        kl = top1 = 0.0
-        found_by_dense = found_by_both = 0
-        for prompt, dense, patched in zip(self._prompts, self._dense, self._patched, strict=True):
-            prompt_kl, dense_tokens, patched_tokens = _compare(dense.hidden, patched.hidden, logits)
-            kl += prompt_kl
-            top1 += float((dense_tokens == patched_tokens).double().mean())
-            spans = [span for span in prompt.answers if _finds(prompt, span, dense_tokens)]
-            found_by_dense += len(spans)
-            found_by_both += sum(_finds(prompt, span, patched_tokens) for span in spans)
-        prompts = len(self._prompts)
+        compared = [
+            compare(prompt, dense.hidden, patched.hidden, logits)
+            for prompt, dense, patched in zip(self._prompts, self._dense, self._patched, strict=True)
+        ]
         return LengthProof(
             tuple(self._layers),
-            max(0.0, kl / prompts),  # rounding can leave less than nothing
-            top1 / prompts,
-            (found_by_both, found_by_dense) if any(prompt.answers for prompt in self._prompts) else None,
+            max(0.0, statistics.fmean(prompt.kl for prompt in compared)),
+            statistics.fmean(prompt.top1 for prompt in compared),
+            (sum(prompt.kept for prompt in compared), sum(prompt.found for prompt in compared))
+            if any(prompt.answers for prompt in self._prompts)
+            else None,
             self._seconds["patched"],
             self._seconds["dense"],
         )
@@ -227,7 +224,7 @@ class _Errors:
         self.tiles.append(tile_worst(row_errors(out, truth)).flatten())
 
 
-def _measure(layer: _Layer, streams: list[Stream], config: LayerConfig) -> tuple[list[Stream], LayerProof]:
+def _measure(layer: PatchableLayer, streams: list[Stream], config: LayerConfig) -> tuple[list[Stream], LayerProof]:
     """The prompts after a layer with this configuration, and what was measured of the layer."""
     errors = _Errors()
     state = layer.state(config, errors.observe)
@@ -244,7 +241,7 @@ def _measure(layer: _Layer, streams: list[Stream], config: LayerConfig) -> tuple
     )
 
 
-def _layer_seconds(layer: _Layer, stream: Stream, config: LayerConfig) -> dict[str, float]:
+def _layer_seconds(layer: PatchableLayer, stream: Stream, config: LayerConfig) -> dict[str, float]:
     """Seconds of the whole decoder layer: medians on a GPU, one run by the clock on a CPU."""
     state = layer.state(config)
     calls: dict[str, Callable[[], Any]] = {
@@ -262,7 +259,7 @@ def _clocked(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _attention_seconds(layer: _Layer, stream: Stream, config: LayerConfig) -> tuple[float, float]:
+def _attention_seconds(layer: PatchableLayer, stream: Stream, config: LayerConfig) -> tuple[float, float]:
     """Median seconds of attention alone, S2O and dense, on the q, k, v that a prompt brings to the layer."""
     calls: dict[str, Callable[[], Any]] = {}
 
@@ -273,24 +270,3 @@ def _attention_seconds(layer: _Layer, stream: Stream, config: LayerConfig) -> tu
     layer.patched(stream, layer.state(config, keep))
     times = medians(calls, layer.device, GPU_ROUNDS)
     return times["s2o"], times["dense"]
-
-
-def _compare(dense: Tensor, patched: Tensor, logits: Callable[[Tensor], Tensor]) -> tuple[float, Tensor, Tensor]:
-    """KL(dense || patched) in nats, the mean over positions, and the most likely tokens of both, int64 [L].
-
-    dense, patched: Hidden states [1, L, H] after the last layer.
-    """
-    total = 0.0
-    dense_tokens, patched_tokens = [], []
-    for rows in zip(torch.split(dense, ROWS, 1), torch.split(patched, ROWS, 1), strict=True):
-        compared = agreement(*(logits(hidden)[0].float().log_softmax(-1) for hidden in rows))
-        total += float(compared.kl.sum())
-        dense_tokens.append(compared.dense_tokens.cpu())
-        patched_tokens.append(compared.tokens.cpu())
-    return total / dense.shape[1], torch.cat(dense_tokens), torch.cat(patched_tokens)
-
-
-def _finds(prompt: Prompt, span: tuple[int, int], predicted: Tensor) -> bool:
-    """Whether every token of a span is the one predicted after those before it. predicted: int64 [L]."""
-    first, end = span
-    return bool((predicted[first - 1 : end - 1] == prompt.ids[first:end]).all())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from calibrate.curves.curves import dense_power
@@ -21,6 +21,7 @@ from calibrate.search.allocate import allocate
 from calibrate.search.choice import Choice, allowed
 from calibrate.search.choose import Chosen
 from calibrate.versions import versions
+from s2o_runtime.profile.record import Certificate
 
 FRONTIER = tuple(10 ** (step / 2) for step in range(-4, 5))  # multiples of a layer's budget
 
@@ -113,7 +114,7 @@ class LengthReport:
         calibrated: Whether settings were chosen for this length; otherwise it was only checked.
         kl: KL(dense, patched) of the next token in nats, the mean over all positions of the held-out prompts.
         top1: The share of positions at which both models find the same token most likely.
-        needles: How many needles the patched model finds of those that the dense one finds, and how many those are;
+        needles: How many needles the patched model keeps of those that the dense one finds, and how many those are;
             None if the prompts ask for none.
         uniform: None at a length that was only checked, or if no single setting is within the budget.
         cost: The predicted time of all layers' attention divided by that of dense attention.
@@ -176,6 +177,9 @@ class Report:
         failures: What trials failed of, and how many did.
         data: Where the prompts came from.
         command: The command line that made this; None for a run from Python.
+        adjusted_on: How many prompts of each length layers were adjusted on.
+        certificate: What is certified; None if nothing is.
+        not_proven: What a reader might take for shown although it is not, one sentence each.
     """
 
     out: str | None
@@ -198,10 +202,14 @@ class Report:
     data: str
     lengths: tuple[LengthReport, ...]
     command: str | None = None
+    adjusted_on: int | None = None
+    certificate: Certificate | None = None
+    not_proven: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON takes it: what is in `<profile>.report.json`."""
-        return asdict(self)
+        certificate = None if self.certificate is None else self.certificate.to_json()
+        return asdict(replace(self, certificate=None)) | {"certificate": certificate}
 
 
 def report_of(recipe: Recipe, result: Result, command: str | None = None) -> Report:
@@ -234,6 +242,9 @@ def report_of(recipe: Recipe, result: Result, command: str | None = None) -> Rep
         data=recipe.prompt_source,
         lengths=tuple(_length(recipe, result, length, proof) for length, proof in sorted(result.proofs.items())),
         command=command,
+        adjusted_on=recipe.held_out,
+        certificate=result.profile.record.certificate,
+        not_proven=result.profile.record.not_proven or (),
     )
 
 

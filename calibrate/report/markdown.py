@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
+from calibrate.profiles.certified import domain_table, sentences, statement, table
 from calibrate.report.contents import LengthReport, Report
 from calibrate.report.sections import closing_notes, layer_ranges, layer_table, length_notes, overview_table
 from calibrate.tables import Table, bullets, escaped, markdown
@@ -14,7 +15,7 @@ from calibrate.tables import Table, bullets, escaped, markdown
 CAPTIONS = {
     "density": "The share of query-key pairs that every head computes, as calibrated; a cross marks dense heads.",
     "frontier": "Error against density of every layer: curves are predicted for other budgets, circles are what was "
-    "chosen, on held-out prompts.",
+    "chosen, on the prompts that layers were adjusted on.",
     "time": "Time of every layer's attention before that of dense attention; predicted where there was no GPU.",
 }
 
@@ -34,10 +35,12 @@ def page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str
         f"Sparse attention for {escaped(report.model)} ({escaped(report.architecture)}), calibrated on "
         f"{escaped(report.device)} to at most {budget.value:g} {budget.kind} {scope} against dense attention.",
         *_verdict(report, profile_path),
+        *_certificate(report),
         *_usage(report),
         "## Target against achieved",
         markdown(overview_table(report)),
-        "Error, density and needles are those of held-out prompts. Attention and prefill are speedups over dense.",
+        "Error, density and needles are those of the prompts that layers were adjusted on. "
+        "Attention and prefill are speedups over dense.",
         bullets(closing_notes(report)),
         "## How it was made",
         markdown(Table(("", ""), _facts(report), align="l")),
@@ -53,12 +56,20 @@ def page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str
 
 def _verdict(report: Report, profile_path: Path) -> list[str]:
     if report.met and report.out:
-        return ["**Proven on held-out prompts**: the profile is within its budget at every length below."]
+        return [f"**{statement(report.certificate, report.adjusted_on)}**"]
     subject = "the profile is" if report.out else "no profile was written, and what follows is"
     parts = [f"**Not proven**: {subject} not known to be within its budget.", bullets(report.problems)]
     if not report.out and profile_path.exists():
         parts.append(f"`{profile_path.name}` beside this file is of an earlier run.")
     return parts
+
+
+def _certificate(report: Report) -> list[str]:
+    """The certificate's tables and sentences; nothing of a run without one."""
+    tables = [one for one in (table(report.certificate), domain_table(report.certificate)) if one is not None]
+    if not tables:
+        return []
+    return ["## Certified", *(markdown(one) for one in tables), bullets(sentences(report.certificate))]
 
 
 def _usage(report: Report) -> list[str]:
@@ -99,7 +110,7 @@ def _not_shown(report: Report) -> list[str]:
     lengths = report.lengths
     calibrated = [length.length for length in lengths if length.calibrated]
     checked = [str(length.length) for length in lengths if not length.calibrated]
-    notes = []
+    notes = [f"{sentence[:1].upper()}{sentence[1:]}." for sentence in report.not_proven]
     if not report.met:
         notes.append("That the error is within the budget: see the problems at the top.")
     if report.random_weights:

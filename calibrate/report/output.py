@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from calibrate.profiles.certified import domain_table, sentences, statement, table
 from calibrate.report.contents import Report
 from calibrate.report.markdown import page
 from calibrate.report.plots import pictures
@@ -16,13 +17,19 @@ from s2o_runtime.files import write_atomically
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print target against achieved: for each length a table and what follows from it, then all lengths together."""
+    """Print target against achieved: a table and its notes for each length, all lengths together, the certificate."""
     for length in report.lengths:
         print_table(layer_table(report, length), console)
         print_lines([*length_notes(report, length), ""], console)
     if len(report.lengths) > 1:
         print_table(overview_table(report), console)
-    print_lines([*closing_notes(report), *(f"not proven: {problem}" for problem in report.problems)], console)
+    print_lines(closing_notes(report), console)
+    for certified in (table(report.certificate), domain_table(report.certificate)):
+        if certified is not None:
+            print_table(certified, console)
+    if report.met:
+        print_lines([statement(report.certificate, report.adjusted_on), *sentences(report.certificate)], console)
+    print_lines([f"not proven: {sentence}" for sentence in (*report.problems, *report.not_proven)], console)
 
 
 def write_report(report: Report, profile_path: Path) -> list[Path]:

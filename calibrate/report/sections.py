@@ -17,7 +17,7 @@ def layer_table(report: Report, length: LengthReport) -> Table:
     """One row a layer; "1/32: 6/2" says that 6 heads have 1 representative and 2 have 32."""
     settings = ("layer", "tau", "dense\nheads", "tails", "repr.", "segment", "grain", "tile")
     outcome = ("density", report.budget.kind, "error /\nlimit", "worst\nrow", "vs\ndense")
-    title = f"{length.length} tokens, held-out prompts{length.remark}"
+    title = f"{length.length} tokens, as adjusted{length.remark}"
     return Table(settings + outcome, [_layer_cells(layer) for layer in length.layers], title, wrap="repr.")
 
 
@@ -45,7 +45,7 @@ def overview_table(report: Report) -> Table:
     kind = report.budget.kind
     error = f"largest\n{kind}" if report.budget.scope == "layer" else f"mean\n{kind}"
     names = ("length", "budget", error, "error /\nlimit", "density", "attention", "prefill", "needles", "KL")
-    return Table(names, [_overview_cells(report, length) for length in report.lengths], "all lengths, held-out prompts")
+    return Table(names, [_overview_cells(report, length) for length in report.lengths], "all lengths, as adjusted")
 
 
 def _overview_cells(report: Report, length: LengthReport) -> tuple[str, ...]:
@@ -80,7 +80,9 @@ def length_notes(report: Report, length: LengthReport) -> list[str]:
             reasons.setdefault(layer.why_dense, []).append(layer.layer)
     notes += [f"{layer_ranges(numbers)} dense: {reason}" for reason, numbers in reasons.items()]
     tightened = [layer.layer for layer in length.layers if layer.tightened]
-    return notes + ([f"{layer_ranges(tightened)} tightened on held-out prompts"] if tightened else [])
+    return notes + (
+        [f"{layer_ranges(tightened)} tightened by what the prompts of this table showed"] if tightened else []
+    )
 
 
 def _uniform_note(length: LengthReport) -> str | None:

@@ -181,7 +181,7 @@ class PredictedLength(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class ProvenLayer(Part):
-    """What held-out prompts say of one layer."""
+    """What the prompts that layers were adjusted on say of one layer."""
 
     mse: float | None = _recorded("mean over the held-out prompts", "output squared")
     rel_mse: float | None = _recorded("the same over the dense output's mean square")
@@ -200,19 +200,107 @@ class ProvenLayer(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class ProvenLength(Part):
-    """What held-out prompts say of one length."""
+    """What the prompts that layers were adjusted on say of one length."""
 
     length: int | None = _recorded("of the prompts", "tokens")
     calibrated: bool | None = _recorded("false for a length that was only checked")
     kl: float | None = _recorded("mean over positions of KL(dense, patched) of the next token", "nats")
     top1: float | None = _recorded("of positions where both find the same token most likely", "share")
     needles: tuple[int, int] | None = _recorded(
-        "needles the patched model finds among those the dense one finds, and how many that are; absent if the prompts "
+        "needles the patched model keeps of those the dense one finds, and how many that are; absent if the prompts "
         "ask for none"
     )
     prefill_seconds: float | None = _recorded("all decoder layers on the first prompt; on a GPU only", "seconds")
     dense_prefill_seconds: float | None = _recorded("the dense model's", "seconds")
     layers: tuple[ProvenLayer, ...] | None = _recorded("one entry for each layer, in their order")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContinuedBound(Part):
+    """The bound for calls that bring few new tokens behind a cached prefix."""
+
+    new_tokens: int | None = _recorded("that a call brings", "tokens")
+    bound: float | None = _recorded("for the mean over prompts of the error of these rows", "the budget's kind")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifiedLayer(Part):
+    """What is certified of one layer. Every bound is above the mean over prompts like these with `confidence`."""
+
+    mean: float | None = _recorded("error, mean over the certify prompts", "the budget's kind")
+    bound: float | None = _recorded(
+        "for the mean over prompts of the error over all rows; absent where nothing can be bounded", "the budget's kind"
+    )
+    bound_last: float | None = _recorded("the same over the last eighth of a prompt's rows", "the budget's kind")
+    continued: tuple[ContinuedBound, ...] | None = _recorded("calls that continue a prompt; not held to the limit")
+    first_bound: float | None = _recorded("the bound at the first look, as the layer was adjusted", "the budget's kind")
+    rung: float | None = _recorded(
+        "of what the layer spent, what the certificate left it; 0: dense; absent if its first bound held"
+    )
+    density: float | None = _recorded("mean over heads and certify prompts", "share")
+    limit: float | None = _recorded("the error the layer may have", "the budget's kind")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextPrompt(Part):
+    """What the next prompt like these keeps within, whatever their distribution: an order statistic."""
+
+    value: float | None = _recorded("the bound", "of what is bounded")
+    probability: float | None = _recorded("at least, that the next prompt keeps within it", "share")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifiedRetrieval(Part):
+    """The needles of the certify prompts."""
+
+    found: int | None = _recorded("needles that the dense model finds; 0: retrieval is not proven")
+    kept: int | None = _recorded(
+        "of these, needles that the patched model finds too or whose log-probability fell by less than 1 nat"
+    )
+    low: float | None = _recorded("lower end of the Clopper-Pearson interval for the share kept", "share")
+    high: float | None = _recorded("its upper end", "share")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifiedDomain(Part):
+    """One kind of text among the certify prompts."""
+
+    domain: str | None = _recorded("its name")
+    prompts: int | None = _recorded("how many of the prompts are of it")
+    kl: float | None = _recorded("mean over them", "nats")
+    error_over_limit: float | None = _recorded("the largest mean error of a layer over its limit", "share")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifiedLength(Part):
+    """What is certified of one length."""
+
+    length: int | None = _recorded("of the prompts", "tokens")
+    prompts: int | None = _recorded("how many prompts")
+    tokens: int | None = _recorded("of them all", "tokens")
+    kl: NextPrompt | None = _recorded("KL(dense, patched) of the next token in nats, mean over a prompt's positions")
+    mean_kl: float | None = _recorded("the same, mean over the prompts", "nats")
+    noise_floor: float | None = _recorded(
+        "mean KL between two dense implementations on the first two prompts; absent where rounding is negligible",
+        "nats",
+    )
+    top1: NextPrompt | None = _recorded("share of a prompt's positions with the same most likely token, from below")
+    error_over_limit: NextPrompt | None = _recorded("the largest error of a layer on a prompt over its limit")
+    worst: NextPrompt | None = _recorded(
+        "the largest of the layers' 0.99 quantiles, over sampled rows, of the error of a row over its norm"
+    )
+    retrieval: CertifiedRetrieval | None = _recorded("absent if the prompts ask for no needles")
+    domains: tuple[CertifiedDomain, ...] | None = _recorded("the same by kind of text")
+    layers: tuple[CertifiedLayer, ...] | None = _recorded("one entry for each layer, in their order")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate(Part):
+    """What was shown on prompts that had no part in choosing the settings."""
+
+    confidence: float | None = _recorded("of each bound and interval", "share")
+    method: str | None = _recorded("how bounds were made, in words")
+    lengths: tuple[CertifiedLength, ...] | None = _recorded("calibrated and checked lengths")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,9 +343,9 @@ class Record(Part):
     budget: RecordedBudget | None = _recorded("the error that the calibration was allowed")
     objective: str | None = _recorded("`latency` (measured on a GPU) or `predicted latency`")
     proof: str | None = _recorded(
-        "`held out`: within the budget on held-out prompts. `failed`: not, written all the same "
-        "(`--allow-regression`). `none`: predicted for another budget. `held out on <device>`: proven there, then "
-        "given the tiles of another GPU"
+        "`held out`: within the budget on the held-out prompts, which layers were adjusted on. `failed`: not, written "
+        "all the same (`--allow-regression`). `none`: predicted for another budget. `held out on <device>`: proven "
+        "there, then given the tiles of another GPU"
     )
     problems: tuple[str, ...] | None = _recorded("one sentence for each thing that was not proven")
     versions: Mapping[str, str] | None = _recorded("the versions of the software that took part, by name")
@@ -265,8 +353,11 @@ class Record(Part):
     recipe: Mapping[str, Any] | None = _recorded("the settings that decided, below")
     predicted: tuple[PredictedLength, ...] | None = _recorded("what the curves say, at each calibrated length")
     held_out: tuple[ProvenLength, ...] | None = _recorded(
-        "the proof, at each calibrated and checked length; empty for a profile that is only predicted"
+        "the proof on the prompts that layers were adjusted on, at each calibrated and checked length; empty for a "
+        "profile that is only predicted"
     )
+    certificate: Certificate | None = _recorded("what holds for the next prompt; absent if nothing was certified")
+    not_proven: tuple[str, ...] | None = _recorded("one sentence for each thing that a reader might take for shown")
     retiled: Retiling | None = _recorded("only in a profile that was given the tiles of another GPU")
 
     def predicted_at(self, length: int) -> PredictedLength | None:
@@ -276,6 +367,11 @@ class Record(Part):
     def proven_at(self, length: int) -> ProvenLength | None:
         """What was proven of a length; None if nothing is recorded."""
         return next((entry for entry in self.held_out or () if entry.length == length), None)
+
+    def certified_at(self, length: int) -> CertifiedLength | None:
+        """What is certified of a length; None if nothing is."""
+        lengths = self.certificate.lengths if self.certificate else None
+        return next((entry for entry in lengths or () if entry.length == length), None)
 
     def limits(self, layer: int) -> dict[int, float]:
         """The error a layer may have, in the budget's unit, by each length in tokens at which the proof gives one."""

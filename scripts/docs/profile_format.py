@@ -17,7 +17,7 @@ from s2o_runtime.profile.record import FieldFormat, Part, Record
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "profile-format.md"
 START, END = "<!-- record: make profile-format writes what is between these lines -->", "<!-- /record -->"
-SECTIONS = ("predicted", "held_out", "retiled")  # fields of the record that have a table of their own
+SECTIONS = ("predicted", "held_out", "certificate", "retiled")  # fields of the record that have a table of their own
 ELSEWHERE = ("recipe",)  # described by the calibrator's options
 
 Row = tuple[str, str, str]  # field, unit, meaning

@@ -10,6 +10,39 @@ from s2o_runtime.profile import METADATA_KEY
 FORMAT = Path(__file__).parents[2] / "docs" / "profile-format.md"
 
 
+# of one length and three layers: one was left as it was, one got less of its budget, one became dense
+CERTIFICATE = {
+    "confidence": 0.95,
+    "method": "bounds",
+    "lengths": [
+        {
+            "length": 8192,
+            "prompts": 19,
+            "tokens": 19 * 8192,
+            "kl": {"value": 2e-3, "probability": 0.9},
+            "mean_kl": 1e-3,
+            "noise_floor": 1e-4,
+            "top1": {"value": 0.985, "probability": 0.9},
+            "error_over_limit": {"value": 1.75, "probability": 0.9},
+            "worst": {"value": 0.25, "probability": 0.9},
+            "retrieval": {"found": 32, "kept": 30, "low": 0.79, "high": 0.99},
+            "domains": [
+                {"domain": "code", "prompts": 10, "kl": 1e-3, "error_over_limit": 0.4},
+                {"domain": "prose", "prompts": 9, "kl": 2e-3, "error_over_limit": 0.5},
+            ],
+            "layers": [
+                {"mean": 5e-4, "bound": 8e-4, "bound_last": 1.6e-3, "first_bound": 8e-4, "density": 0.5, "limit": 1e-3}
+                | {"continued": [{"new_tokens": 64, "bound": 3e-3}, {"new_tokens": 512, "bound": 2e-3}]},
+                {"mean": 5e-4, "bound": 7e-4, "bound_last": 1e-3, "first_bound": 1.1e-3, "rung": 0.7, "density": 0.6}
+                | {"continued": [{"new_tokens": 64, "bound": 2e-3}, {"new_tokens": 512, "bound": 1e-3}], "limit": 1e-3},
+                {"mean": 1e-9, "bound": 1e-9, "bound_last": 1e-9, "first_bound": 2e-3, "rung": 0.0, "density": 1.0}
+                | {"continued": [{"new_tokens": 64, "bound": 1e-9}, {"new_tokens": 512, "bound": 1e-9}], "limit": 1e-3},
+            ],
+        }
+    ],
+}
+
+
 def document_of(data):
     """What a profile's bytes say, as JSON gives it."""
     size = int.from_bytes(data[:8], "little")

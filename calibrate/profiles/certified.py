@@ -1,0 +1,163 @@
+"""What a certificate says, as sentences and tables: the same on the terminal, in the report and on the card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from calibrate.tables import Table
+from s2o_runtime.profile.record import Certificate, CertifiedLayer, CertifiedLength, NextPrompt, Record
+
+NAMES = ("length", "prompts", "bound /\nlimit", "last\neighth", "continued", "KL", "noise", "top-1", "kept")
+
+MOST = 100.0  # times its limit: a bound above it says only that there were too few prompts
+
+
+def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
+    """In one sentence what was shown.
+
+    Args:
+        certificate: Of the profile; None if it has none.
+        adjusted_on: How many prompts of each length layers were adjusted on; None if that is not recorded.
+    """
+    lengths = _lengths(certificate)
+    if not lengths:
+        same = "the same prompts" if adjusted_on is None else f"the same {adjusted_on} prompts of each length"
+        return f"Adjusted and checked on {same}; not certified."
+    domains = sorted({one.domain for length in lengths for one in length.domains or () if one.domain})
+    text = f" ({', '.join(domains)})" if domains else ""
+    confidence = (certificate and certificate.confidence) or 0.0
+    return (
+        f"Certified on {_range(length.prompts for length in lengths)} prompts of each length that chose nothing{text}: "
+        f"with {confidence:.0%} confidence, a layer's mean error over prompts like these is at most "
+        f"{_largest(lengths):.0%} of its limit."
+    )
+
+
+def adjusted_on(record: Record) -> int | None:
+    """How many prompts of each length a profile's layers were adjusted on; None if that is not recorded."""
+    lengths = [prompt.length for prompt in (record.data and record.data.held_out) or ()]
+    return min((lengths.count(length) for length in set(lengths)), default=None)
+
+
+def sentences(certificate: Certificate | None) -> list[str]:
+    """What is certified of the next prompt at each length, and what the certificate changed."""
+    lengths = _lengths(certificate)
+    layers = [layer for length in lengths for layer in length.layers or ()]
+    dense = sum(layer.rung == 0 for layer in layers)
+    less = sum(layer.rung is not None for layer in layers) - dense
+    looks = f"{len(layers) - less - dense} of {len(layers)} bounds were within their limits at the first look"
+    changed = f"{less} layers got less of their budget and {dense} became dense" if less or dense else ""
+    first = [", ".join(filter(None, (looks, changed)))] if layers else []
+    return [_of_length(length) for length in lengths] + first
+
+
+def _of_length(length: CertifiedLength) -> str:
+    parts = [f"the KL below {_value(length.kl, '.1e')} nats" + _noise(length)]
+    parts.append(f"at least {_value(length.top1, '.2%')} of top-1 tokens")
+    parts.append(f"the error of every layer below {_value(length.error_over_limit, '.2f')} times its limit")
+    text = f"{length.length} tokens: {_probability(length.kl)} the next prompt like these keeps {', '.join(parts)}"
+    retrieval = length.retrieval
+    if retrieval is None or not retrieval.found:
+        return f"{text}; retrieval not proven"
+    return (
+        f"{text}; {retrieval.kept} of {retrieval.found} needles kept ({retrieval.low or 0:.0%} to "
+        f"{retrieval.high or 0:.0%})"
+    )
+
+
+def _noise(length: CertifiedLength) -> str:
+    return "" if length.noise_floor is None else f" (two dense implementations: {length.noise_floor:.1e})"
+
+
+def table(certificate: Certificate | None) -> Table | None:
+    """One row a length: the largest bounds of its layers, as shares of their limits; None without a certificate."""
+    lengths = _lengths(certificate)
+    if not lengths:
+        return None
+    return Table(NAMES, [_cells(length) for length in lengths], "certified")
+
+
+def _cells(length: CertifiedLength) -> tuple[str, ...]:
+    layers = [layer for layer in length.layers or () if layer.limit and layer.rung != 0 and layer.density != 1.0]
+    continued = {
+        one.new_tokens: max(_continued(layer, one.new_tokens) for layer in layers)
+        for layer in layers[:1]
+        for one in layer.continued or ()
+    }
+    retrieval = length.retrieval
+    return (
+        str(length.length),
+        str(length.prompts),
+        _share(_over_limit(layer, layer.bound) for layer in layers),
+        _share(_over_limit(layer, layer.bound_last) for layer in layers),
+        ", ".join(f"{new_tokens}: {_percent(share)}" for new_tokens, share in continued.items()) or "-",
+        _value(length.kl, ".1e"),
+        "-" if length.noise_floor is None else f"{length.noise_floor:.1e}",
+        _value(length.top1, ".2%"),
+        "-" if retrieval is None else f"{retrieval.kept} of {retrieval.found}",
+    )
+
+
+def domain_table(certificate: Certificate | None) -> Table | None:
+    """One row for each length and kind of text; None without a certificate."""
+    lengths = _lengths(certificate)
+    if not lengths:
+        return None
+    rows = [
+        (
+            str(length.length),
+            one.domain or "-",
+            str(one.prompts),
+            "-" if one.kl is None else f"{one.kl:.1e}",
+            "-" if one.error_over_limit is None else f"{one.error_over_limit:.0%}",
+        )
+        for length in lengths
+        for one in length.domains or ()
+    ]
+    return Table(("length", "text", "prompts", "mean KL", "error /\nlimit"), rows, "by kind of text", align="rlr")
+
+
+def _lengths(certificate: Certificate | None) -> tuple[CertifiedLength, ...]:
+    return (certificate and certificate.lengths) or ()
+
+
+def _continued(layer: CertifiedLayer, new_tokens: int | None) -> float:
+    bounds = [one.bound for one in layer.continued or () if one.new_tokens == new_tokens]
+    return max((_over_limit(layer, bound) or 0.0 for bound in bounds), default=0.0)
+
+
+def _largest(lengths: Iterable[CertifiedLength]) -> float:
+    shares = [
+        _over_limit(layer, layer.bound)
+        for length in lengths
+        for layer in length.layers or ()
+        if layer.limit and layer.rung != 0
+    ]
+    return max((share for share in shares if share is not None), default=0.0)
+
+
+def _over_limit(layer: CertifiedLayer, bound: float | None) -> float | None:
+    return None if bound is None or not layer.limit else bound / layer.limit
+
+
+def _share(shares: Iterable[float | None]) -> str:
+    known = [share for share in shares if share is not None]
+    return _percent(max(known)) if known else "-"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share < MOST else f"over {MOST:.0%}"
+
+
+def _value(bound: NextPrompt | None, form: str) -> str:
+    return "-" if bound is None or bound.value is None else format(bound.value, form)
+
+
+def _probability(bound: NextPrompt | None) -> str:
+    probability = (bound and bound.probability) or 0.0
+    return f"with a probability of at least {probability:.0%}"
+
+
+def _range(counts: Iterable[int | None]) -> str:
+    known = sorted({count for count in counts if count})
+    return "-" if not known else str(known[0]) if len(known) == 1 else f"{known[0]} to {known[-1]}"

@@ -1,0 +1,220 @@
+"""What is stated of a finished choice, from what its certify prompts showed: bounds, each with its confidence."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from calibrate.proof.sample import LayerSample, LengthSample
+from calibrate.proof.statistics import NextBound, mean_bound, next_bound, share_interval
+from calibrate.recipe import Budget
+from s2o_runtime.config import LayerConfig
+
+CONFIDENCE = 0.95  # of each bound for a layer's mean error, and of the interval for retrieval
+NEXT_PROMPT = 0.9  # asked for: the probability that the next prompt keeps within what is stated for prompts
+FEWEST = 2  # prompts of a length below which nothing can be bounded
+FLOOR = 0.1  # of its limit; an error below it counts as this much, so that rounding does not pass for spread
+RUNGS = (0.7, 0.5, 0.35)  # shares of its budget that a layer over its limit is tried with
+
+
+@dataclass(frozen=True)
+class CertifiedLayerErrors:
+    """What is certified of one layer at one length, in the budget's unit.
+
+    Bounds are for the mean error over prompts like these; None where nothing can be bounded.
+
+    mean: Over the certify prompts. bound: Over all rows of a prompt. bound_last: Over the last eighth of the rows.
+    bounds_continued: Of calls that bring only so many new tokens behind a cached prefix, by their number.
+    first_bound: What the first look gave. rung: The share of its budget that the layer was left with, 0 if it became
+    dense; None if the first look held. density: The mean over heads and prompts.
+    """
+
+    mean: float
+    bound: float | None
+    bound_last: float | None
+    bounds_continued: Mapping[int, float | None]
+    first_bound: float | None
+    rung: float | None
+    density: float
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Of the needles that the prompts ask for, how many dense finds, how many of these are kept, and the interval for
+    the share that is kept."""
+
+    found: int
+    kept: int
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class DomainErrors:
+    """One kind of text: its prompts, their mean KL, and the largest mean error of a layer over its limit."""
+
+    domain: str
+    prompts: int
+    kl: float
+    error_over_limit: float
+
+
+@dataclass(frozen=True)
+class LengthCertificate:
+    """What is certified of one length.
+
+    kl, top1, error_over_limit, worst: What the next prompt keeps within, with a probability (`NextBound`): its KL from
+    above, its share of like predictions from below, the largest error of a layer over its limit and the largest
+    quantile of row errors of a layer from above. mean_kl: The mean over the prompts. retrieval: None if no prompt asks.
+    """
+
+    length: int
+    prompts: int
+    layers: tuple[CertifiedLayerErrors, ...]
+    mean_kl: float
+    kl: NextBound
+    top1: NextBound
+    error_over_limit: NextBound
+    worst: NextBound
+    retrieval: Retrieval | None
+    noise_floor: float | None
+    domains: tuple[DomainErrors, ...]
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at a layer: the share of the budget it ran with, and the bound for its mean error."""
+
+    share: float
+    bound: float
+
+
+def look_confidence(share: float) -> float:
+    """How certain the bound of one look is: half of the error probability is the first look's, the rungs share half.
+
+    A dense layer has no error but rounding, so the look at it takes no share.
+    """
+    risk = (1 - CONFIDENCE) / 2
+    return 1 - (risk if share == 1.0 else risk / len(RUNGS))
+
+
+def look_bound(errors: Sequence[float], share: float, limit: float, config: LayerConfig) -> float:
+    """The bound of one look for the mean of errors, of all rows or some.
+
+    Logarithms of errors that are next to nothing say nothing about those that matter, and would blow up the bound. So
+    errors below `FLOOR` times the limit count as that much, which can only raise their mean.
+
+    Args:
+        errors: Of each prompt, in the limit's unit.
+        share: Of the layer's budget, by which the look is known (`look_confidence`).
+        limit: The error the layer may have.
+        config: What it ran. A dense layer's rounding is bounded as it is.
+    """
+    floor = 0.0 if config.is_dense else FLOOR * limit
+    return mean_bound([max(error, floor) for error in errors], look_confidence(share))
+
+
+def certificate_of(
+    length: int,
+    seen: LengthSample,
+    *,
+    budget: Budget,
+    limits: Sequence[float],
+    configs: Sequence[LayerConfig],
+    looks: Sequence[Sequence[Look]],
+) -> LengthCertificate:
+    """What a length's prompts certify.
+
+    Args:
+        length: In tokens.
+        seen: What was measured of what the layers were left with.
+        budget: The unit of errors.
+        limits, configs: The error each layer may have, and what it was left with.
+        looks: At each layer, the first one first; the last is what is in `seen`.
+    """
+    layers = tuple(_layer(*of_layer, budget) for of_layer in zip(seen.layers, looks, limits, configs, strict=True))
+    shares = shares_of_limits(seen, budget, limits, configs)
+    kls = [max(0.0, agreement.kl) for agreement in seen.agreements]
+    worst = [max(of_layers) for of_layers in zip(*_worst(seen), strict=True)]
+    lowest = next_bound([-agreement.top1 for agreement in seen.agreements], NEXT_PROMPT)
+    return LengthCertificate(
+        length=length,
+        prompts=len(seen.prompts),
+        layers=layers,
+        mean_kl=statistics.fmean(kls),
+        kl=next_bound(kls, NEXT_PROMPT),
+        top1=replace(lowest, value=-lowest.value),
+        error_over_limit=next_bound([max(of_prompt, default=0.0) for of_prompt in shares], NEXT_PROMPT),
+        worst=next_bound(worst, NEXT_PROMPT),
+        retrieval=retrieval_of(seen),
+        noise_floor=seen.noise_floor,
+        domains=_domains(seen, shares),
+    )
+
+
+def shares_of_limits(
+    seen: LengthSample, budget: Budget, limits: Sequence[float], configs: Sequence[LayerConfig]
+) -> list[list[float]]:
+    """For each prompt the errors of the layers over their limits; of those that are not dense and have a limit."""
+    of_layers = [
+        [error / limit for error in layer.errors(budget)]
+        for layer, limit, config in zip(seen.layers, limits, configs, strict=True)
+        if limit and not config.is_dense
+    ]
+    return [[of_layer[prompt] for of_layer in of_layers] for prompt in range(len(seen.prompts))]
+
+
+def retrieval_of(seen: LengthSample) -> Retrieval | None:
+    """What became of the needles of a length's prompts; None if no prompt asks for any."""
+    if not any(prompt.answers for prompt in seen.prompts):
+        return None
+    found, kept = (sum(getattr(agreement, name) for agreement in seen.agreements) for name in ("found", "kept"))
+    return Retrieval(found, kept, *share_interval(kept, found, CONFIDENCE))
+
+
+def _layer(
+    seen: LayerSample, looks: Sequence[Look], limit: float, config: LayerConfig, budget: Budget
+) -> CertifiedLayerErrors:
+    share = looks[-1].share
+    return CertifiedLayerErrors(
+        mean=statistics.fmean(seen.errors(budget)),
+        bound=_finite(looks[-1].bound),
+        bound_last=_finite(look_bound(seen.last_errors(budget), share, limit, config)),
+        bounds_continued={
+            new_tokens: _finite(look_bound(errors, share, limit, config))
+            for new_tokens, errors in seen.continued_errors(budget).items()
+        },
+        first_bound=_finite(looks[0].bound),
+        rung=looks[-1].share if len(looks) > 1 else None,
+        density=seen.density,
+    )
+
+
+def _finite(bound: float) -> float | None:
+    return bound if math.isfinite(bound) else None
+
+
+def _worst(seen: LengthSample) -> list[list[float]]:
+    """For each layer its prompts' quantiles of row errors."""
+    return [[prompt.worst for prompt in layer.prompts] for layer in seen.layers]
+
+
+def _domains(seen: LengthSample, shares: Sequence[Sequence[float]]) -> tuple[DomainErrors, ...]:
+    """Each kind of text by itself, in alphabetical order."""
+    by_domain: dict[str, list[int]] = {}
+    for number, prompt in enumerate(seen.prompts):
+        by_domain.setdefault(prompt.domain, []).append(number)
+    return tuple(
+        DomainErrors(
+            domain=domain,
+            prompts=len(numbers),
+            kl=max(0.0, statistics.fmean(seen.agreements[number].kl for number in numbers)),
+            error_over_limit=max(
+                (statistics.fmean(of_layer) for of_layer in zip(*(shares[n] for n in numbers), strict=True)),
+                default=0.0,
+            ),
+        )
+        for domain, numbers in sorted(by_domain.items())
+    )

@@ -1,0 +1,150 @@
+"""The certificate: what is stated of a finished choice, measured on prompts that had no part in choosing it.
+
+Every layer's error is bounded from above with a stated confidence. A layer whose bound is over its limit is tried again
+on the same inputs with less of its budget, down the fixed rungs of a ladder, and becomes dense below the last one. That
+chooses by the certify prompts after all, so the looks at a layer share the error probability: half of it belongs to
+the first look, the rest to the rungs in equal parts. All bounds that can be looked at then hold together with the
+stated confidence (Bonferroni), whichever is taken, and the ladder can begin at the top, where most layers stop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from calibrate.model.models import LoadedModel
+from calibrate.progress import progress_bar
+from calibrate.prompts.prompts import Prompt
+from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
+from calibrate.proof.certificate import FEWEST, RUNGS, LengthCertificate, Look, certificate_of, look_bound
+from calibrate.proof.judge import slower_than_dense
+from calibrate.proof.problems import retrieval_lost
+from calibrate.proof.sample import LayerSample, sample
+from calibrate.proof.tighten import NOT_FASTER, Proven, scaled
+from calibrate.proof.verify import prove
+
+OVER_BOUND = "its certified bound stayed over the limit"
+
+log = logging.getLogger("calibrate")
+
+
+@dataclass
+class Ladder:
+    """Decides for each layer at each length what it is left with. It is what `sample` revises by.
+
+    looks: What was seen of each layer at each length, first look first.
+    """
+
+    looks: dict[LengthAndLayer, list[Look]] = field(default_factory=dict)
+    _begun: dict[LengthAndLayer, Candidate] = field(default_factory=dict)  # at each first look
+
+    def revise(self, candidate: Candidate, length: int, layer: int, seen: LayerSample) -> Candidate | None:
+        """What to measure instead of this candidate on the same inputs; None to accept it."""
+        looks = self.looks.setdefault((length, layer), [])
+        begun = self._begun.setdefault((length, layer), candidate)
+        config, limit = candidate.layer_config(layer, length), candidate.limits[length, layer]
+        share = (1.0, *RUNGS, 0.0)[len(looks)]
+        bound = look_bound(seen.errors(candidate.recipe.budget), share, limit, config)
+        looks.append(Look(0.0 if looks and config.is_dense else share, bound))
+        if bound <= limit or config.is_dense:
+            return None
+        log.info("layer %d at %d tokens: the bound of its error is %.2e, limit %.2e", layer, length, bound, limit)
+        for rung in RUNGS[len(looks) - 1 :]:
+            lower = with_share(begun, candidate, length, layer, rung)
+            if lower.layer_config(layer, length) != config:
+                return lower
+            looks.append(Look(rung, bound))  # so little less changes no head
+        return with_share(begun, candidate, length, layer, 0.0)
+
+
+def with_share(begun: Candidate, candidate: Candidate, length: int, layer: int, share: float) -> Candidate:
+    """The candidate in which a layer spends a share of what it spent in `begun`; with none it is dense."""
+    place = length, layer
+    before = begun.tightened.get(place)
+    times, first_error = (0, None) if before is None else (before.times, before.first_error)
+    tightening = Tightening(times, *scaled(begun, length, layer, share, OVER_BOUND), first_error)
+    return replace(candidate, tightened={**candidate.tightened, place: tightening})
+
+
+def certify(loaded: LoadedModel, prompts: Mapping[int, Sequence[Prompt]], proven: Proven, *, progress: bool) -> Proven:
+    """Certify what was proven, and make layers more careful whose bound is over their limit.
+
+    Args:
+        loaded: The model.
+        prompts: The certify prompts by length; lengths with fewer than `FEWEST` are not certified.
+        proven: A proof that holds.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        What is left of the candidate, with the certificate, and with a problem for each length where retrieval does
+        not hold.
+
+    Raises:
+        ModelError: inf or NaN came up in the model.
+        ResourceError: The GPU's memory ran out.
+    """
+    candidate, certificates, ladder = proven.candidate, dict[int, LengthCertificate](), Ladder()
+    lengths = [length for length in candidate.lengths if len(prompts.get(length, ())) >= FEWEST]
+    with progress_bar("certifying", loaded.geometry.layers * len(lengths), "layer", shown=progress) as step:
+        for length in lengths:  # one after another: the hidden states of all prompts are in memory
+            candidate, seen = sample(loaded, length, prompts[length], candidate, ladder.revise, step)
+            layers = range(loaded.geometry.layers)
+            certificates[length] = certificate_of(
+                length,
+                seen,
+                budget=candidate.recipe.budget,
+                limits=[candidate.limits[length, layer] for layer in layers],
+                configs=[candidate.layer_config(layer, length) for layer in layers],
+                looks=[ladder.looks[length, layer] for layer in layers],
+            )
+    problems = tuple(
+        problem
+        for certificate in certificates.values()
+        if (problem := retrieval_lost(certificate.length, certificate.retrieval, candidate.recipe))
+    )
+    return replace(proven, candidate=candidate, certificates=certificates, problems=(*proven.problems, *problems))
+
+
+def proven_again(
+    loaded: LoadedModel, held_out: Mapping[int, Sequence[Prompt]], proven: Proven, certified: Proven, *, progress: bool
+) -> Proven:
+    """Measure the lengths again that the certificate changed; one that became slower than dense becomes dense.
+
+    The prompts are those that layers were adjusted on, and no layer is tightened: densities, times and predictions in
+    the record are to be of what is written. What is certified of a layer holds all the more if it becomes dense.
+
+    Args:
+        loaded: The model.
+        held_out: The prompts that layers were adjusted on.
+        proven, certified: Before and after the certificate.
+        progress: Whether to show a progress bar.
+    """
+    lengths = frozenset(
+        length for (length, layer), config in certified.configs.items() if config != proven.configs[length, layer]
+    )
+    candidate, proofs = certified.candidate, dict(certified.proofs)
+    while lengths:
+        steps = loaded.geometry.layers * len(lengths)
+        again = {length: prompts for length, prompts in held_out.items() if length in lengths}
+        with progress_bar("measuring what the certificate changed", steps, "layer", shown=progress) as step:
+            _, measured = prove(loaded, again, candidate, on_step=step)
+        proofs |= measured
+        lengths = frozenset(slower_than_dense(candidate, measured))
+        candidate = with_dense(candidate, lengths)
+    return replace(certified, candidate=candidate, proofs=proofs)
+
+
+def with_dense(candidate: Candidate, lengths: frozenset[int]) -> Candidate:
+    """The candidate with dense layers at these lengths; at all others every layer keeps what it was certified with."""
+    if not lengths:
+        return candidate
+    pinned = dict(candidate.tightened)
+    for (length, layer), config in candidate.configs.items():
+        if length not in candidate.chosen:  # or it would be interpolated from other buckets now
+            pinned.setdefault((length, layer), Tightening(0, config, None))
+        if length in lengths:
+            before = pinned.get((length, layer), Tightening(0, config, None))
+            settings = scaled(candidate, length, layer, 0.0, NOT_FASTER)
+            pinned[length, layer] = Tightening(before.times, *settings, before.first_error)
+    return replace(candidate, tightened=pinned)

@@ -1,0 +1,136 @@
+"""What a few prompts say about the ones that will come: bounds with a stated confidence, as plain functions.
+
+Prompts are taken for independent draws from the text that will come, which is as true as the prompts are typical.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PIVOT_POINTS = 1000  # of the integral over a sample's spread
+
+
+@dataclass(frozen=True)
+class NextBound:
+    """A bound that the next value does not exceed with at least this probability (`next_bound`)."""
+
+    value: float
+    probability: float
+
+
+def mean_bound(values: Sequence[float], confidence: float) -> float:
+    """An upper bound for the mean of the distribution that positive values come from, taken for lognormal.
+
+    It is a quantile of the generalised pivot of the mean's logarithm, `m + s Z / (W sqrt(n)) + s^2 / (2 W^2)`, with m
+    and s of the values' logarithms, Z standard normal and W^2 chi-squared with n - 1 degrees of freedom over n - 1
+    (K. Krishnamoorthy and T. Mathew, "Inferences on the means of lognormal distributions using generalized p-values
+    and generalized confidence intervals", 2003). The shorter formula of Cox (`mean_lower_bound`) would hold less often
+    than it says: with 19 values and s = 1 in 92 of 100 cases instead of 95.
+
+    Values that are exactly zero are left out, which can only raise the bound: the mean of the others is larger.
+
+    Args:
+        values: At least 0 and finite.
+        confidence: The probability that the bound is not below the mean.
+
+    Returns:
+        The bound; 0 if all values are 0, and infinity if fewer than two are above 0: one value bounds nothing.
+    """
+    logs = [math.log(value) for value in values if value > 0]
+    if len(logs) < 2:
+        return math.inf if logs else 0.0
+    return _pivot_quantile(logs, confidence)
+
+
+def mean_lower_bound(values: Sequence[float], confidence: float) -> float:
+    """A lower bound for the mean, which holds at least as often as it says; 0 if fewer than two values are above 0.
+
+    The modified Cox method, `exp(m + s^2/2 - t sqrt(s^2/n + s^4/(2(n-1))))` with t a quantile of Student's distribution
+    with n - 1 degrees of freedom (U. Olsson, "Confidence intervals for the mean of a log-normal distribution", Journal
+    of Statistics Education 13, 2005). Values of 0 count by their share.
+    """
+    from scipy.special import stdtrit
+
+    logs = [math.log(value) for value in values if value > 0]
+    if len(logs) < 2:
+        return 0.0
+    count, variance = len(logs), statistics.variance(logs)
+    spread = math.sqrt(variance / count + variance**2 / (2 * (count - 1)))
+    quantile = float(stdtrit(count - 1, confidence))
+    return count / len(values) * math.exp(statistics.fmean(logs) + variance / 2 - quantile * spread)
+
+
+def _pivot_quantile(logs: Sequence[float], probability: float) -> float:
+    """The exponential of a quantile of the generalised pivot: an integral over W, and a bisection."""
+    import numpy as np
+    from scipy.special import gammaincinv, ndtr  # a second to import, which the command line does not have
+
+    count, middle, deviation = len(logs), statistics.fmean(logs), statistics.stdev(logs)
+    if deviation < 1e-12:
+        return math.exp(middle)
+    shares = (np.arange(PIVOT_POINTS) + 0.5) / PIVOT_POINTS
+    w_squared = 2 * gammaincinv((count - 1) / 2, shares) / (count - 1)
+    centres = middle + deviation**2 / (2 * w_squared)
+    scales = np.sqrt(w_squared * count) / deviation
+    low, high = middle - 40 * deviation, float(centres.max()) + 40 * deviation / math.sqrt(float(w_squared.min()))
+    while high - low > 1e-9 * max(1.0, abs(high)):
+        half = (low + high) / 2
+        if float(ndtr((half - centres) * scales).mean()) < probability:
+            low = half
+        else:
+            high = half
+    return math.exp(high) if high < 700 else math.inf
+
+
+def next_bound(values: Sequence[float], probability: float) -> NextBound:
+    """The smallest of the values that bounds the next one with at least this probability, whatever they are drawn from.
+
+    Of n + 1 values in random order the last one is above the k-th largest of the others with a probability of at most
+    k / (n + 1) (S. S. Wilks, "Determination of sample sizes for setting tolerance limits", 1941). With 19 values the
+    second largest gives 90%.
+
+    Args:
+        values: At least one.
+        probability: What is asked for.
+
+    Returns:
+        The bound and its probability; where so few values cannot give what is asked for, the largest and its n/(n+1).
+    """
+    rank = bound_rank(len(values), probability)
+    return NextBound(sorted(values, reverse=True)[rank - 1], 1 - rank / (len(values) + 1))
+
+
+def bound_rank(count: int, probability: float) -> int:
+    """Which of `count` values bounds the next one with at least this probability: 1 is the largest."""
+    return max(1, math.floor((1 - probability) * (count + 1) + 1e-9))
+
+
+def exceedance_probability(above: int, fresh: int, rank: int, count: int) -> float:
+    """How likely `above` or more of `fresh` new values exceed the `rank`-th largest of `count` earlier ones.
+
+    If all are drawn alike, the number that exceeds is beta-binomial with the parameters `rank` and
+    `count + 1 - rank`, whatever they are drawn from (E. J. Gumbel and H. von Schelling, "The distribution of the
+    number of exceedances", 1950).
+    """
+
+    def log_beta(a: float, b: float) -> float:
+        return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+    rest = count + 1 - rank
+    return sum(
+        math.comb(fresh, number) * math.exp(log_beta(number + rank, fresh - number + rest) - log_beta(rank, rest))
+        for number in range(above, fresh + 1)
+    )
+
+
+def share_interval(successes: int, trials: int, confidence: float) -> tuple[float, float]:
+    """The two-sided interval of C. J. Clopper and E. S. Pearson (1934) for a share; (0, 1) without trials."""
+    from scipy.special import betaincinv
+
+    tail = (1 - confidence) / 2
+    low = float(betaincinv(successes, trials - successes + 1, tail)) if successes else 0.0
+    high = float(betaincinv(successes + 1, trials - successes, 1 - tail)) if successes < trials else 1.0
+    return low, high

@@ -1,0 +1,241 @@
+"""The certificate without a model: what looks at layers lead to, and what prompts certify."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from calibrate.prompts.prompts import Prompt
+from calibrate.proof import certify
+from calibrate.proof.agreement import PromptAgreement
+from calibrate.proof.certificate import (
+    CONFIDENCE,
+    FLOOR,
+    RUNGS,
+    Look,
+    certificate_of,
+    look_bound,
+    look_confidence,
+    shares_of_limits,
+)
+from calibrate.proof.certify import OVER_BOUND, Ladder, with_dense
+from calibrate.proof.problems import retrieval_lost
+from calibrate.proof.recertify import compared
+from calibrate.proof.recorded import certified_length
+from calibrate.proof.sample import LayerSample, LengthSample, PromptError
+from calibrate.proof.statistics import mean_bound
+from calibrate.proof.tighten import TAU_FOR_ERROR
+from calibrate.recipe import Budget
+from support.candidates import LENGTHS, RECIPE, candidate
+
+FACTORS = (0.8, 1.0, 1.25, 0.9, 1.1)  # of the mean error, by prompt
+BUDGET = Budget("mse", 1e-4)
+
+
+def layer_sample(mean, factors=FACTORS, density=0.5):
+    """Prompts whose last eighth is off by three times as much, and continued calls by five times."""
+    errors = tuple(
+        PromptError(mean * factor, 1.0, (3 * mean * factor, 1.0), {64: (5 * mean * factor, 1.0)}, 0.1 * factor)
+        for factor in factors
+    )
+    return LayerSample(errors, density)
+
+
+def down(begun, length, layer, means):
+    """What a layer is left with if its looks find these mean errors, and its ladder."""
+    ladder, at = Ladder(), begun
+    for mean in means:
+        revised = ladder.revise(at, length, layer, layer_sample(mean))
+        if revised is None:
+            return at, ladder.looks[length, layer]
+        at = revised
+    raise AssertionError(f"more looks than {len(means)}")
+
+
+def test_the_looks_at_a_layer_share_the_error_probability():
+    risks = [1 - look_confidence(share) for share in (1.0, *RUNGS)]
+    assert sum(risks) == pytest.approx(1 - CONFIDENCE)
+    assert risks[0] == pytest.approx(sum(risks[1:]))
+
+
+def test_a_bound_within_the_limit_is_accepted_at_the_first_look():
+    begun = candidate()
+    left, looks = down(begun, 1024, 0, [0.5 * begun.limits[1024, 0]])
+    assert left is begun
+    expected = mean_bound([0.5 * begun.limits[1024, 0] * factor for factor in FACTORS], look_confidence(1.0))
+    assert looks == [Look(1.0, expected)]
+
+
+def test_errors_next_to_nothing_do_not_blow_up_a_bound():
+    """A layer whose calls compute nearly everything on some prompts: their errors are rounding."""
+    begun = candidate()
+    limit, config = begun.limits[1024, 0], begun.layer_config(0, 1024)
+    errors = [1e-13, 2e-15, 1e-12, 0.4 * limit, 0.5 * limit, 0.0, 3e-14, 0.45 * limit, 0.5 * limit]
+    bound = look_bound(errors, 1.0, limit, config)
+    assert mean_bound(errors, look_confidence(1.0)) > 1e6 * limit
+    assert sum(errors) / 9 < bound < limit
+    assert bound == mean_bound([max(error, FLOOR * limit) for error in errors], look_confidence(1.0))
+    assert look_bound([1e-13] * 3, 1.0, limit, config.as_dense()) == pytest.approx(1e-13)
+
+
+@pytest.mark.parametrize("rung", range(1, len(RUNGS) + 1))
+def test_a_layer_climbs_down_to_the_first_rung_that_holds(rung):
+    """The mean itself is within the limit: it is the bound that is not."""
+    begun = candidate()
+    limit = begun.limits[1024, 1]
+    left, looks = down(begun, 1024, 1, [0.99 * limit] * rung + [0.1 * limit])
+    assert [look.share for look in looks] == [1.0, *RUNGS[:rung]]
+    spent = begun.choice(1, 1024).allocation.mse
+    assert left.choice(1, 1024).budget_mse == pytest.approx(RUNGS[rung - 1] * spent)
+    assert left.layer_config(1, 1024) == left.choice(1, 1024).config
+    assert left.tightened[1024, 1].times == 0  # the certificate's doing, not the adjustment's
+    changed = {place for place in begun.configs if left.configs[place] != begun.configs[place]}
+    assert (1024, 1) in changed
+    assert all(layer == 1 for _, layer in changed)
+
+
+def test_below_the_last_rung_a_layer_is_dense_whatever_its_rounding():
+    begun = candidate()
+    limit = begun.limits[512, 0]
+    left, looks = down(begun, 512, 0, [2 * limit] * 5)
+    assert [look.share for look in looks] == [1.0, *RUNGS, 0.0]
+    assert left.layer_config(0, 512).is_dense
+    assert left.choice(0, 512).why_dense == OVER_BOUND
+
+
+def test_at_a_checked_length_thresholds_are_lowered_from_what_they_were():
+    begun = candidate()
+    limit = begun.limits[768, 0]
+    left, _ = down(begun, 768, 0, [limit, limit, 0.1 * limit])
+    pairs = zip(begun.layer_config(0, 768).heads, left.layer_config(0, 768).heads, strict=True)
+    for before, after in pairs:
+        assert after.tau == pytest.approx(before.tau * RUNGS[1] ** (1 / TAU_FOR_ERROR))
+    assert left.profile().lengths == tuple(sorted(begun.lengths))
+    assert left.profile().layer_config(0, 768) == left.layer_config(0, 768)
+
+
+def test_a_rung_that_changes_no_head_is_not_looked_at(monkeypatch):
+    begun = candidate()
+    real = certify.with_share
+
+    def same_at_first(begun, at, length, layer, share):
+        return at if share == RUNGS[0] else real(begun, at, length, layer, share)
+
+    monkeypatch.setattr(certify, "with_share", same_at_first)
+    limit = begun.limits[512, 0]
+    left, looks = down(begun, 512, 0, [limit, 0.1 * limit])
+    assert [look.share for look in looks] == [1.0, RUNGS[0], RUNGS[1]]
+    assert left.choice(0, 512).budget_mse == pytest.approx(RUNGS[1] * begun.choice(0, 512).allocation.mse)
+
+
+def test_what_becomes_dense_afterwards_changes_nothing_else():
+    begun = candidate("cuda")
+    dense = with_dense(begun, frozenset({1024}))
+    for (length, layer), config in begun.configs.items():
+        assert dense.configs[length, layer] == (config.as_dense() if length == 1024 else config)
+        assert dense.profile().layer_config(layer, length) == dense.configs[length, layer]
+    assert with_dense(begun, frozenset()) is begun
+
+
+def length_sample(means=(5e-5, 2e-5), found=4, kept=4, kls=(1e-3, 2e-3, 3e-3, 4e-3, 5e-3)):
+    prompts = tuple(
+        Prompt(torch.tensor([number] * 10), answers=((3, 5),) if found else (), domain=domain)
+        for number, domain in enumerate(("code", "prose", "code", "prose", "code"))
+    )
+    agreements = tuple(
+        PromptAgreement(kl, 1 - kl, found if number == 0 else 0, kept if number == 0 else 0)
+        for number, kl in enumerate(kls)
+    )
+    return LengthSample(prompts, tuple(map(layer_sample, means)), agreements, 1e-4)
+
+
+def certified(seen, begun=None):
+    begun = begun or candidate()
+    length = LENGTHS[0]
+    return certificate_of(
+        length,
+        seen,
+        budget=BUDGET,
+        limits=[begun.limits[length, layer] for layer in range(2)],
+        configs=[begun.layer_config(layer, length) for layer in range(2)],
+        looks=[[Look(1.0, 7e-5)], [Look(1.0, 3e-4), Look(RUNGS[0], 4e-5)]],
+    )
+
+
+def test_what_prompts_certify():
+    made = certified(length_sample(kept=3))
+    first, second = made.layers
+    assert (first.mean, first.bound, first.first_bound, first.rung) == (pytest.approx(5.05e-5), 7e-5, 7e-5, None)
+    assert (second.bound, second.first_bound, second.rung) == (4e-5, 3e-4, RUNGS[0])
+    for layer, mean, share in ((first, 5e-5, 1.0), (second, 2e-5, RUNGS[0])):
+        errors = [mean * factor for factor in FACTORS]
+        assert layer.bound_last == pytest.approx(mean_bound([3 * e for e in errors], look_confidence(share)))
+        expected = mean_bound([5 * error for error in errors], look_confidence(share))
+        assert layer.bounds_continued == {64: pytest.approx(expected)}
+    assert (made.kl.value, made.kl.probability) == (5e-3, pytest.approx(5 / 6))
+    assert made.top1.value == pytest.approx(1 - 5e-3)  # the lowest
+    assert made.mean_kl == pytest.approx(3e-3)
+    assert made.error_over_limit.value == pytest.approx(1.25 * 5e-5 / 1e-4)
+    assert made.worst.value == pytest.approx(0.125)
+    assert (made.retrieval.found, made.retrieval.kept, made.noise_floor) == (4, 3, 1e-4)
+    assert made.retrieval.low < 0.75 < made.retrieval.high < 1
+    code, prose = made.domains
+    assert [(one.domain, one.prompts) for one in made.domains] == [("code", 3), ("prose", 2)]
+    assert (code.kl, prose.kl) == (pytest.approx(3e-3), pytest.approx(3e-3))
+    assert prose.error_over_limit == pytest.approx(0.95 * 5e-5 / 1e-4)
+
+
+def test_dense_layers_have_no_share_of_a_limit():
+    begun = candidate()
+    configs = [begun.layer_config(0, 512).as_dense(), begun.layer_config(1, 512)]
+    shares = shares_of_limits(length_sample(), BUDGET, [1e-4, 2e-4], configs)
+    assert shares == [[pytest.approx(2e-5 * factor / 2e-4)] for factor in FACTORS]
+
+
+def test_retrieval_fails_only_where_chance_does_not_explain_it():
+    few, many = (certified(length_sample(found=found, kept=kept)).retrieval for found, kept in ((4, 3), (40, 30)))
+    assert retrieval_lost(512, few, RECIPE) is None
+    assert retrieval_lost(512, many, RECIPE) == (
+        "at 512 tokens the patched model keeps 30 of the 40 needles that dense finds, so with 95% confidence no more "
+        "than 87%; 95% are asked for"
+    )
+    nothing_found = certified(length_sample(found=4, kept=4)).retrieval
+    assert retrieval_lost(512, replace(nothing_found, found=0), RECIPE) is None
+    assert certified(length_sample(found=0)).retrieval is None
+
+
+def recorded(seen):
+    return {512: certified_length(certified(seen), [1e-4, 2e-4])}
+
+
+def test_fresh_prompts_like_these_keep_the_certificate():
+    seen = length_sample()
+    check = compared(candidate().profile(), BUDGET, recorded(seen), {512: seen})
+    assert check.problems == ()
+    (length,) = check.lengths
+    whats = ("all rows", "the last eighth", "64 new tokens")
+    assert [(one.layer, one.what) for one in length.bounds] == [(layer, what) for layer in range(2) for what in whats]
+    assert (length.kl_above, length.kl_chance) == (0, pytest.approx(1.0))
+
+
+def test_a_broken_bound_is_named():
+    """A mean that is a little above its bound is chance; one that is far above is not."""
+    seen = length_sample()
+    profile = candidate().profile()
+    above = replace(seen, layers=(layer_sample(8e-5), seen.layers[1]))
+    check = compared(profile, BUDGET, recorded(seen), {512: above})
+    assert check.problems == ()
+    assert [one.what for one in check.lengths[0].bounds if one.mean > one.bound][:1] == ["all rows"]
+    far = replace(seen, layers=(layer_sample(5e-4), seen.layers[1]))
+    problems = compared(profile, BUDGET, recorded(seen), {512: far}).problems
+    assert problems[0] == "layer 0 at 512 tokens, all rows: its mean error is 5.05e-04, 7.00e-05 is certified"
+    assert len(problems) == 3  # the last eighth and continued calls too
+
+
+def test_more_prompts_over_the_kl_than_chance_explains():
+    seen = length_sample()
+    high = replace(seen, agreements=tuple(replace(one, kl=1.0) for one in seen.agreements))
+    (problem,) = compared(candidate().profile(), BUDGET, recorded(seen), {512: high}).problems
+    assert problem.startswith("at 512 tokens the KL of 5 of 5 prompts is above the certified 5.0e-03, which chance")
+    one = replace(seen, agreements=(replace(seen.agreements[0], kl=1.0), *seen.agreements[1:]))
+    assert compared(candidate().profile(), BUDGET, recorded(seen), {512: one}).problems == ()

@@ -1,0 +1,118 @@
+"""What is sampled of certify prompts against the proof, which looks at every row."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from calibrate.prompts.prompts import Prompt
+from calibrate.proof import sample as sampling
+from calibrate.proof.sample import sample
+from calibrate.proof.verify import prove
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.reference.dense import exact_attention
+from support.models import save, stream
+
+LENGTH = 200
+SPARSE, LESS = (LayerConfig.uniform(4, tau=tau, segment=64, tile=TileConfig(64, 32, 1, 4, 1)) for tau in (100.0, 0.5))
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What each layer runs."""
+
+    configs: tuple[LayerConfig, ...]
+
+    def layer_config(self, layer, length):
+        return self.configs[layer]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = torch.Generator().manual_seed(5)
+    return [Prompt(ids) for ids in torch.randint(3, 128, (2, LENGTH), generator=generator)]
+
+
+def test_with_all_rows_it_is_what_the_proof_finds(folder, prompts, monkeypatch):
+    monkeypatch.setattr(sampling, "ROWS", LENGTH)
+    both = Layers((SPARSE, SPARSE))
+    accepted, sampled = sample(stream(folder, False), LENGTH, prompts, both)
+    assert accepted is both
+    proof = prove(stream(folder, False), {LENGTH: prompts}, both)[1][LENGTH]
+    for layer, proven in zip(sampled.layers, proof.layers, strict=True):
+        assert sum(one.mse for one in layer.prompts) / 2 == pytest.approx(proven.mse, rel=1e-3)
+        assert sum(one.power for one in layer.prompts) / 2 == pytest.approx(proven.dense_power, rel=1e-3)
+        assert layer.density == pytest.approx(proven.density)
+    assert sum(one.kl for one in sampled.agreements) / 2 == pytest.approx(proof.kl, rel=1e-3)
+    assert sum(one.top1 for one in sampled.agreements) / 2 == pytest.approx(proof.top1)
+    assert sampled.noise_floor is None
+
+
+def test_the_last_eighth_and_continued_calls(folder, prompts, monkeypatch):
+    """Of the first layer, whose inputs are those of any model."""
+    seen = []
+    real = sampling.sampled_rows
+
+    def watch(q, k, v, out, rows, scale):
+        seen.append((q, k, v, out, scale))
+        return real(q, k, v, out, rows, scale)
+
+    monkeypatch.setattr(sampling, "sampled_rows", watch)
+    _, sampled = sample(stream(folder, False), LENGTH, prompts[:1], Layers((SPARSE, SPARSE)))
+    q, k, v, out, scale = seen[0]
+    truth = exact_attention(q, k, v, scale=scale)
+    (found,) = sampled.layers[0].prompts
+    first = LENGTH - LENGTH // 8
+    assert found.last[0] == pytest.approx(float((out - truth)[:, :, first:].square().mean()), rel=1e-3)
+    assert found.last[1] == pytest.approx(float(truth[:, :, first:].square().mean()), rel=1e-3)
+    continued = s2o_attention(q[:, :, -64:], k, v, SPARSE, scale=scale)
+    assert list(found.continued) == [64]  # the prompt is shorter than twice 512
+    assert found.continued[64][0] == pytest.approx(float((continued - truth[:, :, -64:]).square().mean()), rel=1e-3)
+    assert found.continued[64][0] > 1e-6
+
+
+def test_sampled_rows_stand_for_all(folder, prompts):
+    """128 of 200 rows: the mean is that of all rows, or nearly."""
+    both = Layers((SPARSE, SPARSE))
+    _, sampled = sample(stream(folder, False), LENGTH, prompts, both)
+    proof = prove(stream(folder, False), {LENGTH: prompts}, both)[1][LENGTH]
+    for layer, proven in zip(sampled.layers, proof.layers, strict=True):
+        assert sum(one.mse for one in layer.prompts) / 2 == pytest.approx(proven.mse, rel=0.25)
+
+
+def test_what_is_revised_runs_on_the_same_inputs_and_what_follows_sees_it(folder, prompts):
+    asked = []
+
+    def revise(layers, length, layer, seen):
+        asked.append((layer, layers.configs, seen.prompts[0].mse))
+        return Layers((LESS, SPARSE)) if layers.configs[0] == SPARSE else None
+
+    accepted, sampled = sample(stream(folder, False), LENGTH, prompts, Layers((SPARSE, SPARSE)), revise)
+    assert accepted == Layers((LESS, SPARSE))
+    assert [(layer, configs) for layer, configs, _ in asked] == [
+        (0, (SPARSE, SPARSE)), (0, (LESS, SPARSE)), (1, (LESS, SPARSE)),
+    ]  # fmt: skip
+    assert asked[1][2] < asked[0][2]
+    _, expected = sample(stream(folder, False), LENGTH, prompts, accepted)
+    assert sampled.layers == expected.layers
+    assert sampled.agreements == expected.agreements
+
+
+def test_the_noise_floor_is_what_two_dense_implementations_differ_by(folder, prompts, monkeypatch):
+    math_backend = sampling.SDPBackend.MATH
+    monkeypatch.setattr(
+        sampling._NoiseFloor, "of", lambda loaded, prompts: sampling._NoiseFloor._begun(loaded, prompts, math_backend)
+    )
+    floors = []
+    for dtype in (torch.float32, torch.bfloat16):
+        _, sampled = sample(stream(folder, False, dtype), LENGTH, prompts, Layers((SPARSE, SPARSE)))
+        floors.append(sampled.noise_floor)
+        assert sum(one.kl for one in sampled.agreements) / 2 > 10 * sampled.noise_floor
+    assert 0 <= floors[0] < 1e-7
+    assert floors[0] < floors[1]
