@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from calibrate.evaluation.tasks import start_of
-from calibrate.prompts.prompts import Prompt
-from calibrate.prompts.retrieval import encode
+from calibrate.prompts.prompt import Prompt
+from calibrate.prompts.retrieval import encode, start_of
 from s2o_runtime.errors import InputError
 
 EXPECTED = 'expected an object with "prompt" (or chat "messages") and "answer", both texts that are not empty'

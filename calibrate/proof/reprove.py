@@ -35,14 +35,14 @@ class Verified:
     same_prompts: bool
 
 
-def verified(model: str, path: Path, device: str, prompts: Path | None = None) -> Verified:
+def verified(model: str, path: Path, device: str, prompts: tuple[Path, ...] | None = None) -> Verified:
     """Make the held-out proof of a profile again, as its recipe has it.
 
     Args:
         model: alias, local folder or hub id.
         path: the profile's file.
         device: torch's name of the device to prove it on.
-        prompts: the file that the recipe names, where it is now; None is where the recipe says.
+        prompts: the files that the recipe names, where they are now; None is where the recipe says.
 
     Raises:
         ProfileError: the profile cannot be read.
