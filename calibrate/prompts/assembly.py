@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ ASK = "List the secret codes that are hidden in the text above."
 SEPARATOR = "\n\n"  # between documents
 TODAY = "26 Jul 2024"  # for chat templates that state the date: prompts do not depend on the day
 _ATTEMPTS = 40
+_CHARACTERS = 8  # of a token, hardly more
 
 
 def assembled(
@@ -57,18 +59,34 @@ def assembled(
 
 def size_of(tokenizer: Any, document: Document) -> int:
     """How many tokens a document brings to a prompt, without what a layout of turns adds."""
-    if document.turns:
-        return sum(len(encode(tokenizer, content)) for _, content in document.turns)
-    return len(encode(tokenizer, document.text))
+    contents = [content for _, content in document.turns] if document.turns else [document.text]
+    return sum(_count(tokenizer, content) for content in contents)
+
+
+@lru_cache(maxsize=1 << 16)
+def _count(tokenizer: Any, text: str) -> int:
+    return len(encode(tokenizer, text))
+
+
+def _first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:
+    """All tokens of a text, or the first `count` and some more: long files are not read to their end for a few."""
+    most = count * _CHARACTERS
+    if len(text) > most:
+        ids = encode(tokenizer, text[:most])
+        if len(ids) > count:
+            return ids
+    return encode(tokenizer, text)
 
 
 def _plain(tokenizer: Any, first: Document, others: Iterator[Document], length: int) -> list[int]:
-    ids = start_of(tokenizer) + encode(tokenizer, first.text)
+    ids = start_of(tokenizer)
+    ids += _first_tokens(tokenizer, first.text, length - len(ids))
     while len(ids) < length:
         document = next(others, None)
         if document is None:
             raise _too_short(length)
-        ids += encode(tokenizer, SEPARATOR) + encode(tokenizer, document.text)
+        ids += encode(tokenizer, SEPARATOR)
+        ids += _first_tokens(tokenizer, document.text, length - len(ids))
     return ids[:length]
 
 
@@ -123,18 +141,16 @@ def _with_facts(tokenizer: Any, turns: Sequence[Turn], facts: Sequence[str], spa
     written = []
     position = 0
     for role, content in turns:
-        offsets = tokenizer(
-            content, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        ).offset_mapping
+        tokens = _count(tokenizer, content)
         text, copied = "", 0
-        while waiting and waiting[0][0] < position + len(offsets) and role != "system":
+        while waiting and waiting[0][0] < position + tokens and role != "system":
             place, fact = waiting.pop(0)
-            character = offsets[max(0, place - position)][0]
+            character = max(copied, len(content) * (place - position) // tokens)
             text += content[copied:character] + fact
             copied = character
-            position += len(encode(tokenizer, fact))
+            position += _count(tokenizer, fact)
         written.append((role, text + content[copied:]))
-        position += len(offsets)
+        position += tokens
     return written
 
 
