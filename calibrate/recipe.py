@@ -368,7 +368,9 @@ class Recipe:
                     "not tell apart: leave one out"
                 )
         if self.prompts is not None and self.domains is not None:
-            raise ConfigError(f"domains {text(self.domains)} are of the built-in text, but prompts are given: leave one out")
+            raise ConfigError(
+                f"domains {text(self.domains)} are of the built-in text, but prompts are given: leave one out"
+            )
         if len(set(self.used_domains)) < len(self.used_domains):
             raise ConfigError(f"domains {text(self.used_domains)} name one twice: leave one out")
         if OLD_DOMAIN in self.used_domains and len(self.used_domains) > 1:

@@ -50,7 +50,8 @@ def calibrated(tmp_path_factory):
     """One real calibration of the demo model, the result printed as JSON."""
     folder = tmp_path_factory.mktemp("calibrated")
     arguments = ["--model", "demo", "--budget-mse", "2e-4", "--lengths", "512", "--segments", "128,256"]
-    arguments += ["--num-prompts", 2, "--held-out", 1, "--trials", 3, "--device", "cpu", "--quiet", "--json"]
+    arguments += ["--num-prompts", 2, "--held-out", 1, "--num-certify", 0]
+    arguments += ["--trials", 3, "--device", "cpu", "--quiet", "--json"]
     return folder, run(*arguments, "--out", "a/first.safetensors", cwd=folder)
 
 
@@ -112,7 +113,8 @@ sys.exit(code)
 @pytest.mark.parametrize("allow", [False, True])
 def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny, tmp_path):
     arguments = ["--model", tiny, "--lengths", 512, "--budget-rel-mse", "1e-2", "--segments", "64,128", "--trials", 1]
-    arguments += ["--num-prompts", 1, "--held-out", 1, "--device", "cpu", "--quiet", "--out", "no.safetensors"]
+    arguments += ["--num-prompts", 1, "--held-out", 1, "--num-certify", 0]
+    arguments += ["--device", "cpu", "--quiet", "--out", "no.safetensors"]
     outcome = subprocess.run(
         [sys.executable, "-c", LOST, *map(str, arguments), *["--allow-regression"] * allow],
         cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}, capture_output=True, text=True, check=False,

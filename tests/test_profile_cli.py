@@ -27,7 +27,7 @@ SLOW = pytest.mark.slow(reason="shares a whole calibration of the demo model")
 
 ROOT = Path(__file__).parent.parent
 MINIMAL, FULL = path_of("schema2-minimal"), path_of("schema2-full")
-QUICK = "--model demo --device cpu --lengths 512 --num-prompts 1 --held-out 1 --trials 1 --segments 256"
+QUICK = "--model demo --device cpu --lengths 512 --num-prompts 1 --held-out 1 --num-certify 0 --trials 1 --segments 256"
 QUICK += " --representatives 1 --tails off --quiet"
 
 

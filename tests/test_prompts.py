@@ -2,6 +2,8 @@
 
 import json
 import logging
+import platform
+import random
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -101,7 +103,7 @@ def test_prompts_take_the_domains_in_turns(tokenizer):
 
 
 def test_domains_are_checked():
-    with pytest.raises(ConfigError, match="domains is .*'klingon'"):
+    with pytest.raises(ConfigError, match=r"domains is .*'klingon'"):
         recipe(domains=("klingon",))
     with pytest.raises(ConfigError, match="name one twice"):
         recipe(domains=("code", "code"))
@@ -159,7 +161,7 @@ def test_no_file_of_the_library_is_in_two_sets(tokenizer):
         for of_length in (made.calibration, made.held_out, made.certify)
     ]
     assert all(len(files) > 4 for files in named)
-    assert not (named[0] & named[1] or named[0] & named[2] or named[1] & named[2])
+    assert sum(map(len, named)) == len(set.union(*named))
     assert not [name for name in set.union(*named) if "/test" in name]
 
 
@@ -235,8 +237,9 @@ def test_older_profiles_get_the_prompts_that_they_were_made_of(tokenizer):
     made = load_prompts(old, tokenizer)
     texts = [tokenizer.decode(prompt.ids) for prompt in made.held_out[old.lengths[0]]]
     assert all(text.count("# What is the secret code") == 1 for text in texts)
-    hashes = {prompt.sha256 for prompt in recorded.data.calibration + recorded.data.held_out}
-    assert hashes == {prompt.sha256 for prompt in made.record().calibration + made.record().held_out}
+    if recorded.versions["python"] == platform.python_version():
+        assert made.record().calibration == recorded.data.calibration
+        assert made.record().held_out == recorded.data.held_out
 
     again = Recipe.from_record(old.record() | {"num_certify": 2}, Path("unused"))
     certified = load_prompts(again, tokenizer)
@@ -280,7 +283,7 @@ def test_groups_stay_together_and_duplicates_are_dropped(tokenizer, tmp_path, ca
     sets = [numbers_of(tokenizer, prompts) for prompts in (made.calibration, made.held_out, made.certify)]
     groups = [{number // 10 for number in numbers} for numbers in sets]
     assert [len(numbers) for numbers in sets] == [4, 2, 3]
-    assert not (groups[0] & groups[1] or groups[0] & groups[2] or groups[1] & groups[2])
+    assert sum(map(len, groups)) == len(set.union(*groups))
 
 
 @pytest.mark.parametrize(
@@ -331,8 +334,6 @@ def test_conversations_of_users(with_bos, tmp_path):
         assert f"\n\n{ASK}<|endoftext|>\n<|assistant|>\n" in text
         assert text.count("# The secret code for") == 1
     one = Document("chats", "g", turns=(("user", words(100, 400)), ("assistant", words(101, 400))))
-    import random
-
     prompt = assembled(with_bos, iter([one]), 700, random.Random(0), needles=False)
     assert with_bos.decode(prompt.ids).startswith("<|endoftext|><|user|>\nw100 w100")
     assert prompt.length == 700
@@ -350,9 +351,8 @@ def test_files_and_folders(tmp_path):
     single = tmp_path / "single.txt"
     single.write_text("six")
     found = read_documents([folder, single])
-    assert [(document.text, document.domain) for document in found] == [
-        ("three", "manuals"), ("two", "manuals"), ("four", "d"), ("five", "lines"), ("one", "manuals"), ("six", "single"),
-    ]  # fmt: skip
+    assert [document.text for document in found] == ["three", "two", "four", "five", "one", "six"]
+    assert [document.domain for document in found] == ["manuals", "manuals", "d", "lines", "manuals", "single"]
     three, two, four, five, one, six = (document.group for document in found)
     assert three == two == str(folder / "b")
     assert four == "7"
@@ -361,7 +361,7 @@ def test_files_and_folders(tmp_path):
     (folder / "one.md").unlink()
     (folder / "lines.jsonl").unlink()
     (folder / "empty.txt").unlink()
-    with pytest.raises(InputError, match="manuals holds no .jsonl, .txt, .md files"):
+    with pytest.raises(InputError, match=r"manuals holds no \.jsonl, \.txt, \.md files"):
         read_documents([folder])
 
 
@@ -394,7 +394,7 @@ def test_unreadable_and_too_short_files(tokenizer, tmp_path):
     path = write(tmp_path / "short.jsonl", [{"text": "word " * 100}] * 5)
     with pytest.raises(
         InputError,
-        match=r"0 prompts to calibrate on of 512 tokens or more \(the longest of 1 documents has 101\): at least 1 must be",
+        match=r"0 prompts to calibrate on of 512 tokens or more \(the longest of 1 documents has 101\): at least 1",
     ):
         load_prompts(recipe(prompts=(path,)), tokenizer)
     path = write(tmp_path / "one.jsonl", [{"text": words(1, 400), "group": "g"}, {"text": words(2, 400), "group": "g"}])
@@ -404,8 +404,6 @@ def test_unreadable_and_too_short_files(tokenizer, tmp_path):
 
 def test_a_split_says_where_each_group_is_at_once():
     """Sizes are given: at 100 tokens long groups come first, at 50 what is free is added to where it lacks."""
-    import random
-
     made = [Document("d", f"g{index}", f"{index}") for index in range(8)]
     sizes = {document: 120 if index < 3 else 60 for index, document in enumerate(made)}
     wanted = {100: {"calibration": 2, "held_out": 1, "certify": 1}, 50: {"calibration": 2, "held_out": 1, "certify": 2}}

@@ -35,7 +35,7 @@ BUDGET = 2e-4
 def recipe(tmp_path_factory):
     return Recipe(
         "demo", Budget("mse", BUDGET), LENGTHS, tmp_path_factory.mktemp("calibrated") / "old.safetensors",
-        num_prompts=1, held_out=1, trials=3, segments=(256, 512), check_lengths=(), needles=0.0,
+        num_prompts=1, held_out=1, num_certify=0, trials=3, segments=(256, 512), check_lengths=(), needles=0.0,
         margin=0.35, seed=2,  # one prompt says little of others: with these no layer is over its limit
     ).validate()  # fmt: skip
 

@@ -175,7 +175,7 @@ def test_needles_count_what_the_dense_model_finds(folder):
 
 def test_built_in_prompts_say_where_their_codes_are():
     tokenizer = load_tokenizer("demo")
-    recipe = Recipe("demo", Budget("mse", 1e-4), (512, 4096), DEMO_FOLDER, num_prompts=1, held_out=1)
+    recipe = Recipe("demo", Budget("mse", 1e-4), (512, 4096), DEMO_FOLDER, num_prompts=1, held_out=1, num_certify=0)
     made = load_prompts(recipe, tokenizer)
     for length, codes in ((512, 1), (4096, 4)):
         prompt = made.held_out[length][0]

@@ -9,21 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
-import os
 import random
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from importlib import resources
 
-from calibrate.prompts.stdlib import is_held_out, library
+from calibrate.prompts.stdlib import is_held_out, library, library_files
 
 PURPOSES = CALIBRATION, HELD_OUT, CERTIFY = "calibration", "held_out", "certify"
 # what a domain's groups are for, in turns: certificates need most prompts, adjusting fewest
 _TURNS = (CERTIFY, CALIBRATION, CERTIFY, HELD_OUT, CERTIFY, CALIBRATION)
 # tests resemble one another, and tables of characters and documentation are not code
-_NO_CODE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
+_NO_CODE = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 Turn = tuple[str, str]  # the role, such as "user", and what is said
 
@@ -52,7 +51,7 @@ def distinct(documents: Iterable[Document]) -> list[Document]:
     return list({document.digest: document for document in reversed(list(documents))}.values())[::-1]
 
 
-@lru_cache(maxsize=None)
+@cache
 def built_in_documents(domain: str) -> dict[str, list[Document]]:
     """A built-in domain's documents by purpose.
 
@@ -80,19 +79,16 @@ def built_in_documents(domain: str) -> dict[str, list[Document]]:
 
 def _library_files() -> Iterator[tuple[str, Document]]:
     root = library()
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(set(folders) - _NO_CODE)
-        for file in sorted(files):
-            path = root / folder / file
-            if path.suffix != ".py":
-                continue
-            try:
-                text = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError):
-                continue
-            name = path.relative_to(root).as_posix()
-            group = name.partition("/")[0].removesuffix(".py").strip("_")
-            yield name, Document("code", group, f"# {name}\n{text}\n")
+    for path in library_files():
+        relative = path.relative_to(root)
+        if _NO_CODE & set(relative.parts):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        group = relative.parts[0].removesuffix(".py").strip("_")
+        yield relative.as_posix(), Document("code", group, f"# {relative.as_posix()}\n{text}\n")
 
 
 def _shipped(domain: str) -> list[Document]:
@@ -120,7 +116,10 @@ class Supply:
         self.repeats = False  # whether documents had to be handed out again
 
     def drawn(self) -> Iterator[Document]:
-        """Groups in random order, and in each all documents from a random one on; again from within when all are used."""
+        """Groups in random order, and in each all documents from a random one on.
+
+        When all are used they are handed out again, each from a random character on.
+        """
         while True:
             for group in self._rng.sample(sorted(self._groups), len(self._groups)):
                 documents = self._groups[group]

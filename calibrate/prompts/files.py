@@ -90,8 +90,8 @@ def _turn(message: Any) -> Turn:
     """A message's role and text; a list of parts may hold text alone."""
     content = message.get("content") if isinstance(message, dict) else None
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        content = "\n".join(parts) if all(isinstance(part, str) for part in parts) else None
+        texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        content = "\n".join(texts) if len(texts) == len(content) else None
     if not isinstance(content, str) or not isinstance(message.get("role"), str):
         raise ValueError('expected "messages" with a "role" and a text as "content" each')
     return message["role"], content

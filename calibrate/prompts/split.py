@@ -19,9 +19,9 @@ def split(
 ) -> Split:
     """Share documents out so that the prompts of every length are there, as far as the documents go.
 
-    The longest length is served first, and a group stays where it was put, so it has one purpose at all lengths. At each
-    length one prompt to calibrate and one to adjust on come first, then the others of these two, then those to certify
-    on. Groups with a document as long as the prompt go before those that must be joined.
+    The longest length is served first, and a group stays where it was put, so it has one purpose at all lengths. At
+    each length one prompt to calibrate and one to adjust on come first, then the others of these two, then those to
+    certify on. Groups with a document as long as the prompt go before those that must be joined.
 
     Args:
         documents: All of them.
@@ -57,7 +57,7 @@ def split(
 
 
 def parts(documents: Iterable[Document], size: Callable[[Document], int], length: int) -> Iterator[list[Document]]:
-    """What makes a prompt each: a document of at least `length` tokens, or several of one kind that reach it together."""
+    """What makes a prompt each: a document of at least `length` tokens, or several of one kind that reach it."""
     tally = _Tally(length, size, ())
     for document in documents:
         yield from tally.add([document])

@@ -6,10 +6,12 @@ only built-in text (the domain "stdlib"). Calibration's domain "code" leaves the
 
 from __future__ import annotations
 
+import os
 import random
 import sysconfig
 import zlib
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,16 @@ def library() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
+@lru_cache(maxsize=1)
+def library_files() -> tuple[Path, ...]:
+    """Its sources, sorted; installed packages are no part of it."""
+    files = []
+    for folder, folders, names in os.walk(library()):
+        folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages")]
+        files += [Path(folder) / name for name in names if name.endswith(".py")]
+    return tuple(sorted(files))
+
+
 def is_held_out(name: str) -> bool:
     """Whether a file, named from the library's folder with slashes, is never calibrated on."""
     return zlib.crc32(name.encode()) % HELD_OUT_FILES == 0
@@ -44,9 +56,7 @@ def stdlib_prompts(recipe: Recipe, tokenizer: Any) -> PromptSet:
     """
     lengths = (*recipe.lengths, *recipe.checked_lengths)
     adjusted: set[str] = set()
-    held_out = {
-        length: built_in(tokenizer, length, recipe.held_out, recipe.seed, True, adjusted) for length in lengths
-    }
+    held_out = {length: built_in(tokenizer, length, recipe.held_out, recipe.seed, True, adjusted) for length in lengths}
     certify: dict[int, list[Prompt]] = {}
     for length in lengths if recipe.num_certify else ():
         rng, used = random.Random(f"{recipe.seed}/{length}/certify"), set(adjusted)
@@ -128,9 +138,8 @@ def sources(rng: random.Random, held_out: bool | None = None, used: set[str] | N
     """
     root = library()
     folders: dict[Path, list[Path]] = {}
-    for path in sorted(root.rglob("*.py")):
-        if not {"site-packages", "dist-packages"} & set(path.parts):
-            folders.setdefault(path.parent, []).append(path)
+    for path in library_files():
+        folders.setdefault(path.parent, []).append(path)
     used = set() if used is None else used
     for folder in rng.sample(sorted(folders), len(folders)):
         first = rng.randrange(len(folders[folder]))
