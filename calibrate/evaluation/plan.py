@@ -70,6 +70,8 @@ class Plan:
     )
     prompts: Path | None = shared(
         CALIBRATION["prompts"],
+        rule=Rule(Path, optional=True),
+        metavar="FILE.jsonl",
         default=None,
         help='your prompts: JSON lines with prompt or messages, and "answer"; a task of their own',
         group=INPUT,

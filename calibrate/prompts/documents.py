@@ -20,7 +20,7 @@ from calibrate.prompts.stdlib import is_held_out, library, library_files
 
 PURPOSES = CALIBRATION, HELD_OUT, CERTIFY = "calibration", "held_out", "certify"
 # what a domain's groups are for, in turns: certificates need most prompts, adjusting fewest
-_TURNS = (CERTIFY, CALIBRATION, CERTIFY, HELD_OUT, CERTIFY, CALIBRATION)
+_TURNS = (CERTIFY, CALIBRATION, CERTIFY, HELD_OUT, CERTIFY, CALIBRATION, CERTIFY, CERTIFY)
 # tests resemble one another, and tables of characters and documentation are not code
 _NO_CODE = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 
