@@ -50,7 +50,8 @@ def verified(model: str, path: Path, device: str, prompts: tuple[Path, ...] | No
     """
     profile = load_profile(path)
     recipe = replace(recipe_of(profile, path), model=model, device=device)
-    recipe = replace(recipe, prompts=prompts or recipe.prompts)
+    if prompts is not None:
+        recipe = replace(recipe, prompts=prompts, domains=None)
     if recipe.scope == "model" and not profile.record.held_out:
         raise InputError(f"{path} does not say what each layer may have of the model's budget: calibrate with it")
     verdict = fit(profile.device, identify(torch.device(device)))
