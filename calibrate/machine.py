@@ -39,8 +39,9 @@ def draft(options: Mapping[str, Any]) -> Recipe:
     out = default_out(options["model"], "gpu", Budget.of(options))
     unknown = {} if "lengths" in options else {"lengths": (MAX_SEGMENT,), "check_lengths": None}
     recipe = Recipe.of({"out": out} | dict(options) | unknown)
-    if recipe.prompts is not None and not recipe.prompts.is_file():
-        raise ConfigError(f"prompt file {recipe.prompts} does not exist: check the path")
+    for path in recipe.prompts or ():
+        if not path.exists():
+            raise ConfigError(f"prompt file {path} does not exist: check the path")
     check_writable("--out", recipe.out)
     check_writable("--journal", recipe.journal_path)
     return recipe

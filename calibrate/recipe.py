@@ -22,6 +22,8 @@ DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}  # tokens, by the
 CHECK_STEP = 256  # tokens; a default check length is a multiple of it
 KINDS = BUDGET_KINDS
 METHODS = ("s2o", "pbs", "sparge", "auto")
+DOMAINS = ("code", "prose", "chat", "chinese")  # of the built-in text
+OLD_DOMAIN = "stdlib"  # the built-in text of profiles that name no domains: code with its tests, split by file
 SCOPES = BUDGET_SCOPES
 MAX_YAML_BYTES = 1 << 16
 GROUPS = INPUT, PROOF, SPACE, OUTPUT = (
@@ -121,14 +123,31 @@ class Recipe:
         example="8192,32768",
     )
     out: Path = option(Rule(Path), "the profile", OUTPUT, default_text="profiles/<model>/<gpu>/<budget>.safetensors")
-    prompts: Path | None = option(
-        Rule(Path, optional=True),
-        "your prompts: JSON lines with text, prompt or messages",
+    prompts: tuple[Path, ...] | None = option(
+        Rule(Path, optional=True, many=True),
+        "your prompts: files of JSON lines (text, prompt or messages), text or Markdown, and folders of them",
         INPUT,
         default=None,
-        metavar="FILE.jsonl",
-        default_text="the standard library's sources, with needles",
+        metavar="PATH,PATH",
+        default_text="the built-in text",
+        example="mine.jsonl",
         plan_text=lambda recipe: recipe.prompt_source,
+    )
+    domains: tuple[str, ...] | None = option(
+        Rule(str, allowed=(*DOMAINS, OLD_DOMAIN), optional=True, many=True),
+        f"kinds of built-in text to calibrate on, in turns; {OLD_DOMAIN}, alone, is the text of older profiles",
+        INPUT,
+        default=None,
+        metavar="NAME,NAME",
+        default_text=text(DOMAINS),
+        example="code,prose",
+        plan_text=lambda recipe: "your prompts'" if recipe.prompts else text(recipe.used_domains, ", "),
+    )
+    hide_needles: bool = option(
+        Rule(bool),
+        "hide facts in the prompts and ask for them at their end",
+        INPUT,
+        default=True,
     )
     num_prompts: int = option(
         Rule(int, low=1), "prompts of each length to calibrate on", INPUT, default=4, plan_text="{} of each length"
@@ -282,6 +301,10 @@ class Recipe:
     @classmethod
     def from_record(cls, settings: Mapping[str, Any], out: Path) -> Recipe:
         """The recipe that made this `record`. Raises what reading a foreign one does: KeyError, TypeError, ..."""
+        if "domains" not in settings:  # made when there was one built-in text, and no certificate
+            own = settings.get("prompts") is not None
+            older = {"domains": None if own else [OLD_DOMAIN], "hide_needles": not own, "num_certify": 0}
+            settings = older | dict(settings)
         by_field = {entry.field: entry for entry in OPTIONS.values()}
         budget = Budget(settings["budget"]["kind"], by_field["budget"].read(settings["budget"]["value"]))
         others = {name: by_field[name].read(value) for name, value in settings.items() if name != "budget"}
@@ -308,7 +331,12 @@ class Recipe:
     @property
     def prompt_source(self) -> str:
         """Where the prompts come from, in words."""
-        return str(self.prompts) if self.prompts else "the Python standard library's sources, with needles"
+        return text(self.prompts, ", ") if self.prompts else f"built-in {text(self.used_domains, ', ')}"
+
+    @property
+    def used_domains(self) -> tuple[str, ...]:
+        """The kinds of built-in text that are used; none where the user gives prompts."""
+        return () if self.prompts else self.domains or DOMAINS
 
     @property
     def journal_path(self) -> Path:
@@ -339,6 +367,14 @@ class Recipe:
                     f"lengths {shorter} and {longer} are less than an eighth of an octave apart, which a profile does "
                     "not tell apart: leave one out"
                 )
+        if self.prompts is not None and self.domains is not None:
+            raise ConfigError(
+                f"domains {text(self.domains)} are of the built-in text, but prompts are given: leave one out"
+            )
+        if len(set(self.used_domains)) < len(self.used_domains):
+            raise ConfigError(f"domains {text(self.used_domains)} name one twice: leave one out")
+        if OLD_DOMAIN in self.used_domains and len(self.used_domains) > 1:
+            raise ConfigError(f"domain {OLD_DOMAIN} cannot be mixed with others: use code in its place")
         if self.journal_path == self.out:
             raise ConfigError(f"{self.out} cannot be both the journal and the profile: give another --journal or --out")
         return self
@@ -358,7 +394,8 @@ class Recipe:
         """The settings that decide the result, for the profile; where files are written does not."""
         settings = asdict(self)
         del settings["out"], settings["journal"], settings["storage"]
-        settings["prompts"] = self.prompts.name if self.prompts else None
+        settings["prompts"] = tuple(path.name for path in self.prompts) if self.prompts else None
+        settings["domains"] = self.used_domains or None
         settings["check_lengths"] = self.checked_lengths
         return {name: _plain(value) for name, value in settings.items()}
 
@@ -419,4 +456,4 @@ def merged(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """A field's value in the types of JSON and YAML."""
-    return list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
+    return list(map(_plain, value)) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value

@@ -67,6 +67,8 @@ class Rule:
         if not self.many:
             numeric = self.type not in (str, Path)  # whose texts are taken as they are
             return None if self.optional and numeric and value == NONE else self._read_single(value)
+        if isinstance(value, Path):
+            value = [value]
         if isinstance(value, str):
             value = [] if self.empty and value == NONE else [part.strip() for part in value.split(",")]
             value = [part for part in value if part] if self.type in (str, Path) else value

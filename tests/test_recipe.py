@@ -10,14 +10,16 @@ from calibrate.recipe import DEFAULT_BUDGET, OPTIONS, Budget, Recipe, load_yaml,
 from s2o_runtime.errors import ConfigError
 
 BASE = {"model": "demo", "lengths": (1024, 2048), "out": Path("profiles/p.safetensors")}
-# every option with a value that is not its default
+# every option with a value that is not its default, but prompts, which exclude domains
 ALL = BASE | {
     "budget_mse": 1e-5,
     "budget_scope": "model",
     "check_lengths": (1100, 4096),
-    "prompts": Path("mine.jsonl"),
+    "domains": ("prose", "chinese"),
+    "hide_needles": False,
     "num_prompts": 3,
     "num_held_out": 1,
+    "num_certify": 7,
     "trials": 5,
     "time_limit": 90.5,
     "margin": 0.5,
@@ -48,15 +50,18 @@ def written(folder, text):
 
 
 def test_every_option_but_the_other_budget_is_in_the_example():
-    assert set(ALL) == set(OPTIONS) - {"budget_rel_mse"}
+    assert set(ALL) == set(OPTIONS) - {"budget_rel_mse", "prompts"}
     default = Recipe.of(BASE)
     made = Recipe.of(ALL)
-    differ = {field.name for field in dataclasses.fields(Recipe)} - {"model", "lengths", "out"}
+    differ = {field.name for field in dataclasses.fields(Recipe)} - {"model", "lengths", "out", "prompts"}
     assert all(getattr(made, name) != getattr(default, name) for name in differ)
     assert default.budget == DEFAULT_BUDGET
 
 
-@pytest.mark.parametrize("options", [BASE, ALL, BASE | {"budget_rel_mse": 0.5, "check_lengths": ()}])
+OWN_PROMPTS = BASE | {"prompts": (Path("mine.jsonl"), Path("folder/b"))}
+
+
+@pytest.mark.parametrize("options", [BASE, ALL, OWN_PROMPTS, BASE | {"budget_rel_mse": 0.5, "check_lengths": ()}])
 def test_a_recipe_survives_yaml(options, tmp_path):
     made = Recipe.of(options)
     options_again = load_yaml(written(tmp_path, made.to_yaml()))
@@ -234,11 +239,13 @@ def test_the_journal_is_named_by_the_model_alone():
 
 
 def test_the_record_holds_what_decides_the_result():
-    record = recipe(journal=Path("elsewhere"), prompts=Path("folder/mine.jsonl")).record()
+    record = recipe(journal=Path("elsewhere"), prompts=(Path("folder/mine.jsonl"), Path("b"))).record()
     fields = {field.name for field in dataclasses.fields(Recipe)}
     assert set(record) == fields - {"out", "journal", "storage"}
     assert record["check_lengths"] == [1536]
-    assert record["prompts"] == "mine.jsonl"
+    assert record["prompts"] == ["mine.jsonl", "b"]
+    assert record["domains"] is None
+    assert recipe().record()["domains"] == ["code", "prose", "chat", "chinese"]
     assert record["budget"] == {"kind": "rel_mse", "value": 1e-3}
     assert json.loads(json.dumps(record)) == record
 
@@ -249,3 +256,19 @@ def test_a_recipe_is_read_from_its_record():
     assert again == dataclasses.replace(made, journal=None, storage=None)
     older = {name: value for name, value in made.record().items() if name != "method"}
     assert Recipe.from_record(older, made.out).method == "s2o"
+
+
+def test_a_record_without_domains_is_of_the_text_of_its_time():
+    new = ("domains", "hide_needles", "num_certify")
+    older = {name: value for name, value in recipe().record().items() if name not in new}
+    made = Recipe.from_record(older, Path("p"))
+    assert (made.domains, made.hide_needles, made.num_certify) == (("stdlib",), True, 0)
+    made = Recipe.from_record(older | {"prompts": "mine.jsonl"}, Path("p"))
+    assert (made.prompts, made.domains) == ((Path("mine.jsonl"),), None)
+    assert (made.hide_needles, made.num_certify) == (False, 0)
+
+
+def test_one_file_of_prompts_may_be_given_as_it_is(tmp_path):
+    assert load_yaml(written(tmp_path, "prompts: mine.jsonl\n")) == {"prompts": (Path("mine.jsonl"),)}
+    assert load_yaml(written(tmp_path, "prompts: [a.jsonl, b c]\n")) == {"prompts": (Path("a.jsonl"), Path("b c"))}
+    assert OPTIONS["prompts"].read(Path("mine.jsonl")) == (Path("mine.jsonl"),)

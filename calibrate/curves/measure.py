@@ -15,7 +15,7 @@ from calibrate.model import capture
 from calibrate.model.capture import Captured
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
-from calibrate.prompts.prompts import Prompt
+from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
 
 LayersCurves = dict[int, list[Curves]]  # length -> layer by layer

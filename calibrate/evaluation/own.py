@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from calibrate.evaluation.tasks import start_of
-from calibrate.prompts.prompts import Prompt
-from calibrate.prompts.retrieval import encode
+from calibrate.prompts.prompt import Prompt
+from calibrate.prompts.retrieval import encode, start_of
 from s2o_runtime.errors import InputError
 
 EXPECTED = 'expected an object with "prompt" (or chat "messages") and "answer", both texts that are not empty'
 
 
-def read(path: Path, tokenizer: Any, limit: int) -> list[Prompt]:
-    """The prompts with their answers behind them. limit: tokens that the model can read.
+def read(paths: Sequence[Path], tokenizer: Any, limit: int) -> list[Prompt]:
+    """The prompts of files with their answers behind them. limit: tokens that the model can read.
 
     Raises InputError naming file and line.
     """
+    return [prompt for path in paths for prompt in _read(path, tokenizer, limit)]
+
+
+def _read(path: Path, tokenizer: Any, limit: int) -> list[Prompt]:
     found = []
     for number, line in enumerate(_text(path).split("\n"), 1):
         if line.strip():
@@ -40,9 +44,9 @@ def read(path: Path, tokenizer: Any, limit: int) -> list[Prompt]:
     return found
 
 
-def digest(path: Path) -> str:
-    """What names the file's content in the journal."""
-    return hashlib.sha256(_text(path).encode()).hexdigest()[:16]
+def digest(paths: Sequence[Path]) -> str:
+    """What names the files' content in the journal."""
+    return hashlib.sha256("\n".join(map(_text, paths)).encode()).hexdigest()[:16]
 
 
 def _text(path: Path) -> str:

@@ -68,10 +68,10 @@ class Plan:
         metavar="TEXT",
         repeatable=True,
     )
-    prompts: Path | None = shared(
+    prompts: tuple[Path, ...] | None = shared(
         CALIBRATION["prompts"],
         default=None,
-        help='your prompts: JSON lines with prompt or messages, and "answer"; a task of their own',
+        help='your prompts: files of JSON lines with prompt or messages, and "answer"; a task of their own',
         group=INPUT,
         default_text="none",
         plan_text="",
@@ -132,8 +132,9 @@ class Plan:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"{twice} is given twice: give each profile and setting once")
-        if self.prompts is not None and not self.prompts.is_file():
-            raise ConfigError(f"prompt file {self.prompts} does not exist: check the path")
+        for path in self.prompts or ():
+            if not path.is_file():
+                raise ConfigError(f"prompt file {path} does not exist: check the path")
         return self
 
     def check_limit(self, limit: int) -> None:

@@ -43,7 +43,7 @@ def plan_lines(plan: Plan, architecture: str, device: str, prompts: int) -> dict
         "samples": plan.samples,
         "needles of multi": plan.needles,
         "timed prefills": plan.repeats,
-        "your prompts": None if plan.prompts is None else str(plan.prompts),
+        "your prompts": None if plan.prompts is None else ", ".join(map(str, plan.prompts)),
         "prompts": f"{prompts} for each of {len(plan.variant_names)} variants",
         "seed": plan.seed,
         "out": str(plan.out),

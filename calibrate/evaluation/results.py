@@ -19,7 +19,7 @@ from calibrate.evaluation.tasks import Case, cases
 from calibrate.evaluation.variants import Variant
 from calibrate.journal import Journal
 from calibrate.model.models import LoadedModel
-from calibrate.prompts.prompts import Prompt
+from calibrate.prompts.prompt import Prompt
 from calibrate.versions import versions
 from s2o_runtime.devices import identify
 

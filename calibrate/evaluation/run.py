@@ -19,7 +19,7 @@ from calibrate.evaluation.tasks import Case, build, cases
 from calibrate.evaluation.variants import Variant, run_stats, running
 from calibrate.journal import Journal
 from calibrate.model.models import LoadedModel
-from calibrate.prompts.prompts import Prompt
+from calibrate.prompts.prompt import Prompt
 from s2o_runtime.errors import ResourceError
 
 POSITIONS = 512  # of a prompt at which predictions are compared with the dense model's

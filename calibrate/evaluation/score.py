@@ -13,7 +13,7 @@ from torch import Tensor
 from calibrate.model import predictions
 from calibrate.model.models import LoadedModel
 from calibrate.model.predictions import ROWS, timed_prefill
-from calibrate.prompts.prompts import Prompt
+from calibrate.prompts.prompt import Prompt
 from s2o_runtime.errors import ModelError
 
 BUCKETS = 8  # equal parts of a prompt, by position

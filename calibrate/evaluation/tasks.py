@@ -18,8 +18,9 @@ import torch
 
 from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, Plan
 from calibrate.prompts.needles import Needle, make_needles
-from calibrate.prompts.prompts import Prompt, sources
-from calibrate.prompts.retrieval import Retrieval, encode
+from calibrate.prompts.prompt import Prompt
+from calibrate.prompts.retrieval import Retrieval, encode, start_of
+from calibrate.prompts.stdlib import sources
 from s2o_runtime.errors import InputError
 
 TEXT = ("perplexity", "agreement")  # tasks that one pass over one prompt answers
@@ -103,12 +104,6 @@ def check(plan: Plan, tokenizer: Any) -> None:
     for task, least in needed.items():
         if plan.lengths[0] < least:
             raise InputError(_too_short(task, plan.lengths[0], least))
-
-
-def start_of(tokenizer: Any) -> list[int]:
-    """The token that a tokenizer puts before every text, if it does."""
-    first = tokenizer.bos_token_id
-    return [first] if first is not None and tokenizer("a").input_ids[:1] == [first] else []
 
 
 def _retrieval(case: Case, plan: Plan, tokenizer: Any) -> Retrieval:

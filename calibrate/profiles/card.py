@@ -72,11 +72,19 @@ def _facts(profile: Profile, summed: Mapping[str, Any]) -> list[tuple[str, str]]
         ("weights", f"fingerprint {profile.fingerprint[:16]}"),
         ("objective", _listed(record.objective)),
         ("lengths", f"{_listed(recipe.get('lengths'))}; checked: {_listed(recipe.get('check_lengths')) or 'none'}"),
-        ("prompts", f"{recipe.get('prompts') or 'the Python standard library, with needles'}"),
+        ("prompts", _prompt_source(recipe)),
         ("seed", _listed(recipe.get("seed"))),
         *retiled,
         ("versions", _listed(record.versions)),
     ]
+
+
+def _prompt_source(recipe: Mapping[str, Any]) -> str:
+    if recipe.get("prompts"):
+        return _listed(recipe["prompts"])
+    if not recipe.get("domains"):
+        return "the Python standard library, with needles"
+    return f"built-in {_listed(recipe['domains'])}{', with needles' if recipe.get('hide_needles') else ''}"
 
 
 def _listed(value: Any) -> str:

@@ -1,1 +1,1 @@
-"""What is calibrated and proven on: prompts of exact token lengths, with needles."""
+"""What is calibrated, adjusted and certified on: prompts of exact token lengths, with needles."""

@@ -1,261 +1,158 @@
-"""Prompts to calibrate on and prompts to prove on, cut to exact token lengths.
+"""Prompts to calibrate, to adjust and to certify on, cut to exact token lengths.
 
-The built-in text is the source code of the Python standard library that runs this program, with needles. Users give
-their own as JSON lines. No held-out prompt shares a document with a calibration prompt.
+Documents are split three ways by group, so no two sets share one at any length. The built-in text has four domains, in
+turns; users give their own files. Facts (needles) are hidden in both and asked for at the end.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import logging
 import random
-import sysconfig
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from calibrate.prompts.needles import make_needles
-from calibrate.prompts.retrieval import Retrieval, encode
-from calibrate.recipe import Recipe
+from calibrate.prompts.assembly import assembled, size_of
+from calibrate.prompts.documents import (
+    CALIBRATION,
+    CERTIFY,
+    HELD_OUT,
+    PURPOSES,
+    Document,
+    Supply,
+    built_in_documents,
+    distinct,
+)
+from calibrate.prompts.files import read_documents
+from calibrate.prompts.prompt import Prompt, PromptSet
+from calibrate.prompts.split import parts, split
+from calibrate.prompts.stdlib import stdlib_prompts
+from calibrate.recipe import OLD_DOMAIN, Recipe
 from s2o_runtime.errors import InputError
-from s2o_runtime.profile.record import PromptHash, PromptHashes
 
-TOKENS_PER_NEEDLE = 1024
-MAX_NEEDLES = 32
-HELD_OUT_FILES = 3  # one of this many of the standard library's files is held out
+__all__ = ["Prompt", "PromptSet", "load_prompts"]
 
+FEW_PROMPTS = 4  # fewer to calibrate on say little about others
+WORDS = {CALIBRATION: "to calibrate on", HELD_OUT: "to adjust on", CERTIFY: "to certify on"}
 
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids, and where the answers stand among them.
-
-    ids: int64 [L]. answers: Each answer that the prompt asks for, as (first token, one behind the last). domain: What
-    kind of text it is, such as "code".
-    """
-
-    ids: Tensor
-    answers: tuple[tuple[int, int], ...] = ()
-    domain: str = "code"
-
-    @property
-    def length(self) -> int:
-        return len(self.ids)
-
-    @property
-    def sha256(self) -> str:
-        """The hash that names the prompt in a profile."""
-        return hashlib.sha256(self.ids.to(torch.int64).numpy().tobytes()).hexdigest()
-
-
-@dataclass(frozen=True)
-class PromptSet:
-    """The prompts of a run, by length in tokens.
-
-    calibration: What is calibrated on; a length that is only checked has none. held_out: What layers are adjusted on.
-    certify: What the finished choice is certified on; they choose nothing.
-    """
-
-    calibration: dict[int, list[Prompt]]
-    held_out: dict[int, list[Prompt]]
-    certify: dict[int, list[Prompt]] = field(default_factory=dict)
-
-    def record(self) -> PromptHashes:
-        """The hashes, for the profile."""
-        return PromptHashes(
-            calibration=_hashes(self.calibration), held_out=_hashes(self.held_out), certify=_hashes(self.certify)
-        )
-
-
-def _hashes(by_length: Mapping[int, Sequence[Prompt]]) -> tuple[PromptHash, ...]:
-    return tuple(
-        PromptHash(length=length, sha256=prompt.sha256) for length, prompts in by_length.items() for prompt in prompts
-    )
+log = logging.getLogger("calibrate")
 
 
 def load_prompts(recipe: Recipe, tokenizer: Any) -> PromptSet:
     """The recipe's prompts: the user's, or the built-in ones.
 
-    Documents are held out once for all lengths, so that none is calibrated on at one length and proven on at another.
+    The same recipe and tokenizer give the same prompts, as long as the documents are the same: the built-in code is the
+    Python standard library's, which changes with Python.
 
     Args:
-        recipe: The lengths, how many prompts of each, and the seed.
+        recipe: The lengths, how many prompts of each, the documents and the seed.
         tokenizer: The model's tokenizer.
 
     Raises:
-        InputError: The prompt file is bad, or too few prompts are long enough.
+        InputError: A prompt file is bad, or the documents are too few or too short to calibrate and adjust on.
     """
-    texts = [] if recipe.prompts is None else read_jsonl(recipe.prompts, tokenizer)
-    random.Random(recipe.seed).shuffle(texts)
-
-    def prompts_of(length: int, count: int, *, held_out: bool) -> list[Prompt]:
-        if recipe.prompts is None:
-            return built_in(tokenizer, length, count, recipe.seed, held_out)
-        return _from_texts(texts, recipe, tokenizer, length, count, held_out)
-
-    lengths = (*recipe.lengths, *recipe.checked_lengths)
-    certify = {length: _to_certify_on(recipe, tokenizer, texts, length) for length in lengths if recipe.num_certify}
-    return PromptSet(
-        calibration={length: prompts_of(length, recipe.num_prompts, held_out=False) for length in recipe.lengths},
-        held_out={length: prompts_of(length, recipe.held_out, held_out=True) for length in lengths},
-        certify=certify,
-    )
-
-
-def _to_certify_on(recipe: Recipe, tokenizer: Any, texts: list[str], length: int) -> list[Prompt]:
-    """The prompts of the certificate; of the user's texts as many as there are behind those that were asked for."""
+    wanted = {
+        length: {
+            CALIBRATION: recipe.num_prompts if length in recipe.lengths else 0,
+            HELD_OUT: recipe.held_out,
+            CERTIFY: recipe.num_certify,
+        }
+        for length in (*recipe.lengths, *recipe.checked_lengths)
+    }
     if recipe.prompts is not None:
-        rest = texts[recipe.num_prompts + recipe.held_out :]
-        encoded = (encode(tokenizer, text) for text in rest)
-        return [Prompt(torch.tensor(ids[:length])) for ids in encoded if len(ids) >= length][: recipe.num_certify]
-    rng, used = random.Random(f"{recipe.seed}/{length}/certify"), set[str]()
-    return [
-        _with_needles(tokenizer, sources(rng, True, used, certify=True), length, rng) for _ in range(recipe.num_certify)
-    ]
-
-
-def _from_texts(
-    texts: list[str], recipe: Recipe, tokenizer: Any, length: int, count: int, held_out: bool
-) -> list[Prompt]:
-    """Up to `count` prompts of the user's texts, each cut in its middle; of those held out no fewer."""
-    period = recipe.num_prompts + recipe.held_out  # the first of every so many texts are held out
-    prompts: list[Prompt] = []
-    longest = 0
-    for number, text in enumerate(texts):
-        if (number % period < recipe.held_out) != held_out:
-            continue
-        ids = encode(tokenizer, text)
-        longest = max(longest, len(ids))
-        if len(ids) >= length:
-            prompts.append(Prompt(torch.tensor(ids[: length - length // 2] + ids[len(ids) - length // 2 :])))
-        if len(prompts) == count:
-            break
-    needed = count if held_out else 1
-    if len(prompts) < needed:
-        purpose = "to prove on" if held_out else "to calibrate on"
-        raise InputError(
-            f"{recipe.prompts} has {len(prompts)} prompts {purpose} of {length} tokens or more (the longest has "
-            f"{longest}): at least {needed} must be, add longer prompts or use a shorter length"
+        prompts = _of_files(recipe, tokenizer, wanted)
+    elif recipe.used_domains == (OLD_DOMAIN,):
+        prompts = stdlib_prompts(recipe, tokenizer)
+    else:
+        prompts = _built_in(recipe, tokenizer, wanted)
+    fewest = min(map(len, prompts.calibration.values()))
+    if fewest < FEW_PROMPTS:
+        log.warning(
+            "%d prompts to calibrate on say little about others: use %d or more (--num-prompts)", fewest, FEW_PROMPTS
         )
     return prompts
 
 
-def read_jsonl(path: Path, tokenizer: Any) -> list[str]:
-    """The texts of a JSON lines file: objects with "text", "prompt" or chat "messages", or plain strings.
+def _built_in(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[str, int]]) -> PromptSet:
+    repeated: set[tuple[str, int]] = set()
 
-    Raises:
-        InputError: The file cannot be read or has no prompts, or a line is none; it names file and line.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise InputError(f"prompt file {path} cannot be read ({reason}): check the path") from error
-    texts = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                texts.append(_text_of(json.loads(line), tokenizer))
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{path}:{number}: {error}") from error
-    if not texts:
-        raise InputError(f"prompt file {path} holds no prompts: expected one JSON object with a text per line")
-    return texts
+    def prompts_of(purpose: str, length: int) -> list[Prompt]:
+        rng = random.Random(f"{recipe.seed}/{length}/{purpose}")
+        domains = recipe.used_domains
+        supplies = [Supply(built_in_documents(domain)[purpose], rng) for domain in domains]
+        prompts = [
+            assembled(tokenizer, supplies[number % len(supplies)].drawn(), length, rng, needles=recipe.hide_needles)
+            for number in range(wanted[length][purpose])
+        ]
+        repeated.update((domain, length) for domain, supply in zip(domains, supplies, strict=True) if supply.repeats)
+        return prompts
 
-
-def _text_of(entry: Any, tokenizer: Any) -> str:
-    if isinstance(entry, str):
-        return entry
-    if isinstance(entry, dict):
-        for key in ("text", "prompt"):
-            if isinstance(entry.get(key), str):
-                return str(entry[key])
-        if isinstance(entry.get("messages"), list):
-            return str(tokenizer.apply_chat_template(entry["messages"], tokenize=False, add_generation_prompt=True))
-    raise ValueError('expected a string, or an object with "text", "prompt" or "messages"')
+    prompts = _set_of(wanted, prompts_of)
+    if repeated:
+        log.warning(
+            "the built-in text is short for these lengths, so documents occur in more than one prompt of a set, or "
+            "twice in one: %s; use --prompts for others",
+            ", ".join(f"{domain} at {length}" for domain, length in sorted(repeated)),
+        )
+    return prompts
 
 
-def built_in(tokenizer: Any, length: int, count: int, seed: int, held_out: bool) -> list[Prompt]:
-    """Prompts of the standard library's sources, with needles.
+def _of_files(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[str, int]]) -> PromptSet:
+    sizes: dict[bytes, int] = {}
 
-    Args:
-        tokenizer: The model's tokenizer.
-        length: Tokens of each prompt.
-        count: How many prompts. No file is in two of them.
-        seed: What draws the text and the needles.
-        held_out: Whether the prompts are to prove on; they share no file with those to calibrate on.
+    def size(document: Document) -> int:
+        if document.digest not in sizes:
+            sizes[document.digest] = size_of(tokenizer, document)
+        return sizes[document.digest]
 
-    Raises:
-        InputError: The sources are too short.
-    """
-    rng = random.Random(f"{seed}/{length}/{'held out' if held_out else 'calibration'}")
-    used: set[str] = set()
-    return [_with_needles(tokenizer, sources(rng, held_out, used), length, rng) for _ in range(count)]
+    read = read_documents(recipe.prompts or ())
+    documents = distinct(read)
+    if len(documents) < len(read):
+        log.info("%d of %d documents occur before and are left out", len(read) - len(documents), len(read))
+    shared = split(documents, size, wanted, random.Random(recipe.seed))
+    cut: set[bytes] = set()
 
-
-def _with_needles(tokenizer: Any, files: Iterator[str], length: int, rng: random.Random) -> Prompt:
-    """`length` tokens of text with needles spread over them; a quarter at most are the questions at the end."""
-    needles = make_needles(min(MAX_NEEDLES, max(1, length // TOKENS_PER_NEEDLE)), rng)
-    retrieval = Retrieval.of(tokenizer, needles, rng).within(length // 4)
-    text = first_tokens(tokenizer, files, length - len(retrieval.questions))
-    ids, answers = retrieval.hidden_in(text, retrieval.positions(0, len(text)))
-    return Prompt(torch.tensor(ids), answers)
-
-
-def first_tokens(tokenizer: Any, texts: Iterator[str], length: int) -> list[int]:
-    """The first `length` tokens of the standard library's sources, one text after another.
-
-    Raises:
-        InputError: The texts are too short.
-    """
-    ids: list[int] = []
-    while len(ids) < length:
-        text = next(texts, None)
-        if text is None:
+    def prompts_of(purpose: str, length: int) -> list[Prompt]:
+        rng = random.Random(f"{recipe.seed}/{length}/{purpose}")
+        chosen = list(_in_turns(parts(shared[purpose], size, length)))[: wanted[length][purpose]]
+        if wanted[length][purpose] and not chosen and purpose != CERTIFY:
             raise InputError(
-                f"the standard library's sources are too short for prompts of {length} tokens: "
-                "give --prompts FILE.jsonl, or fewer prompts"
+                f"{recipe.prompt_source} has 0 prompts {WORDS[purpose]} of {length} tokens or more (the longest of "
+                f"{len(documents)} documents has {max(map(size, documents))}): at least 1 must be, add longer prompts "
+                "of other groups or use a shorter length"
             )
-        ids += encode(tokenizer, text)
-    return ids[:length]
+        cut.update(part[-1].digest for part in chosen if sum(map(size, part)) > length)
+        return [assembled(tokenizer, iter(part), length, rng, needles=recipe.hide_needles) for part in chosen]
+
+    prompts = _set_of(wanted, prompts_of)
+    if cut:
+        log.info("%d documents are longer than their prompts: what is beyond the length is left out", len(cut))
+    for length, numbers in wanted.items():
+        counts = [len(getattr(prompts, purpose).get(length, ())) for purpose in PURPOSES]
+        if counts != list(numbers.values()):
+            log.warning(
+                "%s has prompts of %d tokens for %s where %s were asked for%s: add documents",
+                recipe.prompt_source,
+                length,
+                ", ".join(f"{count} {WORDS[purpose]}" for purpose, count in zip(PURPOSES, counts, strict=True)),
+                ", ".join(map(str, numbers.values())),
+                "" if counts[-1] or not recipe.num_certify else f", so nothing is certified at {length} tokens",
+            )
+    return prompts
 
 
-def sources(
-    rng: random.Random, held_out: bool | None = None, used: set[str] | None = None, certify: bool = False
-) -> Iterator[str]:
-    """The standard library's files: its folders in random order, and in each all files from a random one on.
+def _in_turns(chosen: Iterable[list[Document]]) -> Iterable[list[Document]]:
+    """The parts with their domains in turns, in each domain's order."""
+    by_domain: dict[str, list[list[Document]]] = {}
+    for part in chosen:
+        by_domain.setdefault(part[0].domain, []).append(part)
+    for row in zip_longest(*by_domain.values()):
+        yield from (part for part in row if part is not None)
 
-    Files of one folder are alike, so every prompt is to take the folders in an order of its own.
 
-    Args:
-        rng: What draws the order.
-        held_out: Only the files that are held out (True), or only the others (False); None takes both.
-        used: Names of files to leave out. The files that are taken are added to it.
-
-    Yields:
-        The text of each file, after a line with its name.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    folders: dict[Path, list[Path]] = {}
-    for path in sorted(root.rglob("*.py")):
-        if not {"site-packages", "dist-packages"} & set(path.parts):
-            folders.setdefault(path.parent, []).append(path)
-    used = set() if used is None else used
-    for folder in rng.sample(sorted(folders), len(folders)):
-        first = rng.randrange(len(folders[folder]))
-        for path in folders[folder][first:] + folders[folder][:first]:
-            name = path.relative_to(root).as_posix()
-            if name in used or held_out not in (None, zlib.crc32(name.encode()) % HELD_OUT_FILES == 0):
-                continue
-            if certify and zlib.crc32(name.encode()) % (2 * HELD_OUT_FILES) == 0:
-                continue
-            try:
-                text = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError):
-                continue
-            used.add(name)
-            yield f"# {name}\n{text}\n"
+def _set_of(wanted: Mapping[int, Mapping[str, int]], prompts_of: Any) -> PromptSet:
+    return PromptSet(
+        calibration={length: prompts_of(CALIBRATION, length) for length, count in wanted.items() if count[CALIBRATION]},
+        held_out={length: prompts_of(HELD_OUT, length) for length in wanted},
+        certify={length: prompts_of(CERTIFY, length) for length, count in wanted.items() if count[CERTIFY]},
+    )

@@ -10,6 +10,8 @@ from typing import Any
 from calibrate.prompts.needles import Needle
 
 Span = tuple[int, int]  # the first token and the one behind the last
+TOKENS_PER_NEEDLE = 1024
+MAX_NEEDLES = 32
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,16 @@ class Retrieval:
             The prompt's token ids, as many as text and questions have together, and where the codes that it asks for
             stand in it.
         """
-        ids = with_facts(text, self.facts, positions) + self.questions
-        return ids, tuple((len(text) + first, len(text) + end) for first, end in self.answers)
+        return self.asked_after(with_facts(text, self.facts, positions))
+
+    def asked_after(self, text: Sequence[int]) -> tuple[list[int], tuple[Span, ...]]:
+        """Ask for the facts after a text that holds them already; returns what `hidden_in` does."""
+        return [*text, *self.questions], tuple((len(text) + first, len(text) + end) for first, end in self.answers)
+
+
+def needles_in(length: int) -> int:
+    """How many needles a prompt of so many tokens gets."""
+    return min(MAX_NEEDLES, max(1, length // TOKENS_PER_NEEDLE))
 
 
 def spread(count: int, start: int, end: int) -> list[int]:
@@ -108,3 +118,9 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     """A text's token ids, without the special tokens that a tokenizer may add."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     return ids
+
+
+def start_of(tokenizer: Any) -> list[int]:
+    """The token that a tokenizer puts before every text, if it does."""
+    first = tokenizer.bos_token_id
+    return [first] if first is not None and tokenizer("a").input_ids[:1] == [first] else []

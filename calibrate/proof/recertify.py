@@ -9,7 +9,7 @@ from pathlib import Path
 
 from calibrate.prompts.prompts import Prompt, load_prompts
 from calibrate.proof.certificate import CONFIDENCE, FEWEST, Retrieval, retrieval_of
-from calibrate.proof.reprove import ToProve, to_prove
+from calibrate.proof.reprove import ToProve, on_other_text, to_prove
 from calibrate.proof.sample import LayerSample, LengthSample, sample
 from calibrate.proof.statistics import exceedance_probability, mean_lower_bound
 from calibrate.proof.verify import Configured
@@ -65,8 +65,8 @@ class Recertified:
     problems: tuple[str, ...]
 
 
-def recertified(model: str, path: Path, device: str, seed: int, prompts: Path | None = None) -> Recertified:
-    """Check a profile's certificate on prompts drawn with another seed, or from another file.
+def recertified(model: str, path: Path, device: str, seed: int, prompts: tuple[Path, ...] | None = None) -> Recertified:
+    """Check a profile's certificate on prompts drawn with another seed, or from other files.
 
     A bound is broken if a lower bound for the mean over the fresh prompts is above it: a mean that is above it by
     chance alone is none. What is certified of single prompts is broken if more of them exceed it than chance explains.
@@ -76,7 +76,7 @@ def recertified(model: str, path: Path, device: str, seed: int, prompts: Path | 
         path: The profile's file.
         device: Torch's name of the device to measure on.
         seed: What draws the prompts.
-        prompts: The file that the recipe names, where it is now, or another; None is where the recipe says.
+        prompts: Files and folders to draw from instead of the recipe's text; None is what the recipe says.
 
     Raises:
         ProfileError: The profile cannot be read.
@@ -133,11 +133,11 @@ def compared(
     return Recertified(lengths, tuple(problem for length in lengths for problem in _problems(length, certified)))
 
 
-def _fresh(opened: ToProve, seed: int, prompts: Path | None) -> dict[int, list[Prompt]]:
+def _fresh(opened: ToProve, seed: int, prompts: tuple[Path, ...] | None) -> dict[int, list[Prompt]]:
     """The certify prompts that this seed draws, without those that took part in the calibration."""
     recipe, recorded = opened.recipe, opened.profile.record.data
     wanted = recipe.num_certify or OPTIONS["num_certify"].default
-    drawn = replace(recipe, seed=seed, prompts=prompts or recipe.prompts, num_certify=wanted)
+    drawn = replace(on_other_text(recipe, prompts), seed=seed, num_certify=wanted)
     if prompts is not None:  # of the user's text as much as possible is for the certificate
         drawn = replace(drawn, num_prompts=1, held_out=1)
     parts = (recorded.calibration, recorded.held_out, recorded.certify) if recorded else ()

@@ -35,21 +35,21 @@ class Verified:
     same_prompts: bool
 
 
-def verified(model: str, path: Path, device: str, prompts: Path | None = None) -> Verified:
+def verified(model: str, path: Path, device: str, prompts: tuple[Path, ...] | None = None) -> Verified:
     """Make the proof of a profile again, on the prompts that its recipe adjusted layers on.
 
     Args:
         model: alias, local folder or hub id.
         path: the profile's file.
         device: torch's name of the device to prove it on.
-        prompts: the file that the recipe names, where it is now; None is where the recipe says.
+        prompts: files and folders to prove on instead of the recipe's text; None is what the recipe says.
 
     Raises:
         ProfileError: the profile cannot be read.
         InputError: its record does not say how it was made, it is of another model, or its tiles are of another GPU.
     """
     opened = to_prove(model, path, device)
-    profile, recipe = opened.profile, replace(opened.recipe, prompts=prompts or opened.recipe.prompts)
+    profile, recipe = opened.profile, on_other_text(opened.recipe, prompts)
     data = load_prompts(recipe, opened.loaded.tokenizer)
     _, proofs = prove(opened.loaded, data.held_out, profile)
     lengths = [_compared(profile, recipe, length, proof) for length, proof in sorted(proofs.items())]
@@ -89,6 +89,11 @@ def to_prove(model: str, path: Path, device: str) -> ToProve:
     if mismatch := fingerprint_mismatch(loaded.fingerprint, profile.fingerprint, loaded.model.config):
         raise InputError(f"{path} is not of {model}: {mismatch} that were calibrated: calibrate this model")
     return ToProve(profile, recipe, loaded)
+
+
+def on_other_text(recipe: Recipe, prompts: tuple[Path, ...] | None) -> Recipe:
+    """The recipe with other files and folders as its prompts; None leaves it as it is."""
+    return recipe if prompts is None else replace(recipe, prompts=prompts, domains=None)
 
 
 def _compared(profile: Profile, recipe: Recipe, length: int, proof: LengthProof) -> dict[str, Any]:

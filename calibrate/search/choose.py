@@ -21,7 +21,7 @@ from calibrate.journal import Journal
 from calibrate.model import capture
 from calibrate.model.capture import Captured
 from calibrate.model.models import LoadedModel
-from calibrate.prompts.prompts import PromptSet
+from calibrate.prompts.prompt import PromptSet
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import Allowed
 from calibrate.search.choice import Choice, SearchPoint, allowed, budget_mse, default_segment, shared

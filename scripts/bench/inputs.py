@@ -94,7 +94,7 @@ def model_qkv(model: str, length: int, batch: int, seed: int, device: torch.devi
     """
     from calibrate.model.capture import layers
     from calibrate.model.models import load, load_config
-    from calibrate.prompts.prompts import built_in
+    from calibrate.prompts.stdlib import built_in
 
     limit = int(load_config(model).max_position_embeddings)
     if length > limit:

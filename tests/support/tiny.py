@@ -9,8 +9,14 @@ from calibrate.recipe import Recipe
 from support.models import save
 
 CHARACTERS = [chr(code) for code in (10, *range(32, 127))]  # with three special tokens they fit a vocabulary of 128
-QUICK = {"segments": (64, 128), "representatives": (1, 4), "num_prompts": 2, "held_out": 1, "trials": 3}
-QUICK |= {"num_certify": 0}
+QUICK = {
+    "segments": (64, 128),
+    "representatives": (1, 4),
+    "num_prompts": 2,
+    "held_out": 1,
+    "num_certify": 0,
+    "trials": 3,
+}
 
 
 def save_tiny(folder, change=lambda model: None):

@@ -1,0 +1,196 @@
+"""One prompt of an exact length from documents: plain text or a conversation, with needles."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from calibrate.prompts.documents import Document, Turn
+from calibrate.prompts.needles import make_needles
+from calibrate.prompts.prompt import Prompt
+from calibrate.prompts.retrieval import Retrieval, encode, needles_in, spread, start_of
+from s2o_runtime.errors import InputError
+
+ASK = "List the secret codes that are hidden in the text above."
+SEPARATOR = "\n\n"  # between documents
+TODAY = "26 Jul 2024"  # for chat templates that state the date: prompts do not depend on the day
+_ATTEMPTS = 40
+_CHARACTERS = 8  # of a token, hardly more
+
+
+def assembled(
+    tokenizer: Any, documents: Iterator[Document], length: int, rng: random.Random, *, needles: bool
+) -> Prompt:
+    """A prompt of the first `length` tokens of documents, one after another.
+
+    A tokenizer's own first token stands before plain text. A conversation is laid out by the tokenizer's chat template,
+    which writes that token itself; without a template as "User: ... Assistant: ...".
+
+    Args:
+        tokenizer: The model's tokenizer.
+        documents: All texts or all conversations; as many are taken as are needed.
+        length: In tokens.
+        rng: What draws the needles.
+        needles: Whether facts are hidden in the text and asked for at its end: after plain text, or as the answer of a
+            conversation's last turn. A quarter of the prompt at most are these questions.
+
+    Raises:
+        InputError: The documents are too short, or the chat template does not take the conversation.
+    """
+    asked = make_needles(needles_in(length) if needles else 0, rng)
+    retrieval = Retrieval.of(tokenizer, asked, rng).within(length // 4)
+    first = next(documents, None)
+    if first is None:
+        raise _too_short(length)
+    if first.turns:
+        turns = _joined_turns(tokenizer, first, documents, length)
+        facts = [needle.fact for needle in asked]
+        text = _conversation(tokenizer, turns, facts, length - len(retrieval.questions))
+        ids, answers = retrieval.asked_after(text)
+    else:
+        text = _plain(tokenizer, first, documents, length - len(retrieval.questions))
+        ids, answers = retrieval.hidden_in(text, retrieval.positions(len(start_of(tokenizer)), len(text)))
+    return Prompt(torch.tensor(ids), answers, first.domain)
+
+
+def size_of(tokenizer: Any, document: Document) -> int:
+    """How many tokens a document brings to a prompt, without what a layout of turns adds."""
+    contents = [content for _, content in document.turns] if document.turns else [document.text]
+    return sum(_count(tokenizer, content) for content in contents)
+
+
+@lru_cache(maxsize=1 << 16)
+def _count(tokenizer: Any, text: str) -> int:
+    return len(encode(tokenizer, text))
+
+
+def _first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:
+    """All tokens of a text, or the first `count` and some more: long files are not read to their end for a few."""
+    most = count * _CHARACTERS
+    if len(text) > most:
+        ids = encode(tokenizer, text[:most])
+        if len(ids) > count:
+            return ids
+    return encode(tokenizer, text)
+
+
+def _plain(tokenizer: Any, first: Document, others: Iterator[Document], length: int) -> list[int]:
+    ids = start_of(tokenizer)
+    ids += _first_tokens(tokenizer, first.text, length - len(ids))
+    while len(ids) < length:
+        document = next(others, None)
+        if document is None:
+            raise _too_short(length)
+        ids += encode(tokenizer, SEPARATOR)
+        ids += _first_tokens(tokenizer, document.text, length - len(ids))
+    return ids[:length]
+
+
+def _joined_turns(tokenizer: Any, first: Document, others: Iterator[Document], length: int) -> list[Turn]:
+    """The turns of enough conversations, as one: its roles take turns, and only the first has a system message."""
+    turns = list(first.turns)
+    tokens = size_of(tokenizer, first)
+    while tokens < length:
+        document = next(others, None)
+        if document is None:
+            raise _too_short(length)
+        tokens += size_of(tokenizer, document)
+        for role, content in document.turns:
+            if role == turns[-1][0]:
+                turns[-1] = role, turns[-1][1] + SEPARATOR + content
+            elif role != "system":
+                turns.append((role, content))
+    return turns
+
+
+def _conversation(tokenizer: Any, turns: list[Turn], facts: list[str], length: int) -> list[int]:
+    """The first tokens of a conversation; if there are facts, these in it, and its end asks for them."""
+    begin = [] if getattr(tokenizer, "chat_template", None) else start_of(tokenizer)
+    if not facts:
+        ids = begin + encode(tokenizer, _laid_out(tokenizer, turns))
+        if len(ids) < length:
+            raise _too_short(length)
+        return ids[:length]
+    end = encode(tokenizer, _body_and_end(tokenizer, turns)[1])
+    room = length - len(begin) - len(end)
+    if room < 1:
+        raise InputError(f"length {length} is too short for a conversation with needles: use a longer one")
+    span = room
+    for _ in range(_ATTEMPTS):  # what the layout adds between turns moves facts on: until the last is inside
+        body, _ = _body_and_end(tokenizer, _with_facts(tokenizer, turns, facts, span))
+        encoded = tokenizer(body, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        if len(encoded.input_ids) < room:
+            raise _too_short(length)
+        kept = body[: encoded.offset_mapping[room - 1][1]]
+        if all(fact.strip() in kept for fact in facts):
+            return [*begin, *encoded.input_ids[:room], *end]
+        span = span * 19 // 20
+    raise InputError(
+        "the tokenizer's chat template leaves parts of a conversation out, so needles cannot be hidden in it: "
+        "use --no-hide-needles, or text without conversations"
+    )
+
+
+def _with_facts(tokenizer: Any, turns: Sequence[Turn], facts: Sequence[str], span: int) -> list[Turn]:
+    """The turns with facts spread evenly over their first `span` tokens."""
+    waiting = list(zip(spread(len(facts), 0, span), facts, strict=True))
+    written = []
+    position = 0
+    for role, content in turns:
+        tokens = _count(tokenizer, content)
+        text, copied = "", 0
+        while waiting and waiting[0][0] < position + tokens and role != "system":
+            place, fact = waiting.pop(0)
+            character = max(copied, len(content) * (place - position) // tokens)
+            text += content[copied:character] + fact
+            copied = character
+            position += _count(tokenizer, fact)
+        written.append((role, text + content[copied:]))
+        position += tokens
+    return written
+
+
+def _body_and_end(tokenizer: Any, turns: list[Turn]) -> tuple[str, str]:
+    """A conversation whose last message asks for the needles: up to that message, and from the end of what was said."""
+    content = turns[-1][1].strip()
+    if turns[-1][0] == "user":
+        text = _laid_out(tokenizer, [*turns[:-1], ("user", content + SEPARATOR + ASK)])
+    else:
+        text = _laid_out(tokenizer, [*turns, ("user", ASK)])
+    asked = text.rfind(ASK)
+    said = text.rfind(content, 0, max(asked, 0))
+    if asked < 0:
+        raise InputError("the tokenizer's chat template leaves the last message out: use text without conversations")
+    split = said + len(content) if content and said >= 0 else asked
+    return text[:split], text[split:]
+
+
+def _laid_out(tokenizer: Any, turns: Sequence[Turn]) -> str:
+    """A conversation as the model reads it, up to where the assistant answers."""
+    if not getattr(tokenizer, "chat_template", None):
+        return "".join(f"{role.capitalize()}: {content}{SEPARATOR}" for role, content in turns) + "Assistant: "
+    messages = [{"role": role, "content": content} for role, content in turns]
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=True,
+                date_string=TODAY,
+                strftime_now=lambda _: TODAY,
+            )
+        )
+    except Exception as error:  # a template is a program of the tokenizer's authors
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"the tokenizer's chat template does not take a conversation ({reason}): use text without conversations, "
+            "such as --domains code,prose"
+        ) from error
+
+
+def _too_short(length: int) -> InputError:
+    return InputError(f"the documents are too short for a prompt of {length} tokens: give longer ones")

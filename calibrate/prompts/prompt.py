@@ -1,0 +1,59 @@
+"""What a prompt is, and the three sets of prompts that a calibration uses."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from s2o_runtime.profile.record import PromptHash, PromptHashes
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and where the answers stand among them.
+
+    ids: int64 [L]. answers: Each answer that the prompt asks for, as (first token, one behind the last). domain: What
+    kind of text it is, such as "code".
+    """
+
+    ids: Tensor
+    answers: tuple[tuple[int, int], ...] = ()
+    domain: str = "code"
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+    @property
+    def sha256(self) -> str:
+        """The hash that names the prompt in a profile."""
+        return hashlib.sha256(self.ids.to(torch.int64).numpy().tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The prompts of a run, by length in tokens. No two of the three sets share a document, at any length.
+
+    calibration: What is calibrated on; a length that is only checked has none. held_out: What layers are adjusted on.
+    certify: What the finished choice is certified on; they choose nothing. A length may have none.
+    """
+
+    calibration: dict[int, list[Prompt]]
+    held_out: dict[int, list[Prompt]]
+    certify: dict[int, list[Prompt]] = field(default_factory=dict)
+
+    def record(self) -> PromptHashes:
+        """The hashes, for the profile."""
+        return PromptHashes(
+            calibration=_hashes(self.calibration), held_out=_hashes(self.held_out), certify=_hashes(self.certify)
+        )
+
+
+def _hashes(by_length: Mapping[int, Sequence[Prompt]]) -> tuple[PromptHash, ...]:
+    return tuple(
+        PromptHash(length=length, sha256=prompt.sha256) for length, prompts in by_length.items() for prompt in prompts
+    )

@@ -1,0 +1,155 @@
+"""Prompts of the standard library's sources alone: what is measured on, and what profiles were calibrated on before.
+
+Benchmarks, examples and the evaluation read these, and so does the recipe of a profile that was made when this was the
+only built-in text (the domain "stdlib"). Calibration's domain "code" leaves the files out that are held out here.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from calibrate.prompts.needles import make_needles
+from calibrate.prompts.prompt import Prompt, PromptSet
+from calibrate.prompts.retrieval import Retrieval, encode, needles_in
+from calibrate.recipe import Recipe
+from s2o_runtime.errors import InputError
+
+HELD_OUT_FILES = 3  # one of this many of the standard library's files is held out
+
+
+def library() -> Path:
+    """The folder of the standard library that runs this program."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+@lru_cache(maxsize=1)
+def library_files() -> tuple[Path, ...]:
+    """Its sources, sorted; installed packages are no part of it."""
+    files = []
+    for folder, folders, names in os.walk(library()):
+        folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages")]
+        files += [Path(folder) / name for name in names if name.endswith(".py")]
+    return tuple(sorted(files))
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a file, named from the library's folder with slashes, is never calibrated on."""
+    return zlib.crc32(name.encode()) % HELD_OUT_FILES == 0
+
+
+def stdlib_prompts(recipe: Recipe, tokenizer: Any) -> PromptSet:
+    """The prompts of the domain "stdlib": those to calibrate and to adjust on are what they were in older versions.
+
+    Prompts to certify on are of held-out files that no prompt of these is of.
+
+    Raises:
+        InputError: The sources are too short.
+    """
+    lengths = (*recipe.lengths, *recipe.checked_lengths)
+    adjusted: set[str] = set()
+    held_out = {length: built_in(tokenizer, length, recipe.held_out, recipe.seed, True, adjusted) for length in lengths}
+    certify: dict[int, list[Prompt]] = {}
+    for length in lengths if recipe.num_certify else ():
+        rng, used = random.Random(f"{recipe.seed}/{length}/certify"), set(adjusted)
+        certify[length] = [
+            _with_needles(tokenizer, sources(rng, True, used), length, rng) for _ in range(recipe.num_certify)
+        ]
+    return PromptSet(
+        calibration={
+            length: built_in(tokenizer, length, recipe.num_prompts, recipe.seed, False) for length in recipe.lengths
+        },
+        held_out=held_out,
+        certify=certify,
+    )
+
+
+def built_in(
+    tokenizer: Any, length: int, count: int, seed: int, held_out: bool, read: set[str] | None = None
+) -> list[Prompt]:
+    """Prompts of the standard library's sources, with needles.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        length: Tokens of each prompt.
+        count: How many prompts. No file is in two of them.
+        seed: What draws the text and the needles.
+        held_out: Whether the prompts are of the files that are held out, or of the others.
+        read: The names of the files that are in a prompt are added to it.
+
+    Raises:
+        InputError: The sources are too short.
+    """
+    rng = random.Random(f"{seed}/{length}/{'held out' if held_out else 'calibration'}")
+    used: set[str] = set()
+    prompts = [_with_needles(tokenizer, sources(rng, held_out, used), length, rng) for _ in range(count)]
+    if read is not None:
+        read |= used
+    return prompts
+
+
+def _with_needles(tokenizer: Any, files: Iterator[str], length: int, rng: random.Random) -> Prompt:
+    """`length` tokens of text with needles spread over them; a quarter at most are the questions at the end."""
+    needles = make_needles(needles_in(length), rng)
+    retrieval = Retrieval.of(tokenizer, needles, rng).within(length // 4)
+    text = first_tokens(tokenizer, files, length - len(retrieval.questions))
+    ids, answers = retrieval.hidden_in(text, retrieval.positions(0, len(text)))
+    return Prompt(torch.tensor(ids), answers)
+
+
+def first_tokens(tokenizer: Any, texts: Iterator[str], length: int) -> list[int]:
+    """The first `length` tokens of the standard library's sources, one text after another.
+
+    Raises:
+        InputError: The texts are too short.
+    """
+    ids: list[int] = []
+    while len(ids) < length:
+        text = next(texts, None)
+        if text is None:
+            raise InputError(
+                f"the standard library's sources are too short for prompts of {length} tokens: "
+                "give --prompts FILE.jsonl, or fewer prompts"
+            )
+        ids += encode(tokenizer, text)
+    return ids[:length]
+
+
+def sources(rng: random.Random, held_out: bool | None = None, used: set[str] | None = None) -> Iterator[str]:
+    """The standard library's files: its folders in random order, and in each all files from a random one on.
+
+    Files of one folder are alike, so every prompt is to take the folders in an order of its own.
+
+    Args:
+        rng: What draws the order.
+        held_out: Only the files that are held out (True), or only the others (False); None takes both.
+        used: Names of files to leave out. The files that are taken are added to it.
+
+    Yields:
+        The text of each file, after a line with its name.
+    """
+    root = library()
+    folders: dict[Path, list[Path]] = {}
+    for path in library_files():
+        folders.setdefault(path.parent, []).append(path)
+    used = set() if used is None else used
+    for folder in rng.sample(sorted(folders), len(folders)):
+        first = rng.randrange(len(folders[folder]))
+        for path in folders[folder][first:] + folders[folder][:first]:
+            name = path.relative_to(root).as_posix()
+            if name in used or held_out not in (None, is_held_out(name)):
+                continue
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+            used.add(name)
+            yield f"# {name}\n{text}\n"
