@@ -1,16 +1,38 @@
 """The drift check: its estimate against the true error, and what it says and does when a profile no longer fits."""
 
+# ruff: noqa: RUF001 -- the Cyrillic letters are meant
+
 import copy
 import dataclasses
 import logging
+import random
+import sysconfig
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from s2o_runtime import DriftCheck, LayerConfig, TileConfig, explain, patch, patched, s2o_attention, unpatch
+from s2o_runtime import (
+    DriftCheck,
+    HeadConfig,
+    LayerConfig,
+    TileConfig,
+    explain,
+    patch,
+    patched,
+    s2o_attention,
+    unpatch,
+)
 from s2o_runtime.errors import ConfigError, ProfileError
-from s2o_runtime.huggingface.drift import Allowed, DriftMonitor, allowed_errors, sampled_errors
+from s2o_runtime.huggingface.drift import (
+    Allowed,
+    DriftMonitor,
+    SampledErrors,
+    allowed_errors,
+    sampled_errors,
+)
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.profile.record import ProvenLayer, ProvenLength, Record, RecordedBudget
 from s2o_runtime.reference.dense import exact_attention
@@ -19,6 +41,7 @@ from support.models import CONFIGS, LENGTH, make_profile, padded_batch, paths
 RUNS = "the tensors are on the cpu, the kernel needs a GPU"
 OFTEN = DriftCheck(every=1, rows=16, after=3)
 TILE = TileConfig(64, 32, 1, 4, 1)
+SHIPPED = Path(__file__).parents[1] / "profiles/demo/cpu/mse-0.0001.safetensors"
 
 
 def budgeted(profile, value, kind="rel_mse", scope="layer"):
@@ -33,12 +56,15 @@ def plain():
 
 
 def true_errors(q, k, v, out, kv_start=None):
-    """mse and mean square of the dense output over rows that are not padding, from all rows."""
+    """mse and mean square of the dense output, over rows that are not padding and over the last eighth of these."""
     truth = exact_attention(q, k, v, kv_start=kv_start)
-    start = torch.zeros(len(q)) if kv_start is None else kv_start
+    start = torch.zeros(len(q), dtype=torch.int64) if kv_start is None else kv_start
     position = torch.arange(q.shape[2]) + k.shape[2] - q.shape[2]
-    real = (position >= start[:, None])[:, None, :, None].expand_as(truth)
-    return float((out - truth)[real].square().mean()), float(truth[real].square().mean())
+    errors = []
+    for first in (start, k.shape[2] - (k.shape[2] - start) // 8):
+        real = (position >= first[:, None])[:, None, :, None].expand_as(truth)
+        errors += [float((out - truth)[real].square().mean()), float(truth[real].square().mean())]
+    return errors
 
 
 @pytest.mark.parametrize("starts", [None, [0, 90, 299], [0, 250, 230]], ids=["", "padded", "short-sequences"])
@@ -53,17 +79,17 @@ def test_the_estimate_is_the_error_within_sampling_error(starts, q_len):
     draws = torch.tensor([sampled_errors(q, k, v, out, 8, generator, kv_start=kv_start) for _ in range(200)])
     mean, deviation = draws.mean(0), draws.std(0)
     standard_error = deviation / len(draws) ** 0.5
-    assert truth[0] > 0
-    # 4 standard errors; 1e-6 of it is float32's rounding of the dense rows
-    assert abs(float(mean[0]) - truth[0]) < 4 * float(standard_error[0]) + 1e-6 * truth[0]
-    assert abs(float(mean[1]) - truth[1]) < 4 * float(standard_error[1]) + 1e-6 * truth[1]
+    assert min(truth) > 0
+    for estimate, error, expected in zip(mean.tolist(), standard_error.tolist(), truth, strict=True):
+        # 4 standard errors; 1e-6 of it is float32's rounding of the dense rows
+        assert abs(estimate - expected) < 4 * error + 1e-6 * expected
 
 
 def test_all_rows_give_the_error_itself():
-    """As many strata as rows: nothing is left to chance."""
+    """As many strata as rows, or a multiple, in both halves: nothing is left to chance."""
     q, k, v = torch.randn(1, 4, 96, 32), torch.randn(1, 2, 200, 32), torch.randn(1, 2, 200, 32)
     out = torch.randn(1, 4, 96, 32)
-    found = sampled_errors(q, k, v, out, 96, torch.Generator())
+    found = sampled_errors(q, k, v, out, 2 * 71 * 25, torch.Generator())  # 25 of the rows are of the last eighth
     assert [float(each) for each in found] == pytest.approx(true_errors(q, k, v, out), rel=1e-5)
 
 
@@ -84,20 +110,29 @@ def test_a_sequence_of_padding_counts_for_nothing():
     assert [float(each) for each in both] == pytest.approx(true_errors(q[:1], k[:1], v[:1], out[:1]), rel=1e-5)
 
 
+def test_a_call_behind_a_long_prefix_is_all_of_the_last_eighth():
+    q, k, v = torch.randn(1, 4, 20, 32), torch.randn(1, 2, 200, 32), torch.randn(1, 2, 200, 32)
+    found = sampled_errors(q, k, v, torch.randn_like(q), 40, torch.Generator())
+    assert float(found.error) == float(found.last_error) > 0
+    assert float(found.power) == float(found.last_power) > 0
+
+
 @pytest.mark.parametrize("kind", ["mse", "rel_mse"])
 def test_the_running_error_is_in_the_budgets_unit(kind):
     """Over a limit of 0.5, from two calls whose errors differ: of rel_mse the errors' sum over the powers' sum."""
-    monitor = DriftMonitor(DriftCheck(every=1, rows=64), 0, Allowed(kind, {64: 0.5}))
+    monitor = DriftMonitor(DriftCheck(every=1, rows=112), 0, Allowed(kind, {64: 0.5}))
     truths = []
     for scale in (1.0, 3.0):
         q, k, v = (torch.randn(1, 2, 64, 32) for _ in range(3))
         out = torch.randn(1, 2, 64, 32) * scale
         monitor.see(q, k, v, out, None, None)
         truths.append(true_errors(q, k, v, out))
-    older = 1 - 1 / 32
-    error = older * truths[0][0] + truths[1][0]
-    unit = older * truths[0][1] + truths[1][1] if kind == "rel_mse" else older + 1
-    assert monitor.error() == pytest.approx(error / unit / 0.5, rel=1e-4)
+    older = 1 - 1 / 64
+    for part, found in ((0, monitor.numbers().mean), (2, monitor.numbers().last)):
+        error = older * truths[0][part] + truths[1][part]
+        unit = older * truths[0][part + 1] + truths[1][part + 1] if kind == "rel_mse" else older + 1
+        assert found == pytest.approx(error / unit / 0.5, rel=1e-4)
+    assert monitor.error() == monitor.numbers().mean
 
 
 @torch.no_grad()
@@ -108,7 +143,7 @@ def test_what_keeps_to_the_budget_is_not_warned_about(plain, caplog):
     with patched(plain, loose, drift=OFTEN):
         for prompt in ids:
             plain(prompt)
-        worst = max(row["error"] for row in explain(plain))
+        worst = max(max(row["error"], row["last"] / 2) for row in explain(plain))
     assert worst > 1e-6
     check = dataclasses.replace(OFTEN, margin=1.0)
     with (
@@ -250,15 +285,31 @@ def test_allowed_errors_are_the_limits_of_the_proof(plain):
         ({"budget": {"kind": "mse", "value": 1, "scope": "model"}, "held_out": [3, {"layers": 4}]}, "does not say"),
     ],
 )
-def test_profiles_without_limits_are_refused(plain, record, message):
-    with pytest.raises(ProfileError, match=message):
-        patch(plain, dataclasses.replace(make_profile(plain, 0.5), record=Record.from_json(record)), drift=OFTEN)
-    assert plain.config._attn_implementation == "sdpa"
+def test_profiles_without_limits_are_refused_where_a_check_is_asked_for(plain, record, message, caplog):
+    profile = dataclasses.replace(make_profile(plain, 0.5), record=Record.from_json(record))
+    for asked in (OFTEN, "warn", "dense"):
+        with pytest.raises(ProfileError, match=message):
+            patch(plain, profile, drift=asked)
+        assert plain.config._attn_implementation == "sdpa"
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        patch(plain, profile)
+    assert [state.drift for state in layer_states(plain)] == [None, None]
+    [said] = [record for record in caplog.records if "drift" in record.getMessage()]
+    assert said.levelname == "INFO"
+    assert said.getMessage().startswith("drift is not checked: the profile's record ")
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("every", 0), ("rows", 2.5), ("after", True), ("action", "stop"), ("margin", 0), ("margin", float("nan"))],
+    [
+        ("every", 0),
+        ("rows", 1),
+        ("rows", 2.5),
+        ("after", True),
+        ("action", "stop"),
+        ("margin", 0),
+        ("margin", float("nan")),
+    ],
 )
 def test_illegal_checks_are_refused(plain, field, value):
     check = dataclasses.replace(DriftCheck(), **{field: value})
@@ -272,3 +323,176 @@ def test_copies_start_anew(plain):
         plain(torch.randint(3, 128, (1, LENGTH)))
     again = [state.drift for state in layer_states(copy.deepcopy(plain))]
     assert [(each.check, each.layer, each.checks) for each in again] == [(OFTEN, 0, 0), (OFTEN, 1, 0)]
+
+
+def test_every_256th_call_is_checked_unless_told_otherwise(plain):
+    profile = budgeted(make_profile(plain, 0.5), 1.0)
+
+    def checks():
+        return [state.drift and state.drift.check for state in layer_states(plain)]
+
+    patch(plain, profile)
+    assert checks() == [DriftCheck(every=256, action="warn")] * 2
+    for drift, expected in (("dense", DriftCheck(action="dense")), (OFTEN, OFTEN), ("off", None), (None, None)):
+        patch(plain, profile, drift=drift)
+        assert checks() == [expected] * 2
+    with pytest.raises(ConfigError, match="drift 'always' is not known: use a DriftCheck, None or one of "):
+        patch(plain, profile, drift="always")
+
+
+class Shares:
+    """Stands for `sampled_errors`: what a layer's prompts have of a limit of 1, as on SmolLM2.
+
+    The errors are lognormal with a mean of 0.8 and 1.8 times that in the last eighth. `foreign` of the prompts have 5.9
+    times the limit on average. Sampled rows scatter by a quarter.
+    """
+
+    def __init__(self, foreign, seed):
+        self.foreign, self.random = foreign, np.random.default_rng(seed)
+
+    def lognormal(self, mean, deviation):
+        return mean * float(np.exp(self.random.normal(-(deviation**2) / 2, deviation)))
+
+    def __call__(self, *_, **__):
+        foreign = self.random.random() < self.foreign
+        share = self.lognormal(5.9, 0.3) if foreign else self.lognormal(0.8, 0.8)
+        last = share * self.lognormal(1.8, 0.3)
+        one = torch.ones((), dtype=torch.float64)
+        return SampledErrors(one * share * self.lognormal(1, 0.25), one, one * last * self.lognormal(1, 0.25), one)
+
+
+def noticed(monkeypatch, foreign, layers, checks):
+    """For each layer the number of checks after which it was warned about, or None."""
+    tensor = torch.zeros(1, 1, 8, 1)
+    found = []
+    for layer in range(layers):
+        monkeypatch.setattr("s2o_runtime.huggingface.drift.sampled_errors", Shares(foreign, seed=layer))
+        monitor = DriftMonitor(DriftCheck(every=1), layer, Allowed("mse", {8: 1.0}))
+        while monitor.checks < checks and monitor.verdict is None:
+            monitor.see(tensor, tensor, tensor, tensor, None, None)
+        found.append(None if monitor.verdict is None else monitor.checks)
+    return found
+
+
+@torch.no_grad()
+def test_one_foreign_prompt_in_six_is_noticed_and_calibrated_ones_are_not(monkeypatch, caplog):
+    """In four layers of ten within 60 checks and in nine within 160; the mean alone says nothing."""
+    found = noticed(monkeypatch, 1 / 6, layers=10, checks=160)
+    assert sum(checks is not None for checks in found) >= 9
+    assert sum(checks is not None and checks <= 60 for checks in found) >= 4
+    verdicts = [record.getMessage() for record in caplog.records]
+    assert any(
+        "of the last " in verdict and "more than 4 times what the profile allows" in verdict for verdict in verdicts
+    )
+    assert noticed(monkeypatch, 1.0, layers=4, checks=16) == [pytest.approx(12, abs=4)] * 4
+    assert noticed(monkeypatch, 0.0, layers=4, checks=160) == [None] * 4
+
+
+@pytest.mark.slow(reason="many checks of many layers")
+@torch.no_grad()
+def test_how_rare_false_alarms_are_and_how_late_true_ones(monkeypatch):
+    """The numbers that drift.py states, from fewer layers."""
+    assert sum(checks is not None for checks in noticed(monkeypatch, 0.0, layers=50, checks=500)) <= 1
+    found = sorted(checks or 1000 for checks in noticed(monkeypatch, 1 / 6, layers=100, checks=250))
+    assert found[50] <= 60
+    assert found[95] <= 150
+
+
+def test_high_checks_are_forgotten(monkeypatch):
+    """Seven high ones are not enough, and after 64 more none of them counts."""
+    shares = iter([100.0] * 7 + [0.1] * 70)
+    one = torch.ones((), dtype=torch.float64)
+    monkeypatch.setattr(
+        "s2o_runtime.huggingface.drift.sampled_errors",
+        lambda *_, **__: SampledErrors(one * next(shares), one, one * 0, one),
+    )
+    monitor = DriftMonitor(DriftCheck(every=1, after=1000), 0, Allowed("mse", {8: 1.0}))
+    tensor = torch.zeros(1, 1, 8, 1)
+    high = []
+    for _ in range(77):
+        monitor.see(tensor, tensor, tensor, tensor, None, None)
+        high.append(monitor.numbers().high)
+    assert high[6] == 1.0
+    assert high[13] == 0.5
+    assert high[63] == 7 / 64
+    assert high[64:72] == [each / 64 for each in (6, 5, 4, 3, 2, 1, 0, 0)]
+    assert monitor.verdict is None
+
+
+RUSSIAN = """Команда {} показывает список файлов в текущем каталоге.
+Параметр {} задаёт число строк, которые программа читает за один раз.
+Если файл {} не найден, программа завершает работу с кодом 2.
+По умолчанию {} выключен; чтобы включить его, добавьте строку в файл настроек.
+Внимание: значение {} не должно превышать размер памяти устройства.
+Чтобы отменить последнее действие, нажмите клавишу {} ещё раз.
+Смотрите также раздел {}, где описаны все сочетания клавиш.
+Результат записывается в переменную {} и остаётся там до конца работы.
+После установки пакета {} перезапустите систему.
+Ошибка: не удалось открыть соединение с узлом {}, повторите попытку позже.
+Имя {} уже занято другим пользователем.
+Для работы с кириллицей установите кодировку {} перед первым запуском.""".splitlines()
+NAMES = ("--verbose", "config.txt", ":help", "Ctrl-Z", "utf-8", "buffer_size", "example.org", "PATH", "$HOME", "-n")
+
+
+def manual(seed):
+    """Russian documentation."""
+    draw = random.Random(seed)
+    return "\n".join(draw.choice(RUSSIAN).format(draw.choice(NAMES)) for _ in range(150))
+
+
+@pytest.mark.slow(reason="runs the demo model's first layer on prompts of 2048 tokens")
+@torch.no_grad()
+def test_one_russian_prompt_in_six_is_noticed(caplog):
+    """The demo model's first layer as it was calibrated on Python sources for an mse of 1e-4."""
+    from calibrate.model.models import load, load_tokenizer
+
+    length, limit = 2048, 1e-4
+    demo, tokenizer = load("demo", "cpu", resident=True), load_tokenizer("demo")
+    taus = (251.2, 251.2, 251.2, 25.12, 251.2, 63.1, 251.2, 1.0)
+    heads = tuple(HeadConfig(tau, 256, tail=head != 4) for head, tau in enumerate(taus))
+    config = LayerConfig(heads, TileConfig(64, 64, 2), grain=4)
+
+    def prompts(texts, count):
+        ids = (torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])[:length] for text in texts)
+        long = (each[None] for each in ids if len(each) == length)
+        return [call for _, call in zip(range(count), map(first_layer, long), strict=False)]
+
+    def first_layer(ids):
+        calls = []
+
+        def keep(layer, q, k, v, scale, out):
+            calls.append((q, k, v, s2o_attention(q, k, v, config, scale=scale), scale, None))
+            raise StopIteration
+
+        [state, *_] = layer_states(patch(demo.model, SHIPPED, drift="off"))
+        state.observer = keep
+        with pytest.raises(StopIteration):
+            demo.model(ids)
+        return calls[0]
+
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    random.Random(0).shuffle(sources)
+    code = prompts((path.read_text(encoding="utf-8", errors="replace") for path in sources), 10)
+    russian = prompts(map(manual, range(4)), 4)
+    unpatch(demo.model)
+
+    def monitored(calls, checks):
+        monitor = DriftMonitor(DriftCheck(every=1), 0, Allowed("mse", {length: limit}))
+        for _, call in zip(range(checks), calls, strict=False):
+            monitor.see(*call)
+            if monitor.verdict is not None:
+                break
+        return monitor
+
+    draw = random.Random(1)
+    mixed = (draw.choice(russian if draw.random() < 1 / 6 else code) for _ in iter(int, 1))
+    monitor = monitored(mixed, 140)
+    print(monitor.verdict, monitor.checks, monitor.numbers())
+    assert monitor.verdict is not None
+    assert monitor.numbers().mean < 2  # what was judged alone before
+    monitor = monitored((draw.choice(code) for _ in iter(int, 1)), 140)
+    print(monitor.numbers())
+    assert monitor.verdict is None
+    monitor = monitored((draw.choice(russian) for _ in iter(int, 1)), 16)
+    print(monitor.numbers())
+    assert monitor.verdict is not None

@@ -22,9 +22,10 @@ from transformers import (
 
 from s2o_runtime import explain, patch, unpatch
 from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.errors import ModelError, ProfileError
-from s2o_runtime.huggingface import environment, hf, run, sdpa
+from s2o_runtime.errors import ConfigError, ModelError, ProfileError
+from s2o_runtime.huggingface import environment, hf, layers, run, sdpa
 from s2o_runtime.profile import save_profile
+from s2o_runtime.profile.record import RecordedBudget
 from support.architectures import CASES
 from support.models import CONFIGS, LENGTH, make_profile, padded_batch, paths
 
@@ -46,6 +47,8 @@ def forget():
     environment._warn_once.cache_clear()
     environment._read.clear()
     environment.adopted.clear()
+    environment.refused.clear()
+    layers.paths_taken.clear()
 
 
 @pytest.fixture
@@ -139,6 +142,47 @@ def test_other_weights_are_warned_about_once(named, caplog):
     [record] = caplog.records
     assert "the weights are not those of tiny that the profile was calibrated on" in record.getMessage()
     assert paths(other) == {("s2o", RUNS)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("beyond", "drift", "states"),
+    [(None, None, (300, "warn")), ("s2o", "dense", (None, "dense")), ("warn", "off", (300, None))],
+)
+def test_beyond_and_drift_are_those_of_the_environment(model, profile, named, monkeypatch, beyond, drift, states):
+    budget = RecordedBudget(kind="mse", value=1.0, scope="layer")
+    save_profile(
+        dataclasses.replace(
+            profile,
+            lengths=(200,),
+            layers=profile.layers[:1],
+            record=dataclasses.replace(profile.record, budget=budget),
+        ),
+        named,
+    )
+    for variable, value in (("S2O_BEYOND", beyond), ("S2O_DRIFT", drift)):
+        if value is not None:
+            monkeypatch.setenv(variable, value)
+    hf.register()
+    ours = same_weights(model, "s2o")
+    ours(prompt())
+    for state in hf.layer_states(ours):
+        assert (state.max_length, state.drift and state.drift.check.action) == states
+        assert state.warn_beyond == (beyond == "warn")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "error", "message"),
+    [
+        ("S2O_BEYOND", "never", ConfigError, "S2O_BEYOND 'never' is not known: use one of "),
+        ("S2O_DRIFT", "64", ConfigError, "S2O_DRIFT '64' is not known: use one of "),
+        ("S2O_DRIFT", "warn", ProfileError, "S2O_PROFILE: the profile's record names no budget"),
+    ],
+)
+def test_what_the_environment_cannot_mean_fails_at_once(named, monkeypatch, variable, value, error, message):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(error, match=message):
+        hf.register()
 
 
 @torch.no_grad()
@@ -387,6 +431,7 @@ def test_s2o_run_runs_a_program_with_the_profile(program, model, profile, tmp_pa
         *["the hidden one ran"] * 2,  # in s2o-run's own interpreter, and in the program's
         "sdpa ['--flag', 'a b'] <class '_frozen_importlib_external.SourceFileLoader'>",
     ]
+    assert "no model of this program" not in done.stderr
     table = done.stderr.splitlines()[-3:]
     assert [line.split()[:3] for line in table] == [["layer", "path", "calls"], ["0", "s2o", "1"], ["1", "s2o", "1"]]
     ids = torch.arange(3, 103)[None].repeat(1, 2)
@@ -394,6 +439,45 @@ def test_s2o_run_runs_a_program_with_the_profile(program, model, profile, tmp_pa
     expected = patch(model, profile)(ids).logits
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)  # other threads may add in another order
     assert (expected - dense).abs().max() > 1e-4
+
+
+@torch.no_grad()
+def test_why_no_model_ran(model, profile, taken_over, monkeypatch):
+    monkeypatch.setenv("S2O_STARTED", str(os.getpid()))
+    assert sdpa.why_none_ran().startswith("no transformers model with SDPA attention had a plain causal prefill")
+    monkeypatch.setenv("S2O_STARTED", "1")
+    assert sdpa.why_none_ran() is None  # a helper
+    for length in (50, 50, 1):
+        model(prompt(length))
+    assert sdpa.why_none_ran() == "shorter than the shortest calibrated length, 100"
+    environment.say_dense("it does not fit")
+    assert sdpa.why_none_ran() == "it does not fit"
+    model(prompt())
+    assert sdpa.why_none_ran() is None
+
+
+def test_flags_are_checked_and_passed_on(profile, tmp_path):
+    save_profile(profile, tmp_path / "p.safetensors")
+    code = "import os; print(os.environ['S2O_BEYOND'], os.environ['S2O_DRIFT'])"
+    command = (
+        "--profile",
+        tmp_path / "p.safetensors",
+        "--beyond",
+        "warn",
+        "--drift",
+        "off",
+        sys.executable,
+        "-c",
+        code,
+    )
+    done = start(*command)
+    assert (done.returncode, done.stdout) == (0, "warn off\n")
+    assert done.stderr.splitlines() == [
+        "s2o-run: no model of this program ran S2O in this process: it did not import transformers' models"
+    ]
+    done = start("--profile", tmp_path / "p.safetensors", "--drift", "loud", "true")
+    assert done.returncode == 2
+    assert done.stderr == "s2o-run: S2O_DRIFT 'loud' is not known: use one of ('auto', 'off', 'warn', 'dense')\n"
 
 
 def test_a_program_without_transformers_is_left_alone(profile, tmp_path):

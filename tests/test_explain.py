@@ -75,9 +75,11 @@ def test_it_prints_a_table(model):
 
 
 def test_a_table_has_the_error_where_it_was_checked():
-    row = {"layer": 11, "path": "s2o", "reason": "why", "calls": 3, "density": 0.25, "ms": None, "error": 0.5}
-    assert str(Explanation([row])) == (
-        "layer  path  calls  density  ms  error  reason\n   11  s2o       3     0.25   -    0.5  why"
+    row = {"layer": 11, "path": "s2o", "reason": "why", "calls": 3, "density": 0.25, "ms": None}
+    checked = row | {"error": 0.5, "last": 1.25, "high": 0.125}
+    assert str(Explanation([checked])) == (
+        "layer  path  calls  density  ms  error  last   high  reason\n"
+        "   11  s2o       3     0.25   -    0.5  1.25  0.125  why"
     )
 
 

@@ -1,6 +1,8 @@
 """What S2O and baselines cost beside the pairs they compute, in units of the time a head's dense attention takes.
 
-All parts grow with the square of the length, as dense attention does, so the same share holds at every length.
+The parts of `overhead` grow with the square of the length, as dense attention does, so the same share holds at every
+length. `fixed_cost` is what a head's ranking takes besides, whatever its settings: launches, and passes that grow with
+the length. Its share falls as prompts get longer. On a GPU it is measured (`ranking_cost.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,13 @@ ORDER = 0.017  # ordering a prefix for every 1024 queries, key by key
 UNIT_SEGMENT = 1024
 TAIL = 24.0  # summing the values once for every segment, as if that many queries attended to them
 
+# Measured on an H200 for 32 heads: "selecting" of S2O with one tau, less `overhead`, in docs/results, of
+# bench-methods-8k-h200.json (16.0% of dense attention's time) and bench-methods-32k-h200.json (3.5%). At 131072 tokens
+# they then give 1.8%, as bench-methods-128k-h200.json has it. Of other rankings at 32768 tokens, ranking-h200.txt there
+# has 1.7 to 3.4% beside `overhead`: it hardly depends on their settings.
+LINEAR = 547.0  # tokens
+QUADRATIC = 2316.0  # tokens
+RECORDED = 8192  # the shortest length that these are from: shorter ones are taken to have its share
 
 BASELINE_RATE = 0.7  # of block-sparse attention, as a share of dense attention's
 BASELINE_SELECTION = 0.03  # choosing blocks
@@ -35,3 +44,9 @@ def overhead(ranking: Ranking, tail: bool) -> float:
     scoring = ranking.representatives / (2 * ranking.segment) / SCORING_RATE  # q k only, half of dense's products
     passes = (READING + ORDER / ranking.grain) * UNIT_SEGMENT / ranking.segment
     return scoring + passes + tail * TAIL / (ranking.segment * ranking.grain)
+
+
+def fixed_cost(length: int) -> float:
+    """What ranking takes beside `overhead` in a call of this many tokens, over a head's dense time; not measured."""
+    tokens = max(length, RECORDED)
+    return LINEAR / tokens + (QUADRATIC / tokens) ** 2

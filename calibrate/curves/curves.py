@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class Curve:
         density: computed query-key pairs over causal pairs.
         dense_power: mean square of the layer's dense output.
         cost: of a baseline, a head's time over its dense time; None where it was not measured, and for a ranking.
+        fixed_cost: of a ranking, what it takes at this length beside `costs.overhead`, over a head's dense time.
     """
 
     mse: Tensor
@@ -71,6 +72,7 @@ class Curve:
     density: Tensor
     dense_power: float
     cost: Tensor | None = None
+    fixed_cost: float = 0.0
 
     def stacked(self) -> Tensor:
         """Errors and density in the order of the fields: float32 [5, Hq, len(TAUS)]."""
@@ -174,3 +176,10 @@ def unpacked(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[Method, Shape |
         else:
             curves[Ranking(*entry["ranking"]), Shape(*entry["shape"])] = curve
     return curves
+
+
+def with_fixed_cost(curves: Curves, cost: float) -> dict[tuple[Method, Shape | None], Curve]:
+    """The same curves, with what every ranking takes at their length beside `costs.overhead`."""
+    return {
+        key: replace(curve, fixed_cost=cost) if isinstance(key[0], Ranking) else curve for key, curve in curves.items()
+    }

@@ -8,8 +8,9 @@ from itertools import islice, repeat
 from typing import Any
 
 from calibrate.curves import baselines
-from calibrate.curves.curves import Curve, Curves, Method, Ranking, Shape, mean_curve, packed, unpacked
+from calibrate.curves.curves import Curve, Curves, Method, Ranking, Shape, mean_curve, packed, unpacked, with_fixed_cost
 from calibrate.curves.passes import measure
+from calibrate.curves.ranking_cost import ranking_cost
 from calibrate.journal import Journal
 from calibrate.model import capture
 from calibrate.model.capture import Captured
@@ -54,6 +55,9 @@ def measure_model(
     all_known = all(journal.get("curves", key) is not None for key in keys.values())
     ids = [prompt.ids for of_length in prompts.values() for prompt in of_length]
     captured: Iterable[Iterator[Captured]] = repeat(iter(()), len(layers)) if all_known else capture.layers(loaded, ids)
+    fixed_costs = {
+        length: ranking_cost(loaded.geometry, loaded.weights.device, length, recipe, journal) for length in prompts
+    }
     for layer, inputs in enumerate(captured):
         for length, of_length in prompts.items():
             inputs_of_length = islice(inputs, len(of_length))
@@ -62,7 +66,7 @@ def measure_model(
                 entry = journal.remember("curves", keys[layer, length], measured)
                 for _ in inputs_of_length:  # the model's stream moves on only if all inputs are taken
                     pass
-            curves[length].append(unpacked(entry))
+            curves[length].append(with_fixed_cost(unpacked(entry), fixed_costs[length]))
             on_step()
     return curves
 

@@ -59,7 +59,7 @@ def variants(plan: Plan, loaded: LoadedModel) -> list[Variant]:
     names = iter(plan.variant_names)
     compared = [Variant(next(names), DENSE)]
     for path in plan.profiles:
-        hf.patch(loaded.model, path)  # once: its states are kept, so that changing variants costs nothing
+        hf.patch(loaded.model, path, drift="off")  # once: its states are kept, so that changing variants costs nothing
         states = tuple(hf.layer_states(loaded.model))
         hf.unpatch(loaded.model)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:DIGEST]

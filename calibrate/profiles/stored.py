@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibrate.curves.curves import Curves, Shape, methods, unpacked
+from calibrate.curves import ranking_cost
+from calibrate.curves.curves import Curves, Shape, methods, unpacked, with_fixed_cost
 from calibrate.curves.measure import baselines_key
 from calibrate.journal import Journal
 from calibrate.recipe import Recipe
@@ -20,11 +21,13 @@ class StoredCurves:
 
     profile, recipe: what it wrote, and what it was asked for.
     entries: keys and values of its journal, in the order in which they were measured.
+    ranking_costs: the same of what ranking takes at each length.
     """
 
     profile: Profile
     recipe: Recipe
     entries: list[tuple[dict[str, Any], Any]]
+    ranking_costs: list[tuple[dict[str, Any], Any]]
 
     def of_layer(self, layer: int, length: int) -> Curves | None:
         """The curves last measured for a layer at a bucket.
@@ -48,7 +51,8 @@ class StoredCurves:
         }
         for key, value in reversed(self.entries):
             if key == wanted | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
-                curves = unpacked(value)
+                cost = ranking_cost.stored_cost(self.ranking_costs, self.profile.geometry, length, self.recipe)
+                curves = with_fixed_cost(unpacked(value), cost)
                 return curves if methods(curves, config.heads[0].segment, config.grain, shape) else None
         return None
 
@@ -94,7 +98,7 @@ def stored_curves(profile: Profile, recipe: Recipe, journal: Path, command: str)
         raise InputError(f"journal {journal} does not exist: give --journal, or measure again with {command}")
     with Journal.read(journal) as opened:
         _check_identity(opened, profile)
-        return StoredCurves(profile, recipe, opened.entries("curves"))
+        return StoredCurves(profile, recipe, opened.entries("curves"), opened.entries(ranking_cost.KIND))
 
 
 def calibrate_command(recipe: Recipe) -> str:

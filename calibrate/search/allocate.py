@@ -135,7 +135,7 @@ def points_of(curves: Mapping[Method, Curve], head: int, allowed: Allowed) -> li
             continue
         for tail in allowed.tails:
             errors, worst = (curve.tail_mse, curve.tail_worst) if tail else (curve.mse, curve.worst)
-            extra = overhead(method, tail)
+            extra = overhead(method, tail) + curve.fixed_cost
             by_tau = zip(TAUS, errors[head].tolist(), densities, worst[head].tolist(), strict=True)
             for tau, mse, density, row in by_tau:
                 if allowed.worst_rows is None or row <= allowed.worst_rows:

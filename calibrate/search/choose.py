@@ -268,7 +268,8 @@ def _uniform(
         for tail in tails:
             errors = torch.stack([curves[method].tail_mse if tail else curves[method].mse for curves in layers])
             spent = (errors / over).mean((0, 1))
-            for tau, share, cost in zip(TAUS, spent.tolist(), (density + overhead(method, tail)).tolist(), strict=True):
+            costs = density + overhead(method, tail) + layers[0][method].fixed_cost
+            for tau, share, cost in zip(TAUS, spent.tolist(), costs.tolist(), strict=True):
                 if share <= 1.0 and cost < (1.0 if best is None else best.cost):
                     head = HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, tail)
                     best = Uniform(head, cost)

@@ -1,4 +1,4 @@
-"""S2O_PROFILE: the profile for programs that cannot be edited.
+"""S2O_PROFILE: the profile for programs that cannot be edited; S2O_BEYOND and S2O_DRIFT: two arguments of `patch`.
 
 A model that runs S2O and was given no profile gets this one at its first plain causal prefill, if it has the
 geometry that was calibrated; others stay dense, and that is said once.
@@ -10,23 +10,28 @@ import gc
 import logging
 import os
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
 
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.errors import ModelError, ProfileError
-from s2o_runtime.huggingface.layers import STATE, LayerState, attach, states_of, was_detached
+from s2o_runtime.errors import ConfigError, ModelError, ProfileError
+from s2o_runtime.huggingface.drift import DriftChoice, allowed_errors
+from s2o_runtime.huggingface.layers import STATE, Beyond, LayerState, attach, states_of, was_detached
 from s2o_runtime.identity import RANDOM, attention_modules, fingerprint, fingerprint_mismatch, geometry, offloaded
 from s2o_runtime.profile import Profile, load_profile
 
 VARIABLE = "S2O_PROFILE"
+BEYOND = "S2O_BEYOND"
+DRIFT = "S2O_DRIFT"
+STARTED = "S2O_STARTED"  # the id of the process that `s2o-run` became
 SOFT_CAP = "attn_logit_softcapping"  # what transformers calls a model's bound on its attention scores
 
 log = logging.getLogger("s2o_runtime")
 
 adopted: list[LayerState] = []  # all layers that S2O_PROFILE was meant for, kept for a table at the very end
+refused: dict[str, None] = {}  # why models stayed dense, in the order in which it was said
 
 
 _read: list[Profile | None] = []  # what S2O_PROFILE names, once it was read; torch.compile can look at a list
@@ -35,15 +40,40 @@ _read: list[Profile | None] = []  # what S2O_PROFILE names, once it was read; to
 def environment_profile() -> Profile | None:
     """What S2O_PROFILE names, read once; None if it is not set.
 
-    Raises ProfileError if it cannot be read or was made on random weights.
+    Raises:
+        ProfileError: it cannot be read, was made on random weights, or names no budget for the drift check that
+            S2O_DRIFT asks for.
+        ConfigError: S2O_BEYOND or S2O_DRIFT has a value that is not known.
     """
     if not _read:
         path = os.environ.get(VARIABLE)
         try:
-            _read.append(check_trained(load_profile(path)) if path else None)
+            profile = check_trained(load_profile(path)) if path else None
+            if profile is not None:
+                beyond()
+                if drift() in ("warn", "dense"):
+                    allowed_errors(profile)
+            _read.append(profile)
         except ProfileError as error:
             raise ProfileError(f"{VARIABLE}: {error}") from error
     return _read[0]
+
+
+def beyond() -> Beyond:
+    """What S2O_BEYOND says; `patch`'s default if it is not set. Raises ConfigError if that is not known."""
+    return cast(Beyond, _choice(BEYOND, get_args(Beyond), "dense"))
+
+
+def drift() -> DriftChoice:
+    """What S2O_DRIFT says; `patch`'s default if it is not set. Raises ConfigError if that is not known."""
+    return cast(DriftChoice, _choice(DRIFT, get_args(DriftChoice), "auto"))
+
+
+def _choice(variable: str, choices: tuple[str, ...], default: str) -> str:
+    value = os.environ.get(variable) or default
+    if value not in choices:
+        raise ConfigError(f"{variable} {value!r} is not known: use one of {choices}")
+    return value
 
 
 def check_trained(profile: Profile) -> Profile:
@@ -80,6 +110,7 @@ def obstacle(config: Any) -> str | None:
 
 def say_dense(reason: str) -> None:
     """Warn once that a model stays as it is."""
+    refused[reason] = None
     _warn_once(f"{VARIABLE}: {reason}; it stays dense")
 
 
@@ -98,7 +129,7 @@ def adopt(module: nn.Module, device: torch.device) -> LayerState | None:
         modules = [module]
     else:
         modules, rejected = _siblings(module, profile)
-        states = states_of(profile, device, rejected=rejected)
+        states = states_of(profile, device, drift(), beyond(), rejected)
     for each in modules:
         index = 0 if len(states) == 1 else int(each.layer_idx)  # type: ignore[arg-type]
         attach(each, states[index])

@@ -9,7 +9,8 @@ from torch import nn
 
 from s2o_runtime.huggingface.layers import LayerState, layer_states
 
-COLUMNS = ("layer", "path", "calls", "density", "ms", "error", "reason")
+COLUMNS = ("layer", "path", "calls", "density", "ms", "error", "last", "high", "reason")
+OF_DRIFT = ("error", "last", "high")
 
 
 class Explanation(list[dict[str, Any]]):
@@ -17,14 +18,16 @@ class Explanation(list[dict[str, Any]]):
 
     A row has layer, path ("s2o" or "dense"), reason, calls; density: pairs computed over causal pairs, the mean over
     sampled calls and all heads, 1.0 for dense; ms: the mean milliseconds of sampled calls in the attention function;
-    error: the running error of the drift check over what the profile allows. What is not known is None.
+    error, last: the running error of the drift check over what the profile allows, over all rows and over the last
+    eighth of the prompt; high: the share of its last checks that was far above (`drift.DriftNumbers`). What is not
+    known is None.
     """
 
     def __str__(self) -> str:
-        """The table: left out is the error where nothing was checked."""
+        """The table: left out is what the drift check found where nothing was checked."""
         if not self:
             return "no attention layer was called"
-        columns = [name for name in COLUMNS if name != "error" or any(row["error"] is not None for row in self)]
+        columns = [name for name in COLUMNS if name not in OF_DRIFT or any(row[name] is not None for row in self)]
         cells = [columns, *([_cell(row[name]) for name in columns] for row in self)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         numeric = [name not in ("path", "reason") for name in columns]
@@ -54,6 +57,7 @@ def explained(states: Iterable[LayerState]) -> Explanation:
     rows = Explanation()
     for state in states:
         measured = {} if state.meter is None else state.meter.read()
+        drift = None if state.drift is None else state.drift.numbers()
         for key, calls in sorted(state.counts.items()):
             path, reason = key
             found = measured.get(key)
@@ -65,8 +69,8 @@ def explained(states: Iterable[LayerState]) -> Explanation:
                     "calls": calls,
                     "density": 1.0 if path == "dense" else None if found is None else found.density,
                     "ms": None if found is None else found.seconds * 1e3,
-                    "error": state.drift.error() if path == "s2o" and state.drift is not None else None,
                 }
+                | dict(zip(OF_DRIFT, drift if drift is not None and path == "s2o" else (None,) * 3, strict=True))
             )
     return rows
 

@@ -26,9 +26,9 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 from s2o_runtime.attention import torch_op
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.errors import ModelError, ProfileError
-from s2o_runtime.huggingface.drift import DriftCheck
+from s2o_runtime.huggingface.drift import Drift, check_of
 from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, check_trained, environment_profile
-from s2o_runtime.huggingface.layers import NUMBER, STATE, Beyond, numbered, states_of
+from s2o_runtime.huggingface.layers import NUMBER, STATE, Beyond, check_beyond, numbered, states_of
 from s2o_runtime.huggingface.layers import LayerState as LayerState
 from s2o_runtime.huggingface.layers import Observer as Observer
 from s2o_runtime.huggingface.layers import attach as attach
@@ -63,7 +63,7 @@ def patch(
     profile: Profile | str | PathLike[str],
     *,
     strict: bool = False,
-    drift: DriftCheck | None = None,
+    drift: Drift = "auto",
     beyond: Beyond = "dense",
 ) -> Any:
     """Make a transformers model use S2O for long prompts, as its profile says. Returns the model.
@@ -76,20 +76,22 @@ def patch(
         profile: the model's profile, or the path of its file.
         strict: refuse a model whose weights or RoPE parameters are not the ones that were calibrated; otherwise that
             is a warning.
-        drift: check now and then that the errors keep to the profile's budget.
+        drift: how it is checked now and then that the errors keep to the profile's budget: a `DriftCheck`; "warn" or
+            "dense", that action with the other settings as they are; None or "off", not at all; "auto", "warn" if the
+            profile says what errors it allows.
         beyond: what prompts of more than 1.5 times the longest calibrated length run, where nothing was proven:
             "dense"; "warn", S2O after one warning; or "s2o".
 
     Raises:
-        ProfileError: the profile does not fit the model's geometry, was made on random weights or names no budget to
-            check.
+        ProfileError: the profile does not fit the model's geometry, was made on random weights, or names no budget for
+            a drift check that was asked for.
         ModelError: the architecture is not supported.
-        ConfigError: `drift` or `beyond` is illegal.
+        ConfigError: `drift` or `beyond` is not known or illegal.
     """
     if not isinstance(profile, Profile):
         profile = load_profile(profile)
-    if drift is not None:
-        drift.validate()
+    check_of(drift)
+    check_beyond(beyond)
     if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
         raise ModelError(f"{type(model).__name__} is not a transformers model: load it with AutoModelForCausalLM")
     difference = geometry(model.config).difference(profile.geometry)
@@ -134,7 +136,7 @@ def patched(
     profile: Profile | str | PathLike[str],
     *,
     strict: bool = False,
-    drift: DriftCheck | None = None,
+    drift: Drift = "auto",
     beyond: Beyond = "dense",
 ) -> Iterator[Any]:
     """`patch` for the length of a block: `with patched(model, "profile.safetensors"): model.generate(...)`.
@@ -251,7 +253,7 @@ def s2o_attention_forward(
         state = adopt(module, query.device)
     if kwargs.get("softcap") is not None:
         if state is not None:
-            state.count("dense", str(obstacle))
+            state.count("dense", str(obstacle), query.shape[2], key.shape[2])
         return _soft_capped(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
     call: PrefillCall | None = getattr(attention_mask, CALL, None)
     if call is None and attention_mask is not None and not attention_mask.dtype.is_floating_point:
@@ -259,7 +261,7 @@ def s2o_attention_forward(
     if call is None:
         if state is not None:
             other = "decode" if query.shape[2] == 1 else "the mask is not a plain causal one"
-            state.count("dense", obstacle or other)
+            state.count("dense", obstacle or other, query.shape[2], key.shape[2])
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
@@ -303,7 +305,7 @@ def _prefill(
         assert stats is not None
         path, reason = "dense" if stats.backend == "dense" else "s2o", stats.reason
     state.last = stats
-    state.count(path, reason)
+    state.count(path, reason, query.shape[2], key.shape[2])
     if state.meter is not None and sample is not None:
         state.meter.end(sample, (path, reason), stats, query.device)
     if state.drift is not None and path == "s2o":

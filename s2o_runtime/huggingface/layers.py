@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.config import MAX_CHUNK, LayerConfig, TileConfig
 from s2o_runtime.devices import Rejected, fit, identify
-from s2o_runtime.errors import ConfigError, ModelError
-from s2o_runtime.huggingface.drift import DriftCheck, DriftMonitor, allowed_errors
+from s2o_runtime.errors import ConfigError, ModelError, ProfileError
+from s2o_runtime.huggingface.dense_watch import DenseWatch
+from s2o_runtime.huggingface.drift import Allowed, Drift, DriftCheck, DriftMonitor, allowed_errors, check_of
 from s2o_runtime.huggingface.meter import Meter
 from s2o_runtime.identity import attention_modules
 from s2o_runtime.lengths import length_step
@@ -33,6 +34,8 @@ NUMBER = "s2o_number"  # attribute of a patched attention module: what stands fo
 
 log = logging.getLogger("s2o_runtime")
 
+paths_taken: set[str] = set()  # by any layer of this process
+
 Observer = Callable[[int, Tensor, Tensor, Tensor, float | None, Tensor], None]
 
 
@@ -45,7 +48,8 @@ class LayerState:
     rejected: why the layer cannot run S2O at all, if so.
     observer: called with the layer's index, q, k, v, the scale and the output after every plain causal
     prefill of unpadded prompts, S2O or dense. meter: measures some of its calls, None does not.
-    drift: checks the layer's error, if that was asked for.
+    drift: checks the layer's error, None does not. watch: sees whether most calls of the model are dense; all of its
+    layers have the same one.
     """
 
     layer: int
@@ -60,6 +64,7 @@ class LayerState:
     observer: Observer | None = None
     meter: Meter | None = field(default_factory=Meter)
     drift: DriftMonitor | None = None
+    watch: DenseWatch | None = None
 
     def config(self, length: int) -> LayerConfig:
         step = length_step(length)
@@ -67,9 +72,14 @@ class LayerState:
             self.configs[step] = self.config_at(length)
         return self.configs[step]
 
-    def count(self, path: str, reason: str) -> None:
-        if not torch.compiler.is_compiling() and (path, reason) not in self.counts:  # logging would break the graph
-            _say_once(path, reason)
+    def count(self, path: str, reason: str, queries: int = 1, keys: int = 0) -> None:
+        """Remember a call, of so many queries and keys, and what became of it."""
+        if not torch.compiler.is_compiling():  # logging would break the graph
+            if (path, reason) not in self.counts:
+                paths_taken.add(path)
+                _say_once(path, reason)
+            if self.watch is not None and queries > 1:
+                self.watch.see(path, reason, keys)
         self.counts[path, reason] += 1
 
 
@@ -121,7 +131,7 @@ def layer_states(model: nn.Module) -> list[LayerState]:
 def states_of(
     profile: Profile,
     device: torch.device,
-    drift: DriftCheck | None = None,
+    drift: Drift = None,
     beyond: Beyond = "dense",
     rejected: str | None = None,
 ) -> list[LayerState]:
@@ -130,20 +140,20 @@ def states_of(
     Args:
         profile: of the model whose layers these are.
         device: where the model's attention runs.
-        drift: how the layers' errors are checked, if they are.
+        drift: how the layers' errors are checked, as `patch` takes it.
         beyond: what prompts longer than `TRUSTED_BEYOND` times the longest calibrated length run.
         rejected: why no layer may run S2O, if that is known already.
 
     Raises:
         ProfileError: drift is to be checked and the profile does not say what errors it allows.
-        ConfigError: `beyond` is not known.
+        ConfigError: `beyond` or `drift` is not known or illegal.
     """
-    if beyond not in get_args(Beyond):
-        raise ConfigError(f"beyond {beyond!r} is not known: use one of {get_args(Beyond)}")
-    allowed = None if drift is None else allowed_errors(profile)
+    check_beyond(beyond)
+    check, allowed = _drift_check(profile, drift)
     if rejected is None:
         profile, rejected = _fitted(profile, device)
     longest = int(TRUSTED_BEYOND * profile.lengths[-1])
+    watch = None if rejected else DenseWatch(profile.geometry.layers, profile.min_length)
     states = [
         LayerState(
             index,
@@ -152,14 +162,39 @@ def states_of(
             rejected,
             max_length=None if beyond == "s2o" else longest,
             warn_beyond=beyond == "warn",
+            watch=watch,
         )
         for index in range(profile.geometry.layers)
     ]
     _say_range(profile, longest, beyond, rejected)
-    if drift is not None and allowed is not None:
+    if check is not None:
         for state, errors in zip(states, allowed, strict=True):
-            state.drift = DriftMonitor(drift, state.layer, errors)
+            state.drift = DriftMonitor(check, state.layer, errors)
     return states
+
+
+def check_beyond(beyond: str) -> None:
+    """Raises ConfigError if `beyond` is not known."""
+    if beyond not in get_args(Beyond):
+        raise ConfigError(f"beyond {beyond!r} is not known: use one of {get_args(Beyond)}")
+
+
+def _drift_check(profile: Profile, drift: Drift) -> tuple[DriftCheck | None, list[Allowed]]:
+    """The drift check that is meant and what each layer may have.
+
+    Where nobody asked for a check ("auto") and the profile does not say what errors it allows, there is none, and a
+    line of the log says why.
+    """
+    check = check_of(drift)
+    if check is None:
+        return None, []
+    try:
+        return check, allowed_errors(profile)
+    except ProfileError as error:
+        if drift != "auto":
+            raise
+        log.info("drift is not checked: %s", error)
+        return None, []
 
 
 def _fitted(profile: Profile, device: torch.device) -> tuple[Profile, str | None]:

@@ -31,6 +31,17 @@ def parser() -> Parser:
     """The flags before the command, and the command with its own."""
     out = Parser(PROGRAM, description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
     out.add_argument("--profile", metavar="FILE", help="default: what the environment variable S2O_PROFILE names")
+    out.add_argument(
+        "--beyond",
+        metavar="dense|warn|s2o",
+        help="what prompts of more than 1.5 times the longest calibrated length run; default: S2O_BEYOND, or dense",
+    )
+    out.add_argument(
+        "--drift",
+        metavar="off|warn|dense",
+        help="what happens when a layer's sampled errors are past what the profile allows; default: S2O_DRIFT, or warn "
+        "if the profile says what it allows",
+    )
     out.add_argument("--explain", action="store_true", help="print what every layer did when a process ends")
     out.add_argument("--version", action="version", version=f"s2o {__version__}", help="print the version")
     out.add_argument("command", metavar="COMMAND", help="such as python, or a script that is one")
@@ -39,14 +50,15 @@ def parser() -> Parser:
 
 
 def _become(args: argparse.Namespace) -> int:
-    if args.profile is not None:
-        os.environ["S2O_PROFILE"] = args.profile
-    from s2o_runtime.huggingface.environment import VARIABLE, environment_profile  # imports torch
+    flags = {"S2O_PROFILE": args.profile, "S2O_BEYOND": args.beyond, "S2O_DRIFT": args.drift}
+    os.environ.update({variable: value for variable, value in flags.items() if value is not None})
+    from s2o_runtime.huggingface.environment import STARTED, VARIABLE, environment_profile  # imports torch
 
     if environment_profile() is None:
         raise ProfileError(f"{VARIABLE} is not set: set it to a profile's path, or give --profile FILE")
     environment = dict(os.environ) | {VARIABLE: os.path.abspath(os.environ[VARIABLE])}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
+    environment[STARTED] = str(os.getpid())  # which the command keeps
     if args.explain:
         environment["S2O_EXPLAIN"] = "1"
     try:

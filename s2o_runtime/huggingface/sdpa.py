@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections import Counter
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from s2o_runtime.huggingface import environment
 from s2o_runtime.huggingface.explanation import explained
 from s2o_runtime.huggingface.hf import CALL, PrefillCall, is_prefill_mask, register, s2o_attention_forward, s2o_mask
-from s2o_runtime.huggingface.layers import STATE
+from s2o_runtime.huggingface.layers import STATE, paths_taken
 
 NAME = "sdpa"
 EXPLAIN = "S2O_EXPLAIN"  # not empty: at the end of the process, print what every layer did
@@ -32,6 +33,7 @@ def take_over() -> None:
     register()
     AttentionInterface.register(NAME, attention_or_s2o)
     AttentionMaskInterface.register(NAME, mask_or_s2o)
+    atexit.register(_say_if_none)
     if os.environ.get(EXPLAIN):
         atexit.register(_explain)
 
@@ -41,6 +43,7 @@ def give_back() -> None:
     AttentionInterface.register(NAME, sdpa_attention_forward)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     atexit.unregister(_explain)
+    atexit.unregister(_say_if_none)
 
 
 def mask_or_s2o(**call: Any) -> Tensor | None:
@@ -80,7 +83,8 @@ def attention_or_s2o(
     if plain and (call is not None or not ours):
         mask = attention_mask if call is None else call.sdpa_mask()
         if state is not None:
-            state.count("dense", "attention dropout" if dropout > 0 else "the layer is not causal")
+            reason = "attention dropout" if dropout > 0 else "the layer is not causal"
+            state.count("dense", reason, query.shape[2], key.shape[2])
         out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, **kwargs)
         return out, None
     return s2o_attention_forward(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
@@ -94,3 +98,25 @@ def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 def _explain() -> None:
     print(explained(environment.adopted), file=sys.stderr)
+
+
+def _say_if_none() -> None:
+    reason = why_none_ran()
+    if reason is not None:
+        print(f"s2o-run: no model of this program ran S2O in this process: {reason}", file=sys.stderr)
+
+
+def why_none_ran() -> str | None:
+    """Why no model of this process ran S2O; None if one did, or if it ran no model and `s2o-run` did not become it."""
+    if "s2o" in paths_taken:
+        return None
+    prefills: Counter[str] = Counter()
+    for state in environment.adopted:
+        prefills.update({reason: calls for (_, reason), calls in state.counts.items() if reason != "decode"})
+    if environment.refused:
+        return next(iter(environment.refused))
+    if prefills:
+        return prefills.most_common(1)[0][0]
+    if os.environ.get(environment.STARTED) != str(os.getpid()):
+        return None
+    return "no transformers model with SDPA attention had a plain causal prefill outside torch.compile"

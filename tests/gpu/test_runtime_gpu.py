@@ -177,7 +177,7 @@ def test_the_estimate_is_the_error_within_sampling_error(starts):
 @torch.no_grad()
 def test_a_loosened_layer_warns_and_goes_dense(layer, caplog):
     module, state = layer
-    state.drift = DriftMonitor(DriftCheck(every=1, action="dense"), 0, Allowed("rel_mse", {4096: 1e-12}))
+    state.drift = DriftMonitor(DriftCheck(every=1, action="dense", after=4), 0, Allowed("rel_mse", {4096: 1e-12}))
     q, k, v = inputs(4096)
     for _ in range(8):
         out, _ = hf.s2o_attention_forward(module, q, k, v, prefill_mask(4096))

@@ -5,6 +5,8 @@ Nothing is imported before the program imports it. A `sitecustomize` that this o
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
@@ -61,6 +63,15 @@ def _take_over() -> None:
         print(f"s2o-run: models run without S2O ({type(error).__name__}: {error})", file=sys.stderr)
 
 
+def _say_if_awaited() -> None:
+    """At the end of the process that `s2o-run` became: say so if no model can have run."""
+    if AWAITED not in sys.modules and os.environ.get("S2O_STARTED") == str(os.getpid()):
+        print(
+            "s2o-run: no model of this program ran S2O in this process: it did not import transformers' models",
+            file=sys.stderr,
+        )
+
+
 def _run_hidden() -> None:
     """The `sitecustomize` that Python would have found without this folder."""
     here = dirname(abspath(__file__))
@@ -73,4 +84,5 @@ if AWAITED in sys.modules:
     _take_over()
 else:
     sys.meta_path.insert(0, _Finder)
+    atexit.register(_say_if_awaited)
 _run_hidden()

@@ -1,0 +1,86 @@
+"""What a ranking costs at one length on this GPU beside what `costs.overhead` says; without a GPU, as recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from calibrate.curves.costs import fixed_cost, overhead
+from calibrate.curves.curves import Ranking
+from calibrate.journal import Journal
+from calibrate.recipe import Recipe
+from calibrate.timing import FAILURES, medians
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.config import MAX_TAU, LayerConfig
+from s2o_runtime.identity import Geometry
+from s2o_runtime.reference.dense import dense_attention
+from s2o_runtime.tiles import candidate_tiles
+
+KIND = "ranking cost"  # of entries in a journal
+ROUNDS = 5
+
+
+def key_of(geometry: Geometry, length: int, recipe: Recipe) -> dict[str, Any]:
+    """What the measurement depends on, beside the GPU, which a journal is of."""
+    return {
+        "length": length,
+        "segment": recipe.segments_for(length)[-1],
+        "grain": recipe.grains[-1],
+        "heads": [geometry.query_heads, geometry.kv_heads, geometry.head_dim],
+    }
+
+
+def ranking_cost(geometry: Geometry, device: torch.device, length: int, recipe: Recipe, journal: Journal) -> float:
+    """The share of dense attention's time that every head's ranking takes at a length beside `costs.overhead`.
+
+    On a GPU it is measured once and kept in the journal; elsewhere, and where the GPU cannot run the call, it is
+    `costs.fixed_cost`.
+    """
+    if device.type != "cuda":
+        return fixed_cost(length)
+    key = key_of(geometry, length, recipe)
+    ranking = Ranking(key["segment"], grain=key["grain"])
+    return float(journal.remember(KIND, key, partial(_measured, geometry, device, length, ranking)))
+
+
+def stored_cost(
+    entries: Sequence[tuple[Mapping[str, Any], Any]], geometry: Geometry, length: int, recipe: Recipe
+) -> float:
+    """The same from a journal's entries of `KIND`; `costs.fixed_cost` if there is none for this length."""
+    key = key_of(geometry, length, recipe)
+    return next((float(value) for of_entry, value in entries if of_entry == key), fixed_cost(length))
+
+
+def _measured(geometry: Geometry, device: torch.device, length: int, ranking: Ranking) -> float:
+    """From a call that stops as early as it can: its time less that of the pairs it computes and of `overhead`."""
+    tiles = [
+        tile
+        for tile in candidate_tiles(geometry.head_dim, torch.cuda.get_device_capability(device))
+        if ranking.segment % tile.rows == 0
+    ]
+    if not tiles:
+        return fixed_cost(length)
+    q, k, v = (
+        torch.randn(1, length, heads, geometry.head_dim, dtype=torch.bfloat16, device=device).transpose(1, 2)
+        for heads in (geometry.query_heads, geometry.kv_heads, geometry.kv_heads)
+    )
+    config = LayerConfig.uniform(
+        geometry.query_heads, tau=MAX_TAU, segment=ranking.segment, tile=tiles[0], grain=ranking.grain
+    )
+    try:
+        seconds = medians(
+            {"s2o": partial(s2o_attention, q, k, v, config), "dense": partial(dense_attention, q, k, v)}, device, ROUNDS
+        )
+        stats = s2o_attention(q, k, v, config, return_stats=True).stats
+    except FAILURES:
+        return fixed_cost(length)
+    assert stats is not None
+    return beside(seconds["s2o"] / seconds["dense"], float(stats.density.mean()), ranking)
+
+
+def beside(share: float, density: float, ranking: Ranking) -> float:
+    """What a call takes, as a share of dense attention's time, beside its pairs and `overhead`; not below 0."""
+    return max(0.0, share - density - overhead(ranking, tail=False))

@@ -1,0 +1,88 @@
+"""Whether a model that should run S2O is dense nearly all the time: one warning, with the reason, for each model."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+CALLS = 1000  # of every layer, after which it is judged
+MOST = 0.9  # of the calls: if more than this share is dense, it is said
+
+# what to do about a dense call, by the beginning of its reason
+REMEDIES = {
+    "longer than": 'calibrate with longer --lengths, or patch with beyond="warn"',
+    "the mask is not a plain causal one": "send prompts that are padded at one end only, and not packed",
+    "gradients are enabled": "run the model under torch.no_grad()",
+    "every head of the layer is dense": "calibrate with a larger budget or longer --lengths",
+}
+OTHERWISE = "s2o_runtime.explain(model) lists the calls of every layer"
+
+log = logging.getLogger("s2o_runtime")
+
+
+class DenseWatch:
+    """Counts the calls of one model's layers that have more than one query, which leaves out decode.
+
+    A call is long if it has at least as many keys as the shortest calibrated length. Two things are looked at, and
+    the first that is true is said once: after `CALLS` calls of every layer, whether nearly all of them were too short;
+    after `CALLS` long calls of every layer, whether nearly all of these were dense.
+
+    Args:
+        layers: of the model.
+        min_length: the shortest calibrated length, in tokens.
+    """
+
+    def __init__(self, layers: int, min_length: int) -> None:
+        self.calls = CALLS * layers
+        self.min_length = min_length
+        self.short = 0
+        self.long = 0
+        self.dense: Counter[str] = Counter()  # of the long calls, by reason
+        self.done = False
+
+    def see(self, path: str, reason: str, keys: int) -> None:
+        """One call of one layer; only counts, until there are enough of them."""
+        if self.done:
+            return
+        if keys < self.min_length:
+            self.short += 1
+        else:
+            self.long += 1
+            if path == "dense":
+                self.dense[reason] += 1
+        if self.short + self.long == self.calls and self.short > MOST * self.calls:
+            self._say_short()
+        elif self.long == self.calls:
+            self._judge_long()
+
+    def _say_short(self) -> None:
+        self.done = True
+        log.warning(
+            "S2O hardly runs: %d of the first %d calls of attention layers with more than one query had fewer than %d "
+            "keys, the shortest calibrated length: calibrate with shorter --lengths, or do without S2O here",
+            self.short,
+            self.calls,
+            self.min_length,
+        )
+
+    def _judge_long(self) -> None:
+        self.done = True
+        dense = self.dense.total()
+        if dense <= MOST * self.long:
+            return
+        reason, count = self.dense.most_common(1)[0]
+        log.warning(
+            "S2O hardly runs: %d of the first %d calls of attention layers with %d keys or more were dense, "
+            "most often (%d) for this reason: %s; %s",
+            dense,
+            self.long,
+            self.min_length,
+            count,
+            reason,
+            remedy(reason),
+        )
+
+
+def remedy(reason: str) -> str:
+    """What to do about calls that are dense for this reason."""
+    return next((text for start, text in REMEDIES.items() if reason.startswith(start)), OTHERWISE)

@@ -1,0 +1,122 @@
+"""The warning about a model that should run S2O and hardly does."""
+
+import logging
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from s2o_runtime import patch
+from s2o_runtime.huggingface import dense_watch
+from s2o_runtime.huggingface.dense_watch import OTHERWISE, REMEDIES, DenseWatch, remedy
+from s2o_runtime.huggingface.hf import layer_states
+from support.models import CONFIGS, LENGTH, make_profile
+
+HOLES = "the mask is not a plain causal one"
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """Two layers; judged after five calls of each."""
+    monkeypatch.setattr(dense_watch, "CALLS", 5)
+    plain = AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="sdpa").eval()
+    return patch(plain, make_profile(plain, 0.5), drift="off")
+
+
+def prompt(length=LENGTH):
+    return torch.randint(3, 128, (1, length))
+
+
+def with_holes(model):
+    mask = torch.ones(1, LENGTH, dtype=torch.int64)
+    mask[0, 40:60] = 0
+    model(prompt(), attention_mask=mask)
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@torch.no_grad()
+def test_long_prompts_that_run_dense_are_warned_about_once(model, caplog):
+    """At the fifth long call of each layer, whatever short ones and decode are between."""
+    for _ in range(4):
+        with_holes(model)
+    for _ in range(3):
+        model(prompt(1))
+        model(prompt(50))
+    assert warnings(caplog) == []
+    for _ in range(8):
+        with_holes(model)
+    [warning] = warnings(caplog)
+    assert warning == (
+        "S2O hardly runs: 10 of the first 10 calls of attention layers with 100 keys or more were dense, most often "
+        f"(10) for this reason: {HOLES}; {REMEDIES[HOLES]}"
+    )
+
+
+@torch.no_grad()
+def test_prompts_that_are_too_short_are_warned_about_once(model, caplog):
+    memory = DynamicCache(config=model.config)
+    for _ in range(4):
+        model(prompt(20))
+    for _ in range(9):  # decode does not count
+        model(prompt(1), past_key_values=memory)
+    assert warnings(caplog) == []
+    for _ in range(20):
+        model(prompt(20))
+    [warning] = warnings(caplog)
+    assert warning.startswith(
+        "S2O hardly runs: 10 of the first 10 calls of attention layers with more than one query had fewer than 100 keys"
+    )
+
+
+@torch.no_grad()
+def test_one_s2o_call_in_five_is_enough(model, caplog):
+    model(prompt())
+    for _ in range(30):
+        with_holes(model)
+    assert warnings(caplog) == []
+    assert layer_states(model)[0].watch is layer_states(model)[1].watch
+    assert layer_states(model)[0].watch.done
+
+
+def test_more_than_nine_in_ten_and_the_most_frequent_reason(caplog):
+    few, many = DenseWatch(1, 100), DenseWatch(1, 100)
+    for watch, dense in ((few, 900), (many, 901)):
+        for call in range(1000):
+            reason = "rare" if call % 3 == 0 else "frequent"
+            watch.see(*(("dense", reason) if call < dense else ("s2o", "it runs")), 100)
+    [warning] = warnings(caplog)
+    assert "901 of the first 1000 calls" in warning
+    assert f"most often (600) for this reason: frequent; {OTHERWISE}" in warning
+
+
+def test_short_prompts_that_are_not_nearly_all_leave_the_long_ones_to_be_judged(caplog):
+    watch = DenseWatch(1, 100)
+    for call in range(2000):
+        watch.see("dense", "a reason", 99 if call % 2 else 100)
+    [warning] = warnings(caplog)
+    assert "1000 of the first 1000 calls of attention layers with 100 keys or more" in warning
+
+
+@torch.no_grad()
+def test_reasons_that_have_a_remedy_are_those_that_layers_give(model):
+    """The beginnings of reasons are kept apart from where the reasons are made."""
+    with_holes(model)
+    state = layer_states(model)[0]
+    state.max_length = 150
+    model(prompt())
+    with torch.enable_grad():
+        model(prompt(120))
+    state.max_length = None
+    state.config_at = lambda length: make_profile(model, 0.5).layer_config(0, length).as_dense()
+    model(prompt())
+    given = {reason for path, reason in state.counts if path == "dense"}
+    assert {remedy(reason) for reason in given} == set(REMEDIES.values())
+
+
+def test_a_model_that_cannot_run_s2o_at_all_has_said_so_already(model, monkeypatch):
+    monkeypatch.setattr("s2o_runtime.huggingface.hf.offloaded", lambda model: "the weights are offloaded")
+    patch(model, make_profile(model, 0.5))
+    assert [state.watch for state in layer_states(model)] == [None, None]
