@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoModelForCausalLM, MistralConfig
 
+from calibrate.commands.calibrate import main
 from s2o_runtime import load_profile
 from support.models import SIZES
 from support.tiny import save_tiny
@@ -28,6 +30,24 @@ def run(*arguments, cwd):
         text=True,
         check=False,
     )
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """The command in this process, in an empty folder: starting one of its own takes seconds."""
+    monkeypatch.chdir(tmp_path)
+    terminate = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as left:
+            code = left.code
+        output = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=output.out, stderr=output.err)
+
+    yield run
+    signal.signal(signal.SIGTERM, terminate)
 
 
 WHOLE_RUN = pytest.mark.slow(reason="runs a calibration, or the command in a process of its own")
@@ -119,7 +139,7 @@ def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny, t
         [sys.executable, "-c", LOST, *map(str, arguments), *["--allow-regression"] * allow],
         cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    lost = "at 512 tokens the patched model finds 0 of the 3 needles that dense finds, 95% are asked for"
+    lost = "at 512 tokens the patched model keeps 0 of the 3 needles that dense finds, 95% are asked for"
     assert outcome.returncode == (0 if allow else 3), outcome.stderr
     assert outcome.stderr.endswith("3 attempts\n")
     assert (tmp_path / "no.safetensors").exists() == allow
@@ -132,8 +152,8 @@ def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny, t
         assert (report["out"], report["met"], report["problems"]) == (None, False, [lost])
 
 
-def test_dry_run_prints_the_plan_and_stops(tmp_path):
-    outcome = run(*GOOD, "--dry-run", "--json", cwd=tmp_path)
+def test_dry_run_prints_the_plan_and_stops(command, tmp_path):
+    outcome = command(*GOOD, "--dry-run", "--json")
     assert outcome.returncode == 0, outcome.stderr
     plan = json.loads(outcome.stdout)
     assert plan["lengths"] == "512"
@@ -143,7 +163,7 @@ def test_dry_run_prints_the_plan_and_stops(tmp_path):
     assert plan["journal"] == "profiles/demo/cpu/demo.journal.sqlite (default)"
     assert (plan["representatives"], plan["grains"]) == ("1, 32 (default)", "4 (default)")
     assert plan["num prompts"] == "4 of each length (default)"
-    text = run(*GOOD, "--dry-run", "--representatives", "8,1", "--held-out", 1, cwd=tmp_path).stdout
+    text = command(*GOOD, "--dry-run", "--representatives", "8,1", "--held-out", 1).stdout
     assert "representatives     1, 8\n" in text
     assert "num held out        1 of each length\n" in text
     assert "8 query heads, 2 KV heads, head dim 128\n" in text
@@ -205,7 +225,7 @@ def test_older_flags_are_understood_and_not_shown():
 
 
 OVER = "layer 3 at 512 tokens has an error of 2.00e-03, 1.00e-03 is allowed"
-LESS = "at 512 tokens the patched model finds 0 of the 3 needles that dense finds, 95% are asked for"
+LESS = "at 512 tokens the patched model keeps 0 of the 3 needles that dense finds, 95% are asked for"
 SLOW = "the prefill of 512 tokens takes 3.0 ms, dense 2.0 ms"
 
 
@@ -231,7 +251,7 @@ def test_what_helps_depends_on_what_failed(problems, phrases, never):
 
 # main() with a part of the program replaced: what takes its place, then the arguments
 REPLACED = """
-import errno, os, sys, time, types
+import errno, os, sys, time
 from calibrate.commands.calibrate import main
 
 def full(recipe, progress):
@@ -246,15 +266,8 @@ def waits(recipe, progress):
     print("ready", flush=True)
     time.sleep(60)
 
-def mode(*arguments):
-    print("called with", [str(each) for each in arguments], flush=True)
-
-if sys.argv[1] == "mode":
-    for name in ("rebudget", "retile"):
-        sys.modules[f"calibrate.profiles.{name}"] = types.SimpleNamespace(**{name: mode})
-else:
-    import calibrate.pipeline
-    calibrate.pipeline.calibrate = globals()[sys.argv[1]]
+import calibrate.pipeline
+calibrate.pipeline.calibrate = globals()[sys.argv[1]]
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -324,11 +337,16 @@ def test_a_bug_is_not_taken_for_a_full_disk():
         (["--retile", "a/p.x", "--device", "cpu", "--out", "q"], "'cpu', 'OUT'", "q"),
     ],
 )
-def test_modes_that_change_a_profile(arguments, called, out, tmp_path):
+def test_modes_that_change_a_profile(arguments, called, out, command, tmp_path, monkeypatch):
+    def mode(*given):
+        print("called with", [str(argument) for argument in given])
+
+    for name in ("rebudget", "retile"):
+        monkeypatch.setitem(sys.modules, f"calibrate.profiles.{name}", SimpleNamespace(**{name: mode}))
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "p.x").touch()
-    output, errors = start("mode", *arguments, cwd=tmp_path).communicate(timeout=60)
-    assert output == f"called with ['a/p.x', {called.replace('OUT', out)}]\nwrote {out}\n", errors
+    outcome = command(*arguments)
+    assert outcome.stdout == f"called with ['a/p.x', {called.replace('OUT', out)}]\nwrote {out}\n", outcome.stderr
 
 
 def bad_inputs():
@@ -382,19 +400,27 @@ def bad_inputs():
 
 
 @pytest.mark.parametrize(("arguments", "message"), list(bad_inputs()), ids=lambda value: " ".join(value)[:40])
-def test_bad_input_is_one_sentence_and_exit_code_2(arguments, message, mistral, tmp_path):
+def test_bad_input_is_one_sentence_and_exit_code_2(arguments, message, mistral, command, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "short.jsonl").write_text('{"text": "a"}\n')
     before = sorted(tmp_path.iterdir())
     flags = dict(zip(GOOD[::2], GOOD[1::2], strict=True)) | dict([arguments])
     flags = {name: str(mistral) if value == "MISTRAL" else value for name, value in flags.items()}
-    outcome = run(*[part for flag in flags.items() for part in flag], "--quiet", cwd=tmp_path)
+    outcome = command(*[part for flag in flags.items() for part in flag], "--quiet")
     assert outcome.returncode == 2, outcome.stdout + outcome.stderr
     lines = [line for line in outcome.stderr.splitlines() if line.strip()]
     assert len(lines) == 1, outcome.stderr
     assert lines[0].startswith("s2o-calibrate: ")
     assert message in lines[0]
     assert sorted(tmp_path.iterdir()) == before
+
+
+@WHOLE_RUN
+def test_bad_input_ends_a_process_in_one_sentence(tmp_path):
+    """The same from outside: nothing but the sentence is on standard error, whatever libraries would say."""
+    outcome = run(*GOOD, "--model", "qwen2.5-7bb", cwd=tmp_path)
+    assert (outcome.returncode, outcome.stdout, outcome.stderr.count("\n")) == (2, "", 1)
+    assert outcome.stderr.startswith("s2o-calibrate: model 'qwen2.5-7bb' is not known")
 
 
 @pytest.mark.parametrize(
@@ -422,8 +448,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments, message, mistral, 
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
-def test_flags_that_do_not_fit_each_other(arguments, message, tmp_path):
-    outcome = run(*arguments, cwd=tmp_path)
+def test_flags_that_do_not_fit_each_other(arguments, message, command, tmp_path):
+    outcome = command(*arguments)
     assert outcome.returncode == 2, outcome.stderr
     assert outcome.stderr.startswith("s2o-calibrate: ")
     assert outcome.stderr.count("\n") == 1
@@ -444,8 +470,8 @@ def test_flags_are_refused_before_torch_is_loaded(lengths, tmp_path):
     assert outcome.stderr == "s2o-calibrate: trials is 0: expected a whole number of at least 1, such as 16\n"
 
 
-def test_device_dependent_lengths_are_not_guessed_before_the_device_is_known(tmp_path):
+def test_device_dependent_lengths_are_not_guessed_before_the_device_is_known(command):
     """Segments and check lengths that fit no CPU default may fit a GPU's, and the other way round."""
     arguments = ["--model", "demo", "--device", "cpu", "--dry-run", "--json", "--check-lengths", "8192"]
-    plan = json.loads(run(*arguments, cwd=tmp_path).stdout)
+    plan = json.loads(command(*arguments).stdout)
     assert (plan["lengths"], plan["check lengths"]) == ("1024, 2048 (default)", "8192")

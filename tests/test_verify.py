@@ -12,6 +12,7 @@ from calibrate.model.models import DEMO_FOLDER, load_tokenizer
 from calibrate.prompts.needles import make_needles
 from calibrate.prompts.prompts import Prompt, load_prompts
 from calibrate.proof import agreement
+from calibrate.proof import agreement
 from calibrate.proof.verify import LayerProof, prove
 from calibrate.recipe import Budget, Recipe
 from s2o_runtime import patch, unpatch
@@ -154,7 +155,7 @@ def test_logits_in_pieces_give_the_same(folder, monkeypatch):
 
 
 @torch.no_grad()
-def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(folder):
+def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(folder, monkeypatch):
     """Spans of what the dense model would say next, and one of what it would not."""
     loaded = stream(folder, True)
     ids = random_prompts()[200][0].ids.clone()
@@ -177,7 +178,10 @@ def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(folder):
     found = [torch.equal(patched.argmax(-1)[begin - 1 : end - 1], ids[begin:end]) for begin, end in spans[:3]]
     fell = [log_probability(dense, *span) - log_probability(patched, *span) for span in spans[:3]]
     kept = sum(finds or nats < 1 for finds, nats in zip(found, fell, strict=True))
-    assert kept < 3
+    assert prove_all(loaded, SPARSE, prompts)[200].needles == (kept, 3)
+    monkeypatch.setattr(agreement, "KEPT_WITHIN", 0.01)  # the model is undecided nearly everywhere
+    kept = sum(finds or nats < 0.01 for finds, nats in zip(found, fell, strict=True))
+    assert not all(found)
     assert prove_all(loaded, SPARSE, prompts)[200].needles == (kept, 3)
 
 
