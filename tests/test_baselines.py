@@ -28,7 +28,7 @@ from support import baseline_references as references
 from support.marks import all_but_first
 from support.naive import naive_attention
 
-SLOW = pytest.mark.slow(reason="more shapes against explicit loops over blocks")
+SLOW = pytest.mark.slow(reason="more shapes against explicit loops over blocks, or processes of their own")
 
 
 def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim=16, dtype=torch.float64):
@@ -153,6 +153,7 @@ def test_everything_kept_is_dense(batch, heads, kv_heads, q_len, kv_len, setting
     assert stats.backend == "reference"
 
 
+@SLOW
 @pytest.mark.parametrize("skip", all_but_first([-2.0, -0.5, -8.0], SLOW))
 def test_the_skip_leaves_out_what_the_paper_leaves_out(skip):
     q, k, v = inputs(1, 2, 1, 300, 420)
@@ -308,6 +309,7 @@ def test_wrong_calls_are_refused():
         select(q, k, PBS(keep=2))
 
 
+@SLOW
 def test_what_is_imported_when():
     program = """
 import sys

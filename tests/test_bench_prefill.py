@@ -7,7 +7,10 @@ import pytest
 from scripts.bench import prefill as bench
 from scripts.bench.schema import PrefillFile, read
 
+SLOW = pytest.mark.slow(reason="times a model")
 
+
+@SLOW
 def test_a_model_is_timed_dense_and_at_a_density(tmp_path, capsys):
     out = tmp_path / "p.json"
     arguments = ["--models", "demo", "--lengths", "512", "--densities", "0.8", "--segment", "128", "--device", "cpu"]

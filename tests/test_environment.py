@@ -366,6 +366,7 @@ def test_training_is_dense(model, taken_over):
     assert paths(model) == {("dense", "gradients are enabled")}
 
 
+@SLOW
 @torch.no_grad()
 def test_compiled_models(model, profile, named):
     """Compiled before any ran: as without s2o-run. After one ran: one graph that runs S2O."""
@@ -456,6 +457,7 @@ def test_why_no_model_ran(model, profile, taken_over, monkeypatch):
     assert sdpa.why_none_ran() is None
 
 
+@SLOW
 def test_flags_are_checked_and_passed_on(profile, tmp_path):
     save_profile(profile, tmp_path / "p.safetensors")
     code = "import os; print(os.environ['S2O_BEYOND'], os.environ['S2O_DRIFT'])"
@@ -480,6 +482,7 @@ def test_flags_are_checked_and_passed_on(profile, tmp_path):
     assert done.stderr == "s2o-run: S2O_DRIFT 'loud' is not known: use one of ('auto', 'off', 'warn', 'dense')\n"
 
 
+@SLOW
 def test_a_program_without_transformers_is_left_alone(profile, tmp_path):
     save_profile(profile, tmp_path / "p.safetensors")
     code = "import sys; print(sorted({'torch', 'transformers', 's2o_runtime'} & set(sys.modules))); sys.exit(7)"
@@ -503,6 +506,7 @@ def test_an_interpreter_without_s2o_says_so_and_goes_on(tmp_path):
     assert done.stderr.startswith("s2o-run: models run without S2O (ModuleNotFoundError: No module named 's2o_runtime'")
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [

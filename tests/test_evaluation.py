@@ -375,6 +375,7 @@ def test_results_of_other_inputs_are_refused_by_name(tiny, tmp_path):
         run(replace(plan, seed=1), tiny)
 
 
+@SLOW
 def test_profiles_run_as_they_are_deployed(tiny, tmp_path):
     for name, tau in (("exact", 0.0), ("coarse", 1000.0)):
         save_profile(make_profile(tiny.model, tau, min_length=400), tmp_path / f"{name}.safetensors")

@@ -29,6 +29,7 @@ def test_an_example_is_short_and_says_how_to_run_it(path):
     assert f"    python examples/{path.name}" in "\n".join(lines[:5])
 
 
+@SLOW
 def test_the_op_alone():
     lines = run("attention_op.py")
     densities = [float(line.split("density ")[1].split(",")[0]) for line in lines]

@@ -19,6 +19,8 @@ from s2o_runtime.identity import fingerprint
 from s2o_runtime.profile import save_profile
 from support.models import CONFIGS, LENGTH, SIZES, close, make_profile, padded_batch, paths, twin, used_s2o
 
+SLOW = pytest.mark.slow(reason="compiles models; test_architectures.py has a faster one")
+
 
 @pytest.fixture(params=sorted(CONFIGS), scope="module")
 def eager(request):
@@ -232,6 +234,7 @@ def test_the_fingerprint_is_the_weights_and_not_their_type(eager):
     assert fingerprint(model) != first
 
 
+@SLOW
 def test_a_compiled_model_stays_one_graph(eager, ids):
     """With a cache: without one, transformers cannot rule out packed sequences while it traces, and masks for them."""
     model = twin(eager)

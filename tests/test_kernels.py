@@ -145,6 +145,7 @@ def test_other_head_dims(head_dim, nan_filled):
     torch.testing.assert_close(lse, expected.lse, rtol=1e-4, atol=1e-4)
 
 
+@SLOW
 @pytest.mark.parametrize(("heads", "head_dim"), all_but_first([(2, 40), (3, 64), (1, 64)], SLOW))
 def test_packed_sequences_are_sequences_on_their_own(heads, head_dim, nan_filled):
     q_lens, k_lens = [130, 0, 70, 200, 1], [130, 0, 171, 200, 90]
@@ -237,6 +238,7 @@ def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch, nan_filled):
     assert difference.abs().mean() > 1e-3
 
 
+@SLOW
 @pytest.mark.parametrize("starts", all_but_first([None, [30, 0]], SLOW), ids=["whole", "left-padded"])
 @pytest.mark.parametrize("grain", all_but_first([4, 1], SLOW))
 @pytest.mark.parametrize("head_dim", all_but_first([64, 256], SLOW))

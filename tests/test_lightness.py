@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -15,6 +16,8 @@ from calibrate.model.models import load_config
 from s2o_runtime import LayerConfig, Profile, TileConfig, patch, save_profile, unpatch
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import fingerprint, geometry
+
+SLOW = pytest.mark.slow(reason="imports transformers in cold processes")
 
 IMPORT_SECONDS = 0.15
 PATCH_SECONDS = 0.1
@@ -32,6 +35,8 @@ def imported(code: str, before: str = "") -> tuple[float, set[str]]:
     program = f"""
 import json, sys, time
 import torch
+
+SLOW = pytest.mark.slow(reason="imports transformers in cold processes")
 {before}
 known, start = set(sys.modules), time.process_time()
 {code}
@@ -51,6 +56,7 @@ def test_importing_the_runtime():
     assert not [name for name in modules if name.partition(".")[0] in ("triton", "calibrate")]
 
 
+@SLOW
 def test_importing_what_patches_a_model():
     seconds, modules = imported("from s2o_runtime import patch", TRANSFORMERS)
     assert seconds <= IMPORT_SECONDS

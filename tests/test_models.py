@@ -17,6 +17,8 @@ from s2o_runtime.errors import ModelError, ProfileError
 from s2o_runtime.identity import Geometry, geometry
 from support.models import CONFIGS, make_profile, save
 
+SLOW = pytest.mark.slow(reason="makes a model of random weights in a process of its own")
+
 PUBLISHED = {  # geometry and parameters in billions, as the models' pages say
     "qwen2.5-0.5b": (Geometry("qwen2", 24, 14, 2, 64), 0.49),
     "qwen2.5-1.5b": (Geometry("qwen2", 28, 12, 2, 128), 1.54),
@@ -57,6 +59,7 @@ def test_the_sizes_are_the_published_ones(name, offline):
     assert config.rope_parameters["rope_theta"] == (1e6 if name.startswith("qwen") else 5e5)
 
 
+@SLOW
 @torch.no_grad()
 def test_an_alias_with_random_weights_needs_no_download(offline):
     loaded = load("llama-3.2-1b", "cpu", random_weights=True, resident=False)

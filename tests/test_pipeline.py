@@ -174,6 +174,7 @@ def test_what_is_written_is_certified_on_prompts_of_its_own(run):
     assert again.out.read_bytes() == made.out.read_bytes()
 
 
+@SLOW
 def test_without_certify_prompts_the_profile_says_that_nothing_is_certified(run):
     made, result = run()
     record = load_profile(made.out).record
@@ -183,6 +184,7 @@ def test_without_certify_prompts_the_profile_says_that_nothing_is_certified(run)
     assert result.first_errors.keys() == {place for place, times in result.tightened.items() if times}
 
 
+@SLOW
 def test_a_certificate_that_loses_needles_writes_nothing(run, monkeypatch):
     monkeypatch.setattr(certify, "retrieval_lost", lambda length, retrieval, recipe: f"needles are lost at {length}")
     made, result = run(**CERTIFIED)

@@ -19,6 +19,8 @@ from s2o_runtime.kernels import plan as plan_module
 from s2o_runtime.kernels.launch import launch, observed
 from s2o_runtime.kernels.plan import Recorder
 
+SLOW = pytest.mark.slow(reason="runs kernels in Triton's interpreter, seconds each")
+
 pytestmark = pytest.mark.usefixtures("small_sample")
 
 TABLE = torch.arange(64)  # was there before any call
@@ -380,6 +382,7 @@ def test_a_replayed_call_is_the_call(interpreted_gpu, nan_filled, starts, option
     compare(again, without_plan(lambda: call(*tensors)))
 
 
+@SLOW
 @pytest.mark.parametrize("same_edges", [True, False])
 def test_a_replayed_packed_call_is_the_call(interpreted_gpu, nan_filled, same_edges):
     def call(lengths, q, k, v):
@@ -411,6 +414,7 @@ def compare(result, expected):
             assert torch.equal(ours.density, theirs.density)
 
 
+@SLOW
 def test_head_dims_that_are_filled_up_are_never_recorded(interpreted_gpu):
     for _ in range(6):
         q, k, v = (tensor[..., :48].contiguous() for tensor in inputs(70))

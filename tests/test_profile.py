@@ -24,7 +24,7 @@ from s2o_runtime.profile import file as profile_file
 from support.golden_profiles import GOLDEN, field_paths, path_of
 from support.profiles import FORMAT, document_of, file_of, rewrite
 
-SLOW = pytest.mark.slow(reason="starts processes of its own")
+SLOW = pytest.mark.slow(reason="starts processes of its own, or tries hundreds of damaged files")
 
 GEOMETRY = Geometry("llama", 2, 3, 1, 64)
 
@@ -311,6 +311,7 @@ types = st.sampled_from([torch.float32, torch.int32, torch.uint8, torch.int64, t
 shapes = st.none() | st.lists(st.integers(0, 4), max_size=4)
 
 
+@SLOW
 @settings(max_examples=300, deadline=None)
 @given(
     name=st.sampled_from(sorted(TENSORS)),

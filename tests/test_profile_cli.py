@@ -5,7 +5,6 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -452,20 +451,17 @@ def test_push_and_pull_a_hub_repository(calibrated, run, tmp_path, monkeypatch):
     ],
     ids=lambda case: "-".join(map(str, case[:1])) if isinstance(case, list) else "",
 )
-def test_errors_are_one_sentence(arguments, sentence, tmp_path):
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)}
-    outcome = subprocess.run(
-        [sys.executable, "-m", "calibrate.commands.profile", *map(str, arguments)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert outcome.returncode == 2, outcome.stderr
-    assert sentence in outcome.stderr
-    assert outcome.stderr.startswith("s2o-profile")
-    assert outcome.stderr.count("\n") == 1
+def test_errors_are_one_sentence(arguments, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = profile_cli.main([str(argument) for argument in arguments])
+    except SystemExit as left:
+        code = left.code
+    said = capsys.readouterr().err
+    assert code == 2, said
+    assert sentence in said
+    assert said.startswith("s2o-profile")
+    assert said.count("\n") == 1
 
 
 @SLOW

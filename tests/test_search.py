@@ -25,7 +25,7 @@ from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from support.marks import all_but_first
 
-SLOW = pytest.mark.slow(reason="measures curves of more prompts and searches with them")
+SLOW = pytest.mark.slow(reason="measures curves of more prompts, or searches many times")
 
 SEGMENTS, GRAINS = (128, 256), (2, 4)
 TILES = (TileConfig(64, 64, 2), TileConfig(128, 64, 2), TileConfig(64, 64, 4))
@@ -139,6 +139,7 @@ def test_every_seed_finds_the_best_of_a_space_that_fits_the_trials(seed, curves)
     assert choice.cost == min(choice_at(point, curves, recipe()).cost for point in POINTS)
 
 
+@SLOW
 def test_a_larger_space_is_searched_better_than_by_chance(curves):
     """Of 48 points 16 are tried, so by chance the best is among them for a third of the seeds."""
     tiles = tuple(TileConfig(64, 64, 2, warps, stages) for warps in (4, 8) for stages in range(1, 7))

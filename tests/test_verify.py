@@ -12,7 +12,6 @@ from calibrate.model.models import DEMO_FOLDER, load_tokenizer
 from calibrate.prompts.needles import make_needles
 from calibrate.prompts.prompts import Prompt, load_prompts
 from calibrate.proof import agreement
-from calibrate.proof import agreement
 from calibrate.proof.verify import LayerProof, prove
 from calibrate.recipe import Budget, Recipe
 from s2o_runtime import patch, unpatch
