@@ -35,8 +35,6 @@ def imported(code: str, before: str = "") -> tuple[float, set[str]]:
     program = f"""
 import json, sys, time
 import torch
-
-SLOW = pytest.mark.slow(reason="imports transformers in cold processes")
 {before}
 known, start = set(sys.modules), time.process_time()
 {code}
