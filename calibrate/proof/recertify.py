@@ -113,7 +113,7 @@ def compared(
             (layer, *bound)
             for layer, (entry, seen) in enumerate(zip(certified[length].layers or (), of_length.layers, strict=False))
             if not profile.layer_config(layer, length).is_dense
-            for bound in _bounds(entry, seen, budget)
+            for bound in bounds_and_errors(entry, seen, budget)
         ]
         for length, of_length in samples.items()
     }
@@ -148,7 +148,7 @@ def _fresh(opened: ToProve, seed: int, prompts: tuple[Path, ...] | None) -> dict
     }
 
 
-def _bounds(
+def bounds_and_errors(
     certified: CertifiedLayer, seen: LayerSample, budget: Budget
 ) -> Iterator[tuple[str, float, Sequence[float]]]:
     """What is certified of a layer: of which rows, the bound, and the errors of the fresh prompts."""

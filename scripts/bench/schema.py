@@ -242,6 +242,95 @@ class BudgetsFile(ResultFile):
 
 
 @dataclass(frozen=True)
+class CoverageCounts:
+    """How often fresh prompts are above certified bounds, over some rows of a prompt, in layers that are not dense.
+
+    layers, means_above: layers, and those whose mean over the prompts is above its bound. cells, cells_above: the same
+    of single prompts, one cell for each layer and prompt; the bounds are for means, so some are to be expected.
+    """
+
+    layers: int
+    means_above: int
+    cells: int
+    cells_above: int
+
+
+@dataclass(frozen=True)
+class CoverageLayer:
+    """One layer on fresh prompts, in the budget's unit: the mean error, its certified bound, the limit, the largest."""
+
+    layer: int
+    mean: float
+    bound: float
+    limit: float | None
+    largest: float
+
+
+@dataclass(frozen=True)
+class CoverageRow:
+    """One length on fresh prompts of one kind of text, or of "all".
+
+    counts: by the rows that are looked at ("all rows", "the last eighth", "64 new tokens"). kl_bound: what is certified
+    of the next prompt's KL; kl_above: how many prompts are above it. needles_found, needles_kept: by the dense model,
+    and of these by the patched one.
+    """
+
+    length: int
+    domain: str
+    prompts: int
+    counts: dict[str, CoverageCounts]
+    layers: list[CoverageLayer]
+    mean_kl: float
+    kl_bound: float | None
+    kl_above: int
+    top1: float
+    needles_found: int
+    needles_kept: int
+
+    COLUMNS: ClassVar[tuple[str, ...]] = (
+        "tokens", "text", "prompts", "means above", "cells above",
+        "last eighth", "continued", "KL", "KL above", "needles",
+    )  # fmt: skip
+
+    def cells(self) -> list[str]:
+        """One line of a table: how many means, and how many single prompts, are above what is certified."""
+        whole, last = self.counts.get("all rows"), self.counts.get("the last eighth")
+        continued = [count for rows, count in self.counts.items() if rows.endswith("new tokens")]
+        return [
+            str(self.length),
+            self.domain,
+            str(self.prompts),
+            "-" if whole is None else f"{whole.means_above} of {whole.layers}",
+            "-" if whole is None else f"{whole.cells_above} of {whole.cells}",
+            "-" if last is None else f"{last.means_above} of {last.layers}",
+            f"{sum(count.means_above for count in continued)} of {sum(count.layers for count in continued)}",
+            f"{self.mean_kl:.1e}",
+            "-" if self.kl_bound is None else f"{self.kl_above} of {self.prompts}",
+            f"{self.needles_kept} of {self.needles_found}",
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoverageFile(ResultFile):
+    """A certified profile on fresh prompts.
+
+    budget: kind and value. seed, num_prompts: what drew the prompts, and how many of each kind of text. prompts: the
+    files and folders that they are from, None for built-in text.
+    """
+
+    program: ClassVar[str] = "python -m scripts.bench.coverage"
+
+    format: str = "s2o-bench-coverage/1"
+    model: str
+    profile: str
+    budget: str
+    seed: int
+    num_prompts: int
+    prompts: str | None
+    rows: list[CoverageRow]
+
+
+@dataclass(frozen=True)
 class RetrievalRow:
     """How many of the asked answers a variant and the dense model find, in one task at one length."""
 

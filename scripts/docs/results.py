@@ -29,6 +29,8 @@ from scripts.bench.schema import (
     AttentionFile,
     BudgetRow,
     BudgetsFile,
+    CoverageFile,
+    CoverageRow,
     EvaluationFile,
     MethodRow,
     MethodsFile,
@@ -123,6 +125,7 @@ def page(sources: Sources) -> str:
         _retrieval(sources, compared),
         _kernel(of_format(sources, AttentionFile)),
         _prefill(of_format(sources, PrefillFile)),
+        _coverage(of_format(sources, CoverageFile)),
     ]
     return "\n\n".join(block for part in parts for block in part) + "\n"
 
@@ -160,6 +163,10 @@ def command(source: Source[ResultFile]) -> str:
         lists = {"budgets": (f"{row.budget:g}" for row in file.rows), "worst-rows": guards}
         options = [f"--{name} {','.join(dict.fromkeys(values))}" for name, values in lists.items()]
         return " ".join((file.program, f"--model {file.model} --length {file.length}", *options, out))
+    if isinstance(file, CoverageFile):
+        text = "" if file.prompts is None else f" --prompts {shlex.quote(file.prompts)}"
+        numbers = f"--seed {file.seed} --num-prompts {file.num_prompts}"
+        return f"{file.program} {file.profile} --model {file.model} {numbers}{text} {out}"
     assert isinstance(file, (AttentionFile, MethodsFile, PrefillFile))
     options = [text for name, value in file.settings.items() if (text := _option(name, value))]
     if isinstance(file, AttentionFile):
@@ -183,6 +190,24 @@ def _option(name: str, value: Any) -> str:
 def _tile(tile: dict[str, Any]) -> str:
     text = "{block_m}x{block_n}x{chunk}:{num_warps}:{num_stages}".format(**tile)
     return f"{text}:ws" if tile.get("specialized") else text
+
+
+def _coverage(sources: Sequence[Source[CoverageFile]]) -> list[str]:
+    """Fresh prompts against certificates; nothing if none were measured."""
+    if not sources:
+        return []
+    out = [
+        "## Certificates on fresh prompts",
+        "How many of the layers that are not dense have a mean error over fresh prompts above their certified bound "
+        "(over all rows, over the last eighth, of calls with 64 and 512 new tokens), and how many prompts have a KL "
+        "above what nine of ten are certified to keep within. A cell is one layer on one prompt; bounds are for means, "
+        "so some cells are above. The bounds are for the mixture of all kinds of text: one kind alone may be above.",
+    ]
+    for source in sources:
+        file = source.file
+        out += [f"### `{file.model}`, {file.budget} ({source.link})"]
+        out += [table(CoverageRow.COLUMNS, [row.cells() for row in file.rows], "rlr")]
+    return out
 
 
 def _all_methods(compared: Sequence[Bench]) -> list[str]:

@@ -16,6 +16,7 @@ from scripts.bench.schema import (
     DENSE,
     AttentionFile,
     BudgetsFile,
+    CoverageFile,
     EvaluationFile,
     MethodRow,
     MethodsFile,
@@ -32,13 +33,14 @@ LEAST = 1e-12  # errors below count as this one, so that they have a logarithm
 EVERYTHING = 0.9999  # a method of this density computes everything, as dense attention does
 
 FORMATS: dict[str, type[ResultFile]] = {
-    cls.format: cls for cls in (AttentionFile, MethodsFile, PrefillFile, BudgetsFile)
+    cls.format: cls for cls in (AttentionFile, MethodsFile, PrefillFile, BudgetsFile, CoverageFile)
 }
 MAKES: dict[type[ResultFile], str] = {
     MethodsFile: f"{MethodsFile.program} --out docs/results/bench-methods-GPU.json",
     AttentionFile: f"{AttentionFile.program} --out docs/results/bench-attention-GPU.json",
     PrefillFile: f"{PrefillFile.program} --out docs/results/bench-prefill-GPU.json",
     BudgetsFile: f"{BudgetsFile.program} --out docs/results/study-budgets-GPU.json",
+    CoverageFile: f"{CoverageFile.program} PROFILE --out docs/results/coverage-MODEL-DEVICE.json",
     EvaluationFile: "s2o-eval --model demo --tasks multi --lengths 32768 --profile FILE --setting TEXT --out FOLDER",
 }
 
