@@ -1,5 +1,6 @@
 """calibrate/report: the terminal, the page, the JSON file and the pictures say what the report says."""
 
+import itertools
 import json
 import math
 import random
@@ -160,6 +161,27 @@ def test_a_layers_row_says_what_the_summary_says(summary):
     row = next(line for line in printed(summary).splitlines() if line.split()[:1] == ["0"])
     expected = "0 0.0015 .. 150 3 16 1/32: 20/8 1024 4 128x128x16 ws s2 0.123 9.50e-04 95% 0.26 12.30x"
     assert " ".join(row.split()) == expected
+
+
+def in_mse(power):
+    """The same report of a budget in mse, of layers whose output has these mean squares."""
+    summary = made() | {"budget": {"kind": "mse", "value": 1e-4, "scope": "layer"}}
+    layers = [layer for length in summary["lengths"] for layer in length["layers"]]
+    for layer, mean_square in itertools.zip_longest(layers, power, fillvalue=0.5):
+        layer |= {"error": 5e-5, "limit": 1e-4, "error_over_limit": 0.5, "why_dense": None}
+        layer |= {"held_out_mse": 5e-5, "held_out_rel_mse": 5e-5 / mean_square}
+    return summary
+
+
+def test_an_mse_stands_beside_what_it_is_of_the_output():
+    text = printed(in_mse((0.5, 0.004)))
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["0"], ["1"])]
+    assert rows[0][-4:-2] == ["1e-04", "50%"]
+    assert rows[1][-4:-2] == ["1e-02", "50%"]
+    said = "layer 1: this mse is up to 2.5% of the output's mean square, where 0.5% is much: --budget-rel-mse"
+    assert said in " ".join(text.split())
+    assert "is much" not in printed(in_mse((0.5, 0.5)))
+    assert "is much" not in printed(made())
 
 
 @pytest.mark.parametrize("width", [60, 120, 300])

@@ -10,18 +10,24 @@ from textwrap import shorten
 from calibrate.report.contents import LayerReport, LengthReport, Report
 from calibrate.tables import Table
 
+LOOSE = 5e-3  # of its output's mean square; a budget in mse that allows a layer more is pointed out
 SHOWN_REASON = 110  # characters of a failed trial's reason; the JSON file has all of them
 
 
 def layer_table(report: Report, length: LengthReport) -> Table:
-    """One row a layer; "1/32: 6/2" says that 6 heads have 1 representative and 2 have 32."""
+    """One row a layer; "1/32: 6/2" says that 6 heads have 1 representative and 2 have 32.
+
+    An mse says nothing without the output that it is of, so the relative one stands beside it.
+    """
+    relative = report.budget.kind == "mse"
     settings = ("layer", "tau", "dense\nheads", "tails", "repr.", "segment", "grain", "tile")
-    outcome = ("density", report.budget.kind, "error /\nlimit", "worst\nrow", "vs\ndense")
+    errors = ("mse", "rel\nmse") if relative else ("rel_mse",)
+    outcome = ("density", *errors, "error /\nlimit", "worst\nrow", "vs\ndense")
     title = f"{length.length} tokens, as adjusted{length.remark}"
-    return Table(settings + outcome, [_layer_cells(layer) for layer in length.layers], title, wrap="repr.")
+    return Table(settings + outcome, [_layer_cells(layer, relative) for layer in length.layers], title, wrap="repr.")
 
 
-def _layer_cells(layer: LayerReport) -> tuple[str, ...]:
+def _layer_cells(layer: LayerReport, relative: bool) -> tuple[str, ...]:
     taus = [_two_digits(tau) for tau in (layer.tau_min, layer.tau_max) if tau is not None]
     return (
         str(layer.layer),
@@ -34,6 +40,7 @@ def _layer_cells(layer: LayerReport) -> tuple[str, ...]:
         layer.tile,
         f"{layer.density:.3f}",
         f"{layer.error:.2e}",
+        *([f"{layer.held_out_rel_mse:.0e}"] if relative else []),
         f"{layer.error_over_limit:.0%}",
         f"{layer.worst:.2g}",
         _speedup(layer.dense_seconds, layer.seconds),
@@ -79,9 +86,28 @@ def length_notes(report: Report, length: LengthReport) -> list[str]:
         if layer.why_dense:
             reasons.setdefault(layer.why_dense, []).append(layer.layer)
     notes += [f"{layer_ranges(numbers)} dense: {reason}" for reason, numbers in reasons.items()]
+    notes += [note] if (note := _loose_note(report, length)) else []
     tightened = [layer.layer for layer in length.layers if layer.tightened]
     return notes + (
         [f"{layer_ranges(tightened)} tightened by what the prompts of this table showed"] if tightened else []
+    )
+
+
+def _loose_note(report: Report, length: LengthReport) -> str | None:
+    """Which layers a budget in mse allows much of their output, because that is small."""
+    if report.budget.kind != "mse":
+        return None
+    allowed = {
+        layer.layer: layer.limit * layer.held_out_rel_mse / layer.held_out_mse
+        for layer in length.layers
+        if layer.held_out_mse > 0 and layer.why_dense is None
+    }
+    loose = [layer for layer, share in allowed.items() if share > LOOSE]
+    if not loose:
+        return None
+    return (
+        f"{layer_ranges(loose)}: this mse is up to {max(allowed[layer] for layer in loose):.1%} of the output's mean "
+        f"square, where {LOOSE:.1%} is much: --budget-rel-mse means the same in every layer"
     )
 
 
