@@ -448,7 +448,7 @@ def test_a_regression_can_be_allowed_and_the_profile_says_so(asked, run):
 @SLOW
 def test_needles_that_less_of_the_budget_keeps_are_kept(asked, attempts, run):
     """How few may be lost is set between what the first attempt finds and what the last one does."""
-    less = LOOSE | {"budget_rel_mse": 0.02}
+    less = LOOSE | {"budget_rel_mse": 0.4}
     _, first = run(**less | {"needles": 0.0})
     _, last = run(**less)
     (few, _), (many, _) = first.proofs[1024].needles, last.proofs[1024].needles

@@ -27,14 +27,22 @@ SLOW = pytest.mark.slow(reason="shares a whole calibration of the demo model")
 ROOT = Path(__file__).parent.parent
 MINIMAL, FULL = path_of("schema2-minimal"), path_of("schema2-full")
 QUICK = "--model demo --device cpu --lengths 512 --num-prompts 1 --held-out 1 --trials 1 --segments 256"
-QUICK += " --representatives 1 --tails off --num-certify 3 --quiet"
+QUICK += " --representatives 1 --tails off --quiet"
 
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
     """A profile with its report and journal beside it; tests do not change them."""
     out = tmp_path_factory.mktemp("calibrated") / "demo.safetensors"
-    assert cli.main([*QUICK.split(), "--out", str(out)]) == 0
+    assert cli.main([*QUICK.split(), "--num-certify", "0", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory):
+    """The same with a certificate, which makes some layers more careful or dense."""
+    out = tmp_path_factory.mktemp("certified") / "demo.safetensors"
+    assert cli.main([*QUICK.split(), "--num-certify", "3", "--out", str(out)]) == 0
     return out
 
 
@@ -56,12 +64,12 @@ def run(capsys):
 
 
 @SLOW
-def test_every_field_of_a_real_profile_is_in_the_format(calibrated, tmp_path):
+def test_every_field_of_a_real_profile_is_in_the_format(certified, tmp_path):
     """Of a calibration, of a profile with another budget and of one with other tiles."""
-    rebudget(calibrated, Budget("rel_mse", 1e-2), calibrated.with_name("other.safetensors"))
-    retile(calibrated, "cpu", tmp_path / "retiled.safetensors")
+    rebudget(certified, Budget("rel_mse", 1e-2), certified.with_name("other.safetensors"))
+    retile(certified, "cpu", tmp_path / "retiled.safetensors")
     text = FORMAT.read_text(encoding="utf-8")
-    for path in (calibrated, calibrated.with_name("other.safetensors"), tmp_path / "retiled.safetensors"):
+    for path in (certified, certified.with_name("other.safetensors"), tmp_path / "retiled.safetensors"):
         for field in field_paths(document_of(path.read_bytes())):
             known = re.sub(r"\.versions\..*", ".versions", field)
             assert any(f"`{known}{end}" in text for end in ("`", "[]`", "[]."))  # the last for an empty list
@@ -241,16 +249,16 @@ def test_verify_makes_the_proof_again(calibrated, run):
 
 
 @SLOW
-def test_verify_checks_the_certificate_on_other_prompts(calibrated, run, tmp_path):
-    code, found = run("verify", calibrated, "--model", "demo", "--device", "cpu", "--seed", "5", "--json")
+def test_verify_checks_the_certificate_on_other_prompts(certified, run, tmp_path):
+    code, found = run("verify", certified, "--model", "demo", "--device", "cpu", "--seed", "5", "--json")
     assert code == 0, found
-    (length,), (certified,) = found["lengths"], load_profile(calibrated).record.certificate.lengths
+    (length,), (stated,) = found["lengths"], load_profile(certified).record.certificate.lengths
     assert (length["length"], length["prompts"], found["problems"]) == (512, 3, [])
-    assert length["kl_bound"] == certified.kl.value
-    assert {one["bound"] for one in length["bounds"]} <= {layer.bound for layer in certified.layers} | {
-        bound for layer in certified.layers for bound in (layer.bound_last, *(one.bound for one in layer.continued))
+    assert length["kl_bound"] == stated.kl.value
+    assert {one["bound"] for one in length["bounds"]} <= {layer.bound for layer in stated.layers} | {
+        bound for layer in stated.layers for bound in (layer.bound_last, *(one.bound for one in layer.continued))
     }
-    profile = load_profile(calibrated)
+    profile = load_profile(certified)
     careless = tuple(dataclasses.replace(each, heads=(HeadConfig(1e6, 256),) * 8) for each in profile.layers[0])
     save_profile(dataclasses.replace(profile, layers=(careless,)), tmp_path / "p.safetensors")
     code, sentence = run("verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu", "--seed", "5")
@@ -324,9 +332,9 @@ def test_push_and_pull_carry_a_profile_with_its_report(calibrated, run, tmp_path
 
 
 @SLOW
-def test_a_card_is_of_its_profile_alone(calibrated):
+def test_a_card_is_of_its_profile_alone(certified):
     """What it says is what was proven; a foreign text in it is only text."""
-    made = card(load_profile(calibrated), "demo.safetensors")
+    made = card(load_profile(certified), "demo.safetensors")
     assert made.startswith("# S2O profile of demo\n")
     assert "**Certified on 3 prompts of each length that chose nothing" in made
     assert "## Not proven" in made

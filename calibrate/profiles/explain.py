@@ -50,7 +50,10 @@ def explain_head(
         row = {"length": length, **plain(settings), "baseline": baseline}
         row |= {"grain": config.grain, "tile": str(config.tile), "density": None, "error": None, "unit": None}
         if settings.mode == "dense" and config.is_dense:
-            why = "dense because its whole layer is: no head gains anything, or the layer was not faster than dense"
+            why = (
+                "dense because its whole layer is: no head gains anything, the layer was not faster than dense, or its "
+                "error stayed over the limit"
+            )
         elif recipe is None or length not in measured:
             why = missing
         else:
