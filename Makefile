@@ -1,7 +1,8 @@
 # make demo, make check, make test, make test-all: everything they need is set up first.
 #   PYTHON=python3   use an existing environment instead (nothing is installed)
 # make check: lint, types and the fast tests. make test: all tests but the exhaustive ones. make test-all: lint and all.
-# make aot: the kernels, compiled for all GPU generations with the oldest and the newest supported Triton.
+# make aot: the kernels, compiled for all GPU generations with the oldest and the newest supported Triton; with
+#   AOT_OPTIONS=--quick the largest configuration of each kernel only, as in continuous integration.
 # make transformers: its tests with the oldest and the newest supported transformers.
 # make architectures: README's table, from the tests that pass. make profile-format: the tables of
 # docs/profile-format.md, from the record's fields. make wheel: the wheel, in an empty environment.
@@ -52,10 +53,10 @@ aot: $(AOT)
 
 aot-installed:
 	mkdir -p build
-	$(RUN) tests/aot.py > build/$@.jsonl
+	$(RUN) tests/aot.py $(AOT_OPTIONS) > build/$@.jsonl
 
 $(TRITONS:%=aot-%): aot-%: build/triton-%/.installed
-	PYTHONPATH=build/triton-$* $(VENV)/bin/python tests/aot.py > build/$@.jsonl
+	PYTHONPATH=build/triton-$* $(VENV)/bin/python tests/aot.py $(AOT_OPTIONS) > build/$@.jsonl
 
 # with PYTHON=... there is one transformers, whose tests are among those of `make test`
 transformers: $(OTHERS)

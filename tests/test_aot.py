@@ -2,7 +2,7 @@
 
 import pytest
 
-from aot import RULES, VARIANTS, Case, Compiled, broken_rules, cases
+from aot import RULES, VARIANTS, Case, Compiled, broken_rules, cases, largest
 from s2o_runtime.config import HEAD_DIMS, TileConfig
 from s2o_runtime.tiles import SHARED_MEMORY
 
@@ -49,3 +49,13 @@ def test_all_kernels_are_compiled_for_all_targets():
         "prefill", "prefill_hopper", "representatives", "log_sums", "scores", "pool", "tail", "trace",
         "block_sparse", "pool_blocks", "antidiagonal",
     }  # fmt: skip
+
+
+def test_quick_leaves_no_kernel_gpu_or_variant_out():
+    every, some = cases(), largest(cases())
+    assert len(some) < len(every) / 3
+    assert {(case.kernel, case.capability, case.variant) for case in some} == {
+        (case.kernel, case.capability, case.variant) for case in every
+    }
+    (hopper,) = (case for case in some if (case.kernel, case.variant) == ("prefill_hopper", ""))
+    assert hopper.head_dim == max(case.head_dim for case in every if case.kernel == "prefill_hopper")
