@@ -51,7 +51,8 @@ from support.architectures import (
 )
 from support.marks import all_but_first
 
-SLOW = pytest.mark.slow(reason="compiles a model, seconds each")
+SLOW = pytest.mark.slow(reason="further architectures, or compiles a model, seconds each")
+QUICK = ("llama", "qwen2-sliding", "gemma2")  # one that runs S2O everywhere, one with windows, one with capped scores
 
 LENGTH, SEGMENT, SHORTEST = 150, 64, 32
 
@@ -86,7 +87,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=[name if name in QUICK else pytest.param(name, marks=SLOW) for name in CASES])
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 

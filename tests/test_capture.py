@@ -7,12 +7,14 @@ from calibrate.model import capture, streams
 from s2o_runtime import patch
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import layer_states
+from support.marks import all_but_first
 from support.models import ARCHITECTURES, make_profile, save, stream
 
+SLOW = pytest.mark.slow(reason="further architectures")
 PROMPTS = [torch.randint(3, 128, (length,), generator=torch.Generator().manual_seed(length)) for length in (150, 60)]
 
 
-@pytest.fixture(params=ARCHITECTURES, scope="module")
+@pytest.fixture(params=all_but_first(ARCHITECTURES, SLOW), scope="module")
 def folder(request, tmp_path_factory):
     return save(request.param, tmp_path_factory.mktemp(request.param))
 

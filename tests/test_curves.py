@@ -12,6 +12,9 @@ from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.shapes import call_shape, density
+from support.marks import all_but_first
+
+SLOW = pytest.mark.slow(reason="more tiles of the same")
 
 
 def prompt(length=1900, heads=4, kv_heads=2, head_dim=16):
@@ -25,7 +28,7 @@ TILES = [TileConfig(128, 64, 2), TileConfig(64, 64, 8), TileConfig(128, 128, 3)]
 
 
 @pytest.mark.parametrize("tail", [False, True], ids=["plain", "tail"])
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", all_but_first(TILES, SLOW), ids=str)
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: f"S{m.segment}-R{m.representatives}-G{m.grain}")
 def test_a_curve_predicts_what_the_reference_does(method, tile, tail):
     captured = prompt()

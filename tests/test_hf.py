@@ -17,12 +17,13 @@ from s2o_runtime.errors import ModelError, ProfileError
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.identity import fingerprint
 from s2o_runtime.profile import save_profile
+from support.marks import all_but_first
 from support.models import CONFIGS, LENGTH, SIZES, close, make_profile, padded_batch, paths, twin, used_s2o
 
-SLOW = pytest.mark.slow(reason="compiles models; test_architectures.py has a faster one")
+SLOW = pytest.mark.slow(reason="further architectures, or compiles models, which test_architectures.py does faster")
 
 
-@pytest.fixture(params=sorted(CONFIGS), scope="module")
+@pytest.fixture(params=all_but_first(sorted(CONFIGS), SLOW), scope="module")
 def eager(request):
     torch.manual_seed(1)
     return AutoModelForCausalLM.from_config(CONFIGS[request.param], attn_implementation="eager").eval()

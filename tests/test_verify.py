@@ -19,14 +19,16 @@ from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.reference.dense import exact_attention
+from support.marks import all_but_first
 from support.models import make_profile, save, stream
 
+SLOW = pytest.mark.slow(reason="further architectures")
 LENGTHS = (130, 200)
 TILE = TileConfig(64, 32, 1, 4, 1)
 EXACT, SPARSE = (LayerConfig.uniform(4, tau=tau, segment=64, tile=TILE) for tau in (0.0, 100.0))
 
 
-@pytest.fixture(params=["llama", "qwen2", "tied"], scope="module")
+@pytest.fixture(params=all_but_first(["llama", "qwen2", "tied"], SLOW), scope="module")
 def folder(request, tmp_path_factory):
     return save(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -13,7 +13,10 @@ from calibrate.model.models import DEMO_FOLDER, load
 from calibrate.model.weights import RandomWeights, Weights, skeleton, stays_resident
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import fingerprint
+from support.marks import all_but_first
 from support.models import ARCHITECTURES, CPU, MODELS, build, save, stream
+
+SLOW = pytest.mark.slow(reason="further architectures")
 
 
 def random_weights(name, seed, resident):
@@ -26,7 +29,7 @@ def shards(request):
     return request.param
 
 
-@pytest.fixture(params=ARCHITECTURES, scope="module")
+@pytest.fixture(params=all_but_first(ARCHITECTURES, SLOW), scope="module")
 def saved(request, shards, tmp_path_factory):
     """The model, and the folder it is in."""
     folder = save(request.param, tmp_path_factory.mktemp("saved"), **shards)
