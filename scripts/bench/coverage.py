@@ -135,8 +135,9 @@ def row_of(opened: ToProve, certified: CertifiedLength, domain: str, samples: li
             for rows, bound, errors in bounds_and_errors(entry, seen.layers[index], budget):
                 of_parts.setdefault(rows, (bound, []))[1].extend(errors)
         for rows, (bound, errors) in of_parts.items():
-            old = counts.get(rows, CoverageCounts(0, 0, 0, 0))
+            old = counts.get(rows, CoverageCounts(rows, 0, 0, 0, 0))
             counts[rows] = CoverageCounts(
+                rows,
                 old.layers + 1,
                 old.means_above + (fmean(errors) > bound),
                 old.cells + len(errors),
@@ -151,7 +152,7 @@ def row_of(opened: ToProve, certified: CertifiedLength, domain: str, samples: li
         length=certified.length,
         domain=domain,
         prompts=len(kls),
-        counts=counts,
+        counts=list(counts.values()),
         layers=layers,
         mean_kl=fmean(kls),
         kl_bound=kl_bound,

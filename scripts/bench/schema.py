@@ -245,10 +245,12 @@ class BudgetsFile(ResultFile):
 class CoverageCounts:
     """How often fresh prompts are above certified bounds, over some rows of a prompt, in layers that are not dense.
 
-    layers, means_above: layers, and those whose mean over the prompts is above its bound. cells, cells_above: the same
-    of single prompts, one cell for each layer and prompt; the bounds are for means, so some are to be expected.
+    rows: "all rows", "the last eighth" or "64 new tokens". layers, means_above: layers, and those whose mean over the
+    prompts is above its bound. cells, cells_above: the same of single prompts, one cell for each layer and prompt; the
+    bounds are for means, so some are to be expected.
     """
 
+    rows: str
     layers: int
     means_above: int
     cells: int
@@ -270,7 +272,7 @@ class CoverageLayer:
 class CoverageRow:
     """One length on fresh prompts of one kind of text, or of "all".
 
-    counts: by the rows that are looked at ("all rows", "the last eighth", "64 new tokens"). kl_bound: what is certified
+    counts: one entry for each part of a prompt's rows. kl_bound: what is certified
     of the next prompt's KL; kl_above: how many prompts are above it. needles_found, needles_kept: by the dense model,
     and of these by the patched one.
     """
@@ -278,7 +280,7 @@ class CoverageRow:
     length: int
     domain: str
     prompts: int
-    counts: dict[str, CoverageCounts]
+    counts: list[CoverageCounts]
     layers: list[CoverageLayer]
     mean_kl: float
     kl_bound: float | None
@@ -294,8 +296,9 @@ class CoverageRow:
 
     def cells(self) -> list[str]:
         """One line of a table: how many means, and how many single prompts, are above what is certified."""
-        whole, last = self.counts.get("all rows"), self.counts.get("the last eighth")
-        continued = [count for rows, count in self.counts.items() if rows.endswith("new tokens")]
+        counts = {count.rows: count for count in self.counts}
+        whole, last = counts.get("all rows"), counts.get("the last eighth")
+        continued = [count for count in self.counts if count.rows.endswith("new tokens")]
         return [
             str(self.length),
             self.domain,

@@ -193,9 +193,7 @@ def _tile(tile: dict[str, Any]) -> str:
 
 
 def _coverage(sources: Sequence[Source[CoverageFile]]) -> list[str]:
-    """Fresh prompts against certificates; nothing if none were measured."""
-    if not sources:
-        return []
+    """Fresh prompts against certificates."""
     out = [
         "## Certificates on fresh prompts",
         "How many of the layers that are not dense have a mean error over fresh prompts above their certified bound "
@@ -203,6 +201,8 @@ def _coverage(sources: Sequence[Source[CoverageFile]]) -> list[str]:
         "above what nine of ten are certified to keep within. A cell is one layer on one prompt; bounds are for means, "
         "so some cells are above. The bounds are for the mixture of all kinds of text: one kind alone may be above.",
     ]
+    if not sources:
+        return [*out, missing(CoverageFile)]
     for source in sources:
         file = source.file
         out += [f"### `{file.model}`, {file.budget} ({source.link})"]
