@@ -13,7 +13,7 @@ from calibrate.proof.reprove import ToProve, on_other_text, to_prove
 from calibrate.proof.sample import LayerSample, LengthSample, sample
 from calibrate.proof.statistics import exceedance_probability, mean_lower_bound
 from calibrate.proof.verify import Configured
-from calibrate.recipe import OPTIONS, Budget
+from calibrate.recipe import OPTIONS, Budget, Recipe
 from s2o_runtime.errors import InputError
 from s2o_runtime.profile import load_profile
 from s2o_runtime.profile.record import CertifiedLayer, CertifiedLength
@@ -87,7 +87,8 @@ def recertified(model: str, path: Path, device: str, seed: int, prompts: tuple[P
     if not lengths:
         raise InputError(f"{path} is not certified, so there is nothing to compare with: leave --seed out")
     opened = to_prove(model, path, device)
-    fresh = _fresh(opened, seed, prompts)
+    count = opened.recipe.num_certify or OPTIONS["num_certify"].default
+    fresh = fresh_prompts(opened, replace(opened.recipe, seed=seed, num_certify=count), prompts)
     for length in lengths:
         if len(fresh.get(length, ())) < FEWEST:
             raise InputError(
@@ -133,13 +134,18 @@ def compared(
     return Recertified(lengths, tuple(problem for length in lengths for problem in _problems(length, certified)))
 
 
-def _fresh(opened: ToProve, seed: int, prompts: tuple[Path, ...] | None) -> dict[int, list[Prompt]]:
-    """The certify prompts that this seed draws, without those that took part in the calibration."""
-    recipe, recorded = opened.recipe, opened.profile.record.data
-    wanted = recipe.num_certify or OPTIONS["num_certify"].default
-    drawn = replace(on_other_text(recipe, prompts), seed=seed, num_certify=wanted)
+def fresh_prompts(opened: ToProve, recipe: Recipe, prompts: tuple[Path, ...] | None) -> dict[int, list[Prompt]]:
+    """The certify prompts of a recipe, by length in tokens, without those that took part in the profile.
+
+    Args:
+        opened: The profile, whose record names what took part, and its model.
+        recipe: What to draw: the lengths, how many prompts and the seed, and the kinds of text.
+        prompts: Files and folders to draw from instead; None is what the recipe says.
+    """
+    drawn = on_other_text(recipe, prompts)
     if prompts is not None:  # of the user's text as much as possible is for the certificate
         drawn = replace(drawn, num_prompts=1, held_out=1)
+    recorded = opened.profile.record.data
     parts = (recorded.calibration, recorded.held_out, recorded.certify) if recorded else ()
     seen = {prompt.sha256 for part in parts for prompt in part or ()}
     return {

@@ -21,9 +21,9 @@ from statistics import fmean
 
 import torch
 
-from calibrate.prompts.prompts import Prompt, load_prompts
-from calibrate.proof.recertify import bounds_and_errors
-from calibrate.proof.reprove import ToProve, on_other_text, to_prove
+from calibrate.prompts.prompts import Prompt
+from calibrate.proof.recertify import bounds_and_errors, fresh_prompts
+from calibrate.proof.reprove import ToProve, to_prove
 from calibrate.proof.sample import LengthSample, sample
 from calibrate.recipe import DOMAINS
 from s2o_runtime.errors import InputError
@@ -91,28 +91,24 @@ def bench(args: argparse.Namespace) -> None:
     for length, entry in certified.items():
         samples = {
             domain: sample(opened.loaded, length, prompts, opened.profile)[1]
-            for domain, prompts in fresh_prompts(opened, length, args).items()
+            for domain, prompts in by_domain(opened, length, args).items()
         }
         file.rows.extend(rows_of(opened, entry, samples))
         write(args.out, file)
     print_table("fresh prompts against the certificate", CoverageRow.COLUMNS, (row.cells() for row in file.rows))
 
 
-def fresh_prompts(opened: ToProve, length: int, args: argparse.Namespace) -> dict[str, list[Prompt]]:
-    """The prompts of one length by kind of text; none of them has the hash of one in the profile's record."""
-    files = None if args.prompts is None else tuple(map(Path, args.prompts.split(",")))
-    sets = [None] if files else [(domain,) for domain in args.domains.split(",")]
-    data = opened.profile.record.data
-    parts = (data.calibration, data.held_out, data.certify) if data else ()
-    seen = {prompt.sha256 for part in parts for prompt in part or ()}
+def by_domain(opened: ToProve, length: int, args: argparse.Namespace) -> dict[str, list[Prompt]]:
+    """The fresh prompts of one length by kind of text."""
+    drawn = replace(opened.recipe, seed=args.seed, num_certify=args.num_prompts, lengths=(length,), check_lengths=())
+    if args.prompts is not None:
+        fresh = fresh_prompts(opened, drawn, tuple(map(Path, args.prompts.split(","))))[length]
+    else:
+        recipes = [replace(drawn, domains=(name,), prompts=None).validate() for name in args.domains.split(",")]
+        fresh = [prompt for recipe in recipes for prompt in fresh_prompts(opened, recipe, None)[length]]
     prompts: dict[str, list[Prompt]] = {}
-    for domains in sets:
-        drawn = replace(opened.recipe, seed=args.seed, num_certify=args.num_prompts)
-        drawn = replace(drawn, lengths=(length,), check_lengths=())
-        drawn = on_other_text(drawn, files) if files else replace(drawn, domains=domains, prompts=None)
-        for prompt in load_prompts(drawn.validate(), opened.loaded.tokenizer).certify[length]:
-            if prompt.sha256 not in seen:
-                prompts.setdefault(prompt.domain, []).append(prompt)
+    for prompt in fresh:
+        prompts.setdefault(prompt.domain, []).append(prompt)
     return prompts
 
 
