@@ -22,7 +22,10 @@ KERNEL_TYPES = (torch.bfloat16, torch.float16)  # of q, k and v, in every kernel
 
 @dataclass(frozen=True)
 class CallShape:
-    """Sizes of one call. For packed sequences `batch` is their number, `q_len` and `kv_len` are their maxima."""
+    """Sizes of one call. For packed sequences `batch` is their number, `q_len` and `kv_len` are their maxima.
+
+    head_dim: of q and k; value_dim: of v and the output, which differs from it where attention is latent (MLA).
+    """
 
     batch: int
     query_heads: int
@@ -30,6 +33,12 @@ class CallShape:
     q_len: int
     kv_len: int
     head_dim: int
+    value_dim: int
+
+    @property
+    def widest(self) -> int:
+        """The larger of the two head dims: what kernels must hold of both."""
+        return max(self.head_dim, self.value_dim)
 
     @property
     def group(self) -> int:
@@ -50,8 +59,8 @@ class CallShape:
         return -(-self.q_len // segment)
 
     def with_head_dim(self, head_dim: int) -> CallShape:
-        """The same call with another head dimension."""
-        return replace(self, head_dim=head_dim)
+        """The same call with another head dimension, of q, k and v."""
+        return replace(self, head_dim=head_dim, value_dim=head_dim)
 
 
 def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) -> CallShape:
@@ -60,7 +69,7 @@ def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) 
     Args:
         q: [B, Hq, Lq, D], any floating type.
         k: [B, Hkv, Lk, D], the type and device of q; Hkv divides Hq, Lq <= Lk.
-        v: like k.
+        v: [B, Hkv, Lk, Dv], the type and device of q; Dv may differ from D.
         kv_start: int32 or int64 [B] on the device of q, the first key of each sequence that counts; None for 0.
 
     Raises:
@@ -79,8 +88,10 @@ def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) 
             raise InputError(f"{name} is empty, shape {tuple(tensor.shape)}: every size must be at least 1")
     batch, query_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
-    if v.shape != k.shape:
-        raise InputError(f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}: they must be equal")
+    if v.shape[:3] != k.shape[:3]:
+        raise InputError(
+            f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}: batch, heads and length must be equal"
+        )
     if k.shape[0] != batch or k.shape[3] != head_dim:
         raise InputError(f"k has shape {tuple(k.shape)}: expected batch {batch} and head_dim {head_dim} as in q")
     if query_heads % kv_heads:
@@ -94,7 +105,7 @@ def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) 
             )
         if kv_start.device != q.device:
             raise InputError(f"kv_start is on {kv_start.device} but q on {q.device}: move it")
-    return CallShape(batch, query_heads, kv_heads, q_len, kv_len, head_dim)
+    return CallShape(batch, query_heads, kv_heads, q_len, kv_len, head_dim, v.shape[3])
 
 
 def packed_shape(
@@ -105,7 +116,8 @@ def packed_shape(
     The contents of `cu_q` and `cu_k` are not read: that would wait for the device.
 
     Args:
-        q: [Tq, Hq, D]; k, v: [Tk, Hkv, D]; the sequences lie one behind another along the first dimension.
+        q: [Tq, Hq, D]; k: [Tk, Hkv, D]; v: [Tk, Hkv, Dv]; the sequences lie one behind another along the first
+            dimension.
         cu_q: int32 [N + 1], where the queries of each sequence begin, from 0 to Tq.
         cu_k: int32 [N + 1], where the keys of each sequence begin, from 0 to Tk.
         max_q: queries, at least as many as the longest sequence has.
@@ -146,19 +158,6 @@ def check_heads(config: LayerConfig, shape: CallShape) -> None:
         raise InputError(
             f"the config describes {config.num_heads} query heads but q has {shape.query_heads}: give one per head"
         )
-
-
-def checked_scale(scale: float | None, head_dim: int) -> float:
-    """The factor of the scores: `scale`, or `head_dim ** -0.5` for None.
-
-    Raises:
-        InputError: the scale is not positive.
-    """
-    if scale is None:
-        return float(head_dim**-0.5)
-    if not scale > 0:
-        raise InputError(f"scale is {scale}: expected a positive number")
-    return scale
 
 
 def needs_gradients(*tensors: Tensor) -> bool:

@@ -57,6 +57,7 @@ POINTERS = {
     "CU_Q": "i32",
     "CU_K": "i32",
     "LSE": "fp32",
+    "SINKS": "bf16",
     "TAU": "fp32",
     "SEGMENT": "i32",
     "FLAGS": "i32",

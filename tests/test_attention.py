@@ -5,7 +5,8 @@ import torch
 
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.backend import _log_once
-from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.baselines.settings import PBS
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.reference.attention import s2o_attention_reference
@@ -110,7 +111,7 @@ def test_bad_input_is_one_sentence_that_names_the_tensor():
     cases = [
         ((q[0], k, v, config()), "q has 3 dimensions"),
         ((q, k[:, :, :10], v[:, :, :10], config()), "q has 150 rows but there are 10 keys"),
-        ((q, k, v[..., :32], config()), r"v has shape \(1, 1, 150, 32\) but k has"),
+        ((q, k, v[:, :, :32], config()), r"v has shape \(1, 1, 32, 64\) but k has"),
         ((q, k.half(), v, config()), "k is torch.float16 but q is torch.float32"),
         ((q.int(), k, v, config()), "q is torch.int32: expected a floating point type"),
         ((q, k, v, config(3)), "describes 3 query heads but q has 2"),
@@ -141,3 +142,40 @@ def test_what_the_kernel_cannot_do_is_refused_when_asked_for():
     q, k, v = inputs()
     with pytest.raises(InputError, match="no backward pass"):
         s2o_attention(q.requires_grad_(), k, v, config(), backend="triton")
+
+
+def test_bad_scoring_is_one_sentence():
+    q, k, v = inputs()
+    cases = [
+        ({"softcap": 0.0}, "softcap is 0.0: expected a positive number"),
+        ({"softcap": float("inf")}, "softcap is inf: expected a positive number"),
+        ({"sinks": torch.zeros(3)}, r"sinks have shape \(3,\) and type torch.float32: expected .* 2 query heads"),
+        ({"sinks": torch.zeros(2, dtype=torch.int64)}, "type torch.int64: expected a floating point number"),
+        ({"sinks": torch.zeros(2, device="meta")}, "sinks are on meta but q on cpu"),
+    ]
+    for options, message in cases:
+        with pytest.raises(InputError, match=message):
+            s2o_attention(q, k, v, config(), **options)
+
+
+def test_a_parameter_as_sinks_is_no_gradient_where_none_is_wanted():
+    q, k, v = inputs()
+    sinks = torch.nn.Parameter(torch.ones(2))
+    with torch.no_grad():
+        out = s2o_attention(q, k, v, config(), sinks=sinks)
+    expected, _, _ = s2o_attention_reference(q, k, v, config(), sinks=sinks.detach())
+    assert torch.equal(out, expected)
+    if interpreted():
+        with pytest.raises(InputError, match="no backward pass"):
+            s2o_attention(q, k, v, config(), sinks=sinks, backend="triton")
+
+
+@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"sinks": torch.ones(2)}], ids=["cap", "sinks"])
+def test_baselines_refuse_sinks_and_caps(options):
+    q, k, v = inputs()
+    layer = LayerConfig((HeadConfig(mode="baseline", baseline=PBS()),) * 2, TILE)
+    out, _, stats = s2o_attention(q, k, v, layer, return_stats=True, **options)
+    assert (stats.backend, "cannot be done by pbs" in stats.reason) == ("dense", True)
+    torch.testing.assert_close(out.double(), naive_attention(q, k, v, **options), rtol=1e-4, atol=1e-5)
+    stats = s2o_attention(q, k, v[..., :32], layer, return_stats=True).stats
+    assert "head_dim 64 of keys with 32 of values" in stats.reason

@@ -31,3 +31,38 @@ def test_exact_attention_keeps_float64_and_raises_half_types():
     assert exact_attention(q, k, v).dtype == torch.float32
     out = exact_attention(q.double(), k.double(), v.double())
     torch.testing.assert_close(out, naive_attention(q, k, v), rtol=1e-12, atol=1e-14)
+
+
+FEATURES = [
+    pytest.param({"sinks": True}, id="sinks"),
+    pytest.param({"softcap": 1.5}, id="softcap"),
+    pytest.param({"sinks": True, "softcap": 1.5}, id="both"),
+    pytest.param({}, id="value-dim"),
+]
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("value_dim", [32, 24, 48])
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "starts"), CASES)
+@pytest.mark.parametrize("function", [dense_attention, exact_attention])
+def test_sinks_caps_and_other_value_dims(
+    function, batch, heads, kv_heads, q_len, kv_len, starts, value_dim, features, monkeypatch
+):  # fmt: skip
+    monkeypatch.setattr(dense, "EXACT_ROWS", 16)
+    q = torch.randn(batch, heads, q_len, 32)
+    k, v = torch.randn(batch, kv_heads, kv_len, 32), torch.randn(batch, kv_heads, kv_len, value_dim)
+    options = {"scale": 0.3, "kv_start": None if starts is None else torch.tensor(starts), **features}
+    if "sinks" in features:
+        options["sinks"] = torch.randn(heads) * 3
+    out = function(q, k, v, **options)
+    torch.testing.assert_close(out.double(), naive_attention(q, k, v, **options), rtol=1e-5, atol=1e-5)
+
+
+def test_a_sink_is_as_exact_in_bfloat16_as_in_float32():
+    """Its score is a sum of terms of the type of q: one term alone would be off by 2^-9 of the score."""
+    q, k, v = (torch.randn(1, 2, 40, 32, dtype=torch.bfloat16) for _ in range(3))
+    sinks = torch.tensor([20.3, -float("inf")])
+    out = dense_attention(q * 0.1, k, v, scale=0.3, sinks=sinks)
+    expected = naive_attention(q * 0.1, k, v, scale=0.3, sinks=sinks)
+    off = (out.double() - expected).norm(dim=(2, 3)) / expected.norm(dim=(2, 3))
+    assert float(off.max()) < 0.01  # rounding of weights and output; with a sink of 20.25, which is one term, 0.05

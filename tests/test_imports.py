@@ -20,6 +20,7 @@ RUNTIME = [
     "config",
     "identity",
     "shapes",
+    "scoring",
     "tiles",
     "devices",
     "reference",

@@ -1,6 +1,7 @@
 """The Triton kernels in the interpreter, against the reference. bf16 is wrong there: fp32 and fp16 only."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -22,6 +23,7 @@ from s2o_runtime.reference.ranking import RankedPrefix, log_weights, part_means
 from s2o_runtime.shapes import call_shape
 from support.kernels import call_of, inputs
 from support.marks import all_but_first
+from support.naive import naive_attention
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
@@ -72,15 +74,17 @@ def ranking_of(call, ranked, tail, b, h, n):
     return RankedPrefix(order.flatten(), mass, values, grain)
 
 
-def run_both(q, k, v, config, kv_start=None, scale=None):
+def run_both(q, k, v, config, kv_start=None, scale=None, softcap=None, sinks=None):
     """The kernels, and the reference following the ranking that the kernels made."""
     shape = call_shape(q, k, v, kv_start)
     scale = shape.head_dim**-0.5 if scale is None else scale
-    call = Call(config, shape, scale, head_tables(config, q.device), kv_start)
+    call = Call(config, shape, scale, head_tables(config, q.device), kv_start, softcap=softcap, sinks=sinks)
     ranking = None
     if not config.is_dense:
         ranking = partial(ranking_of, call, *Ranker(q, k, v, call).rank(range(shape.q_len)))
-    expected = s2o_attention_reference(q, k, v, config, kv_start=kv_start, scale=scale, ranking_of=ranking)
+    expected = s2o_attention_reference(
+        q, k, v, config, kv_start=kv_start, scale=scale, softcap=softcap, sinks=sinks, ranking_of=ranking
+    )
     return s2o_prefill(q, k, v, call, lse=True), expected
 
 
@@ -132,6 +136,52 @@ def test_rules_and_tiles(stop_rule, tau, row_reduce, tile, nan_filled):
         1, tau=tau, segment=128, stop_rule=stop_rule, tile=tile, row_reduce=row_reduce, tail=True
     )
     agree(*run_both(q, k, v, config))
+
+
+FEATURES = [
+    pytest.param({"sinks": [1.0, 9.0], "softcap": 3.0, "scale": 0.3}, None, id="sinks-cap-scale"),
+    pytest.param({"sinks": [-3.0, 6.0]}, [40, 0], id="sinks-padded"),
+    pytest.param({"softcap": 50.0}, None, id="cap"),
+    pytest.param({"scale": 0.5}, None, id="scale"),
+]
+
+
+@pytest.mark.parametrize(("features", "starts"), all_but_first(FEATURES, SLOW))
+def test_sinks_caps_and_scales(features, starts, nan_filled):
+    q, k, v = inputs(1 if starts is None else 2, 2, 1, 140, 211, 64)
+    options = dict(features)
+    if "sinks" in features:
+        options["sinks"] = torch.tensor(features["sinks"])
+    heads = (HeadConfig(1.0, 64, representatives=4, tail=True), HeadConfig(0.3, 128))
+    config = LayerConfig(heads, TILE, grain=2)
+    kv_start = None if starts is None else torch.tensor(starts)
+    agree(*run_both(q, k, v, config, kv_start, **options))
+
+
+def test_a_cap_is_part_of_the_ranking(nan_filled):
+    q, k, _ = inputs(1, 1, 1, 64, 330, 64)
+    config = LayerConfig.uniform(1, segment=64, representatives=4, grain=2, tile=TILE)
+    call = replace(call_of(q, k, config), softcap=1.5)
+    ranked, _ = Ranker(q, k, k, call).rank(range(64))
+    means = part_means(q[0, 0] * 0.125, 16)
+    expected = log_weights(means, k[0, 0, :256], 2, softcap=1.5) * LOG2E
+    torch.testing.assert_close(ranked.score[0, 0, 0, :128].float(), expected, rtol=2e-3, atol=1e-2)
+    assert (expected - log_weights(means, k[0, 0, :256], 2) * LOG2E).abs().max() > 0.5
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), all_but_first([(48, 32), (192, 128), (64, 96)], SLOW))
+def test_values_may_have_a_head_dim_of_their_own(head_dim, value_dim, nan_filled):
+    """The op itself: it fills up, runs the kernel, and cuts the output; the scale is that of the keys' head dim."""
+    q, k, _ = inputs(1, 2, 1, 100, 150, head_dim)
+    v = torch.randn(1, 1, 150, value_dim)
+    config = LayerConfig.uniform(2, tau=0.0, segment=64, tile=TILE)
+    out = s2o_attention(q, k, v, config, backend="triton")
+    torch.testing.assert_close(out.double(), naive_attention(q, k, v), rtol=1e-4, atol=1e-5)
+    packed = [tensor[0].transpose(0, 1) for tensor in (q, k, v)]
+    edges = [torch.tensor([0, length], dtype=torch.int32) for length in (100, 150)]
+    for backend in ("triton", "reference", "dense"):
+        alone = s2o_attention_varlen(*packed, *edges, 100, 150, config, backend=backend)
+        torch.testing.assert_close(alone.transpose(0, 1), out[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_dim", all_but_first([80, 8, 96, 256], SLOW))

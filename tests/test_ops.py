@@ -51,7 +51,9 @@ def test_another_config_is_another_graph():
 
 
 def test_the_fake_implementation_of_a_call_is_the_real_one():
-    torch.library.opcheck(torch.ops.s2o.attention.default, (*inputs(), None, config_text(CONFIG), "auto", 0.125))
+    torch.library.opcheck(
+        torch.ops.s2o.attention.default, (*inputs(), None, None, config_text(CONFIG), "auto", 0.125, None)
+    )
 
 
 def test_the_fake_implementation_of_a_layer_is_the_real_one():
@@ -59,8 +61,10 @@ def test_the_fake_implementation_of_a_layer_is_the_real_one():
     attach(module, LayerState(0, lambda length: CONFIG, 0))
     mask = torch.zeros(2, 1, 1, 2, dtype=torch.int64)
     q, k, v = inputs()
-    torch.library.opcheck(torch.ops.s2o.layer_attention.default, (q, k, v, mask, getattr(module, NUMBER), 0.125))
-    out = torch.ops.s2o.layer_attention(q, k, v, mask, getattr(module, NUMBER), 0.125)
+    torch.library.opcheck(
+        torch.ops.s2o.layer_attention.default, (q, k, v, mask, None, getattr(module, NUMBER), 0.125, None)
+    )
+    out = torch.ops.s2o.layer_attention(q, k, v, mask, None, getattr(module, NUMBER), 0.125, None)
     torch.testing.assert_close(out.transpose(1, 2), s2o_attention_forward(module, q, k, v, mask, 0.125)[0])
 
 

@@ -3,6 +3,7 @@ import torch
 
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.reference.attention import State, query_order, s2o_attention_reference, with_tail
+from s2o_runtime.reference.dense import log_sum_exp
 from s2o_runtime.reference.ranking import log_weights, order_of, part_means, rank
 from s2o_runtime.shapes import call_shape, density
 from support.marks import all_but_first
@@ -81,6 +82,43 @@ def test_extensions_equal_the_naive_loop(
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
     share = density(visited, config, call_shape(q, k, v), kv_start)
     torch.testing.assert_close(share, torch.tensor(pairs, dtype=torch.float64) / causal, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("sinks", "softcap", "value_dim"), [(True, None, 16), (False, 2.0, 16), (True, 2.0, 24)], ids=str
+)
+@pytest.mark.parametrize("stop_rule", all_but_first(list(StopRule), SLOW), ids=str)
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "starts"), all_but_first(SHAPES, SLOW))
+def test_sinks_caps_and_scales_equal_the_naive_loop(
+    batch, heads, kv_heads, q_len, kv_len, starts, stop_rule, sinks, softcap, value_dim
+):  # fmt: skip
+    q, k, _ = inputs(batch, heads, kv_heads, q_len, kv_len)
+    v = torch.randn(batch, kv_heads, kv_len, value_dim, dtype=torch.float64)
+    options = {"scale": 0.4, "softcap": softcap, "sinks": torch.randn(heads) * 2 + 3 if sinks else None}
+    kv_start = None if starts is None else torch.tensor(starts)
+    kinds = (HeadConfig(0.7, 64, "s2o", stop_rule, 4, True), HeadConfig(0.4, 128, "s2o", stop_rule))
+    config = LayerConfig(tuple(kinds[h % 2] for h in range(heads)), TILE, grain=2)
+    out, visited, _ = s2o_attention_reference(q, k, v, config, kv_start=kv_start, **options)
+    expected, pairs, causal = naive_s2o(q, k, v, config.heads, TILE, kv_start=kv_start, grain=2, **options)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
+    share = density(visited, config, call_shape(q, k, v), kv_start)
+    torch.testing.assert_close(share, torch.tensor(pairs, dtype=torch.float64) / causal, rtol=1e-12, atol=0)
+    exact = LayerConfig.uniform(heads, tau=0.0, segment=64, tile=TILE)
+    dense, _, lse = s2o_attention_reference(q, k, v, exact, kv_start=kv_start, **options)
+    truth = naive_attention(q, k, v, kv_start=kv_start, **options)
+    torch.testing.assert_close(dense, truth, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(lse.float(), log_sum_exp(q, k, kv_start=kv_start, **options), rtol=1e-5, atol=1e-5)
+
+
+def test_a_sink_stops_the_visit_earlier():
+    """The gain is relative to the denominator, of which the sink is a part."""
+    q, k, v = inputs(1, 1, 1, 64, 2000)
+    config = LayerConfig.uniform(1, tau=1.0, segment=64, tile=TILE)
+    keys = [
+        int(s2o_attention_reference(q * 0.1, k, v, config, sinks=torch.tensor([sink])).visited.max())
+        for sink in (-20.0, 5.0, 20.0)
+    ]
+    assert keys[0] > keys[1] > keys[2] == TILE.stride
 
 
 def test_a_needle_for_few_rows_is_found_by_many_representatives_only():

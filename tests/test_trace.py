@@ -23,17 +23,21 @@ TAUS = torch.tensor([0.01, 0.3, 2.0, 50.0])
 
 
 @pytest.mark.parametrize(
-    ("length", "segment", "representatives", "grain"), [(450, 128, 1, 1), (301, 64, 4, 4)], ids=["S128", "S64-r4-g4"]
+    ("length", "segment", "representatives", "grain", "softcap", "sinks"),
+    [(450, 128, 1, 1, None, None), (301, 64, 4, 4, None, None), (301, 64, 4, 4, 4.0, [2.0, 4.0])],
+    ids=["S128", "S64-r4-g4", "cap-sinks"],
 )
-def test_a_trace_is_every_run_at_once(length, segment, representatives, grain):
+def test_a_trace_is_every_run_at_once(length, segment, representatives, grain, softcap, sinks):
     q, k, v = inputs(1, 2, 1, length, length, 64)
     k = k * torch.rand(length, 1).square() * 3  # some keys matter, most do not
     kind = {"segment": segment, "representatives": representatives, "grain": grain}
     config = LayerConfig.uniform(2, tail=True, tile=TILE, **kind)
-    truth = exact_attention(q, k, v, scale=0.125)
+    sinks = None if sinks is None else torch.tensor(sinks)
+    features = {"softcap": softcap, "sinks": sinks}
+    truth = exact_attention(q, k, v, scale=0.125, **features)
     norms = truth.square().sum(-1)
     floor = norms.mean(-1)[0]
-    slices = list(trace(q, k, v, truth, floor, TAUS, call_of(q, k, config)))
+    slices = list(trace(q, k, v, truth, floor, TAUS, replace(call_of(q, k, config), **features)))
     assert [each.rows for each in slices] == [range(length)]
     traced = slices[0]
     tiles = -(-length // TILE.block_m)
@@ -43,7 +47,7 @@ def test_a_trace_is_every_run_at_once(length, segment, representatives, grain):
         for t, tau in enumerate(TAUS.tolist()):
             for tail in (False, True):
                 run = LayerConfig.uniform(2, tau=tau, tail=tail, tile=replace(TILE, chunk=1 << s), **kind)
-                out, visited, _ = s2o_prefill(q, k, v, call_of(q, k, run))
+                out, visited, _ = s2o_prefill(q, k, v, replace(call_of(q, k, run), **features))
                 off = (out - truth).square().sum(-1)
                 filled = torch.nn.functional.pad(torch.stack([off, off / size]), (0, tiles * 64 - length))
                 squared, worst = filled.view(2, 2, tiles, 64).unbind()

@@ -16,6 +16,7 @@ from s2o_runtime.attention.compute import compute
 from s2o_runtime.attention.replay import Answer, Inputs, RepeatedCall, repeated_call
 from s2o_runtime.attention.result import Attention, AttentionStats
 from s2o_runtime.config import LayerConfig
+from s2o_runtime.scoring import Scoring
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -25,6 +26,8 @@ class Options(TypedDict, total=False):
     """The optional arguments of `s2o_attention` that do not change the type of its result."""
 
     scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
     kv_start: Tensor | None
     backend: Backend
 
@@ -33,6 +36,8 @@ class PackedOptions(TypedDict, total=False):
     """The optional arguments of `s2o_attention_varlen` that do not change the type of its result."""
 
     scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
     backend: Backend
 
 
@@ -54,6 +59,8 @@ def s2o_attention(
     config: LayerConfig,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     kv_start: Tensor | None = None,
     backend: Backend = "auto",
     return_stats: bool = False,
@@ -65,9 +72,13 @@ def s2o_attention(
 
     Args:
         q: [B, Hq, Lq, D], any floating type.
-        k, v: [B, Hkv, Lk, D] in the type and on the device of q; Lq <= Lk, and Hkv divides Hq.
+        k: [B, Hkv, Lk, D] in the type and on the device of q; Lq <= Lk, and Hkv divides Hq.
+        v: [B, Hkv, Lk, Dv], like k; Dv may differ from D.
         config: one `HeadConfig` for each query head; with tau = 0 the result is dense attention.
         scale: multiplies the scores; positive, D ** -0.5 by default.
+        softcap: bounds the scores, softcap * tanh(score / softcap), as Gemma 2 has them; positive, no bound by default.
+        sinks: [Hq], any floating type: a score without a value that every row of a head attends to, as in gpt-oss. It
+            is part of the softmax's denominator, and so of what a gain is relative to; none by default.
         kv_start: int32 or int64 [B], the first key of each sequence that counts (left padding); 0 by default.
         backend: "triton", "reference" (plain torch, any device), "dense" (torch's SDPA), or "auto": the first of them
             that can do the call and is worth it.
@@ -75,9 +86,10 @@ def s2o_attention(
         return_lse: return the log-sum-exps as well.
 
     Returns:
-        The output alone, a tensor [B, Hq, Lq, D] in the type of q; rows before `kv_start` are zero. With `return_stats`
-        or `return_lse` an `Attention(out, lse, stats)`, always of three fields: `lse` is float32 [B, Hq, Lq], the
-        log-sum-exp of the scores that each row computed, -inf before `kv_start`; a field not asked for is None.
+        The output alone, a tensor [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero. With
+        `return_stats` or `return_lse` an `Attention(out, lse, stats)`, always of three fields: `lse` is float32
+        [B, Hq, Lq], the log-sum-exp of the scores that each row computed and of its sink, -inf before `kv_start`; a
+        field not asked for is None.
 
     Raises:
         InputError: the tensors do not fit one another or the config, or the backend asked for cannot do the call.
@@ -92,16 +104,17 @@ def s2o_attention(
     >>> s2o_attention(q, k, v, config, return_stats=True).stats.backend
     'reference'
     """
-    repeated, inputs = None, (q, k, v, kv_start)
+    sinks = _without_gradients(sinks)
+    scoring = Scoring(scale, softcap, sinks)
+    repeated, inputs = None, (q, k, v, kv_start, sinks)
     if not torch.compiler.is_compiling():
-        factor = None if scale is None else float(scale)
-        repeated = repeated_call(inputs, config, (factor, backend, return_stats, return_lse))
+        repeated = repeated_call(inputs, config, (*_numbers(scoring), backend, return_stats, return_lse))
     elif not (return_stats or return_lse):
-        scale = q.shape[3] ** -0.5 if scale is None else scale
+        scoring = scoring._replace(scale=q.shape[3] ** -0.5 if scale is None else scale)
         text = torch_op.config_text(config)
-        return torch_op.attention(q, k, v, kv_start=kv_start, config=text, backend=backend, scale=scale)
+        return torch_op.attention(q, k, v, kv_start=kv_start, config=text, backend=backend, scoring=scoring)
     if repeated is None or (answer := repeated.replay(inputs)) is None:
-        call = AttentionCall.of(q, k, v, config, scale=scale, kv_start=kv_start, with_lse=return_lse)
+        call = AttentionCall.of(q, k, v, config, scoring=scoring, kv_start=kv_start, with_lse=return_lse)
         answer = _computed(call, backend, return_stats, repeated, inputs)
     choice, shape, (out, visited, lse) = answer
     if not (return_stats or return_lse):
@@ -136,6 +149,8 @@ def s2o_attention_varlen(
     config: LayerConfig,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     backend: Backend = "auto",
     return_stats: bool = False,
     return_lse: bool = False,
@@ -146,37 +161,40 @@ def s2o_attention_varlen(
 
     Args:
         q: [Tq, Hq, D], any floating type.
-        k, v: [Tk, Hkv, D] in the type and on the device of q; Hkv divides Hq.
+        k: [Tk, Hkv, D] in the type and on the device of q; Hkv divides Hq.
+        v: [Tk, Hkv, Dv], like k; Dv may differ from D.
         cu_seqlens_q: int32 [N + 1] on the device of q, where the queries of each sequence begin, from 0 to Tq.
         cu_seqlens_k: int32 [N + 1] on the device of q, where the keys of each sequence begin, from 0 to Tk.
         max_seqlen_q: queries, at least as many as the longest sequence has.
         max_seqlen_k: keys, at least as many as the longest sequence has, and at least `max_seqlen_q`.
         config: one `HeadConfig` for each query head; baselines do not take packed sequences.
-        scale: multiplies the scores; positive, D ** -0.5 by default.
+        scale, softcap, sinks: as for `s2o_attention`.
         backend: as for `s2o_attention`; "reference" and "dense" run the sequences one by one and wait for the device.
         return_stats: return what the call did as well.
         return_lse: return the log-sum-exps as well.
 
     Returns:
-        The output alone, a tensor [Tq, Hq, D] in the type of q. With `return_stats` or `return_lse` an
+        The output alone, a tensor [Tq, Hq, Dv] in the type of q. With `return_stats` or `return_lse` an
         `Attention(out, lse, stats)`, always of three fields: `lse` is float32 [Hq, Tq], the log-sum-exp of the scores
-        that each row computed; a field not asked for is None.
+        that each row computed and of its sink; a field not asked for is None.
 
     Raises:
         InputError: the tensors do not fit one another or the config, or the backend asked for cannot do the call. What
             `cu_seqlens_q` and `cu_seqlens_k` hold is not checked: that would wait for the device.
         ConfigError: the config is illegal.
     """
+    sinks = _without_gradients(sinks)
+    scoring = Scoring(scale, softcap, sinks)
     repeated = None
-    inputs = (q, k, v, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k)
+    inputs = (q, k, v, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k, sinks)
     if not torch.compiler.is_compiling():
-        factor = None if scale is None else float(scale)
-        options = (factor, backend, return_stats, return_lse, index(max_seqlen_q), index(max_seqlen_k))
+        lengths = index(max_seqlen_q), index(max_seqlen_k)
+        options = (*_numbers(scoring), backend, return_stats, return_lse, *lengths)
         repeated = repeated_call(inputs, config, options)
     if repeated is None or (answer := repeated.replay(inputs)) is None:
         call = AttentionCall.packed(
             q, k, v, config, cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
-            scale=scale, with_lse=return_lse,
+            scoring=scoring, with_lse=return_lse,
         )  # fmt: skip
         answer = _computed(call, backend, return_stats, repeated, inputs)
     choice, shape, (out, visited, lse) = answer
@@ -186,6 +204,17 @@ def s2o_attention_varlen(
     if return_stats:
         stats = AttentionStats(*choice, config, shape, None, visited, cu_seqlens_q, cu_seqlens_k)
     return Attention(out, lse, stats)
+
+
+def _without_gradients(sinks: Tensor | None) -> Tensor | None:
+    """Sinks as a plain tensor where no gradients are wanted: a model's are parameters, whose calls have no plan."""
+    return sinks if sinks is None or torch.is_grad_enabled() else sinks.detach()
+
+
+def _numbers(scoring: Scoring) -> tuple[float | None, float | None]:
+    """The scale and the cap, as a key of plans: given as an integer or a tensor they are the same numbers."""
+    scale, softcap, _ = scoring
+    return None if scale is None else float(scale), None if softcap is None else float(softcap)
 
 
 def _computed(
@@ -203,10 +232,21 @@ def _computed(
 
 
 def _compiled(
-    q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None, config: str, backend: Backend, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_start: Tensor | None,
+    sinks: Tensor | None,
+    config: str,
+    backend: Backend,
+    scale: float,
+    softcap: float | None,
 ) -> Tensor:
     """What the node of a compiled graph does."""
-    return s2o_attention(q, k, v, torch_op.config_from_text(config), scale=scale, kv_start=kv_start, backend=backend)
+    layer = torch_op.config_from_text(config)
+    return s2o_attention(
+        q, k, v, layer, scale=scale, softcap=softcap, sinks=sinks, kv_start=kv_start, backend=backend
+    )  # fmt: skip
 
 
 torch_op.implement("attention", _compiled)

@@ -50,8 +50,11 @@ def choose_backend(call: AttentionCall, backend: Backend) -> BackendChoice:
 
 def _automatic(call: AttentionCall, kernel_obstacle: str | None) -> BackendChoice:
     config, on_cpu = call.config, call.q.device.type == "cpu"
-    if call.with_lse and kernel_obstacle is None and not on_cpu:
-        return BackendChoice("triton", "SDPA gives no log-sum-exp, the kernel does")
+    if kernel_obstacle is None and not on_cpu:
+        if call.with_lse:
+            return BackendChoice("triton", "SDPA gives no log-sum-exp, the kernel does")
+        if call.scoring.softcap is not None:
+            return BackendChoice("triton", "SDPA cannot cap scores, the kernel can")
     if config.is_dense:
         return BackendChoice("dense", "every head of the layer is dense")
     if not has_prefix(config, call.shape):
@@ -77,8 +80,14 @@ def _baseline_obstacle(call: AttentionCall) -> str | None:
     """Why the heads of baselines cannot do a call, or None if they can or there are none."""
     if not call.config.baseline_heads:
         return None
-    if call.is_packed or call.with_lse:
-        request = "packed sequences" if call.is_packed else "the log-sum-exp"
+    shape, request = call.shape, call.scoring.beyond_sdpa
+    if call.is_packed:
+        request = "packed sequences"
+    elif call.with_lse:
+        request = "the log-sum-exp"
+    elif shape.value_dim != shape.head_dim:
+        request = f"head_dim {shape.head_dim} of keys with {shape.value_dim} of values"
+    if request is not None:
         return f"{request} cannot be done by {call.config.heads[call.config.baseline_heads[0]].baseline}"
     from s2o_runtime.baselines.run import HEAD_DIM
 
@@ -89,8 +98,9 @@ def _baseline_obstacle(call: AttentionCall) -> str | None:
 
 def _kernel_obstacle(call: AttentionCall) -> str | None:
     """Why the kernel cannot do a call, or None if it can."""
-    q, tile, head_dim = call.q, call.config.tile, call.shape.head_dim
-    if needs_gradients(call.q, call.k, call.v):
+    q, tile, head_dim = call.q, call.config.tile, call.shape.widest
+    sinks = () if call.scoring.sinks is None else (call.scoring.sinks,)
+    if needs_gradients(call.q, call.k, call.v, *sinks):
         return "the kernel has no backward pass and gradients are enabled"
     if obstacle := config_obstacle(call.config):
         return obstacle

@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.shapes import CallShape, call_shape, check_heads, checked_scale, packed_shape
+from s2o_runtime.scoring import Scoring
+from s2o_runtime.shapes import CallShape, call_shape, check_heads, packed_shape
+
+DEFAULT = Scoring()
 
 
 @dataclass(frozen=True)
@@ -15,10 +18,10 @@ class AttentionCall:
     """The tensors and settings of one call; `of` and `packed` make one.
 
     Attributes:
-        q, k, v: [B, Hq, Lq, D] and twice [B, Hkv, Lk, D]. Packed sequences lie one behind another along the length
-            of a single batch entry.
+        q, k, v: [B, Hq, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv]. Packed sequences lie one behind another along
+            the length of a single batch entry.
         shape: the sizes; for packed sequences batch, q_len and kv_len are their number and maxima.
-        scale: the factor of the scores.
+        scoring: the factor of the scores, which is filled in, their cap and the sinks.
         kv_start: integers [B], the first key of each sequence that counts; None for 0.
         cu_q, cu_k: int32 [N + 1], where packed sequences begin; None for a batch.
         with_lse: whether the log-sum-exps are to be computed.
@@ -29,7 +32,7 @@ class AttentionCall:
     v: Tensor
     config: LayerConfig
     shape: CallShape
-    scale: float
+    scoring: Scoring
     kv_start: Tensor | None = None
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
@@ -43,15 +46,15 @@ class AttentionCall:
         v: Tensor,
         config: LayerConfig,
         *,
-        scale: float | None = None,
+        scoring: Scoring = DEFAULT,
         kv_start: Tensor | None = None,
         with_lse: bool = False,
     ) -> AttentionCall:
         """A call of `s2o_attention`. Raises InputError and ConfigError as the op does."""
         shape = call_shape(q, k, v, kv_start)
         check_heads(config.validate(), shape)
-        scale = checked_scale(scale, shape.head_dim)
-        return cls(q, k, v, config, shape, scale, kv_start, with_lse=with_lse)
+        scoring = scoring.checked(shape, q)
+        return cls(q, k, v, config, shape, scoring, kv_start, with_lse=with_lse)
 
     @classmethod
     def packed(
@@ -65,15 +68,15 @@ class AttentionCall:
         cu_k: Tensor,
         max_q: int,
         max_k: int,
-        scale: float | None = None,
+        scoring: Scoring = DEFAULT,
         with_lse: bool = False,
     ) -> AttentionCall:
         """A call of `s2o_attention_varlen`. Raises InputError and ConfigError as the op does."""
         shape = packed_shape(q, k, v, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k)
         check_heads(config.validate(), shape)
-        scale = checked_scale(scale, shape.head_dim)
+        scoring = scoring.checked(shape, q)
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-        return cls(q, k, v, config, shape, scale, None, cu_q, cu_k, with_lse)
+        return cls(q, k, v, config, shape, scoring, None, cu_q, cu_k, with_lse)
 
     @property
     def is_packed(self) -> bool:

@@ -19,7 +19,7 @@ class Outputs(NamedTuple):
     """What a backend computed.
 
     Attributes:
-        out: [B, Hq, Lq, D], packed [Tq, Hq, D].
+        out: [B, Hq, Lq, Dv], packed [Tq, Hq, Dv].
         visited: int32 [B, Hq, row tiles], the prefix keys that each row tile computed; None from dense attention.
         lse: float32 [B, Hq, Lq], packed [Hq, Tq]; None where it was not asked for.
     """
@@ -46,31 +46,36 @@ def compute(call: AttentionCall, backend: str) -> Outputs:
 
 
 def _with_kernels(call: AttentionCall) -> Outputs:
-    """S2O's kernels; other head dims run as the next larger one, filled with zeros."""
+    """S2O's kernels; other head dims run as the next larger one that holds q, k and v, filled with zeros."""
     from s2o_runtime.kernels.call import Call, head_tables
     from s2o_runtime.kernels.prefill import s2o_prefill
 
-    head_dim, device = call.shape.head_dim, call.q.device
-    shape = call.shape.with_head_dim(padded_head_dim(head_dim))
+    value_dim, device = call.shape.value_dim, call.q.device
+    shape = call.shape.with_head_dim(padded_head_dim(call.shape.widest))
     batched = (tensor.expand(shape.batch, -1, -1, -1) for tensor in (call.q, call.k, call.v))  # the packed ones
     q, k, v = (laid_out(tensor, shape.head_dim, call.is_packed) for tensor in batched)
     # such as the column of a mask: kernels take one entry after the other
     positions = (call.kv_start, call.cu_q, call.cu_k)
     kv_start, cu_q, cu_k = (None if tensor is None else tensor.contiguous() for tensor in positions)
-    kernel_call = Call(call.config, shape, call.scale, head_tables(call.config, device), kv_start, cu_q, cu_k)
+    scale, softcap, sinks = call.scoring
+    assert scale is not None
+    sinks = None if sinks is None else sinks.contiguous()
+    tables = head_tables(call.config, device)
+    kernel_call = Call(call.config, shape, scale, tables, kv_start, cu_q, cu_k, softcap, sinks)
     with launching_on(device):
         out, visited, lse = s2o_prefill(q, k, v, kernel_call, call.with_lse)
-    return Outputs(out if shape.head_dim == head_dim else out[..., :head_dim], visited, lse)
+    return Outputs(out if shape.head_dim == value_dim else out[..., :value_dim], visited, lse)
 
 
 def _in_torch(call: AttentionCall, backend: str) -> Outputs:
     """The backends that need no kernel."""
-    q, k, v, scale, kv_start = call.q, call.k, call.v, call.scale, call.kv_start
+    q, k, v, kv_start = call.q, call.k, call.v, call.kv_start
+    scoring = call.scoring.arguments()
     if backend == "reference":
-        out, visited, lse = s2o_attention_reference(q, k, v, call.config, scale=scale, kv_start=kv_start)
+        out, visited, lse = s2o_attention_reference(q, k, v, call.config, kv_start=kv_start, **scoring)
         return Outputs(out, visited, lse.float() if call.with_lse else None)
-    out = dense_attention(q, k, v, scale=scale, kv_start=kv_start)
-    return Outputs(out, None, log_sum_exp(q, k, scale=scale, kv_start=kv_start) if call.with_lse else None)
+    out = dense_attention(q, k, v, kv_start=kv_start, **scoring)
+    return Outputs(out, None, log_sum_exp(q, k, kv_start=kv_start, **scoring) if call.with_lse else None)
 
 
 def _one_by_one(call: AttentionCall, backend: str) -> Outputs:
@@ -78,7 +83,7 @@ def _one_by_one(call: AttentionCall, backend: str) -> Outputs:
     assert call.cu_q is not None
     assert call.cu_k is not None
     q, shape = call.q, call.shape
-    out = torch.zeros_like(q)
+    out = q.new_zeros(*q.shape[:3], shape.value_dim)
     lse = q.new_zeros(q.shape[:3], dtype=torch.float32) if call.with_lse else None
     visited: Tensor | None = None
     if backend == "reference":
@@ -104,7 +109,7 @@ def _add_baselines(call: AttentionCall, backend: str, out: Tensor, visited: Tens
     settings = [head.baseline for head in config.heads if head.baseline is not None]
     baseline_backend: Literal["triton", "reference"] = "triton" if backend == "triton" else "reference"
     _, stats = baseline_attention(
-        call.q, call.k, call.v, settings, scale=call.scale, kv_start=call.kv_start, out=out, heads=heads,
+        call.q, call.k, call.v, settings, scale=call.scoring.scale, kv_start=call.kv_start, out=out, heads=heads,
         backend=baseline_backend,
     )  # fmt: skip
     starts = torch.zeros(shape.batch, dtype=torch.int64, device=out.device) if call.kv_start is None else call.kv_start

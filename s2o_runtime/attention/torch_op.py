@@ -17,57 +17,64 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.scoring import Scoring
 
 _OPS = {
-    "attention": "(Tensor q, Tensor k, Tensor v, Tensor? kv_start, str config, str backend, float scale) -> Tensor",
-    "layer_attention": "(Tensor q, Tensor k, Tensor v, Tensor mask, int layer, float scale) -> Tensor",
+    "attention": "(Tensor q, Tensor k, Tensor v, Tensor? kv_start, Tensor? sinks, str config, str backend, "
+    "float scale, float? softcap) -> Tensor",
+    "layer_attention": "(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? sinks, int layer, "
+    "float scale, float? softcap) -> Tensor",
 }
 _library = torch.library.Library("s2o", "DEF")  # type: ignore[no-untyped-call]
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, kv_start: Tensor | None, config: str, backend: str, scale: float
+    q: Tensor, k: Tensor, v: Tensor, *, kv_start: Tensor | None, config: str, backend: str, scoring: Scoring
 ) -> Tensor:  # fmt: skip
-    """The node of `s2o_attention`: its arguments and its output, laid out [B, Lq, Hq, D].
+    """The node of `s2o_attention`: its arguments and its output, laid out [B, Lq, Hq, Dv].
 
     Args:
         config: a config as `config_text` writes it.
+        scoring: with its scale filled in.
     """
-    out: Tensor = torch.ops.s2o.attention(q, k, v, kv_start, config, backend, scale)
+    scale, softcap, sinks = scoring
+    out: Tensor = torch.ops.s2o.attention(q, k, v, kv_start, sinks, config, backend, scale, softcap)
     return out
 
 
-def layer_attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, layer: int, scale: float) -> Tensor:
+def layer_attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, layer: int, scoring: Scoring) -> Tensor:
     """The node of a patched model's layer.
 
     Args:
         q, k, v: as `s2o_attention` takes them.
         mask: int64 [B, 1, 1, 2], where the queries stand and where each sequence starts.
         layer: the number of the layer's module in this process.
+        scoring: with its scale filled in.
 
     Returns:
-        [B, Hq, Lq, D], laid out [B, Lq, Hq, D].
+        [B, Hq, Lq, Dv], laid out [B, Lq, Hq, Dv].
     """
-    out: Tensor = torch.ops.s2o.layer_attention(q, k, v, mask, layer, scale)
+    scale, softcap, sinks = scoring
+    out: Tensor = torch.ops.s2o.layer_attention(q, k, v, mask, sinks, layer, scale, softcap)
     return out
 
 
 def implement(op: Literal["attention", "layer_attention"], run: Callable[..., Tensor]) -> None:
-    """Make `run` what the op does: it gets the op's arguments in their order and returns [B, Hq, Lq, D]."""
+    """Make `run` what the op does: it gets the op's arguments in their order and returns [B, Hq, Lq, Dv]."""
 
-    def implementation(q: Tensor, *arguments: Any) -> Tensor:
+    def implementation(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
         with torch.no_grad():
-            out = run(q, *arguments)
-        as_kernels = _empty_output(q)
+            out = run(q, k, v, *arguments)
+        as_kernels = _empty_output(q, k, v)
         return out if out.stride() == as_kernels.stride() else as_kernels.copy_(out)
 
     _library.impl(op, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
-def _empty_output(q: Tensor, *_: Any) -> Tensor:
+def _empty_output(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     """An empty output in the layout that the kernels write; the fake implementation of both ops."""
-    batch, heads, length, head_dim = q.shape
-    return q.new_empty(batch, length, heads, head_dim).transpose(1, 2)
+    batch, heads, length = q.shape[:3]
+    return q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
 
 
 for _op, _schema in _OPS.items():

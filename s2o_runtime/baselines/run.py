@@ -23,7 +23,8 @@ from s2o_runtime.baselines.settings import (
 from s2o_runtime.config import BaselineSettings
 from s2o_runtime.devices import capability, interpreted, launching_on
 from s2o_runtime.errors import ConfigError, InputError
-from s2o_runtime.shapes import KERNEL_TYPES, call_shape, checked_scale, laid_out, needs_gradients
+from s2o_runtime.scoring import checked_scale
+from s2o_runtime.shapes import KERNEL_TYPES, CallShape, call_shape, laid_out, needs_gradients
 from s2o_runtime.tiles import BLOCK_SPARSE_HEAD_DIMS, MIN_CAPABILITY, family
 
 Backend = Literal["auto", "triton", "reference"]
@@ -116,7 +117,7 @@ def baseline_attention(
     >>> stats.density.shape
     torch.Size([4])
     """
-    shape = call_shape(q, k, v, kv_start)
+    shape = _checked_shape(q, k, v, kv_start)
     heads = _checked_heads(heads, shape.query_heads)
     per_head = tuple(settings) if isinstance(settings, Sequence) else (settings,) * len(heads)
     if len(per_head) != len(heads):
@@ -188,7 +189,7 @@ def attend(
     Raises:
         InputError: the tensors do not fit one another or the selection, or the backend cannot do the call.
     """
-    shape = call_shape(q, k, v)
+    shape = _checked_shape(q, k, v)
     scale = checked_scale(scale, shape.head_dim)
     if (shape.q_len, shape.kv_len) != (selection.grid.q_len, selection.grid.kv_len):
         raise InputError(
@@ -273,6 +274,14 @@ def _without_padding(
             out[b, head, :row] = 0
         if row < q.shape[2]:
             yield q[sequence, :, row:], k[sequence, :, start:], v[sequence, :, start:], out[sequence, :, row:]
+
+
+def _checked_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) -> CallShape:
+    """The sizes of a call. Raises InputError: the tensors do not fit one another, or v has a head dim of its own."""
+    shape = call_shape(q, k, v, kv_start)
+    if shape.value_dim != shape.head_dim:
+        raise InputError(f"v has head_dim {shape.value_dim} but k {shape.head_dim}: baselines need one for both")
+    return shape
 
 
 def _checked_heads(heads: Sequence[int] | None, query_heads: int) -> tuple[int, ...]:

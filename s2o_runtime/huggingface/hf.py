@@ -37,6 +37,7 @@ from s2o_runtime.huggingface.layers import layer_states as layer_states
 from s2o_runtime.identity import attention_modules, fingerprint, fingerprint_mismatch, geometry, offloaded
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.reference.dense import dense_attention
+from s2o_runtime.scoring import Scoring
 
 NAME = "s2o"
 CALL = "s2o_call"  # attribute of a mask that stands for a plain causal prefill
@@ -246,7 +247,8 @@ def s2o_attention_forward(
     compiling = torch.compiler.is_compiling() and obstacle is None
     if compiling and number is not None and is_prefill_mask(attention_mask) and not dropout:
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        out = torch_op.layer_attention(query, key, value, mask=attention_mask, layer=number, scale=scale)
+        scoring = Scoring(scale)
+        out = torch_op.layer_attention(query, key, value, mask=attention_mask, layer=number, scoring=scoring)
         return out.transpose(1, 2), None
     state: LayerState | None = module.__dict__.get(STATE)
     if state is None and not torch.compiler.is_compiling():
@@ -365,7 +367,9 @@ def is_prefill_mask(mask: Tensor | None) -> TypeGuard[Tensor]:
     return mask is not None and mask.dtype == torch.int64 and mask.shape[1:] == (1, 1, 2)
 
 
-def _compiled_layer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, layer: int, scale: float) -> Tensor:
+def _compiled_layer(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None, layer: int, scale: float, softcap: float | None
+) -> Tensor:
     """What a layer's node in a compiled graph does: the same function, run eagerly inside the op."""
     return s2o_attention_forward(numbered(layer), q, k, v, mask, scaling=scale)[0].transpose(1, 2)
 

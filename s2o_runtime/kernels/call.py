@@ -52,8 +52,9 @@ class HeadTables(NamedTuple):
 class Call:
     """One call of the op. For packed sequences batch, q_len and kv_len of `shape` are their number and their maxima.
 
-    kv_start: int64 or int32 [B], the first key that counts, of a left-padded batch; cu_q, cu_k: int32 [B + 1], where
-    packed sequences begin.
+    scale: multiplies the scores; kv_start: int64 or int32 [B], the first key that counts, of a left-padded batch; cu_q,
+    cu_k: int32 [B + 1], where packed sequences begin; softcap: bounds the scores, None for no bound; sinks: [Hq], what
+    each head attends to beside its keys, any floating type, contiguous.
     """
 
     config: LayerConfig
@@ -63,6 +64,13 @@ class Call:
     kv_start: Tensor | None = None
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def cap(self) -> float:
+        """The constant CAP of a kernel: the soft cap of scores in base 2, 0 for none."""
+        return 0.0 if self.softcap is None else self.softcap * math.log2(math.e)
 
     @property
     def padded(self) -> bool:

@@ -30,6 +30,7 @@ from s2o_runtime.kernels.primitives import (
     diagonal_start,
     log_sum_exp,
     sequence,
+    softmax_start,
     tail_factor,
     tail_mean,
     window_start,
@@ -48,22 +49,24 @@ WORKSPACE_BYTES = 352 << 20  # of one slice; representatives and mean values of 
     ]
 )  # fmt: skip
 def _prefill(
-    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, FLAGS,
+    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, FLAGS, SINKS,
     qk_scale, q_len, offset, row_begin, chunk, segments,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch, stride_eb, stride_eh,
     GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     GRAIN: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr, HAS_TAIL: tl.constexpr,
-    HAS_START: tl.constexpr, PACKED: tl.constexpr, HAS_LSE: tl.constexpr, ROW_MAX: tl.constexpr, WIDE: tl.constexpr,
+    HAS_START: tl.constexpr, PACKED: tl.constexpr, HAS_LSE: tl.constexpr, ROW_MAX: tl.constexpr,
+    HAS_SINKS: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """S2O attention of one row tile: window, prefix until the stop, tail (Algorithms 2 and 3 of the paper).
 
-    With scores s_ij = q_i . k_j * qk_scale, row i keeps m_i = max_j s_ij, l_i = sum_j 2^(s_ij - m_i) and
-    acc_i = sum_j 2^(s_ij - m_i) v_j over the keys j it has visited, and returns acc_i / l_i. After every chunk of the
-    prefix a row's gain is (l_i - l_i') / l_i', where l_i' is its l from before the chunk at the new m_i; the tile's
-    gain is the rows' mean, or their maximum with ROW_MAX, as the paper has it. The tile stops when the gain of a tile
-    of the chunk is below the threshold tau (StopRule.PAPER), or the gain of a tile times the tiles left is
-    (StopRule.REST). Then the tail adds to l_i what the rest of the order is estimated to bring, with its mean value.
+    With scores s_ij = q_i . k_j * qk_scale, row i keeps m_i = max_j s_ij, l_i = sum_j 2^(s_ij - m_i) and acc_i = sum_j
+    2^(s_ij - m_i) v_j over the keys j it has visited, and returns acc_i / l_i. A soft cap makes scores CAP * tanh(s_ij
+    / CAP). A sink is a key without a value that every row has visited from the start. After every chunk of the prefix a
+    row's gain is (l_i - l_i') / l_i', where l_i' is its l from before the chunk at the new m_i; the tile's gain is the
+    rows' mean, or their maximum with ROW_MAX, as the paper has it. The tile stops when the gain of a tile of the chunk
+    is below the threshold tau (StopRule.PAPER), or the gain of a tile times the tiles left is (StopRule.REST). Then the
+    tail adds to l_i what the rest of the order is estimated to bring, with its mean value.
 
     Programs: (row tiles of the slice, the last ones first; Hq; B). Rows, positions, lengths and strides count
     elements. N' counts the segments of the slice of rows that begins at row_begin; T is the input type (bfloat16,
@@ -121,15 +124,14 @@ def _prefill(
         k_base += k_first.to(tl.int64) * stride_kl
         v_base += k_first.to(tl.int64) * stride_vl
 
-    m = tl.full([BM], float("-inf"), tl.float32)
-    l = tl.zeros([BM], tl.float32)
+    m, l = softmax_start(SINKS, h, BM, HAS_SINKS)
     acc = tl.zeros([BM, D], tl.float32)
 
     # window: whole tiles that every row sees, then the diagonal
     diagonal = diagonal_start(first, position0, BN)
     m, l, acc = absorb_window(
         q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, tl.where(row0 < q_len, first, diagonal),
-        diagonal, tl.minimum(position0 + BM, kv_len), kv_len, position, BN, STAGES,
+        diagonal, tl.minimum(position0 + BM, kv_len), kv_len, position, BN, STAGES, CAP,
     )  # fmt: skip
 
     # prefix: tiles in order, chunk by chunk
@@ -148,8 +150,9 @@ def _prefill(
         m_before = m
         l_before = l
         m, l, acc = absorb_chunk(
-            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, GRAIN, STAGES
-        )
+            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, GRAIN, STAGES,
+            CAP,
+        )  # fmt: skip
         chunk_begin = done
         done += length
         # the stop: does a tile's gain, or that of all tiles left, reach the threshold?
@@ -198,7 +201,7 @@ def s2o_prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: bool = False) 
 
     Returns:
         The output [B, Hq, Lq, D], laid out as [B, Lq, Hq, D]; the prefix keys each row tile computed, int32
-        [B, Hq, row tiles]; and with `lse` the log-sum-exp of each row's scores, float32 [B, Hq, Lq].
+        [B, Hq, row tiles]; and with `lse` the log-sum-exp of each row's scores and sink, float32 [B, Hq, Lq].
     """
     shape = call.shape
     entries, rows_in_memory = (shape.batch, shape.q_len) if not call.packed else (1, q.shape[2])
@@ -284,7 +287,7 @@ def prefill(
         {
             "Q": q, "K": k, "V": v, "ORDER": ordered, "FIRST": first, "MASS": mass, "SUMS": sums,
             "OUT": out, "LSE": lse, "VISITED": visited, **call.starts,
-            "TAU": tables.tau, "SEGMENT": tables.segment, "FLAGS": tables.flags,
+            "TAU": tables.tau, "SEGMENT": tables.segment, "FLAGS": tables.flags, "SINKS": call.sinks,
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
             "chunk": tile.chunk, "segments": 0 if ordered is None else ordered.shape[2],
             **strides("bhl", q=q, k=k, v=v, o=out), **strides("bhn", i=ordered), **strides("bh", c=visited, e=lse),
@@ -294,7 +297,8 @@ def prefill(
             "GROUP": shape.group, "D": shape.head_dim, "BM": tile.block_m, "BN": tile.block_n,
             "STAGES": tile.num_stages, "GRAIN": call.config.grain, "EDGES": EDGES, "BUCKETS": BUCKETS,
             "HAS_TAIL": tail is not None, "HAS_START": call.padded, "PACKED": call.packed, "HAS_LSE": lse is not None,
-            "ROW_MAX": call.config.row_reduce == "max", **switches,
+            "ROW_MAX": call.config.row_reduce == "max", "HAS_SINKS": call.sinks is not None, "CAP": call.cap,
+            **switches,
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

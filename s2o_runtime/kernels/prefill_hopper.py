@@ -38,6 +38,7 @@ _load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_g
 
 # as in primitives.py
 LN2 = gl.constexpr(primitives.LN2.value)
+RCP_LN2 = gl.constexpr(primitives.RCP_LN2.value)
 STOP_RULE_BITS = gl.constexpr(call.STOP_RULE_BITS)
 TAIL = gl.constexpr(call.TAIL)
 ELSEWHERE = gl.constexpr(call.ELSEWHERE)
@@ -168,10 +169,21 @@ def _start_values(p, v_ring, acc, i, STAGES: gl.constexpr):
     return warpgroup_mma(p, buffer.index(slot), acc, is_async=True)
 
 
+# A copy of `primitives.capped`, which Gluon code cannot call, and of what `primitives.absorb` does with it.
+@gluon.jit
+def _scored(products, qk_scale, CAP: gl.constexpr):
+    """Products and their factor in base 2 (scores are the one times the other), under the soft cap with CAP > 0."""
+    if CAP > 0:
+        products = CAP - 2 * CAP / (1.0 + gl.exp2(products * (qk_scale * (2 * RCP_LN2 / CAP))))
+        qk_scale = 1.0
+    return products, qk_scale
+
+
 # The online softmax of `primitives.absorb`, without its products, which run asynchronously here.
 @gluon.jit
-def _weights(scores, m, l, qk_scale):
+def _weights(scores, m, l, qk_scale, CAP: gl.constexpr):
     """Online softmax of a tile that every row sees: (weights, new m, new l, decay of the sums before)."""
+    scores, qk_scale = _scored(scores, qk_scale, CAP)
     m_new = gl.maximum(m, gl.max(scores, 1) * qk_scale)
     weights = gl.exp2(scores * qk_scale - m_new[:, None])
     decay = gl.exp2(m - m_new)
@@ -193,11 +205,11 @@ def _behind(begins, masses, visited, steps, EDGES: gl.constexpr, LAYOUT: gl.cons
 
 @gluon.jit
 def _consumer(
-    Q, OUT, LSE, VISITED, FIRST, MASS, SUMS, q_buffer, k_ring, v_ring, marks, qk_scale, tau, stop, chunk,
+    Q, OUT, LSE, VISITED, FIRST, MASS, SUMS, q_buffer, k_ring, v_ring, marks, qk_scale, sink, tau, stop, chunk,
     row0, q_len, q_max, offset, start, diagonal, stride_ql, stride_ol, diagonal_tiles, near, total,
     HALF: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     GRAIN: gl.constexpr, EDGES: gl.constexpr, BUCKETS: gl.constexpr, HAS_TAIL: gl.constexpr,
-    DTYPE: gl.constexpr, ROW_MAX: gl.constexpr, HAS_LSE: gl.constexpr,
+    DTYPE: gl.constexpr, ROW_MAX: gl.constexpr, HAS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, CAP: gl.constexpr,
 ):  # fmt: skip
     """Row tile HALF of the program, from its queries to its output: the computation of `prefill._prefill`.
 
@@ -210,9 +222,9 @@ def _consumer(
         MASS, SUMS          float32 [EDGES] and [EDGES, D], of the segment (HAS_TAIL)
 
     q_buffer: T [2, BM, D] of shared memory, the queries and at last the output of both row tiles; k_ring, v_ring,
-    marks, diagonal, diagonal_tiles, near, total: as for `_producer`. tau: of the head; stop: ALL_LEFT where its stop
-    rule is REST, plus TAIL where it has a tail; start: the first key that counts; q_len: rows to compute; q_max:
-    rows to report in VISITED.
+    marks, diagonal, diagonal_tiles, near, total: as for `_producer`. sink: the head's, in base 2 (HAS_SINKS); tau: of
+    the head; stop: ALL_LEFT where its stop rule is REST, plus TAIL where it has a tail; start: the first key that
+    counts; q_len: rows to compute; q_max: rows to report in VISITED.
     """
     _, k_empty, _ = k_ring
     _, v_empty, _ = v_ring
@@ -234,6 +246,9 @@ def _consumer(
 
     m = gl.full([BM], float("-inf"), gl.float32, ROWS)
     l = gl.zeros([BM], gl.float32, ROWS)
+    if HAS_SINKS:  # as `primitives.softmax_start`
+        m = gl.zeros([BM], gl.float32, ROWS) + sink
+        l = gl.full([BM], 1.0, gl.float32, ROWS)
     acc = gl.zeros([BM, D], gl.float32, O)
     row = row0 + HALF * BM + gl.arange(0, BM, ROWS)
     position = offset + row
@@ -246,11 +261,12 @@ def _consumer(
         s = warpgroup_mma_wait(0, deps=(_start_scores(q, k_ring, i, S, BM, BN, STAGES),))
         mbarrier.arrive(k_empty.index(i % STAGES), count=1)
         keys = diagonal + i * BN + gl.arange(0, BN, gl.SliceLayout(0, S))
+        s, s_scale = _scored(s, qk_scale, CAP)
         s = gl.where(keys[None, :] <= position[:, None], s, float("-inf"))
-        m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
+        m_new = gl.maximum(m, gl.max(s, 1) * s_scale)
         # rows that have seen no key yet keep m = -inf; subtract 0 there, not -inf
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-        w = gl.exp2(s * qk_scale - m_safe[:, None])
+        w = gl.exp2(s * s_scale - m_safe[:, None])
         decay = gl.exp2(m - m_safe)
         l = l * decay + gl.sum(w, 1)
         m = m_new
@@ -267,7 +283,7 @@ def _consumer(
         edge = gl.where(near > i, near, gl.minimum(near + chunk, total))  # where the current chunk ends
         s = warpgroup_mma_wait(0, deps=(_start_scores(q, k_ring, i, S, BM, BN, STAGES),))
         mbarrier.arrive(k_empty.index(i % STAGES), count=1)
-        w, m, l, decay = _weights(s, m, l, qk_scale)
+        w, m, l, decay = _weights(s, m, l, qk_scale, CAP)
         acc = acc * gl.convert_layout(decay, O_ROWS)[:, None]
         p = gl.convert_layout(w.to(DTYPE), P)
         running = i + 1 < total
@@ -293,7 +309,7 @@ def _consumer(
                 acc = _start_values(p, v_ring, acc, i, STAGES)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 mbarrier.arrive(k_empty.index((i + 1) % STAGES), count=1)
-                w, m, l, decay = _weights(s, m, l, qk_scale)
+                w, m, l, decay = _weights(s, m, l, qk_scale, CAP)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_empty.index(i % STAGES), count=1)
                 acc = acc * gl.convert_layout(decay, O_ROWS)[:, None]
@@ -339,13 +355,14 @@ def _consumer(
     ]
 )  # fmt: skip
 def _prefill_hopper(
-    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, FLAGS,
+    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, FLAGS, SINKS,
     qk_scale, q_len, offset, row_begin, chunk, segments,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch, stride_eb, stride_eh,
     GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     GRAIN: gl.constexpr, EDGES: gl.constexpr, BUCKETS: gl.constexpr, HAS_TAIL: gl.constexpr,
     HAS_START: gl.constexpr, PACKED: gl.constexpr, HAS_LSE: gl.constexpr, ROW_MAX: gl.constexpr,
+    HAS_SINKS: gl.constexpr, CAP: gl.constexpr,
 ):  # fmt: skip
     """S2O attention of two row tiles: the function of `prefill._prefill`, whose arguments it has but for WIDE.
 
@@ -362,6 +379,7 @@ def _prefill_hopper(
         CU_Q, CU_K          int32 [B + 1] (PACKED)
         TAU                 float32 [Hq]
         SEGMENT, FLAGS      int32 [Hq]
+        SINKS               any floating type [Hq] (HAS_SINKS)
 
     STAGES: of the ring.
     """
@@ -397,6 +415,7 @@ def _prefill_hopper(
     near = diagonal_tiles + gl.where(row0 < q_len, (diagonal - first) // BN, 0)
     total = near + prefix // BN
     tau = gl.load(TAU + h)
+    sink = gl.load(SINKS + h).to(gl.float32) * RCP_LN2 if HAS_SINKS else 0.0
 
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
     q_buffer = gl.allocate_shared_memory(DTYPE, [2, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], DTYPE))
@@ -444,18 +463,18 @@ def _prefill_hopper(
                 _consumer,
                 (
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
-                    v_ring, marks, qk_scale, tau, stop, chunk, row0, q_len, q_max, offset, start,
+                    v_ring, marks, qk_scale, sink, tau, stop, chunk, row0, q_len, q_max, offset, start,
                     diagonal, stride_ql, stride_ol, diagonal_tiles, near, total, 0, D, BM, BN, STAGES, GRAIN,
-                    EDGES, BUCKETS, HAS_TAIL, DTYPE, ROW_MAX, HAS_LSE,
+                    EDGES, BUCKETS, HAS_TAIL, DTYPE, ROW_MAX, HAS_LSE, HAS_SINKS, CAP,
                 ),
             ),
             (
                 _consumer,
                 (
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
-                    v_ring, marks, qk_scale, tau, stop, chunk, row0, q_len, q_max, offset, start,
+                    v_ring, marks, qk_scale, sink, tau, stop, chunk, row0, q_len, q_max, offset, start,
                     diagonal, stride_ql, stride_ol, diagonal_tiles, near, total, 1, D, BM, BN, STAGES, GRAIN,
-                    EDGES, BUCKETS, HAS_TAIL, DTYPE, ROW_MAX, HAS_LSE,
+                    EDGES, BUCKETS, HAS_TAIL, DTYPE, ROW_MAX, HAS_LSE, HAS_SINKS, CAP,
                 ),
             ),
             (

@@ -18,6 +18,7 @@ from s2o_runtime.kernels import call
 
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2))
+RCP_LN2 = tl.constexpr(LOG2E)  # the same number for device code
 MAX_REGISTERS = 255  # of a thread; without a limit the compiler spills a few to fit one more program on an SM
 WIDE_ELEMENTS = 1 << 31  # from here on an offset into one head of k or v needs 64 bits
 
@@ -61,18 +62,43 @@ def diagonal_start(first, position, BN: tl.constexpr):
 
 
 @triton.jit
+def softmax_start(SINKS, h, BM: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """The state of BM rows before their first key, without values: m and l as `absorb` has them, float32 [BM].
+
+    SINKS: [Hq], any floating type, the score of each head that every row begins with (HAS_SINKS).
+    """
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    if HAS_SINKS:
+        m = tl.zeros([BM], tl.float32) + tl.load(SINKS + h).to(tl.float32) * RCP_LN2
+        l = tl.full([BM], 1.0, tl.float32)
+    return m, l
+
+
+@triton.jit
+def capped(scores, qk_scale, CAP: tl.constexpr):
+    """Soft-capped scores in base 2, CAP * tanh(scores * qk_scale / CAP), of products of any shape."""
+    return CAP - 2 * CAP / (1.0 + tl.exp2(scores * (qk_scale * (2 * RCP_LN2 / CAP))))
+
+
+@triton.jit
 def absorb(
-    q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr, real=None, limit=0.0, SKIPS: tl.constexpr = False
-):
+    q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr, real=None, limit=0.0, SKIPS: tl.constexpr = False,
+    CAP: tl.constexpr = 0.0,
+):  # fmt: skip
     """One step of the online softmax (Algorithm 3, lines 10 to 12): a tile of keys joins the rows' state.
 
     q: [BM, D]; k: [D, BN]; v: [BN, D]; m: the rows' largest score, l: their sums of 2^(score - m), both float32 [BM];
     acc: float32 [BM, D], values weighted by 2^(score - m); visible: [BM, BN] or what broadcasts to it, with MASKED.
     SKIPS: leave out the product with v, but not the sum, of a tile in which every score of the rows that are `real`
-    [BM] is below the row's maximum by more than -`limit` (the skip of SpargeAttn).
+    [BM] is below the row's maximum by more than -`limit` (the skip of SpargeAttn). CAP: the soft cap of scores in base
+    2, 0 for none.
     Returns the new m, l and acc.
     """
     scores = tl.dot(q, k, input_precision="ieee")
+    if CAP > 0:
+        scores = capped(scores, qk_scale, CAP)
+        qk_scale = 1.0
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     highest = tl.max(scores, 1) * qk_scale
@@ -95,12 +121,12 @@ def absorb(
 @triton.jit
 def absorb_window(
     q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, first, diagonal, end, kv_len, position,
-    BN: tl.constexpr, STAGES: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr = 0.0,
 ):  # fmt: skip
     """The dense window of a row tile (Algorithm 2): keys first .. diagonal without a mask, diagonal .. end with one.
 
-    q: [BM, D]; k_base, v_base: pointers to key 0 of the head; position: int32 [BM], the last key that each row sees.
-    Returns m, l and acc as `absorb` does.
+    q: [BM, D]; k_base, v_base: pointers to key 0 of the head; position: int32 [BM], the last key that each row sees;
+    CAP: as for `absorb`. Returns m, l and acc as `absorb` does.
     """
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, q.shape[1])
@@ -109,24 +135,24 @@ def absorb_window(
     for j in tl.range(first, diagonal, BN, num_stages=STAGES):
         k = tl.load(k_tile + j * stride_kl)
         v = tl.load(v_tile + j * stride_vl)
-        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, True, False)
+        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, True, False, CAP=CAP)
     for j in tl.range(diagonal, end, BN, num_stages=1):
         keys = j + offs_n
         k = tl.load(k_tile + j * stride_kl, mask=keys[None, :] < kv_len, other=0.0)
         v = tl.load(v_tile + j * stride_vl, mask=keys[:, None] < kv_len, other=0.0)
-        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, keys[None, :] <= position[:, None], True)
+        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, keys[None, :] <= position[:, None], True, CAP=CAP)
     return m, l, acc
 
 
 @triton.jit
 def absorb_chunk(
     q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, begin, count,
-    BN: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr,
+    BN: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr = 0.0,
 ):  # fmt: skip
     """A chunk of a row tile's prefix (Algorithm 3, lines 8 to 12): tiles begin .. begin + count of its order, gathered.
 
     order: pointer to int32 [prefix / GRAIN], where the keys of each step begin. Triton pipelines this plain loop.
-    Returns m, l and acc as `absorb` does.
+    CAP: as for `absorb`. Returns m, l and acc as it does.
     """
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, q.shape[1])
@@ -134,7 +160,7 @@ def absorb_chunk(
         index = tl.load(order + ((begin + t) * BN + offs_n) // GRAIN) + offs_n % GRAIN
         k = tl.load(k_base + index[None, :] * stride_kl + offs_d[:, None])
         v = tl.load(v_base + index[:, None] * stride_vl + offs_d[None, :])
-        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, True, False)
+        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, True, False, CAP=CAP)
     return m, l, acc
 
 

@@ -25,6 +25,7 @@ from s2o_runtime.kernels.primitives import (
     absorb_window,
     behind,
     diagonal_start,
+    softmax_start,
     tail_factor,
     tail_mean,
     window_start,
@@ -53,13 +54,13 @@ class Traced(NamedTuple):
 
 @triton.jit(do_not_specialize=["q_len", "row_begin", "chunk", "segment", "segments", "count", "stride_oq", "stride_os"])
 def _trace(
-    Q, K, V, ORDER, FIRST, MASS, SUMS, TRUTH, FLOOR, TAUS, TRACED,
+    Q, K, V, ORDER, FIRST, MASS, SUMS, TRUTH, FLOOR, TAUS, SINKS, TRACED,
     qk_scale, q_len, row_begin, chunk, segment, segments, count,
     stride_qh, stride_ql, stride_kh, stride_kl, stride_vh, stride_vl, stride_th, stride_tl, stride_ih, stride_in,
     stride_oq, stride_os,
     GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     GRAIN: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr, STRIDES: tl.constexpr, T: tl.constexpr,
-    WIDE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """What `prefill._prefill` would do with a row tile at every threshold of TAUS and every spacing of the stop check.
 
@@ -80,11 +81,12 @@ def _trace(
         SUMS                float32 [Hq, N', EDGES, D]: that mass times values
         FLOOR               float32 [Hq]: a row's squared norm counts at least so much
         TAUS                float32 [T]: thresholds, ascending; fillers at the end are -1
+        SINKS               any floating type [Hq]: as in `_prefill` (HAS_SINKS)
         TRACED              float32 [QUANTITIES, STRIDES, Hq, row tiles, T], strides oq and os: the fields of `Traced`
 
     qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two checks of the first spacing; segment:
-    queries that share a ranking; segments: N'; count: row tiles; T: thresholds, a power of two; WIDE: offsets into k
-    and v need 64 bits.
+    queries that share a ranking; segments: N'; count: row tiles; T: thresholds, a power of two; CAP: the soft cap times
+    log2(e), 0 for none; WIDE: offsets into k and v need 64 bits.
     """
     if WIDE:
         stride_kl = stride_kl.to(tl.int64)
@@ -108,12 +110,11 @@ def _trace(
     k_base = K + (h // GROUP).to(tl.int64) * stride_kh
     v_base = V + (h // GROUP).to(tl.int64) * stride_vh
 
-    m = tl.full([BM], float("-inf"), tl.float32)
-    l = tl.zeros([BM], tl.float32)
+    m, l = softmax_start(SINKS, h, BM, HAS_SINKS)
     acc = tl.zeros([BM, D], tl.float32)
     m, l, acc = absorb_window(
         q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, first, diagonal_start(first, row0, BN),
-        tl.minimum(row0 + BM, q_len), q_len, rows, BN, STAGES,
+        tl.minimum(row0 + BM, q_len), q_len, rows, BN, STAGES, CAP,
     )  # fmt: skip
 
     t = tl.arange(0, T)
@@ -139,8 +140,9 @@ def _trace(
     while running:
         length = tl.minimum(chunk, tiles - done)
         m, l, acc = absorb_chunk(
-            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, GRAIN, STAGES
-        )
+            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, GRAIN, STAGES,
+            CAP,
+        )  # fmt: skip
         done += length
         chunks += 1
         ends = ((chunks & ((1 << s) - 1)) == 0) | (done == tiles)
@@ -219,7 +221,7 @@ def trace(
             (tiles, shape.query_heads, 1),
             {
                 "Q": q, "K": k, "V": v, "ORDER": ranked.order, "FIRST": tail.first, "MASS": tail.mass,
-                "SUMS": tail.values, "TRUTH": truth, "FLOOR": floor, "TAUS": grid, "TRACED": out,
+                "SUMS": tail.values, "TRUTH": truth, "FLOOR": floor, "TAUS": grid, "SINKS": call.sinks, "TRACED": out,
                 "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "row_begin": rows.start, "chunk": tile.chunk,
                 "segment": tables.shortest, "segments": ranked.order.shape[2], "count": tiles,
                 **strides("hl", q=q[0], k=k[0], v=v[0], t=truth[0]), **strides("hn", i=ranked.order[0]),
@@ -228,7 +230,7 @@ def trace(
             {
                 "GROUP": shape.group, "D": shape.head_dim, "BM": tile.block_m, "BN": tile.block_n,
                 "STAGES": tile.num_stages, "GRAIN": call.config.grain, "EDGES": EDGES, "BUCKETS": BUCKETS,
-                "STRIDES": STRIDES, "T": size,
+                "STRIDES": STRIDES, "T": size, "HAS_SINKS": call.sinks is not None, "CAP": call.cap,
                 "WIDE": shape.kv_len * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS,
             },
             num_warps=tile.num_warps,

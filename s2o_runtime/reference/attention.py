@@ -16,6 +16,7 @@ from torch import Tensor
 
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.reference.ranking import RankedPrefix, part_means, rank
+from s2o_runtime.scoring import Scoring, capped
 from s2o_runtime.shapes import call_shape, check_heads, window_start
 
 DENSE_ROWS = 512  # rows of a dense head computed together; bounds memory, changes nothing
@@ -28,10 +29,10 @@ class Attended(NamedTuple):
     """The result of the reference.
 
     Attributes:
-        out: [B, Hq, Lq, D] in the type of q; rows before `kv_start` are zero.
+        out: [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero.
         visited: int32 [B, Hq, row tiles], the prefix keys that each row tile computed.
-        lse: float32 (float64 for float64) [B, Hq, Lq], the log-sum-exp of the scores of a row, computed and estimated;
-            -inf before `kv_start`.
+        lse: float32 (float64 for float64) [B, Hq, Lq], the log-sum-exp of the scores of a row, computed and estimated,
+            its sink among them; -inf before `kv_start`.
     """
 
     out: Tensor
@@ -45,7 +46,7 @@ class State(NamedTuple):
     Attributes:
         m: [T, BM], the running maximum.
         l: [T, BM], the sum of the weights.
-        acc: [T, BM, D], the sum of weights times values.
+        acc: [T, BM, Dv], the sum of weights times values.
     """
 
     m: Tensor
@@ -53,7 +54,7 @@ class State(NamedTuple):
     acc: Tensor
 
     def output(self) -> Tensor:
-        """[T, BM, D]; rows that saw no key are zero."""
+        """[T, BM, Dv]; rows that saw no key are zero."""
         return torch.where(self.l[..., None] > 0, self.acc / self.l[..., None], 0.0)
 
     def at(self, tiles: Tensor) -> State:
@@ -66,7 +67,9 @@ class _Head(NamedTuple):
 
     q: Tensor  # [Lq, D], scaled
     k: Tensor  # [Lk, D]
-    v: Tensor  # [Lk, D]
+    v: Tensor  # [Lk, Dv]
+    softcap: float | None
+    sink: Tensor | None  # []
     head: HeadConfig
     config: LayerConfig
     start: int  # the first key that counts
@@ -81,6 +84,8 @@ def s2o_attention_reference(
     config: LayerConfig,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     kv_start: Tensor | None = None,
     paper_literal: bool = False,
     ranking_of: RankedPrefixOf | None = None,
@@ -88,9 +93,11 @@ def s2o_attention_reference(
     """S2O attention as the paper and DESIGN.md define it, without any regard to speed.
 
     Args:
-        q: [B, Hq, Lq, D], any floating type; k, v: [B, Hkv, Lk, D], like it. Query i stands at position Lk - Lq + i.
+        q: [B, Hq, Lq, D], any floating type; k: [B, Hkv, Lk, D] and v: [B, Hkv, Lk, Dv], like it. Query i stands at
+            position Lk - Lq + i.
         config: one `HeadConfig` for each query head; heads of baselines are left out, their rows are zero.
-        scale: multiplies the scores; D ** -0.5 by default.
+        scale, softcap, sinks: as in `scoring.Scoring`. A sink is part of the denominator from the start, so the gain is
+            relative to it too.
         kv_start: int32 or int64 [B], the first key of each sequence that counts.
         paper_literal: do what the paper's pseudocode does and the product does not: permute queries inside their
             segment by their score with the mean key of segment 0, check after every tile, and throw away the tile
@@ -105,10 +112,11 @@ def s2o_attention_reference(
     """
     shape = call_shape(q, k, v, kv_start)
     check_heads(config.validate(), shape)
-    scale = shape.head_dim**-0.5 if scale is None else scale
+    scoring = Scoring(scale, softcap, sinks).checked(shape, q)
+    assert scoring.scale is not None
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     starts = [0] * shape.batch if kv_start is None else kv_start.tolist()
-    out = torch.zeros_like(q)
+    out = q.new_zeros(*q.shape[:3], shape.value_dim)
     row_tiles = shape.row_tiles(config.tile.block_m)
     visited = torch.zeros(shape.batch, shape.query_heads, row_tiles, dtype=torch.int32, device=q.device)
     lse = torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
@@ -117,19 +125,20 @@ def s2o_attention_reference(
             if head.mode == "baseline":
                 continue
             keys, values = k[b, h // shape.group].to(dtype), v[b, h // shape.group].to(dtype)
-            rows = q[b, h].to(dtype) * scale
+            rows = q[b, h].to(dtype) * scoring.scale
+            sink = None if sinks is None else sinks[h].to(dtype)
             rankings = None if ranking_of is None else partial(ranking_of, b, h)
             out[b, h], visited[b, h], lse[b, h] = _one_head(
-                _Head(rows, keys, values, head, config, starts[b], paper_literal, rankings)
+                _Head(rows, keys, values, softcap, sink, head, config, starts[b], paper_literal, rankings)
             )
     return Attended(out, visited, lse)
 
 
 def _one_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
-    """The output [Lq, D], the visited keys [row tiles] and the log-sum-exps [Lq] of one head."""
-    q, k, v, head, config, start, paper_literal, ranking_of = inputs
+    """The output [Lq, Dv], the visited keys [row tiles] and the log-sum-exps [Lq] of one head."""
+    q, k, v, softcap, sink, head, config, start, paper_literal, ranking_of = inputs
     tile, offset = config.tile, len(k) - len(q)
-    out = torch.zeros_like(q)
+    out = v.new_zeros(len(q), v.shape[1])
     visited = torch.zeros(-(-len(q) // tile.block_m), dtype=torch.int32, device=q.device)
     lse = q.new_full((len(q),), float("-inf"))
     segment = DENSE_ROWS if head.mode == "dense" else head.segment
@@ -147,11 +156,11 @@ def _one_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
         position = torch.where(real, tiles + offset, -1)
         queries = q[tiles.clamp_min(0)]
         last = offset + end
-        state = dense_window(queries, k[first:last], v[first:last], position - first)
+        state = dense_window(queries, k[first:last], v[first:last], position - first, softcap, sink)
         if first > start:
             if ranking_of is None:
                 parts = part_means(q[begin:end], segment // head.representatives, offset + begin, start)
-                ranking = rank(parts, k[start:first], v[start:first], config.grain, start)
+                ranking = rank(parts, k[start:first], v[start:first], config.grain, start, softcap)
             else:
                 ranking = ranking_of(begin // segment)
             state, keys_visited = _gathered_prefix(inputs, queries, state, ranking, real)
@@ -172,25 +181,30 @@ def query_order(q: Tensor, guide: Tensor) -> Tensor:
     return (q @ guide).argsort(descending=True, stable=True)
 
 
-def dense_window(q: Tensor, k: Tensor, v: Tensor, last_key: Tensor) -> State:
-    """Algorithm 2: causal attention inside a segment.
+def dense_window(
+    q: Tensor, k: Tensor, v: Tensor, last_key: Tensor, softcap: float | None = None, sink: Tensor | None = None
+) -> State:  # fmt: skip
+    """Algorithm 2: causal attention inside a segment, and to the sink if there is one.
 
     Args:
         q: [T, BM, D], scaled.
-        k, v: [W, D] or [T, W, D], the keys of the window.
+        k, v: [W, D] and [W, Dv], or [T, W, D] and [T, W, Dv], the keys of the window.
         last_key: integers [T, BM], the last key of the window that a row may see; negative for none.
+        softcap: bounds the scores; None for no bound.
+        sink: a score without a value that broadcasts with [T, BM]; None for none.
     """
-    scores = q @ k.mT
+    scores = capped(q @ k.mT, softcap)
     hidden = torch.arange(k.shape[-2], device=k.device) > last_key[..., None]
     scores = scores.masked_fill(hidden, float("-inf"))
-    m = scores.amax(-1)
+    m = scores.amax(-1) if sink is None else torch.maximum(scores.amax(-1), sink)
     weights = torch.where(hidden, 0.0, (scores - m[..., None]).exp())
-    return State(m, weights.sum(-1), weights @ v)
+    l = weights.sum(-1) if sink is None else weights.sum(-1) + (sink - m).exp()
+    return State(m, l, weights @ v)
 
 
-def absorb(state: State, q: Tensor, k: Tensor, v: Tensor) -> State:
+def absorb(state: State, q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> State:
     """Add keys [N, D] that every row may see to the online softmax (Algorithm 3, line 11)."""
-    scores = q @ k.T
+    scores = capped(q @ k.T, softcap)
     m = torch.maximum(state.m, scores.amax(-1))
     weights = (scores - m[..., None]).exp()
     decay = (state.m - m).exp()
@@ -210,7 +224,7 @@ def _gathered_prefix(
     Returns:
         The state, with the tail if the head has one, and the keys that each row tile visited, int64 [T].
     """
-    _, k, v, head, config, _, paper_literal, _ = inputs
+    _, k, v, softcap, _, head, config, _, paper_literal, _ = inputs
     order = ranking.order
     running = real.any(-1).nonzero()[:, 0]
     visited = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
@@ -222,7 +236,7 @@ def _gathered_prefix(
         end = min(begin + stride, len(order))
         before = result.at(running)
         keys = order[begin:end]
-        after = absorb(before, queries[running], k[keys], v[keys])
+        after = absorb(before, queries[running], k[keys], v[keys], softcap)
         gain = tile_gain(row_gain(before, after), real[running], config)
         stop = stops(gain, begin, end, len(order), head, config.tile)
         kept = ~stop if paper_literal else torch.ones_like(stop)

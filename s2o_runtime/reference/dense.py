@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -9,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from s2o_runtime.shapes import call_shape
+from s2o_runtime.scoring import Scoring, capped
+from s2o_runtime.shapes import CallShape, call_shape
 
 FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -18,41 +20,90 @@ FASTEST_FIRST = [
     SDPBackend.MATH,
 ]
 EXACT_ROWS = 1024  # rows computed together
+SINK_TERMS = 8  # of a sink's score in dense attention: bfloat16 needs 3, and backends want head dims that 8 divides
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, kv_start: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kv_start: Tensor | None = None,
 ) -> Tensor:
     """Causal attention through torch's SDPA, with the fastest of its backends that takes the call.
 
-    Query i stands at position Lk - Lq + i.
+    Query i stands at position Lk - Lq + i. SDPA knows no soft cap: scores with one are computed as `exact_attention`
+    computes them, in float32 and many times slower.
 
     Args:
-        q: [B, Hq, Lq, D], any floating type; k, v: [B, Hkv, Lk, D], like it.
-        scale: multiplies the scores; D ** -0.5 by default.
+        q: [B, Hq, Lq, D], any floating type; k: [B, Hkv, Lk, D] and v: [B, Hkv, Lk, Dv], like it.
+        scale, softcap, sinks: as in `scoring.Scoring`.
         kv_start: int32 or int64 [B], the first key of each sequence that counts; reading it waits for the device.
 
     Returns:
-        [B, Hq, Lq, D] in the type of q; rows before `kv_start` are zero.
+        [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero.
 
     Raises:
         InputError: the tensors do not fit one another.
     """
     shape = call_shape(q, k, v, kv_start)
+    scoring = Scoring(scale, softcap, sinks).checked(shape, q)
+    if softcap is not None:
+        return exact_attention(q, k, v, **scoring.arguments(), kv_start=kv_start).to(q.dtype)
     if kv_start is None:
-        return _causal(q, k, v, scale)
-    out = torch.zeros_like(q)
+        return _causal(q, k, v, scoring)
+    out = q.new_zeros(*q.shape[:3], shape.value_dim)
     for b, start in enumerate(kv_start.tolist()):  # a left-padded sequence is a shorter sequence
         row = max(0, start - shape.offset)
         if row < shape.q_len:
             sequence = slice(b, b + 1)
             out[sequence, :, row:] = _causal(
-                q[sequence, :, row:], k[sequence, :, start:], v[sequence, :, start:], scale
+                q[sequence, :, row:], k[sequence, :, start:], v[sequence, :, start:], scoring
             )
     return out
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    """SDPA of one batch without padding. Its fast backends want one head dim: the smaller is filled with zeros."""
+    scale, _, sinks = scoring
+    assert scale is not None
+    value_dim = v.shape[3]
+    if sinks is not None:
+        q, k, v = _with_sink_key(q, k, v, sinks, scale)
+    widest = max(q.shape[3], v.shape[3])
+    q, k, v = (_filled(tensor, widest) for tensor in (q, k, v))
+    out = _sdpa(q, k, v, scale)
+    return out if value_dim == widest else out[..., :value_dim]
+
+
+def _filled(tensor: Tensor, head_dim: int) -> Tensor:
+    """The tensor [B, H, L, D] with zeros up to `head_dim`."""
+    missing = head_dim - tensor.shape[3]
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _with_sink_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with one more key in front, without a value, whose score in every row is its head's sink.
+
+    The key is 1 in dimensions that are 0 in all others; there queries have sink / scale, as a sum of terms, because the
+    type of q rounds one of them too much.
+    """
+    most = torch.finfo(q.dtype).max
+    rest = (sinks.to(torch.float64) / scale).clamp(-most, most)
+    terms: list[Tensor] = []
+    for _ in range(SINK_TERMS):
+        terms.append(rest.to(q.dtype))
+        rest = rest - terms[-1]
+    added = torch.stack(terms, -1)[None, :, None].expand(*q.shape[:3], -1)
+    key = F.pad(k.new_ones(*k.shape[:2], 1, SINK_TERMS), (k.shape[3], 0))
+    keys = torch.cat([key, F.pad(k, (0, SINK_TERMS))], 2)
+    return torch.cat([q, added], 3), keys, F.pad(v, (0, 0, 1, 0))
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     if q.is_cuda:
         _settle_default_order(q.device)
@@ -79,45 +130,53 @@ def _settle_default_order(device: torch.device) -> None:
 
 
 def exact_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, kv_start: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kv_start: Tensor | None = None,
 ) -> Tensor:
     """`dense_attention` in float32 (float64 for float64 inputs): the ground truth that errors are measured against.
 
     Memory grows with `EXACT_ROWS * Lk`, not with `Lq * Lk`.
 
     Args:
-        q, k, v, scale, kv_start: as for `dense_attention`.
+        q, k, v, scale, softcap, sinks, kv_start: as for `dense_attention`.
 
     Returns:
-        [B, Hq, Lq, D] in float32 or float64.
+        [B, Hq, Lq, Dv] in float32 or float64.
 
     Raises:
         InputError: the tensors do not fit one another.
     """
     shape = call_shape(q, k, v, kv_start)
+    scoring = Scoring(scale, softcap, sinks).checked(shape, q)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scale = shape.head_dim**-0.5 if scale is None else scale
-    start = torch.zeros(shape.batch, dtype=torch.int64, device=q.device) if kv_start is None else kv_start
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    key = torch.arange(shape.kv_len, device=q.device)
-    for h in range(shape.query_heads):
-        keys, values = (t[:, h // shape.group].to(dtype) for t in (k, v))
-        for begin in range(0, shape.q_len, EXACT_ROWS):
-            rows = q[:, h, begin : begin + EXACT_ROWS].to(dtype) * scale
-            last = shape.offset + begin + rows.shape[1]
-            position = torch.arange(last - rows.shape[1], last, device=q.device)
-            visible = (key[:last] <= position[:, None]) & (key[:last] >= start[:, None, None])
-            scores = (rows @ keys[:, :last].transpose(1, 2)).masked_fill(~visible, float("-inf"))
-            weights = torch.where(visible.any(-1, keepdim=True), scores.softmax(-1), 0.0)
-            out[:, h, begin : begin + EXACT_ROWS] = weights @ values[:, :last]
+    out = torch.zeros(*q.shape[:3], shape.value_dim, dtype=dtype, device=q.device)
+    for h, rows, last, scores in _scores_by_rows(q, k, scoring, kv_start, shape):
+        values = v[:, h // shape.group, :last].to(dtype)
+        sees_nothing = scores.amax(-1, keepdim=True) == float("-inf")
+        weights = torch.where(sees_nothing, 0.0, scores.softmax(-1))
+        out[:, h, rows] = weights[..., -last:] @ values
     return out
 
 
-def log_sum_exp(q: Tensor, k: Tensor, *, scale: float | None = None, kv_start: Tensor | None = None) -> Tensor:
-    """The log-sum-exp of the scores that each row sees, in plain torch: SDPA does not return it.
+def log_sum_exp(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kv_start: Tensor | None = None,
+) -> Tensor:
+    """The log-sum-exp of the scores that each row sees, its sink among them, in plain torch: SDPA does not return it.
 
     Args:
-        q, k, scale, kv_start: as for `dense_attention`.
+        q, k, scale, softcap, sinks, kv_start: as for `dense_attention`.
 
     Returns:
         float32 [B, Hq, Lq]; -inf for rows before `kv_start`.
@@ -126,17 +185,37 @@ def log_sum_exp(q: Tensor, k: Tensor, *, scale: float | None = None, kv_start: T
         InputError: the tensors do not fit one another.
     """
     shape = call_shape(q, k, k, kv_start)
-    scale = shape.head_dim**-0.5 if scale is None else scale
-    start = torch.zeros(shape.batch, dtype=torch.int64, device=q.device) if kv_start is None else kv_start
+    scoring = Scoring(scale, softcap, sinks).checked(shape, q)
     out = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    for h, rows, _, scores in _scores_by_rows(q, k, scoring, kv_start, shape):
+        out[:, h, rows] = scores.logsumexp(-1).to(out.dtype)
+    return out
+
+
+def _scores_by_rows(
+    q: Tensor, k: Tensor, scoring: Scoring, kv_start: Tensor | None, shape: CallShape
+) -> Iterator[tuple[int, slice, int, Tensor]]:
+    """The scores of every head, `EXACT_ROWS` rows at a time, in float32 (float64 for float64 inputs).
+
+    Yields:
+        The query head; its rows; L, how many keys the last of them sees; and their scores [B, rows, L], those of hidden
+        keys -inf. With sinks, each row's sink stands in front of them: [B, rows, 1 + L].
+    """
+    scale, softcap, sinks = scoring
+    assert scale is not None
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    start = torch.zeros(shape.batch, dtype=torch.int64, device=q.device) if kv_start is None else kv_start
     key = torch.arange(shape.kv_len, device=q.device)
     for h in range(shape.query_heads):
-        keys = k[:, h // shape.group].float()
+        keys = k[:, h // shape.group].to(dtype)
         for begin in range(0, shape.q_len, EXACT_ROWS):
-            rows = q[:, h, begin : begin + EXACT_ROWS].float() * scale
-            last = shape.offset + begin + rows.shape[1]
-            position = torch.arange(last - rows.shape[1], last, device=q.device)
+            rows = slice(begin, min(begin + EXACT_ROWS, shape.q_len))
+            last = shape.offset + rows.stop
+            position = torch.arange(shape.offset + begin, last, device=q.device)
             visible = (key[:last] <= position[:, None]) & (key[:last] >= start[:, None, None])
-            scores = (rows @ keys[:, :last].transpose(1, 2)).masked_fill(~visible, float("-inf"))
-            out[:, h, begin : begin + EXACT_ROWS] = scores.logsumexp(-1)
-    return out
+            products = (q[:, h, rows].to(dtype) * scale) @ keys[:, :last].transpose(1, 2)
+            scores = capped(products, softcap).masked_fill(~visible, float("-inf"))
+            if sinks is not None:
+                of_rows = torch.where(visible.any(-1, keepdim=True), sinks[h].to(dtype), float("-inf"))
+                scores = torch.cat([of_rows, scores], -1)
+            yield h, rows, last, scores

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from s2o_runtime.scoring import capped
+
 
 class RankedPrefix(NamedTuple):
     """The order in which a segment visits its prefix of P keys, in steps of `grain` adjacent keys.
@@ -20,7 +22,7 @@ class RankedPrefix(NamedTuple):
         order: int64 [P], key positions, most important first.
         mass: [P / grain + 1], the sum of the ranking's weights over the keys after the first n steps of the order, in
             any unit; the last entry is 0.
-        values: [P / grain + 1, D], the same sum of weights times values.
+        values: [P / grain + 1, Dv], the same sum of weights times values.
         grain: keys of a step.
     """
 
@@ -30,7 +32,7 @@ class RankedPrefix(NamedTuple):
     grain: int
 
     def rest(self, keys: int) -> tuple[Tensor, Tensor]:
-        """Mass [] and weighted values [D] of the keys after the first `keys` of the order."""
+        """Mass [] and weighted values [Dv] of the keys after the first `keys` of the order."""
         return self.mass[keys // self.grain], self.values[keys // self.grain]
 
 
@@ -56,20 +58,22 @@ def part_means(q: Tensor, part: int, first_position: int = 0, start: int = 0) ->
     return torch.stack(means, -2)
 
 
-def log_weights(representatives: Tensor, k: Tensor, grain: int = 1) -> Tensor:
+def log_weights(representatives: Tensor, k: Tensor, grain: int = 1, softcap: float | None = None) -> Tensor:
     """The logarithm of the weight of each step of `grain` adjacent keys.
 
     Each representative gives a softmax over the prefix. The weight of a key is its largest one, the weight of a step
-    the sum over its keys.
+    the sum over its keys. Sinks have no part in it: they say nothing of which key is more important.
 
     Args:
         representatives: [..., R, D], scaled.
         k: [..., P, D].
+        grain: keys of a step.
+        softcap: bounds the scores; None for no bound.
 
     Returns:
         [..., P / grain].
     """
-    scores = representatives @ k.transpose(-1, -2)
+    scores = capped(representatives @ k.transpose(-1, -2), softcap)
     largest = (scores - scores.logsumexp(-1, keepdim=True)).amax(-2)
     return largest.view(*largest.shape[:-1], -1, grain).logsumexp(-1)
 
@@ -87,15 +91,19 @@ def order_of(weights: Tensor, grain: int = 1) -> Tensor:
     return (steps[..., None] * grain + torch.arange(grain, device=weights.device)).flatten(-2)
 
 
-def rank(representatives: Tensor, k: Tensor, v: Tensor, grain: int = 1, first: int = 0) -> RankedPrefix:
+def rank(
+    representatives: Tensor, k: Tensor, v: Tensor, grain: int = 1, first: int = 0, softcap: float | None = None
+) -> RankedPrefix:  # fmt: skip
     """A segment's ranking of its prefix.
 
     Args:
         representatives: [R, D], scaled.
-        k, v: [P, D], the prefix.
+        k, v: [P, D] and [P, Dv], the prefix.
+        grain: keys of a step.
         first: the position of its first key.
+        softcap: bounds the scores; None for no bound.
     """
-    weights = log_weights(representatives, k, grain)
+    weights = log_weights(representatives, k, grain, softcap)
     order = order_of(weights, grain)
     steps = order[::grain] // grain
     mass = (weights - weights.amax()).exp()[steps]

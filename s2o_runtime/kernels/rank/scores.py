@@ -15,7 +15,7 @@ from torch import Tensor
 from s2o_runtime.devices import capability
 from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.primitives import MAX_REGISTERS, sequence, window_start
+from s2o_runtime.kernels.primitives import MAX_REGISTERS, capped, sequence, window_start
 
 LOG_SUM_KEYS = 64
 LOG_SUM_WARPS = 4
@@ -28,13 +28,14 @@ ROW_ALIGNMENT = 16
 def _log_sums(
     REP, K, LOG_SUM, KV_START, CU_Q, CU_K, SEGMENT, PART, q_len, offset, every, parts,
     stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl,
-    GROUP: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr,
     HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """LOG_SUM[b, h, n] = log-sum-exp in base 2 of part n's scores with its prefix, from every `every`-th key.
 
     It is infinite for parts that hold only padding or have no prefix. Programs: (parts / BR, the last ones first; Hq;
-    B). BK: keys at once; BN: keys of a tile, a multiple of which a prefix has. T is the input type.
+    B). BK: keys at once; BN: keys of a tile, a multiple of which a prefix has; CAP: the soft cap of scores in base 2, 0
+    for none. T is the input type.
 
         REP                 T [B, Hq, parts, D], strides r: as `_representatives` wrote it
         K                   T [B, Hkv, Lk, D], strides k
@@ -70,6 +71,8 @@ def _log_sums(
                 other=0.0,
             )
             s = tl.dot(r, k, input_precision="ieee")
+            if CAP > 0:
+                s = capped(s, 1.0, CAP)
             s = tl.where(t[None, :] < first[:, None], s, float("-inf"))
             m_new = tl.maximum(m, tl.max(s, 1))
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -99,14 +102,15 @@ def _scores(
     limit, q_len, offset, row_begin, rows_end, parts,
     stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl, stride_sb, stride_sh, stride_sn,
     GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BS: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr,
-    GRAIN: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+    GRAIN: tl.constexpr, CAP: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """SCORE[b, h, n, g] = the logarithm in base 2 of what step g of the prefix weighs for segment n of the slice.
 
     For the keys t of step g and the representatives r of the segment: log2 sum_t 2^(max_r(r . k_t - LOG_SUM[r])), each
-    term limited to -limit .. limit. Programs: (blocks of 32 * WARPS keys, Hkv, B). A program reads its keys once for
-    those query heads of its KV head that have R representatives, BS segments at once. Only entries of prefixes are
-    written. T is the input type; N' counts the segments of the slice of rows row_begin .. rows_end.
+    term limited to -limit .. limit, and each product soft-capped with CAP > 0. Programs: (blocks of 32 * WARPS keys,
+    Hkv, B). A program reads its keys once for those query heads of its KV head that have R representatives, BS segments
+    at once. Only entries of prefixes are written. T is the input type; N' counts the segments of the slice of rows
+    row_begin .. rows_end.
 
         REP                 T [B, Hq, parts, D], strides r: as `_representatives` wrote it
         K                   T [B, Hkv, Lk, D], strides k
@@ -165,6 +169,8 @@ def _scores(
                         rep + p[None, :].to(tl.int64) * stride_rn + offs_d[:, None], mask=there[None, :], other=0.0
                     )
                     s = tl.dot(k, r, input_precision="ieee")
+                    if CAP > 0:
+                        s = capped(s, 1.0, CAP)
                     s -= tl.load(log_sum + p, mask=there, other=float("inf"))[None, :]
                     s = tl.max(tl.reshape(s, [BK, BS, R]), 2) if R > 1 else s
                     s = tl.minimum(tl.maximum(s, -limit), limit)
@@ -207,7 +213,7 @@ def log_sums(representative: Tensor, k: Tensor, call: Call) -> Tensor:
         },
         {
             "GROUP": shape.group, "D": shape.head_dim, "BR": rows, "BK": LOG_SUM_KEYS, "BN": call.config.tile.block_n,
-            "HAS_START": call.padded, "PACKED": call.packed,
+            "CAP": call.cap, "HAS_START": call.padded, "PACKED": call.packed,
         },
         num_warps=LOG_SUM_WARPS,
     )  # fmt: skip
@@ -253,7 +259,8 @@ def score(representative: Tensor, log_sum: Tensor, k: Tensor, call: Call, rows: 
             },
             {
                 "GROUP": shape.group, "D": shape.head_dim, "R": count, "BS": at_once, "WARPS": warps,
-                "BN": call.config.tile.block_n, "GRAIN": grain, "HAS_START": call.padded, "PACKED": call.packed,
+                "BN": call.config.tile.block_n, "GRAIN": grain, "CAP": call.cap, "HAS_START": call.padded,
+                "PACKED": call.packed,
             },
             num_warps=warps,
             num_stages=SCORE_STAGES,
