@@ -99,6 +99,14 @@ VARIANTS: dict[str, dict[str, object]] = {
     "padded": {"GRAIN": 4, "HAS_START": True, "ROW_MAX": True, "WIDE": True, "HAS_TAIL": True},
     "packed": {"GRAIN": 1, "PACKED": True, "HAS_LSE": True, "HAS_TAIL": True},
 }
+# What few models ask for, learned sinks and soft-capped scores together: the largest configuration of each kernel is
+# compiled for a GPU of each generation of tensor cores. CAP is Gemma 2's 50 in base 2.
+FEATURES = "features"
+FEATURE_VARIANTS: dict[str, dict[str, object]] = {
+    FEATURES: {"GRAIN": 4, "HAS_SINKS": True, "CAP": 72.13, "HAS_LSE": True, "HAS_TAIL": True},
+}
+FEATURE_KERNELS = ("prefill", "prefill_hopper", "trace", "log_sums", "scores")
+FEATURE_CAPABILITIES = (80, 90, 100)
 # The same for the kernel of the baselines.
 BLOCK_SPARSE_VARIANTS: dict[str, dict[str, object]] = {
     "blocks": {"HAS_LSE": True},
@@ -119,8 +127,9 @@ ANTIDIAGONAL_VARIANTS: dict[str, dict[str, object]] = {
 class Case:
     """One kernel in one configuration for one GPU generation.
 
-    variant: a key of `VARIANTS`, `BLOCK_SPARSE_VARIANTS` or `ANTIDIAGONAL_VARIANTS`; rows: the segments of a call of
-    the kernel `scores`, or the representatives that `log_sums` takes at once; representatives: of a segment.
+    variant: a key of `VARIANTS`, `FEATURE_VARIANTS`, `BLOCK_SPARSE_VARIANTS` or `ANTIDIAGONAL_VARIANTS`; rows: the
+    segments of a call of the kernel `scores`, or the representatives that `log_sums` takes at once; representatives: of
+    a segment.
     """
 
     kernel: str
@@ -255,6 +264,11 @@ def cases() -> list[Case]:
     return (
         block_sparse_cases()
         + antidiagonal_cases()
+        + largest(
+            replace(case, variant=FEATURES)
+            for case in chosen
+            if case.kernel in FEATURE_KERNELS and case.capability in FEATURE_CAPABILITIES
+        )
         + [
             replace(case, variant=variant)
             for case in chosen
@@ -328,7 +342,7 @@ def compile_case(case: Case) -> Compiled:
         "WARPS": order.ORDER_WARPS,
         "R": case.representatives,
         "BR": case.rows,
-        **(VARIANTS | BLOCK_SPARSE_VARIANTS | ANTIDIAGONAL_VARIANTS)[case.variant],
+        **(VARIANTS | FEATURE_VARIANTS | BLOCK_SPARSE_VARIANTS | ANTIDIAGONAL_VARIANTS)[case.variant],
     }
     if case.kernel == "pool_blocks":
         constants |= {"DP": case.head_dim, "BLOCK": 128}
