@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from s2o_runtime.errors import InputError
@@ -58,6 +59,13 @@ class Scoring(NamedTuple):
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
     """Scores of any shape under a soft cap, `softcap * tanh(scores / softcap)`; themselves without one."""
     return scores if softcap is None else (scores / softcap).tanh() * softcap
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The weights of scores [..., L] that share their denominators with sinks [..., 1], where there are any."""
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat([sinks.expand(*scores.shape[:-1], 1), scores], -1).softmax(-1)[..., 1:]
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:

@@ -36,6 +36,7 @@ from s2o_runtime.huggingface.drift import (
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.profile.record import ProvenLayer, ProvenLength, Record, RecordedBudget
 from s2o_runtime.reference.dense import exact_attention
+from s2o_runtime.scoring import Scoring
 from support.models import CONFIGS, LENGTH, make_profile, padded_batch, paths
 
 RUNS = "the tensors are on the cpu, the kernel needs a GPU"
@@ -55,9 +56,9 @@ def plain():
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
 
 
-def true_errors(q, k, v, out, kv_start=None):
+def true_errors(q, k, v, out, kv_start=None, **features):
     """mse and mean square of the dense output, over rows that are not padding and over the last eighth of these."""
-    truth = exact_attention(q, k, v, kv_start=kv_start)
+    truth = exact_attention(q, k, v, kv_start=kv_start, **features)
     start = torch.zeros(len(q), dtype=torch.int64) if kv_start is None else kv_start
     position = torch.arange(q.shape[2]) + k.shape[2] - q.shape[2]
     errors = []
@@ -85,12 +86,17 @@ def test_the_estimate_is_the_error_within_sampling_error(starts, q_len):
         assert abs(estimate - expected) < 4 * error + 1e-6 * expected
 
 
-def test_all_rows_give_the_error_itself():
+@pytest.mark.parametrize(
+    "features", [{}, {"softcap": 1.5, "sinks": torch.linspace(-1, 5, 4), "scale": 0.4}], ids=["plain", "cap-sinks"]
+)
+@pytest.mark.parametrize("value_dim", [32, 24])
+def test_all_rows_give_the_error_itself(value_dim, features):
     """As many strata as rows, or a multiple, in both halves: nothing is left to chance."""
-    q, k, v = torch.randn(1, 4, 96, 32), torch.randn(1, 2, 200, 32), torch.randn(1, 2, 200, 32)
-    out = torch.randn(1, 4, 96, 32)
-    found = sampled_errors(q, k, v, out, 2 * 71 * 25, torch.Generator())  # 25 of the rows are of the last eighth
-    assert [float(each) for each in found] == pytest.approx(true_errors(q, k, v, out), rel=1e-5)
+    q, k, v = torch.randn(1, 4, 96, 32), torch.randn(1, 2, 200, 32), torch.randn(1, 2, 200, value_dim)
+    out = torch.randn(1, 4, 96, value_dim)
+    rows = 2 * 71 * 25  # 25 of the call's are of the last eighth
+    sampled = sampled_errors(q, k, v, out, rows, torch.Generator(), **features)
+    assert [float(error) for error in sampled] == pytest.approx(true_errors(q, k, v, out, **features), rel=1e-5)
 
 
 def test_few_heads_at_a_time_give_the_same(monkeypatch):
@@ -125,7 +131,7 @@ def test_the_running_error_is_in_the_budgets_unit(kind):
     for scale in (1.0, 3.0):
         q, k, v = (torch.randn(1, 2, 64, 32) for _ in range(3))
         out = torch.randn(1, 2, 64, 32) * scale
-        monitor.see(q, k, v, out, None, None)
+        monitor.see(q, k, v, out, Scoring(), None)
         truths.append(true_errors(q, k, v, out))
     older = 1 - 1 / 64
     for part, found in ((0, monitor.numbers().mean), (2, monitor.numbers().last)):
@@ -246,7 +252,7 @@ def test_it_works_in_and_out_of_inference_mode(plain):
 def test_outputs_that_are_not_numbers_are_too_much(caplog):
     monitor = DriftMonitor(DriftCheck(every=1, after=1), 5, Allowed("mse", {64: 1.0}))
     q, k, v = (torch.randn(1, 2, 64, 32) for _ in range(3))
-    monitor.see(q, k, v, torch.full_like(q, float("nan")), None, None)
+    monitor.see(q, k, v, torch.full_like(q, float("nan")), Scoring(), None)
     assert "layer 5: the sampled mse is nan times what the profile allows" in caplog.text
 
 
@@ -369,7 +375,7 @@ def noticed(monkeypatch, foreign, layers, checks):
         monkeypatch.setattr("s2o_runtime.huggingface.drift.sampled_errors", Shares(foreign, seed=layer))
         monitor = DriftMonitor(DriftCheck(every=1), layer, Allowed("mse", {8: 1.0}))
         while monitor.checks < checks and monitor.verdict is None:
-            monitor.see(tensor, tensor, tensor, tensor, None, None)
+            monitor.see(tensor, tensor, tensor, tensor, Scoring(), None)
         found.append(None if monitor.verdict is None else monitor.checks)
     return found
 
@@ -410,7 +416,7 @@ def test_high_checks_are_forgotten(monkeypatch):
     tensor = torch.zeros(1, 1, 8, 1)
     high = []
     for _ in range(77):
-        monitor.see(tensor, tensor, tensor, tensor, None, None)
+        monitor.see(tensor, tensor, tensor, tensor, Scoring(), None)
         high.append(monitor.numbers().high)
     assert high[6] == 1.0
     assert high[13] == 0.5
@@ -460,8 +466,8 @@ def test_one_russian_prompt_in_six_is_noticed(caplog):
     def first_layer(ids):
         calls = []
 
-        def keep(layer, q, k, v, scale, out):
-            calls.append((q, k, v, s2o_attention(q, k, v, config, scale=scale), scale, None))
+        def keep(layer, q, k, v, scoring, out):
+            calls.append((q, k, v, s2o_attention(q, k, v, config, **scoring.arguments()), scoring, None))
             raise StopIteration
 
         [state, *_] = layer_states(patch(demo.model, SHIPPED, drift="off"))

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoXConfig, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoXConfig, GptOssConfig, StaticCache
 
 import s2o_runtime.huggingface.hf as hf
 import s2o_runtime.huggingface.layers as layers
@@ -19,6 +19,7 @@ from s2o_runtime.identity import fingerprint
 from s2o_runtime.profile import save_profile
 from support.marks import all_but_first
 from support.models import CONFIGS, LENGTH, SIZES, close, make_profile, padded_batch, paths, twin, used_s2o
+from support.naive import naive_attention
 
 SLOW = pytest.mark.slow(reason="further architectures, or compiles models, which test_architectures.py does faster")
 
@@ -247,3 +248,63 @@ def test_a_compiled_model_stays_one_graph(eager, ids):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert {row["path"] for row in explain(model)} == {"s2o"}
     assert all(row["calls"] == 2 for row in explain(model))
+
+
+@pytest.fixture(scope="module")
+def with_sinks():
+    """A tiny gpt-oss whose sinks matter, eager: one layer with a sliding window, one of full attention."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = GptOssConfig(
+        **SIZES, initializer_range=0.2, num_local_experts=4, num_experts_per_tok=2, sliding_window=48,
+        rope_parameters=rope,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data = torch.linspace(-1, 4, 4)
+    return model
+
+
+def attached(eager):
+    """A model with the same weights whose layer of full attention runs S2O with tau = 0, and the layer's state."""
+    hf.register()
+    model = AutoModelForCausalLM.from_config(eager.config, attn_implementation="s2o").eval()
+    model.load_state_dict(eager.state_dict())
+    config = LayerConfig.uniform(4, tau=0.0, segment=64, tile=TileConfig(64, 32, 2, 4, 1))
+    state = layers.LayerState(1, lambda keys: config, 0, meter=None)
+    layers.attach(model.model.layers[1].self_attn, state)
+    return model, state
+
+
+@torch.no_grad()
+def test_learned_sinks_reach_the_op(with_sinks, ids):
+    """Prefill, a padded batch, and decode; the layer with a window and decode run the model's own eager code."""
+    model, state = attached(with_sinks)
+    seen = []
+    state.observer = lambda layer, q, k, v, scoring, out: seen.append(scoring)
+    close(model(ids).logits, with_sinks(ids).logits)
+    assert state.last.backend == "reference"
+    assert torch.equal(seen[0].sinks, torch.linspace(-1, 4, 4))
+    padded, mask = padded_batch()
+    ours, theirs = (which(padded, attention_mask=mask).logits for which in (model, with_sinks))
+    close(ours[mask == 1], theirs[mask == 1])
+    greedy = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(model.generate(ids, **greedy), with_sinks.generate(ids, **greedy))
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data = torch.full((4,), -30.0)
+    assert (model(ids).logits - with_sinks(ids).logits).abs().max() > 1e-2  # they do matter
+
+
+@torch.no_grad()
+def test_compiled_layers_keep_their_sinks(with_sinks, ids):
+    attention = attached(with_sinks)[0].model.layers[1].self_attn
+    q, k, v = (torch.randn(1, heads, 150, 64) for heads in (4, 2, 2))
+    mask = torch.zeros(1, 1, 1, 2, dtype=torch.int64)
+
+    def call(q, k, v):
+        return hf.s2o_attention_forward(attention, q, k, v, mask, scaling=0.3, s_aux=attention.sinks)[0]
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)(q, k, v)
+    expected = naive_attention(q, k, v, scale=0.3, sinks=attention.sinks)
+    torch.testing.assert_close(compiled.transpose(1, 2).double(), expected, rtol=1e-4, atol=1e-5)

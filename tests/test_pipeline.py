@@ -94,8 +94,8 @@ def seen_from_outside(folder, made, profile):
     patch(loaded.model, profile, strict=True)
     errors = {}
 
-    def observe(layer, q, k, v, scale, out):
-        truth = exact_attention(q, k, v, scale=scale)
+    def observe(layer, q, k, v, scoring, out):
+        truth = exact_attention(q, k, v, **scoring.arguments())
         errors[len(q[0, 0]), layer] = float((out - truth).square().mean() / truth.square().mean())
 
     for state in layer_states(loaded.model):

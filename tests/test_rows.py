@@ -8,6 +8,7 @@ import torch
 from calibrate.curves.row_errors import row_errors
 from calibrate.proof.rows import evenly_drawn, sampled_rows
 from s2o_runtime.reference.dense import exact_attention
+from s2o_runtime.scoring import Scoring
 
 
 def tensors(q_len, kv_len, dtype=torch.float32):
@@ -21,11 +22,14 @@ def tensors(q_len, kv_len, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("q_len", [48, 7], ids=["whole prompt", "continued"])
-def test_all_rows_are_as_exact_attention_has_them(q_len, dtype):
+@pytest.mark.parametrize(
+    "scoring", [Scoring(0.2), Scoring(0.9, 1.5, torch.linspace(-1, 4, 6))], ids=["scale", "cap-sinks"]
+)
+def test_all_rows_are_as_exact_attention_has_them(scoring, q_len, dtype):
     q, k, v, noise = tensors(q_len, 48, dtype)
-    truth = exact_attention(q, k, v, scale=0.2)
+    truth = exact_attention(q, k, v, **scoring.arguments())
     out = (truth + 0.1 * noise).to(dtype)
-    sampled = sampled_rows(q, k, v, out, torch.arange(q_len), 0.2)
+    sampled = sampled_rows(q, k, v, out, torch.arange(q_len), scoring)
     assert sampled.mse == pytest.approx(float((out.float() - truth).square().mean()), rel=1e-4)
     assert sampled.power == pytest.approx(float(truth.square().mean()), rel=1e-4)
     torch.testing.assert_close(sampled.off, row_errors(out, truth)[0], rtol=1e-3, atol=1e-5)
@@ -35,7 +39,7 @@ def test_some_rows_are_those_rows():
     q, k, v, noise = tensors(48, 48)
     truth = exact_attention(q, k, v)
     rows = torch.tensor([0, 5, 47])
-    sampled = sampled_rows(q, k, v, truth + noise, rows, None)
+    sampled = sampled_rows(q, k, v, truth + noise, rows, Scoring())
     assert sampled.mse == pytest.approx(float(noise[:, :, rows].square().mean()), rel=1e-4)
     assert sampled.off.shape == (6, 3)
 

@@ -59,19 +59,19 @@ def test_the_last_eighth_and_continued_calls(folder, prompts, monkeypatch):
     seen = []
     real = sampling.sampled_rows
 
-    def watch(q, k, v, out, rows, scale):
-        seen.append((q, k, v, out, scale))
-        return real(q, k, v, out, rows, scale)
+    def watch(q, k, v, out, rows, scoring):
+        seen.append((q, k, v, out, scoring))
+        return real(q, k, v, out, rows, scoring)
 
     monkeypatch.setattr(sampling, "sampled_rows", watch)
     _, sampled = sample(stream(folder, False), LENGTH, prompts[:1], Layers((SPARSE, SPARSE)))
-    q, k, v, out, scale = seen[0]
-    truth = exact_attention(q, k, v, scale=scale)
+    q, k, v, out, scoring = seen[0]
+    truth = exact_attention(q, k, v, **scoring.arguments())
     (found,) = sampled.layers[0].prompts
     first = LENGTH - LENGTH // 8
     assert found.last[0] == pytest.approx(float((out - truth)[:, :, first:].square().mean()), rel=1e-3)
     assert found.last[1] == pytest.approx(float(truth[:, :, first:].square().mean()), rel=1e-3)
-    continued = s2o_attention(q[:, :, -64:], k, v, SPARSE, scale=scale)
+    continued = s2o_attention(q[:, :, -64:], k, v, SPARSE, **scoring.arguments())
     assert list(found.continued) == [64]  # the prompt is shorter than twice 512
     assert found.continued[64][0] == pytest.approx(float((continued - truth[:, :, -64:]).square().mean()), rel=1e-3)
     assert found.continued[64][0] > 1e-6

@@ -99,8 +99,8 @@ def shown_by_patching(model, config, ids):
     patch(model, replace(made, layers=((config,) * 2,) * len(made.lengths)), strict=True)
     layers = {}
 
-    def observe(layer, q, k, v, scale, out):
-        truth = exact_attention(q, k, v, scale=scale)
+    def observe(layer, q, k, v, scoring, out):
+        truth = exact_attention(q, k, v, **scoring.arguments())
         off = (out - truth).square()
         power = truth.square().sum(-1)
         rows = (off.sum(-1) / torch.maximum(power, power.mean(-1, keepdim=True))).sqrt()

@@ -30,6 +30,7 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface import hf
 from s2o_runtime.identity import attention_modules
+from s2o_runtime.scoring import Scoring
 
 CONTINUED = (64, 512)  # new tokens behind a cached prefix
 NOISE_PROMPTS = 2  # prompts that the noise floor is measured on
@@ -166,20 +167,20 @@ class _Observed:
     config: LayerConfig
     errors: list[PromptError] = field(default_factory=list)
 
-    def observe(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, out: Tensor) -> None:
+    def observe(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
         length = q.shape[2]
         # the same rows whatever the layer runs, so that what is tried instead is compared with like
         generator = torch.Generator().manual_seed(zlib.crc32(f"{length}/{layer}/{len(self.errors)}".encode()))
         first_of_last = length - max(1, length // LAST)
         drawn = [evenly_drawn(*part, ROWS, generator) for part in ((0, first_of_last), (first_of_last, length))]
-        early, last = (sampled_rows(q, k, v, out, rows, scale) for rows in drawn)
+        early, last = (sampled_rows(q, k, v, out, rows, scoring) for rows in drawn)
         share = first_of_last / length
         continued = {}
         for new in (new for new in CONTINUED if 2 * new <= length):
             queries = q[:, :, -new:]
             new_rows = evenly_drawn(0, new, ROWS, generator)
-            continued_out = s2o_attention(queries, k, v, self.config, scale=scale)
-            one = sampled_rows(queries, k, v, continued_out, new_rows, scale)
+            continued_out = s2o_attention(queries, k, v, self.config, **scoring.arguments())
+            one = sampled_rows(queries, k, v, continued_out, new_rows, scoring)
             continued[new] = one.mse, one.power
         self.errors.append(
             PromptError(

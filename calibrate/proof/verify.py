@@ -29,6 +29,7 @@ from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface import hf
 from s2o_runtime.identity import attention_modules
 from s2o_runtime.reference.dense import dense_attention, exact_attention
+from s2o_runtime.scoring import Scoring
 
 GPU_ROUNDS = 3
 
@@ -217,8 +218,8 @@ class _Errors:
     power: list[float] = field(default_factory=list)
     tiles: list[Tensor] = field(default_factory=list)
 
-    def observe(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, out: Tensor) -> None:
-        truth = exact_attention(q, k, v, scale=scale)
+    def observe(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
+        truth = exact_attention(q, k, v, **scoring.arguments())
         self.squared.append(float((out.to(truth.dtype) - truth).square().mean()))
         self.power.append(float(truth.square().mean()))
         self.tiles.append(tile_worst(row_errors(out, truth)).flatten())
@@ -263,9 +264,9 @@ def _attention_seconds(layer: PatchableLayer, stream: Stream, config: LayerConfi
     """Median seconds of attention alone, S2O and dense, on the q, k, v that a prompt brings to the layer."""
     calls: dict[str, Callable[[], Any]] = {}
 
-    def keep(index: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, out: Tensor) -> None:
-        calls["s2o"] = partial(s2o_attention, q, k, v, config, scale=scale)
-        calls["dense"] = partial(dense_attention, q, k, v, scale=scale)
+    def keep(index: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
+        calls["s2o"] = partial(s2o_attention, q, k, v, config, **scoring.arguments())
+        calls["dense"] = partial(dense_attention, q, k, v, **scoring.arguments())
 
     layer.patched(stream, layer.state(config, keep))
     times = medians(calls, layer.device, GPU_ROUNDS)

@@ -24,6 +24,7 @@ from torch import Tensor
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.record import BudgetKind
+from s2o_runtime.scoring import Scoring, capped, softmax
 
 Action = Literal["warn", "dense"]
 DriftChoice = Literal["auto", "off", "warn", "dense"]
@@ -172,7 +173,7 @@ class DriftMonitor:
     def __reduce__(self) -> tuple[type[DriftMonitor], tuple[DriftCheck, int, Allowed]]:
         return DriftMonitor, (self.check, self.layer, self.allowed)
 
-    def see(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float | None, kv_start: Tensor | None) -> None:
+    def see(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scoring: Scoring, kv_start: Tensor | None) -> None:
         """Look at one S2O call, if it is its turn; shapes and types as `s2o_attention` has them.
 
         A turn that falls into the capture of a CUDA graph is left out.
@@ -183,7 +184,8 @@ class DriftMonitor:
         self._judge()
         with torch.no_grad():
             generator = self._generator(q.device)
-            sampled = sampled_errors(q, k, v, out, self.check.rows, generator, scale=scale, kv_start=kv_start)
+            rows = self.check.rows
+            sampled = sampled_errors(q, k, v, out, rows, generator, kv_start=kv_start, **scoring.arguments())
             self._add(sampled, self.allowed.at(k.shape[2]))
             self._send()
         if not q.is_cuda:
@@ -303,6 +305,8 @@ def sampled_errors(
     generator: torch.Generator,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     kv_start: Tensor | None = None,
 ) -> SampledErrors:
     """Errors against float32 dense attention, from `rows` query rows of each sequence.
@@ -311,22 +315,23 @@ def sampled_errors(
     the call's rows before it. In each part one row is drawn from each of equal strata.
 
     Args:
-        q, out: [B, Hq, Lq, D].
-        k, v: [B, Hkv, Lk, D].
+        q, out: [B, Hq, Lq, D] and [B, Hq, Lq, Dv].
+        k, v: [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv].
         rows: at least 2.
         generator: on the device of q.
-        scale: of the scores; D**-0.5 if None.
+        scale, softcap, sinks: as in `scoring.Scoring`.
         kv_start: the first key of each sequence, integers [B]; rows before it do not count.
     """
     batch, heads, q_len, head_dim = q.shape
-    kv_heads, kv_len = k.shape[1:3]
+    kv_heads, kv_len, value_dim = k.shape[1], k.shape[2], v.shape[3]
     group, offset = heads // kv_heads, kv_len - q_len
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     scale = head_dim**-0.5 if scale is None else scale
     start = torch.zeros(batch, dtype=torch.int64, device=q.device) if kv_start is None else kv_start
     row, real = _drawn(rows, start - offset, q_len, generator)
-    places = row[:, None, :, None].expand(-1, heads, -1, head_dim)
-    query, ours = q.gather(2, places).to(dtype) * scale, out.gather(2, places).to(dtype)
+    places = row[:, None, :, None]
+    query = q.gather(2, places.expand(-1, heads, -1, head_dim)).to(dtype) * scale
+    ours = out.gather(2, places.expand(-1, heads, -1, value_dim)).to(dtype)
     key = torch.arange(kv_len, device=q.device)
     hidden = (key > (row + offset)[:, :, None]) | (key < start[:, None, None])  # [B, R, Lk]
     error, power = torch.zeros(2, batch, rows, dtype=torch.float64, device=q.device)
@@ -335,12 +340,15 @@ def sampled_errors(
         keys, values = (t[:, begin : begin + at_once].to(dtype) for t in (k, v))
         of_group = slice(begin * group, (begin + keys.shape[1]) * group)
         queries = query[:, of_group].reshape(batch, -1, group * rows, head_dim)
-        scores = queries @ keys.transpose(2, 3)  # [B, H, G * R, Lk]
+        scores = capped(queries @ keys.transpose(2, 3), softcap)  # [B, H, G * R, Lk]
         scores.view(batch, -1, group, rows, kv_len).masked_fill_(hidden[:, None, None], -math.inf)
-        dense = (scores.softmax(-1) @ values).reshape(batch, -1, rows, head_dim)  # [B, H * G, R, D]
+        of_rows = None
+        if sinks is not None:
+            of_rows = sinks[of_group].to(dtype).view(-1, group).repeat_interleave(rows, 1)[..., None]  # [H, G * R, 1]
+        dense = (softmax(scores, of_rows) @ values).reshape(batch, -1, rows, value_dim)  # [B, H * G, R, Dv]
         error += (ours[:, of_group] - dense).square().sum((1, 3), dtype=torch.float64)
         power += dense.square().sum((1, 3), dtype=torch.float64)
-    error, power = (_parts(each, real) / (heads * head_dim) for each in (error, power))  # [2]: sums over rows
+    error, power = (_parts(each, real) / (heads * value_dim) for each in (error, power))  # [2]: sums over rows
     all_rows, last_rows = real.sum().clamp_min(1), real[:, 1].sum().clamp_min(1)
     return SampledErrors(error.sum() / all_rows, power.sum() / all_rows, error[1] / last_rows, power[1] / last_rows)
 

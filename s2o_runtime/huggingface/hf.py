@@ -2,15 +2,15 @@
 
 No method is replaced. Prefill through a plain causal mask arrives with a small integer tensor instead of a mask
 (where its queries stand, where each sequence starts) and runs S2O; decode, odd masks, sliding windows and
-everything S2O cannot do exactly run transformers' own SDPA path or dense attention, soft-capped scores its eager
-path, and the reason is counted.
+everything S2O cannot do exactly run transformers' own SDPA path or dense attention, and the reason is counted. Scores
+that are soft-capped or have learned sinks, which SDPA cannot do, run the model's own eager path there.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -177,27 +177,26 @@ def s2o_mask(**call: Any) -> Tensor | None:
 
     The tensor is int64 [B, 1, 1, 2] (position of query 0, first key that counts); four dimensions because
     models pass such a mask on untouched. Its `s2o_call` attribute holds the same on the host.
-    Where scores are soft-capped, which SDPA cannot do, every mask is eager attention's own.
+    Where scores are soft-capped, which SDPA cannot do, every other mask is eager attention's own.
     """
-    if getattr(call.get("config"), SOFT_CAP, None) is not None:
-        return _eager_mask(call)
+    other_mask = _sdpa_mask if getattr(call.get("config"), SOFT_CAP, None) is None else _eager_mask
     q_length, q_offset = _query_range(call)
     plain = call.get("mask_function", causal_mask_function) is causal_mask_function
     if q_length == 1 or not plain or int(call.get("kv_offset", 0)) != 0:
-        return _sdpa_mask(call)
+        return other_mask(call)
     padding = call.get("attention_mask")
     starts = None
     if padding is not None:
         starts, regular = _starts(padding[:, : int(q_offset) + q_length])
         if not regular:
-            return _sdpa_mask(call)
+            return other_mask(call)
     device = call.get("device", "cpu") if padding is None else padding.device
     mask = torch.zeros(call["batch_size"], 1, 1, 2, dtype=torch.int64, device=device)
     mask[..., 0] = q_offset
     if starts is not None:
         mask[:, 0, 0, 1] = starts
     if not torch.compiler.is_compiling():
-        setattr(mask, CALL, PrefillCall(int(q_offset), starts, lru_cache(partial(_sdpa_mask, call))))
+        setattr(mask, CALL, PrefillCall(int(q_offset), starts, lru_cache(partial(other_mask, call))))
     return mask
 
 
@@ -244,19 +243,14 @@ def s2o_attention_forward(
     """The attention function: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] in; [B, Lq, Hq, D] out."""
     number: int | None = getattr(module, NUMBER, None)
     obstacle = _layer_obstacle(kwargs)
+    scoring = scoring_of(query.shape[3] ** -0.5 if scaling is None else scaling, kwargs)
     compiling = torch.compiler.is_compiling() and obstacle is None
     if compiling and number is not None and is_prefill_mask(attention_mask) and not dropout:
-        scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        scoring = Scoring(scale)
         out = torch_op.layer_attention(query, key, value, mask=attention_mask, layer=number, scoring=scoring)
         return out.transpose(1, 2), None
     state: LayerState | None = module.__dict__.get(STATE)
     if state is None and not torch.compiler.is_compiling():
         state = adopt(module, query.device)
-    if kwargs.get("softcap") is not None:
-        if state is not None:
-            state.count("dense", str(obstacle), query.shape[2], key.shape[2])
-        return _soft_capped(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
     call: PrefillCall | None = getattr(attention_mask, CALL, None)
     if call is None and attention_mask is not None and not attention_mask.dtype.is_floating_point:
         call = _recovered(attention_mask)
@@ -264,6 +258,8 @@ def s2o_attention_forward(
         if state is not None:
             other = "decode" if query.shape[2] == 1 else "the mask is not a plain causal one"
             state.count("dense", obstacle or other, query.shape[2], key.shape[2])
+        if scoring.beyond_sdpa is not None:
+            return _eager(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
@@ -274,9 +270,9 @@ def s2o_attention_forward(
     key, value = key[:, :, :kv_len], value[:, :, :kv_len]  # a static cache is longer than what it holds
     if state is None:
         _say_unpatched(type(module).__name__)
-        out = dense_attention(query, key, value, scale=scaling, kv_start=call.kv_start)
+        out = dense_attention(query, key, value, kv_start=call.kv_start, **scoring.arguments())
     else:
-        out = _prefill(state, obstacle, query, key, value, scaling, call)
+        out = _prefill(state, obstacle, query, key, value, scoring, call)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -286,7 +282,7 @@ def _prefill(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scaling: float | None,
+    scoring: Scoring,
     call: PrefillCall,
 ) -> Tensor:
     """A plain causal prefill of a patched layer, S2O or dense, and what is to be remembered of it: [B, Hq, Lq, D]."""
@@ -299,10 +295,11 @@ def _prefill(
         config, reason = None, "every head of the layer is dense"
     sample = None if state.meter is None else state.meter.begin(reason, query.device)
     if config is None:
-        out = dense_attention(query, key, value, scale=scaling, kv_start=call.kv_start)
+        out = dense_attention(query, key, value, kv_start=call.kv_start, **scoring.arguments())
         stats, path, reason = None, "dense", str(reason)
     else:
-        result = s2o_attention(query, key, value, config, scale=scaling, kv_start=call.kv_start, return_stats=True)
+        options = {"kv_start": call.kv_start, **scoring.arguments()}
+        result = s2o_attention(query, key, value, config, return_stats=True, **options)
         out, stats = result.out, result.stats
         assert stats is not None
         path, reason = "dense" if stats.backend == "dense" else "s2o", stats.reason
@@ -311,22 +308,25 @@ def _prefill(
     if state.meter is not None and sample is not None:
         state.meter.end(sample, (path, reason), stats, query.device)
     if state.drift is not None and path == "s2o":
-        state.drift.see(query, key, value, out, scaling, call.kv_start)
+        state.drift.see(query, key, value, out, scoring, call.kv_start)
     if state.observer is not None and call.kv_start is None:
-        state.observer(state.layer, query, key, value, scaling, out)
+        state.observer(state.layer, query, key, value, scoring, out)
     return out
 
 
 def _layer_obstacle(kwargs: dict[str, Any]) -> str | None:
     """Why a layer never runs S2O, by what its model passes to every call; None if it may."""
-    if kwargs.get("softcap") is not None:
-        return f"the scores are soft-capped at {kwargs['softcap']:g}"
     if kwargs.get("sliding_window") is not None:
         return f"the layer sees a sliding window of {kwargs['sliding_window']} keys"
     return None
 
 
-def _soft_capped(
+def scoring_of(scale: float, kwargs: Mapping[str, Any]) -> Scoring:
+    """What a layer makes of the products of its queries and keys, from what it passes to transformers' attention."""
+    return Scoring(scale, kwargs.get("softcap"), kwargs.get("s_aux"))
+
+
+def _eager(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -336,10 +336,13 @@ def _soft_capped(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """The eager attention of the module's own model, which knows how to cap scores. Returns [B, Lq, Hq, D]."""
+    """The eager attention of the module's own model, which knows soft caps and sinks. Returns [B, Lq, Hq, D]."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
-        raise ModelError(f"{type(module).__name__} caps its scores and has no eager attention: unpatch the model")
+        raise ModelError(f"{type(module).__name__} has scores that SDPA cannot do and no eager code: unpatch the model")
+    if mask is None and query.shape[2] > 1:  # SDPA's way to say causal
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        mask = mask.tril(key.shape[2] - query.shape[2])[None, None]
     if mask is not None and mask.dtype == torch.bool:  # a caller's own; eager attention adds its mask to the scores
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
             ~mask, torch.finfo(query.dtype).min
@@ -371,7 +374,9 @@ def _compiled_layer(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None, layer: int, scale: float, softcap: float | None
 ) -> Tensor:
     """What a layer's node in a compiled graph does: the same function, run eagerly inside the op."""
-    return s2o_attention_forward(numbered(layer), q, k, v, mask, scaling=scale)[0].transpose(1, 2)
+    return s2o_attention_forward(
+        numbered(layer), q, k, v, mask, scaling=scale, softcap=softcap, s_aux=sinks
+    )[0].transpose(1, 2)  # fmt: skip
 
 
 torch_op.implement("layer_attention", _compiled_layer)

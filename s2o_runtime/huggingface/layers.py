@@ -24,6 +24,7 @@ from s2o_runtime.huggingface.meter import Meter
 from s2o_runtime.identity import attention_modules
 from s2o_runtime.lengths import length_step
 from s2o_runtime.profile import Profile
+from s2o_runtime.scoring import Scoring
 from s2o_runtime.tiles import candidate_tiles
 
 STATE = "s2o_layer"  # attribute of a patched attention module
@@ -36,7 +37,7 @@ log = logging.getLogger("s2o_runtime")
 
 paths_taken: set[str] = set()  # by any layer of this process
 
-Observer = Callable[[int, Tensor, Tensor, Tensor, float | None, Tensor], None]
+Observer = Callable[[int, Tensor, Tensor, Tensor, Scoring, Tensor], None]
 
 
 @dataclass
@@ -46,7 +47,7 @@ class LayerState:
     config_at: the layer's configuration for a number of keys; min_length: fewer keys than this stay dense;
     max_length: more keys than this stay dense too, or with warn_beyond run S2O after one warning; None for no limit.
     rejected: why the layer cannot run S2O at all, if so.
-    observer: called with the layer's index, q, k, v, the scale and the output after every plain causal
+    observer: called with the layer's index, q, k, v, their scoring and the output after every plain causal
     prefill of unpadded prompts, S2O or dense. meter: measures some of its calls, None does not.
     drift: checks the layer's error, None does not. watch: sees whether most calls of the model are dense; all of its
     layers have the same one.

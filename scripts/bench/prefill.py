@@ -31,6 +31,7 @@ from calibrate.timing import medians
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.reference.dense import dense_attention
+from s2o_runtime.scoring import Scoring
 from scripts.bench.calls import bisect, device_tile, flash_attention
 from scripts.bench.common import Parser, add_device, bench_parser, float_list, int_list, machine, run_command, spread
 from scripts.bench.inputs import QKV
@@ -103,7 +104,7 @@ def first_layer(loaded: LoadedModel, ids: Tensor) -> QKV:
     """q, k, v of the first layer."""
     captured: list[QKV] = []
 
-    def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, out: Tensor) -> None:
+    def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
         captured.append((q, k, v))
 
     dense = variant(loaded, LayerConfig.uniform(loaded.geometry.query_heads, mode="dense"))
