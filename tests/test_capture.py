@@ -7,8 +7,10 @@ from calibrate.model import capture, streams
 from s2o_runtime import patch
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.scoring import Scoring
 from support.marks import all_but_first
 from support.models import ARCHITECTURES, make_profile, save, stream
+from support.naive import naive_attention
 
 SLOW = pytest.mark.slow(reason="further architectures")
 PROMPTS = [torch.randint(3, 128, (length,), generator=torch.Generator().manual_seed(length)) for length in (150, 60)]
@@ -23,7 +25,7 @@ def seen_by_attention(model, ids):
     """Layer -> q, k, v and scale of a whole forward pass."""
     seen = {}
     for state in layer_states(model):
-        state.observer = lambda layer, q, k, v, scale, out: seen.update({layer: (q, k, v, scale)})
+        state.observer = lambda layer, q, k, v, scoring, out: seen.update({layer: (q, k, v, scoring.scale)})
     with torch.no_grad():
         model(ids[None], use_cache=False)
     return seen
@@ -105,3 +107,15 @@ def test_nan_is_named_by_layer_and_prompt(tmp_path, parameter, message, resident
     with pytest.raises(ModelError, match=message):
         for _ in capture.layers(stream(folder, resident), PROMPTS):
             pass
+
+
+def test_sinks_and_caps_are_captured():
+    """What the layer passes to attention is kept with q, k and v, and is part of the dense attention that runs."""
+    q, k, v = (torch.randn(1, heads, 40, 16) for heads in (4, 2, 2))
+    sinks, module, kept = torch.linspace(-1, 4, 4), torch.nn.Module(), []
+    module.__dict__[capture.SINK] = lambda *call: kept.append(call)
+    out, _ = capture._capture_forward(module, q, k, v, None, scaling=0.3, softcap=1.5, s_aux=sinks)
+    assert all(ours is theirs for ours, theirs in zip(kept[0], (q, k, v), strict=False))
+    assert kept[0][3] == Scoring(0.3, 1.5, sinks)
+    expected = naive_attention(q, k, v, scale=0.3, softcap=1.5, sinks=sinks)
+    torch.testing.assert_close(out.transpose(1, 2).double(), expected, rtol=1e-4, atol=1e-5)

@@ -17,10 +17,11 @@ from support.marks import all_but_first
 SLOW = pytest.mark.slow(reason="more tiles of the same")
 
 
-def prompt(length=1900, heads=4, kv_heads=2, head_dim=16):
+def prompt(length=1900, heads=4, kv_heads=2, head_dim=16, value_dim=16, **features):
     q = torch.randn(1, heads, length, head_dim) * torch.tensor([0.3, 1.0, 2.0, 4.0])[:heads, None, None]
     q = q + 2 * torch.randn(1, heads, 1, head_dim)  # queries that agree, so that a ranking finds something
-    return Captured(q, *(torch.randn(1, kv_heads, length, head_dim) for _ in range(2)), scale=head_dim**-0.5)
+    k, v = (torch.randn(1, kv_heads, length, dim) for dim in (head_dim, value_dim))
+    return Captured(q, k, v, head_dim**-0.5, **features)
 
 
 METHODS = [Ranking(256), Ranking(512, 8), Ranking(256, 32, 4), Ranking(512, 1, 2)]
@@ -29,18 +30,25 @@ TILES = [TileConfig(128, 64, 2), TileConfig(64, 64, 8), TileConfig(128, 128, 3)]
 
 @pytest.mark.parametrize("tail", [False, True], ids=["plain", "tail"])
 @pytest.mark.parametrize("tile", all_but_first(TILES, SLOW), ids=str)
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: f"S{m.segment}-R{m.representatives}-G{m.grain}")
-def test_a_curve_predicts_what_the_reference_does(method, tile, tail):
-    captured = prompt()
+@pytest.mark.parametrize(
+    ("method", "features"),
+    [
+        *(pytest.param(m, {}, id=f"S{m.segment}-R{m.representatives}-G{m.grain}") for m in METHODS),
+        pytest.param(METHODS[2], {"softcap": 3.0, "sinks": torch.linspace(-1, 5, 4), "value_dim": 24}, id="cap-sinks"),
+    ],
+)
+def test_a_curve_predicts_what_the_reference_does(method, features, tile, tail):
+    captured = prompt(**features)
     methods = [Ranking(method.segment, 64), method]  # one pass, several ways to rank
     curve = measure(captured, methods, [Shape(64, 128), Shape.of(tile)])[method, Shape.of(tile)]
-    truth = exact_attention(captured.q, captured.k, captured.v, scale=captured.scale)
+    scoring = captured.scoring.arguments()
+    truth = exact_attention(captured.q, captured.k, captured.v, **scoring)
     assert curve.dense_power == pytest.approx(float(truth.square().mean()), rel=1e-5)
     seen = set()
     for index in range(3, len(TAUS), 4):
         head = HeadConfig(TAUS[index], method.segment, "s2o", StopRule.REST, method.representatives, tail)
         config = LayerConfig((head,) * 4, tile, grain=method.grain)
-        out, visited, _ = s2o_attention_reference(captured.q, captured.k, captured.v, config, scale=captured.scale)
+        out, visited, _ = s2o_attention_reference(captured.q, captured.k, captured.v, config, **scoring)
         # a curve's prefix is a whole number of its steps; the kernel's of its tiles, which divide them
         predicted = curve.density[:, index]
         actual = density(visited, config, call_shape(captured.q, captured.k, captured.v))

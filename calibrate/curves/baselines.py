@@ -40,7 +40,8 @@ def settings_of(method: str) -> tuple[Baseline, ...]:
 
 def supports(prompt: Captured) -> bool:
     """Whether baselines can run this model's heads."""
-    return prompt.q.shape[3] <= HEAD_DIM
+    head_dims_fit = prompt.v.shape[3] == prompt.q.shape[3] <= HEAD_DIM
+    return head_dims_fit and prompt.scoring.beyond_sdpa is None
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from calibrate.model.capture import Captured
 from s2o_runtime.reference.attention import dense_window
 from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.reference.ranking import log_weights, order_of, part_means
+from s2o_runtime.scoring import capped
 
 STEP = 128
 GPU_BYTES, CPU_BYTES = 8 << 30, 256 << 20  # workspace of one pass
@@ -34,25 +35,26 @@ def measure(
     """One prompt's curves at one layer.
 
     Args:
-        prompt: q [1, Hq, L, D], k and v [1, Hkv, L, D] of the layer.
+        prompt: q [1, Hq, L, D], k [1, Hkv, L, D] and v [1, Hkv, L, Dv] of the layer.
         rankings: all of one segment length.
         shapes: their strides must be multiples of `STEP`, and the segment a multiple of their heights.
 
     Returns:
         A curve for every ranking and shape.
     """
-    length, head_dim = prompt.q.shape[2:]
+    length, head_dim = prompt.v.shape[2:]
     size = rankings[0].segment
     keys = [(ranking, shape) for ranking in rankings for shape in shapes]
-    dense = dense_attention(prompt.q, prompt.k, prompt.v, scale=prompt.scale)
+    dense = dense_attention(prompt.q, prompt.k, prompt.v, **prompt.scoring.arguments())
     norms = head_norms(dense)
     totals: dict[tuple[Ranking, Shape], list[Tensor]] = {key: [] for key in keys}  # per slice of heads
     worst: dict[tuple[Ranking, Shape], list[Tensor]] = {key: [] for key in keys}
     for heads in _head_slices(prompt, size):
         q, k, v = _heads(prompt, heads)
+        sinks = None if prompt.sinks is None else prompt.sinks[heads].float()[:, None]
         stopped: dict[tuple[Ranking, Shape], list[_Stopped]] = {key: [] for key in keys}  # segment by segment
         for begin in range(0, length, size):
-            segment = _segment(q[:, begin : begin + size], k, v, begin)
+            segment = _segment(q[:, begin : begin + size], k, v, begin, prompt.softcap, sinks)
             for ranking in rankings:
                 trace = _trace(segment, ranking)
                 for shape in shapes:
@@ -97,25 +99,36 @@ class _Segment:
 
     q: Tensor  # [H, S, D], scaled
     k: Tensor  # [H, P, D]
-    v: Tensor  # [H, P, D]
+    v: Tensor  # [H, P, Dv]
     weights: Tensor  # [H, P, S]
     l: Tensor  # [H, S]
-    acc: Tensor  # [H, S, D]
+    acc: Tensor  # [H, S, Dv]
+    softcap: float | None
 
 
-def _segment(q: Tensor, k: Tensor, v: Tensor, begin: int) -> _Segment:
-    """q [H, S, D] scaled, the segment's queries; k, v [H, L, D]; begin: position of the first query."""
+def _segment(
+    q: Tensor, k: Tensor, v: Tensor, begin: int, softcap: float | None, sinks: Tensor | None
+) -> _Segment:  # fmt: skip
+    """A segment of some heads.
+
+    Args:
+        q: [H, S, D], scaled, the segment's queries.
+        k, v: [H, L, D] and [H, L, Dv].
+        begin: position of the first query.
+        softcap: bounds the scores; None for no bound.
+        sinks: [H, 1]; they are part of the window's denominator. None for none.
+    """
     prefix = begin // STEP * STEP  # the keys cut off here join the window, as in the kernel
     end = begin + q.shape[1]
     last_key = torch.arange(begin - prefix, end - prefix, device=q.device)
-    window = dense_window(q, k[:, prefix:end], v[:, prefix:end], last_key.expand(q.shape[:2]))
+    window = dense_window(q, k[:, prefix:end], v[:, prefix:end], last_key.expand(q.shape[:2]), softcap, sinks)
     k, v = k[:, :prefix], v[:, :prefix]
     if not prefix:
-        return _Segment(q, k, v, q.new_zeros(len(q), 0, q.shape[1]), window.l, window.acc)
-    scores = k @ q.transpose(1, 2)
+        return _Segment(q, k, v, q.new_zeros(len(q), 0, q.shape[1]), window.l, window.acc, softcap)
+    scores = capped(k @ q.transpose(1, 2), softcap)
     m = torch.maximum(scores.amax(1), window.m)
     decay = (window.m - m).exp_()
-    return _Segment(q, k, v, scores.sub_(m[:, None]).exp_(), window.l * decay, window.acc * decay[..., None])
+    return _Segment(q, k, v, scores.sub_(m[:, None]).exp_(), window.l * decay, window.acc * decay[..., None], softcap)
 
 
 @dataclass(frozen=True)
@@ -139,7 +152,8 @@ def _trace(segment: _Segment, ranking: Ranking) -> _Trace:
     if not segment.k.shape[1]:
         none = segment.weights
         return _Trace(segment.l[:, None], none, none, none, none[..., 0], segment.acc / segment.l[..., None])
-    log_mass = log_weights(part_means(segment.q, ranking.segment // ranking.representatives), segment.k, ranking.grain)
+    parts = part_means(segment.q, ranking.segment // ranking.representatives)
+    log_mass = log_weights(parts, segment.k, ranking.grain, segment.softcap)
     order = order_of(log_mass, ranking.grain)
     weights, v = _in_order(segment.weights, order), _in_order(segment.v, order)
     l = torch.cat([segment.l[:, None], weights.sum(2)], 1).cumsum_(1)

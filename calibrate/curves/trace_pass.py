@@ -21,10 +21,15 @@ FIRST_TRITON_FOR_SM_100 = 3, 9  # older ones fail to compile the kernel there
 
 def supports(prompt: Captured) -> bool:
     """Whether the kernel can measure this prompt here."""
-    if not prompt.q.is_cuda or prompt.q.dtype == torch.float32 or prompt.q.shape[3] > HEAD_DIMS[-1]:
+    if not prompt.q.is_cuda or prompt.q.dtype == torch.float32 or _widest(prompt) > HEAD_DIMS[-1]:
         return False
     here = capability(prompt.q.device)
     return here >= MIN_CAPABILITY and compiles(here, triton.__version__)
+
+
+def _widest(prompt: Captured) -> int:
+    """The larger of the head dims of keys and values: the kernel fills both up to one that it is compiled for."""
+    return max(prompt.q.shape[3], prompt.v.shape[3])
 
 
 def compiles(capability: tuple[int, int], triton_version: str) -> bool:
@@ -38,7 +43,7 @@ def measure(
     prompt: Captured, methods: Sequence[Ranking], shapes: Sequence[Shape]
 ) -> dict[tuple[Ranking, Shape], Curve]:
     """As torch_pass.measure, with the order that the kernels make."""
-    dense = dense_attention(prompt.q, prompt.k, prompt.v, scale=prompt.scale)
+    dense = dense_attention(prompt.q, prompt.k, prompt.v, **prompt.scoring.arguments())
     norms = head_norms(dense)
     curves: dict[tuple[Ranking, Shape], Curve] = {}
     for method in methods:
@@ -52,13 +57,14 @@ def traced(
 ) -> dict[tuple[Ranking, Shape], Curve]:
     """The curves of one ranking, for shapes of one height, whose strides are a power of 2 apart.
 
-    dense: the dense output [1, Hq, L, D]; norms: its heads' mean squared row norms [Hq].
+    dense: the dense output [1, Hq, L, Dv]; norms: its heads' mean squared row norms [Hq].
     """
     from s2o_runtime.kernels.call import Call, head_tables
     from s2o_runtime.kernels.trace import STRIDES, trace
     from s2o_runtime.shapes import call_shape, laid_out
 
-    heads, length, head_dim = prompt.q.shape[1:]
+    heads, length, value_dim = prompt.q.shape[1], *prompt.v.shape[2:]
+    head_dim = _widest(prompt)
     padded = padded_head_dim(head_dim)
     first = min(shape.stride for shape in shapes)
     spacings = {shape.stride: (shape.stride // first).bit_length() - 1 for shape in shapes}
@@ -69,7 +75,9 @@ def traced(
         heads, segment=method.segment, representatives=method.representatives, tail=True, tile=tile, grain=method.grain
     )
     q, k, v, truth = (laid_out(tensor, padded) for tensor in (prompt.q, prompt.k, prompt.v, dense))
-    call = Call(config, call_shape(q, k, v), prompt.scale, head_tables(config, q.device))
+    sinks = None if prompt.sinks is None else prompt.sinks.contiguous()
+    tables = head_tables(config, q.device)
+    call = Call(config, call_shape(q, k, v), prompt.scale, tables, softcap=prompt.softcap, sinks=sinks)
     sums = torch.zeros(3, STRIDES, heads, len(TAUS), dtype=torch.float64, device=q.device)
     worst = []
     for part in trace(q, k, v, truth, norms, _taus(q.device), call):
@@ -81,7 +89,7 @@ def traced(
     row, tail_row = worst_of(torch.cat(worst, 3)).sqrt().cpu()
     squared, tail_squared, visited = sums.cpu()
     density = (visited + window_pairs(length, method.segment, tile.block_n)) / (length * (length + 1) / 2)
-    values, power = length * head_dim, float(norms.mean()) / head_dim
+    values, power = length * value_dim, float(norms.mean()) / value_dim
     return {
         (method, shape): Curve(squared[i] / values, tail_squared[i] / values, row[i], tail_row[i], density[i], power)
         for shape in shapes

@@ -15,8 +15,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import Stream, attention_implementation, begin, check_finite, layer_on_device
+from s2o_runtime.huggingface.hf import scoring_of
 from s2o_runtime.identity import attention_modules
 from s2o_runtime.reference.dense import dense_attention
+from s2o_runtime.scoring import Scoring
 
 NAME = "s2o_capture"
 SINK = "s2o_capture_sink"
@@ -26,8 +28,9 @@ SINK = "s2o_capture_sink"
 class Captured:
     """One prompt's attention inputs at one layer.
 
-    q: [1, Hq, L, D] and k, v: [1, Hkv, L, D], in the model's dtype. scale: What q k^T is multiplied by. layer: The
-    layer's index. prompt: The prompt's index in the list that was given.
+    q: [1, Hq, L, D] and k, v: [1, Hkv, L, D] and [1, Hkv, L, Dv], in the model's dtype. scale: What q k^T is multiplied
+    by. layer: The layer's index. prompt: The prompt's index in the list that was given. softcap, sinks: As in
+    `s2o_runtime.scoring.Scoring`.
     """
 
     q: Tensor
@@ -36,6 +39,13 @@ class Captured:
     scale: float
     layer: int = 0
     prompt: int = 0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def scoring(self) -> Scoring:
+        """What the layer makes of the products of q and k."""
+        return Scoring(self.scale, self.softcap, self.sinks)
 
 
 @torch.no_grad()
@@ -80,10 +90,12 @@ def _prompts_through(
 def _through(layer: nn.Module, attention: nn.Module, index: int, stream: Stream) -> tuple[Stream, Captured]:
     captured: list[Captured] = []
 
-    def keep(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    def keep(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> None:
         for name, tensor in (("queries", q), ("keys", k), ("values", v)):
             check_finite(tensor, f"tensor of {name}", index, stream.prompt)
-        captured.append(Captured(q, k, v, scale, index, stream.prompt))
+        scale, softcap, sinks = scoring
+        assert scale is not None
+        captured.append(Captured(q, k, v, scale, index, stream.prompt, softcap, sinks))
 
     attention.__dict__[SINK] = keep
     try:
@@ -99,6 +111,7 @@ def _no_mask(**call: Any) -> None:
 def _capture_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    module.__dict__[SINK](query, key, value, scaling)
-    out = dense_attention(query, key, value, scale=scaling)
+    scoring = scoring_of(scaling, kwargs)
+    module.__dict__[SINK](query, key, value, scoring)
+    out = dense_attention(query, key, value, **scoring.arguments())
     return out.transpose(1, 2).contiguous(), None

@@ -199,8 +199,10 @@ def _fastest(
     for tile in legal_tiles(config, candidates):
         try:
             timing = against_dense(
-                partial(s2o_attention, prompt.q, prompt.k, prompt.v, stopping.with_tile(tile), scale=prompt.scale),
-                partial(dense_attention, prompt.q, prompt.k, prompt.v, scale=prompt.scale),
+                partial(
+                    s2o_attention, prompt.q, prompt.k, prompt.v, stopping.with_tile(tile), **prompt.scoring.arguments()
+                ),
+                partial(dense_attention, prompt.q, prompt.k, prompt.v, **prompt.scoring.arguments()),
                 where,
                 least,
             )

@@ -172,8 +172,8 @@ def _timed(prompt: Captured, journal: Journal, layer: int, sha256: str, config: 
 
 def _time(prompt: Captured, config: LayerConfig, best: float) -> Timing:
     return against_dense(
-        partial(s2o_attention, prompt.q, prompt.k, prompt.v, config, scale=prompt.scale),
-        partial(dense_attention, prompt.q, prompt.k, prompt.v, scale=prompt.scale),
+        partial(s2o_attention, prompt.q, prompt.k, prompt.v, config, **prompt.scoring.arguments()),
+        partial(dense_attention, prompt.q, prompt.k, prompt.v, **prompt.scoring.arguments()),
         prompt.q.device,
         best,
     )
