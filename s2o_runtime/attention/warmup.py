@@ -19,12 +19,15 @@ def warmup(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
     padded: bool = False,
+    softcap: float | None = None,
+    sinks: torch.dtype | None = None,
+    value_dim: int | None = None,
 ) -> None:
     """Run small prefills, so that no later call with this config's tile compiles anything.
 
     The tensors are laid out as transformers hands them over. Later calls may have any length, tau and segment; another
-    tile, head layout or type compiles again. A config without S2O heads compiles nothing. Returns when the device
-    is done.
+    tile, head layout, type or soft cap compiles again. A config without S2O heads compiles nothing. Returns when the
+    device is done.
 
     Args:
         config: the config of the calls to come.
@@ -33,6 +36,9 @@ def warmup(
         dtype: the type of their q, k and v.
         device: the GPU.
         padded: compile for left-padded batches (`kv_start`) as well.
+        softcap: of their scores; None for none.
+        sinks: the type of their learned sinks; None for none.
+        value_dim: the head dimension of their values; `head_dim` by default.
 
     Raises:
         InputError: the kernels cannot run such calls here.
@@ -41,13 +47,14 @@ def warmup(
     segments = [head.segment for head in config.validate().heads if head.mode == "s2o"]
     if not segments:
         return
+    of_heads = None if sinks is None else torch.zeros(config.num_heads, dtype=sinks, device=device)
     for count in SEGMENTS:
         length = count * min(segments)
         q, k, v = (
-            torch.zeros(1, length, heads, head_dim, dtype=dtype, device=device).transpose(1, 2)
-            for heads in (config.num_heads, kv_heads, kv_heads)
+            torch.zeros(1, length, heads, dim, dtype=dtype, device=device).transpose(1, 2)
+            for heads, dim in ((config.num_heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim or head_dim))
         )
         for kv_start in (None, torch.zeros(1, dtype=torch.int64, device=device))[: 1 + padded]:
-            s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton")
+            s2o_attention(q, k, v, config, kv_start=kv_start, softcap=softcap, sinks=of_heads, backend="triton")
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)

@@ -90,7 +90,7 @@ def model_qkv(model: str, length: int, batch: int, seed: int, device: torch.devi
     """q, k, v of every layer of a model that reads prompts calibration has not seen.
 
     Queries of a model with another scale than head_dim ** -0.5 are multiplied, so that this scale is theirs.
-    Raises ConfigError if the model takes no prompt of this length.
+    Raises ConfigError if the model takes no prompt of this length, or not every method can do its layers.
     """
     from calibrate.model.capture import layers
     from calibrate.model.models import load, load_config
@@ -103,6 +103,8 @@ def model_qkv(model: str, length: int, batch: int, seed: int, device: torch.devi
     ids = [prompt.ids for prompt in built_in(loaded.tokenizer, length, batch, seed, held_out=True)]
     for captured in layers(loaded, ids):
         prompts = list(captured)
+        if beyond := prompts[0].scoring.beyond_sdpa:
+            raise ConfigError(f"model {model!r} has {beyond}, which not every method can do: bench another model")
         q, k, v = (torch.cat([getattr(prompt, name) for prompt in prompts]) for name in "qkv")
         factor = prompts[0].scale * q.shape[3] ** 0.5
         yield q if math.isclose(factor, 1.0) else q * factor, k, v

@@ -10,7 +10,7 @@ from calibrate.curves import trace_pass as kernel_pass
 from calibrate.curves.curves import TAUS, Ranking, Shape
 from calibrate.model.capture import Captured
 from calibrate.timing import medians
-from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen
+from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen, warmup
 from s2o_runtime.attention.replay import forget_plans
 from s2o_runtime.config import HeadConfig, StopRule
 from s2o_runtime.kernels import launch as launch_module
@@ -196,6 +196,18 @@ def test_a_compiled_call_takes_sinks_and_a_cap():
         return s2o_attention(q, k, v, config, sinks=sinks, softcap=CAP) * 2
 
     assert torch.equal(torch.compile(call, fullgraph=True)(q, k, v, sinks_of(4)), call(q, k, v, sinks_of(4)))
+
+
+def test_after_warmup_nothing_compiles():
+    config = LayerConfig.uniform(6, tau=0.5, segment=128, tile=PLAIN)
+    warmup(config, kv_heads=3, head_dim=64, padded=True, softcap=CAP, sinks=torch.bfloat16)
+    known = len(launch_module._compiled)
+    for length in (129, 2048, 3333):
+        q, k, v = (torch.randn(1, length, heads, 64, device="cuda").bfloat16().transpose(1, 2) for heads in (6, 3, 3))
+        options = {"softcap": CAP, "sinks": sinks_of(6), "backend": "triton"}
+        s2o_attention(q, k, v, config, **options)
+        s2o_attention(q, k, v, config, kv_start=torch.tensor([5], device="cuda"), **options)
+    assert len(launch_module._compiled) == known
 
 
 @pytest.mark.parametrize(("head_dim", "block_m"), [(64, 64), (128, 128)])
