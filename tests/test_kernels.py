@@ -171,7 +171,10 @@ def test_a_cap_is_part_of_the_ranking(nan_filled):
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), all_but_first([(48, 32), (192, 128), (64, 96)], SLOW))
 def test_values_may_have_a_head_dim_of_their_own(head_dim, value_dim, nan_filled):
-    """The op itself: it fills up, runs the kernel, and cuts the output; the scale is that of the keys' head dim."""
+    """The op itself: it fills up, runs the kernel, and cuts the output; the scale is that of the keys' head dim.
+
+    Packed, with everything else that a layer may ask for, on every backend.
+    """
     q, k, _ = inputs(1, 2, 1, 100, 150, head_dim)
     v = torch.randn(1, 1, 150, value_dim)
     config = LayerConfig.uniform(2, tau=0.0, segment=64, tile=TILE)
@@ -180,8 +183,10 @@ def test_values_may_have_a_head_dim_of_their_own(head_dim, value_dim, nan_filled
     packed = [tensor[0].transpose(0, 1) for tensor in (q, k, v)]
     edges = [torch.tensor([0, length], dtype=torch.int32) for length in (100, 150)]
     for backend in ("triton", "reference", "dense"):
-        alone = s2o_attention_varlen(*packed, *edges, 100, 150, config, backend=backend)
-        torch.testing.assert_close(alone.transpose(0, 1), out[0], rtol=1e-4, atol=1e-5)
+        options = {"scale": 0.2, "softcap": 4.0, "sinks": torch.tensor([1.0, 3.0])}
+        alone = s2o_attention_varlen(*packed, *edges, 100, 150, config, backend=backend, **options)
+        expected = naive_attention(q, k, v, **options)[0]
+        torch.testing.assert_close(alone.transpose(0, 1).double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_dim", all_but_first([80, 8, 96, 256], SLOW))

@@ -54,6 +54,11 @@ def test_the_fake_implementation_of_a_call_is_the_real_one():
     torch.library.opcheck(
         torch.ops.s2o.attention.default, (*inputs(), None, None, config_text(CONFIG), "auto", 0.125, None)
     )
+    q, k, v = inputs()
+    sinks = torch.ones(q.shape[1])
+    torch.library.opcheck(
+        torch.ops.s2o.attention.default, (q, k, v[..., :24], None, sinks, config_text(CONFIG), "auto", 0.125, 2.0)
+    )
 
 
 def test_the_fake_implementation_of_a_layer_is_the_real_one():
