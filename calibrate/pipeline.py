@@ -204,7 +204,7 @@ def _with_crossover(choice: Choice, length: int, geometry: Geometry, device: tor
 def journal_identity(loaded: LoadedModel, device: DeviceIdentity) -> dict[str, Any]:
     """What a journal's measurements hold for."""
     return {
-        "model": {"name": loaded.name, "fingerprint": loaded.fingerprint, **asdict(loaded.geometry)},
+        "model": {"name": loaded.name, "fingerprint": loaded.fingerprint, **loaded.geometry.as_json()},
         "device": {"kind": device.kind, "name": device.name, "sm_count": device.sm_count},
         "versions": {name: text for name, text in versions().items() if name in ("s2o", "torch", "triton")},
     }

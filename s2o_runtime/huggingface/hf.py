@@ -28,12 +28,13 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.errors import ModelError, ProfileError
 from s2o_runtime.huggingface.drift import Drift, check_of
 from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, check_trained, environment_profile
-from s2o_runtime.huggingface.layers import NUMBER, STATE, Beyond, check_beyond, numbered, states_of
+from s2o_runtime.huggingface.layers import NUMBER, STATE, Beyond, check_beyond, numbered, other_attention, states_of
 from s2o_runtime.huggingface.layers import LayerState as LayerState
 from s2o_runtime.huggingface.layers import Observer as Observer
 from s2o_runtime.huggingface.layers import attach as attach
 from s2o_runtime.huggingface.layers import detach as detach
 from s2o_runtime.huggingface.layers import layer_states as layer_states
+from s2o_runtime.huggingface.obstacles import layer_obstacle, needs_eager
 from s2o_runtime.identity import attention_modules, fingerprint, fingerprint_mismatch, geometry, offloaded
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.reference.dense import dense_attention
@@ -101,6 +102,7 @@ def patch(
         )
     check_trained(profile)
     modules = attention_modules(model)
+    others = other_attention(model)
     rejected = offloaded(model)
     mismatch = rejected or fingerprint_mismatch(fingerprint(model), profile.fingerprint, model.config)
     if mismatch is not None:
@@ -112,8 +114,10 @@ def patch(
     unpatch(model)
     for module, state in zip(modules, states, strict=True):
         attach(module, state)
+    for module, state in others:
+        attach(module, state)
     _register()
-    setattr(model, PREVIOUS, _implementations(model.config))
+    setattr(model, PREVIOUS, implementations(model.config))
     model.set_attn_implementation(NAME)
     return model
 
@@ -149,7 +153,7 @@ def patched(
         unpatch(model)
 
 
-def _implementations(config: Any) -> dict[str, str]:
+def implementations(config: Any) -> dict[str, str]:
     """The attention implementation of a model and of its parts, as `set_attn_implementation` takes them."""
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
     named = {"": config} | {name: part for name, part in parts.items() if part is not None}
@@ -181,7 +185,7 @@ def s2o_mask(**call: Any) -> Tensor | None:
     if getattr(call.get("config"), SOFT_CAP, None) is not None:
         return _eager_mask(call)
     q_length, q_offset = _query_range(call)
-    plain = call.get("mask_function", causal_mask_function) is causal_mask_function
+    plain = call.get("mask_function", causal_mask_function) is causal_mask_function or _hides_nothing(call)
     if q_length == 1 or not plain or int(call.get("kv_offset", 0)) != 0:
         return _sdpa_mask(call)
     padding = call.get("attention_mask")
@@ -198,6 +202,18 @@ def s2o_mask(**call: Any) -> Tensor | None:
     if not torch.compiler.is_compiling():
         setattr(mask, CALL, PrefillCall(int(q_offset), starts, lru_cache(partial(_sdpa_mask, call))))
     return mask
+
+
+def _hides_nothing(call: dict[str, Any]) -> bool:
+    """Whether a mask of windows or chunks is a plain causal one because all keys so far fit one of them.
+
+    Transformers forbids to skip a mask that anything else deviates from the causal one (images, packed sequences).
+    """
+    local = call.get("local_size")
+    if local is None or not call.get("allow_is_causal_skip", False):
+        return False
+    q_length, q_offset = _query_range(call)
+    return int(q_offset) + q_length <= int(local)
 
 
 def _sdpa_mask(call: dict[str, Any]) -> Tensor | None:
@@ -242,7 +258,8 @@ def s2o_attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] in; [B, Lq, Hq, D] out."""
     number: int | None = getattr(module, NUMBER, None)
-    obstacle = _layer_obstacle(kwargs)
+    unserved = layer_obstacle(query, key, value, kwargs)
+    obstacle = unserved or _window_obstacle(kwargs, key.shape[2])
     compiling = torch.compiler.is_compiling() and obstacle is None
     if compiling and number is not None and is_prefill_mask(attention_mask) and not dropout:
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
@@ -251,17 +268,19 @@ def s2o_attention_forward(
     state: LayerState | None = module.__dict__.get(STATE)
     if state is None and not torch.compiler.is_compiling():
         state = adopt(module, query.device)
-    if kwargs.get("softcap") is not None:
-        if state is not None:
-            state.count("dense", str(obstacle), query.shape[2], key.shape[2])
-        return _soft_capped(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
     call: PrefillCall | None = getattr(attention_mask, CALL, None)
     if call is None and attention_mask is not None and not attention_mask.dtype.is_floating_point:
         call = _recovered(attention_mask)
+    if unserved is not None and call is not None:
+        attention_mask, call = call.sdpa_mask(), None
+    if needs_eager(kwargs):
+        if state is not None:
+            state.count("dense", state.other_kind or str(obstacle), query.shape[2], key.shape[2])
+        return _eager(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
     if call is None:
         if state is not None:
             other = "decode" if query.shape[2] == 1 else "the mask is not a plain causal one"
-            state.count("dense", obstacle or other, query.shape[2], key.shape[2])
+            state.count("dense", state.other_kind or obstacle or other, query.shape[2], key.shape[2])
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
@@ -288,7 +307,7 @@ def _prefill(
     call: PrefillCall,
 ) -> Tensor:
     """A plain causal prefill of a patched layer, S2O or dense, and what is to be remembered of it: [B, Hq, Lq, D]."""
-    reason = obstacle or _dense_reason(state, query, key)
+    reason = state.other_kind or obstacle or _dense_reason(state, query, key)
     config = state.config(key.shape[2]) if reason is None else None
     if config is not None and config.num_heads != query.shape[1]:
         reason = f"the profile is of {config.num_heads} query heads, the layer has {query.shape[1]} here"
@@ -315,16 +334,14 @@ def _prefill(
     return out
 
 
-def _layer_obstacle(kwargs: dict[str, Any]) -> str | None:
-    """Why a layer never runs S2O, by what its model passes to every call; None if it may."""
-    if kwargs.get("softcap") is not None:
-        return f"the scores are soft-capped at {kwargs['softcap']:g}"
-    if kwargs.get("sliding_window") is not None:
+def _window_obstacle(kwargs: dict[str, Any], keys: int) -> str | None:
+    """Why a layer with a sliding window does not run S2O for so many keys; None if they fit the window."""
+    if kwargs.get("sliding_window") is not None and kwargs["sliding_window"] < keys:
         return f"the layer sees a sliding window of {kwargs['sliding_window']} keys"
     return None
 
 
-def _soft_capped(
+def _eager(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -334,10 +351,13 @@ def _soft_capped(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """The eager attention of the module's own model, which knows how to cap scores. Returns [B, Lq, Hq, D]."""
+    """The eager attention of the module's own model, which knows soft caps and sinks. Returns [B, Lq, Hq, D]."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
-        raise ModelError(f"{type(module).__name__} caps its scores and has no eager attention: unpatch the model")
+        raise ModelError(f"{type(module).__name__} has scores that SDPA cannot do and no eager code: unpatch the model")
+    if mask is None and query.shape[2] > 1:  # SDPA's way to say causal
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        mask = mask.tril(key.shape[2] - query.shape[2])[None, None]
     if mask is not None and mask.dtype == torch.bool:  # a caller's own; eager attention adds its mask to the scores
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
             ~mask, torch.finfo(query.dtype).min

@@ -138,7 +138,7 @@ def described(profile: Profile) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "baselines": baseline_settings(profile.layers),
-        "model": {"name": profile.model_name, "fingerprint": profile.fingerprint, **asdict(profile.geometry)},
+        "model": {"name": profile.model_name, "fingerprint": profile.fingerprint, **profile.geometry.as_json()},
         "device": asdict(profile.device),
         "lengths": list(profile.lengths),
         "record": profile.record.to_json(),
@@ -341,6 +341,7 @@ def _parse(document: dict[str, Any], stored: dict[str, Tensor]) -> Profile:
     geometry = Geometry(
         _field(model, "architecture", str, "model."),
         *(_number(model, name, "model.", 1, MAX_COUNT) for name in ("layers", "query_heads", "kv_heads", "head_dim")),
+        *_other_layers(model),
     )
     if geometry.query_heads % geometry.kv_heads:
         raise ProfileError(
@@ -364,6 +365,29 @@ def _parse(document: dict[str, Any], stored: dict[str, Tensor]) -> Profile:
         for bucket in range(len(lengths))
     )
     return Profile(model_name, geometry, fingerprint, device, lengths, layers, record)
+
+
+def _other_layers(model: dict[str, Any]) -> tuple[tuple[int, ...], tuple[tuple[str, int], ...]]:
+    """Which decoder layers the rows are of, and how many layers of other kinds there are; both empty if none are.
+
+    Files of models that have full attention in every layer do not say it.
+    """
+    if "layer_numbers" not in model:
+        return (), ()
+    numbers, layers = _field(model, "layer_numbers", list, "model."), model["layers"]
+    others = _field(model, "other_layers", dict, "model.")
+    if not others or not all(type(count) is int and 1 <= count <= MAX_COUNT for count in others.values()):
+        raise ProfileError(f"field model.other_layers is {_shown(others)}: expected numbers of layers by their kinds")
+    total = layers + sum(others.values())
+    if (
+        len(numbers) != layers
+        or not all(type(number) is int and 0 <= number < total for number in numbers)
+        or numbers != sorted(set(numbers))
+    ):
+        raise ProfileError(
+            f"field model.layer_numbers is {_shown(numbers)}: expected {layers} ascending numbers below {total}"
+        )
+    return tuple(numbers), tuple(sorted(others.items()))
 
 
 def _with_row_norms(record: Record) -> Record:

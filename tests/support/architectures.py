@@ -56,11 +56,10 @@ CASES = {
     "qwen3-sliding": Case(_windowed(Qwen3Config, **_QWEN_WINDOW), (RUNS, SLIDING)),
     "qwen3-moe": Case(Qwen3MoeConfig(**SIZES, **_EXPERTS)),
     "mistral": Case(MistralConfig(**SIZES, sliding_window=None)),
-    "mistral-sliding": Case(_windowed(MistralConfig), (SLIDING, SLIDING)),
     "mixtral": Case(MixtralConfig(**SIZES, num_local_experts=4)),
     "phi3": Case(Phi3Config(**SIZES)),
-    "phi3-sliding": Case(_windowed(Phi3Config), (SLIDING, SLIDING)),
-    "gemma2": Case(_windowed(Gemma2Config, **_ONE_OF_EACH, attn_logit_softcapping=CAP), (CAPPED, CAPPED)),
+    "phi3-long-window": Case(Phi3Config(**SIZES, sliding_window=1024)),
+    "gemma2": Case(_windowed(Gemma2Config, **_ONE_OF_EACH, attn_logit_softcapping=CAP), (SLIDING, CAPPED)),
     "gemma2-uncapped": Case(_windowed(Gemma2Config, **_ONE_OF_EACH, attn_logit_softcapping=None), (SLIDING, RUNS)),
     "gemma3": Case(_windowed(Gemma3TextConfig, **_ONE_OF_EACH), (SLIDING, RUNS)),
 }
