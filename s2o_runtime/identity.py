@@ -246,27 +246,35 @@ def _scales_rope(config: Any) -> bool:
 
 @torch.no_grad()
 def _weights_hash(model: nn.Module) -> str:
-    """A hash over evenly spaced samples of every parameter, in bfloat16: the same for one checkpoint in any type."""
-    parameters = dict(model.named_parameters())
+    """A hash over evenly spaced samples of every parameter, in bfloat16: the same for one checkpoint in any type.
 
-    def sample(name: str, places: range) -> Tensor:
-        return parameters[name].reshape(-1)[places.start : places.stop : places.step]
+    Buffers that a checkpoint holds count too: quantised weights are kept in some.
+    """
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    for prefix, module in model.named_modules():
+        stored = module._buffers.keys() - module._non_persistent_buffers_set
+        tensors |= {f"{prefix}.{name}": tensor for name in stored if (tensor := module._buffers[name]) is not None}
 
-    return sampled_fingerprint({name: each.shape for name, each in parameters.items()}, sample)
+    def sample(name: str, indices: range) -> Tensor:
+        flat = tensors[name].reshape(-1)
+        return flat[indices.start : indices.stop : indices.step]
+
+    return sampled_fingerprint({name: tensor.shape for name, tensor in tensors.items()}, sample)
 
 
 def sampled_fingerprint(shapes: Mapping[str, Sequence[int]], sample: Callable[[str, range], Tensor]) -> str:
     """The hash of parameters that need not be in memory.
 
-    sample: given a parameter's name and places in it when it is flat, its values there.
+    sample: given a parameter's name and indices into it when it is flat, its values there.
     """
     digest = hashlib.sha256()
     samples = []
     for name, shape in sorted(shapes.items()):
         digest.update(f"{name}{tuple(shape)}".encode())
         numel = math.prod(shape)
-        places = range(0, numel, max(1, numel // SAMPLES_PER_TENSOR))[:SAMPLES_PER_TENSOR]
-        samples.append(sample(name, places).bfloat16().cpu())
+        if numel:
+            indices = range(0, numel, max(1, numel // SAMPLES_PER_TENSOR))[:SAMPLES_PER_TENSOR]
+            samples.append(sample(name, indices).bfloat16().cpu())
     digest.update(tensor_bytes(torch.cat(samples)))
     return digest.hexdigest()
 

@@ -14,6 +14,7 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
 CROSS = "cross_attention"
+UNLIMITED = 1 << 40  # tokens
 _FORMER = {"attention": FULL, "hybrid": FULL}  # a hybrid layer has full attention beside a recurrent part
 
 
@@ -37,7 +38,9 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
     config = text_config(config)
     name = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"a model of type {name!r} is an encoder with a decoder, expected a decoder alone: use another")
+        raise ModelError(
+            f"a model of type {name!r} is an encoder with a decoder, expected a decoder alone: use another"
+        )
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int) or layers < 1:
         raise ModelError(f"the configuration of type {name!r} does not say num_hidden_layers: it is of no decoder")
@@ -49,9 +52,15 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
         kinds = [SLIDING if window(config) else CHUNKED if _chunk(config) else FULL] * layers
     for layer in getattr(config, "cross_attention_layers", None) or ():
         kinds[layer] = CROSS
-    limit = getattr(config, "max_position_embeddings", None) or float("inf")
     hidden_by = {SLIDING: window(config), CHUNKED: _chunk(config)}
-    return tuple(FULL if kind in hidden_by and (hidden_by[kind] or limit) >= limit else kind for kind in kinds)
+    return tuple(
+        FULL if kind in hidden_by and (hidden_by[kind] or UNLIMITED) >= positions(config) else kind for kind in kinds
+    )
+
+
+def positions(config: Any) -> int:
+    """The longest prompt that a model is made for, in tokens; `UNLIMITED` if its configuration names none."""
+    return int(getattr(text_config(config), "max_position_embeddings", None) or UNLIMITED)
 
 
 def visible_keys(kind: str, config: Any) -> int | None:

@@ -14,6 +14,7 @@ from calibrate.model import predictions
 from calibrate.model.logits import logits_of
 from calibrate.model.models import LoadedModel
 from calibrate.model.predictions import ROWS, timed_prefill
+from calibrate.model.streams import decoder_of
 from calibrate.prompts.prompt import Prompt
 from s2o_runtime.errors import ModelError
 
@@ -26,7 +27,7 @@ class ForwardPass:
     @torch.no_grad()
     def __init__(self, loaded: LoadedModel, ids: Tensor) -> None:
         self._logits = logits_of(loaded.model)
-        decoder = loaded.model.get_decoder()
+        decoder = decoder_of(loaded.model)
         self.ids = ids.to(loaded.weights.device)
         self.hidden: Tensor = decoder(input_ids=self.ids[None], use_cache=False).last_hidden_state[0]
 

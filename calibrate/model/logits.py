@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from calibrate.model.forwards import replaced_forwards
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import beside_layers, layer_list
+from calibrate.model.streams import beside_layers, decoder_of, layer_list
 from s2o_runtime.errors import ModelError
 
 Logits = Callable[[Tensor], Tensor]
@@ -27,9 +27,11 @@ def logits_on_device(loaded: LoadedModel) -> Iterator[Logits]:
     """
     model = loaded.model
     with loaded.weights.on_device(*beside_layers(model), model.get_output_embeddings()):
-        norm = getattr(model.get_decoder(), "norm", None)
+        norm = getattr(decoder_of(model), "norm", None)
         head = model.get_output_embeddings()
-        yield _quickest(None if norm is None else lambda rows: head(norm(rows)), lambda rows: _behind_layers(model, rows))
+        yield _quickest(
+            None if norm is None else lambda rows: head(norm(rows)), lambda rows: _behind_layers(model, rows)
+        )
 
 
 def logits_of(model: Any) -> Logits:
@@ -37,7 +39,7 @@ def logits_of(model: Any) -> Logits:
 
     def whole(rows: Tensor) -> Tensor:
         outputs = BaseModelOutputWithPast(last_hidden_state=rows)
-        with replaced_forwards({model.get_decoder(): lambda *arguments, **named: outputs}):
+        with replaced_forwards({decoder_of(model): lambda *arguments, **named: outputs}):
             logits: Tensor = model(inputs_embeds=rows, use_cache=False).logits
         return logits
 

@@ -80,10 +80,16 @@ def decoder_layers(model: Any) -> list[DecoderLayer]:
     ]
 
 
+def decoder_of(model: Any) -> Any:
+    """The part of a model that embeds tokens and holds the decoder layers."""
+    decoder = model.get_decoder()
+    return decoder.model if decoder is model or hasattr(decoder, "lm_head") else decoder  # Llama 4's own is itself
+
+
 def layer_list(model: Any) -> nn.ModuleList:
     """The module list that holds a decoder's layers. Raises ModelError if there is no such list."""
     expected = geometry(model.config).decoder_layers
-    for child in model.get_decoder().children():
+    for child in decoder_of(model).children():
         if isinstance(child, nn.ModuleList) and len(child) == expected:
             return child
     raise ModelError(
@@ -99,7 +105,7 @@ def begin(loaded: LoadedModel, prompts: Sequence[Tensor]) -> list[Stream]:
         prompts: Token ids, int64 [L] each. Those of one length share positions and masks.
     """
     device, layers = loaded.weights.device, layer_list(loaded.model)
-    decoder = loaded.model.get_decoder()
+    decoder = decoder_of(loaded.model)
     calls: dict[int, Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]] = {}
     streams = []
     with loaded.weights.on_device(*beside_layers(loaded.model)):
@@ -112,7 +118,7 @@ def begin(loaded: LoadedModel, prompts: Sequence[Tensor]) -> list[Stream]:
 def beside_layers(model: Any) -> list[nn.Module]:
     """The parts of a decoder that are no layers: embeddings, positions, norms."""
     layers = layer_list(model)
-    return [part for part in model.get_decoder().children() if part is not layers]
+    return [part for part in decoder_of(model).children() if part is not layers]
 
 
 @contextmanager

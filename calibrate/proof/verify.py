@@ -129,7 +129,9 @@ def prove(
             number, row, attention = of_decoder.number, of_decoder.row, of_decoder.attention
             with layer_on_device(loaded, of_decoder) as module:
                 for walk in walks:
-                    with within_memory(loaded.weights.device, walk.length, loaded.weights.held, f"proving layer {number}"):
+                    with within_memory(
+                        loaded.weights.device, walk.length, loaded.weights.held, f"proving layer {number}"
+                    ):
                         if row is None or attention is None:
                             walk.pass_through(module, number)
                             continue

@@ -17,7 +17,16 @@ from torch import nn
 
 from s2o_runtime.errors import ConfigError, ModelError, ProfileError
 from s2o_runtime.huggingface.drift import DriftChoice, allowed_errors
-from s2o_runtime.huggingface.layers import STATE, Beyond, LayerState, attach, no_config, other_state, states_of, was_detached
+from s2o_runtime.huggingface.layers import (
+    STATE,
+    Beyond,
+    LayerState,
+    attach,
+    no_config,
+    other_state,
+    states_of,
+    was_detached,
+)
 from s2o_runtime.identity import (
     RANDOM,
     attention_modules,
