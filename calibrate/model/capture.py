@@ -90,12 +90,14 @@ def _prompts_through(layer: DecoderLayer, streams: list[Stream]) -> Iterator[Cap
 
 def _through(layer: DecoderLayer, stream: Stream) -> tuple[Stream, Captured]:
     captured: list[Captured] = []
-    assert layer.attention is not None and layer.row is not None
+    row = layer.row
+    assert layer.attention is not None
+    assert row is not None
 
     def keep(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
         for name, tensor in (("queries", q), ("keys", k), ("values", v)):
             check_finite(tensor, f"tensor of {name}", layer.number, stream.prompt)
-        captured.append(Captured(q, k, v, scale, layer.row, stream.prompt))
+        captured.append(Captured(q, k, v, scale, row, stream.prompt))
 
     layer.attention.__dict__[SINK] = keep
     try:
@@ -118,7 +120,7 @@ def _capture_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Dense attention, which keeps what it gets where somebody asked for it; layers of other kinds stay what they are."""
+    """Dense attention, which keeps what it gets where somebody asked for it; other layers stay what they are."""
     keep = module.__dict__.get(SINK)
     if keep is None:
         return s2o_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

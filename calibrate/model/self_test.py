@@ -26,6 +26,7 @@ from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import identify
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import hf
+from s2o_runtime.huggingface.layers import STATE
 from s2o_runtime.huggingface.obstacles import layer_obstacle
 from s2o_runtime.identity import Geometry
 from s2o_runtime.layer_kinds import positions, text_config
@@ -150,8 +151,8 @@ def _both_masks(**call: Any) -> Tensor | None:
 class _Comparison:
     """The attention function of the test, and what it saw.
 
-    geometry: What the configuration says of the layers. case: What is tested. real: Which positions are no padding, bool [B, L]; None if all are none. ran: The modules that
-    ran S2O in this case. reasons: Why others did not.
+    geometry: What the configuration says of the layers. case: What is tested. real: Which positions are no padding,
+    bool [B, L]; None if all are none. ran: The modules that ran S2O in this case. reasons: Why others did not.
     """
 
     geometry: Geometry
@@ -181,7 +182,7 @@ class _Comparison:
         """Eager attention, compared with S2O where the module is one of full attention."""
         arguments = {"scaling": scaling, **named}
         out = _own_attention(module)(module, query, key, value, attention_mask, **arguments)[0]
-        state: hf.LayerState | None = module.__dict__.get(hf.STATE)
+        state: hf.LayerState | None = module.__dict__.get(STATE)
         if state is None:
             return out, None
         number = state.layer
@@ -224,6 +225,6 @@ class _Comparison:
 
 def _own_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
     """The eager attention of the module's own model; torch's SDPA where its file has none."""
-    own: Callable[..., tuple[Tensor, Any]] | None
-    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return own or sdpa_attention_forward
+    file = sys.modules[type(module).__module__]
+    own: Callable[..., tuple[Tensor, Any]] = getattr(file, "eager_attention_forward", sdpa_attention_forward)
+    return own

@@ -170,7 +170,7 @@ def _layer_inputs(
     hidden: list[Tensor] = []
 
     def record(*arguments: Any, **named: Any) -> Tensor:
-        first = arguments[0] if arguments else named.pop("hidden_states")
+        first: Tensor = arguments[0] if arguments else named.pop("hidden_states")
         hidden.append(first)
         calls.append((arguments[1:], named))
         if len(calls) == len(layers):
@@ -187,9 +187,9 @@ def _layer_inputs(
     )
 
 
-def _in_pieces(forward: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    if rows.dim() < 3 or rows.shape[1] <= ROWS:
-        return forward(rows)
+def _in_pieces(forward: Callable[..., Tensor], rows: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    if rows.dim() < 3 or rows.shape[1] <= ROWS or arguments or named:
+        return forward(rows, *arguments, **named)
     out = torch.empty_like(rows)
     for first in range(0, rows.shape[1], ROWS):
         out[:, first : first + ROWS] = forward(rows[:, first : first + ROWS])

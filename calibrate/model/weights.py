@@ -101,8 +101,7 @@ def _fill_buffers(model: Any, name: str, module: nn.Module, device: torch.device
     """
     if "RotaryEmbedding" in type(module).__name__ and hasattr(module, "config"):
         made_again = type(module)(config=module.config)
-        for key, buffer in made_again.named_buffers(recurse=False):
-            module._buffers[key] = buffer.to(device)
+        module._buffers.update({key: buffer.to(device) for key, buffer in made_again.named_buffers(recurse=False)})
         return
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:

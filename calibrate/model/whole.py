@@ -41,7 +41,8 @@ def check_quantisation(config: Any, name: str) -> None:
         )
     except ImportError as error:
         raise ModelError(
-            f"model {name!r} is quantised ({method}) and a package for that is missing ({_first_line(error)}): install it"
+            f"model {name!r} is quantised ({method}) and a package for that is missing ({_first_line(error)}): "
+            "install it"
         ) from error
     except ValueError as error:
         if "nknown quantization" in str(error):
@@ -106,8 +107,8 @@ def load_whole(source: str, config: Any, device: torch.device, name: str, **opti
         ) from error
     except torch.OutOfMemoryError as error:
         raise ResourceError(
-            f"model {name!r} is loaded as a whole, for which the memory of {device} does not suffice: use a larger GPU, "
-            "or load it over several and call calibrate.calibrate(model, tokenizer)"
+            f"model {name!r} is loaded as a whole, for which the memory of {device} does not suffice: use a larger "
+            "GPU, or load it over several and call calibrate.calibrate(model, tokenizer)"
         ) from error
     if missing := sorted(info.get("missing_keys") or ()):
         raise ModelError(f"the checkpoint of {name!r} has no tensor {missing[0]}, which its config asks for")

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from calibrate.curves.row_errors import WORST, row_errors, tile_worst
+from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
-from calibrate.model.logits import logits_on_device
 from calibrate.model.streams import Stream, attention_implementation, begin, decoder_layers, layer_on_device
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import compare

@@ -1,4 +1,4 @@
-"""What a layer of full attention may ask of its attention function that S2O cannot do yet, and why it then stays dense."""
+"""What a layer of full attention may ask of its attention function that S2O cannot do: it stays dense with a reason."""
 
 from __future__ import annotations
 

@@ -70,6 +70,7 @@ HEAD_TENSORS = {
 }
 LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8, "grain": torch.uint8}
 TENSORS = HEAD_TENSORS | LAYER_TENSORS
+SIZES = ("layers", "query_heads", "kv_heads", "head_dim")  # of the model, as numbers
 MODES: tuple[Mode, ...] = ("s2o", "dense")  # numbers in the tensor `mode`; larger ones count through `baselines`
 ROW_REDUCES = get_args(RowReduce)
 _INDEXED: dict[str, tuple[object, ...]] = {"stop_rule": tuple(StopRule), "row_reduce": ROW_REDUCES}
@@ -338,11 +339,8 @@ def _parse(document: dict[str, Any], stored: dict[str, Tensor]) -> Profile:
     tensors = {name: stored[_name_in(schema, name)] for name in TENSORS}
     baselines = [] if schema == 2 else _parsed_baselines(document, _name_in(schema, "baselines"))
     model = _field(document, "model", dict)
-    geometry = Geometry(
-        _field(model, "architecture", str, "model."),
-        *(_number(model, name, "model.", 1, MAX_COUNT) for name in ("layers", "query_heads", "kv_heads", "head_dim")),
-        *_other_layers(model),
-    )
+    sizes = {name: _number(model, name, "model.", 1, MAX_COUNT) for name in SIZES}
+    geometry = _with_other_layers(Geometry(_field(model, "architecture", str, "model."), **sizes), model)
     if geometry.query_heads % geometry.kv_heads:
         raise ProfileError(
             f"field model.kv_heads is {geometry.kv_heads}: expected a divisor of {geometry.query_heads} query heads"
@@ -367,14 +365,11 @@ def _parse(document: dict[str, Any], stored: dict[str, Tensor]) -> Profile:
     return Profile(model_name, geometry, fingerprint, device, lengths, layers, record)
 
 
-def _other_layers(model: dict[str, Any]) -> tuple[tuple[int, ...], tuple[tuple[str, int], ...]]:
-    """Which decoder layers the rows are of, and how many layers of other kinds there are; both empty if none are.
-
-    Files of models that have full attention in every layer do not say it.
-    """
+def _with_other_layers(geometry: Geometry, model: dict[str, Any]) -> Geometry:
+    """The geometry with what the document says of layers of other kinds; files of models without any say nothing."""
     if "layer_numbers" not in model:
-        return (), ()
-    numbers, layers = _field(model, "layer_numbers", list, "model."), model["layers"]
+        return geometry
+    numbers, layers = _field(model, "layer_numbers", list, "model."), geometry.layers
     others = _field(model, "other_layers", dict, "model.")
     if not others or not all(type(count) is int and 1 <= count <= MAX_COUNT for count in others.values()):
         raise ProfileError(f"field model.other_layers is {_shown(others)}: expected numbers of layers by their kinds")
@@ -387,7 +382,7 @@ def _other_layers(model: dict[str, Any]) -> tuple[tuple[int, ...], tuple[tuple[s
         raise ProfileError(
             f"field model.layer_numbers is {_shown(numbers)}: expected {layers} ascending numbers below {total}"
         )
-    return tuple(numbers), tuple(sorted(others.items()))
+    return replace(geometry, layer_numbers=tuple(numbers), others=tuple(sorted(others.items())))
 
 
 def _with_row_norms(record: Record) -> Record:
