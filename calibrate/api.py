@@ -12,18 +12,19 @@ from calibrate.recipe import OPTIONS, Recipe
 from s2o_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
+    from calibrate.model.foresight import Outlook
+    from calibrate.model.models import LoadedModel
     from calibrate.pipeline import Result
     from calibrate.report.contents import Report
     from s2o_runtime.devices import DeviceIdentity
-    from s2o_runtime.identity import Geometry
 
 
 class Planned(NamedTuple):
-    """A run whose options fit the model and the machine."""
+    """A run whose options fit the model and the machine, and what is known of the model before it is loaded."""
 
     recipe: Recipe
     device: DeviceIdentity
-    geometry: Geometry
+    outlook: Outlook
 
 
 class Finished(NamedTuple):
@@ -34,13 +35,16 @@ class Finished(NamedTuple):
     report_files: list[Path]
 
 
-def calibrate(model: str | Recipe, *, progress: bool = True, **options: Any) -> Result:
+def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **options: Any) -> Result:
     """Calibrate a model on this machine and write its profile and report, as s2o-calibrate does.
 
     Run again with the same options, it continues an interrupted run; with another budget, it measures nothing again.
 
     Args:
-        model: an alias such as "demo", a local folder or a hub id; or a `Recipe`, which is run as it is.
+        model: an alias such as "demo", a local folder, a GGUF file or a hub id; a `Recipe`, which is run as it is; or a
+            transformers model in memory, quantised or not, with adapters or without, on one GPU or spread over several
+            that are alike. That one is measured where it is and as it is.
+        tokenizer: of a model in memory; the processor of a model with further inputs will do.
         progress: show progress bars on standard error.
         **options: by the names of the command's flags, with underscores: docs/options.md lists them with their
             defaults. Values are Python's own (lengths=(1024, 2048)) or the texts of the flags (time_limit="5m").
@@ -59,6 +63,10 @@ def calibrate(model: str | Recipe, *, progress: bool = True, **options: Any) -> 
         >>> calibrate("demo", budget_rel_mse=1e-3, lengths=(1024, 2048), out="p.safetensors").written  # doctest: +SKIP
         True
     """
+    if not isinstance(model, (str, Recipe)):
+        return _calibrate_loaded(model, tokenizer, options, progress)
+    if tokenizer is not None:
+        raise ConfigError("calibrate() got a tokenizer and a model by name, which has its own: leave the tokenizer out")
     if not isinstance(model, Recipe):
         recipe = planned(read_all(OPTIONS, {"model": model, **options}, "calibrate()")).recipe
     elif options:
@@ -66,6 +74,21 @@ def calibrate(model: str | Recipe, *, progress: bool = True, **options: Any) -> 
     else:
         recipe = model.validate()
     return finished(recipe, progress=progress).result
+
+
+def _calibrate_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any], progress: bool) -> Result:
+    from calibrate.model.models import in_memory
+    from s2o_runtime.layer_kinds import positions
+
+    own = [name for name in ("device", "random_weights", "trust_remote_code") if name in options]
+    if own:
+        raise ConfigError(f"calibrate() got a model in memory and {own[0]}, which it has already: leave {own[0]} out")
+    loaded = in_memory(model, tokenizer, options.get("model"))
+    given = read_all(OPTIONS, {**options, "model": loaded.name, "device": str(loaded.weights.device)}, "calibrate()")
+    draft(given)
+    recipe, _ = on_this_machine(given)
+    recipe.check_limit(positions(loaded.model.config))
+    return finished(recipe, progress=progress, loaded=loaded).result
 
 
 def planned(options: Mapping[str, Any]) -> Planned:
@@ -79,28 +102,35 @@ def planned(options: Mapping[str, Any]) -> Planned:
     """
     recipe = draft(options)
 
+    from calibrate.model.foresight import outlook
     from calibrate.model.models import load_config
-    from s2o_runtime.identity import geometry
+    from s2o_runtime.layer_kinds import positions
 
-    config = load_config(recipe.model, random_weights=recipe.random_weights)
+    config = load_config(recipe.model, random_weights=recipe.random_weights, trust_remote_code=recipe.trust_remote_code)
     recipe, device = on_this_machine(options)
-    recipe.check_limit(int(config.max_position_embeddings))
-    return Planned(recipe, device, geometry(config))
+    recipe.check_limit(positions(config))
+    seen = outlook(
+        recipe.model, config, device=recipe.device, lengths=recipe.lengths, random_weights=recipe.random_weights
+    )
+    return Planned(recipe, device, seen)
 
 
-def finished(recipe: Recipe, *, progress: bool, command: str | None = None) -> Finished:
+def finished(
+    recipe: Recipe, *, progress: bool, command: str | None = None, loaded: LoadedModel | None = None
+) -> Finished:  # fmt: skip
     """Run a recipe and write the report beside its profile, or where the profile would be if the proof failed.
 
     Args:
         recipe: what to calibrate.
         progress: show progress bars on standard error.
         command: the command line that the report says it was made with, if there was one.
+        loaded: the recipe's model, if it is loaded already.
     """
     from calibrate import pipeline
     from calibrate.report.contents import report_of
     from calibrate.report.output import write_report
 
     with writing(recipe.out):
-        result = pipeline.calibrate(recipe, progress=progress)
+        result = pipeline.calibrate(recipe, progress=progress, loaded=loaded)
         report = report_of(recipe, result, command=command)
         return Finished(result, report, write_report(report, recipe.out))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from calibrate.curves.curves import Shape
 from calibrate.curves.measure import LayersCurves, measure_model
 from calibrate.journal import Journal
 from calibrate.model.models import LoadedModel, load, load_tokenizer
+from calibrate.model.self_test import self_test
 from calibrate.progress import PhaseClock, progress_bar
 from calibrate.prompts.prompts import PromptSet, load_prompts
 from calibrate.proof.candidate import Candidate
@@ -54,7 +55,7 @@ class Result(Proven):
     journal_reused: int
 
 
-def calibrate(recipe: Recipe, *, progress: bool = True) -> Result:
+def calibrate(recipe: Recipe, *, progress: bool = True, loaded: LoadedModel | None = None) -> Result:
     """Run a recipe.
 
     The same recipe continues an interrupted run: what was measured is in the recipe's journal.
@@ -62,6 +63,7 @@ def calibrate(recipe: Recipe, *, progress: bool = True) -> Result:
     Args:
         recipe: What to calibrate, on what, and within which budget.
         progress: Whether to show progress bars.
+        loaded: The recipe's model, if it is loaded already; on the recipe's device.
 
     Returns:
         What was chosen and proven. The profile is saved as `recipe.out` only if the held-out proof holds or
@@ -72,10 +74,22 @@ def calibrate(recipe: Recipe, *, progress: bool = True) -> Result:
         InputError: The prompts or the journal do not fit the recipe, or memory ran out.
     """
     clock = PhaseClock()
-    tokenizer = load_tokenizer(recipe.model, random_weights=recipe.random_weights)
+    trust = recipe.trust_remote_code
+    if loaded is None:
+        tokenizer = load_tokenizer(recipe.model, random_weights=recipe.random_weights, trust_remote_code=trust)
+    else:
+        tokenizer = loaded.tokenizer
     prompts = load_prompts(recipe, tokenizer)  # cheap to get wrong, so before the weights
     open_storage(recipe.storage)  # so is this
-    loaded = load(recipe.model, recipe.device, random_weights=recipe.random_weights, seed=recipe.seed)
+    if loaded is None:
+        loaded = load(
+            recipe.model,
+            recipe.device,
+            random_weights=recipe.random_weights,
+            seed=recipe.seed,
+            trust_remote_code=trust,
+        )
+    self_test(loaded)
     device = identify(torch.device(recipe.device))
     for folder in (recipe.out.parent, recipe.journal_path.parent):
         folder.mkdir(parents=True, exist_ok=True)
@@ -204,7 +218,7 @@ def _with_crossover(choice: Choice, length: int, geometry: Geometry, device: tor
 def journal_identity(loaded: LoadedModel, device: DeviceIdentity) -> dict[str, Any]:
     """What a journal's measurements hold for."""
     return {
-        "model": {"name": loaded.name, "fingerprint": loaded.fingerprint, **asdict(loaded.geometry)},
+        "model": {"name": loaded.name, "fingerprint": loaded.fingerprint, **loaded.geometry.as_json()},
         "device": {"kind": device.kind, "name": device.name, "sm_count": device.sm_count},
         "versions": {name: text for name, text in versions().items() if name in ("s2o", "torch", "triton")},
     }

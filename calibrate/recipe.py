@@ -258,6 +258,14 @@ class Recipe:
         label="weights",
         plan_text=lambda recipe: "random" if recipe.random_weights else "the model's",
     )
+    trust_remote_code: bool = option(
+        Rule(bool),
+        "run code that comes with the model; without this it never runs",
+        INPUT,
+        default=False,
+        plan_text=lambda recipe: "runs" if recipe.trust_remote_code else "does not run",
+        label="code of the model",
+    )
     allow_regression: bool = option(
         Rule(bool),
         "write a profile even if its proof fails; the profile says so",

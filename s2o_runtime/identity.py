@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,18 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from s2o_runtime.errors import ModelError
+from s2o_runtime.layer_kinds import FULL, layer_kinds, text_config
 
-SUPPORTED_ARCHITECTURES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "mistral",
-    "mixtral",
-    "phi3",
-    "gemma2",
-    "gemma3_text",
-)
 SAMPLES_PER_TENSOR = 64
 RANDOM = "random-"  # how the fingerprint of random weights starts
 ROPE = "+rope-"  # between the hash of the weights and that of the RoPE parameters in a fingerprint
@@ -34,19 +25,49 @@ PLAIN_ROPE = "default"  # what transformers calls RoPE without scaling
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a profile's tables are shaped by."""
+    """What a profile's tables are shaped by.
+
+    architecture: the type of the model's text part. layers: the layers of full attention, which alone have rows in
+    tables. query_heads, kv_heads, head_dim: of these layers. layer_numbers: which decoder layers they are, ascending;
+    empty if they are all of them. others: how many layers of each other kind the model has, by name.
+    """
 
     architecture: str
     layers: int
     query_heads: int
     kv_heads: int
     head_dim: int
+    layer_numbers: tuple[int, ...] = ()
+    others: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
+        layers = f"{self.layers} layers"
+        if self.others:
+            layers = f"{self.layers} of {self.decoder_layers} layers have full attention ({self.other_layers} stay)"
         return (
-            f"{self.architecture}, {self.layers} layers, {self.query_heads} query heads, {self.kv_heads} KV heads, "
+            f"{self.architecture}, {layers}, {self.query_heads} query heads, {self.kv_heads} KV heads, "
             f"head dim {self.head_dim}"
         )
+
+    @property
+    def decoder_layers(self) -> int:
+        """All layers of the model's decoder."""
+        return self.layers + sum(count for _, count in self.others)
+
+    @property
+    def other_layers(self) -> str:
+        """The layers of other kinds, in words: "22 sliding_attention"; empty if there are none."""
+        return ", ".join(f"{count} {kind}" for kind, count in self.others)
+
+    def layer_number(self, row: int) -> int:
+        """The decoder layer that a row of the tables is of."""
+        return self.layer_numbers[row] if self.layer_numbers else row
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as a file holds them; those of layers of other kinds only where there are such layers."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        numbers, others = values.pop("layer_numbers"), values.pop("others")
+        return values | ({"layer_numbers": list(numbers), "other_layers": dict(others)} if numbers else {})
 
     def difference(self, other: Geometry) -> str | None:
         """The first field that differs, in words, or None."""
@@ -60,39 +81,92 @@ class Geometry:
 def geometry(config: Any) -> Geometry:
     """The geometry in a transformers configuration, of its text part if it has several.
 
-    Raises ModelError if the architecture is not supported.
+    Raises:
+        ModelError: the configuration is of no decoder, or no layer has full attention.
     """
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds, config = layer_kinds(config), text_config(config)
     architecture = str(getattr(config, "model_type", type(config).__name__))
-    if architecture not in SUPPORTED_ARCHITECTURES:
+    numbers = tuple(number for number, kind in enumerate(kinds) if kind == FULL)
+    others = tuple(sorted(Counter(kind for kind in kinds if kind != FULL).items()))
+    if not numbers:
+        counts = ", ".join(f"{count} of {kind}" for kind, count in others)
         raise ModelError(
-            f"architecture {architecture!r} is not supported: use a model of type {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"the model (type {architecture!r}) has no layer of {FULL}, only {counts}: S2O has nothing to do in it"
         )
-    query_heads = int(config.num_attention_heads)
-    return Geometry(
-        architecture,
-        int(config.num_hidden_layers),
-        query_heads,
-        int(getattr(config, "num_key_value_heads", None) or query_heads),
-        int(getattr(config, "head_dim", None) or config.hidden_size // query_heads),
-    )
+    try:
+        query_heads = int(config.num_attention_heads)
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or query_heads)
+        return Geometry(
+            architecture,
+            len(numbers),
+            query_heads,
+            kv_heads,
+            _head_dim(config, query_heads),
+            numbers if others else (),
+            others,
+        )
+    except (AttributeError, TypeError, ValueError, LookupError) as error:
+        raise ModelError(
+            f"the configuration of type {architecture!r} does not say the heads of its layers ({error}): "
+            "the architecture is not supported"
+        ) from error
+
+
+def _head_dim(config: Any, query_heads: int) -> int:
+    """The dimensions of a head's queries and keys; of latent attention (MLA), as transformers expands it."""
+    without_rope = getattr(config, "qk_nope_head_dim", None)
+    if without_rope is not None:
+        return int(without_rope) + int(config.qk_rope_head_dim)
+    return int(getattr(config, "head_dim", None) or config.hidden_size // query_heads)
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The model's attention modules in layer order.
+    """The attention modules of the model's layers of full attention, in their order.
 
-    Raises ModelError if they are not one per layer.
+    Raises:
+        ModelError: one of these layers has none, or more than one.
     """
-    found = [
-        (int(module.layer_idx), module)  # type: ignore[arg-type]
-        for module in model.modules()
-        if hasattr(module, "layer_idx") and hasattr(module, "num_key_value_groups")
-    ]
-    found.sort(key=lambda pair: pair[0])
-    indices, expected = [index for index, _ in found], geometry(model.config).layers
-    if indices != list(range(expected)):
-        raise ModelError(f"found attention layers {indices} in the model: expected 0 to {expected - 1}")
-    return [module for _, module in found]
+    return [module for _, module in numbered_modules(model)]
+
+
+def numbered_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
+    """The layers of full attention: the number of each in the decoder, and its attention module.
+
+    Raises:
+        ModelError: as `attention_modules` does.
+    """
+    shape = geometry(model.config)
+    by_layer = decoder_attention(model)
+    modules = []
+    for row in range(shape.layers):
+        number = shape.layer_number(row)
+        of_layer = by_layer.get(number, [])
+        if len(of_layer) != 1:
+            raise ModelError(
+                f"layer {number} of a model of type {shape.architecture!r} has {len(of_layer)} attention modules that "
+                "transformers numbers, expected one: the architecture is not supported"
+            )
+        modules.append((number, of_layer[0]))
+    return modules
+
+
+def decoder_attention(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """The attention modules of a model's text part, by the layer that they say they are of.
+
+    They are known by attributes that transformers' attention function and caches need: `layer_idx`, and `is_causal`
+    or `num_key_value_groups`.
+    """
+    config = text_config(model.config)
+    by_layer: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        number = getattr(module, "layer_idx", None)
+        is_attention = hasattr(module, "is_causal") or hasattr(module, "num_key_value_groups")
+        if not isinstance(number, int) or not is_attention:
+            continue
+        own = getattr(module, "config", None)
+        if own is None or getattr(own, "model_type", None) == getattr(config, "model_type", None):
+            by_layer.setdefault(number, []).append(module)
+    return by_layer
 
 
 def fingerprint(model: Any) -> str:
@@ -148,7 +222,7 @@ def offloaded(model: nn.Module) -> str | None:
 
 def _rope_parameters(config: Any) -> dict[str, Any]:
     """The RoPE parameters of a configuration's text part, written one way whatever the version of transformers."""
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(config)
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -172,27 +246,35 @@ def _scales_rope(config: Any) -> bool:
 
 @torch.no_grad()
 def _weights_hash(model: nn.Module) -> str:
-    """A hash over evenly spaced samples of every parameter, in bfloat16: the same for one checkpoint in any type."""
-    parameters = dict(model.named_parameters())
+    """A hash over evenly spaced samples of every parameter, in bfloat16: the same for one checkpoint in any type.
 
-    def sample(name: str, places: range) -> Tensor:
-        return parameters[name].reshape(-1)[places.start : places.stop : places.step]
+    Buffers that a checkpoint holds count too: quantised weights are kept in some.
+    """
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    for prefix, module in model.named_modules():
+        stored = module._buffers.keys() - module._non_persistent_buffers_set
+        tensors |= {f"{prefix}.{name}": tensor for name in stored if (tensor := module._buffers[name]) is not None}
 
-    return sampled_fingerprint({name: each.shape for name, each in parameters.items()}, sample)
+    def sample(name: str, indices: range) -> Tensor:
+        flat = tensors[name].reshape(-1)
+        return flat[indices.start : indices.stop : indices.step]
+
+    return sampled_fingerprint({name: tensor.shape for name, tensor in tensors.items()}, sample)
 
 
 def sampled_fingerprint(shapes: Mapping[str, Sequence[int]], sample: Callable[[str, range], Tensor]) -> str:
     """The hash of parameters that need not be in memory.
 
-    sample: given a parameter's name and places in it when it is flat, its values there.
+    sample: given a parameter's name and indices into it when it is flat, its values there.
     """
     digest = hashlib.sha256()
     samples = []
     for name, shape in sorted(shapes.items()):
         digest.update(f"{name}{tuple(shape)}".encode())
         numel = math.prod(shape)
-        places = range(0, numel, max(1, numel // SAMPLES_PER_TENSOR))[:SAMPLES_PER_TENSOR]
-        samples.append(sample(name, places).bfloat16().cpu())
+        if numel:
+            indices = range(0, numel, max(1, numel // SAMPLES_PER_TENSOR))[:SAMPLES_PER_TENSOR]
+            samples.append(sample(name, indices).bfloat16().cpu())
     digest.update(tensor_bytes(torch.cat(samples)))
     return digest.hexdigest()
 

@@ -62,7 +62,7 @@ def test_its_defaults_are_the_commands(tiny, tmp_path, monkeypatch):
 
     recipes = []
 
-    def stop(recipe, progress):
+    def stop(recipe, progress, loaded):
         recipes.append(recipe)
         raise ResourceError("stopped")
 

@@ -37,7 +37,7 @@ from s2o_runtime import explain, patch, patched, unpatch
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ModelError
-from s2o_runtime.identity import SUPPORTED_ARCHITECTURES, Geometry, fingerprint, geometry
+from s2o_runtime.identity import Geometry, fingerprint, geometry
 from s2o_runtime.profile import Profile
 from support.architectures import (
     ALL_RUN,
@@ -53,6 +53,7 @@ from support.marks import all_but_first
 SLOW = pytest.mark.slow(reason="further architectures, or compiles a model, seconds each")
 QUICK = ("llama", "qwen2-sliding", "gemma2")  # one that runs S2O everywhere, one with windows, one with capped scores
 
+SLIDES = "sliding_attention"
 LENGTH, SEGMENT, SHORTEST = 150, 64, 32
 
 
@@ -149,10 +150,6 @@ def check_batch(model: Any, eager: Any, ids: torch.Tensor, mask: torch.Tensor) -
 
 def new_cache(kind: str, config: PreTrainedConfig) -> Any:
     return DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=LENGTH + 20)
-
-
-def test_every_supported_architecture_is_tested():
-    assert {case.config.model_type for case in CASES.values()} == set(SUPPORTED_ARCHITECTURES)
 
 
 @torch.no_grad()
@@ -365,11 +362,11 @@ def test_patched_undoes_itself_after_an_error():
     [
         (Qwen3Config(), Geometry("qwen3", 32, 32, 32, 128)),
         (Qwen3MoeConfig(), Geometry("qwen3_moe", 24, 32, 4, 64)),
-        (MistralConfig(), Geometry("mistral", 32, 32, 8, 128)),
+        (MistralConfig(sliding_window=None), Geometry("mistral", 32, 32, 8, 128)),
         (MixtralConfig(), Geometry("mixtral", 32, 32, 8, 128)),
         (Phi3Config(), Geometry("phi3", 32, 32, 32, 96)),
-        (Gemma2Config(), Geometry("gemma2", 26, 8, 4, 256)),
-        (Gemma3TextConfig(), Geometry("gemma3_text", 26, 8, 4, 256)),
+        (Gemma2Config(), Geometry("gemma2", 13, 8, 4, 256, tuple(range(1, 26, 2)), ((SLIDES, 13),))),
+        (Gemma3TextConfig(), Geometry("gemma3_text", 4, 8, 4, 256, (5, 11, 17, 23), ((SLIDES, 22),))),
     ],
     ids=lambda each: each.architecture if isinstance(each, Geometry) else "",
 )

@@ -56,7 +56,7 @@ WHOLE_RUN = pytest.mark.slow(reason="runs a calibration, or the command in a pro
 @pytest.fixture(scope="module")
 def mistral(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistral")
-    AutoModelForCausalLM.from_config(MistralConfig(**SIZES)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(MistralConfig(**SIZES, sliding_window=64)).save_pretrained(folder)
     return folder
 
 
@@ -354,7 +354,7 @@ def bad_inputs():
     yield ["--model", "zzz"], "A local folder or a hub id (org/name) works too"
     yield ["--model", "."], "folder . holds no config.json"
     yield ["--model", "some/thing"], "model 'some/thing' cannot be loaded from some/thing"
-    yield ["--model", "MISTRAL"], "has layers of sliding_attention, expected full_attention"
+    yield ["--model", "MISTRAL"], "has no layer of full_attention, only 2 of sliding_attention"
     yield ["--prompts", "none.jsonl"], "prompt file none.jsonl does not exist"
     yield ["--prompts", "bad.jsonl"], "bad.jsonl:2: "
     yield ["--prompts", "short.jsonl"], "0 prompts to calibrate on of 512 tokens or more"

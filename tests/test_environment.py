@@ -17,6 +17,7 @@ from transformers import (
     BertConfig,
     CLIPVisionConfig,
     DynamicCache,
+    MistralConfig,
     T5Config,
 )
 
@@ -27,7 +28,7 @@ from s2o_runtime.huggingface import environment, hf, layers, run, sdpa
 from s2o_runtime.profile import save_profile
 from s2o_runtime.profile.record import RecordedBudget
 from support.architectures import CASES
-from support.models import CONFIGS, LENGTH, make_profile, padded_batch, paths
+from support.models import CONFIGS, LENGTH, SIZES, make_profile, padded_batch, paths
 
 SLOW = pytest.mark.slow(reason="starts processes that load a model")
 
@@ -262,7 +263,7 @@ OTHERS = {
     ),
     "another-architecture": (CONFIGS["qwen2"], AutoModelForCausalLM),
     "soft-capped": (CASES["gemma2"].config, AutoModelForCausalLM),
-    "sliding": (CASES["mistral-sliding"].config, AutoModelForCausalLM),
+    "sliding": (MistralConfig(**SIZES, sliding_window=48), AutoModelForCausalLM),
 }
 
 
@@ -287,7 +288,7 @@ def test_other_models_are_untouched(name, named, caplog):
         sdpa.give_back()
     assert not environment.adopted
     reasons = {
-        "encoder-decoder": "architecture 't5' is not supported",
+        "encoder-decoder": "a model of type 't5' is an encoder with a decoder",
         "another-architecture": "it has architecture qwen2 instead of llama",
         "soft-capped": "the model caps its attention scores",
     }  # the sliding one has no layer that S2O could be for

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoXConfig, GptOssConfig, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoXConfig, GptOssConfig, MistralConfig, StaticCache
 
 import s2o_runtime.huggingface.hf as hf
 import s2o_runtime.huggingface.layers as layers
@@ -218,12 +218,16 @@ def test_a_gpu_profile_runs_on_a_cpu_and_a_foreign_one_stays_dense(eager, ids, m
     assert paths(model) == {("dense", "there is no kernel for xpu: the model stays dense")}
 
 
-def test_unsupported_models_are_refused():
+def test_models_that_cannot_be_served_are_refused():
+    profile = make_profile(AutoModelForCausalLM.from_config(CONFIGS["llama"]), 0.0)
     other = AutoModelForCausalLM.from_config(GPTNeoXConfig(**SIZES))
-    with pytest.raises(ModelError, match="architecture 'gpt_neox' is not supported"):
-        patch(other, make_profile(AutoModelForCausalLM.from_config(CONFIGS["llama"]), 0.0))
+    with pytest.raises(ProfileError, match="it has architecture gpt_neox instead of llama"):
+        patch(other, profile)
+    sliding = AutoModelForCausalLM.from_config(MistralConfig(**SIZES, sliding_window=48))
+    with pytest.raises(ModelError, match="has no layer of full_attention, only 2 of sliding_attention"):
+        patch(sliding, profile)
     with pytest.raises(ModelError, match="Linear is not a transformers model"):
-        patch(torch.nn.Linear(2, 2), make_profile(AutoModelForCausalLM.from_config(CONFIGS["llama"]), 0.0))
+        patch(torch.nn.Linear(2, 2), profile)
 
 
 def test_the_fingerprint_is_the_weights_and_not_their_type(eager):

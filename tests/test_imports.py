@@ -18,6 +18,7 @@ RUNTIME = [
     "files",
     "lengths",
     "config",
+    "layer_kinds",
     "identity",
     "shapes",
     "scoring",

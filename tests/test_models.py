@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from calibrate.model import capture
 from calibrate.model.models import ALIASES, ARCHITECTURES, DEMO_FOLDER, load, load_config, load_tokenizer
@@ -102,20 +102,21 @@ def test_generation_settings_come_with_the_weights(tmp_path):
     assert load(str(tmp_path), "cpu").model.generation_config.repetition_penalty == 1.25
 
 
-def test_models_the_calibrator_cannot_measure_are_refused(tmp_path):
-    sliding = {"layer_types": None, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
-    Qwen2Config(**CONFIGS["qwen2"].to_dict() | sliding).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="has layers of sliding_attention, expected full_attention"):
-        load_config(str(tmp_path))
+def test_models_that_cannot_be_calibrated_are_refused(tmp_path):
     MistralConfig(sliding_window=64).save_pretrained(tmp_path)  # says nothing of its layers' kinds
-    with pytest.raises(ModelError, match="has layers of sliding_attention, expected full_attention"):
+    with pytest.raises(ModelError, match="has no layer of full_attention, only 32 of sliding_attention"):
         load_config(str(tmp_path))
-    Gemma2Config(layer_types=["full_attention"] * 26).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="has layers of soft-capped attention, expected full_attention"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}))
+    (tmp_path / "own.py").write_text("raise SystemExit('code of the model ran')")
+    with pytest.raises(ModelError, match="comes with code of its own, which is not run: give --trust-remote-code"):
         load_config(str(tmp_path))
-    quantised = CONFIGS["llama"].to_dict() | {"quantization_config": {"quant_method": "fp8"}}
+    quantised = CONFIGS["llama"].to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(quantised))
-    with pytest.raises(ModelError, match="is quantised, expected float weights"):
+    with pytest.raises(ModelError, match=r"is quantised \(gptq\) and a package for that is missing \(.*\): install it"):
+        load_config(str(tmp_path))
+    unknown = CONFIGS["llama"].to_dict() | {"quantization_config": {"quant_method": "own"}}
+    (tmp_path / "config.json").write_text(json.dumps(unknown))
+    with pytest.raises(ModelError, match="is quantised in a format that transformers does not know: own"):
         load_config(str(tmp_path))
 
 

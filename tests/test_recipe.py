@@ -32,6 +32,7 @@ ALL = BASE | {
     "seed": 7,
     "device": "cuda:1",
     "random_weights": True,
+    "trust_remote_code": True,
     "allow_regression": True,
     "journal": Path("kept.sqlite"),
     "storage": "sqlite:///studies.db",

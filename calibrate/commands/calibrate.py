@@ -82,7 +82,7 @@ def _calibrate(flags: Flags) -> int:
         raise ConfigError("--yaml prints what --dry-run would run: give both")
     file = load_yaml(flags["recipe"]) if "recipe" in flags else {}
     options = merged(file, {name: value for name, value in flags.items() if name in OPTIONS})
-    recipe, device, geometry = planned(options)
+    recipe, device, outlook = planned(options)
     if "yaml" in flags:
         print(recipe.to_yaml(), end="")
         return OK
@@ -92,7 +92,7 @@ def _calibrate(flags: Flags) -> int:
     from calibrate.tables import print_fields, print_lines, terminal
 
     console = terminal(stderr="json" in flags)
-    plan_lines = plan(recipe, geometry, str(device), frozenset(options))
+    plan_lines = plan(recipe, outlook, str(device), frozenset(options))
     if "dry_run" in flags and "json" in flags:
         return print_json(plan_lines)
     print_fields(plan_lines, console)

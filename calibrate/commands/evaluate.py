@@ -46,20 +46,21 @@ def _run(flags: Flags) -> int:
 
     from calibrate.model.models import load_config, load_tokenizer
     from s2o_runtime.identity import geometry
+    from s2o_runtime.layer_kinds import positions
     from s2o_runtime.profile import load_profile
 
     for path in draft.profiles:
         load_profile(path)  # a bad one is found before a large model is loaded
-    config = load_config(draft.model, random_weights=draft.random_weights)
+    config = load_config(draft.model, random_weights=draft.random_weights, trust_remote_code=draft.trust_remote_code)
     device, identity = named_device(flags.get("device"))
     plan = _plan(flags, {"device": device, "lengths": flags.get("lengths", DEFAULT_LENGTHS[identity.kind])})
-    limit = int(config.max_position_embeddings)
+    limit = positions(config)
     plan.check_limit(limit)
 
     from calibrate.evaluation import own, report, tasks
     from calibrate.tables import print_lines, terminal
 
-    tokenizer = load_tokenizer(plan.model, random_weights=plan.random_weights)
+    tokenizer = load_tokenizer(plan.model, random_weights=plan.random_weights, trust_remote_code=plan.trust_remote_code)
     tasks.check(plan, tokenizer)
     user_prompts = [] if plan.prompts is None else own.read(plan.prompts, tokenizer, limit)
     lines = report.plan_lines(plan, str(geometry(config)), str(identity), len(tasks.cases(plan, user_prompts)))
@@ -76,7 +77,14 @@ def _run(flags: Flags) -> int:
     from calibrate.model.models import load
     from calibrate.versions import now
 
-    loaded = load(plan.model, plan.device, random_weights=plan.random_weights, seed=plan.seed, resident=True)
+    loaded = load(
+        plan.model,
+        plan.device,
+        random_weights=plan.random_weights,
+        seed=plan.seed,
+        resident=True,
+        trust_remote_code=plan.trust_remote_code,
+    )
     compared = variants(plan, loaded)
     with open_journal(plan, loaded) as journal:
         evaluate(plan, loaded, compared, user_prompts, journal, progress="quiet" not in flags)

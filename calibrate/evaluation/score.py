@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from calibrate.model import predictions
+from calibrate.model.logits import logits_of
 from calibrate.model.models import LoadedModel
 from calibrate.model.predictions import ROWS, timed_prefill
+from calibrate.model.streams import decoder_of
 from calibrate.prompts.prompt import Prompt
 from s2o_runtime.errors import ModelError
 
@@ -24,8 +26,8 @@ class ForwardPass:
 
     @torch.no_grad()
     def __init__(self, loaded: LoadedModel, ids: Tensor) -> None:
-        self._head = loaded.model.get_output_embeddings()
-        decoder = loaded.model.get_decoder()
+        self._logits = logits_of(loaded.model)
+        decoder = decoder_of(loaded.model)
         self.ids = ids.to(loaded.weights.device)
         self.hidden: Tensor = decoder(input_ids=self.ids[None], use_cache=False).last_hidden_state[0]
 
@@ -43,7 +45,7 @@ class ForwardPass:
         """
         for rows in torch.split(positions.to(self.hidden.device), ROWS):
             with torch.no_grad():
-                log_probs = self._head(self.hidden[rows]).float().log_softmax(-1)
+                log_probs = self._logits(self.hidden[rows][None])[0].float().log_softmax(-1)
             if not bool(log_probs.amin(-1).isfinite().all()):
                 raise ModelError(
                     f"the predictions for a prompt of {len(self.ids)} tokens hold inf or NaN, expected finite numbers: "

@@ -14,9 +14,18 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import Stream, attention_implementation, begin, check_finite, layer_on_device
-from s2o_runtime.huggingface.hf import scoring_of
-from s2o_runtime.identity import attention_modules
+from calibrate.model.streams import (
+    DecoderLayer,
+    Stream,
+    attention_implementation,
+    begin,
+    check_finite,
+    decoder_layers,
+    layer_on_device,
+)
+from s2o_runtime.errors import ModelError
+from s2o_runtime.huggingface.hf import s2o_attention_forward, s2o_mask, scoring_of
+from s2o_runtime.huggingface.obstacles import layer_obstacle
 from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.scoring import Scoring
 
@@ -29,8 +38,8 @@ class Captured:
     """One prompt's attention inputs at one layer.
 
     q: [1, Hq, L, D] and k, v: [1, Hkv, L, D] and [1, Hkv, L, Dv], in the model's dtype. scale: What q k^T is multiplied
-    by. layer: The layer's index. prompt: The prompt's index in the list that was given. softcap, sinks: As in
-    `s2o_runtime.scoring.Scoring`.
+    by. layer: Its row in a profile's tables. prompt: The prompt's index in the list that was given. softcap, sinks: As
+    in `s2o_runtime.scoring.Scoring`.
     """
 
     q: Tensor
@@ -60,58 +69,76 @@ def layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Capt
         prompts: Token ids, int64 [L] each.
 
     Yields:
-        For each layer in turn, an iterator over the attention inputs of every prompt.
+        For each layer of full attention in turn, an iterator over the attention inputs of every prompt.
 
     Raises:
-        ModelError: inf or NaN came up; it names layer and prompt.
+        ModelError: inf or NaN came up, or S2O cannot do the attention of a layer; it names the layer.
     """
     AttentionInterface.register(NAME, _capture_forward)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(NAME, s2o_mask)
     with attention_implementation(loaded.model, NAME):
         streams = begin(loaded, prompts)
-        for index, attention in enumerate(attention_modules(loaded.model)):
-            with layer_on_device(loaded, index) as layer:
-                captured = _prompts_through(layer, attention, index, streams)
+        for layer in decoder_layers(loaded.model):
+            with layer_on_device(loaded, layer):
+                if layer.attention is None:
+                    streams[:] = [stream.through(layer.module, layer.number) for stream in streams]
+                    continue
+                captured = _prompts_through(layer, streams)
                 yield captured
                 for _ in captured:
                     pass
 
 
 @torch.no_grad()
-def _prompts_through(
-    layer: nn.Module, attention: nn.Module, index: int, streams: list[Stream]
-) -> Iterator[Captured]:  # fmt: skip
+def _prompts_through(layer: DecoderLayer, streams: list[Stream]) -> Iterator[Captured]:
     for prompt in range(len(streams)):
-        streams[prompt], captured = _through(layer, attention, index, streams[prompt])
+        streams[prompt], captured = _through(layer, streams[prompt])
         yield captured
         del captured  # else it would live through the next prompt's turn
 
 
-def _through(layer: nn.Module, attention: nn.Module, index: int, stream: Stream) -> tuple[Stream, Captured]:
+def _through(layer: DecoderLayer, stream: Stream) -> tuple[Stream, Captured]:
     captured: list[Captured] = []
+    row = layer.row
+    assert layer.attention is not None
+    assert row is not None
 
     def keep(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> None:
         for name, tensor in (("queries", q), ("keys", k), ("values", v)):
-            check_finite(tensor, f"tensor of {name}", index, stream.prompt)
+            check_finite(tensor, f"tensor of {name}", layer.number, stream.prompt)
         scale, softcap, sinks = scoring
         assert scale is not None
-        captured.append(Captured(q, k, v, scale, index, stream.prompt, softcap, sinks))
+        captured.append(Captured(q, k, v, scale, row, stream.prompt, softcap, sinks))
 
-    attention.__dict__[SINK] = keep
+    layer.attention.__dict__[SINK] = keep
     try:
-        return stream.through(layer, index), captured[0]
+        stream = stream.through(layer.module, layer.number)
     finally:
-        del attention.__dict__[SINK]
-
-
-def _no_mask(**call: Any) -> None:
-    """The mask of a single unpadded prompt: causal attention needs none."""
+        del layer.attention.__dict__[SINK]
+    if not captured:
+        raise ModelError(
+            f"layer {layer.number} does not call transformers' attention function: the architecture is not supported"
+        )
+    return stream, captured[0]
 
 
 def _capture_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    scoring = scoring_of(scaling, kwargs)
-    module.__dict__[SINK](query, key, value, scoring)
+    """Dense attention, which keeps what it gets where somebody asked for it; other layers stay what they are."""
+    keep = module.__dict__.get(SINK)
+    if keep is None:
+        return s2o_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    obstacle = layer_obstacle(query, key, value, kwargs)
+    if obstacle is not None:
+        raise ModelError(f"layer {module.layer_idx} cannot run S2O ({obstacle}): the model is not supported")
+    scoring = scoring_of(query.shape[3] ** -0.5 if scaling is None else scaling, kwargs)
+    keep(query, key, value, scoring)
     out = dense_attention(query, key, value, **scoring.arguments())
     return out.transpose(1, 2).contiguous(), None

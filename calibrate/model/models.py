@@ -1,4 +1,4 @@
-"""Finding and loading a model: aliases, local folders, hub ids.
+"""Finding and loading a model: aliases, local folders, GGUF files, hub ids, and models that are loaded already.
 
 With random weights only the sizes matter: those of an alias come from `architectures/`, prompts are tokenized by the
 demo model's tokenizer, and nothing is downloaded.
@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
-from calibrate.model.weights import Checkpoint, RandomWeights, Weights, skeleton
+from calibrate.model.weights import INDEX, SINGLE, Checkpoint, InMemory, RandomWeights, Weights, skeleton
+from calibrate.model.whole import check_quantisation, load_whole, quantisation, streaming_obstacle
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import Geometry, geometry
+from s2o_runtime.layer_kinds import text_config
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
 ARCHITECTURES = Path(__file__).parents[1] / "architectures"
@@ -38,6 +40,9 @@ ALIASES = {
 }
 
 
+GGUF = ".gguf"
+TRUST = "--trust-remote-code"
+
 log = logging.getLogger("calibrate")
 
 
@@ -55,7 +60,7 @@ class LoadedModel:
     tokenizer: Any
     geometry: Geometry
     fingerprint: str
-    weights: Weights
+    weights: Weights | InMemory
     random: bool = False
 
 
@@ -67,55 +72,57 @@ def resolve(name: str) -> str:
     """
     if name in ALIASES:
         return ALIASES[name]
+    if Path(name).suffix == GGUF and Path(name).is_file():
+        return name
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise ModelError(f"folder {name} holds no config.json: give a folder that transformers can load")
         return name
     if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/"):
         return name
+    if name.endswith(GGUF) and name.count("/") >= 2 and not name.startswith((".", "/", "~")):
+        return name
     near = difflib.get_close_matches(name, ALIASES, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(ALIASES)}."
     raise ModelError(f"model {name!r} is not known: {hint} A local folder or a hub id (org/name) works too")
 
 
-def load_config(name: str, *, random_weights: bool = False) -> Any:
+def _source(name: str) -> tuple[str, dict[str, Any]]:
+    """What transformers' `from_pretrained` takes for a name: a folder or hub id, and for a GGUF file its name in it."""
+    path = resolve(name)
+    if not path.endswith(GGUF) or Path(path).is_dir():
+        return path, {}
+    if Path(path).is_file():
+        return str(Path(path).parent), {"gguf_file": Path(path).name}
+    organisation, repository, file = path.split("/", 2)
+    return f"{organisation}/{repository}", {"gguf_file": file}
+
+
+def load_config(name: str, *, random_weights: bool = False, trust_remote_code: bool = False) -> Any:
     """The model's configuration.
 
     Args:
-        name: An alias, a local folder or a hub id.
+        name: An alias, a local folder, a GGUF file or a hub id.
         random_weights: Whether only the architecture is needed.
+        trust_remote_code: Whether code that comes with the model may run; else it never does.
 
     Raises:
-        ModelError: It cannot be loaded, or its architecture, its kind of attention or its number format is not
-            supported.
+        ModelError: It cannot be loaded, has no layer of full attention, needs code of its own that is not trusted, or
+            is quantised in a format that a missing package reads.
     """
     from transformers import AutoConfig
 
     shipped = _shipped(name) if random_weights else None
-    source = str(shipped or resolve(name))
+    source, options = (str(shipped), {}) if shipped else _source(name)
     with _loading(name, source):
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     geometry(config)
-    unsupported = sorted(_other_attention(config))
-    if unsupported:
-        raise ModelError(f"model {name!r} has layers of {unsupported[0]}, expected full_attention: use another model")
-    if getattr(config, "quantization_config", None) is not None and not random_weights:
-        raise ModelError(f"model {name!r} is quantised, expected float weights: use the checkpoint it was made from")
+    if not random_weights:
+        check_quantisation(config, name)
     return config
 
 
-def _other_attention(config: Any) -> set[str]:
-    """The names of all attention in a model that is not full causal attention, which alone can be calibrated."""
-    text = config.get_text_config()
-    layer_types = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
-    if not getattr(text, "layer_types", None) and getattr(text, "sliding_window", None) is not None:
-        layer_types.add("sliding_attention")
-    if getattr(text, "attn_logit_softcapping", None) is not None:
-        layer_types.add("soft-capped attention")
-    return layer_types
-
-
-def load_tokenizer(name: str, *, random_weights: bool = False) -> Any:
+def load_tokenizer(name: str, *, random_weights: bool = False, trust_remote_code: bool = False) -> Any:
     """The model's tokenizer; the demo model's if the weights are random and the model has none at hand.
 
     Raises:
@@ -125,44 +132,91 @@ def load_tokenizer(name: str, *, random_weights: bool = False) -> Any:
 
     if random_weights and _shipped(name):
         return AutoTokenizer.from_pretrained(DEMO_FOLDER)
-    source = resolve(name)
+    source, options = _source(name)
     try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
+    except (OSError, ValueError, ImportError) as error:
         if random_weights:
             log.warning("the tokenizer of %r cannot be loaded: random weights read the demo model's tokens", name)
             return AutoTokenizer.from_pretrained(DEMO_FOLDER)
+        _refuse_code(name, error)
         raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {_first_line(error)}") from error
 
 
 def load(
-    name: str, device: str, *, random_weights: bool = False, seed: int = 0, resident: bool | None = None
+    name: str,
+    device: str,
+    *,
+    random_weights: bool = False,
+    seed: int = 0,
+    resident: bool | None = None,
+    trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Load a model: in bfloat16 on a GPU, in float32 on a CPU.
+    """Load a model: in bfloat16 on a GPU, in float32 on a CPU; quantised weights as they are.
+
+    A checkpoint in safetensors files that hold the model's own parameters may go through the device one layer at a
+    time. All others are loaded as a whole, by transformers.
 
     Args:
-        name: An alias, a local folder or a hub id.
+        name: An alias, a local folder, a GGUF file or a hub id.
         device: A torch device, such as "cuda:0" or "cpu".
         random_weights: Take only the model's architecture, and draw its weights.
         seed: What random weights are drawn from.
         resident: Whether all weights stay on the device, so that `model` can be called; None keeps them if they take
-            a quarter of the memory or less.
+            a quarter of the memory or less, or cannot go layer by layer.
+        trust_remote_code: Whether code that comes with the model may run; else it never does.
 
     Raises:
         ModelError: The model cannot be found, downloaded or read, or is not supported.
+        ResourceError: It is loaded as a whole and memory does not suffice.
     """
-    config = load_config(name, random_weights=random_weights)
-    tokenizer = load_tokenizer(name, random_weights=random_weights)
-    if random_weights and len(tokenizer) > config.vocab_size:
+    config = load_config(name, random_weights=random_weights, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(name, random_weights=random_weights, trust_remote_code=trust_remote_code)
+    vocabulary = text_config(config).vocab_size
+    if random_weights and len(tokenizer) > vocabulary:
         raise ModelError(
-            f"model {name!r} has a vocabulary of {config.vocab_size}, its prompts are made of {len(tokenizer)} tokens: "
+            f"model {name!r} has a vocabulary of {vocabulary}, its prompts are made of {len(tokenizer)} tokens: "
             "give it a tokenizer of its own"
         )
     torch_device = torch.device(device)
-    model = skeleton(config, torch.bfloat16 if torch_device.type == "cuda" else torch.float32, torch_device)
-    source = RandomWeights(model, seed) if random_weights else _checkpoint(name, model)
-    weights = Weights(model, source, torch_device, resident)
-    return LoadedModel(name, model, tokenizer, geometry(config), weights.fingerprint, weights, random_weights)
+    source, options = _source(name) if not random_weights else ("", {})
+    model = None
+    if not options and (random_weights or quantisation(config) is None):
+        model = skeleton(config, torch.bfloat16 if torch_device.type == "cuda" else torch.float32, torch_device)
+    if random_weights:
+        weights = Weights(model, RandomWeights(model, seed), torch_device, resident)
+        return LoadedModel(name, model, tokenizer, geometry(config), weights.fingerprint, weights, True)
+    checkpoint = None if model is None else _checkpoint(name, source, model)
+    if model is not None and checkpoint is not None and streaming_obstacle(config, model, checkpoint.names) is None:
+        weights = Weights(model, checkpoint, torch_device, resident)
+        return LoadedModel(name, model, tokenizer, geometry(config), weights.fingerprint, weights)
+    with _loading(name, source):
+        whole = load_whole(source, config, torch_device, name, trust_remote_code=trust_remote_code, **options)
+    return in_memory(whole, tokenizer, name)
+
+
+def in_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedModel:
+    """A transformers model that is loaded already: quantised, with adapters, spread over like GPUs or as it is.
+
+    Args:
+        model: In evaluation mode, all of its parameters in memory.
+        tokenizer: The model's tokenizer, or the processor of a model with further inputs.
+        name: What it is called in profiles; by default what it was loaded from, or its class.
+
+    Raises:
+        ModelError: It is no such model, has no layer of full attention, or there is no tokenizer.
+    """
+    if not hasattr(model, "config") or not hasattr(model, "get_decoder"):
+        raise ModelError(f"{type(model).__name__} is no transformers model: load it with AutoModelForCausalLM")
+    if tokenizer is None:
+        raise ModelError(f"the tokenizer of {type(model).__name__} is missing: give it beside the model")
+    if model.training:
+        raise ModelError("the model is in training mode, expected evaluation: call model.eval()")
+    shape = geometry(model.config)
+    weights = InMemory(model)
+    name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    return LoadedModel(name, model, tokenizer, shape, weights.fingerprint, weights)
 
 
 def _shipped(name: str) -> Path | None:
@@ -171,14 +225,16 @@ def _shipped(name: str) -> Path | None:
     return path if name in ALIASES and path.is_file() else None
 
 
-def _checkpoint(name: str, model: Any) -> Checkpoint:
-    """The files with the weights, downloaded if need be; the model gets the generation settings beside them."""
+def _checkpoint(name: str, source: str, model: Any) -> Checkpoint | None:
+    """The safetensors files with the weights, downloaded if need be; None if there are weights in other files only.
+
+    The model gets the generation settings beside them.
+    """
     from transformers import GenerationConfig
     from transformers.utils.hub import cached_file
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    source = resolve(name)
 
     def find(file: str) -> str | None:
         with _loading(name, source):
@@ -188,6 +244,9 @@ def _checkpoint(name: str, model: Any) -> Checkpoint:
     if find("generation_config.json") is not None:
         with _loading(name, source):
             model.generation_config = GenerationConfig.from_pretrained(source)
+    others = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+    if find(SINGLE) is None and find(INDEX) is None and any(find(file) for file in others):
+        return None
     return Checkpoint(find)
 
 
@@ -196,8 +255,19 @@ def _loading(name: str, source: str) -> Iterator[None]:
     """Turns what transformers raises into one sentence."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except ModelError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        _refuse_code(name, error)
         raise ModelError(f"model {name!r} cannot be loaded from {source}: {_first_line(error)}") from error
+
+
+def _refuse_code(name: str, error: Exception) -> None:
+    """Raises ModelError if transformers said that the model has code of its own."""
+    if "trust_remote_code" in str(error):
+        raise ModelError(
+            f"model {name!r} comes with code of its own, which is not run: give {TRUST} if you have read and trust it"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from calibrate.model.forwards import replaced_forwards
 from calibrate.model.models import LoadedModel
 from s2o_runtime.errors import ModelError
+from s2o_runtime.huggingface.hf import implementations
+from s2o_runtime.identity import geometry, numbered_modules
 
 ROWS = 16384
 BY_ROWS = ("input_layernorm", "post_attention_layernorm", "mlp")  # parts of a decoder layer: [B, L, H] -> [B, L, H]
@@ -26,62 +29,111 @@ BY_ROWS = ("input_layernorm", "post_attention_layernorm", "mlp")  # parts of a d
 class Stream:
     """One prompt before its next layer.
 
-    prompt: Its index in the list that was given. hidden: The hidden state, [1, L, H] in the model's dtype. call: What
-    every layer is called with besides.
+    prompt: Its index in the list that was given. hidden: The hidden state, [1, L, H] in the model's dtype. calls: What
+    each decoder layer is called with besides: positional arguments, and others by name.
     """
 
     prompt: int
     hidden: Tensor
-    call: Mapping[str, Any]
+    calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]
 
-    def through(self, layer: nn.Module, index: int) -> Stream:
+    def through(self, layer: nn.Module, number: int) -> Stream:
         """The prompt after one decoder layer.
 
         Raises:
             ModelError: Its hidden state is not finite there.
         """
-        output = layer(self.hidden, **self.call)
+        arguments, named = self.calls[number]
+        output = layer(self.hidden, *arguments, **named)
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
-        check_finite(hidden, "hidden state", index, self.prompt)
+        check_finite(hidden, "hidden state", number, self.prompt)
         return replace(self, hidden=hidden)
 
 
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One layer of a model's decoder.
+
+    number: Which one it is. row: Its row in a profile's tables, None for a layer that has no full attention; attention:
+    its attention module, if it has a row.
+    """
+
+    number: int
+    row: int | None
+    module: nn.Module
+    attention: nn.Module | None
+
+
+def decoder_layers(model: Any) -> list[DecoderLayer]:
+    """All layers of a model's decoder, in order.
+
+    Raises:
+        ModelError: They cannot be found, or a layer of full attention has no attention module.
+    """
+    modules = layer_list(model)
+    served = numbered_modules(model)
+    row_of = {number: row for row, (number, _) in enumerate(served)}
+    attention_of = dict(served)
+    return [
+        DecoderLayer(number, row_of.get(number), module, attention_of.get(number))
+        for number, module in enumerate(modules)
+    ]
+
+
+def decoder_of(model: Any) -> Any:
+    """The part of a model that embeds tokens and holds the decoder layers."""
+    decoder = model.get_decoder()
+    return decoder.model if decoder is model or hasattr(decoder, "lm_head") else decoder  # Llama 4's own is itself
+
+
+def layer_list(model: Any) -> nn.ModuleList:
+    """The module list that holds a decoder's layers. Raises ModelError if there is no such list."""
+    expected = geometry(model.config).decoder_layers
+    for child in decoder_of(model).children():
+        if isinstance(child, nn.ModuleList) and len(child) == expected:
+            return child
+    raise ModelError(
+        f"the decoder of {type(model).__name__} has no list of {expected} layers: the architecture is not supported"
+    )
+
+
 def begin(loaded: LoadedModel, prompts: Sequence[Tensor]) -> list[Stream]:
-    """The prompts before the first layer, with the mask of the model's attention implementation.
+    """The prompts before the first layer, with the masks of the model's attention implementation.
 
     Args:
         loaded: The model.
-        prompts: Token ids, int64 [L] each. Those of one length share positions and mask.
+        prompts: Token ids, int64 [L] each. Those of one length share positions and masks.
     """
-    decoder, device = loaded.model.get_decoder(), loaded.weights.device
-    calls: dict[int, dict[str, Any]] = {}
+    device, layers = loaded.weights.device, layer_list(loaded.model)
+    decoder = decoder_of(loaded.model)
+    calls: dict[int, Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]] = {}
     streams = []
-    with loaded.weights.on_device(decoder.embed_tokens):
+    with loaded.weights.on_device(*beside_layers(loaded.model)):
         for index, ids in enumerate(prompts):
-            hidden, call = _first_layer_inputs(decoder, ids.to(device))
-            streams.append(Stream(index, hidden, calls.setdefault(len(ids), call)))
+            hidden, of_layers = _layer_inputs(decoder, layers, ids.to(device))
+            streams.append(Stream(index, hidden, calls.setdefault(len(ids), of_layers)))
     return streams
 
 
+def beside_layers(model: Any) -> list[nn.Module]:
+    """The parts of a decoder that are no layers: embeddings, positions, norms."""
+    layers = layer_list(model)
+    return [part for part in decoder_of(model).children() if part is not layers]
+
+
 @contextmanager
-def layer_on_device(loaded: LoadedModel, index: int) -> Iterator[nn.Module]:
-    """Decoder layer `index`, its parameters on the device inside the block."""
-    layer: nn.Module = loaded.model.get_decoder().layers[index]
-    with loaded.weights.on_device(layer):
-        parts = [layer.get_submodule(name) for name in BY_ROWS]
-        for part in parts:
-            part.__dict__["forward"] = partial(_in_pieces, part.forward)
-        try:
-            yield layer
-        finally:
-            for part in parts:
-                del part.__dict__["forward"]
+def layer_on_device(loaded: LoadedModel, layer: DecoderLayer) -> Iterator[nn.Module]:
+    """A decoder layer, its parameters on the device inside the block, and its parts that work row by row in pieces."""
+    with loaded.weights.on_device(layer.module):
+        parts = [part for name, part in layer.module.named_children() if name in BY_ROWS]
+        with replaced_forwards({part: partial(_in_pieces, part.forward) for part in parts}):
+            yield layer.module
 
 
 @contextmanager
 def attention_implementation(model: Any, name: str) -> Iterator[None]:
     """Inside the block the model computes attention by the function that transformers knows by this name."""
-    previous = model.config._attn_implementation
+    previous = implementations(model.config)
     model.set_attn_implementation(name)
     try:
         yield
@@ -103,32 +155,41 @@ def check_finite(tensor: Tensor, what: str, layer: int, prompt: int) -> None:
 
 
 class _ReachedError(Exception):
-    """The first decoder layer was reached; its inputs are in `hidden` and `call`."""
-
-    def __init__(self, hidden: Tensor, call: dict[str, Any]) -> None:
-        self.hidden, self.call = hidden, call
+    """The last decoder layer was reached."""
 
 
-def _first_layer_inputs(decoder: Any, ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """What the decoder calls its first layer with: the hidden state, and the rest by name."""
+def _layer_inputs(
+    decoder: Any, layers: nn.ModuleList, ids: Tensor
+) -> tuple[Tensor, list[tuple[tuple[Any, ...], Mapping[str, Any]]]]:
+    """What the decoder calls its layers with: the first one's hidden state, and what each gets besides.
 
-    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs.pop("hidden_states")
-        raise _ReachedError(hidden, kwargs)
+    No layer runs. What a layer gets besides the hidden state (masks of its kind, positions) does not depend on the
+    layers before it.
+    """
+    calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+    hidden: list[Tensor] = []
 
-    hook = decoder.layers[0].register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        decoder(input_ids=ids[None], use_cache=False)
-    except _ReachedError as reached:
-        return reached.hidden, reached.call
-    finally:
-        hook.remove()
-    raise AssertionError("the model ran without calling its first decoder layer")
+    def record(*arguments: Any, **named: Any) -> Tensor:
+        first: Tensor = arguments[0] if arguments else named.pop("hidden_states")
+        hidden.append(first)
+        calls.append((arguments[1:], named))
+        if len(calls) == len(layers):
+            raise _ReachedError
+        return first
+
+    with replaced_forwards(dict.fromkeys(layers, record)):
+        try:
+            decoder(input_ids=ids[None], use_cache=False)
+        except _ReachedError:
+            return hidden[0], calls
+    raise ModelError(
+        f"{type(decoder).__name__} calls {len(calls)} of its {len(layers)} layers: the architecture is not supported"
+    )
 
 
-def _in_pieces(forward: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    if rows.shape[1] <= ROWS:
-        return forward(rows)
+def _in_pieces(forward: Callable[..., Tensor], rows: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    if rows.dim() < 3 or rows.shape[1] <= ROWS or arguments or named:
+        return forward(rows, *arguments, **named)
     out = torch.empty_like(rows)
     for first in range(0, rows.shape[1], ROWS):
         out[:, first : first + ROWS] = forward(rows[:, first : first + ROWS])

@@ -24,17 +24,17 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from s2o_runtime.errors import ModelError
-from s2o_runtime.identity import RANDOM, geometry, sampled_fingerprint, with_rope
+from s2o_runtime.identity import RANDOM, fingerprint, geometry, offloaded, sampled_fingerprint, with_rope
 
 RESIDENT_SHARE = 4  # a model stays on the device if its weights take no more than this part of the memory: a quarter
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -55,18 +55,86 @@ def skeleton(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """The model of a configuration, with all parameters on the meta device and its buffers on `device`.
 
     Raises:
-        ModelError: The model has buffers whose values only a checkpoint could know.
+        ModelError: Transformers has no text model of this configuration, or does not say what its buffers hold.
     """
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
-    decoder = model.get_decoder()
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config).to(device)  # its buffers are in no checkpoint
-    unset = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if unset:
-        raise ModelError(f"buffer {unset[0]} of {type(model).__name__} is in no checkpoint: the model is not supported")
+        model = _from_config(config, dtype)
+    for name, module in model.named_modules():
+        if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+            _fill_buffers(model, name, module, device)
     return model.requires_grad_(False)
+
+
+def model_class(config: Any) -> Any:
+    """The automatic class of transformers that makes the model of a configuration: of text, or of images and text.
+
+    Raises:
+        ModelError: Transformers has neither.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto_class._model_mapping or auto_class.__name__ in (
+            getattr(config, "auto_map", None) or {}
+        ):
+            return auto_class
+    raise ModelError(
+        f"transformers has no model that generates text of type {getattr(config, 'model_type', '?')!r}: use another"
+    )
+
+
+def _from_config(config: Any, dtype: torch.dtype) -> Any:
+    """The model with SDPA, or where its attention is beyond SDPA (soft caps, sinks) with its own eager attention."""
+    auto_class = model_class(config)
+    try:
+        return auto_class.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return auto_class.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+
+
+def _fill_buffers(model: Any, name: str, module: nn.Module, device: torch.device) -> None:
+    """Give a module's buffers the values that the architecture initialises them with.
+
+    Rotary embeddings are made again, because that gives them the very bits that they have in a model that is loaded.
+    """
+    if "RotaryEmbedding" in type(module).__name__ and hasattr(module, "config"):
+        made_again = type(module)(config=module.config)
+        module._buffers.update({key: buffer.to(device) for key, buffer in made_again.named_buffers(recurse=False)})
+        return
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            filling = torch.nan if buffer.is_floating_point() else -1
+            module._buffers[key] = torch.full(buffer.shape, filling, dtype=buffer.dtype, device=device)
+    with torch.no_grad():
+        _initialiser(model, name)(module)
+    for key, buffer in module._buffers.items():
+        if buffer is None or not buffer.numel():
+            continue
+        unset = buffer.isnan() if buffer.is_floating_point() else buffer == -1
+        if bool(unset.all()):
+            raise ModelError(f"buffer {name}.{key} of {type(model).__name__} is in no checkpoint: it is not supported")
+
+
+def _initialiser(model: Any, name: str) -> Callable[[nn.Module], object]:
+    """What initialises the module of this name: the method of the innermost transformers model that holds it."""
+    initialise = model._init_weights
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        holder = model.get_submodule(".".join(parts[:depth]))
+        initialise = getattr(holder, "_init_weights", initialise)
+    return cast(Callable[[nn.Module], object], initialise)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a checkpoint of the model holds beside its parameters, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 class Weights:
@@ -136,6 +204,41 @@ class Weights:
                 setattr(module, attribute, parameters[name])
 
 
+class InMemory:
+    """A model's parameters that are in memory all the time, wherever they are; used as `Weights` is.
+
+    Args:
+        model: A transformers model with all of its parameters.
+
+    Raises:
+        ModelError: Some parameters are not in memory.
+    """
+
+    resident = True
+
+    def __init__(self, model: Any) -> None:
+        if (missing := offloaded(model)) is not None:
+            raise ModelError(f"{missing}: load the model without offloading")
+        self.model = model
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.fingerprint = fingerprint(model)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all parameters and buffers."""
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @property
+    def held(self) -> int:
+        return self.bytes
+
+    @contextmanager
+    def on_device(self, *parts: nn.Module) -> Iterator[None]:
+        """Nothing to do: the parameters are where they run."""
+        yield
+
+
 def stays_resident(weights: int, device: torch.device) -> bool:
     """Whether a whole model stays on the device: its bytes are at most a quarter of the memory.
 
@@ -170,6 +273,11 @@ class Checkpoint:
             if index is None:
                 raise ModelError(f"the checkpoint has neither {SINGLE} nor {INDEX}: convert it to safetensors")
             self._file_of = _read_index(Path(index))
+
+    @property
+    def names(self) -> Collection[str]:
+        """The tensors that the checkpoint holds."""
+        return self._file_of.keys()
 
     def read(self, name: str, blank: nn.Parameter, device: torch.device) -> Tensor:
         stored = self._slice(name, blank)
@@ -233,13 +341,19 @@ def _readable(file: str) -> Iterator[None]:
 
 
 def _elements(stored: Any, indices: range) -> Tensor:
-    """Elements of a vector or matrix in a file, by their indices in the flattened tensor."""
+    """Elements of a tensor in a file, by their indices in the flattened tensor."""
     shape = stored.get_shape()
     if len(shape) == 1:
         vector: Tensor = stored[:]
         return vector[indices.start : indices.stop : indices.step]
-    cells = (divmod(index, shape[1]) for index in indices)
-    return torch.cat([stored[row : row + 1, column : column + 1].reshape(-1) for row, column in cells])
+    cells = []
+    for index in indices:
+        position = []
+        for size in reversed(shape):
+            index, inner = divmod(index, size)
+            position.append(slice(inner, inner + 1))
+        cells.append(stored[tuple(reversed(position))].reshape(-1))
+    return torch.cat(cells)
 
 
 class RandomWeights:
@@ -258,7 +372,7 @@ class RandomWeights:
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(int.from_bytes(digest[:7], "little"))
-            self._model._init_weights(module)
+            _initialiser(self._model, path)(module)
         value: Tensor = getattr(module, attribute).detach()
         return value
 

@@ -55,7 +55,7 @@ def layers_over_limit(candidate: Candidate, proofs: Mapping[int, LengthProof]) -
     """A sentence for each layer that is not dense and whose error is over its limit."""
     budget = candidate.recipe.budget
     return tuple(
-        over_limit(length, layer, proof.error(budget), candidate.limits[length, layer])
+        over_limit(length, candidate.geometry.layer_number(layer), proof.error(budget), candidate.limits[length, layer])
         for length, of_length in proofs.items()
         for layer, proof in enumerate(of_length.layers)
         if proof.error(budget) > candidate.limits[length, layer] and not candidate.layer_config(layer, length).is_dense

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from calibrate.curves.row_errors import WORST
+from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import Stream, attention_implementation, begin, layer_on_device
+from calibrate.model.streams import Stream, attention_implementation, begin, decoder_layers, layer_on_device
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import PromptAgreement, compare
 from calibrate.proof.rows import LAST, ROWS, RowSample, evenly_drawn, sampled_rows
@@ -29,7 +30,6 @@ from calibrate.recipe import Budget
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface import hf
-from s2o_runtime.identity import attention_modules
 from s2o_runtime.scoring import Scoring
 
 CONTINUED = (64, 512)  # new tokens behind a cached prefix
@@ -128,12 +128,19 @@ def sample(
     with attention_implementation(loaded.model, hf.NAME):
         patched = dense = begin(loaded, [prompt.ids for prompt in prompts])
         noise = _NoiseFloor.of(loaded, prompts[:NOISE_PROMPTS])
-        for index, attention in enumerate(attention_modules(loaded.model)):
+        for of_decoder in decoder_layers(loaded.model):
+            index, number = of_decoder.row, of_decoder.number
             with (
-                layer_on_device(loaded, index) as module,
-                within_memory(device, length, held, f"certifying layer {index}"),
+                layer_on_device(loaded, of_decoder) as module,
+                within_memory(device, length, held, f"certifying layer {number}"),
             ):
-                layer = PatchableLayer(index, module, attention, device)
+                if index is None or of_decoder.attention is None:
+                    patched = [stream.through(module, number) for stream in patched]
+                    dense = [stream.through(module, number) for stream in dense]
+                    if noise is not None:
+                        noise.pass_through(loaded, module, number)
+                    continue
+                layer = PatchableLayer(index, number, module, of_decoder.attention, device)
                 revised: C | None = configured
                 while revised is not None:
                     configured = revised
@@ -145,13 +152,7 @@ def sample(
                     noise.advance(loaded, layer)
             layers.append(measured)
             on_step()
-        head, norm = loaded.model.get_output_embeddings(), loaded.model.get_decoder().norm
-
-        def logits(hidden: Tensor) -> Tensor:
-            rows: Tensor = head(norm(hidden))
-            return rows
-
-        with loaded.weights.on_device(norm, head):
+        with logits_on_device(loaded) as logits:
             agreements = tuple(
                 compare(prompt, one.hidden, other.hidden, logits)
                 for prompt, one, other in zip(prompts, dense, patched, strict=True)
@@ -234,8 +235,11 @@ class _NoiseFloor:
             return cls(begin(loaded, [prompt.ids for prompt in prompts]), backend)
 
     def advance(self, loaded: LoadedModel, layer: PatchableLayer) -> None:
+        self.pass_through(loaded, layer.module, layer.number)
+
+    def pass_through(self, loaded: LoadedModel, module: nn.Module, number: int) -> None:
         with _plain_sdpa(loaded, self.backend):
-            self.streams = [layer.dense(stream) for stream in self.streams]
+            self.streams = [stream.through(module, number) for stream in self.streams]
 
     def kl(self, prompts: Sequence[Prompt], dense: Sequence[Stream], logits: Callable[[Tensor], Tensor]) -> float:
         """The mean KL between the dense model and this one, after the last layer."""

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from calibrate.curves.row_errors import WORST, row_errors, tile_worst
+from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import Stream, attention_implementation, begin, layer_on_device
+from calibrate.model.streams import Stream, attention_implementation, begin, decoder_layers, layer_on_device
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import compare
 from calibrate.recipe import Budget
@@ -27,7 +28,6 @@ from calibrate.timing import medians
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface import hf
-from s2o_runtime.identity import attention_modules
 from s2o_runtime.reference.dense import dense_attention, exact_attention
 from s2o_runtime.scoring import Scoring
 
@@ -126,35 +126,43 @@ def prove(
         walks = [
             _Walk(length, prompts, begin(loaded, [p.ids for p in prompts])) for length, prompts in held_out.items()
         ]
-        for index, attention in enumerate(attention_modules(loaded.model)):
-            with layer_on_device(loaded, index) as module:
-                layer = PatchableLayer(index, module, attention, loaded.weights.device)
+        for of_decoder in decoder_layers(loaded.model):
+            number, row, attention = of_decoder.number, of_decoder.row, of_decoder.attention
+            with layer_on_device(loaded, of_decoder) as module:
                 for walk in walks:
-                    with within_memory(layer.device, walk.length, loaded.weights.held, f"proving layer {index}"):
+                    with within_memory(
+                        loaded.weights.device, walk.length, loaded.weights.held, f"proving layer {number}"
+                    ):
+                        if row is None or attention is None:
+                            walk.pass_through(module, number)
+                            continue
+                        layer = PatchableLayer(row, number, module, attention, loaded.weights.device)
                         configured = walk.advance(layer, configured, revise)
                     on_step()
-        head = loaded.model.get_output_embeddings()
-        norm = loaded.model.get_decoder().norm
-        with loaded.weights.on_device(norm, head):
-            return configured, {walk.length: walk.conclude(lambda hidden: head(norm(hidden))) for walk in walks}
+        with logits_on_device(loaded) as logits:
+            return configured, {walk.length: walk.conclude(logits) for walk in walks}
 
 
 @dataclass(frozen=True)
 class PatchableLayer:
-    """One decoder layer, its parameters on the device, dense or with an S2O configuration."""
+    """One decoder layer, its parameters on the device, dense or with an S2O configuration.
+
+    index: Its row in a profile's tables. number: Which decoder layer it is.
+    """
 
     index: int
+    number: int
     module: nn.Module
     attention: nn.Module
     device: torch.device
 
     def dense(self, stream: Stream) -> Stream:
-        return stream.through(self.module, self.index)
+        return stream.through(self.module, self.number)
 
     def patched(self, stream: Stream, state: hf.LayerState) -> Stream:
         hf.attach(self.attention, state)
         try:
-            return stream.through(self.module, self.index)
+            return stream.through(self.module, self.number)
         finally:
             hf.detach(self.attention)
 
@@ -190,6 +198,12 @@ class _Walk:
         self._patched = after
         self._dense = [layer.dense(stream) for stream in self._dense]
         return configured
+
+    def pass_through(self, module: nn.Module, number: int) -> None:
+        """Move through a layer that has no full attention."""
+        alike = self._patched is self._dense  # before the first layer that S2O may change
+        self._patched = [stream.through(module, number) for stream in self._patched]
+        self._dense = self._patched if alike else [stream.through(module, number) for stream in self._dense]
 
     def conclude(self, logits: Callable[[Tensor], Tensor]) -> LengthProof:
         """The proof, after the last layer. logits: [1, R, H] -> [1, R, V]."""

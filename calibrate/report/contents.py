@@ -249,7 +249,7 @@ def report_of(recipe: Recipe, result: Result, command: str | None = None) -> Rep
 
 
 def _length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> LengthReport:
-    chosen = result.chosen.get(length)
+    chosen, layer_number = result.chosen.get(length), result.profile.geometry.layer_number
     return LengthReport(
         length=length,
         calibrated=chosen is not None,
@@ -262,7 +262,7 @@ def _length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> 
         cost=None if chosen is None else statistics.fmean(choice.allocation.cost for choice in chosen.choices),
         attention_seconds=_total(layer.seconds for layer in proof.layers),
         dense_attention_seconds=_total(layer.dense_seconds for layer in proof.layers),
-        groups=() if chosen is None else tuple(map(tuple, chosen.groups)),
+        groups=() if chosen is None else tuple(tuple(map(layer_number, group)) for group in chosen.groups),
         layers=tuple(_layer(recipe, result, length, index, layer) for index, layer in enumerate(proof.layers)),
     )
 
@@ -290,7 +290,7 @@ def _layer(recipe: Recipe, result: Result, length: int, index: int, proof: Layer
     representatives = Counter(head.representatives for head in s2o_heads)
     error, limit = proof.error(recipe.budget), result.limits[length, index]
     return LayerReport(
-        layer=index,
+        layer=result.profile.geometry.layer_number(index),
         tau_min=min(taus, default=None),
         tau_max=max(taus, default=None),
         dense_heads=sum(head.mode == "dense" for head in config.heads),

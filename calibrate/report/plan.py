@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from calibrate.model.foresight import Outlook
 from calibrate.recipe import OPTIONS, Recipe
-from s2o_runtime.identity import Geometry
 
 
-def plan(recipe: Recipe, geometry: Geometry, device: str, given: frozenset[str]) -> dict[str, str]:
+def plan(recipe: Recipe, outlook: Outlook, device: str, given: frozenset[str]) -> dict[str, str]:
     """What a run is going to do: a line for each option, and what follows from the model and the device.
 
     Args:
         recipe: what is run.
-        geometry: the model's sizes.
+        outlook: what is known of the model before its weights are.
         device: the device that the recipe names, in words.
         given: the options that the user gave; the others are marked as defaults.
 
@@ -24,7 +24,11 @@ def plan(recipe: Recipe, geometry: Geometry, device: str, given: frozenset[str])
         for option in OPTIONS.values()
     }
     derived = {
-        "architecture": str(geometry),
+        "architecture": str(outlook.geometry),
+        "layers": outlook.layers,
+        "attention in them": ", ".join(f"{share:.0%} at {length}" for length, share in outlook.shares.items())
+        + " tokens",
+        "loaded": outlook.loading,
         "runs on": device,
         "objective": "measured latency" if recipe.device.startswith("cuda") else "predicted latency (no GPU)",
     }

@@ -15,11 +15,27 @@ from typing import Any, cast, get_args
 import torch
 from torch import nn
 
-from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ConfigError, ModelError, ProfileError
 from s2o_runtime.huggingface.drift import DriftChoice, allowed_errors
-from s2o_runtime.huggingface.layers import STATE, Beyond, LayerState, attach, states_of, was_detached
-from s2o_runtime.identity import RANDOM, attention_modules, fingerprint, fingerprint_mismatch, geometry, offloaded
+from s2o_runtime.huggingface.layers import (
+    STATE,
+    Beyond,
+    LayerState,
+    attach,
+    no_config,
+    other_state,
+    states_of,
+    was_detached,
+)
+from s2o_runtime.identity import (
+    RANDOM,
+    attention_modules,
+    decoder_attention,
+    fingerprint,
+    fingerprint_mismatch,
+    geometry,
+    offloaded,
+)
 from s2o_runtime.profile import Profile, load_profile
 
 VARIABLE = "S2O_PROFILE"
@@ -125,21 +141,20 @@ def adopt(module: nn.Module, device: torch.device) -> LayerState | None:
     reason = mismatch(module.config, profile)
     if reason is not None:
         say_dense(reason)
-        states = [LayerState(int(module.layer_idx), _nothing, 0, reason)]  # type: ignore[arg-type]
+        number = int(module.layer_idx)  # type: ignore[arg-type]
+        states = {number: LayerState(number, no_config, 0, reason)}
         modules = [module]
     else:
         modules, rejected = _siblings(module, profile)
-        states = states_of(profile, device, drift(), beyond(), rejected)
-    for each in modules:
-        index = 0 if len(states) == 1 else int(each.layer_idx)  # type: ignore[arg-type]
-        attach(each, states[index])
-        adopted.append(states[index])
+        states = {state.layer: state for state in states_of(profile, device, drift(), beyond(), rejected)}
+    for member in modules:
+        number = int(member.layer_idx)  # type: ignore[arg-type]
+        if number not in states:
+            states[number] = other_state(number, module.config)
+        attach(member, states[number])
+        adopted.append(states[number])
     state: LayerState = module.__dict__[STATE]
     return state
-
-
-def _nothing(length: int) -> LayerConfig:
-    raise ModelError(f"a layer without a profile has no configuration for {length} keys")
 
 
 def _siblings(module: nn.Module, profile: Profile) -> tuple[list[nn.Module], str | None]:
@@ -161,9 +176,10 @@ def _siblings(module: nn.Module, profile: Profile) -> tuple[list[nn.Module], str
     models.sort(key=lambda model: sum(1 for _ in model.modules()), reverse=True)
     for model in models:
         try:
-            modules = attention_modules(model)
+            attention_modules(model)
         except (ModelError, ValueError, AttributeError):
             continue
+        modules = [each for of_layer in decoder_attention(model).values() for each in of_layer]
         if any(each is module for each in modules):
             return [each for each in modules if STATE not in each.__dict__], _check_weights(models, profile)
     _searched.add(id(module.config))

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from s2o_runtime.huggingface.layers import LayerState, layer_states
+from s2o_runtime.huggingface.layers import LayerState, all_states
+from s2o_runtime.identity import geometry
 
 COLUMNS = ("layer", "path", "calls", "density", "ms", "error", "last", "high", "reason")
 OF_DRIFT = ("error", "last", "high")
@@ -21,7 +22,11 @@ class Explanation(list[dict[str, Any]]):
     error, last: the running error of the drift check over what the profile allows, over all rows and over the last
     eighth of the prompt; high: the share of its last checks that was far above (`drift.DriftNumbers`). What is not
     known is None.
+    others: how many layers the model has that have no full attention, in words; empty if there are none or if it is not
+    known. Those of sliding or chunked attention have rows too.
     """
+
+    others: str = ""
 
     def __str__(self) -> str:
         """The table: left out is what the drift check found where nothing was checked."""
@@ -38,7 +43,8 @@ class Explanation(list[dict[str, Any]]):
             )
             for line in cells
         )
-        return "\n".join(line.rstrip() for line in lines)
+        others = [f"layers of other kinds, which stay what they are: {self.others}"] if self.others else []
+        return "\n".join([*(line.rstrip() for line in lines), *others])
 
     __repr__ = __str__
 
@@ -49,7 +55,9 @@ def explain(model: nn.Module) -> Explanation:
     Counts are of all calls, but for the replays of a CUDA graph, which no one sees; densities and times are of a few
     sampled ones. Waits for the device.
     """
-    return explained(layer_states(model))
+    rows = explained(all_states(model))
+    rows.others = geometry(model.config).other_layers
+    return rows
 
 
 def explained(states: Iterable[LayerState]) -> Explanation:

@@ -28,12 +28,13 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.errors import ModelError, ProfileError
 from s2o_runtime.huggingface.drift import Drift, check_of
 from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, check_trained, environment_profile
-from s2o_runtime.huggingface.layers import NUMBER, STATE, Beyond, check_beyond, numbered, states_of
+from s2o_runtime.huggingface.layers import NUMBER, STATE, Beyond, check_beyond, numbered, other_attention, states_of
 from s2o_runtime.huggingface.layers import LayerState as LayerState
 from s2o_runtime.huggingface.layers import Observer as Observer
 from s2o_runtime.huggingface.layers import attach as attach
 from s2o_runtime.huggingface.layers import detach as detach
 from s2o_runtime.huggingface.layers import layer_states as layer_states
+from s2o_runtime.huggingface.obstacles import layer_obstacle
 from s2o_runtime.identity import attention_modules, fingerprint, fingerprint_mismatch, geometry, offloaded
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.reference.dense import dense_attention
@@ -102,6 +103,7 @@ def patch(
         )
     check_trained(profile)
     modules = attention_modules(model)
+    others = other_attention(model)
     rejected = offloaded(model)
     mismatch = rejected or fingerprint_mismatch(fingerprint(model), profile.fingerprint, model.config)
     if mismatch is not None:
@@ -113,8 +115,10 @@ def patch(
     unpatch(model)
     for module, state in zip(modules, states, strict=True):
         attach(module, state)
+    for module, state in others:
+        attach(module, state)
     _register()
-    setattr(model, PREVIOUS, _implementations(model.config))
+    setattr(model, PREVIOUS, implementations(model.config))
     model.set_attn_implementation(NAME)
     return model
 
@@ -150,7 +154,7 @@ def patched(
         unpatch(model)
 
 
-def _implementations(config: Any) -> dict[str, str]:
+def implementations(config: Any) -> dict[str, str]:
     """The attention implementation of a model and of its parts, as `set_attn_implementation` takes them."""
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
     named = {"": config} | {name: part for name, part in parts.items() if part is not None}
@@ -181,7 +185,7 @@ def s2o_mask(**call: Any) -> Tensor | None:
     """
     other_mask = _sdpa_mask if getattr(call.get("config"), SOFT_CAP, None) is None else _eager_mask
     q_length, q_offset = _query_range(call)
-    plain = call.get("mask_function", causal_mask_function) is causal_mask_function
+    plain = call.get("mask_function", causal_mask_function) is causal_mask_function or _hides_nothing(call)
     if q_length == 1 or not plain or int(call.get("kv_offset", 0)) != 0:
         return other_mask(call)
     padding = call.get("attention_mask")
@@ -198,6 +202,18 @@ def s2o_mask(**call: Any) -> Tensor | None:
     if not torch.compiler.is_compiling():
         setattr(mask, CALL, PrefillCall(int(q_offset), starts, lru_cache(partial(other_mask, call))))
     return mask
+
+
+def _hides_nothing(call: dict[str, Any]) -> bool:
+    """Whether a mask of windows or chunks is a plain causal one because all keys so far fit one of them.
+
+    Transformers forbids to skip a mask that anything else deviates from the causal one (images, packed sequences).
+    """
+    local = call.get("local_size")
+    if local is None or not call.get("allow_is_causal_skip", False):
+        return False
+    q_length, q_offset = _query_range(call)
+    return int(q_offset) + q_length <= int(local)
 
 
 def _sdpa_mask(call: dict[str, Any]) -> Tensor | None:
@@ -242,7 +258,8 @@ def s2o_attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] in; [B, Lq, Hq, D] out."""
     number: int | None = getattr(module, NUMBER, None)
-    obstacle = _layer_obstacle(kwargs)
+    unserved = layer_obstacle(query, key, value, kwargs)
+    obstacle = unserved or _window_obstacle(kwargs, key.shape[2])
     scoring = scoring_of(query.shape[3] ** -0.5 if scaling is None else scaling, kwargs)
     compiling = torch.compiler.is_compiling() and obstacle is None
     if compiling and number is not None and is_prefill_mask(attention_mask) and not dropout:
@@ -254,10 +271,12 @@ def s2o_attention_forward(
     call: PrefillCall | None = getattr(attention_mask, CALL, None)
     if call is None and attention_mask is not None and not attention_mask.dtype.is_floating_point:
         call = _recovered(attention_mask)
+    if unserved is not None and call is not None:
+        attention_mask, call = call.sdpa_mask(), None
     if call is None:
         if state is not None:
             other = "decode" if query.shape[2] == 1 else "the mask is not a plain causal one"
-            state.count("dense", obstacle or other, query.shape[2], key.shape[2])
+            state.count("dense", state.other_kind or obstacle or other, query.shape[2], key.shape[2])
         if scoring.beyond_sdpa is not None:
             return _eager(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
         out, _ = sdpa_attention_forward(
@@ -286,7 +305,7 @@ def _prefill(
     call: PrefillCall,
 ) -> Tensor:
     """A plain causal prefill of a patched layer, S2O or dense, and what is to be remembered of it: [B, Hq, Lq, D]."""
-    reason = obstacle or _dense_reason(state, query, key)
+    reason = state.other_kind or obstacle or _dense_reason(state, query, key)
     config = state.config(key.shape[2]) if reason is None else None
     if config is not None and config.num_heads != query.shape[1]:
         reason = f"the profile is of {config.num_heads} query heads, the layer has {query.shape[1]} here"
@@ -314,9 +333,9 @@ def _prefill(
     return out
 
 
-def _layer_obstacle(kwargs: dict[str, Any]) -> str | None:
-    """Why a layer never runs S2O, by what its model passes to every call; None if it may."""
-    if kwargs.get("sliding_window") is not None:
+def _window_obstacle(kwargs: dict[str, Any], keys: int) -> str | None:
+    """Why a layer with a sliding window does not run S2O for so many keys; None if they fit the window."""
+    if kwargs.get("sliding_window") is not None and kwargs["sliding_window"] < keys:
         return f"the layer sees a sliding window of {kwargs['sliding_window']} keys"
     return None
 

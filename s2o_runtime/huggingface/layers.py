@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from s2o_runtime.errors import ConfigError, ModelError, ProfileError
 from s2o_runtime.huggingface.dense_watch import DenseWatch
 from s2o_runtime.huggingface.drift import Allowed, Drift, DriftCheck, DriftMonitor, allowed_errors, check_of
 from s2o_runtime.huggingface.meter import Meter
-from s2o_runtime.identity import attention_modules
+from s2o_runtime.identity import attention_modules, decoder_attention
+from s2o_runtime.layer_kinds import kind_in_words, layer_kinds
 from s2o_runtime.lengths import length_step
 from s2o_runtime.profile import Profile
 from s2o_runtime.scoring import Scoring
@@ -50,7 +51,7 @@ class LayerState:
     observer: called with the layer's index, q, k, v, their scoring and the output after every plain causal
     prefill of unpadded prompts, S2O or dense. meter: measures some of its calls, None does not.
     drift: checks the layer's error, None does not. watch: sees whether most calls of the model are dense; all of its
-    layers have the same one.
+    layers have the same one. other_kind: what is said of a layer that has no full attention and stays what it is.
     """
 
     layer: int
@@ -66,6 +67,7 @@ class LayerState:
     meter: Meter | None = field(default_factory=Meter)
     drift: DriftMonitor | None = None
     watch: DenseWatch | None = None
+    other_kind: str | None = None
 
     def config(self, length: int) -> LayerConfig:
         step = length_step(length)
@@ -121,12 +123,47 @@ _detached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def layer_states(model: nn.Module) -> list[LayerState]:
-    """The states of a patched model's attention layers, in order. Raises ModelError if it is not patched."""
+    """The states of a patched model's layers of full attention, in order. Raises ModelError if it is not patched."""
     states = [module.__dict__.get(STATE) for module in attention_modules(model)]
     found = [state for state in states if isinstance(state, LayerState)]
     if len(found) != len(states):
         raise ModelError("the model is not patched: call s2o_runtime.patch(model, profile) first")
     return found
+
+
+def other_attention(model: nn.Module) -> list[tuple[nn.Module, LayerState]]:
+    """The attention modules that a profile has no row for, each with a state that keeps it as it is.
+
+    They are those of layers of other kinds, such as sliding ones; layers without softmax attention have none.
+    """
+    served = attention_modules(model)
+    return [
+        (module, other_state(number, model.config))
+        for number, modules in sorted(decoder_attention(model).items())
+        for module in modules
+        if all(module is not other for other in served)
+    ]
+
+
+def other_state(number: int, config: Any) -> LayerState:
+    """The state of decoder layer `number` of a model with this configuration, which has no full attention."""
+    reason = kind_in_words(layer_kinds(config)[number], config)
+    return LayerState(number, no_config, 0, other_kind=reason, meter=None)
+
+
+def no_config(length: int) -> LayerConfig:
+    raise ModelError(f"a layer without a profile has no configuration for {length} keys")
+
+
+def all_states(model: nn.Module) -> list[LayerState]:
+    """The states of all attention layers of a patched model, in order, also of those that have no row in its profile.
+
+    Raises:
+        ModelError: it is not patched.
+    """
+    layer_states(model)
+    states = (module.__dict__.get(STATE) for modules in decoder_attention(model).values() for module in modules)
+    return sorted((state for state in states if isinstance(state, LayerState)), key=lambda state: state.layer)
 
 
 def states_of(
@@ -157,7 +194,7 @@ def states_of(
     watch = None if rejected else DenseWatch(profile.geometry.layers, profile.min_length)
     states = [
         LayerState(
-            index,
+            profile.geometry.layer_number(index),
             partial(profile.layer_config, index),
             profile.min_length,
             rejected,

@@ -70,6 +70,7 @@ HEAD_TENSORS = {
 }
 LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8, "grain": torch.uint8}
 TENSORS = HEAD_TENSORS | LAYER_TENSORS
+SIZES = ("layers", "query_heads", "kv_heads", "head_dim")  # of the model, as numbers
 MODES: tuple[Mode, ...] = ("s2o", "dense")  # numbers in the tensor `mode`; larger ones count through `baselines`
 ROW_REDUCES = get_args(RowReduce)
 _INDEXED: dict[str, tuple[object, ...]] = {"stop_rule": tuple(StopRule), "row_reduce": ROW_REDUCES}
@@ -138,7 +139,7 @@ def described(profile: Profile) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "baselines": baseline_settings(profile.layers),
-        "model": {"name": profile.model_name, "fingerprint": profile.fingerprint, **asdict(profile.geometry)},
+        "model": {"name": profile.model_name, "fingerprint": profile.fingerprint, **profile.geometry.as_json()},
         "device": asdict(profile.device),
         "lengths": list(profile.lengths),
         "record": profile.record.to_json(),
@@ -338,10 +339,8 @@ def _parse(document: dict[str, Any], stored: dict[str, Tensor]) -> Profile:
     tensors = {name: stored[_name_in(schema, name)] for name in TENSORS}
     baselines = [] if schema == 2 else _parsed_baselines(document, _name_in(schema, "baselines"))
     model = _field(document, "model", dict)
-    geometry = Geometry(
-        _field(model, "architecture", str, "model."),
-        *(_number(model, name, "model.", 1, MAX_COUNT) for name in ("layers", "query_heads", "kv_heads", "head_dim")),
-    )
+    sizes = {name: _number(model, name, "model.", 1, MAX_COUNT) for name in SIZES}
+    geometry = _with_other_layers(Geometry(_field(model, "architecture", str, "model."), **sizes), model)
     if geometry.query_heads % geometry.kv_heads:
         raise ProfileError(
             f"field model.kv_heads is {geometry.kv_heads}: expected a divisor of {geometry.query_heads} query heads"
@@ -364,6 +363,26 @@ def _parse(document: dict[str, Any], stored: dict[str, Tensor]) -> Profile:
         for bucket in range(len(lengths))
     )
     return Profile(model_name, geometry, fingerprint, device, lengths, layers, record)
+
+
+def _with_other_layers(geometry: Geometry, model: dict[str, Any]) -> Geometry:
+    """The geometry with what the document says of layers of other kinds; files of models without any say nothing."""
+    if "layer_numbers" not in model:
+        return geometry
+    numbers, layers = _field(model, "layer_numbers", list, "model."), geometry.layers
+    others = _field(model, "other_layers", dict, "model.")
+    if not others or not all(type(count) is int and 1 <= count <= MAX_COUNT for count in others.values()):
+        raise ProfileError(f"field model.other_layers is {_shown(others)}: expected numbers of layers by their kinds")
+    total = layers + sum(others.values())
+    if (
+        len(numbers) != layers
+        or not all(type(number) is int and 0 <= number < total for number in numbers)
+        or numbers != sorted(set(numbers))
+    ):
+        raise ProfileError(
+            f"field model.layer_numbers is {_shown(numbers)}: expected {layers} ascending numbers below {total}"
+        )
+    return replace(geometry, layer_numbers=tuple(numbers), others=tuple(sorted(others.items())))
 
 
 def _with_row_norms(record: Record) -> Record:

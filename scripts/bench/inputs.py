@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from s2o_runtime.errors import ConfigError, InputError
+from s2o_runtime.layer_kinds import positions
 
 DIRECTIONS = 4  # that the random queries and keys of a KV head share
 SHARPNESS = (6.0, 10.0)  # how strongly the first and the last query head look along them
@@ -96,7 +97,7 @@ def model_qkv(model: str, length: int, batch: int, seed: int, device: torch.devi
     from calibrate.model.models import load, load_config
     from calibrate.prompts.stdlib import built_in
 
-    limit = int(load_config(model).max_position_embeddings)
+    limit = positions(load_config(model))
     if length > limit:
         raise ConfigError(f"length {length} is beyond the model's limit of {limit}: use a shorter one")
     loaded = load(model, str(device))

@@ -1,0 +1,172 @@
+"""What is known of a model before its weights are: which layers S2O serves, what that is worth, and how it is loaded.
+
+All of it follows from the configuration, and from the files of a local folder if there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from calibrate.model.models import resolve
+from calibrate.model.streams import decoder_layers
+from calibrate.model.weights import INDEX, SINGLE, Checkpoint, skeleton, stays_resident
+from calibrate.model.whole import quantisation, streaming_obstacle
+from s2o_runtime.errors import ModelError
+from s2o_runtime.huggingface.obstacles import foreseen_obstacle
+from s2o_runtime.identity import Geometry, geometry
+from s2o_runtime.layer_kinds import layer_kinds, visible_keys
+
+GB = 1e9
+BITS = {
+    "fp8": 8.0,
+    "finegrained_fp8": 8.0,
+    "fbgemm_fp8": 8.0,
+    "mxfp4": 4.25,
+    "bitnet": 2.0,
+}  # of formats with one width
+
+
+class Outlook(NamedTuple):
+    """What a calibration will find.
+
+    geometry: The model's sizes. layers: Which layers run S2O, in words. shares: By length in tokens, the share of the
+    prefill's attention that is in them. loading: How the weights are loaded and what memory that takes, in words.
+    """
+
+    geometry: Geometry
+    layers: str
+    shares: Mapping[int, float]
+    loading: str
+
+
+def outlook(
+    name: str, config: Any, *, device: str, lengths: Sequence[int], random_weights: bool
+) -> Outlook:  # fmt: skip
+    """What a calibration will find, by the model's configuration alone.
+
+    Args:
+        name: The model, as the user gave it.
+        config: Its transformers configuration.
+        device: The torch device that it will run on.
+        lengths: Prompt lengths in tokens.
+        random_weights: Whether weights are drawn.
+
+    Raises:
+        ModelError: S2O cannot do the attention of a layer, or transformers cannot make the model.
+    """
+    model = check_served(config)
+    return Outlook(
+        geometry(config),
+        served_layers(config),
+        {length: attention_share(config, length) for length in lengths},
+        loading(name, config, model, device, random_weights),
+    )
+
+
+def check_served(config: Any) -> Any:
+    """The model's skeleton, once it is clear that S2O can do the attention of its layers of full attention.
+
+    Args:
+        config: A transformers configuration.
+
+    Raises:
+        ModelError: It cannot; the sentence names the first layer and the reason. Or transformers cannot make the model.
+    """
+    model = skeleton(config, torch.bfloat16, torch.device("cpu"))
+    for layer in decoder_layers(model):
+        obstacle = None if layer.attention is None else foreseen_obstacle(layer.attention, config)
+        if obstacle is not None:
+            raise ModelError(f"layer {layer.number} cannot run S2O ({obstacle}): the model is not supported")
+    return model
+
+
+def served_layers(config: Any) -> str:
+    """Which decoder layers run S2O, in words, and how many of other kinds stay what they are."""
+    shape = geometry(config)
+    if not shape.others:
+        return f"all {shape.layers} run S2O"
+    numbers = ", ".join(map(str, shape.layer_numbers))
+    return f"{shape.layers} of {shape.decoder_layers} run S2O ({numbers}); {shape.other_layers} stay as they are"
+
+
+def attention_share(config: Any, length: int) -> float:
+    """The share of a prefill's attention that is in layers of full attention, by pairs of queries and keys.
+
+    Every layer counts alike. Layers without softmax attention count nothing: their time grows with the length alone.
+
+    Args:
+        config: A transformers configuration.
+        length: Tokens of the prompt.
+    """
+    full = length * (length + 1) / 2
+    pairs = [
+        full if (seen := visible_keys(kind, config)) is None else _pairs(length, seen) for kind in layer_kinds(config)
+    ]
+    return geometry(config).layers * full / sum(pairs)
+
+
+def _pairs(length: int, seen: int) -> float:
+    """Query-key pairs of a layer whose queries see this many keys at most. Chunks count as windows, twice too much."""
+    near = min(length, seen)
+    return near * (near + 1) / 2 + (length - near) * seen
+
+
+def loading(name: str, config: Any, model: Any, device: str, random_weights: bool) -> str:
+    """How the weights will be loaded and what memory that takes, in words.
+
+    Args:
+        name: The model, as the user gave it.
+        config: Its configuration.
+        model: Its skeleton.
+        device: A torch device.
+        random_weights: Whether weights are drawn.
+    """
+    torch_device = torch.device(device)
+    width = 2 if torch_device.type == "cuda" else 4
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    total = parameters * width
+    if not random_weights and quantisation(config) is not None:
+        bits = _bits(config)
+        size = (
+            "of a size that its config does not tell" if bits is None else f"about {parameters * bits / 8 / GB:.3g} GB"
+        )
+        return f"as a whole, {size}: {streaming_obstacle(config, model, None)}"
+    gguf = resolve(name).endswith(".gguf") if not random_weights else False
+    obstacle = "GGUF files are read by transformers" if gguf else None
+    if not random_weights and not gguf:
+        obstacle = streaming_obstacle(config, model, _names(name))
+    if obstacle is not None:
+        return f"as a whole, {total / GB:.3g} GB: {obstacle}"
+    if stays_resident(total, torch_device):
+        return f"{total / GB:.3g} GB, which stay on the device"
+    layers = [sum(p.numel() for p in layer.module.parameters()) for layer in decoder_layers(model)]
+    streamed = f"layer by layer, {max(layers) * width / GB:.3g} GB at a time of {total / GB:.3g} GB"
+    known = random_weights or _names(name) is not None
+    return streamed if known else f"{streamed}; as a whole if its files do not hold the model's own tensors"
+
+
+def _names(name: str) -> Any:
+    """The tensors in a local folder's safetensors files; None if there are none here."""
+    folder = Path(resolve(name))
+    if not folder.is_dir() or not any((folder / file).is_file() for file in (SINGLE, INDEX)):
+        return None
+    return Checkpoint(lambda file: str(folder / file) if (folder / file).is_file() else None).names
+
+
+def _bits(config: Any) -> float | None:
+    """The bits of a quantised weight; None if the configuration does not say it in a way that is known here."""
+    settings = config.quantization_config
+    settings = settings if isinstance(settings, Mapping) else settings.to_dict()
+    if "bits" in settings:
+        return float(settings["bits"])
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+        return 4.5 if settings.get("load_in_4bit") else 8.0
+    groups = settings.get("config_groups") or {}
+    widths = [group.get("weights", {}).get("num_bits") for group in groups.values() if isinstance(group, Mapping)]
+    if widths and all(widths):
+        return float(max(widths))
+    return BITS.get(str(quantisation(config)))

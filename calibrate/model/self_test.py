@@ -1,0 +1,230 @@
+"""Whether S2O can serve a model: its layers of full attention, with S2O that never stops, against eager attention.
+
+An architecture is supported if this holds. Every attention module computes both on the same queries, keys and values,
+and passes eager attention's output on, so that rounding in one layer changes nothing in the next. Masks, positions
+and whatever else a layer passes to its attention function must mean to S2O what they mean to the model's own code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask
+
+from calibrate.model.forwards import replaced_forwards
+from calibrate.model.models import LoadedModel
+from calibrate.model.streams import DecoderLayer, attention_implementation, beside_layers, decoder_layers, decoder_of
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.devices import identify
+from s2o_runtime.errors import ModelError
+from s2o_runtime.huggingface import hf
+from s2o_runtime.huggingface.layers import STATE
+from s2o_runtime.huggingface.obstacles import layer_obstacle
+from s2o_runtime.identity import Geometry
+from s2o_runtime.layer_kinds import positions, text_config
+from s2o_runtime.tiles import candidate_tiles
+
+NAME = "s2o_self_test"
+MASK = "s2o_mask"  # attribute of eager attention's mask: what S2O gets instead
+SEGMENTS = 3  # of a prompt, the last one not whole
+CPU_TILE = TileConfig(64, 32, 1, 4, 1)
+ALLOWED = {torch.float32: 1e-7, torch.float64: 1e-7}  # mean squared difference over mean square
+ALLOWED_ROUNDED = 1e-3  # the same where weights of the softmax are rounded to 16 bits; a wrong mask gives 0.1 and more
+
+
+@torch.no_grad()
+def self_test(loaded: LoadedModel) -> None:
+    """Check that S2O can serve every layer of full attention: a prompt whole, in a padded batch, and in two chunks.
+
+    Of a model whose weights are not all on the device, the layers up to the first one of full attention are checked;
+    those behind it are of the same classes.
+
+    Args:
+        loaded: The model.
+
+    Raises:
+        ModelError: It cannot, with the first layer and the reason.
+    """
+    device = loaded.weights.device
+    layers = decoder_layers(loaded.model)
+    if not loaded.weights.resident:
+        first = next(index for index, layer in enumerate(layers) if layer.row is not None)
+        layers = layers[: first + 1]
+    config = _never_stops(loaded.geometry, device)
+    if config is None:  # no kernel for this head dim here: the search says so
+        return
+    length = min(SEGMENTS * config.heads[0].segment - 20, positions(loaded.model.config))
+    comparison = _Comparison(loaded.geometry)
+    AttentionInterface.register(NAME, comparison.attention)
+    AttentionMaskInterface.register(NAME, _both_masks)
+    with (
+        attention_implementation(loaded.model, NAME),
+        _only(loaded, layers),
+        _attached(layers, config),
+    ):
+        for case, calls in _cases(loaded.model, length, device).items():
+            comparison.begin(case)
+            memory = None
+            for call, real in calls:
+                comparison.real = real
+                memory = decoder_of(loaded.model)(past_key_values=memory, **call).past_key_values
+            for layer in layers:
+                if layer.attention is not None and layer.attention not in comparison.ran:
+                    raise ModelError(f"layer {layer.number} cannot run S2O ({comparison.reason(layer.attention)})")
+
+
+def _never_stops(geometry: Geometry, device: torch.device) -> LayerConfig | None:
+    """A configuration with which S2O is dense attention; None if this GPU has no kernel for the model's heads."""
+    tile: TileConfig | None = CPU_TILE
+    if device.type == "cuda":
+        tile = next(iter(candidate_tiles(geometry.head_dim, identify(device).capability)), None)
+    if tile is None:
+        return None
+    return LayerConfig.uniform(geometry.query_heads, tau=0.0, segment=max(64, tile.rows), tile=tile)
+
+
+def _cases(
+    model: Any, length: int, device: torch.device
+) -> dict[str, list[tuple[dict[str, Any], Tensor | None]]]:  # fmt: skip
+    """The calls of the decoder for each case, with which positions are no padding: bool [B, L], None if all are not."""
+    config = text_config(model.config)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(8, config.vocab_size - 1), config.vocab_size, (2, length), generator=generator).to(device)
+    padding = torch.ones_like(ids)
+    padding[1, : length // 3] = 0
+    cut = length // 2 + 5
+    chunks = (ids[:1, :cut], ids[:1, cut:])
+    return {
+        "whole": [({"input_ids": ids[:1], "use_cache": False}, None)],
+        "padded": [({"input_ids": ids, "attention_mask": padding, "use_cache": False}, padding.bool())],
+        "chunked": [({"input_ids": chunk, "use_cache": True}, None) for chunk in chunks],
+    }
+
+
+@contextmanager
+def _only(loaded: LoadedModel, layers: list[DecoderLayer]) -> Iterator[None]:
+    """Inside the block the decoder runs these layers alone, their parameters on the device."""
+    chosen = [layer.module for layer in layers]
+    others = [layer.module for layer in decoder_layers(loaded.model) if layer.module not in chosen]
+    with (
+        loaded.weights.on_device(*beside_layers(loaded.model), *chosen),
+        replaced_forwards(dict.fromkeys(others, _unchanged)),
+    ):
+        yield
+
+
+def _unchanged(hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    return hidden_states
+
+
+@contextmanager
+def _attached(layers: list[DecoderLayer], config: LayerConfig) -> Iterator[None]:
+    """Inside the block the attention modules of these layers would run S2O with this configuration."""
+    modules = [layer.attention for layer in layers if layer.attention is not None]
+    for layer in layers:
+        if layer.attention is not None:
+            hf.attach(layer.attention, hf.LayerState(layer.number, lambda keys: config, min_length=0, meter=None))
+    try:
+        yield
+    finally:
+        for module in modules:
+            hf.detach(module)
+
+
+def _both_masks(**call: Any) -> Tensor | None:
+    """Eager attention's mask, which has S2O's as an attribute."""
+    mask: Tensor | None = eager_mask(**call)
+    if mask is not None:
+        setattr(mask, MASK, hf.s2o_mask(**call))
+    return mask
+
+
+@dataclass
+class _Comparison:
+    """The attention function of the test, and what it saw.
+
+    geometry: What the configuration says of the layers. case: What is tested. real: Which positions are no padding,
+    bool [B, L]; None if all are none. ran: The modules that ran S2O in this case. reasons: Why others did not.
+    """
+
+    geometry: Geometry
+    case: str = ""
+    real: Tensor | None = None
+    ran: set[nn.Module] = field(default_factory=set)
+    reasons: dict[nn.Module, str] = field(default_factory=dict)
+
+    def begin(self, case: str) -> None:
+        self.case = case
+        self.ran.clear()
+        self.reasons.clear()
+
+    def reason(self, module: nn.Module) -> str:
+        return self.reasons.get(module, f"it does not call transformers' attention function, {self.case} prompt")
+
+    def attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **named: Any,
+    ) -> tuple[Tensor, None]:
+        """Eager attention, compared with S2O where the module is one of full attention."""
+        arguments = {"scaling": scaling, **named}
+        out = _own_attention(module)(module, query, key, value, attention_mask, **arguments)[0]
+        state: hf.LayerState | None = module.__dict__.get(STATE)
+        if state is None:
+            return out, None
+        number = state.layer
+        if (obstacle := layer_obstacle(query, key, value, named)) is not None:
+            raise ModelError(f"layer {number} cannot run S2O ({obstacle}): the model is not supported")
+        self._check_sizes(number, query, key)
+        state.counts.clear()
+        mask = getattr(attention_mask, MASK, None)
+        ours = hf.s2o_attention_forward(module, query, key, value, mask, **arguments)[0]
+        ((path, reason),) = state.counts
+        if path == "s2o":
+            self.ran.add(module)
+        else:
+            self.reasons.setdefault(module, f"{reason}, {self.case} prompt")
+        self._compare(number, ours, out)
+        return out, None
+
+    def _check_sizes(self, number: int, query: Tensor, key: Tensor) -> None:
+        """Raises ModelError if a layer has other sizes than the configuration says."""
+        expected = self.geometry.query_heads, self.geometry.kv_heads, self.geometry.head_dim
+        sizes = query.shape[1], key.shape[1], query.shape[3]
+        if sizes != expected:
+            heads = "{} query heads, {} KV heads and a head dim of {}"
+            raise ModelError(
+                f"layer {number} has {heads.format(*sizes)}, its configuration says {heads.format(*expected)}: the "
+                "model is not supported"
+            )
+
+    def _compare(self, number: int, ours: Tensor, out: Tensor) -> None:
+        """Raises ModelError if two outputs [B, L, Hq, D] of a layer are not the same but for rounding."""
+        if self.real is not None:
+            ours, out = ours[self.real], out[self.real]
+        difference = (ours.double() - out.double()).square().mean() / out.double().square().mean().clamp_min(1e-30)
+        if not float(difference) <= ALLOWED.get(out.dtype, ALLOWED_ROUNDED):
+            raise ModelError(
+                f"layer {number} is not plain causal attention ({self.case} prompt: its output differs from eager "
+                f"attention's by {float(difference):.1e} of its mean square): the model is not supported"
+            )
+
+
+def _own_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
+    """The eager attention of the module's own model; torch's SDPA where its file has none."""
+    file = sys.modules[type(module).__module__]
+    own: Callable[..., tuple[Tensor, Any]] = getattr(file, "eager_attention_forward", sdpa_attention_forward)
+    return own

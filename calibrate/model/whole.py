@@ -1,0 +1,131 @@
+"""Checkpoints that are loaded as a whole, by transformers itself: what cannot go through the device layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from calibrate.model.weights import model_class, persistent_buffers
+from s2o_runtime.errors import ModelError, ResourceError
+
+
+def quantisation(config: Any) -> str | None:
+    """The format that a checkpoint's weights are quantised in, by transformers' name ("gptq", "fp8"); None if none."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    return str(getattr(method, "value", method) or "an unnamed format")
+
+
+def check_quantisation(config: Any, name: str) -> None:
+    """Check, before anything is downloaded, that what a quantised checkpoint needs is installed.
+
+    Args:
+        config: The model's transformers configuration.
+        name: The model, as the user gave it.
+
+    Raises:
+        ModelError: A package is missing, or transformers does not know the format.
+    """
+    method = quantisation(config)
+    if method is None:
+        return
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    try:
+        AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True).validate_environment(
+            dtype=torch.bfloat16, device_map=None, weights_conversion=None
+        )
+    except ImportError as error:
+        raise ModelError(
+            f"model {name!r} is quantised ({method}) and a package for that is missing ({_first_line(error)}): "
+            "install it"
+        ) from error
+    except ValueError as error:
+        if "nknown quantization" in str(error):
+            raise ModelError(
+                f"model {name!r} is quantised in a format that transformers does not know: {method}"
+            ) from error
+    except RuntimeError:  # what it needs of the device is said when the weights are loaded
+        pass
+
+
+def streaming_obstacle(config: Any, model: Any, names: Collection[str] | None) -> str | None:
+    """Why a checkpoint cannot be read one layer at a time; None if it can.
+
+    Args:
+        config: The model's configuration.
+        model: Its skeleton.
+        names: The tensors in the safetensors files; None if there are no such files, or if they are not known yet.
+    """
+    method = quantisation(config)
+    if method is not None:
+        return f"its weights are quantised ({method})"
+    stored = persistent_buffers(model)
+    if stored:
+        return f"it keeps more than parameters ({next(iter(stored))})"
+    if names is not None:
+        lacking = next((name for name, _ in model.named_parameters() if name not in names), None)
+        expected = [name for name in names if name.rpartition(".")[0]]
+        if lacking is not None and _is_converted(lacking, expected):
+            return f"transformers makes its tensors of others ({lacking})"
+    return None
+
+
+def load_whole(source: str, config: Any, device: torch.device, name: str, **options: Any) -> Any:
+    """A checkpoint as transformers loads it, with all of its parameters on the device.
+
+    Args:
+        source: A folder or a hub id.
+        config: The model's configuration.
+        device: Where it shall be.
+        name: The model, as the user gave it.
+        **options: For `from_pretrained`, such as `gguf_file`.
+
+    Raises:
+        ModelError: The checkpoint lacks parameters of the model, or a package that reads it is missing.
+        ResourceError: The device's memory does not suffice.
+        OSError, ValueError: What transformers says of files that it cannot read.
+    """
+    quantised = quantisation(config) is not None
+    dtype: Any = torch.bfloat16 if device.type == "cuda" else torch.float32
+    options |= {"dtype": "auto" if quantised else dtype, "output_loading_info": True}
+    if quantised and device.type == "cuda":
+        options["device_map"] = {"": str(device)}  # quantised weights are made where they stay
+    if "gguf_file" not in options:
+        options["config"] = config
+    try:
+        model, info = model_class(config).from_pretrained(source, **options)
+        if "device_map" not in options:
+            model = model.to(device)
+    except ImportError as error:
+        raise ModelError(
+            f"model {name!r} needs a package that is missing ({_first_line(error)}): install it"
+        ) from error
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            f"model {name!r} is loaded as a whole, for which the memory of {device} does not suffice: use a larger "
+            "GPU, or load it over several and call calibrate.calibrate(model, tokenizer)"
+        ) from error
+    if missing := sorted(info.get("missing_keys") or ()):
+        raise ModelError(f"the checkpoint of {name!r} has no tensor {missing[0]}, which its config asks for")
+    return model.eval().requires_grad_(False)
+
+
+def _is_converted(lacking: str, names: Collection[str]) -> bool:
+    """Whether a parameter that a checkpoint lacks is one that transformers makes of tensors with other names.
+
+    A checkpoint that has others under the parameter's module, or nothing of its layer at all under this prefix, is one
+    of a model whose tensors are merged or renamed; else the tensor is simply missing.
+    """
+    module = lacking.rpartition(".")[0]
+    return any(name.startswith(f"{module}.") for name in names) or not any(
+        name.startswith(module.rpartition(".")[0]) for name in names
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,91 @@
+"""What kind of attention each decoder layer of a model has, by its transformers configuration alone.
+
+S2O serves layers of full causal attention. Layers of other kinds (sliding, chunked, linear, recurrent, cross-attention)
+stay what they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from s2o_runtime.errors import ModelError
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"
+CROSS = "cross_attention"
+UNLIMITED = 1 << 40  # tokens
+_FORMER = {"attention": FULL, "hybrid": FULL}  # a hybrid layer has full attention beside a recurrent part
+
+
+def text_config(config: Any) -> Any:
+    """The configuration of the text part of a model; the configuration itself if it has one part only."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def layer_kinds(config: Any) -> tuple[str, ...]:
+    """The kind of each decoder layer, by the names that transformers gives them ("full_attention", ...).
+
+    A window or chunk that is at least as long as the positions that the model knows hides no key: such a layer is one
+    of full attention.
+
+    Args:
+        config: a transformers configuration, also of a model with further parts, such as one that reads images.
+
+    Raises:
+        ModelError: the configuration is of no decoder, or does not say how many layers it has.
+    """
+    config = text_config(config)
+    name = getattr(config, "model_type", type(config).__name__)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"a model of type {name!r} is an encoder with a decoder, expected a decoder alone: use another"
+        )
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int) or layers < 1:
+        raise ModelError(f"the configuration of type {name!r} does not say num_hidden_layers: it is of no decoder")
+    listed = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if listed:
+        local = getattr(config, "attention_window_size", None) is not None  # recurrent models with windows
+        kinds = [SLIDING if local and kind == "attention" else _FORMER.get(kind, kind) for kind in listed]
+    else:
+        kinds = [SLIDING if window(config) else CHUNKED if _chunk(config) else FULL] * layers
+    for layer in getattr(config, "cross_attention_layers", None) or ():
+        kinds[layer] = CROSS
+    hidden_by = {SLIDING: window(config), CHUNKED: _chunk(config)}
+    return tuple(
+        FULL if kind in hidden_by and (hidden_by[kind] or UNLIMITED) >= positions(config) else kind for kind in kinds
+    )
+
+
+def positions(config: Any) -> int:
+    """The longest prompt that a model is made for, in tokens; `UNLIMITED` if its configuration names none."""
+    return int(getattr(text_config(config), "max_position_embeddings", None) or UNLIMITED)
+
+
+def visible_keys(kind: str, config: Any) -> int | None:
+    """How many keys a query of such a layer sees at most; None if all before it, 0 if it has no softmax attention."""
+    if kind == FULL:
+        return None
+    return {SLIDING: window(config), CHUNKED: _chunk(config)}.get(kind) or 0
+
+
+def kind_in_words(kind: str, config: Any) -> str:
+    """What layers of a kind other than full attention are, as a reason for leaving them as they are."""
+    if kind == SLIDING:
+        return f"the layer sees a sliding window of {window(config)} keys"
+    if kind == CHUNKED:
+        return f"the layer sees chunks of {_chunk(config)} keys"
+    return f"the layer is one of {kind}"
+
+
+def window(config: Any) -> int | None:
+    """The keys that a layer of sliding attention sees; None if the configuration names no window."""
+    config = text_config(config)
+    size = getattr(config, "sliding_window", None) or getattr(config, "attention_window_size", None)
+    return int(size) if size else None
+
+
+def _chunk(config: Any) -> int | None:
+    size = getattr(text_config(config), "attention_chunk_size", None)
+    return int(size) if size else None
