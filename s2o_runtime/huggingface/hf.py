@@ -37,7 +37,7 @@ from s2o_runtime.huggingface.layers import layer_states as layer_states
 from s2o_runtime.identity import attention_modules, fingerprint, fingerprint_mismatch, geometry, offloaded
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.reference.dense import dense_attention
-from s2o_runtime.scoring import Scoring
+from s2o_runtime.scoring import Scoring, without_gradients
 
 NAME = "s2o"
 CALL = "s2o_call"  # attribute of a mask that stands for a plain causal prefill
@@ -323,7 +323,7 @@ def _layer_obstacle(kwargs: dict[str, Any]) -> str | None:
 
 def scoring_of(scale: float, kwargs: Mapping[str, Any]) -> Scoring:
     """What a layer makes of the products of its queries and keys, from what it passes to transformers' attention."""
-    return Scoring(scale, kwargs.get("softcap"), kwargs.get("s_aux"))
+    return Scoring(scale, kwargs.get("softcap"), without_gradients(kwargs.get("s_aux")))
 
 
 def _eager(
