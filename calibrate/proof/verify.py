@@ -25,10 +25,11 @@ from calibrate.proof.agreement import compare
 from calibrate.recipe import Budget
 from calibrate.timing import medians
 from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface import hf
 from s2o_runtime.identity import attention_modules
-from s2o_runtime.reference.dense import dense_attention, exact_attention
+from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.scoring import Scoring
 
 GPU_ROUNDS = 3
@@ -266,7 +267,7 @@ def _attention_seconds(layer: PatchableLayer, stream: Stream, config: LayerConfi
 
     def keep(index: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
         calls["s2o"] = partial(s2o_attention, q, k, v, config, **scoring.arguments())
-        calls["dense"] = partial(dense_attention, q, k, v, **scoring.arguments())
+        calls["dense"] = partial(fastest_dense_attention, q, k, v, **scoring.arguments())
 
     layer.patched(stream, layer.state(config, keep))
     times = medians(calls, layer.device, GPU_ROUNDS)

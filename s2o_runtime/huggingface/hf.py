@@ -25,6 +25,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 
 from s2o_runtime.attention import torch_op
 from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.errors import ModelError, ProfileError
 from s2o_runtime.huggingface.drift import Drift, check_of
 from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, check_trained, environment_profile
@@ -36,7 +37,6 @@ from s2o_runtime.huggingface.layers import detach as detach
 from s2o_runtime.huggingface.layers import layer_states as layer_states
 from s2o_runtime.identity import attention_modules, fingerprint, fingerprint_mismatch, geometry, offloaded
 from s2o_runtime.profile import Profile, load_profile
-from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.scoring import Scoring, without_gradients
 
 NAME = "s2o"
@@ -270,7 +270,7 @@ def s2o_attention_forward(
     key, value = key[:, :, :kv_len], value[:, :, :kv_len]  # a static cache is longer than what it holds
     if state is None:
         _say_unpatched(type(module).__name__)
-        out = dense_attention(query, key, value, kv_start=call.kv_start, **scoring.arguments())
+        out = fastest_dense_attention(query, key, value, kv_start=call.kv_start, **scoring.arguments())
     else:
         out = _prefill(state, obstacle, query, key, value, scoring, call)
     return out.transpose(1, 2).contiguous(), None
@@ -295,7 +295,7 @@ def _prefill(
         config, reason = None, "every head of the layer is dense"
     sample = None if state.meter is None else state.meter.begin(reason, query.device)
     if config is None:
-        out = dense_attention(query, key, value, kv_start=call.kv_start, **scoring.arguments())
+        out = fastest_dense_attention(query, key, value, kv_start=call.kv_start, **scoring.arguments())
         stats, path, reason = None, "dense", str(reason)
     else:
         options = {"kv_start": call.kv_start, **scoring.arguments()}
