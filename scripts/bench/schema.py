@@ -337,8 +337,8 @@ class CoverageFile(ResultFile):
 class ProfileRow:
     """One profile at one length, on fresh prompts.
 
-    density, mean_rel_mse: means over the layers; largest_rel_mse: of the worst. seconds, dense_seconds: attention of all
-    layers on one prompt; None on a CPU. kl: in nats. needles: kept by the patched model, and found by the dense one.
+    density, mean_rel_mse: means over the layers; largest_rel_mse: of the worst. seconds, dense_seconds: attention of
+    all layers on one prompt; None on a CPU. kl: in nats. needles: kept by the patched model, found by the dense one.
     """
 
     profile: str
