@@ -44,7 +44,8 @@ class LayerProof:
 
     mse, dense_power, density: Means over the held-out prompts; dense_power is the mean square of the dense output. Of
     prompts longer than `PROVEN_ROWS`, errors are those of so many rows. worst: The `WORST` quantile, over tiles of 64
-    rows of all heads and prompts, of the largest relative error of a row (`row_errors`). seconds, dense_seconds: Attention alone, on the first prompt; None on a CPU.
+    rows of all heads and prompts, of the largest relative error of a row (`row_errors`). seconds, dense_seconds:
+    Attention alone, on the first prompt; None on a CPU.
     """
 
     mse: float
