@@ -33,6 +33,7 @@ from s2o_runtime.identity import attention_modules
 from s2o_runtime.reference.dense import dense_attention
 
 GPU_ROUNDS = 3
+LAYER_FLUSHES = 96  # work ahead of a whole layer, about 4 ms: in a prefill the GPU is busy while a layer is launched
 LONG_SECONDS = 0.02  # a call that takes longer is timed once: its scatter is small
 TILE_ROWS = 64  # rows of which the worst counts
 PROVEN_ROWS = 8192  # of a longer prompt so many rows are compared, in whole tiles drawn from all of it
@@ -259,8 +260,10 @@ def _layer_seconds(layer: PatchableLayer, stream: Stream, config: LayerConfig) -
         "dense": lambda: layer.dense(stream),
     }
     if layer.device.type == "cuda":
-        once = medians(calls, layer.device, 1)
-        return once if min(once.values()) > LONG_SECONDS else medians(calls, layer.device, GPU_ROUNDS)
+        once = medians(calls, layer.device, 1, LAYER_FLUSHES)
+        if min(once.values()) > LONG_SECONDS:
+            return once
+        return medians(calls, layer.device, GPU_ROUNDS, LAYER_FLUSHES)
     return {name: _clocked(call) for name, call in calls.items()}
 
 
