@@ -56,6 +56,11 @@ class Scoring(NamedTuple):
         return self._asdict()
 
 
+def without_gradients(sinks: Tensor | None) -> Tensor | None:
+    """Sinks as a plain tensor where no gradients are wanted: a model's are parameters, whose calls have no plan."""
+    return sinks if sinks is None or torch.is_grad_enabled() else sinks.detach()
+
+
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
     """Scores of any shape under a soft cap, `softcap * tanh(scores / softcap)`; themselves without one."""
     return scores if softcap is None else (scores / softcap).tanh() * softcap

@@ -289,6 +289,7 @@ def test_learned_sinks_reach_the_op(with_sinks, ids):
     close(model(ids).logits, with_sinks(ids).logits)
     assert state.last.backend == "reference"
     assert torch.equal(seen[0].sinks, torch.linspace(-1, 4, 4))
+    assert not seen[0].sinks.requires_grad  # an observer may use them where gradients are enabled
     padded, mask = padded_batch()
     ours, theirs = (which(padded, attention_mask=mask).logits for which in (model, with_sinks))
     close(ours[mask == 1], theirs[mask == 1])

@@ -23,13 +23,13 @@ from calibrate.search.crossover import with_crossover
 from calibrate.timing import FAILURES, Timing, against_dense, reason
 from calibrate.versions import versions
 from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import Rejected, fit, identify
 from s2o_runtime.errors import InputError
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile, load_profile, save_profile
 from s2o_runtime.profile.record import RetiledLayers, Retiling
-from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.tiles import candidate_tiles, default_tile
 
 LONGEST = 32768  # keys: longer buckets are timed at this length
@@ -202,7 +202,7 @@ def _fastest(
                 partial(
                     s2o_attention, prompt.q, prompt.k, prompt.v, stopping.with_tile(tile), **prompt.scoring.arguments()
                 ),
-                partial(dense_attention, prompt.q, prompt.k, prompt.v, **prompt.scoring.arguments()),
+                partial(fastest_dense_attention, prompt.q, prompt.k, prompt.v, **prompt.scoring.arguments()),
                 where,
                 least,
             )

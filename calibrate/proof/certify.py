@@ -103,7 +103,12 @@ def certify(loaded: LoadedModel, prompts: Mapping[int, Sequence[Prompt]], proven
         for certificate in certificates.values()
         if (problem := retrieval_lost(certificate.length, certificate.retrieval, candidate.recipe))
     )
-    return replace(proven, candidate=candidate, certificates=certificates, problems=(*proven.problems, *problems))
+    return replace(
+        proven,
+        candidate=candidate,
+        certificates=dict(sorted(certificates.items())),
+        problems=(*proven.problems, *problems),
+    )
 
 
 def proven_again(

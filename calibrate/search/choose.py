@@ -29,9 +29,9 @@ from calibrate.search.groups import groups
 from calibrate.search.study import LayerSearch, Studies, Timer
 from calibrate.timing import FAILURES, HOPELESS, Timing, against_dense, reason
 from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.reference.dense import dense_attention
 
 log = logging.getLogger("calibrate")
 
@@ -173,7 +173,7 @@ def _timed(prompt: Captured, journal: Journal, layer: int, sha256: str, config: 
 def _time(prompt: Captured, config: LayerConfig, best: float) -> Timing:
     return against_dense(
         partial(s2o_attention, prompt.q, prompt.k, prompt.v, config, **prompt.scoring.arguments()),
-        partial(dense_attention, prompt.q, prompt.k, prompt.v, **prompt.scoring.arguments()),
+        partial(fastest_dense_attention, prompt.q, prompt.k, prompt.v, **prompt.scoring.arguments()),
         prompt.q.device,
         best,
     )

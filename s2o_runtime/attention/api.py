@@ -16,7 +16,7 @@ from s2o_runtime.attention.compute import compute
 from s2o_runtime.attention.replay import Answer, Inputs, RepeatedCall, repeated_call
 from s2o_runtime.attention.result import Attention, AttentionStats
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.scoring import Scoring
+from s2o_runtime.scoring import Scoring, without_gradients
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -104,7 +104,7 @@ def s2o_attention(
     >>> s2o_attention(q, k, v, config, return_stats=True).stats.backend
     'reference'
     """
-    sinks = _without_gradients(sinks)
+    sinks = without_gradients(sinks)
     scoring = Scoring(scale, softcap, sinks)
     repeated, inputs = None, (q, k, v, kv_start, sinks)
     if not torch.compiler.is_compiling():
@@ -183,7 +183,7 @@ def s2o_attention_varlen(
             `cu_seqlens_q` and `cu_seqlens_k` hold is not checked: that would wait for the device.
         ConfigError: the config is illegal.
     """
-    sinks = _without_gradients(sinks)
+    sinks = without_gradients(sinks)
     scoring = Scoring(scale, softcap, sinks)
     repeated = None
     inputs = (q, k, v, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k, sinks)
@@ -204,11 +204,6 @@ def s2o_attention_varlen(
     if return_stats:
         stats = AttentionStats(*choice, config, shape, None, visited, cu_seqlens_q, cu_seqlens_k)
     return Attention(out, lse, stats)
-
-
-def _without_gradients(sinks: Tensor | None) -> Tensor | None:
-    """Sinks as a plain tensor where no gradients are wanted: a model's are parameters, whose calls have no plan."""
-    return sinks if sinks is None or torch.is_grad_enabled() else sinks.detach()
 
 
 def _numbers(scoring: Scoring) -> tuple[float | None, float | None]:

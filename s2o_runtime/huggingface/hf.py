@@ -25,6 +25,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 
 from s2o_runtime.attention import torch_op
 from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.errors import ModelError, ProfileError
 from s2o_runtime.huggingface.drift import Drift, check_of
 from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, check_trained, environment_profile
@@ -37,8 +38,7 @@ from s2o_runtime.huggingface.layers import layer_states as layer_states
 from s2o_runtime.huggingface.obstacles import layer_obstacle
 from s2o_runtime.identity import attention_modules, fingerprint, fingerprint_mismatch, geometry, offloaded
 from s2o_runtime.profile import Profile, load_profile
-from s2o_runtime.reference.dense import dense_attention
-from s2o_runtime.scoring import Scoring
+from s2o_runtime.scoring import Scoring, without_gradients
 
 NAME = "s2o"
 CALL = "s2o_call"  # attribute of a mask that stands for a plain causal prefill
@@ -289,7 +289,7 @@ def s2o_attention_forward(
     key, value = key[:, :, :kv_len], value[:, :, :kv_len]  # a static cache is longer than what it holds
     if state is None:
         _say_unpatched(type(module).__name__)
-        out = dense_attention(query, key, value, kv_start=call.kv_start, **scoring.arguments())
+        out = fastest_dense_attention(query, key, value, kv_start=call.kv_start, **scoring.arguments())
     else:
         out = _prefill(state, obstacle, query, key, value, scoring, call)
     return out.transpose(1, 2).contiguous(), None
@@ -314,7 +314,7 @@ def _prefill(
         config, reason = None, "every head of the layer is dense"
     sample = None if state.meter is None else state.meter.begin(reason, query.device)
     if config is None:
-        out = dense_attention(query, key, value, kv_start=call.kv_start, **scoring.arguments())
+        out = fastest_dense_attention(query, key, value, kv_start=call.kv_start, **scoring.arguments())
         stats, path, reason = None, "dense", str(reason)
     else:
         options = {"kv_start": call.kv_start, **scoring.arguments()}
@@ -342,7 +342,7 @@ def _window_obstacle(kwargs: dict[str, Any], keys: int) -> str | None:
 
 def scoring_of(scale: float, kwargs: Mapping[str, Any]) -> Scoring:
     """What a layer makes of the products of its queries and keys, from what it passes to transformers' attention."""
-    return Scoring(scale, kwargs.get("softcap"), kwargs.get("s_aux"))
+    return Scoring(scale, kwargs.get("softcap"), without_gradients(kwargs.get("s_aux")))
 
 
 def _eager(

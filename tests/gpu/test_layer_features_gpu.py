@@ -11,6 +11,7 @@ from calibrate.curves.curves import TAUS, Ranking, Shape
 from calibrate.model.capture import Captured
 from calibrate.timing import medians
 from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen, warmup
+from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.attention.replay import forget_plans
 from s2o_runtime.config import HeadConfig, StopRule
 from s2o_runtime.kernels import launch as launch_module
@@ -157,6 +158,26 @@ def test_dense_attention_with_sinks_takes_a_fast_backend(head_dim):
     )
     print(f"dense attention of 8192 tokens with sinks: {seconds['sinks'] / seconds['plain']:.2f} times one without")
     assert seconds["sinks"] < 8 * seconds["plain"]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_dense_attention_with_a_cap_runs_in_the_kernel(head_dim, nan_filled):
+    """What runs where no profile chose anything; plain torch in float32 would take many times as long."""
+    q, k, v = inputs(1, 8, 2, 4097, 4097, head_dim, torch.bfloat16)
+    options = {"softcap": CAP, "sinks": sinks_of(8)}
+    truth = exact_attention(q, k, v, **options)
+    assert relative_error(fastest_dense_attention(q, k, v, **options), truth) < 6e-3
+    seconds = medians(
+        {
+            "kernel": lambda: fastest_dense_attention(q, k, v, **options),
+            "torch": lambda: dense_attention(q, k, v, **options),
+        },
+        torch.device("cuda"),
+        5,
+    )
+    print(f"4097 tokens with a cap, D {head_dim}: {1e3 * seconds['kernel']:.2f} ms, {1e3 * seconds['torch']:.2f} ms")
+    if candidate_tiles(head_dim, here()):
+        assert seconds["kernel"] < seconds["torch"] / 2
 
 
 @pytest.mark.skipif(not launch_module._direct(triton.__version__), reason="no call becomes a plan with this Triton")

@@ -1,0 +1,48 @@
+"""Dense attention by the fastest code for a call, where nothing has chosen a tile."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from torch import Tensor
+
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.config import HEAD_DIMS, LayerConfig, TileConfig
+from s2o_runtime.devices import capability
+from s2o_runtime.reference.dense import dense_attention
+from s2o_runtime.tiles import candidate_tiles
+
+
+def fastest_dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kv_start: Tensor | None = None,
+) -> Tensor:
+    """`dense_attention`, but on a GPU soft-capped scores, which SDPA does not know, run in S2O's kernel if it can.
+
+    Args:
+        q, k, v, scale, softcap, sinks, kv_start: as for `dense_attention`.
+
+    Returns:
+        [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero.
+
+    Raises:
+        InputError: the tensors do not fit one another.
+    """
+    widest = max(q.shape[3], v.shape[3])
+    if softcap is not None and q.is_cuda and widest <= HEAD_DIMS[-1]:
+        tiles = candidate_tiles(widest, capability(q.device))
+        if tiles:
+            config = _dense_config(q.shape[1], tiles[0])
+            return s2o_attention(q, k, v, config, scale=scale, softcap=softcap, sinks=sinks, kv_start=kv_start)
+    return dense_attention(q, k, v, scale=scale, softcap=softcap, sinks=sinks, kv_start=kv_start)
+
+
+@lru_cache(maxsize=64)
+def _dense_config(heads: int, tile: TileConfig) -> LayerConfig:
+    return LayerConfig.uniform(heads, mode="dense", tile=tile)
