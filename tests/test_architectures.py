@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     DynamicCache,
     Gemma2Config,
@@ -33,6 +32,7 @@ from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 import s2o_runtime
 import s2o_runtime.huggingface.hf as hf
+from calibrate.model.weights import model_class
 from s2o_runtime import explain, patch, patched, unpatch
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
@@ -43,10 +43,12 @@ from support.architectures import (
     ALL_RUN,
     CAPPED,
     CASES,
-    RESTRICTED,
+    COMPILED,
     RUNNING,
     RUNS,
+    SILENT,
     SLIDING,
+    WINDOWED,
     Case,
 )
 from support.marks import all_but_first
@@ -62,12 +64,14 @@ LENGTH, SEGMENT, SHORTEST = 150, 64, 32
 def models(name: str) -> tuple[Any, Any]:
     """The eager model, and one with the same weights to patch."""
     torch.manual_seed(1)
-    eager = AutoModelForCausalLM.from_config(CASES[name].config, attn_implementation="eager").eval()
+    config = CASES[name].config
+    eager = model_class(config).from_config(config, attn_implementation="eager").eval()
     return eager, same_weights(eager, "sdpa" if eager._supports_sdpa else "eager")
 
 
 def same_weights(eager: Any, implementation: str) -> Any:
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(eager.config), attn_implementation=implementation).eval()
+    config = copy.deepcopy(eager.config)
+    model = model_class(config).from_config(config, attn_implementation=implementation).eval()
     model.load_state_dict(eager.state_dict())
     return model
 
@@ -112,10 +116,17 @@ def check_reasons(model: Any, case: Case) -> None:
     assert rows, "the model was not called"
     for layer, reason in enumerate(case.reasons):
         ran = {(row["path"], row["reason"]) for row in rows if row["layer"] == layer}
-        if reason == RUNS:
+        if reason in SILENT:
+            assert not ran
+        elif reason == RUNS:
             assert all((path == "s2o") == (why == RUNS) for path, why in ran)
         else:
             assert ran == {("dense", reason)}
+
+
+def left_out(model: Any) -> None:
+    model(prompt())  # its paths are checked after every test
+    pytest.skip("this version of transformers does not do it as the newer ones do")
 
 
 def ran_s2o(model: Any) -> set[int]:
@@ -154,14 +165,15 @@ def new_cache(kind: str, config: PreTrainedConfig) -> Any:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", RESTRICTED)
+@pytest.mark.parametrize("name", WINDOWED)
 def test_windows_and_caps_matter_at_these_sizes(name, eager):
     """Otherwise the other tests would not see one that was dropped: SDPA drops caps, wide windows hide nothing."""
     ids = prompt()
     config = copy.deepcopy(eager.config)
-    config.sliding_window = 2 * LENGTH if config.sliding_window else None
-    config.attn_logit_softcapping = None
-    other = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    text = config.get_text_config()
+    text.sliding_window = 2 * LENGTH if text.sliding_window else None
+    text.attn_logit_softcapping = None
+    other = model_class(config).from_config(config, attn_implementation="eager").eval()
     other.load_state_dict(eager.state_dict())
     assert (other(ids).logits - eager(ids).logits).abs().max() > 0.1
 
@@ -171,8 +183,19 @@ def test_prefill(name, eager, model):
     ids = prompt()
     check_close(model(ids).logits, eager(ids).logits)
     rows = {(row["layer"], row["path"], row["reason"], row["calls"]) for row in explain(model)}
-    reasons = enumerate(CASES[name].reasons)
+    reasons = [(layer, why) for layer, why in enumerate(CASES[name].reasons) if why not in SILENT]
     assert rows == {(layer, "s2o" if why == RUNS else "dense", why, 1) for layer, why in reasons}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "others"), [(name, CASES[name].others) for name in RUNNING if CASES[name].others])
+def test_layers_of_other_kinds(name, others, eager, model):
+    """They have no row in the profile, are counted, and stay what they are."""
+    ids = prompt(length=70)  # more than a window, so that it hides keys
+    check_close(model(ids).logits, eager(ids).logits)
+    assert explain(model).others == others
+    assert str(explain(model)).endswith(f"layers of other kinds, which stay what they are: {others}")
+    assert geometry(model.config).layers == len(must_run(name))
 
 
 @torch.no_grad()
@@ -186,6 +209,8 @@ def test_padded_batch(name, eager, model, side):
 @pytest.mark.parametrize("cuts", [(90,), (40, 107)], ids=["2-chunks", "3-chunks"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_chunked_prefill_and_decode(name, eager, model, cuts, cache):
+    if CASES[name].broken == "a cache" or (CASES[name].broken == "a static cache" and cache == "static"):
+        left_out(model)
     ids, memory = prompt(), new_cache(cache, model.config)
     edges = [0, *cuts, LENGTH - 1, LENGTH]
     pieces = [model(ids[:, a:b], past_key_values=memory).logits for a, b in pairwise(edges)]
@@ -196,6 +221,8 @@ def test_chunked_prefill_and_decode(name, eager, model, cuts, cache):
 @torch.no_grad()
 def test_prefix_cache(name, eager, model):
     """Two prompts that begin alike: the common part is prefilled once."""
+    if CASES[name].broken == "a cache":
+        left_out(model)
     common, prefix = prompt(length=90), DynamicCache(config=model.config)
     model(common, past_key_values=prefix)
     for length in (1, 60):
@@ -208,6 +235,8 @@ def test_prefix_cache(name, eager, model):
 @torch.no_grad()
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
 def test_generate_greedily(name, eager, model, cache):
+    if cache and CASES[name].broken.endswith("a static cache"):
+        left_out(model)
     ids, mask = padded("left")
     arguments = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
     if cache:
@@ -262,7 +291,9 @@ def test_gradients_go_dense(name, eager, model):
     check_close(*gradients)
     assert not ran_s2o(model)
     reasons = {row["reason"] for row in explain(model)}
-    assert reasons == {"gradients are enabled" if why == RUNS else why for why in CASES[name].reasons}
+    assert reasons == {
+        "gradients are enabled" if why == RUNS else why for why in CASES[name].reasons if why not in SILENT
+    }
 
 
 @torch.no_grad()
@@ -312,7 +343,7 @@ def test_loaded_by_name_without_a_profile(name, eager, caplog):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", all_but_first([name for name in CASES if name.partition("-")[2] in ("", "moe")], SLOW))
+@pytest.mark.parametrize("name", all_but_first(COMPILED, SLOW))
 def test_compiled(name, eager, model, monkeypatch):
     """One of each architecture; experts as a batched product, the only one that torch.compile follows in float32."""
     torch.compiler.reset()  # what was compiled of other models counts towards its limit
