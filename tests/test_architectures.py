@@ -1,4 +1,4 @@
-"""Every supported architecture: patched with a profile that never stops, it must equal its eager attention.
+"""Many architectures: calibrated, and patched with a profile that never stops, each must equal its eager attention.
 
 What holds for transformers models in general is in test_hf.py; here is what differs between them: norms of queries
 and keys, experts, merged projections, sliding windows, soft-capped scores.
@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,13 +33,15 @@ from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 import s2o_runtime
 import s2o_runtime.huggingface.hf as hf
+from calibrate import Recipe, pipeline
+from calibrate.model.models import in_memory
 from calibrate.model.weights import model_class
 from s2o_runtime import explain, patch, patched, unpatch
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import Geometry, fingerprint, geometry
-from s2o_runtime.profile import Profile
+from s2o_runtime.profile import Profile, load_profile
 from support.architectures import (
     ALL_RUN,
     CAPPED,
@@ -52,6 +55,7 @@ from support.architectures import (
     Case,
 )
 from support.marks import all_but_first
+from support.tiny import tiny_tokenizer
 
 SLOW = pytest.mark.slow(reason="further architectures, or compiles a model, seconds each")
 QUICK = ("llama", "qwen2-sliding", "gemma2")  # one that runs S2O everywhere, one with windows, one with capped scores
@@ -354,6 +358,64 @@ def test_compiled(name, eager, model, monkeypatch):
         check_close(compiled(ids, past_key_values=DynamicCache(config=model.config)).logits, eager(ids).logits)
     assert ran_s2o(model) == must_run(name)
     assert [row["calls"] for row in explain(model)] == [2, 2]
+
+
+def calibrated(model: Any, folder: Path) -> Profile:
+    """The profile that a model in memory is calibrated to, with a budget that makes S2O worth its ranking."""
+    loaded, out = in_memory(model, tiny_tokenizer(), "tiny"), folder / "profile.safetensors"
+    options = {"model": "tiny", "out": out, "budget_rel_mse": 0.5, "lengths": (512,), "segments": (64,), "trials": 1}
+    options |= {"representatives": (1,), "num_prompts": 1, "num_held_out": 1, "num_certify": 0, "worst_rows": None}
+    pipeline.calibrate(Recipe.of(options | {"hide_needles": False}), progress=False, loaded=loaded)
+    return load_profile(out)
+
+
+def check_calibration(model: Any, eager: Any, name: str, folder: Path) -> None:
+    """A model's profile has rows for its layers of full attention, in which S2O skips something; with tau = 0 the
+    patched model equals the eager one."""
+    profile = calibrated(model, folder)
+    assert profile.geometry == geometry(model.config)
+    numbers = [profile.geometry.layer_number(row) for row in range(profile.geometry.layers)]
+    assert set(numbers) == must_run(name)
+    proven = profile.record.held_out[0].layers
+    assert len(proven) == len(numbers)
+    assert any(layer.density < 0.97 and 0 < layer.rel_mse <= 0.5 for layer in proven)
+    ids = prompt(length=512)
+    with torch.no_grad():
+        with patched(model, profile, strict=True):
+            model(ids)
+            assert ran_s2o(model) <= must_run(name)
+            assert ran_s2o(model)
+        with patched(model, make_profile(model), strict=True):
+            check_close(model(ids).logits, eager(ids).logits)
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in RUNNING])
+def test_calibrates(name, tmp_path):
+    eager, model = models(name)
+    check_calibration(model, eager, name, tmp_path)
+
+
+@pytest.mark.parametrize("name", all_but_first(RUNNING, SLOW))
+def test_quantised_weights(name, tmp_path):
+    """Weights in 8 bits: the quantised model's own eager attention is what the patched one must equal."""
+    if not is_optimum_quanto_available():
+        pytest.skip("no package that quantises weights on a CPU is installed: optimum-quanto")
+    from optimum.quanto import freeze, qint8, quantize
+
+    eager, model = copy.deepcopy(models(name))
+    for quantised in (eager, model):
+        quantize(quantised, weights=qint8, exclude="*router*")
+        freeze(quantised)
+    assert fingerprint(model) == fingerprint(eager) != fingerprint(models(name)[0])
+    check_calibration(model, eager, name, tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in RUNNING])
+def test_what_cannot_be_calibrated_yet_says_why(name, tmp_path):
+    reason = next(reason for reason in CASES[name].reasons if reason != SLIDING)
+    layer = CASES[name].reasons.index(reason)
+    with pytest.raises(ModelError, match=rf"layer {layer} cannot run S2O \({reason}"):
+        calibrated(models(name)[1], tmp_path)
 
 
 @torch.no_grad()

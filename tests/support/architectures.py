@@ -11,8 +11,8 @@ from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig
 
 from support.models import SIZES as TINY
 
-# Before it got this attribute, hybrid models wanted caches of their own classes, and a mask of windows with a static cache
-# did not say that nothing else deviates from a causal one, so that such a layer runs dense
+# Before it got this attribute, hybrid models wanted caches of their own classes, and a mask of windows with a static
+# cache did not say that nothing else deviates from a causal one, so that such a layer runs dense
 OLD = "" if hasattr(DynamicCache, "has_previous_state") else "old"
 
 # small values would make all scores alike: masks, windows and caps must matter
@@ -77,6 +77,7 @@ _DELTA |= {
     "linear_value_head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"],
 }
+_SHARED = _EXPERTS | {"shared_expert_intermediate_size": 32}
 _LATENT = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 2}
 _LATENT |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
 _LATENT |= {"num_key_value_heads": 4, "moe_intermediate_size": 32, "head_dim": ...}
@@ -89,14 +90,16 @@ CASES = {
     "llama4": Case("llama4_text", _CHUNKS, (CHUNKED, RUNS), broken="generate with a static cache"),
     "qwen2": Case("qwen2"),
     "qwen2-sliding": Case("qwen2", _QWEN_WINDOW, (RUNS, SLIDING)),
-    "qwen2-moe": Case("qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 32}),
-    "qwen2.5-vl": Case("qwen2_5_vl", _SECTIONS | {"hidden_size": 128, "head_dim": ...}, vision=True),
+    "qwen2-moe": Case("qwen2_moe", _SHARED),
+    "qwen2.5-vl": Case(
+        "qwen2_5_vl", _SECTIONS | {"hidden_size": 128, "initializer_range": 0.1, "head_dim": ...}, vision=True
+    ),
     "qwen3": Case("qwen3"),
     "qwen3-sliding": Case("qwen3", _QWEN_WINDOW, (RUNS, SLIDING)),
     "qwen3-moe": Case("qwen3_moe", _EXPERTS),
     "qwen3-next": Case(
         "qwen3_next",
-        _EXPERTS | _DELTA | {"shared_expert_intermediate_size": 32},
+        _SHARED | _DELTA,
         (LINEAR, RUNS),
         broken=OLD and "a cache",
     ),
@@ -115,7 +118,7 @@ CASES = {
     "gpt-oss": Case("gpt_oss", _SLIDING | {"num_local_experts": 4}, (SLIDING, SINKS)),
     "olmo2": Case("olmo2"),
     "olmo3": Case("olmo3", _SLIDING, (SLIDING, RUNS)),
-    "granite": Case("granite", {"logits_scaling": 4.0}),
+    "granite": Case("granite", {"logits_scaling": 4.0, "attention_multiplier": 32**-0.5}),
     "glm4": Case("glm4"),
     "smollm3": Case("smollm3"),
     "cohere": Case("cohere", {"logit_scale": 0.25}),
