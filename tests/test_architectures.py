@@ -1,4 +1,4 @@
-"""Every supported architecture: patched with a profile that never stops, it must equal its eager attention.
+"""Many architectures: calibrated, and patched with a profile that never stops, each must equal its eager attention.
 
 What holds for transformers models in general is in test_hf.py; here is what differs between them: norms of queries
 and keys, experts, merged projections, sliding windows, soft-capped scores.
@@ -9,12 +9,12 @@ import logging
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     DynamicCache,
     Gemma2Config,
@@ -33,22 +33,28 @@ from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 import s2o_runtime
 import s2o_runtime.huggingface.hf as hf
+from calibrate import Recipe, pipeline
+from calibrate.model.models import in_memory
+from calibrate.model.weights import model_class
 from s2o_runtime import explain, patch, patched, unpatch
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import Geometry, fingerprint, geometry
-from s2o_runtime.profile import Profile
+from s2o_runtime.profile import Profile, load_profile
 from support.architectures import (
     ALL_RUN,
     CASES,
-    RESTRICTED,
+    COMPILED,
     RUNNING,
     RUNS,
+    SILENT,
     SLIDING,
+    WINDOWED,
     Case,
 )
 from support.marks import all_but_first
+from support.tiny import tiny_tokenizer
 
 SLOW = pytest.mark.slow(reason="further architectures, or compiles a model, seconds each")
 QUICK = ("llama", "qwen2-sliding", "gemma2")  # one that runs S2O everywhere, one with windows, one with capped scores
@@ -61,12 +67,14 @@ LENGTH, SEGMENT, SHORTEST = 150, 64, 32
 def models(name: str) -> tuple[Any, Any]:
     """The eager model, and one with the same weights to patch."""
     torch.manual_seed(1)
-    eager = AutoModelForCausalLM.from_config(CASES[name].config, attn_implementation="eager").eval()
+    config = CASES[name].config
+    eager = model_class(config).from_config(config, attn_implementation="eager").eval()
     return eager, same_weights(eager, "sdpa" if eager._supports_sdpa else "eager")
 
 
 def same_weights(eager: Any, implementation: str) -> Any:
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(eager.config), attn_implementation=implementation).eval()
+    config = copy.deepcopy(eager.config)
+    model = model_class(config).from_config(config, attn_implementation=implementation).eval()
     model.load_state_dict(eager.state_dict())
     return model
 
@@ -111,10 +119,17 @@ def check_reasons(model: Any, case: Case) -> None:
     assert rows, "the model was not called"
     for layer, reason in enumerate(case.reasons):
         ran = {(row["path"], row["reason"]) for row in rows if row["layer"] == layer}
-        if reason == RUNS:
+        if reason in SILENT:
+            assert not ran
+        elif reason == RUNS:
             assert all((path == "s2o") == (why == RUNS) for path, why in ran)
         else:
             assert ran == {("dense", reason)}
+
+
+def left_out(model: Any) -> None:
+    model(prompt())  # its paths are checked after every test
+    pytest.skip("this version of transformers does not do it as the newer ones do")
 
 
 def ran_s2o(model: Any) -> set[int]:
@@ -153,14 +168,15 @@ def new_cache(kind: str, config: PreTrainedConfig) -> Any:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", RESTRICTED)
+@pytest.mark.parametrize("name", WINDOWED)
 def test_windows_and_caps_matter_at_these_sizes(name, eager):
     """Otherwise the other tests would not see one that was dropped: SDPA drops caps, wide windows hide nothing."""
     ids = prompt()
     config = copy.deepcopy(eager.config)
-    config.sliding_window = 2 * LENGTH if config.sliding_window else None
-    config.attn_logit_softcapping = None
-    other = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    text = config.get_text_config()
+    text.sliding_window = 2 * LENGTH if text.sliding_window else None
+    text.attn_logit_softcapping = None
+    other = model_class(config).from_config(config, attn_implementation="eager").eval()
     other.load_state_dict(eager.state_dict())
     assert (other(ids).logits - eager(ids).logits).abs().max() > 0.1
 
@@ -170,8 +186,19 @@ def test_prefill(name, eager, model):
     ids = prompt()
     check_close(model(ids).logits, eager(ids).logits)
     rows = {(row["layer"], row["path"], row["reason"], row["calls"]) for row in explain(model)}
-    reasons = enumerate(CASES[name].reasons)
+    reasons = [(layer, why) for layer, why in enumerate(CASES[name].reasons) if why not in SILENT]
     assert rows == {(layer, "s2o" if why == RUNS else "dense", why, 1) for layer, why in reasons}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "others"), [(name, CASES[name].others) for name in RUNNING if CASES[name].others])
+def test_layers_of_other_kinds(name, others, eager, model):
+    """They have no row in the profile, are counted, and stay what they are."""
+    ids = prompt(length=70)  # more than a window, so that it hides keys
+    check_close(model(ids).logits, eager(ids).logits)
+    assert explain(model).others == others
+    assert str(explain(model)).endswith(f"layers of other kinds, which stay what they are: {others}")
+    assert geometry(model.config).layers == len(must_run(name))
 
 
 @torch.no_grad()
@@ -185,6 +212,8 @@ def test_padded_batch(name, eager, model, side):
 @pytest.mark.parametrize("cuts", [(90,), (40, 107)], ids=["2-chunks", "3-chunks"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_chunked_prefill_and_decode(name, eager, model, cuts, cache):
+    if CASES[name].broken == "a cache" or (CASES[name].broken == "a static cache" and cache == "static"):
+        left_out(model)
     ids, memory = prompt(), new_cache(cache, model.config)
     edges = [0, *cuts, LENGTH - 1, LENGTH]
     pieces = [model(ids[:, a:b], past_key_values=memory).logits for a, b in pairwise(edges)]
@@ -195,6 +224,8 @@ def test_chunked_prefill_and_decode(name, eager, model, cuts, cache):
 @torch.no_grad()
 def test_prefix_cache(name, eager, model):
     """Two prompts that begin alike: the common part is prefilled once."""
+    if CASES[name].broken == "a cache":
+        left_out(model)
     common, prefix = prompt(length=90), DynamicCache(config=model.config)
     model(common, past_key_values=prefix)
     for length in (1, 60):
@@ -207,6 +238,8 @@ def test_prefix_cache(name, eager, model):
 @torch.no_grad()
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
 def test_generate_greedily(name, eager, model, cache):
+    if cache and CASES[name].broken.endswith("a static cache"):
+        left_out(model)
     ids, mask = padded("left")
     arguments = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
     if cache:
@@ -261,7 +294,9 @@ def test_gradients_go_dense(name, eager, model):
     check_close(*gradients)
     assert not ran_s2o(model)
     reasons = {row["reason"] for row in explain(model)}
-    assert reasons == {"gradients are enabled" if why == RUNS else why for why in CASES[name].reasons}
+    assert reasons == {
+        "gradients are enabled" if why == RUNS else why for why in CASES[name].reasons if why not in SILENT
+    }
 
 
 @torch.no_grad()
@@ -311,7 +346,7 @@ def test_loaded_by_name_without_a_profile(name, eager, caplog):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", all_but_first([name for name in CASES if name.partition("-")[2] in ("", "moe")], SLOW))
+@pytest.mark.parametrize("name", all_but_first(COMPILED, SLOW))
 def test_compiled(name, eager, model, monkeypatch):
     """One of each architecture; experts as a batched product, the only one that torch.compile follows in float32."""
     torch.compiler.reset()  # what was compiled of other models counts towards its limit
@@ -322,6 +357,64 @@ def test_compiled(name, eager, model, monkeypatch):
         check_close(compiled(ids, past_key_values=DynamicCache(config=model.config)).logits, eager(ids).logits)
     assert ran_s2o(model) == must_run(name)
     assert [row["calls"] for row in explain(model)] == [2, 2]
+
+
+def calibrated(model: Any, folder: Path) -> Profile:
+    """The profile that a model in memory is calibrated to, with a budget that makes S2O worth its ranking."""
+    loaded, out = in_memory(model, tiny_tokenizer(), "tiny"), folder / "profile.safetensors"
+    options = {"model": "tiny", "out": out, "budget_rel_mse": 0.5, "lengths": (512,), "segments": (64,), "trials": 1}
+    options |= {"representatives": (1,), "num_prompts": 1, "num_held_out": 1, "num_certify": 0, "worst_rows": None}
+    pipeline.calibrate(Recipe.of(options | {"hide_needles": False}), progress=False, loaded=loaded)
+    return load_profile(out)
+
+
+def check_calibration(model: Any, eager: Any, name: str, folder: Path) -> None:
+    """A model's profile has rows for its layers of full attention, in which S2O skips something; with tau = 0 the
+    patched model equals the eager one."""
+    profile = calibrated(model, folder)
+    assert profile.geometry == geometry(model.config)
+    numbers = [profile.geometry.layer_number(row) for row in range(profile.geometry.layers)]
+    assert set(numbers) == must_run(name)
+    proven = profile.record.held_out[0].layers
+    assert len(proven) == len(numbers)
+    assert any(layer.density < 0.97 and 0 < layer.rel_mse <= 0.5 for layer in proven)
+    ids = prompt(length=512)
+    with torch.no_grad():
+        with patched(model, profile, strict=True):
+            model(ids)
+            assert ran_s2o(model) <= must_run(name)
+            assert ran_s2o(model)
+        with patched(model, make_profile(model), strict=True):
+            check_close(model(ids).logits, eager(ids).logits)
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in RUNNING])
+def test_calibrates(name, tmp_path):
+    eager, model = models(name)
+    check_calibration(model, eager, name, tmp_path)
+
+
+@pytest.mark.parametrize("name", all_but_first(RUNNING, SLOW))
+def test_quantised_weights(name, tmp_path):
+    """Weights in 8 bits: the quantised model's own eager attention is what the patched one must equal."""
+    if not is_optimum_quanto_available():
+        pytest.skip("no package that quantises weights on a CPU is installed: optimum-quanto")
+    from optimum.quanto import freeze, qint8, quantize
+
+    eager, model = copy.deepcopy(models(name))
+    for quantised in (eager, model):
+        quantize(quantised, weights=qint8, exclude="*router*")
+        freeze(quantised)
+    assert fingerprint(model) == fingerprint(eager) != fingerprint(models(name)[0])
+    check_calibration(model, eager, name, tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in RUNNING])
+def test_what_cannot_be_calibrated_yet_says_why(name, tmp_path):
+    reason = next(reason for reason in CASES[name].reasons if reason != SLIDING)
+    layer = CASES[name].reasons.index(reason)
+    with pytest.raises(ModelError, match=rf"layer {layer} cannot run S2O \({reason}"):
+        calibrated(models(name)[1], tmp_path)
 
 
 @torch.no_grad()

@@ -37,6 +37,7 @@ from s2o_runtime.huggingface.layers import detach as detach
 from s2o_runtime.huggingface.layers import layer_states as layer_states
 from s2o_runtime.huggingface.obstacles import layer_obstacle
 from s2o_runtime.identity import attention_modules, fingerprint, fingerprint_mismatch, geometry, offloaded
+from s2o_runtime.layer_kinds import positions
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.scoring import Scoring, without_gradients
 
@@ -200,6 +201,8 @@ def s2o_mask(**call: Any) -> Tensor | None:
     if starts is not None:
         mask[:, 0, 0, 1] = starts
     if not torch.compiler.is_compiling():
+        if "q_offset" in call:  # a static cache counts on in the tensor that it gave
+            call = call | {"q_offset": int(q_offset)}
         setattr(mask, CALL, PrefillCall(int(q_offset), starts, lru_cache(partial(other_mask, call))))
     return mask
 
@@ -212,6 +215,8 @@ def _hides_nothing(call: dict[str, Any]) -> bool:
     local = call.get("local_size")
     if local is None or not call.get("allow_is_causal_skip", False):
         return False
+    if torch.compiler.is_compiling():  # a graph must not depend on how long the prompt is
+        return int(local) >= positions(call.get("config"))
     q_length, q_offset = _query_range(call)
     return int(q_offset) + q_length <= int(local)
 
@@ -272,7 +277,9 @@ def s2o_attention_forward(
     if call is None and attention_mask is not None and not attention_mask.dtype.is_floating_point:
         call = _recovered(attention_mask)
     if unserved is not None and call is not None:
-        attention_mask, call = call.sdpa_mask(), None
+        kv_len = call.q_offset + query.shape[2]
+        key, value, attention_mask = key[:, :, :kv_len], value[:, :, :kv_len], call.sdpa_mask()
+        attention_mask, call = None if attention_mask is None else attention_mask[..., :kv_len], None
     if call is None:
         if state is not None:
             other = "decode" if query.shape[2] == 1 else "the mask is not a plain causal one"

@@ -339,8 +339,9 @@ def _parse(document: dict[str, Any], stored: dict[str, Tensor]) -> Profile:
     tensors = {name: stored[_name_in(schema, name)] for name in TENSORS}
     baselines = [] if schema == 2 else _parsed_baselines(document, _name_in(schema, "baselines"))
     model = _field(document, "model", dict)
-    sizes = {name: _number(model, name, "model.", 1, MAX_COUNT) for name in SIZES}
-    geometry = _with_other_layers(Geometry(_field(model, "architecture", str, "model."), **sizes), model)
+    layers, query_heads, kv_heads, head_dim = (_number(model, name, "model.", 1, MAX_COUNT) for name in SIZES)
+    geometry = Geometry(_field(model, "architecture", str, "model."), layers, query_heads, kv_heads, head_dim)
+    geometry = _with_other_layers(geometry, model)
     if geometry.query_heads % geometry.kv_heads:
         raise ProfileError(
             f"field model.kv_heads is {geometry.kv_heads}: expected a divisor of {geometry.query_heads} query heads"

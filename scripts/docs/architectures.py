@@ -48,7 +48,17 @@ CAPABILITIES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "quantised cache": (("test_quantised_cache", {}),),
     "compiled": (("test_compiled", {}),),
     "gradients": (("test_gradients_go_dense", {}),),
+    "calibrates": (("test_calibrates", {}),),
+    "quantised": (("test_quantised_weights", {}),),
 }
+OTHERS = "layers of other kinds"  # a column whose cells are what its test is given
+OTHERS_TEST = "test_layers_of_other_kinds"
+COLUMNS = (
+    OTHERS,
+    "calibrates",
+    "quantised",
+    *(name for name in CAPABILITIES if name not in ("calibrates", "quantised")),
+)
 
 Cells = Mapping[tuple[str, str], str]
 
@@ -91,12 +101,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def cells(items: Iterable[pytest.Item], outcomes: Mapping[str, str]) -> dict[tuple[str, str], str]:
-    """The table's cells by model and capability; a cell has passed if all its tests have, or are only collected."""
+    """The table's cells by model and column; a cell has passed if all its tests have, or are only collected."""
     table_cells: dict[tuple[str, str], str] = {}
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if "name" not in params:
             continue
+        if getattr(item, "originalname", None) == OTHERS_TEST:
+            table_cells[params["name"], OTHERS] = params["others"]
         skipped = outcomes.get(item.nodeid) == "skipped"
         for capability, tests in CAPABILITIES.items():
             if any(_is(item, params, *test) for test in tests):
@@ -112,8 +124,8 @@ def _is(item: pytest.Item, params: Mapping[str, Any], test: str, wanted: Mapping
 def as_table(tested: Cells) -> str:
     """Markdown: a row for each model, in the tests' order, a column for each capability."""
     models = dict.fromkeys(model for model, _ in tested)
-    rows = [[model, *(tested.get((model, name), UNTESTED) for name in CAPABILITIES)] for model in models]
-    return table(("", *CAPABILITIES), rows, "lc")
+    rows = [[model, *(tested.get((model, name), UNTESTED) for name in COLUMNS)] for model in models]
+    return table(("", *COLUMNS), rows, "lc")
 
 
 def with_table(text: str, markdown: str) -> str:

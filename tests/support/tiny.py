@@ -22,11 +22,16 @@ QUICK = {
 def save_tiny(folder, change=lambda model: None):
     """A model and its tokenizer, as `calibrate.model.models.load` finds them."""
     save("llama", folder, change)
+    tiny_tokenizer().save_pretrained(folder)
+    return Path(folder)
+
+
+def tiny_tokenizer():
+    """A tokenizer that reads single characters, with a vocabulary of less than 128."""
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(folder)
-    return Path(folder)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
 
 
 def recipe(folder, out, **changes):
