@@ -17,7 +17,6 @@ from calibrate.curves.curves import dense_power
 from calibrate.pipeline import Result
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
-from calibrate.search.allocate import allocate
 from calibrate.search.choice import Choice, allowed
 from calibrate.search.choose import Chosen
 from calibrate.versions import versions
@@ -148,7 +147,7 @@ class LengthReport:
 
 @dataclass(frozen=True)
 class BudgetReport:
-    """The error that was allowed: `kind` is mse or rel_mse, `scope` is layer or model."""
+    """The error that was allowed: `kind` is mse, rel_mse or kl, `scope` is layer or model."""
 
     kind: str
     value: float
@@ -352,7 +351,7 @@ def _frontier(recipe: Recipe, choice: Choice) -> tuple[tuple[float, float], ...]
     The allocation is computed here and not in the search, because which choice and which budget a layer ends with is
     known only after the proof has tightened them; it is a pure function of curves that are in memory already.
     """
-    allocations = [allocate(choice.curves, choice.budget_mse * times, allowed(recipe)) for times in FRONTIER]
+    allocations = [choice.spending(choice.budget_mse * times, allowed(recipe)).allocation for times in FRONTIER]
     return tuple((allocation.density, _in_unit(recipe, choice, allocation.mse)) for allocation in allocations)
 
 
