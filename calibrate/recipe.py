@@ -50,7 +50,7 @@ class Budget:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Budget:
-        """From the option budget_mse, budget_rel_mse or budget_kl; without any the default. Raises ConfigError for two."""
+        """From budget_mse, budget_rel_mse or budget_kl; without any the default. Raises ConfigError for two."""
         kinds = [kind for kind in KINDS if f"budget_{kind}" in options]
         if not kinds:
             return DEFAULT_BUDGET
@@ -100,8 +100,8 @@ def _segments_line(recipe: Recipe) -> str:
 class Recipe:
     """One calibration run: every field is an option of s2o-calibrate, which its `Option` describes.
 
-    The field `budget` is one of the options budget_mse, budget_rel_mse and budget_kl, `scope` is the option budget_scope and
-    `needles` the option keep_needles. docs/options.md lists all of them.
+    The field `budget` is one of the options budget_mse, budget_rel_mse and budget_kl, `scope` is the option
+    budget_scope and `needles` the option keep_needles. docs/options.md lists all of them.
     """
 
     model: str = option(

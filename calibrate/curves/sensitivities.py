@@ -39,7 +39,9 @@ def measured_sensitivity(
     return _typed(journal.remember(KIND, key, lambda: sensitivity(loaded, cut, recipe.seed)))
 
 
-def stored_sensitivity(entries: Sequence[tuple[Mapping[str, Any], Any]], prompts: set[str | None]) -> Sensitivity | None:
+def stored_sensitivity(
+    entries: Sequence[tuple[Mapping[str, Any], Any]], prompts: set[str | None]
+) -> Sensitivity | None:
     """The sensitivity last measured on some of these prompts; None without one.
 
     Args:

@@ -67,8 +67,8 @@ class LengthCertificate:
 
     kl, top1, error_over_limit, worst: What the next prompt keeps within, with a probability (`NextBound`): its KL from
     above, its share of like predictions from below, the largest error of a layer over its limit and the largest
-    quantile of row errors of a layer from above. mean_kl: The mean over the prompts. mean_kl_bound: With a budget in KL,
-    an upper bound for the mean over prompts like these; None with others. retrieval: None if no prompt asks.
+    quantile of row errors of a layer from above. mean_kl: The mean over the prompts. mean_kl_bound: With a budget in
+    KL, an upper bound for the mean over prompts like these; None with others. retrieval: None if no prompt asks.
     """
 
     length: int

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from calibrate.proof import kl_pass
 from calibrate.profiles.record import budget_of, predicted_layer
 from calibrate.prompts.prompts import PromptSet
+from calibrate.proof import kl_pass
 from calibrate.proof.certificate import CONFIDENCE, CertifiedLayerErrors, LengthCertificate, Retrieval
 from calibrate.proof.sample import CONTINUED
 from calibrate.proof.statistics import NextBound
@@ -146,7 +146,9 @@ def _retrieval(retrieval: Retrieval | None) -> CertifiedRetrieval | None:
 
 
 def _kl_passes(passes: Sequence[kl_pass.KlPass] | None) -> tuple[KlPass, ...] | None:
-    return passes and tuple(KlPass(scale=one.scale, predicted=one.predicted, kl=one.kl) for one in passes)
+    if passes is None:
+        return None
+    return tuple(KlPass(scale=one.scale, predicted=one.predicted, kl=one.kl) for one in passes)
 
 
 def _proven_length(proven: Proven, length: int) -> ProvenLength:

@@ -15,12 +15,13 @@ from typing import Any
 
 from calibrate.curves.curves import dense_power
 from calibrate.pipeline import Result
+from calibrate.proof.kl_pass import KlPass
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
 from calibrate.search.choice import Choice, allowed
 from calibrate.search.choose import Chosen
 from calibrate.versions import versions
-from s2o_runtime.profile.record import Certificate
+from s2o_runtime.profile.record import BudgetKind, Certificate, ErrorUnit, error_unit
 
 FRONTIER = tuple(10 ** (step / 2) for step in range(-4, 5))  # multiples of a layer's budget
 
@@ -119,6 +120,7 @@ class LengthReport:
         cost: The predicted time of all layers' attention divided by that of dense attention.
         attention_seconds: Of all layers; None on a CPU, as `dense_attention_seconds`.
         groups: Layers that shared one study.
+        kl_passes: How the scale of a budget in KL was found; empty with others.
     """
 
     length: int
@@ -134,6 +136,7 @@ class LengthReport:
     dense_attention_seconds: float | None
     groups: tuple[tuple[int, ...], ...]
     layers: tuple[LayerReport, ...]
+    kl_passes: tuple[KlPass, ...] = ()
 
     @property
     def label(self) -> str:
@@ -149,9 +152,14 @@ class LengthReport:
 class BudgetReport:
     """The error that was allowed: `kind` is mse, rel_mse or kl, `scope` is layer or model."""
 
-    kind: str
+    kind: BudgetKind
     value: float
     scope: str
+
+    @property
+    def unit(self) -> ErrorUnit:
+        """The unit of the layers' errors and limits."""
+        return error_unit(self.kind)
 
 
 @dataclass(frozen=True)
@@ -263,6 +271,7 @@ def _length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> 
         dense_attention_seconds=_total(layer.dense_seconds for layer in proof.layers),
         groups=() if chosen is None else tuple(map(tuple, chosen.groups)),
         layers=tuple(_layer(recipe, result, length, index, layer) for index, layer in enumerate(proof.layers)),
+        kl_passes=tuple(result.kl_passes.get(length, ())),
     )
 
 

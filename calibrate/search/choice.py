@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import NamedTuple
 
 from calibrate.curves.curves import Curve, Curves, Method, Shape, dense_power, methods
@@ -15,7 +16,6 @@ from calibrate.recipe import Recipe
 from calibrate.search.allocate import UNWEIGHTED, Allocation, Allowed, Weights, allocate, allocate_together
 from calibrate.timing import Timing
 from s2o_runtime.config import LayerConfig, TileConfig
-
 
 NO_GAIN = "no head gains anything within the budget"
 OTHERS_GAIN = "other layers gain more"
@@ -149,6 +149,11 @@ def choice_at(point: SearchPoint, curves: Curves, recipe: Recipe, weights: Weigh
     budget = budget_mse(weights, recipe)
     allocation = allocate(of_point, budget, allowed(recipe), weights)
     return Choice(*point, of_point, budget, allocation, weights=weights)
+
+
+def predicted_kl(choices: Sequence[Choice]) -> float:
+    """What the sensitivities of all layers make of the errors their choices spend, in nats per token."""
+    return fmean(choice.weights.layer * choice.spent for choice in choices)
 
 
 def shared(choices: Sequence[Choice], recipe: Recipe, scale: float = 1.0) -> tuple[list[Choice], list[float]]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import repeat
-from statistics import fmean
 
 import torch
 
@@ -26,7 +25,16 @@ from calibrate.model.sensitivity import Sensitivity
 from calibrate.prompts.prompt import PromptSet
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import Allowed
-from calibrate.search.choice import Choice, SearchPoint, allowed, budget_mse, default_segment, shared, weights_of
+from calibrate.search.choice import (
+    Choice,
+    SearchPoint,
+    allowed,
+    budget_mse,
+    default_segment,
+    predicted_kl,
+    shared,
+    weights_of,
+)
 from calibrate.search.groups import groups
 from calibrate.search.study import LayerSearch, Studies, Timer
 from calibrate.timing import FAILURES, HOPELESS, Timing, against_dense, reason
@@ -87,8 +95,8 @@ class Chosen:
 
     @property
     def predicted_kl(self) -> float:
-        """What the layers' sensitivities make of the errors that their choices spend, in nats per token."""
-        return fmean(choice.weights.layer * choice.spent for choice in self.choices)
+        """Of a budget in KL, what is predicted of the choices, in nats per token."""
+        return predicted_kl(self.choices)
 
     def sharing(self, recipe: Recipe, scale: float) -> Chosen:
         """The same search points with one budget over all layers, of which `scale` is spent (`shared`)."""

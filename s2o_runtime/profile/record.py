@@ -138,8 +138,8 @@ class RecordedBudget(Part):
     """The error that the calibration was allowed."""
 
     kind: BudgetKind | None = _recorded(
-        "`mse` or `rel_mse`: the unit of `value` and of every `limit`. `kl`: KL(dense, patched) of the next token, mean "
-        "over the adjust prompts' positions; every `limit` is an `mse` then"
+        "`mse` or `rel_mse`: the unit of `value` and of every `limit`. `kl`: KL(dense, patched) of the next token, "
+        "mean over the adjust prompts' positions; every `limit` is an `mse` then"
     )
     value: float | None = _recorded("the error allowed", "its kind; `kl`: nats per token")
     scope: BudgetScope | None = _recorded("`layer`: of every layer; `model`: of the mean over layers, or of the KL")
