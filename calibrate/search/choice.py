@@ -168,7 +168,9 @@ def shared(choices: Sequence[Choice], recipe: Recipe, scale: float = 1.0) -> tup
         The layers' choices, and the limit of each: what it spends, with the margin given back, in the unit of the
         budget's layers. Of a budget in KL that is the plain mean squared error of the heads as they were chosen.
     """
-    live = [layer for layer, choice in enumerate(choices) if choice.why_dense in (None, NO_GAIN, OTHERS_GAIN)]
+    # a KL is spent at several scales, and what was too little at one of them may do at the next
+    taking_part = (None, NO_GAIN, OTHERS_GAIN) if recipe.budget.is_kl else (None,)
+    live = [layer for layer, choice in enumerate(choices) if choice.why_dense in taking_part]
     if not live:
         return list(choices), [recipe.budget.value] * len(choices)
     budget = recipe.budget.value * recipe.margin * scale * len(choices) / len(live)
