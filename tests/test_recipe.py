@@ -283,7 +283,7 @@ def test_one_file_of_prompts_may_be_given_as_it_is(tmp_path):
 def test_a_budget_in_kl_is_of_the_model():
     made = recipe(budget_kl=5e-3)
     assert (made.scope, made.budget.unit, str(made.budget)) == ("model", "mse", "kl-0.005")
-    assert Recipe.from_record(made.record(), made.out) == made
+    assert Recipe.from_record(made.record(), made.out).record() == made.record()
     assert recipe().with_budget(made.budget) == made
     assert made.with_budget(DEFAULT_BUDGET) == recipe()
     shared = recipe(budget_scope="model")
