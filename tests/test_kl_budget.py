@@ -100,7 +100,9 @@ def test_drift_is_held_to_the_limits_of_the_layers(finished):
 
 def test_card_and_report_say_the_kl_that_was_reached(finished):
     made, result = finished
-    assert f"within KL {NATS:g} (nats per token)" in card(result.profile, "p.safetensors")
+    page, (certified,) = card(result.profile, "p.safetensors"), result.profile.record.certificate.lengths
+    assert f"within KL {NATS:g} (nats per token)" in page
+    assert f"(mean over prompts {certified.mean_kl:.1e}, its bound {certified.mean_kl_bound:.1e})" in page
     report = report_of(made, result)
     notes = "\n".join(length_notes(report, report.lengths[0]))
     assert f"KL {result.proofs[512].kl:.1e} of {NATS:g} allowed" in notes
