@@ -451,7 +451,8 @@ def test_bad_input_ends_a_process_in_one_sentence(tmp_path):
         (["--retile", "none"], "--retile none is not a file: check the path"),
         (
             ["--rebudget", "p", "--budget-mse", "1", "--model", "demo"],
-            "--rebudget takes only --budget-mse, --budget-rel-mse, --budget-kl, --worst-rows, --journal, --out: leave --model out",
+            "--rebudget takes only --budget-mse, --budget-rel-mse, --budget-kl, --worst-rows, --journal, --out: "
+            "leave --model out",
         ),
         (["--retile", "p", "--recipe", "r.yaml"], "--retile takes only --device, --out: leave --recipe out"),
         (["--retile", "p", "--dry-run"], "leave --dry-run out"),

@@ -1,4 +1,4 @@
-"""A backward pass in bfloat16 on a GPU beside the one in float32 on the CPU, and a whole calibration with its result."""
+"""A backward pass in bfloat16 on a GPU beside the one in float32 on the CPU, and a whole calibration with it."""
 
 from statistics import fmean
 
