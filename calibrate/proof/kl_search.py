@@ -14,11 +14,14 @@ from calibrate.model.models import LoadedModel
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.candidate import Candidate
+from calibrate.proof.kl_alone import corrected, kl_alone
 from calibrate.proof.kl_pass import KlPass, best_scale, next_scale, settled
 from calibrate.proof.tighten import tighten_layer
 from calibrate.proof.verify import prove
 from calibrate.search.choose import Chosen
 
+WEIGHINGS = 2
+NEAR = 1.3  # times what was predicted: layers by themselves that cost no more than this were weighed near the budget
 PASSES = 3
 
 log = logging.getLogger("calibrate")
@@ -42,7 +45,8 @@ def within_kl(
         ModelError: inf or NaN came up in the model.
         ResourceError: The GPU's memory ran out.
     """
-    recipe, begun = candidate.recipe, candidate.chosen
+    recipe = candidate.recipe
+    begun = _weighed(loaded, held_out, candidate, progress=progress)
     most, aim = recipe.budget.value, recipe.budget.value * recipe.margin
     passes: dict[int, list[KlPass]] = {length: [] for length in recipe.lengths}
     ended: set[int] = set()
@@ -67,6 +71,24 @@ def within_kl(
         length: begun[length].sharing(recipe, best_scale(of_length, aim, most)) for length, of_length in passes.items()
     }
     return replace(candidate, chosen=final), {length: tuple(of_length) for length, of_length in passes.items()}
+
+
+def _weighed(
+    loaded: LoadedModel, held_out: Mapping[int, Sequence[Prompt]], candidate: Candidate, *, progress: bool
+) -> dict[int, Chosen]:
+    """What was chosen at each calibrated length, with layers weighed by what they cost by themselves."""
+    weighed = dict(candidate.chosen)
+    for length in candidate.recipe.lengths:
+        for _ in range(WEIGHINGS):  # the first one may be at errors far from those that the budget allows
+            configs = [choice.config for choice in weighed[length].choices]
+            with progress_bar("weighing layers", len(configs), "layer", shown=progress) as step:
+                alone = kl_alone(loaded, held_out[length], configs, step)
+            log.info("%d tokens: groups of layers by themselves have a KL of %s, rounding %.1e", length, *alone)
+            ratio = sum(alone[0]) / max(weighed[length].predicted_kl, 1e-30)
+            weighed[length] = corrected(weighed[length], alone).sharing(candidate.recipe, 1.0)
+            if 1 / NEAR <= ratio <= NEAR:
+                break
+    return weighed
 
 
 def _same(chosen: Chosen, other: Chosen) -> bool:

@@ -19,6 +19,7 @@ from s2o_runtime.config import LayerConfig, TileConfig
 
 NO_GAIN = "no head gains anything within the budget"
 OTHERS_GAIN = "other layers gain more"
+HARMLESS = 0.5  # of an equal part of a budget in KL: an error that costs less than this needs no tightening
 FEWEST = 0.01  # of its layer's mean: what a head's error counts at least, so that none that hardly counted is free
 
 
@@ -166,7 +167,8 @@ def shared(choices: Sequence[Choice], recipe: Recipe, scale: float = 1.0) -> tup
 
     Returns:
         The layers' choices, and the limit of each: what it spends, with the margin given back, in the unit of the
-        budget's layers. Of a budget in KL that is the plain mean squared error of the heads as they were chosen.
+        budget's layers. Of a budget in KL that is the plain mean squared error of the heads as they were chosen, and
+        at least `HARMLESS` of an equal part, because tightening a layer that costs next to nothing gains nothing.
     """
     # a KL is spent at several scales, and what was too little at one of them may do at the next
     taking_part = (None, NO_GAIN, OTHERS_GAIN) if recipe.budget.is_kl else (None,)
@@ -182,5 +184,9 @@ def shared(choices: Sequence[Choice], recipe: Recipe, scale: float = 1.0) -> tup
         new = replace(after[layer], allocation=allocation, timing=None, why_dense=None)
         new = replace(new, budget_mse=new.spent)
         after[layer] = replace(new, why_dense=OTHERS_GAIN) if new.config.is_dense else new
+        if new.config.is_dense:
+            continue
         limits[layer] = recipe.budget.error(allocation.mse, dense_power(new.curves)) / recipe.margin
+        if recipe.budget.is_kl:
+            limits[layer] = max(limits[layer], HARMLESS * recipe.budget.value / new.weights.layer)
     return after, limits
