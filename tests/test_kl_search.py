@@ -15,6 +15,7 @@ from calibrate.proof.tighten import TIGHTEN_TO, tighten
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Budget
 from calibrate.search.allocate import Weights
+from calibrate.search.choice import HARMLESS
 from support.candidates import LENGTHS, RECIPE, candidate
 
 AIM, MOST = 4e-3, 5e-3
@@ -81,41 +82,60 @@ def begun():
     return replace(begun, chosen=chosen)
 
 
-def fake_proof(candidate, length, factor):
-    """A proof that finds `factor` times the KL that is predicted of what runs, by other sums than the code's."""
-    errors = [[point.mse for point in choice.allocation.points] for choice in candidate.choices[length].choices]
-    kl = factor * sum(20.0 * (0.5 * first + 1.5 * second) / 2 for first, second in errors)
-    layers = tuple(LayerProof(sum(of_heads) / 2, 1.0, 0.5, 0.0) for of_heads in errors)
+def kl_of(config, factor):
+    """What a layer of the candidates costs, by other sums than the code's: `factor` times what is predicted."""
+    mse = [slope * head.tau * (2 if head.tail else 1) for slope, head in zip((1e-7, 3e-7), config.heads, strict=True)]
+    return factor * 20.0 * (0.5 * mse[0] + 1.5 * mse[1]) / 2
+
+
+def fake_proof(candidate, length, factors):
+    """A proof that finds what the layers cost together, each `factors` times what is predicted of it."""
+    choices = candidate.choices[length].choices
+    kl = sum(kl_of(choice.config, factor) for choice, factor in zip(choices, factors, strict=True))
+    layers = tuple(LayerProof(choice.allocation.mse, 1.0, 0.5, 0.0) for choice in choices)
     return LengthProof(layers, kl, 1.0, None, 0.0, 0.0)
 
 
-def test_each_length_is_passed_until_it_is_close(begun, monkeypatch):
-    factors = dict(zip(LENGTHS, (1.0, 3.0, 0.4), strict=True))
+@pytest.mark.parametrize("together", [1.0, 2.0], ids=["as by themselves", "more than by themselves"])
+def test_each_length_is_passed_until_it_is_close(together, begun, monkeypatch):
+    """Layers are weighed by themselves first; what they cost together is found by passes."""
+    factors = dict(zip(LENGTHS, ((1.0, 1.0), (9.0, 1.0), (0.5, 0.25)), strict=True))
     passed = []
+
+    def alone(loaded, prompts, configs, on_step):
+        (length,) = prompts
+        return tuple(kl_of(config, factor) for config, factor in zip(configs, factors[length], strict=True)), 0.0
 
     def prove(loaded, held_out, candidate, revise, on_step, timed):
         passed.append((set(held_out), timed))
         assert revise is kl_search.tighten_layer
-        return candidate, {length: fake_proof(candidate, length, factors[length]) for length in held_out}
+        return candidate, {length: proof(candidate, length) for length in held_out}
+
+    def proof(candidate, length):
+        return fake_proof(candidate, length, [together * factor for factor in factors[length]])
 
     monkeypatch.setattr(kl_search, "prove", prove)
+    monkeypatch.setattr(kl_search, "kl_alone", alone)
     loaded = type("Loaded", (), {"geometry": begun.geometry})
-    found, passes = within_kl(loaded, dict.fromkeys(begun.lengths, ()), begun, progress=False)
+    found, passes = within_kl(loaded, {length: [length] for length in begun.lengths}, begun, progress=False)
     assert passed[0] == (set(LENGTHS), False)
-    assert all(now < before for (before, _), (now, _) in pairwise(passed))
-    for length, factor in factors.items():
-        proof = fake_proof(found, length, factor)
-        assert 0.8 * AIM <= proof.kl <= MOST
-        assert proof.kl == passes[length][-1].kl
-        assert passes[length][-1].predicted == pytest.approx(proof.kl / factor)
-        assert passes[length][0].predicted <= AIM * (1 + 1e-9)
-        for layer, (choice, of_layer) in enumerate(zip(found.chosen[length].choices, proof.layers, strict=True)):
-            assert found.limits[length, layer] == pytest.approx(of_layer.mse / begun.recipe.margin)
+    assert all(now <= before for (before, _), (now, _) in pairwise(passed))
+    assert len(passed) <= (1 if together == 1.0 else PASSES)
+    for length, of_layers in factors.items():
+        final = proof(found, length)
+        assert 0.8 * AIM <= final.kl <= MOST
+        assert final.kl in [one.kl for one in passes[length]]
+        for one in passes[length]:
+            assert one.kl == pytest.approx(together * one.predicted)
+        for layer, (choice, of_layer) in enumerate(zip(found.chosen[length].choices, final.layers, strict=True)):
+            assert choice.weights.layer == pytest.approx(of_layers[layer] * WEIGHTS.layer)
+            spent, harmless = of_layer.mse / begun.recipe.margin, HARMLESS * MOST / choice.weights.layer
+            assert found.limits[length, layer] == pytest.approx(max(spent, harmless))
             assert choice.budget_mse == choice.spent == WEIGHTS.mean(choice.allocation)
 
 
 def test_a_length_over_its_kl_is_tightened_by_as_much(begun):
-    proofs = {length: fake_proof(begun, length, 0.0) for length in begun.lengths if length in LENGTHS}
+    proofs = {length: fake_proof(begun, length, (0.0, 0.0)) for length in begun.lengths if length in LENGTHS}
     over = replace(proofs[1024], kl=1.25 * MOST)
     verdict = judge(begun, proofs | {1024: over, 768: replace(over, kl=1.0)})  # a checked length has no budget
     sentence = "at 1024 tokens the KL is 6.25e-03 nats per token, 5.00e-03 are allowed"

@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import fmean
 
 from calibrate.curves.curves import Curves, Shape, dense_power, methods
-from calibrate.profiles.record import budget_of, predicted_layer
+from calibrate.profiles.record import budget_of, predicted_layers
 from calibrate.profiles.stored import StoredCurves, calibrate_command, recipe_of, stored_curves
 from calibrate.recipe import Budget, Recipe
-from calibrate.search.allocate import Allocation
+from calibrate.search.allocate import Allocation, Weights
 from calibrate.search.choice import NO_GAIN, Choice, allowed, budget_mse, predicted_kl, shared, weights_of
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
@@ -89,8 +89,8 @@ def rebudget(
         choices = _choices(stored, length, after, journal)
         layers.append(tuple(choice.config for choice in choices))
         predictions.append(_prediction(length, choices, after))
-        layers_of_length = tuple(predicted_layer(choice) for choice in choices)
-        recorded.append(PredictedLength(length=length, kl=_predicted_kl(choices, after), layers=layers_of_length))
+        kl = _predicted_kl(choices, after)
+        recorded.append(PredictedLength(length=length, kl=kl, layers=predicted_layers(choices)))
     record = replace(
         old.record,
         budget=budget_of(after),
@@ -119,11 +119,19 @@ def _choices(stored: StoredCurves, length: int, after: Recipe, journal: Path) ->
                 f"journal {journal} lacks the curves of layer {layer} at {length} tokens for tile {config.tile}: "
                 f"measure them with {calibrate_command(after)}"
             )
-        of_heads = stored.sensitivity[layer] if stored.sensitivity else None
-        choices.append(_choice(curves, config, before, after, of_heads, old.geometry.layers))
+        choices.append(_choice(curves, config, before, after, _weights(stored, length, layer, curves, after)))
     if after.scope == "model":
         choices, _ = shared(choices, after, _scale(stored, length, after))
     return choices
+
+
+def _weights(stored: StoredCurves, length: int, layer: int, curves: Curves, after: Recipe) -> Weights:
+    """What a layer's errors count: of a KL after a KL, as the old calibration measured the layer by itself."""
+    layers = stored.profile.geometry.layers
+    weights = weights_of(curves, after, stored.sensitivity[layer] if stored.sensitivity else None, layers)
+    predicted = stored.profile.record.predicted_at(length)
+    measured = predicted.layers[layer].sensitivity if predicted and predicted.layers else None
+    return replace(weights, layer=measured * layers) if after.budget.is_kl and measured else weights
 
 
 def _scale(stored: StoredCurves, length: int, after: Recipe) -> float:
@@ -140,12 +148,10 @@ def _choice(
     config: LayerConfig,
     before: Recipe,
     after: Recipe,
-    sensitivity: Sequence[float] | None,
-    layers: int,
+    weights: Weights,
 ) -> Choice:
     """A layer as it was in segment, grain and tile, with its new budget spent."""
     segment, grain, tile = config.heads[0].segment, config.grain, config.tile
-    weights = weights_of(curves, after, sensitivity, layers)
     budget = budget_mse(weights, after)
     of_point = methods(curves, segment, grain, Shape.of(tile))
     unspent = Choice(segment, grain, tile, of_point, 0.0, Allocation(()), weights=weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from calibrate.profiles.record import budget_of, predicted_layer
+from calibrate.profiles.record import budget_of, predicted_layers
 from calibrate.prompts.prompts import PromptSet
 from calibrate.proof import kl_pass
 from calibrate.proof.certificate import CONFIDENCE, CertifiedLayerErrors, LengthCertificate, Retrieval
@@ -52,7 +52,7 @@ def record_of(recipe: Recipe, prompts: PromptSet, proven: Proven) -> Record:
             PredictedLength(
                 length=length,
                 kl=chosen.predicted_kl if recipe.budget.is_kl else None,
-                layers=tuple(predicted_layer(choice) for choice in chosen.choices),
+                layers=predicted_layers(chosen.choices),
             )
             for length, chosen in proven.chosen.items()
         ),

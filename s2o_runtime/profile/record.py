@@ -183,6 +183,10 @@ class PredictedLayer(Part):
         "attention as timed by the search; on a GPU only, and only where it was not tightened afterwards", "seconds"
     )
     dense_seconds: float | None = _recorded("dense attention, timed in turns with it", "seconds")
+    sensitivity: float | None = _recorded(
+        "KL for each unit of the layer's mse, its heads weighted by what they cost; of a budget in KL only",
+        "nats per token",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
