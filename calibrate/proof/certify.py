@@ -107,7 +107,7 @@ def certify(loaded: LoadedModel, prompts: Mapping[int, Sequence[Prompt]], proven
     return replace(
         proven,
         candidate=candidate,
-        certificates=certificates,
+        certificates=dict(sorted(certificates.items())),
         problems=(*proven.problems, *(problem for problem in problems if problem)),
     )
 

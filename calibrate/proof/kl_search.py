@@ -1,8 +1,8 @@
 """A budget in KL: allocate from the curves, prove, compare with the budget, and allocate again at another scale.
 
-First the layers are weighed by what they cost by themselves (`kl_alone`). A pass is the adjust stage's measurement, with
-its tightening of layers and without times. What is aimed at is the budget less its margin, which is left for prompts
-that were not seen.
+First the layers are weighed by what they cost by themselves (`kl_alone`). A pass is the adjust stage's measurement,
+with its tightening of layers and without times. What is aimed at is the budget less its margin, which is left for
+prompts that were not seen.
 """
 
 from __future__ import annotations
