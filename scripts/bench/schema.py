@@ -400,7 +400,7 @@ class CalibratedLayer:
 
 @dataclass(frozen=True)
 class CalibratedLength:
-    """One length of a calibration, on the adjust prompts. needles: kept by the patched model, found by the dense one."""
+    """One length of a calibration, on the adjust prompts. needles: kept, and found by the dense model."""
 
     length: int
     kl: float

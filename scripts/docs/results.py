@@ -172,10 +172,10 @@ def command(source: Source[ResultFile]) -> str:
     if isinstance(file, CalibrationFile):
         return f"{file.command}  # report.json is {source.name}"
     if isinstance(file, ProfilesFile):
-        names = " ".join(dict.fromkeys(row.profile for row in file.rows))
+        profiles = " ".join(dict.fromkeys(row.profile for row in file.rows))
         lengths = ",".join(dict.fromkeys(str(row.length) for row in file.rows))
-        options = f"--model {file.model} --lengths {lengths} --num-prompts {file.num_prompts} --seed {file.seed}"
-        return f"{file.program} {names} {options} {out}"
+        drawn = f"--model {file.model} --lengths {lengths} --num-prompts {file.num_prompts} --seed {file.seed}"
+        return f"{file.program} {profiles} {drawn} {out}"
     if isinstance(file, CoverageFile):
         text = "" if file.prompts is None else f" --prompts {shlex.quote(file.prompts)}"
         numbers = f"--seed {file.seed} --num-prompts {file.num_prompts}"
@@ -206,7 +206,7 @@ def _tile(tile: dict[str, Any]) -> str:
 
 
 def _calibrations(sources: Sequence[Source[CalibrationFile]]) -> list[str]:
-    """Whole calibrations: each length on the adjust prompts and as certified, kinds of text, and the longest's layers."""
+    """Whole calibrations: each length as adjusted and as certified, kinds of text, and the longest's layers."""
     out = [
         "## Calibrations",
         "Attention and prefill are how many times faster than dense attention, on the first of the prompts that layers "
@@ -223,7 +223,7 @@ def _calibrations(sources: Sequence[Source[CalibrationFile]]) -> list[str]:
         by_length = {entry["length"]: entry for entry in (file.certificate or {}).get("lengths", ())}
         out += [
             f"### `{file.model}` ({source.link})",
-            f"{file.architecture}; {file.calibration_seconds:.0f} s.",
+            f"{file.architecture}; {file.calibration_seconds:.0f} s. {source.note}".strip(),
             table(
                 (*lengths, *certified), [_calibrated(entry, by_length.get(entry.length)) for entry in file.lengths], "r"
             ),
@@ -289,8 +289,8 @@ def _profiles(sources: Sequence[Source[ProfilesFile]]) -> list[str]:
     """Profiles of one model beside one another."""
     out = [
         "## Profiles on the same prompts",
-        "Attention of all layers on one prompt, medians with a cold L2, in turns with cuDNN; errors, KL and needles are "
-        "of fresh prompts of four kinds of text, which are the same for each profile.",
+        "Attention of all layers on one prompt, medians with a cold L2, in turns with cuDNN; errors, KL and needles "
+        "are of fresh prompts of four kinds of text, which are the same for each profile.",
     ]
     if not sources:
         return [*out, missing(ProfilesFile)]
@@ -307,8 +307,8 @@ def _coverage(sources: Sequence[Source[CoverageFile]]) -> list[str]:
         "## Certificates on fresh prompts",
         "How many of the layers that are not dense have a mean error over fresh prompts above their certified bound "
         "(over all rows, over the last eighth, of calls with 64 and 512 new tokens), and how many prompts have a KL "
-        "above what the next prompt is certified to keep within. A cell is one layer on one prompt; bounds are for means, "
-        "so some cells are above. The bounds are for the mixture of all kinds of text: one kind alone may be above.",
+        "above what the next prompt is certified to keep within. A cell is one layer on one prompt; bounds are for "
+        "means, so some cells are above. The bounds are for the mixture of all kinds of text: one alone may be above.",
     ]
     if not sources:
         return [*out, missing(CoverageFile)]
