@@ -106,6 +106,7 @@ def prove(
     configured: C,
     revise: Callable[[C, int, int, LayerProof], C | None] = accept,
     on_step: Callable[[], object] = lambda: None,
+    timed: bool = True,
 ) -> tuple[C, dict[int, LengthProof]]:
     """Measure what a configuration does to every layer at every length, and to the model's predictions.
 
@@ -120,6 +121,7 @@ def prove(
         revise: Given what was proven, the length, the layer's index and the layer's proof (which has no times yet):
             what to prove instead on the same inputs, or None to accept this one.
         on_step: Called after each length of each layer.
+        timed: Whether to take times too; without, those of the proofs are 0 or None.
 
     Returns:
         What was proven in the end, and what was measured of it by length in tokens.
@@ -131,7 +133,8 @@ def prove(
     hf.register()
     with attention_implementation(loaded.model, hf.NAME):
         walks = [
-            _Walk(length, prompts, begin(loaded, [p.ids for p in prompts])) for length, prompts in held_out.items()
+            _Walk(length, prompts, begin(loaded, [p.ids for p in prompts]), timed)
+            for length, prompts in held_out.items()
         ]
         for of_decoder in decoder_layers(loaded.model):
             number, row, attention = of_decoder.number, of_decoder.row, of_decoder.attention
@@ -181,8 +184,8 @@ class PatchableLayer:
 class _Walk:
     """The held-out prompts of one length on their way through the patched and the dense model."""
 
-    def __init__(self, length: int, prompts: Sequence[Prompt], streams: list[Stream]) -> None:
-        self.length, self._prompts = length, prompts
+    def __init__(self, length: int, prompts: Sequence[Prompt], streams: list[Stream], timed: bool) -> None:
+        self.length, self._prompts, self._timed = length, prompts, timed
         self._patched, self._dense = streams, streams
         self._layers: list[LayerProof] = []
         self._seconds = {"patched": 0.0, "dense": 0.0}
@@ -195,13 +198,7 @@ class _Walk:
             config = configured.layer_config(layer.index, self.length)
             after, proof = _measure(layer, self._patched, config)
             revised = revise(configured, self.length, layer.index, proof)
-        first = self._patched[0]
-        for name, seconds in _layer_seconds(layer, first, config).items():
-            self._seconds[name] += seconds
-        if layer.device.type == "cuda":
-            attention_seconds, dense_seconds = _attention_seconds(layer, first, config)
-            proof = replace(proof, seconds=attention_seconds, dense_seconds=dense_seconds)
-        self._layers.append(proof)
+        self._layers.append(self._with_times(layer, config, proof) if self._timed else proof)
         self._patched = after
         self._dense = [layer.dense(stream) for stream in self._dense]
         return configured
@@ -209,8 +206,21 @@ class _Walk:
     def pass_through(self, module: nn.Module, number: int) -> None:
         """Move through a layer that has no full attention."""
         alike = self._patched is self._dense  # before the first layer that S2O may change
+        if self._timed:
+            seconds = _seconds({"both": lambda: self._dense[0].through(module, number)}, self._dense[0].hidden.device)
+            self._seconds = {name: total + seconds["both"] for name, total in self._seconds.items()}
         self._patched = [stream.through(module, number) for stream in self._patched]
         self._dense = self._patched if alike else [stream.through(module, number) for stream in self._dense]
+
+    def _with_times(self, layer: PatchableLayer, config: LayerConfig, proof: LayerProof) -> LayerProof:
+        """The proof with its times, which are added to the prefill's."""
+        first = self._patched[0]
+        for name, seconds in _layer_seconds(layer, first, config).items():
+            self._seconds[name] += seconds
+        if layer.device.type != "cuda":
+            return proof
+        attention_seconds, dense_seconds = _attention_seconds(layer, first, config)
+        return replace(proof, seconds=attention_seconds, dense_seconds=dense_seconds)
 
     def conclude(self, logits: Callable[[Tensor], Tensor]) -> LengthProof:
         """The proof, after the last layer. logits: [1, R, H] -> [1, R, V]."""
@@ -268,17 +278,22 @@ def _measure(layer: PatchableLayer, streams: list[Stream], config: LayerConfig) 
 
 
 def _layer_seconds(layer: PatchableLayer, stream: Stream, config: LayerConfig) -> dict[str, float]:
-    """Seconds of the whole decoder layer: medians on a GPU, of one run if it is long; one run by the clock on a CPU."""
+    """Seconds of the whole decoder layer."""
     state = layer.state(config)
     calls: dict[str, Callable[[], Any]] = {
         "patched": lambda: layer.patched(stream, state),
         "dense": lambda: layer.dense(stream),
     }
-    if layer.device.type == "cuda":
-        once = medians(calls, layer.device, 1, LAYER_FLUSHES)
+    return _seconds(calls, layer.device)
+
+
+def _seconds(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
+    """Seconds of decoder layers: medians on a GPU, of one run if they are long; one run by the clock on a CPU."""
+    if device.type == "cuda":
+        once = medians(calls, device, 1, LAYER_FLUSHES)
         if min(once.values()) > LONG_SECONDS:
             return once
-        return medians(calls, layer.device, GPU_ROUNDS, LAYER_FLUSHES)
+        return medians(calls, device, GPU_ROUNDS, LAYER_FLUSHES)
     return {name: _clocked(call) for name, call in calls.items()}
 
 
