@@ -214,3 +214,16 @@ def write_gguf(gguf, model, path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_a_model_that_accelerate_spreads_keeps_its_hooks(tmp_path):
+    """Its hooks replace forward passes, as the calibrator does for a while."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = build("llama")
+    parts = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
+    accelerate.dispatch_model(model, dict.fromkeys(parts, "cpu"), force_hooks=True)
+    hooked = {part: part.__dict__["forward"] for part in model.modules() if "forward" in part.__dict__}
+    assert model.model.layers[1] in hooked
+    options = QUICKEST | {"budget_rel_mse": 1e-2, "out": tmp_path / "p.safetensors"}
+    assert calibrate(model, tiny_tokenizer(), progress=False, **options).written
+    assert {part: part.__dict__["forward"] for part in model.modules() if "forward" in part.__dict__} == hooked
