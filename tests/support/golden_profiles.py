@@ -141,6 +141,15 @@ def baselines() -> Profile:
     return replace(minimal(), geometry=Geometry("llama", 1, 4, 2, 128), layers=layers, record=record)
 
 
+def mixed() -> Profile:
+    """A model with layers of other kinds between those that rows are of."""
+    others = (("linear_attention", 1), ("sliding_attention", 2))
+    (row,) = minimal().layers[0]
+    return replace(
+        minimal(), geometry=Geometry("gemma3_text", 2, 1, 1, 64, (2, 4), others), layers=((row, row.as_dense()),)
+    )
+
+
 GOLDEN = {
     "schema2-minimal": minimal,
     "schema2-full": full,
@@ -148,6 +157,7 @@ GOLDEN = {
     "schema4-minimal": minimal,
     "schema4-full": newest,
     "schema4-baselines": baselines,
+    "schema4-mixed": mixed,
 }
 
 
