@@ -117,7 +117,7 @@ $(TRANSFORMERS:%=build/transformers-%/.installed): build/transformers-%/.install
 	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) transformers==$* tokenizers==$(TOKENIZERS_$*)
 	touch $@
 
-# a backend of transformers' quantised cache, which compiles a part of itself the first time it is used
+# quantises weights and transformers' cache; it compiles a part of itself the first time it is used
 $(QUANTISED)/.installed: | $(READY)
 	rm -rf $(@D)
 	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) optimum-quanto==0.2.7 ninja==1.13.2

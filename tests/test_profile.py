@@ -99,9 +99,10 @@ def test_files_of_older_schemas_are_written_back_as_the_newest(name, tmp_path):
 def test_the_format_names_every_field_and_tensor_and_no_other():
     rows = {row.removesuffix("[]") for row in re.findall(r"^\| `([^`]+)` \|", FORMAT.read_text("utf-8"), re.MULTILINE)}
     fields = field_paths(document_of(path_of("schema4-full").read_bytes()))
-    for others in ("schema4-baselines", "schema4-kl"):
-        fields |= field_paths(document_of(path_of(others).read_bytes()))
-    fields = {re.sub(r"\.versions\..*", ".versions", field) for field in fields}
+    fields |= field_paths(document_of(path_of("schema4-baselines").read_bytes()))
+    fields |= field_paths(document_of(path_of("schema4-kl").read_bytes()))
+    fields |= field_paths(document_of(path_of("schema4-mixed").read_bytes())) - {"record"}
+    fields = {re.sub(r"\.(versions|other_layers)\..*", r".\1", field) for field in fields}
     parents = {row for row in rows if any(field.startswith((f"{row}.", f"{row}[]")) for field in fields)}
     assert rows - parents == fields | set(profile_file.TENSORS)
     for name in profile_file.TILE_FIELDS:
@@ -523,3 +524,45 @@ def test_a_crash_while_writing_keeps_the_old_file(tmp_path, monkeypatch):
         write_atomically(path, b"new")
     assert load_profile(path) == profile()
     assert os.listdir(tmp_path) == ["p.safetensors"]
+
+
+MIXED = Geometry("gemma3_text", 2, 3, 1, 64, (1, 3), (("linear_attention", 1), ("sliding_attention", 1)))
+
+
+def test_a_model_with_layers_of_other_kinds(tmp_path):
+    """The file says which layers its rows are of; that of another model does not mention it."""
+    mixed = profile(geometry=MIXED)
+    save_profile(mixed, tmp_path / "mixed.safetensors")
+    assert load_profile(tmp_path / "mixed.safetensors") == mixed
+    model = document_of(serialize(mixed))["model"]
+    assert model["layer_numbers"] == [1, 3]
+    assert model["other_layers"] == {"linear_attention": 1, "sliding_attention": 1}
+    assert not {"layer_numbers", "other_layers"} & DOCUMENT["model"].keys()
+    assert [MIXED.layer_number(row) for row in range(2)] == [1, 3]
+    assert [GEOMETRY.layer_number(row) for row in range(2)] == [0, 1]
+    assert (
+        MIXED.difference(dataclasses.replace(MIXED, layer_numbers=(0, 3))) == "layer numbers (1, 3) instead of (0, 3)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_numbers": [1]}, r"model.layer_numbers is \[1\]: expected 2 ascending numbers below 4"),
+        ({"layer_numbers": [3, 1]}, "expected 2 ascending numbers below 4"),
+        ({"layer_numbers": [1, 1]}, "expected 2 ascending numbers below 4"),
+        ({"layer_numbers": [1, 4]}, "expected 2 ascending numbers below 4"),
+        ({"layer_numbers": [True, 3]}, "expected 2 ascending numbers below 4"),
+        ({"layer_numbers": 3}, "field model.layer_numbers is a int: expected a list"),
+        ({"other_layers": {}}, "field model.other_layers is {}: expected numbers of layers by their kinds"),
+        ({"other_layers": {"linear_attention": 0}}, "expected numbers of layers by their kinds"),
+        ({"other_layers": {"linear_attention": 1.5}}, "expected numbers of layers by their kinds"),
+    ],
+)
+def test_layers_of_other_kinds_are_checked(changes, message, tmp_path):
+    document = document_of(serialize(profile(geometry=MIXED)))
+    document["model"] |= changes
+    path = tmp_path / "foreign.safetensors"
+    path.write_bytes(digested(document, TENSORS))
+    with pytest.raises(ProfileError, match=message):
+        load_profile(path)

@@ -18,7 +18,7 @@ from calibrate.model.whole import quantisation, streaming_obstacle
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.obstacles import foreseen_obstacle
 from s2o_runtime.identity import Geometry, geometry
-from s2o_runtime.layer_kinds import layer_kinds, visible_keys
+from s2o_runtime.layer_kinds import CHUNKED, layer_kinds, visible_keys
 
 GB = 1e9
 BITS = {
@@ -103,16 +103,19 @@ def attention_share(config: Any, length: int) -> float:
         length: Tokens of the prompt.
     """
     full = length * (length + 1) / 2
-    pairs = [
-        full if (seen := visible_keys(kind, config)) is None else _pairs(length, seen) for kind in layer_kinds(config)
-    ]
-    return geometry(config).layers * full / sum(pairs)
+    pairs = sum(_pairs(kind, length, config) for kind in layer_kinds(config))
+    return geometry(config).layers * full / pairs
 
 
-def _pairs(length: int, seen: int) -> float:
-    """Query-key pairs of a layer whose queries see this many keys at most. Chunks count as windows, twice too much."""
-    near = min(length, seen)
-    return near * (near + 1) / 2 + (length - near) * seen
+def _pairs(kind: str, length: int, config: Any) -> float:
+    """The pairs of queries and keys in a layer of this kind, of one head."""
+    seen = visible_keys(kind, config)
+    near = length if seen is None else min(length, seen)
+    triangle = near * (near + 1) / 2
+    if kind != CHUNKED or not near:
+        return triangle + (length - near) * near
+    chunks, rest = divmod(length, near)
+    return chunks * triangle + rest * (rest + 1) / 2
 
 
 def loading(name: str, config: Any, model: Any, device: str, random_weights: bool) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,13 +49,20 @@ def logits_of(model: Any) -> Logits:
 
 def _behind_layers(model: Any, rows: Tensor) -> Tensor:
     """The whole model's logits if its last layer returned these rows, [1, R, H]. No layer runs."""
-    outputs: tuple[Any, ...] = (rows, (rows,))  # some decoders want a tuple of their layers
+    outputs: tuple[Any, ...] = (rows, (rows,))  # decoders of older versions want a tuple of their layers
     for output in outputs:
-        with replaced_forwards(dict.fromkeys(layer_list(model), lambda *arguments, output=output, **named: output)):
+        with (
+            replaced_forwards(dict.fromkeys(layer_list(model), partial(_returned, output))),
+            suppress(IndexError, RuntimeError),  # what a tensor that was taken for a tuple leads to
+        ):
             logits: Tensor = model(inputs_embeds=rows, use_cache=False).logits
-        if logits.shape[:2] == rows.shape[:2]:
-            return logits
+            if logits.shape[:2] == rows.shape[:2]:
+                return logits
     raise ModelError(f"{type(model).__name__} gives no logits of its hidden states: the architecture is not supported")
+
+
+def _returned(output: Any, *arguments: Any, **named: Any) -> Any:
+    return output
 
 
 def _quickest(short: Logits | None, whole: Logits) -> Logits:

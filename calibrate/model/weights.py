@@ -59,6 +59,7 @@ def skeleton(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """
     with torch.device("meta"):
         model = _from_config(config, dtype)
+        model.tie_weights()  # transformers before 5.2 leaves that to loading
     for name, module in model.named_modules():
         if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
             _fill_buffers(model, name, module, device)

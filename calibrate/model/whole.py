@@ -68,10 +68,10 @@ def streaming_obstacle(config: Any, model: Any, names: Collection[str] | None) -
     if stored:
         return f"it keeps more than parameters ({next(iter(stored))})"
     if names is not None:
-        lacking = next((name for name, _ in model.named_parameters() if name not in names), None)
-        expected = [name for name in names if name.rpartition(".")[0]]
-        if lacking is not None and _is_converted(lacking, expected):
-            return f"transformers makes its tensors of others ({lacking})"
+        lacking = (name for name, _ in model.named_parameters() if name not in names)
+        converted = next((name for name in lacking if _is_converted(name, names)), None)
+        if converted is not None:
+            return f"transformers makes its tensors of others ({converted})"
     return None
 
 

@@ -339,8 +339,8 @@ def _parse(document: dict[str, Any], stored: dict[str, Tensor]) -> Profile:
     tensors = {name: stored[_name_in(schema, name)] for name in TENSORS}
     baselines = [] if schema == 2 else _parsed_baselines(document, _name_in(schema, "baselines"))
     model = _field(document, "model", dict)
-    layers, query_heads, kv_heads, head_dim = (_number(model, name, "model.", 1, MAX_COUNT) for name in SIZES)
-    geometry = Geometry(_field(model, "architecture", str, "model."), layers, query_heads, kv_heads, head_dim)
+    rows, query_heads, kv_heads, head_dim = (_number(model, name, "model.", 1, MAX_COUNT) for name in SIZES)
+    geometry = Geometry(_field(model, "architecture", str, "model."), rows, query_heads, kv_heads, head_dim)
     geometry = _with_other_layers(geometry, model)
     if geometry.query_heads % geometry.kv_heads:
         raise ProfileError(

@@ -28,6 +28,8 @@ PASSED, SKIPPED, UNTESTED = "✓", "skipped", ""
 
 # the tests of each column: their name, and the parameters that select them
 CAPABILITIES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
+    "calibrates": (("test_calibrates", {}),),
+    "quantised": (("test_quantised_weights", {}),),
     "one prompt": (("test_prefill", {}),),
     "left padding": (("test_padded_batch", {"side": "left"}),),
     "right padding": (("test_padded_batch", {"side": "right"}),),
@@ -48,17 +50,10 @@ CAPABILITIES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "quantised cache": (("test_quantised_cache", {}),),
     "compiled": (("test_compiled", {}),),
     "gradients": (("test_gradients_go_dense", {}),),
-    "calibrates": (("test_calibrates", {}),),
-    "quantised": (("test_quantised_weights", {}),),
 }
 OTHERS = "layers of other kinds"  # a column whose cells are what its test is given
 OTHERS_TEST = "test_layers_of_other_kinds"
-COLUMNS = (
-    OTHERS,
-    "calibrates",
-    "quantised",
-    *(name for name in CAPABILITIES if name not in ("calibrates", "quantised")),
-)
+COLUMNS = (OTHERS, *CAPABILITIES)
 
 Cells = Mapping[tuple[str, str], str]
 

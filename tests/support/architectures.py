@@ -81,6 +81,7 @@ _LATENT |= {"num_key_value_heads": 4, "moe_intermediate_size": 32, "head_dim": .
 _CHUNKS = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": WINDOW}
 _CHUNKS |= {"num_local_experts": 4, "intermediate_size_mlp": 64, "no_rope_layers": [1, 0]}
 _PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_WIDE = {"hidden_size": 128, "initializer_range": 0.1, "head_dim": ...}  # its heads divide the hidden size
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}
 
 CASES = {
@@ -89,9 +90,7 @@ CASES = {
     "qwen2": Case("qwen2"),
     "qwen2-sliding": Case("qwen2", _QWEN_WINDOW, (RUNS, SLIDING)),
     "qwen2-moe": Case("qwen2_moe", _SHARED),
-    "qwen2.5-vl": Case(
-        "qwen2_5_vl", _SECTIONS | {"hidden_size": 128, "initializer_range": 0.1, "head_dim": ...}, vision=True
-    ),
+    "qwen2.5-vl": Case("qwen2_5_vl", _SECTIONS | _WIDE, vision=True),
     "qwen3": Case("qwen3"),
     "qwen3-sliding": Case("qwen3", _QWEN_WINDOW, (RUNS, SLIDING)),
     "qwen3-moe": Case("qwen3_moe", _EXPERTS),

@@ -153,6 +153,15 @@ def budget_in_kl() -> Profile:
     return replace(minimal(), record=Record.from_json(record))
 
 
+def mixed() -> Profile:
+    """A model with layers of other kinds between those that rows are of."""
+    others = (("linear_attention", 1), ("sliding_attention", 2))
+    (row,) = minimal().layers[0]
+    return replace(
+        minimal(), geometry=Geometry("gemma3_text", 2, 1, 1, 64, (2, 4), others), layers=((row, row.as_dense()),)
+    )
+
+
 GOLDEN = {
     "schema2-minimal": minimal,
     "schema2-full": full,
@@ -161,6 +170,7 @@ GOLDEN = {
     "schema4-full": newest,
     "schema4-baselines": baselines,
     "schema4-kl": budget_in_kl,
+    "schema4-mixed": mixed,
 }
 
 

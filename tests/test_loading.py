@@ -1,0 +1,229 @@
+"""Models that do not go through the device layer by layer: loaded by transformers as a whole, or in memory already."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from calibrate import calibrate
+from calibrate.model import capture
+from calibrate.model.logits import logits_on_device
+from calibrate.model.models import in_memory, load
+from calibrate.model.streams import begin, decoder_layers, layer_on_device
+from calibrate.model.weights import InMemory
+from calibrate.model.whole import streaming_obstacle
+from s2o_runtime import load_profile, patch
+from s2o_runtime.errors import ConfigError, ModelError
+from s2o_runtime.identity import fingerprint, geometry
+from support.architectures import CASES
+from support.models import CONFIGS, SIZES, build
+from support.tiny import QUICK, save_tiny, tiny_tokenizer
+
+PROMPTS = [torch.randint(8, 120, (90,), generator=torch.Generator().manual_seed(1))]
+MIXED = ("gemma3", "lfm2", "llama4", "cohere2")
+QUICKEST = QUICK | {"num_prompts": 1, "lengths": (256,), "segments": (64,), "representatives": (1,), "trials": 1}
+
+
+def saved(name, folder):
+    """An architecture's tiny model, and the folder that holds it with a tokenizer."""
+    config = CASES[name].config
+    from calibrate.model.weights import model_class
+
+    torch.manual_seed(2)
+    model = model_class(config).from_config(config).eval()
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", MIXED)
+@torch.no_grad()
+def test_a_mixed_model_streams_as_it_runs_whole(name, tmp_path):
+    """Each layer gets the masks and positions of its own kind, and the logits are those of the whole model."""
+    model = saved(name, tmp_path)
+    streamed = load(str(tmp_path), "cpu", resident=False)
+    held = in_memory(model, streamed.tokenizer)
+    assert not streamed.weights.resident
+    assert streamed.fingerprint == held.fingerprint == fingerprint(model)
+    assert streamed.geometry.layers == 1
+    for (mine,), (theirs,) in zip(capture.layers(streamed, PROMPTS), capture.layers(held, PROMPTS), strict=True):
+        assert mine.layer == theirs.layer == 0
+        for one, other in ((mine.q, theirs.q), (mine.k, theirs.k), (mine.v, theirs.v)):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits_layer_by_layer(streamed), model(PROMPTS[0][None]).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["granite", "cohere", "gemma2-uncapped"])
+@torch.no_grad()
+def test_logits_are_scaled_as_the_model_scales_them(name, tmp_path):
+    model = saved(name, tmp_path)
+    streamed = load(str(tmp_path), "cpu", resident=False)
+    torch.testing.assert_close(logits_layer_by_layer(streamed), model(PROMPTS[0][None]).logits, rtol=1e-4, atol=1e-4)
+
+
+def logits_layer_by_layer(loaded):
+    from calibrate.model.streams import attention_implementation
+
+    with attention_implementation(loaded.model, "eager"):
+        (stream,) = begin(loaded, PROMPTS)
+        for layer in decoder_layers(loaded.model):
+            with layer_on_device(loaded, layer) as module:
+                stream = stream.through(module, layer.number)
+        with logits_on_device(loaded) as logits:
+            return torch.cat([logits(rows) for rows in stream.hidden.split(40, 1)], 1)
+
+
+@torch.no_grad()
+def test_a_checkpoint_whose_experts_transformers_merges_is_loaded_whole(tmp_path):
+    model = saved("qwen3-moe", tmp_path)
+    loaded = load(str(tmp_path), "cpu", resident=False)
+    assert isinstance(loaded.weights, InMemory)
+    assert loaded.fingerprint == fingerprint(model)
+    ids = PROMPTS[0][None]
+    torch.testing.assert_close(loaded.model(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_why_a_checkpoint_cannot_be_streamed():
+    from calibrate.model.weights import skeleton
+
+    model = skeleton(Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2), torch.float32, torch.device("cpu"))
+    names = [name for name, _ in model.named_parameters()]
+    assert streaming_obstacle(model.config, model, names) is None
+    assert streaming_obstacle(model.config, model, None) is None
+    fused = [name for name in names if "experts" not in name] + ["model.layers.0.mlp.experts.0.gate_proj.weight"]
+    assert "transformers makes its tensors of others" in streaming_obstacle(model.config, model, fused)
+    missing = [name for name in names if name != "model.layers.1.self_attn.q_proj.weight"]
+    assert streaming_obstacle(model.config, model, missing) is None  # so reading it says what is missing
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    assert streaming_obstacle(model.config, model, names) == "its weights are quantised (gptq)"
+
+
+def test_weights_in_pickles_are_loaded_whole(tmp_path):
+    save_tiny(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    loaded = load(str(tmp_path), "cpu")
+    assert isinstance(loaded.weights, InMemory)
+    assert loaded.fingerprint == fingerprint(model)
+
+
+def test_a_model_in_memory_is_calibrated_as_its_checkpoint_is(tmp_path):
+    """The same weights give the same profile but for its name; the model keeps its attention."""
+    folder = save_tiny(tmp_path / "tiny")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    options = QUICKEST | {"budget_rel_mse": 1e-2}
+    named = calibrate(str(folder), progress=False, out=tmp_path / "a" / "p.safetensors", device="cpu", **options)
+    held = calibrate(model, tiny_tokenizer(), progress=False, out=tmp_path / "b" / "p.safetensors", **options)
+    assert held.written
+    assert held.profile.fingerprint == named.profile.fingerprint
+    assert held.profile.layers == named.profile.layers
+    assert model.config._attn_implementation == "sdpa"
+    patch(model, load_profile(tmp_path / "b" / "p.safetensors"), strict=True)
+
+
+def test_what_is_said_of_a_model_in_memory_that_will_not_do(tmp_path):
+    model = build("llama")
+    with pytest.raises(ModelError, match="the tokenizer of LlamaForCausalLM is missing: give it beside the model"):
+        calibrate(model, out=tmp_path / "p.safetensors")
+    with pytest.raises(ConfigError, match="got a model in memory and device, which it has already"):
+        calibrate(model, tiny_tokenizer(), device="cpu", out=tmp_path / "p.safetensors")
+    with pytest.raises(ConfigError, match="got a tokenizer and a model by name"):
+        calibrate("demo", tiny_tokenizer())
+    with pytest.raises(ModelError, match="Linear is no transformers model"):
+        calibrate(torch.nn.Linear(2, 2), tiny_tokenizer())
+    with pytest.raises(ModelError, match="the model is in training mode"):
+        in_memory(build("llama").train(), tiny_tokenizer())
+    model.model.layers[1].mlp.to("meta")
+    with pytest.raises(ModelError, match=r"layers.1.mlp.* is not in memory.*load the model without offloading"):
+        in_memory(model, tiny_tokenizer())
+
+
+def test_buffers_that_hold_weights_are_in_the_fingerprint():
+    """Quantised weights are kept in integer buffers; other buffers do not count."""
+    model = build("llama")
+    before = fingerprint(model)
+    layer = model.model.layers[0].mlp
+    layer.register_buffer("scratch", torch.ones(3), persistent=False)
+    assert fingerprint(model) == before
+    layer.register_buffer("qweight", torch.arange(12, dtype=torch.int32))
+    packed = fingerprint(model)
+    assert packed != before
+    layer.qweight[3] += 100
+    assert fingerprint(model) != packed
+
+
+def test_adapters(tmp_path):
+    """Merged or not: both are calibrated, and are different models."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    adapted = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"])).eval()
+    torch.nn.init.normal_(adapted.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight)
+    out = tmp_path / "p.safetensors"
+    result = calibrate(adapted, tiny_tokenizer(), progress=False, out=out, budget_rel_mse=1e-2, **QUICKEST)
+    assert result.profile.geometry == geometry(CONFIGS["llama"])
+    patch(adapted, out, strict=True)
+    assert in_memory(adapted.merge_and_unload(), tiny_tokenizer()).fingerprint != result.profile.fingerprint
+
+
+def test_a_gguf_file(tmp_path):
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+    model = build("llama")
+    path = tmp_path / "tiny.gguf"
+    write_gguf(gguf, model, path)
+    loaded = load(str(path), "cpu")
+    assert isinstance(loaded.weights, InMemory)
+    ids = PROMPTS[0][None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.model(ids).logits, model(ids).logits, rtol=1e-3, atol=1e-3)
+    assert json.loads(loaded.tokenizer.backend_tokenizer.to_str())["model"]["type"] in ("BPE", "Unigram")
+
+
+def write_gguf(gguf, model, path):
+    """A Llama of `support.models` in llama.cpp's format, whose queries and keys have another order of dimensions."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{code:02X}>" for code in range(32, 32 + config.vocab_size - 3))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_token_types([2, 3, 3, *([6] * (len(tokens) - 3))])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, parameter in model.state_dict().items():
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        value = parameter.float()
+        if heads:
+            value = value.reshape(heads, 2, -1, value.shape[1]).transpose(1, 2).reshape(value.shape)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), value.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_model_that_accelerate_spreads_keeps_its_hooks(tmp_path):
+    """Its hooks replace forward passes, as the calibrator does for a while."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = build("llama")
+    parts = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
+    accelerate.dispatch_model(model, dict.fromkeys(parts, "cpu"), force_hooks=True)
+    hooked = {part: part.__dict__["forward"] for part in model.modules() if "forward" in part.__dict__}
+    assert model.model.layers[1] in hooked
+    options = QUICKEST | {"budget_rel_mse": 1e-2, "out": tmp_path / "p.safetensors"}
+    assert calibrate(model, tiny_tokenizer(), progress=False, **options).written
+    assert {part: part.__dict__["forward"] for part in model.modules() if "forward" in part.__dict__} == hooked

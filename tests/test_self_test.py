@@ -1,0 +1,105 @@
+"""What shows that S2O can serve an architecture, and what it says of one that it cannot."""
+
+import sys
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
+
+from calibrate.model import self_test as module
+from calibrate.model.models import in_memory
+from calibrate.model.self_test import self_test
+from s2o_runtime.errors import ModelError
+from support.architectures import CASES
+from support.models import CONFIGS, SIZES, save, stream
+from support.tiny import tiny_tokenizer
+
+
+def loaded(config=None):
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config or CONFIGS["llama"]).eval()
+    return in_memory(model, tiny_tokenizer(), "tiny")
+
+
+def test_a_model_is_left_as_it_was():
+    held = loaded()
+    before = [dict(part.__dict__) for part in held.model.modules()]
+    self_test(held)
+    assert held.model.config._attn_implementation == "sdpa"
+    for part, attributes in zip(held.model.modules(), before, strict=True):
+        assert part.__dict__.keys() == attributes.keys()
+
+
+def test_a_streamed_model_is_tested_as_far_as_its_first_layer_of_full_attention(tmp_path, monkeypatch):
+    """Its parameters are back on meta after it."""
+    streamed = stream(save("llama", tmp_path), False)
+    ran = set()
+    original = module._Comparison.attention
+
+    def attention(self, part, *arguments, **named):
+        ran.add(part.layer_idx)
+        return original(self, part, *arguments, **named)
+
+    monkeypatch.setattr(module._Comparison, "attention", attention)
+    self_test(streamed)
+    assert ran == {0}
+    assert all(parameter.is_meta for parameter in streamed.model.parameters())
+
+
+def change_attention(monkeypatch, change):
+    """Llama's own eager attention computes something else than plain causal attention."""
+    file = sys.modules["transformers.models.llama.modeling_llama"]
+    original = file.eager_attention_forward
+
+    def changed(part, query, key, value, mask, **named):
+        query, key, value, mask, named = change(part, query, key, value, mask, named)
+        return original(part, query, key, value, mask, **named)
+
+    monkeypatch.setattr(file, "eager_attention_forward", changed)
+
+
+def test_a_bias_that_s2o_does_not_know_is_noticed(monkeypatch):
+    def slopes(part, query, key, value, mask, named):  # as in ALiBi, of one layer only
+        if part.layer_idx == 1 and mask is not None:
+            mask = mask - 0.3 * torch.arange(key.shape[2]).flip(0)
+        return query, key, value, mask, named
+
+    change_attention(monkeypatch, slopes)
+    with pytest.raises(ModelError, match=r"layer 1 is not plain causal attention \(whole prompt: its output differs"):
+        self_test(loaded())
+
+
+def test_padding_that_is_ignored_is_noticed(monkeypatch):
+    def unpadded(part, query, key, value, mask, named):
+        return query, key, value, None if mask is None else mask[:1], named
+
+    change_attention(monkeypatch, unpadded)
+    with pytest.raises(ModelError, match=r"layer 0 is not plain causal attention \(padded prompt: its output differs"):
+        self_test(loaded())
+
+
+def test_a_model_that_sees_what_comes_after_is_refused():
+    config = LlamaConfig(**SIZES)
+    config.is_causal = False
+    with pytest.raises(ModelError, match=r"layer 0 cannot run S2O|layer 0 is not plain causal attention"):
+        self_test(loaded(config))
+
+
+def test_a_layer_that_does_not_call_the_attention_function_is_refused(monkeypatch):
+    held = loaded()
+    attention = held.model.model.layers[1].self_attn
+    monkeypatch.setattr(attention, "forward", lambda hidden_states, **named: (hidden_states, None))
+    with pytest.raises(ModelError, match=r"layer 1 cannot run S2O \(it does not call transformers' attention function"):
+        self_test(held)
+
+
+def test_sizes_that_are_not_the_configurations_are_refused():
+    config = CONFIG_MAPPING["gpt_neox"](**SIZES)  # which knows no KV heads and no head dim of its own
+    with pytest.raises(ModelError, match="layer 0 has 4 query heads, 4 KV heads and a head dim of 16, its config"):
+        self_test(loaded(config))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "deepseek-v3"])
+def test_what_kernels_cannot_do_is_named(name):
+    with pytest.raises(ModelError, match=r"layer [01] cannot run S2O \(.*\): the model is not supported"):
+        self_test(loaded(CASES[name].config))
