@@ -41,6 +41,11 @@ class CallShape:
         """The position of query 0."""
         return self.kv_len - self.q_len
 
+    def is_less_than_prompt(self, length: int) -> bool:
+        """Whether one sequence has fewer causal query-key pairs than a whole prompt of `length` tokens."""
+        pairs = self.q_len * self.kv_len - self.q_len * (self.q_len - 1) // 2
+        return pairs < length * (length + 1) // 2
+
     def row_tiles(self, block_m: int) -> int:
         """How many tiles of `block_m` rows the queries of one head fill."""
         return -(-self.q_len // block_m)

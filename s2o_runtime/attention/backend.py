@@ -11,9 +11,12 @@ from s2o_runtime.config import HEAD_DIMS, LayerConfig, config_obstacle
 from s2o_runtime.devices import capability, interpreted
 from s2o_runtime.errors import InputError
 from s2o_runtime.shapes import KERNEL_TYPES, CallShape, needs_gradients
-from s2o_runtime.tiles import MIN_CAPABILITY, tile_obstacle
+from s2o_runtime.tiles import DECODE, MIN_CAPABILITY, fewest_queries, tile_obstacle
 
 Backend = Literal["auto", "triton", "reference", "dense"]
+
+FEW_QUERIES = "fewer than {} queries behind a prefix, where dense is faster on this GPU"
+LITTLE_WORK = "shorter than {} keys, or less work than a prompt of them, where dense is faster on this GPU"
 
 log = logging.getLogger("s2o_runtime")
 
@@ -50,14 +53,18 @@ def choose_backend(call: AttentionCall, backend: Backend) -> BackendChoice:
 
 def _automatic(call: AttentionCall, kernel_obstacle: str | None) -> BackendChoice:
     config, on_cpu = call.config, call.q.device.type == "cpu"
+    fewest = fewest_queries(config.tile, capability(call.q.device))
+    needed = DECODE if call.with_lse else fewest  # SDPA's log-sum-exps in plain torch would take longer
+    if 0 < call.shape.offset and call.shape.q_len < needed and not config.is_dense:
+        return BackendChoice("dense", FEW_QUERIES.format(needed))
     if call.with_lse and kernel_obstacle is None and not on_cpu:
         return BackendChoice("triton", "SDPA gives no log-sum-exp, the kernel does")
     if config.is_dense:
         return BackendChoice("dense", "every head of the layer is dense")
     if not has_prefix(config, call.shape):
         return BackendChoice("dense", "the whole prompt fits one segment")
-    if call.shape.kv_len < config.tile.dense_below:
-        return BackendChoice("dense", f"shorter than {config.tile.dense_below} keys, where dense is faster on this GPU")
+    if call.shape.is_less_than_prompt(config.tile.dense_below):
+        return BackendChoice("dense", LITTLE_WORK.format(config.tile.dense_below))
     if on_cpu:
         return BackendChoice("reference", "the tensors are on the cpu, the kernel needs a GPU")
     if kernel_obstacle is None:
