@@ -1,4 +1,4 @@
-"""Where dense attention is faster on this GPU, however little S2O computes: short prompts, and short tails of long ones."""
+"""Where dense attention is faster on this GPU, however little S2O computes: short prompts and short tails."""
 
 from __future__ import annotations
 

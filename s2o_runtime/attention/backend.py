@@ -55,7 +55,7 @@ def _automatic(call: AttentionCall, kernel_obstacle: str | None) -> BackendChoic
     config, on_cpu = call.config, call.q.device.type == "cpu"
     fewest = fewest_queries(config.tile, capability(call.q.device))
     needed = DECODE if call.with_lse else fewest  # SDPA's log-sum-exps in plain torch would take longer
-    if 0 < call.shape.offset and call.shape.q_len < needed and not config.is_dense:
+    if call.shape.offset > 0 and call.shape.q_len < needed and not config.is_dense:
         return BackendChoice("dense", FEW_QUERIES.format(needed))
     if call.with_lse and kernel_obstacle is None and not on_cpu:
         return BackendChoice("triton", "SDPA gives no log-sum-exp, the kernel does")
