@@ -29,12 +29,6 @@ def test_a_grid_on_a_cpu(tmp_path, capsys):
     file = read(bench.TailsFile, json.loads(out.read_text()))
     sizes = [(entry.queries, entry.keys) for entry in file.points]
     assert sizes == [(1, 256), (64, 256), (1, 512), (64, 512), (512, 512)]
-        (1, 256),
-        (64, 256),
-        (1, 512),
-        (64, 512),
-        (512, 512),
-    ]
     assert [entry.backend for entry in file.points] == ["dense", "reference", "dense", "reference", "reference"]
     assert [entry.chunk for entry in file.chunks] == [128, 512]
     printed = capsys.readouterr().out
