@@ -16,6 +16,7 @@ from s2o_runtime.errors import InputError
 Capability = tuple[int, int]  # CUDA's compute capability: (9, 0) is sm_90
 
 MIN_CAPABILITY: Capability = (8, 0)
+FP8_CAPABILITY: Capability = (8, 9)  # kernels on older GPUs cannot read 8-bit floating point
 SPECIALIZED_CAPABILITY: Capability = (9, 0)  # wgmma as the specialised kernel issues it exists on sm_90 only
 SPECIALIZED_ROWS, SPECIALIZED_WARPS = 64, 4  # of a row tile; a program computes two
 SPECIALIZED_HEAD_DIM = 128  # the largest whose accumulator fits the consumers' registers

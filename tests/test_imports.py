@@ -20,6 +20,7 @@ RUNTIME = [
     "config",
     "identity",
     "shapes",
+    "pages",
     "tiles",
     "devices",
     "reference",

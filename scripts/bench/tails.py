@@ -193,7 +193,8 @@ def last(longest: QKV, queries: int, keys: int) -> QKV:
 def timed(longest: QKV, config: LayerConfig, queries: int, keys: int, rounds: int) -> Point:
     """One point of the grid."""
     qkv = last(longest, queries, keys)
-    backend = s2o_attention(*qkv, config, return_stats=True).stats.backend
+    stats = s2o_attention(*qkv, config, return_stats=True).stats
+    backend = "" if stats is None else stats.backend
     always = config.with_tile(replace(config.tile, dense_below=0, min_queries=DECODE))
     calls: dict[str, Callable[[], Any]] = {
         "dense": partial(dense_attention, *qkv),
