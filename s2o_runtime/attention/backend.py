@@ -11,12 +11,9 @@ from s2o_runtime.config import HEAD_DIMS, LayerConfig, config_obstacle
 from s2o_runtime.devices import capability, interpreted
 from s2o_runtime.errors import InputError
 from s2o_runtime.shapes import KERNEL_TYPES, CallShape, needs_gradients
-from s2o_runtime.tiles import DECODE, MIN_CAPABILITY, fewest_queries, tile_obstacle
+from s2o_runtime.tiles import DECODE, MIN_CAPABILITY, Capability, fewest_queries, tile_obstacle
 
 Backend = Literal["auto", "triton", "reference", "dense"]
-
-FEW_QUERIES = "fewer than {} queries behind a prefix, where dense is faster on this GPU"
-LITTLE_WORK = "shorter than {} keys, or less work than a prompt of them, where dense is faster on this GPU"
 
 log = logging.getLogger("s2o_runtime")
 
@@ -52,24 +49,37 @@ def choose_backend(call: AttentionCall, backend: Backend) -> BackendChoice:
 
 
 def _automatic(call: AttentionCall, kernel_obstacle: str | None) -> BackendChoice:
-    config, on_cpu = call.config, call.q.device.type == "cpu"
-    fewest = fewest_queries(config.tile, capability(call.q.device))
-    needed = DECODE if call.with_lse else fewest  # SDPA's log-sum-exps in plain torch would take longer
-    if call.shape.offset > 0 and call.shape.q_len < needed and not config.is_dense:
-        return BackendChoice("dense", FEW_QUERIES.format(needed))
-    if call.with_lse and kernel_obstacle is None and not on_cpu:
+    on_cpu = call.q.device.type == "cpu"
+    is_decode = call.shape.offset > 0 and call.shape.q_len < DECODE
+    if call.with_lse and kernel_obstacle is None and not on_cpu and not is_decode:
         return BackendChoice("triton", "SDPA gives no log-sum-exp, the kernel does")
-    if config.is_dense:
-        return BackendChoice("dense", "every head of the layer is dense")
-    if not has_prefix(config, call.shape):
-        return BackendChoice("dense", "the whole prompt fits one segment")
-    if call.shape.is_less_than_prompt(config.tile.dense_below):
-        return BackendChoice("dense", LITTLE_WORK.format(config.tile.dense_below))
+    if reason := why_dense(call.config, call.shape, capability(call.q.device)):
+        return BackendChoice("dense", reason)
     if on_cpu:
         return BackendChoice("reference", "the tensors are on the cpu, the kernel needs a GPU")
     if kernel_obstacle is None:
         return BackendChoice("triton", "the kernel supports this call")
     return BackendChoice("dense", kernel_obstacle)
+
+
+def why_dense(config: LayerConfig, shape: CallShape, gpu: Capability) -> str | None:
+    """Why dense attention is the better choice for a call of these sizes, whatever its tensors hold; None if S2O is.
+
+    Args:
+        config: of the layer.
+        shape: of the call; for packed sequences each is to be asked about.
+        gpu: the device's compute capability, (0, 0) for a CPU.
+    """
+    if config.is_dense:
+        return "every head of the layer is dense"
+    fewest = fewest_queries(config.tile, gpu)
+    if shape.offset > 0 and shape.q_len < fewest:
+        return f"fewer than {fewest} queries behind a prefix, where dense is faster on this GPU"
+    if not has_prefix(config, shape):
+        return "the whole prompt fits one segment"
+    if shape.is_less_than_prompt(below := config.tile.dense_below):
+        return f"shorter than {below} keys, or less work than a prompt of them, where dense is faster on this GPU"
+    return None
 
 
 def has_prefix(config: LayerConfig, shape: CallShape) -> bool:

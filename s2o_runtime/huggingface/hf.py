@@ -36,6 +36,7 @@ from s2o_runtime.huggingface.layers import detach as detach
 from s2o_runtime.huggingface.layers import layer_states as layer_states
 from s2o_runtime.identity import attention_modules, fingerprint, fingerprint_mismatch, geometry, offloaded
 from s2o_runtime.profile import Profile, load_profile
+from s2o_runtime.profile.reach import too_long, too_short
 from s2o_runtime.reference.dense import dense_attention
 
 NAME = "s2o"
@@ -384,11 +385,11 @@ def _recovered(mask: Tensor) -> PrefillCall | None:
 def _dense_reason(state: LayerState, query: Tensor, key: Tensor) -> str | None:
     if state.rejected is not None:
         return state.rejected
-    if key.shape[2] < state.min_length:
-        return f"shorter than the shortest calibrated length, {state.min_length}"
-    if state.max_length is not None and key.shape[2] > state.max_length:
+    if reason := too_short(key.shape[2], state.min_length):
+        return reason
+    if (reason := too_long(key.shape[2], state.max_length)) and state.max_length is not None:
         if not state.warn_beyond:
-            return f"longer than {state.max_length} keys, 1.5 times the longest calibrated length"
+            return reason
         _warn_beyond(state.max_length)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
         return "gradients are enabled"

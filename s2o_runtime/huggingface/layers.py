@@ -6,8 +6,8 @@ import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Literal, get_args
 
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from s2o_runtime.attention.result import AttentionStats
-from s2o_runtime.config import MAX_CHUNK, LayerConfig, TileConfig
-from s2o_runtime.devices import Rejected, fit, identify
+from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ConfigError, ModelError, ProfileError
 from s2o_runtime.huggingface.dense_watch import DenseWatch
 from s2o_runtime.huggingface.drift import Allowed, Drift, DriftCheck, DriftMonitor, allowed_errors, check_of
@@ -24,11 +23,11 @@ from s2o_runtime.huggingface.meter import Meter
 from s2o_runtime.identity import attention_modules
 from s2o_runtime.lengths import length_step
 from s2o_runtime.profile import Profile
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.profile.device_fit import fitted
+from s2o_runtime.profile.reach import TRUSTED_BEYOND
 
 STATE = "s2o_layer"  # attribute of a patched attention module
 Beyond = Literal["dense", "warn", "s2o"]
-TRUSTED_BEYOND = 1.5  # times the longest calibrated length: how far its settings are taken to hold
 
 NUMBER = "s2o_number"  # attribute of a patched attention module: what stands for it in a compiled graph
 
@@ -151,7 +150,7 @@ def states_of(
     check_beyond(beyond)
     check, allowed = _drift_check(profile, drift)
     if rejected is None:
-        profile, rejected = _fitted(profile, device)
+        profile, rejected = fitted(profile, device)
     longest = int(TRUSTED_BEYOND * profile.lengths[-1])
     watch = None if rejected else DenseWatch(profile.geometry.layers, profile.min_length)
     states = [
@@ -195,46 +194,6 @@ def _drift_check(profile: Profile, drift: Drift) -> tuple[DriftCheck | None, lis
             raise
         log.info("drift is not checked: %s", error)
         return None, []
-
-
-def _fitted(profile: Profile, device: torch.device) -> tuple[Profile, str | None]:
-    """The profile as it can run on this device, and why it cannot, if so."""
-    here = identify(device)
-    verdict = fit(profile.device, here)
-    if isinstance(verdict, Rejected):
-        log.warning("%s", verdict.reason)
-        return profile, verdict.reason
-    if verdict.tiles == "safe":
-        log.warning("%s", verdict.reason)
-        tiles = candidate_tiles(profile.geometry.head_dim, here.capability)
-        layers = tuple(tuple(with_safe_tile(layer, tiles) for layer in bucket) for bucket in profile.layers)
-        return replace(profile, layers=layers), None
-    return profile, None
-
-
-def with_safe_tile(config: LayerConfig, tiles: Sequence[TileConfig]) -> LayerConfig:
-    """A layer with a tile of another GPU that stops its heads where the layer's own tile does.
-
-    The same tau means the same error only with as many keys between two stop checks and as many rows that stop
-    together. So the stride is kept, rounded up to whole tiles, and the height where the GPU has a tile of it. The
-    layer becomes dense if no tile fits its segments, and stays as it is where the GPU has no tile at all.
-
-    Args:
-        config: a layer of a profile.
-        tiles: the GPU's tiles, the safest first.
-    """
-    segments = {head.segment for head in config.heads if head.mode == "s2o"}
-    if config.is_dense or not segments or not tiles:
-        return config
-    chunks = ((tile, -(-config.tile.stride // tile.block_n)) for tile in tiles)
-    fitting = [
-        replace(tile, chunk=chunk)
-        for tile, chunk in chunks
-        if chunk <= MAX_CHUNK and not any(segment % tile.rows for segment in segments)
-    ]
-    if not fitting:
-        return config.as_dense()
-    return config.with_tile(min(fitting, key=lambda tile: tile.block_m != config.tile.block_m))
 
 
 def _say_range(profile: Profile, longest: int, beyond: Beyond, rejected: str | None) -> None:
