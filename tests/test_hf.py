@@ -210,7 +210,7 @@ def test_a_gpu_profile_runs_on_a_cpu_and_a_foreign_one_stays_dense(eager, ids, m
     with torch.no_grad():
         model(ids)
     assert used_s2o(model)
-    monkeypatch.setattr(layers, "identify", lambda device: DeviceIdentity("xpu", "xpu"))
+    monkeypatch.setattr(device_fit, "identify", lambda device: DeviceIdentity("xpu", "xpu"))
     patch(model, made)
     with torch.no_grad():
         close(model(ids).logits, eager(ids).logits)

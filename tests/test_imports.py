@@ -29,6 +29,7 @@ RUNTIME = [
     "attention",
     "profile",
     "huggingface",
+    "vllm",
     "__init__",  # what users import: names from all rooms, loaded on first use
 ]
 CALIBRATE = [

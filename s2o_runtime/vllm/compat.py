@@ -1,0 +1,87 @@
+"""Which vLLM this is, and whether its interface is one that S2O's backend was written for.
+
+vLLM promises nothing to backends outside its tree, so what the backend relies on is looked at, not the version alone:
+the recorded interfaces in tests/vllm_interfaces are of the versions that were read.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+READ = ("0.23", "0.32")  # versions whose interface was read; the second was run, on its CPU engine
+FORWARD = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")  # of an implementation, first ones
+FORWARD_MORE = {"output_scale", "output_block_scale"}  # and those after them that are known
+BUILD = ("common_prefix_len", "common_attn_metadata", "fast_build")
+INIT = (
+    "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype",
+    "logits_soft_cap", "attn_type",
+)  # fmt: skip
+COMMON = {
+    "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len",
+    "max_seq_len", "block_table_tensor", "slot_mapping", "causal",
+}  # fmt: skip
+# fields of CommonAttentionMetadata that may be there as well, and how a part of a step gets them: `step.part_of`
+COMMON_MORE = {
+    "logits_indices_padded", "num_logits_indices", "max_logits_per_req", "encoder_seq_lens", "encoder_seq_lens_cpu",
+    "dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "dcp_local_seq_lens_cpu_upper_bound", "positions",
+    "is_prefilling", "seq_lens_cpu_upper_bound", "req_idx", "mm_req_doc_ranges", "rswa_prefix_lens",
+    "replayssm_decode_base_cpu", "_seq_lens_cpu", "_num_computed_tokens_cpu", "_num_computed_tokens_cache",
+    "_token_to_req_indices_cache",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What of vLLM the backend relies on, as names.
+
+    Attributes:
+        forward, init: the parameters of the stock implementation's `forward` and `__init__`, without self.
+        build: those of the stock builder's `build`.
+        common: the fields of CommonAttentionMetadata.
+        cache_update: the stock backend's `forward_includes_kv_cache_update`.
+    """
+
+    forward: tuple[str, ...]
+    init: tuple[str, ...]
+    build: tuple[str, ...]
+    common: tuple[str, ...]
+    cache_update: bool
+
+    @classmethod
+    def of(cls, stock: Any, common: type) -> Interface:
+        """The interface of a stock backend and of CommonAttentionMetadata."""
+        implementation, builder = stock.get_impl_cls(), stock.get_builder_cls()
+        return cls(
+            _parameters(implementation.forward),
+            _parameters(implementation.__init__),
+            _parameters(builder.build),
+            tuple(field.name for field in fields(common)),
+            bool(getattr(stock, "forward_includes_kv_cache_update", True)),
+        )
+
+    def obstacle(self) -> str | None:
+        """What of it the backend was not written for, or None."""
+        if self.forward[: len(FORWARD)] != FORWARD or (unknown := set(self.forward[len(FORWARD) :]) - FORWARD_MORE):
+            return f"forward takes {_listed(self.forward)}"
+        if self.init[: len(INIT)] != INIT:
+            return f"an implementation is made with {_listed(self.init)}"
+        if self.build != BUILD:
+            return f"build takes {_listed(self.build)}"
+        if missing := COMMON - set(self.common):
+            return f"CommonAttentionMetadata has no {_listed(sorted(missing))}"
+        if unknown := set(self.common) - COMMON - COMMON_MORE:
+            return f"CommonAttentionMetadata has {_listed(sorted(unknown))}, which S2O does not know"
+        if self.cache_update:
+            return "forward writes the KV cache"
+        return None
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(name for name in inspect.signature(function).parameters if name != "self")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
