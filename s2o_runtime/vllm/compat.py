@@ -6,12 +6,14 @@ the recorded interfaces in tests/vllm_interfaces are of the versions that were r
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
-from typing import Any
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
-READ = ("0.23", "0.32")  # versions whose interface was read; the second was run, on its CPU engine
+BACKEND = Path("v1/attention/backend.py")
+FLASH = Path("v1/attention/backends/flash_attn.py")
+READ = ("0.23", "0.29", "0.32", "0.33")  # versions whose sources were read; 0.32 was run, on its CPU engine
 FORWARD = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")  # of an implementation, first ones
 FORWARD_MORE = {"output_scale", "output_block_scale"}  # and those after them that are known
 BUILD = ("common_prefix_len", "common_attn_metadata", "fast_build")
@@ -51,20 +53,35 @@ class Interface:
     cache_update: bool
 
     @classmethod
-    def of(cls, stock: Any, common: type) -> Interface:
-        """The interface of a stock backend and of CommonAttentionMetadata."""
-        implementation, builder = stock.get_impl_cls(), stock.get_builder_cls()
+    def in_sources(cls, folder: Path) -> Interface:
+        """The interface of FlashAttention's backend in the sources of a vLLM.
+
+        Nothing is imported: vLLM loads its plugins in processes that must not touch a GPU.
+
+        Args:
+            folder: of the package `vllm`.
+
+        Raises:
+            OSError: a file is not there.
+            ValueError: a class or function is not there, or a file is no Python.
+        """
+        flash, backend = (_classes(folder / path) for path in (FLASH, BACKEND))
+        try:
+            stock, common = flash["FlashAttentionBackend"], backend["CommonAttentionMetadata"]
+            implementation, builder = flash["FlashAttentionImpl"], flash["FlashAttentionMetadataBuilder"]
+        except KeyError as error:
+            raise ValueError(f"there is no class {error}") from error
         return cls(
-            _parameters(implementation.forward),
-            _parameters(implementation.__init__),
-            _parameters(builder.build),
-            tuple(field.name for field in fields(common)),
-            bool(getattr(stock, "forward_includes_kv_cache_update", True)),
+            _parameters(implementation, "forward"),
+            _parameters(implementation, "__init__"),
+            _parameters(builder, "build"),
+            tuple(name for name, _ in _fields(common)),
+            dict(_fields(stock)).get("forward_includes_kv_cache_update") is not False,
         )
 
     def obstacle(self) -> str | None:
         """What of it the backend was not written for, or None."""
-        if self.forward[: len(FORWARD)] != FORWARD or (unknown := set(self.forward[len(FORWARD) :]) - FORWARD_MORE):
+        if self.forward[: len(FORWARD)] != FORWARD or set(self.forward[len(FORWARD) :]) - FORWARD_MORE:
             return f"forward takes {_listed(self.forward)}"
         if self.init[: len(INIT)] != INIT:
             return f"an implementation is made with {_listed(self.init)}"
@@ -79,8 +96,40 @@ class Interface:
         return None
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(name for name in inspect.signature(function).parameters if name != "self")
+def interface_obstacle(folder: Path) -> str | None:
+    """What of a vLLM's interface the backend was not written for; None if it was.
+
+    Args:
+        folder: of the package `vllm`.
+    """
+    try:
+        return Interface.in_sources(folder).obstacle()
+    except (OSError, ValueError, SyntaxError) as error:
+        return f"its sources are not as expected: {error}"
+
+
+def _classes(path: Path) -> dict[str, ast.ClassDef]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _fields(owner: ast.ClassDef) -> list[tuple[str, object]]:
+    """The annotated names of a class, with their values where these are constants."""
+    return [
+        (node.target.id, node.value.value if isinstance(node.value, ast.Constant) else None)
+        for node in owner.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+
+
+def _parameters(owner: ast.ClassDef, function: str) -> tuple[str, ...]:
+    """The parameters of a method, without self."""
+    definitions = [node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    if not definitions:
+        raise ValueError(f"{owner.name} has no {function}")
+    arguments = definitions[0].args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return tuple(name for name in names if name != "self")
 
 
 def _listed(names: Iterable[str]) -> str:

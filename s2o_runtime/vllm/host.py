@@ -10,39 +10,12 @@ from typing import Any
 import torch
 
 from s2o_runtime.vllm.backend import Host
-from s2o_runtime.vllm.compat import Interface
 from s2o_runtime.vllm.fit import Rank
 from s2o_runtime.vllm.layouts import layout_of
 from s2o_runtime.vllm.server import Server, Site
 from s2o_runtime.vllm.settings import Settings
 
 log = logging.getLogger("s2o_runtime")
-
-
-def interface_obstacle() -> str | None:
-    """What of the installed vLLM's interface is not known; None if the backend was written for it."""
-    import vllm
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    try:
-        stock = _stock()
-        obstacle = Interface.of(stock, CommonAttentionMetadata).obstacle()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        obstacle = str(error)
-    return None if obstacle is None else f"vLLM {vllm.__version__}: {obstacle}"
-
-
-def _stock() -> Any:
-    """The stock backend that the interface is looked up at: the GPU's, or where it cannot be imported, the CPU's."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        return CPUAttentionBackend
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-
-    return FlashAttentionBackend
 
 
 def host_of(stock: Any) -> Host:

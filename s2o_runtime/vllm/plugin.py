@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from functools import lru_cache
+from pathlib import Path
+
+from s2o_runtime.vllm.compat import interface_obstacle
 
 NAME = "S2O"  # of the backend where vLLM lets plugins name one, else CUSTOM
 FLASH = "s2o_runtime.vllm.flash.S2OBackend"
@@ -26,9 +29,7 @@ def register() -> None:
     except ImportError as error:
         log.warning("S2O is not registered, this vLLM has no registry of backends (%s): use 0.23 or later", error)
         return
-    from s2o_runtime.vllm.host import interface_obstacle
-
-    obstacle = interface_obstacle()
+    obstacle = interface_obstacle(_vllm_folder())
     if obstacle is not None:
         log.warning("S2O does not know this vLLM (%s): the stock backend runs in its place", obstacle)
     path = FLASH if obstacle is None else STOCK
@@ -39,3 +40,10 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CUSTOM, path)
     if os.environ.get(CPU_VARIABLE) == "1" and obstacle is None:
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU)
+
+
+def _vllm_folder() -> Path:
+    """Where the installed vLLM's sources are."""
+    import vllm
+
+    return Path(str(vllm.__file__)).parent

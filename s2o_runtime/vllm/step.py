@@ -122,7 +122,7 @@ def part_of(common: Any, run: Run) -> Any:
         elif field.name in EDGES:
             changes[field.name] = value[run.first : run.last + 1] - run.begin
         elif field.name in OF_TOKENS:
-            changes[field.name] = None if value is None else value[run.rows]
+            changes[field.name] = None if value is None else value[..., run.rows]  # of M-RoPE there are three rows
         elif field.name not in changes and hasattr(value, "shape") and len(value.shape) > 0:
             changes[field.name] = value[run.requests]
     return replace(common, **changes)
