@@ -15,7 +15,7 @@ from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.vllm.backend import STEP, layer_obstacle
 from s2o_runtime.vllm.fit import Rank
 from s2o_runtime.vllm.layouts import key_and_value_pages, layout_of
-from support.fake_vllm import FakeEngine, FakeServer, Graphs, fake_backend
+from scripts.bench.fake_vllm import FakeEngine, FakeServer, Graphs, fake_backend
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 FEWEST = 40  # queries

@@ -12,7 +12,7 @@ import pytest
 
 from s2o_runtime.vllm import plugin
 from s2o_runtime.vllm.compat import BACKEND, FLASH, INIT, READ, Interface, interface_obstacle
-from support.fake_vllm import Common, fake_backend
+from scripts.bench.fake_vllm import Common, fake_backend
 from support.vllm_interface import recorded
 
 INTERFACES = recorded()

@@ -16,6 +16,7 @@ from torch import Tensor
 from s2o_runtime.vllm.backend import Host, mix_in
 from s2o_runtime.vllm.counters import Counters
 from s2o_runtime.vllm.fit import ProfileFit, Rank
+from s2o_runtime.vllm.layouts import Layout
 from s2o_runtime.vllm.plain import PlainBuilder, PlainImpl
 
 
@@ -109,7 +110,7 @@ class Stock:
         return StockBuilder
 
 
-def fake_backend(server: Any, layout: str = "side by side") -> Any:
+def fake_backend(server: Any, layout: Layout = "side by side") -> Any:
     """S2O's three classes on the stock backend, for a server; layers are named "layers.N"."""
     StockImpl.layout = layout
     limit = lambda support: Graphs.UNIFORM_BATCH if support is Graphs.ALWAYS else support  # noqa: E731
@@ -151,7 +152,7 @@ class FakeEngine:
     """
 
     server: Any
-    layout: str = "side by side"
+    layout: Layout = "side by side"
     page_size: int = 16
     pages: int = 256
     dtype: torch.dtype = torch.float32
