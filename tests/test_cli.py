@@ -400,6 +400,7 @@ def bad_inputs():
 
 
 @pytest.mark.parametrize(("arguments", "message"), list(bad_inputs()), ids=lambda value: " ".join(value)[:40])
+@pytest.mark.usefixtures("offline")
 def test_bad_input_is_one_sentence_and_exit_code_2(arguments, message, mistral, command, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "short.jsonl").write_text('{"text": "a"}\n')

@@ -11,7 +11,7 @@ from calibrate.curves.row_errors import row_errors, tile_worst
 from calibrate.model.models import DEMO_FOLDER, load_tokenizer
 from calibrate.prompts.needles import make_needles
 from calibrate.prompts.prompts import Prompt, load_prompts
-from calibrate.proof import agreement
+from calibrate.proof import agreement, verify
 from calibrate.proof.verify import LayerProof, prove
 from calibrate.recipe import Budget, Recipe
 from s2o_runtime import patch, unpatch
@@ -235,3 +235,15 @@ def test_tiles_hold_their_largest_row(length):
     errors = torch.rand(2, 3, length)
     expected = torch.stack([errors[..., first : first + 64].amax(-1) for first in range(0, length, 64)], -1)
     assert torch.equal(tile_worst(errors), expected)
+
+
+def test_of_a_long_prompt_some_tiles_are_compared_the_same_ones_every_time(folder, monkeypatch):
+    whole = prove_all(stream(folder, True), SPARSE)
+    monkeypatch.setattr(verify, "PROVEN_ROWS", 128)
+    some, again = (prove_all(stream(folder, True), SPARSE) for _ in range(2))
+    for length in LENGTHS:
+        for part, same, full in zip(some[length].layers, again[length].layers, whole[length].layers, strict=True):
+            assert (part.mse, part.worst) == (same.mse, same.worst)
+            assert part.mse != full.mse
+            assert part.mse == pytest.approx(full.mse, rel=1.0)
+            assert part.dense_power == pytest.approx(full.dense_power, rel=0.5)

@@ -13,7 +13,7 @@ from calibrate.recipe import Budget
 from s2o_runtime.config import LayerConfig
 
 CONFIDENCE = 0.95  # of each bound for a layer's mean error, and of the interval for retrieval
-NEXT_PROMPT = 0.9  # asked for: the probability that the next prompt keeps within what is stated for prompts
+NEXT_PROMPT = 0.95  # asked for: the probability that the next prompt keeps within what is stated for prompts
 FEWEST = 2  # prompts of a length below which nothing can be bounded
 FLOOR = 0.1  # of its limit; an error below it counts as this much, so that rounding does not pass for spread
 RUNGS = (0.7, 0.5, 0.35)  # shares of its budget that a layer over its limit is tried with

@@ -1,4 +1,7 @@
-"""The proof of a profile on the prompts that its layers were adjusted on, made again on this machine."""
+"""The proof of a profile on the prompts that its layers were adjusted on, made again on this machine.
+
+On another GPU than the profile's, what is proven is what would run there: its thresholds with tiles of this GPU.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.problems import lost_needles, over_limit
 from calibrate.proof.verify import LengthProof, prove
 from calibrate.recipe import Recipe
-from s2o_runtime.devices import Rejected, fit, identify
 from s2o_runtime.errors import InputError
 from s2o_runtime.identity import fingerprint_mismatch
 from s2o_runtime.profile import Profile, load_profile
+from s2o_runtime.profile.device_fit import fitted
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def verified(model: str, path: Path, device: str, prompts: tuple[Path, ...] | No
 
     Raises:
         ProfileError: the profile cannot be read.
-        InputError: its record does not say how it was made, it is of another model, or its tiles are of another GPU.
+        InputError: its record does not say how it was made, it is of another model, or this device cannot run it.
     """
     opened = to_prove(model, path, device)
     profile, recipe = opened.profile, on_other_text(opened.recipe, prompts)
@@ -80,9 +83,9 @@ def to_prove(model: str, path: Path, device: str) -> ToProve:
     recipe = replace(recipe_of(profile, path), model=model, device=device)
     if recipe.scope == "model" and not profile.record.held_out:
         raise InputError(f"{path} does not say what each layer may have of the model's budget: calibrate with it")
-    verdict = fit(profile.device, identify(torch.device(device)))
-    if isinstance(verdict, Rejected) or verdict.tiles != "profile":
-        raise InputError(f"{path} cannot be proven here: {verdict.reason}")
+    profile, rejected = fitted(profile, torch.device(device))
+    if rejected is not None:
+        raise InputError(f"{path} cannot be proven here: {rejected}")
     loaded = load(model, device, random_weights=recipe.random_weights, seed=recipe.seed)
     if difference := loaded.geometry.difference(profile.geometry):
         raise InputError(f"{path} is not of {model}, which has {difference}: calibrate this model")

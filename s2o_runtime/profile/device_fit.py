@@ -17,7 +17,7 @@ log = logging.getLogger("s2o_runtime")
 
 
 def fitted(profile: Profile, device: torch.device) -> tuple[Profile, str | None]:
-    """The profile as it can run on this device, and why it cannot, if so. What changes is logged."""
+    """The profile as it can run on this device, and why it cannot, if so; a warning says what was not proven here."""
     here = identify(device)
     verdict = fit(profile.device, here)
     if isinstance(verdict, Rejected):
