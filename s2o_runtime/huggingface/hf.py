@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from os import PathLike
 from typing import Any, TypeGuard
@@ -289,6 +289,17 @@ def _prefill(
     call: PrefillCall,
 ) -> Tensor:
     """A plain causal prefill of a patched layer, S2O or dense, and what is to be remembered of it: [B, Hq, Lq, D]."""
+    if state.chunk is not None and query.shape[2] > state.chunk:
+        from s2o_runtime.huggingface.chunks import prefill_in_chunks
+
+        def compute(rows: slice, keys: int) -> Tensor:
+            part = replace(call, q_offset=call.q_offset + rows.start)
+            return _prefill(state, obstacle, query[:, :, rows], key[:, :, :keys], value[:, :, :keys], scaling, part)
+
+        whole = prefill_in_chunks(state, query, key, call.q_offset, compute)
+        if state.observer is not None and call.kv_start is None:
+            state.observer(state.layer, query, key, value, scaling, whole)
+        return whole
     reason = obstacle or _dense_reason(state, query, key)
     config = state.config(key.shape[2]) if reason is None else None
     if config is not None and config.num_heads != query.shape[1]:

@@ -49,6 +49,8 @@ class LayerState:
     prefill of unpadded prompts, S2O or dense. meter: measures some of its calls, None does not.
     drift: checks the layer's error, None does not. watch: sees whether most calls of the model are dense; all of its
     layers have the same one.
+    chunk: queries that a prefill is fed at once, as a server does; None for all. last_density: of the last prefill that
+    was fed so, as a whole, where `last` is of its last chunk.
     """
 
     layer: int
@@ -64,6 +66,15 @@ class LayerState:
     meter: Meter | None = field(default_factory=Meter)
     drift: DriftMonitor | None = None
     watch: DenseWatch | None = None
+    chunk: int | None = None
+    last_density: float | None = None
+
+    @property
+    def density(self) -> float:
+        """The mean density over the heads of the last prefill; reading it waits for the device."""
+        if self.last_density is not None:
+            return self.last_density
+        return 1.0 if self.last is None else float(self.last.density.mean())
 
     def config(self, length: int) -> LayerConfig:
         step = length_step(length)

@@ -75,14 +75,15 @@ def newest() -> Profile:
 
 
 def tails() -> Profile:
-    """The same with tiles whose shortest tail was measured, as schema 5 has them."""
+    """The same with tiles whose shortest tail was measured, as schema 5 has them, proven under a server's chunk."""
     profile = newest()
     fewest = (0, 2, 768)  # of each bucket
     layers = tuple(
         tuple(layer.with_tile(replace(layer.tile, min_queries=queries)) for layer in bucket)
         for queries, bucket in zip(fewest, profile.layers, strict=True)
     )
-    return replace(profile, layers=layers)
+    record = replace(profile.record, recipe={**(profile.record.recipe or {}), "chunk": 8192})
+    return replace(profile, layers=layers, record=record)
 
 
 def _record(squared: bool = False) -> dict[str, Any]:
