@@ -1,4 +1,4 @@
-"""S2O's backend between a fake of vLLM's classes and the plain backend: mixed steps, caches, counters."""
+"""S2O's backend between a fake of vLLM's classes and the plain backend: mixed batches, caches, counters."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from s2o_runtime.errors import InputError
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile
 from s2o_runtime.reference.dense import exact_attention
-from s2o_runtime.vllm.backend import STEP, layer_obstacle
+from s2o_runtime.vllm.backend import BATCH, layer_obstacle
 from s2o_runtime.vllm.fit import Rank
 from s2o_runtime.vllm.layouts import key_and_value_pages, layout_of
 from scripts.bench.fake_vllm import FakeEngine, FakeServer, Graphs, fake_backend
@@ -53,13 +53,13 @@ def dense(request, count):
 
 
 @pytest.mark.parametrize("layout", ["two caches", "pages of two", "side by side"])
-def test_a_mixed_step_is_each_request_on_its_own(layout):
+def test_a_mixed_batch_is_each_request_on_its_own(layout):
     """Decodes, a short tail and two long prompts of one length step, as vLLM sorts them."""
     made = server()
     engine = FakeEngine(made, layout)
     decoding, tailing, first, second, short = (engine.add(length) for length in (200, 300, 300, 305, 64))
-    engine.step([(decoding, 199), (tailing, 280)])
-    out, metadata = engine.step([(decoding, 1), (tailing, 20), (first, 300), (second, 305), (short, 64)])
+    engine.feed([(decoding, 199), (tailing, 280)])
+    out, metadata = engine.feed([(decoding, 1), (tailing, 20), (first, 300), (second, 305), (short, 64)])
     config = made.fit.layers[0].config(300)
     begin = 0
     for request, count, sparse in (
@@ -72,7 +72,7 @@ def test_a_mixed_step_is_each_request_on_its_own(layout):
         expected = alone(request, count, config) if sparse else dense(request, count)
         torch.testing.assert_close(out[begin : begin + count], expected, rtol=1e-4, atol=1e-5)
         begin += count
-    runs = getattr(metadata, STEP).plan(made.fit.layers[0]).runs
+    runs = getattr(metadata, BATCH).plan(made.fit.layers[0]).runs
     assert [(run.first, run.last, run.is_sparse) for run in runs] == [(0, 2, False), (2, 4, True), (4, 5, False)]
     rows = {(path, reason.split(",")[0]): count for (_, path, reason), count in made.counters.rows.items()}
     assert rows == {
@@ -89,7 +89,7 @@ def test_a_prompt_in_chunks_is_the_prompt_where_nothing_stops(chunk):
     request = engine.add(500)
     outputs = []
     while request.done < 500:
-        outputs.append(engine.step([(request, min(chunk, 500 - request.done))])[0])
+        outputs.append(engine.feed([(request, min(chunk, 500 - request.done))])[0])
     torch.testing.assert_close(torch.cat(outputs), dense(request, 500), rtol=1e-4, atol=1e-5)
     paths = {path for _, path, _ in engine.server.counters.rows}
     assert "s2o" in paths
@@ -99,7 +99,7 @@ def test_chunks_that_end_segments_are_each_the_op_on_what_is_there():
     engine = FakeEngine(server())
     request = engine.add(500)
     for _ in range(3):
-        out, _ = engine.step([(request, 128)])
+        out, _ = engine.feed([(request, 128)])
         expected = alone(request, 128, engine.server.fit.layers[0].config(request.done))
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
@@ -109,33 +109,33 @@ def test_two_ranks_compute_the_halves_of_one():
     halves = [FakeEngine(server(rank=Rank(index, 2))) for index in range(2)]
     engine = FakeEngine(server())
     request = engine.add(300)
-    expected, _ = engine.step([(request, 300)])
+    expected, _ = engine.feed([(request, 300)])
     for index, half in enumerate(halves):
         part = half.add(300)
         part.queries, part.keys, part.values = (
             tensor[:, index * count : (index + 1) * count]
             for tensor, count in ((request.queries, 2), (request.keys, 1), (request.values, 1))
         )
-        out, _ = half.step([(part, 300)])
+        out, _ = half.feed([(part, 300)])
         torch.testing.assert_close(out, expected[:, 2 * index : 2 * index + 2], rtol=1e-4, atol=1e-5)
 
 
-def test_steps_without_a_long_tail_are_the_stock_backends_untouched():
+def test_batches_without_a_long_tail_are_the_stock_backends_untouched():
     engine = FakeEngine(server())
     requests = [engine.add(300), engine.add(200)]
-    engine.step([(request, 100) for request in requests])
+    engine.feed([(request, 100) for request in requests])
     engine.impl.stock_rows = 0
-    out, metadata = engine.step([(requests[0], 1), (requests[1], FEWEST - 1)], padding=3)
-    assert not hasattr(metadata, STEP)
+    out, metadata = engine.feed([(requests[0], 1), (requests[1], FEWEST - 1)], padding=3)
+    assert not hasattr(metadata, BATCH)
     assert engine.impl.stock_rows == FEWEST + 3  # in one call, with the rows that fill up the graph
     torch.testing.assert_close(out[1:], dense(requests[1], FEWEST - 1), rtol=1e-4, atol=1e-5)
 
 
-def test_a_dense_layer_of_a_sparse_step_is_one_stock_call():
+def test_a_dense_layer_of_a_sparse_batch_is_one_stock_call():
     engine = FakeEngine(server())
     requests = [engine.add(300), engine.add(200)]
     engine.impl.stock_rows = 0
-    engine.step([(request, 200) for request in requests], layer=1, padding=2)
+    engine.feed([(request, 200) for request in requests], layer=1, padding=2)
     assert engine.impl.stock_rows == 402
     assert len(engine.builder.built) == 1
     assert engine.server.counters.rows == {(1, "dense", "every head of the layer is dense"): 400}
@@ -144,23 +144,23 @@ def test_a_dense_layer_of_a_sparse_step_is_one_stock_call():
 def test_requests_without_queries_are_left_alone():
     engine = FakeEngine(server())
     request = engine.add(300)
-    out, _ = engine.step([(request, 300)], padding=5)
+    out, _ = engine.feed([(request, 300)], padding=5)
     torch.testing.assert_close(out, alone(request, 300, engine.server.fit.layers[0].config(300)), rtol=1e-4, atol=1e-5)
 
 
 def test_long_prompts_are_split_where_their_keys_are_too_many_for_one_call():
     engine = FakeEngine(server(max_keys=500))
     requests = [engine.add(length) for length in (300, 300, 600)]
-    out, metadata = engine.step([(request, len(request)) for request in requests])
-    assert [run.total_k for run in getattr(metadata, STEP).plan(engine.server.fit.layers[0]).runs] == [300, 300, 600]
+    out, metadata = engine.feed([(request, len(request)) for request in requests])
+    assert [run.total_k for run in getattr(metadata, BATCH).plan(engine.server.fit.layers[0]).runs] == [300, 300, 600]
     assert out.isfinite().all()
 
 
 def test_another_groups_block_table_is_followed():
-    """Layers of another cache group have the same step with their keys in other pages."""
+    """Layers of another cache group have the same batch with their keys in other pages."""
     engine = FakeEngine(server())
     request = engine.add(300)
-    expected, metadata = engine.step([(request, 300)])
+    expected, metadata = engine.feed([(request, 300)])
     moved = torch.roll(engine.cache, 1, 0)
     table = (metadata.block_table + 1) % engine.pages
     updated = engine.builder.update_block_table(metadata, table, metadata.slot_mapping)
@@ -172,22 +172,22 @@ def test_another_groups_block_table_is_followed():
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"causal": False}, "the step is not causal"), ({"mm_req_doc_ranges": {0: [(0, 4)]}}, "rows of an image")],
+    [({"causal": False}, "the batch is not causal"), ({"mm_req_doc_ranges": {0: [(0, 4)]}}, "rows of an image")],
 )
-def test_steps_that_cannot_be_shared_are_the_stock_backends(change, reason, caplog):
+def test_batches_that_cannot_be_shared_are_the_stock_backends(change, reason, caplog):
     engine = FakeEngine(server())
-    _, metadata = engine.step([(engine.add(300), 300)])
+    _, metadata = engine.feed([(engine.add(300), 300)])
     common = replace(engine.builder.built[0], **change)
     with caplog.at_level("INFO", logger="s2o_runtime"):
-        assert not hasattr(engine.builder.build(0, common), STEP)
-    assert hasattr(metadata, STEP)
+        assert not hasattr(engine.builder.build(0, common), BATCH)
+    assert hasattr(metadata, BATCH)
     assert reason in caplog.text
 
 
 def test_layers_that_are_none_of_the_profiles_are_counted():
     engine = FakeEngine(server())
     request = engine.add(300)
-    out, _ = engine.step([(request, 300)], layer=7)
+    out, _ = engine.feed([(request, 300)], layer=7)
     torch.testing.assert_close(out, dense(request, 300), rtol=1e-4, atol=1e-5)
     assert engine.server.counters.rows == {(7, "dense", "the layer is none of the profile's"): 300}
 

@@ -1,4 +1,4 @@
-"""The batch planner: every row of a step has one place, whatever the batch."""
+"""The batch planner: every row of a batch has one place, whatever the batch."""
 
 from itertools import accumulate, pairwise
 
@@ -47,7 +47,7 @@ def test_every_row_is_computed_once_and_by_whom_it_should(batch):
                 assert not run.is_sparse
                 reasons[reason] = reasons.get(reason, 0) + queries[request]
             else:
-                assert run.step == length_step(keys[request])
+                assert run.length_step == length_step(keys[request])
         assert not run.is_sparse or run.total_k <= MAX_KEYS or len(own) == 1
     assert dict(made.dense_rows) == reasons
     assert made.sparse_rows + sum(reasons.values()) == sum(queries)
@@ -59,10 +59,10 @@ def test_neighbours_are_joined_where_they_may_be(batch):
     queries, keys = batch
     made = plan([0, *accumulate(queries)], keys, why_dense, MAX_KEYS)
     for run, after in pairwise(made.runs):
-        assert run.step != after.step or run.total_k + keys[after.first] > MAX_KEYS
+        assert run.length_step != after.length_step or run.total_k + keys[after.first] > MAX_KEYS
 
 
-def test_a_step_of_decodes_and_one_long_prompt():
+def test_a_batch_of_decodes_and_one_long_prompt():
     made = plan([0, 1, 2, 3, 1003], [700, 9000, 12, 4000], why_dense, MAX_KEYS)
     stock, sparse = made.runs
     assert (stock.requests, stock.rows, stock.is_sparse) == (slice(0, 3), slice(0, 3), False)

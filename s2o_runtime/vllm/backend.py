@@ -1,7 +1,7 @@
 """An attention backend of vLLM, made out of a stock one: S2O computes long prompts, the stock backend all else.
 
 `mix_in` derives the three classes that vLLM wants, backend, builder and implementation, from those of the stock
-backend. Whatever they do not say here they inherit: the layout of the cache and how it is written, decode steps and
+backend. Whatever they do not say here they inherit: the layout of the cache and how it is written, decode batches and
 their CUDA graphs, what is supported. Nothing in this file imports vLLM.
 """
 
@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from s2o_runtime.attention.paged import s2o_attention_paged
+from s2o_runtime.vllm.batch import Batch, whole_only
 from s2o_runtime.vllm.fit import LayerFit
 from s2o_runtime.vllm.layouts import Layout, key_and_value_pages
 from s2o_runtime.vllm.plan import Run
 from s2o_runtime.vllm.server import Server
-from s2o_runtime.vllm.step import Step, whole_only
 
-STEP = "s2o_step"  # attribute of the stock backend's metadata: the step, where S2O may have a part in it
+BATCH = "s2o_batch"  # attribute of the stock backend's metadata: the batch, where S2O may have a part in it
 
 log = logging.getLogger("s2o_runtime")
 
@@ -89,7 +89,7 @@ def mix_in(stock: type, name: str, host: Host) -> Classes:
 
 
 class _Builder:
-    """Adds the step to the stock backend's metadata where a request may be long enough for S2O."""
+    """Adds the batch to the stock backend's metadata where a request may be long enough for S2O."""
 
     s2o_host: Host
 
@@ -112,21 +112,21 @@ class _Builder:
             return metadata
 
         def build_part(common: Any) -> Any:
-            return stock_build(0, common, True)  # fast: no schedule in buffers that the whole step's metadata uses
+            return stock_build(0, common, True)  # fast: no schedule in buffers that the whole batch's metadata uses
 
-        setattr(metadata, STEP, Step(common_attn_metadata, build_part, server.max_keys))
+        setattr(metadata, BATCH, Batch(common_attn_metadata, build_part, server.max_keys))
         return metadata
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
         updated = super().update_block_table(metadata, blk_table, slot_mapping)  # type: ignore[misc]
-        step: Step | None = getattr(metadata, STEP, None)
-        if step is not None:
-            setattr(updated, STEP, step.with_block_table(blk_table, slot_mapping))
+        batch: Batch | None = getattr(metadata, BATCH, None)
+        if batch is not None:
+            setattr(updated, BATCH, batch.with_block_table(blk_table, slot_mapping))
         return updated
 
 
 class _Implementation:
-    """Computes the sparse runs of a step, and calls the stock backend for the others."""
+    """Computes the sparse runs of a batch, and calls the stock backend for the others."""
 
     s2o_host: Host
     num_heads: int
@@ -180,13 +180,13 @@ class _Implementation:
         server = self.s2o_server
         if attn_metadata is None:
             server.reserve(query)
-        step: Step | None = getattr(attn_metadata, STEP, None)
+        batch: Batch | None = getattr(attn_metadata, BATCH, None)
         fit = self._layer(layer)
-        if step is None or isinstance(fit, str):
-            if step is not None and isinstance(fit, str):
+        if batch is None or isinstance(fit, str):
+            if batch is not None and isinstance(fit, str):
                 server.counters.add(_index(self.s2o_host, layer), "dense", fit, attn_metadata.num_actual_tokens)
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)  # type: ignore[no-any-return]
-        plan = step.plan(fit)
+        plan = batch.plan(fit)
         for reason, count in plan.dense_rows.items():
             server.counters.add(fit.index, "dense", reason, count)
         if plan.is_dense:
@@ -195,12 +195,12 @@ class _Implementation:
             if run.begin == run.end:
                 continue
             if run.is_sparse:
-                self._sparse(fit, run, step, query, kv_cache, output)
+                self._sparse(fit, run, batch, query, kv_cache, output)
             else:
                 rows = run.rows
                 stock(
                     layer, query[rows], None if key is None else key[rows], None if value is None else value[rows],
-                    kv_cache, step.part(run), output[rows], *scales, **named,
+                    kv_cache, batch.part(run), output[rows], *scales, **named,
                 )  # fmt: skip
         server.counters.say()
         return output
@@ -214,10 +214,10 @@ class _Implementation:
             )
         return self.s2o_layers[name]
 
-    def _sparse(self, fit: LayerFit, run: Run, step: Step, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
+    def _sparse(self, fit: LayerFit, run: Run, batch: Batch, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         """Compute one run with S2O."""
         k, v = key_and_value_pages(kv_cache, self.s2o_host.layout, self.head_size)
-        call, counters = step.sparse_call(run), self.s2o_server.counters
+        call, counters = batch.sparse_call(run), self.s2o_server.counters
         rows = output[run.rows].view(-1, self.num_heads, self.head_size)
         attention = s2o_attention_paged(
             query[run.rows], k, v, fit.config(run.max_k),
@@ -259,4 +259,4 @@ def _index(host: Host, layer: Any) -> int:
 
 @lru_cache(maxsize=64)
 def _say_once(reason: str) -> None:
-    log.info("S2O: whole steps go to the stock backend: %s", reason)
+    log.info("S2O: whole batches go to the stock backend: %s", reason)

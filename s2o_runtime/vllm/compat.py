@@ -25,7 +25,7 @@ COMMON = {
     "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len",
     "max_seq_len", "block_table_tensor", "slot_mapping", "causal",
 }  # fmt: skip
-# fields of CommonAttentionMetadata that may be there as well, and how a part of a step gets them: `step.part_of`
+# fields of CommonAttentionMetadata that may be there as well, and how a part of a batch gets them: `batch.part_of`
 COMMON_MORE = {
     "logits_indices_padded", "num_logits_indices", "max_logits_per_req", "encoder_seq_lens", "encoder_seq_lens_cpu",
     "dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "dcp_local_seq_lens_cpu_upper_bound", "positions",

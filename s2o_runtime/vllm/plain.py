@@ -18,7 +18,7 @@ from s2o_runtime.vllm.layouts import Layout, key_and_value_pages
 
 @dataclass
 class PlainMetadata:
-    """One step, or a part of it.
+    """One batch, or a part of it.
 
     Attributes:
         num_actual_tokens: query rows, without those that fill up a CUDA graph.
@@ -66,7 +66,7 @@ class PlainImpl:
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write the keys and values of a step's rows to the slots that the server gave them."""
+        """Write the keys and values of a batch's rows to the slots that the server gave them."""
         k, v = key_and_value_pages(kv_cache, self.layout, self.head_size)
         rows = len(slot_mapping)
         page, slot = slot_mapping // k.shape[1], slot_mapping % k.shape[1]
@@ -87,12 +87,12 @@ class PlainImpl:
         """vLLM's call of one layer; see its AttentionImpl."""
         if attn_metadata is None:
             return output.fill_(0)
-        step, rows = attn_metadata, attn_metadata.num_actual_tokens
+        batch, rows = attn_metadata, attn_metadata.num_actual_tokens
         k, v = key_and_value_pages(kv_cache, self.layout, self.head_size)
         s2o_attention_paged(
             query[:rows], k, v, LayerConfig.uniform(self.num_heads, mode="dense"),
-            cu_q=step.query_start_loc, seq_lens=step.seq_lens.int(), block_table=step.block_table,
-            max_q=step.max_query_len, max_k=step.max_seq_len, scale=self.scale, backend="dense",
+            cu_q=batch.query_start_loc, seq_lens=batch.seq_lens.int(), block_table=batch.block_table,
+            max_q=batch.max_query_len, max_k=batch.max_seq_len, scale=self.scale, backend="dense",
             out=output[:rows].view(-1, self.num_heads, self.head_size),
         )  # fmt: skip
         return output

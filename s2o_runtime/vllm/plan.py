@@ -1,4 +1,4 @@
-"""Which requests of one server step S2O computes, and which the stock backend does."""
+"""Which requests of one server batch S2O computes, and which the stock backend does."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Run:
     """Neighbouring requests that are computed by one call.
 
     Attributes:
-        first, last: the requests `first .. last - 1` of the step.
+        first, last: the requests `first .. last - 1` of the batch.
         begin, end: their query rows `begin .. end - 1`.
-        step: the length step (`lengths.length_step`) of the keys of all, which share one configuration; None for a run
+        length_step: that (`lengths.length_step`) of the keys of all, which share one configuration; None for a run
             of the stock backend.
         max_q, max_k: queries and keys of the longest.
         total_k: keys of all.
@@ -28,7 +28,7 @@ class Run:
     last: int
     begin: int
     end: int
-    step: int | None
+    length_step: int | None
     max_q: int
     max_k: int
     total_k: int
@@ -36,7 +36,7 @@ class Run:
     @property
     def is_sparse(self) -> bool:
         """Whether S2O computes the run."""
-        return self.step is not None
+        return self.length_step is not None
 
     @property
     def rows(self) -> slice:
@@ -51,10 +51,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of every row of one step in one layer.
+    """What becomes of every row of one batch in one layer.
 
     Attributes:
-        runs: in the order of the step; together they are all of its requests.
+        runs: in the order of the batch; together they are all of its requests.
         dense_rows: query rows that the stock backend computes, by reason.
     """
 
@@ -73,14 +73,14 @@ class Plan:
 
 
 def plan(starts: Sequence[int], lengths: Sequence[int], why_dense: WhyDense, max_keys: int) -> Plan:
-    """Share the requests of a step between S2O and the stock backend.
+    """Share the requests of a batch between S2O and the stock backend.
 
     Neighbours join one run if both go to the stock backend, or if both are sparse, of the same length step, and have at
     most `max_keys` keys together. Requests without queries, which fill up the batch of a CUDA graph, go to the stock
     backend.
 
     Args:
-        starts: N + 1 positions in the rows of the step, where each request's queries begin, and their end.
+        starts: N + 1 positions in the rows of the batch, where each request's queries begin, and their end.
         lengths: N numbers of keys, those of the queries included.
         why_dense: asked for every request with queries.
         max_keys: of one sparse run, unless a single request has more.
@@ -92,8 +92,8 @@ def plan(starts: Sequence[int], lengths: Sequence[int], why_dense: WhyDense, max
         reason = why_dense(end - begin, keys) if end > begin else ""
         if reason:
             dense_rows[reason] += end - begin
-        step = length_step(keys) if reason is None else None
-        own = Run(request, request + 1, begin, end, step, end - begin, keys, keys)
+        of_keys = length_step(keys) if reason is None else None
+        own = Run(request, request + 1, begin, end, of_keys, end - begin, keys, keys)
         if runs and _joins(runs[-1], own, max_keys):
             runs[-1] = _joined(runs[-1], own)
         else:
@@ -102,9 +102,9 @@ def plan(starts: Sequence[int], lengths: Sequence[int], why_dense: WhyDense, max
 
 
 def _joins(run: Run, next_run: Run, max_keys: int) -> bool:
-    if run.step != next_run.step:
+    if run.length_step != next_run.length_step:
         return False
-    return run.step is None or run.total_k + next_run.total_k <= max_keys
+    return run.length_step is None or run.total_k + next_run.total_k <= max_keys
 
 
 def _joined(run: Run, next_run: Run) -> Run:

@@ -89,10 +89,10 @@ class Server:
     def reserve(self, query: Tensor) -> None:
         """Take, and give back, the most memory that a call of these queries will need.
 
-        vLLM calls it while it measures what a step needs beside the KV cache, which gets what is left.
+        vLLM calls it while it measures what a batch needs beside the KV cache, which gets what is left.
 
         Args:
-            query: [T, Hq, D], as many rows as a step may have.
+            query: [T, Hq, D], as many rows as a batch may have.
         """
         if query.device.type != "cuda" or self.fit.rejected:
             return

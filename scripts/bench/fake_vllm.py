@@ -78,7 +78,7 @@ class StockBuilder(PlainBuilder):
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
         changed = {**vars(metadata), "block_table": blk_table, "slot_mapping": slot_mapping}
-        changed.pop("s2o_step", None)
+        changed.pop("s2o_batch", None)
         return type(metadata)(**changed)
 
 
@@ -143,7 +143,7 @@ class Request:
 
 @dataclass
 class FakeEngine:
-    """Requests of random queries, keys and values that share a cache, fed step by step to one layer.
+    """Requests of random queries, keys and values that share a cache, fed batch by batch to one layer.
 
     Attributes:
         server: with the profile.
@@ -181,8 +181,8 @@ class FakeEngine:
         self.requests.append(Request(normal(kv_heads), normal(kv_heads), normal(heads) * 2, pages))
         return self.requests[-1]
 
-    def step(self, parts: list[tuple[Request, int]], layer: int = 0, padding: int = 0) -> tuple[Tensor, Any]:
-        """Feed so many tokens of each request; returns their outputs [T, Hq, D] and the step's metadata.
+    def feed(self, parts: list[tuple[Request, int]], layer: int = 0, padding: int = 0) -> tuple[Tensor, Any]:
+        """Feed so many tokens of each request; returns their outputs [T, Hq, D] and the batch's metadata.
 
         padding: requests without queries at the end, and as many rows, as a CUDA graph's batch has them.
         """

@@ -55,7 +55,7 @@ def dense(request, count):
 
 @pytest.mark.parametrize("layout", ["two caches", "pages of two", "side by side"])
 @pytest.mark.parametrize("tile", tiles(), ids=str)
-def test_mixed_steps_are_each_request_on_its_own(tile, layout):
+def test_mixed_batches_are_each_request_on_its_own(tile, layout):
     """Sparse rows bit for bit what the op gives on contiguous tensors; the others exact up to bf16."""
     server = FakeServer(profile(tile), Rank(), "cuda", 16384)
     engine = FakeEngine(server, layout, pages=2048, dtype=torch.bfloat16, device="cuda")
@@ -63,8 +63,8 @@ def test_mixed_steps_are_each_request_on_its_own(tile, layout):
     for _ in range(3):  # kernels are compiled, recorded and replayed
         for request in (decoding, tailing, first, second):
             request.done = 0
-        engine.step([(decoding, 1999), (tailing, 1400), (first, 1000), (second, 1010)])
-        out, _ = engine.step([(decoding, 1), (tailing, 101), (first, 2000), (second, 2000)])
+        engine.feed([(decoding, 1999), (tailing, 1400), (first, 1000), (second, 1010)])
+        out, _ = engine.feed([(decoding, 1), (tailing, 101), (first, 2000), (second, 2000)])
         config, begin = server.fit.layers[0].config(3010), 0
         for request, count, sparse in (
             (decoding, 1, False),
@@ -108,7 +108,7 @@ def test_the_profiling_run_reserves_and_compiles(tmp_path):
     request.done = 32768 - 8192
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    engine.step([(request, 8192)])
+    engine.feed([(request, 8192)])
     needed = torch.cuda.max_memory_allocated() - before
     print(f"reserved {taken >> 20} MiB, a step of 8192 rows behind 32768 keys takes {needed >> 20} MiB")
     assert needed <= 1.2 * taken

@@ -1,4 +1,4 @@
-"""One step of a server: its requests, and the tensors that S2O's calls and the stock backend's parts of it need."""
+"""One batch of a server: its requests, and the tensors that S2O's calls and the stock backend's parts of it need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from s2o_runtime.vllm.plan import Plan, Run, plan
 EDGES = ("query_start_loc", "query_start_loc_cpu")  # fields with one entry more than there are requests
 OF_TOKENS = ("slot_mapping", "positions")  # fields with one entry for each query row
 LENGTHS = ("seq_lens_cpu_upper_bound", "_seq_lens_cpu")  # keys on the host, exact for prompts; newest name first
-# What a part of a step cannot have: such steps are the stock backend's as a whole.
+# What a part of a batch cannot have: such batches are the stock backend's as a whole.
 WHOLE_ONLY = {
     "mm_req_doc_ranges": "rows of an image see one another",
     "rswa_prefix_lens": "the model has reference sliding windows",
@@ -36,8 +36,8 @@ class SparseCall:
     block_table: Tensor
 
 
-class Step:
-    """One step, as a metadata builder was given it.
+class Batch:
+    """One batch, as a metadata builder was given it.
 
     What depends on a layer only through the requests that it computes itself is made once and kept: the plan, the
     tensors of sparse runs, and the stock backend's metadata for the runs between them.
@@ -57,7 +57,7 @@ class Step:
         self._parts: dict[Run, Any] = {}
 
     def plan(self, layer: LayerFit) -> Plan:
-        """What becomes of the step's requests in a layer."""
+        """What becomes of the batch's requests in a layer."""
         if layer.kind not in self._plans:
             self._plans[layer.kind] = plan(self._starts, self._lengths, layer.why_dense, self._max_keys)
         return self._plans[layer.kind]
@@ -81,14 +81,14 @@ class Step:
             self._parts[run] = self._build_part(part_of(self._common, run))
         return self._parts[run]
 
-    def with_block_table(self, block_table: Tensor, slot_mapping: Tensor) -> Step:
-        """The same step of another group of layers, whose keys lie in other pages."""
+    def with_block_table(self, block_table: Tensor, slot_mapping: Tensor) -> Batch:
+        """The same batch of another group of layers, whose keys lie in other pages."""
         common = replace(self._common, block_table_tensor=block_table, slot_mapping=slot_mapping)
-        step = Step.__new__(Step)
-        step._common, step._build_part, step._max_keys = common, self._build_part, self._max_keys
-        step._starts, step._lengths, step._plans = self._starts, self._lengths, self._plans
-        step._calls, step._parts = {}, {}
-        return step
+        batch = Batch.__new__(Batch)
+        batch._common, batch._build_part, batch._max_keys = common, self._build_part, self._max_keys
+        batch._starts, batch._lengths, batch._plans = self._starts, self._lengths, self._plans
+        batch._calls, batch._parts = {}, {}
+        return batch
 
 
 def lengths_on_host(common: Any) -> Tensor:
@@ -101,14 +101,14 @@ def lengths_on_host(common: Any) -> Tensor:
 
 
 def whole_only(common: Any) -> str | None:
-    """Why a step is the stock backend's as a whole, whatever its requests; None if it may be shared."""
+    """Why a batch is the stock backend's as a whole, whatever its requests; None if it may be shared."""
     if common.causal is not True:
-        return "the step is not causal"
+        return "the batch is not causal"
     return next((reason for name, reason in WHOLE_ONLY.items() if getattr(common, name, None) is not None), None)
 
 
 def part_of(common: Any, run: Run) -> Any:
-    """The `CommonAttentionMetadata` of some neighbouring requests, as if the step had no others."""
+    """The `CommonAttentionMetadata` of some neighbouring requests, as if the batch had no others."""
     changes: dict[str, Any] = {
         "num_reqs": run.last - run.first,
         "num_actual_tokens": run.end - run.begin,
@@ -118,7 +118,7 @@ def part_of(common: Any, run: Run) -> Any:
     for field in fields(common):
         value = getattr(common, field.name)
         if field.name.endswith("_cache"):
-            changes[field.name] = None  # what the whole step computed once
+            changes[field.name] = None  # what the whole batch computed once
         elif field.name in EDGES:
             changes[field.name] = value[run.first : run.last + 1] - run.begin
         elif field.name in OF_TOKENS:
