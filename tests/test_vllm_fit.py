@@ -71,6 +71,10 @@ def test_why_requests_are_dense():
     assert layer.why_dense(4096, 4096) is None
     assert dense.why_dense(4096, 4096) == "every head of the layer is dense"
     assert layer.kind != dense.kind
+    speculating = ProfileFit(profile(), Rank(), CPU, decode_queries=300)
+    assert speculating.layers[0].why_dense(300, 4000) == "decode"
+    assert speculating.layers[0].why_dense(301, 4000) is None
+    assert (ProfileFit(profile(), Rank(), CPU).min_queries, speculating.min_queries) == (200, 301)
     beyond = ProfileFit(profile(), Rank(), CPU, beyond="s2o").layers[0]
     assert beyond.why_dense(500, 60000) is None
 

@@ -94,7 +94,7 @@ class LayerFit:
     def why_dense(self, queries: int, keys: int) -> str | None:
         """Why the stock backend computes a request of so many queries and keys; None if S2O does."""
         fit = self._fit
-        if queries == 1:
+        if queries <= fit.decode_queries:
             return "decode"
         if fit.rejected:
             return fit.rejected
@@ -119,22 +119,26 @@ class ProfileFit:
         max_length: keys; more run dense. None for no limit.
         heads, kv_heads: of the model, those that this rank holds.
         capability: the device's, (0, 0) for a CPU.
+        decode_queries: the most queries that a request brings while it decodes; such batches may be CUDA graphs.
         layers: of the profile, on this rank.
     """
 
-    def __init__(self, profile: Profile, rank: Rank, device: torch.device, beyond: str = "dense") -> None:
+    def __init__(
+        self, profile: Profile, rank: Rank, device: torch.device, beyond: str = "dense", decode_queries: int = 1
+    ) -> None:
         self.profile, self.rejected = fitted(profile, device)
         self.max_length = int(TRUSTED_BEYOND * profile.lengths[-1]) if beyond == "dense" else None
         self.heads = rank.heads(profile.geometry.query_heads)
         self.kv_heads = rank.kv_heads(profile.geometry.kv_heads)
-        self.capability = capability(device)
+        self.capability, self.decode_queries = capability(device), decode_queries
         self.layers = tuple(LayerFit(self, index) for index in range(profile.geometry.layers))
 
     @property
     def min_queries(self) -> int:
         """Fewer queries than this are computed by no layer."""
         tiles = [config.tile for bucket in self.profile.layers for config in bucket if not config.is_dense]
-        return min((fewest_queries(tile, self.capability) for tile in tiles), default=1 << 31)
+        fewest = min((fewest_queries(tile, self.capability) for tile in tiles), default=1 << 31)
+        return max(fewest, self.decode_queries + 1)
 
     @property
     def sparse_layers(self) -> int:

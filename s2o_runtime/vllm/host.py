@@ -58,9 +58,19 @@ def server() -> Server:
         rank=Rank(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()),
         device=torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()),
         max_keys=int(model.max_model_len),
+        decode_queries=_decode_queries(config.speculative_config),
     )
     _show_log()
     return Server(Settings.of(config.additional_config), site)
+
+
+def _decode_queries(speculation: Any) -> int:
+    """The most queries that a request brings while it decodes.
+
+    With speculation these are its last token and those to be verified; a parallel drafter may add as many again.
+    """
+    tokens = getattr(speculation, "num_speculative_tokens", None) or 0
+    return 1 + 2 * int(tokens)
 
 
 def _checkpoint(model: Any) -> Path | None:

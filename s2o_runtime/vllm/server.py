@@ -38,6 +38,7 @@ class Site:
         rank: of this process.
         device: of this process.
         max_keys: the longest prompt that the server takes.
+        decode_queries: the most queries that a request brings while it decodes, more than one with speculation.
     """
 
     version: str
@@ -47,6 +48,7 @@ class Site:
     rank: Rank
     device: torch.device
     max_keys: int
+    decode_queries: int = 1
 
 
 class Server:
@@ -59,7 +61,7 @@ class Server:
     def __init__(self, settings: Settings, site: Site) -> None:
         profile = load_profile(settings.profile)
         compared = check_model(profile, site.model_config, site.checkpoint, strict=settings.strict)
-        self.fit = ProfileFit(profile, site.rank, site.device, settings.beyond)
+        self.fit = ProfileFit(profile, site.rank, site.device, settings.beyond, site.decode_queries)
         self.max_keys = site.max_keys
         self.counters = Counters(settings.log_every)
         if settings.metrics_port is not None:
