@@ -9,9 +9,11 @@ from s2o_runtime import LayerConfig, s2o_attention
 from s2o_runtime.config import HeadConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import InputError
+from s2o_runtime.huggingface.drift import Allowed, DriftCheck, DriftMonitor
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile
 from s2o_runtime.reference.dense import exact_attention
+from s2o_runtime.vllm import counters
 from s2o_runtime.vllm.backend import BATCH, layer_obstacle
 from s2o_runtime.vllm.fit import Rank
 from s2o_runtime.vllm.layouts import key_and_value_pages, layout_of
@@ -190,6 +192,30 @@ def test_layers_that_are_none_of_the_profiles_are_counted():
     out, _ = engine.feed([(request, 300)], layer=7)
     torch.testing.assert_close(out, dense(request, 300), rtol=1e-4, atol=1e-5)
     assert engine.server.counters.rows == {(7, "dense", "the layer is none of the profile's"): 300}
+
+
+@pytest.mark.parametrize(("action", "path"), [("warn", "s2o"), ("dense", "dense")])
+def test_a_layer_past_its_budget_is_noticed(action, path, monkeypatch):
+    """Sampled calls are compared with dense attention; with action "dense" the layer runs dense from then on."""
+    monkeypatch.setattr(counters.Counters, "is_sampled", lambda self, layer: True)
+    made = server(tau=1e5)
+    layer = made.fit.layers[0]
+    check = DriftCheck(every=1, after=2, action=action)
+    layer.drift = made.counters.drift[0] = DriftMonitor(check, 0, Allowed("rel_mse", {300: 1e-9}))
+    for _ in range(3):
+        engine = FakeEngine(made)
+        request = engine.add(300)
+        engine.feed([(request, 300)])
+    assert made.counters.errors()[0] > check.margin
+    assert "of what is allowed" in made.counters.summary()
+    assert "times what the profile allows" in layer.drift.verdict
+    made.counters.rows.clear()
+    engine = FakeEngine(made)
+    out, _ = engine.feed([(engine.add(300), 300)])
+    ((_, taken, _),) = made.counters.rows
+    assert taken == path
+    if path == "dense":
+        torch.testing.assert_close(out, dense(engine.requests[0], 300), rtol=1e-4, atol=1e-5)
 
 
 def test_the_profiling_run_reserves_what_calls_will_need():

@@ -40,10 +40,11 @@ def test_settings_are_read_from_vllms_additional_config(monkeypatch):
         ({}, InputError, 'the attention backend S2O needs a profile: add --additional-config \'{"s2o": {"profile"'),
         ({"s2o": {}}, InputError, "needs a profile"),
         ({"s2o": "p"}, ConfigError, "use an object"),
-        ({"s2o": {"profile": "p", "tau": 1}}, ConfigError, '"tau" is not a setting of "s2o": use beyond, log_every'),
+        ({"s2o": {"profile": "p", "tau": 1}}, ConfigError, '"tau" is not a setting of "s2o": use beyond, drift'),
         ({"s2o": {"profile": "p", "beyond": "warn"}}, ConfigError, "beyond 'warn' is not known"),
         ({"s2o": {"profile": "p", "metrics_port": 0}}, ConfigError, "metrics_port 0 is out of range"),
         ({"s2o": {"profile": "p", "log_every": -1}}, ConfigError, "log_every -1 is out of range"),
+        ({"s2o": {"profile": "p", "drift": "loud"}}, ConfigError, "drift 'loud' is not known: use one of"),
         ({"s2o": {"profile": "p", "strict": "no"}}, ConfigError, "strict is 'no': use true or false"),
     ],
 )
@@ -88,6 +89,16 @@ def test_one_line_says_what_will_run_where(caplog):
     assert line.endswith("rank 1 of 2 holds query heads 4 to 7; all else goes to STOCK")
 
 
+def test_the_demos_limits_are_checked_on_one_rank(caplog):
+    server = Server(Settings(DEMO), site(model=demo_sizes(), rank=Rank()))
+    assert {layer.index for layer in server.fit.layers if layer.drift} == set(server.counters.drift) == set(range(6))
+    assert server.fit.layers[0].drift.check.action == "warn"
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        assert not Server(Settings(DEMO), site(model=demo_sizes())).counters.drift
+        assert not Server(Settings(DEMO, drift="off"), site(model=demo_sizes(), rank=Rank())).counters.drift
+    assert "a rank of several sees its own heads only" in caplog.text
+
+
 def test_a_profile_that_does_not_fit_ends_the_start():
     with pytest.raises(ProfileError, match="the served model has layers 7 instead of 6"):
         Server(Settings(DEMO), site(model=demo_sizes() | {"num_hidden_layers": 7}))
@@ -106,7 +117,7 @@ def test_counters_say_where_rows_went(caplog):
     assert counters.shares() == {("s2o", "long"): 0.8, ("dense", "decode"): 0.2}
     shape = CallShape(1, 2, 1, 64, 64, 64)
     stats = AttentionStats("dense", "", LayerConfig.uniform(2, mode="dense"), shape, None, None)
-    wanted = [counters.wants_stats(1) for _ in range(2 * SAMPLED_EVERY)]
+    wanted = [counters.is_sampled(1) for _ in range(2 * SAMPLED_EVERY)]
     assert [index for index, sampled in enumerate(wanted) if sampled] == [0, SAMPLED_EVERY]
     counters.keep(1, stats)
     assert counters.densities() == {1: 1.0}
@@ -121,8 +132,8 @@ def test_prometheus_collects_the_counters():
 
     counters = Counters()
     counters.add(3, "s2o", "long", 300)
-    rows, density = PrometheusCollector(counters, {"rank": "1"}).collect()
+    rows, density, error = PrometheusCollector(counters, {"rank": "1"}).collect()
     (sample,) = rows.samples
     assert (sample.name, sample.value) == ("s2o_rows_total", 300)
     assert sample.labels == {"rank": "1", "layer": "3", "path": "s2o", "reason": "long"}
-    assert density.samples == []
+    assert density.samples == error.samples == []

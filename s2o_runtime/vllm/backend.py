@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from s2o_runtime.attention.paged import s2o_attention_paged
+from s2o_runtime.attention.paged import gathered, s2o_attention_paged
+from s2o_runtime.pages import PagedKeys
 from s2o_runtime.vllm.batch import Batch, whole_only
 from s2o_runtime.vllm.fit import LayerFit
 from s2o_runtime.vllm.layouts import Layout, key_and_value_pages
@@ -227,8 +228,13 @@ class _Implementation:
         stats = attention.stats
         assert stats is not None
         counters.add(fit.index, "dense" if stats.backend == "dense" else "s2o", stats.reason, run.end - run.begin)
-        if stats.backend != "dense" and counters.wants_stats(fit.index):
+        if stats.backend != "dense" and counters.is_sampled(fit.index):
             counters.keep(fit.index, stats)
+            if fit.drift is not None and run.last == run.first + 1:
+                pages = PagedKeys(k, v, call.block_table, call.cu_k, max_k=run.max_k, total_k=run.total_k)
+                packed = (query[run.rows], *gathered(pages, query.dtype), rows)
+                q, keys, values, out = (tensor.transpose(0, 1)[None] for tensor in packed)
+                fit.drift.see(q, keys, values, out, self.scale, None)
 
 
 def layer_obstacle(

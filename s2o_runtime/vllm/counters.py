@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from s2o_runtime.attention.result import AttentionStats
+from s2o_runtime.huggingface.drift import DriftMonitor
 
 SAMPLED_EVERY = 256  # sparse calls of a layer: the density of one of them is kept
 
@@ -25,6 +26,7 @@ class Counters:
         log_every: seconds between two lines of the log; 0 for none.
         calls: sparse calls of each layer.
         sampled: what the last sampled call of each layer did.
+        drift: the checks of the layers' errors, of those that have one.
         said: when the last line was logged, as `time.monotonic` has it.
     """
 
@@ -32,14 +34,15 @@ class Counters:
     rows: Counter[tuple[int, str, str]] = field(default_factory=Counter)
     calls: Counter[int] = field(default_factory=Counter)
     sampled: dict[int, AttentionStats] = field(default_factory=dict)
+    drift: dict[int, DriftMonitor] = field(default_factory=dict)
     said: float = field(default_factory=time.monotonic)
 
     def add(self, layer: int, path: str, reason: str, rows: int) -> None:
         """Count query rows of a layer."""
         self.rows[layer, path, reason] += rows
 
-    def wants_stats(self, layer: int) -> bool:
-        """Whether the density of this sparse call of a layer is to be kept."""
+    def is_sampled(self, layer: int) -> bool:
+        """Whether the density of this sparse call of a layer is to be kept, and its error checked."""
         self.calls[layer] += 1
         return self.calls[layer] % SAMPLED_EVERY == 1
 
@@ -50,6 +53,11 @@ class Counters:
     def densities(self) -> dict[int, float]:
         """The mean density of each layer's last sampled call; waits for the device."""
         return {layer: float(stats.density.mean()) for layer, stats in sorted(self.sampled.items())}
+
+    def errors(self) -> dict[int, float]:
+        """The running error of each checked layer over what the profile allows it; waits for the device."""
+        errors = ((layer, monitor.error()) for layer, monitor in sorted(self.drift.items()))
+        return {layer: error for layer, error in errors if error is not None}
 
     def shares(self) -> dict[tuple[str, str], float]:
         """The share of all rows that took each path for each reason."""
@@ -65,6 +73,8 @@ class Counters:
         densities = self.densities().values()
         if densities:
             parts.append(f"mean density {sum(densities) / len(densities):.3f} of {len(densities)} layers")
+        if errors := self.errors().values():
+            parts.append(f"sampled errors up to {max(errors):.2f} of what is allowed")
         return "; ".join(parts) or "no rows yet"
 
     def say(self) -> None:
@@ -97,8 +107,10 @@ class PrometheusCollector:
         density = GaugeMetricFamily("s2o_density", "Pairs computed over causal pairs", labels=[*names, "layer"])
         for layer, mean in self._counters.densities().items():
             density.add_metric([*values, str(layer)], mean)
-        yield rows
-        yield density
+        error = GaugeMetricFamily("s2o_error", "Sampled error over what is allowed", labels=[*names, "layer"])
+        for layer, share in self._counters.errors().items():
+            error.add_metric([*values, str(layer)], share)
+        yield from (rows, density, error)
 
 
 PER_ROW = ("layer", "path", "reason")

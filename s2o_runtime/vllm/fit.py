@@ -14,6 +14,7 @@ from s2o_runtime.attention.backend import why_dense
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import capability
 from s2o_runtime.errors import ModelError, ProfileError
+from s2o_runtime.huggingface.drift import DriftMonitor
 from s2o_runtime.identity import RANDOM, fingerprint_mismatch, geometry, sampled_fingerprint, stored_elements, with_rope
 from s2o_runtime.lengths import length_step
 from s2o_runtime.profile import Profile
@@ -63,14 +64,15 @@ class LayerFit:
 
     Attributes:
         index: the layer's, in the whole model.
-        kind: equal for layers that send the same requests to the stock backend.
+        drift: checks the layer's error; None where nothing does.
     """
 
     def __init__(self, fit: ProfileFit, index: int) -> None:
         self.index = index
         self._fit = fit
+        self.drift: DriftMonitor | None = None
         self._configs: dict[int, LayerConfig] = {}
-        self.kind = tuple(
+        self._limits = tuple(
             (
                 config.is_dense,
                 config.tile.dense_below,
@@ -79,6 +81,17 @@ class LayerFit:
             )
             for config in (self._sliced(bucket[index]) for bucket in fit.profile.layers)
         )
+
+    @property
+    def kind(self) -> object:
+        """Equal for layers that send the same requests to the stock backend."""
+        return self._limits, self.past_budget
+
+    @property
+    def past_budget(self) -> str | None:
+        """Why the layer runs dense because of its drift check; None if it does not."""
+        drift = self.drift
+        return drift.verdict if drift is not None and drift.check.action == "dense" else None
 
     def config(self, keys: int) -> LayerConfig:
         """The configuration of this rank's heads behind so many keys."""
@@ -96,8 +109,8 @@ class LayerFit:
         fit = self._fit
         if queries <= fit.decode_queries:
             return "decode"
-        if fit.rejected:
-            return fit.rejected
+        if fit.rejected or self.past_budget:
+            return fit.rejected or self.past_budget
         if reason := too_short(keys, fit.profile.min_length) or too_long(keys, fit.max_length):
             return reason
         config = self.config(keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import Tensor
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.warmup import SEGMENTS
 from s2o_runtime.config import LayerConfig
+from s2o_runtime.errors import ProfileError
+from s2o_runtime.huggingface.drift import DriftMonitor, allowed_errors, check_of
 from s2o_runtime.pages import packed_starts
 from s2o_runtime.profile import load_profile
 from s2o_runtime.version import __version__
@@ -64,6 +66,7 @@ class Server:
         self.fit = ProfileFit(profile, site.rank, site.device, settings.beyond, site.decode_queries)
         self.max_keys = site.max_keys
         self.counters = Counters(settings.log_every)
+        self._check_drift(settings, site.rank)
         if settings.metrics_port is not None:
             port = settings.metrics_port + site.rank.index
             try:
@@ -72,6 +75,24 @@ class Server:
                 log.warning("S2O's counters are not served at port %d (%s): use another metrics_port", port, error)
         self._reserved: Counter[tuple[int, int, torch.dtype]] = Counter()
         self._say(settings, site, compared)
+
+    def _check_drift(self, settings: Settings, rank: Rank) -> None:
+        """Give the layers what checks their errors; a call that is sampled is checked."""
+        check = check_of(settings.drift)
+        if check is None:
+            return
+        if rank.size > 1:  # the profile states errors of whole layers
+            log.info("S2O: drift is not checked: a rank of several sees its own heads only")
+            return
+        try:
+            allowed = allowed_errors(self.fit.profile)
+        except ProfileError as error:
+            if settings.drift != "auto":
+                raise
+            log.info("S2O: drift is not checked: %s", error)
+            return
+        for layer, errors in zip(self.fit.layers, allowed, strict=True):
+            layer.drift = self.counters.drift[layer.index] = DriftMonitor(replace(check, every=1), layer.index, errors)
 
     def _say(self, settings: Settings, site: Site, compared: str) -> None:
         """One line that says what will run where."""

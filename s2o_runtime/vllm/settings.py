@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from s2o_runtime.errors import ConfigError, InputError
+from s2o_runtime.huggingface.drift import DriftChoice
 
 SECTION = "s2o"  # of --additional-config
 PROFILE_VARIABLE = "S2O_PROFILE"
@@ -22,6 +23,8 @@ class Settings:
     Attributes:
         profile: the profile's file.
         beyond: what prompts of more than 1.5 times the longest calibrated length run.
+        drift: what happens where sampled errors are past the profile's limits: "warn", "dense" (the layer runs dense
+            from then on), "off", or "auto", which warns where the profile says what it allows.
         strict: refuse a profile of other weights of the same sizes; else they are reported, and nothing is proven.
         metrics_port: where the first rank serves its counters to Prometheus, the others at the ports after it; None for
             nowhere.
@@ -30,6 +33,7 @@ class Settings:
 
     profile: Path
     beyond: Beyond = "dense"
+    drift: DriftChoice = "auto"
     strict: bool = True
     metrics_port: int | None = None
     log_every: float = 300.0
@@ -58,6 +62,8 @@ class Settings:
         settings = cls(**{**section, "profile": Path(profile)})
         if settings.beyond not in get_args(Beyond):
             raise ConfigError(f"beyond {settings.beyond!r} is not known: use one of {get_args(Beyond)}")
+        if settings.drift not in get_args(DriftChoice):
+            raise ConfigError(f"drift {settings.drift!r} is not known: use one of {get_args(DriftChoice)}")
         if not isinstance(settings.strict, bool):
             raise ConfigError(f"strict is {settings.strict!r}: use true or false")
         port = settings.metrics_port
