@@ -171,14 +171,18 @@ class FakeEngine:
         self.free = torch.randperm(self.pages).tolist()
 
     def add(self, length: int) -> Request:
-        """A new prompt, with its pages."""
+        """A new prompt of random numbers, with its pages."""
         heads, kv_heads, head_dim = self.sizes
 
         def normal(count: int) -> Tensor:
             return torch.randn(length, count, head_dim, device=self.device).to(self.dtype)
 
-        pages = [self.free.pop() for _ in range(-(-length // self.page_size))]
-        self.requests.append(Request(normal(kv_heads), normal(kv_heads), normal(heads) * 2, pages))
+        return self.add_prompt(normal(heads) * 2, normal(kv_heads), normal(kv_heads))
+
+    def add_prompt(self, queries: Tensor, keys: Tensor, values: Tensor) -> Request:
+        """A new prompt of these queries [L, Hq, D], keys and values [L, Hkv, D], with its pages."""
+        pages = [self.free.pop() for _ in range(-(-len(keys) // self.page_size))]
+        self.requests.append(Request(keys, values, queries, pages))
         return self.requests[-1]
 
     def feed(self, parts: list[tuple[Request, int]], layer: int = 0, padding: int = 0) -> tuple[Tensor, Any]:
@@ -186,45 +190,61 @@ class FakeEngine:
 
         padding: requests without queries at the end, and as many rows, as a CUDA graph's batch has them.
         """
+        rows = sum(count for _, count in parts)
+        prepared = self.prepare(parts, padding)
+        return prepared.forward(layer)[:rows], prepared.metadata
+
+    def prepare(self, parts: list[tuple[Request, int]], padding: int = 0) -> Prepared:
+        """Write the keys of so many tokens of each request, and build the batch's metadata."""
         counts = [count for _, count in parts] + [0] * padding
-        ends = [request.done + count for request, count in parts]
-        lengths = ends + [0] * padding
-        widest = max(len(request.pages) for request, _ in parts)
-        table = torch.zeros(len(counts), widest, dtype=torch.int32)
+        starts = [request.done for request, _ in parts]
+        lengths = [start + count for start, count in zip(starts, counts, strict=False)] + [0] * padding
+        table = torch.zeros(len(counts), max(len(request.pages) for request, _ in parts), dtype=torch.int32)
         slots = []
         for index, (request, count) in enumerate(parts):
             table[index, : len(request.pages)] = torch.tensor(request.pages)
-            slots += [
-                request.pages[token // self.page_size] * self.page_size + token % self.page_size
-                for token in range(request.done, request.done + count)
-            ]
+            tokens = torch.arange(request.done, request.done + count)
+            slots.append(table[index].long()[tokens // self.page_size] * self.page_size + tokens % self.page_size)
         edges = torch.tensor([0, *counts]).cumsum(0).int()
-        rows = int(edges[-1])
         common = Common(
             query_start_loc=edges.to(self.device),
             query_start_loc_cpu=edges,
             seq_lens=torch.tensor(lengths, dtype=torch.int32, device=self.device),
             num_reqs=len(counts),
-            num_actual_tokens=rows,
+            num_actual_tokens=int(edges[-1]),
             max_query_len=max(counts),
             max_seq_len=max(lengths),
             block_table_tensor=table.to(self.device),
-            slot_mapping=torch.tensor(slots, device=self.device),
+            slot_mapping=torch.cat(slots).to(self.device),
             seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
             is_prefilling=torch.tensor([True] * len(counts)),
         )
+        new = [(request, slice(request.done, request.done + count)) for request, count in parts]
         query, key, value = (
-            torch.cat(
-                [getattr(request, name)[end - count : end] for (request, count), end in zip(parts, ends, strict=True)]
-            )
+            torch.cat([getattr(request, name)[tokens] for request, tokens in new])
             for name in ("queries", "keys", "values")
         )
         self.impl.do_kv_cache_update(None, key, value, self.cache, common.slot_mapping)
         for request, count in parts:
             request.done += count
-        metadata = self.builder.build(0, common)
         query = torch.cat([query, query.new_full((padding, *query.shape[1:]), float("nan"))])
-        output = torch.full_like(query, float("nan"))
+        return Prepared(self, self.builder.build(0, common), query, key, value)
+
+
+@dataclass
+class Prepared:
+    """A batch whose keys are in the cache: its metadata, and its rows [T, Hq, D] and twice [T, Hkv, D]."""
+
+    engine: FakeEngine
+    metadata: Any
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    def forward(self, layer: int = 0) -> Tensor:
+        """vLLM's call of a layer; returns its output, which was NaN before."""
+        output = torch.full_like(self.query, float("nan"))
         module = SimpleNamespace(layer_name=f"model.layers.{layer}")
-        self.impl.forward(module, query, key, value, self.cache, metadata, output)
-        return output[:rows], metadata
+        engine = self.engine
+        engine.impl.forward(module, self.query, self.key, self.value, engine.cache, self.metadata, output)
+        return output
