@@ -1,6 +1,7 @@
 """Which vLLM is known, and what the plugin does in its processes; vLLM itself is not here."""
 
 import logging
+import pickle
 import re
 import sys
 from dataclasses import fields, replace
@@ -112,6 +113,10 @@ class _Registry:
 
     def register_backend(self, backend, path):
         self.paths[getattr(backend, "name", backend)] = path
+        if backend == "S2O":  # as vLLM adds a member
+            member = object.__new__(self.Enum)
+            member._name_, member._value_ = backend, path
+            self.Enum._member_map_[backend] = member
 
 
 @pytest.fixture
@@ -143,6 +148,20 @@ def test_the_backend_has_a_name_where_vllm_can_name_it(vllm):
     registry = vllm(names_backends=False)
     plugin.register()
     assert registry.paths == {"CUSTOM": "s2o_runtime.vllm.flash.S2OBackend"}
+
+
+def test_a_process_that_has_not_loaded_plugins_yet_understands_the_name(vllm):
+    """vLLM's configuration, which names the backend, is pickled for new processes before they load plugins."""
+    sender = vllm()
+    sender.Enum.__module__, sender.Enum.__qualname__ = REGISTRY, "AttentionBackendEnum"
+    plugin.register()
+    sent = pickle.dumps([sender.Enum["S2O"], sender.Enum.CPU_ATTN])
+    receiver = vllm()
+    receiver.Enum.__module__, receiver.Enum.__qualname__ = REGISTRY, "AttentionBackendEnum"
+    backend, other = pickle.loads(sent)
+    assert backend is receiver.Enum["S2O"]
+    assert other is receiver.Enum.CPU_ATTN
+    assert receiver.paths == {"S2O": "s2o_runtime.vllm.flash.S2OBackend"}
 
 
 def test_tests_of_the_engine_take_the_cpus_backend(vllm, monkeypatch):

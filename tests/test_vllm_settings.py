@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ConfigError, InputError, ProfileError
@@ -97,6 +98,25 @@ def test_the_demos_limits_are_checked_on_one_rank(caplog):
         assert not Server(Settings(DEMO), site(model=demo_sizes())).counters.drift
         assert not Server(Settings(DEMO, drift="off"), site(model=demo_sizes(), rank=Rank())).counters.drift
     assert "a rank of several sees its own heads only" in caplog.text
+
+
+def test_every_configuration_that_is_compiled_alike_runs_once(monkeypatch):
+    """With no more rows than a batch has; here by the reference, since a CPU compiles nothing."""
+    calls = []
+
+    def small(q, k, v, config, **call):
+        assert call.pop("backend") == "triton"
+        s2o_attention_paged(q, k, v, config, **call, backend="dense")
+        calls.append((config.tile, len(q), call["max_k"]))
+
+    monkeypatch.setattr("s2o_runtime.vllm.server.s2o_attention_paged", small)
+    server = Server(Settings(DEMO), site(model=demo_sizes()))
+    server.compile_kernels(torch.zeros(600, 4, 64))
+    configs = {layer.config(length) for layer in server.fit.layers for length in server.fit.profile.lengths}
+    assert {tile for tile, _, _ in calls} == {config.tile for config in configs if not config.is_dense}
+    assert 0 < len(calls) < 2 * len(configs)
+    assert max(rows for _, rows, _ in calls) == 600
+    assert all(keys > rows for _, rows, keys in calls)
 
 
 def test_a_profile_that_does_not_fit_ends_the_start():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
 import logging
 import os
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from s2o_runtime.vllm.compat import interface_obstacle
 
@@ -36,10 +38,26 @@ def register() -> None:
     if hasattr(AttentionBackendEnum, "register"):
         if NAME not in AttentionBackendEnum.__members__:
             register_backend(NAME, path)
+        # vLLM hands its configuration to processes that have not loaded plugins yet, and an enum's member is pickled by
+        # its value, which is unknown there
+        copyreg.pickle(AttentionBackendEnum, _reduced)
     else:
         register_backend(AttentionBackendEnum.CUSTOM, path)
     if os.environ.get(CPU_VARIABLE) == "1" and obstacle is None:
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU)
+
+
+def _reduced(member: Any) -> tuple[Any, ...]:
+    """How pickle stores a member of vLLM's registry: S2O's by its name, the others by their values."""
+    return (backend_member, ()) if member.name == NAME else (type(member), (member.value,))
+
+
+def backend_member() -> Any:
+    """S2O's member of the registry, which is registered first in a process that has not done so."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    register()
+    return AttentionBackendEnum[NAME]
 
 
 def _vllm_folder() -> Path:

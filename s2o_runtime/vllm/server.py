@@ -143,8 +143,7 @@ class Server:
     def _small_call(self, config: LayerConfig, query: Tensor) -> None:
         segment = min(head.segment for head in config.heads if head.mode == "s2o")
         kv_heads, page = len(self.fit.kv_heads), 16
-        for count in SEGMENTS:
-            queries = count * segment
+        for queries in sorted({min(count * segment, len(query)) for count in SEGMENTS}):  # a batch has no more
             keys = queries + segment
             q = query.new_zeros(queries, config.num_heads, query.shape[2])
             cache = query.new_zeros(2, 1, page, kv_heads, query.shape[2])
