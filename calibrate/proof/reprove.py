@@ -5,6 +5,7 @@ On another GPU than the profile's, what is proven is what would run there: its t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from calibrate.model.models import LoadedModel, load
 from calibrate.profiles.stored import recipe_of
 from calibrate.prompts.prompts import load_prompts
-from calibrate.proof.problems import lost_needles, over_limit
+from calibrate.proof.problems import kl_over_budget, lost_needles, over_limit
 from calibrate.proof.verify import LengthProof, prove
 from calibrate.recipe import Recipe
 from s2o_runtime.errors import InputError
@@ -66,7 +67,7 @@ def verified(
         for layer in row["layers"]
         if layer["error"] > layer["limit"] and not layer["dense"]
     ]
-    problems += lost_needles(proofs, recipe).values()
+    problems += (*lost_needles(proofs, recipe).values(), *kl_over_budget(proofs, recipe).values())
     recorded = profile.record.data
     same_prompts = recorded is not None and data.record().held_out == recorded.held_out
     return Verified(lengths, problems, same_prompts)
@@ -104,7 +105,11 @@ def on_other_text(recipe: Recipe, prompts: tuple[Path, ...] | None) -> Recipe:
 
 
 def _compared(profile: Profile, recipe: Recipe, length: int, proof: LengthProof) -> dict[str, Any]:
-    """One length's new proof beside the limits in the record; a layer without one there has the budget for a limit."""
+    """One length's new proof beside the limits in the record.
+
+    A layer without one there has the budget for a limit; with a budget in KL it has none.
+    """
+    default = math.inf if recipe.budget.is_kl else recipe.budget.value
     return {
         "length": length,
         "kl": proof.kl,
@@ -114,7 +119,7 @@ def _compared(profile: Profile, recipe: Recipe, length: int, proof: LengthProof)
             {
                 "layer": index,
                 "error": layer.error(recipe.budget),
-                "limit": profile.record.limits(index).get(length, recipe.budget.value),
+                "limit": profile.record.limits(index).get(length, default),
                 "density": layer.density,
                 "dense": profile.layer_config(index, length).is_dense,
             }

@@ -34,6 +34,7 @@ from s2o_runtime.identity import attention_modules
 from s2o_runtime.reference.dense import dense_attention
 
 GPU_ROUNDS = 3
+LAYER_FLUSHES = 96  # work ahead of a whole layer, about 4 ms: in a prefill the GPU is busy while a layer is launched
 LONG_SECONDS = 0.02  # a call that takes longer is timed once: its scatter is small
 TILE_ROWS = 64  # rows of which the worst counts
 PROVEN_ROWS = 8192  # of a longer prompt so many rows are compared, in whole tiles drawn from all of it
@@ -102,6 +103,7 @@ def prove(
     configured: C,
     revise: Callable[[C, int, int, LayerProof], C | None] = accept,
     on_step: Callable[[], object] = lambda: None,
+    timed: bool = True,
     chunk: int | None = None,
 ) -> tuple[C, dict[int, LengthProof]]:
     """Measure what a configuration does to every layer at every length, and to the model's predictions.
@@ -117,6 +119,7 @@ def prove(
         revise: Given what was proven, the length, the layer's index and the layer's proof (which has no times yet):
             what to prove instead on the same inputs, or None to accept this one.
         on_step: Called after each length of each layer.
+        timed: Whether to take times too; without, those of the proofs are 0 or None.
         chunk: Tokens that a layer is fed at once, as a server does; None for whole prompts. Times are of whole prompts.
 
     Returns:
@@ -129,7 +132,7 @@ def prove(
     hf.register()
     with attention_implementation(loaded.model, hf.NAME):
         walks = [
-            _Walk(length, prompts, begin(loaded, [p.ids for p in prompts]), chunk)
+            _Walk(length, prompts, begin(loaded, [p.ids for p in prompts]), timed, chunk)
             for length, prompts in held_out.items()
         ]
         for index, attention in enumerate(attention_modules(loaded.model)):
@@ -178,8 +181,10 @@ class PatchableLayer:
 class _Walk:
     """The held-out prompts of one length on their way through the patched and the dense model."""
 
-    def __init__(self, length: int, prompts: Sequence[Prompt], streams: list[Stream], chunk: int | None) -> None:
-        self.length, self._prompts, self._chunk = length, prompts, chunk
+    def __init__(
+        self, length: int, prompts: Sequence[Prompt], streams: list[Stream], timed: bool, chunk: int | None
+    ) -> None:
+        self.length, self._prompts, self._timed, self._chunk = length, prompts, timed, chunk
         self._patched, self._dense = streams, streams
         self._layers: list[LayerProof] = []
         self._seconds = {"patched": 0.0, "dense": 0.0}
@@ -193,16 +198,20 @@ class _Walk:
             chunks = chunks_of(configured, self._chunk, layer.index, self.length)
             after, proof = _measure(layer, self._patched, config, chunks)
             revised = revise(configured, self.length, layer.index, proof)
-        first = self._patched[0]
-        for name, seconds in _layer_seconds(layer, first, config).items():
-            self._seconds[name] += seconds
-        if layer.device.type == "cuda":
-            attention_seconds, dense_seconds = _attention_seconds(layer, first, config)
-            proof = replace(proof, seconds=attention_seconds, dense_seconds=dense_seconds)
-        self._layers.append(proof)
+        self._layers.append(self._with_times(layer, config, proof) if self._timed else proof)
         self._patched = after
         self._dense = [layer.dense(stream) for stream in self._dense]
         return configured
+
+    def _with_times(self, layer: PatchableLayer, config: LayerConfig, proof: LayerProof) -> LayerProof:
+        """The proof with its times, which are added to the prefill's."""
+        first = self._patched[0]
+        for name, seconds in _layer_seconds(layer, first, config).items():
+            self._seconds[name] += seconds
+        if layer.device.type != "cuda":
+            return proof
+        attention_seconds, dense_seconds = _attention_seconds(layer, first, config)
+        return replace(proof, seconds=attention_seconds, dense_seconds=dense_seconds)
 
     def conclude(self, logits: Callable[[Tensor], Tensor]) -> LengthProof:
         """The proof, after the last layer. logits: [1, R, H] -> [1, R, V]."""
@@ -269,8 +278,10 @@ def _layer_seconds(layer: PatchableLayer, stream: Stream, config: LayerConfig) -
         "dense": lambda: layer.dense(stream),
     }
     if layer.device.type == "cuda":
-        once = medians(calls, layer.device, 1)
-        return once if min(once.values()) > LONG_SECONDS else medians(calls, layer.device, GPU_ROUNDS)
+        once = medians(calls, layer.device, 1, LAYER_FLUSHES)
+        if min(once.values()) > LONG_SECONDS:
+            return once
+        return medians(calls, layer.device, GPU_ROUNDS, LAYER_FLUSHES)
     return {name: _clocked(call) for name, call in calls.items()}
 
 

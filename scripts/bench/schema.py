@@ -388,6 +388,48 @@ class ProfilesFile(ResultFile):
 
 
 @dataclass(frozen=True)
+class CalibratedLayer:
+    """One layer of a calibration: what the adjust prompts show of it. Seconds are of attention alone."""
+
+    layer: int
+    density: float
+    held_out_rel_mse: float
+    seconds: float | None
+    dense_seconds: float | None
+
+
+@dataclass(frozen=True)
+class CalibratedLength:
+    """One length of a calibration, on the adjust prompts. needles: kept, and found by the dense model."""
+
+    length: int
+    kl: float
+    needles: list[int] | None
+    attention_seconds: float | None
+    dense_attention_seconds: float | None
+    prefill_seconds: float
+    dense_prefill_seconds: float
+    layers: list[CalibratedLayer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationFile(ResultFile):
+    """The report of a calibration (`<profile>.report.json`), as far as the results page shows it.
+
+    certificate: a `Certificate` of the profile's record as JSON, None without one.
+    """
+
+    program: ClassVar[str] = "s2o-calibrate"
+
+    model: str
+    architecture: str
+    command: str
+    calibration_seconds: float
+    lengths: list[CalibratedLength]
+    certificate: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
 class RetrievalRow:
     """How many of the asked answers a variant and the dense model find, in one task at one length."""
 

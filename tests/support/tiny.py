@@ -31,4 +31,5 @@ def save_tiny(folder, change=lambda model: None):
 
 def recipe(folder, out, **changes):
     options = {"model": str(folder), "lengths": (512, 1024), "out": out} | QUICK | changes
-    return Recipe.of(options if "budget_mse" in options else {"budget_rel_mse": 1e-2} | options)
+    given = {"budget_mse", "budget_kl"} & options.keys()
+    return Recipe.of(options if given else {"budget_rel_mse": 1e-2} | options)
