@@ -103,6 +103,16 @@ def test_tails_of_less_work_than_the_shortest_prompt_are_not_compared(monkeypatc
     assert crossover.min_queries(TileConfig(dense_below=8192), head, 4, GEOMETRY, CPU, 0.0) == 1024
 
 
+def test_keys_that_do_not_fit_the_memory_are_left_out(monkeypatch):
+    def seconds(tile, head, grain, geometry, device, queries, keys):
+        if keys > 32768:
+            raise torch.OutOfMemoryError
+        return (1.0 if queries <= 64 else 0.0), 0.5
+
+    monkeypatch.setattr(crossover, "seconds", seconds)
+    assert crossover.min_queries(TileConfig(), HeadConfig(MAX_TAU, 1024), 4, GEOMETRY, CPU, 0.0) == 128
+
+
 def test_tails_are_timed_as_real_calls(monkeypatch):
     monkeypatch.setattr(crossover, "TAIL_KEYS", (300,))
     monkeypatch.setattr(crossover, "TAILS", (16, 64))

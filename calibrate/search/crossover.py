@@ -92,7 +92,10 @@ def min_queries(
         for queries, more in _from_the_longest(_tails(head, keys)):
             if CallShape(1, 1, 1, queries, keys, 1).is_less_than_prompt(tile.dense_below):
                 break
-            s2o, dense = seconds(replace(tile, dense_below=0), head, grain, geometry, device, queries, keys)
+            try:
+                s2o, dense = seconds(tile, head, grain, geometry, device, queries, keys)
+            except torch.OutOfMemoryError:  # where a model's weights leave no room for so many keys
+                continue
             if s2o + density * dense >= dense:
                 fewest = max(fewest, more)
                 break
