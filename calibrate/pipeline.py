@@ -224,8 +224,8 @@ def _candidate(run: _Run, chosen: dict[int, Chosen]) -> Candidate:
 
 
 def _with_crossover(choice: Choice, length: int, geometry: Geometry, device: torch.device) -> Choice:
-    """The choice with its tile's crossover; one that was faster than dense at its length does not go dense there."""
-    tile = with_crossover(choice.config, geometry, device)
+    """The choice with its tile's crossovers; one that was faster than dense at its length does not go dense there."""
+    tile = with_crossover(choice.config, geometry, device, choice.allocation.density)
     if not choice.config.is_dense:
         tile = replace(tile, dense_below=min(tile.dense_below, length))
     return replace(choice, tile=tile)

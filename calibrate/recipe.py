@@ -250,6 +250,15 @@ class Recipe:
         example="16384",
         plan_text=lambda recipe: text(recipe.checked_lengths, ", "),
     )
+    chunk: int | None = option(
+        Rule(int, low=SEGMENT_STEP, unit="tokens", optional=True),
+        "tokens that a server feeds at once (vLLM's max_num_batched_tokens): the proof feeds prompts so too",
+        PROOF,
+        default=None,
+        default_text="whole prompts",
+        example="8192",
+        plan_text=lambda recipe: f"{recipe.chunk} tokens" if recipe.chunk else "whole prompts",
+    )
     time_limit: float | None = option(
         Rule(float, low=0, above=True, unit=DURATION, optional=True),
         "time for the whole search",

@@ -13,6 +13,7 @@ from s2o_runtime.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
+    from s2o_runtime.attention.paged import s2o_attention_paged
     from s2o_runtime.attention.result import Attention, AttentionStats
     from s2o_runtime.attention.warmup import warmup
     from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
@@ -43,6 +44,7 @@ __all__ = [
     "patched",
     "register",
     "s2o_attention",
+    "s2o_attention_paged",
     "s2o_attention_varlen",
     "save_profile",
     "unpatch",
@@ -51,6 +53,7 @@ __all__ = [
 
 _HOMES = {
     "attention.api": ("s2o_attention", "s2o_attention_varlen"),
+    "attention.paged": ("s2o_attention_paged",),
     "attention.result": ("Attention", "AttentionStats"),
     "config": ("HeadConfig", "LayerConfig", "TileConfig"),
     "errors": ("ConfigError", "InputError", "ModelError", "ProfileError", "ResourceError", "S2OError"),

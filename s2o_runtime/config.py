@@ -150,7 +150,11 @@ class TileConfig:
         num_warps, num_stages: Triton's launch options.
         specialized: use the kernel for sm_90, some warps of which only copy. There a program computes two row tiles,
             `num_warps` is the warps of each and `num_stages` the slots of its ring.
-        dense_below: with fewer keys than this dense attention is faster on this GPU, however early heads stop.
+        dense_below: a whole prompt of fewer keys than this is faster with dense attention on this GPU, however early
+            heads stop, and so is every call with fewer query-key pairs than such a prompt.
+        min_queries: fewer queries than this behind a longer prefix are faster with dense attention on this GPU, because
+            they rank all of it for little. At least 2, so that a decode step never ranks; 0 where it was not measured:
+            then the GPU's default holds (`tiles.fewest_queries`).
 
     `validate` checks what holds on every GPU; `tiles.tile_obstacle` says whether a GPU can run the tile.
     """
@@ -162,6 +166,7 @@ class TileConfig:
     num_stages: int = 2
     specialized: bool = False
     dense_below: int = 0
+    min_queries: int = 0
 
     @property
     def stride(self) -> int:
@@ -198,6 +203,10 @@ class TileConfig:
             raise ConfigError(f"block_m {self.block_m} with {self.num_warps} warps spills registers: use 8 warps")
         if not _is_int(self.dense_below) or not 0 <= self.dense_below < 1 << 31:
             raise ConfigError(f"dense_below {self.dense_below!r} is out of range: use a number of keys")
+        if not _is_int(self.min_queries) or self.min_queries == 1 or not 0 <= self.min_queries < 1 << 31:
+            raise ConfigError(
+                f"min_queries {self.min_queries!r} is out of range: use at least 2 queries, or 0 for the GPU's default"
+            )
         if not isinstance(self.specialized, bool):
             raise ConfigError(f"specialized is {self.specialized!r}: use True or False")
         return self

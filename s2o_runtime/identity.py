@@ -279,6 +279,21 @@ def sampled_fingerprint(shapes: Mapping[str, Sequence[int]], sample: Callable[[s
     return digest.hexdigest()
 
 
+def stored_elements(stored: Any, indices: range) -> Tensor:
+    """Elements of a vector or matrix in a safetensors file, by their indices in the flattened tensor.
+
+    Args:
+        stored: the tensor as `get_slice` of safetensors gives it, of which only what is asked for is read.
+        indices: the elements.
+    """
+    shape = stored.get_shape()
+    if len(shape) == 1:
+        vector: Tensor = stored[:]
+        return vector[indices.start : indices.stop : indices.step]
+    cells = (divmod(index, shape[1]) for index in indices)
+    return torch.cat([stored[row : row + 1, column : column + 1].reshape(-1) for row, column in cells])
+
+
 def tensor_bytes(tensor: Tensor) -> bytes:
     """The bytes of a CPU tensor of any shape and dtype, in this machine's order.
 

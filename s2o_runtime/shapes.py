@@ -50,6 +50,15 @@ class CallShape:
         """The position of query 0."""
         return self.kv_len - self.q_len
 
+    def is_less_than_prompt(self, length: int) -> bool:
+        """Whether one sequence has fewer causal query-key pairs than a whole prompt of `length` tokens."""
+        return self.causal_pairs < length * (length + 1) // 2
+
+    @property
+    def causal_pairs(self) -> int:
+        """Query-key pairs of one head of one sequence that dense causal attention computes."""
+        return self.q_len * self.kv_len - self.q_len * (self.q_len - 1) // 2
+
     def row_tiles(self, block_m: int) -> int:
         """How many tiles of `block_m` rows the queries of one head fill."""
         return -(-self.q_len // block_m)

@@ -16,6 +16,7 @@ from s2o_runtime.errors import InputError
 Capability = tuple[int, int]  # CUDA's compute capability: (9, 0) is sm_90
 
 MIN_CAPABILITY: Capability = (8, 0)
+FP8_CAPABILITY: Capability = (8, 9)  # kernels on older GPUs cannot read 8-bit floating point
 SPECIALIZED_CAPABILITY: Capability = (9, 0)  # wgmma as the specialised kernel issues it exists on sm_90 only
 SPECIALIZED_ROWS, SPECIALIZED_WARPS = 64, 4  # of a row tile; a program computes two
 SPECIALIZED_HEAD_DIM = 128  # the largest whose accumulator fits the consumers' registers
@@ -62,6 +63,11 @@ _PREFILL: dict[int, dict[int, list[_Shape]]] = {
         128: [(128, 32, 8, 3, False), (64, 64, 8, 2, False), (64, 32, 8, 3, False)],
     },
 }
+
+# The fewest queries behind a longer prefix that are worth ranking it for, by family, where no calibration measured it
+# for the tile (`TileConfig.min_queries`). Estimates on the side of dense attention, from times of one layer on an H200.
+_MIN_QUERIES = {80: 1024, 89: 1024, 90: 1024, 100: 1024, 120: 1024}
+DECODE = 2  # queries: fewer are a decode step, which never ranks
 
 # Block-sparse tiles by family and head dim, the fastest first. The last one divides every selection's blocks.
 _BLOCK_SPARSE: dict[int, dict[int, tuple[KernelTile, ...]]] = {
@@ -194,6 +200,21 @@ def default_tile(head_dim: int, capability: Capability) -> TileConfig:
     if not tiles:
         raise InputError(f"head_dim {head_dim} has no tile on {sm(capability)}: run it dense")
     return tiles[0]
+
+
+def fewest_queries(tile: TileConfig, capability: Capability) -> int:
+    """The fewest queries behind a longer prefix that S2O computes with a tile on a device; fewer run dense.
+
+    Args:
+        tile: of the layer; its `min_queries` counts where it was measured.
+        capability: of the GPU; (0, 0), a CPU's, needs no more than what is no decode step.
+
+    Returns:
+        Queries, at least 2.
+    """
+    number = family(capability)
+    default = DECODE if number is None else _MIN_QUERIES[number]
+    return max(DECODE, tile.min_queries or default)
 
 
 def trace_tile(head_dim: int, capability: Capability, block_m: int, stride: int) -> TileConfig:

@@ -31,6 +31,7 @@ from calibrate.curves.curves import TAUS
 from s2o_runtime.config import HEAD_DIMS, TileConfig
 from s2o_runtime.tiles import (
     BLOCK_SPARSE_HEAD_DIMS,
+    FP8_CAPABILITY,
     SHARED_MEMORY,
     antidiagonal_tile,
     block_sparse_tile,
@@ -87,6 +88,11 @@ POINTERS = {
     "SIMILARITY": "fp32",
     "LOCAL": "fp32",
     "WEIGHTS": "fp32",
+    "OUT_K": "bf16",
+    "OUT_V": "bf16",
+    "BLOCK_TABLE": "i32",
+    "K_SCALE": "fp32",
+    "V_SCALE": "fp32",
 }
 FLOATS = ("qk_scale", "limit")
 # Bytes that a thread may keep in local memory; meant for what is computed once, outside the loops.
@@ -121,15 +127,20 @@ ANTIDIAGONAL_VARIANTS: dict[str, dict[str, object]] = {
     "stride4-block256": {"S": 4, "PER": 64},
     "stride64-block64": {"S": 64, "PER": 1},
 }
+# And for the copy out of pages: what a cache of 8 bits has is scaled, by KV head. The GPUs before sm_89 have none.
+PAGE_VARIANTS: dict[str, dict[str, object]] = {
+    "same-type": {},
+    "fp8": {"SCALED": True, "SCALE_STEP": 1},
+}
+FP8_POINTERS = {"K": "fp8e4nv", "V": "fp8e4nv"}
 
 
 @dataclass(frozen=True)
 class Case:
     """One kernel in one configuration for one GPU generation.
 
-    variant: a key of `VARIANTS`, `FEATURE_VARIANTS`, `BLOCK_SPARSE_VARIANTS` or `ANTIDIAGONAL_VARIANTS`; rows: the
-    segments of a call of the kernel `scores`, or the representatives that `log_sums` takes at once; representatives: of
-    a segment.
+    variant: a key of one of the dictionaries above; rows: the segments of a call of the kernel `scores`, or the
+    representatives that `log_sums` takes at once; representatives: of a segment.
     """
 
     kernel: str
@@ -269,6 +280,7 @@ def cases() -> list[Case]:
             for case in chosen
             if case.kernel in FEATURE_KERNELS and case.capability in FEATURE_CAPABILITIES
         )
+        + page_cases()
         + [
             replace(case, variant=variant)
             for case in chosen
@@ -326,10 +338,21 @@ def antidiagonal_cases() -> list[Case]:
     return chosen
 
 
+def page_cases() -> list[Case]:
+    """The copy of keys and values out of pages, with a head dim that is no power of two too."""
+    return [
+        Case("gather_pages", capability, head_dim, variant=variant)
+        for capability in SHARED_MEMORY
+        for head_dim in (80, *HEAD_DIMS)
+        for variant in PAGE_VARIANTS
+        if variant != "fp8" or divmod(capability, 10) >= FP8_CAPABILITY
+    ]
+
+
 def compile_case(case: Case) -> Compiled:
     # not imported above: the tests of the rules want those without the kernels
     from s2o_runtime.baselines.kernels import antidiagonal, block_sparse
-    from s2o_runtime.kernels import tail, trace
+    from s2o_runtime.kernels import pages, tail, trace
     from s2o_runtime.kernels.rank import means, order, scores
 
     constants: dict[str, object] = {
@@ -342,8 +365,13 @@ def compile_case(case: Case) -> Compiled:
         "WARPS": order.ORDER_WARPS,
         "R": case.representatives,
         "BR": case.rows,
-        **(VARIANTS | FEATURE_VARIANTS | BLOCK_SPARSE_VARIANTS | ANTIDIAGONAL_VARIANTS)[case.variant],
+        **(VARIANTS | FEATURE_VARIANTS | BLOCK_SPARSE_VARIANTS | ANTIDIAGONAL_VARIANTS | PAGE_VARIANTS)[case.variant],
     }
+    if case.kernel == "gather_pages":
+        constants |= {"WIDTH": triton.next_power_of_2(case.head_dim), "PAGE": 16, "ROWS": pages.GATHER_ROWS}
+        types = POINTERS | FP8_POINTERS if case.variant == "fp8" else POINTERS
+        options = {"num_warps": pages.GATHER_WARPS}
+        return compile_kernel(pages._gather_pages, constants, case.capability, ASTSource, options, types)
     if case.kernel == "pool_blocks":
         constants |= {"DP": case.head_dim, "BLOCK": 128}
         return compile_kernel(
@@ -407,7 +435,12 @@ def compile_case(case: Case) -> Compiled:
 
 
 def compile_kernel(
-    kernel: Any, constants: dict[str, object], capability: int, source: type[ASTSource], options: dict[str, int]
+    kernel: Any,
+    constants: dict[str, object],
+    capability: int,
+    source: type[ASTSource],
+    options: dict[str, int],
+    types: dict[str, str] = POINTERS,
 ) -> Compiled:
     """Compile `kernel` as its launcher would for an NVIDIA GPU.
 
@@ -424,7 +457,7 @@ def compile_kernel(
             values[name] = constants.get(name, False)
             continue
         pointer = name.isupper()
-        signature[name] = f"*{POINTERS[name]}" if pointer else "fp32" if name in FLOATS else "i32"
+        signature[name] = f"*{types[name]}" if pointer else "fp32" if name in FLOATS else "i32"
         if (pointer or name.startswith("stride_")) and not parameter.do_not_specialize:
             attributes[(index,)] = [["tt.divisibility", 16]]
     tree = source(fn=kernel, signature=signature, constexprs=values, attrs=attributes)

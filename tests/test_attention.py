@@ -1,4 +1,5 @@
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,6 +93,41 @@ def test_auto_goes_dense_when_nothing_can_be_skipped(layer, q_len, reason):
     q, k, v = inputs(q_len=q_len, kv_len=q_len)
     out, _, stats = s2o_attention(q, k, v, layer, return_stats=True)
     assert (stats.backend, stats.reason) == ("dense", reason)
+    torch.testing.assert_close(out.double(), naive_attention(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+def short_tail(**tile):
+    return LayerConfig.uniform(2, tau=2.0, segment=64, tile=replace(TILE, **tile))
+
+
+@pytest.mark.parametrize(
+    ("layer", "queries", "keys", "backend"),
+    [
+        (short_tail(), 1, 150, "dense"),  # a decode step
+        (short_tail(), 2, 150, "reference"),
+        (short_tail(min_queries=40), 39, 150, "dense"),
+        (short_tail(min_queries=40), 40, 150, "reference"),
+        (short_tail(min_queries=400), 150, 150, "reference"),  # a whole prompt is no tail
+        (short_tail(dense_below=150), 140, 150, "dense"),  # less work than a prompt of 150
+        (short_tail(dense_below=150), 150, 150, "reference"),
+        (short_tail(dense_below=150), 80, 182, "reference"),  # 11400 pairs, where a prompt of 150 has 11325
+        (short_tail(dense_below=151), 80, 182, "dense"),  # and one of 151 has 11476
+    ],
+)
+def test_short_tails_of_long_prefixes_are_dense(layer, queries, keys, backend):
+    q, k, v = inputs(q_len=queries, kv_len=keys)
+    out, _, stats = s2o_attention(q, k, v, layer, return_stats=True)
+    assert stats.backend == backend
+    if backend == "dense":
+        torch.testing.assert_close(out.double(), naive_attention(q, k, v), rtol=1e-5, atol=1e-5)
+        assert "dense is faster on this GPU" in stats.reason
+
+
+def test_a_decode_step_that_needs_log_sum_exps_is_dense_too():
+    q, k, v = inputs(q_len=1)
+    out, lse, stats = s2o_attention(q, k, v, short_tail(min_queries=100), return_lse=True, return_stats=True)
+    assert stats.reason.startswith("fewer than 100 queries")
+    torch.testing.assert_close(lse[0], (q[0] @ k[0].mT * 64**-0.5).logsumexp(-1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out.double(), naive_attention(q, k, v), rtol=1e-5, atol=1e-5)
 
 

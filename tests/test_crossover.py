@@ -10,6 +10,12 @@ from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.identity import Geometry
 
 GEOMETRY = Geometry("llama", 2, 4, 2, 64)
+CPU = torch.device("cpu")
+
+
+def forget():
+    for cached in (crossover.dense_below, crossover.seconds):
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize(("faster_from", "expected"), [(512, 512), (3000, 4096), (1 << 30, 1 << 18)])
@@ -24,32 +30,93 @@ def test_the_first_length_that_wins(monkeypatch, faster_from, expected):
 
     monkeypatch.setattr(crossover, "medians", medians)
     monkeypatch.setattr(crossover.torch, "randn", lambda *size, **_: torch.empty(1, 1, 1, 1))
-    crossover.dense_below.cache_clear()
+    forget()
     config = LayerConfig((HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=8, tail=True)), grain=2)
-    tile = crossover.with_crossover(config, GEOMETRY, torch.device("cpu"))
-    assert tile == TileConfig(dense_below=expected)
+    head = crossover._quickest(config)
+    assert crossover.dense_below(TileConfig(), head, 2, GEOMETRY, CPU) == expected
     assert seen[-1] == min(expected, crossover.LENGTHS[-1])
 
 
 def test_it_times_real_calls(monkeypatch):
     monkeypatch.setattr(crossover, "LENGTHS", (256,))
-    crossover.dense_below.cache_clear()
+    forget()
     head = HeadConfig(MAX_TAU, 128, representatives=2, tail=True)
-    assert crossover.dense_below(TileConfig(), head, 4, GEOMETRY, torch.device("cpu")) in (256, 512)
+    assert crossover.dense_below(TileConfig(), head, 4, GEOMETRY, CPU) in (256, 512)
 
 
 def test_a_prompt_of_one_segment_is_not_compared(monkeypatch):
     """It runs dense on both sides, and either could win."""
     monkeypatch.setattr(crossover, "medians", lambda *_: {"dense": 1.0, "s2o": 0.9})
-    crossover.dense_below.cache_clear()
-    assert crossover.dense_below(TileConfig(), HeadConfig(MAX_TAU, 1024), 1, GEOMETRY, torch.device("cpu")) == 2048
+    forget()
+    assert crossover.dense_below(TileConfig(), HeadConfig(MAX_TAU, 1024), 1, GEOMETRY, CPU) == 2048
 
 
 def test_a_layer_is_timed_with_its_dearest_ranking_even_if_all_dense(monkeypatch):
-    seen = []
-    monkeypatch.setattr(crossover, "dense_below", lambda tile, head, grain, *_: seen.append((tile, head, grain)) or 7)
+    calls = []
+    monkeypatch.setattr(crossover, "dense_below", lambda tile, head, grain, *_: calls.append((tile, head, grain)) or 7)
+    monkeypatch.setattr(crossover, "min_queries", lambda tile, head, grain, *_: calls.append((tile, head, grain)) or 9)
     cheap, dear = HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=8, tail=True)
     dense = HeadConfig(segment=512, mode="dense", representatives=64)
     for heads, timed in (((cheap, dear, dense), dear), ((dense,), HeadConfig(segment=512))):
-        crossover.with_crossover(LayerConfig(heads, TileConfig(dense_below=3), grain=2), GEOMETRY, torch.device("cpu"))
-        assert seen.pop() == (TileConfig(), replace(timed, tau=MAX_TAU), 2)
+        config = LayerConfig(heads, TileConfig(dense_below=3, min_queries=4), grain=2)
+        tile = crossover.with_crossover(config, GEOMETRY, CPU)
+        assert tile == TileConfig(dense_below=7, min_queries=9)
+        fastest = replace(timed, tau=MAX_TAU)
+        assert calls == [(TileConfig(), fastest, 2), (TileConfig(dense_below=7), fastest, 2)]
+        calls.clear()
+
+
+def modelled(monkeypatch, ranking):
+    """Times of a GPU where dense attention takes 1 for each pair, and S2O `ranking` for each key and segment."""
+
+    def seconds(tile, head, grain, geometry, device, queries, keys):
+        return ranking * keys * -(-queries // head.segment), queries * keys - queries * (queries - 1) / 2
+
+    monkeypatch.setattr(crossover, "seconds", seconds)
+
+
+@pytest.mark.parametrize(
+    ("ranking", "density", "expected"),
+    [
+        (0.5, 0.0, 2),  # even 16 queries are worth a ranking
+        (100.0, 0.0, 128),
+        (100.0, 0.5, 256),  # half of what is saved pays for the keys that are visited
+        (100.0, 1.0, 16384),  # nothing is saved
+        (600.0, 0.0, 4096),  # 1024 and 2048 would do, but one query more ranks the prefix once more
+    ],
+)
+def test_the_fewest_queries_that_win_behind_every_prefix(monkeypatch, ranking, density, expected):
+    modelled(monkeypatch, ranking)
+    head = HeadConfig(MAX_TAU, 1024)
+    assert crossover.min_queries(TileConfig(), head, 4, GEOMETRY, CPU, density) == expected
+
+
+def test_tails_of_less_work_than_the_shortest_prompt_are_not_compared(monkeypatch):
+    """Behind 8192 keys S2O loses up to 4096 queries; calls of less work than a prompt of 8192 never get there."""
+
+    def seconds(tile, head, grain, geometry, device, queries, keys):
+        return (1.0 if queries <= (4096 if keys == 8192 else 512) else 0.0), 0.5
+
+    monkeypatch.setattr(crossover, "seconds", seconds)
+    head = HeadConfig(MAX_TAU, 1024)
+    assert crossover.min_queries(TileConfig(), head, 4, GEOMETRY, CPU, 0.0) == 4097
+    assert crossover.min_queries(TileConfig(dense_below=8192), head, 4, GEOMETRY, CPU, 0.0) == 1024
+
+
+def test_keys_that_do_not_fit_the_memory_are_left_out(monkeypatch):
+    def seconds(tile, head, grain, geometry, device, queries, keys):
+        if keys > 32768:
+            raise torch.OutOfMemoryError
+        return (1.0 if queries <= 64 else 0.0), 0.5
+
+    monkeypatch.setattr(crossover, "seconds", seconds)
+    assert crossover.min_queries(TileConfig(), HeadConfig(MAX_TAU, 1024), 4, GEOMETRY, CPU, 0.0) == 128
+
+
+def test_tails_are_timed_as_real_calls(monkeypatch):
+    monkeypatch.setattr(crossover, "TAIL_KEYS", (300,))
+    monkeypatch.setattr(crossover, "TAILS", (16, 64))
+    forget()
+    head = HeadConfig(MAX_TAU, 128, representatives=2, tail=True)
+    assert crossover.min_queries(TileConfig(), head, 4, GEOMETRY, CPU, 0.0) in (2, 64, 128)
+    assert 1 <= crossover.seconds.cache_info().misses <= 2

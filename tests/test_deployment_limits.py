@@ -12,8 +12,8 @@ import s2o_runtime.huggingface.layers as layers
 from s2o_runtime import explain, load_profile, patch
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, ProfileError
-from s2o_runtime.huggingface.layers import with_safe_tile
 from s2o_runtime.identity import ROPE, fingerprint, fingerprint_mismatch
+from s2o_runtime.profile.device_fit import with_safe_tile
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.tiles import candidate_tiles
 from support.models import CONFIGS, make_profile, twin

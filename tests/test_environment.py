@@ -188,7 +188,7 @@ def test_what_the_environment_cannot_mean_fails_at_once(named, monkeypatch, vari
 
 @torch.no_grad()
 def test_a_device_without_a_kernel_stays_dense(model, profile, named, monkeypatch):
-    monkeypatch.setattr("s2o_runtime.huggingface.layers.identify", lambda device: DeviceIdentity("xpu", "xpu"))
+    monkeypatch.setattr("s2o_runtime.profile.device_fit.identify", lambda device: DeviceIdentity("xpu", "xpu"))
     hf.register()
     ours, ids = same_weights(model, "s2o"), prompt()
     torch.testing.assert_close(ours(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)

@@ -9,14 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoXConfig, GptOssConfig, MistralConfig, StaticCache
 
 import s2o_runtime.huggingface.hf as hf
-import s2o_runtime.huggingface.layers as layers
 from s2o_runtime import explain, patch, unpatch
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ModelError, ProfileError
+from s2o_runtime.huggingface import layers
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.identity import fingerprint
-from s2o_runtime.profile import save_profile
+from s2o_runtime.profile import device_fit, save_profile
 from support.marks import all_but_first
 from support.models import CONFIGS, LENGTH, SIZES, close, make_profile, padded_batch, paths, twin, used_s2o
 from support.naive import naive_attention
@@ -211,7 +211,7 @@ def test_a_gpu_profile_runs_on_a_cpu_and_a_foreign_one_stays_dense(eager, ids, m
     with torch.no_grad():
         model(ids)
     assert used_s2o(model)
-    monkeypatch.setattr(layers, "identify", lambda device: DeviceIdentity("xpu", "xpu"))
+    monkeypatch.setattr(device_fit, "identify", lambda device: DeviceIdentity("xpu", "xpu"))
     patch(model, made)
     with torch.no_grad():
         close(model(ids).logits, eager(ids).logits)

@@ -22,6 +22,7 @@ RUNTIME = [
     "identity",
     "shapes",
     "scoring",
+    "pages",
     "tiles",
     "devices",
     "reference",
@@ -30,6 +31,7 @@ RUNTIME = [
     "attention",
     "profile",
     "huggingface",
+    "vllm",
     "__init__",  # what users import: names from all rooms, loaded on first use
 ]
 CALIBRATE = [

@@ -106,7 +106,8 @@ def test_each_length_is_passed_until_it_is_close(together, begun, monkeypatch):
         (length,) = prompts
         return tuple(kl_of(config, factor) for config, factor in zip(configs, factors[length], strict=True)), 0.0
 
-    def prove(loaded, held_out, candidate, revise, on_step, timed):
+    def prove(loaded, held_out, candidate, revise, on_step, timed, chunk):
+        assert chunk is None
         passed.append((set(held_out), timed))
         assert revise is kl_search.tighten_layer
         return candidate, {length: proof(candidate, length) for length in held_out}

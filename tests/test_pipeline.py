@@ -508,10 +508,15 @@ def choice(timing, mode="s2o", below=0):
 @pytest.mark.parametrize(("below", "kept"), [(100, 100), (1024, 1024), (4096, 1024)])
 def test_what_was_faster_than_dense_at_a_length_runs_there(monkeypatch, below, kept):
     monkeypatch.setattr(
-        pipeline, "with_crossover", lambda config, geometry, device: replace(config.tile, dense_below=below)
+        pipeline,
+        "with_crossover",
+        lambda config, geometry, device, density: replace(
+            config.tile, dense_below=below, min_queries=int(1000 * density)
+        ),
     )
     crossed = [pipeline._with_crossover(choice(None, mode), 1024, None, None) for mode in ("s2o", "dense")]
     assert [each.tile.dense_below for each in crossed] == [kept, below]
+    assert [each.tile.min_queries for each in crossed] == [500, 500]  # of the density of its points
 
 
 def test_a_layers_time_is_predicted_as_a_share_of_dense_attentions():

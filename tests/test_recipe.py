@@ -15,6 +15,7 @@ ALL = BASE | {
     "budget_mse": 1e-5,
     "budget_scope": "model",
     "check_lengths": (1100, 4096),
+    "chunk": 4096,
     "domains": ("prose", "chinese"),
     "hide_needles": False,
     "num_prompts": 3,

@@ -75,7 +75,11 @@ def timed(monkeypatch):
     monkeypatch.setattr(module, "identify", lambda device: A100)
     monkeypatch.setattr(module, "against_dense", made)
     monkeypatch.setattr(
-        module, "with_crossover", lambda config, geometry, device: replace(config.tile, dense_below=CROSSOVER)
+        module,
+        "with_crossover",
+        lambda config, geometry, device, density: replace(
+            config.tile, dense_below=CROSSOVER, min_queries=round(100 * density)
+        ),
     )
     return made
 
@@ -92,7 +96,7 @@ def test_the_fastest_tile_is_taken_and_nothing_else_changes(old, timed, tmp_path
     assert (new.device, new.fingerprint, new.lengths) == (A100, old.fingerprint, old.lengths)
     for before, after in zip(old.layers, new.layers, strict=True):
         for index in (0, 1):
-            assert after[index].tile == replace(fastest, dense_below=CROSSOVER)
+            assert after[index].tile == replace(fastest, dense_below=CROSSOVER, min_queries=80)  # at a DENSITY of 0.8
         assert after[2].tile in A100_TILES
         for was, config in zip(before, after, strict=True):
             assert config.heads == was.heads  # bit for bit: tau went through float32 in both

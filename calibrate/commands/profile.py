@@ -41,7 +41,12 @@ REBUDGET = {
     "out": "<budget>.safetensors beside the profile",
 }
 RETILE = {"device": "a GPU if there is one", "out": "<profile>-<gpu>.safetensors beside the profile"}
-VERIFY = {"model": "", "device": "a GPU if there is one", "prompts": "those of the profile's recipe"}
+VERIFY = {
+    "model": "",
+    "device": "a GPU if there is one",
+    "prompts": "those of the profile's recipe",
+    "chunk": "that of the profile's recipe",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -278,7 +283,7 @@ def verify(flags: Flags) -> int:
 
     from calibrate.proof.reprove import verified
 
-    proof = verified(model, Path(profile), name, flags.get("prompts"))
+    proof = verified(model, Path(profile), name, flags.get("prompts"), flags.get("chunk"))
     if "json" in flags:
         print_json(asdict(proof))
     else:
@@ -304,7 +309,7 @@ def verify(flags: Flags) -> int:
 def _check_certificate(flags: Flags, model: str, profile: Path, device: str) -> int:
     from calibrate.proof.recertify import recertified
 
-    check = recertified(model, profile, device, flags["seed"], flags.get("prompts"))
+    check = recertified(model, profile, device, flags["seed"], flags.get("prompts"), flags.get("chunk"))
     if "json" in flags:
         print_json(asdict(check))
     else:

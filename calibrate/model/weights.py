@@ -34,7 +34,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from s2o_runtime.errors import ModelError
-from s2o_runtime.identity import RANDOM, fingerprint, geometry, offloaded, sampled_fingerprint, with_rope
+from s2o_runtime.identity import (
+    RANDOM,
+    fingerprint,
+    geometry,
+    offloaded,
+    sampled_fingerprint,
+    stored_elements,
+    with_rope,
+)
 
 RESIDENT_SHARE = 4  # a model stays on the device if its weights take no more than this part of the memory: a quarter
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -290,7 +298,7 @@ class Checkpoint:
         def sample(name: str, indices: range) -> Tensor:
             stored = self._slice(name, blanks[name])
             with _readable(self._file_of[name]):
-                return _elements(stored, indices).to(blanks[name].dtype)
+                return stored_elements(stored, indices).to(blanks[name].dtype)
 
         return sampled_fingerprint({name: blank.shape for name, blank in blanks.items()}, sample)
 
@@ -339,22 +347,6 @@ def _readable(file: str) -> Iterator[None]:
         yield
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file} cannot be read ({error}): it is damaged or cut off, download it again") from error
-
-
-def _elements(stored: Any, indices: range) -> Tensor:
-    """Elements of a tensor in a file, by their indices in the flattened tensor."""
-    shape = stored.get_shape()
-    if len(shape) == 1:
-        vector: Tensor = stored[:]
-        return vector[indices.start : indices.stop : indices.step]
-    cells = []
-    for index in indices:
-        position = []
-        for size in reversed(shape):
-            index, inner = divmod(index, size)
-            position.append(slice(inner, inner + 1))
-        cells.append(stored[tuple(reversed(position))].reshape(-1))
-    return torch.cat(cells)
 
 
 class RandomWeights:

@@ -139,7 +139,7 @@ def _tuned(
         else:
             for i, j in alike:
                 tuned = profile.layers[i][j].with_tile(tile)
-                new_layers[i][j] = tuned.with_tile(with_crossover(tuned, profile.geometry, where))
+                new_layers[i][j] = tuned.with_tile(with_crossover(tuned, profile.geometry, where, density))
         timed.append(
             RetiledLayers(
                 timed_at=key.length,

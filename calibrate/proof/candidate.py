@@ -56,6 +56,11 @@ class Candidate:
         """Every length that is proven: the calibrated ones, then those that are only checked."""
         return (*self.recipe.lengths, *self.recipe.checked_lengths)
 
+    @property
+    def min_length(self) -> int:
+        """The shortest calibrated length; shorter prompts stay dense."""
+        return min(self.recipe.lengths)
+
     def layer_config(self, layer: int, length: int) -> LayerConfig:
         """What a layer runs at a length that is proven.
 

@@ -89,7 +89,9 @@ def certify(loaded: LoadedModel, prompts: Mapping[int, Sequence[Prompt]], proven
     problems: list[str | None] = []
     with progress_bar("certifying", loaded.geometry.layers * len(lengths), "layer", shown=progress) as step:
         for length in lengths:  # one after another: the hidden states of all prompts are in memory
-            candidate, seen = sample(loaded, length, prompts[length], candidate, ladder.revise, step)
+            candidate, seen = sample(
+                loaded, length, prompts[length], candidate, ladder.revise, step, candidate.recipe.chunk
+            )
             layers = range(loaded.geometry.layers)
             certificates[length] = certificate_of(
                 length,
@@ -135,7 +137,7 @@ def proven_again(
         steps = loaded.geometry.layers * len(lengths)
         again = {length: prompts for length, prompts in held_out.items() if length in lengths}
         with progress_bar("measuring what the certificate changed", steps, "layer", shown=progress) as step:
-            _, measured = prove(loaded, again, candidate, on_step=step)
+            _, measured = prove(loaded, again, candidate, on_step=step, chunk=candidate.recipe.chunk)
         proofs |= measured
         lengths = frozenset(slower_than_dense(candidate, measured))
         candidate = with_dense(candidate, lengths)

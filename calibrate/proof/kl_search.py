@@ -63,7 +63,9 @@ def within_kl(
         prompts = {length: held_out[length] for length in tried}
         steps = loaded.geometry.layers * len(prompts)
         with progress_bar(f"searching for the KL, pass {number}", steps, "layer", shown=progress) as step:
-            _, proofs = prove(loaded, prompts, candidate, tighten_layer, step, timed=False)
+            _, proofs = prove(
+                loaded, prompts, candidate, tighten_layer, step, timed=False, chunk=candidate.recipe.chunk
+            )
         for length, chosen in tried.items():
             passes[length].append(KlPass(scales[length], chosen.predicted_kl, proofs[length].kl))
             log.info("%d tokens: %s, aimed at %.2e", length, passes[length][-1], aim)

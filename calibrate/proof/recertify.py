@@ -65,7 +65,9 @@ class Recertified:
     problems: tuple[str, ...]
 
 
-def recertified(model: str, path: Path, device: str, seed: int, prompts: tuple[Path, ...] | None = None) -> Recertified:
+def recertified(
+    model: str, path: Path, device: str, seed: int, prompts: tuple[Path, ...] | None = None, chunk: int | None = None
+) -> Recertified:
     """Check a profile's certificate on prompts drawn with another seed, or from other files.
 
     A bound is broken if a lower bound for the mean over the fresh prompts is above it: a mean that is above it by
@@ -77,6 +79,7 @@ def recertified(model: str, path: Path, device: str, seed: int, prompts: tuple[P
         device: Torch's name of the device to measure on.
         seed: What draws the prompts.
         prompts: Files and folders to draw from instead of the recipe's text; None is what the recipe says.
+        chunk: Tokens that layers are fed at once instead of the recipe's; None is what the recipe says.
 
     Raises:
         ProfileError: The profile cannot be read.
@@ -95,7 +98,10 @@ def recertified(model: str, path: Path, device: str, seed: int, prompts: tuple[P
                 f"there are {len(fresh.get(length, ()))} fresh prompts of {length} tokens, expected at least {FEWEST}: "
                 "give another --seed, or --prompts with more text"
             )
-    samples = {length: sample(opened.loaded, length, fresh[length], opened.profile)[1] for length in lengths}
+    chunk = opened.recipe.chunk if chunk is None else chunk
+    samples = {
+        length: sample(opened.loaded, length, fresh[length], opened.profile, chunk=chunk)[1] for length in lengths
+    }
     return compared(opened.profile, opened.recipe.budget, lengths, samples)
 
 

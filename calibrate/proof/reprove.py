@@ -19,9 +19,9 @@ from calibrate.proof.problems import kl_over_budget, lost_needles, over_limit
 from calibrate.proof.verify import LengthProof, prove
 from calibrate.recipe import Recipe
 from s2o_runtime.errors import InputError
-from s2o_runtime.huggingface.layers import fitted
 from s2o_runtime.identity import fingerprint_mismatch
 from s2o_runtime.profile import Profile, load_profile
+from s2o_runtime.profile.device_fit import fitted
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class Verified:
     same_prompts: bool
 
 
-def verified(model: str, path: Path, device: str, prompts: tuple[Path, ...] | None = None) -> Verified:
+def verified(
+    model: str, path: Path, device: str, prompts: tuple[Path, ...] | None = None, chunk: int | None = None
+) -> Verified:
     """Make the proof of a profile again, on the prompts that its recipe adjusted layers on.
 
     Args:
@@ -47,6 +49,7 @@ def verified(model: str, path: Path, device: str, prompts: tuple[Path, ...] | No
         path: the profile's file.
         device: torch's name of the device to prove it on.
         prompts: files and folders to prove on instead of the recipe's text; None is what the recipe says.
+        chunk: tokens that layers are fed at once instead of the recipe's; None is what the recipe says.
 
     Raises:
         ProfileError: the profile cannot be read.
@@ -54,8 +57,9 @@ def verified(model: str, path: Path, device: str, prompts: tuple[Path, ...] | No
     """
     opened = to_prove(model, path, device)
     profile, recipe = opened.profile, on_other_text(opened.recipe, prompts)
+    recipe = recipe if chunk is None else replace(recipe, chunk=chunk)
     data = load_prompts(recipe, opened.loaded.tokenizer)
-    _, proofs = prove(opened.loaded, data.held_out, profile)
+    _, proofs = prove(opened.loaded, data.held_out, profile, chunk=recipe.chunk)
     lengths = [_compared(profile, recipe, length, proof) for length, proof in sorted(proofs.items())]
     problems = [
         over_limit(row["length"], layer["layer"], layer["error"], layer["limit"])

@@ -24,6 +24,7 @@ from calibrate.model.models import LoadedModel
 from calibrate.model.streams import Stream, attention_implementation, begin, decoder_layers, layer_on_device
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import PromptAgreement, compare
+from calibrate.proof.chunks import Chunks, chunks_of
 from calibrate.proof.rows import LAST, ROWS, RowSample, evenly_drawn, sampled_rows
 from calibrate.proof.verify import Configured, PatchableLayer
 from calibrate.recipe import Budget
@@ -103,6 +104,7 @@ def sample(
     configured: C,
     revise: Callable[[C, int, int, LayerSample], C | None] = accept,
     on_step: Callable[[], object] = lambda: None,
+    chunk: int | None = None,
 ) -> tuple[C, LengthSample]:
     """Measure a configuration on prompts of one length.
 
@@ -114,6 +116,7 @@ def sample(
         revise: Given what was measured, the length, the layer's index and its sample: what to measure instead on the
             same inputs, or None to accept this one. The layers that follow see what the accepted one gave.
         on_step: Called after each layer.
+        chunk: Tokens that a layer is fed at once, as a server does; None for whole prompts.
 
     Returns:
         What was accepted in the end, and what was measured of it.
@@ -144,7 +147,8 @@ def sample(
                 revised: C | None = configured
                 while revised is not None:
                     configured = revised
-                    after, measured = _measured(layer, patched, configured.layer_config(index, length))
+                    config, chunks = configured.layer_config(index, length), chunks_of(configured, chunk, index, length)
+                    after, measured = _measured(layer, patched, config, chunks)
                     revised = revise(configured, length, index, measured)
                 patched = after
                 dense = [layer.dense(stream) for stream in dense]
@@ -198,14 +202,16 @@ def _worst(*samples: RowSample) -> float:
     return float(torch.cat([sample.off.flatten() for sample in samples]).quantile(WORST))
 
 
-def _measured(layer: PatchableLayer, streams: list[Stream], config: LayerConfig) -> tuple[list[Stream], LayerSample]:
+def _measured(
+    layer: PatchableLayer, streams: list[Stream], config: LayerConfig, chunks: Chunks | None
+) -> tuple[list[Stream], LayerSample]:
     """The prompts after a layer with this configuration, and what was measured of the layer."""
     observed = _Observed(config)
-    state = layer.state(config, observed.observe)
+    state = layer.state(config, observed.observe, chunks)
     after, densities = [], []
     for stream in streams:
         after.append(layer.patched(stream, state))
-        densities.append(1.0 if state.last is None else float(state.last.density.mean()))
+        densities.append(state.density)
     return after, LayerSample(tuple(observed.errors), statistics.fmean(densities))
 
 

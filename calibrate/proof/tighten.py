@@ -115,7 +115,7 @@ def prove_and_tighten(
         prompts = {length: prompts for length, prompts in held_out.items() if length in lengths}
         steps = loaded.geometry.layers * len(prompts)
         with progress_bar("proving on held-out prompts", steps, "layer", shown=progress) as step:
-            candidate, measured = prove(loaded, prompts, candidate, tighten_layer, step)
+            candidate, measured = prove(loaded, prompts, candidate, tighten_layer, step, chunk=candidate.recipe.chunk)
         proofs |= measured
         verdict = judge(candidate, proofs)
         if not verdict.repairable or attempt == RETRIES:

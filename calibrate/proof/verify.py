@@ -24,6 +24,7 @@ from calibrate.model.models import LoadedModel
 from calibrate.model.streams import Stream, attention_implementation, begin, decoder_layers, layer_on_device
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import compare
+from calibrate.proof.chunks import ByLength, Chunks, chunks_of
 from calibrate.proof.rows import drawn_tiles, exact_rows
 from calibrate.recipe import Budget
 from calibrate.timing import medians
@@ -85,11 +86,8 @@ class LengthProof:
     dense_prefill_seconds: float
 
 
-class Configured(Protocol):
+class Configured(ByLength, Protocol):
     """What can be proven: a profile, or a candidate for one."""
-
-    def layer_config(self, layer: int, length: int) -> LayerConfig:
-        """What a layer runs for a prompt of `length` tokens."""
 
 
 C = TypeVar("C", bound=Configured)
@@ -107,6 +105,7 @@ def prove(
     revise: Callable[[C, int, int, LayerProof], C | None] = accept,
     on_step: Callable[[], object] = lambda: None,
     timed: bool = True,
+    chunk: int | None = None,
 ) -> tuple[C, dict[int, LengthProof]]:
     """Measure what a configuration does to every layer at every length, and to the model's predictions.
 
@@ -122,6 +121,7 @@ def prove(
             what to prove instead on the same inputs, or None to accept this one.
         on_step: Called after each length of each layer.
         timed: Whether to take times too; without, those of the proofs are 0 or None.
+        chunk: Tokens that a layer is fed at once, as a server does; None for whole prompts. Times are of whole prompts.
 
     Returns:
         What was proven in the end, and what was measured of it by length in tokens.
@@ -133,7 +133,7 @@ def prove(
     hf.register()
     with attention_implementation(loaded.model, hf.NAME):
         walks = [
-            _Walk(length, prompts, begin(loaded, [p.ids for p in prompts]), timed)
+            _Walk(length, prompts, begin(loaded, [p.ids for p in prompts]), timed, chunk)
             for length, prompts in held_out.items()
         ]
         for of_decoder in decoder_layers(loaded.model):
@@ -176,16 +176,24 @@ class PatchableLayer:
         finally:
             hf.detach(self.attention)
 
-    def state(self, config: LayerConfig, observer: hf.Observer | None = None) -> hf.LayerState:
+    def state(
+        self, config: LayerConfig, observer: hf.Observer | None = None, chunks: Chunks | None = None
+    ) -> hf.LayerState:
         # a state's first calls are all metered, which would be timed too
-        return hf.LayerState(self.index, lambda keys: config, min_length=0, observer=observer, meter=None)
+        if chunks is None:
+            return hf.LayerState(self.index, lambda keys: config, min_length=0, observer=observer, meter=None)
+        return hf.LayerState(
+            self.index, chunks.config_at, min_length=0, observer=observer, meter=None, chunk=chunks.size
+        )
 
 
 class _Walk:
     """The held-out prompts of one length on their way through the patched and the dense model."""
 
-    def __init__(self, length: int, prompts: Sequence[Prompt], streams: list[Stream], timed: bool) -> None:
-        self.length, self._prompts, self._timed = length, prompts, timed
+    def __init__(
+        self, length: int, prompts: Sequence[Prompt], streams: list[Stream], timed: bool, chunk: int | None
+    ) -> None:
+        self.length, self._prompts, self._timed, self._chunk = length, prompts, timed, chunk
         self._patched, self._dense = streams, streams
         self._layers: list[LayerProof] = []
         self._seconds = {"patched": 0.0, "dense": 0.0}
@@ -196,7 +204,8 @@ class _Walk:
         while revised is not None:
             configured = revised
             config = configured.layer_config(layer.index, self.length)
-            after, proof = _measure(layer, self._patched, config)
+            chunks = chunks_of(configured, self._chunk, layer.index, self.length)
+            after, proof = _measure(layer, self._patched, config, chunks)
             revised = revise(configured, self.length, layer.index, proof)
         self._layers.append(self._with_times(layer, config, proof) if self._timed else proof)
         self._patched = after
@@ -260,14 +269,16 @@ class _Errors:
         self.tiles.append(tile_worst(row_errors(out, truth), TILE_ROWS).flatten())
 
 
-def _measure(layer: PatchableLayer, streams: list[Stream], config: LayerConfig) -> tuple[list[Stream], LayerProof]:
+def _measure(
+    layer: PatchableLayer, streams: list[Stream], config: LayerConfig, chunks: Chunks | None
+) -> tuple[list[Stream], LayerProof]:
     """The prompts after a layer with this configuration, and what was measured of the layer."""
     errors = _Errors()
-    state = layer.state(config, errors.observe)
+    state = layer.state(config, errors.observe, chunks)
     after, densities = [], []
     for stream in streams:
         after.append(layer.patched(stream, state))
-        densities.append(1.0 if state.last is None else float(state.last.density.mean()))
+        densities.append(state.density)
     mean = statistics.fmean
     return after, LayerProof(
         mse=mean(errors.squared),

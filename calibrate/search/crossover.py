@@ -1,7 +1,8 @@
-"""The length below which dense attention is faster on this GPU, however little S2O computes."""
+"""Where dense attention is faster on this GPU, however little S2O computes: short prompts and short tails."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -12,16 +13,30 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.identity import Geometry
 from s2o_runtime.reference.dense import dense_attention
+from s2o_runtime.shapes import CallShape
+from s2o_runtime.tiles import DECODE
 
 LENGTHS = tuple(1 << power for power in range(9, 18))
+TAIL_KEYS = (8192, 32768, 131072)  # keys that tails are timed behind
+TAILS = tuple(1 << power for power in range(4, 14))  # queries; some beyond the end of a segment join them
+ENDED_SEGMENTS = (1, 2, 4)
 ROUNDS = 3
 
 
-def with_crossover(config: LayerConfig, geometry: Geometry, device: torch.device) -> TileConfig:
-    """A layer's tile with its `dense_below` measured, in tokens."""
-    uncrossed = replace(config.tile, dense_below=0)
-    below = dense_below(uncrossed, _quickest(config), config.grain, geometry, device)
-    return replace(config.tile, dense_below=below).validate()
+def with_crossover(config: LayerConfig, geometry: Geometry, device: torch.device, density: float = 0.0) -> TileConfig:
+    """A layer's tile with its `dense_below`, in keys, and its `min_queries` measured.
+
+    Args:
+        config: the layer.
+        geometry: the model's.
+        device: the GPU.
+        density: the query-key pairs that the layer computes over causal pairs, where tails have to pay for them.
+    """
+    bare = replace(config.tile, dense_below=0, min_queries=0)
+    head = _quickest(config)
+    below = dense_below(bare, head, config.grain, geometry, device)
+    fewest = min_queries(replace(bare, dense_below=below), head, config.grain, geometry, device, round(density, 2))
+    return replace(config.tile, dense_below=below, min_queries=fewest).validate()
 
 
 def _quickest(config: LayerConfig) -> HeadConfig:
@@ -48,21 +63,80 @@ def dense_below(tile: TileConfig, head: HeadConfig, grain: int, geometry: Geomet
     Returns:
         Tokens; twice the longest of `LENGTHS` if dense attention is faster at all of them.
     """
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = LayerConfig((head,) * geometry.query_heads, tile, grain=grain).validate()
     for length in (length for length in LENGTHS if length > head.segment):
-        q, k, v = (
-            torch.randn(1, length, heads, geometry.head_dim, dtype=dtype, device=device).transpose(1, 2)
-            for heads in (geometry.query_heads, geometry.kv_heads, geometry.kv_heads)
-        )
-        seconds = medians(
-            {
-                "dense": partial(dense_attention, q, k, v),
-                "s2o": partial(s2o_attention, q, k, v, config),
-            },
-            device,
-            ROUNDS,
-        )
-        if seconds["s2o"] < seconds["dense"]:
+        s2o, dense = seconds(tile, head, grain, geometry, device, length, length)
+        if s2o < dense:
             return length
     return 2 * LENGTHS[-1]
+
+
+def min_queries(
+    tile: TileConfig, head: HeadConfig, grain: int, geometry: Geometry, device: torch.device, density: float
+) -> int:
+    """The fewest queries from which on calls behind a cached prefix beat dense attention.
+
+    A tail's time is taken as that of a call that stops as early as it can, and `density` of dense attention's, for the
+    keys that the layer visits. A query behind a segment's end ranks the whole prefix once more, so calls that end there
+    are timed too. The count holds for every number of keys in `TAIL_KEYS` and for all longer tails that were timed.
+
+    Args:
+        tile: with its `dense_below`: calls of less work run dense anyway, so there is nothing to compare.
+        head, grain, geometry, device: as for `dense_below`.
+        density: the pairs that the layer computes over causal pairs.
+
+    Returns:
+        Queries, at least 2; twice the longest tail if dense attention is faster even there.
+    """
+    fewest = DECODE
+    for keys in TAIL_KEYS:
+        for queries, more in _from_the_longest(_tails(head, keys)):
+            if CallShape(1, 1, 1, queries, keys, 1, 1).is_less_than_prompt(tile.dense_below):
+                break
+            try:
+                s2o, dense = seconds(tile, head, grain, geometry, device, queries, keys)
+            except torch.OutOfMemoryError:  # where a model's weights leave no room for so many keys
+                continue
+            if s2o + density * dense >= dense:
+                fewest = max(fewest, more)
+                break
+    return fewest
+
+
+def _tails(head: HeadConfig, keys: int) -> list[int]:
+    """The queries of the calls that are timed behind a prefix, `keys` with their own, ascending."""
+    ended = {count * head.segment + 1 for count in ENDED_SEGMENTS}
+    return sorted(queries for queries in {*TAILS, *ended} if queries < min(keys, TAILS[-1] + 1))
+
+
+def _from_the_longest(tails: list[int]) -> Iterator[tuple[int, int]]:
+    """Every tail with the next longer one, the longest first; behind the longest stands its double."""
+    return zip(reversed(tails), [2 * tails[-1], *reversed(tails[1:])], strict=True)
+
+
+@lru_cache(maxsize=1024)
+def seconds(
+    tile: TileConfig, head: HeadConfig, grain: int, geometry: Geometry, device: torch.device, queries: int, keys: int
+) -> tuple[float, float]:
+    """The median times of S2O, wherever its tile would go dense, and of dense attention for one call.
+
+    Args:
+        tile, head, grain, geometry, device: of all heads of the call.
+        queries: the last positions.
+        keys: all of them, those before the queries included.
+    """
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    tile = replace(tile, dense_below=0, min_queries=DECODE)  # so that no short call goes dense
+    config = LayerConfig((head,) * geometry.query_heads, tile, grain=grain).validate()
+    q, k, v = (
+        torch.randn(1, length, heads, geometry.head_dim, dtype=dtype, device=device).transpose(1, 2)
+        for length, heads in ((queries, geometry.query_heads), (keys, geometry.kv_heads), (keys, geometry.kv_heads))
+    )
+    times = medians(
+        {
+            "dense": partial(dense_attention, q, k, v),
+            "s2o": partial(s2o_attention, q, k, v, config),
+        },
+        device,
+        ROUNDS,
+    )
+    return times["s2o"], times["dense"]

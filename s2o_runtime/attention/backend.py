@@ -11,7 +11,7 @@ from s2o_runtime.config import HEAD_DIMS, LayerConfig, config_obstacle
 from s2o_runtime.devices import capability, interpreted
 from s2o_runtime.errors import InputError
 from s2o_runtime.shapes import KERNEL_TYPES, CallShape, needs_gradients
-from s2o_runtime.tiles import MIN_CAPABILITY, tile_obstacle
+from s2o_runtime.tiles import DECODE, MIN_CAPABILITY, Capability, fewest_queries, tile_obstacle
 
 Backend = Literal["auto", "triton", "reference", "dense"]
 
@@ -49,23 +49,40 @@ def choose_backend(call: AttentionCall, backend: Backend) -> BackendChoice:
 
 
 def _automatic(call: AttentionCall, kernel_obstacle: str | None) -> BackendChoice:
-    config, on_cpu = call.config, call.q.device.type == "cpu"
-    if kernel_obstacle is None and not on_cpu:
+    on_cpu = call.q.device.type == "cpu"
+    is_decode = call.shape.offset > 0 and call.shape.q_len < DECODE
+    if kernel_obstacle is None and not on_cpu and not is_decode:
         if call.with_lse:
             return BackendChoice("triton", "SDPA gives no log-sum-exp, the kernel does")
         if call.scoring.softcap is not None:
             return BackendChoice("triton", "SDPA cannot cap scores, the kernel can")
-    if config.is_dense:
-        return BackendChoice("dense", "every head of the layer is dense")
-    if not has_prefix(config, call.shape):
-        return BackendChoice("dense", "the whole prompt fits one segment")
-    if call.shape.kv_len < config.tile.dense_below:
-        return BackendChoice("dense", f"shorter than {config.tile.dense_below} keys, where dense is faster on this GPU")
+    if reason := why_dense(call.config, call.shape, capability(call.q.device)):
+        return BackendChoice("dense", reason)
     if on_cpu:
         return BackendChoice("reference", "the tensors are on the cpu, the kernel needs a GPU")
     if kernel_obstacle is None:
         return BackendChoice("triton", "the kernel supports this call")
     return BackendChoice("dense", kernel_obstacle)
+
+
+def why_dense(config: LayerConfig, shape: CallShape, gpu: Capability) -> str | None:
+    """Why dense attention is the better choice for a call of these sizes, whatever its tensors hold; None if S2O is.
+
+    Args:
+        config: of the layer.
+        shape: of the call; for packed sequences each is to be asked about.
+        gpu: the device's compute capability, (0, 0) for a CPU.
+    """
+    if config.is_dense:
+        return "every head of the layer is dense"
+    fewest = fewest_queries(config.tile, gpu)
+    if shape.offset > 0 and shape.q_len < fewest:
+        return f"fewer than {fewest} queries behind a prefix, where dense is faster on this GPU"
+    if not has_prefix(config, shape):
+        return "the whole prompt fits one segment"
+    if shape.is_less_than_prompt(below := config.tile.dense_below):
+        return f"shorter than {below} keys, or less work than a prompt of them, where dense is faster on this GPU"
+    return None
 
 
 def has_prefix(config: LayerConfig, shape: CallShape) -> bool:

@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from os import PathLike
 from typing import Any, TypeGuard
@@ -39,6 +39,7 @@ from s2o_runtime.huggingface.obstacles import layer_obstacle
 from s2o_runtime.identity import attention_modules, fingerprint, fingerprint_mismatch, geometry, offloaded
 from s2o_runtime.layer_kinds import positions
 from s2o_runtime.profile import Profile, load_profile
+from s2o_runtime.profile.reach import too_long, too_short
 from s2o_runtime.scoring import Scoring, without_gradients
 
 NAME = "s2o"
@@ -312,6 +313,17 @@ def _prefill(
     call: PrefillCall,
 ) -> Tensor:
     """A plain causal prefill of a patched layer, S2O or dense, and what is to be remembered of it: [B, Hq, Lq, D]."""
+    if state.chunk is not None and query.shape[2] > state.chunk:
+        from s2o_runtime.huggingface.chunks import prefill_in_chunks
+
+        def compute(rows: slice, keys: int) -> Tensor:
+            part = replace(call, q_offset=call.q_offset + rows.start)
+            return _prefill(state, obstacle, query[:, :, rows], key[:, :, :keys], value[:, :, :keys], scoring, part)
+
+        whole = prefill_in_chunks(state, query, key, call.q_offset, compute)
+        if state.observer is not None and call.kv_start is None:
+            state.observer(state.layer, query, key, value, scoring, whole)
+        return whole
     reason = state.other_kind or obstacle or _dense_reason(state, query, key)
     config = state.config(key.shape[2]) if reason is None else None
     if config is not None and config.num_heads != query.shape[1]:
@@ -419,11 +431,11 @@ def _recovered(mask: Tensor) -> PrefillCall | None:
 def _dense_reason(state: LayerState, query: Tensor, key: Tensor) -> str | None:
     if state.rejected is not None:
         return state.rejected
-    if key.shape[2] < state.min_length:
-        return f"shorter than the shortest calibrated length, {state.min_length}"
-    if state.max_length is not None and key.shape[2] > state.max_length:
+    if reason := too_short(key.shape[2], state.min_length):
+        return reason
+    if (reason := too_long(key.shape[2], state.max_length)) and state.max_length is not None:
         if not state.warn_beyond:
-            return f"longer than {state.max_length} keys, 1.5 times the longest calibrated length"
+            return reason
         _warn_beyond(state.max_length)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
         return "gradients are enabled"

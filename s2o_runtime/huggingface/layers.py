@@ -6,8 +6,8 @@ import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Literal, get_args
 
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from s2o_runtime.attention.result import AttentionStats
-from s2o_runtime.config import MAX_CHUNK, LayerConfig, TileConfig
-from s2o_runtime.devices import Rejected, fit, identify
+from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ConfigError, ModelError, ProfileError
 from s2o_runtime.huggingface.dense_watch import DenseWatch
 from s2o_runtime.huggingface.drift import Allowed, Drift, DriftCheck, DriftMonitor, allowed_errors, check_of
@@ -25,12 +24,12 @@ from s2o_runtime.identity import attention_modules, decoder_attention
 from s2o_runtime.layer_kinds import kind_in_words, layer_kinds
 from s2o_runtime.lengths import length_step
 from s2o_runtime.profile import Profile
+from s2o_runtime.profile.device_fit import fitted
+from s2o_runtime.profile.reach import TRUSTED_BEYOND
 from s2o_runtime.scoring import Scoring
-from s2o_runtime.tiles import candidate_tiles
 
 STATE = "s2o_layer"  # attribute of a patched attention module
 Beyond = Literal["dense", "warn", "s2o"]
-TRUSTED_BEYOND = 1.5  # times the longest calibrated length: how far its settings are taken to hold
 
 NUMBER = "s2o_number"  # attribute of a patched attention module: what stands for it in a compiled graph
 
@@ -52,6 +51,8 @@ class LayerState:
     prefill of unpadded prompts, S2O or dense. meter: measures some of its calls, None does not.
     drift: checks the layer's error, None does not. watch: sees whether most calls of the model are dense; all of its
     layers have the same one. other_kind: what is said of a layer that has no full attention and stays what it is.
+    chunk: queries that a prefill is fed at once, as a server does; None for all. last_density: of the last prefill that
+    was fed so, as a whole, where `last` is of its last chunk.
     """
 
     layer: int
@@ -68,6 +69,15 @@ class LayerState:
     drift: DriftMonitor | None = None
     watch: DenseWatch | None = None
     other_kind: str | None = None
+    chunk: int | None = None
+    last_density: float | None = None
+
+    @property
+    def density(self) -> float:
+        """The mean density over the heads of the last prefill; reading it waits for the device."""
+        if self.last_density is not None:
+            return self.last_density
+        return 1.0 if self.last is None else float(self.last.density.mean())
 
     def config(self, length: int) -> LayerConfig:
         step = length_step(length)
@@ -233,46 +243,6 @@ def _drift_check(profile: Profile, drift: Drift) -> tuple[DriftCheck | None, lis
             raise
         log.info("drift is not checked: %s", error)
         return None, []
-
-
-def fitted(profile: Profile, device: torch.device) -> tuple[Profile, str | None]:
-    """The profile as it can run on this device, and why it cannot, if so; a warning says what was not proven here."""
-    here = identify(device)
-    verdict = fit(profile.device, here)
-    if isinstance(verdict, Rejected):
-        log.warning("%s", verdict.reason)
-        return profile, verdict.reason
-    if verdict.tiles == "safe":
-        log.warning("%s", verdict.reason)
-        tiles = candidate_tiles(profile.geometry.head_dim, here.capability)
-        layers = tuple(tuple(with_safe_tile(layer, tiles) for layer in bucket) for bucket in profile.layers)
-        return replace(profile, layers=layers), None
-    return profile, None
-
-
-def with_safe_tile(config: LayerConfig, tiles: Sequence[TileConfig]) -> LayerConfig:
-    """A layer with a tile of another GPU that stops its heads where the layer's own tile does.
-
-    The same tau means the same error only with as many keys between two stop checks and as many rows that stop
-    together. So the stride is kept, rounded up to whole tiles, and the height where the GPU has a tile of it. The
-    layer becomes dense if no tile fits its segments, and stays as it is where the GPU has no tile at all.
-
-    Args:
-        config: a layer of a profile.
-        tiles: the GPU's tiles, the safest first.
-    """
-    segments = {head.segment for head in config.heads if head.mode == "s2o"}
-    if config.is_dense or not segments or not tiles:
-        return config
-    chunks = ((tile, -(-config.tile.stride // tile.block_n)) for tile in tiles)
-    fitting = [
-        replace(tile, chunk=chunk)
-        for tile, chunk in chunks
-        if chunk <= MAX_CHUNK and not any(segment % tile.rows for segment in segments)
-    ]
-    if not fitting:
-        return config.as_dense()
-    return config.with_tile(min(fitting, key=lambda tile: tile.block_m != config.tile.block_m))
 
 
 def _say_range(profile: Profile, longest: int, beyond: Beyond, rejected: str | None) -> None:

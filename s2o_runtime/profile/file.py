@@ -46,9 +46,10 @@ from s2o_runtime.profile.record import Record
 if TYPE_CHECKING:
     from s2o_runtime.baselines.settings import Baseline
 
-SCHEMA = 4  # of what is written
-SCHEMAS = (2, 3, 4)  # that are read; schema 3 is 2 with heads of baselines
+SCHEMA = 5  # of what is written
+SCHEMAS = (2, 3, 4, 5)  # that are read; schema 3 is 2 with heads of baselines
 FORMER_NAMES = {"stop_rule": "threshold", "baselines": "methods"}  # of a tensor and a field, in schemas 2 and 3
+RENAMED = 4  # the first schema with today's names, and with the errors of single rows as norms
 METADATA_KEY = "s2o_profile"
 MAX_BYTES = 32 << 20
 MAX_DOCUMENT = 4 << 20  # characters
@@ -59,7 +60,8 @@ MAX_HEADS = 1 << 20  # of all buckets and layers together
 MAX_COUNT = 1 << 14  # of layers, of heads, of a head's dimensions
 MAX_BASELINE_TEXT = 500  # characters
 SHOWN = 60  # characters of a foreign text in a message
-TILE_FIELDS = ("block_m", "block_n", "chunk", "num_warps", "num_stages", "specialized", "dense_below")
+TILE_FIELDS = ("block_m", "block_n", "chunk", "num_warps", "num_stages", "specialized", "dense_below", "min_queries")
+TILE_FIELDS_BEFORE_5 = TILE_FIELDS[:-1]  # of schemas 2 to 4, where min_queries counts as not measured
 HEAD_TENSORS = {
     "tau": torch.float32,
     "segment": torch.int32,
@@ -323,7 +325,7 @@ def _schema(document: dict[str, Any]) -> int:
 
 def _name_in(schema: int, name: str) -> str:
     """What a file of this schema calls a tensor or a field that has this name today."""
-    return name if schema == SCHEMA else FORMER_NAMES.get(name, name)
+    return name if schema >= RENAMED else FORMER_NAMES.get(name, name)
 
 
 def _check_tensor_names(names: set[str], schema: int) -> None:
@@ -351,11 +353,12 @@ def _parse(document: dict[str, Any], stored: dict[str, Tensor]) -> Profile:
     heads = math.prod(expected) * geometry.query_heads
     if heads > MAX_HEADS:
         raise ProfileError(f"lengths, model.layers and model.query_heads make {heads} heads: at most {MAX_HEADS}")
-    _check_tensors(tensors, expected, geometry.query_heads, len(baselines))
+    tile_fields = TILE_FIELDS if schema == SCHEMA else TILE_FIELDS_BEFORE_5
+    _check_tensors(tensors, expected, geometry.query_heads, len(baselines), len(tile_fields))
     device = _device(_field(document, "device", dict))
     model_name, fingerprint = (_field(model, name, str, "model.") for name in ("name", "fingerprint"))
     record = Record.from_json(_field(document, "record", dict))
-    if schema < SCHEMA:
+    if schema < RENAMED:
         record = _with_row_norms(record)
     if _field(document, "digest", str) != _digest(document, stored):
         raise ProfileError("the digest does not match the contents: the file was changed or damaged, make it again")
@@ -457,10 +460,12 @@ def _device(device: dict[str, Any]) -> DeviceIdentity:
     )
 
 
-def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: int, baselines: int) -> None:
+def _check_tensors(
+    tensors: dict[str, Tensor], outer: tuple[int, int], heads: int, baselines: int, tile_fields: int
+) -> None:
     """Raise ProfileError for a type, a shape or a value that no profile has. outer: buckets and layers."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(HEAD_TENSORS, (*outer, heads))
-    shapes |= {"tile": (*outer, len(TILE_FIELDS)), "row_reduce": outer, "grain": outer}
+    shapes |= {"tile": (*outer, tile_fields), "row_reduce": outer, "grain": outer}
     for name, dtype in TENSORS.items():
         tensor = tensors[name]
         if tensor.dtype != dtype or tuple(tensor.shape) != shapes[name]:
@@ -487,7 +492,7 @@ def _layer(tensors: dict[str, Tensor], baselines: Sequence[Baseline], bucket: in
         HeadConfig(tau, segment, modes[mode], StopRule(stop_rule), representatives, bool(tail), baseline_of_mode[mode])
         for tau, segment, mode, stop_rule, representatives, tail in zip(*columns, strict=True)
     )
-    block_m, block_n, chunk, warps, stages, specialized, below = tensors["tile"][bucket, layer].tolist()
-    tile = TileConfig(block_m, block_n, chunk, warps, stages, bool(specialized), below)
+    fields = dict(zip(TILE_FIELDS, tensors["tile"][bucket, layer].tolist(), strict=False))  # the newest may be missing
+    tile = TileConfig(**fields | {"specialized": bool(fields["specialized"])})
     row_reduce = ROW_REDUCES[int(tensors["row_reduce"][bucket, layer])]
     return LayerConfig(heads, tile, row_reduce, int(tensors["grain"][bucket, layer]))

@@ -97,7 +97,7 @@ def bench(args: argparse.Namespace) -> None:
     )
     for length, entry in certified.items():
         samples = {
-            domain: sample(opened.loaded, length, prompts, opened.profile)[1]
+            domain: sample(opened.loaded, length, prompts, opened.profile, chunk=opened.recipe.chunk)[1]
             for domain, prompts in by_domain(opened, length, args).items()
         }
         file.rows.extend(rows_of(opened, entry, samples))

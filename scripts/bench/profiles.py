@@ -24,9 +24,9 @@ from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.verify import LengthProof, prove
 from calibrate.recipe import Recipe
 from s2o_runtime.errors import InputError
-from s2o_runtime.huggingface.layers import fitted
 from s2o_runtime.identity import fingerprint_mismatch
 from s2o_runtime.profile import load_profile
+from s2o_runtime.profile.device_fit import fitted
 from scripts.bench.common import (
     Parser,
     add_device,

@@ -5,9 +5,9 @@ compute-sanitizer --tool racecheck --kernel-name kernel_substring=_prefill pytho
 
 racecheck takes minutes over torch's own products, so name the kernel that it is for: of "specialised" _prefill_hopper,
 of "plain" _prefill and those of ranking and tail (_representatives, _log_sums, _scores, _order, _pool, _tail), of the
-others _trace, _block_sparse, _pool, _antidiagonal and _mass. It should be of compute-sanitizer 2026.1 or later: older
-ones report barriers of a part of a block wrongly. What both found: docs/results/sanitizer-h200.txt. What plain torch
-computes too is compared with it: what runs under the tool is what the tests run.
+others _trace, _gather_pages, _block_sparse, _pool, _antidiagonal and _mass. It should be of compute-sanitizer 2026.1 or
+later: older ones report barriers of a part of a block wrongly. What both found: docs/results/sanitizer-h200.txt. What
+plain torch computes too is compared with it: what runs under the tool is what the tests run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.baselines.pooling import pool, pool_plain
@@ -27,8 +28,12 @@ from s2o_runtime.baselines.settings import parse
 from s2o_runtime.baselines.xattention import block_weights, head_weights
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.kernels.call import Call, head_tables
+from s2o_runtime.kernels.pages import gather_pages
+from s2o_runtime.pages import PagedKeys
 from s2o_runtime.reference.dense import exact_attention
+from s2o_runtime.reference.pages import gather_pages_reference
 from s2o_runtime.shapes import call_shape
+from support.paging import LAYOUTS, paged
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 1100, 4, 2, 128
 KINDS = (
@@ -77,6 +82,18 @@ def packed(tile: TileConfig) -> float:
         for each in ("triton", "reference")
     )
     return off_dense(ours.transpose(0, 1), theirs.transpose(0, 1))
+
+
+def paged_cache() -> float:
+    """Keys out of pages, of the queries' type and of 8 bits, by the kernel and by plain torch."""
+    _, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs())
+    worst = 0.0
+    for layout, dtype in ((LAYOUTS[0], k.dtype), (LAYOUTS[2], torch.float8_e4m3fn)):
+        k_cache, v_cache, table, cu_k = paged(k, v, [300, LENGTH - 300], 16, layout, dtype)
+        pages = PagedKeys(k_cache, v_cache, table, cu_k, max_k=LENGTH, total_k=LENGTH)
+        pairs = zip(gather_pages(pages, k.dtype), gather_pages_reference(pages, k.dtype), strict=True)
+        worst = max(worst, *(off(*pair) for pair in pairs))
+    return worst
 
 
 def off_dense(out: Tensor, wanted: Tensor) -> float:
@@ -136,6 +153,7 @@ def main(names: list[str]) -> int:
         "specialised, packed": lambda: packed(SPECIALIZED),
         "plain": lambda: prefill(PLAIN),
         "plain, packed": lambda: packed(PLAIN),
+        "pages": paged_cache,
         "trace": trace,
         "block-sparse": block_sparse,
         "pooling": pooling,

@@ -1,0 +1,151 @@
+"""The op over keys and values in the pages of a cache, as servers keep them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
+
+import torch
+from torch import Tensor
+
+from s2o_runtime.attention.api import s2o_attention_varlen
+from s2o_runtime.attention.backend import Backend
+from s2o_runtime.attention.result import Attention
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.devices import capability, interpreted, launching_on
+from s2o_runtime.errors import InputError
+from s2o_runtime.pages import PagedKeys, packed_starts
+from s2o_runtime.reference.pages import gather_pages_reference
+from s2o_runtime.shapes import KERNEL_TYPES
+from s2o_runtime.tiles import FP8_CAPABILITY, MIN_CAPABILITY
+
+if TYPE_CHECKING:
+    from typing_extensions import Required, Unpack
+
+FLOAT32 = (torch.float32,)  # what Triton's interpreter takes as well
+
+
+class PagedOptions(TypedDict, total=False):
+    """The arguments of `s2o_attention_paged` that do not change the type of its result, those of the call included."""
+
+    cu_q: Required[Tensor]
+    seq_lens: Required[Tensor]
+    block_table: Required[Tensor]
+    max_q: Required[int]
+    max_k: Required[int]
+    total_k: int | None
+    cu_k: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    scale: float | None
+    backend: Backend
+    out: Tensor | None
+
+
+@overload
+def s2o_attention_paged(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, config: LayerConfig, **options: Unpack[PagedOptions]
+) -> Tensor: ...
+@overload
+def s2o_attention_paged(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, config: LayerConfig,
+    *, return_stats: Literal[True], return_lse: bool = ..., **options: Unpack[PagedOptions],
+) -> Attention: ...  # fmt: skip
+@overload
+def s2o_attention_paged(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, config: LayerConfig,
+    *, return_lse: Literal[True], **options: Unpack[PagedOptions],
+) -> Attention: ...  # fmt: skip
+def s2o_attention_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    config: LayerConfig,
+    *,
+    cu_q: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    max_q: int,
+    max_k: int,
+    total_k: int | None = None,
+    cu_k: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    scale: float | None = None,
+    backend: Backend = "auto",
+    return_stats: bool = False,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | Attention:
+    """`s2o_attention_varlen` for keys and values in the pages of a cache.
+
+    A sequence has at most as many queries as keys, and its queries stand at its last positions: a prompt fed in chunks,
+    or one whose prefix was cached. Keys and values are copied out of their pages once and then attended to.
+
+    Args:
+        q: [Tq, Hq, D], any floating type, the sequences one behind another.
+        k_cache, v_cache: [pages, page size, Hkv, D], any strides with the last dimension contiguous, such as views of
+            vLLM's cache (`s2o_runtime.vllm.layouts`). The type of q, or an fp8 type, which is multiplied by its scale.
+        config: one `HeadConfig` for each query head; baselines do not take packed sequences.
+        cu_q: int32 [N + 1] on the device of q, where the queries of each sequence begin, from 0 to Tq.
+        seq_lens: int32 [N] on the device of q, the keys of each sequence.
+        block_table: int32 [N, M] on the device of q, the pages of each sequence in their order.
+        max_q, max_k: queries and keys, at least as many as the longest sequence has.
+        total_k: keys, at least as many as all sequences have together; read from the device if not given, which waits
+            for it.
+        cu_k: int32 [N + 1], the sums of `seq_lens` from 0; computed if not given. A server does
+            so once for all layers.
+        k_scale, v_scale: float32 [1] or [Hkv], for an fp8 cache; 1 by default.
+        scale, backend, return_stats, return_lse: as for `s2o_attention_varlen`.
+        out: [Tq, Hq, D] in the type of q, written and returned as the output; a new tensor by default.
+
+    Returns:
+        As `s2o_attention_varlen`.
+
+    Raises:
+        InputError: the tensors do not fit one another or the config, or the backend asked for cannot do the call. What
+            `cu_q`, `seq_lens` and `block_table` hold is not checked: that would wait for the device.
+        ConfigError: the config is illegal.
+    """
+    if seq_lens.dtype != torch.int32 or seq_lens.ndim != 1 or len(seq_lens) != len(cu_q) - 1:
+        raise InputError(
+            f"seq_lens is {seq_lens.dtype} {tuple(seq_lens.shape)}: expected int32 [{len(cu_q) - 1}], as cu_q has edges"
+        )
+    if out is not None and (out.shape != q.shape or out.dtype != q.dtype or out.device != q.device):
+        raise InputError(
+            f"out is {out.dtype} {tuple(out.shape)} on {out.device}: expected {q.dtype} {tuple(q.shape)} on {q.device}"
+        )
+    pages = PagedKeys(
+        k_cache,
+        v_cache,
+        block_table,
+        cu_k=packed_starts(seq_lens) if cu_k is None else cu_k,
+        max_k=max_k,
+        total_k=int(seq_lens.sum()) if total_k is None else total_k,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    ).validate(q.dtype)
+    k, v = gathered(pages, q.dtype)
+    attention = s2o_attention_varlen(
+        q, k, v, cu_q, pages.cu_k, max_q, max_k, config,
+        scale=scale, backend=backend, return_stats=True, return_lse=return_lse,
+    )  # fmt: skip
+    result = attention.out if out is None else out.copy_(attention.out)
+    if not (return_stats or return_lse):
+        return result
+    return attention._replace(out=result, stats=attention.stats if return_stats else None)
+
+
+def gathered(pages: PagedKeys, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values out of their pages, [total_k, Hkv, D] in `dtype`: by the kernel where it runs, else in torch."""
+    device = pages.k.device
+    if interpreted():
+        compiled = dtype in (*KERNEL_TYPES, *FLOAT32)
+    else:
+        least = FP8_CAPABILITY if pages.is_fp8 else MIN_CAPABILITY
+        compiled = capability(device) >= least and dtype in KERNEL_TYPES
+    if not compiled:
+        return gather_pages_reference(pages, dtype)
+    from s2o_runtime.kernels.pages import gather_pages  # imports triton
+
+    with launching_on(device):
+        return gather_pages(pages, dtype)

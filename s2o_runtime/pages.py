@@ -1,0 +1,111 @@
+"""Keys and values that lie in the pages of a cache, as servers keep them: what describes them, and which are legal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from s2o_runtime.errors import InputError
+
+FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of caches that are narrower than the queries
+MAX_PAGE = 1024  # tokens
+
+
+@dataclass(frozen=True)
+class PagedKeys:
+    """The keys and values of N sequences, in pages of one cache.
+
+    Token t of sequence n is token `t % page size` of page `block_table[n, t // page size]`.
+
+    Attributes:
+        k, v: [pages, page size, Hkv, D], any strides with the last dimension contiguous; the type of the queries, or
+            one of `FP8_TYPES`.
+        block_table: int32 [N, M], the pages of each sequence in their order; entries behind its last page are ignored.
+        cu_k: int32 [N + 1], where the keys of each sequence begin once they are packed, from 0.
+        max_k: keys, at least as many as the longest sequence has.
+        total_k: keys, at least as many as all sequences have together.
+        k_scale, v_scale: float32 [1] or [Hkv], what keys and values of an fp8 cache are multiplied by; None for 1.
+    """
+
+    k: Tensor
+    v: Tensor
+    block_table: Tensor
+    cu_k: Tensor
+    max_k: int
+    total_k: int
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.k.shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads."""
+        return self.k.shape[2]
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the cache is narrower than any query."""
+        return self.k.dtype in FP8_TYPES
+
+    def validate(self, dtype: torch.dtype) -> PagedKeys:
+        """Return the pages themselves. What `block_table` and `cu_k` hold is not read: that would wait for the device.
+
+        Args:
+            dtype: of the queries.
+
+        Raises:
+            InputError: a tensor or a number does not fit the others; the sentence names it.
+        """
+        for name, cache in (("k_cache", self.k), ("v_cache", self.v)):
+            if cache.ndim != 4 or cache.stride(3) != 1 or 0 in cache.shape:
+                raise InputError(
+                    f"{name} has shape {tuple(cache.shape)} and strides {cache.stride()}: expected [pages, page size, "
+                    "KV heads, head_dim] with the last dimension contiguous"
+                )
+            if cache.dtype not in (dtype, *FP8_TYPES):
+                names = ", ".join(str(known) for known in (dtype, *FP8_TYPES))
+                raise InputError(f"{name} is {cache.dtype}: expected {names}, the queries' type or one of 8 bits")
+            if cache.device != self.block_table.device:
+                raise InputError(f"{name} is on {cache.device} but block_table on {self.block_table.device}: move it")
+        if self.k.shape != self.v.shape or self.k.dtype != self.v.dtype:
+            raise InputError(
+                f"v_cache is {self.v.dtype} {tuple(self.v.shape)} but k_cache {self.k.dtype} {tuple(self.k.shape)}: "
+                "they must be equal"
+            )
+        if self.page_size > MAX_PAGE:
+            raise InputError(f"pages have {self.page_size} tokens: use at most {MAX_PAGE}")
+        table, sequences = self.block_table, len(self.cu_k) - 1
+        if table.ndim != 2 or len(table) != sequences or table.dtype != torch.int32 or table.stride(1) != 1:
+            raise InputError(
+                f"block_table is {table.dtype} {tuple(table.shape)}: expected int32 [{sequences}, pages] with "
+                "contiguous rows"
+            )
+        if self.max_k > table.shape[1] * self.page_size:
+            raise InputError(
+                f"max_k is {self.max_k} but a row of block_table has {table.shape[1]} pages of {self.page_size}: give "
+                "every sequence's pages"
+            )
+        if not self.max_k <= self.total_k:
+            raise InputError(f"total_k is {self.total_k} but max_k {self.max_k}: expected all keys together")
+        for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
+            if scale is None:
+                continue
+            if not self.is_fp8:
+                raise InputError(f"{name} is given but the cache is {self.k.dtype}: only 8-bit caches are scaled")
+            if scale.dtype != torch.float32 or scale.ndim != 1 or len(scale) not in (1, self.kv_heads):
+                raise InputError(
+                    f"{name} is {scale.dtype} {tuple(scale.shape)}: expected float32 [1] or [{self.kv_heads}]"
+                )
+        return self
+
+
+def packed_starts(lengths: Tensor) -> Tensor:
+    """Where sequences of these lengths begin, packed one behind another: int32 [N + 1] from int32 [N]."""
+    return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

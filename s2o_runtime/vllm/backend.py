@@ -1,0 +1,269 @@
+"""An attention backend of vLLM, made out of a stock one: S2O computes long prompts, the stock backend all else.
+
+`mix_in` derives the three classes that vLLM wants, backend, builder and implementation, from those of the stock
+backend. Whatever they do not say here they inherit: the layout of the cache and how it is written, decode batches and
+their CUDA graphs, what is supported. Nothing in this file imports vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from s2o_runtime.attention.paged import gathered, s2o_attention_paged
+from s2o_runtime.pages import PagedKeys
+from s2o_runtime.scoring import Scoring
+from s2o_runtime.vllm.batch import Batch, whole_only
+from s2o_runtime.vllm.fit import LayerFit
+from s2o_runtime.vllm.layouts import Layout, key_and_value_pages
+from s2o_runtime.vllm.plan import Run
+from s2o_runtime.vllm.server import Server
+
+BATCH = "s2o_batch"  # attribute of the stock backend's metadata: the batch, where S2O may have a part in it
+
+log = logging.getLogger("s2o_runtime")
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the classes ask of the vLLM around them.
+
+    Attributes:
+        server: gives the profile of this process, which is loaded when the first layer is made.
+        layer_index: gives a layer's index in the whole model by its name.
+        layout: of the stock backend's caches.
+        cudagraph_support: limits what the stock backend supports to what S2O does, given its own answer.
+    """
+
+    server: Callable[[], Server]
+    layer_index: Callable[[str], int]
+    layout: Layout
+    cudagraph_support: Callable[[Any], Any]
+
+
+class Classes(NamedTuple):
+    """The backend, and what it names as its builder and implementation."""
+
+    backend: type
+    builder: type
+    implementation: type
+
+
+def mix_in(stock: type, name: str, host: Host) -> Classes:
+    """The classes of S2O's backend on top of a stock one.
+
+    Args:
+        stock: a subclass of vLLM's AttentionBackend, such as FlashAttentionBackend.
+        name: what vLLM's registry calls the new backend.
+        host: the vLLM around it.
+    """
+    stock_builder, stock_implementation = stock.get_builder_cls(), stock.get_impl_cls()  # type: ignore[attr-defined]
+
+    class S2OMetadataBuilder(_Builder, stock_builder):  # type: ignore[misc, valid-type]
+        s2o_host = host
+
+    class S2OImpl(_Implementation, stock_implementation):  # type: ignore[misc, valid-type]
+        s2o_host = host
+
+    class S2OBackend(stock):  # type: ignore[misc]
+        @staticmethod
+        def get_name() -> str:
+            return name
+
+        @staticmethod
+        def get_impl_cls() -> type:
+            return S2OImpl
+
+        @staticmethod
+        def get_builder_cls() -> type:
+            return S2OMetadataBuilder
+
+        @classmethod
+        def supports_batch_invariance(cls) -> bool:
+            return False  # how a prompt is cut into chunks moves its segments
+
+    return Classes(S2OBackend, S2OMetadataBuilder, S2OImpl)
+
+
+class _Builder:
+    """Adds the batch to the stock backend's metadata where a request may be long enough for S2O."""
+
+    s2o_host: Host
+
+    @classmethod
+    def get_cudagraph_support(cls, *arguments: Any, **named: Any) -> Any:
+        support = super().get_cudagraph_support(*arguments, **named)  # type: ignore[misc]
+        return cls.s2o_host.cudagraph_support(support)
+
+    def use_cascade_attention(self, *arguments: Any, **named: Any) -> bool:
+        return False  # its metadata has no parts
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        stock_build = super().build  # type: ignore[misc]
+        metadata = stock_build(common_prefix_len, common_attn_metadata, fast_build)
+        server = self.s2o_host.server()
+        if common_attn_metadata.max_query_len < server.fit.min_queries:
+            return metadata
+        if reason := whole_only(common_attn_metadata):
+            _say_once(reason)
+            return metadata
+
+        def build_part(common: Any) -> Any:
+            return stock_build(0, common, True)  # fast: no schedule in buffers that the whole batch's metadata uses
+
+        setattr(metadata, BATCH, Batch(common_attn_metadata, build_part, server.max_keys))
+        return metadata
+
+    def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
+        updated = super().update_block_table(metadata, blk_table, slot_mapping)  # type: ignore[misc]
+        batch: Batch | None = getattr(metadata, BATCH, None)
+        if batch is not None:
+            setattr(updated, BATCH, batch.with_block_table(blk_table, slot_mapping))
+        return updated
+
+
+class _Implementation:
+    """Computes the sparse runs of a batch, and calls the stock backend for the others."""
+
+    s2o_host: Host
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        *more: Any,
+        **named: Any,
+    ) -> None:
+        super().__init__(  # type: ignore[call-arg]
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
+            logits_soft_cap, attn_type, *more, **named,
+        )  # fmt: skip
+        self.s2o_server = self.s2o_host.server()
+        self.s2o_layers: dict[str, LayerFit | str] = {}
+        self.s2o_obstacle = layer_obstacle(
+            alibi=alibi_slopes is not None,
+            sliding_window=sliding_window,
+            kv_cache_dtype=kv_cache_dtype,
+            soft_cap=logits_soft_cap,
+            attn_type=str(getattr(attn_type, "value", attn_type)),
+            sinks=named.get("sinks") is not None or any(isinstance(extra, Tensor) for extra in more),
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *scales: Any,
+        **named: Any,
+    ) -> Tensor:
+        """vLLM's call of one layer; see its AttentionImpl."""
+        stock = super().forward  # type: ignore[misc]
+        server = self.s2o_server
+        if attn_metadata is None:
+            server.reserve(query)
+        batch: Batch | None = getattr(attn_metadata, BATCH, None)
+        fit = self._layer(layer)
+        if batch is None or isinstance(fit, str):
+            if batch is not None and isinstance(fit, str):
+                server.counters.add(_index(self.s2o_host, layer), "dense", fit, attn_metadata.num_actual_tokens)
+            return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)  # type: ignore[no-any-return]
+        plan = batch.plan(fit)
+        for reason, count in plan.dense_rows.items():
+            server.counters.add(fit.index, "dense", reason, count)
+        if plan.is_dense:
+            return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)  # type: ignore[no-any-return]
+        for run in plan.runs:
+            if run.begin == run.end:
+                continue
+            if run.is_sparse:
+                self._sparse(fit, run, batch, query, kv_cache, output)
+            else:
+                rows = run.rows
+                stock(
+                    layer, query[rows], None if key is None else key[rows], None if value is None else value[rows],
+                    kv_cache, batch.part(run), output[rows], *scales, **named,
+                )  # fmt: skip
+        server.counters.say()
+        return output
+
+    def _layer(self, layer: Any) -> LayerFit | str:
+        """The profile's layer, or why there is none."""
+        name = layer.layer_name
+        if name not in self.s2o_layers:
+            self.s2o_layers[name] = self.s2o_obstacle or self.s2o_server.fit.layer(
+                _index(self.s2o_host, layer), self.num_heads, self.num_kv_heads, self.head_size
+            )
+        return self.s2o_layers[name]
+
+    def _sparse(self, fit: LayerFit, run: Run, batch: Batch, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
+        """Compute one run with S2O."""
+        k, v = key_and_value_pages(kv_cache, self.s2o_host.layout, self.head_size)
+        call, counters = batch.sparse_call(run), self.s2o_server.counters
+        rows = output[run.rows].view(-1, self.num_heads, self.head_size)
+        attention = s2o_attention_paged(
+            query[run.rows], k, v, fit.config(run.max_k),
+            cu_q=call.cu_q, seq_lens=call.seq_lens, block_table=call.block_table, max_q=run.max_q, max_k=run.max_k,
+            total_k=run.total_k, cu_k=call.cu_k, scale=self.scale, out=rows, return_stats=True,
+        )  # fmt: skip
+        stats = attention.stats
+        assert stats is not None
+        counters.add(fit.index, "dense" if stats.backend == "dense" else "s2o", stats.reason, run.end - run.begin)
+        if stats.backend != "dense" and counters.is_sampled(fit.index):
+            counters.keep(fit.index, stats)
+            if fit.drift is not None and run.last == run.first + 1:
+                pages = PagedKeys(k, v, call.block_table, call.cu_k, max_k=run.max_k, total_k=run.total_k)
+                packed = (query[run.rows], *gathered(pages, query.dtype), rows)
+                q, keys, values, out = (tensor.transpose(0, 1)[None] for tensor in packed)
+                fit.drift.see(q, keys, values, out, Scoring(self.scale), None)
+
+
+def layer_obstacle(
+    *, alibi: bool, sliding_window: int | None, kv_cache_dtype: str, soft_cap: float | None, attn_type: str, sinks: bool
+) -> str | None:
+    """Why a layer never runs S2O, by what vLLM makes it with; None if it may."""
+    if attn_type != "decoder":
+        return f"the layer's attention is of type {attn_type}"
+    if sliding_window is not None:
+        return f"the layer sees a sliding window of {sliding_window} keys"
+    if soft_cap:
+        return f"the scores are soft-capped at {soft_cap:g}"
+    if sinks:
+        return "the layer has attention sinks"
+    if alibi:
+        return "the layer has ALiBi slopes"
+    if kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+        return f"the KV cache is {kv_cache_dtype}"
+    return None
+
+
+def _index(host: Host, layer: Any) -> int:
+    try:
+        return host.layer_index(layer.layer_name)
+    except (AssertionError, ValueError):  # a name with several numbers, of a part that is no decoder
+        return -1
+
+
+@lru_cache(maxsize=64)
+def _say_once(reason: str) -> None:
+    log.info("S2O: whole batches go to the stock backend: %s", reason)

@@ -1,0 +1,45 @@
+"""S2O on top of the plain backend, in the place of the CPU engine's own: for tests of the whole engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, MultipleOf
+
+from s2o_runtime.vllm.backend import mix_in
+from s2o_runtime.vllm.host import host_of
+from s2o_runtime.vllm.plain import PlainBuilder, PlainImpl
+
+
+class _Builder(PlainBuilder, AttentionMetadataBuilder):  # type: ignore[misc]
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
+
+
+class _Impl(PlainImpl, AttentionImpl):  # type: ignore[misc]
+    pass
+
+
+class _Plain(AttentionBackend):  # type: ignore[misc]
+    forward_includes_kv_cache_update = False
+    supported_dtypes = (torch.float16, torch.bfloat16, torch.float32)
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        return _Impl
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        return _Builder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(16)]
+
+
+S2OBackend, S2OMetadataBuilder, S2OImpl = mix_in(_Plain, "CPU_ATTN", host_of(_Plain))

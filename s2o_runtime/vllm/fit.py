@@ -1,0 +1,250 @@
+"""What a profile says on one rank of a server, and whether it is of the model that is served."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from s2o_runtime.attention.backend import why_dense
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.devices import capability
+from s2o_runtime.errors import ModelError, ProfileError
+from s2o_runtime.huggingface.drift import DriftMonitor
+from s2o_runtime.identity import RANDOM, fingerprint_mismatch, geometry, sampled_fingerprint, stored_elements, with_rope
+from s2o_runtime.lengths import length_step
+from s2o_runtime.profile import Profile
+from s2o_runtime.profile.device_fit import fitted
+from s2o_runtime.profile.reach import TRUSTED_BEYOND, too_long, too_short
+from s2o_runtime.shapes import CallShape
+from s2o_runtime.tiles import fewest_queries, tile_obstacle
+
+NO_GPU = (0, 0)  # the capability of a CPU
+FUSED_EXPERTS = ("mixtral", "qwen3_moe")  # transformers names their parameters unlike their checkpoints
+BUFFERS = "rotary_emb.inv_freq"  # older checkpoints have it, no model has it as a parameter
+HEAD = "lm_head.weight"  # absent from a model that ties it to its embeddings, but not from every checkpoint
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process of a tensor-parallel group: its index, and how many there are."""
+
+    index: int = 0
+    size: int = 1
+
+    def heads(self, query_heads: int) -> range:
+        """The query heads of the model that this rank holds.
+
+        Raises:
+            ProfileError: the group cannot share so many heads.
+        """
+        if query_heads % self.size:
+            raise ProfileError(
+                f"{query_heads} query heads cannot be shared by {self.size} ranks: use a tensor parallel size that "
+                "divides them"
+            )
+        count = query_heads // self.size
+        return range(self.index * count, (self.index + 1) * count)
+
+    def kv_heads(self, kv_heads: int) -> range:
+        """The KV heads that this rank holds: a share of them, or one that several ranks hold."""
+        if kv_heads >= self.size:
+            count = kv_heads // self.size
+            return range(self.index * count, (self.index + 1) * count)
+        head = self.index * kv_heads // self.size
+        return range(head, head + 1)
+
+
+class LayerFit:
+    """One layer of a profile on one rank.
+
+    Attributes:
+        index: the layer's, in the whole model.
+        drift: checks the layer's error; None where nothing does.
+    """
+
+    def __init__(self, fit: ProfileFit, index: int) -> None:
+        self.index = index
+        self._fit = fit
+        self.drift: DriftMonitor | None = None
+        self._configs: dict[int, LayerConfig] = {}
+        self._limits = tuple(
+            (
+                config.is_dense,
+                config.tile.dense_below,
+                fewest_queries(config.tile, fit.capability),
+                min((head.segment for head in config.heads if head.mode != "dense"), default=0),
+            )
+            for config in (self._sliced(bucket[index]) for bucket in fit.profile.layers)
+        )
+
+    @property
+    def kind(self) -> object:
+        """Equal for layers that send the same requests to the stock backend."""
+        return self._limits, self.past_budget
+
+    @property
+    def past_budget(self) -> str | None:
+        """Why the layer runs dense because of its drift check; None if it does not."""
+        drift = self.drift
+        return drift.verdict if drift is not None and drift.check.action == "dense" else None
+
+    def config(self, keys: int) -> LayerConfig:
+        """The configuration of this rank's heads behind so many keys."""
+        step = length_step(keys)
+        if step not in self._configs:
+            self._configs[step] = self._sliced(self._fit.profile.layer_config(self.index, keys))
+        return self._configs[step]
+
+    def _sliced(self, config: LayerConfig) -> LayerConfig:
+        heads = self._fit.heads
+        return replace(config, heads=config.heads[heads.start : heads.stop])
+
+    def why_dense(self, queries: int, keys: int) -> str | None:
+        """Why the stock backend computes a request of so many queries and keys; None if S2O does."""
+        fit = self._fit
+        if queries <= fit.decode_queries:
+            return "decode"
+        if fit.rejected or self.past_budget:
+            return fit.rejected or self.past_budget
+        if reason := too_short(keys, fit.profile.min_length) or too_long(keys, fit.max_length):
+            return reason
+        config = self.config(keys)
+        if config.baseline_heads:
+            return "a baseline's head takes no packed sequences"
+        head_dim = fit.profile.geometry.head_dim
+        if fit.capability != NO_GPU and (obstacle := tile_obstacle(config.tile, head_dim, fit.capability)):
+            return obstacle
+        shape = CallShape(1, config.num_heads, len(fit.kv_heads), queries, keys, head_dim, head_dim)
+        return why_dense(config, shape, fit.capability)
+
+
+class ProfileFit:
+    """A profile on one rank of a server.
+
+    Attributes:
+        profile: as it can run on the device.
+        rejected: why nothing of it can, if so.
+        max_length: keys; more run dense. None for no limit.
+        heads, kv_heads: of the model, those that this rank holds.
+        capability: the device's, (0, 0) for a CPU.
+        decode_queries: the most queries that a request brings while it decodes; such batches may be CUDA graphs.
+        layers: of the profile, on this rank.
+    """
+
+    def __init__(
+        self, profile: Profile, rank: Rank, device: torch.device, beyond: str = "dense", decode_queries: int = 1
+    ) -> None:
+        self.profile, self.rejected = fitted(profile, device)
+        self.max_length = int(TRUSTED_BEYOND * profile.lengths[-1]) if beyond == "dense" else None
+        self.heads = rank.heads(profile.geometry.query_heads)
+        self.kv_heads = rank.kv_heads(profile.geometry.kv_heads)
+        self.capability, self.decode_queries = capability(device), decode_queries
+        self.layers = tuple(LayerFit(self, index) for index in range(profile.geometry.layers))
+
+    @property
+    def min_queries(self) -> int:
+        """Fewer queries than this are computed by no layer."""
+        tiles = [config.tile for bucket in self.profile.layers for config in bucket if not config.is_dense]
+        fewest = min((fewest_queries(tile, self.capability) for tile in tiles), default=1 << 31)
+        return max(fewest, self.decode_queries + 1)
+
+    @property
+    def sparse_layers(self) -> int:
+        """Layers that are sparse at some length."""
+        return sum(
+            any(not bucket[layer].is_dense for bucket in self.profile.layers)
+            for layer in range(self.profile.geometry.layers)
+        )
+
+    def layer(self, index: int, num_heads: int, num_kv_heads: int, head_dim: int) -> LayerFit | str:
+        """A layer of the model that is served, or why it is not one of the profile's, such as a draft model's."""
+        expected = (len(self.heads), len(self.kv_heads), self.profile.geometry.head_dim)
+        if not 0 <= index < len(self.layers) or (num_heads, num_kv_heads, head_dim) != expected:
+            return "the layer is none of the profile's"
+        return self.layers[index]
+
+
+def check_model(profile: Profile, config: Any, checkpoint: Path | None, *, strict: bool = True) -> str:
+    """Check that a profile is of the model that is served.
+
+    Args:
+        profile: the profile.
+        config: the model's transformers configuration.
+        checkpoint: the folder of its safetensors files; None where it is not known.
+        strict: refuse other weights; else they are only reported.
+
+    Returns:
+        What was compared, for the log.
+
+    Raises:
+        ProfileError: it is of another model; the sentence names the difference.
+    """
+    try:
+        served = geometry(config)
+    except ModelError as error:
+        raise ProfileError(f"the served model has no profiles: {error}") from error
+    if difference := served.difference(profile.geometry):
+        raise ProfileError(
+            f"the profile is of {profile.model_name} ({profile.geometry}) but the served model has {difference}: "
+            "calibrate the model that you serve"
+        )
+    if profile.fingerprint.startswith(RANDOM) or not profile.fingerprint:
+        return "weights not compared: the profile is of random ones"
+    if served.architecture in FUSED_EXPERTS or getattr(config, "quantization_config", None) is not None:
+        return "weights not compared: their names or types differ between checkpoint and model"
+    hashed = None if checkpoint is None else checkpoint_hash(checkpoint, tied=_is_tied(config))
+    if hashed is None:
+        return "weights not compared: the checkpoint has no safetensors files here"
+    mismatch = fingerprint_mismatch(with_rope(hashed, config), profile.fingerprint, config)
+    if mismatch and strict:
+        raise ProfileError(
+            f"{mismatch} of {profile.model_name}: calibrate the model that you serve, or say "
+            '"strict": false to serve it unproven'
+        )
+    return f"{mismatch} of {profile.model_name}: nothing is proven" if mismatch else "weights compared"
+
+
+def _is_tied(config: Any) -> bool:
+    """Whether the model's head is its embedding."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return bool(getattr(text, "tie_word_embeddings", False))
+
+
+def checkpoint_hash(folder: Path, *, tied: bool) -> str | None:
+    """The hash of a checkpoint's weights as `identity.fingerprint` takes it of the model; None without files of them.
+
+    vLLM's own parameters are fused, sharded and quantised, so the files are read: 64 numbers of each tensor.
+
+    Args:
+        folder: with safetensors files.
+        tied: the model's head is its embedding.
+
+    Raises:
+        ProfileError: a file cannot be read.
+    """
+    try:
+        files: list[Any] = [safe_open(path, "pt") for path in _files(folder)]
+        stored: dict[str, Any] = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 (a file is no mapping)
+        stored = {name: part for name, part in stored.items() if not name.endswith(BUFFERS)}
+        if tied:
+            stored.pop(HEAD, None)
+        if not stored:
+            return None
+        shapes = {name: tuple(part.get_shape()) for name, part in stored.items()}
+        return sampled_fingerprint(shapes, lambda name, indices: stored_elements(stored[name], indices))
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise ProfileError(f"the weights in {folder} cannot be read ({error}): download them again") from error
+
+
+def _files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, those of its index if it has one."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return sorted({folder / name for name in names})
+    return sorted(folder.glob("*.safetensors"))

@@ -1,0 +1,95 @@
+"""The vLLM around S2O's backend: what is asked of its configuration, its ranks and its interface."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from s2o_runtime.vllm.backend import Host
+from s2o_runtime.vllm.fit import Rank
+from s2o_runtime.vllm.layouts import layout_of
+from s2o_runtime.vllm.server import Server, Site
+from s2o_runtime.vllm.settings import Settings
+
+log = logging.getLogger("s2o_runtime")
+
+
+def host_of(stock: Any) -> Host:
+    """What S2O's classes ask of this vLLM, on top of a stock backend."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return Host(server, extract_layer_index, layout_of(getattr(stock, "get_kv_cache_shape", None)), graphs_of_decode)
+
+
+def graphs_of_decode(support: Any) -> Any:
+    """What of a backend's CUDA graphs S2O can keep: those of batches whose requests are all alike, which are decode.
+
+    Args:
+        support: vLLM's AttentionCGSupport of the stock backend.
+    """
+    uniform = type(support).UNIFORM_BATCH
+    return support if support.value <= uniform.value else uniform
+
+
+@lru_cache(maxsize=1)
+def server() -> Server:
+    """S2O in this process, made when vLLM makes its first layer.
+
+    Raises:
+        S2OError: the settings or the profile do not fit; the sentence says how.
+    """
+    import vllm
+    from vllm.config import get_current_vllm_config
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from vllm.platforms import current_platform
+
+    config = get_current_vllm_config()
+    model = config.model_config
+    on_cpu = current_platform.is_cpu()
+    site = Site(
+        version=vllm.__version__,
+        stock="the plain backend" if on_cpu else "FLASH_ATTN",
+        model_config=model.hf_config,
+        checkpoint=_checkpoint(model),
+        rank=Rank(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()),
+        device=torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()),
+        max_keys=int(model.max_model_len),
+        decode_queries=_decode_queries(config.speculative_config),
+    )
+    _show_log()
+    return Server(Settings.of(config.additional_config), site)
+
+
+def _decode_queries(speculation: Any) -> int:
+    """The most queries that a request brings while it decodes.
+
+    With speculation these are its last token and those to be verified; a parallel drafter may add as many again.
+    """
+    tokens = getattr(speculation, "num_speculative_tokens", None) or 0
+    return 1 + 2 * int(tokens)
+
+
+def _checkpoint(model: Any) -> Path | None:
+    """The folder of the served model's weights; None if it is not on this machine."""
+    folder = Path(str(model.model))
+    if folder.is_dir():
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(model.model), revision=model.revision, local_files_only=True))
+    except (ImportError, OSError, ValueError):  # not downloaded, or by another way
+        return None
+
+
+def _show_log() -> None:
+    """Let S2O's log go where vLLM's goes."""
+    vllm_log = logging.getLogger("vllm")
+    if not log.handlers:
+        for handler in vllm_log.handlers:
+            log.addHandler(handler)
+        log.setLevel(vllm_log.level or logging.INFO)

@@ -1,0 +1,98 @@
+"""A stock backend in plain torch: what S2O's backend is mixed into where vLLM's own cannot be.
+
+vLLM's CPU engine keeps its cache in an order of its kernels, so tests on it run this backend instead; and tests
+without vLLM build their fake of its classes on it. It is dense, exact and slow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from s2o_runtime.attention.paged import s2o_attention_paged
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.vllm.layouts import Layout, key_and_value_pages
+
+
+@dataclass
+class PlainMetadata:
+    """One batch, or a part of it.
+
+    Attributes:
+        num_actual_tokens: query rows, without those that fill up a CUDA graph.
+        query_start_loc: int32 [N + 1]; seq_lens: int32 [N]; block_table: int32 [N, M]; slot_mapping: int64 [T].
+        max_query_len, max_seq_len: of the longest request.
+    """
+
+    num_actual_tokens: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+class PlainBuilder:
+    """Makes `PlainMetadata` of vLLM's `CommonAttentionMetadata`."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PlainMetadata:
+        common = common_attn_metadata
+        return PlainMetadata(
+            common.num_actual_tokens,
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table_tensor,
+            common.slot_mapping,
+            common.max_query_len,
+            common.max_seq_len,
+        )
+
+
+class PlainImpl:
+    """Writes the cache and attends to it densely."""
+
+    layout: Layout = "side by side"
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, *more: Any, **named: Any
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = named.get("kv_cache_dtype", more[2] if len(more) > 2 else "auto")
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write the keys and values of a batch's rows to the slots that the server gave them."""
+        k, v = key_and_value_pages(kv_cache, self.layout, self.head_size)
+        rows = len(slot_mapping)
+        page, slot = slot_mapping // k.shape[1], slot_mapping % k.shape[1]
+        k[page, slot], v[page, slot] = key[:rows], value[:rows]
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PlainMetadata | None,
+        output: Tensor,
+        *scales: Any,
+        **named: Any,
+    ) -> Tensor:
+        """vLLM's call of one layer; see its AttentionImpl."""
+        if attn_metadata is None:
+            return output.fill_(0)
+        batch, rows = attn_metadata, attn_metadata.num_actual_tokens
+        k, v = key_and_value_pages(kv_cache, self.layout, self.head_size)
+        s2o_attention_paged(
+            query[:rows], k, v, LayerConfig.uniform(self.num_heads, mode="dense"),
+            cu_q=batch.query_start_loc, seq_lens=batch.seq_lens.int(), block_table=batch.block_table,
+            max_q=batch.max_query_len, max_k=batch.max_seq_len, scale=self.scale, backend="dense",
+            out=output[:rows].view(-1, self.num_heads, self.head_size),
+        )  # fmt: skip
+        return output

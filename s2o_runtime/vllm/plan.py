@@ -1,0 +1,118 @@
+"""Which requests of one server batch S2O computes, and which the stock backend does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from s2o_runtime.lengths import length_step
+
+WhyDense = Callable[[int, int], str | None]  # for queries and keys of a request: a reason, or None for S2O
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring requests that are computed by one call.
+
+    Attributes:
+        first, last: the requests `first .. last - 1` of the batch.
+        begin, end: their query rows `begin .. end - 1`.
+        length_step: that (`lengths.length_step`) of the keys of all, which share one configuration; None for a run
+            of the stock backend.
+        max_q, max_k: queries and keys of the longest.
+        total_k: keys of all.
+    """
+
+    first: int
+    last: int
+    begin: int
+    end: int
+    length_step: int | None
+    max_q: int
+    max_k: int
+    total_k: int
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether S2O computes the run."""
+        return self.length_step is not None
+
+    @property
+    def rows(self) -> slice:
+        """The query rows."""
+        return slice(self.begin, self.end)
+
+    @property
+    def requests(self) -> slice:
+        """The requests."""
+        return slice(self.first, self.last)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of every row of one batch in one layer.
+
+    Attributes:
+        runs: in the order of the batch; together they are all of its requests.
+        dense_rows: query rows that the stock backend computes, by reason.
+    """
+
+    runs: tuple[Run, ...]
+    dense_rows: Mapping[str, int]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the stock backend computes all of it."""
+        return not any(run.is_sparse for run in self.runs)
+
+    @property
+    def sparse_rows(self) -> int:
+        """Query rows that S2O computes."""
+        return sum(run.end - run.begin for run in self.runs if run.is_sparse)
+
+
+def plan(starts: Sequence[int], lengths: Sequence[int], why_dense: WhyDense, max_keys: int) -> Plan:
+    """Share the requests of a batch between S2O and the stock backend.
+
+    Neighbours join one run if both go to the stock backend, or if both are sparse, of the same length step, and have at
+    most `max_keys` keys together. Requests without queries, which fill up the batch of a CUDA graph, go to the stock
+    backend.
+
+    Args:
+        starts: N + 1 positions in the rows of the batch, where each request's queries begin, and their end.
+        lengths: N numbers of keys, those of the queries included.
+        why_dense: asked for every request with queries.
+        max_keys: of one sparse run, unless a single request has more.
+    """
+    runs: list[Run] = []
+    dense_rows: Counter[str] = Counter()
+    for request, keys in enumerate(lengths):
+        begin, end = starts[request], starts[request + 1]
+        reason = why_dense(end - begin, keys) if end > begin else ""
+        if reason:
+            dense_rows[reason] += end - begin
+        of_keys = length_step(keys) if reason is None else None
+        own = Run(request, request + 1, begin, end, of_keys, end - begin, keys, keys)
+        if runs and _joins(runs[-1], own, max_keys):
+            runs[-1] = _joined(runs[-1], own)
+        else:
+            runs.append(own)
+    return Plan(tuple(runs), dense_rows)
+
+
+def _joins(run: Run, next_run: Run, max_keys: int) -> bool:
+    if run.length_step != next_run.length_step:
+        return False
+    return run.length_step is None or run.total_k + next_run.total_k <= max_keys
+
+
+def _joined(run: Run, next_run: Run) -> Run:
+    return replace(
+        run,
+        last=next_run.last,
+        end=next_run.end,
+        max_q=max(run.max_q, next_run.max_q),
+        max_k=max(run.max_k, next_run.max_k),
+        total_k=run.total_k + next_run.total_k,
+    )

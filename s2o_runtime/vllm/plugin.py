@@ -1,0 +1,67 @@
+"""What vLLM loads: the entry point of the group `vllm.general_plugins`, called in every one of its processes."""
+
+from __future__ import annotations
+
+import copyreg
+import logging
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from s2o_runtime.vllm.compat import interface_obstacle
+
+NAME = "S2O"  # of the backend where vLLM lets plugins name one, else CUSTOM
+FLASH = "s2o_runtime.vllm.flash.S2OBackend"
+STOCK = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+CPU = "s2o_runtime.vllm.cpu.S2OBackend"
+CPU_VARIABLE = "S2O_VLLM_CPU"  # 1: take the place of the CPU engine's backend, for tests; it cannot be chosen by name
+
+log = logging.getLogger("s2o_runtime")
+
+
+@lru_cache(maxsize=1)
+def register() -> None:
+    """Name S2O's backend in vLLM's registry; it is imported if it is chosen.
+
+    With a vLLM whose interface is not known the name stands for the stock backend, and one warning says so.
+    """
+    try:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    except ImportError as error:
+        log.warning("S2O is not registered, this vLLM has no registry of backends (%s): use 0.23 or later", error)
+        return
+    obstacle = interface_obstacle(_vllm_folder())
+    if obstacle is not None:
+        log.warning("S2O does not know this vLLM (%s): the stock backend runs in its place", obstacle)
+    path = FLASH if obstacle is None else STOCK
+    if hasattr(AttentionBackendEnum, "register"):
+        if NAME not in AttentionBackendEnum.__members__:
+            register_backend(NAME, path)
+        # vLLM hands its configuration to processes that have not loaded plugins yet, and an enum's member is pickled by
+        # its value, which is unknown there
+        copyreg.pickle(AttentionBackendEnum, _reduced)
+    else:
+        register_backend(AttentionBackendEnum.CUSTOM, path)
+    if os.environ.get(CPU_VARIABLE) == "1" and obstacle is None:
+        register_backend(AttentionBackendEnum.CPU_ATTN, CPU)
+
+
+def _reduced(member: Any) -> tuple[Any, ...]:
+    """How pickle stores a member of vLLM's registry: S2O's by its name, the others by their values."""
+    return (backend_member, ()) if member.name == NAME else (type(member), (member.value,))
+
+
+def backend_member() -> Any:
+    """S2O's member of the registry, which is registered first in a process that has not done so."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    register()
+    return AttentionBackendEnum[NAME]
+
+
+def _vllm_folder() -> Path:
+    """Where the installed vLLM's sources are."""
+    import vllm
+
+    return Path(str(vllm.__file__)).parent

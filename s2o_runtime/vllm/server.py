@@ -1,0 +1,165 @@
+"""S2O in one process of a server: the profile on this rank, what was counted, and the memory that calls will need."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from s2o_runtime.attention.paged import s2o_attention_paged
+from s2o_runtime.attention.warmup import SEGMENTS
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.errors import ProfileError
+from s2o_runtime.huggingface.drift import DriftMonitor, allowed_errors, check_of
+from s2o_runtime.pages import packed_starts
+from s2o_runtime.profile import load_profile
+from s2o_runtime.version import __version__
+from s2o_runtime.vllm.counters import Counters, serve_metrics
+from s2o_runtime.vllm.fit import ProfileFit, Rank, check_model
+from s2o_runtime.vllm.settings import Settings
+
+RANKING_BYTES = 480 << 20  # the most that the kernels of one call need beside their inputs and output
+
+log = logging.getLogger("s2o_runtime")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a server's process is.
+
+    Attributes:
+        version: of vLLM.
+        stock: the stock backend's name.
+        model_config: the transformers configuration of the served model.
+        checkpoint: the folder of its weights, if it is known.
+        rank: of this process.
+        device: of this process.
+        max_keys: the longest prompt that the server takes.
+        decode_queries: the most queries that a request brings while it decodes, more than one with speculation.
+    """
+
+    version: str
+    stock: str
+    model_config: Any
+    checkpoint: Path | None
+    rank: Rank
+    device: torch.device
+    max_keys: int
+    decode_queries: int = 1
+
+
+class Server:
+    """The profile of a server, on one rank.
+
+    Raises:
+        ProfileError: the profile cannot be read, or is of another model or for another number of ranks.
+    """
+
+    def __init__(self, settings: Settings, site: Site) -> None:
+        profile = load_profile(settings.profile)
+        compared = check_model(profile, site.model_config, site.checkpoint, strict=settings.strict)
+        self.fit = ProfileFit(profile, site.rank, site.device, settings.beyond, site.decode_queries)
+        self.max_keys = site.max_keys
+        self.counters = Counters(settings.log_every)
+        self._check_drift(settings, site.rank)
+        if settings.metrics_port is not None:
+            port = settings.metrics_port + site.rank.index
+            try:
+                serve_metrics(self.counters, port, {"rank": str(site.rank.index)})
+            except OSError as error:
+                log.warning("S2O's counters are not served at port %d (%s): use another metrics_port", port, error)
+        self._reserved_rows = 0
+        self._say(settings, site, compared)
+
+    def _check_drift(self, settings: Settings, rank: Rank) -> None:
+        """Give the layers what checks their errors; a call that is sampled is checked."""
+        check = check_of(settings.drift)
+        if check is None:
+            return
+        if rank.size > 1:  # the profile states errors of whole layers
+            log.info("S2O: drift is not checked: a rank of several sees its own heads only")
+            return
+        try:
+            allowed = allowed_errors(self.fit.profile)
+        except ProfileError as error:
+            if settings.drift != "auto":
+                raise
+            log.info("S2O: drift is not checked: %s", error)
+            return
+        for layer, errors in zip(self.fit.layers, allowed, strict=True):
+            layer.drift = self.counters.drift[layer.index] = DriftMonitor(replace(check, every=1), layer.index, errors)
+
+    def _say(self, settings: Settings, site: Site, compared: str) -> None:
+        """One line that says what will run where."""
+        profile, fit = self.fit.profile, self.fit
+        if fit.rejected:
+            log.warning("S2O %s: all rows go to %s, because %s", __version__, site.stock, fit.rejected)
+            return
+        until = "on" if fit.max_length is None else f"to {fit.max_length}"
+        log.info(
+            "S2O %s in vLLM %s: profile %s of %s (%s), %d of %d layers sparse from %d %s keys and from %d new tokens "
+            "on; rank %d of %d holds query heads %d to %d; all else goes to %s",
+            __version__, site.version, settings.profile, profile.model_name, compared, fit.sparse_layers,
+            len(fit.layers), profile.min_length, until, fit.min_queries, site.rank.index, site.rank.size,
+            fit.heads.start, fit.heads.stop - 1, site.stock,
+        )  # fmt: skip
+
+    def reserve(self, query: Tensor) -> None:
+        """Take, and give back, the most memory that a call of these queries will need.
+
+        vLLM calls it while it measures what a batch needs beside the KV cache, which gets what is left.
+
+        Args:
+            query: [T, Hq, D], as many rows as a batch may have.
+        """
+        if query.device.type != "cuda" or self.fit.rejected or len(query) <= self._reserved_rows:
+            return  # the profiling run comes first and has the most rows; smaller runs capture graphs
+        compiled, self._reserved_rows = self._reserved_rows > 0, len(query)
+        keys_and_values = 2 * self.max_keys * len(self.fit.kv_heads) * query.shape[2] * query.element_size()
+        output = query.numel() * query.element_size()
+        torch.empty(RANKING_BYTES + keys_and_values + output, dtype=torch.uint8, device=query.device)
+        if not compiled:
+            self.compile_kernels(query)
+
+    def compile_kernels(self, query: Tensor) -> None:
+        """Run one small call of every configuration that differs in what is compiled, so that no request waits for it.
+
+        Args:
+            query: [T, Hq, D] on the device of the calls to come, of their type.
+        """
+        done: set[object] = set()
+        for layer in self.fit.layers:
+            for length in self.fit.profile.lengths:
+                config = layer.config(length)
+                kind = _compiled_kind(config)
+                if not config.is_dense and not config.baseline_heads and kind not in done:
+                    done.add(kind)
+                    self._small_call(config, query)
+
+    def _small_call(self, config: LayerConfig, query: Tensor) -> None:
+        segment = min(head.segment for head in config.heads if head.mode == "s2o")
+        kv_heads, page = len(self.fit.kv_heads), 16
+        for queries in sorted({min(count * segment, len(query)) for count in SEGMENTS}):  # a batch has no more
+            keys = queries + segment
+            q = query.new_zeros(queries, config.num_heads, query.shape[2])
+            cache = query.new_zeros(2, 1, page, kv_heads, query.shape[2])
+            seq_lens = torch.tensor([keys], dtype=torch.int32, device=query.device)
+            s2o_attention_paged(
+                q, cache[0], cache[1], config,
+                cu_q=torch.tensor([0, queries], dtype=torch.int32, device=query.device), seq_lens=seq_lens,
+                block_table=torch.zeros(1, -(-keys // page), dtype=torch.int32, device=query.device),
+                max_q=queries, max_k=keys, total_k=keys, cu_k=packed_starts(seq_lens), backend="triton",
+            )  # fmt: skip
+
+
+def _compiled_kind(config: LayerConfig) -> object:
+    """What, of a configuration, makes other kernels."""
+    heads = [head for head in config.heads if head.mode == "s2o"]
+    counts = tuple(sorted({head.representatives for head in heads}))
+    tile = config.tile
+    shape = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.specialized
+    return shape, config.grain, config.row_reduce, counts, any(head.tail for head in heads)

@@ -1,0 +1,250 @@
+"""What S2O's backend meets in vLLM, without vLLM: a batch of requests with a cache, and classes on the plain backend.
+
+On a GPU the same classes drive the real kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from s2o_runtime.vllm.backend import Host, mix_in
+from s2o_runtime.vllm.counters import Counters
+from s2o_runtime.vllm.fit import ProfileFit, Rank
+from s2o_runtime.vllm.layouts import Layout
+from s2o_runtime.vllm.plain import PlainBuilder, PlainImpl
+
+
+class Graphs(Enum):
+    """vLLM's AttentionCGSupport."""
+
+    ALWAYS = 3
+    UNIFORM_BATCH = 2
+    NEVER = 0
+
+
+@dataclass
+class Common:
+    """vLLM's CommonAttentionMetadata, as far as backends of text models read it."""
+
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
+    causal: Any = True
+    positions: Tensor | None = None
+    is_prefilling: Tensor | None = None
+    seq_lens_cpu_upper_bound: Tensor | None = None
+    mm_req_doc_ranges: Any = None
+    _num_computed_tokens_cache: Tensor | None = None
+
+
+class FakeServer:
+    """A server with a profile, which reserves nothing."""
+
+    def __init__(self, profile: Any, rank: Rank, device: Any, max_keys: int) -> None:
+        self.fit, self.max_keys, self.counters = ProfileFit(profile, rank, torch.device(device)), max_keys, Counters()
+        self.reserved = 0
+
+    def reserve(self, query: Tensor) -> None:
+        self.reserved += 1
+
+
+class StockBuilder(PlainBuilder):
+    """Counts what it builds."""
+
+    built: list[Common]
+
+    def __init__(self) -> None:
+        self.built = []
+
+    @classmethod
+    def get_cudagraph_support(cls) -> Graphs:
+        return Graphs.ALWAYS
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        self.built.append(common_attn_metadata)
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+    def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
+        changed = {**vars(metadata), "block_table": blk_table, "slot_mapping": slot_mapping}
+        changed.pop("s2o_batch", None)
+        return type(metadata)(**changed)
+
+
+class StockImpl(PlainImpl):
+    """Counts the rows that it computes."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.stock_rows = 0
+
+    def forward(self, layer: Any, query: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        self.stock_rows += len(query)
+        return super().forward(layer, query, *arguments, **named)
+
+
+class Stock:
+    """A stock backend."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "STOCK"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        return StockImpl
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        return StockBuilder
+
+
+def fake_backend(server: Any, layout: Layout = "side by side") -> Any:
+    """S2O's three classes on the stock backend, for a server; layers are named "layers.N"."""
+    StockImpl.layout = layout
+    limit = lambda support: Graphs.UNIFORM_BATCH if support is Graphs.ALWAYS else support  # noqa: E731
+    return mix_in(Stock, "S2O", Host(lambda: server, lambda name: int(name.rpartition(".")[2]), layout, limit))
+
+
+def cache_of(layout: str, pages: int, page_size: int, kv_heads: int, head_dim: int, **like: Any) -> Tensor:
+    """An empty KV cache of NaN in one of vLLM's layouts."""
+    shapes = {
+        "two caches": (2, pages, page_size, kv_heads, head_dim),
+        "pages of two": (pages, 2, page_size, kv_heads, head_dim),
+        "side by side": (pages, kv_heads, page_size, 2 * head_dim),
+    }
+    return torch.full(shapes[layout], float("nan"), **like)
+
+
+@dataclass
+class Request:
+    """A prompt, and how much of it the cache holds."""
+
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+    pages: list[int]
+    done: int = 0
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+@dataclass
+class FakeEngine:
+    """Requests of random queries, keys and values that share a cache, fed batch by batch to one layer.
+
+    Attributes:
+        server: with the profile.
+        layout: of the cache.
+        page_size: tokens of a page.
+    """
+
+    server: Any
+    layout: Layout = "side by side"
+    page_size: int = 16
+    pages: int = 256
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    requests: list[Request] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        geometry = self.server.fit.profile.geometry
+        self.sizes = len(self.server.fit.heads), len(self.server.fit.kv_heads), geometry.head_dim
+        heads, kv_heads, head_dim = self.sizes
+        self.classes = fake_backend(self.server, self.layout)
+        self.builder = self.classes.builder()
+        self.impl = self.classes.implementation(heads, head_dim, head_dim**-0.5, kv_heads)
+        like = {"dtype": self.dtype, "device": self.device}
+        self.cache = cache_of(self.layout, self.pages, self.page_size, kv_heads, head_dim, **like)
+        self.free = torch.randperm(self.pages).tolist()
+
+    def add(self, length: int) -> Request:
+        """A new prompt of random numbers, with its pages."""
+        heads, kv_heads, head_dim = self.sizes
+
+        def normal(count: int) -> Tensor:
+            return torch.randn(length, count, head_dim, device=self.device).to(self.dtype)
+
+        return self.add_prompt(normal(heads) * 2, normal(kv_heads), normal(kv_heads))
+
+    def add_prompt(self, queries: Tensor, keys: Tensor, values: Tensor) -> Request:
+        """A new prompt of these queries [L, Hq, D], keys and values [L, Hkv, D], with its pages."""
+        pages = [self.free.pop() for _ in range(-(-len(keys) // self.page_size))]
+        self.requests.append(Request(keys, values, queries, pages))
+        return self.requests[-1]
+
+    def feed(self, parts: list[tuple[Request, int]], layer: int = 0, padding: int = 0) -> tuple[Tensor, Any]:
+        """Feed so many tokens of each request; returns their outputs [T, Hq, D] and the batch's metadata.
+
+        padding: requests without queries at the end, and as many rows, as a CUDA graph's batch has them.
+        """
+        rows = sum(count for _, count in parts)
+        prepared = self.prepare(parts, padding)
+        return prepared.forward(layer)[:rows], prepared.metadata
+
+    def prepare(self, parts: list[tuple[Request, int]], padding: int = 0) -> Prepared:
+        """Write the keys of so many tokens of each request, and build the batch's metadata."""
+        counts = [count for _, count in parts] + [0] * padding
+        starts = [request.done for request, _ in parts]
+        lengths = [start + count for start, count in zip(starts, counts, strict=False)] + [0] * padding
+        table = torch.zeros(len(counts), max(len(request.pages) for request, _ in parts), dtype=torch.int32)
+        slots = []
+        for index, (request, count) in enumerate(parts):
+            table[index, : len(request.pages)] = torch.tensor(request.pages)
+            tokens = torch.arange(request.done, request.done + count)
+            slots.append(table[index].long()[tokens // self.page_size] * self.page_size + tokens % self.page_size)
+        edges = torch.tensor([0, *counts]).cumsum(0).int()
+        common = Common(
+            query_start_loc=edges.to(self.device),
+            query_start_loc_cpu=edges,
+            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=self.device),
+            num_reqs=len(counts),
+            num_actual_tokens=int(edges[-1]),
+            max_query_len=max(counts),
+            max_seq_len=max(lengths),
+            block_table_tensor=table.to(self.device),
+            slot_mapping=torch.cat(slots).to(self.device),
+            seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
+            is_prefilling=torch.tensor([True] * len(counts)),
+        )
+        new = [(request, slice(request.done, request.done + count)) for request, count in parts]
+        query, key, value = (
+            torch.cat([getattr(request, name)[tokens] for request, tokens in new])
+            for name in ("queries", "keys", "values")
+        )
+        self.impl.do_kv_cache_update(None, key, value, self.cache, common.slot_mapping)
+        for request, count in parts:
+            request.done += count
+        query = torch.cat([query, query.new_full((padding, *query.shape[1:]), float("nan"))])
+        return Prepared(self, self.builder.build(0, common), query, key, value)
+
+
+@dataclass
+class Prepared:
+    """A batch whose keys are in the cache: its metadata, and its rows [T, Hq, D] and twice [T, Hkv, D]."""
+
+    engine: FakeEngine
+    metadata: Any
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    def forward(self, layer: int = 0) -> Tensor:
+        """vLLM's call of a layer; returns its output, which was NaN before."""
+        output = torch.full_like(self.query, float("nan"))
+        module = SimpleNamespace(layer_name=f"model.layers.{layer}")
+        engine = self.engine
+        engine.impl.forward(module, self.query, self.key, self.value, engine.cache, self.metadata, output)
+        return output

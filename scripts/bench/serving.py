@@ -1,0 +1,291 @@
+#!/usr/bin/env python3
+"""Time to the first token and throughput of a server, or, without one, the attention of a modelled one.
+
+    python -m scripts.bench.serving [--lengths 8192,32768,131072] [--chunks 2048,8192,16384] [--densities 0.25,0.1]
+    python -m scripts.bench.serving --url http://localhost:8000/v1 --model NAME --label S2O [--concurrency 1,4]
+
+With --url prompts of random words are sent to an OpenAI-compatible server, some of whose tokens it has in its prefix
+cache. Run it once against a server with S2O and once against one without; chunks are the server's.
+
+Without, one layer's attention is timed as vLLM would call it: S2O's backend with the real kernels, between a fake of
+vLLM's classes (scripts/bench/fake_vllm.py), over all chunks of a prompt behind what is cached of it. Dense attention on
+contiguous keys stands for the stock backend. What a server does besides is not in these times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from calibrate.search.crossover import with_crossover
+from calibrate.timing import medians
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.devices import identify
+from s2o_runtime.errors import ConfigError, InputError
+from s2o_runtime.identity import Geometry
+from s2o_runtime.profile import Profile
+from s2o_runtime.reference.dense import dense_attention
+from s2o_runtime.shapes import CallShape
+from s2o_runtime.vllm.fit import Rank
+from scripts.bench.common import (
+    Parser,
+    add_device,
+    bench_parser,
+    check_device,
+    float_list,
+    int_list,
+    machine,
+    print_table,
+    run_command,
+)
+from scripts.bench.fake_vllm import FakeEngine, FakeServer
+from scripts.bench.inputs import QKV, random_qkv
+from scripts.bench.schema import ResultFile, write
+from scripts.bench.tails import config_of, last
+
+NAME = "scripts.bench.serving"
+PAGE = 16  # tokens
+
+
+@dataclass(frozen=True)
+class ModelledPrompt:
+    """One layer's attention over a prompt; seconds of all its chunks together, S2O's backend and dense."""
+
+    length: int
+    chunk: int
+    cached: float
+    density: float
+    s2o_seconds: float
+    dense_seconds: float
+
+
+@dataclass(frozen=True)
+class ServedPrompts:
+    """What a server did with some prompts: the median time to the first token, and prompt tokens per second."""
+
+    label: str
+    length: int
+    cached: float
+    concurrency: int
+    first_token_seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingFile(ResultFile):
+    """settings: the options. modelled: without a server; served: with one."""
+
+    program: ClassVar[str] = f"python -m {NAME}"
+
+    settings: dict[str, Any]
+    modelled: list[ModelledPrompt]
+    served: list[ServedPrompts]
+
+
+def parser() -> Parser:
+    out, add = bench_parser(NAME, __doc__)
+    add("--lengths", "8192,32768,131072", "tokens of a prompt", type=int_list("8192,131072"), metavar="N,N")
+    add("--hits", "0,0.5,0.99", "shares of a prompt that are cached", type=float_list("0,0.5"), metavar="X,X")
+    add("--chunks", "2048,8192,16384", "tokens of a server's batch", type=int_list("2048,8192"), metavar="N,N")
+    add("--densities", "0.25,0.1", "of a whole prompt", type=float_list("0.25,0.1"), metavar="X,X")
+    add("--heads", "32,8", "query heads and KV heads of a rank", metavar="N,N")
+    add("--head-dim", 128, type=int, metavar="N")
+    add("--segment", 1024, "queries that share a ranking", type=int, metavar="N")
+    add("--representatives", 1, type=int, metavar="N")
+    add("--grain", 4, "adjacent keys that are ranked and visited together", type=int, metavar="N")
+    out.add_argument("--tail", action=argparse.BooleanOptionalAction, default=True, help="estimate what is skipped")
+    add("--rounds", 3, "turns that are timed, after one that is not", type=int, metavar="N")
+    add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
+    add("--seed", 0, type=int, metavar="N")
+    add_device(add)
+    add("--url", None, "of an OpenAI-compatible server, up to /v1", metavar="URL")
+    add("--model", None, "what the server calls its model", metavar="NAME")
+    add("--label", "S2O", "what the server runs, for the result", metavar="TEXT")
+    add("--concurrency", "1,4", "prompts at a time", type=int_list("1,4"), metavar="N,N")
+    add("--prompts", 4, "prompts of each kind that are sent", type=int, metavar="N")
+    add("--out", Path("build/bench_serving.json"), type=Path, metavar="FILE")
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    return run_command(NAME, args.out, lambda: measure(args), "shorter --lengths or fewer --heads")
+
+
+@torch.no_grad()
+def measure(args: argparse.Namespace) -> None:
+    """Measure, print and write --out."""
+    check_device(args)
+    if args.url and not args.model:
+        raise ConfigError("--url needs the model's name: give --model")
+    modelled = [] if args.url else list(modelled_prompts(args))
+    served = list(served_prompts(args)) if args.url else []
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "keys")}
+    file = ServingFile(settings=settings, modelled=modelled, served=served, **machine(torch.device(args.device)))
+    report(file)
+    write(args.out, file)
+
+
+def modelled_prompts(args: argparse.Namespace) -> Iterator[ModelledPrompt]:
+    """Every density, length, chunk and share of the cache, one layer each."""
+    device = torch.device(args.device)
+    query_heads, kv_heads = (int(part) for part in args.heads.split(","))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    args.keys = args.lengths
+    longest = random_qkv(
+        length=args.lengths[-1],
+        batch=1,
+        heads=(query_heads, kv_heads),
+        head_dim=args.head_dim,
+        dtype=dtype,
+        seed=args.seed,
+        device=device,
+    )
+    geometry = Geometry("bench", 1, query_heads, kv_heads, args.head_dim)
+    for density in args.densities:
+        config = config_of(longest, argparse.Namespace(**{**vars(args), "density": density}))
+        if device.type == "cuda":
+            config = config.with_tile(with_crossover(config, geometry, device, density))
+        for length in args.lengths:
+            for chunk in args.chunks:
+                for cached in args.hits:
+                    yield modelled_prompt(last(longest, length, length), config, geometry, chunk, cached, args)
+
+
+def modelled_prompt(
+    qkv: QKV, config: LayerConfig, geometry: Geometry, chunk: int, cached: float, args: argparse.Namespace
+) -> ModelledPrompt:
+    """One prompt in chunks behind the share of it that is cached, whole pages of it, and at least one token new."""
+    length, device = qkv[0].shape[2], qkv[0].device
+    profile = Profile("bench", geometry, "", identify(device), (1, length), ((config,), (config,)))
+    server = FakeServer(profile, Rank(), device, max_keys=length)
+    pages = -(-length // PAGE)
+    engine = FakeEngine(server, page_size=PAGE, pages=pages, dtype=qkv[0].dtype, device=str(device))
+    request = engine.add_prompt(*(tensor[0].transpose(0, 1) for tensor in qkv))
+    begin = min(int(cached * length), length - 1) // PAGE * PAGE
+    if begin:
+        engine.prepare([(request, begin)])
+    prepared, calls = [], []
+    while request.done < length:
+        prepared.append(engine.prepare([(request, min(chunk, length - request.done))]))
+        calls.append(last(qkv, len(prepared[-1].query), request.done))
+
+    def forward() -> None:
+        for batch in prepared:
+            batch.forward()
+
+    def dense() -> None:
+        for call in calls:
+            dense_attention(*call)
+
+    jobs: dict[str, Callable[[], Any]] = {"s2o": forward, "dense": dense}
+    seconds = medians(jobs, device, args.rounds)
+    return ModelledPrompt(length, chunk, begin / length, density_of(calls, config), seconds["s2o"], seconds["dense"])
+
+
+def density_of(calls: Sequence[QKV], config: LayerConfig) -> float:
+    """The pairs that calls compute over their causal pairs, the mean over heads."""
+    computed, causal = 0.0, 0
+    for q, k, v in calls:
+        pairs = CallShape(1, 1, 1, q.shape[2], k.shape[2], 1, 1).causal_pairs
+        computed += pairs * float(s2o_attention(q, k, v, config, return_stats=True).density.mean())
+        causal += pairs
+    return computed / causal
+
+
+def served_prompts(args: argparse.Namespace) -> Iterator[ServedPrompts]:
+    """Every length, share of the cache and concurrency, sent to the server."""
+    rng = random.Random(args.seed)
+    for length in args.lengths:
+        for cached in args.hits:
+            for concurrency in args.concurrency:
+                shared = _words(rng, int(cached * length))
+                if shared:
+                    first_token_seconds(args, shared)  # fills the cache
+                texts = [f"{shared} {_words(rng, length - int(cached * length))}" for _ in range(args.prompts)]
+                began = time.perf_counter()
+                with ThreadPoolExecutor(concurrency) as pool:
+                    seconds = list(pool.map(partial(first_token_seconds, args), texts))
+                took = time.perf_counter() - began
+                rate = length * len(texts) / took
+                yield ServedPrompts(args.label, length, cached, concurrency, statistics.median(seconds), rate)
+
+
+def _words(rng: random.Random, count: int) -> str:
+    """So many random short words, nearly a token each."""
+    return " ".join(rng.choice(WORDS) for _ in range(count))
+
+
+WORDS = ("the", "of", "and", "to", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with", "as")
+
+
+def first_token_seconds(args: argparse.Namespace, prompt: str) -> float:
+    """The time from sending a prompt to the first token of the answer.
+
+    Raises:
+        InputError: the server cannot be reached, or answers with something else than a stream of tokens.
+    """
+    body = {"model": args.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True}
+    request = urllib.request.Request(
+        f"{args.url.rstrip('/')}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    began = time.perf_counter()
+    try:
+        with urllib.request.urlopen(request) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    return time.perf_counter() - began
+    except (OSError, ValueError) as error:
+        raise InputError(f"{args.url} did not answer ({error}): check --url and --model") from error
+    raise InputError(f"{args.url} sent no tokens: expected the completions of an OpenAI-compatible server")
+
+
+def report(file: ServingFile) -> None:
+    """Print what was measured."""
+    if file.modelled:
+        rows = [
+            [
+                str(row.length),
+                str(row.chunk),
+                f"{row.cached:.0%}",
+                f"{row.density:.3f}",
+                f"{row.s2o_seconds * 1e3:.2f}",
+                f"{row.dense_seconds * 1e3:.2f}",
+                f"{row.dense_seconds / row.s2o_seconds:.2f}",
+            ]
+            for row in file.modelled
+        ]
+        names = ["length", "chunk", "cached", "density", "S2O, ms", "dense, ms", "dense / S2O"]
+        print_table("attention of one layer, all chunks of a prompt", names, rows)
+    if file.served:
+        rows = [
+            [
+                row.label,
+                str(row.length),
+                f"{row.cached:.0%}",
+                str(row.concurrency),
+                f"{row.first_token_seconds * 1e3:.0f}",
+                f"{row.tokens_per_second:.0f}",
+            ]
+            for row in file.served
+        ]
+        names = ["server", "length", "cached", "at a time", "first token, ms", "tokens / s"]
+        print_table("a server", names, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

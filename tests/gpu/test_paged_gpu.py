@@ -1,0 +1,70 @@
+"""The copy out of pages on a GPU, and the op on shuffled pages against the op on packed sequences."""
+
+import pytest
+import torch
+
+from s2o_runtime import LayerConfig, TileConfig, s2o_attention_paged, s2o_attention_varlen
+from s2o_runtime.kernels.pages import gather_pages
+from s2o_runtime.pages import PagedKeys, packed_starts
+from s2o_runtime.reference.pages import gather_pages_reference
+from support.paging import LAYOUTS, paged
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+LENGTHS, QUERIES = [1500, 333, 2049, 640], [1500, 1, 700, 129]
+HOPPER = TileConfig(64, 128, 4, 4, 2, specialized=True)
+
+
+def keys(kv_heads, head_dim, dtype):
+    return torch.randn(2, sum(LENGTHS), kv_heads, head_dim, device="cuda").to(dtype).unbind(0)
+
+
+@pytest.mark.parametrize("page_size", [16, 48, 1024])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 128), (1, 80), (3, 256)])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_key_is_found_in_its_page(name, kv_heads, head_dim, page_size, nan_filled):
+    k, v = keys(kv_heads, head_dim, torch.bfloat16)
+    *caches, table, cu_k = paged(k, v, LENGTHS, page_size, name)
+    pages = PagedKeys(*caches, table, cu_k, max(LENGTHS), sum(LENGTHS)).validate(torch.bfloat16)
+    for out, expected in zip(gather_pages(pages, torch.bfloat16), (k, v), strict=True):
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("scales", [1, 2], ids=["per-tensor", "per-head"])
+def test_keys_of_eight_bits_are_scaled(cache, scales, nan_filled):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with 8-bit floating point")
+    k, v = keys(2, 128, torch.bfloat16)
+    *caches, table, cu_k = paged(k, v, LENGTHS, 16, LAYOUTS[2], cache)
+    scale = torch.tensor([0.5, 0.3], device="cuda")[:scales]
+    pages = PagedKeys(*caches, table, cu_k, max(LENGTHS), sum(LENGTHS), k_scale=scale)
+    for ours, reference in zip(
+        gather_pages(pages, torch.bfloat16), gather_pages_reference(pages, torch.bfloat16), strict=True
+    ):
+        assert torch.equal(ours, reference)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("tile", [TileConfig(64, 64, 2, 4, 2), HOPPER], ids=str)
+def test_pages_change_nothing(tile, name, nan_filled):
+    """Bit for bit: the kernels read the same numbers, wherever they lie."""
+    if tile.specialized and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an sm_90 GPU")
+    config = LayerConfig.uniform(8, tau=0.5, segment=128, representatives=8, tail=True, grain=4, tile=tile)
+    k, v = keys(2, 128, torch.bfloat16)
+    q = torch.randn(sum(QUERIES), 8, 128, device="cuda", dtype=torch.bfloat16)
+    cu_q = packed_starts(torch.tensor(QUERIES, dtype=torch.int32)).cuda()
+    *caches, table, cu_k = paged(k, v, LENGTHS, 16, name)
+    out = torch.full_like(q, float("nan"))
+    for _ in range(3):  # compiled, recorded, replayed
+        ours = s2o_attention_paged(
+            q, *caches, config,
+            cu_q=cu_q, seq_lens=cu_k.diff(), block_table=table, max_q=max(QUERIES), max_k=max(LENGTHS),
+            total_k=sum(LENGTHS), backend="triton", return_lse=True, out=out,
+        )  # fmt: skip
+        expected = s2o_attention_varlen(
+            q, k, v, cu_q, cu_k, max(QUERIES), max(LENGTHS), config, backend="triton", return_lse=True
+        )
+        assert torch.equal(out, expected.out)
+        assert torch.equal(ours.lse, expected.lse)

@@ -1,0 +1,74 @@
+"""scripts/bench/serving.py at a tiny size: the modelled server, and a server that answers at once."""
+
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import ClassVar
+
+import pytest
+
+from scripts.bench import serving as bench
+from scripts.bench.schema import read
+
+
+def run(tmp_path, *arguments):
+    out = tmp_path / "s.json"
+    code = bench.main([*arguments, "--device", "cpu", "--out", str(out)])
+    return code, read(bench.ServingFile, json.loads(out.read_text())) if out.exists() else None
+
+
+def test_a_modelled_server(tmp_path, capsys):
+    arguments = ["--lengths", "800", "--chunks", "128,512", "--hits", "0,0.5", "--densities", "0.6"]
+    arguments += ["--heads", "2,1", "--head-dim", "64", "--segment", "64", "--rounds", "1", "--steps", "2"]
+    code, file = run(tmp_path, *arguments)
+    assert code == 0
+    rows = [(row.length, row.chunk, row.cached) for row in file.modelled]
+    assert rows == [(800, 128, 0.0), (800, 128, 0.5), (800, 512, 0.0), (800, 512, 0.5)]
+    assert all(0 < row.density < 1 for row in file.modelled)
+    assert "all chunks of a prompt" in capsys.readouterr().out
+
+
+class _Server(BaseHTTPRequestHandler):
+    seen: ClassVar[list] = []
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        _Server.seen.append((self.path, body))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'data: {"choices": [{"text": "x"}]}\n\ndata: [DONE]\n\n')
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def url():
+    _Server.seen = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_is_sent_prompts_with_a_shared_beginning(tmp_path, url, capsys):
+    arguments = ["--url", url, "--model", "m", "--lengths", "100", "--hits", "0,0.5", "--concurrency", "1,2"]
+    code, file = run(tmp_path, *arguments, "--prompts", "2")
+    assert code == 0
+    assert [(row.cached, row.concurrency) for row in file.served] == [(0.0, 1), (0.0, 2), (0.5, 1), (0.5, 2)]
+    assert all(row.first_token_seconds > 0 and row.tokens_per_second > 0 for row in file.served)
+    path, body = _Server.seen[-1]
+    assert (path, body["model"], body["stream"], len(body["prompt"].split())) == ("/v1/completions", "m", True, 100)
+    beginnings = {tuple(body["prompt"].split()[:50]) for _, body in _Server.seen[-3:]}
+    assert len(beginnings) == 1
+    assert "first token, ms" in capsys.readouterr().out
+
+
+def test_a_server_that_is_not_there_is_one_sentence(tmp_path, capsys):
+    code, _ = run(tmp_path, "--url", "http://127.0.0.1:9/v1", "--model", "m", "--lengths", "100")
+    assert code == 2
+    assert "did not answer" in capsys.readouterr().err
+    assert run(tmp_path, "--url", "http://127.0.0.1:9/v1")[0] == 2
+    assert "give --model" in capsys.readouterr().err

@@ -1,0 +1,109 @@
+"""Proofs under a server's chunk: layers are fed in parts, and errors are of the whole prompt."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from calibrate.prompts.prompts import Prompt
+from calibrate.proof.chunks import chunks_of
+from calibrate.proof.sample import sample
+from calibrate.proof.verify import prove
+from s2o_runtime import s2o_attention
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.huggingface.hf import s2o_attention_forward, s2o_mask
+from s2o_runtime.huggingface.layers import LayerState, attach
+from s2o_runtime.reference.dense import dense_attention
+from support.models import save, stream
+
+TILE = TileConfig(64, 32, 1, 4, 1)
+EXACT, SPARSE, SPARSER = (LayerConfig.uniform(4, tau=tau, segment=64, tile=TILE) for tau in (0.0, 0.5, 1e4))
+LENGTH, CHUNK = 300, 128
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What each layer runs: `short` up to 200 keys, `long` beyond."""
+
+    short: LayerConfig
+    long: LayerConfig
+    min_length: int = 100
+
+    def layer_config(self, layer, length):
+        return self.short if length <= 200 else self.long
+
+
+def test_what_each_chunk_runs():
+    chunks = chunks_of(Layers(SPARSE, SPARSER), CHUNK, 0, LENGTH)
+    assert chunks.size == CHUNK
+    assert chunks.config_at(128) == SPARSE
+    assert chunks.config_at(256) == SPARSER
+    assert chunks.config_at(99).is_dense
+    assert chunks_of(Layers(SPARSE, SPARSER), CHUNK, 0, CHUNK) is None
+    assert chunks_of(Layers(SPARSE, SPARSER), None, 0, LENGTH) is None
+
+
+def test_a_prefill_in_chunks_is_the_calls_that_a_server_makes():
+    module = torch.nn.Module()
+    observed = []
+    layers = Layers(SPARSE, SPARSER)
+    chunks = chunks_of(layers, CHUNK, 3, LENGTH)
+    state = LayerState(
+        3, chunks.config_at, 0, observer=lambda *call: observed.append(call), chunk=chunks.size, meter=None
+    )
+    attach(module, state)
+    q, k, v = (torch.randn(1, heads, LENGTH, 64) for heads in (4, 2, 2))
+    mask = s2o_mask(batch_size=1, q_length=LENGTH, q_offset=0, kv_length=LENGTH)
+    out, _ = s2o_attention_forward(module, q, k, v, mask)
+    parts, densities, pairs = [], [], []
+    for begin in range(0, LENGTH, CHUNK):
+        end = min(begin + CHUNK, LENGTH)
+        config = layers.layer_config(3, end)
+        part = s2o_attention(q[:, :, begin:end], k[:, :, :end], v[:, :, :end], config, return_stats=True)
+        parts.append(part.out)
+        densities.append(float(part.density.mean()))
+        pairs.append(sum(range(begin + 1, end + 1)))
+    expected = torch.cat(parts, 2)
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
+    mean = sum(density * count for density, count in zip(densities, pairs, strict=True)) / sum(pairs)
+    assert state.density == pytest.approx(mean)
+    ((layer, *tensors, _, whole),) = observed
+    assert layer == 3
+    assert all(torch.equal(*pair) for pair in zip(tensors, (q, k, v), strict=True))
+    torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-6)
+    assert state.observer is not None
+    assert not torch.allclose(whole, dense_attention(q, k, v), atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save("llama", tmp_path_factory.mktemp("llama"))
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(5)
+    return [Prompt(ids) for ids in torch.randint(3, 128, (2, LENGTH), generator=generator)]
+
+
+def test_a_proof_in_chunks(folder):
+    """Exact chunks prove exact; chunks that stop differ from the whole prompt, which ranks for other queries."""
+    exact = prove(stream(folder, True), {LENGTH: prompts()}, Layers(EXACT, EXACT), chunk=CHUNK)[1][LENGTH]
+    assert exact.kl < 1e-7
+    assert all(layer.rel_mse < 1e-10 and layer.density == pytest.approx(1.0) for layer in exact.layers)
+    layers = Layers(SPARSER, SPARSER)
+    chunked, whole = (
+        prove(stream(folder, True), {LENGTH: prompts()}, layers, chunk=chunk)[1][LENGTH] for chunk in (CHUNK, None)
+    )
+    for of_chunks, of_whole in zip(chunked.layers, whole.layers, strict=True):
+        assert 0 < of_chunks.density < 1
+        assert of_chunks.rel_mse > 1e-6
+        assert of_chunks.dense_power == pytest.approx(of_whole.dense_power, rel=0.05)
+    assert chunked != whole
+
+
+def test_a_certificates_sample_in_chunks(folder):
+    exact = sample(stream(folder, True), LENGTH, prompts(), Layers(EXACT, EXACT), chunk=CHUNK)[1]
+    for layer in exact.layers:
+        assert len(layer.prompts) == 2
+        assert layer.density == pytest.approx(1.0)
+        assert all(prompt.mse < 1e-10 for prompt in layer.prompts)

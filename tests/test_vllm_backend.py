@@ -1,0 +1,278 @@
+"""S2O's backend between a fake of vLLM's classes and the plain backend: mixed batches, caches, counters."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from s2o_runtime import LayerConfig, s2o_attention
+from s2o_runtime.config import HeadConfig, TileConfig
+from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.errors import InputError
+from s2o_runtime.huggingface.drift import Allowed, DriftCheck, DriftMonitor
+from s2o_runtime.identity import Geometry
+from s2o_runtime.profile import Profile
+from s2o_runtime.reference.dense import exact_attention
+from s2o_runtime.vllm import counters
+from s2o_runtime.vllm.backend import BATCH, layer_obstacle
+from s2o_runtime.vllm.fit import Rank
+from s2o_runtime.vllm.layouts import key_and_value_pages, layout_of
+from scripts.bench.fake_vllm import FakeEngine, FakeServer, Graphs, fake_backend
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+FEWEST = 40  # queries
+
+
+def profile(tau=1.0, lengths=(128, 512)):
+    """Two layers that stop, and a dense one; the heads of a layer differ."""
+    tile = TileConfig(64, 32, 2, 4, 1, min_queries=FEWEST)
+    heads = tuple(HeadConfig(tau * (1 + index), 64, representatives=1 + index % 2) for index in range(HEADS))
+    config = LayerConfig(heads, tile, grain=4)
+    longer = LayerConfig(tuple(replace(head, tau=head.tau / 2) for head in heads), tile, grain=4)
+    geometry = Geometry("llama", 2, HEADS, KV_HEADS, HEAD_DIM)
+    buckets = ((config, config.as_dense()), (longer, longer.as_dense()))
+    return Profile("made", geometry, "", DeviceIdentity("cpu", "cpu"), lengths, buckets).validate()
+
+
+def server(max_keys=2048, rank=None, **options):
+    return FakeServer(profile(**options), rank or Rank(), "cpu", max_keys)
+
+
+def alone(request, count, config):
+    """The last `count` of the tokens fed so far, by the op on contiguous tensors: [T, Hq, D]."""
+    end = request.done
+    q, k, v = (
+        tensor[begin:end].transpose(0, 1)[None]
+        for tensor, begin in ((request.queries, end - count), (request.keys, 0), (request.values, 0))
+    )
+    return s2o_attention(q, k, v, config, scale=HEAD_DIM**-0.5)[0].transpose(0, 1)
+
+
+def dense(request, count):
+    end = request.done
+    q, k, v = request.queries[end - count : end], request.keys[:end], request.values[:end]
+    return exact_attention(*(tensor.transpose(0, 1)[None] for tensor in (q, k, v)))[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("layout", ["two caches", "pages of two", "side by side"])
+def test_a_mixed_batch_is_each_request_on_its_own(layout):
+    """Decodes, a short tail and two long prompts of one length step, as vLLM sorts them."""
+    made = server()
+    engine = FakeEngine(made, layout)
+    decoding, tailing, first, second, short = (engine.add(length) for length in (200, 300, 300, 305, 64))
+    engine.feed([(decoding, 199), (tailing, 280)])
+    out, metadata = engine.feed([(decoding, 1), (tailing, 20), (first, 300), (second, 305), (short, 64)])
+    config = made.fit.layers[0].config(300)
+    begin = 0
+    for request, count, sparse in (
+        (decoding, 1, False),
+        (tailing, 20, False),
+        (first, 300, True),
+        (second, 305, True),
+        (short, 64, False),
+    ):
+        expected = alone(request, count, config) if sparse else dense(request, count)
+        torch.testing.assert_close(out[begin : begin + count], expected, rtol=1e-4, atol=1e-5)
+        begin += count
+    runs = getattr(metadata, BATCH).plan(made.fit.layers[0]).runs
+    assert [(run.first, run.last, run.is_sparse) for run in runs] == [(0, 2, False), (2, 4, True), (4, 5, False)]
+    rows = {(path, reason.split(",")[0]): count for (_, path, reason), count in made.counters.rows.items()}
+    assert rows == {
+        ("dense", "decode"): 1,
+        ("dense", f"fewer than {FEWEST} queries behind a prefix"): 20,
+        ("dense", "shorter than the shortest calibrated length"): 64,
+        ("s2o", "the tensors are on the cpu"): 199 + 280 + 300 + 305,
+    }
+
+
+@pytest.mark.parametrize("chunk", [512, 100, 64])
+def test_a_prompt_in_chunks_is_the_prompt_where_nothing_stops(chunk):
+    engine = FakeEngine(server(tau=0.0))
+    request = engine.add(500)
+    outputs = []
+    while request.done < 500:
+        outputs.append(engine.feed([(request, min(chunk, 500 - request.done))])[0])
+    torch.testing.assert_close(torch.cat(outputs), dense(request, 500), rtol=1e-4, atol=1e-5)
+    paths = {path for _, path, _ in engine.server.counters.rows}
+    assert "s2o" in paths
+
+
+def test_chunks_that_end_segments_are_each_the_op_on_what_is_there():
+    engine = FakeEngine(server())
+    request = engine.add(500)
+    for _ in range(3):
+        out, _ = engine.feed([(request, 128)])
+        expected = alone(request, 128, engine.server.fit.layers[0].config(request.done))
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_two_ranks_compute_the_halves_of_one():
+    torch.manual_seed(1)
+    halves = [FakeEngine(server(rank=Rank(index, 2))) for index in range(2)]
+    engine = FakeEngine(server())
+    request = engine.add(300)
+    expected, _ = engine.feed([(request, 300)])
+    for index, half in enumerate(halves):
+        part = half.add(300)
+        part.queries, part.keys, part.values = (
+            tensor[:, index * count : (index + 1) * count]
+            for tensor, count in ((request.queries, 2), (request.keys, 1), (request.values, 1))
+        )
+        out, _ = half.feed([(part, 300)])
+        torch.testing.assert_close(out, expected[:, 2 * index : 2 * index + 2], rtol=1e-4, atol=1e-5)
+
+
+def test_batches_without_a_long_tail_are_the_stock_backends_untouched():
+    engine = FakeEngine(server())
+    requests = [engine.add(300), engine.add(200)]
+    engine.feed([(request, 100) for request in requests])
+    engine.impl.stock_rows = 0
+    out, metadata = engine.feed([(requests[0], 1), (requests[1], FEWEST - 1)], padding=3)
+    assert not hasattr(metadata, BATCH)
+    assert engine.impl.stock_rows == FEWEST + 3  # in one call, with the rows that fill up the graph
+    torch.testing.assert_close(out[1:], dense(requests[1], FEWEST - 1), rtol=1e-4, atol=1e-5)
+
+
+def test_a_dense_layer_of_a_sparse_batch_is_one_stock_call():
+    engine = FakeEngine(server())
+    requests = [engine.add(300), engine.add(200)]
+    engine.impl.stock_rows = 0
+    engine.feed([(request, 200) for request in requests], layer=1, padding=2)
+    assert engine.impl.stock_rows == 402
+    assert len(engine.builder.built) == 1
+    assert engine.server.counters.rows == {(1, "dense", "every head of the layer is dense"): 400}
+
+
+def test_requests_without_queries_are_left_alone():
+    engine = FakeEngine(server())
+    request = engine.add(300)
+    out, _ = engine.feed([(request, 300)], padding=5)
+    torch.testing.assert_close(out, alone(request, 300, engine.server.fit.layers[0].config(300)), rtol=1e-4, atol=1e-5)
+
+
+def test_long_prompts_are_split_where_their_keys_are_too_many_for_one_call():
+    engine = FakeEngine(server(max_keys=500))
+    requests = [engine.add(length) for length in (300, 300, 600)]
+    out, metadata = engine.feed([(request, len(request)) for request in requests])
+    assert [run.total_k for run in getattr(metadata, BATCH).plan(engine.server.fit.layers[0]).runs] == [300, 300, 600]
+    assert out.isfinite().all()
+
+
+def test_another_groups_block_table_is_followed():
+    """Layers of another cache group have the same batch with their keys in other pages."""
+    engine = FakeEngine(server())
+    request = engine.add(300)
+    expected, metadata = engine.feed([(request, 300)])
+    moved = torch.roll(engine.cache, 1, 0)
+    table = (metadata.block_table + 1) % engine.pages
+    updated = engine.builder.update_block_table(metadata, table, metadata.slot_mapping)
+    output = torch.full_like(expected, float("nan"))
+    layer = type("Layer", (), {"layer_name": "model.layers.0"})
+    engine.impl.forward(layer, request.queries, None, None, moved, updated, output)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"causal": False}, "the batch is not causal"), ({"mm_req_doc_ranges": {0: [(0, 4)]}}, "rows of an image")],
+)
+def test_batches_that_cannot_be_shared_are_the_stock_backends(change, reason, caplog):
+    engine = FakeEngine(server())
+    _, metadata = engine.feed([(engine.add(300), 300)])
+    common = replace(engine.builder.built[0], **change)
+    with caplog.at_level("INFO", logger="s2o_runtime"):
+        assert not hasattr(engine.builder.build(0, common), BATCH)
+    assert hasattr(metadata, BATCH)
+    assert reason in caplog.text
+
+
+def test_layers_that_are_none_of_the_profiles_are_counted():
+    engine = FakeEngine(server())
+    request = engine.add(300)
+    out, _ = engine.feed([(request, 300)], layer=7)
+    torch.testing.assert_close(out, dense(request, 300), rtol=1e-4, atol=1e-5)
+    assert engine.server.counters.rows == {(7, "dense", "the layer is none of the profile's"): 300}
+
+
+@pytest.mark.parametrize(("action", "path"), [("warn", "s2o"), ("dense", "dense")])
+def test_a_layer_past_its_budget_is_noticed(action, path, monkeypatch):
+    """Sampled calls are compared with dense attention; with action "dense" the layer runs dense from then on."""
+    monkeypatch.setattr(counters.Counters, "is_sampled", lambda self, layer: True)
+    made = server(tau=1e5)
+    layer = made.fit.layers[0]
+    check = DriftCheck(every=1, after=2, action=action)
+    layer.drift = made.counters.drift[0] = DriftMonitor(check, 0, Allowed("rel_mse", {300: 1e-9}))
+    for _ in range(3):
+        engine = FakeEngine(made)
+        request = engine.add(300)
+        engine.feed([(request, 300)])
+    assert made.counters.errors()[0] > check.margin
+    assert "of what is allowed" in made.counters.summary()
+    assert "times what the profile allows" in layer.drift.verdict
+    made.counters.rows.clear()
+    engine = FakeEngine(made)
+    out, _ = engine.feed([(engine.add(300), 300)])
+    ((_, taken, _),) = made.counters.rows
+    assert taken == path
+    if path == "dense":
+        torch.testing.assert_close(out, dense(engine.requests[0], 300), rtol=1e-4, atol=1e-5)
+
+
+def test_the_profiling_run_reserves_what_calls_will_need():
+    engine = FakeEngine(server())
+    output = torch.ones(5, HEADS, HEAD_DIM)
+    layer = type("Layer", (), {"layer_name": "model.layers.0"})
+    engine.impl.forward(layer, output, output, output, torch.empty(0), None, output)
+    assert engine.server.reserved == 1
+    assert not output.any()
+
+
+@pytest.mark.parametrize(
+    ("made_with", "reason"),
+    [
+        ({}, None),
+        ({"sliding_window": 1024}, "the layer sees a sliding window of 1024 keys"),
+        ({"soft_cap": 50.0}, "the scores are soft-capped at 50"),
+        ({"soft_cap": 0.0}, None),
+        ({"sinks": True}, "the layer has attention sinks"),
+        ({"alibi": True}, "the layer has ALiBi slopes"),
+        ({"kv_cache_dtype": "fp8"}, "the KV cache is fp8"),
+        ({"attn_type": "encoder_only"}, "the layer's attention is of type encoder_only"),
+    ],
+)
+def test_what_s2o_cannot_do_is_a_reason(made_with, reason):
+    usual = {"alibi": False, "sliding_window": None, "kv_cache_dtype": "auto", "soft_cap": None}
+    assert layer_obstacle(**{**usual, "attn_type": "decoder", "sinks": False, **made_with}) == reason
+
+
+def test_what_vllm_asks_of_the_backend():
+    classes = fake_backend(server())
+    assert classes.backend.get_name() == "S2O"
+    assert classes.backend.get_impl_cls() is classes.implementation
+    assert classes.backend.get_builder_cls() is classes.builder
+    assert not classes.backend.supports_batch_invariance()
+    assert classes.builder.get_cudagraph_support() is Graphs.UNIFORM_BATCH
+    assert not classes.builder().use_cascade_attention(1, 2, three=3)
+
+
+@pytest.mark.parametrize("layout", ["two caches", "pages of two", "side by side"])
+def test_layouts_are_known_by_the_shape_that_a_backend_gives(layout):
+    def shape(pages, page_size, kv_heads, head_dim):
+        return {
+            "two caches": (2, pages, page_size, kv_heads, head_dim),
+            "pages of two": (pages, 2, page_size, kv_heads, head_dim),
+            "side by side": (pages, kv_heads, page_size, 2 * head_dim),
+        }[layout]
+
+    assert layout_of(shape) == layout
+    k, v = key_and_value_pages(torch.arange(2 * 5 * 4 * 3 * 8).view(shape(5, 4, 3, 8)), layout, 8)
+    assert k.shape == v.shape == (5, 4, 3, 8)
+    assert not set(k.flatten().tolist()) & set(v.flatten().tolist())
+    with pytest.raises(InputError, match="the KV cache has shape"):
+        key_and_value_pages(torch.zeros(5, 4, 3), layout, 8)
+
+
+def test_other_layouts_are_refused():
+    assert layout_of(None) == "side by side"
+    with pytest.raises(InputError, match=r"this vLLM's caches have shape \(3, 16, 2\)"):
+        layout_of(lambda pages, page_size, *_: (pages, page_size, 2))

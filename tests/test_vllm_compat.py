@@ -1,0 +1,192 @@
+"""Which vLLM is known, and what the plugin does in its processes; vLLM itself is not here."""
+
+import logging
+import pickle
+import re
+import sys
+from dataclasses import fields, replace
+from enum import Enum
+from inspect import signature
+from types import ModuleType
+
+import pytest
+
+from s2o_runtime.vllm import plugin
+from s2o_runtime.vllm.compat import BACKEND, FLASH, INIT, READ, Interface, interface_obstacle
+from scripts.bench.fake_vllm import Common, fake_backend
+from support.vllm_interface import recorded
+
+INTERFACES = recorded()
+REGISTRY = "vllm.v1.attention.backends.registry"
+
+
+def test_the_versions_that_were_read_are_recorded():
+    assert {version.rpartition(".")[0] for version in INTERFACES} == set(READ)
+
+
+@pytest.mark.parametrize("version", INTERFACES)
+def test_recorded_interfaces_are_known(version):
+    assert INTERFACES[version].obstacle() is None
+
+
+def test_the_fakes_interface_is_part_of_the_newest():
+    """Tests on the fake say something of vLLM only as far as it has vLLM's names."""
+    newest = INTERFACES[max(INTERFACES)]
+    assert {field.name for field in fields(Common)} <= set(newest.common)
+    classes = fake_backend(None)
+    assert tuple(signature(classes.builder.build).parameters)[1:] == newest.build
+    assert tuple(signature(classes.implementation.forward).parameters)[1:8] == newest.forward[:7]
+    assert tuple(signature(classes.implementation).parameters)[: len(INIT)] == newest.init[: len(INIT)]
+
+
+@pytest.mark.parametrize("version", INTERFACES)
+@pytest.mark.parametrize(
+    ("change", "obstacle"),
+    [
+        (lambda known: {"forward": (*known.forward, "mask")}, "forward takes layer, query, .*mask"),
+        (lambda known: {"forward": known.forward[1:]}, "forward takes query, key"),
+        (lambda known: {"init": known.init[::-1]}, "an implementation is made with sinks"),
+        (lambda known: {"build": known.build[:2]}, "build takes common_prefix_len, common_attn_metadata"),
+        (
+            lambda known: {"common": (*known.common, "tree")},
+            "CommonAttentionMetadata has tree, which S2O does not know",
+        ),
+        (lambda known: {"common": known.common[1:]}, "CommonAttentionMetadata has no query_start_loc"),
+        (lambda known: {"cache_update": True}, "forward writes the KV cache"),
+    ],
+)
+def test_what_changed_is_named(version, change, obstacle):
+    known = INTERFACES[version]
+    said = replace(known, **change(known)).obstacle()
+    assert said is not None
+    assert re.match(obstacle, said)
+
+
+FLASH_SOURCE = """
+class FlashAttentionBackend(AttentionBackend):
+    head_size_v: int | None = None
+    forward_includes_kv_cache_update: bool = False
+
+class FlashAttentionMetadataBuilder:
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False): ...
+
+class FlashAttentionImpl:
+    def __init__(self, num_heads, head_size, *, sinks=None): ...
+    def forward(self, layer, query): ...
+"""
+COMMON_SOURCE = """
+@dataclass
+class CommonAttentionMetadata:
+    num_reqs: int
+    causal: bool = True
+    max_query_len = 1
+"""
+
+
+def test_an_interface_is_read_from_sources(tmp_path):
+    for path, source in ((FLASH, FLASH_SOURCE), (BACKEND, COMMON_SOURCE)):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(source, encoding="utf-8")
+    assert Interface.in_sources(tmp_path) == Interface(
+        forward=("layer", "query"),
+        init=("num_heads", "head_size", "sinks"),
+        build=("common_prefix_len", "common_attn_metadata", "fast_build"),
+        common=("num_reqs", "causal"),
+        cache_update=False,
+    )
+    assert interface_obstacle(tmp_path) == "forward takes layer, query"
+    for source, said in (("class A: ...", "there is no class 'FlashAttentionBackend'"), ("class", "invalid syntax")):
+        (tmp_path / FLASH).write_text(source, encoding="utf-8")
+        assert f"its sources are not as expected: {said}" in interface_obstacle(tmp_path)
+    assert "its sources are not as expected" in interface_obstacle(tmp_path / "nowhere")
+
+
+class _Registry:
+    """vLLM's registry of backends, as 0.32 has it, or 0.23, which cannot name one."""
+
+    def __init__(self, names_backends):
+        self.paths = {}
+        members = {"CPU_ATTN": 1, "CUSTOM": 2}
+        self.Enum = Enum("AttentionBackendEnum", members)
+        if names_backends:
+            self.Enum.register = classmethod(lambda cls, name, path: None)
+
+    def register_backend(self, backend, path):
+        self.paths[getattr(backend, "name", backend)] = path
+        if backend == "S2O":  # as vLLM adds a member
+            member = object.__new__(self.Enum)
+            member._name_, member._value_ = backend, path
+            self.Enum._member_map_[backend] = member
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """Put a fake registry in vLLM's place: a function of whether it names backends, and of an obstacle."""
+    monkeypatch.delenv(plugin.CPU_VARIABLE, raising=False)
+
+    def installed(names_backends=True, obstacle=None):
+        registry = _Registry(names_backends)
+        names = REGISTRY.split(".")
+        for depth in range(1, len(names) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(names[:depth]), ModuleType(".".join(names[:depth])))
+        sys.modules[REGISTRY].AttentionBackendEnum = registry.Enum
+        sys.modules[REGISTRY].register_backend = registry.register_backend
+        sys.modules["vllm"].__file__ = "vllm/__init__.py"
+        monkeypatch.setattr(plugin, "interface_obstacle", lambda folder: obstacle)
+        plugin.register.cache_clear()
+        return registry
+
+    yield installed
+    plugin.register.cache_clear()
+
+
+def test_the_backend_has_a_name_where_vllm_can_name_it(vllm):
+    registry = vllm()
+    plugin.register()
+    plugin.register()  # vLLM may call it more than once
+    assert registry.paths == {"S2O": "s2o_runtime.vllm.flash.S2OBackend"}
+    registry = vllm(names_backends=False)
+    plugin.register()
+    assert registry.paths == {"CUSTOM": "s2o_runtime.vllm.flash.S2OBackend"}
+
+
+def test_a_process_that_has_not_loaded_plugins_yet_understands_the_name(vllm):
+    """vLLM's configuration, which names the backend, is pickled for new processes before they load plugins."""
+    sender = vllm()
+    sender.Enum.__module__, sender.Enum.__qualname__ = REGISTRY, "AttentionBackendEnum"
+    plugin.register()
+    sent = pickle.dumps([sender.Enum["S2O"], sender.Enum.CPU_ATTN])
+    receiver = vllm()
+    receiver.Enum.__module__, receiver.Enum.__qualname__ = REGISTRY, "AttentionBackendEnum"
+    backend, other = pickle.loads(sent)
+    assert backend is receiver.Enum["S2O"]
+    assert other is receiver.Enum.CPU_ATTN
+    assert receiver.paths == {"S2O": "s2o_runtime.vllm.flash.S2OBackend"}
+
+
+def test_tests_of_the_engine_take_the_cpus_backend(vllm, monkeypatch):
+    monkeypatch.setenv(plugin.CPU_VARIABLE, "1")
+    registry = vllm()
+    plugin.register()
+    assert registry.paths["CPU_ATTN"] == "s2o_runtime.vllm.cpu.S2OBackend"
+
+
+def test_an_unknown_vllm_runs_its_own_backend_and_says_so_once(vllm, caplog):
+    registry = vllm(obstacle="vLLM 9.9: build takes nothing")
+    with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
+        plugin.register()
+        plugin.register()
+    assert registry.paths == {"S2O": "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"}
+    (record,) = caplog.records
+    assert record.message == (
+        "S2O does not know this vLLM (vLLM 9.9: build takes nothing): the stock backend runs in its place"
+    )
+
+
+def test_a_vllm_without_a_registry_is_one_warning(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    plugin.register.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
+        plugin.register()
+    plugin.register.cache_clear()
+    assert "this vLLM has no registry of backends" in caplog.text

@@ -1,0 +1,160 @@
+"""What a profile says on each rank of a server, and which model it is of."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from s2o_runtime.baselines.settings import PBS
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.errors import ProfileError
+from s2o_runtime.identity import Geometry, sampled_fingerprint, with_rope
+from s2o_runtime.profile import Profile
+from s2o_runtime.vllm.fit import ProfileFit, Rank, check_model, checkpoint_hash
+
+CPU = torch.device("cpu")
+
+
+def profile(query_heads=8, kv_heads=2, layers=2, lengths=(1024, 4096), heads=None, tile=None):
+    config = LayerConfig(
+        tuple(heads or (HeadConfig(0.1 + index, 128) for index in range(query_heads))),
+        tile or TileConfig(64, 64, 4, 4, 2, min_queries=200),
+    )
+    geometry = Geometry("llama", layers, query_heads, kv_heads, 64)
+    bucket = (config,) * (layers - 1) + (config.as_dense(),)
+    device = DeviceIdentity("cpu", "cpu")
+    return Profile("made", geometry, "", device, lengths, (bucket,) * len(lengths)).validate()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_ranks_hold_every_head_once_and_the_kv_heads_that_these_read(size, kv_heads):
+    made = profile(kv_heads=kv_heads)
+    fits = [ProfileFit(made, Rank(index, size), CPU) for index in range(size)]
+    assert [head for fit in fits for head in fit.heads] == list(range(8))
+    group = 8 // kv_heads
+    for fit in fits:
+        assert {head // group for head in fit.heads} == set(fit.kv_heads)
+        config = fit.layers[0].config(1024)
+        assert [head.tau for head in config.heads] == pytest.approx([0.1 + head for head in fit.heads])
+        layer = fit.layer(0, len(fit.heads), len(fit.kv_heads), 64)
+        assert layer is fit.layers[0]
+
+
+def test_heads_that_ranks_cannot_share_are_refused():
+    with pytest.raises(ProfileError, match="8 query heads cannot be shared by 3 ranks: use a tensor parallel size"):
+        ProfileFit(profile(), Rank(0, 3), CPU)
+
+
+def test_a_layer_of_another_model_has_no_fit():
+    fit = ProfileFit(profile(), Rank(), CPU)
+    for index, heads, kv_heads, head_dim in (
+        (2, 8, 2, 64),
+        (-1, 8, 2, 64),
+        (0, 4, 2, 64),
+        (0, 8, 1, 64),
+        (0, 8, 2, 80),
+    ):
+        assert fit.layer(index, heads, kv_heads, head_dim) == "the layer is none of the profile's"
+
+
+def test_why_requests_are_dense():
+    layer, dense = ProfileFit(profile(), Rank(1, 2), CPU).layers
+    assert layer.why_dense(1, 4000) == "decode"
+    assert layer.why_dense(500, 1023) == "shorter than the shortest calibrated length, 1024"
+    assert layer.why_dense(500, 6145) == "longer than 6144 keys, 1.5 times the longest calibrated length"
+    assert layer.why_dense(199, 4000).startswith("fewer than 200 queries behind a prefix")
+    assert layer.why_dense(200, 4000) is None
+    assert layer.why_dense(4096, 4096) is None
+    assert dense.why_dense(4096, 4096) == "every head of the layer is dense"
+    assert layer.kind != dense.kind
+    speculating = ProfileFit(profile(), Rank(), CPU, decode_queries=300)
+    assert speculating.layers[0].why_dense(300, 4000) == "decode"
+    assert speculating.layers[0].why_dense(301, 4000) is None
+    assert (ProfileFit(profile(), Rank(), CPU).min_queries, speculating.min_queries) == (200, 301)
+    beyond = ProfileFit(profile(), Rank(), CPU, beyond="s2o").layers[0]
+    assert beyond.why_dense(500, 60000) is None
+
+
+def test_baselines_take_no_packed_sequences():
+    heads = [HeadConfig(0.1, 128)] * 7 + [HeadConfig(mode="baseline", baseline=PBS(keep=0.5))]
+    layer = ProfileFit(profile(heads=heads), Rank(), CPU).layers[0]
+    assert layer.why_dense(1024, 1024) == "a baseline's head takes no packed sequences"
+    half = ProfileFit(profile(heads=heads), Rank(0, 2), CPU).layers[0]  # the rank without that head
+    assert half.why_dense(1024, 1024) is None
+
+
+def test_a_tile_that_the_gpu_cannot_run_is_dense():
+    fit = ProfileFit(profile(tile=TileConfig(64, 128, 4, 4, 2, specialized=True, min_queries=200)), Rank(), CPU)
+    fit.capability = (8, 0)
+    assert fit.layers[0].why_dense(1024, 1024) == "tile 64x128x4 ws s2 is for sm_90, this GPU is sm_80"
+
+
+def served(**changes):
+    """A model's configuration, as transformers has it."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    return SimpleNamespace(**{"model_type": "llama", **sizes, **changes})
+
+
+def checkpoint(folder, **more):
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        "model.embed.weight": torch.randn(40, 8, generator=generator),
+        "model.norm.weight": torch.randn(8, generator=generator),
+    }
+    folder.mkdir(exist_ok=True)
+    save_file({**weights, **more}, folder / "model.safetensors")
+
+    def sample(name, positions):
+        return weights[name].reshape(-1)[positions.start : positions.stop : positions.step]
+
+    return sampled_fingerprint({name: weight.shape for name, weight in weights.items()}, sample)
+
+
+def test_a_checkpoint_is_hashed_as_its_model(tmp_path):
+    """Without what a checkpoint may have and its model not: the head that is tied, and frequencies."""
+    expected = checkpoint(tmp_path / "plain")
+    assert checkpoint_hash(tmp_path / "plain", tied=False) == expected
+    more = {"lm_head.weight": torch.ones(40, 8), "model.layers.0.rotary_emb.inv_freq": torch.ones(4)}
+    checkpoint(tmp_path / "more", **more)
+    assert checkpoint_hash(tmp_path / "more", tied=True) == expected
+    assert checkpoint_hash(tmp_path / "more", tied=False) != expected
+    assert checkpoint_hash(tmp_path, tied=False) is None
+
+
+def test_weights_are_compared_where_they_can_be(tmp_path):
+    hashed = checkpoint(tmp_path)
+    made = replace(profile(), fingerprint=with_rope(hashed, served()))
+    assert check_model(made, served(), tmp_path) == "weights compared"
+    assert "no safetensors" in check_model(made, served(), None)
+    assert "random" in check_model(replace(made, fingerprint="random-1"), served(), tmp_path)
+    assert "names or types" in check_model(made, served(quantization_config={}), tmp_path)
+    other = replace(made, fingerprint="0" * 64)
+    with pytest.raises(ProfileError, match="the weights are not those of made: calibrate the model that you serve"):
+        check_model(other, served(), tmp_path)
+    assert (
+        check_model(other, served(), tmp_path, strict=False) == "the weights are not those of made: nothing is proven"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_attention_heads": 4}, "the served model has query heads 4 instead of 8: calibrate the model"),
+        ({"num_hidden_layers": 3}, "the served model has layers 3 instead of 2"),
+        ({"model_type": "qwen2"}, "the served model has architecture qwen2 instead of llama"),
+        ({"model_type": "mamba"}, "the served model has no profiles: architecture 'mamba' is not supported"),
+    ],
+)
+def test_another_model_is_one_sentence(change, said):
+    with pytest.raises(ProfileError, match=said):
+        check_model(profile(), served(**change), None)
+
+
+def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 9)
+    with pytest.raises(ProfileError, match=r"the weights in .* cannot be read"):
+        checkpoint_hash(tmp_path, tied=False)

@@ -1,0 +1,159 @@
+"""What a user says to S2O inside vLLM, and what S2O says of itself there."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from s2o_runtime.attention.paged import s2o_attention_paged
+from s2o_runtime.attention.result import AttentionStats
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.errors import ConfigError, InputError, ProfileError
+from s2o_runtime.shapes import CallShape
+from s2o_runtime.vllm.counters import SAMPLED_EVERY, Counters
+from s2o_runtime.vllm.fit import Rank
+from s2o_runtime.vllm.server import Server, Site
+from s2o_runtime.vllm.settings import Settings
+
+DEMO = Path(__file__).parents[1] / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
+MODEL = Path(__file__).parents[1] / "calibrate" / "demo" / "model"
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    monkeypatch.delenv("S2O_PROFILE", raising=False)
+
+
+def test_settings_are_read_from_vllms_additional_config(monkeypatch):
+    assert Settings.of({"s2o": {"profile": "p", "beyond": "s2o", "metrics_port": 9001}}) == Settings(
+        Path("p"), "s2o", metrics_port=9001
+    )
+    monkeypatch.setenv("S2O_PROFILE", "q")
+    assert Settings.of({}) == Settings.of(None) == Settings(Path("q"))
+    assert Settings.of({"s2o": {"profile": "p"}}).profile == Path("p")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({}, InputError, 'the attention backend S2O needs a profile: add --additional-config \'{"s2o": {"profile"'),
+        ({"s2o": {}}, InputError, "needs a profile"),
+        ({"s2o": "p"}, ConfigError, "use an object"),
+        ({"s2o": {"profile": "p", "tau": 1}}, ConfigError, '"tau" is not a setting of "s2o": use beyond, drift'),
+        ({"s2o": {"profile": "p", "beyond": "warn"}}, ConfigError, "beyond 'warn' is not known"),
+        ({"s2o": {"profile": "p", "metrics_port": 0}}, ConfigError, "metrics_port 0 is out of range"),
+        ({"s2o": {"profile": "p", "log_every": -1}}, ConfigError, "log_every -1 is out of range"),
+        ({"s2o": {"profile": "p", "drift": "loud"}}, ConfigError, "drift 'loud' is not known: use one of"),
+        ({"s2o": {"profile": "p", "strict": "no"}}, ConfigError, "strict is 'no': use true or false"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(given, error, said):
+    with pytest.raises(error, match=said):
+        Settings.of(given)
+
+
+def site(**changes):
+    model = {"model_type": "llama", "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2}
+    known = {
+        "version": "0.32.0",
+        "stock": "STOCK",
+        "model_config": SimpleNamespace(**{**model, "head_dim": 64, **changes.pop("model", {})}),
+        "checkpoint": None,
+        "rank": Rank(1, 2),
+        "device": torch.device("cpu"),
+        "max_keys": 4096,
+    }
+    return Site(**{**known, **changes})
+
+
+def demo_sizes():
+    from s2o_runtime.profile import load_profile
+
+    sizes = load_profile(DEMO).geometry
+    return {
+        "model_type": sizes.architecture,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.query_heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+    }
+
+
+def test_one_line_says_what_will_run_where(caplog):
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        Server(Settings(DEMO), site(model=demo_sizes()))
+    (line,) = (record.message for record in caplog.records if " in vLLM " in record.message)
+    assert "in vLLM 0.32.0: profile" in line
+    assert "6 of 6 layers sparse from 1024 to 3072 keys and from 2 new tokens on" in line
+    assert line.endswith("rank 1 of 2 holds query heads 4 to 7; all else goes to STOCK")
+
+
+def test_the_demos_limits_are_checked_on_one_rank(caplog):
+    server = Server(Settings(DEMO), site(model=demo_sizes(), rank=Rank()))
+    assert {layer.index for layer in server.fit.layers if layer.drift} == set(server.counters.drift) == set(range(6))
+    assert server.fit.layers[0].drift.check.action == "warn"
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        assert not Server(Settings(DEMO), site(model=demo_sizes())).counters.drift
+        assert not Server(Settings(DEMO, drift="off"), site(model=demo_sizes(), rank=Rank())).counters.drift
+    assert "a rank of several sees its own heads only" in caplog.text
+
+
+def test_every_configuration_that_is_compiled_alike_runs_once(monkeypatch):
+    """With no more rows than a batch has; here by the reference, since a CPU compiles nothing."""
+    calls = []
+
+    def small(q, k, v, config, **call):
+        assert call.pop("backend") == "triton"
+        s2o_attention_paged(q, k, v, config, **call, backend="dense")
+        calls.append((config.tile, len(q), call["max_k"]))
+
+    monkeypatch.setattr("s2o_runtime.vllm.server.s2o_attention_paged", small)
+    server = Server(Settings(DEMO), site(model=demo_sizes()))
+    server.compile_kernels(torch.zeros(600, 4, 64))
+    configs = {layer.config(length) for layer in server.fit.layers for length in server.fit.profile.lengths}
+    assert {tile for tile, _, _ in calls} == {config.tile for config in configs if not config.is_dense}
+    assert 0 < len(calls) < 2 * len(configs)
+    assert max(rows for _, rows, _ in calls) == 600
+    assert all(keys > rows for _, rows, keys in calls)
+
+
+def test_a_profile_that_does_not_fit_ends_the_start():
+    with pytest.raises(ProfileError, match="the served model has layers 7 instead of 6"):
+        Server(Settings(DEMO), site(model=demo_sizes() | {"num_hidden_layers": 7}))
+    with pytest.raises(ProfileError, match="8 query heads cannot be shared by 3 ranks"):
+        Server(Settings(DEMO), site(model=demo_sizes(), rank=Rank(0, 3)))
+    with pytest.raises(ProfileError, match=r"nowhere\.safetensors cannot be read"):
+        Server(Settings(Path("nowhere.safetensors")), site())
+
+
+def test_counters_say_where_rows_went(caplog):
+    counters = Counters(log_every=1e-9)
+    assert counters.summary() == "no rows yet"
+    counters.add(0, "s2o", "long", 300)
+    counters.add(1, "s2o", "long", 500)
+    counters.add(1, "dense", "decode", 200)
+    assert counters.shares() == {("s2o", "long"): 0.8, ("dense", "decode"): 0.2}
+    shape = CallShape(1, 2, 1, 64, 64, 64, 64)
+    stats = AttentionStats("dense", "", LayerConfig.uniform(2, mode="dense"), shape, None, None)
+    wanted = [counters.is_sampled(1) for _ in range(2 * SAMPLED_EVERY)]
+    assert [index for index, sampled in enumerate(wanted) if sampled] == [0, SAMPLED_EVERY]
+    counters.keep(1, stats)
+    assert counters.densities() == {1: 1.0}
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        counters.say()
+    assert caplog.messages == ["S2O: 80.0% s2o (long); 20.0% dense (decode); mean density 1.000 of 1 layers"]
+
+
+def test_prometheus_collects_the_counters():
+    pytest.importorskip("prometheus_client", reason="vLLM brings it")
+    from s2o_runtime.vllm.counters import PrometheusCollector
+
+    counters = Counters()
+    counters.add(3, "s2o", "long", 300)
+    rows, density, error = PrometheusCollector(counters, {"rank": "1"}).collect()
+    (sample,) = rows.samples
+    assert (sample.name, sample.value) == ("s2o_rows_total", 300)
+    assert sample.labels == {"rank": "1", "layer": "3", "path": "s2o", "reason": "long"}
+    assert density.samples == error.samples == []

@@ -1,0 +1,101 @@
+"""The real vLLM engine on a CPU with S2O as its attention backend, run by `make vllm`.
+
+    python vllm_engine.py PROFILE MODEL CASE    one of CASES; exits with 1 if a needle is lost
+
+PROFILE is a CPU profile of the demo model, MODEL the folder with the demo model. Prompts of 2048 tokens share a text
+with eight hidden codes; each asks for one of them. The first is read in chunks, the others hit its prefix in the
+cache, so that they bring a few tokens behind a long prefix. Times are of S2O's reference in plain torch, on a CPU:
+they say nothing of speed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from dataclasses import dataclass
+
+LENGTH, NEEDLES, SEED = 2048, 8, 1234
+
+
+@dataclass(frozen=True)
+class EngineCase:
+    """How the engine is started: tokens of a step, tokens of a page, ranks, torch.compile, and S2O's backend."""
+
+    chunk: int
+    page: int
+    ranks: int = 1
+    compiled: bool = False
+    sparse: bool = True
+
+
+CASES = {
+    "chunk-512": EngineCase(512, 16),
+    "chunk-300": EngineCase(300, 32),
+    "two-ranks": EngineCase(512, 16, ranks=2),
+    "compiled": EngineCase(512, 16, compiled=True),
+    "dense": EngineCase(512, 32, sparse=False),  # vLLM's own backend: its pages have at least 32 tokens
+}
+
+
+def main(profile: str, model: str, name: str) -> int:
+    case = CASES[name]
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if case.ranks == 1:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the counters are in this process
+    else:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(case.ranks)))  # a core for each
+    if case.sparse:
+        os.environ["S2O_VLLM_CPU"] = "1"
+    from transformers import AutoTokenizer
+    from vllm import LLM, SamplingParams
+
+    prompts, codes = questions(AutoTokenizer.from_pretrained(model))
+    engine = LLM(
+        model=model,
+        dtype="bfloat16",
+        max_model_len=LENGTH + 128,
+        max_num_batched_tokens=case.chunk,
+        max_num_seqs=8,
+        block_size=case.page,
+        tensor_parallel_size=case.ranks,
+        enforce_eager=not case.compiled,
+        enable_prefix_caching=True,
+        enable_chunked_prefill=True,
+        attention_backend="S2O" if case.sparse else None,  # understood, and passed on to the ranks; a CPU has one only
+        additional_config={"s2o": {"profile": profile}} if case.sparse else {},
+    )
+    began = time.time()
+    answers = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=5))
+    seconds = time.time() - began
+    found = sum(code in answer.outputs[0].text for code, answer in zip(codes, answers, strict=True))
+    cached = [answer.num_cached_tokens for answer in answers]
+    print(f"{name}: {found} of {len(codes)} needles in {seconds:.1f} s; tokens from the cache: {cached}", flush=True)
+    if case.sparse and case.ranks == 1:
+        from s2o_runtime.vllm.host import server
+
+        print(f"{name}: {server().counters.summary()}", flush=True)
+        shares = server().counters.shares()
+        assert any(path == "s2o" for path, _ in shares), "no row was computed by S2O"
+        assert any(path == "dense" for path, _ in shares), "no row was computed by the stock backend"
+    return int(found < len(codes))
+
+
+def questions(tokenizer: object) -> tuple[list[dict[str, list[int]]], list[str]]:
+    """A prompt for each needle, all with one text, and the codes that answer them."""
+    from calibrate.prompts.needles import make_needles
+    from calibrate.prompts.retrieval import Retrieval, encode, spread, with_facts
+    from calibrate.prompts.stdlib import first_tokens, sources
+
+    rng = random.Random(SEED)
+    needles = make_needles(NEEDLES, rng)
+    retrieval = Retrieval.of(tokenizer, needles, rng)
+    asked = [encode(tokenizer, needle.question) for needle in needles]
+    text = first_tokens(tokenizer, sources(rng, held_out=True), LENGTH - max(map(len, asked)))
+    text = with_facts(text, retrieval.facts, spread(NEEDLES, 0, len(text)))
+    return [{"prompt_token_ids": text + question} for question in asked], [needle.code for needle in needles]
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:4]))
