@@ -133,7 +133,7 @@ def prove(
                         loaded.weights.device, walk.length, loaded.weights.held, f"proving layer {number}"
                     ):
                         if row is None or attention is None:
-                            walk.pass_through(module, number)
+                            walk.pass_through(module, number, loaded.weights.device)
                             continue
                         layer = PatchableLayer(row, number, module, attention, loaded.weights.device)
                         configured = walk.advance(layer, configured, revise)
@@ -198,8 +198,12 @@ class _Walk:
         self._dense = [layer.dense(stream) for stream in self._dense]
         return configured
 
-    def pass_through(self, module: nn.Module, number: int) -> None:
-        """Move through a layer that has no full attention."""
+    def pass_through(self, module: nn.Module, number: int, device: torch.device) -> None:
+        """Move through a layer that has no full attention, whose time is part of both prefills."""
+        first = self._patched[0]
+        seconds = _seconds({"layer": lambda: first.through(module, number)}, device)["layer"]
+        for name in self._seconds:
+            self._seconds[name] += seconds
         alike = self._patched is self._dense  # before the first layer that S2O may change
         self._patched = [stream.through(module, number) for stream in self._patched]
         self._dense = self._patched if alike else [stream.through(module, number) for stream in self._dense]
@@ -262,8 +266,13 @@ def _layer_seconds(layer: PatchableLayer, stream: Stream, config: LayerConfig) -
         "patched": lambda: layer.patched(stream, state),
         "dense": lambda: layer.dense(stream),
     }
-    if layer.device.type == "cuda":
-        return medians(calls, layer.device, GPU_ROUNDS)
+    return _seconds(calls, layer.device)
+
+
+def _seconds(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
+    """Seconds of each call: medians on a GPU, one run by the clock on a CPU."""
+    if device.type == "cuda":
+        return medians(calls, device, GPU_ROUNDS)
     return {name: _clocked(call) for name, call in calls.items()}
 
 
