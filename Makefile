@@ -34,7 +34,7 @@ BARE_PROFILE := ../../profiles/demo/cpu/mse-0.0001.safetensors
 .PHONY: demo check test test-all aot $(AOT) transformers $(OTHERS) architectures profile-format wheel bare lint clean
 
 demo: $(READY)
-	$(RUN) -m calibrate.commands.calibrate --model demo --budget-mse 1e-4 --num-certify 9 --check-lengths none $(DEMO_LENGTHS) --out $(DEMO_PROFILE)
+	$(RUN) -m calibrate.commands.calibrate --model demo --budget-mse 1e-4 --num-held-out 2 --num-certify 9 --check-lengths none $(DEMO_LENGTHS) --out $(DEMO_PROFILE)
 	$(RUN) examples/patch_and_generate.py $(DEMO_PROFILE)
 
 check: MARKS := not slow and not exhaustive

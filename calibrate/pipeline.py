@@ -1,7 +1,8 @@
 """calibrate(): prompts -> curves -> choices -> proof -> certificate -> profile.
 
 Four passes over the model, each one layer at a time: curves of every layer, times of what the search tries, the proof
-of the model as it will run on the prompts that layers are adjusted on, and the certificate on prompts of its own.
+of the model as it will run on the prompts that layers are adjusted on, and the certificate on prompts of its own. A
+budget in KL takes one more for the layers' sensitivities, and up to five to find what they may spend.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ import torch
 
 from calibrate.curves.curves import Shape
 from calibrate.curves.measure import LayersCurves, measure_model
+from calibrate.curves.sensitivities import measured_sensitivity
 from calibrate.journal import Journal
 from calibrate.model.models import LoadedModel, load, load_tokenizer
 from calibrate.model.self_test import self_test
+from calibrate.model.sensitivity import Sensitivity
 from calibrate.progress import PhaseClock, progress_bar
 from calibrate.prompts.prompts import PromptSet, load_prompts
 from calibrate.proof.candidate import Candidate
 from calibrate.proof.certify import certify, proven_again
+from calibrate.proof.kl_pass import KlPass
+from calibrate.proof.kl_search import within_kl
 from calibrate.proof.recorded import record_of
 from calibrate.proof.tighten import Proven, prove_and_tighten
 from calibrate.recipe import Recipe
@@ -99,10 +104,17 @@ def calibrate(recipe: Recipe, *, progress: bool = True, loaded: LoadedModel | No
         with clock.phase("measuring"):
             tiles = _worthwhile_tiles(run)
             curves = _curves(run, tiles)
+            sensitivity = (
+                measured_sensitivity(loaded, prompts.calibration, recipe, journal) if recipe.budget.is_kl else None
+            )
         with clock.phase("searching"):
-            chosen = _choices(run, curves, tiles)
+            candidate = _candidate(run, _choices(run, curves, tiles, sensitivity))
+            kl_passes: dict[int, tuple[KlPass, ...]] = {}
+            if recipe.budget.is_kl:
+                candidate, kl_passes = within_kl(loaded, prompts.held_out, candidate, progress=progress)
         with clock.phase("proving"):
-            proven = prove_and_tighten(loaded, prompts.held_out, _candidate(run, chosen), progress=progress)
+            proven = prove_and_tighten(loaded, prompts.held_out, candidate, progress=progress)
+            proven = replace(proven, kl_passes=kl_passes)
         if prompts.certify and proven.met:
             with clock.phase("certifying"):
                 certified = certify(loaded, prompts.certify, proven, progress=progress)
@@ -118,6 +130,7 @@ def calibrate(recipe: Recipe, *, progress: bool = True, loaded: LoadedModel | No
         proofs=proven.proofs,
         problems=proven.problems,
         certificates=proven.certificates,
+        kl_passes=proven.kl_passes,
         profile=profile,
         written=written,
         seconds=clock.seconds,
@@ -171,7 +184,9 @@ def _curves(run: _Run, tiles: TilesByLength) -> LayersCurves:
     return curves
 
 
-def _choices(run: _Run, curves: LayersCurves, tiles: TilesByLength) -> dict[int, Chosen]:
+def _choices(
+    run: _Run, curves: LayersCurves, tiles: TilesByLength, sensitivity: Sensitivity | None
+) -> dict[int, Chosen]:
     """What each layer shall do at every length; on a GPU with the length below which its tile is slower than dense."""
     with progress_bar("searching", None, "trial", shown=run.progress) as step:
         chosen = choose(
@@ -183,6 +198,7 @@ def _choices(run: _Run, curves: LayersCurves, tiles: TilesByLength) -> dict[int,
             device=run.device,
             journal=run.journal,
             on_trial=step,
+            sensitivity=sensitivity,
         )
     if run.device.kind != "cuda":
         return chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from s2o_runtime.config import GRAINS, MAX_SEGMENT, MIN_SEGMENT, REPRESENTATIVES
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, Rule
 from s2o_runtime.lengths import far_apart
-from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES
+from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES, BudgetKind, ErrorUnit, error_unit
 
 SEGMENTS = (256, 512, 1024, 2048)
 DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}  # tokens, by the kind of the device
@@ -36,25 +36,26 @@ GROUPS = INPUT, PROOF, SPACE, OUTPUT = (
 
 @dataclass(frozen=True)
 class Budget:
-    """How much error a layer's attention may have.
+    """How much error is allowed, of a layer's attention or of what the model predicts.
 
     Args:
         kind: "mse" is the mean squared difference from dense attention over the operator's whole output; "rel_mse" is
-            the same divided by the dense output's mean square, which carries over between models.
-        value: above 0, in the kind's unit.
+            the same divided by the dense output's mean square, which carries over between models. "kl" is of the whole
+            model: KL(dense || patched) of the next token, the mean over the positions of the adjust prompts.
+        value: above 0, in the kind's unit; of a KL nats per token.
     """
 
-    kind: str
+    kind: BudgetKind
     value: float
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Budget:
-        """From the options budget_mse or budget_rel_mse; without either the default. Raises ConfigError for both."""
+        """From budget_mse, budget_rel_mse or budget_kl; without any the default. Raises ConfigError for two."""
         kinds = [kind for kind in KINDS if f"budget_{kind}" in options]
         if not kinds:
             return DEFAULT_BUDGET
         if len(kinds) > 1:
-            raise ConfigError("budget_mse and budget_rel_mse are both given: choose one")
+            raise ConfigError(f"budget_{kinds[0]} and budget_{kinds[1]} are both given: choose one")
         return cls(kinds[0], options[f"budget_{kinds[0]}"]).validate()
 
     def validate(self) -> Budget:
@@ -64,9 +65,18 @@ class Budget:
         OPTIONS[f"budget_{self.kind}"].check(self.value)
         return self
 
+    @property
+    def unit(self) -> ErrorUnit:
+        """The unit of a layer's errors and limits; of a budget in KL each layer's limit is an mse."""
+        return error_unit(self.kind)
+
+    @property
+    def is_kl(self) -> bool:
+        return self.kind == "kl"
+
     def error(self, mse: float, dense_power: float) -> float:
-        """An error in the budget's unit, from a mean squared error and the dense output's mean square."""
-        return mse if self.kind == "mse" else mse / max(dense_power, 1e-30)
+        """A layer's error in the budget's `unit`, from a mean squared error and the dense output's mean square."""
+        return mse if self.unit == "mse" else mse / max(dense_power, 1e-30)
 
     def __str__(self) -> str:
         return f"{self.kind.replace('_', '-')}-{self.value:g}"
@@ -76,7 +86,10 @@ DEFAULT_BUDGET = Budget("rel_mse", 1e-3)
 
 
 def _budget_line(recipe: Recipe) -> str:
-    return f"{recipe.budget.kind} {recipe.budget.value:g}"
+    budget = recipe.budget
+    if budget.is_kl:
+        return f"KL {budget.value:g} nats per token, of the whole model on the adjust prompts"
+    return f"{budget.kind} {budget.value:g}"
 
 
 def _segments_line(recipe: Recipe) -> str:
@@ -87,8 +100,8 @@ def _segments_line(recipe: Recipe) -> str:
 class Recipe:
     """One calibration run: every field is an option of s2o-calibrate, which its `Option` describes.
 
-    The field `budget` is one of the options budget_mse and budget_rel_mse, `scope` is the option budget_scope and
-    `needles` the option keep_needles. docs/options.md lists all of them.
+    The field `budget` is one of the options budget_mse, budget_rel_mse and budget_kl, `scope` is the option
+    budget_scope and `needles` the option keep_needles. docs/options.md lists all of them.
     """
 
     model: str = option(
@@ -111,6 +124,16 @@ class Recipe:
             name="budget_rel_mse",
             default_text=f"{DEFAULT_BUDGET.value:g}",
             example="1e-3",
+            label="budget",
+            plan_text=_budget_line,
+        ),
+        Option(
+            Rule(float, low=0, above=True),
+            "what the model's predictions may change by, in place of either: KL in nats per token, mean over the "
+            "prompts that layers are adjusted on, at each calibrated length",
+            PROOF,
+            name="budget_kl",
+            example="5e-3",
             label="budget",
             plan_text=_budget_line,
         ),
@@ -156,7 +179,7 @@ class Recipe:
         Rule(int, low=1),
         "other prompts of each length to prove the profile on",
         PROOF,
-        default=2,
+        default=4,
         name="num_held_out",
         aliases=("held_out",),
         plan_text="{} of each length",
@@ -212,9 +235,10 @@ class Recipe:
     )
     scope: str = option(
         Rule(str, allowed=SCOPES),
-        "the budget holds for every layer, or for the mean over the model's layers",
+        "the budget holds for every layer, or for the mean over the model's layers; a KL is of the model",
         PROOF,
         default="layer",
+        default_text="layer; model with budget_kl",
         name="budget_scope",
     )
     check_lengths: tuple[int, ...] | None = option(
@@ -304,7 +328,9 @@ class Recipe:
         """The validated recipe of `OPTIONS` in their fields' types; model, lengths and out must be among them."""
         options = resolved(OPTIONS, options, "the recipe")
         settings = {OPTIONS[name].field: value for name, value in options.items()}
-        return cls(**settings | {"budget": Budget.of(options)}).validate()
+        budget = Budget.of(options)
+        scope = {"scope": "model"} if budget.is_kl else {}
+        return cls(**scope | settings | {"budget": budget}).validate()
 
     @classmethod
     def from_record(cls, settings: Mapping[str, Any], out: Path) -> Recipe:
@@ -317,6 +343,11 @@ class Recipe:
         budget = Budget(settings["budget"]["kind"], by_field["budget"].read(settings["budget"]["value"]))
         others = {name: by_field[name].read(value) for name, value in settings.items() if name != "budget"}
         return cls(**others | {"budget": budget, "out": out}).validate()
+
+    def with_budget(self, budget: Budget) -> Recipe:
+        """The recipe with another budget: the scope stays, unless one of the two is a KL, which is of the model."""
+        scope = "model" if budget.is_kl else "layer" if self.budget.is_kl else self.scope
+        return replace(self, budget=budget, scope=scope)
 
     @property
     def checked_lengths(self) -> tuple[int, ...]:
@@ -357,6 +388,11 @@ class Recipe:
             if entry.field != "budget":
                 entry.check(getattr(self, entry.field))
         self.budget.validate()
+        if self.budget.is_kl and self.scope != "model":
+            raise ConfigError(
+                f"budget_scope {self.scope} does not go with budget_kl, because a KL is of the whole model: leave "
+                "budget_scope out, or give a budget_rel_mse"
+            )
         if self.lengths[0] < self.segments[0]:
             raise ConfigError(
                 f"length {self.lengths[0]} is shorter than one segment of {self.segments[0]}: use a longer one"

@@ -92,9 +92,11 @@ def interval(seconds: list[float]) -> tuple[float, float]:
     return median - half, median + half
 
 
-def medians(calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int = ROUNDS) -> dict[str, float]:
+def medians(
+    calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int = ROUNDS, flushes: int = FLUSHES
+) -> dict[str, float]:
     """The median time of each call in seconds, as `samples` takes them."""
-    return {name: statistics.median(seconds) for name, seconds in samples(calls, device, rounds).items()}
+    return {name: statistics.median(seconds) for name, seconds in samples(calls, device, rounds, flushes).items()}
 
 
 def samples(

@@ -36,3 +36,11 @@ def small_sample(monkeypatch):
     from s2o_runtime.kernels.rank import order
 
     monkeypatch.setattr(order, "SAMPLES", 64)
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Any attempt to reach the hub is an error."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

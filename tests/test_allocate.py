@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, Curve, Ranking
-from calibrate.search.allocate import Allowed, allocate, allocate_together
+from calibrate.search.allocate import Allowed, Weights, allocate, allocate_together
 from s2o_runtime.config import HeadConfig
 
 METHOD = Ranking(1024)
@@ -115,7 +115,7 @@ def test_layers_share_a_budget_by_weight():
     layers = [{METHOD: curve([[(1.0, 0.2)], [(1.0, 0.2)]])}, {METHOD: curve([[(1.0, 0.6)], [(1.0, 0.6)]])}]
     alone = [allocate(curves, 0.5).density for curves in layers]
     assert alone == [0.6, 0.8]  # one head of two in each
-    together = allocate_together(layers, [1.0, 1.0], 0.5)
+    together = allocate_together(layers, [Weights(), Weights()], 0.5)
     assert [made.density for made in together] == [0.2, 1.0]
-    weighted = allocate_together(layers, [4.0, 1.0], 0.5)
+    weighted = allocate_together(layers, [Weights(4.0), Weights()], 0.5)
     assert [made.density for made in weighted] == [1.0, 0.6]

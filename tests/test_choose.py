@@ -17,7 +17,7 @@ from calibrate.model.capture import Captured
 from calibrate.prompts.prompts import Prompt, PromptSet
 from calibrate.recipe import Recipe
 from calibrate.search import choose as choose_module
-from calibrate.search.allocate import allocate_together
+from calibrate.search.allocate import Weights, allocate_together
 from calibrate.search.choice import allowed
 from calibrate.search.choose import Chosen, _timed, _uniform, choose
 from calibrate.timing import Timing
@@ -147,7 +147,7 @@ def test_what_a_dense_layer_does_not_spend_the_others_may(curves, journal, monke
     powers = [next(iter(of_layer.values())).dense_power for of_layer in curves]
     expected = allocate_together(
         [each.choices[layer].curves for layer in live],
-        [1 / powers[layer] for layer in live],
+        [Weights(1 / powers[layer]) for layer in live],
         0.8e-2 * 4 / 3,
         allowed(recipe()),
     )

@@ -336,6 +336,11 @@ def test_a_bug_is_not_taken_for_a_full_disk():
             "a/mse-0.001.safetensors",
         ),
         (
+            ["--rebudget", "a/p.x", "--budget-kl", "5e-3"],
+            "'kl-0.005', 'OUT', 'None', 'None'",
+            "a/kl-0.005.safetensors",
+        ),
+        (
             ["--rebudget", "a/p.x", "--budget-rel-mse", "0.5", "--worst-rows", "0.8"],
             "'rel-mse-0.5', 'OUT', 'None', '0.8'",
             "a/rel-mse-0.5-rows-0.8.safetensors",
@@ -398,6 +403,7 @@ def bad_inputs():
     yield ["--journal", "bad.jsonl/j"], "--journal bad.jsonl/j cannot be written"
     yield ["--recipe", "none.yaml"], "recipe none.yaml cannot be read (No such file or directory): check the path"
     yield ["--recipe", "bad.jsonl"], "recipe bad.jsonl is not YAML"
+    yield ["--budget-kl", "little"], "argument --budget-kl: 'little': expected a number above 0, such as 5e-3"
     yield ["--budget-scope", "head"], "budget_scope is 'head': expected one of layer, model"
     yield ["--check-lengths", "512"], "check length 512 is calibrated"
     yield ["--check-lengths", "262144"], "length 262144 is beyond the model's limit of 131072"
@@ -416,6 +422,7 @@ def bad_inputs():
 
 
 @pytest.mark.parametrize(("arguments", "message"), list(bad_inputs()), ids=lambda value: " ".join(value)[:40])
+@pytest.mark.usefixtures("offline")
 def test_bad_input_is_one_sentence_and_exit_code_2(arguments, message, unfit, command, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "short.jsonl").write_text('{"text": "a"}\n')
@@ -444,17 +451,25 @@ def test_bad_input_ends_a_process_in_one_sentence(tmp_path):
     [
         ([], "--model is missing: give an alias such as demo"),
         (
+            ["--model", "demo", "--budget-kl", "1e-3", "--budget-scope", "layer"],
+            "budget_scope layer does not go with budget_kl, because a KL is of the whole model: leave budget_scope out",
+        ),
+        (
             ["--model", "demo", "--budget-mse", "1", "--budget-rel-mse", "1"],
             "budget_mse and budget_rel_mse are both given",
         ),
         (["--model", "demo", "--yaml"], "--yaml prints what --dry-run would run: give both"),
         (["--rebudget", "p", "--retile", "p"], "not allowed with argument --rebudget"),
-        (["--rebudget", PROFILE], "--rebudget needs the new budget: give --budget-mse or --budget-rel-mse"),
+        (
+            ["--rebudget", PROFILE],
+            "--rebudget needs the new budget: give --budget-mse, --budget-rel-mse or --budget-kl",
+        ),
         (["--rebudget", ".", "--budget-mse", "1"], "--rebudget . is not a file: check the path"),
         (["--retile", "none"], "--retile none is not a file: check the path"),
         (
             ["--rebudget", "p", "--budget-mse", "1", "--model", "demo"],
-            "--rebudget takes only --budget-mse, --budget-rel-mse, --worst-rows, --journal, --out: leave --model out",
+            "--rebudget takes only --budget-mse, --budget-rel-mse, --budget-kl, --worst-rows, --journal, --out: "
+            "leave --model out",
         ),
         (["--retile", "p", "--recipe", "r.yaml"], "--retile takes only --device, --out: leave --recipe out"),
         (["--retile", "p", "--dry-run"], "leave --dry-run out"),

@@ -76,8 +76,12 @@ def test_a_certified_profile_is_measured_on_prompts_of_its_own(tmp_path, capsys)
     arguments = [str(made.out), "--model", str(model), "--device", "cpu", "--num-prompts", "2", "--out", str(out)]
     assert coverage.main([*arguments, "--seed", str(made.seed)]) == 2
     assert "drew the prompts of" in capsys.readouterr().err
-    assert coverage.main([*arguments, "--domains", "code,chat"]) == 0
+    assert coverage.main([*arguments, "--lengths", "77"]) == 2
+    assert "77 is not certified: choose from --lengths" in capsys.readouterr().err
+    assert coverage.main([*arguments, "--domains", "code,chat", "--lengths", str(made.lengths[0])]) == 0
 
     file = read(CoverageFile, json.loads(out.read_text()))
-    assert {(row.length, row.domain) for row in file.rows} >= {(made.lengths[0], "code"), (made.lengths[0], "all")}
+    assert {(row.length, row.domain) for row in file.rows} == {
+        (made.lengths[0], domain) for domain in ("code", "chat", "all")
+    }
     assert all(row.prompts >= 2 and row.mean_kl >= 0 for row in file.rows)

@@ -262,7 +262,7 @@ def test_allowed_errors_are_the_limits_of_the_proof(plain):
     limits = record((128, (0.1, 0.2)), (1024, (0.3, 0.0)), scope="model")
     with_limits = dataclasses.replace(profile, record=Record.from_json(limits))
     first, second = allowed_errors(with_limits)
-    assert (first.kind, [first.at(length) for length in (1, 128, 360, 370, 10**6)]) == (
+    assert (first.unit, [first.at(length) for length in (1, 128, 360, 370, 10**6)]) == (
         "mse",
         [0.1, 0.1, 0.1, 0.3, 0.3],
     )

@@ -34,14 +34,6 @@ PUBLISHED = {  # geometry and parameters in billions, as the models' pages say
 }
 
 
-@pytest.fixture
-def offline(monkeypatch):
-    """Any attempt to reach the hub is an error."""
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-
-
 def test_every_alias_has_its_sizes():
     assert {path.stem for path in ARCHITECTURES.glob("*.json")} == set(PUBLISHED) == set(ALIASES) - {"demo"}
 

@@ -99,7 +99,8 @@ def test_files_of_older_schemas_are_written_back_as_the_newest(name, tmp_path):
 def test_the_format_names_every_field_and_tensor_and_no_other():
     rows = {row.removesuffix("[]") for row in re.findall(r"^\| `([^`]+)` \|", FORMAT.read_text("utf-8"), re.MULTILINE)}
     fields = field_paths(document_of(path_of("schema4-full").read_bytes()))
-    fields |= field_paths(document_of(path_of("schema4-baselines").read_bytes()))
+    for others in ("schema4-baselines", "schema4-kl"):
+        fields |= field_paths(document_of(path_of(others).read_bytes()))
     fields |= field_paths(document_of(path_of("schema4-mixed").read_bytes())) - {"record"}
     fields = {re.sub(r"\.(versions|other_layers)\..*", r".\1", field) for field in fields}
     parents = {row for row in rows if any(field.startswith((f"{row}.", f"{row}[]")) for field in fields)}

@@ -227,7 +227,7 @@ def test_a_profile_is_given_another_budget_or_other_tiles(calibrated, run, tmp_p
     code, sentence = run("rebudget", calibrated)
     assert (code, sentence) == (
         2,
-        "s2o-profile: rebudget needs the new budget: give --budget-mse or --budget-rel-mse\n",
+        "s2o-profile: rebudget needs the new budget: give --budget-mse, --budget-rel-mse or --budget-kl\n",
     )
     code, sentence = run("rebudget", calibrated, "--budget-mse", "1", "--journal", tmp_path / "none")
     assert (code, "none does not exist: give --journal" in sentence) == (2, True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from calibrate.recipe import DEFAULT_BUDGET, OPTIONS, Budget, Recipe, load_yaml, merged
+from calibrate.recipe import DEFAULT_BUDGET, KINDS, OPTIONS, Budget, Recipe, load_yaml, merged
 from s2o_runtime.errors import ConfigError
 
 BASE = {"model": "demo", "lengths": (1024, 2048), "out": Path("profiles/p.safetensors")}
@@ -50,8 +50,8 @@ def written(folder, text):
     return path
 
 
-def test_every_option_but_the_other_budget_is_in_the_example():
-    assert set(ALL) == set(OPTIONS) - {"budget_rel_mse", "prompts"}
+def test_every_option_but_the_other_budgets_is_in_the_example():
+    assert set(ALL) == set(OPTIONS) - {"budget_rel_mse", "budget_kl", "prompts"}
     default = Recipe.of(BASE)
     made = Recipe.of(ALL)
     differ = {field.name for field in dataclasses.fields(Recipe)} - {"model", "lengths", "out", "prompts"}
@@ -62,11 +62,13 @@ def test_every_option_but_the_other_budget_is_in_the_example():
 OWN_PROMPTS = BASE | {"prompts": (Path("mine.jsonl"), Path("folder/b"))}
 
 
-@pytest.mark.parametrize("options", [BASE, ALL, OWN_PROMPTS, BASE | {"budget_rel_mse": 0.5, "check_lengths": ()}])
+@pytest.mark.parametrize(
+    "options", [BASE, ALL, OWN_PROMPTS, BASE | {"budget_rel_mse": 0.5, "check_lengths": ()}, BASE | {"budget_kl": 5e-3}]
+)
 def test_a_recipe_survives_yaml(options, tmp_path):
     made = Recipe.of(options)
     options_again = load_yaml(written(tmp_path, made.to_yaml()))
-    assert set(options_again) == set(OPTIONS) - {"budget_mse" if made.budget.kind == "rel_mse" else "budget_rel_mse"}
+    assert set(options_again) == set(OPTIONS) - ({f"budget_{kind}" for kind in KINDS} - {f"budget_{made.budget.kind}"})
     assert Recipe.of(options_again) == made
     assert Recipe.of(options_again).to_yaml() == made.to_yaml()
 
@@ -158,6 +160,8 @@ def test_flags_override_a_file():
 def test_two_budgets_are_refused():
     with pytest.raises(ConfigError, match="budget_mse and budget_rel_mse are both given: choose one"):
         recipe(budget_mse=1.0, budget_rel_mse=1.0)
+    with pytest.raises(ConfigError, match="budget_rel_mse and budget_kl are both given: choose one"):
+        recipe(budget_kl=5e-3, budget_rel_mse=0.1)
     assert Budget.of({"budget_mse": 2.0}) == Budget("mse", 2.0)
 
 
@@ -183,6 +187,8 @@ def test_two_budgets_are_refused():
         ({"check_lengths": (512, 1536)}, "check length 512 is below 1024, the shortest that is calibrated"),
         ({"budget_scope": "head"}, "budget_scope is 'head': expected one of layer, model"),
         ({"method": "quantum"}, "method is 'quantum': expected one of s2o, pbs, sparge, auto"),
+        ({"budget_kl": 0.0}, r"budget_kl is 0\.0: expected a number above 0, such as 5e-3"),
+        ({"budget_kl": 1e-3, "budget_scope": "layer"}, "budget_scope layer does not go with budget_kl.*: leave"),
         ({"budget_mse": 0.0}, r"budget_mse is 0\.0: expected a number above 0, such as 1e-4"),
         ({"time_limit": 0.0}, r"time_limit is 0\.0: expected a number of seconds above 0"),
         ({"time_limit": float("inf")}, "time_limit is inf"),
@@ -191,7 +197,7 @@ def test_two_budgets_are_refused():
         ({"keep_needles": 1.1}, r"keep_needles is 1\.1: expected a share from 0 to 1"),
         ({"lengths": (4096, 4200)}, "lengths 4096 and 4200 are less than an eighth of an octave apart"),
         ({"margin": 0.0}, r"margin is 0\.0"),
-        ({"num_held_out": 0}, "num_held_out is 0: expected a whole number of at least 1, such as 2"),
+        ({"num_held_out": 0}, "num_held_out is 0: expected a whole number of at least 1, such as 4"),
         ({"trial": 3}, "the recipe has 'trial', which is no option: did you mean trials"),
         ({"journal": BASE["out"]}, "cannot be both the journal and the profile"),
     ],
@@ -273,3 +279,13 @@ def test_one_file_of_prompts_may_be_given_as_it_is(tmp_path):
     assert load_yaml(written(tmp_path, "prompts: mine.jsonl\n")) == {"prompts": (Path("mine.jsonl"),)}
     assert load_yaml(written(tmp_path, "prompts: [a.jsonl, b c]\n")) == {"prompts": (Path("a.jsonl"), Path("b c"))}
     assert OPTIONS["prompts"].read(Path("mine.jsonl")) == (Path("mine.jsonl"),)
+
+
+def test_a_budget_in_kl_is_of_the_model():
+    made = recipe(budget_kl=5e-3)
+    assert (made.scope, made.budget.unit, str(made.budget)) == ("model", "mse", "kl-0.005")
+    assert Recipe.from_record(made.record(), made.out).record() == made.record()
+    assert recipe().with_budget(made.budget) == made
+    assert made.with_budget(DEFAULT_BUDGET) == recipe()
+    shared = recipe(budget_scope="model")
+    assert shared.with_budget(Budget("mse", 1.0)).scope == "model"

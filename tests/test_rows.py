@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from calibrate.curves.row_errors import row_errors
-from calibrate.proof.rows import evenly_drawn, sampled_rows
+from calibrate.proof import rows as rows_module
+from calibrate.proof.rows import drawn_tiles, evenly_drawn, exact_rows, sampled_rows
 from s2o_runtime.reference.dense import exact_attention
 
 
@@ -51,3 +52,24 @@ def test_rows_are_drawn_one_from_each_part():
     counts = torch.bincount(drawn, minlength=32)
     assert counts.min() > 80  # 125 are expected of each row, with a deviation of 10
     assert counts.max() < 170
+
+
+@pytest.mark.parametrize("q_len", [48, 7], ids=["whole prompt", "continued"])
+def test_rows_are_exact_however_few_are_computed_together(q_len, monkeypatch):
+    q, k, v, _ = tensors(q_len, 48)
+    rows = torch.tensor([0, 3, 4, 6])
+    monkeypatch.setattr(rows_module, "SCORES", 3 * 48)  # one row of the three heads of a group
+    torch.testing.assert_close(exact_rows(q, k, v, rows, 0.3), exact_attention(q, k, v, scale=0.3)[:, :, rows])
+
+
+def test_tiles_are_whole_and_from_all_parts():
+    generator = torch.Generator().manual_seed(0)
+    rows = drawn_tiles(1000, 8, 80, generator)
+    tiles = rows.view(10, 8)
+    assert torch.equal(tiles - tiles[:, :1], torch.arange(8).expand(10, 8))
+    assert (tiles[:, 0] % 8 == 0).all()
+    assert (rows.diff() > 0).all()
+    assert rows.max() < 1000
+    parts = [int((tiles[:, 0] // 8 * 10 // 125 == part).sum()) for part in range(10)]
+    assert max(parts) <= 2  # 125 tiles in 10 parts, whose edges are rounded down
+    assert torch.equal(drawn_tiles(80, 8, 80, generator), torch.arange(80))

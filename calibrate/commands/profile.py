@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from calibrate.commands.common import Flags, add_output_flags, add_version, print_json, run
 from calibrate.machine import check_writable, named_device, writing
-from calibrate.recipe import OPTIONS, Budget, slug
+from calibrate.recipe import KINDS, OPTIONS, Budget, slug
 from s2o_runtime.command_line import (
     BAD_INPUT,
     INTERRUPTED,
@@ -35,6 +35,7 @@ PROGRAM = "s2o-profile"
 REBUDGET = {
     "budget_mse": "",
     "budget_rel_mse": "",
+    "budget_kl": "",
     "worst_rows": "the profile's",
     "journal": "beside the profile",
     "out": "<budget>.safetensors beside the profile",
@@ -180,8 +181,8 @@ def rebudget(flags: Flags, command: str = "rebudget") -> int:
         flags: "profile" and some of `REBUDGET`.
         command: what the user called it, for the error.
     """
-    if not {"budget_mse", "budget_rel_mse"} & flags.keys():
-        raise ConfigError(f"{command} needs the new budget: give --budget-mse or --budget-rel-mse")
+    if not {f"budget_{kind}" for kind in KINDS} & flags.keys():
+        raise ConfigError(f"{command} needs the new budget: give --budget-mse, --budget-rel-mse or --budget-kl")
     profile, budget = flags["profile"], Budget.of(flags)
     worst_rows = flags.get("worst_rows")
     guard = "" if worst_rows is None else f"-rows-{worst_rows:g}"

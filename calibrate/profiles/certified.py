@@ -52,7 +52,7 @@ def sentences(certificate: Certificate | None) -> list[str]:
 
 
 def _of_length(length: CertifiedLength) -> str:
-    parts = [f"the KL below {_value(length.kl, '.1e')} nats" + _noise(length)]
+    parts = [f"the KL below {_value(length.kl, '.1e')} nats" + _noise(length) + _mean_kl(length)]
     parts.append(f"at least {_value(length.top1, '.2%')} of top-1 tokens")
     parts.append(f"the error of every layer below {_value(length.error_over_limit, '.2f')} times its limit")
     text = f"{length.length} tokens: {_probability(length.kl)} the next prompt like these keeps {', '.join(parts)}"
@@ -67,6 +67,13 @@ def _of_length(length: CertifiedLength) -> str:
 
 def _noise(length: CertifiedLength) -> str:
     return "" if length.noise_floor is None else f" (two dense implementations: {length.noise_floor:.1e})"
+
+
+def _mean_kl(length: CertifiedLength) -> str:
+    """What a budget in KL is compared with."""
+    if length.mean_kl is None or length.mean_kl_bound is None:
+        return ""
+    return f" (mean over prompts {length.mean_kl:.1e}, its bound {length.mean_kl_bound:.1e})"
 
 
 def table(certificate: Certificate | None) -> Table | None:

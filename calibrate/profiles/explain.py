@@ -11,7 +11,7 @@ from calibrate.curves.curves import Curves, Shape, dense_power, methods
 from calibrate.profiles.stored import calibrate_command, recipe_of, stored_curves
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import Point, points_of
-from calibrate.search.choice import allowed, budget_mse
+from calibrate.search.choice import allowed, budget_mse, weights_of
 from s2o_runtime.config import HeadConfig, LayerConfig, plain
 from s2o_runtime.errors import InputError
 from s2o_runtime.profile import Profile
@@ -80,8 +80,7 @@ def _limits(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> t
     def cheaper(points: Iterable[Point]) -> Point | None:
         return next((point for point in points if point.cost < here.cost), None)
 
-    unit = recipe.budget.kind
-    spend = recipe.budget.error(budget_mse(curves, recipe), power)
+    unit = recipe.budget.unit
     after, unguarded = cheaper(guarded), cheaper(free)
     parts = []
     if unguarded is None:
@@ -92,15 +91,23 @@ def _limits(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> t
             f"in one row tile of a hundred a row off by {unguarded.worst:.2g}, {recipe.worst_rows:g} is allowed"
         )
     if after is not None:
-        spender = "the layer" if recipe.scope == "layer" else "all layers in the mean"
         parts.append(
             f"limited by the budget: the next setting, {_point(after)}, would raise its error from {error(here)} to "
-            f"{error(after)}, and {spender} may spend {spend:.2e} {unit} in the mean over heads, of "
-            "which others make more"
+            f"{error(after)}, and {_spender(curves, recipe, power)}, of which others make more"
         )
     predicted = {"density": here.density, "error": recipe.budget.error(here.mse, power), "unit": unit}
     why = "; ".join(parts)
     return predicted, f"dense because {why}" if here.head.mode == "dense" else why
+
+
+def _spender(curves: Curves, recipe: Recipe, power: float) -> str:
+    """Who may spend how much, in words."""
+    budget = recipe.budget
+    if budget.is_kl:
+        return f"the model may spend a KL of {budget.value * recipe.margin:.2e} nats per token"
+    spend = budget.error(budget_mse(weights_of(curves, recipe), recipe), power)
+    spender = "the layer" if recipe.scope == "layer" else "all layers in the mean"
+    return f"{spender} may spend {spend:.2e} {budget.unit} in the mean over heads"
 
 
 def _alike(one: HeadConfig, other: HeadConfig) -> bool:

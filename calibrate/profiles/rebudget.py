@@ -8,11 +8,11 @@ from pathlib import Path
 from statistics import fmean
 
 from calibrate.curves.curves import Curves, Shape, dense_power, methods
-from calibrate.profiles.record import budget_of, predicted_layer
+from calibrate.profiles.record import budget_of, predicted_layers
 from calibrate.profiles.stored import StoredCurves, calibrate_command, recipe_of, stored_curves
 from calibrate.recipe import Budget, Recipe
-from calibrate.search.allocate import Allocation
-from calibrate.search.choice import Choice, allowed, budget_mse, shared
+from calibrate.search.allocate import Allocation, Weights
+from calibrate.search.choice import NO_GAIN, Choice, allowed, budget_mse, predicted_kl, shared, weights_of
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
 from s2o_runtime.profile import Profile, load_profile, save_profile
@@ -29,7 +29,8 @@ class Prediction:
     """What one length is predicted to do.
 
     length: in tokens.
-    error: in the budget's unit, of the worst layer; with the scope "model" the mean over the layers.
+    error: in the budget's unit, of the worst layer; with the scope "model" the mean over the layers; of a budget in KL
+        the KL that the layers' sensitivities make of their errors.
     density: computed pairs over causal pairs, mean over the layers.
     cost: time over dense attention's, mean over the layers.
     """
@@ -57,6 +58,9 @@ def rebudget(
     anew. A layer that was dense takes part if its budget grew and it is predicted to win clearly (`WINS`). Lengths
     without curves of their own, where the old proof had to tighten a layer, are left out.
 
+    A budget in KL needs the sensitivities that an earlier calibration with such a budget left in the journal. If the
+    profile is of one, what it was found to spend for its KL says how much to spend for the new one.
+
     Args:
         profile: the file of a calibrated profile.
         budget: the new budget.
@@ -67,20 +71,26 @@ def rebudget(
     Raises:
         ProfileError: the profile cannot be read.
         InputError: the profile does not say how it was made, or the journal is missing, is of another model or device,
-            or lacks the curves of a layer.
+            or lacks the curves of a layer, or for a budget in KL the sensitivities.
     """
     old = load_profile(profile)
     before = recipe_of(old, profile)
     guard = before.worst_rows if worst_rows is None else worst_rows
-    after = replace(before, budget=budget, out=out, worst_rows=guard).validate()
+    after = replace(before.with_budget(budget), out=out, worst_rows=guard).validate()
     journal = journal or before.journal_path
     stored = stored_curves(old, before, journal, calibrate_command(after))
+    if budget.is_kl and stored.sensitivity is None:
+        raise InputError(
+            f"journal {journal} has no sensitivities of the layers, which a budget in KL needs: measure them with "
+            f"{calibrate_command(after)}"
+        )
     layers, predictions, recorded = [], [], []
     for length in after.lengths:
         choices = _choices(stored, length, after, journal)
         layers.append(tuple(choice.config for choice in choices))
         predictions.append(_prediction(length, choices, after))
-        recorded.append(PredictedLength(length=length, layers=tuple(predicted_layer(choice) for choice in choices)))
+        kl = _predicted_kl(choices, after)
+        recorded.append(PredictedLength(length=length, kl=kl, layers=predicted_layers(choices)))
     record = replace(
         old.record,
         budget=budget_of(after),
@@ -101,7 +111,7 @@ def rebudget(
 def _choices(stored: StoredCurves, length: int, after: Recipe, journal: Path) -> list[Choice]:
     """Every layer at one length with the new budget spent. Raises InputError if a layer has no curves."""
     old, before = stored.profile, stored.recipe
-    choices, curves_of_layers = [], []
+    choices = []
     for layer, config in enumerate(old.layers[old.lengths.index(length)]):
         curves = stored.of_layer(layer, length)
         if not curves:
@@ -109,23 +119,47 @@ def _choices(stored: StoredCurves, length: int, after: Recipe, journal: Path) ->
                 f"journal {journal} lacks the curves of layer {layer} at {length} tokens for tile {config.tile}: "
                 f"measure them with {calibrate_command(after)}"
             )
-        choices.append(_choice(curves, config, before, after))
-        curves_of_layers.append(curves)
+        choices.append(_choice(curves, config, before, after, _weights(stored, length, layer, curves, after)))
     if after.scope == "model":
-        powers = [dense_power(curves) for curves in curves_of_layers]
-        choices, _ = shared(choices, powers, after)
+        choices, _ = shared(choices, after, _scale(stored, length, after))
     return choices
 
 
-def _choice(curves: Curves, config: LayerConfig, before: Recipe, after: Recipe) -> Choice:
+def _weights(stored: StoredCurves, length: int, layer: int, curves: Curves, after: Recipe) -> Weights:
+    """What a layer's errors count: of a KL after a KL, as the old calibration measured the layer by itself."""
+    layers = stored.profile.geometry.layers
+    weights = weights_of(curves, after, stored.sensitivity[layer] if stored.sensitivity else None, layers)
+    predicted = stored.profile.record.predicted_at(length)
+    measured = predicted.layers[layer].sensitivity if predicted and predicted.layers else None
+    return replace(weights, layer=measured * layers) if after.budget.is_kl and measured else weights
+
+
+def _scale(stored: StoredCurves, length: int, after: Recipe) -> float:
+    """How much of a budget to spend: with a KL before and after, by what the KL was found to be over its prediction."""
+    record = stored.profile.record
+    predicted, proven = record.predicted_at(length), record.proven_at(length)
+    if not after.budget.is_kl or predicted is None or proven is None or not predicted.kl or not proven.kl:
+        return 1.0
+    return predicted.kl / proven.kl
+
+
+def _choice(
+    curves: Curves,
+    config: LayerConfig,
+    before: Recipe,
+    after: Recipe,
+    weights: Weights,
+) -> Choice:
     """A layer as it was in segment, grain and tile, with its new budget spent."""
     segment, grain, tile = config.heads[0].segment, config.grain, config.tile
-    budget = budget_mse(curves, after)
-    unspent = Choice(segment, grain, tile, methods(curves, segment, grain, Shape.of(tile)), 0.0, Allocation(()))
+    budget = budget_mse(weights, after)
+    of_point = methods(curves, segment, grain, Shape.of(tile))
+    unspent = Choice(segment, grain, tile, of_point, 0.0, Allocation(()), weights=weights)
     choice = unspent.spending(budget, allowed(after))
     if choice.config.is_dense:
-        return replace(choice, why_dense="no head gains anything within the budget")
-    if config.is_dense and budget <= budget_mse(curves, before):
+        return replace(choice, why_dense=NO_GAIN)
+    comparable = not (before.budget.is_kl or after.budget.is_kl)  # a layer's part of a KL says nothing by itself
+    if config.is_dense and comparable and budget <= budget_mse(weights_of(curves, before), before):
         return choice.as_dense("it was dense with no smaller budget")
     if config.is_dense and choice.cost >= WINS:
         return choice.as_dense("it was dense, and is not predicted to win clearly")
@@ -136,7 +170,11 @@ def _prediction(length: int, choices: Sequence[Choice], recipe: Recipe) -> Predi
     errors = [recipe.budget.error(choice.allocation.mse, dense_power(choice.curves)) for choice in choices]
     return Prediction(
         length,
-        fmean(errors) if recipe.scope == "model" else max(errors),
+        _predicted_kl(choices, recipe) or (fmean(errors) if recipe.scope == "model" else max(errors)),
         fmean(choice.allocation.density for choice in choices),
         fmean(choice.allocation.cost for choice in choices),
     )
+
+
+def _predicted_kl(choices: Sequence[Choice], recipe: Recipe) -> float | None:
+    return predicted_kl(choices) if recipe.budget.is_kl else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from calibrate.recipe import Recipe
@@ -15,9 +16,15 @@ def budget_of(recipe: Recipe) -> RecordedBudget:
     return RecordedBudget.from_json({"kind": budget.kind, "value": budget.value, "scope": recipe.scope})
 
 
-def predicted_layer(choice: Choice) -> PredictedLayer:
-    """What the curves say of a layer's choice, and its times where it was timed."""
+def predicted_layers(choices: Sequence[Choice]) -> tuple[PredictedLayer, ...]:
+    """What the curves say of the choices of all layers at one length, and their times where they were timed."""
+    return tuple(_predicted_layer(choice, len(choices)) for choice in choices)
+
+
+def _predicted_layer(choice: Choice, layers: int) -> PredictedLayer:
     predicted = choice.allocation.record()
+    if choice.weights.heads is not None:  # a budget in KL, where layers' weights are for a mean over them
+        predicted = replace(predicted, sensitivity=choice.weights.layer / layers)
     if choice.timing is None:
         return predicted
     return replace(predicted, seconds=choice.seconds, dense_seconds=choice.timing.dense_seconds)

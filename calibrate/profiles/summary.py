@@ -34,6 +34,8 @@ def summary(profile: Profile) -> dict[str, Any]:
 def _budget(budget: RecordedBudget | None) -> str | None:
     if budget is None or budget.value is None:
         return None
+    if budget.kind == "kl":
+        return f"KL {budget.value:g} (nats per token)"
     return f"{budget.kind} {budget.value:g} ({budget.scope})"
 
 
@@ -64,8 +66,8 @@ def _length(profile: Profile, length: int, bucket: Sequence[LayerConfig]) -> dic
 def _shares_of_limits(profile: Profile, proven: ProvenLength) -> list[float]:
     """The errors of the layers over their limits, of those that have both."""
     budget = profile.record.budget
-    kind = (budget and budget.kind) or "mse"
-    pairs = [(layer.error(kind), layer.limit) for layer in proven.layers or ()]
+    unit = (budget and budget.unit) or "mse"
+    pairs = [(layer.error(unit), layer.limit) for layer in proven.layers or ()]
     return [error / limit for error, limit in pairs if error is not None and limit]
 
 

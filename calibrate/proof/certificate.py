@@ -13,7 +13,7 @@ from calibrate.recipe import Budget
 from s2o_runtime.config import LayerConfig
 
 CONFIDENCE = 0.95  # of each bound for a layer's mean error, and of the interval for retrieval
-NEXT_PROMPT = 0.9  # asked for: the probability that the next prompt keeps within what is stated for prompts
+NEXT_PROMPT = 0.95  # asked for: the probability that the next prompt keeps within what is stated for prompts
 FEWEST = 2  # prompts of a length below which nothing can be bounded
 FLOOR = 0.1  # of its limit; an error below it counts as this much, so that rounding does not pass for spread
 RUNGS = (0.7, 0.5, 0.35)  # shares of its budget that a layer over its limit is tried with
@@ -67,13 +67,15 @@ class LengthCertificate:
 
     kl, top1, error_over_limit, worst: What the next prompt keeps within, with a probability (`NextBound`): its KL from
     above, its share of like predictions from below, the largest error of a layer over its limit and the largest
-    quantile of row errors of a layer from above. mean_kl: The mean over the prompts. retrieval: None if no prompt asks.
+    quantile of row errors of a layer from above. mean_kl: The mean over the prompts. mean_kl_bound: With a budget in
+    KL, an upper bound for the mean over prompts like these; None with others. retrieval: None if no prompt asks.
     """
 
     length: int
     prompts: int
     layers: tuple[CertifiedLayerErrors, ...]
     mean_kl: float
+    mean_kl_bound: float | None
     kl: NextBound
     top1: NextBound
     error_over_limit: NextBound
@@ -144,6 +146,7 @@ def certificate_of(
         prompts=len(seen.prompts),
         layers=layers,
         mean_kl=statistics.fmean(kls),
+        mean_kl_bound=_mean_kl_bound(kls, budget),
         kl=next_bound(kls, NEXT_PROMPT),
         top1=replace(lowest, value=-lowest.value),
         error_over_limit=next_bound([max(of_prompt, default=0.0) for of_prompt in shares], NEXT_PROMPT),
@@ -190,6 +193,11 @@ def _layer(
         rung=looks[-1].share if len(looks) > 1 else None,
         density=seen.density,
     )
+
+
+def _mean_kl_bound(kls: Sequence[float], budget: Budget) -> float | None:
+    """As for a layer's mean error, a KL below `FLOOR` times the budget counts as that much."""
+    return _finite(mean_bound([max(kl, FLOOR * budget.value) for kl in kls], CONFIDENCE)) if budget.is_kl else None
 
 
 def _finite(bound: float) -> float | None:

@@ -19,7 +19,7 @@ from calibrate.prompts.prompts import Prompt
 from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
 from calibrate.proof.certificate import FEWEST, RUNGS, LengthCertificate, Look, certificate_of, look_bound
 from calibrate.proof.judge import slower_than_dense
-from calibrate.proof.problems import retrieval_lost
+from calibrate.proof.problems import kl_over_budget, kl_shown_over_budget, retrieval_lost
 from calibrate.proof.sample import LayerSample, sample
 from calibrate.proof.tighten import NOT_FASTER, Proven, scaled
 from calibrate.proof.verify import prove
@@ -78,7 +78,7 @@ def certify(loaded: LoadedModel, prompts: Mapping[int, Sequence[Prompt]], proven
 
     Returns:
         What is left of the candidate, with the certificate, and with a problem for each length where retrieval does
-        not hold.
+        not hold, or where a budget in KL is shown to be broken.
 
     Raises:
         ModelError: inf or NaN came up in the model.
@@ -86,6 +86,7 @@ def certify(loaded: LoadedModel, prompts: Mapping[int, Sequence[Prompt]], proven
     """
     candidate, certificates, ladder = proven.candidate, dict[int, LengthCertificate](), Ladder()
     lengths = [length for length in candidate.lengths if len(prompts.get(length, ())) >= FEWEST]
+    problems: list[str | None] = []
     with progress_bar("certifying", loaded.geometry.layers * len(lengths), "layer", shown=progress) as step:
         for length in lengths:  # one after another: the hidden states of all prompts are in memory
             candidate, seen = sample(loaded, length, prompts[length], candidate, ladder.revise, step)
@@ -98,12 +99,17 @@ def certify(loaded: LoadedModel, prompts: Mapping[int, Sequence[Prompt]], proven
                 configs=[candidate.layer_config(layer, length) for layer in layers],
                 looks=[ladder.looks[length, layer] for layer in layers],
             )
-    problems = tuple(
-        problem
-        for certificate in certificates.values()
-        if (problem := retrieval_lost(certificate.length, certificate.retrieval, candidate.recipe))
+            kls = [max(0.0, agreement.kl) for agreement in seen.agreements]
+            problems += [
+                retrieval_lost(length, certificates[length].retrieval, candidate.recipe),
+                kl_shown_over_budget(length, kls, candidate.recipe),
+            ]
+    return replace(
+        proven,
+        candidate=candidate,
+        certificates=dict(sorted(certificates.items())),
+        problems=(*proven.problems, *(problem for problem in problems if problem)),
     )
-    return replace(proven, candidate=candidate, certificates=certificates, problems=(*proven.problems, *problems))
 
 
 def proven_again(
@@ -112,7 +118,8 @@ def proven_again(
     """Measure the lengths again that the certificate changed; one that became slower than dense becomes dense.
 
     The prompts are those that layers were adjusted on, and no layer is tightened: densities, times and predictions in
-    the record are to be of what is written. What is certified of a layer holds all the more if it becomes dense.
+    the record are to be of what is written. What is certified of a layer holds all the more if it becomes dense. A KL
+    that is over its budget now, although layers became more careful, is a problem.
 
     Args:
         loaded: The model.
@@ -132,7 +139,8 @@ def proven_again(
         proofs |= measured
         lengths = frozenset(slower_than_dense(candidate, measured))
         candidate = with_dense(candidate, lengths)
-    return replace(certified, candidate=candidate, proofs=proofs)
+    over_kl = kl_over_budget(proofs, candidate.recipe).values()
+    return replace(certified, candidate=candidate, proofs=proofs, problems=(*certified.problems, *over_kl))
 
 
 def with_dense(candidate: Candidate, lengths: frozenset[int]) -> Candidate:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from calibrate.proof.candidate import Candidate
-from calibrate.proof.problems import lost_needles, over_limit
+from calibrate.proof.problems import kl_over_budget, lost_needles, over_limit
 from calibrate.proof.verify import LengthProof
 
 TIE = 1.02  # a prefill that takes this many times as long as the dense one counts as equally fast
@@ -17,12 +17,13 @@ class Verdict:
     """Why a proof failed, one sentence for each problem; a proof without problems holds.
 
     over_limit: Layers whose error is over their limit. lost_needles: Lengths at which too many needles are lost.
-    slower: Lengths whose prefill is slower than the dense one.
+    slower: Lengths whose prefill is slower than the dense one. over_kl: Lengths whose KL is over a budget in KL.
     """
 
     over_limit: tuple[str, ...]
     lost_needles: Mapping[int, str]
     slower: Mapping[int, str]
+    over_kl: Mapping[int, str]
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -31,7 +32,7 @@ class Verdict:
     @property
     def repairable(self) -> tuple[str, ...]:
         """The problems that `tighten` can do something about: it changes lengths as a whole, not single layers."""
-        return (*self.lost_needles.values(), *self.slower.values())
+        return (*self.lost_needles.values(), *self.slower.values(), *self.over_kl.values())
 
 
 def judge(candidate: Candidate, proofs: Mapping[int, LengthProof]) -> Verdict:
@@ -48,6 +49,7 @@ def judge(candidate: Candidate, proofs: Mapping[int, LengthProof]) -> Verdict:
         layers_over_limit(candidate, proofs),
         lost_needles(proofs, candidate.recipe),
         slower_than_dense(candidate, proofs),
+        kl_over_budget(proofs, candidate.recipe),
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from calibrate.proof.certificate import CONFIDENCE, Retrieval
+from calibrate.proof.statistics import mean_lower_bound
 from calibrate.proof.verify import LengthProof
 from calibrate.recipe import Recipe
 
@@ -24,6 +25,39 @@ def lost_needles(proofs: Mapping[int, LengthProof], recipe: Recipe) -> dict[int,
         for patched, dense in (proof.needles,)
         if patched < recipe.needles * dense
     }
+
+
+def kl_over_budget(proofs: Mapping[int, LengthProof], recipe: Recipe) -> dict[int, str]:
+    """The calibrated lengths whose KL is over a budget in KL, each with the sentence that says so."""
+    if not recipe.budget.is_kl:
+        return {}
+    return {
+        length: f"at {length} tokens the KL is {proof.kl:.2e} nats per token, {recipe.budget.value:.2e} are allowed"
+        for length, proof in proofs.items()
+        if length in recipe.lengths and proof.kl > recipe.budget.value
+    }
+
+
+def kl_shown_over_budget(length: int, kls: Sequence[float], recipe: Recipe) -> str | None:
+    """The sentence for a calibrated length whose certify prompts show that the mean KL is over the budget.
+
+    They show it if even a lower bound for the mean over prompts like these is over it; None otherwise.
+
+    Args:
+        length: In tokens.
+        kls: Of each certify prompt, in nats per token.
+        recipe: Says the budget, and which lengths it is for.
+    """
+    if not recipe.budget.is_kl or length not in recipe.lengths:
+        return None
+    low = mean_lower_bound(kls, CONFIDENCE)
+    if low <= recipe.budget.value:
+        return None
+    return (
+        f"at {length} tokens the mean KL of prompts like these is at least {low:.2e} nats per token with "
+        f"{CONFIDENCE:.0%} confidence, {recipe.budget.value:.2e} are allowed: adjust on more prompts (--num-held-out), "
+        "or spend less of the budget (--margin)"
+    )
 
 
 def retrieval_lost(length: int, retrieval: Retrieval | None, recipe: Recipe) -> str | None:

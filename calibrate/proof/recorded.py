@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from calibrate.profiles.record import budget_of, predicted_layer
+from calibrate.profiles.record import budget_of, predicted_layers
 from calibrate.prompts.prompts import PromptSet
+from calibrate.proof import kl_pass
 from calibrate.proof.certificate import CONFIDENCE, CertifiedLayerErrors, LengthCertificate, Retrieval
 from calibrate.proof.sample import CONTINUED
 from calibrate.proof.statistics import NextBound
@@ -20,6 +21,7 @@ from s2o_runtime.profile.record import (
     CertifiedLength,
     CertifiedRetrieval,
     ContinuedBound,
+    KlPass,
     NextPrompt,
     PredictedLength,
     ProvenLayer,
@@ -47,7 +49,11 @@ def record_of(recipe: Recipe, prompts: PromptSet, proven: Proven) -> Record:
         proof="held out" if proven.met else "failed",
         problems=tuple(proven.problems),
         predicted=tuple(
-            PredictedLength(length=length, layers=tuple(predicted_layer(choice) for choice in chosen.choices))
+            PredictedLength(
+                length=length,
+                kl=chosen.predicted_kl if recipe.budget.is_kl else None,
+                layers=predicted_layers(chosen.choices),
+            )
             for length, chosen in proven.chosen.items()
         ),
         held_out=tuple(_proven_length(proven, length) for length in proven.proofs),
@@ -72,6 +78,13 @@ def not_proven(recipe: Recipe, proven: Proven) -> tuple[str, ...]:
             sentences.append(
                 f"continued calls of {new_tokens} new tokens at {length} tokens: the prompts are too short"
             )
+        bound = certificate.mean_kl_bound
+        if bound is None or bound <= recipe.budget.value or not recipe.budget.is_kl:
+            continue
+        sentences.append(
+            f"that the mean KL of prompts like these is within the budget at {length} tokens: "
+            + (f"its bound is {bound:.1e}" if length in recipe.lengths else f"the length is only checked ({bound:.1e})")
+        )
     return (*sentences, "single prompts and text unlike these: bounds are for means over prompts like these")
 
 
@@ -93,6 +106,7 @@ def certified_length(certificate: LengthCertificate, limits: Sequence[float]) ->
         tokens=certificate.prompts * certificate.length,
         kl=_next_prompt(certificate.kl),
         mean_kl=certificate.mean_kl,
+        mean_kl_bound=certificate.mean_kl_bound,
         noise_floor=certificate.noise_floor,
         top1=_next_prompt(certificate.top1),
         error_over_limit=_next_prompt(certificate.error_over_limit),
@@ -131,6 +145,12 @@ def _retrieval(retrieval: Retrieval | None) -> CertifiedRetrieval | None:
     return CertifiedRetrieval(found=retrieval.found, kept=retrieval.kept, low=retrieval.low, high=retrieval.high)
 
 
+def _kl_passes(passes: Sequence[kl_pass.KlPass] | None) -> tuple[KlPass, ...] | None:
+    if passes is None:
+        return None
+    return tuple(KlPass(scale=one.scale, predicted=one.predicted, kl=one.kl) for one in passes)
+
+
 def _proven_length(proven: Proven, length: int) -> ProvenLength:
     proof = proven.proofs[length]
     layers = tuple(
@@ -149,6 +169,7 @@ def _proven_length(proven: Proven, length: int) -> ProvenLength:
         length=length,
         calibrated=length in proven.chosen,
         kl=proof.kl,
+        kl_passes=_kl_passes(proven.kl_passes.get(length)),
         top1=proof.top1,
         needles=proof.needles,
         layers=layers,

@@ -1,7 +1,11 @@
-"""The proof of a profile on the prompts that its layers were adjusted on, made again on this machine."""
+"""The proof of a profile on the prompts that its layers were adjusted on, made again on this machine.
+
+On another GPU than the profile's, what is proven is what would run there: its thresholds with tiles of this GPU.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +15,11 @@ import torch
 from calibrate.model.models import LoadedModel, load
 from calibrate.profiles.stored import recipe_of
 from calibrate.prompts.prompts import load_prompts
-from calibrate.proof.problems import lost_needles, over_limit
+from calibrate.proof.problems import kl_over_budget, lost_needles, over_limit
 from calibrate.proof.verify import LengthProof, prove
 from calibrate.recipe import Recipe
-from s2o_runtime.devices import Rejected, fit, identify
 from s2o_runtime.errors import InputError
+from s2o_runtime.huggingface.layers import fitted
 from s2o_runtime.identity import fingerprint_mismatch
 from s2o_runtime.profile import Profile, load_profile
 
@@ -46,7 +50,7 @@ def verified(model: str, path: Path, device: str, prompts: tuple[Path, ...] | No
 
     Raises:
         ProfileError: the profile cannot be read.
-        InputError: its record does not say how it was made, it is of another model, or its tiles are of another GPU.
+        InputError: its record does not say how it was made, it is of another model, or this device cannot run it.
     """
     opened = to_prove(model, path, device)
     profile, recipe = opened.profile, on_other_text(opened.recipe, prompts)
@@ -59,7 +63,7 @@ def verified(model: str, path: Path, device: str, prompts: tuple[Path, ...] | No
         for layer in row["layers"]
         if layer["error"] > layer["limit"] and not layer["dense"]
     ]
-    problems += lost_needles(proofs, recipe).values()
+    problems += (*lost_needles(proofs, recipe).values(), *kl_over_budget(proofs, recipe).values())
     recorded = profile.record.data
     same_prompts = recorded is not None and data.record().held_out == recorded.held_out
     return Verified(lengths, problems, same_prompts)
@@ -80,9 +84,9 @@ def to_prove(model: str, path: Path, device: str) -> ToProve:
     recipe = replace(recipe_of(profile, path), model=model, device=device)
     if recipe.scope == "model" and not profile.record.held_out:
         raise InputError(f"{path} does not say what each layer may have of the model's budget: calibrate with it")
-    verdict = fit(profile.device, identify(torch.device(device)))
-    if isinstance(verdict, Rejected) or verdict.tiles != "profile":
-        raise InputError(f"{path} cannot be proven here: {verdict.reason}")
+    profile, rejected = fitted(profile, torch.device(device))
+    if rejected is not None:
+        raise InputError(f"{path} cannot be proven here: {rejected}")
     loaded = load(model, device, random_weights=recipe.random_weights, seed=recipe.seed)
     if difference := loaded.geometry.difference(profile.geometry):
         raise InputError(f"{path} is not of {model}, which has {difference}: calibrate this model")
@@ -97,7 +101,11 @@ def on_other_text(recipe: Recipe, prompts: tuple[Path, ...] | None) -> Recipe:
 
 
 def _compared(profile: Profile, recipe: Recipe, length: int, proof: LengthProof) -> dict[str, Any]:
-    """One length's new proof beside the limits in the record; a layer without one there has the budget for a limit."""
+    """One length's new proof beside the limits in the record.
+
+    A layer without one there has the budget for a limit; with a budget in KL it has none.
+    """
+    default = math.inf if recipe.budget.is_kl else recipe.budget.value
     return {
         "length": length,
         "kl": proof.kl,
@@ -107,7 +115,7 @@ def _compared(profile: Profile, recipe: Recipe, length: int, proof: LengthProof)
             {
                 "layer": profile.geometry.layer_number(index),
                 "error": layer.error(recipe.budget),
-                "limit": profile.record.limits(index).get(length, recipe.budget.value),
+                "limit": profile.record.limits(index).get(length, default),
                 "density": layer.density,
                 "dense": profile.layer_config(index, length).is_dense,
             }

@@ -11,6 +11,7 @@ from calibrate.curves.row_errors import row_errors
 
 ROWS = 64  # rows drawn from each part of a prompt
 LAST = 8  # the last part of a prompt is one of this many
+SCORES = 2**27  # scores computed together, half a gigabyte in float32
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,23 @@ def evenly_drawn(first: int, end: int, count: int, generator: torch.Generator) -
     return first + edges[:-1] + (draw * (edges[1:] - edges[:-1])).long()
 
 
+def drawn_tiles(length: int, height: int, most: int, generator: torch.Generator) -> Tensor:
+    """Rows of whole tiles, one tile from each of equal parts of a prompt; all rows if there are at most `most`.
+
+    Args:
+        length: Rows of the prompt.
+        height: Rows of a tile.
+        most: How many rows are drawn, a multiple of `height`.
+
+    Returns:
+        int64 [R] on the CPU, ascending.
+    """
+    if length <= most:
+        return torch.arange(length)
+    tiles = evenly_drawn(0, length // height, most // height, generator)
+    return (tiles[:, None] * height + torch.arange(height)).flatten()
+
+
 def sampled_rows(q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: Tensor, scale: float | None) -> RowSample:
     """Compare rows of an attention output with exact attention in float32.
 
@@ -48,20 +66,41 @@ def sampled_rows(q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: Tensor, sca
         rows: Which of the queries, int64 [R].
         scale: Multiplies the scores; D ** -0.5 by default.
     """
-    heads, q_len, head_dim = q.shape[1:]
-    kv_heads, kv_len = k.shape[1:3]
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scale = head_dim**-0.5 if scale is None else scale
-    rows = rows.to(q.device)
-    hidden = torch.arange(kv_len, device=q.device) > (rows + kv_len - q_len)[:, None]  # [R, Lk]
-    queries = q[0, :, rows].to(dtype).view(kv_heads, heads // kv_heads, len(rows), head_dim) * scale
-    truth = torch.empty_like(queries)
-    for head in range(kv_heads):  # one at a time: keys in float32 are large
-        scores = (queries[head] @ k[0, head].to(dtype).T).masked_fill_(hidden, -torch.inf)  # [G, R, Lk]
-        truth[head] = scores.softmax(-1) @ v[0, head].to(dtype)
-    dense, ours = truth.view(1, heads, len(rows), head_dim), out[:, :, rows].to(dtype)
+    dense = exact_rows(q, k, v, rows, scale)
+    ours = out[:, :, rows.to(out.device)].to(dense.dtype)
     return RowSample(
         mse=float((ours - dense).square().mean()),
         power=float(dense.square().mean()),
         off=row_errors(ours, dense)[0].cpu(),
     )
+
+
+def exact_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float | None) -> Tensor:
+    """Some rows of `exact_attention`, for the cost of these rows.
+
+    Args:
+        q, k, v: As for `sampled_rows`.
+        rows: Which of the queries, int64 [R], ascending.
+        scale: Multiplies the scores; D ** -0.5 by default.
+
+    Returns:
+        [1, Hq, R, D] in float32, or float64 for float64 inputs.
+    """
+    heads, q_len, head_dim = q.shape[1:]
+    kv_heads, kv_len = k.shape[1:3]
+    group = heads // kv_heads
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scale = head_dim**-0.5 if scale is None else scale
+    truth = torch.empty(kv_heads, group, len(rows), head_dim, dtype=dtype, device=q.device)
+    together = max(1, SCORES // (group * kv_len))
+    for head in range(kv_heads):  # one at a time: keys in float32 are large
+        keys, values = k[0, head].to(dtype), v[0, head].to(dtype)
+        for begin in range(0, len(rows), together):
+            part = rows[begin : begin + together]
+            last = int(part[-1]) + kv_len - q_len + 1
+            part = part.to(q.device)
+            queries = q[0, head * group : (head + 1) * group, part].to(dtype) * scale  # [G, R', D]
+            hidden = torch.arange(last, device=q.device) > (part + kv_len - q_len)[:, None]  # [R', Lk']
+            scores = (queries @ keys[:last].T).masked_fill_(hidden, -torch.inf)
+            truth[head, :, begin : begin + together] = scores.softmax(-1) @ values[:last]
+    return truth.view(1, heads, len(rows), head_dim)

@@ -2,8 +2,8 @@
 
 A candidate is tightened in two places, and both return a new candidate. While the held-out prompts move through the
 model, a layer whose error is over its limit is tightened and run again before the next layer sees it
-(`tighten_layer`). After all layers, a length that lost needles gets half its budget, and a length whose prefill was
-slower than the dense one becomes dense (`tighten`).
+(`tighten_layer`). After all layers, a length that lost needles gets half its budget, a length that is over a budget in
+KL gets less by as much, and a length whose prefill was slower than the dense one becomes dense (`tighten`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from calibrate.model.models import LoadedModel
 from calibrate.progress import progress_bar
@@ -19,6 +20,7 @@ from calibrate.prompts.prompts import Prompt
 from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
 from calibrate.proof.certificate import LengthCertificate
 from calibrate.proof.judge import Verdict, judge
+from calibrate.proof.kl_pass import KlPass
 from calibrate.proof.problems import over_limit
 from calibrate.proof.verify import LayerProof, LengthProof, prove
 from calibrate.search.choice import Choice, allowed
@@ -42,12 +44,14 @@ class Proven:
 
     candidate: What was proven. proofs: What was measured, by length in tokens. problems: Why the proof failed, one
     sentence each; none if it holds. certificates: What is certified, by length in tokens; empty without a certificate.
+    kl_passes: How a budget in KL was searched for, by length in tokens; empty with others.
     """
 
     candidate: Candidate
     proofs: dict[int, LengthProof]
     problems: tuple[str, ...]
     certificates: Mapping[int, LengthCertificate] = field(default_factory=dict)
+    kl_passes: Mapping[int, Sequence[KlPass]] = field(default_factory=dict)
 
     @property
     def met(self) -> bool:
@@ -116,7 +120,8 @@ def prove_and_tighten(
         verdict = judge(candidate, proofs)
         if not verdict.repairable or attempt == RETRIES:
             break
-        candidate, lengths = tighten(candidate, verdict)
+        kls = {length: proofs[length].kl for length in verdict.over_kl}
+        candidate, lengths = tighten(candidate, verdict, kls)
         log.info("%s: proving %s tokens again", "; ".join(verdict.repairable), sorted(lengths))
     return Proven(candidate, proofs, verdict.problems)
 
@@ -171,22 +176,25 @@ def scaled(
     if not share:
         return config.as_dense(), choice and choice.as_dense(why_dense)
     if choice is not None:
-        choice = choice.spending(choice.allocation.mse * share, allowed(candidate.recipe))
+        choice = choice.spending(choice.spent * share, allowed(candidate.recipe))
         return choice.config, choice
     factor = share ** (1 / TAU_FOR_ERROR)
     return replace(config, heads=tuple(replace(head, tau=head.tau * factor) for head in config.heads)), None
 
 
-def tighten(candidate: Candidate, verdict: Verdict) -> tuple[Candidate, frozenset[int]]:
+def tighten(
+    candidate: Candidate, verdict: Verdict, kls: Mapping[int, float] = MappingProxyType({})
+) -> tuple[Candidate, frozenset[int]]:
     """Change the lengths at which a proof failed as a whole.
 
     A length whose prefill was slower than the dense one becomes dense. Any other length that lost needles gets half
-    its budget; if it is only checked, the buckets around it do. The layers of what changed start again from the
-    search's choices.
+    its budget; if it is only checked, the buckets around it do. A length whose KL is over its budget gets less by as
+    much. The layers of what changed start again from the search's choices.
 
     Args:
         candidate: What was proven.
         verdict: What is wrong with it.
+        kls: What was measured at the lengths whose KL is over the budget, in nats per token.
 
     Returns:
         The new candidate, and the lengths to prove again: those that changed, and those checked beside them.
@@ -194,12 +202,16 @@ def tighten(candidate: Candidate, verdict: Verdict) -> tuple[Candidate, frozense
     chosen, buckets = dict(candidate.chosen), candidate.recipe.lengths
     slower, lost = set(verdict.slower), set(verdict.lost_needles) - set(verdict.slower)
     halved = {bucket for length in lost for bucket in ([length] if length in chosen else neighbours(length, buckets))}
-    for length in halved:
-        chosen[length] = chosen[length].spending(0.5, allowed(candidate.recipe))
+    shares = dict.fromkeys(halved, 0.5)
+    for length in set(verdict.over_kl) - slower:
+        share = TIGHTEN_TO * candidate.recipe.budget.value / kls[length]
+        shares[length] = min(share, shares.get(length, 1.0))
+    for length, share in shares.items():
+        chosen[length] = chosen[length].spending(share, allowed(candidate.recipe))
     for length in slower & set(chosen):
         choices = [choice.as_dense(NOT_FASTER) for choice in chosen[length].choices]
         chosen[length] = replace(chosen[length], choices=choices)
-    changed = halved | slower
+    changed = shares.keys() | slower
     changed |= {length for length in candidate.recipe.checked_lengths if changed & set(neighbours(length, buckets))}
     changed_candidate = replace(
         candidate,

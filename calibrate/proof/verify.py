@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,23 +24,29 @@ from calibrate.model.models import LoadedModel
 from calibrate.model.streams import Stream, attention_implementation, begin, decoder_layers, layer_on_device
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import compare
+from calibrate.proof.rows import drawn_tiles, exact_rows
 from calibrate.recipe import Budget
 from calibrate.timing import medians
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface import hf
-from s2o_runtime.reference.dense import dense_attention, exact_attention
+from s2o_runtime.reference.dense import dense_attention
 
 GPU_ROUNDS = 3
+LAYER_FLUSHES = 96  # work ahead of a whole layer, about 4 ms: in a prefill the GPU is busy while a layer is launched
+LONG_SECONDS = 0.02  # a call that takes longer is timed once: its scatter is small
+TILE_ROWS = 64  # rows of which the worst counts
+PROVEN_ROWS = 8192  # of a longer prompt so many rows are compared, in whole tiles drawn from all of it
 
 
 @dataclass(frozen=True)
 class LayerProof:
     """One layer's attention at one length against float32 dense attention on the same q, k, v.
 
-    mse, dense_power, density: Means over the held-out prompts; dense_power is the mean square of the dense output.
-    worst: The `WORST` quantile, over tiles of 64 rows of all heads and prompts, of the largest relative error of a row
-    (`row_errors`). seconds, dense_seconds: Attention alone, on the first prompt; None on a CPU.
+    mse, dense_power, density: Means over the held-out prompts; dense_power is the mean square of the dense output. Of
+    prompts longer than `PROVEN_ROWS`, errors are those of so many rows. worst: The `WORST` quantile, over tiles of 64
+    rows of all heads and prompts, of the largest relative error of a row (`row_errors`). seconds, dense_seconds:
+    Attention alone, on the first prompt; None on a CPU.
     """
 
     mse: float
@@ -98,6 +105,7 @@ def prove(
     configured: C,
     revise: Callable[[C, int, int, LayerProof], C | None] = accept,
     on_step: Callable[[], object] = lambda: None,
+    timed: bool = True,
 ) -> tuple[C, dict[int, LengthProof]]:
     """Measure what a configuration does to every layer at every length, and to the model's predictions.
 
@@ -112,6 +120,7 @@ def prove(
         revise: Given what was proven, the length, the layer's index and the layer's proof (which has no times yet):
             what to prove instead on the same inputs, or None to accept this one.
         on_step: Called after each length of each layer.
+        timed: Whether to take times too; without, those of the proofs are 0 or None.
 
     Returns:
         What was proven in the end, and what was measured of it by length in tokens.
@@ -123,7 +132,8 @@ def prove(
     hf.register()
     with attention_implementation(loaded.model, hf.NAME):
         walks = [
-            _Walk(length, prompts, begin(loaded, [p.ids for p in prompts])) for length, prompts in held_out.items()
+            _Walk(length, prompts, begin(loaded, [p.ids for p in prompts]), timed)
+            for length, prompts in held_out.items()
         ]
         for of_decoder in decoder_layers(loaded.model):
             number, row, attention = of_decoder.number, of_decoder.row, of_decoder.attention
@@ -173,8 +183,8 @@ class PatchableLayer:
 class _Walk:
     """The held-out prompts of one length on their way through the patched and the dense model."""
 
-    def __init__(self, length: int, prompts: Sequence[Prompt], streams: list[Stream]) -> None:
-        self.length, self._prompts = length, prompts
+    def __init__(self, length: int, prompts: Sequence[Prompt], streams: list[Stream], timed: bool) -> None:
+        self.length, self._prompts, self._timed = length, prompts, timed
         self._patched, self._dense = streams, streams
         self._layers: list[LayerProof] = []
         self._seconds = {"patched": 0.0, "dense": 0.0}
@@ -187,13 +197,7 @@ class _Walk:
             config = configured.layer_config(layer.index, self.length)
             after, proof = _measure(layer, self._patched, config)
             revised = revise(configured, self.length, layer.index, proof)
-        first = self._patched[0]
-        for name, seconds in _layer_seconds(layer, first, config).items():
-            self._seconds[name] += seconds
-        if layer.device.type == "cuda":
-            attention_seconds, dense_seconds = _attention_seconds(layer, first, config)
-            proof = replace(proof, seconds=attention_seconds, dense_seconds=dense_seconds)
-        self._layers.append(proof)
+        self._layers.append(self._with_times(layer, config, proof) if self._timed else proof)
         self._patched = after
         self._dense = [layer.dense(stream) for stream in self._dense]
         return configured
@@ -201,12 +205,23 @@ class _Walk:
     def pass_through(self, module: nn.Module, number: int, device: torch.device) -> None:
         """Move through a layer that has no full attention, whose time is part of both prefills."""
         first = self._patched[0]
-        seconds = _seconds({"layer": lambda: first.through(module, number)}, device)["layer"]
-        for name in self._seconds:
-            self._seconds[name] += seconds
+        if self._timed:
+            seconds = _seconds({"layer": lambda: first.through(module, number)}, device)["layer"]
+            for name in self._seconds:
+                self._seconds[name] += seconds
         alike = self._patched is self._dense  # before the first layer that S2O may change
         self._patched = [stream.through(module, number) for stream in self._patched]
         self._dense = self._patched if alike else [stream.through(module, number) for stream in self._dense]
+
+    def _with_times(self, layer: PatchableLayer, config: LayerConfig, proof: LayerProof) -> LayerProof:
+        """The proof with its times, which are added to the prefill's."""
+        first = self._patched[0]
+        for name, seconds in _layer_seconds(layer, first, config).items():
+            self._seconds[name] += seconds
+        if layer.device.type != "cuda":
+            return proof
+        attention_seconds, dense_seconds = _attention_seconds(layer, first, config)
+        return replace(proof, seconds=attention_seconds, dense_seconds=dense_seconds)
 
     def conclude(self, logits: Callable[[Tensor], Tensor]) -> LengthProof:
         """The proof, after the last layer. logits: [1, R, H] -> [1, R, V]."""
@@ -236,10 +251,14 @@ class _Errors:
     tiles: list[Tensor] = field(default_factory=list)
 
     def observe(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, out: Tensor) -> None:
-        truth = exact_attention(q, k, v, scale=scale)
+        # the same rows whatever the layer runs, so that what is tried instead is compared with like
+        seed = zlib.crc32(f"{q.shape[2]}/{layer}/{len(self.squared)}".encode())
+        rows = drawn_tiles(q.shape[2], TILE_ROWS, PROVEN_ROWS, torch.Generator().manual_seed(seed))
+        truth = exact_rows(q, k, v, rows, scale)
+        out = out[:, :, rows.to(out.device)]
         self.squared.append(float((out.to(truth.dtype) - truth).square().mean()))
         self.power.append(float(truth.square().mean()))
-        self.tiles.append(tile_worst(row_errors(out, truth)).flatten())
+        self.tiles.append(tile_worst(row_errors(out, truth), TILE_ROWS).flatten())
 
 
 def _measure(layer: PatchableLayer, streams: list[Stream], config: LayerConfig) -> tuple[list[Stream], LayerProof]:
@@ -260,7 +279,7 @@ def _measure(layer: PatchableLayer, streams: list[Stream], config: LayerConfig) 
 
 
 def _layer_seconds(layer: PatchableLayer, stream: Stream, config: LayerConfig) -> dict[str, float]:
-    """Seconds of the whole decoder layer: medians on a GPU, one run by the clock on a CPU."""
+    """Seconds of the whole decoder layer: medians on a GPU, of one run if it is long; one run by the clock on a CPU."""
     state = layer.state(config)
     calls: dict[str, Callable[[], Any]] = {
         "patched": lambda: layer.patched(stream, state),
@@ -270,9 +289,12 @@ def _layer_seconds(layer: PatchableLayer, stream: Stream, config: LayerConfig) -
 
 
 def _seconds(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
-    """Seconds of each call: medians on a GPU, one run by the clock on a CPU."""
+    """Seconds of each call, which is a whole layer: medians on a GPU, one run by the clock on a CPU."""
     if device.type == "cuda":
-        return medians(calls, device, GPU_ROUNDS)
+        once = medians(calls, device, 1, LAYER_FLUSHES)
+        if min(once.values()) > LONG_SECONDS:
+            return once
+        return medians(calls, device, GPU_ROUNDS, LAYER_FLUSHES)
     return {name: _clocked(call) for name, call in calls.items()}
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from calibrate.curves.curves import dense_power
 from calibrate.pipeline import Result
+from calibrate.proof.kl_pass import KlPass
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
-from calibrate.search.allocate import allocate
 from calibrate.search.choice import Choice, allowed
 from calibrate.search.choose import Chosen
 from calibrate.versions import versions
-from s2o_runtime.profile.record import Certificate
+from s2o_runtime.profile.record import BudgetKind, Certificate, ErrorUnit, error_unit
 
 FRONTIER = tuple(10 ** (step / 2) for step in range(-4, 5))  # multiples of a layer's budget
 
@@ -120,6 +120,7 @@ class LengthReport:
         cost: The predicted time of all layers' attention divided by that of dense attention.
         attention_seconds: Of all layers; None on a CPU, as `dense_attention_seconds`.
         groups: Layers that shared one study.
+        kl_passes: How the scale of a budget in KL was found; empty with others.
     """
 
     length: int
@@ -135,6 +136,7 @@ class LengthReport:
     dense_attention_seconds: float | None
     groups: tuple[tuple[int, ...], ...]
     layers: tuple[LayerReport, ...]
+    kl_passes: tuple[KlPass, ...] = ()
 
     @property
     def label(self) -> str:
@@ -148,11 +150,16 @@ class LengthReport:
 
 @dataclass(frozen=True)
 class BudgetReport:
-    """The error that was allowed: `kind` is mse or rel_mse, `scope` is layer or model."""
+    """The error that was allowed: `kind` is mse, rel_mse or kl, `scope` is layer or model."""
 
-    kind: str
+    kind: BudgetKind
     value: float
     scope: str
+
+    @property
+    def unit(self) -> ErrorUnit:
+        """The unit of the layers' errors and limits."""
+        return error_unit(self.kind)
 
 
 @dataclass(frozen=True)
@@ -264,6 +271,7 @@ def _length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> 
         dense_attention_seconds=_total(layer.dense_seconds for layer in proof.layers),
         groups=() if chosen is None else tuple(tuple(map(layer_number, group)) for group in chosen.groups),
         layers=tuple(_layer(recipe, result, length, index, layer) for index, layer in enumerate(proof.layers)),
+        kl_passes=tuple(result.kl_passes.get(length, ())),
     )
 
 
@@ -352,7 +360,7 @@ def _frontier(recipe: Recipe, choice: Choice) -> tuple[tuple[float, float], ...]
     The allocation is computed here and not in the search, because which choice and which budget a layer ends with is
     known only after the proof has tightened them; it is a pure function of curves that are in memory already.
     """
-    allocations = [allocate(choice.curves, choice.budget_mse * times, allowed(recipe)) for times in FRONTIER]
+    allocations = [choice.spending(choice.budget_mse * times, allowed(recipe)).allocation for times in FRONTIER]
     return tuple((allocation.density, _in_unit(recipe, choice, allocation.mse)) for allocation in allocations)
 
 

@@ -19,7 +19,7 @@ def layer_table(report: Report, length: LengthReport) -> Table:
 
     An mse says nothing without the output that it is of, so the relative one stands beside it.
     """
-    relative = report.budget.kind == "mse"
+    relative = report.budget.unit == "mse"
     settings = ("layer", "tau", "dense\nheads", "tails", "repr.", "segment", "grain", "tile")
     errors = ("mse", "rel\nmse") if relative else ("rel_mse",)
     outcome = ("density", *errors, "error /\nlimit", "worst\nrow", "vs\ndense")
@@ -48,9 +48,12 @@ def _layer_cells(layer: LayerReport, relative: bool) -> tuple[str, ...]:
 
 
 def overview_table(report: Report) -> Table:
-    """One row a length; the error is what the budget is about: the largest of any layer, or the mean of the layers."""
-    kind = report.budget.kind
-    error = f"largest\n{kind}" if report.budget.scope == "layer" else f"mean\n{kind}"
+    """One row a length; the error is the largest of any layer, or the mean of the layers if the budget is of the model.
+
+    A budget in KL is to be compared with the column KL.
+    """
+    unit = report.budget.unit
+    error = f"largest\n{unit}" if report.budget.scope == "layer" else f"mean\n{unit}"
     names = ("length", "budget", error, "error /\nlimit", "density", "attention", "prefill", "needles", "KL")
     return Table(names, [_overview_cells(report, length) for length in report.lengths], "all lengths, as adjusted")
 
@@ -79,6 +82,7 @@ def length_notes(report: Report, length: LengthReport) -> list[str]:
         f"against the dense model: KL {length.kl:.1e} nats, top-1 the same at {length.top1:.2%} of positions"
         + ("" if length.needles is None else ", needles {} of {}".format(*length.needles)),
     ]
+    notes += [note] if (note := _kl_note(report, length)) else []
     notes += [note] if (note := _uniform_note(length)) else []
     notes += [note] if (note := _methods_note(length.layers)) else []
     reasons: dict[str, list[int]] = {}
@@ -90,6 +94,17 @@ def length_notes(report: Report, length: LengthReport) -> list[str]:
     tightened = [layer.layer for layer in length.layers if layer.tightened]
     return notes + (
         [f"{layer_ranges(tightened)} tightened by what the prompts of this table showed"] if tightened else []
+    )
+
+
+def _kl_note(report: Report, length: LengthReport) -> str | None:
+    """How the scale of a budget in KL was found at a length."""
+    if not length.kl_passes:
+        return None
+    passes = ", ".join(f"{one.kl:.1e} (predicted {one.predicted:.1e})" for one in length.kl_passes)
+    return (
+        f"KL {length.kl:.1e} of {report.budget.value:g} allowed, on the prompts that layers were adjusted on; "
+        f"passes that found what heads may spend: {passes}; limits of layers are the mse that they were given"
     )
 
 

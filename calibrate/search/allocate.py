@@ -8,7 +8,7 @@ steepest steps of all hulls are taken first, which is optimal for the hulls up t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -87,25 +87,54 @@ def dense_point(segment: int) -> Point:
     return Point(0.0, 1.0, 1.0, 0.0, HeadConfig(segment=segment, mode="dense"))
 
 
-def allocate(curves: Mapping[Method, Curve], budget_mse: float, allowed: Allowed = Allowed()) -> Allocation:
+@dataclass(frozen=True)
+class Weights:
+    """What the errors of one layer count.
+
+    Attributes:
+        layer: what the mean over its heads is multiplied by to be in the budget's unit.
+        heads: what each head's mean squared error counts in that mean; 1 on average. None: all the same.
+    """
+
+    layer: float = 1.0
+    heads: tuple[float, ...] | None = None
+
+    def mean(self, allocation: Allocation) -> float:
+        """The mean over the heads of what their mean squared errors count."""
+        if self.heads is None:
+            return allocation.mse
+        points = allocation.points
+        return sum(weight * point.mse for weight, point in zip(self.heads, points, strict=True)) / len(points)
+
+
+UNWEIGHTED = Weights()
+
+
+def allocate(
+    curves: Mapping[Method, Curve],
+    budget_mse: float,
+    allowed: Allowed = Allowed(),
+    weights: Weights = UNWEIGHTED,
+) -> Allocation:
     """The heads' settings of a layer with the least mean cost whose mean error is at most `budget_mse`.
 
     Args:
         curves: of every method that a head may choose.
-        budget_mse: mean squared error.
+        budget_mse: mean squared error; with weights of heads their weighted mean.
         allowed: which of their points it may choose.
+        weights: of its heads; that of the layer does not count here.
     """
-    return allocate_together([curves], [1.0], budget_mse, allowed)[0]
+    return allocate_together([curves], [replace(weights, layer=1.0)], budget_mse, allowed)[0]
 
 
 def allocate_together(
-    layers: Sequence[Mapping[Method, Curve]], weights: Sequence[float], budget: float, allowed: Allowed = Allowed()
+    layers: Sequence[Mapping[Method, Curve]], weights: Sequence[Weights], budget: float, allowed: Allowed = Allowed()
 ) -> list[Allocation]:
     """The same for several layers with one budget.
 
     Args:
         layers: the curves of every layer.
-        weights: of every layer's mean squared error.
+        weights: of every layer's mean squared error, and of its heads'.
         budget: the mean over the layers of weight times error is at most this.
         allowed: which points heads may choose.
 
@@ -114,7 +143,11 @@ def allocate_together(
     """
     options = [points_of(curves, head, allowed) for curves in layers for head in range(_heads(curves))]
     weighted = zip(layers, weights, strict=True)
-    head_weights = [weight / _heads(curves) for curves, weight in weighted for _ in range(_heads(curves))]
+    head_weights = [
+        of_layer.layer * of_head / _heads(curves)
+        for curves, of_layer in weighted
+        for of_head in of_layer.heads or (1.0,) * _heads(curves)
+    ]
     chosen = iter(_spend(options, head_weights, budget * len(layers)))
     return [Allocation(tuple(next(chosen) for _ in range(_heads(curves)))) for curves in layers]
 

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import NamedTuple
 
 from calibrate.curves.curves import Curve, Curves, Method, Shape, dense_power, methods
 from calibrate.recipe import Recipe
-from calibrate.search.allocate import Allocation, Allowed, allocate, allocate_together
+from calibrate.search.allocate import UNWEIGHTED, Allocation, Allowed, Weights, allocate, allocate_together
 from calibrate.timing import Timing
 from s2o_runtime.config import LayerConfig, TileConfig
+
+NO_GAIN = "no head gains anything within the budget"
+OTHERS_GAIN = "other layers gain more"
+HARMLESS = 0.5  # of an equal part of a budget in KL: an error that costs less than this needs no tightening
+FEWEST = 0.01  # of its layer's mean: what a head's error counts at least, so that none that hardly counted is free
 
 
 class SearchPoint(NamedTuple):
@@ -32,10 +38,11 @@ class Choice:
     Attributes:
         segment, grain, tile: of the whole layer.
         curves: of every method that a head could choose.
-        budget_mse: what the heads may spend, as mean squared error.
+        budget_mse: what the heads may spend, as mean squared error, weighted as `weights` says.
         allocation: each head's settings.
         timing: of the layer's attention; None on a CPU, and after the allocation changed.
         why_dense: why the layer was made dense as a whole; None if it was not.
+        weights: what the errors of the layer and its heads count.
     """
 
     segment: int
@@ -46,6 +53,12 @@ class Choice:
     allocation: Allocation
     timing: Timing | None = None
     why_dense: str | None = None
+    weights: Weights = UNWEIGHTED
+
+    @property
+    def spent(self) -> float:
+        """What the heads are predicted to spend, in the unit of `budget_mse`."""
+        return self.weights.mean(self.allocation)
 
     @property
     def point(self) -> SearchPoint:
@@ -71,7 +84,8 @@ class Choice:
 
     def spending(self, budget_mse: float, allowed: Allowed) -> Choice:
         """The same search point with another budget."""
-        return replace(self, budget_mse=budget_mse, allocation=allocate(self.curves, budget_mse, allowed), timing=None)
+        allocation = allocate(self.curves, budget_mse, allowed, self.weights)
+        return replace(self, budget_mse=budget_mse, allocation=allocation, timing=None)
 
     def as_dense(self, why: str) -> Choice:
         """The same layer with every head dense."""
@@ -80,7 +94,7 @@ class Choice:
     def settled(self) -> Choice:
         """The same choice, made dense where it gains nothing over dense attention."""
         if self.config.is_dense:
-            return replace(self, why_dense="no head gains anything within the budget")
+            return replace(self, why_dense=NO_GAIN)
         timing = self.timing
         if timing is not None and timing.seconds >= timing.dense_seconds:
             return self.as_dense(f"{timing.seconds * 1e3:.2f} ms against {timing.dense_seconds * 1e3:.2f} ms dense")
@@ -99,41 +113,80 @@ def allowed(recipe: Recipe) -> Allowed:
     return Allowed(recipe.tails, recipe.worst_rows or None, recipe.allows_s2o)
 
 
-def budget_mse(curves: Curves, recipe: Recipe) -> float:
-    """What a layer's calibration may spend, as mean squared error: the recipe's budget without its margin."""
-    spent = recipe.budget.value * recipe.margin
-    return spent if recipe.budget.kind == "mse" else spent * dense_power(curves)
+def weights_of(curves: Curves, recipe: Recipe, sensitivity: Sequence[float] | None = None, layers: int = 1) -> Weights:
+    """What the errors of one layer count against a recipe's budget.
+
+    With a budget in KL the mean over the layers is to be the model's KL, so that layer and head weights together are
+    the heads' sensitivities times the number of layers.
+
+    Args:
+        curves: of the layer.
+        recipe: says the budget.
+        sensitivity: of each head (`calibrate.model.sensitivity`); needed for a budget in KL only.
+        layers: how many the model has.
+    """
+    if not recipe.budget.is_kl:
+        return Weights(1.0 if recipe.budget.unit == "mse" else 1.0 / max(dense_power(curves), 1e-30))
+    if sensitivity is None:
+        raise ValueError("a budget in KL needs the layer's sensitivity")
+    mean = max(sum(sensitivity) / len(sensitivity), 1e-30)
+    heads = [max(of_head / mean, FEWEST) for of_head in sensitivity]
+    total = sum(heads)
+    return Weights(layers * mean * total, tuple(of_head * len(heads) / total for of_head in heads))
 
 
-def choice_at(point: SearchPoint, curves: Curves, recipe: Recipe) -> Choice:
-    """A layer's budget spent at one search point, not timed."""
+def budget_mse(weights: Weights, recipe: Recipe) -> float:
+    """What a layer's calibration may spend, as mean squared error weighted by head: the budget without its margin.
+
+    Of a budget in KL that is an equal part for every layer.
+    """
+    return recipe.budget.value * recipe.margin / weights.layer
+
+
+def choice_at(point: SearchPoint, curves: Curves, recipe: Recipe, weights: Weights | None = None) -> Choice:
+    """A layer's budget spent at one search point, not timed. weights: by default those of a budget that is no KL."""
     of_point = methods(curves, point.segment, point.grain, Shape.of(point.tile))
-    budget = budget_mse(curves, recipe)
-    return Choice(*point, of_point, budget, allocate(of_point, budget, allowed(recipe)))
+    weights = weights_of(curves, recipe) if weights is None else weights
+    budget = budget_mse(weights, recipe)
+    allocation = allocate(of_point, budget, allowed(recipe), weights)
+    return Choice(*point, of_point, budget, allocation, weights=weights)
 
 
-def shared(choices: Sequence[Choice], powers: Sequence[float], recipe: Recipe) -> tuple[list[Choice], list[float]]:
+def predicted_kl(choices: Sequence[Choice]) -> float:
+    """What the sensitivities of all layers make of the errors their choices spend, in nats per token."""
+    return fmean(choice.weights.layer * choice.spent for choice in choices)
+
+
+def shared(choices: Sequence[Choice], recipe: Recipe, scale: float = 1.0) -> tuple[list[Choice], list[float]]:
     """One budget over all layers, spent where it saves most.
 
     Args:
-        choices: of every layer; those that are dense for a reason take no part.
-        powers: the mean square of every layer's dense output.
+        choices: of every layer; those that are dense for a reason which another budget does not change take no part.
         recipe: its budget is what the mean over all layers may be.
+        scale: of the budget without its margin, how much is spent.
 
     Returns:
-        The layers' choices, and the limit of each: what it spends, with the margin given back, in the budget's unit.
+        The layers' choices, and the limit of each: what it spends, with the margin given back, in the unit of the
+        budget's layers. Of a budget in KL that is the plain mean squared error of the heads as they were chosen, and
+        at least `HARMLESS` of an equal part, because tightening a layer that costs next to nothing gains nothing.
     """
-    units = [1.0 if recipe.budget.kind == "mse" else 1.0 / power for power in powers]
-    live = [layer for layer, choice in enumerate(choices) if choice.why_dense is None]
+    # a KL is spent at several scales, and what was too little at one of them may do at the next
+    taking_part = (None, NO_GAIN, OTHERS_GAIN) if recipe.budget.is_kl else (None,)
+    live = [layer for layer, choice in enumerate(choices) if choice.why_dense in taking_part]
     if not live:
         return list(choices), [recipe.budget.value] * len(choices)
-    budget = recipe.budget.value * recipe.margin * len(choices) / len(live)
+    budget = recipe.budget.value * recipe.margin * scale * len(choices) / len(live)
     allocations = allocate_together(
-        [choices[layer].curves for layer in live], [units[layer] for layer in live], budget, allowed(recipe)
+        [choices[layer].curves for layer in live], [choices[layer].weights for layer in live], budget, allowed(recipe)
     )
     after, limits = list(choices), [0.0] * len(choices)
     for layer, allocation in zip(live, allocations, strict=True):
-        new = replace(after[layer], allocation=allocation, budget_mse=allocation.mse, timing=None)
-        after[layer] = replace(new, why_dense="other layers gain more") if new.config.is_dense else new
-        limits[layer] = allocation.mse * units[layer] / recipe.margin
+        new = replace(after[layer], allocation=allocation, timing=None, why_dense=None)
+        new = replace(new, budget_mse=new.spent)
+        after[layer] = replace(new, why_dense=OTHERS_GAIN) if new.config.is_dense else new
+        if new.config.is_dense:
+            continue
+        limits[layer] = recipe.budget.error(allocation.mse, dense_power(new.curves)) / recipe.margin
+        if recipe.budget.is_kl:
+            limits[layer] = max(limits[layer], HARMLESS * recipe.budget.value / new.weights.layer)
     return after, limits

@@ -15,16 +15,26 @@ from itertools import repeat
 import torch
 
 from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, Curves, Method, Ranking, Shape, dense_power, methods
+from calibrate.curves.curves import TAUS, Curve, Curves, Method, Ranking, Shape, methods
 from calibrate.curves.measure import LayersCurves
 from calibrate.journal import Journal
 from calibrate.model import capture
 from calibrate.model.capture import Captured
 from calibrate.model.models import LoadedModel
+from calibrate.model.sensitivity import Sensitivity
 from calibrate.prompts.prompt import PromptSet
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import Allowed
-from calibrate.search.choice import Choice, SearchPoint, allowed, budget_mse, default_segment, shared
+from calibrate.search.choice import (
+    Choice,
+    SearchPoint,
+    allowed,
+    budget_mse,
+    default_segment,
+    predicted_kl,
+    shared,
+    weights_of,
+)
 from calibrate.search.groups import groups
 from calibrate.search.study import LayerSearch, Studies, Timer
 from calibrate.timing import FAILURES, HOPELESS, Timing, against_dense, reason
@@ -62,7 +72,7 @@ class Chosen:
         failures: what trials died of, and how often.
         points: how many combinations of segment, grain and tile a search could try.
         tried: how many of them each group's search tried, none of them twice.
-        uniform: the best single setting; None if dense attention is cheaper.
+        uniform: the best single setting; None if dense attention is cheaper, and with a budget in KL.
     """
 
     choices: list[Choice]
@@ -82,6 +92,16 @@ class Chosen:
     def points_tried(self) -> str:
         """How much of the space was searched, in words: "12 of 12 points", of the group that tried fewest."""
         return f"{min(self.tried, default=0)} of {self.points} points"
+
+    @property
+    def predicted_kl(self) -> float:
+        """Of a budget in KL, what is predicted of the choices, in nats per token."""
+        return predicted_kl(self.choices)
+
+    def sharing(self, recipe: Recipe, scale: float) -> Chosen:
+        """The same search points with one budget over all layers, of which `scale` is spent (`shared`)."""
+        choices, limits = shared(self.choices, recipe, scale)
+        return replace(self, choices=choices, limits=limits)
 
     def spending(self, share: float, allowed: Allowed) -> Chosen:
         """The same choices with this share of the budget they were made for; dense layers stay as they are."""
@@ -104,6 +124,7 @@ def choose(
     device: DeviceIdentity,
     journal: Journal,
     on_trial: Callable[[str], None],
+    sensitivity: Sensitivity | None = None,
 ) -> dict[int, Chosen]:
     """Search for the first layer of every group; the others take its point and spend their own budget.
 
@@ -118,6 +139,7 @@ def choose(
         device: where the model runs.
         journal: where times are kept.
         on_trial: called after each trial with a text for a progress bar.
+        sensitivity: of every layer and head, for a budget in KL.
 
     Returns:
         What was chosen, by length.
@@ -135,6 +157,7 @@ def choose(
             recipe,
             studies,
             lambda: deadline is not None and time.monotonic() > deadline,
+            sensitivity,
         )
         for length in recipe.lengths
     ]
@@ -190,12 +213,17 @@ class _LengthSearch:
         recipe: Recipe,
         studies: Studies,
         out_of_time: Callable[[], bool],
+        sensitivity: Sensitivity | None = None,
     ) -> None:
         self.length = length
         self._curves, self._tiles, self._recipe = curves, tiles, recipe
         self._studies, self._out_of_time = studies, out_of_time
         self._segments = recipe.segments_for(length)
-        budgets = [budget_mse(of_layer, recipe) for of_layer in curves]
+        self._weights = [
+            weights_of(of_layer, recipe, of_heads, len(curves))
+            for of_layer, of_heads in zip(curves, sensitivity or repeat(None, len(curves)), strict=True)
+        ]
+        budgets = [budget_mse(weights, recipe) for weights in self._weights]
         shape, grain = Shape.of(tiles[0]), recipe.grains[-1]
         by_segment = [
             {segment: methods(of_layer, segment, grain, shape) for segment in self._segments} for of_layer in curves
@@ -208,13 +236,16 @@ class _LengthSearch:
         self._tried: list[int] = []
         self._failures: Counter[str] = Counter()
         default = default_segment(self._segments)
-        self._uniform = _uniform([of_segment[default] for of_segment in by_segment], budgets, recipe.tails)
+        self._uniform = None  # a KL belongs to no single setting, because its search goes on in the proof
+        if not recipe.budget.is_kl:
+            self._uniform = _uniform([of_segment[default] for of_segment in by_segment], budgets, recipe.tails)
         self._uniform_seconds = 0.0
 
     def layer(self, layer: int, timer: Timer | None, on_trial: Callable[[str], None]) -> None:
         """Choose for the next layer."""
         curves, recipe = self._curves[layer], self._recipe
-        search = LayerSearch(layer, self.length, curves, recipe, self._segments, self._tiles, timer)
+        weights = self._weights[layer]
+        search = LayerSearch(layer, self.length, curves, recipe, self._segments, self._tiles, timer, weights)
         first = self._first_of_group[layer]
         if layer == first:
 
@@ -248,8 +279,7 @@ class _LengthSearch:
         recipe = self._recipe
         choices, limits = self._choices, [recipe.budget.value] * len(self._choices)
         if recipe.scope == "model":
-            powers = [dense_power(of_layer) for of_layer in self._curves]
-            choices, limits = shared(self._choices, powers, recipe)
+            choices, limits = shared(self._choices, recipe)
         timed = self._uniform_seconds > 0.0  # neither without a timer nor NaN
         uniform = self._uniform and replace(self._uniform, seconds=self._uniform_seconds if timed else None)
         return Chosen(choices, limits, self._groups, self._failures, self._points, tuple(self._tried), uniform)

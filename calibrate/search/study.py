@@ -26,6 +26,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from calibrate.curves.curves import Curves
 from calibrate.recipe import Recipe
+from calibrate.search.allocate import Weights
 from calibrate.search.choice import Choice, SearchPoint, choice_at, default_segment
 from calibrate.timing import FAILURES, Timing, reason
 from s2o_runtime.config import LayerConfig, TileConfig
@@ -141,6 +142,7 @@ class LayerSearch:
         segments: those worth trying.
         tiles: those that get trials, the safe default first.
         timer: times a configuration on this layer's inputs; None on a CPU.
+        weights: what the errors of the layer and its heads count; None is what a budget that is no KL says.
         tried: what each search point came to, without those that failed.
         failures: what trials died of, and how often.
         trials: how many were run, each at another point.
@@ -153,6 +155,7 @@ class LayerSearch:
     segments: Sequence[int]
     tiles: Sequence[TileConfig]
     timer: Timer | None
+    weights: Weights | None = None
     tried: dict[SearchPoint, Choice] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
     trials: int = 0
@@ -215,25 +218,28 @@ class LayerSearch:
         study.optimize(objective, min(self.points, trials), catch=(TrialFailedError,), callbacks=[after])
         completed = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         if not completed:
-            return choice_at(default, self.curves, self.recipe).as_dense("no trial ran")
+            return self._choice_at(default).as_dense("no trial ran")
         # Optuna's best_trial does not say which of several equal ones it is
         best = min(completed, key=lambda trial: (trial.value, trial.number))
         return self.tried[point_of(best.params)].settled()
 
     def adopted(self, point: SearchPoint) -> Choice:
         """What was best for a similar layer, with this layer's own curves; dense if it fails or gains nothing."""
-        choice = choice_at(point, self.curves, self.recipe)
+        choice = self._choice_at(point)
         try:
             return self._timed(choice).settled()
         except FAILURES as failure:
             return choice.as_dense(self._failed(point, failure))
+
+    def _choice_at(self, point: SearchPoint) -> Choice:
+        return choice_at(point, self.curves, self.recipe, self.weights)
 
     def _has(self, point: SearchPoint) -> bool:
         return point.segment in self.segments and point.grain in self.recipe.grains and point.tile in self.tiles
 
     def _tried(self, point: SearchPoint, trial: optuna.Trial) -> float:
         """The cost of a point; what it is made of goes into the trial's attributes."""
-        choice = choice_at(point, self.curves, self.recipe)
+        choice = self._choice_at(point)
         for name, value in (_attributes(choice) | {"layer": self.layer, "length": self.length}).items():
             trial.set_user_attr(name, value)
         try:

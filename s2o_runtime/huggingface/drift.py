@@ -23,7 +23,7 @@ from torch import Tensor
 
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.profile import Profile
-from s2o_runtime.profile.record import BudgetKind
+from s2o_runtime.profile.record import ErrorUnit
 
 Action = Literal["warn", "dense"]
 DriftChoice = Literal["auto", "off", "warn", "dense"]
@@ -98,11 +98,11 @@ def check_of(drift: Drift) -> DriftCheck | None:
 class Allowed:
     """The error that one layer may have.
 
-    kind: the unit of the limits. limits: the largest error by prompt length in tokens; lengths at which the layer is
+    unit: of the limits. limits: the largest error by prompt length in tokens; lengths at which the layer is
     dense, and has no error, are left out.
     """
 
-    kind: BudgetKind
+    unit: ErrorUnit
     limits: Mapping[int, float]
 
     def at(self, length: int) -> float:
@@ -122,17 +122,17 @@ def allowed_errors(profile: Profile) -> list[Allowed]:
         ProfileError: the record has no budget, or a budget for the mean over the layers and no limits.
     """
     budget, layers = profile.record.budget, profile.geometry.layers
-    if budget is None or budget.kind is None or budget.value is None or not 0 < budget.value < math.inf:
+    if budget is None or budget.unit is None or budget.value is None or not 0 < budget.value < math.inf:
         raise ProfileError("the profile's record names no budget that drift could be held to: calibrate again")
     limits = [_usable(profile.record.limits(layer)) for layer in range(layers)]
     if all(limits):
-        return [Allowed(budget.kind, {length: limit for length, limit in one.items() if limit}) for one in limits]
+        return [Allowed(budget.unit, {length: limit for length, limit in one.items() if limit}) for one in limits]
     if budget.scope != "layer":
         raise ProfileError(
             "the profile's record does not say what each layer may have of the model's budget: prove it by "
             "calibrating with this budget"
         )
-    return [Allowed(budget.kind, dict.fromkeys(profile.lengths, budget.value))] * layers
+    return [Allowed(budget.unit, dict.fromkeys(profile.lengths, budget.value))] * layers
 
 
 def _usable(limits: Mapping[int, float]) -> dict[int, float]:
@@ -206,7 +206,7 @@ class DriftMonitor:
     def _add(self, sampled: SampledErrors, limit: float) -> None:
         """Take one more check into the sums and the history, without waiting for the device."""
         error, power, last_error, last_power = sampled
-        if self.allowed.kind == "mse":
+        if self.allowed.unit == "mse":
             power = last_power = torch.ones_like(error)
         new = torch.stack((error / limit, power, last_error / limit, last_power))
         share = torch.maximum(_divided(new[0], new[1]), _divided(new[2], new[3]) / LAST_SHARE)
@@ -232,7 +232,7 @@ class DriftMonitor:
         host, checks, event = self._sent
         if event is not None and not event.query():  # type: ignore[no-untyped-call]
             return
-        self.verdict = _problem(host.tolist(), checks, self.check, self.allowed.kind)
+        self.verdict = _problem(host.tolist(), checks, self.check, self.allowed.unit)
         if self.verdict is not None:
             then = "it runs dense from now on" if self.check.action == "dense" else "it goes on"
             log.warning("layer %d: %s: %s; calibrate with prompts like these", self.layer, self.verdict, then)

@@ -188,7 +188,7 @@ def states_of(
     check_beyond(beyond)
     check, allowed = _drift_check(profile, drift)
     if rejected is None:
-        profile, rejected = _fitted(profile, device)
+        profile, rejected = fitted(profile, device)
     longest = int(TRUSTED_BEYOND * profile.lengths[-1])
     watch = None if rejected else DenseWatch(profile.geometry.layers, profile.min_length)
     states = [
@@ -234,8 +234,8 @@ def _drift_check(profile: Profile, drift: Drift) -> tuple[DriftCheck | None, lis
         return None, []
 
 
-def _fitted(profile: Profile, device: torch.device) -> tuple[Profile, str | None]:
-    """The profile as it can run on this device, and why it cannot, if so."""
+def fitted(profile: Profile, device: torch.device) -> tuple[Profile, str | None]:
+    """The profile as it can run on this device, and why it cannot, if so; a warning says what was not proven here."""
     here = identify(device)
     verdict = fit(profile.device, here)
     if isinstance(verdict, Rejected):

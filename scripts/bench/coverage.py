@@ -2,7 +2,7 @@
 """Does a certificate hold on prompts that had no part in it? A certified profile on fresh prompts, by kind of text.
 
     python -m scripts.bench.coverage PROFILE [--model demo] [--domains code,prose,chat,chinese] [--num-prompts 16]
-        [--seed 1] [--prompts FILE,FOLDER] [--device cpu] [--out FILE.json]
+        [--lengths 8192] [--seed 1] [--prompts FILE,FOLDER] [--device cpu] [--out FILE.json]
 
 The fresh prompts are drawn with another seed from documents that neither calibrated nor adjusted the profile; built-in
 text has more of these than a certificate uses, but some of them may have certified it. With --prompts they are yours.
@@ -21,6 +21,7 @@ from statistics import fmean
 
 import torch
 
+from calibrate.options import text
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.recertify import bounds_and_errors, fresh_prompts
 from calibrate.proof.reprove import ToProve, to_prove
@@ -35,6 +36,7 @@ from scripts.bench.common import (
     bench_parser,
     check_device,
     check_least,
+    int_list,
     machine,
     print_table,
     run_command,
@@ -51,6 +53,7 @@ def parser() -> Parser:
     add("--model", "demo", "an alias, a local folder, or a hub id", metavar="NAME")
     add("--domains", ",".join(DOMAINS), "kinds of built-in text", metavar="NAME,NAME")
     add("--prompts", None, "files and folders instead of built-in text", metavar="FILE,FOLDER")
+    out.add_argument("--lengths", type=int_list("8192"), metavar="N,N", help="certified lengths (default all of them)")
     add("--num-prompts", 16, "fresh prompts of each kind and length", type=int, metavar="N")
     add("--seed", 1, "what draws them; not the profile's", type=int, metavar="N")
     add_device(add)
@@ -75,6 +78,10 @@ def bench(args: argparse.Namespace) -> None:
     }
     if not certified:
         raise InputError(f"{args.profile} is not certified: calibrate with --num-certify")
+    if args.lengths is not None:
+        if unknown := set(args.lengths) - set(certified):
+            raise InputError(f"{min(unknown)} is not certified: choose from --lengths {text(tuple(certified))}")
+        certified = {length: certified[length] for length in args.lengths}
     opened = to_prove(args.model, args.profile, args.device)
     if args.seed == opened.recipe.seed:
         raise InputError(f"seed {args.seed} drew the prompts of {args.profile}: use another --seed")

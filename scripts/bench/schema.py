@@ -334,6 +334,102 @@ class CoverageFile(ResultFile):
 
 
 @dataclass(frozen=True)
+class ProfileRow:
+    """One profile at one length, on fresh prompts.
+
+    density, mean_rel_mse: means over the layers; largest_rel_mse: of the worst. seconds, dense_seconds: attention of
+    all layers on one prompt; None on a CPU. kl: in nats. needles: kept by the patched model, found by the dense one.
+    """
+
+    profile: str
+    length: int
+    density: float
+    seconds: float | None
+    dense_seconds: float | None
+    mean_rel_mse: float
+    largest_rel_mse: float
+    kl: float
+    top1: float
+    needles: list[int] | None
+
+    COLUMNS: ClassVar[tuple[str, ...]] = (
+        "profile", "tokens", "density", "ms", "dense ms", "speed-up", "rel_mse", "largest", "KL", "top-1", "needles",
+    )  # fmt: skip
+
+    def cells(self) -> list[str]:
+        """The row of a table."""
+        seconds, dense = self.seconds, self.dense_seconds
+        return [
+            self.profile,
+            str(self.length),
+            f"{self.density:.3f}",
+            "-" if seconds is None else f"{1e3 * seconds:.2f}",
+            "-" if dense is None else f"{1e3 * dense:.2f}",
+            "-" if not seconds or dense is None else f"{dense / seconds:.2f}x",
+            f"{self.mean_rel_mse:.1e}",
+            f"{self.largest_rel_mse:.1e}",
+            f"{self.kl:.1e}",
+            f"{self.top1:.1%}",
+            "-" if self.needles is None else f"{self.needles[0]} of {self.needles[1]}",
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilesFile(ResultFile):
+    """Profiles of one model on the same fresh prompts, which `seed` drew, `num_prompts` of each length."""
+
+    program: ClassVar[str] = "python -m scripts.bench.profiles"
+
+    format: str = "s2o-bench-profiles/1"
+    model: str
+    seed: int
+    num_prompts: int
+    rows: list[ProfileRow]
+
+
+@dataclass(frozen=True)
+class CalibratedLayer:
+    """One layer of a calibration: what the adjust prompts show of it. Seconds are of attention alone."""
+
+    layer: int
+    density: float
+    held_out_rel_mse: float
+    seconds: float | None
+    dense_seconds: float | None
+
+
+@dataclass(frozen=True)
+class CalibratedLength:
+    """One length of a calibration, on the adjust prompts. needles: kept, and found by the dense model."""
+
+    length: int
+    kl: float
+    needles: list[int] | None
+    attention_seconds: float | None
+    dense_attention_seconds: float | None
+    prefill_seconds: float
+    dense_prefill_seconds: float
+    layers: list[CalibratedLayer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationFile(ResultFile):
+    """The report of a calibration (`<profile>.report.json`), as far as the results page shows it.
+
+    certificate: a `Certificate` of the profile's record as JSON, None without one.
+    """
+
+    program: ClassVar[str] = "s2o-calibrate"
+
+    model: str
+    architecture: str
+    command: str
+    calibration_seconds: float
+    lengths: list[CalibratedLength]
+    certificate: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
 class RetrievalRow:
     """How many of the asked answers a variant and the dense model find, in one task at one length."""
 

@@ -29,12 +29,16 @@ from scripts.bench.schema import (
     AttentionFile,
     BudgetRow,
     BudgetsFile,
+    CalibratedLength,
+    CalibrationFile,
     CoverageFile,
     CoverageRow,
     EvaluationFile,
     MethodRow,
     MethodsFile,
     PrefillFile,
+    ProfileRow,
+    ProfilesFile,
     ResultFile,
     RetrievalRow,
     setting_name,
@@ -125,6 +129,8 @@ def page(sources: Sources) -> str:
         _retrieval(sources, compared),
         _kernel(of_format(sources, AttentionFile)),
         _prefill(of_format(sources, PrefillFile)),
+        _calibrations(of_format(sources, CalibrationFile)),
+        _profiles(of_format(sources, ProfilesFile)),
         _coverage(of_format(sources, CoverageFile)),
     ]
     return "\n\n".join(block for part in parts for block in part) + "\n"
@@ -163,6 +169,13 @@ def command(source: Source[ResultFile]) -> str:
         lists = {"budgets": (f"{row.budget:g}" for row in file.rows), "worst-rows": guards}
         options = [f"--{name} {','.join(dict.fromkeys(values))}" for name, values in lists.items()]
         return " ".join((file.program, f"--model {file.model} --length {file.length}", *options, out))
+    if isinstance(file, CalibrationFile):
+        return f"{file.command}  # report.json is {source.name}"
+    if isinstance(file, ProfilesFile):
+        profiles = " ".join(dict.fromkeys(row.profile for row in file.rows))
+        lengths = ",".join(dict.fromkeys(str(row.length) for row in file.rows))
+        drawn = f"--model {file.model} --lengths {lengths} --num-prompts {file.num_prompts} --seed {file.seed}"
+        return f"{file.program} {profiles} {drawn} {out}"
     if isinstance(file, CoverageFile):
         text = "" if file.prompts is None else f" --prompts {shlex.quote(file.prompts)}"
         numbers = f"--seed {file.seed} --num-prompts {file.num_prompts}"
@@ -192,14 +205,110 @@ def _tile(tile: dict[str, Any]) -> str:
     return f"{text}:ws" if tile.get("specialized") else text
 
 
+def _calibrations(sources: Sequence[Source[CalibrationFile]]) -> list[str]:
+    """Whole calibrations: each length as adjusted and as certified, kinds of text, and the longest's layers."""
+    out = [
+        "## Calibrations",
+        "Attention and prefill are how many times faster than dense attention, on the first of the prompts that layers "
+        "were adjusted on; density, error and KL are means over these prompts. Certified is what was measured on other "
+        "prompts: how far the bounds of the layers' mean errors are at most from their limits, the KL that the next "
+        "prompt keeps below with the probability given, and the KL between two dense implementations (noise).",
+    ]
+    if not sources:
+        return [*out, missing(CalibrationFile)]
+    lengths = ("tokens", "density", "attention", "prefill", "rel_mse", "KL")
+    certified = ("prompts", "bound / limit", "next KL", "noise", "needles kept")
+    for source in sources:
+        file = source.file
+        by_length = {entry["length"]: entry for entry in (file.certificate or {}).get("lengths", ())}
+        out += [
+            f"### `{file.model}` ({source.link})",
+            f"{file.architecture}; {file.calibration_seconds:.0f} s. {source.note}".strip(),
+            table(
+                (*lengths, *certified), [_calibrated(entry, by_length.get(entry.length)) for entry in file.lengths], "r"
+            ),
+        ]
+        domains = [
+            [str(length), part["domain"], str(part["prompts"]), small(part["kl"]), f"{part['error_over_limit']:.0%}"]
+            for length, entry in sorted(by_length.items())
+            for part in entry.get("domains") or ()
+        ]
+        if domains:
+            out += [table(("tokens", "text", "prompts", "mean KL", "largest layer error / limit"), domains, "rlr")]
+        longest = max(file.lengths, key=lambda entry: entry.length)
+        bounds = (by_length.get(longest.length) or {}).get("layers") or [{}] * len(longest.layers)
+        rows = [
+            [
+                str(layer.layer),
+                f"{layer.density:.3f}",
+                small(layer.held_out_rel_mse),
+                "-" if bound.get("bound") is None else small(bound["bound"]),
+                _times_faster(layer.dense_seconds, layer.seconds),
+            ]
+            for layer, bound in zip(longest.layers, bounds, strict=True)
+        ]
+        names = ("layer", "density", "rel_mse", "certified bound", "attention")
+        out += [f"Layers at {longest.length} tokens:", table(names, rows, "r")]
+    return out
+
+
+def _calibrated(entry: CalibratedLength, certified: dict[str, Any] | None) -> list[str]:
+    """One row: a length on the adjust prompts, and as certified."""
+    layers = entry.layers
+    shown = [
+        str(entry.length),
+        f"{sum(layer.density for layer in layers) / len(layers):.3f}",
+        _times_faster(entry.dense_attention_seconds, entry.attention_seconds),
+        _times_faster(entry.dense_prefill_seconds, entry.prefill_seconds),
+        small(sum(layer.held_out_rel_mse for layer in layers) / len(layers)),
+        small(entry.kl),
+    ]
+    if certified is None:
+        return [*shown, "-", "-", "-", "-", "-"]
+    shares = [
+        layer["bound"] / layer["limit"]
+        for layer in certified["layers"]
+        if layer.get("bound") is not None and layer["density"] < 1.0
+    ]
+    kept = certified["retrieval"]
+    return [
+        *shown,
+        str(certified["prompts"]),
+        f"{max(shares):.0%}" if shares else "-",
+        "{} ({:.0%})".format(small(certified["kl"]["value"]), certified["kl"]["probability"]),
+        "-" if certified["noise_floor"] is None else small(certified["noise_floor"]),
+        f"{kept['kept']} of {kept['found']}" if kept else "-",
+    ]
+
+
+def _times_faster(dense: float | None, seconds: float | None) -> str:
+    return f"{dense / seconds:.2f}x" if dense and seconds else "-"
+
+
+def _profiles(sources: Sequence[Source[ProfilesFile]]) -> list[str]:
+    """Profiles of one model beside one another."""
+    out = [
+        "## Profiles on the same prompts",
+        "Attention of all layers on one prompt, medians with a cold L2, in turns with cuDNN; errors, KL and needles "
+        "are of fresh prompts of four kinds of text, which are the same for each profile.",
+    ]
+    if not sources:
+        return [*out, missing(ProfilesFile)]
+    for source in sources:
+        note = [source.note] if source.note else []
+        rows = [row.cells() for row in source.file.rows]
+        out += [f"### `{source.file.model}` ({source.link})", *note, table(ProfileRow.COLUMNS, rows, "lr")]
+    return out
+
+
 def _coverage(sources: Sequence[Source[CoverageFile]]) -> list[str]:
     """Fresh prompts against certificates."""
     out = [
         "## Certificates on fresh prompts",
         "How many of the layers that are not dense have a mean error over fresh prompts above their certified bound "
         "(over all rows, over the last eighth, of calls with 64 and 512 new tokens), and how many prompts have a KL "
-        "above what nine of ten are certified to keep within. A cell is one layer on one prompt; bounds are for means, "
-        "so some cells are above. The bounds are for the mixture of all kinds of text: one kind alone may be above.",
+        "above what the next prompt is certified to keep within. A cell is one layer on one prompt; bounds are for "
+        "means, so some cells are above. The bounds are for the mixture of all kinds of text: one alone may be above.",
     ]
     if not sources:
         return [*out, missing(CoverageFile)]

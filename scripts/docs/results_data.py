@@ -16,11 +16,13 @@ from scripts.bench.schema import (
     DENSE,
     AttentionFile,
     BudgetsFile,
+    CalibrationFile,
     CoverageFile,
     EvaluationFile,
     MethodRow,
     MethodsFile,
     PrefillFile,
+    ProfilesFile,
     ResultFile,
     read,
 )
@@ -33,7 +35,7 @@ LEAST = 1e-12  # errors below count as this one, so that they have a logarithm
 EVERYTHING = 0.9999  # a method of this density computes everything, as dense attention does
 
 FORMATS: dict[str, type[ResultFile]] = {
-    cls.format: cls for cls in (AttentionFile, MethodsFile, PrefillFile, BudgetsFile, CoverageFile)
+    cls.format: cls for cls in (AttentionFile, MethodsFile, PrefillFile, BudgetsFile, CoverageFile, ProfilesFile)
 }
 MAKES: dict[type[ResultFile], str] = {
     MethodsFile: f"{MethodsFile.program} --out docs/results/bench-methods-GPU.json",
@@ -41,6 +43,8 @@ MAKES: dict[type[ResultFile], str] = {
     PrefillFile: f"{PrefillFile.program} --out docs/results/bench-prefill-GPU.json",
     BudgetsFile: f"{BudgetsFile.program} --out docs/results/study-budgets-GPU.json",
     CoverageFile: f"{CoverageFile.program} PROFILE --out docs/results/coverage-MODEL-DEVICE.json",
+    ProfilesFile: f"{ProfilesFile.program} PROFILE PROFILE --out docs/results/bench-profiles-MODEL-GPU.json",
+    CalibrationFile: "s2o-calibrate --model demo --out build/demo.safetensors, whose report.json is kept",
     EvaluationFile: "s2o-eval --model demo --tasks multi --lengths 32768 --profile FILE --setting TEXT --out FOLDER",
 }
 
@@ -108,11 +112,13 @@ def _source(path: Path) -> Source[ResultFile | None]:
 
 
 def class_of(record: Mapping[str, Any]) -> type[ResultFile] | None:
-    """The class that states a record's fields; two formats have files without a format's name, their keys tell."""
+    """The class that states a record's fields; some formats have files without a format's name, their keys tell."""
     if "format" in record:
         return FORMATS.get(record["format"])
     if {"plan", "variants", "retrieval"} <= record.keys():
         return EvaluationFile
+    if {"calibration_seconds", "lengths"} <= record.keys():
+        return CalibrationFile
     return BudgetsFile if {"model", "length", "rows"} <= record.keys() else None
 
 

@@ -150,6 +150,18 @@ def mixed() -> Profile:
     )
 
 
+def budget_in_kl() -> Profile:
+    """What the record says of a budget in KL."""
+    passes = [{"scale": 1.0, "predicted": 4e-3, "kl": 6e-3}, {"scale": 0.75, "predicted": 3e-3, "kl": 4e-3}]
+    record = {
+        "budget": {"kind": "kl", "value": 5e-3, "scope": "model"},
+        "predicted": [{"length": 1024, "kl": 3e-3, "layers": [{"sensitivity": 0.25}]}],
+        "held_out": [{"length": 1024, "calibrated": True, "kl": 4e-3, "kl_passes": passes}],
+        "certificate": {"lengths": [{"length": 1024, "mean_kl": 4e-3, "mean_kl_bound": 4.5e-3}]},
+    }
+    return replace(minimal(), record=Record.from_json(record))
+
+
 GOLDEN = {
     "schema2-minimal": minimal,
     "schema2-full": full,
@@ -158,6 +170,7 @@ GOLDEN = {
     "schema4-full": newest,
     "schema4-baselines": baselines,
     "schema4-mixed": mixed,
+    "schema4-kl": budget_in_kl,
 }
 
 

@@ -1,0 +1,175 @@
+"""How much a model's predictions change with an error in the attention of each head: one backward pass.
+
+To second order, KL(dense || patched) of the next token is half the error's quadratic form with the Fisher information.
+Its diagonal suffices, because the errors of rows and heads are nearly uncorrelated. For one head it is the mean square
+of g, the gradient of log p(tokens) with respect to the head's attention output, where each token is drawn from what the
+model itself predicts at its position:
+
+    KL per token = sum over layers and heads of 0.5 * E|g_row|^2 * mse,   |g_row|^2 summed over the head's D entries.
+
+The pass goes layer by layer, like every other (`streams.py`): forward without a graph, where only each layer's input
+is kept, in host memory; then backward, where each layer runs again from its input. So a model of any size needs the
+parameters and the activations of one layer at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from calibrate.model.logits import logits_on_device
+from calibrate.model.memory import within_memory
+from calibrate.model.models import LoadedModel
+from calibrate.model.predictions import ROWS
+from calibrate.model.streams import (
+    DecoderLayer,
+    Stream,
+    attention_implementation,
+    begin,
+    check_finite,
+    decoder_layers,
+    layer_on_device,
+)
+from s2o_runtime.huggingface.hf import is_prefill_mask, s2o_attention_forward, s2o_mask
+
+NAME = "s2o_sensitivity"
+SINK = "s2o_sensitivity_sink"
+
+Sensitivity = tuple[tuple[float, ...], ...]  # of each layer and head: nats per token for each unit of the head's mse
+
+
+def sensitivity(loaded: LoadedModel, prompts: Sequence[Tensor], seed: int) -> Sensitivity:
+    """What each head's mean squared error costs in KL, the mean over prompts.
+
+    Args:
+        loaded: The model.
+        prompts: Token ids, int64 [L] each. Attention's backward pass is dense, so a few thousand tokens are meant.
+        seed: Of the tokens that are drawn; the same seed gives the same result.
+
+    Returns:
+        For each layer of full attention and query head, nats per token for each unit of its attention output's mean
+        squared error.
+
+    Raises:
+        ModelError: inf or NaN came up; it names layer and prompt.
+        ResourceError: The GPU's memory ran out.
+    """
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, s2o_mask)
+    longest = max(len(ids) for ids in prompts)
+    device, held = loaded.weights.device, loaded.weights.held
+    costs: list[tuple[float, ...]] = []
+    with attention_implementation(loaded.model, NAME):
+        with torch.no_grad():
+            streams = begin(loaded, prompts)
+            inputs: list[list[Tensor]] = []  # of each layer, the hidden state of each prompt
+            for layer in decoder_layers(loaded.model):
+                inputs.append([stream.hidden.cpu() for stream in streams])
+                with layer_on_device(loaded, layer) as module:
+                    streams = [stream.through(module, layer.number) for stream in streams]
+        gradients = _of_predictions(loaded, streams, seed)
+        for layer in reversed(decoder_layers(loaded.model)):
+            with (
+                layer_on_device(loaded, layer),
+                within_memory(device, longest, held, f"weighing layer {layer.number}"),
+            ):
+                of_heads = []
+                for number, stream in enumerate(streams):
+                    before = replace(stream, hidden=inputs[layer.number][number].to(device))
+                    gradients[number], of_head = _backward(layer, before, gradients[number])
+                    of_heads += [] if of_head is None else [of_head]
+            if of_heads:
+                costs.append(tuple(torch.stack(of_heads).mean(0).tolist()))
+            del inputs[layer.number]
+    return tuple(reversed(costs))
+
+
+def _of_predictions(loaded: LoadedModel, streams: Sequence[Stream], seed: int) -> list[Tensor]:
+    """The gradient of the drawn tokens' log-probability with respect to each prompt's last hidden state, [1, L, H]."""
+    generator = torch.Generator().manual_seed(seed)
+    gradients = []
+    with logits_on_device(loaded) as logits, torch.enable_grad():
+        for stream in streams:
+            of_pieces = []
+            for piece in torch.split(stream.hidden, ROWS, 1):
+                rows = piece.detach().requires_grad_()
+                log_p = logits(rows)[0].float().log_softmax(-1)
+                drawn = _drawn(log_p.detach(), generator)
+                of_pieces.append(torch.autograd.grad(log_p.gather(1, drawn[:, None]).sum(), rows)[0])
+            gradients.append(torch.cat(of_pieces, 1))
+    return gradients
+
+
+def _drawn(log_p: Tensor, generator: torch.Generator) -> Tensor:
+    """A token for each row of log-probabilities float32 [R, V], int64 [R]; the same numbers decide on every device."""
+    uniform = torch.rand(len(log_p), 1, generator=generator).to(log_p.device)
+    cumulated = log_p.exp().cumsum(-1)
+    return torch.searchsorted(cumulated, uniform * cumulated[:, -1:]).clamp_(max=log_p.shape[1] - 1)[:, 0]
+
+
+def _backward(layer: DecoderLayer, before: Stream, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A layer's turn in the backward pass.
+
+    Args:
+        layer: The decoder layer.
+        before: The prompt before the layer.
+        gradient: With respect to the hidden state behind the layer, [1, L, H].
+
+    Returns:
+        The gradient with respect to the hidden state before the layer, and half the mean over rows of the squared norm
+        of that with respect to the attention output, float64 [Hq]; None of a layer that has no full attention.
+    """
+    hidden = before.hidden.detach().requires_grad_()
+    with torch.enable_grad(), _watched(layer.attention or nn.Identity()) as outputs:
+        after = replace(before, hidden=hidden).through(layer.module, layer.number).hidden
+    to_hidden, *to_outputs = torch.autograd.grad(after, (hidden, *outputs), gradient)
+    if not to_outputs:
+        return to_hidden, None
+    to_output = to_outputs[0]
+    check_finite(to_output, "gradient of attention", layer.number, before.prompt)
+    return to_hidden, 0.5 * to_output[0].double().square().sum(-1).mean(-1)
+
+
+@contextmanager
+def _watched(attention: nn.Module) -> Iterator[list[Tensor]]:
+    """Inside the block, the outputs [1, Hq, L, D] of an attention module are appended to the list."""
+    outputs: list[Tensor] = []
+    keep: Callable[[Tensor], None] = outputs.append
+    attention.__dict__[SINK] = keep
+    try:
+        yield outputs
+    finally:
+        del attention.__dict__[SINK]
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Dense attention that can be differentiated, which not every backend of `dense_attention` can.
+
+    Windows and chunks that hide something come with a mask that stands for no plain causal prefill.
+    """
+    if not is_prefill_mask(attention_mask):
+        return s2o_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    group = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    module.__dict__.get(SINK, _ignored)(out)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _ignored(output: Tensor) -> None:
+    pass

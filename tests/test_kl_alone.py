@@ -1,0 +1,81 @@
+"""What layers cost by themselves, against a model that is patched as a whole; and what follows for their weights."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from calibrate.model.models import load
+from calibrate.prompts.prompt import Prompt
+from calibrate.proof.kl_alone import FURTHEST, GROUPS, LEAST, corrected, kl_alone, layer_groups
+from calibrate.search.allocate import Weights
+from s2o_runtime import patch, unpatch
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.profile import Profile
+from support.candidates import candidate
+from support.models import make_profile
+from support.tiny import save_tiny
+
+LENGTH = 320
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def patched_kl(model, profile: Profile, prompts):
+    """The mean KL of a model that is patched as users do it."""
+    kls = []
+    with torch.no_grad():
+        for prompt in prompts:
+            dense = model(prompt.ids[None], use_cache=False).logits[0].double().log_softmax(-1)
+            patch(model, profile, strict=True, drift="off")
+            other = model(prompt.ids[None], use_cache=False).logits[0].double().log_softmax(-1)
+            unpatch(model)
+            kls.append(float((dense.exp() * (dense - other)).sum(-1).mean()))
+    return sum(kls) / len(kls)
+
+
+def test_each_group_is_the_model_with_only_its_layers_patched(folder: Path):
+    loaded = load(str(folder), "cpu")
+    generator = torch.Generator().manual_seed(0)
+    prompts = [Prompt(torch.randint(3, 90, (LENGTH,), generator=generator)) for _ in range(2)]
+    profile = make_profile(loaded.model, 300.0)
+    configs: list[LayerConfig] = list(profile.layers[0])
+    steps = []
+    kls, rounding = kl_alone(loaded, prompts, configs, lambda: steps.append(1))
+    assert len(steps) == len(kls) == len(configs) == 2
+    for layer, kl in enumerate(kls):
+        rows = tuple(config if index == layer else config.as_dense() for index, config in enumerate(configs))
+        alone = replace(profile, layers=(rows,) * len(profile.lengths))
+        assert kl == pytest.approx(patched_kl(loaded.model, alone, prompts), rel=1e-3)
+        assert kl > 1e-5 > 100 * rounding
+
+
+def test_groups_are_adjacent_and_few():
+    assert layer_groups(6) == [range(layer, layer + 1) for layer in range(6)]
+    for layers in (9, 28, 80):
+        groups = layer_groups(layers)
+        assert len(groups) == GROUPS
+        assert [layer for group in groups for layer in group] == list(range(layers))
+        assert [len(group) for group in groups[:2]] == [1, 1]
+        assert max(map(len, groups[2:])) - min(map(len, groups[2:])) <= 1
+
+
+def test_weights_become_what_was_measured_less_rounding():
+    begun = candidate().chosen[1024]
+    choices = [replace(choice, weights=Weights(40.0, (0.5, 1.5))) for choice in begun.choices]
+    begun = replace(begun, choices=choices)
+    predicted = [20.0 * choice.spent for choice in choices]
+
+    def factors(*alone):
+        after = corrected(begun, alone)
+        assert [choice.allocation for choice in after.choices] == [choice.allocation for choice in choices]
+        return [choice.weights.layer / 40.0 for choice in after.choices]
+
+    first, second = predicted
+    assert factors((3 * first, 0.5 * second), 0.0) == pytest.approx([3.0, 0.5])
+    assert factors((3 * first, first), first) == pytest.approx([2.0, LEAST * first / second])
+    assert factors((1e6 * first, 0.0), 0.0) == [FURTHEST, 1.0]

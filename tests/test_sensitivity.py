@@ -1,0 +1,120 @@
+"""Sensitivities predict the KL of injected errors, whatever holds the weights."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from calibrate.curves.sensitivities import KIND, PROMPTS, TOKENS, measured_sensitivity, stored_sensitivity
+from calibrate.journal import Journal
+from calibrate.model.sensitivity import sensitivity
+from calibrate.prompts.prompt import Prompt
+from s2o_runtime.errors import ModelError
+from support.models import save, stream
+from support.tiny import recipe
+
+NATS = 1e-4  # of KL that each injected error is predicted to cost: little, so that the second order holds
+DRAWS = 4  # of noise, and of sampled tokens
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With weights small enough that predictions are neither certain nor chaotic, and heads that count unequally."""
+
+    def change(model):
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.data *= torch.tensor([0.5, 1.0, 1.5, 2.0]).repeat_interleave(64)
+
+    return save("llama", tmp_path_factory.mktemp("model"), change)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 128, (length,), generator=generator) for length in (96, 128)]
+
+
+@pytest.fixture(scope="module")
+def weights(folder, prompts):
+    """float64 [layers, heads], the mean over several draws of tokens."""
+    loaded = stream(folder, resident=True)
+    return torch.tensor([sensitivity(loaded, prompts, seed) for seed in range(DRAWS)], dtype=torch.float64).mean(0)
+
+
+def kl_of_noise(model, prompts, variances):
+    """The mean KL per token when heads' outputs get Gaussian noise. variances: of the heads, by layer."""
+    draw = torch.Generator().manual_seed(1)
+
+    def noisy(module, query, key, value, attention_mask, scaling, **kwargs):
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        if noise and module.layer_idx in variances:
+            deviations = torch.tensor(variances[module.layer_idx]).sqrt()
+            out = out + deviations[:, None, None] * torch.randn(out.shape, generator=draw)
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("test_noise", noisy)
+    model.set_attn_implementation("test_noise")
+    total = 0.0
+    with torch.no_grad():
+        for ids in prompts:
+            noise = False
+            dense = model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
+            noise = True
+            for _ in range(DRAWS):
+                other = model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
+                total += float((dense.exp() * (dense - other)).sum(-1).mean())
+    return total / len(prompts) / DRAWS
+
+
+@pytest.mark.parametrize("place", [{0: (0,)}, {0: (3,)}, {1: (1,)}, {0: (0, 1, 2, 3), 1: (0, 1, 2, 3)}], ids=str)
+def test_the_kl_of_injected_noise_is_as_predicted(folder, prompts, weights, place):
+    """In one head, or at equal predicted cost in all; the draws of noise and tokens differ by 5% at most."""
+    count = sum(map(len, place.values()))
+    variances = {
+        layer: [NATS / count / weights[layer, head].item() if head in heads else 0.0 for head in range(4)]
+        for layer, heads in place.items()
+    }
+    assert kl_of_noise(stream(folder, resident=True).model, prompts, variances) == pytest.approx(NATS, rel=0.1)
+
+
+def test_heads_differ_by_more_than_the_prediction_may_be_off(weights):
+    assert weights.shape == (2, 4)
+    assert (weights[:, -1] > 4 * weights[:, 0]).all()
+
+
+def test_one_layer_at_a_time_gives_the_same_and_leaves_nothing_behind(folder, prompts):
+    streamed = stream(folder, resident=False)
+    before = streamed.model.config._attn_implementation
+    weighed = sensitivity(streamed, prompts, 0)
+    assert weighed == sensitivity(stream(folder, resident=True), prompts, 0)
+    assert weighed != sensitivity(streamed, prompts, 1)
+    assert all(parameter.is_meta and parameter.grad is None for parameter in streamed.model.parameters())
+    assert streamed.model.config._attn_implementation == before
+
+
+def test_gradients_that_are_not_finite_are_named(tmp_path, prompts):
+    """The forward pass is finite: only the head, which the gradient comes through, is not."""
+    folder = save("llama", tmp_path / "model", lambda model: model.lm_head.weight.data.fill_(float("nan")))
+    with pytest.raises(ModelError, match=r"layer 1, prompt 0: the gradient of attention holds inf or NaN"):
+        sensitivity(stream(folder, resident=True), prompts, 0)
+
+
+def test_it_is_measured_once_on_the_longest_prompts_that_are_not_too_long(folder, tmp_path):
+    def prompt(length, number):
+        return Prompt(torch.full((length,), 3 + number))
+
+    loaded, settings = stream(folder, resident=True), recipe("tiny", tmp_path / "p", seed=5)
+    by_length = {length: [prompt(length, number) for number in range(PROMPTS + 1)] for length in (32, 64, TOKENS + 64)}
+    with Journal.open(tmp_path / "journal", {}) as journal:
+        measured = measured_sensitivity(loaded, by_length, settings, journal)
+        ((key, value),) = journal.entries(KIND)
+        assert key == {"prompts": [one.sha256 for one in by_length[64][:PROMPTS]], "tokens": 64, "seed": 5}
+        assert measured == tuple(map(tuple, value))
+        assert measured == sensitivity(loaded, [one.ids for one in by_length[64][:PROMPTS]], 5)
+        journal.put(KIND, key, [[7.0]])
+        assert measured_sensitivity(loaded, by_length, settings, journal) == ((7.0,),)
+        hashes = {one.sha256 for one in by_length[64]}
+        assert stored_sensitivity(journal.entries(KIND), hashes) == ((7.0,),)
+        assert stored_sensitivity(journal.entries(KIND), hashes - {by_length[64][0].sha256}) is None
