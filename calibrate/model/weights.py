@@ -89,7 +89,7 @@ def _from_config(config: Any, dtype: torch.dtype) -> Any:
 
     Code that comes with the model is that of its configuration, which was trusted, or none.
     """
-    auto_class = model_class(config)
+    auto_class, config = model_class(config), copy.deepcopy(config)  # transformers writes the dtype into it
     options = {"dtype": dtype, "trust_remote_code": type(config).__module__.startswith("transformers_modules")}
     try:
         return auto_class.from_config(config, attn_implementation="sdpa", **options).eval()
