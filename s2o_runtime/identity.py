@@ -63,6 +63,12 @@ class Geometry:
         """The decoder layer that a row of the tables is of."""
         return self.layer_numbers[row] if self.layer_numbers else row
 
+    def row_of(self, number: int) -> int | None:
+        """The row of a decoder layer in the tables; None for a layer that has none."""
+        if self.layer_numbers:
+            return self.layer_numbers.index(number) if number in self.layer_numbers else None
+        return number if 0 <= number < self.layers else None
+
     def as_json(self) -> dict[str, Any]:
         """The fields as a file holds them; those of layers of other kinds only where there are such layers."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import Gemma2Config, LlamaConfig, MistralConfig
 
 from calibrate.commands.calibrate import main
 from s2o_runtime import load_profile
@@ -54,10 +54,22 @@ WHOLE_RUN = pytest.mark.slow(reason="runs a calibration, or the command in a pro
 
 
 @pytest.fixture(scope="module")
-def mistral(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mistral")
-    AutoModelForCausalLM.from_config(MistralConfig(**SIZES, sliding_window=64)).save_pretrained(folder)
-    return folder
+def unfit(tmp_path_factory):
+    """Folders of models that cannot be calibrated, by the words that stand for them below."""
+    plain = LlamaConfig(**SIZES).to_dict()
+    configs = {
+        "WINDOWS": MistralConfig(**SIZES, sliding_window=64).to_dict(),
+        "CODE": {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}},
+        "GPTQ": plain | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "CAPPED": Gemma2Config(**SIZES).to_dict(),
+        "SPEECHLESS": plain,
+    }
+    folders = {}
+    for word, config in configs.items():
+        folders[word] = tmp_path_factory.mktemp(word.lower())
+        (folders[word] / "config.json").write_text(json.dumps(config))
+    (folders["CODE"] / "configuration_own.py").write_text("raise SystemExit('code of the model ran')")
+    return folders
 
 
 @pytest.fixture(scope="module")
@@ -359,7 +371,11 @@ def bad_inputs():
     yield ["--model", "zzz"], "A local folder or a hub id (org/name) works too"
     yield ["--model", "."], "folder . holds no config.json"
     yield ["--model", "some/thing"], "model 'some/thing' cannot be loaded from some/thing"
-    yield ["--model", "MISTRAL"], "has no layer of full_attention, only 2 of sliding_attention"
+    yield ["--model", "WINDOWS"], "has no layer of full_attention, only 2 of sliding_attention"
+    yield ["--model", "CODE"], "code of its own, which is not run: give --trust-remote-code if you have read and trust"
+    yield ["--model", "GPTQ"], "is quantised (gptq) and a package for that is missing ("
+    yield ["--model", "CAPPED"], "layer 0 cannot run S2O (the scores are soft-capped at 50): the model is not supported"
+    yield ["--model", "SPEECHLESS"], "the tokenizer of "
     yield ["--prompts", "none.jsonl"], "prompt file none.jsonl does not exist"
     yield ["--prompts", "bad.jsonl"], "bad.jsonl:2: "
     yield ["--prompts", "short.jsonl"], "0 prompts to calibrate on of 512 tokens or more"
@@ -407,12 +423,12 @@ def bad_inputs():
 
 @pytest.mark.parametrize(("arguments", "message"), list(bad_inputs()), ids=lambda value: " ".join(value)[:40])
 @pytest.mark.usefixtures("offline")
-def test_bad_input_is_one_sentence_and_exit_code_2(arguments, message, mistral, command, tmp_path):
+def test_bad_input_is_one_sentence_and_exit_code_2(arguments, message, unfit, command, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "short.jsonl").write_text('{"text": "a"}\n')
     before = sorted(tmp_path.iterdir())
     flags = dict(zip(GOOD[::2], GOOD[1::2], strict=True)) | dict([arguments])
-    flags = {name: str(mistral) if value == "MISTRAL" else value for name, value in flags.items()}
+    flags = {name: str(unfit.get(value, value)) for name, value in flags.items()}
     outcome = command(*[part for flag in flags.items() for part in flag], "--quiet")
     assert outcome.returncode == 2, outcome.stdout + outcome.stderr
     lines = [line for line in outcome.stderr.splitlines() if line.strip()]

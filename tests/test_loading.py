@@ -10,6 +10,7 @@ from calibrate import calibrate
 from calibrate.model import capture
 from calibrate.model.logits import logits_on_device
 from calibrate.model.models import in_memory, load
+from calibrate.model.self_test import self_test
 from calibrate.model.streams import begin, decoder_layers, layer_on_device
 from calibrate.model.weights import InMemory
 from calibrate.model.whole import streaming_obstacle
@@ -227,3 +228,37 @@ def test_a_model_that_accelerate_spreads_keeps_its_hooks(tmp_path):
     options = QUICKEST | {"budget_rel_mse": 1e-2, "out": tmp_path / "p.safetensors"}
     assert calibrate(model, tiny_tokenizer(), progress=False, **options).written
     assert {part: part.__dict__["forward"] for part in model.modules() if "forward" in part.__dict__} == hooked
+
+
+CONFIGURATION = """
+from transformers import LlamaConfig
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+"""
+MODELING = """
+from transformers import LlamaForCausalLM
+from .configuration_own import OwnConfig
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_the_model_runs_if_it_is_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = save_tiny(tmp_path / "own_model")
+    (folder / "configuration_own.py").write_text(CONFIGURATION)
+    (folder / "modeling_own.py").write_text(MODELING)
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "own"}
+    classes = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": classes}))
+    with pytest.raises(ModelError, match="comes with code of its own, which is not run: give --trust-remote-code"):
+        load(str(folder), "cpu")
+    loaded = load(str(folder), "cpu", trust_remote_code=True, resident=False)
+    assert type(loaded.model).__name__ == "OwnForCausalLM"
+    assert loaded.geometry.architecture == "own"
+    self_test(loaded)
+    known = json.loads((folder / "config.json").read_text()) | {"model_type": "llama"}
+    (folder / "config.json").write_text(json.dumps(known))
+    assert type(load(str(folder), "cpu").model).__name__ == "LlamaForCausalLM"  # transformers' own code is enough

@@ -548,6 +548,8 @@ def test_a_model_with_layers_of_other_kinds(tmp_path):
     assert not {"layer_numbers", "other_layers"} & DOCUMENT["model"].keys()
     assert [MIXED.layer_number(row) for row in range(2)] == [1, 3]
     assert [GEOMETRY.layer_number(row) for row in range(2)] == [0, 1]
+    assert [MIXED.row_of(number) for number in range(4)] == [None, 0, None, 1]
+    assert [GEOMETRY.row_of(number) for number in range(-1, 3)] == [None, 0, 1, None]
     assert (
         MIXED.difference(dataclasses.replace(MIXED, layer_numbers=(0, 3))) == "layer numbers (1, 3) instead of (0, 3)"
     )

@@ -100,6 +100,10 @@ def test_sizes_that_are_not_the_configurations_are_refused():
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "deepseek-v3"])
-def test_what_kernels_cannot_do_is_named(name):
-    with pytest.raises(ModelError, match=r"layer [01] cannot run S2O \(.*\): the model is not supported"):
-        self_test(loaded(CASES[name].config))
+def test_caps_sinks_and_other_value_head_dims_pass(name):
+    self_test(loaded(CASES[name].config))
+
+
+def test_what_kernels_cannot_do_is_named():
+    with pytest.raises(ModelError, match=r"layer 0 cannot run S2O \(.*head.dim.*\): the model is not supported"):
+        self_test(loaded(LlamaConfig(**SIZES | {"head_dim": 288})))

@@ -6,21 +6,24 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 
 from calibrate.curves.row_errors import row_errors, tile_worst
-from calibrate.model.models import DEMO_FOLDER, load_tokenizer
+from calibrate.model.models import DEMO_FOLDER, in_memory, load_tokenizer
 from calibrate.prompts.needles import make_needles
 from calibrate.prompts.prompts import Prompt, load_prompts
 from calibrate.proof import agreement, verify
 from calibrate.proof.verify import LayerProof, prove
 from calibrate.recipe import Budget, Recipe
-from s2o_runtime import patch, unpatch
+from s2o_runtime import patch, patched, unpatch
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.reference.dense import exact_attention
+from support.architectures import CASES
 from support.marks import all_but_first
 from support.models import make_profile, save, stream
+from support.tiny import tiny_tokenizer
 
 SLOW = pytest.mark.slow(reason="further architectures")
 LENGTHS = (130, 200)
@@ -235,6 +238,31 @@ def test_tiles_hold_their_largest_row(length):
     errors = torch.rand(2, 3, length)
     expected = torch.stack([errors[..., first : first + 64].amax(-1) for first in range(0, length, 64)], -1)
     assert torch.equal(tile_worst(errors), expected)
+
+
+@torch.no_grad()
+def test_a_mixed_model_is_proven_in_its_layers_of_full_attention(tmp_path):
+    """The whole model's predictions and time count; the layer with windows is proven nowhere."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(CASES["gemma3"].config).eval()
+    loaded = in_memory(model, tiny_tokenizer(), "tiny")
+    profile = make_profile(model, 0.4, min_length=10)
+    ids = torch.randint(3, 128, (200,))
+    _, proofs = prove(loaded, {200: [Prompt(ids)]}, profile)
+    (layer,) = proofs[200].layers
+    seen = {}
+    with patched(model, profile):
+        (state,) = layer_states(model)
+        state.observer = lambda number, q, k, v, scale, out: seen.update({number: (q, k, v, scale, out)})
+        logits = model(ids[None]).logits[0]
+    assert list(seen) == [1]
+    q, k, v, scale, out = seen[1]
+    truth = exact_attention(q, k, v, scale=scale)
+    assert layer.mse == pytest.approx(float((out - truth).square().mean()), rel=1e-4)
+    dense = model(ids[None]).logits[0]
+    kl = (dense.softmax(-1) * (dense.log_softmax(-1) - logits.log_softmax(-1))).sum(-1)
+    assert proofs[200].kl == pytest.approx(float(kl.mean()), rel=1e-3)
+    assert proofs[200].kl > 0
 
 
 def test_of_a_long_prompt_some_tiles_are_compared_the_same_ones_every_time(folder, monkeypatch):

@@ -150,12 +150,13 @@ def _show_head(flags: Flags, profile: Profile) -> int:
 
     layer, head = flags["head"]
     geometry = profile.geometry
-    if layer >= geometry.layers or head >= geometry.query_heads:
+    table_row = geometry.row_of(layer)
+    if table_row is None or head >= geometry.query_heads:
+        layers = ", ".join(map(str, geometry.layer_numbers)) or f"0 to {geometry.layers - 1}"
         raise ConfigError(
-            f"head {layer}.{head} does not exist: layers are 0 to {geometry.layers - 1}, heads 0 to "
-            f"{geometry.query_heads - 1}"
+            f"head {layer}.{head} does not exist: layers are {layers}, heads 0 to {geometry.query_heads - 1}"
         )
-    rows = explain_head(profile, flags["profile"], layer, head, flags.get("journal"))
+    rows = explain_head(profile, flags["profile"], table_row, head, flags.get("journal"))
     if "json" in flags:
         return print_json({"layer": layer, "head": head, "lengths": rows})
     for row in rows:

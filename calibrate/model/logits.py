@@ -41,7 +41,7 @@ def logits_of(model: Any) -> Logits:
     def whole(rows: Tensor) -> Tensor:
         outputs = BaseModelOutputWithPast(last_hidden_state=rows)
         with replaced_forwards({decoder_of(model): lambda *arguments, **named: outputs}):
-            logits: Tensor = model(inputs_embeds=rows, use_cache=False).logits
+            logits: Tensor = model(input_ids=_any_tokens(rows), use_cache=False).logits
         return logits
 
     return _quickest(model.get_output_embeddings(), whole)
@@ -55,10 +55,15 @@ def _behind_layers(model: Any, rows: Tensor) -> Tensor:
             replaced_forwards(dict.fromkeys(layer_list(model), partial(_returned, output))),
             suppress(IndexError, RuntimeError),  # what a tensor that was taken for a tuple leads to
         ):
-            logits: Tensor = model(inputs_embeds=rows, use_cache=False).logits
+            logits: Tensor = model(input_ids=_any_tokens(rows), use_cache=False).logits
             if logits.shape[:2] == rows.shape[:2]:
                 return logits
     raise ModelError(f"{type(model).__name__} gives no logits of its hidden states: the architecture is not supported")
+
+
+def _any_tokens(rows: Tensor) -> Tensor:
+    """As many tokens as there are rows, [1, R]: which ones does not matter, no layer sees them."""
+    return torch.zeros(rows.shape[:2], dtype=torch.int64, device=rows.device)
 
 
 def _returned(output: Any, *arguments: Any, **named: Any) -> Any:

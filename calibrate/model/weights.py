@@ -93,14 +93,18 @@ def model_class(config: Any) -> Any:
 
 
 def _from_config(config: Any, dtype: torch.dtype) -> Any:
-    """The model with SDPA, or where its attention is beyond SDPA (soft caps, sinks) with its own eager attention."""
-    auto_class = model_class(config)
+    """The model with SDPA, or where its attention is beyond SDPA (soft caps, sinks) with its own eager attention.
+
+    Code that comes with the model is that of its configuration, which was trusted, or none.
+    """
+    auto_class, config = model_class(config), copy.deepcopy(config)  # transformers writes the dtype into it
+    options = {"dtype": dtype, "trust_remote_code": type(config).__module__.startswith("transformers_modules")}
     try:
-        return auto_class.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+        return auto_class.from_config(config, attn_implementation="sdpa", **options).eval()
     except ValueError as error:
         if "scaled_dot_product_attention" not in str(error):
             raise
-        return auto_class.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+        return auto_class.from_config(config, attn_implementation="eager", **options).eval()
 
 
 def _fill_buffers(model: Any, name: str, module: nn.Module, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -93,8 +94,8 @@ def load_whole(source: str, config: Any, device: torch.device, name: str, **opti
     quantised = quantisation(config) is not None
     dtype: Any = torch.bfloat16 if device.type == "cuda" else torch.float32
     options |= {"dtype": "auto" if quantised else dtype, "output_loading_info": True}
-    if quantised and device.type == "cuda":
-        options["device_map"] = {"": str(device)}  # quantised weights are made where they stay
+    if device.type == "cuda" and (quantised or find_spec("accelerate") is not None):
+        options["device_map"] = {"": str(device)}  # without a copy in the host's memory
     if "gguf_file" not in options:
         options["config"] = config
     try:

@@ -117,7 +117,7 @@ def _compared(profile: Profile, recipe: Recipe, length: int, proof: LengthProof)
         "needles": proof.needles,
         "layers": [
             {
-                "layer": index,
+                "layer": profile.geometry.layer_number(index),
                 "error": layer.error(recipe.budget),
                 "limit": profile.record.limits(index).get(length, default),
                 "density": layer.density,

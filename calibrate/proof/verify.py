@@ -144,7 +144,7 @@ def prove(
                         loaded.weights.device, walk.length, loaded.weights.held, f"proving layer {number}"
                     ):
                         if row is None or attention is None:
-                            walk.pass_through(module, number)
+                            walk.pass_through(module, number, loaded.weights.device)
                             continue
                         layer = PatchableLayer(row, number, module, attention, loaded.weights.device)
                         configured = walk.advance(layer, configured, revise)
@@ -212,12 +212,14 @@ class _Walk:
         self._dense = [layer.dense(stream) for stream in self._dense]
         return configured
 
-    def pass_through(self, module: nn.Module, number: int) -> None:
-        """Move through a layer that has no full attention."""
-        alike = self._patched is self._dense  # before the first layer that S2O may change
+    def pass_through(self, module: nn.Module, number: int, device: torch.device) -> None:
+        """Move through a layer that has no full attention, whose time is part of both prefills."""
+        first = self._patched[0]
         if self._timed:
-            seconds = _seconds({"both": lambda: self._dense[0].through(module, number)}, self._dense[0].hidden.device)
-            self._seconds = {name: total + seconds["both"] for name, total in self._seconds.items()}
+            seconds = _seconds({"layer": lambda: first.through(module, number)}, device)["layer"]
+            for name in self._seconds:
+                self._seconds[name] += seconds
+        alike = self._patched is self._dense  # before the first layer that S2O may change
         self._patched = [stream.through(module, number) for stream in self._patched]
         self._dense = self._patched if alike else [stream.through(module, number) for stream in self._dense]
 

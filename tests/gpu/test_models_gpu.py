@@ -1,0 +1,70 @@
+"""On a GPU in bfloat16: the self-test of every architecture that it holds for, and calibrations of mixed models."""
+
+import pytest
+import torch
+
+from calibrate import calibrate
+from calibrate.model.models import in_memory, load
+from calibrate.model.self_test import self_test
+from calibrate.model.weights import model_class
+from s2o_runtime import explain, patched
+from support.architectures import CASES, RUNNING
+from support.tiny import tiny_tokenizer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+BUDGET = {"budget_rel_mse": 0.3, "lengths": (2048,), "segments": (256, 512), "representatives": (1,), "trials": 2}
+QUICK = BUDGET | {"num_prompts": 1, "num_held_out": 1, "num_certify": 0, "worst_rows": 0, "hide_needles": False}
+
+
+def on_gpu(name):
+    """The architecture's tiny model for prompts of 4096 tokens, with heads of 64 dimensions where it may choose."""
+    torch.manual_seed(1)
+    config = CASES[name].config
+    config.get_text_config().max_position_embeddings = 4096
+    return model_class(config).from_config(config, dtype=torch.bfloat16).eval().cuda()
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_the_self_test_holds(name):
+    self_test(in_memory(on_gpu(name), tiny_tokenizer(), name))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4", "qwen3-next", "qwen2.5-vl", "granite", "gemma3-vision"])
+def test_a_model_in_memory_is_calibrated_and_runs(name, tmp_path):
+    model = on_gpu(name)
+    out = tmp_path / "p.safetensors"
+    result = calibrate(model, tiny_tokenizer(), progress=False, out=out, allow_regression=True, **QUICK)
+    numbers = [result.profile.geometry.layer_number(row) for row in range(result.profile.geometry.layers)]
+    ids = torch.randint(8, 120, (1, 2048), device="cuda")
+    with torch.no_grad(), patched(model, out, strict=True):
+        assert bool(model(ids).logits.isfinite().all())
+        assert {row["layer"] for row in explain(model) if row["path"] == "s2o"} <= set(numbers)
+        assert set(numbers) <= {row["layer"] for row in explain(model)}
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama4", "cohere2", "lfm2"])
+def test_a_mixed_model_streams_as_it_runs_whole(name, tmp_path):
+    """The same fingerprint, and the same profile whether its layers come one at a time or not."""
+    on_gpu(name).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    streamed, resident = (load(str(tmp_path / "model"), "cuda", resident=stays) for stays in (False, True))
+    assert streamed.fingerprint == resident.fingerprint
+    for loaded in (streamed, resident):
+        self_test(loaded)
+    assert all(parameter.is_meta for parameter in streamed.model.parameters())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_spread_over_two_gpus(tmp_path):
+    """By accelerate, whose hooks move what a layer gets to the layer's GPU."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = on_gpu("llama")
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
+    places |= {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+    accelerate.dispatch_model(model, places)
+    out = tmp_path / "p.safetensors"
+    result = calibrate(model, tiny_tokenizer(), progress=False, out=out, allow_regression=True, **QUICK)
+    assert result.profile.geometry.layers == 2
+    with torch.no_grad(), patched(model, out, strict=True):
+        assert bool(model(torch.randint(8, 120, (1, 2048), device="cuda:0")).logits.isfinite().all())
