@@ -286,7 +286,7 @@ def sampled_fingerprint(shapes: Mapping[str, Sequence[int]], sample: Callable[[s
 
 
 def stored_elements(stored: Any, indices: range) -> Tensor:
-    """Elements of a vector or matrix in a safetensors file, by their indices in the flattened tensor.
+    """Elements of a tensor in a safetensors file, by their indices in the flattened tensor.
 
     Args:
         stored: the tensor as `get_slice` of safetensors gives it, of which only what is asked for is read.
@@ -296,8 +296,14 @@ def stored_elements(stored: Any, indices: range) -> Tensor:
     if len(shape) == 1:
         vector: Tensor = stored[:]
         return vector[indices.start : indices.stop : indices.step]
-    cells = (divmod(index, shape[1]) for index in indices)
-    return torch.cat([stored[row : row + 1, column : column + 1].reshape(-1) for row, column in cells])
+    cells = []
+    for index in indices:
+        position = []
+        for size in reversed(shape):
+            index, inner = divmod(index, size)
+            position.append(slice(inner, inner + 1))
+        cells.append(stored[tuple(reversed(position))].reshape(-1))
+    return torch.cat(cells)
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:

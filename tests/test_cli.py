@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import Gemma2Config, LlamaConfig, MistralConfig
+from transformers import LlamaConfig, MistralConfig
 
 from calibrate.commands.calibrate import main
 from s2o_runtime import load_profile
@@ -61,7 +61,7 @@ def unfit(tmp_path_factory):
         "WINDOWS": MistralConfig(**SIZES, sliding_window=64).to_dict(),
         "CODE": {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}},
         "GPTQ": plain | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        "CAPPED": Gemma2Config(**SIZES).to_dict(),
+        "WIDE": LlamaConfig(**SIZES | {"head_dim": 288}).to_dict(),
         "SPEECHLESS": plain,
     }
     folders = {}
@@ -374,7 +374,7 @@ def bad_inputs():
     yield ["--model", "WINDOWS"], "has no layer of full_attention, only 2 of sliding_attention"
     yield ["--model", "CODE"], "code of its own, which is not run: give --trust-remote-code if you have read and trust"
     yield ["--model", "GPTQ"], "is quantised (gptq) and a package for that is missing ("
-    yield ["--model", "CAPPED"], "layer 0 cannot run S2O (the scores are soft-capped at 50): the model is not supported"
+    yield ["--model", "WIDE"], "layer 0 cannot run S2O ("
     yield ["--model", "SPEECHLESS"], "the tokenizer of "
     yield ["--prompts", "none.jsonl"], "prompt file none.jsonl does not exist"
     yield ["--prompts", "bad.jsonl"], "bad.jsonl:2: "

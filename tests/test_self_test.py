@@ -1,5 +1,6 @@
 """What shows that S2O can serve an architecture, and what it says of one that it cannot."""
 
+import copy
 import sys
 
 import pytest
@@ -17,7 +18,7 @@ from support.tiny import tiny_tokenizer
 
 def loaded(config=None):
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config or CONFIGS["llama"]).eval()
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config or CONFIGS["llama"])).eval()
     return in_memory(model, tiny_tokenizer(), "tiny")
 
 

@@ -253,11 +253,11 @@ def test_a_mixed_model_is_proven_in_its_layers_of_full_attention(tmp_path):
     seen = {}
     with patched(model, profile):
         (state,) = layer_states(model)
-        state.observer = lambda number, q, k, v, scale, out: seen.update({number: (q, k, v, scale, out)})
+        state.observer = lambda number, q, k, v, scoring, out: seen.update({number: (q, k, v, scoring, out)})
         logits = model(ids[None]).logits[0]
     assert list(seen) == [1]
-    q, k, v, scale, out = seen[1]
-    truth = exact_attention(q, k, v, scale=scale)
+    q, k, v, scoring, out = seen[1]
+    truth = exact_attention(q, k, v, **scoring.arguments())
     assert layer.mse == pytest.approx(float((out - truth).square().mean()), rel=1e-4)
     dense = model(ids[None]).logits[0]
     kl = (dense.softmax(-1) * (dense.log_softmax(-1) - logits.log_softmax(-1))).sum(-1)
