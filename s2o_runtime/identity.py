@@ -100,6 +100,7 @@ def geometry(config: Any) -> Geometry:
             f"the model (type {architecture!r}) has no layer of {FULL}, only {counts}: S2O has nothing to do in it"
         )
     try:
+        config = _layer_config(config, numbers[0])
         query_heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or query_heads)
         return Geometry(
@@ -116,6 +117,12 @@ def geometry(config: Any) -> Geometry:
             f"the configuration of type {architecture!r} does not say the heads of its layers ({error}): "
             "the architecture is not supported"
         ) from error
+
+
+def _layer_config(config: Any, number: int) -> Any:
+    """What a configuration says of one layer, where it may say something else of others (Gemma 4)."""
+    of_layers = getattr(config, "per_layer_config", None)
+    return config if not of_layers else of_layers[number]
 
 
 def _head_dim(config: Any, query_heads: int) -> int:
