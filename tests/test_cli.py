@@ -130,9 +130,9 @@ from dataclasses import replace
 from calibrate.proof import tighten
 from calibrate.commands.calibrate import main
 real, attempts = tighten.prove, []
-def prove(*arguments):
+def prove(*arguments, **named):
     attempts.append(1)
-    candidate, proofs = real(*arguments)
+    candidate, proofs = real(*arguments, **named)
     return candidate, {length: replace(proof, needles=(0, 3)) for length, proof in proofs.items()}
 tighten.prove = prove
 code = main(sys.argv[1:])
@@ -266,15 +266,15 @@ REPLACED = """
 import errno, os, sys, time
 from calibrate.commands.calibrate import main
 
-def full(recipe, progress):
+def full(recipe, progress, loaded):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-def hangs(recipe, progress):
+def hangs(recipe, progress, loaded):
     recipe.journal_path.parent.mkdir(parents=True)
     recipe.journal_path.touch()
-    waits(recipe, progress)
+    waits(recipe, progress, loaded)
 
-def waits(recipe, progress):
+def waits(recipe, progress, loaded):
     print("ready", flush=True)
     time.sleep(60)
 

@@ -244,8 +244,8 @@ def test_a_checked_length_that_was_tightened_becomes_a_bucket(check, run, monkey
     """And with it all others that were checked: between new buckets something else would be interpolated."""
     real, seen = verify._measure, []
 
-    def worse_once(layer, streams, config):
-        after, proof = real(layer, streams, config)
+    def worse_once(layer, streams, config, chunks):
+        after, proof = real(layer, streams, config, chunks)
         if not seen and layer.index == 0 and streams[0].hidden.shape[1] == 768 and not config.is_dense:
             seen.append(proof)
             proof = replace(proof, mse=2 * TIGHT["budget_rel_mse"] * proof.dense_power)
@@ -264,8 +264,8 @@ def test_a_layer_over_its_limit_is_tightened_by_what_it_is_over(run, monkeypatch
     """Errors that come out three times as large as they are: a third of the budget is what is left."""
     real = verify._measure
 
-    def worse(layer, streams, config):
-        after, proof = real(layer, streams, config)
+    def worse(layer, streams, config, chunks):
+        after, proof = real(layer, streams, config, chunks)
         return after, replace(proof, mse=3 * proof.mse)
 
     made, honest = run(seed=CALM)
@@ -364,9 +364,9 @@ def attempts(monkeypatch):
     seen = []
     real = tighten.prove
 
-    def watch(loaded, prompts, candidate, *rest):
+    def watch(loaded, prompts, candidate, *rest, **named):
         seen.append([choice.budget_mse for choice in candidate.chosen[1024].choices])
-        return real(loaded, prompts, candidate, *rest)
+        return real(loaded, prompts, candidate, *rest, **named)
 
     monkeypatch.setattr(tighten, "prove", watch)
     return seen
@@ -378,9 +378,9 @@ def proven(monkeypatch):
     seen = []
     real = tighten.prove
 
-    def watch(loaded, prompts, *rest):
+    def watch(loaded, prompts, *rest, **named):
         seen.append(sorted(prompts))
-        return real(loaded, prompts, *rest)
+        return real(loaded, prompts, *rest, **named)
 
     monkeypatch.setattr(tighten, "prove", watch)
     return seen

@@ -72,7 +72,8 @@ def test_every_field_of_a_real_profile_is_in_the_format(certified, tmp_path):
     for path in (certified, certified.with_name("other.safetensors"), tmp_path / "retiled.safetensors"):
         for field in field_paths(document_of(path.read_bytes())):
             known = re.sub(r"\.versions\..*", ".versions", field)
-            assert any(f"`{known}{end}" in text for end in ("`", "[]`", "[]."))  # the last for an empty list
+            in_format = any(f"`{known}{end}" in text for end in ("`", "[]`", "[]."))  # the last for an empty list
+            assert in_format, known
 
 
 @SLOW

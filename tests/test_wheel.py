@@ -71,7 +71,10 @@ def test_it_holds_the_packages_and_their_data_and_nothing_else(wheel):
     assert {f"calibrate/prompts/texts/{name}.jsonl.xz" for name in ("prose", "chat", "chinese")} <= names
     assert "calibrate/prompts/texts/SOURCES.txt" in names
     assert any(name.startswith("calibrate/demo/model/") and name.endswith(".safetensors") for name in names)
-    assert not [name for name in names if "test" in name or name.endswith(".pyc")]
+    stray = [
+        name for name in names if Path(name).name.startswith("test_") or "/tests/" in name or name.endswith(".pyc")
+    ]
+    assert not stray
 
 
 @SLOW

@@ -82,7 +82,9 @@ def tails() -> Profile:
         tuple(layer.with_tile(replace(layer.tile, min_queries=queries)) for layer in bucket)
         for queries, bucket in zip(fewest, profile.layers, strict=True)
     )
-    record = replace(profile.record, recipe={**(profile.record.recipe or {}), "chunk": 8192})
+    record = replace(
+        profile.record, recipe={**(profile.record.recipe or {}), "chunk": 8192, "trust_remote_code": False}
+    )
     return replace(profile, layers=layers, record=record)
 
 
