@@ -98,6 +98,7 @@ FLOATS = ("qk_scale", "limit")
 # Bytes that a thread may keep in local memory; meant for what is computed once, outside the loops.
 # The trace kernel, which only calibration runs, keeps what it writes down where thresholds stop.
 KEPT_BYTES = {"prefill_hopper": 16, "prefill": 48, "log_sums": 8, "trace": 896, "antidiagonal": 24}
+KEPT_BYTES_CAPPED = 48  # of the specialised kernel with a soft cap in Triton 3.9; with sinks alone it spills none
 KEPT_BYTES_MOVED = 104  # where permuted queries stand: the block-sparse kernel stores its rows there at the end
 # The switches of a kernel that are on, all others are off, and its grain.
 VARIANTS: dict[str, dict[str, object]] = {
@@ -226,6 +227,8 @@ def no_spills(case: Case, built: Compiled) -> str | None:
     """
     spilled = built.stack + built.local
     allowed = KEPT_BYTES_MOVED if case.variant == "all-moved" else KEPT_BYTES.get(case.kernel, 0)
+    if case.kernel == "prefill_hopper" and case.variant == FEATURES:
+        allowed = KEPT_BYTES_CAPPED
     return f"{spilled} bytes of spilled registers" if spilled > allowed else None
 
 
