@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,6 +30,16 @@ def test_a_model_is_left_as_it_was():
     assert held.model.config._attn_implementation == "sdpa"
     for part, attributes in zip(held.model.modules(), before, strict=True):
         assert part.__dict__.keys() == attributes.keys()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss", "gemma3"])
+def test_large_scores_in_16_bits_are_no_obstacle(name):
+    """Eager attention in bfloat16 would be off by percents of its weights, as in models of large scores (Qwen2.5)."""
+    held = loaded(CASES[name].config)
+    for part, parameter in held.model.named_parameters():
+        if "q_proj" in part or "k_proj" in part:
+            parameter.data *= 30
+    self_test(replace(held, model=held.model.to(torch.bfloat16)))
 
 
 def test_a_streamed_model_is_tested_as_far_as_its_first_layer_of_full_attention(tmp_path, monkeypatch):
