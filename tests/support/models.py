@@ -1,5 +1,7 @@
 """Small models that no checkpoint holds, and profiles for them."""
 
+import copy
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
@@ -24,10 +26,19 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-CONFIGS = {"llama": LlamaConfig(**SIZES), "qwen2": Qwen2Config(**SIZES)}
+
+
+class _Fresh(dict):
+    """Configurations by name, a copy each time: to patch a model changes its configuration."""
+
+    def __getitem__(self, name):
+        return copy.deepcopy(super().__getitem__(name))
+
+
+CONFIGS = _Fresh(llama=LlamaConfig(**SIZES), qwen2=Qwen2Config(**SIZES))
 SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALED |= {"original_max_position_embeddings": 64}
-MODELS = CONFIGS | {"tied": LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=SCALED)}
+MODELS = _Fresh(CONFIGS, tied=LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=SCALED))
 ARCHITECTURES = tuple(sorted(MODELS))
 CPU = torch.device("cpu")
 LENGTH = 200  # tokens of a prompt
