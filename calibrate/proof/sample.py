@@ -138,8 +138,9 @@ def sample(
                 within_memory(device, length, held, f"certifying layer {number}"),
             ):
                 if index is None or of_decoder.attention is None:
+                    alike = patched is dense  # before the first layer that S2O may change
                     patched = [stream.through(module, number) for stream in patched]
-                    dense = [stream.through(module, number) for stream in dense]
+                    dense = patched if alike else [stream.through(module, number) for stream in dense]
                     if noise is not None:
                         noise.pass_through(loaded, module, number)
                     continue

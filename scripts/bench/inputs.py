@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from calibrate.proof.rows import exact_rows as exact_rows_of_prompt
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.layer_kinds import positions
+from s2o_runtime.scoring import Scoring
 
 DIRECTIONS = 4  # that the random queries and keys of a KV head share
 SHARPNESS = (6.0, 10.0)  # how strongly the first and the last query head look along them
@@ -44,14 +46,9 @@ def exact_rows(q: Tensor, k: Tensor, v: Tensor, count: int, seed: int) -> tuple[
     """Indices [R] of rows, one at random in each of `count` equal parts, and dense attention there in float32."""
     length, rng = q.shape[2], random.Random(seed)
     parts = pairwise(sorted({length * part // count for part in range(count + 1)}))
-    rows = torch.tensor([rng.randrange(begin, end) for begin, end in parts], device=q.device)
-    hidden = torch.arange(length, device=q.device) > rows[:, None]
-    exact = torch.empty(*q.shape[:2], len(rows), q.shape[3], device=q.device)
-    for h in range(q.shape[1]):
-        keys, values = (t[:, h // (q.shape[1] // k.shape[1])].float() for t in (k, v))
-        scores = q[:, h, rows].float() * q.shape[3] ** -0.5 @ keys.transpose(1, 2)
-        exact[:, h] = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values
-    return rows, exact
+    rows = torch.tensor([rng.randrange(begin, end) for begin, end in parts])
+    exact = [exact_rows_of_prompt(q[b : b + 1], k[b : b + 1], v[b : b + 1], rows, Scoring()) for b in range(q.shape[0])]
+    return rows.to(q.device), torch.cat(exact)
 
 
 def rel_mse(o: Tensor, exact: Tensor) -> float:

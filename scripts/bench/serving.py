@@ -43,7 +43,7 @@ from s2o_runtime.shapes import CallShape
 from s2o_runtime.vllm.fit import Rank
 from scripts.bench.common import (
     Parser,
-    add_device,
+    add_op_options,
     bench_parser,
     check_device,
     float_list,
@@ -104,14 +104,7 @@ def parser() -> Parser:
     add("--densities", "0.25,0.1", "of a whole prompt", type=float_list("0.25,0.1"), metavar="X,X")
     add("--heads", "32,8", "query heads and KV heads of a rank", metavar="N,N")
     add("--head-dim", 128, type=int, metavar="N")
-    add("--segment", 1024, "queries that share a ranking", type=int, metavar="N")
-    add("--representatives", 1, type=int, metavar="N")
-    add("--grain", 4, "adjacent keys that are ranked and visited together", type=int, metavar="N")
-    out.add_argument("--tail", action=argparse.BooleanOptionalAction, default=True, help="estimate what is skipped")
-    add("--rounds", 3, "turns that are timed, after one that is not", type=int, metavar="N")
-    add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
-    add("--seed", 0, type=int, metavar="N")
-    add_device(add)
+    add_op_options(out, add, rounds=3)
     add("--url", None, "of an OpenAI-compatible server, up to /v1", metavar="URL")
     add("--model", None, "what the server calls its model", metavar="NAME")
     add("--label", "S2O", "what the server runs, for the result", metavar="TEXT")

@@ -33,7 +33,7 @@ from s2o_runtime.tiles import DECODE
 from scripts.bench.calls import bisect, device_tile
 from scripts.bench.common import (
     Parser,
-    add_device,
+    add_op_options,
     bench_parser,
     check_device,
     check_least,
@@ -105,15 +105,8 @@ def parser() -> Parser:
     add("--heads", "32,8", "query heads and KV heads", metavar="N,N")
     add("--head-dim", 128, type=int, metavar="N")
     add("--density", 0.25, "share of the causal pairs that a whole prompt computes", type=float, metavar="X")
-    add("--segment", 1024, "queries that share a ranking", type=int, metavar="N")
-    add("--representatives", 1, type=int, metavar="N")
-    add("--grain", 4, "adjacent keys that are ranked and visited together", type=int, metavar="N")
-    out.add_argument("--tail", action=argparse.BooleanOptionalAction, default=True, help="estimate what is skipped")
     out.add_argument("--default-tile", action="store_true", help="keep the GPU's default min_queries")
-    add("--rounds", 5, "turns that are timed, after one that is not", type=int, metavar="N")
-    add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
-    add("--seed", 0, type=int, metavar="N")
-    add_device(add)
+    add_op_options(out, add, rounds=5)
     add("--out", Path("build/bench_tails.json"), type=Path, metavar="FILE")
     return out
 
