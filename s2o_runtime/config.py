@@ -5,6 +5,7 @@ DESIGN.md explains the words. All classes are frozen and hashable, so a config c
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
@@ -305,6 +306,18 @@ class LayerConfig:
                     f"tile {self.tile}: a tile may not cross a segment's end"
                 )
         return True
+
+    def as_text(self) -> str:
+        """The layer as JSON, of which `torch_op.config_from_text` makes it again."""
+        distinct = list(dict.fromkeys(self.heads))
+        heads = [vars(head) | {"baseline": head.baseline and str(head.baseline)} for head in distinct]
+        fields = {"row_reduce": self.row_reduce, "grain": self.grain, "tile": vars(self.tile)}
+        return json.dumps(fields | {"heads": heads, "head": [distinct.index(head) for head in self.heads]})
+
+    # While torch.compile traces, it calls the method and takes the text for a constant of the config. This is what
+    # torch.compiler.assume_constant_result does, but that imports torch._dynamo, which takes a second. It is a method
+    # because torch 2.11 takes no frozen dataclass for an argument of such a function.
+    as_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @cached_property
     def identity(self) -> object:

@@ -18,8 +18,11 @@ def forget():
         cached.cache_clear()
 
 
-@pytest.mark.parametrize(("faster_from", "expected"), [(512, 512), (3000, 4096), (1 << 30, 1 << 18)])
-def test_the_first_length_that_wins(monkeypatch, faster_from, expected):
+@pytest.mark.parametrize(
+    ("faster_from", "density", "expected"),
+    [(512, 0.0, 512), (3000, 0.0, 4096), (3000, 0.49, 4096), (3000, 0.5, 1 << 18), (1 << 30, 0.0, 1 << 18)],
+)
+def test_the_first_length_that_wins(monkeypatch, faster_from, density, expected):
     seen = []
 
     def medians(calls, device, rounds):
@@ -33,7 +36,7 @@ def test_the_first_length_that_wins(monkeypatch, faster_from, expected):
     forget()
     config = LayerConfig((HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=8, tail=True)), grain=2)
     head = crossover._quickest(config)
-    assert crossover.dense_below(TileConfig(), head, 2, GEOMETRY, CPU) == expected
+    assert crossover.dense_below(TileConfig(), head, 2, GEOMETRY, CPU, density) == expected
     assert seen[-1] == min(expected, crossover.LENGTHS[-1])
 
 
@@ -41,14 +44,14 @@ def test_it_times_real_calls(monkeypatch):
     monkeypatch.setattr(crossover, "LENGTHS", (256,))
     forget()
     head = HeadConfig(MAX_TAU, 128, representatives=2, tail=True)
-    assert crossover.dense_below(TileConfig(), head, 4, GEOMETRY, CPU) in (256, 512)
+    assert crossover.dense_below(TileConfig(), head, 4, GEOMETRY, CPU, 0.0) in (256, 512)
 
 
 def test_a_prompt_of_one_segment_is_not_compared(monkeypatch):
     """It runs dense on both sides, and either could win."""
     monkeypatch.setattr(crossover, "medians", lambda *_: {"dense": 1.0, "s2o": 0.9})
     forget()
-    assert crossover.dense_below(TileConfig(), HeadConfig(MAX_TAU, 1024), 1, GEOMETRY, CPU) == 2048
+    assert crossover.dense_below(TileConfig(), HeadConfig(MAX_TAU, 1024), 1, GEOMETRY, CPU, 0.0) == 2048
 
 
 def test_a_layer_is_timed_with_its_dearest_ranking_even_if_all_dense(monkeypatch):
@@ -64,6 +67,16 @@ def test_a_layer_is_timed_with_its_dearest_ranking_even_if_all_dense(monkeypatch
         fastest = replace(timed, tau=MAX_TAU)
         assert calls == [(TileConfig(), fastest, 2), (TileConfig(dense_below=7), fastest, 2)]
         calls.clear()
+
+
+@pytest.mark.parametrize(("faster_at", "kept"), [(None, 8192), (8192, 8192), (4096, 4096)])
+def test_a_layer_does_not_go_dense_where_it_was_faster(monkeypatch, faster_at, kept):
+    seen = []
+    monkeypatch.setattr(crossover, "dense_below", lambda *_: 8192)
+    monkeypatch.setattr(crossover, "min_queries", lambda tile, *_: seen.append(tile.dense_below) or 16)
+    config = LayerConfig.uniform(4, tau=0.5)
+    assert crossover.with_crossover(config, GEOMETRY, CPU, 0.5, faster_at).dense_below == kept
+    assert seen == [kept]  # shorter calls than these need not pay behind a prefix either
 
 
 def modelled(monkeypatch, ranking):

@@ -358,3 +358,19 @@ def test_equal_scores_keep_their_neighbours():
     for begin in (0, 128, 256):
         block = ranked[0, 0, 0, begin : min(begin + 128, 320)]
         assert torch.equal(block.sort().values, torch.arange(begin, min(begin + 128, 320), dtype=torch.int32))
+
+
+def test_dense_heads_alone_give_the_kernel_an_order_of_the_type_it_expects(monkeypatch):
+    """They read none, but a compiler types what would be read; the interpreter does not."""
+    q, k, v = inputs(1, 2, 1, 100, 100, 64)
+    config = LayerConfig.uniform(2, mode="dense", tile=TileConfig(64, 64, 2, 4, 2))
+    types, launch = [], prefill_module.launch
+
+    def recorded(kernel, grid, arguments, *rest, **options):
+        types.append(arguments["ORDER"].dtype)
+        launch(kernel, grid, arguments, *rest, **options)
+
+    monkeypatch.setattr(prefill_module, "launch", recorded)
+    out, _, _ = s2o_prefill(q, k, v, replace(call_of(q, k, config), softcap=1.5))
+    assert types == [torch.int32]
+    torch.testing.assert_close(out, naive_attention(q, k, v, scale=0.125, softcap=1.5).float(), rtol=1e-4, atol=1e-4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from s2o_runtime import ConfigError, LayerConfig, TileConfig, s2o_attention
-from s2o_runtime.attention.torch_op import config_from_text, config_text
+from s2o_runtime.attention.torch_op import config_from_text
 from s2o_runtime.baselines.settings import PBS
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.huggingface.hf import s2o_attention_forward
@@ -52,12 +52,12 @@ def test_another_config_is_another_graph():
 
 def test_the_fake_implementation_of_a_call_is_the_real_one():
     torch.library.opcheck(
-        torch.ops.s2o.attention.default, (*inputs(), None, None, config_text(CONFIG), "auto", 0.125, None)
+        torch.ops.s2o.attention.default, (*inputs(), None, None, CONFIG.as_text(), "auto", 0.125, None)
     )
     q, k, v = inputs()
     sinks = torch.ones(q.shape[1])
     torch.library.opcheck(
-        torch.ops.s2o.attention.default, (q, k, v[..., :24], None, sinks, config_text(CONFIG), "auto", 0.125, 2.0)
+        torch.ops.s2o.attention.default, (q, k, v[..., :24], None, sinks, CONFIG.as_text(), "auto", 0.125, 2.0)
     )
 
 
@@ -75,8 +75,8 @@ def test_the_fake_implementation_of_a_layer_is_the_real_one():
 
 @pytest.mark.parametrize("config", [CONFIG, MIXED], ids=["uniform", "mixed"])
 def test_the_text_of_a_config_says_everything(config):
-    assert config_from_text(config_text(config)) == config
-    changed = json.loads(config_text(config))
+    assert config_from_text(config.as_text()) == config
+    changed = json.loads(config.as_text())
     changed["heads"][0]["tau"] = -1.0
     with pytest.raises(ConfigError, match=r"tau -1\.0"):
         config_from_text(json.dumps(changed))

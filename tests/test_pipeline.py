@@ -505,18 +505,17 @@ def choice(timing, mode="s2o", below=0):
     return Choice(512, 1, config.tile, {}, 0.0, allocation, timing)
 
 
-@pytest.mark.parametrize(("below", "kept"), [(100, 100), (1024, 1024), (4096, 1024)])
-def test_what_was_faster_than_dense_at_a_length_runs_there(monkeypatch, below, kept):
+def test_what_was_faster_than_dense_at_a_length_runs_there(monkeypatch):
     monkeypatch.setattr(
         pipeline,
         "with_crossover",
-        lambda config, geometry, device, density: replace(
-            config.tile, dense_below=below, min_queries=int(1000 * density)
+        lambda config, geometry, device, density, faster_at: replace(
+            config.tile, dense_below=faster_at or 4096, min_queries=int(1000 * density)
         ),
     )
     crossed = [pipeline._with_crossover(choice(None, mode), 1024, None, None) for mode in ("s2o", "dense")]
-    assert [each.tile.dense_below for each in crossed] == [kept, below]
-    assert [each.tile.min_queries for each in crossed] == [500, 500]  # of the density of its points
+    assert [choice.tile.dense_below for choice in crossed] == [1024, 4096]
+    assert [choice.tile.min_queries for choice in crossed] == [500, 500]  # of the density of its points
 
 
 def test_a_layers_time_is_predicted_as_a_share_of_dense_attentions():

@@ -77,7 +77,7 @@ def timed(monkeypatch):
     monkeypatch.setattr(
         module,
         "with_crossover",
-        lambda config, geometry, device, density: replace(
+        lambda config, geometry, device, density, faster_at: replace(
             config.tile, dense_below=CROSSOVER, min_queries=round(100 * density)
         ),
     )

@@ -23,19 +23,25 @@ ENDED_SEGMENTS = (1, 2, 4)
 ROUNDS = 3
 
 
-def with_crossover(config: LayerConfig, geometry: Geometry, device: torch.device, density: float = 0.0) -> TileConfig:
+def with_crossover(
+    config: LayerConfig, geometry: Geometry, device: torch.device, density: float = 0.0, faster_at: int | None = None
+) -> TileConfig:
     """A layer's tile with its `dense_below`, in keys, and its `min_queries` measured.
 
     Args:
         config: the layer.
         geometry: the model's.
         device: the GPU.
-        density: the query-key pairs that the layer computes over causal pairs, where tails have to pay for them.
+        density: the query-key pairs that the layer computes over causal pairs, which calls have to pay for.
+        faster_at: a length at which the layer itself was faster than dense attention, so that it does not go dense
+            there; None if it was not timed.
     """
     bare = replace(config.tile, dense_below=0, min_queries=0)
-    head = _quickest(config)
-    below = dense_below(bare, head, config.grain, geometry, device)
-    fewest = min_queries(replace(bare, dense_below=below), head, config.grain, geometry, device, round(density, 2))
+    head, density = _quickest(config), round(density, 2)
+    below = dense_below(bare, head, config.grain, geometry, device, density)
+    if faster_at is not None:
+        below = min(below, faster_at)
+    fewest = min_queries(replace(bare, dense_below=below), head, config.grain, geometry, device, density)
     return replace(config.tile, dense_below=below, min_queries=fewest).validate()
 
 
@@ -47,11 +53,13 @@ def _quickest(config: LayerConfig) -> HeadConfig:
 
 
 @lru_cache(maxsize=256)
-def dense_below(tile: TileConfig, head: HeadConfig, grain: int, geometry: Geometry, device: torch.device) -> int:
-    """The shortest of `LENGTHS` at which a call that stops as early as it can beats dense attention.
+def dense_below(
+    tile: TileConfig, head: HeadConfig, grain: int, geometry: Geometry, device: torch.device, density: float
+) -> int:
+    """The shortest of `LENGTHS` at which a whole prompt beats dense attention.
 
-    Such a call computes the window and one chunk; with a lower threshold it would take longer. A prompt of one segment
-    runs dense anyway, so there is nothing to compare.
+    Its time is taken as a tail's is (`_pays`): shorter prompts compute a larger share of their pairs, not a smaller
+    one. A prompt of one segment runs dense anyway, so there is nothing to compare.
 
     Args:
         tile: without a `dense_below` of its own.
@@ -59,13 +67,13 @@ def dense_below(tile: TileConfig, head: HeadConfig, grain: int, geometry: Geomet
         grain: of the layer.
         geometry: the model's.
         device: the GPU.
+        density: the pairs that the layer computes over causal pairs.
 
     Returns:
         Tokens; twice the longest of `LENGTHS` if dense attention is faster at all of them.
     """
     for length in (length for length in LENGTHS if length > head.segment):
-        s2o, dense = seconds(tile, head, grain, geometry, device, length, length)
-        if s2o < dense:
+        if _pays(*seconds(tile, head, grain, geometry, device, length, length), density):
             return length
     return 2 * LENGTHS[-1]
 
@@ -75,8 +83,7 @@ def min_queries(
 ) -> int:
     """The fewest queries from which on calls behind a cached prefix beat dense attention.
 
-    A tail's time is taken as that of a call that stops as early as it can, and `density` of dense attention's, for the
-    keys that the layer visits. A query behind a segment's end ranks the whole prefix once more, so calls that end there
+    A tail's time is taken as `_pays` says. A query behind a segment's end ranks the whole prefix once more, so calls that end there
     are timed too. The count holds for every number of keys in `TAIL_KEYS` and for all longer tails that were timed.
 
     Args:
@@ -96,10 +103,16 @@ def min_queries(
                 s2o, dense = seconds(tile, head, grain, geometry, device, queries, keys)
             except torch.OutOfMemoryError:  # where a model's weights leave no room for so many keys
                 continue
-            if s2o + density * dense >= dense:
+            if not _pays(s2o, dense, density):
                 fewest = max(fewest, more)
                 break
     return fewest
+
+
+def _pays(s2o: float, dense: float, density: float) -> bool:
+    """Whether a call is faster than dense attention if it takes the time `s2o` of one that stops as early as it can,
+    and `density` of dense attention's time for the keys that the layer visits."""
+    return s2o + density * dense < dense
 
 
 def _tails(head: HeadConfig, keys: int) -> list[int]:

@@ -111,7 +111,7 @@ def s2o_attention(
         repeated = repeated_call(inputs, config, (*_numbers(scoring), backend, return_stats, return_lse))
     elif not (return_stats or return_lse):
         scoring = scoring._replace(scale=q.shape[3] ** -0.5 if scale is None else scale)
-        text = torch_op.config_text(config)
+        text = config.as_text()
         return torch_op.attention(q, k, v, kv_start=kv_start, config=text, backend=backend, scoring=scoring)
     if repeated is None or (answer := repeated.replay(inputs)) is None:
         call = AttentionCall.of(q, k, v, config, scoring=scoring, kv_start=kv_start, with_lse=return_lse)

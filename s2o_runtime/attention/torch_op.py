@@ -34,7 +34,7 @@ def attention(
     """The node of `s2o_attention`: its arguments and its output, laid out [B, Lq, Hq, Dv].
 
     Args:
-        config: a config as `config_text` writes it.
+        config: a config as `LayerConfig.as_text` writes it.
         scoring: with its scale filled in.
     """
     scale, softcap, sinks = scoring
@@ -82,22 +82,9 @@ for _op, _schema in _OPS.items():
     torch.library.register_fake(f"s2o::{_op}", _empty_output, lib=_library)
 
 
-def config_text(config: LayerConfig) -> str:
-    """A config as JSON; `config_from_text` is the inverse."""
-    distinct = list(dict.fromkeys(config.heads))
-    heads = [vars(head) | {"baseline": head.baseline and str(head.baseline)} for head in distinct]
-    fields = {"row_reduce": config.row_reduce, "grain": config.grain, "tile": vars(config.tile)}
-    return json.dumps(fields | {"heads": heads, "head": [distinct.index(head) for head in config.heads]})
-
-
-# While torch.compile traces, it calls the function and takes the text for a constant of the config. This is what
-# torch.compiler.assume_constant_result does, but that imports torch._dynamo, which takes a second.
-config_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 @lru_cache(maxsize=1024)
 def config_from_text(text: str) -> LayerConfig:
-    """The config that `config_text` wrote. Raises ConfigError if it is illegal."""
+    """The config that `LayerConfig.as_text` wrote. Raises ConfigError if it is illegal."""
     fields = json.loads(text)
     distinct = [_head(settings) for settings in fields["heads"]]
     heads = tuple(distinct[index] for index in fields["head"])

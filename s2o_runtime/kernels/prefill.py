@@ -278,7 +278,8 @@ def prefill(
         if wide or (k.stride(2) | v.stride(2)) * k.element_size() % 16:
             k, v = k.contiguous(), v.contiguous()
     ranked, tail = (None, None) if ranking is None else ranking
-    ordered = None if ranked is None else ranked.order
+    # dense heads read no order, but Triton types the code that would: any int32 pointer stands in for it
+    ordered = tables.segment[None, None] if ranked is None else ranked.order
     first, mass, sums = (None, None, None) if tail is None else tail
     one_entry = {"stride_ob": 0, "stride_eb": 0} if call.packed else {}
     launch(
@@ -289,7 +290,7 @@ def prefill(
             "OUT": out, "LSE": lse, "VISITED": visited, **call.starts,
             "TAU": tables.tau, "SEGMENT": tables.segment, "FLAGS": tables.flags, "SINKS": call.sinks,
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
-            "chunk": tile.chunk, "segments": 0 if ordered is None else ordered.shape[2],
+            "chunk": tile.chunk, "segments": 0 if ranked is None else ordered.shape[2],
             **strides("bhl", q=q, k=k, v=v, o=out), **strides("bhn", i=ordered), **strides("bh", c=visited, e=lse),
             **one_entry,
         },
