@@ -5,19 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from s2o_runtime import LayerConfig, s2o_attention
+from s2o_runtime import LayerConfig
 from s2o_runtime.config import HeadConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import InputError
 from s2o_runtime.huggingface.drift import Allowed, DriftCheck, DriftMonitor
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile
-from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.vllm import counters
 from s2o_runtime.vllm.backend import BATCH, layer_obstacle
 from s2o_runtime.vllm.fit import Rank
 from s2o_runtime.vllm.layouts import key_and_value_pages, layout_of
 from scripts.bench.fake_vllm import FakeEngine, FakeServer, Graphs, fake_backend
+from support.server_batches import alone, dense, joint_density
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 FEWEST = 40  # queries
@@ -38,22 +38,6 @@ def server(max_keys=2048, rank=None, **options):
     return FakeServer(profile(**options), rank or Rank(), "cpu", max_keys)
 
 
-def alone(request, count, config):
-    """The last `count` of the tokens fed so far, by the op on contiguous tensors: [T, Hq, D]."""
-    end = request.done
-    q, k, v = (
-        tensor[begin:end].transpose(0, 1)[None]
-        for tensor, begin in ((request.queries, end - count), (request.keys, 0), (request.values, 0))
-    )
-    return s2o_attention(q, k, v, config, scale=HEAD_DIM**-0.5)[0].transpose(0, 1)
-
-
-def dense(request, count):
-    end = request.done
-    q, k, v = request.queries[end - count : end], request.keys[:end], request.values[:end]
-    return exact_attention(*(tensor.transpose(0, 1)[None] for tensor in (q, k, v)))[0].transpose(0, 1)
-
-
 @pytest.mark.parametrize("layout", ["two caches", "pages of two", "side by side"])
 def test_a_mixed_batch_is_each_request_on_its_own(layout):
     """Decodes, a short tail and two long prompts of one length step, as vLLM sorts them."""
@@ -71,7 +55,7 @@ def test_a_mixed_batch_is_each_request_on_its_own(layout):
         (second, 305, True),
         (short, 64, False),
     ):
-        expected = alone(request, count, config) if sparse else dense(request, count)
+        expected = alone(request, count, config).out if sparse else dense(request, count)
         torch.testing.assert_close(out[begin : begin + count], expected, rtol=1e-4, atol=1e-5)
         begin += count
     runs = getattr(metadata, BATCH).plan(made.fit.layers[0]).runs
@@ -102,7 +86,7 @@ def test_chunks_that_end_segments_are_each_the_op_on_what_is_there():
     request = engine.add(500)
     for _ in range(3):
         out, _ = engine.feed([(request, 128)])
-        expected = alone(request, 128, engine.server.fit.layers[0].config(request.done))
+        expected = alone(request, 128, engine.server.fit.layers[0].config(request.done)).out
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -120,6 +104,22 @@ def test_two_ranks_compute_the_halves_of_one():
         )
         out, _ = half.feed([(part, 300)])
         torch.testing.assert_close(out, expected[:, 2 * index : 2 * index + 2], rtol=1e-4, atol=1e-5)
+
+
+def test_the_density_of_a_sampled_call_is_that_of_its_requests():
+    """Of the first of 256 sparse calls, here a run of two prompts of unlike lengths, counted row by row."""
+    engine = FakeEngine(server())
+    requests = [engine.add(300), engine.add(305)]
+    engine.feed([(request, len(request)) for request in requests])
+    config = engine.server.fit.layers[0].config(300)
+    expected = joint_density([(request, len(request)) for request in requests], config)
+    kept = engine.server.counters.sampled[0].density
+    torch.testing.assert_close(kept, expected)
+    assert kept[-1] < kept[0] < 1  # heads of a larger tau stop earlier
+    assert engine.server.counters.densities() == {0: pytest.approx(float(expected.mean()))}
+    engine.feed([(engine.add(400), 400)])  # is not sampled
+    assert engine.server.counters.sampled[0].density is not kept
+    torch.testing.assert_close(engine.server.counters.sampled[0].density, expected)
 
 
 def test_batches_without_a_long_tail_are_the_stock_backends_untouched():
@@ -147,7 +147,8 @@ def test_requests_without_queries_are_left_alone():
     engine = FakeEngine(server())
     request = engine.add(300)
     out, _ = engine.feed([(request, 300)], padding=5)
-    torch.testing.assert_close(out, alone(request, 300, engine.server.fit.layers[0].config(300)), rtol=1e-4, atol=1e-5)
+    expected = alone(request, 300, engine.server.fit.layers[0].config(300)).out
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_long_prompts_are_split_where_their_keys_are_too_many_for_one_call():

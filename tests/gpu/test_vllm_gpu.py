@@ -1,19 +1,22 @@
 """S2O's backend for vLLM with the real kernels, between a fake of vLLM's classes and the plain backend."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from s2o_runtime import LayerConfig, s2o_attention
+from s2o_runtime import LayerConfig
 from s2o_runtime.config import HeadConfig, TileConfig
 from s2o_runtime.devices import identify
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile, save_profile
-from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.vllm.counters import Counters
 from s2o_runtime.vllm.fit import Rank
 from s2o_runtime.vllm.server import Server, Site
 from s2o_runtime.vllm.settings import Settings
 from scripts.bench.fake_vllm import FakeEngine, FakeServer
+from support.server_batches import alone, dense, joint_density
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -35,28 +38,15 @@ def tiles():
     shapes = {
         (tile.block_m, tile.specialized): tile for tile in candidate_tiles(128, torch.cuda.get_device_capability())
     }
-    return [TileConfig(**{**vars(tile), "min_queries": FEWEST}) for tile in shapes.values()]
-
-
-def alone(request, count, config):
-    end = request.done
-    q, k, v = (
-        tensor[begin:end].transpose(0, 1)[None]
-        for tensor, begin in ((request.queries, end - count), (request.keys, 0), (request.values, 0))
-    )
-    return s2o_attention(q, k, v, config, scale=HEAD_DIM**-0.5, backend="triton")[0].transpose(0, 1)
-
-
-def dense(request, count):
-    end = request.done
-    q, k, v = request.queries[end - count : end], request.keys[:end], request.values[:end]
-    return exact_attention(*(tensor.transpose(0, 1)[None] for tensor in (q, k, v)))[0].transpose(0, 1)
+    # two tiles between stop checks, so that prefixes of 2000 keys can stop more than once
+    return [replace(tile, chunk=2, min_queries=FEWEST) for tile in shapes.values()]
 
 
 @pytest.mark.parametrize("layout", ["two caches", "pages of two", "side by side"])
 @pytest.mark.parametrize("tile", tiles(), ids=str)
-def test_mixed_batches_are_each_request_on_its_own(tile, layout):
+def test_mixed_batches_are_each_request_on_its_own(tile, layout, monkeypatch):
     """Sparse rows bit for bit what the op gives on contiguous tensors; the others exact up to bf16."""
+    monkeypatch.setattr(Counters, "is_sampled", lambda self, layer: True)
     server = FakeServer(profile(tile), Rank(), "cuda", 16384)
     engine = FakeEngine(server, layout, pages=2048, dtype=torch.bfloat16, device="cuda")
     decoding, tailing, first, second = (engine.add(length) for length in (2000, 1501, 3000, 3010))
@@ -74,15 +64,25 @@ def test_mixed_batches_are_each_request_on_its_own(tile, layout):
         ):
             ours = out[begin : begin + count]
             if sparse:
-                assert torch.equal(ours, alone(request, count, config))
+                assert torch.equal(ours, alone(request, count, config, "triton").out)
             else:
                 torch.testing.assert_close(ours.float(), dense(request, count).float(), rtol=2e-2, atol=2e-2)
             begin += count
-    paths = {path: rows for (_, path, _), rows in server.counters.rows.items() if path == "s2o"}
-    assert paths == {"s2o": server.counters.rows.total() - sum(
-        rows for (_, path, _), rows in server.counters.rows.items() if path == "dense"
-    )}  # fmt: skip
-    assert 0 < next(iter(server.counters.densities().values())) < 1
+    rows = {(path, reason.split(",")[0]): count for (_, path, reason), count in server.counters.rows.items()}
+    assert rows == {
+        ("dense", "decode"): 3,
+        ("dense", f"fewer than {FEWEST} queries behind a prefix"): 3 * 101,
+        ("dense", "shorter than the shortest calibrated length"): 3 * (1000 + 1010),
+        ("s2o", "the kernel supports this call"): 3 * (1999 + 1400 + 2000 + 2000),
+    }
+    # the last sampled call is the run of the two long prompts
+    expected = joint_density([(first, 2000), (second, 2000)], config, "triton")
+    kept = server.counters.sampled[0].density.cpu()
+    torch.testing.assert_close(kept, expected, rtol=1e-9, atol=0)
+    assert server.counters.densities() == {0: pytest.approx(float(expected.mean()))}
+    assert kept[-1] < 0.8 * kept[0] < 0.8  # heads of a larger tau stop earlier
+    by_reference = joint_density([(first, 2000), (second, 2000)], config, "reference")
+    torch.testing.assert_close(kept, by_reference, rtol=0.1, atol=0)  # the kernel's order is coarser
 
 
 def test_the_profiling_run_reserves_and_compiles(tmp_path):

@@ -1,0 +1,49 @@
+"""What the requests of a server batch come to, each computed on its own from contiguous tensors."""
+
+import torch
+from torch import Tensor
+
+from s2o_runtime import LayerConfig, s2o_attention
+from s2o_runtime.attention.backend import Backend
+from s2o_runtime.attention.result import Attention
+from s2o_runtime.reference.dense import exact_attention
+from scripts.bench.fake_vllm import Request
+
+
+def alone(request: Request, count: int, config: LayerConfig, backend: Backend = "auto") -> Attention:
+    """The op on the last `count` of the tokens fed so far; its output is [T, Hq, D]."""
+    attention = s2o_attention(
+        *_tensors(request, count), config, scale=request.queries.shape[2] ** -0.5, backend=backend, return_stats=True
+    )
+    return attention._replace(out=attention.out[0].transpose(0, 1))
+
+
+def dense(request: Request, count: int) -> Tensor:
+    """Dense attention of the last `count` of the tokens fed so far: [T, Hq, D]."""
+    return exact_attention(*_tensors(request, count))[0].transpose(0, 1)
+
+
+def joint_density(parts: list[tuple[Request, int]], config: LayerConfig, backend: Backend = "auto") -> Tensor:
+    """The density of each head over the last tokens of several requests together: float64 [Hq].
+
+    Computed pairs are counted row by row here, from the prefix keys that the op says it visited.
+    """
+    computed, causal = [0] * config.num_heads, 0
+    for request, count in parts:
+        stats, offset = alone(request, count, config, backend).stats, request.done - count
+        assert stats is not None
+        assert stats.visited is not None
+        prefixes = stats.visited[0].tolist()
+        for row in range(count):
+            causal += row + offset + 1
+            for index, head in enumerate(config.heads):
+                window = (row // head.segment * head.segment + offset) // config.tile.block_n * config.tile.block_n
+                computed[index] += prefixes[index][row // config.tile.block_m] + row + offset + 1 - window
+    return torch.tensor(computed, dtype=torch.float64) / causal
+
+
+def _tensors(request: Request, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [1, H, L, D]."""
+    end = request.done
+    q, k, v = request.queries[end - count : end], request.keys[:end], request.values[:end]
+    return q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
