@@ -263,6 +263,7 @@ def _weights_hash(model: nn.Module) -> str:
 
     Buffers that a checkpoint holds count too: quantised weights are kept in some.
     """
+    _unpack(model)
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     for prefix, module in model.named_modules():
         stored = module._buffers.keys() - module._non_persistent_buffers_set
@@ -273,6 +274,14 @@ def _weights_hash(model: nn.Module) -> str:
         return flat[indices.start : indices.stop : indices.step]
 
     return sampled_fingerprint({name: tensor.shape for name, tensor in tensors.items()}, sample)
+
+
+def _unpack(model: nn.Module) -> None:
+    """Have bitsandbytes undo how it packs 4-bit weights for a CPU at their first forward pass, as for a checkpoint."""
+    for module in model.modules():
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if getattr(state, "packing_format_for_cpu", False):
+            module.state_dict()
 
 
 def sampled_fingerprint(shapes: Mapping[str, Sequence[int]], sample: Callable[[str, range], Tensor]) -> str:

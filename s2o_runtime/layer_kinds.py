@@ -49,10 +49,10 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
         local = getattr(config, "attention_window_size", None) is not None  # recurrent models with windows
         kinds = [SLIDING if local and kind == "attention" else _FORMER.get(kind, kind) for kind in listed]
     else:
-        kinds = [SLIDING if window(config) else CHUNKED if _chunk(config) else FULL] * layers
+        kinds = [SLIDING if window(config) else CHUNKED if chunk(config) else FULL] * layers
     for layer in getattr(config, "cross_attention_layers", None) or ():
         kinds[layer] = CROSS
-    hidden_by = {SLIDING: window(config), CHUNKED: _chunk(config)}
+    hidden_by = {SLIDING: window(config), CHUNKED: chunk(config)}
     return tuple(
         FULL if kind in hidden_by and (hidden_by[kind] or UNLIMITED) >= positions(config) else kind for kind in kinds
     )
@@ -67,7 +67,7 @@ def visible_keys(kind: str, config: Any) -> int | None:
     """How many keys a query of such a layer sees at most; None if all before it, 0 if it has no softmax attention."""
     if kind == FULL:
         return None
-    return {SLIDING: window(config), CHUNKED: _chunk(config)}.get(kind) or 0
+    return {SLIDING: window(config), CHUNKED: chunk(config)}.get(kind) or 0
 
 
 def kind_in_words(kind: str, config: Any) -> str:
@@ -75,7 +75,7 @@ def kind_in_words(kind: str, config: Any) -> str:
     if kind == SLIDING:
         return f"the layer sees a sliding window of {window(config)} keys"
     if kind == CHUNKED:
-        return f"the layer sees chunks of {_chunk(config)} keys"
+        return f"the layer sees chunks of {chunk(config)} keys"
     return f"the layer is one of {kind}"
 
 
@@ -86,6 +86,7 @@ def window(config: Any) -> int | None:
     return int(size) if size else None
 
 
-def _chunk(config: Any) -> int | None:
+def chunk(config: Any) -> int | None:
+    """The size of the chunks of a layer of chunked attention; None if the configuration names none."""
     size = getattr(text_config(config), "attention_chunk_size", None)
     return int(size) if size else None

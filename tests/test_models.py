@@ -19,6 +19,8 @@ from support.models import CONFIGS, make_profile, save
 
 SLOW = pytest.mark.slow(reason="makes a model of random weights in a process of its own")
 
+FIVE_OF_SIX = tuple(range(5, 48, 6)), (("sliding_attention", 40),)
+EVERY_OTHER = tuple(range(1, 24, 2)), (("sliding_attention", 12),)
 PUBLISHED = {  # geometry and parameters in billions, as the models' pages say
     "qwen2.5-0.5b": (Geometry("qwen2", 24, 14, 2, 64), 0.49),
     "qwen2.5-1.5b": (Geometry("qwen2", 28, 12, 2, 128), 1.54),
@@ -31,7 +33,12 @@ PUBLISHED = {  # geometry and parameters in billions, as the models' pages say
     "llama-3.1-70b": (Geometry("llama", 80, 64, 8, 128), 70.55),
     "llama-3.2-1b": (Geometry("llama", 16, 32, 8, 64), 1.24),
     "llama-3.2-3b": (Geometry("llama", 28, 24, 8, 128), 3.21),
+    "gemma-3-12b": (Geometry("gemma3_text", 8, 16, 8, 256, *FIVE_OF_SIX), 11.77),
+    "gpt-oss-20b": (Geometry("gpt_oss", 12, 64, 8, 64, *EVERY_OTHER), 20.91),
+    "qwen3-30b-a3b": (Geometry("qwen3_moe", 48, 32, 4, 128), 30.53),
 }
+POSITIONS = {"qwen3-30b-a3b": 262144}
+THETA = {"gemma-3-12b": 1e6, "gpt-oss-20b": 150000, "qwen3-30b-a3b": 1e7}
 
 
 def test_every_alias_has_its_sizes():
@@ -46,9 +53,11 @@ def test_the_sizes_are_the_published_ones(name, offline):
     model = skeleton(config, torch.bfloat16, torch.device("cpu"))
     assert sum(each.numel() for each in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.006)
     assert all(each.is_meta and each.dtype == torch.bfloat16 for each in model.parameters())
-    assert all(not each.is_meta and each.dtype == torch.float32 for each in model.buffers())
-    assert config.max_position_embeddings == (32768 if name.startswith("qwen") else 131072)
-    assert config.rope_parameters["rope_theta"] == (1e6 if name.startswith("qwen") else 5e5)
+    assert all(not each.is_meta for each in model.buffers())
+    assert all(each.dtype == torch.float32 for key, each in model.named_buffers() if "inv_freq" in key)
+    assert config.max_position_embeddings == POSITIONS.get(name, 32768 if name.startswith("qwen") else 131072)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    assert rope["rope_theta"] == THETA.get(name, 1e6 if name.startswith("qwen") else 5e5)
 
 
 @SLOW

@@ -37,6 +37,9 @@ ALIASES = {
     "llama-3.1-70b": "meta-llama/Llama-3.1-70B-Instruct",
     "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
     "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
+    "gemma-3-12b": "google/gemma-3-12b-it",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B-Instruct-2507",
 }
 
 

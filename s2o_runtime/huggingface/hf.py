@@ -3,7 +3,9 @@
 No method is replaced. Prefill through a plain causal mask arrives with a small integer tensor instead of a mask
 (where its queries stand, where each sequence starts) and runs S2O; decode, odd masks, sliding windows and
 everything S2O cannot do exactly run transformers' own SDPA path or dense attention, and the reason is counted. Scores
-that are soft-capped or have learned sinks, which SDPA cannot do, run the model's own eager path there.
+that are soft-capped or have learned sinks, which SDPA cannot do, run the model's own eager path there. The mask of a
+window of a long prompt, which would have an entry for each query and key, is never made: its layers are computed some
+rows at a time.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 from s2o_runtime.attention import torch_op
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
+from s2o_runtime.attention.windowed import window_attention
 from s2o_runtime.errors import ModelError, ProfileError
 from s2o_runtime.huggingface.drift import Drift, check_of
 from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, check_trained, environment_profile
@@ -37,13 +40,14 @@ from s2o_runtime.huggingface.layers import detach as detach
 from s2o_runtime.huggingface.layers import layer_states as layer_states
 from s2o_runtime.huggingface.obstacles import layer_obstacle
 from s2o_runtime.identity import attention_modules, fingerprint, fingerprint_mismatch, geometry, offloaded
-from s2o_runtime.layer_kinds import positions
+from s2o_runtime.layer_kinds import chunk, positions, window
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.reach import too_long, too_short
 from s2o_runtime.scoring import Scoring, without_gradients
 
 NAME = "s2o"
 CALL = "s2o_call"  # attribute of a mask that stands for a plain causal prefill
+SMALL_MASK = 1 << 22  # entries; a mask of windows that has more is not made
 PREVIOUS = "s2o_previous_implementation"
 
 log = logging.getLogger("s2o_runtime")
@@ -54,12 +58,14 @@ class PrefillCall:
     """A plain causal prefill.
 
     q_offset: where its first query stands; kv_start: the first key of each sequence, integers [B], None when nothing
-    is padded; sdpa_mask: makes the mask that transformers' SDPA path would have got.
+    is padded; sdpa_mask: makes the mask that transformers' SDPA path would have got; window: how many keys a query
+    sees, None if all before it.
     """
 
     q_offset: int
     kv_start: Tensor | None
     sdpa_mask: Callable[[], Tensor | None]
+    window: int | None = None
 
 
 def patch(
@@ -184,11 +190,14 @@ def s2o_mask(**call: Any) -> Tensor | None:
     The tensor is int64 [B, 1, 1, 2] (position of query 0, first key that counts); four dimensions because
     models pass such a mask on untouched. Its `s2o_call` attribute holds the same on the host.
     Where scores are soft-capped, which SDPA cannot do, every other mask is eager attention's own.
+    A mask of windows that would have more than `SMALL_MASK` entries becomes such a tensor too, int64 [B, 1, 1, 3] with
+    the window as its last number.
     """
     other_mask = _sdpa_mask if getattr(call.get("config"), SOFT_CAP, None) is None else _eager_mask
     q_length, q_offset = _query_range(call)
     plain = call.get("mask_function", causal_mask_function) is causal_mask_function or _hides_nothing(call)
-    if q_length == 1 or not plain or int(call.get("kv_offset", 0)) != 0:
+    keys = None if plain else _large_window(call)
+    if q_length == 1 or not (plain or keys) or int(call.get("kv_offset", 0)) != 0:
         return other_mask(call)
     padding = call.get("attention_mask")
     starts = None
@@ -197,15 +206,28 @@ def s2o_mask(**call: Any) -> Tensor | None:
         if not regular:
             return other_mask(call)
     device = call.get("device", "cpu") if padding is None else padding.device
-    mask = torch.zeros(call["batch_size"], 1, 1, 2, dtype=torch.int64, device=device)
+    mask = torch.zeros(call["batch_size"], 1, 1, 3 if keys else 2, dtype=torch.int64, device=device)
     mask[..., 0] = q_offset
+    if keys:
+        mask[..., 2] = keys
     if starts is not None:
         mask[:, 0, 0, 1] = starts
     if not torch.compiler.is_compiling():
         if "q_offset" in call:  # a static cache counts on in the tensor that it gave
             call = call | {"q_offset": int(q_offset)}
-        setattr(mask, CALL, PrefillCall(int(q_offset), starts, lru_cache(partial(other_mask, call))))
+        setattr(mask, CALL, PrefillCall(int(q_offset), starts, lru_cache(partial(other_mask, call)), keys))
     return mask
+
+
+def _large_window(call: dict[str, Any]) -> int | None:
+    """The keys that a query sees under a mask of nothing but causal windows that is too large to be made; else None."""
+    local, config = call.get("local_size"), call.get("config")
+    if local is None or not call.get("allow_is_causal_skip", False) or torch.compiler.is_compiling():
+        return None
+    if int(local) != window(config) or int(local) == chunk(config):
+        return None
+    q_length, q_offset = _query_range(call)
+    return int(local) if q_length * (int(q_offset) + q_length) > SMALL_MASK else None
 
 
 def _hides_nothing(call: dict[str, Any]) -> bool:
@@ -277,7 +299,13 @@ def s2o_attention_forward(
     call: PrefillCall | None = getattr(attention_mask, CALL, None)
     if call is None and attention_mask is not None and not attention_mask.dtype.is_floating_point:
         call = _recovered(attention_mask)
-    if unserved is not None and call is not None:
+    windowed = call is not None and call.window is not None
+    if windowed and not dropout and kwargs.get("position_bias") is None:
+        assert call is not None
+        if state is not None:
+            state.count("dense", state.other_kind or _sees_window(call.window), query.shape[2], key.shape[2])
+        return _in_window(query, key, value, scoring, call).transpose(1, 2).contiguous(), None
+    if call is not None and (windowed or unserved is not None):
         kv_len = call.q_offset + query.shape[2]
         key, value, attention_mask = key[:, :, :kv_len], value[:, :, :kv_len], call.sdpa_mask()
         attention_mask, call = None if attention_mask is None else attention_mask[..., :kv_len], None
@@ -355,8 +383,26 @@ def _prefill(
 def _window_obstacle(kwargs: dict[str, Any], keys: int) -> str | None:
     """Why a layer with a sliding window does not run S2O for so many keys; None if they fit the window."""
     if kwargs.get("sliding_window") is not None and kwargs["sliding_window"] < keys:
-        return f"the layer sees a sliding window of {kwargs['sliding_window']} keys"
+        return _sees_window(kwargs["sliding_window"])
     return None
+
+
+def _sees_window(keys: int | None) -> str:
+    return f"the layer sees a sliding window of {keys} keys"
+
+
+def _in_window(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, call: PrefillCall) -> Tensor:
+    """A prefill of a layer with a sliding window: [B, Hq, Lq, D]."""
+    assert call.window is not None
+    kv_len = call.q_offset + query.shape[2]  # a static cache is longer than what it holds
+    return window_attention(
+        query,
+        key[:, :, :kv_len],
+        value[:, :, :kv_len],
+        window=call.window,
+        kv_start=call.kv_start,
+        **scoring.arguments(),
+    )
 
 
 def scoring_of(scale: float, kwargs: Mapping[str, Any]) -> Scoring:
@@ -404,8 +450,8 @@ def _warn_beyond(max_length: int) -> None:
 
 
 def is_prefill_mask(mask: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether a mask is the integer tensor that stands for a plain causal prefill."""
-    return mask is not None and mask.dtype == torch.int64 and mask.shape[1:] == (1, 1, 2)
+    """Whether a mask is the integer tensor that stands for a plain causal prefill, in windows or not."""
+    return mask is not None and mask.dtype == torch.int64 and mask.shape[1:] in ((1, 1, 2), (1, 1, 3))
 
 
 def _compiled_layer(
@@ -425,7 +471,13 @@ def _recovered(mask: Tensor) -> PrefillCall | None:
     if not is_prefill_mask(mask):
         return None
     starts = mask[:, 0, 0, 1]
-    return PrefillCall(int(mask[0, 0, 0, 0]), starts if bool(starts.any()) else None, lambda: None)
+    keys = int(mask[0, 0, 0, 2]) if mask.shape[3] == 3 else None
+    sdpa_mask = (lambda: None) if keys is None else _lost_mask
+    return PrefillCall(int(mask[0, 0, 0, 0]), starts if bool(starts.any()) else None, sdpa_mask, keys)
+
+
+def _lost_mask() -> Tensor | None:
+    raise ModelError("attention dropout in a sliding window over several devices is not supported: call model.eval()")
 
 
 def _dense_reason(state: LayerState, query: Tensor, key: Tensor) -> str | None:

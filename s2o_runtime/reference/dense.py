@@ -72,7 +72,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     assert scale is not None
     value_dim = v.shape[3]
     if sinks is not None:
-        q, k, v = _with_sink_key(q, k, v, sinks, scale)
+        q, k, v = with_sink_key(q, k, v, sinks, scale)
     widest = max(q.shape[3], v.shape[3])
     q, k, v = (_filled(tensor, widest) for tensor in (q, k, v))
     out = _sdpa(q, k, v, scale)
@@ -85,7 +85,7 @@ def _filled(tensor: Tensor, head_dim: int) -> Tensor:
     return F.pad(tensor, (0, missing)) if missing else tensor
 
 
-def _with_sink_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def with_sink_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v with one more key in front, without a value, whose score in every row is its head's sink.
 
     The key is 1 in dimensions that are 0 in all others; there queries have sink / scale, as a sum of terms, because the

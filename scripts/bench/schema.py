@@ -211,6 +211,82 @@ class PrefillFile(ResultFile):
 
 
 @dataclass(frozen=True)
+class RehearsedLength:
+    """What the proof and the certificate of a rehearsal say of one length.
+
+    s2o_layers: layers of full attention that are not dense. density, density_of_layers, rel_mse_of_layers, kl: on the
+    adjust prompts. prefill_seconds, dense_prefill_seconds: all decoder layers on one of them. certified: whether the
+    certificate holds. largest_bound: of a layer's mean error, in the budget's unit; next_kl: what the next prompt
+    keeps below; None without a certificate.
+    """
+
+    length: int
+    s2o_layers: int
+    density: float
+    density_of_layers: list[float]
+    rel_mse_of_layers: list[float]
+    kl: float
+    prefill_seconds: float
+    dense_prefill_seconds: float
+    certified: bool
+    certify_prompts: int
+    largest_bound: float | None
+    next_kl: float | None
+
+
+@dataclass(frozen=True)
+class RehearsalRun:
+    """One prompt of random tokens through the finished model, dense and patched.
+
+    seconds, dense_seconds: of a prefill up to the first token behind the prompt. kl, top1: over its last positions.
+    paths: for each layer of `explain` its number, the path it took and why.
+    """
+
+    length: int
+    dense_seconds: float
+    seconds: float
+    kl: float
+    top1: float
+    paths: list[list[Any]]
+
+
+@dataclass
+class RehearsalRow:
+    """One model from drawn weights to a patched prompt.
+
+    layers: how many decoder layers of each kind it has; published_layers: how many the published model has. weights:
+    their type. weight_bytes: what they take. seconds, peak_bytes: of each stage; peaks are empty on a CPU. met,
+    problems: whether proof and certificate hold, and what does not. failed: why it ended early.
+    """
+
+    model: str
+    layers: dict[str, int]
+    published_layers: int
+    architecture: str = "-"
+    parameters: int = 0
+    weights: str = "-"
+    weight_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    met: bool = False
+    problems: list[str] = field(default_factory=list)
+    lengths: list[RehearsedLength] = field(default_factory=list)
+    run: RehearsalRun | None = None
+    failed: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsalFile(ResultFile):
+    """Whole calibrations of models with random weights. settings: the bench's options."""
+
+    program: ClassVar[str] = "python -m scripts.bench.rehearsals"
+
+    format: str = "s2o-bench-rehearsals/1"
+    settings: dict[str, Any]
+    rows: list[RehearsalRow]
+
+
+@dataclass(frozen=True)
 class BudgetRow:
     """What the proof of one calibrated profile measured.
 
@@ -511,7 +587,7 @@ def _read(cls: type[T], value: Any, path: str) -> T:
             for key in entry.metadata.get("needs", ()):
                 if key not in value[entry.name]:
                     raise InputError(f"lacks {name}.{key}")
-        elif entry.default is MISSING:
+        elif entry.default is MISSING and entry.default_factory is MISSING:
             raise InputError(f"lacks {name}")
     return cls(**arguments)
 

@@ -8,6 +8,8 @@ from calibrate.model.models import in_memory, load
 from calibrate.model.self_test import self_test
 from calibrate.model.weights import model_class
 from s2o_runtime import explain, patched
+from s2o_runtime.huggingface import hf
+from s2o_runtime.layer_kinds import window
 from support.architectures import CASES, RUNNING
 from support.tiny import tiny_tokenizer
 
@@ -16,12 +18,17 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 BUDGET = {"budget_rel_mse": 0.3, "lengths": (2048,), "segments": (256, 512), "representatives": (1,), "trials": 2}
 QUICK = BUDGET | {"num_prompts": 1, "num_held_out": 1, "num_certify": 0, "worst_rows": 0, "hide_needles": False}
 
+UNLIMITED = [name for name, case in CASES.items() if case.runs_all and window(case.config) is not None]
+
 
 def on_gpu(name):
     """The architecture's tiny model for prompts of 4096 tokens, with heads of 64 dimensions where it may choose."""
     torch.manual_seed(1)
     config = CASES[name].config
-    config.get_text_config().max_position_embeddings = 4096
+    text = config.get_text_config()
+    if name in UNLIMITED:  # a window of as many keys as the model has positions hides none
+        text.sliding_window *= 4096 // text.max_position_embeddings
+    text.max_position_embeddings = 4096
     return model_class(config).from_config(config, dtype=torch.bfloat16).eval().cuda()
 
 
@@ -53,6 +60,29 @@ def test_a_mixed_model_streams_as_it_runs_whole(name, tmp_path):
     for loaded in (streamed, resident):
         self_test(loaded)
     assert all(parameter.is_meta for parameter in streamed.model.parameters())
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss"])
+@torch.no_grad()
+def test_windows_of_long_prompts_need_no_mask_of_rows_by_keys(name, monkeypatch):
+    """In float32 the logits are those with a mask; and 16384 tokens, whose mask alone would have 256 MiB, take less."""
+    config = CASES[name].config
+    config.get_text_config().max_position_embeddings = 16384
+    torch.manual_seed(1)
+    model = model_class(config).from_config(config).eval().cuda()
+    hf.register()
+    model.set_attn_implementation("s2o")
+    ids = torch.randint(8, 120, (1, 2000), device="cuda")
+    masked = model(ids, use_cache=False).logits
+    monkeypatch.setattr(hf, "SMALL_MASK", 0)
+    difference = model(ids, use_cache=False).logits - masked
+    assert float(difference.square().mean() / masked.square().mean()) < 1e-4
+    model.bfloat16()
+    ids = torch.randint(8, 120, (1, 16384), device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    assert bool(model(ids, use_cache=False, logits_to_keep=1).logits.isfinite().all())
+    assert torch.cuda.max_memory_allocated() - before < 200 << 20
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

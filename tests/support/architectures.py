@@ -56,6 +56,10 @@ class Case:
         return RUNS in self.reasons
 
     @property
+    def runs_all(self) -> bool:
+        return self.reasons == ALL_RUN
+
+    @property
     def others(self) -> str:
         """How many layers of other kinds there are, as `explain` says it."""
         counts = Counter(KINDS[reason] for reason in self.reasons if reason in KINDS)

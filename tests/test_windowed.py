@@ -1,0 +1,154 @@
+"""Layers with a sliding window in long prompts: computed some rows at a time, without a mask of rows by keys."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from calibrate.model.weights import model_class
+from s2o_runtime import explain, patched
+from s2o_runtime.attention import windowed
+from s2o_runtime.attention.windowed import window_attention
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.errors import ModelError
+from s2o_runtime.huggingface import hf
+from s2o_runtime.identity import fingerprint, geometry
+from s2o_runtime.profile import Profile
+from support.architectures import CASES, SLIDING, WINDOW, WINDOWED
+
+LENGTH, CUT, PADDING = 150, 90, 37
+
+
+def loops(q, k, v, *, window, scale, softcap=None, sinks=None, starts=None):
+    """The definition, one query at a time, in float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            kv_head = h * k.shape[1] // q.shape[1]
+            for i in range(q.shape[2]):
+                position = k.shape[2] - q.shape[2] + i
+                first = max(0 if starts is None else int(starts[b]), position - window + 1)
+                if first > position:
+                    continue
+                scores = k[b, kv_head, first : position + 1] @ q[b, h, i] * scale
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                weights = scores.exp()
+                total = weights.sum() + (0 if sinks is None else math.exp(float(sinks[h])))
+                out[b, h, i] = weights @ v[b, kv_head, first : position + 1] / total
+    return out
+
+
+@pytest.mark.parametrize("rows", [16, 512])
+@pytest.mark.parametrize("window", [1, 7, 33, 64, 200])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(65, 65), (20, 70)])
+@pytest.mark.parametrize("scoring", ["plain", "softcap", "sinks", "both"])
+def test_it_is_what_the_loops_give(scoring, q_len, kv_len, window, rows, monkeypatch):
+    """A batch whose second sequence is padded up to the middle of its keys."""
+    monkeypatch.setattr(windowed, "ROWS", rows)
+    rng = torch.Generator().manual_seed(window)
+    q, k, v = (torch.randn(2, h, n, d, generator=rng) for h, n, d in ((4, q_len, 16), (2, kv_len, 16), (2, kv_len, 24)))
+    options = {"window": window, "scale": 0.4}
+    options |= {"softcap": 1.5} if scoring in ("softcap", "both") else {}
+    options |= {"sinks": torch.linspace(-1, 2, 4)} if scoring in ("sinks", "both") else {}
+    starts = torch.tensor([0, 30])
+    rounding = {"rtol": 1e-4, "atol": 1e-5}  # of float32
+    torch.testing.assert_close(window_attention(q, k, v, **options).double(), loops(q, k, v, **options), **rounding)
+    padded = window_attention(q, k, v, kv_start=starts, **options).double()
+    torch.testing.assert_close(padded, loops(q, k, v, starts=starts, **options), **rounding)
+
+
+@pytest.fixture(params=WINDOWED)
+def pair(request, monkeypatch):
+    """The eager model and one with the same weights, in which no mask of windows is small."""
+    name = request.param
+    torch.manual_seed(1)
+    config = CASES[name].config
+    eager = model_class(config).from_config(config, attn_implementation="eager").eval()
+    model = model_class(config).from_config(copy.deepcopy(config)).eval()
+    model.load_state_dict(eager.state_dict())
+    monkeypatch.setattr(hf, "SMALL_MASK", 0)
+    monkeypatch.setattr(windowed, "ROWS", 32)  # several blocks of rows
+    layer = LayerConfig.uniform(geometry(config).query_heads, tau=0.0, segment=64, tile=TileConfig(64, 32, 1, 4, 1))
+    rows = ((layer,) * geometry(config).layers,)
+    profile = Profile("tiny", geometry(config), fingerprint(model), DeviceIdentity("cpu", "cpu"), (32,), rows)
+    with patched(model, profile, strict=True):
+        yield eager, model
+
+
+def tokens(*shape):
+    return torch.randint(8, 120, shape, generator=torch.Generator().manual_seed(3))
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3 * float(theirs.abs().max()))
+
+
+@torch.no_grad()
+def test_models_with_windows_equal_their_eager_attention(pair, monkeypatch):
+    """A whole prompt, a padded batch, two chunks and what follows them; no mask of the whole prompt is made."""
+    eager, model = pair
+    ids = tokens(1, LENGTH)
+    made = []
+    for name in ("sdpa_mask", "eager_mask"):
+        original = getattr(hf, name)
+        monkeypatch.setattr(hf, name, lambda original=original, **call: made.append(call) or original(**call))
+    calls = []
+    original_attention = hf.window_attention
+    monkeypatch.setattr(
+        hf, "window_attention", lambda *tensors, **call: calls.append(call) or original_attention(*tensors, **call)
+    )
+    close(model(ids).logits, eager(ids).logits)
+    assert made == []
+    assert {call["window"] for call in calls} == {WINDOW}
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[1, :PADDING] = 0
+    batch = tokens(2, LENGTH)
+    close(model(batch, attention_mask=mask).logits[mask == 1], eager(batch, attention_mask=mask).logits[mask == 1])
+    assert made == []
+    assert calls[-1]["kv_start"] is not None
+    logits = []
+    for which in (model, eager):
+        first = which(ids[:, :CUT], use_cache=True)
+        logits.append(which(ids[:, CUT:], past_key_values=first.past_key_values, use_cache=True).logits)
+    close(*logits)
+    greedy = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(model.generate(ids, **greedy), eager.generate(ids, **greedy))
+    assert {row["reason"] for row in explain(model) if row["path"] == "dense"} >= {SLIDING}
+
+
+@torch.no_grad()
+def test_a_window_that_lost_its_attribute_is_recovered(monkeypatch):
+    """As a tensor that was moved to another device has."""
+    monkeypatch.setattr(hf, "SMALL_MASK", 0)
+    config = CASES["ministral"].config
+    torch.manual_seed(1)
+    eager = model_class(config).from_config(config, attn_implementation="eager").eval()
+    model = model_class(config).from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    model.load_state_dict(eager.state_dict())
+    hf.register()
+    original = hf.s2o_mask
+    monkeypatch.setattr(hf, "s2o_mask", lambda **call: original(**call).clone())
+    hf.register()
+    model.set_attn_implementation("s2o")
+    close(model(tokens(1, LENGTH)).logits, eager(tokens(1, LENGTH)).logits)
+    module = model.model.layers[0].self_attn
+    q, k, v = (torch.randn(1, heads, LENGTH, 32) for heads in (4, 2, 2))
+    mask = torch.tensor([0, 0, WINDOW]).reshape(1, 1, 1, 3)
+    with pytest.raises(ModelError, match="attention dropout in a sliding window"):
+        hf.s2o_attention_forward(module, q, k, v, mask, dropout=0.1)
+
+
+def test_short_prompts_and_other_masks_stay_what_they_are():
+    """Chunks are no windows, and a mask that deviates from windows in anything else is transformers' own."""
+    window, chunked = CASES["ministral"].config, CASES["llama4"].config
+    call = {"batch_size": 1, "q_length": 4096, "kv_length": 4096, "q_offset": 0, "mask_function": lambda *index: True}
+    call |= {"local_size": WINDOW, "allow_is_causal_skip": True}
+    assert hf._large_window(call | {"config": window}) == WINDOW
+    assert hf._large_window(call | {"config": window, "q_length": 1024, "kv_length": 1024}) is None
+    assert hf._large_window(call | {"config": window, "allow_is_causal_skip": False}) is None
+    assert hf._large_window(call | {"config": window, "local_size": None}) is None
+    assert hf._large_window(call | {"config": chunked}) is None
