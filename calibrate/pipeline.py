@@ -226,9 +226,7 @@ def _candidate(run: _Run, chosen: dict[int, Chosen]) -> Candidate:
 def _with_crossover(choice: Choice, length: int, geometry: Geometry, device: torch.device) -> Choice:
     """The choice with its tile's crossovers; one that was faster than dense at its length does not go dense there."""
     faster_at = None if choice.config.is_dense else length
-    return replace(
-        choice, tile=with_crossover(choice.config, geometry, device, choice.allocation.density, faster_at)
-    )
+    return replace(choice, tile=with_crossover(choice.config, geometry, device, choice.allocation.density, faster_at))
 
 
 def journal_identity(loaded: LoadedModel, device: DeviceIdentity) -> dict[str, Any]:

@@ -139,9 +139,7 @@ def _tuned(
         else:
             for i, j in alike:
                 tuned = profile.layers[i][j].with_tile(tile)
-                new_layers[i][j] = tuned.with_tile(
-                    with_crossover(tuned, profile.geometry, where, density, key.length)
-                )
+                new_layers[i][j] = tuned.with_tile(with_crossover(tuned, profile.geometry, where, density, key.length))
         timed.append(
             RetiledLayers(
                 timed_at=key.length,

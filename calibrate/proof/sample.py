@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import statistics
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from calibrate.curves.row_errors import WORST
 from calibrate.model.logits import logits_on_device
@@ -31,6 +30,7 @@ from calibrate.recipe import Budget
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface import hf
+from s2o_runtime.reference.dense import sdpa_backend
 from s2o_runtime.scoring import Scoring
 
 CONTINUED = (64, 512)  # new tokens behind a cached prefix
@@ -130,7 +130,7 @@ def sample(
     device, held = loaded.weights.device, loaded.weights.held
     with attention_implementation(loaded.model, hf.NAME):
         patched = dense = begin(loaded, [prompt.ids for prompt in prompts])
-        noise = _NoiseFloor.of(loaded, prompts[:NOISE_PROMPTS])
+        noise = _NoiseFloor.of(loaded, dense[:NOISE_PROMPTS])
         for of_decoder in decoder_layers(loaded.model):
             index, number = of_decoder.row, of_decoder.number
             with (
@@ -142,7 +142,7 @@ def sample(
                     patched = [stream.through(module, number) for stream in patched]
                     dense = patched if alike else [stream.through(module, number) for stream in dense]
                     if noise is not None:
-                        noise.pass_through(loaded, module, number)
+                        noise.pass_through(module, number)
                     continue
                 layer = PatchableLayer(index, number, module, of_decoder.attention, device)
                 revised: C | None = configured
@@ -154,7 +154,7 @@ def sample(
                 patched = after
                 dense = [layer.dense(stream) for stream in dense]
                 if noise is not None:
-                    noise.advance(loaded, layer)
+                    noise.advance(layer)
             layers.append(measured)
             on_step()
         with logits_on_device(loaded) as logits:
@@ -218,7 +218,7 @@ def _measured(
 
 @dataclass
 class _NoiseFloor:
-    """Prompts on their way through the dense model with another implementation of dense attention.
+    """Prompts on their way through the dense model, whose full attention another backend computes.
 
     What two exact implementations differ by is what rounding does to a model's predictions: a KL of that size says
     nothing about sparse attention.
@@ -229,34 +229,23 @@ class _NoiseFloor:
 
     @classmethod
     def of(
-        cls, loaded: LoadedModel, prompts: Sequence[Prompt], backend: SDPBackend = SDPBackend.FLASH_ATTENTION
+        cls, loaded: LoadedModel, begun: Sequence[Stream], backend: SDPBackend = SDPBackend.FLASH_ATTENTION
     ) -> _NoiseFloor | None:
-        """None in float32 and on a CPU, where rounding is too small to say anything."""
+        """Of prompts before the first layer. None in float32 and on a CPU, where rounding is too small to matter."""
         if loaded.weights.device.type != "cuda" or loaded.model.dtype == torch.float32:
             return None
-        return cls._begun(loaded, prompts, backend)
+        return cls(list(begun), backend)
 
-    @classmethod
-    def _begun(cls, loaded: LoadedModel, prompts: Sequence[Prompt], backend: SDPBackend) -> _NoiseFloor:
-        with _plain_sdpa(loaded, backend):
-            return cls(begin(loaded, [prompt.ids for prompt in prompts]), backend)
+    def advance(self, layer: PatchableLayer) -> None:
+        with sdpa_backend(self.backend):
+            self.streams = [layer.dense(stream) for stream in self.streams]
 
-    def advance(self, loaded: LoadedModel, layer: PatchableLayer) -> None:
-        self.pass_through(loaded, layer.module, layer.number)
-
-    def pass_through(self, loaded: LoadedModel, module: nn.Module, number: int) -> None:
-        with _plain_sdpa(loaded, self.backend):
-            self.streams = [stream.through(module, number) for stream in self.streams]
+    def pass_through(self, module: nn.Module, number: int) -> None:
+        """Through a layer of another kind, which is as it is in the dense model."""
+        self.streams = [stream.through(module, number) for stream in self.streams]
 
     def kl(self, prompts: Sequence[Prompt], dense: Sequence[Stream], logits: Callable[[Tensor], Tensor]) -> float:
         """The mean KL between the dense model and this one, after the last layer."""
         pairs = zip(prompts, dense, self.streams, strict=False)  # of the first prompts only
         kls = [compare(prompt, one.hidden, other.hidden, logits).kl for prompt, one, other in pairs]
         return max(0.0, statistics.fmean(kls))
-
-
-@contextmanager
-def _plain_sdpa(loaded: LoadedModel, backend: SDPBackend) -> Iterator[None]:
-    """Inside the block the model runs torch's SDPA, with this backend where it takes the call."""
-    with attention_implementation(loaded.model, "sdpa"), sdpa_kernel([backend, SDPBackend.MATH], set_priority=True):
-        yield

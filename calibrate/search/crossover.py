@@ -83,8 +83,9 @@ def min_queries(
 ) -> int:
     """The fewest queries from which on calls behind a cached prefix beat dense attention.
 
-    A tail's time is taken as `_pays` says. A query behind a segment's end ranks the whole prefix once more, so calls that end there
-    are timed too. The count holds for every number of keys in `TAIL_KEYS` and for all longer tails that were timed.
+    A tail's time is taken as `_pays` says. A query behind a segment's end ranks the whole prefix once more, so calls
+    that end there are timed too. The count holds for every number of keys in `TAIL_KEYS` and for all longer tails that
+    were timed.
 
     Args:
         tile: with its `dense_below`: calls of less work run dense anyway, so there is nothing to compare.

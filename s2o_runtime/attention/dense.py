@@ -9,7 +9,7 @@ from torch import Tensor
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import HEAD_DIMS, LayerConfig, TileConfig
 from s2o_runtime.devices import capability
-from s2o_runtime.reference.dense import dense_attention
+from s2o_runtime.reference.dense import dense_attention, preferred_backend
 from s2o_runtime.tiles import candidate_tiles
 
 
@@ -35,7 +35,7 @@ def fastest_dense_attention(
         InputError: the tensors do not fit one another.
     """
     widest = max(q.shape[3], v.shape[3])
-    if softcap is not None and q.is_cuda and widest <= HEAD_DIMS[-1]:
+    if softcap is not None and q.is_cuda and widest <= HEAD_DIMS[-1] and preferred_backend() is None:
         tiles = candidate_tiles(widest, capability(q.device))
         if tiles:
             config = _dense_config(q.shape[1], tiles[0])

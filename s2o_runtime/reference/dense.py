@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 
 import torch
@@ -20,6 +22,7 @@ FASTEST_FIRST = [
     SDPBackend.MATH,
 ]
 EXACT_ROWS = 1024  # rows computed together
+_preferred: ContextVar[SDPBackend | None] = ContextVar("preferred", default=None)
 SINK_TERMS = 8  # of a sink's score in dense attention: bfloat16 needs 3, and backends want head dims that 8 divides
 
 
@@ -66,6 +69,24 @@ def dense_attention(
     return out
 
 
+@contextmanager
+def sdpa_backend(backend: SDPBackend) -> Iterator[None]:
+    """Inside the block dense attention is by this backend of SDPA, or a slower one that takes the call.
+
+    No kernel of S2O's is used either, so what differs from dense attention outside the block is rounding alone.
+    """
+    token = _preferred.set(backend)
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
+
+
+def preferred_backend() -> SDPBackend | None:
+    """The backend of the `sdpa_backend` block around this, if there is one."""
+    return _preferred.get()
+
+
 def _causal(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     """SDPA of one batch without padding. Its fast backends want one head dim: the smaller is filled with zeros."""
     scale, _, sinks = scoring
@@ -107,7 +128,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     if q.is_cuda:
         _settle_default_order(q.device)
-    with sdpa_kernel(FASTEST_FIRST, set_priority=True):
+    fastest = preferred_backend() or FASTEST_FIRST[0]
+    with sdpa_kernel(FASTEST_FIRST[FASTEST_FIRST.index(fastest) :], set_priority=True):
         if q.shape[2] == k.shape[2]:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
         if q.shape[2] == 1:
