@@ -8,8 +8,10 @@ With --url prompts of random words are sent to an OpenAI-compatible server, some
 cache. Run it once against a server with S2O and once against one without; chunks are the server's.
 
 Without, one layer's attention is timed as vLLM would call it: S2O's backend with the real kernels, between a fake of
-vLLM's classes (scripts/bench/fake_vllm.py), over all chunks of a prompt behind what is cached of it. Dense attention on
-contiguous keys stands for the stock backend. What a server does besides is not in these times.
+vLLM's classes (scripts/bench/fake_vllm.py), over all chunks of a prompt behind what is cached of it. What a server does
+besides is not in these times. Two times stand for the stock backend: torch's dense attention of the same chunks, whose
+FlashAttention 2 is slow on a Hopper GPU, and what they would take at the rate of one whole prompt in cuDNN, which
+FlashAttention 3 in a server comes near.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from calibrate.search.crossover import with_crossover
 from calibrate.timing import medians
@@ -63,7 +66,11 @@ PAGE = 16  # tokens
 
 @dataclass(frozen=True)
 class ModelledPrompt:
-    """One layer's attention over a prompt; seconds of all its chunks together, S2O's backend and dense."""
+    """One layer's attention over a prompt; seconds of all its chunks together.
+
+    s2o_seconds: S2O's backend. dense_seconds: dense attention of the same calls. at_whole_rate_seconds: what their
+    query-key pairs take dense at the rate of one whole prompt of the same length.
+    """
 
     length: int
     chunk: int
@@ -71,6 +78,7 @@ class ModelledPrompt:
     density: float
     s2o_seconds: float
     dense_seconds: float
+    at_whole_rate_seconds: float
 
 
 @dataclass(frozen=True)
@@ -185,16 +193,30 @@ def modelled_prompt(
         for call in calls:
             dense_attention(*call)
 
-    jobs: dict[str, Callable[[], Any]] = {"s2o": forward, "dense": dense}
+    jobs: dict[str, Callable[[], Any]] = {"s2o": forward, "dense": dense, "whole": partial(dense_attention, *qkv)}
     seconds = medians(jobs, device, args.rounds)
-    return ModelledPrompt(length, chunk, begin / length, density_of(calls, config), seconds["s2o"], seconds["dense"])
+    share = sum(causal_pairs(*call) for call in calls) / causal_pairs(*qkv)
+    return ModelledPrompt(
+        length=length,
+        chunk=chunk,
+        cached=begin / length,
+        density=density_of(calls, config),
+        s2o_seconds=seconds["s2o"],
+        dense_seconds=seconds["dense"],
+        at_whole_rate_seconds=share * seconds["whole"],
+    )
+
+
+def causal_pairs(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """The query-key pairs of one head in a call."""
+    return CallShape(1, 1, 1, q.shape[2], k.shape[2], 1, 1).causal_pairs
 
 
 def density_of(calls: Sequence[QKV], config: LayerConfig) -> float:
     """The pairs that calls compute over their causal pairs, the mean over heads."""
     computed, causal = 0.0, 0
     for q, k, v in calls:
-        pairs = CallShape(1, 1, 1, q.shape[2], k.shape[2], 1, 1).causal_pairs
+        pairs = causal_pairs(q, k, v)
         computed += pairs * float(s2o_attention(q, k, v, config, return_stats=True).density.mean())
         causal += pairs
     return computed / causal
@@ -258,11 +280,21 @@ def report(file: ServingFile) -> None:
                 f"{row.density:.3f}",
                 f"{row.s2o_seconds * 1e3:.2f}",
                 f"{row.dense_seconds * 1e3:.2f}",
-                f"{row.dense_seconds / row.s2o_seconds:.2f}",
+                f"{row.at_whole_rate_seconds * 1e3:.2f}",
+                f"{row.at_whole_rate_seconds / row.s2o_seconds:.2f}",
             ]
             for row in file.modelled
         ]
-        names = ["length", "chunk", "cached", "density", "S2O, ms", "dense, ms", "dense / S2O"]
+        names = [
+            "length",
+            "chunk",
+            "cached",
+            "density",
+            "S2O, ms",
+            "dense, ms",
+            "dense at whole rate, ms",
+            "that / S2O",
+        ]
         print_table("attention of one layer, all chunks of a prompt", names, rows)
     if file.served:
         rows = [
