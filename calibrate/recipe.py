@@ -188,7 +188,7 @@ class Recipe:
         Rule(int, low=0),
         "further prompts of each length that the finished profile is certified on; 0: no certificate",
         PROOF,
-        default=20,
+        default=32,
         plan_text=lambda recipe: f"{recipe.num_certify} of each length" if recipe.num_certify else "none",
     )
     seed: int = option(Rule(int, low=0), "seed of prompts, search and random weights", INPUT, default=0)

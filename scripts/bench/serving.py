@@ -99,6 +99,7 @@ class ServingFile(ResultFile):
 
     program: ClassVar[str] = f"python -m {NAME}"
 
+    format: str = "s2o-bench-serving/1"
     settings: dict[str, Any]
     modelled: list[ModelledPrompt]
     served: list[ServedPrompts]

@@ -90,6 +90,7 @@ class TailsFile(ResultFile):
 
     program: ClassVar[str] = f"python -m {NAME}"
 
+    format: str = "s2o-bench-tails/1"
     settings: dict[str, Any]
     tile: dict[str, Any]
     points: list[Point]

@@ -39,11 +39,15 @@ from scripts.bench.schema import (
     PrefillFile,
     ProfileRow,
     ProfilesFile,
+    RehearsalFile,
     ResultFile,
     RetrievalRow,
     setting_name,
 )
+from scripts.bench.serving import ServingFile
+from scripts.bench.tails import TailsFile
 from scripts.docs.attention_plot import draw_attention
+from scripts.docs.deployment_results import rehearsals, serving, tails
 from scripts.docs.markdown import table
 from scripts.docs.methods_plots import draw_errors, draw_times
 from scripts.docs.plots import Draw, svg
@@ -132,6 +136,9 @@ def page(sources: Sources) -> str:
         _calibrations(of_format(sources, CalibrationFile)),
         _profiles(of_format(sources, ProfilesFile)),
         _coverage(of_format(sources, CoverageFile)),
+        rehearsals(of_format(sources, RehearsalFile)),
+        serving(of_format(sources, ServingFile)),
+        tails(of_format(sources, TailsFile)),
     ]
     return "\n\n".join(block for part in parts for block in part) + "\n"
 
@@ -180,7 +187,7 @@ def command(source: Source[ResultFile]) -> str:
         text = "" if file.prompts is None else f" --prompts {shlex.quote(file.prompts)}"
         numbers = f"--seed {file.seed} --num-prompts {file.num_prompts}"
         return f"{file.program} {file.profile} --model {file.model} {numbers}{text} {out}"
-    assert isinstance(file, (AttentionFile, MethodsFile, PrefillFile))
+    assert isinstance(file, (AttentionFile, MethodsFile, PrefillFile, RehearsalFile, ServingFile, TailsFile))
     options = [text for name, value in file.settings.items() if (text := _option(name, value))]
     if isinstance(file, AttentionFile):
         options += [f"--tile {tile}" for tile in dict.fromkeys(_tile(entry.tile) for entry in file.results)]
@@ -314,7 +321,7 @@ def _coverage(sources: Sequence[Source[CoverageFile]]) -> list[str]:
         return [*out, missing(CoverageFile)]
     for source in sources:
         file = source.file
-        out += [f"### `{file.model}`, {file.budget} ({source.link})"]
+        out += [f"### `{file.model}`, {file.budget} ({source.link})", *noted(source)]
         out += [table(CoverageRow.COLUMNS, [row.cells() for row in file.rows], "rlr")]
     return out
 

@@ -23,9 +23,12 @@ from scripts.bench.schema import (
     MethodsFile,
     PrefillFile,
     ProfilesFile,
+    RehearsalFile,
     ResultFile,
     read,
 )
+from scripts.bench.serving import ServingFile
+from scripts.bench.tails import TailsFile
 
 S2O_CALIBRATED = CALIBRATED["s2o"]
 ANY = CALIBRATED["auto"]
@@ -35,7 +38,18 @@ LEAST = 1e-12  # errors below count as this one, so that they have a logarithm
 EVERYTHING = 0.9999  # a method of this density computes everything, as dense attention does
 
 FORMATS: dict[str, type[ResultFile]] = {
-    cls.format: cls for cls in (AttentionFile, MethodsFile, PrefillFile, BudgetsFile, CoverageFile, ProfilesFile)
+    cls.format: cls
+    for cls in (
+        AttentionFile,
+        MethodsFile,
+        PrefillFile,
+        BudgetsFile,
+        CoverageFile,
+        ProfilesFile,
+        RehearsalFile,
+        ServingFile,
+        TailsFile,
+    )
 }
 MAKES: dict[type[ResultFile], str] = {
     MethodsFile: f"{MethodsFile.program} --out docs/results/bench-methods-GPU.json",
@@ -44,6 +58,9 @@ MAKES: dict[type[ResultFile], str] = {
     BudgetsFile: f"{BudgetsFile.program} --out docs/results/study-budgets-GPU.json",
     CoverageFile: f"{CoverageFile.program} PROFILE --out docs/results/coverage-MODEL-DEVICE.json",
     ProfilesFile: f"{ProfilesFile.program} PROFILE PROFILE --out docs/results/bench-profiles-MODEL-GPU.json",
+    RehearsalFile: f"{RehearsalFile.program} --out docs/results/rehearsals-GPU.json",
+    ServingFile: f"{ServingFile.program} --out docs/results/bench-serving-GPU.json",
+    TailsFile: f"{TailsFile.program} --out docs/results/bench-tails-GPU.json",
     CalibrationFile: "s2o-calibrate --model demo --out build/demo.safetensors, whose report.json is kept",
     EvaluationFile: "s2o-eval --model demo --tasks multi --lengths 32768 --profile FILE --setting TEXT --out FOLDER",
 }
