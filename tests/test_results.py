@@ -7,7 +7,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts.bench.schema import AttentionFile, LayerRow, MethodRow, MethodsFile, PrefillFile, read
+from scripts.bench.schema import (
+    AttentionFile,
+    LayerRow,
+    MethodRow,
+    MethodsFile,
+    PrefillFile,
+    RehearsalFile,
+    RehearsalRow,
+    read,
+)
+from scripts.bench.serving import ServingFile
+from scripts.bench.tails import TailsFile
 from scripts.docs import results
 from scripts.docs.results_data import MAKES, Bench, Source, Time, benches, on_front, read_sources, relative_at, three
 
@@ -335,3 +346,37 @@ def test_the_page_is_of_the_raw_data():
     assert (DOCS / "results.md").read_text() == results.page(sources), "run python -m scripts.docs.results"
     if benches(sources):
         assert all((DOCS / "results" / f"methods-{name}.svg").is_file() for name in ("error", "time"))
+
+
+def test_servers_tails_and_rehearsals(docs):
+    """Speed-ups are the first time over the second; what went dense has the kernels' in brackets."""
+    folder, put = docs
+    settings = {"heads": "8,2", "head_dim": 64}
+    modelled = {"length": 900, "chunk": 300, "cached": 0.5, "density": 0.25}
+    times = {"s2o_seconds": 2e-3, "dense_seconds": 9e-3, "at_whole_rate_seconds": 5e-3}
+    served = {"label": "stock", "length": 900, "cached": 0.0, "concurrency": 4}
+    rates = {"first_token_seconds": 0.25, "tokens_per_second": 3600.0}
+    put("serving.json", ORIGIN | {"format": ServingFile.format, "settings": settings}
+        | {"modelled": [modelled | times], "served": [served | rates]})  # fmt: skip
+    point = {"dense_seconds": 3.0, "kernel_seconds": 4.0}
+    points = [
+        {"queries": 16, "keys": 512, "auto_seconds": 3.0, "backend": "dense"},
+        {"queries": 512, "keys": 2048, "auto_seconds": 1.5, "backend": "triton"},
+    ]
+    put("tails.json", ORIGIN | {"format": TailsFile.format, "settings": settings, "tile": {}, "chunks": []}
+        | {"needed": 32, "points": [point | own for own in points]})  # fmt: skip
+    good = asdict(RehearsalRow("big", {"full_attention": 3, "sliding_attention": 9}, 12, weights="nf4"))
+    entry = {"length": 900, "s2o_layers": 2, "density": 0.5, "density_of_layers": [], "rel_mse_of_layers": []}
+    entry |= {"kl": 0.0, "prefill_seconds": 1.0, "dense_prefill_seconds": 1.0, "certified": True, "certify_prompts": 9}
+    good |= {"lengths": [entry | {"largest_bound": None, "next_kl": None}], "seconds": {"calibration": 61.4}}
+    good |= {"peak_bytes": {"weights": 1 << 30, "calibration": 3 << 30}}
+    bad = asdict(RehearsalRow("bad", {"full_attention": 3}, 3, failed="no room"))
+    put("rehearsals.json", ORIGIN | {"format": RehearsalFile.format, "settings": {"models": []}, "rows": [good, bad]})
+    assert run(folder) == 0
+    page = (folder / "results.md").read_text()
+    assert "| 900 | 300 | 50% | 0.250 | 2.00 ms | 9.00 ms | 5.00 ms | 2.50x |" in page
+    assert "| stock | 900 | 0% | 4 | 250 ms | 3600 |" in page
+    assert "| 16 | 1.00 (0.75) |  |" in page
+    assert "| 512 |  | 2.00 |" in page
+    assert "| big | nf4 | 900 | 2 of 3 | 9 sliding_attention | 0.500 | yes, 9 prompts | 61 s | 3.0 GiB |" in page
+    assert "| bad | - | - | 3 | - | - | failed: no room | - | - |" in page

@@ -8,21 +8,21 @@ from scripts.bench.schema import RehearsalFile, RehearsalRow
 from scripts.bench.serving import ModelledPrompt, ServingFile
 from scripts.bench.tails import Point, TailsFile
 from scripts.docs.markdown import table
-from scripts.docs.results_data import Source
+from scripts.docs.results_data import Source, missing
 
 GIB = 1 << 30
 
 
 def rehearsals(sources: Sequence[Source[RehearsalFile]]) -> list[str]:
-    """Whole calibrations of models with random weights; nothing where there are none."""
-    if not sources:
-        return []
+    """Whole calibrations of models with random weights."""
     out = [
         "## Rehearsals",
         "Models of published sizes with random weights, calibrated from memory with a certificate, then patched. "
         "Random weights attend evenly: densities and KL are no trained model's. Peak is the GPU memory at most in"
         " use, weights included.",
     ]
+    if not sources:
+        return [*out, missing(RehearsalFile)]
     names = ("model", "weights", "tokens", "layers", "of other kinds", "density", "certified", "calibration", "peak")
     for source in sources:
         rows = [cells for row in source.file.rows for cells in _rehearsed(row)]
@@ -53,9 +53,7 @@ def _rehearsed(row: RehearsalRow) -> list[list[str]]:
 
 
 def serving(sources: Sequence[Source[ServingFile]]) -> list[str]:
-    """Modelled server steps, and real servers where one was measured; nothing where there are none."""
-    if not sources:
-        return []
+    """Modelled server steps, and real servers where one was measured."""
     out = [
         "## Modelled server steps",
         "One layer's attention over all chunks of a prompt, through S2O's vLLM backend with the real kernels and "
@@ -63,6 +61,8 @@ def serving(sources: Sequence[Source[ServingFile]]) -> list[str]:
         "same chunks, and what they take at the rate of one whole prompt in cuDNN, which FlashAttention 3 in a "
         "server comes near; the speed-up is against the latter.",
     ]
+    if not sources:
+        return [*out, missing(ServingFile)]
     names = ("tokens", "chunk", "cached", "density", "S2O", "torch's chunks", "at a whole prompt's rate", "speed-up")
     for source in sources:
         heads = f"{source.file.settings['heads'].replace(',', '/')} heads of {source.file.settings['head_dim']}"
@@ -94,14 +94,14 @@ def _modelled(row: ModelledPrompt) -> list[str]:
 
 
 def tails(sources: Sequence[Source[TailsFile]]) -> list[str]:
-    """Few new tokens behind many keys; nothing where there are none."""
-    if not sources:
-        return []
+    """Few new tokens behind many keys."""
     out = [
         "## Short tails",
         "Dense attention's time over the op's for so many queries behind so many keys, theirs included; in "
         "brackets that of S2O's kernels where the op went dense.",
     ]
+    if not sources:
+        return [*out, missing(TailsFile)]
     for source in sources:
         keys = sorted({point.keys for point in source.file.points})
         rows = []

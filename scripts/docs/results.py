@@ -53,7 +53,6 @@ from scripts.docs.methods_plots import draw_errors, draw_times
 from scripts.docs.plots import Draw, svg
 from scripts.docs.results_data import (
     ANY,
-    MAKES,
     NEAR,
     S2O_CALIBRATED,
     TIE,
@@ -64,6 +63,7 @@ from scripts.docs.results_data import (
     attending,
     benches,
     fastest,
+    missing,
     ms,
     nearest,
     of_format,
@@ -634,13 +634,6 @@ def _prefill(sources: Sequence[Source[PrefillFile]]) -> list[str]:
                 rows.append([entry.model, str(entry.length), row.name, *times])
         out += [f"{source.link}.", table(names, rows, "lllr"), *noted(source)]
     return out
-
-
-def missing(cls: type[ResultFile]) -> str:
-    """A sentence on what would measure a file that is not there."""
-    out = f"Not measured yet: `{MAKES[cls]}` would."
-    put = " Its summary.json belongs into docs/results, under a name of its own."
-    return out + (put if cls is EvaluationFile else "")
 
 
 if __name__ == "__main__":

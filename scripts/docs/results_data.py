@@ -246,3 +246,10 @@ def ms(seconds: float) -> str:
 def small(value: float) -> str:
     """An error with two digits."""
     return f"{value:.1e}"
+
+
+def missing(cls: type[ResultFile]) -> str:
+    """A sentence on what would measure a file that is not there."""
+    out = f"Not measured yet: `{MAKES[cls]}` would."
+    put = " Its summary.json belongs into docs/results, under a name of its own."
+    return out + (put if cls is EvaluationFile else "")
