@@ -34,4 +34,5 @@ def test_the_image_installs_an_extra_that_there_is():
     extra = re.search(r"'/src\[(\w+)\]'", image).group(1)
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert re.search(rf"^{extra} = \[", project, re.MULTILINE)
-    assert re.search(rf"^{re.search(r'CMD .\"([\w-]+)', image).group(1)} = ", project, re.MULTILINE)
+    command = re.search(r'CMD ."([\w-]+)', image).group(1)
+    assert re.search(rf"^{command} = ", project, re.MULTILINE)
