@@ -127,7 +127,10 @@ def awq(weight):
 
 
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
-COMPRESSED |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": INT8_CHANNELS, "format": "int-quantized"}}, "ignore": ["lm_head"]}
+COMPRESSED |= {
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT8_CHANNELS, "format": "int-quantized"}},
+    "ignore": ["lm_head"],
+}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 INT4 = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 FORMATS = {  # the packages that read it, and what makes a checkpoint of it
