@@ -85,13 +85,11 @@ def int8_channels(weight):
 
 
 def fp8_blocks(weight):
-    """DeepSeek's fp8: blocks of 128 x 128 share a scale."""
-    rows, columns = (-(-size // 128) for size in weight.shape)
-    padded = torch.zeros(rows * 128, columns * 128)
-    padded[: weight.shape[0], : weight.shape[1]] = weight
-    blocks = padded.reshape(rows, 128, columns, 128)
+    """DeepSeek's fp8: blocks of 64 x 64 share a scale, which divides their sizes here."""
+    rows, columns = (size // 64 for size in weight.shape)
+    blocks = weight.reshape(rows, 64, columns, 64)
     scale = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
-    packed = (blocks / scale[:, None, :, None]).reshape(padded.shape)[: weight.shape[0], : weight.shape[1]]
+    packed = (blocks / scale[:, None, :, None]).reshape(weight.shape)
     return {"weight": packed.to(torch.float8_e4m3fn), "weight_scale_inv": scale}
 
 
@@ -131,7 +129,7 @@ COMPRESSED |= {
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT8_CHANNELS, "format": "int-quantized"}},
     "ignore": ["lm_head"],
 }
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+FP8 = {"quant_method": "fp8", "weight_block_size": [64, 64], "activation_scheme": "dynamic"}
 INT4 = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 FORMATS = {  # the packages that read it, and what makes a checkpoint of it
     "bitsandbytes-4": (("bitsandbytes", "accelerate"), by_transformers(lambda: bits(4))),
