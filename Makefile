@@ -3,7 +3,8 @@
 # make check: lint, types and the fast tests. make test: all tests but the exhaustive ones. make test-all: lint and all.
 # make aot: the kernels, compiled for all GPU generations with the oldest and the newest supported Triton; with
 #   AOT_OPTIONS=--quick the largest configuration of each kernel only, as in continuous integration.
-# make transformers: its tests with the oldest and the newest supported transformers.
+# make transformers: its tests with the oldest and the newest supported transformers, and with the packages that quantised
+#   weights, adapters, GGUF files and models spread over devices are loaded with.
 # make architectures: README's table, from the tests that pass. make profile-format: the tables of
 # docs/profile-format.md, from the record's fields. make wheel: the wheel, in an empty environment.
 # make vllm: vLLM's engine on a CPU with S2O as its backend, in an environment of its own under build/vllm.
@@ -15,6 +16,9 @@ TRANSFORMERS := 5.0.0 5.23.0
 TOKENIZERS_5.0.0 := 0.22.2
 TOKENIZERS_5.23.0 := 0.23.3
 QUANTISED := build/quantised
+QUANTISERS := optimum-quanto==0.2.7 ninja==1.13.2 bitsandbytes==0.50.2 torchao==0.18.0 compressed-tensors==0.20.0 loguru==0.7.3
+LOADERS := accelerate==1.15.0 psutil==7.2.2 peft==0.21.2 gguf==0.19.0
+LOADING_TESTS := tests/test_loading.py tests/test_quantised.py tests/test_windowed.py tests/test_bench_rehearsals.py
 STAMP := $(VENV)/.installed
 ifdef PYTHON
   RUN := PYTHONPATH=. $(PYTHON)
@@ -66,7 +70,7 @@ transformers: $(OTHERS)
 
 $(TRANSFORMERS:%=transformers-%): transformers-%: build/transformers-%/.installed $(CACHES)
 	OMP_NUM_THREADS=1 PYTHONPATH=build/transformers-$*:$(QUANTISED) $(VENV)/bin/python -m pytest -p no:cacheprovider \
-		-n auto --maxprocesses 4 --dist load tests/test_hf.py tests/test_architectures.py
+		-n auto --maxprocesses 4 --dist load tests/test_hf.py tests/test_architectures.py $(LOADING_TESTS)
 
 architectures: $(READY) $(CACHES)
 	PYTHONPATH=.:$(QUANTISED) OMP_NUM_THREADS=1 $(lastword $(RUN)) -m scripts.docs.architectures
@@ -141,8 +145,9 @@ $(TRANSFORMERS:%=build/transformers-%/.installed): build/transformers-%/.install
 	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) transformers==$* tokenizers==$(TOKENIZERS_$*)
 	touch $@
 
-# quantises weights and transformers' cache; it compiles a part of itself the first time it is used
-$(QUANTISED)/.installed: | $(READY)
+# what quantises weights and transformers' cache, and what else models are loaded with; optimum-quanto compiles a part of
+# itself the first time it is used
+$(QUANTISED)/.installed: Makefile | $(READY)
 	rm -rf $(@D)
-	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) optimum-quanto==0.2.7 ninja==1.13.2
+	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) $(QUANTISERS) $(LOADERS)
 	touch $@

@@ -263,21 +263,32 @@ def _weights_hash(model: nn.Module) -> str:
 
     Buffers that a checkpoint holds count too: quantised weights are kept in some.
     """
-    _unpack(model)
+    _settle(model)
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     for prefix, module in model.named_modules():
         stored = module._buffers.keys() - module._non_persistent_buffers_set
         tensors |= {f"{prefix}.{name}": tensor for name in stored if (tensor := module._buffers[name]) is not None}
 
     def sample(name: str, indices: range) -> Tensor:
-        flat = tensors[name].reshape(-1)
+        try:
+            flat = tensors[name].reshape(-1)
+        except NotImplementedError:  # of a quantised type that has no other shapes (torchao)
+            flat = tensors[name].dequantize().reshape(-1)
         return flat[indices.start : indices.stop : indices.step]
 
     return sampled_fingerprint({name: tensor.shape for name, tensor in tensors.items()}, sample)
 
 
-def _unpack(model: nn.Module) -> None:
-    """Have bitsandbytes undo how it packs 4-bit weights for a CPU at their first forward pass, as for a checkpoint."""
+def _settle(model: nn.Module) -> None:
+    """Bring quantised weights that the first forward pass changes into one state, whether it has been or not.
+
+    compressed-tensors decompresses a model then, by a hook, which is called here. On a CPU bitsandbytes packs 4-bit
+    weights then, and unpacks them for a state dict until the next pass.
+    """
+    for module in model.modules():
+        hook = module._forward_pre_hooks.get(getattr(module.__dict__.get("ct_decompress_hook"), "id", -1))
+        if hook is not None:
+            hook(module, ())
     for module in model.modules():
         state = getattr(getattr(module, "weight", None), "quant_state", None)
         if getattr(state, "packing_format_for_cpu", False):

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import LlamaConfig, MistralConfig
+from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from calibrate.commands.calibrate import main
 from s2o_runtime import load_profile
@@ -63,12 +63,17 @@ def unfit(tmp_path_factory):
         "GPTQ": plain | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
         "WIDE": LlamaConfig(**SIZES | {"head_dim": 288}).to_dict(),
         "SPEECHLESS": plain,
+        "WORDLESS": Qwen2Config(**SIZES).to_dict(),
+        "SPELLING": plain,
     }
     folders = {}
     for word, config in configs.items():
         folders[word] = tmp_path_factory.mktemp(word.lower())
         (folders[word] / "config.json").write_text(json.dumps(config))
     (folders["CODE"] / "configuration_own.py").write_text("raise SystemExit('code of the model ran')")
+    own_tokenizer = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    (folders["SPELLING"] / "tokenizer_config.json").write_text(json.dumps(own_tokenizer))
+    (folders["SPELLING"] / "tokenization_own.py").write_text("raise SystemExit('code of the tokenizer ran')")
     return folders
 
 
@@ -375,7 +380,9 @@ def bad_inputs():
     yield ["--model", "CODE"], "code of its own, which is not run: give --trust-remote-code if you have read and trust"
     yield ["--model", "GPTQ"], "is quantised (gptq) and a package for that is missing ("
     yield ["--model", "WIDE"], "layer 0 cannot run S2O ("
-    yield ["--model", "SPEECHLESS"], "the tokenizer of "
+    yield ["--model", "SPEECHLESS"], "cannot be loaded: its files are missing"
+    yield ["--model", "WORDLESS"], "cannot be loaded: its files are missing or hold no words"
+    yield ["--model", "SPELLING"], "code of its own, which is not run: give --trust-remote-code if you have read and"
     yield ["--prompts", "none.jsonl"], "prompt file none.jsonl does not exist"
     yield ["--prompts", "bad.jsonl"], "bad.jsonl:2: "
     yield ["--prompts", "short.jsonl"], "0 prompts to calibrate on of 512 tokens or more"

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from calibrate import calibrate
+from calibrate.commands.profile import main as profile_command
 from calibrate.model import capture
 from calibrate.model.logits import logits_on_device
 from calibrate.model.models import in_memory, load
@@ -124,10 +125,21 @@ def test_a_model_in_memory_is_calibrated_as_its_checkpoint_is(tmp_path):
     patch(model, load_profile(tmp_path / "b" / "p.safetensors"), strict=True)
 
 
+class OfImages:
+    """A processor without a tokenizer."""
+
+    def __call__(self, images, **options):
+        raise ValueError("no image")
+
+
 def test_what_is_said_of_a_model_in_memory_that_will_not_do(tmp_path):
     model = build("llama")
     with pytest.raises(ModelError, match="the tokenizer of LlamaForCausalLM is missing: give it beside the model"):
         calibrate(model, out=tmp_path / "p.safetensors")
+    with pytest.raises(ModelError, match="the tokenizer of LlamaForCausalLM cannot be used: str is no tokenizer; give"):
+        calibrate(model, "demo", out=tmp_path / "p.safetensors")
+    with pytest.raises(ModelError, match=r"cannot be used: OfImages reads no text; give the model's own"):
+        calibrate(model, OfImages(), out=tmp_path / "p.safetensors")
     with pytest.raises(ConfigError, match="got a model in memory and device, which it has already"):
         calibrate(model, tiny_tokenizer(), device="cpu", out=tmp_path / "p.safetensors")
     with pytest.raises(ConfigError, match="got a tokenizer and a model by name"):
@@ -245,7 +257,9 @@ class OwnForCausalLM(LlamaForCausalLM):
 """
 
 
-def test_code_of_the_model_runs_if_it_is_trusted(tmp_path, monkeypatch):
+@pytest.fixture
+def own_model(tmp_path, monkeypatch):
+    """The folder of a model that comes with code of its own."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = save_tiny(tmp_path / "own_model")
     (folder / "configuration_own.py").write_text(CONFIGURATION)
@@ -253,6 +267,11 @@ def test_code_of_the_model_runs_if_it_is_trusted(tmp_path, monkeypatch):
     config = json.loads((folder / "config.json").read_text()) | {"model_type": "own"}
     classes = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": classes}))
+    return folder
+
+
+def test_code_of_the_model_runs_if_it_is_trusted(own_model):
+    folder = own_model
     with pytest.raises(ModelError, match="comes with code of its own, which is not run: give --trust-remote-code"):
         load(str(folder), "cpu")
     loaded = load(str(folder), "cpu", trust_remote_code=True, resident=False)
@@ -262,3 +281,21 @@ def test_code_of_the_model_runs_if_it_is_trusted(tmp_path, monkeypatch):
     known = json.loads((folder / "config.json").read_text()) | {"model_type": "llama"}
     (folder / "config.json").write_text(json.dumps(known))
     assert type(load(str(folder), "cpu").model).__name__ == "LlamaForCausalLM"  # transformers' own code is enough
+
+
+@pytest.mark.parametrize("on_fresh_prompts", [False, True])
+def test_a_profile_is_verified_with_code_of_the_model_if_it_is_trusted(on_fresh_prompts, own_model, tmp_path, capsys):
+    """What the profile's own recipe says of trust does not count: a profile may be another's."""
+    out = tmp_path / "p.safetensors"
+    options = QUICKEST | {"num_certify": 2, "budget_rel_mse": 0.5, "worst_rows": 0, "hide_needles": False}
+    calibrate(str(own_model), progress=False, out=out, device="cpu", trust_remote_code=True, **options)
+    assert load_profile(out).record.recipe["trust_remote_code"] is True
+    command = ["verify", str(out), "--model", str(own_model), "--device", "cpu", "--quiet"]
+    command += ["--seed", "5"] if on_fresh_prompts else []
+    capsys.readouterr()
+    assert profile_command(command) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("s2o-profile: model")
+    assert "comes with code of its own, which is not run: give --trust-remote-code" in line
+    assert profile_command([*command, "--trust-remote-code"]) in (0, 3)
+    assert "fresh prompts" in (shown := capsys.readouterr().out) or "proven here" in shown

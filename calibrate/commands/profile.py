@@ -46,6 +46,7 @@ VERIFY = {
     "device": "a GPU if there is one",
     "prompts": "those of the profile's recipe",
     "chunk": "that of the profile's recipe",
+    "trust_remote_code": "it does not run, whatever the profile's recipe says",
 }
 
 
@@ -284,7 +285,8 @@ def verify(flags: Flags) -> int:
 
     from calibrate.proof.reprove import verified
 
-    proof = verified(model, Path(profile), name, flags.get("prompts"), flags.get("chunk"))
+    trust = flags.get("trust_remote_code", False)
+    proof = verified(model, Path(profile), name, flags.get("prompts"), flags.get("chunk"), trust_remote_code=trust)
     if "json" in flags:
         print_json(asdict(proof))
     else:
@@ -310,7 +312,10 @@ def verify(flags: Flags) -> int:
 def _check_certificate(flags: Flags, model: str, profile: Path, device: str) -> int:
     from calibrate.proof.recertify import recertified
 
-    check = recertified(model, profile, device, flags["seed"], flags.get("prompts"), flags.get("chunk"))
+    trust = flags.get("trust_remote_code", False)
+    check = recertified(
+        model, profile, device, flags["seed"], flags.get("prompts"), flags.get("chunk"), trust_remote_code=trust
+    )
     if "json" in flags:
         print_json(asdict(check))
     else:

@@ -28,6 +28,7 @@ BITS = {
     "mxfp4": 4.25,
     "bitnet": 2.0,
 }  # of formats with one width
+DECOMPRESSED = "compressed-tensors"  # newer transformers make 16-bit weights of it at the first forward pass
 
 
 class Outlook(NamedTuple):
@@ -137,6 +138,8 @@ def loading(name: str, config: Any, model: Any, device: str, random_weights: boo
         size = (
             "of a size that its config does not tell" if bits is None else f"about {parameters * bits / 8 / GB:.3g} GB"
         )
+        if quantisation(config) == DECOMPRESSED:
+            size += f", {parameters * 2 / GB:.3g} GB once it runs"
         return f"as a whole, {size}: {streaming_obstacle(config, model, None)}"
     gguf = resolve(name).endswith(".gguf") if not random_weights else False
     obstacle = "GGUF files are read by transformers" if gguf else None

@@ -45,6 +45,7 @@ ALIASES = {
 
 GGUF = ".gguf"
 TRUST = "--trust-remote-code"
+SAMPLE = "def read(path): return 12"  # every tokenizer makes several tokens of it
 
 log = logging.getLogger("calibrate")
 
@@ -137,13 +138,34 @@ def load_tokenizer(name: str, *, random_weights: bool = False, trust_remote_code
         return AutoTokenizer.from_pretrained(DEMO_FOLDER)
     source, options = _source(name)
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
+        problem = _unreadable(tokenizer)
+        cause: Exception | None = None
     except (OSError, ValueError, ImportError) as error:
-        if random_weights:
-            log.warning("the tokenizer of %r cannot be loaded: random weights read the demo model's tokens", name)
-            return AutoTokenizer.from_pretrained(DEMO_FOLDER)
-        _refuse_code(name, error)
-        raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {_first_line(error)}") from error
+        if not random_weights:
+            _refuse_code(name, error)
+        problem, cause = _first_line(error), error
+        if problem.rstrip().endswith("one of:"):  # and a list of what transformers tried
+            problem = "its files are missing"
+    if problem is None:
+        return tokenizer
+    if random_weights:
+        log.warning("the tokenizer of %r cannot be loaded: random weights read the demo model's tokens", name)
+        return AutoTokenizer.from_pretrained(DEMO_FOLDER)
+    raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {problem}") from cause
+
+
+def _unreadable(tokenizer: Any) -> str | None:
+    """Why a tokenizer cannot make prompts; None if it can. Transformers makes some without any files, with no words."""
+    if not callable(tokenizer):
+        return f"{type(tokenizer).__name__} is no tokenizer"
+    try:
+        ids = tokenizer(SAMPLE, add_special_tokens=False, return_offsets_mapping=True).input_ids
+    except NotImplementedError:
+        return f"{type(tokenizer).__name__} does not say where in a text its tokens are, as a fast tokenizer does"
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError):
+        return f"{type(tokenizer).__name__} reads no text"
+    return None if len(set(ids)) > 1 else "its files are missing or hold no words"
 
 
 def load(
@@ -215,10 +237,12 @@ def in_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedMode
         raise ModelError(f"the tokenizer of {type(model).__name__} is missing: give it beside the model")
     if model.training:
         raise ModelError("the model is in training mode, expected evaluation: call model.eval()")
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    if (problem := _unreadable(tokenizer)) is not None:
+        raise ModelError(f"the tokenizer of {type(model).__name__} cannot be used: {problem}; give the model's own")
     shape = geometry(model.config)
     weights = InMemory(model)
     name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     return LoadedModel(name, model, tokenizer, shape, weights.fingerprint, weights)
 
 

@@ -41,6 +41,8 @@ def check_quantisation(config: Any, name: str) -> None:
             dtype=torch.bfloat16, device_map=None, weights_conversion=None
         )
     except ImportError as error:
+        if "requires a GPU" in str(error):  # no package helps
+            raise _not_on("cpu", name, config, error) from error
         raise ModelError(
             f"model {name!r} is quantised ({method}) and a package for that is missing ({_first_line(error)}): "
             "install it"
@@ -87,7 +89,8 @@ def load_whole(source: str, config: Any, device: torch.device, name: str, **opti
         **options: For `from_pretrained`, such as `gguf_file`.
 
     Raises:
-        ModelError: The checkpoint lacks parameters of the model, or a package that reads it is missing.
+        ModelError: The checkpoint lacks parameters of the model, a package that reads it is missing, or its format
+            needs another device.
         ResourceError: The device's memory does not suffice.
         OSError, ValueError: What transformers says of files that it cannot read.
     """
@@ -111,9 +114,20 @@ def load_whole(source: str, config: Any, device: torch.device, name: str, **opti
             f"model {name!r} is loaded as a whole, for which the memory of {device} does not suffice: use a larger "
             "GPU, or load it over several and call calibrate.calibrate(model, tokenizer)"
         ) from error
+    except RuntimeError as error:
+        if not quantised:
+            raise
+        raise _not_on(device.type, name, config, error) from error
     if missing := sorted(info.get("missing_keys") or ()):
         raise ModelError(f"the checkpoint of {name!r} has no tensor {missing[0]}, which its config asks for")
     return model.eval().requires_grad_(False)
+
+
+def _not_on(device: str, name: str, config: Any, error: Exception) -> ModelError:
+    return ModelError(
+        f"model {name!r} is quantised ({quantisation(config)}) in a format that cannot be loaded on a {device} device "
+        f"({_first_line(error)}): use another device, or a checkpoint in another format"
+    )
 
 
 def _is_converted(lacking: str, names: Collection[str]) -> bool:

@@ -66,7 +66,14 @@ class Recertified:
 
 
 def recertified(
-    model: str, path: Path, device: str, seed: int, prompts: tuple[Path, ...] | None = None, chunk: int | None = None
+    model: str,
+    path: Path,
+    device: str,
+    seed: int,
+    prompts: tuple[Path, ...] | None = None,
+    chunk: int | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> Recertified:
     """Check a profile's certificate on prompts drawn with another seed, or from other files.
 
@@ -80,8 +87,10 @@ def recertified(
         seed: What draws the prompts.
         prompts: Files and folders to draw from instead of the recipe's text; None is what the recipe says.
         chunk: Tokens that layers are fed at once instead of the recipe's; None is what the recipe says.
+        trust_remote_code: Whether code that comes with the model may run, whatever the recipe says.
 
     Raises:
+        ModelError: The model cannot be loaded.
         ProfileError: The profile cannot be read.
         InputError: It has no certificate, it cannot be proven here, or there are too few fresh prompts.
     """
@@ -89,7 +98,7 @@ def recertified(
     lengths = {entry.length: entry for entry in (certified and certified.lengths) or () if entry.length is not None}
     if not lengths:
         raise InputError(f"{path} is not certified, so there is nothing to compare with: leave --seed out")
-    opened = to_prove(model, path, device)
+    opened = to_prove(model, path, device, trust_remote_code=trust_remote_code)
     count = opened.recipe.num_certify or OPTIONS["num_certify"].default
     fresh = fresh_prompts(opened, replace(opened.recipe, seed=seed, num_certify=count), prompts)
     for length in lengths:

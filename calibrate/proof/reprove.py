@@ -40,7 +40,13 @@ class Verified:
 
 
 def verified(
-    model: str, path: Path, device: str, prompts: tuple[Path, ...] | None = None, chunk: int | None = None
+    model: str,
+    path: Path,
+    device: str,
+    prompts: tuple[Path, ...] | None = None,
+    chunk: int | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> Verified:
     """Make the proof of a profile again, on the prompts that its recipe adjusted layers on.
 
@@ -50,12 +56,15 @@ def verified(
         device: torch's name of the device to prove it on.
         prompts: files and folders to prove on instead of the recipe's text; None is what the recipe says.
         chunk: tokens that layers are fed at once instead of the recipe's; None is what the recipe says.
+        trust_remote_code: whether code that comes with the model may run; what the recipe says does not count, because
+            a profile may be another's.
 
     Raises:
+        ModelError: the model cannot be loaded.
         ProfileError: the profile cannot be read.
         InputError: its record does not say how it was made, it is of another model, or this device cannot run it.
     """
-    opened = to_prove(model, path, device)
+    opened = to_prove(model, path, device, trust_remote_code=trust_remote_code)
     profile, recipe = opened.profile, on_other_text(opened.recipe, prompts)
     recipe = recipe if chunk is None else replace(recipe, chunk=chunk)
     data = load_prompts(recipe, opened.loaded.tokenizer)
@@ -82,7 +91,7 @@ class ToProve:
     loaded: LoadedModel
 
 
-def to_prove(model: str, path: Path, device: str) -> ToProve:
+def to_prove(model: str, path: Path, device: str, *, trust_remote_code: bool = False) -> ToProve:
     """Open a profile and the model it is of; raises what `verified` does."""
     profile = load_profile(path)
     recipe = replace(recipe_of(profile, path), model=model, device=device)
@@ -91,7 +100,13 @@ def to_prove(model: str, path: Path, device: str) -> ToProve:
     profile, rejected = fitted(profile, torch.device(device))
     if rejected is not None:
         raise InputError(f"{path} cannot be proven here: {rejected}")
-    loaded = load(model, device, random_weights=recipe.random_weights, seed=recipe.seed)
+    loaded = load(
+        model,
+        device,
+        random_weights=recipe.random_weights,
+        seed=recipe.seed,
+        trust_remote_code=trust_remote_code,
+    )
     if difference := loaded.geometry.difference(profile.geometry):
         raise InputError(f"{path} is not of {model}, which has {difference}: calibrate this model")
     if mismatch := fingerprint_mismatch(loaded.fingerprint, profile.fingerprint, loaded.model.config):

@@ -20,6 +20,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ from scripts.bench.schema import RehearsalFile, RehearsalRow, RehearsalRun, Rehe
 NAME = "scripts.bench.rehearsals"
 MODELS = "gemma-3-12b,gpt-oss-20b,qwen3-30b-a3b,qwen2.5-7b:nf4"
 NF4 = "nf4"
+OTHERS = ("transformers", "bitsandbytes")  # packages whose versions are recorded too
 COMPARED = 512  # the last positions of the prompt, whose predictions are compared
 TINY = {  # sizes that a CPU runs in seconds; what makes the architecture what it is stays
     "hidden_size": 128,
@@ -115,13 +117,23 @@ def rehearse_all(args: argparse.Namespace) -> list[RehearsalRow]:
             raise ConfigError(f"model {name!r} is not known: use some of {', '.join(sorted(ALIASES))}")
         sized(load_config(name.partition(":")[0], random_weights=True), args)
     settings = {name: value for name, value in vars(args).items() if name != "out"}
-    file = RehearsalFile(settings=settings, rows=[], **machine(torch.device(args.device)))
+    here = machine(torch.device(args.device))
+    here["versions"] |= {name: text for name in OTHERS if (text := installed(name)) is not None}
+    file = RehearsalFile(settings=settings, rows=[], **here)
     for name in args.models:
         file.rows.append(rehearsed(name, args))
         print_row(file.rows[-1])
         write(args.out, file)
         release()
     return file.rows
+
+
+def installed(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def rehearsed(name: str, args: argparse.Namespace) -> RehearsalRow:

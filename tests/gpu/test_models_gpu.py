@@ -9,6 +9,7 @@ from calibrate.model.self_test import self_test
 from calibrate.model.weights import model_class
 from s2o_runtime import explain, patched
 from s2o_runtime.huggingface import hf
+from s2o_runtime.identity import fingerprint
 from s2o_runtime.layer_kinds import window
 from support.architectures import CASES, RUNNING
 from support.tiny import tiny_tokenizer
@@ -83,6 +84,34 @@ def test_windows_of_long_prompts_need_no_mask_of_rows_by_keys(name, monkeypatch)
     torch.cuda.reset_peak_memory_stats()
     assert bool(model(ids, use_cache=False, logits_to_keep=1).logits.isfinite().all())
     assert torch.cuda.max_memory_allocated() - before < 200 << 20
+
+
+def test_a_model_in_4_bits(tmp_path):
+    """Its fingerprint is the same before and after it ran."""
+    for package in ("bitsandbytes", "accelerate"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    from transformers import BitsAndBytesConfig
+
+    plain = on_gpu("llama")
+    model = (
+        type(plain)
+        .from_pretrained(
+            None,
+            config=plain.config,
+            state_dict=plain.state_dict(),
+            quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16),
+            device_map={"": "cuda:0"},
+            dtype=torch.bfloat16,
+        )
+        .eval()
+    )
+    before = fingerprint(model)
+    assert before != fingerprint(plain)
+    out = tmp_path / "p.safetensors"
+    result = calibrate(model, tiny_tokenizer(), progress=False, out=out, allow_regression=True, **QUICK)
+    assert result.profile.fingerprint == before == fingerprint(model)
+    with torch.no_grad(), patched(model, out, strict=True):
+        assert bool(model(torch.randint(8, 120, (1, 2048), device="cuda")).logits.isfinite().all())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

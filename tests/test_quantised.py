@@ -1,0 +1,237 @@
+"""Quantised checkpoints, as transformers loads them: what each format's package reads is calibrated, and stays itself.
+
+Formats whose packages are not installed are skipped with the package's name; `make transformers` installs those that
+come as wheels for every CPU.
+"""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from calibrate import calibrate
+from calibrate.commands import calibrate as command
+from calibrate.model.models import in_memory, load, load_config
+from calibrate.model.weights import InMemory
+from s2o_runtime import load_profile, patched
+from s2o_runtime.errors import ModelError
+from s2o_runtime.identity import fingerprint
+from support.models import build
+from support.tiny import QUICK, save_tiny, tiny_tokenizer
+
+SLOW = pytest.mark.slow(reason="starts a process that loads a model")
+QUICKEST = QUICK | {"num_prompts": 1, "lengths": (256,), "segments": (64,), "representatives": (1,), "trials": 1}
+IDS = torch.randint(8, 120, (1, 90), generator=torch.Generator().manual_seed(1))
+INT8_CHANNELS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+
+
+def by_transformers(make_settings):
+    """A checkpoint that transformers quantises and saves."""
+
+    def save(model, folder):
+        settings = make_settings()
+        quantised = type(model).from_pretrained(
+            None, config=model.config, state_dict=model.state_dict(), quantization_config=settings, dtype=torch.float32
+        )
+        quantised.save_pretrained(folder)
+
+    return save
+
+
+def bits(count):
+    from transformers import BitsAndBytesConfig
+
+    if count == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+
+
+def torchao_int8():
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig())
+
+
+def by_hand(settings, pack):
+    """A checkpoint whose linear layers but the head are packed as the format says."""
+
+    def save(model, folder):
+        model.save_pretrained(folder)
+        tensors = {}
+        for name, value in model.state_dict().items():
+            packed = pack(value) if name.endswith("_proj.weight") else {"weight": value}
+            tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in packed.items()}
+        write(tensors, settings, folder)
+
+    return save
+
+
+def write(tensors, settings, folder):
+    from safetensors.torch import save_file
+
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+
+
+def int8_channels(weight):
+    """compressed-tensors: integers, and a scale for each row."""
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale}
+
+
+def fp8_blocks(weight):
+    """DeepSeek's fp8: blocks of 64 x 64 share a scale, which divides their sizes here."""
+    rows, columns = (size // 64 for size in weight.shape)
+    blocks = weight.reshape(rows, 64, columns, 64)
+    scale = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+    packed = (blocks / scale[:, None, :, None]).reshape(weight.shape)
+    return {"weight": packed.to(torch.float8_e4m3fn), "weight_scale_inv": scale}
+
+
+def nibbles(values, order):
+    """Integers of 4 bits, eight in an int32 along the last dimension, in the order that a format has."""
+    parts = values.reshape(*values.shape[:-1], -1, 8)[..., list(order)].to(torch.int64)
+    words = (parts << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def int4_groups(weight):
+    """Integers 0 .. 15 around 8, [in, out], and a scale for each 32 inputs: as GPTQ and AWQ mean them."""
+    groups = weight.T.reshape(-1, 32, weight.shape[0])
+    scale = groups.abs().amax(1, keepdim=True) / 7
+    return ((groups / scale).round() + 8).reshape(weight.T.shape), scale[:, 0].half()
+
+
+def gptq(weight):
+    values, scales = int4_groups(weight)
+    zeros = torch.full_like(scales, 7)  # the format of AutoGPTQ stores one less
+    return {
+        "qweight": nibbles(values.T.contiguous(), range(8)).T,
+        "qzeros": nibbles(zeros, range(8)),
+        "scales": scales,
+        "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // 32,
+    }
+
+
+def awq(weight):
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    values, scales = int4_groups(weight)
+    return {"qweight": nibbles(values, order), "qzeros": nibbles(torch.full_like(scales, 8), order), "scales": scales}
+
+
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
+COMPRESSED |= {
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT8_CHANNELS, "format": "int-quantized"}},
+    "ignore": ["lm_head"],
+}
+FP8 = {"quant_method": "fp8", "weight_block_size": [64, 64], "activation_scheme": "dynamic"}
+INT4 = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+FORMATS = {  # the packages that read it, and what makes a checkpoint of it
+    "bitsandbytes-4": (("bitsandbytes", "accelerate"), by_transformers(lambda: bits(4))),
+    "bitsandbytes-8": (("bitsandbytes", "accelerate"), by_transformers(lambda: bits(8))),
+    "torchao": (("torchao",), by_transformers(torchao_int8)),
+    "compressed-tensors": (("compressed_tensors",), by_hand(COMPRESSED, int8_channels)),
+    "fp8": (("accelerate",), by_hand(FP8, fp8_blocks)),
+    "gptq": (("gptqmodel", "optimum"), by_hand({"quant_method": "gptq"} | INT4, gptq)),
+    "awq": (("gptqmodel",), by_hand({"quant_method": "awq", "zero_point": True} | INT4, awq)),
+}
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def checkpoint(request, tmp_path_factory):
+    """The model before it was quantised, and the folder with its quantised checkpoint."""
+    packages, save = FORMATS[request.param]
+    for package in packages:
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    folder = tmp_path_factory.mktemp(request.param)
+    model = build("llama")
+    save(model, folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return model, folder
+
+
+@torch.no_grad()
+def test_it_is_loaded_as_a_whole_and_keeps_its_fingerprint(checkpoint):
+    """What is loaded computes nearly what it was made of; running it changes nothing that names it."""
+    model, folder = checkpoint
+    loaded = load(str(folder), "cpu")
+    assert isinstance(loaded.weights, InMemory)
+    exact, quantised = model(IDS).logits, loaded.model(IDS).logits.float()
+    error = (quantised - exact).square().mean() / exact.square().mean()
+    assert 1e-7 < error < 0.2
+    assert fingerprint(loaded.model) == loaded.fingerprint != fingerprint(model)
+    assert in_memory(loaded.model, loaded.tokenizer).fingerprint == loaded.fingerprint
+
+
+@SLOW
+def test_another_process_gives_the_same_fingerprint(checkpoint):
+    _, folder = checkpoint
+    program = "import sys; from calibrate.model.models import load; print(load(sys.argv[1], 'cpu').fingerprint)"
+    process = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True)
+    assert process.stdout.split()[-1] == load(str(folder), "cpu").fingerprint
+
+
+def test_it_is_calibrated_and_runs(checkpoint, tmp_path):
+    _, folder = checkpoint
+    out = tmp_path / "p.safetensors"
+    result = calibrate(str(folder), progress=False, out=out, device="cpu", budget_rel_mse=1e-2, **QUICKEST)
+    assert result.written
+    model = load(str(folder), "cpu").model
+    with torch.no_grad(), patched(model, load_profile(out), strict=True):
+        assert bool(model(IDS).logits.isfinite().all())
+
+
+NEEDED = {  # formats, settings beside their names, and what is missing where nothing is installed
+    "bitsandbytes": ({"load_in_4bit": True}, ("bitsandbytes", "accelerate")),
+    "gptq": (INT4, ("gptqmodel",)),
+    "awq": (INT4, ("gptqmodel",)),
+    "fp8": (FP8, ("accelerate",)),
+    "compressed-tensors": (COMPRESSED, ("compressed_tensors",)),
+    "quanto": ({"weights": "int8"}, ("optimum",)),
+    "torchao": ({"quant_type": "int8_weight_only"}, ("torchao",)),
+    "mxfp4": ({}, ("accelerate",)),
+    "hqq": ({}, ("hqq",)),
+}
+
+
+@pytest.mark.parametrize("method", NEEDED)
+def test_a_missing_package_is_one_sentence_before_anything_is_loaded(method, tmp_path, capsys):
+    settings, packages = NEEDED[method]
+    if all(find_spec(package) for package in packages):
+        pytest.skip(f"{' and '.join(packages)} are installed")
+    folder = save_tiny(tmp_path)
+    (folder / "model.safetensors").unlink()  # it is not read
+    write_settings(folder, settings | {"quant_method": method})
+    capsys.readouterr()
+    assert command.main(["--model", str(folder), "--device", "cpu", "--out", str(tmp_path / "p.safetensors")]) == 2
+    lines = [line for line in capsys.readouterr().err.strip().splitlines() if "[transformers]" not in line]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"s2o-calibrate: model '{folder}' is quantised ({method}")
+    assert "a package for that is missing (" in lines[0]
+    assert lines[0].endswith("): install it")
+
+
+def write_settings(folder, settings):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+
+
+@pytest.mark.parametrize("method", ["higgs", "spqr", "fp_quant", "fbgemm_fp8"])
+def test_a_format_that_needs_a_gpu_is_one_sentence_on_a_cpu(method, tmp_path):
+    folder = save_tiny(tmp_path)
+    write_settings(folder, {"quant_method": method})
+    with pytest.raises(ModelError, match=rf"is quantised \({method}\) in a format that cannot be loaded on a cpu") as e:
+        load(str(folder), "cpu")
+    assert "\n" not in str(e.value)
+
+
+def test_an_unknown_format_is_one_sentence(tmp_path):
+    folder = save_tiny(tmp_path)
+    write_settings(folder, {"quant_method": "own"})
+    with pytest.raises(ModelError, match="is quantised in a format that transformers does not know: own"):
+        load_config(str(folder))
