@@ -1,23 +1,35 @@
 """transformers' continuous batching with a patched model: what it generates, against plain forward passes."""
 
+import inspect
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
-from transformers.generation.continuous_batching import cache as transformers_cache
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+import vllm_engine
 from calibrate.model.models import DEMO_FOLDER
-from calibrate.prompts.needles import make_needles
-from calibrate.prompts.retrieval import Retrieval, encode, spread, with_facts
-from calibrate.prompts.stdlib import first_tokens, sources
 from s2o_runtime import explain, patch, unpatch
 from s2o_runtime.errors import ModelError
+from s2o_runtime.huggingface import sdpa
 from s2o_runtime.huggingface.paged import one_by_one
+from s2o_runtime.profile import save_profile
 from support.architectures import CASES, RUNS
+from support.environment import forget
 from support.models import CONFIGS, make_profile, twin
 
+if not hasattr(transformers, "ContinuousBatchingConfig"):
+    pytest.skip("this transformers has another form of continuous batching", allow_module_level=True)
+from transformers import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import cache as transformers_cache
+from transformers.generation.continuous_batching import continuous_api
+
+NAMED = pytest.mark.skipif(
+    "is not supported for continuous batching" in inspect.getsource(continuous_api),
+    reason="this transformers' continuous batching takes SDPA and FlashAttention by their names only",
+)
 DEMO_PROFILE = DEMO_FOLDER.parents[2] / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
 LENGTHS = (150, 97, 64, 20)  # of prompts
 SHORTEST = 32  # keys that S2O computes
@@ -63,6 +75,7 @@ def rows_of(model, layer):
     return {(row["path"], row["reason"]) for row in explain(model) if row["layer"] == layer}
 
 
+@NAMED
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "ministral", "gemma2", "gpt-oss"])
 def test_a_model_that_never_stops_generates_what_it_would(name):
@@ -87,13 +100,14 @@ def test_a_model_that_never_stops_generates_what_it_would(name):
     assert model.config._attn_implementation == "s2o"  # transformers puts it back
 
 
+@NAMED
 @torch.no_grad()
 def test_a_prompt_that_shares_its_prefix_brings_a_tail():
     """The second's first blocks are the first's; its few new tokens stand behind them."""
     torch.manual_seed(1)
     eager = AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="eager").eval()
     model = patch(twin(eager), make_profile(eager, 0.0, min_length=SHORTEST))
-    (first, rest) = prompts_of((160, 20))
+    first, rest = prompts_of((160, 20))
     prompts = [first, first[:128] + rest]
     fed = []
     forward = model.forward
@@ -111,6 +125,7 @@ def test_a_prompt_that_shares_its_prefix_brings_a_tail():
     assert fed[-NEW] == 20
 
 
+@NAMED
 @torch.no_grad()
 def test_work_is_skipped_and_measured():
     torch.manual_seed(1)
@@ -126,21 +141,56 @@ def test_work_is_skipped_and_measured():
     assert model.config._attn_implementation == "eager"
 
 
+@NAMED
 @torch.no_grad()
 def test_the_demo_model_finds_its_needles():
     tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
     model = AutoModelForCausalLM.from_pretrained(DEMO_FOLDER, dtype=torch.bfloat16).eval()
-    rng = random.Random(1234)
-    needles = make_needles(4, rng)
-    retrieval = Retrieval.of(tokenizer, needles, rng)
-    text = first_tokens(tokenizer, sources(rng, held_out=True), 1500)
-    text = with_facts(text, retrieval.facts, spread(4, 0, len(text)))
-    prompts = [text + encode(tokenizer, needle.question) for needle in needles]
+    questions, codes = vllm_engine.questions(tokenizer, length=1600, count=4)
+    prompts = [question["prompt_token_ids"] for question in questions]
     results = generated(patch(model, DEMO_PROFILE), prompts, tokens=512, new=5)
     texts = [tokenizer.decode(result.generated_tokens) for result in results]
-    assert all(needle.code in text for needle, text in zip(needles, texts, strict=True)), texts
+    assert all(code in text for code, text in zip(codes, texts, strict=True)), texts
     densities = [row["density"] for row in explain(model) if row["path"] == "s2o"]
     assert min(densities) < 0.5
+
+
+@pytest.fixture
+def eager():
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="eager").eval()
+
+
+@pytest.fixture
+def taken_over(eager, tmp_path, monkeypatch):
+    """A process of s2o-run, whose profile is of the eager model."""
+    save_profile(make_profile(eager, 0.0, min_length=SHORTEST), tmp_path / "profile.safetensors")
+    monkeypatch.setenv("S2O_PROFILE", str(tmp_path / "profile.safetensors"))
+    forget()
+    sdpa.take_over()
+    yield
+    sdpa.give_back()
+    forget()
+
+
+@torch.no_grad()
+def test_programs_that_s2o_run_starts_have_it_under_the_name_of_sdpa(eager, taken_over):
+    model = twin(eager)
+    prompts = prompts_of()
+    check(eager, prompts, generated(model, prompts))
+    assert ("s2o", RUNS) in rows_of(model, 0)
+    assert ("dense", "decode") in rows_of(model, 0)
+
+
+@torch.no_grad()
+def test_models_that_the_profile_is_not_of_have_transformers_own(taken_over, monkeypatch):
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(CASES["qwen2"].config, attn_implementation="sdpa").eval()
+    prompts = prompts_of()
+    monkeypatch.setattr(sdpa, "s2o_paged_forward", None)  # is not called
+    ours = generated(model, prompts)
+    sdpa.give_back()
+    assert [result.logprobs for result in ours] == [result.logprobs for result in generated(model, prompts)]
 
 
 class Cache:
@@ -163,7 +213,7 @@ def batch(cache, queries, keys, changes=None):
 
 
 def test_requests_are_cut_out_of_the_batch():
-    """The function gets each request's own rows and keys; empty requests and rows that fill up the batch get nothing."""
+    """Each request comes with its own rows and keys; empty requests and rows that fill up the batch get nothing."""
     seen = []
 
     def attention(module, q, k, v, window, scaling, rest):
@@ -195,17 +245,13 @@ def test_requests_are_cut_out_of_the_batch():
     [
         ({"cache": None}, "it is for generate_batch"),
         ({"block_table": torch.zeros(1, 1, 1)}, "pass max_blocks_per_request=0"),
+        ({"compiling": True}, "use_cuda_graph=False"),
     ],
 )
-def test_what_is_no_batch_for_s2o_is_refused(changes, message):
-    arguments = batch(Cache(None, None), [0, 1], [0, 1], changes)
+def test_what_is_no_batch_for_s2o_is_refused(changes, message, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: "compiling" in changes)
+    forward, query = one_by_one(lambda *_: None), torch.zeros(1, 1, 1, 1)
     with pytest.raises(ModelError, match=message):
-        one_by_one(lambda *_: None)(SimpleNamespace(layer_idx=0), torch.zeros(1, 1, 1, 1), None, None, None, **arguments)
-
-
-def test_compiled_graphs_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with pytest.raises(ModelError, match="use_cuda_graph=False"):
-        one_by_one(lambda *_: None)(
-            SimpleNamespace(layer_idx=0), torch.zeros(1, 1, 1, 1), None, None, None, **batch(Cache(None, None), [0], [0])
+        forward(
+            SimpleNamespace(layer_idx=0), query, None, None, None, **batch(Cache(None, None), [0, 1], [0, 1], changes)
         )

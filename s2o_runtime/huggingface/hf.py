@@ -183,7 +183,7 @@ def register() -> None:
 
 def _register() -> None:
     AttentionInterface.register(NAME, s2o_attention_forward)
-    AttentionInterface.register(PAGED, one_by_one(_request_attention))
+    AttentionInterface.register(PAGED, s2o_paged_forward)
     AttentionMaskInterface.register(NAME, s2o_mask)
 
 
@@ -353,6 +353,9 @@ def _request_attention(
         mask[..., 0] = keys - queries
         setattr(mask, CALL, PrefillCall(keys - queries, None, partial(_causal, queries, keys, query.device)))
     return s2o_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)[0]
+
+
+s2o_paged_forward = one_by_one(_request_attention)
 
 
 def _causal(queries: int, keys: int, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ writes the new ones, and reads those of every request out of their pages, before
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,8 +22,8 @@ RequestAttention = Callable[[nn.Module, Tensor, Tensor, Tensor, int | None, floa
 
 EDGES = "s2o_edges"  # attribute of transformers' cache: of the batch at hand
 OF_BATCH = (
-    "cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen_q", "max_seqlen_k", "read_index", "write_index", "block_table",
-    "logits_indices", "logits_processor_args",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen_q", "max_seqlen_k", "max_length_q", "max_length_k", "read_index",
+    "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal",
 )  # fmt: skip
 
 
@@ -56,17 +57,10 @@ def one_by_one(attention: RequestAttention) -> Callable[..., tuple[Tensor, None]
     ) -> tuple[Tensor, None]:
         cache = kwargs.pop("cache", None)
         _check(cache, query, kwargs)
-        keys, values = cache.update(
-            key_states=key,
-            value_states=value,
-            layer_idx=module.layer_idx,
-            read_index=kwargs["read_index"],
-            write_index=kwargs["write_index"],
-        )
         window: int | None = getattr(module, "sliding_window", None) or None
         edges = _edges(cache, "full_attention" if window is None else "sliding_attention", kwargs)
         rest = {name: given for name, given in kwargs.items() if name not in OF_BATCH}
-        k, v = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+        k, v = _updated(cache, module, key, value, kwargs)
         out = query.new_zeros(1, query.shape[2], query.shape[1], v.shape[3])
         for (begin, end), (first, last) in zip(pairwise(edges.queries), pairwise(edges.keys), strict=True):
             if begin < end:
@@ -76,6 +70,16 @@ def one_by_one(attention: RequestAttention) -> Callable[..., tuple[Tensor, None]
         return out, None
 
     return paged_attention
+
+
+def _updated(cache: Any, module: nn.Module, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Write the new keys and values into their pages, and read those of all requests: twice [1, Hkv, Tk, D]."""
+    new = {"key_states": key, "value_states": value, "layer_idx": module.layer_idx}
+    if "kwargs" in signature(cache.update).parameters:  # transformers from 5.19 on
+        keys, values = cache.update(**new, kwargs=dict(kwargs))
+        return keys, values
+    packed = cache.update(**new, read_index=kwargs["read_index"], write_index=kwargs["write_index"])
+    return tuple(tensor.transpose(0, 1)[None] for tensor in packed)
 
 
 def _check(cache: Any, query: Tensor, kwargs: dict[str, Any]) -> None:
