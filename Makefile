@@ -70,7 +70,8 @@ transformers: $(OTHERS)
 
 $(TRANSFORMERS:%=transformers-%): transformers-%: build/transformers-%/.installed $(CACHES)
 	OMP_NUM_THREADS=1 PYTHONPATH=build/transformers-$*:$(QUANTISED) $(VENV)/bin/python -m pytest -p no:cacheprovider \
-		-n auto --maxprocesses 4 --dist load tests/test_hf.py tests/test_architectures.py $(LOADING_TESTS)
+		-n auto --maxprocesses 4 --dist load tests/test_hf.py tests/test_architectures.py tests/test_continuous_batching.py \
+		$(LOADING_TESTS)
 
 architectures: $(READY) $(CACHES)
 	PYTHONPATH=.:$(QUANTISED) OMP_NUM_THREADS=1 $(lastword $(RUN)) -m scripts.docs.architectures

@@ -24,10 +24,11 @@ from transformers import (
 from s2o_runtime import explain, patch, unpatch
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, ModelError, ProfileError
-from s2o_runtime.huggingface import environment, hf, layers, run, sdpa
+from s2o_runtime.huggingface import environment, hf, run, sdpa
 from s2o_runtime.profile import save_profile
 from s2o_runtime.profile.record import RecordedBudget
 from support.architectures import CASES
+from support.environment import forget
 from support.models import CONFIGS, LENGTH, SIZES, make_profile, padded_batch, paths
 
 SLOW = pytest.mark.slow(reason="starts processes that load a model")
@@ -42,14 +43,6 @@ def build(config=CONFIG, implementation="sdpa", kind=AutoModelForCausalLM):
 
 def prompt(length=LENGTH):
     return torch.randint(3, 128, (1, length))
-
-
-def forget():
-    environment._warn_once.cache_clear()
-    environment._read.clear()
-    environment.adopted.clear()
-    environment.refused.clear()
-    layers.paths_taken.clear()
 
 
 @pytest.fixture

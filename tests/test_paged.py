@@ -30,7 +30,7 @@ def pages_of(lengths, page_size, name, dtype=torch.float32, cache=None, head_dim
 
 
 @pytest.mark.parametrize("gather", [gather_pages_reference, pytest.param(gathered, marks=INTERPRETED)])
-@pytest.mark.parametrize("page_size", [16, 48])
+@pytest.mark.parametrize("page_size", [1, 16, 48])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_key_is_found_in_its_page(gather, page_size, name, nan_filled):
     lengths = [37, 1, 16, 70]

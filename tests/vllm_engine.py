@@ -82,18 +82,20 @@ def main(profile: str, model: str, name: str) -> int:
     return int(found < len(codes))
 
 
-def questions(tokenizer: object) -> tuple[list[dict[str, list[int]]], list[str]]:
-    """A prompt for each needle, all with one text, and the codes that answer them."""
+def questions(
+    tokenizer: object, length: int = LENGTH, count: int = NEEDLES
+) -> tuple[list[dict[str, list[int]]], list[str]]:
+    """A prompt of about `length` tokens for each needle, all with one text, and the codes that answer them."""
     from calibrate.prompts.needles import make_needles
     from calibrate.prompts.retrieval import Retrieval, encode, spread, with_facts
     from calibrate.prompts.stdlib import first_tokens, sources
 
     rng = random.Random(SEED)
-    needles = make_needles(NEEDLES, rng)
+    needles = make_needles(count, rng)
     retrieval = Retrieval.of(tokenizer, needles, rng)
     asked = [encode(tokenizer, needle.question) for needle in needles]
-    text = first_tokens(tokenizer, sources(rng, held_out=True), LENGTH - max(map(len, asked)))
-    text = with_facts(text, retrieval.facts, spread(NEEDLES, 0, len(text)))
+    text = first_tokens(tokenizer, sources(rng, held_out=True), length - max(map(len, asked)))
+    text = with_facts(text, retrieval.facts, spread(count, 0, len(text)))
     return [{"prompt_token_ids": text + question} for question in asked], [needle.code for needle in needles]
 
 

@@ -39,6 +39,7 @@ from s2o_runtime.huggingface.layers import attach as attach
 from s2o_runtime.huggingface.layers import detach as detach
 from s2o_runtime.huggingface.layers import layer_states as layer_states
 from s2o_runtime.huggingface.obstacles import layer_obstacle
+from s2o_runtime.huggingface.paged import one_by_one
 from s2o_runtime.identity import attention_modules, fingerprint, fingerprint_mismatch, geometry, offloaded
 from s2o_runtime.layer_kinds import chunk, positions, window
 from s2o_runtime.profile import Profile, load_profile
@@ -46,6 +47,7 @@ from s2o_runtime.profile.reach import too_long, too_short
 from s2o_runtime.scoring import Scoring, without_gradients
 
 NAME = "s2o"
+PAGED = f"paged|{NAME}"  # what transformers' continuous batching calls it
 CALL = "s2o_call"  # attribute of a mask that stands for a plain causal prefill
 SMALL_MASK = 1 << 22  # entries; a mask of windows that has more is not made
 PREVIOUS = "s2o_previous_implementation"
@@ -181,6 +183,7 @@ def register() -> None:
 
 def _register() -> None:
     AttentionInterface.register(NAME, s2o_attention_forward)
+    AttentionInterface.register(PAGED, s2o_paged_forward)
     AttentionMaskInterface.register(NAME, s2o_mask)
 
 
@@ -331,6 +334,36 @@ def s2o_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _request_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """The attention of one request of a server batch, whose queries are the last of its keys: [1, Lq, Hq, D]."""
+    queries, keys = query.shape[2], key.shape[2]
+    mask = None  # one query sees all keys; a window's cache holds no more than one may see
+    if window is not None and keys > window and queries > 1:
+        mask = _causal(queries, keys, query.device).triu(keys - queries - window + 1)
+    elif queries > 1:
+        mask = torch.zeros(1, 1, 1, 2, dtype=torch.int64, device=query.device)
+        mask[..., 0] = keys - queries
+        setattr(mask, CALL, PrefillCall(keys - queries, None, partial(_causal, queries, keys, query.device)))
+    return s2o_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)[0]
+
+
+s2o_paged_forward = one_by_one(_request_attention)
+
+
+def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Which keys the last `queries` of as many rows see: bool [1, 1, queries, keys]."""
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    return seen.tril(keys - queries)[None, None]
+
+
 def _prefill(
     state: LayerState,
     obstacle: str | None,
@@ -425,8 +458,7 @@ def _eager(
     if eager is None:
         raise ModelError(f"{type(module).__name__} has scores that SDPA cannot do and no eager code: unpatch the model")
     if mask is None and query.shape[2] > 1:  # SDPA's way to say causal
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-        mask = mask.tril(key.shape[2] - query.shape[2])[None, None]
+        mask = _causal(query.shape[2], key.shape[2], query.device)
     if mask is not None and mask.dtype == torch.bool:  # a caller's own; eager attention adds its mask to the scores
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
             ~mask, torch.finfo(query.dtype).min

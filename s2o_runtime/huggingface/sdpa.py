@@ -11,6 +11,7 @@ import atexit
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,11 +22,23 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from s2o_runtime.huggingface import environment
 from s2o_runtime.huggingface.explanation import explained
-from s2o_runtime.huggingface.hf import CALL, PrefillCall, is_prefill_mask, register, s2o_attention_forward, s2o_mask
+from s2o_runtime.huggingface.hf import (
+    CALL,
+    PrefillCall,
+    is_prefill_mask,
+    register,
+    s2o_attention_forward,
+    s2o_mask,
+    s2o_paged_forward,
+)
 from s2o_runtime.huggingface.layers import STATE, paths_taken
 
 NAME = "sdpa"
+PAGED = "paged|sdpa"  # in continuous batching, before transformers 5.19
 EXPLAIN = "S2O_EXPLAIN"  # not empty: at the end of the process, print what every layer did
+
+
+_replaced: dict[str, Callable[..., tuple[Tensor, None]]] = {}  # transformers' functions, by their names
 
 
 def take_over() -> None:
@@ -33,6 +46,9 @@ def take_over() -> None:
     register()
     AttentionInterface.register(NAME, attention_or_s2o)
     AttentionMaskInterface.register(NAME, mask_or_s2o)
+    if PAGED in AttentionInterface() and not _replaced:
+        _replaced[PAGED] = AttentionInterface()[PAGED]
+        AttentionInterface.register(PAGED, paged_or_s2o)
     atexit.register(_say_if_none)
     if os.environ.get(EXPLAIN):
         atexit.register(_explain)
@@ -42,6 +58,8 @@ def give_back() -> None:
     """Undo `take_over`."""
     AttentionInterface.register(NAME, sdpa_attention_forward)
     AttentionMaskInterface.register(NAME, sdpa_mask)
+    if _replaced:
+        AttentionInterface.register(PAGED, _replaced.pop(PAGED))
     atexit.unregister(_explain)
     atexit.unregister(_say_if_none)
 
@@ -74,6 +92,8 @@ def attention_or_s2o(
 
     Calls that S2O's own function refuses, or that are not causal, get transformers' function and mask.
     """
+    if kwargs.get("cache") is not None:  # continuous batching, from transformers 5.19 on
+        return _paged(sdpa_attention_forward, module, query, key, value, attention_mask, dropout=dropout, **kwargs)
     state = module.__dict__.get(STATE)
     ours = is_prefill_mask(attention_mask)
     if state is None and ours and not torch.compiler.is_compiling():
@@ -88,6 +108,20 @@ def attention_or_s2o(
         out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, **kwargs)
         return out, None
     return s2o_attention_forward(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+
+
+def paged_or_s2o(module: nn.Module, *tensors: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+    """The attention function of continuous batching: S2O's for a layer with a profile, else transformers'."""
+    return _paged(_replaced[PAGED], module, *tensors, **kwargs)
+
+
+def _paged(
+    other: Callable[..., tuple[Tensor, None]], module: nn.Module, query: Tensor, *tensors: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    state = module.__dict__.get(STATE) or environment.adopt(module, query.device)
+    if state is None or state.rejected is not None or "read_index" not in kwargs:
+        return other(module, query, *tensors, **kwargs)
+    return s2o_paged_forward(module, query, *tensors, **kwargs)
 
 
 def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -1,0 +1,118 @@
+"""transformers' continuous batching: the requests of a server batch, each given to an attention function by itself.
+
+Continuous batching packs the new tokens of all requests into one row and keeps keys and values in pages. Its cache
+writes the new ones, and reads those of every request out of their pages, before attention is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from s2o_runtime.errors import ModelError
+
+# module, q [1, Hq, Lq, D], k and v [1, Hkv, Lk, D], the layer's window, scale, what the layer passes besides;
+# returns [1, Lq, Hq, D]
+RequestAttention = Callable[[nn.Module, Tensor, Tensor, Tensor, int | None, float | None, dict[str, Any]], Tensor]
+
+EDGES = "s2o_edges"  # attribute of transformers' cache: of the batch at hand
+OF_BATCH = (
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen_q", "max_seqlen_k", "max_length_q", "max_length_k", "read_index",
+    "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal",
+)  # fmt: skip
+
+
+class Edges(NamedTuple):
+    """Where the queries and the keys of each request begin in the packed rows, and where the last end."""
+
+    queries: list[int]
+    keys: list[int]
+
+
+def one_by_one(attention: RequestAttention) -> Callable[..., tuple[Tensor, None]]:
+    """An attention function for continuous batching that computes each request of a batch by itself.
+
+    Args:
+        attention: computes one request.
+
+    Returns:
+        What transformers calls with the packed queries, keys and values [1, H, T, D] of the new tokens, and which
+        returns [1, T, Hq, D]; rows that fill up a batch are zero.
+    """
+
+    def paged_attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        cache = kwargs.pop("cache", None)
+        _check(cache, query, kwargs)
+        window: int | None = getattr(module, "sliding_window", None) or None
+        edges = _edges(cache, "full_attention" if window is None else "sliding_attention", kwargs)
+        rest = {name: given for name, given in kwargs.items() if name not in OF_BATCH}
+        k, v = _updated(cache, module, key, value, kwargs)
+        out = query.new_zeros(1, query.shape[2], query.shape[1], v.shape[3])
+        for (begin, end), (first, last) in zip(pairwise(edges.queries), pairwise(edges.keys), strict=True):
+            if begin < end:
+                out[:, begin:end] = attention(
+                    module, query[:, :, begin:end], k[:, :, first:last], v[:, :, first:last], window, scaling, rest
+                )
+        return out, None
+
+    return paged_attention
+
+
+def _updated(cache: Any, module: nn.Module, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Write the new keys and values into their pages, and read those of all requests: twice [1, Hkv, Tk, D]."""
+    new = {"key_states": key, "value_states": value, "layer_idx": module.layer_idx}
+    if "kwargs" in signature(cache.update).parameters:  # transformers from 5.19 on
+        keys, values = cache.update(**new, kwargs=dict(kwargs))
+        return keys, values
+    packed = cache.update(**new, read_index=kwargs["read_index"], write_index=kwargs["write_index"])
+    return tuple(tensor.transpose(0, 1)[None] for tensor in packed)
+
+
+def _check(cache: Any, query: Tensor, kwargs: dict[str, Any]) -> None:
+    """Raise ModelError for what is no batch of continuous batching, or one that S2O cannot be part of."""
+    if cache is None:
+        raise ModelError(
+            'the attention implementation "paged|s2o" was called without a paged cache: it is for generate_batch; '
+            'call model.set_attn_implementation("s2o") for all else'
+        )
+    if kwargs.get("block_table") is not None:
+        raise ModelError(
+            "continuous batching asked for FlashAttention's decoding: pass max_blocks_per_request=0 in its config"
+        )
+    if torch.compiler.is_compiling() or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+        raise ModelError(
+            "S2O decides for each batch on the host, which CUDA graphs and torch.compile leave out: pass "
+            "use_cuda_graph=False and no compile config in continuous batching's config"
+        )
+
+
+def _edges(cache: Any, layer_type: str, kwargs: dict[str, Any]) -> Edges:
+    """The edges of the batch at hand, read from the device once for all layers of a type.
+
+    Every batch has its own list of indices, by which those of the last batch are known.
+    """
+    batch, edges = cache.__dict__.get(EDGES, (None, {}))
+    if batch is not kwargs["read_index"]:
+        edges = {}
+        setattr(cache, EDGES, (kwargs["read_index"], edges))
+    if layer_type not in edges:
+        keys = kwargs["cu_seq_lens_k"]
+        keys = keys[layer_type] if isinstance(keys, dict) else keys
+        both = torch.stack((kwargs["cu_seq_lens_q"], keys)).tolist()
+        edges[layer_type] = Edges(*both)
+    of_type: Edges = edges[layer_type]
+    return of_type

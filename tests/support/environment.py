@@ -1,0 +1,12 @@
+"""The profile of the environment, in tests that are no processes of their own."""
+
+from s2o_runtime.huggingface import environment, layers
+
+
+def forget():
+    """What this process knows of S2O_PROFILE and of the models that got it."""
+    environment._warn_once.cache_clear()
+    environment._read.clear()
+    environment.adopted.clear()
+    environment.refused.clear()
+    layers.paths_taken.clear()

@@ -1,0 +1,257 @@
+"""transformers' continuous batching with a patched model: what it generates, against plain forward passes."""
+
+import inspect
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import vllm_engine
+from calibrate.model.models import DEMO_FOLDER
+from s2o_runtime import explain, patch, unpatch
+from s2o_runtime.errors import ModelError
+from s2o_runtime.huggingface import sdpa
+from s2o_runtime.huggingface.paged import one_by_one
+from s2o_runtime.profile import save_profile
+from support.architectures import CASES, RUNS
+from support.environment import forget
+from support.models import CONFIGS, make_profile, twin
+
+if not hasattr(transformers, "ContinuousBatchingConfig"):
+    pytest.skip("this transformers has another form of continuous batching", allow_module_level=True)
+from transformers import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import cache as transformers_cache
+from transformers.generation.continuous_batching import continuous_api
+
+NAMED = pytest.mark.skipif(
+    "is not supported for continuous batching" in inspect.getsource(continuous_api),
+    reason="this transformers' continuous batching takes SDPA and FlashAttention by their names only",
+)
+DEMO_PROFILE = DEMO_FOLDER.parents[2] / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
+LENGTHS = (150, 97, 64, 20)  # of prompts
+SHORTEST = 32  # keys that S2O computes
+NEW = 3  # tokens
+
+
+@pytest.fixture(autouse=True)
+def _memory(monkeypatch):
+    """transformers asks psutil, which the project does not need, how much memory a CPU has."""
+    monkeypatch.setattr(
+        transformers_cache, "get_device_and_memory_breakdown", lambda: (torch.device("cpu"), 8 << 30, 0, 0)
+    )
+
+
+def generated(model, prompts, tokens=64, new=NEW):
+    """The requests' results, in the order of the prompts, in batches of at most `tokens` new tokens."""
+    config = ContinuousBatchingConfig(block_size=16, num_blocks=512, max_batch_tokens=tokens, return_logprobs=True)
+    generation = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    results = model.generate_batch(
+        prompts, generation_config=generation, continuous_batching_config=config, progress_bar=False
+    )
+    by_prompt = {tuple(result.prompt_ids): result for result in results.values()}
+    return [by_prompt[tuple(prompt)] for prompt in prompts]
+
+
+def prompts_of(lengths=LENGTHS, seed=3):
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 128) for _ in range(length)] for length in lengths]
+
+
+def check(model, prompts, results):
+    """Every token is the likeliest of a plain forward pass, with its log-probability."""
+    for prompt, result in zip(prompts, results, strict=True):
+        tokens = result.generated_tokens
+        assert len(tokens) == NEW, result.error
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+        expected = logits.log_softmax(-1)[torch.arange(NEW), tokens]
+        torch.testing.assert_close(torch.tensor(result.logprobs[-NEW:]), expected, rtol=1e-3, atol=1e-3)
+        assert logits.argmax(-1).tolist() == tokens
+
+
+def rows_of(model, layer):
+    return {(row["path"], row["reason"]) for row in explain(model) if row["layer"] == layer}
+
+
+@NAMED
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "ministral", "gemma2", "gpt-oss"])
+def test_a_model_that_never_stops_generates_what_it_would(name):
+    """Chunks of prompts beside single tokens; windows, soft caps and sinks."""
+    torch.manual_seed(1)
+    case = CASES[name]
+    eager = AutoModelForCausalLM.from_config(case.config, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(case.config, attn_implementation="eager").eval()
+    model.load_state_dict(eager.state_dict())
+    patch(model, make_profile(model, 0.0, min_length=SHORTEST))
+    prompts = prompts_of()
+    results = generated(model, prompts)
+    check(eager, prompts, results)
+    for layer, reason in enumerate(case.reasons):
+        rows = rows_of(model, layer)
+        if reason == RUNS:
+            short = f"shorter than the shortest calibrated length, {SHORTEST}"
+            fits = "the whole prompt fits one segment"
+            assert rows == {("s2o", RUNS), ("dense", "decode"), ("dense", short), ("dense", fits)}
+        else:
+            assert {path for path, _ in rows} == {"dense"}
+    assert model.config._attn_implementation == "s2o"  # transformers puts it back
+
+
+@NAMED
+@torch.no_grad()
+def test_a_prompt_that_shares_its_prefix_brings_a_tail():
+    """The second's first blocks are the first's; its few new tokens stand behind them."""
+    torch.manual_seed(1)
+    eager = AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="eager").eval()
+    model = patch(twin(eager), make_profile(eager, 0.0, min_length=SHORTEST))
+    first, rest = prompts_of((160, 20))
+    prompts = [first, first[:128] + rest]
+    fed = []
+    forward = model.forward
+    model.forward = lambda **inputs: fed.append(inputs["input_ids"].shape[1]) or forward(**inputs)
+    config = ContinuousBatchingConfig(block_size=16, num_blocks=512, max_batch_tokens=160, return_logprobs=True)
+    generation = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with model.continuous_batching_context_manager(
+        generation_config=generation, continuous_batching_config=config
+    ) as manager:
+        results = []
+        for prompt in prompts:
+            name = manager.add_request(prompt, max_new_tokens=NEW)
+            results.append(manager.get_result(name, timeout=60))
+    check(eager, prompts, results)
+    assert fed[-NEW] == 20
+
+
+@NAMED
+@torch.no_grad()
+def test_work_is_skipped_and_measured():
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="eager").eval()
+    prompts = prompts_of((300, 250))
+    whole = generated(patch(model, make_profile(model, 0.0)), prompts, tokens=300)
+    sparse = generated(patch(model, make_profile(model, 2.0)), prompts, tokens=300)
+    densities = [row["density"] for row in explain(model) if row["path"] == "s2o"]
+    assert densities
+    assert all(density < 0.9 for density in densities)
+    assert [result.logprobs for result in whole] != [result.logprobs for result in sparse]
+    unpatch(model)
+    assert model.config._attn_implementation == "eager"
+
+
+@NAMED
+@torch.no_grad()
+def test_the_demo_model_finds_its_needles():
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+    model = AutoModelForCausalLM.from_pretrained(DEMO_FOLDER, dtype=torch.bfloat16).eval()
+    questions, codes = vllm_engine.questions(tokenizer, length=1600, count=4)
+    prompts = [question["prompt_token_ids"] for question in questions]
+    results = generated(patch(model, DEMO_PROFILE), prompts, tokens=512, new=5)
+    texts = [tokenizer.decode(result.generated_tokens) for result in results]
+    assert all(code in text for code, text in zip(codes, texts, strict=True)), texts
+    densities = [row["density"] for row in explain(model) if row["path"] == "s2o"]
+    assert min(densities) < 0.5
+
+
+@pytest.fixture
+def eager():
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="eager").eval()
+
+
+@pytest.fixture
+def taken_over(eager, tmp_path, monkeypatch):
+    """A process of s2o-run, whose profile is of the eager model."""
+    save_profile(make_profile(eager, 0.0, min_length=SHORTEST), tmp_path / "profile.safetensors")
+    monkeypatch.setenv("S2O_PROFILE", str(tmp_path / "profile.safetensors"))
+    forget()
+    sdpa.take_over()
+    yield
+    sdpa.give_back()
+    forget()
+
+
+@torch.no_grad()
+def test_programs_that_s2o_run_starts_have_it_under_the_name_of_sdpa(eager, taken_over):
+    model = twin(eager)
+    prompts = prompts_of()
+    check(eager, prompts, generated(model, prompts))
+    assert ("s2o", RUNS) in rows_of(model, 0)
+    assert ("dense", "decode") in rows_of(model, 0)
+
+
+@torch.no_grad()
+def test_models_that_the_profile_is_not_of_have_transformers_own(taken_over, monkeypatch):
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(CASES["qwen2"].config, attn_implementation="sdpa").eval()
+    prompts = prompts_of()
+    monkeypatch.setattr(sdpa, "s2o_paged_forward", None)  # is not called
+    ours = generated(model, prompts)
+    sdpa.give_back()
+    assert [result.logprobs for result in ours] == [result.logprobs for result in generated(model, prompts)]
+
+
+class Cache:
+    """What a layer needs of transformers' cache: keys and values of the batch at hand, and of more than one type."""
+
+    def __init__(self, keys, values):
+        self.keys, self.values = keys, values
+
+    def update(self, key_states, value_states, layer_idx, read_index, write_index):
+        return self.keys, self.values
+
+
+def batch(cache, queries, keys, changes=None):
+    """What transformers passes to every layer: the edges of the requests' queries and keys, and the cache."""
+    edges = {
+        "cu_seq_lens_q": torch.tensor(queries, dtype=torch.int32),
+        "cu_seq_lens_k": {"full_attention": torch.tensor(keys, dtype=torch.int32)},
+    }
+    return {"cache": cache, "read_index": [None], "write_index": [None], "block_table": None} | edges | (changes or {})
+
+
+def test_requests_are_cut_out_of_the_batch():
+    """Each request comes with its own rows and keys; empty requests and rows that fill up the batch get nothing."""
+    seen = []
+
+    def attention(module, q, k, v, window, scaling, rest):
+        seen.append((q[0, 0, :, 0].tolist(), k[0, 0, :, 0].tolist(), v[0, 0, :, 0].tolist(), window, scaling, rest))
+        return q.transpose(1, 2) + 1
+
+    forward = one_by_one(attention)
+    rows = torch.arange(6.0)[None, None, :, None].expand(1, 4, 6, 8)
+    cache = Cache(torch.arange(9.0)[:, None, None].expand(9, 2, 8), -torch.arange(9.0)[:, None, None].expand(9, 2, 8))
+    module = SimpleNamespace(layer_idx=0)
+    arguments = batch(cache, [0, 3, 3, 4], [0, 5, 5, 7], {"softcap": 2.0})
+    out, _ = forward(module, rows, None, None, None, scaling=0.5, **arguments)
+    assert seen == [
+        ([0, 1, 2], [0, 1, 2, 3, 4], [0, -1, -2, -3, -4], None, 0.5, {"softcap": 2.0}),
+        ([3], [5, 6], [-5, -6], None, 0.5, {"softcap": 2.0}),
+    ]
+    assert out[0, :, 0, 0].tolist() == [1, 2, 3, 4, 0, 0]
+    # the next batch has edges of its own, and so have layers of another type
+    arguments = batch(cache, [0, 1, 2], [0, 1, 2])
+    arguments["cu_seq_lens_k"]["sliding_attention"] = torch.tensor([0, 2, 4], dtype=torch.int32)
+    for window, ends in ((None, [0, 1]), (7, [1, 3])):
+        seen.clear()
+        forward(SimpleNamespace(layer_idx=0, sliding_window=window), rows, None, None, None, **arguments)
+        assert [(keys[-1], given) for _, keys, _, given, _, _ in seen] == [(end, window) for end in ends]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cache": None}, "it is for generate_batch"),
+        ({"block_table": torch.zeros(1, 1, 1)}, "pass max_blocks_per_request=0"),
+        ({"compiling": True}, "use_cuda_graph=False"),
+    ],
+)
+def test_what_is_no_batch_for_s2o_is_refused(changes, message, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: "compiling" in changes)
+    forward, query = one_by_one(lambda *_: None), torch.zeros(1, 1, 1, 1)
+    with pytest.raises(ModelError, match=message):
+        forward(
+            SimpleNamespace(layer_idx=0), query, None, None, None, **batch(Cache(None, None), [0, 1], [0, 1], changes)
+        )
