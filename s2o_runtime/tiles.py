@@ -70,7 +70,8 @@ _PREFILL: dict[int, dict[int, list[_Shape]]] = {
 _MIN_QUERIES = {80: 1024, 89: 1024, 90: 1024, 100: 1024, 120: 1024}
 DECODE = 2  # queries: fewer are a decode step, which never ranks
 
-# Block-sparse tiles by family and head dim, the fastest first. The last one divides every selection's blocks.
+# Block-sparse tiles by family and head dim, the fastest first. The last one divides every selection's blocks. A skip
+# decides about tiles of 128 x 64 or 64 x 64, so every row has both.
 _BLOCK_SPARSE: dict[int, dict[int, tuple[KernelTile, ...]]] = {
     80: {
         64: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3)),
@@ -78,7 +79,7 @@ _BLOCK_SPARSE: dict[int, dict[int, tuple[KernelTile, ...]]] = {
     },
     89: {
         64: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3)),
-        128: (KernelTile(128, 32, 8, 3), KernelTile(64, 64, 8, 2)),
+        128: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2)),
     },
     90: {
         64: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3)),
@@ -90,7 +91,7 @@ _BLOCK_SPARSE: dict[int, dict[int, tuple[KernelTile, ...]]] = {
     },
     120: {
         64: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3)),
-        128: (KernelTile(128, 32, 8, 3), KernelTile(64, 64, 8, 2)),
+        128: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2)),
     },
 }
 
@@ -236,13 +237,29 @@ def block_sparse_tile(head_dim: int, capability: Capability, block_m: int, block
     Raises:
         InputError: there is none for this head dim, GPU or block.
     """
-    number = family(capability)
-    if number is None or head_dim not in BLOCK_SPARSE_HEAD_DIMS:
-        raise InputError(f"head_dim {head_dim} on {sm(capability)} has no block-sparse tile: run it with the reference")
-    for tile in _BLOCK_SPARSE[number][head_dim]:
+    for tile in _block_sparse_tiles(head_dim, capability):
         if block_m % tile.block_m == 0 and block_n % tile.block_n == 0:
             return tile
     raise InputError(f"blocks of {block_m} x {block_n} have no block-sparse tile: use multiples of 64")
+
+
+def skip_tile(head_dim: int, capability: Capability, rows: int, keys: int) -> KernelTile:
+    """The tile of the block-sparse kernel that has exactly `rows` and `keys`, about which a skip decides as a whole.
+
+    Raises:
+        InputError: there is none for this head dim or GPU.
+    """
+    for tile in _block_sparse_tiles(head_dim, capability):
+        if (tile.block_m, tile.block_n) == (rows, keys):
+            return tile
+    raise InputError(f"{sm(capability)} has no tile of {rows} x {keys} for a skip: use 128 x 64 or 64 x 64")
+
+
+def _block_sparse_tiles(head_dim: int, capability: Capability) -> tuple[KernelTile, ...]:
+    number = family(capability)
+    if number is None or head_dim not in BLOCK_SPARSE_HEAD_DIMS:
+        raise InputError(f"head_dim {head_dim} on {sm(capability)} has no block-sparse tile: run it with the reference")
+    return _BLOCK_SPARSE[number][head_dim]
 
 
 def antidiagonal_tile(capability: Capability) -> KernelTile:

@@ -19,7 +19,7 @@ from calibrate.recipe import Recipe
 from calibrate.search.allocate import Allowed, allocate, points_of
 from calibrate.search.choice import allowed
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.baselines.settings import PBS, MeanPooling, Sparge
+from s2o_runtime.baselines.settings import PBS, FlashPrefill, Sparge
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.profile import load_profile
@@ -128,8 +128,8 @@ def test_an_unknown_method_is_refused():
 
 
 def test_baselines_belong_to_every_search_point(ours):
-    curves = {(METHOD, SHAPE): ours[METHOD], (MeanPooling(), None): curve(0.1, 0.5)}
-    assert set(methods(curves, 128, 4, SHAPE)) == {METHOD, MeanPooling()}
+    curves = {(METHOD, SHAPE): ours[METHOD], (FlashPrefill(), None): curve(0.1, 0.5)}
+    assert set(methods(curves, 128, 4, SHAPE)) == {METHOD, FlashPrefill()}
     assert methods(curves, 256, 4, SHAPE) == {}  # as if nothing were measured there
 
 

@@ -12,7 +12,9 @@ from s2o_runtime.baselines import (
     PBS,
     Antidiagonal,
     AShape,
-    MeanPooling,
+    FlashPrefill,
+    Prism,
+    SkipSoftmax,
     Sparge,
     VerticalSlash,
     attend,
@@ -20,6 +22,7 @@ from s2o_runtime.baselines import (
     parse,
     select,
 )
+from s2o_runtime.baselines import prism
 from s2o_runtime.baselines import selection as selection_module
 from s2o_runtime.baselines.pooling import pool_plain
 from s2o_runtime.baselines.selection import top_share
@@ -51,8 +54,12 @@ SHAPES = [
     pytest.param(1, 2, 2, 1, 300, id="one-query"),
 ]
 SETTINGS = [
-    MeanPooling(0.7, 64),
-    MeanPooling(0.9, 64, first=0),
+    FlashPrefill(0.5, 64, first=1, window=2, last=1),
+    FlashPrefill(0.1, 64, first=0, window=0, last=0),
+    Prism(0.7, block=64),
+    Prism(0.9, 0.25, 0.5, 64, first=0),
+    PBS(0.7, 64, 64, permute=False),
+    PBS(0.9, 64, 64, permute=False, first=0),
     PBS(0.7, 128, 64),
     PBS(0.7, 64, 64, first=0),
     PBS(0.7, 128, 64, permute_queries=True),
@@ -61,6 +68,7 @@ SETTINGS = [
     Sparge(0.5, 0.38, block=64),
     Sparge(0.4, 0.3),
     Sparge(0.5, -1.0, block=64),
+    Sparge(0.9, -1.0, -2.0),
     AShape(70, 100, 64),
     AShape(0, 1, 64),
     VerticalSlash(40, 6, 32, 64),
@@ -68,22 +76,27 @@ SETTINGS = [
     VerticalSlash(500, 0, 64, 64),
     Antidiagonal(0.6, 16, 64),
     Antidiagonal(0.8, 8, 64),
+    SkipSoftmax(10.0),
+    SkipSoftmax(50.0, 64),
+    SkipSoftmax(1e6, 64),
 ]
 LOOPS = {
-    "mean-pooling": references.mean_pooling,
+    "flash-prefill": references.flash_prefill,
+    "prism": references.prism,
     "pbs": references.pbs,
     "sparge": references.sparge,
     "a-shape": references.a_shape,
     "vertical-slash": references.vertical_slash,
     "xattention": references.xattention,
+    "skip-softmax": references.skip_softmax,
 }
 
 
 def by_loops(q, k, settings, scale):
     """(selection, order of queries) as the paper has it."""
-    if isinstance(settings, PBS) and not (settings.permute or settings.permute_queries):
-        settings = MeanPooling(settings.keep, settings.block, settings.first)
-    found = LOOPS[settings.name](q, k, settings, scale)
+    permutes = not isinstance(settings, PBS) or settings.permute or settings.permute_queries
+    loops = LOOPS[settings.name] if permutes else references.mean_pooling
+    found = loops(q, k, settings, scale)
     return found if isinstance(found, tuple) else (found, None)
 
 
@@ -121,7 +134,7 @@ def test_selection_and_attention_are_the_papers(batch, heads, kv_heads, q_len, k
         assert {(b, h): chosen.row_order[b, h].tolist() for b, h in rows} == rows
     out, stats = baseline_attention(q, k, v, settings, scale=0.3)
     truth, pairs = references.attention(
-        q, k, v, expected, chosen.block_m, chosen.block_n, 0.3, rows, getattr(settings, "skip", None)
+        q, k, v, expected, chosen.block_m, chosen.block_n, 0.3, rows, chosen.skip
     )
     torch.testing.assert_close(out, truth, rtol=1e-9, atol=1e-9)
     assert stats.computed.tolist() == pairs
@@ -132,7 +145,9 @@ def test_selection_and_attention_are_the_papers(batch, heads, kv_heads, q_len, k
 @pytest.mark.parametrize(
     "settings",
     [
-        MeanPooling(1.0, 64),
+        FlashPrefill(0.0, 64, first=0, window=0, last=0),
+        Prism(1.0),
+        PBS(1.0, 64, 64, permute=False),
         PBS(1.0, 128, 64),
         PBS(1.0, 128, 64, permute_queries=True),
         PBS(1.0, 256, 128, permute=False, permute_queries=True),
@@ -141,6 +156,7 @@ def test_selection_and_attention_are_the_papers(batch, heads, kv_heads, q_len, k
         VerticalSlash(0, 500),
         VerticalSlash(500, 0),
         Antidiagonal(1.0),
+        SkipSoftmax(0.0),
     ],
     ids=str,
 )
@@ -161,18 +177,60 @@ def test_the_skip_leaves_out_what_the_paper_leaves_out(skip):
     chosen = select(q, k, settings, scale=1.0)
     expected, _ = by_loops(q, k, settings, 1.0)
     ours = attend(q, k, v, chosen, scale=1.0)
-    truth, _ = references.attention(q, k, v, expected, 128, 64, 1.0, skip=skip)
+    truth, _ = references.attention(q, k, v, expected, 128, 64, 1.0, skip=(skip, 64, 64, False))
     torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-9)
     everything, _ = references.attention(q, k, v, expected, 128, 64, 1.0)
     assert not torch.equal(truth, everything)
 
 
-@pytest.mark.parametrize("settings", [PBS(0.7, 128, 64), Sparge(0.6, 0.38), VerticalSlash(40, 6), Antidiagonal(0.6)])
+def test_skip_softmax_follows_the_length_of_the_context():
+    q, k, _ = inputs(1, 1, 1, 300, 400)
+    settings = SkipSoftmax(40.0)
+    assert select(q, k, settings).skip.limit == pytest.approx(math.log(40.0 / 400))
+    assert select(q[:, :, 100:], k[:, :, 200:], settings).skip.limit == pytest.approx(math.log(40.0 / 200))
+    # at 1 a tile still joins if it has the largest score of a row; beyond, nothing would
+    assert select(q, k, SkipSoftmax(1e9)).skip.limit == 0.0
+    assert select(q, k, SkipSoftmax(0.0)).skip.limit == -math.inf
+
+
+def test_a_dropped_tile_is_no_part_of_the_sum():
+    """One tile of large scores and then one of small ones, which skip-softmax drops whole: weights sum to 1 without it.
+
+    SpargeAttn's skip keeps the small ones in the denominator.
+    """
+    q = torch.ones(1, 1, 1, 4, dtype=torch.float64)
+    k, v = torch.zeros(1, 1, 192, 4, dtype=torch.float64), torch.ones(1, 1, 192, 4, dtype=torch.float64)
+    k[:, :, :64] = 1.0  # scores of 4, then of 0
+    chosen = select(q, k, SkipSoftmax(0.1 * 192, 64), scale=1.0)
+    left_out = torch.zeros(1, dtype=torch.float64)
+    out = attend(q, k, v, chosen, scale=1.0, left_out=left_out)
+    torch.testing.assert_close(out, torch.ones_like(out))
+    assert left_out.tolist() == [128.0]
+    kept_sum = attend(q, k, v, select(q, k, Sparge(1.0, -1.0, math.log(0.1)), scale=1.0), scale=1.0)
+    share = 64 * math.exp(4) / (64 * math.exp(4) + 128)
+    torch.testing.assert_close(kept_sum, torch.full_like(out, share))
+
+
+def test_bands_of_prism_are_those_of_rope():
+    """Dimensions i and D / 2 + i turn together: keys that differ in the last of each half differ in the low band only."""
+    mean = torch.arange(16.0).expand(1, 1, 3, 16)
+    assert prism.band(mean, 0, 2)[0, 0, 0].tolist() == [0.0, 1.0, 8.0, 9.0]
+    assert prism.band(mean, 5, 8)[0, 0, 0].tolist() == [5.0, 6.0, 7.0, 13.0, 14.0, 15.0]
+    both = [prism.energy_share(prism.band(mean, *ends), mean) for ends in ((0, 2), (2, 8))]
+    assert float(sum(share.square() for share in both)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [PBS(0.7, 128, 64), FlashPrefill(0.5, 64), Prism(0.6, block=64), Sparge(0.6, 0.38), VerticalSlash(40, 6),
+     Antidiagonal(0.6), SkipSoftmax()],
+)  # fmt: skip
 def test_small_chunks_change_nothing(settings, monkeypatch):
     q, k, _ = inputs(2, 4, 2, 300, 300)
     whole = listed(select(q, k, settings))
     monkeypatch.setattr(selection_module, "CHUNK", 1)
     monkeypatch.setattr("s2o_runtime.baselines.xattention.CHUNK", 1)
+    monkeypatch.setattr("s2o_runtime.baselines.flash_prefill.CHUNK", 1)
     assert listed(select(q, k, settings)) == whole
 
 
@@ -195,7 +253,7 @@ def test_heads_may_differ_and_be_left_to_others():
         assert not alone[:, [h for h in range(6) if h not in members]].any()
 
 
-@pytest.mark.parametrize("settings", [MeanPooling(0.6, 64), PBS(0.6, 128, 64), VerticalSlash(30, 5)], ids=str)
+@pytest.mark.parametrize("settings", [FlashPrefill(0.5, 64), PBS(0.6, 128, 64), SkipSoftmax(20.0), VerticalSlash(30, 5)], ids=str)
 def test_a_left_padded_sequence_is_a_shorter_one(settings):
     q, k, v = inputs(3, 2, 1, 200, 290)
     starts = torch.tensor([0, 130, 290])
@@ -213,7 +271,7 @@ def test_a_left_padded_sequence_is_a_shorter_one(settings):
 def test_the_log_sum_exp_is_that_of_the_computed_scores():
     q, k, v = inputs(1, 2, 1, 200, 200)
     lse = torch.full((1, 2, 200), math.nan, dtype=torch.float64)
-    attend(q, k, v, select(q, k, MeanPooling(1.0, 64), scale=0.5), scale=0.5, lse=lse)
+    attend(q, k, v, select(q, k, Prism(1.0, block=64), scale=0.5), scale=0.5, lse=lse)
     scores = (q @ k.transpose(2, 3) * 0.5).masked_fill(torch.ones(200, 200).triu(1).bool(), -math.inf)
     torch.testing.assert_close(lse, scores.logsumexp(-1))
 
@@ -253,7 +311,7 @@ def test_text_may_name_only_what_differs():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("best", "baseline 'best' is not known: use one of mean-pooling"),
+        ("best", "baseline 'best' is not known: use one of flash-prefill"),
         ("pbs:keep", "option 'keep' of pbs has no value"),
         ("pbs:tau=1", "pbs has no option 'tau': use keep, segment"),
         ("pbs:keep=0.5,keep=0.6", "option keep of pbs is given twice"),
@@ -266,6 +324,11 @@ def test_text_may_name_only_what_differs():
         ("sparge:skip=0", "skip of sparge is 0.0: expected a number from -10000 to -1e-06 or none"),
         ("a-shape:local=0", "local of a-shape is 0: expected a whole number"),
         ("xattention:stride=12", "stride of xattention is 12"),
+        ("mean-pooling", "baseline 'mean-pooling' is not known"),
+        ("flash-prefill:alpha=2", "alpha of flash-prefill is 2.0: expected a number from 0 to 1"),
+        ("flash-prefill:block=256", "block of flash-prefill is 256: expected one of"),
+        ("prism:high=0", "high of prism is 0.0"),
+        ("skip-softmax:factor=-1", "factor of skip-softmax is -1.0"),
     ],
 )
 def test_wrong_text_is_refused(text, message):

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.baselines import baseline_attention
-from s2o_runtime.baselines.settings import PBS, MeanPooling, Sparge
+from s2o_runtime.baselines.settings import PBS, Prism, Sparge
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity, interpreted
 from s2o_runtime.errors import ConfigError, InputError, ProfileError
@@ -105,7 +105,7 @@ def test_what_other_methods_cannot_do_runs_dense_and_says_so():
             s2o_attention(q, k, v, MIXED, return_lse=True, backend=backend)
 
 
-@pytest.mark.parametrize(("settings", "block"), [(PBS(block=64), 64), (Sparge(), 128), (MeanPooling(block=256), 256)])
+@pytest.mark.parametrize(("settings", "block"), [(PBS(block=64), 64), (Sparge(), 128), (Prism(block=256), 256)])
 def test_a_prompt_that_fits_one_block_of_the_baseline_is_dense(settings, block):
     config = LayerConfig((HeadConfig(mode="baseline", baseline=settings),) * 4, TILE)
     stats = s2o_attention(*inputs(1, block, block), config, return_stats=True).stats
@@ -133,7 +133,7 @@ def profile(config=MIXED):
 
 def test_a_profile_keeps_baselines(tmp_path):
     path = tmp_path / "p.safetensors"
-    changed = replace(MIXED, heads=(*HEADS[:3], HeadConfig(mode="baseline", baseline=MeanPooling(keep=0.7))))
+    changed = replace(MIXED, heads=(*HEADS[:3], HeadConfig(mode="baseline", baseline=Prism(keep=0.7))))
     mixed = replace(profile(), layers=((MIXED,), (changed,)))
     save_profile(mixed, path)
     assert load_profile(path) == mixed

@@ -1,7 +1,7 @@
 """PBS-Attn: permuted block-sparse attention (arXiv 2510.21270, Algorithm 1 and appendix B).
 
 Keys are sorted inside each segment by the mean softmax of the last block of queries (equations 10 and 11), blocks of
-the sorted keys are chosen as in MeanPooling. The segments on the diagonal are outside the softmax and always computed,
+the sorted keys are chosen by mean pooling (Algorithm 2). The segments on the diagonal are outside the softmax and always computed,
 masked by where each key really stands; rows see all of the segments before them, so sorting does not hurt causality.
 """
 
@@ -13,8 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from s2o_runtime.baselines import mean_pooling
-from s2o_runtime.baselines.pooling import block_means
+from s2o_runtime.baselines.pooling import block_means, heaviest_by_means
 from s2o_runtime.baselines.selection import (
     Grid,
     Selection,
@@ -27,7 +26,7 @@ from s2o_runtime.baselines.selection import (
     split,
     take,
 )
-from s2o_runtime.baselines.settings import PBS, MeanPooling
+from s2o_runtime.baselines.settings import PBS
 
 
 def select(q: Tensor, k: Tensor, settings: PBS, *, scale: float, heads: Sequence[int] | None = None) -> Selection:
@@ -43,10 +42,6 @@ def select(q: Tensor, k: Tensor, settings: PBS, *, scale: float, heads: Sequence
     """
     heads = all_heads(q, heads)
     block, segment = settings.block, settings.segment
-    if not (settings.permute or settings.permute_queries):
-        return mean_pooling.select(
-            q, k, MeanPooling(settings.keep, block, settings.first), scale=scale, heads=heads
-        )  # fmt: skip
     kv_heads, slots = read_heads(heads, q.shape[1] // k.shape[1])
     grid = Grid(
         q.shape[2], k.shape[2], block, block,
@@ -60,11 +55,17 @@ def select(q: Tensor, k: Tensor, settings: PBS, *, scale: float, heads: Sequence
     if settings.permute_queries:
         row_order = clustered_queries(rows, k_mean, slots, segment)
         rows = permuted(rows, row_order)
-    candidates = torch.arange(grid.columns, device=q.device) < grid.full(q.device)[:, None]
+    permutes = settings.permute or settings.permute_queries
+    behind = grid.full(q.device) if permutes else grid.visible(q.device)  # mean pooling's softmax is over all it sees
+    candidates = torch.arange(grid.columns, device=q.device) < behind[:, None]
     q_mean = block_means(rows, block)
-    wanted = mean_pooling.by_share(
-        q_mean, k_mean, slots=slots, candidates=candidates, scale=scale, keep=settings.keep, first=settings.first
-    )
+
+    def wanted(part: range) -> Tensor:
+        keys_of_part = take(k_mean, [slots[i] for i in part])
+        mask = heaviest_by_means(q_mean[:, as_slice(part)], keys_of_part, scale, candidates, settings.keep)
+        mask[..., : settings.first] = True
+        return mask
+
     chosen = select_blocks(q, k, grid, heads, wanted)
     return replace(
         chosen, key_order=key_order, keys=None if key_order is None else keys, row_order=row_order

@@ -1,4 +1,4 @@
-"""Means of blocks of rows, and how alike the rows of a block are."""
+"""Means of blocks of rows, what is heaviest by them, and how alike the rows of a block are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.baselines.selection import as_slice, parts, score_type, split
+from s2o_runtime.baselines.selection import as_slice, parts, score_type, split, top_share
 
 
 class Pooled(NamedTuple):
@@ -33,6 +33,26 @@ def block_means(x: Tensor, block: int) -> Tensor:
     if whole == x.shape[2]:
         return mean
     return torch.cat([mean, x[:, :, whole:].mean(2, keepdim=True, dtype=dtype)], 2)
+
+
+def heaviest_by_means(
+    q_mean: Tensor, k_mean: Tensor, scale: float | Tensor, candidates: Tensor, keep: float
+) -> Tensor:
+    """The fewest key blocks of each row block that hold the share `keep` of the softmax of pooled scores.
+
+    Args:
+        q_mean: [B, n, row blocks, D], means of queries; k_mean: [B, n, key blocks, D], means of the keys they read.
+        scale: multiplies the scores; a tensor broadcasts to them.
+        candidates: bool that broadcasts to [B, n, row blocks, key blocks], the blocks that the softmax is over.
+        keep: the share.
+
+    Returns:
+        bool [B, n, row blocks, key blocks].
+    """
+    scores = (q_mean @ k_mean.transpose(2, 3)).mul_(scale)
+    weights = scores.masked_fill_(~candidates, float("-inf")).softmax(-1)
+    weights = weights.masked_fill_(~candidates, 0.0)  # a row without candidates is NaN
+    return top_share(weights, keep, candidates)
 
 
 def pool(x: Tensor, block: int) -> Pooled:

@@ -5,11 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from s2o_runtime.baselines.selection import SKIP_KEYS, SKIP_ROWS, Selection, score_type
+from s2o_runtime.baselines.selection import Selection, Skip, score_type
 
 
 def attend_reference(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, *, scale: float, out: Tensor, lse: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    *,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None = None,
+    left_out: Tensor | None = None,
 ) -> None:
     """Attention of the selection's heads over the keys selected for them, in float32 (float64 for float64).
 
@@ -17,9 +25,14 @@ def attend_reference(
         q: [B, Hq, Lq, D]; k, v: [B, Hkv, Lk, D], not permuted.
         scale: multiplies the scores.
         out: [B, Hq, Lq, D], whose heads of the selection are written.
-        lse: [B, Hq, Lq], whose heads of the selection get the log-sum-exp of the computed scores.
+        lse: [B, Hq, Lq], whose heads of the selection get the log-sum-exp of the scores in the denominator.
+        left_out: float64 [n], which gets the pairs that a skip leaves out of the product with v, among blocks that all
+            rows see.
     """
+    if left_out is not None:
+        left_out.zero_()
     dtype, device = score_type(q.dtype), q.device
+    full = selection.grid.full(device) * selection.block_n
     for n, head in enumerate(selection.heads):
         kv_head = selection.kv_heads[selection.slots[n]]
         for b in range(q.shape[0]):
@@ -30,10 +43,15 @@ def attend_reference(
                 position = rows + selection.grid.offset
                 scores = q[b, head, rows].to(dtype) @ keys[visited].T * scale
                 scores.masked_fill_(visited > position[:, None], float("-inf"))
+                skipped = None if selection.skip is None else _skipped(scores, visited, selection.skip)
+                if skipped is not None and selection.skip is not None and selection.skip.sum_too:
+                    scores = scores.masked_fill(skipped, float("-inf"))
                 log_sums = scores.logsumexp(-1)
                 weights = (scores - log_sums[:, None]).exp()
-                if selection.skip is not None:
-                    weights = weights.masked_fill(_skipped(scores, visited, selection.skip), 0.0)
+                if skipped is not None:
+                    weights = weights.masked_fill(skipped, 0.0)
+                    if left_out is not None:
+                        left_out[n] += skipped[:, visited < int(full[i])].sum()
                 out[b, head, rows] = (weights @ values[visited]).to(out.dtype)
                 if lse is not None:
                     lse[b, head, rows] = log_sums.to(lse.dtype)
@@ -61,19 +79,19 @@ def _visited_keys(selection: Selection, b: int, n: int, i: int, device: torch.de
     return keys
 
 
-def _skipped(scores: Tensor, keys: Tensor, skip: float) -> Tensor:
-    """Which scores [rows, keys] are in tiles where none comes within `skip` of its row's maximum so far.
+def _skipped(scores: Tensor, keys: Tensor, skip: Skip) -> Tensor:
+    """Which scores [rows, keys] are in tiles where none comes within `skip.limit` of its row's maximum so far.
 
-    Tiles are `SKIP_ROWS` rows by the keys of one `SKIP_KEYS` block; blocks come in ascending order, unpermuted.
+    Tiles are `skip.rows` rows by the keys of one block of `skip.keys`; blocks come in ascending order, unpermuted.
     """
-    _, sizes = torch.unique_consecutive(keys // SKIP_KEYS, return_counts=True)
+    _, sizes = torch.unique_consecutive(keys // skip.keys, return_counts=True)
     ends = sizes.cumsum(0).tolist()
     highest = torch.stack(
         [scores[:, end - size : end].amax(1) for end, size in zip(ends, sizes.tolist(), strict=True)], 1
     )  # [rows, tiles]
     below = highest - highest.cummax(1).values.clamp_min(torch.finfo(scores.dtype).min)
     skipped = torch.zeros_like(scores, dtype=torch.bool)
-    for begin in range(0, len(scores), SKIP_ROWS):
-        skipped_tiles = below[begin : begin + SKIP_ROWS].amax(0) < skip
-        skipped[begin : begin + SKIP_ROWS] = skipped_tiles.repeat_interleave(sizes)
+    for begin in range(0, len(scores), skip.rows):
+        skipped_tiles = below[begin : begin + skip.rows].amax(0) < skip.limit
+        skipped[begin : begin + skip.rows] = skipped_tiles.repeat_interleave(sizes)
     return skipped

@@ -9,14 +9,16 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from s2o_runtime.baselines import mean_pooling, minference, pbs, sparge, xattention
+from s2o_runtime.baselines import flash_prefill, minference, pbs, prism, skip_softmax, sparge, xattention
 from s2o_runtime.baselines.reference import attend_reference
 from s2o_runtime.baselines.selection import Selection, Tally, take
 from s2o_runtime.baselines.settings import (
     PBS,
     Antidiagonal,
     AShape,
-    MeanPooling,
+    FlashPrefill,
+    Prism,
+    SkipSoftmax,
     Sparge,
     VerticalSlash,
 )
@@ -31,12 +33,14 @@ Backend = Literal["auto", "triton", "reference"]
 HEAD_DIM = 128  # the largest of the kernel
 INTERPRETED = (9, 0)  # the compute capability whose tiles the interpreter runs
 SELECTORS: dict[type, Callable[..., Selection]] = {  # called with q, k and the settings; scale and heads by name
-    MeanPooling: mean_pooling.select,
+    FlashPrefill: flash_prefill.select,
+    Prism: prism.select,
     PBS: pbs.select,
     Sparge: sparge.select,
     AShape: minference.select_a_shape,
     VerticalSlash: minference.select_vertical_slash,
     Antidiagonal: xattention.select,
+    SkipSoftmax: skip_softmax.select,
 }
 
 
@@ -60,7 +64,7 @@ class BaselineStats:
 
     @property
     def computed(self) -> Tensor:
-        """Query-key pairs computed, float64 [n], on the device of the call."""
+        """Query-key pairs computed, float64 [n], on the device of the call; half where only the score was."""
         device = self.tallies[0][1].counts.device if self.tallies else None
         pairs = torch.zeros(len(self.heads), dtype=torch.float64, device=device)
         for members, tally in self.tallies:
@@ -113,7 +117,7 @@ def baseline_attention(
         ConfigError: settings are out of their range.
 
     >>> q, k, v = (torch.randn(1, heads, 512, 64) for heads in (4, 2, 2))
-    >>> out, stats = baseline_attention(q, k, v, MeanPooling(keep=0.5))
+    >>> out, stats = baseline_attention(q, k, v, PBS(keep=0.5))
     >>> stats.density.shape
     torch.Size([4])
     """
@@ -133,8 +137,14 @@ def baseline_attention(
         for distinct in dict.fromkeys(per_head):
             members = tuple(index for index, of_head in enumerate(per_head) if of_head == distinct)
             selection = select(part_q, part_k, distinct, scale=scale, heads=[heads[index] for index in members])
-            attend(part_q, part_k, part_v, selection, scale=scale, out=part_out, backend=used_backend)
-            tallies.append((members, selection.tally))
+            left_out = None
+            if selection.skip is not None:
+                left_out = torch.zeros(len(members), dtype=torch.float64, device=q.device)
+            attend(
+                part_q, part_k, part_v, selection,
+                scale=scale, out=part_out, left_out=left_out, backend=used_backend,
+            )  # fmt: skip
+            tallies.append((members, selection.tally._replace(left_out=left_out)))
     return out, BaselineStats(used_backend, reason, heads, per_head, tuple(tallies))
 
 
@@ -172,6 +182,7 @@ def attend(
     scale: float | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    left_out: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Attention of the selection's heads over the keys selected for them.
@@ -180,7 +191,10 @@ def attend(
         q: [B, Hq, Lq, D]; k, v: [B, Hkv, Lk, D]; as for `select`.
         scale: multiplies the scores; positive, D ** -0.5 by default.
         out: [B, Hq, Lq, D] to write into. Other heads keep what they hold; without `out` they are zero.
-        lse: float32 [B, Hq, Lq] to write the log-sum-exp of the computed scores into.
+        lse: float32 [B, Hq, Lq] to write the log-sum-exp of the computed scores into; of those in the denominator,
+            if a skip leaves some out of it.
+        left_out: float64 [n] to write into, for each of the selection's heads the pairs of blocks seen by whole row
+            blocks that its skip left out of the product with v; 0 without a skip.
         backend: as for `baseline_attention`.
 
     Returns:
@@ -200,7 +214,7 @@ def attend(
         complete = len(selection.heads) == shape.query_heads
         out = torch.empty_like(q) if complete else torch.zeros_like(q)
     if choose_backend(q, k, v, backend)[0] == "reference":
-        attend_reference(q, k, v, selection, scale=scale, out=out, lse=lse)
+        attend_reference(q, k, v, selection, scale=scale, out=out, lse=lse, left_out=left_out)
         return out
     from s2o_runtime.baselines.kernels.block_sparse import block_sparse_attention
 
@@ -214,7 +228,7 @@ def attend(
     with launching_on(q.device):
         queries, keys, values = (laid_out(tensor, head_dim) for tensor in (q, keys, values))
         here = INTERPRETED if interpreted() else capability(q.device)
-        block_sparse_attention(queries, keys, values, selection, scale, target, lse, here)
+        block_sparse_attention(queries, keys, values, selection, scale, target, lse, left_out, here)
     if not fits:
         for head in selection.heads:
             out[:, head] = target[:, head, :, : shape.head_dim]

@@ -15,8 +15,22 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 24  # pairs of blocks whose scores are held at a time
-SKIP_ROWS = 64  # rows and keys of a tile whose product with v is skipped or not, on every GPU
-SKIP_KEYS = 64
+
+
+class Skip(NamedTuple):
+    """Leaving tiles out while they are visited, because all of their scores are far below the rows' maxima.
+
+    Attributes:
+        limit: not above 0; a tile is left out where every score is further than this below the maximum of its row so
+            far, the tile included. Minus infinity leaves nothing out.
+        rows, keys: of a tile, the same on every GPU.
+        sum_too: leave its weights out of the denominator too, not only the product with v.
+    """
+
+    limit: float
+    rows: int
+    keys: int
+    sum_too: bool
 
 
 @dataclass(frozen=True)
@@ -86,22 +100,29 @@ class Tally(NamedTuple):
     Attributes:
         counts: int32 [B, n, row blocks], key blocks.
         column_counts: int32 [B, n, row blocks], single keys besides; None where there are none.
+        left_out: float64 [n], pairs whose score was computed and whose product with v a skip left out; None without
+            a skip, or before attention ran.
     """
 
     grid: Grid
     counts: Tensor
     column_counts: Tensor | None
+    left_out: Tensor | None = None
 
     @property
     def computed(self) -> Tensor:
-        """Query-key pairs computed, float64 [n]; the diagonal counts its causal pairs only."""
+        """Query-key pairs computed, float64 [n]; the diagonal counts its causal pairs only.
+
+        A pair of which only the score was computed counts as half: it is one of two products.
+        """
         grid, device = self.grid, self.counts.device
         full = grid.full(device)
         chosen = (self.counts - (grid.visible(device) - full)) * grid.block_n
         if self.column_counts is not None:
             chosen = chosen + self.column_counts
-        left_out = full * grid.block_n - chosen  # of the keys that all rows of a block see
-        return self.causal - (left_out * grid.rows_of(device)).double().sum((0, 2))
+        unlisted = full * grid.block_n - chosen  # of the keys that all rows of a block see
+        pairs = self.causal - (unlisted * grid.rows_of(device)).double().sum((0, 2))
+        return pairs if self.left_out is None else pairs - self.left_out / 2
 
     @property
     def causal(self) -> float:
@@ -126,8 +147,7 @@ class Selection:
         key_order: int32 [B, kv_heads, Lk], the keys in permuted order; None where they are not permuted.
         keys: [B, kv_heads, Lk, D], k in that order.
         row_order: int32 [B, n, Lq], the queries in permuted order; None where they are not permuted.
-        skip: negative; the product of a tile with v is left out where every score is further than this below the
-            maximum of its row so far. None never leaves it out.
+        skip: which tiles of what is listed are left out while they are visited; None for none.
     """
 
     heads: tuple[int, ...]
@@ -141,7 +161,7 @@ class Selection:
     key_order: Tensor | None = None
     keys: Tensor | None = None
     row_order: Tensor | None = None
-    skip: float | None = None
+    skip: Skip | None = None
 
     @property
     def block_m(self) -> int:
@@ -153,7 +173,7 @@ class Selection:
 
     @property
     def tally(self) -> Tally:
-        """How much is computed, without the lists of blocks and keys."""
+        """How much is computed, without the lists of blocks and keys, and before anything is skipped."""
         return Tally(self.grid, self.counts, self.column_counts)
 
     @property

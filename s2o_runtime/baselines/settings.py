@@ -59,32 +59,58 @@ class _Settings:
 
 
 @dataclass(frozen=True)
-class MeanPooling(_Settings):
-    """Blocks by the softmax of pooled queries and keys (PBS-Attn, Algorithm 2).
+class FlashPrefill(_Settings):
+    """FlashPrefill: blocks whose weight is at least a share of the largest, by queries and the means of keys.
 
     Attributes:
-        keep: the share of a row's mass that the chosen blocks hold.
+        alpha: the share of the largest weight of a block; 0 keeps all.
+        block: queries and keys of a block.
+        first: blocks at the beginning that are always computed.
+        window: last blocks of each row block, the diagonal included, that are always computed.
+        last: last row blocks of a call that compute everything.
+    """
+
+    name: ClassVar[str] = "flash-prefill"
+    alpha: float = _number(0.12, 0.0, 1.0)
+    block: int = _one_of(128, (64, 128))
+    first: int = _count(2)
+    window: int = _count(4)
+    last: int = _count(2)
+
+
+@dataclass(frozen=True)
+class Prism(_Settings):
+    """Prism: blocks by the softmax of pooled queries and keys in two bands of RoPE's frequencies.
+
+    Attributes:
+        keep: the share of a row's mass, in each band, that the chosen blocks hold.
+        high, low: the share of the head dim that the band of high, and that of low frequencies has; they may overlap.
         block: queries and keys of a block.
         first: blocks at the beginning that are always computed.
     """
 
-    name: ClassVar[str] = "mean-pooling"
-    keep: float = _share(0.9)
+    name: ClassVar[str] = "prism"
+    keep: float = _share(0.95)
+    high: float = _share(0.5)
+    low: float = _share(0.75)
     block: int = _one_of(128, BLOCKS)
     first: int = _count(1)
 
 
 @dataclass(frozen=True)
 class PBS(_Settings):
-    """PBS-Attn: keys sorted inside each segment by the attention of the last block of queries, then MeanPooling.
+    """PBS-Attn: keys sorted inside each segment by the attention of the last block of queries, then mean pooling.
 
-    The segment that holds a row block's own positions is always computed.
+    Mean pooling chooses blocks by the softmax of pooled queries and keys. The segment that holds a row block's own
+    positions is always computed.
 
     Attributes:
-        keep, block, first: as in MeanPooling.
+        keep: the share of a row's mass that the chosen blocks hold.
         segment: keys (and queries) that are permuted among themselves; a multiple of `block`.
+        block: queries and keys of a block.
         permute: sort keys.
-        permute_queries: cluster queries by the key block they are most similar to; with neither it is MeanPooling.
+        permute_queries: cluster queries by the key block they are most similar to; with neither it is mean pooling.
+        first: blocks at the beginning that are always computed.
     """
 
     name: ClassVar[str] = "pbs"
@@ -170,9 +196,25 @@ class Antidiagonal(_Settings):
     block: int = _one_of(128, BLOCKS)
 
 
-Baseline = MeanPooling | PBS | Sparge | AShape | VerticalSlash | Antidiagonal
+@dataclass(frozen=True)
+class SkipSoftmax(_Settings):
+    """BLASST, or skip-softmax: dense attention that drops tiles whose weights are all small beside the largest so far.
+
+    Attributes:
+        factor: a tile is dropped where all of its weights, relative to the largest of their row so far, are below
+            this number over the length of the context; 0 drops none.
+        block: queries of a tile; it has 64 keys.
+    """
+
+    name: ClassVar[str] = "skip-softmax"
+    factor: float = _number(1000.0, 0.0, 1e9)
+    block: int = _one_of(128, (64, 128))
+
+
+Baseline = FlashPrefill | Prism | PBS | Sparge | AShape | VerticalSlash | Antidiagonal | SkipSoftmax
 BASELINES: dict[str, type[Baseline]] = {
-    settings.name: settings for settings in (MeanPooling, PBS, Sparge, AShape, VerticalSlash, Antidiagonal)
+    settings.name: settings
+    for settings in (FlashPrefill, Prism, PBS, Sparge, AShape, VerticalSlash, Antidiagonal, SkipSoftmax)
 }
 
 

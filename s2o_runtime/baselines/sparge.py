@@ -11,18 +11,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from s2o_runtime.baselines.pooling import pool
+from s2o_runtime.baselines.pooling import heaviest_by_means, pool
 from s2o_runtime.baselines.selection import (
     Grid,
     Selection,
+    Skip,
     all_heads,
     as_slice,
     read_heads,
     select_blocks,
     take,
-    top_share,
 )
 from s2o_runtime.baselines.settings import Sparge
+
+SKIP_ROWS = 64  # of a tile whose product with v is skipped or not, on every GPU
+SKIP_KEYS = 64
 
 
 def select(q: Tensor, k: Tensor, settings: Sparge, *, scale: float, heads: Sequence[int] | None = None) -> Selection:
@@ -46,9 +49,9 @@ def select(q: Tensor, k: Tensor, settings: Sparge, *, scale: float, heads: Seque
     def wanted(part: range) -> Tensor:
         part_slots = [slots[i] for i in part]
         always = take(different_k, part_slots)
-        candidates = visible & ~always
-        scores = (queries.mean[:, as_slice(part)] @ take(keys.mean, part_slots).transpose(2, 3)).mul_(scale)
-        weights = scores.masked_fill_(~candidates, float("-inf")).softmax(-1).masked_fill_(~candidates, 0.0)
-        return top_share(weights, settings.keep, candidates) | always | different_q[:, as_slice(part)]
+        means = queries.mean[:, as_slice(part)], take(keys.mean, part_slots)
+        heaviest = heaviest_by_means(*means, scale, visible & ~always, settings.keep)
+        return heaviest | always | different_q[:, as_slice(part)]
 
-    return replace(select_blocks(q, k, grid, heads, wanted), skip=settings.skip)
+    skip = None if settings.skip is None else Skip(settings.skip, SKIP_ROWS, SKIP_KEYS, sum_too=False)
+    return replace(select_blocks(q, k, grid, heads, wanted), skip=skip)

@@ -82,18 +82,30 @@ def capped(scores, qk_scale, CAP: tl.constexpr):
 
 
 @triton.jit
-def absorb(
-    q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr, real=None, limit=0.0, SKIPS: tl.constexpr = False,
-    CAP: tl.constexpr = 0.0,
-):  # fmt: skip
+def absorb(q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr, CAP: tl.constexpr = 0.0):
     """One step of the online softmax (Algorithm 3, lines 10 to 12): a tile of keys joins the rows' state.
 
     q: [BM, D]; k: [D, BN]; v: [BN, D]; m: the rows' largest score, l: their sums of 2^(score - m), both float32 [BM];
     acc: float32 [BM, D], values weighted by 2^(score - m); visible: [BM, BN] or what broadcasts to it, with MASKED.
-    SKIPS: leave out the product with v, but not the sum, of a tile in which every score of the rows that are `real`
-    [BM] is below the row's maximum by more than -`limit` (the skip of SpargeAttn). CAP: the soft cap of scores in base
-    2, 0 for none.
+    CAP: the soft cap of scores in base 2, 0 for none.
     Returns the new m, l and acc.
+    """
+    m, l, acc, _ = absorb_or_skip(q, k, v, m, l, acc, qk_scale, visible, MASKED, None, 0.0, False, False, CAP)
+    return m, l, acc
+
+
+@triton.jit
+def absorb_or_skip(
+    q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr, real, limit, SKIPS: tl.constexpr,
+    SKIPS_SUM: tl.constexpr, CAP: tl.constexpr = 0.0,
+):  # fmt: skip
+    """`absorb`, or less of it for a tile whose scores are all far below the rows' largest ones.
+
+    real: bool [BM], the rows that count; limit: not above 0, in base 2. With SKIPS, the product with v of a tile is
+    left out if every score of the rows that are `real` is below the row's maximum, this tile included, by more than
+    -limit (SpargeAttn); with SKIPS_SUM its weights are left out of l too, and not computed (BLASST). The other
+    arguments are those of `absorb`.
+    Returns the new m, l and acc, and whether the product was left out, 0 or 1.
     """
     scores = tl.dot(q, k, input_precision="ieee")
     if CAP > 0:
@@ -105,17 +117,27 @@ def absorb(
     m_new = tl.maximum(m, highest)
     # rows that have seen no key yet keep m = -inf; subtract 0 there, not -inf
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-    weights = tl.exp2(scores * qk_scale - m_safe[:, None])
-    decay = tl.exp2(m - m_safe)
-    l = l * decay + tl.sum(weights, 1)
+    left_out = 0
     if SKIPS:
         # reduced as one row: Triton's layout pass for tensor memory fails on a plain vector
         below = tl.where(real, highest - m_safe, float("-inf"))
-        if tl.max(tl.reshape(below, [1, below.shape[0]])) >= limit:
+        left_out = (tl.max(tl.reshape(below, [1, below.shape[0]])) < limit).to(tl.int32)
+    if SKIPS_SUM:
+        if left_out == 0:  # otherwise no row has a new maximum, so l and acc need no decay
+            weights = tl.exp2(scores * qk_scale - m_safe[:, None])
+            decay = tl.exp2(m - m_safe)
+            l = l * decay + tl.sum(weights, 1)
             acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     else:
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-    return m_new, l, acc
+        weights = tl.exp2(scores * qk_scale - m_safe[:, None])
+        decay = tl.exp2(m - m_safe)
+        l = l * decay + tl.sum(weights, 1)
+        if SKIPS:
+            if left_out == 0:
+                acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        else:
+            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return m_new, l, acc, left_out
 
 
 @triton.jit

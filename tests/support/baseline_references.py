@@ -68,6 +68,63 @@ def mean_pooling(q, k, s, scale):
     return found
 
 
+def flash_prefill(q, k, s, scale):
+    found = {}
+    offset, row_blocks = k.shape[2] - q.shape[2], math.ceil(q.shape[2] / s.block)
+    for b, h, i, u in every_block(q, k, s.block):
+        full, touched = key_blocks(k, s.block, *positions(q, k, s.block, i))
+        seen, weights = full + touched, {}
+        for j in seen:
+            mean = k[b, u, j * s.block : (j + 1) * s.block].mean(0)
+            for row in range(i * s.block, min((i + 1) * s.block, q.shape[2])):
+                if (j + 1) * s.block - 1 <= offset + row:
+                    weights[j] = weights.get(j, 0.0) + math.exp(scale * float(q[b, h, row] @ mean))
+        chosen = {j for j in weights if weights[j] >= s.alpha * max(weights.values())}
+        chosen |= set(touched) | set(full[: s.first]) | {j for j in seen if j > seen[-1] - s.window}
+        if i >= row_blocks - s.last:
+            chosen |= set(seen)
+        found[b, h, i] = sorted(chosen), [], None
+    return found
+
+
+def prism(q, k, s, scale):
+    """The scores of a band over the root of its dimensions and over its temperature, as the paper has them."""
+    head_dim = q.shape[3]
+    half = head_dim // 2
+    first, last = range(round(s.high * half)), range(half - round(s.low * half), half)
+    bands = [[*part, *(half + d for d in part)] for part in (first, last)]
+
+    def means(x):
+        return torch.stack([part.mean(0) for part in x.split(s.block)])
+
+    def root_mean_square(x):
+        return float(x.square().mean()) ** 0.5
+
+    found = {}
+    for b, h, i, u in every_block(q, k, s.block):
+        full, touched = key_blocks(k, s.block, *positions(q, k, s.block, i))
+        q_means, k_means = means(q[b, h]), means(k[b, u])
+        chosen = set(touched) | set(full[: s.first])
+        for dims in bands:
+            temperature = math.sqrt(len(dims) / head_dim)
+            for x in (q_means, k_means):
+                temperature *= root_mean_square(x[:, dims]) / root_mean_square(x)
+            # the paper divides by sqrt(len(dims)) where dense attention divides by sqrt(head_dim)
+            band_scale = scale * math.sqrt(head_dim) / math.sqrt(len(dims)) / temperature
+            scores = {j: band_scale * float(q_means[i, dims] @ k_means[j, dims]) for j in full + touched}
+            chosen |= heaviest(softmax(scores), s.keep)
+        found[b, h, i] = sorted(chosen), [], None
+    return found
+
+
+def skip_softmax(q, k, s, scale):
+    found = {}
+    for b, h, i, _ in every_block(q, k, s.block):
+        full, touched = key_blocks(k, 64, *positions(q, k, s.block, i))
+        found[b, h, i] = full + touched, [], None
+    return found
+
+
 def pbs(q, k, s, scale):
     q_len, kv_len = q.shape[2], k.shape[2]
     group = q.shape[1] // k.shape[1]
@@ -200,7 +257,8 @@ def xattention(q, k, s, scale):
 def attention(q, k, v, found, block_m, block_n, scale, rows=None, skip=None):
     """(output, pairs of each head) over a selection, float64, one row at a time; rows: the order of queries.
 
-    skip: leave v out where every score of 64 rows and 64 keys is below the maximum of its row so far by this.
+    skip: (limit, rows, keys, whether the denominator loses them too) of the tiles that are left out where every score
+    is below the maximum of its row so far by the limit. Those of blocks that all rows see count as half a pair each.
     """
     out, pairs = torch.zeros_like(q), [0] * q.shape[1]
     q_len, kv_len = q.shape[2], k.shape[2]
@@ -217,16 +275,23 @@ def attention(q, k, v, found, block_m, block_n, scale, rows=None, skip=None):
                 if key > kv_len - q_len + row:
                     scores[r, c] = -math.inf
         pairs[h] += int((scores > -math.inf).sum())
-        weights = scores.softmax(-1)
+        weights = (scores - scores.amax(1, keepdim=True)).exp()
+        counted = weights.clone()
         if skip is not None:
-            for begin in range(0, len(members), 64):
-                group = scores[begin : begin + 64]
+            limit, skip_rows, skip_keys, sum_too = skip
+            whole = (kv_len - q_len + i * block_m + 1) // block_n * block_n  # keys of blocks that all rows see
+            for begin in range(0, len(members), skip_rows):
+                group = scores[begin : begin + skip_rows]
                 best = torch.full((len(group),), -math.inf, dtype=q.dtype)
-                for tile in sorted({key // 64 for key in keys}):
-                    at = [c for c, key in enumerate(keys) if key // 64 == tile]
+                for tile in sorted({key // skip_keys for key in keys}):
+                    at = [c for c, key in enumerate(keys) if key // skip_keys == tile]
                     local = group[:, at].amax(1)
                     best = torch.maximum(best, local)
-                    if not bool((local - best >= skip).any()):
-                        weights[begin : begin + 64, at] = 0.0
+                    if not bool((local - best >= limit).any()):
+                        weights[begin : begin + skip_rows, at] = 0.0
+                        pairs[h] -= len(group) * len([c for c in at if keys[c] < whole]) / 2
+        if skip is None or sum_too:
+            counted = weights
+        weights = weights / counted.sum(1, keepdim=True)
         out[b, h, members] = weights @ v[b, u, keys]
     return out, pairs

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.baselines.selection import SKIP_KEYS, SKIP_ROWS, index_table
+from s2o_runtime.baselines.selection import index_table
 from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.primitives import LOG2E, MAX_REGISTERS, absorb, log_sum_exp
-from s2o_runtime.tiles import Capability, block_sparse_tile
+from s2o_runtime.kernels.primitives import LOG2E, MAX_REGISTERS, absorb_or_skip, log_sum_exp
+from s2o_runtime.tiles import Capability, block_sparse_tile, skip_tile
 
 if TYPE_CHECKING:
     from s2o_runtime.baselines.selection import Selection
@@ -34,21 +34,21 @@ NOWHERE = 1 << 30  # the position of a key that does not exist
     ]
 )  # fmt: skip
 def _block_sparse(
-    Q, K, V, BLOCKS, COUNTS, COLUMNS, COLUMN_COUNTS, KEY_ORDER, ROW_ORDER, HEADS, SLOTS, OUT, LSE,
+    Q, K, V, BLOCKS, COUNTS, COLUMNS, COLUMN_COUNTS, KEY_ORDER, ROW_ORDER, HEADS, SLOTS, OUT, LSE, LEFT_OUT,
     qk_scale, limit, q_len, kv_len, row_unit, key_unit,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_ob, stride_oh, stride_ol, stride_lb, stride_lh, stride_lr, stride_cb, stride_ch,
     stride_xb, stride_xh, stride_xr, stride_pb, stride_ph, stride_rb, stride_rh, stride_eb, stride_eh,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, KEYS_MOVED: tl.constexpr, ROWS_MOVED: tl.constexpr, HAS_COLUMNS: tl.constexpr,
-    SKIPS: tl.constexpr, HAS_LSE: tl.constexpr, NOWHERE: tl.constexpr,
+    SKIPS: tl.constexpr, SKIPS_SUM: tl.constexpr, HAS_LSE: tl.constexpr, HAS_LEFT_OUT: tl.constexpr,
+    NOWHERE: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row tile over its row block's lists of key blocks and of single keys.
 
-    The softmax is `primitives.absorb`'s over the listed keys, then over the blocks on the diagonal with a causal mask.
-    With SKIPS, a tile whose scores are all below their row's maximum by more than -limit is left out of the product
-    with v. Programs: (row tiles, the last ones first; n; B), where n counts the heads of the selection. T is the input
-    type.
+    The softmax is that of `primitives.absorb_or_skip`, which has SKIPS and SKIPS_SUM, over the listed keys, then over
+    the blocks on the diagonal with a causal mask. Programs: (row tiles, the last ones first; n; B), where n counts the
+    heads of the selection. T is the input type.
 
         Q, OUT              T [B, Hq, Lq, D], strides q and o
         K, V                T [B, slots, Lk, D], strides k and v: of each slot, permuted as KEY_ORDER says
@@ -60,6 +60,8 @@ def _block_sparse(
         ROW_ORDER           int32 [B, n, Lq], strides r: the query of each permuted row (ROWS_MOVED)
         HEADS, SLOTS        int32 [n]: the query head and the slot of k and v of each head of the selection
         LSE                 float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores (HAS_LSE)
+        LEFT_OUT            int32 [B, n, row tiles]: how many tiles that all rows see were left out of the product with v
+                            (HAS_LEFT_OUT)
 
     qk_scale: the scores' scale times log2(e); limit: of the skip, in base 2; row_unit, key_unit: rows and keys that are
     permuted among one another (`selection.Grid`); BLOCK_M, BLOCK_N: a selection's blocks, multiples of BM and BN.
@@ -100,11 +102,16 @@ def _block_sparse(
     chosen = tl.load(COUNTS + b * stride_cb + n * stride_ch + i) - boundary
     blocks = BLOCKS + b * stride_lb + n * stride_lh + i * stride_lr
     PER_BLOCK: tl.constexpr = BLOCK_N // BN
+    left_out = 0
     for t in tl.range(0, chosen * PER_BLOCK, num_stages=STAGES):
         key = (tl.load(blocks + t // PER_BLOCK) * BLOCK_N + t % PER_BLOCK * BN).to(tl.int64)
         k = tl.load(k_tile + key * stride_kl)
         v = tl.load(v_tile + key * stride_vl)
-        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, True, False, real, limit, SKIPS)
+        m, l, acc, low = absorb_or_skip(
+            q, k, v, m, l, acc, qk_scale, True, False, real, limit, SKIPS, SKIPS_SUM
+        )  # fmt: skip
+        if HAS_LEFT_OUT:
+            left_out += low
 
     if HAS_COLUMNS:  # single keys that every row sees
         width = tl.load(COLUMN_COUNTS + b * stride_cb + n * stride_ch + i)
@@ -116,7 +123,9 @@ def _block_sparse(
             key = tl.load(columns + c + offs_n, mask=listed, other=0).to(tl.int64)
             k = tl.load(k_base + key[None, :] * stride_kl + offs_d[:, None])
             v = tl.load(v_base + key[:, None] * stride_vl + offs_d[None, :])
-            m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, listed[None, :], True, real, limit, SKIPS)
+            m, l, acc, _ = absorb_or_skip(
+                q, k, v, m, l, acc, qk_scale, listed[None, :], True, real, limit, SKIPS, SKIPS_SUM
+            )  # fmt: skip
 
     for t in tl.range(0, (end - begin + BN - 1) // BN, num_stages=1):
         j = begin + t * BN
@@ -128,17 +137,21 @@ def _block_sparse(
         k = tl.load(k_tile + j.to(tl.int64) * stride_kl, mask=exists[None, :], other=0.0)
         v = tl.load(v_tile + j.to(tl.int64) * stride_vl, mask=exists[:, None], other=0.0)
         visible = key_position[None, :] <= position[:, None]
-        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, visible, True, real, limit, SKIPS)
+        m, l, acc, _ = absorb_or_skip(
+            q, k, v, m, l, acc, qk_scale, visible, True, real, limit, SKIPS, SKIPS_SUM
+        )  # fmt: skip
 
     out = OUT + b * stride_ob + h * stride_oh + q_row * stride_ol + offs_d[None, :]
     tl.store(out, (acc / l[:, None]).to(OUT.dtype.element_ty), mask=real[:, None])
     if HAS_LSE:
         tl.store(LSE + b * stride_eb + h * stride_eh + query, log_sum_exp(m, l), mask=real)
+    if HAS_LEFT_OUT:
+        tl.store(LEFT_OUT + (b * tl.num_programs(1) + n) * tl.num_programs(0) + tile, left_out)
 
 
 def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, out: Tensor, lse: Tensor | None,
-    capability: Capability,
+    left_out: Tensor | None, capability: Capability,
 ) -> None:  # fmt: skip
     """Attention of the heads of a selection over what it lists; other heads of the outputs are left alone.
 
@@ -149,25 +162,33 @@ def block_sparse_attention(
         scale: multiplies the scores.
         out: [B, Hq, Lq, D], to write.
         lse: float32 [B, Hq, Lq], to write; None if it is not wanted.
+        left_out: float64 [n], to write: the pairs that the selection's skip leaves out of the product with v, among
+            blocks that all rows see; None if they are not wanted.
         capability: of the GPU, whose tile is used.
 
     Raises:
         InputError: the kernel has no tile for the head dim, the GPU or the selection's blocks.
     """
     grid, n = selection.grid, len(selection.heads)
-    skips = selection.skip is not None
-    # a skip decides about tiles of one size, on every GPU
-    block = (SKIP_ROWS, SKIP_KEYS) if skips else (grid.block_m, grid.block_n)
-    tile = block_sparse_tile(q.shape[3], capability, *block)
+    skip = selection.skip
+    if skip is None:
+        tile = block_sparse_tile(q.shape[3], capability, grid.block_m, grid.block_n)
+    else:  # it decides about tiles of one size, on every GPU
+        tile = skip_tile(q.shape[3], capability, skip.rows, skip.keys)
+    row_tiles = -(-grid.q_len // tile.block_m)
+    counts = None
+    if left_out is not None and skip is not None:
+        counts = torch.empty(q.shape[0], n, row_tiles, dtype=torch.int32, device=q.device)
     heads, slots = (index_table(numbers, q.device) for numbers in (selection.heads, selection.slots))
     launch(
         _block_sparse,
-        (-(-grid.q_len // tile.block_m), n, q.shape[0]),
+        (row_tiles, n, q.shape[0]),
         {
             "Q": q, "K": k, "V": v, "BLOCKS": selection.blocks, "COUNTS": selection.counts,
             "COLUMNS": selection.columns, "COLUMN_COUNTS": selection.column_counts,
             "KEY_ORDER": selection.key_order, "ROW_ORDER": selection.row_order, "HEADS": heads, "SLOTS": slots,
-            "OUT": out, "LSE": lse, "qk_scale": scale * LOG2E, "limit": (selection.skip or 0.0) * LOG2E,
+            "OUT": out, "LSE": lse, "LEFT_OUT": counts, "qk_scale": scale * LOG2E,
+            "limit": 0.0 if skip is None else skip.limit * LOG2E,
             "q_len": grid.q_len, "kv_len": grid.kv_len, "row_unit": grid.row_unit, "key_unit": grid.key_unit,
             **strides("bhl", q=q, k=k, v=v, o=out), **strides("bhr", l=selection.blocks, x=selection.columns),
             **strides("bh", c=selection.counts, p=selection.key_order, r=selection.row_order, e=lse),
@@ -176,12 +197,19 @@ def block_sparse_attention(
             "D": q.shape[3], "BM": tile.block_m, "BN": tile.block_n, "BLOCK_M": grid.block_m, "BLOCK_N": grid.block_n,
             "STAGES": tile.stages, "KEYS_MOVED": selection.key_order is not None,
             "ROWS_MOVED": selection.row_order is not None, "HAS_COLUMNS": selection.columns is not None,
-            "SKIPS": skips, "HAS_LSE": lse is not None, "NOWHERE": NOWHERE,
+            "SKIPS": skip is not None, "SKIPS_SUM": skip is not None and skip.sum_too, "HAS_LSE": lse is not None,
+            "HAS_LEFT_OUT": counts is not None, "NOWHERE": NOWHERE,
         },
         num_warps=tile.warps,
         num_stages=tile.stages,
         maxnreg=MAX_REGISTERS,
     )  # fmt: skip
+    if left_out is not None:
+        left_out.zero_()
+        if counts is not None:
+            first_row = torch.arange(0, row_tiles * tile.block_m, tile.block_m, device=q.device)
+            rows = (grid.q_len - first_row).clamp_max(tile.block_m)
+            left_out.copy_((counts.double() * rows).sum((0, 2)) * tile.block_n)
 
 
 @triton.jit(do_not_specialize=["length", "blocks"])

@@ -1,0 +1,102 @@
+"""FlashPrefill (arXiv 2603.06199): block weights from whole queries and the means of keys, cut at a share of the largest.
+
+No weights are sorted or summed up in order: a block is chosen by comparing it with the largest of its row of blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from s2o_runtime.baselines.pooling import block_means
+from s2o_runtime.baselines.selection import (
+    CHUNK,
+    Grid,
+    Selection,
+    all_heads,
+    read_heads,
+    score_type,
+    select_blocks,
+    split,
+    take,
+)
+from s2o_runtime.baselines.settings import FlashPrefill
+from s2o_runtime.devices import capability
+from s2o_runtime.shapes import KERNEL_TYPES
+from s2o_runtime.tiles import BLOCK_SPARSE_HEAD_DIMS, family
+
+
+def select(
+    q: Tensor, k: Tensor, settings: FlashPrefill, *, scale: float, heads: Sequence[int] | None = None
+) -> Selection:
+    """The key blocks of `heads` (all by default).
+
+    Args:
+        q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D].
+        scale: multiplies the scores.
+
+    Source: FlashPrefill, the search of blocks and the thresholding by the largest score.
+    """
+    heads = all_heads(q, heads)
+    grid = Grid.plain(q, k, settings.block, settings.block)
+    kv_heads, slots = read_heads(heads, q.shape[1] // k.shape[1])
+    k_mean = block_means(take(k, kv_heads), settings.block).to(k.dtype)
+    column = torch.arange(grid.columns, device=q.device)
+    row = torch.arange(grid.rows, device=q.device)[:, None]
+    always = (column < settings.first) | (row >= grid.rows - settings.last)
+    always |= column >= grid.visible(q.device)[:, None] - settings.window
+    # the logarithm of a weight's share of the sum, which cancels: only what is left of the largest counts
+    distance = math.log(settings.alpha) if settings.alpha else -math.inf
+
+    def wanted(part: range) -> Tensor:
+        mass = log_mass(q, k_mean, [heads[i] for i in part], [slots[i] for i in part], grid, scale)
+        return (mass >= mass.amax(-1, keepdim=True) + distance).logical_or_(always)
+
+    return select_blocks(q, k, grid, heads, wanted)
+
+
+def log_mass(
+    q: Tensor, k_mean: Tensor, heads: Sequence[int], slots: Sequence[int], grid: Grid, scale: float
+) -> Tensor:  # fmt: skip
+    """The logarithm of each block's weight, by a kernel where there is one for the device and the type.
+
+    The weight is the sum of exp(scale q . mean of keys) over the queries of the row block that see the whole key block.
+
+    Args:
+        q: [B, Hq, Lq, D].
+        k_mean: [B, kv_heads, key blocks, D] in the type of q.
+        heads: n query heads; slots: for each of them the index in `k_mean` of the KV head that it reads.
+        scale: multiplies the scores.
+
+    Returns:
+        float32 (float64 for float64) [B, n, row blocks, key blocks]; minus infinity where no query sees all of a block.
+    """
+    if q.is_cuda and q.dtype in KERNEL_TYPES and q.shape[3] <= BLOCK_SPARSE_HEAD_DIMS[-1]:
+        if family(capability(q.device)) is not None:
+            from s2o_runtime.baselines.kernels.mean_keys import mean_key_mass  # imports triton
+
+            return mean_key_mass(q, k_mean, heads, slots, grid, scale)
+    return torch.stack(
+        [head_mass(q[:, head], k_mean[:, slot], grid, scale) for head, slot in zip(heads, slots, strict=True)], 1
+    )
+
+
+def head_mass(q: Tensor, k_mean: Tensor, grid: Grid, scale: float) -> Tensor:
+    """`log_mass` of one head in plain torch, [B, row blocks, key blocks]; q: [B, Lq, D], k_mean: [B, key blocks, D]."""
+    batch, q_len, head_dim = q.shape
+    mass = torch.empty(batch, grid.rows, grid.columns, dtype=score_type(q.dtype), device=q.device)
+    last_key = (torch.arange(grid.columns, device=q.device) + 1) * grid.block_n - 1
+    step = max(1, CHUNK // (batch * grid.columns * grid.block_m))  # row blocks at a time
+    for begin in range(0, grid.rows, step):
+        end = min(begin + step, grid.rows)
+        rows = torch.arange(begin * grid.block_m, end * grid.block_m, device=q.device)
+        queries = q[:, begin * grid.block_m : end * grid.block_m]
+        queries = torch.nn.functional.pad(queries, (0, 0, 0, len(rows) - queries.shape[1]))
+        scores = (queries @ k_mean.transpose(1, 2)).to(mass.dtype).mul_(scale)
+        hidden = (last_key > rows[:, None] + grid.offset) | (rows[:, None] >= q_len)
+        scores.masked_fill_(hidden, float("-inf"))
+        mass[:, begin:end] = split(scores, 1, grid.block_m).logsumexp(2)
+    return mass
