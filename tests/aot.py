@@ -36,6 +36,7 @@ from s2o_runtime.tiles import (
     antidiagonal_tile,
     block_sparse_tile,
     candidate_tiles,
+    skip_tile,
     trace_tile,
 )
 
@@ -85,6 +86,9 @@ POINTERS = {
     "SLOTS": "i32",
     "X": "bf16",
     "MEAN": "fp32",
+    "K_MEAN": "bf16",
+    "MASS": "fp32",
+    "LEFT_OUT": "i32",
     "SIMILARITY": "fp32",
     "LOCAL": "fp32",
     "WEIGHTS": "fp32",
@@ -120,7 +124,8 @@ BLOCK_SPARSE_VARIANTS: dict[str, dict[str, object]] = {
     "keys-moved": {"KEYS_MOVED": True},
     "all-moved": {"KEYS_MOVED": True, "ROWS_MOVED": True, "HAS_LSE": True},
     "columns": {"HAS_COLUMNS": True, "HAS_LSE": True},
-    "skips": {"SKIPS": True, "HAS_LSE": True},
+    "skips": {"SKIPS": True, "HAS_LSE": True, "HAS_LEFT_OUT": True},
+    "skips-sum": {"SKIPS": True, "SKIPS_SUM": True, "HAS_LSE": True, "HAS_LEFT_OUT": True},
 }
 # And for XAttention's scores: what is usual, the most columns of a block, and the fewest.
 ANTIDIAGONAL_VARIANTS: dict[str, dict[str, object]] = {
@@ -207,7 +212,7 @@ def pipelined(case: Case, built: Compiled) -> str | None:
 
 def tensor_cores(case: Case, built: Compiled) -> str | None:
     """Products run on tensor cores: as wgmma on sm_90, where its 64 rows are there."""
-    if case.tile is None and case.kernel not in ("scores", "log_sums", "tail"):
+    if case.tile is None and case.kernel not in ("scores", "log_sums", "tail", "mean_key_mass"):
         return None
     if case.capability == 90 and (case.kernel != "log_sums" or case.rows >= 64):
         return "no wgmma" if built.wgmma == 0 else None
@@ -310,15 +315,19 @@ def largest(every: Iterable[Case]) -> list[Case]:
 
 
 def block_sparse_cases() -> list[Case]:
-    """The tiles of the baselines' kernel: a skip has one of its own, and the pooling before it none."""
+    """The tiles of the baselines' kernel: a skip has its own, and what is computed of block means before it none."""
     chosen: list[Case] = []
     for capability in SHARED_MEMORY:
         pair = divmod(capability, 10)
         for head_dim in BLOCK_SPARSE_HEAD_DIMS:
             chosen.append(Case("pool_blocks", capability, head_dim))
-            for variant in BLOCK_SPARSE_VARIANTS:
-                blocks = (64,) if variant == "skips" else (64, 128)
-                shapes = {block_sparse_tile(head_dim, pair, block, block) for block in blocks}
+            chosen += [Case("mean_key_mass", capability, head_dim, rows=rows) for rows in (64, 128)]
+            for variant, switches in BLOCK_SPARSE_VARIANTS.items():
+                if "SKIPS" in switches:
+                    skipped_rows = (64, 128) if "SKIPS_SUM" in switches else (64,)
+                    shapes = {skip_tile(head_dim, pair, rows, 64) for rows in skipped_rows}
+                else:
+                    shapes = {block_sparse_tile(head_dim, pair, block, block) for block in (64, 128)}
                 chosen += [
                     Case(
                         "block_sparse", capability, head_dim,
@@ -354,7 +363,7 @@ def page_cases() -> list[Case]:
 
 def compile_case(case: Case) -> Compiled:
     # not imported above: the tests of the rules want those without the kernels
-    from s2o_runtime.baselines.kernels import antidiagonal, block_sparse
+    from s2o_runtime.baselines.kernels import antidiagonal, block_sparse, mean_keys
     from s2o_runtime.kernels import pages, tail, trace
     from s2o_runtime.kernels.rank import means, order, scores
 
@@ -380,6 +389,12 @@ def compile_case(case: Case) -> Compiled:
         return compile_kernel(
             block_sparse._pool, constants, case.capability, ASTSource, {"num_warps": block_sparse.POOL_WARPS}
         )
+    if case.kernel == "mean_key_mass":
+        constants |= {"DP": case.head_dim, "BM": case.rows, "BC": mean_keys.KEY_BLOCKS, "BLOCK_N": case.rows}
+        constants |= {"STAGES": mean_keys.STAGES}
+        options = {"num_warps": mean_keys.mass_warps(case.rows), "num_stages": mean_keys.STAGES}
+        options["maxnreg"] = mean_keys.MAX_REGISTERS
+        return compile_kernel(mean_keys._mean_key_mass, constants, case.capability, ASTSource, options)
     if case.kernel == "mass":
         rows = ANTIDIAGONAL_VARIANTS[case.variant]["PER"]
         constants |= {"ROWS": rows, "BC": antidiagonal.MASS_SCORES // rows}

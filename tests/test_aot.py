@@ -58,7 +58,7 @@ def test_all_kernels_are_compiled_for_all_targets():
     assert covered == {(*target, variant) for target in targets for variant in VARIANTS}
     assert {case.kernel for case in cases() if case.capability == 90 and case.head_dim in (64, 128)} == {
         "prefill", "prefill_hopper", "representatives", "log_sums", "scores", "pool", "tail", "trace",
-        "block_sparse", "pool_blocks", "antidiagonal", "gather_pages",
+        "block_sparse", "pool_blocks", "mean_key_mass", "antidiagonal", "gather_pages",
     }  # fmt: skip
 
 

@@ -5,14 +5,25 @@ import math
 import pytest
 import torch
 
-from s2o_runtime.baselines import PBS, Antidiagonal, AShape, MeanPooling, Sparge, VerticalSlash, attend, select
+from s2o_runtime.baselines import (
+    PBS,
+    Antidiagonal,
+    AShape,
+    FlashPrefill,
+    Prism,
+    SkipSoftmax,
+    Sparge,
+    VerticalSlash,
+    attend,
+    select,
+)
 from s2o_runtime.baselines.kernels.block_sparse import pool_blocks
 from s2o_runtime.baselines.pooling import pool_plain
 from s2o_runtime.baselines.run import baseline_attention
-from s2o_runtime.baselines.selection import SKIP_KEYS, SKIP_ROWS, Selection
+from s2o_runtime.baselines.selection import Selection
 from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import InputError
-from s2o_runtime.tiles import block_sparse_tile
+from s2o_runtime.tiles import block_sparse_tile, skip_tile
 from support.marks import all_but_first
 from support.naive import naive_attention
 
@@ -29,8 +40,8 @@ SHAPES = [
     pytest.param(1, 2, 1, 257, 257, 40, id="D40-is-padded"),
 ]
 SETTINGS = [
-    MeanPooling(0.6, 64),
-    MeanPooling(0.6, 128),
+    PBS(0.6, 64, 64, permute=False),
+    Prism(0.6),
     PBS(0.6, 128, 64),
     PBS(0.6, 256, 128),
     PBS(0.6, 128, 64, permute_queries=True),
@@ -39,6 +50,7 @@ SETTINGS = [
     AShape(10, 20, 64),
     VerticalSlash(70, 4, 64, 64),
     Antidiagonal(0.6),
+    FlashPrefill(0.6, 64, window=1, last=1),
 ]
 
 
@@ -49,7 +61,7 @@ def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype=torch.float32)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def masked_softmax(q, k, v, selection, scale, skip=None):
+def masked_softmax(q, k, v, selection, scale, skips=True):
     """(output, log-sum-exp) in float64 from one dense mask; heads that are not selected are NaN."""
     out = torch.full(q.shape, math.nan, dtype=torch.float64)
     lse = torch.full(q.shape[:3], math.nan, dtype=torch.float64)
@@ -74,25 +86,31 @@ def masked_softmax(q, k, v, selection, scale, skip=None):
             scores = q[b, head].double() @ k[b, head // group].double().T * scale
             scores.masked_fill_(~(mask & causal), -math.inf)
             weights = scores.softmax(-1)
-            if skip is not None:
+            skip = selection.skip
+            if skips and skip is not None:
+                dropped = torch.zeros_like(mask)
                 best = torch.full((len(scores),), -math.inf).double()
-                for begin in range(0, k.shape[2], SKIP_KEYS):
-                    tile = slice(begin, begin + SKIP_KEYS)
+                for begin in range(0, k.shape[2], skip.keys):
+                    tile = slice(begin, begin + skip.keys)
                     local = scores[:, tile].amax(1)
                     best = torch.maximum(best, local)
-                    for first in range(0, len(scores), SKIP_ROWS):
-                        rows = slice(first, first + SKIP_ROWS)
-                        if not ((local - best)[rows] >= skip).any():
-                            weights[rows, tile] = 0.0
+                    for first in range(0, len(scores), skip.rows):
+                        rows = slice(first, first + skip.rows)
+                        dropped[rows, tile] = not ((local - best)[rows] >= skip.limit).any()
+                if skip.sum_too:
+                    scores = scores.masked_fill(dropped, -math.inf)
+                    weights = scores.softmax(-1)
+                weights = weights.masked_fill(dropped, 0.0)
             out[b, head] = weights @ v[b, head // group].double()
             lse[b, head] = scores.logsumexp(-1)
     return out, lse
 
 
-def run(q, k, v, selection, scale):
+def run(q, k, v, selection, scale, left_out=None):
     out = torch.full_like(q, math.nan)
     lse = torch.full(q.shape[:3], math.nan)
-    assert attend(q, k, v, selection, scale=scale, out=out, lse=lse, backend="triton") is out
+    given = {"scale": scale, "out": out, "lse": lse, "left_out": left_out}
+    assert attend(q, k, v, selection, **given, backend="triton") is out
     return out, lse
 
 
@@ -112,7 +130,7 @@ def test_the_kernel_computes_what_is_selected(
 
 @pytest.mark.parametrize(
     "settings",
-    all_but_first([PBS(1.0, permute_queries=True), MeanPooling(1.0), PBS(1.0), VerticalSlash(400, 3)], SLOW),
+    all_but_first([PBS(1.0, permute_queries=True), Prism(1.0), FlashPrefill(0.0, first=0, window=0, last=0), SkipSoftmax(0.0), PBS(1.0), VerticalSlash(400, 3)], SLOW),
     ids=str,
 )
 def test_everything_kept_is_dense(settings, nan_filled):
@@ -140,10 +158,54 @@ def test_the_skip_leaves_out_the_product_and_keeps_the_sum(skip, nan_filled):
     q, k, v = inputs(1, 2, 1, 300, 460, 64)
     k[:, :, 130:190] *= 2.0  # a block that the ones behind it are far below
     selection = select(q, k, Sparge(0.8, 0.0, skip), scale=0.3)
-    ours, expected = run(q, k, v, selection, 0.3), masked_softmax(q, k, v, selection, 0.3, skip)
+    ours, expected = run(q, k, v, selection, 0.3), masked_softmax(q, k, v, selection, 0.3)
     torch.testing.assert_close(ours[0].double(), expected[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(ours[1].double(), expected[1], rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(expected[0], masked_softmax(q, k, v, selection, 0.3)[0], atol=1e-5)
+    assert not torch.allclose(expected[0], masked_softmax(q, k, v, selection, 0.3, skips=False)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "block"),
+    all_but_first([
+        pytest.param(1, 2, 1, 300, 460, 64, 128, id="q300-kv460-rows128"),
+        pytest.param(2, 2, 2, 200, 200, 128, 64, id="B2-L200-D128-rows64"),
+        pytest.param(1, 1, 1, 1, 333, 64, 128, id="one-query"),
+        pytest.param(1, 2, 1, 257, 257, 40, 64, id="D40-is-padded"),
+    ], SLOW),
+)  # fmt: skip
+@pytest.mark.parametrize("factor", [30.0, 1e6])
+def test_skip_softmax_drops_tiles_from_the_sum_too(
+    batch, heads, kv_heads, q_len, kv_len, head_dim, block, factor, dtype, nan_filled
+):  # fmt: skip
+    """The output, the log-sum-exp of what joined, and how many pairs did not, beside plain torch's count."""
+    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim)
+    q, k[:, :, :30] = q + 1.0, k[:, :, :30] + 1.0  # the first tile is far above the others
+    q, k, v = (t.to(dtype) for t in (q, k, v))
+    scale = head_dim**-0.5
+    selection = select(q, k, SkipSoftmax(factor, block))
+    left_out, expected_left_out = (torch.full((heads,), math.nan, dtype=torch.float64) for _ in range(2))
+    ours, expected = run(q, k, v, selection, scale, left_out), masked_softmax(q, k, v, selection, scale)
+    # weights and output of 11 bits in fp16, as in `test_fp16`
+    tolerances = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-3, "atol": 4 * 2**-10}
+    torch.testing.assert_close(ours[0].double(), expected[0], **tolerances)
+    torch.testing.assert_close(ours[1].double(), expected[1], rtol=1e-4, atol=1e-4)
+    attend(q, k, v, selection, scale=scale, left_out=expected_left_out, backend="reference")
+    assert left_out.tolist() == expected_left_out.tolist()
+    assert float(left_out.sum()) > 0
+    assert not torch.equal(expected[0], masked_softmax(q, k, v, selection, scale, skips=False)[0])
+
+
+def test_what_is_left_out_counts_as_half(nan_filled):
+    """Both backends say so in the statistics, and in the visits that `density` is made of."""
+    q, k, v = inputs(1, 2, 1, 300, 460, 64)
+    k[:, :, :64] *= 4.0
+    densities = [
+        baseline_attention(q, k, v, SkipSoftmax(1e6, 64), scale=0.3, backend=backend)[1].density
+        for backend in ("triton", "reference")
+    ]
+    assert torch.equal(*densities)
+    assert ((densities[0] > 0.5) & (densities[0] < 0.99)).all()
 
 
 def test_heads_that_are_not_selected_are_left_alone(nan_filled):
@@ -180,11 +242,14 @@ def test_every_block_has_a_tile():
                     tile = block_sparse_tile(head_dim, capability, block_m, block_n)
                     assert block_m % tile.block_m == 0
                     assert block_n % tile.block_n == 0
-            assert block_sparse_tile(head_dim, capability, SKIP_ROWS, SKIP_KEYS)[:2] == (SKIP_ROWS, SKIP_KEYS)
+            for rows in (64, 128):
+                assert skip_tile(head_dim, capability, rows, 64)[:2] == (rows, 64)
     with pytest.raises(InputError, match="head_dim 128 on sm_75 has no block-sparse tile: run it with the reference"):
         block_sparse_tile(128, (7, 5), 64, 64)
     with pytest.raises(InputError, match="blocks of 32 x 64 have no block-sparse tile: use multiples of 64"):
         block_sparse_tile(128, (9, 0), 32, 64)
+    with pytest.raises(InputError, match="sm_80 has no tile of 128 x 128 for a skip: use 128 x 64 or 64 x 64"):
+        skip_tile(128, (8, 0), 128, 128)
 
 
 def test_large_head_dims_are_refused():

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from s2o_runtime.baselines.selection import index_table
 from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.primitives import LN2, LOG2E
+from s2o_runtime.kernels.primitives import LN2, LOG2E, MAX_REGISTERS
 
 if TYPE_CHECKING:
     from s2o_runtime.baselines.selection import Grid
@@ -112,5 +112,6 @@ def mean_key_mass(
         },
         num_warps=mass_warps(grid.block_m),
         num_stages=STAGES,
+        maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     return mass
