@@ -87,7 +87,6 @@ POINTERS = {
     "X": "bf16",
     "MEAN": "fp32",
     "K_MEAN": "bf16",
-    "MASS": "fp32",
     "LEFT_OUT": "i32",
     "SIMILARITY": "fp32",
     "LOCAL": "fp32",

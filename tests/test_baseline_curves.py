@@ -19,7 +19,7 @@ from calibrate.recipe import Recipe
 from calibrate.search.allocate import Allowed, allocate, points_of
 from calibrate.search.choice import allowed
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.baselines.settings import PBS, FlashPrefill, Sparge
+from s2o_runtime.baselines.settings import PBS, FlashPrefill, Prism, SkipSoftmax, Sparge
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.profile import load_profile
@@ -41,8 +41,18 @@ def prompt(length=700, seed=0):
     return Captured(randn(2, length) + 3 * randn(2, 1), randn(1, length), randn(1, length), 0.25)
 
 
-def test_a_setting_is_measured_as_it_runs():
-    some, settings = prompt(), PBS(keep=0.6, segment=128)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        PBS(keep=0.6, segment=128),
+        FlashPrefill(0.8, 64, first=0, window=1, last=0),
+        Prism(0.6),
+        SkipSoftmax(1e6, 64),
+    ],
+    ids=str,
+)
+def test_a_setting_is_measured_as_it_runs(settings):
+    some = prompt()
     curve = baselines.measure(some, (settings,), timed=False)[settings]
     config = LayerConfig.uniform(2, segment=128, tile=TileConfig(64, 64, 2))
     head = replace(config.heads[0], mode="baseline", baseline=settings)
@@ -111,7 +121,16 @@ def test_without_s2o_a_head_is_a_baselines_or_dense(ours):
 
 
 @pytest.mark.parametrize(
-    ("method", "s2o", "others"), [("s2o", True, 0), ("pbs", False, 5), ("sparge", False, 20), ("auto", True, 25)]
+    ("method", "s2o", "others"),
+    [
+        ("s2o", True, 0),
+        ("flash-prefill", False, 5),
+        ("prism", False, 5),
+        ("pbs", False, 5),
+        ("sparge", False, 20),
+        ("skip-softmax", False, 8),
+        ("auto", True, 43),
+    ],
 )
 def test_what_each_method_lets_heads_choose(method, s2o, others):
     made = Recipe.of({"model": "demo", "budget_mse": 1e-4, "lengths": (1024,), "out": Path("x"), "method": method})
@@ -123,7 +142,9 @@ def test_what_each_method_lets_heads_choose(method, s2o, others):
 
 
 def test_an_unknown_method_is_refused():
-    with pytest.raises(ConfigError, match="method is 'quantum': expected one of s2o, pbs, sparge, auto"):
+    with pytest.raises(
+        ConfigError, match="method is 'quantum': expected one of s2o, flash-prefill, prism, pbs, sparge"
+    ):
         Recipe.of({"model": "demo", "budget_mse": 1e-4, "lengths": (1024,), "out": Path("x"), "method": "quantum"})
 
 

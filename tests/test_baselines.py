@@ -20,9 +20,9 @@ from s2o_runtime.baselines import (
     attend,
     baseline_attention,
     parse,
+    prism,
     select,
 )
-from s2o_runtime.baselines import prism
 from s2o_runtime.baselines import selection as selection_module
 from s2o_runtime.baselines.pooling import pool_plain
 from s2o_runtime.baselines.selection import top_share
@@ -133,9 +133,7 @@ def test_selection_and_attention_are_the_papers(batch, heads, kv_heads, q_len, k
     if rows:
         assert {(b, h): chosen.row_order[b, h].tolist() for b, h in rows} == rows
     out, stats = baseline_attention(q, k, v, settings, scale=0.3)
-    truth, pairs = references.attention(
-        q, k, v, expected, chosen.block_m, chosen.block_n, 0.3, rows, chosen.skip
-    )
+    truth, pairs = references.attention(q, k, v, expected, chosen.block_m, chosen.block_n, 0.3, rows, chosen.skip)
     torch.testing.assert_close(out, truth, rtol=1e-9, atol=1e-9)
     assert stats.computed.tolist() == pairs
     causal = batch * sum(kv_len - q_len + i + 1 for i in range(q_len))
@@ -212,7 +210,7 @@ def test_a_dropped_tile_is_no_part_of_the_sum():
 
 
 def test_bands_of_prism_are_those_of_rope():
-    """Dimensions i and D / 2 + i turn together: keys that differ in the last of each half differ in the low band only."""
+    """Dimensions i and D / 2 + i turn together, and the first ones fastest."""
     mean = torch.arange(16.0).expand(1, 1, 3, 16)
     assert prism.band(mean, 0, 2)[0, 0, 0].tolist() == [0.0, 1.0, 8.0, 9.0]
     assert prism.band(mean, 5, 8)[0, 0, 0].tolist() == [5.0, 6.0, 7.0, 13.0, 14.0, 15.0]
@@ -253,7 +251,9 @@ def test_heads_may_differ_and_be_left_to_others():
         assert not alone[:, [h for h in range(6) if h not in members]].any()
 
 
-@pytest.mark.parametrize("settings", [FlashPrefill(0.5, 64), PBS(0.6, 128, 64), SkipSoftmax(20.0), VerticalSlash(30, 5)], ids=str)
+@pytest.mark.parametrize(
+    "settings", [FlashPrefill(0.5, 64), PBS(0.6, 128, 64), SkipSoftmax(20.0), VerticalSlash(30, 5)], ids=str
+)
 def test_a_left_padded_sequence_is_a_shorter_one(settings):
     q, k, v = inputs(3, 2, 1, 200, 290)
     starts = torch.tensor([0, 130, 290])

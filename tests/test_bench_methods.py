@@ -93,7 +93,7 @@ def test_profiles_stand_with_every_budget_and_guard(monkeypatch):
 
 def test_heads_that_run_baselines_select_too(qkv):
     """As often as the layer has different settings, for the heads that have them."""
-    a, b = (HeadConfig(mode="baseline", baseline=parse(f"mean-pooling:keep={keep}")) for keep in (0.5, 0.9))
+    a, b = (HeadConfig(mode="baseline", baseline=parse(f"prism:keep={keep}")) for keep in (0.5, 0.9))
     config = LayerConfig((a, b, HeadConfig(mode="dense"), a))
     q, k, v = qkv.values()
     inputs = Inputs(q, k, v, torch.arange(LENGTH), exact_attention(q, k, v))

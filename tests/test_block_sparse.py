@@ -130,7 +130,17 @@ def test_the_kernel_computes_what_is_selected(
 
 @pytest.mark.parametrize(
     "settings",
-    all_but_first([PBS(1.0, permute_queries=True), Prism(1.0), FlashPrefill(0.0, first=0, window=0, last=0), SkipSoftmax(0.0), PBS(1.0), VerticalSlash(400, 3)], SLOW),
+    all_but_first(
+        [
+            PBS(1.0, permute_queries=True),
+            Prism(1.0),
+            FlashPrefill(0.0, first=0, window=0, last=0),
+            SkipSoftmax(0.0),
+            PBS(1.0),
+            VerticalSlash(400, 3),
+        ],
+        SLOW,
+    ),
     ids=str,
 )
 def test_everything_kept_is_dense(settings, nan_filled):

@@ -19,7 +19,7 @@ from calibrate.curves.row_errors import row_errors, tile_worst
 from calibrate.model.capture import Captured
 from calibrate.timing import medians
 from s2o_runtime.baselines.run import HEAD_DIM, attend, baseline_attention, select
-from s2o_runtime.baselines.settings import PBS, Baseline, Sparge
+from s2o_runtime.baselines.settings import PBS, Baseline, FlashPrefill, Prism, SkipSoftmax, Sparge
 from s2o_runtime.reference.dense import dense_attention
 
 ROUNDS = 2
@@ -30,7 +30,18 @@ _SPARGE = tuple(
     Sparge(keep, similarity, skip)
     for keep, similarity, skip in product((0.5, 0.7, 0.85, 0.95, 0.98), (0.2, 0.6), (None, -6.0))
 )
-_SETTINGS: dict[str, tuple[Baseline, ...]] = {"s2o": (), "pbs": _PBS, "sparge": _SPARGE, "auto": (*_PBS, *_SPARGE)}
+_FLASH_PREFILL = tuple(FlashPrefill(alpha) for alpha in (0.3, 0.12, 0.03, 0.01, 0.001))
+_PRISM = tuple(Prism(keep) for keep in (0.7, 0.8, 0.9, 0.95, 0.99))
+_SKIP_SOFTMAX = tuple(SkipSoftmax(factor, block) for factor, block in product((100.0, 1e3, 5e3, 2e4), (64, 128)))
+_SETTINGS: dict[str, tuple[Baseline, ...]] = {
+    "s2o": (),
+    "flash-prefill": _FLASH_PREFILL,
+    "prism": _PRISM,
+    "pbs": _PBS,
+    "sparge": _SPARGE,
+    "skip-softmax": _SKIP_SOFTMAX,
+    "auto": (*_FLASH_PREFILL, *_PRISM, *_PBS, *_SPARGE, *_SKIP_SOFTMAX),
+}
 
 
 def settings_of(method: str) -> tuple[Baseline, ...]:

@@ -1,4 +1,4 @@
-"""FlashPrefill (arXiv 2603.06199): block weights from whole queries and the means of keys, cut at a share of the largest.
+"""FlashPrefill (arXiv 2603.06199): block weights of all queries and mean keys, cut at a share of the largest.
 
 No weights are sorted or summed up in order: a block is chosen by comparing it with the largest of its row of blocks.
 """
@@ -74,11 +74,11 @@ def log_mass(
     Returns:
         float32 (float64 for float64) [B, n, row blocks, key blocks]; minus infinity where no query sees all of a block.
     """
-    if q.is_cuda and q.dtype in KERNEL_TYPES and q.shape[3] <= BLOCK_SPARSE_HEAD_DIMS[-1]:
-        if family(capability(q.device)) is not None:
-            from s2o_runtime.baselines.kernels.mean_keys import mean_key_mass  # imports triton
+    fits = q.is_cuda and q.dtype in KERNEL_TYPES and q.shape[3] <= BLOCK_SPARSE_HEAD_DIMS[-1]
+    if fits and family(capability(q.device)) is not None:
+        from s2o_runtime.baselines.kernels.mean_keys import mean_key_mass  # imports triton
 
-            return mean_key_mass(q, k_mean, heads, slots, grid, scale)
+        return mean_key_mass(q, k_mean, heads, slots, grid, scale)
     return torch.stack(
         [head_mass(q[:, head], k_mean[:, slot], grid, scale) for head, slot in zip(heads, slots, strict=True)], 1
     )
@@ -86,7 +86,7 @@ def log_mass(
 
 def head_mass(q: Tensor, k_mean: Tensor, grid: Grid, scale: float) -> Tensor:
     """`log_mass` of one head in plain torch, [B, row blocks, key blocks]; q: [B, Lq, D], k_mean: [B, key blocks, D]."""
-    batch, q_len, head_dim = q.shape
+    batch, q_len, _ = q.shape
     mass = torch.empty(batch, grid.rows, grid.columns, dtype=score_type(q.dtype), device=q.device)
     last_key = (torch.arange(grid.columns, device=q.device) + 1) * grid.block_n - 1
     step = max(1, CHUNK // (batch * grid.columns * grid.block_m))  # row blocks at a time

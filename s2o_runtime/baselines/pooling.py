@@ -35,9 +35,7 @@ def block_means(x: Tensor, block: int) -> Tensor:
     return torch.cat([mean, x[:, :, whole:].mean(2, keepdim=True, dtype=dtype)], 2)
 
 
-def heaviest_by_means(
-    q_mean: Tensor, k_mean: Tensor, scale: float | Tensor, candidates: Tensor, keep: float
-) -> Tensor:
+def heaviest_by_means(q_mean: Tensor, k_mean: Tensor, scale: float | Tensor, candidates: Tensor, keep: float) -> Tensor:
     """The fewest key blocks of each row block that hold the share `keep` of the softmax of pooled scores.
 
     Args:

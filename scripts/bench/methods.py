@@ -32,7 +32,7 @@ from calibrate.timing import samples
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.backend import choose_backend
 from s2o_runtime.attention.call import AttentionCall
-from s2o_runtime.baselines.run import attend, select
+from s2o_runtime.baselines.run import attend, baseline_attention, select
 from s2o_runtime.baselines.settings import BASELINES, Baseline, parse
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
@@ -71,12 +71,14 @@ TAUS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 PUBLISHED_TAUS = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)
 KEEPS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 LADDERS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {  # forms of a setting, and the numbers in them
-    "mean-pooling": (("keep={}",), (0.7, 0.9, 0.95, 0.99)),
+    "flash-prefill": (("alpha={}",), (0.3, 0.12, 0.03, 0.01, 0.003, 0.001)),
+    "prism": (("keep={}",), KEEPS),
     "pbs": (("keep={}",), KEEPS),
     "sparge": (("keep={}", "keep={},similarity=0.2"), KEEPS),
     "xattention": (("keep={}",), (0.7, 0.9, 0.95, 0.99)),
     "a-shape": (("sink=128,local={}",), (512, 2048, 8192)),
     "vertical-slash": (("vertical={0},slash={0}",), (256, 1024, 4096)),
+    "skip-softmax": (("factor={}", "factor={},block=64"), (10, 100, 1000, 5000, 20000)),
 }
 DEFAULT = ("dense", "flash", "s2o", "published", *BASELINES)
 
@@ -254,7 +256,8 @@ def flash_call(inputs: Inputs) -> LayerCall:
 def baseline_call(baseline: Baseline, inputs: Inputs) -> LayerCall:
     q, k, v = inputs.q, inputs.k, inputs.v
     selection = partial(select, q, k, baseline)
-    return LayerCall(lambda: attend(q, k, v, selection()), lambda: float(selection().density.mean()), selection)
+    density = partial(baseline_attention, q, k, v, baseline)  # what a skip leaves out is known once attention ran
+    return LayerCall(lambda: attend(q, k, v, selection()), lambda: float(density()[1].density.mean()), selection)
 
 
 def one_tau_call(tau: float, inputs: Inputs) -> LayerCall:

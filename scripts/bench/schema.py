@@ -22,8 +22,11 @@ ONE_TAU = "S2O, one tau"
 PUBLISHED = "S2O as published"
 CALIBRATED = {  # what the methods' bench calls a profile, by its s2o-calibrate --method
     "s2o": "S2O, calibrated",
+    "flash-prefill": "FlashPrefill, calibrated",
+    "prism": "Prism, calibrated",
     "pbs": "PBS-Attn, calibrated",
     "sparge": "SpargeAttn, calibrated",
+    "skip-softmax": "skip-softmax, calibrated",
     "auto": "the cheapest for each head, calibrated",
 }
 

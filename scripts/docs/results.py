@@ -571,8 +571,8 @@ def measured(variant: str, length: int, compared: Sequence[Bench]) -> tuple[Benc
 def named(variant: str) -> tuple[str, str]:
     """A variant of s2o-eval as method and setting of the bench.
 
-    A profile's name must be its budget, such as rel-mse-0.001 or rel-mse-0.001-rows-0, behind the folder s2o, pbs,
-    sparge or auto; without a folder it is S2O's.
+    A profile's name must be its budget, such as rel-mse-0.001 or rel-mse-0.001-rows-0, behind a folder with the
+    name of its `--method`; without a folder it is S2O's.
     """
     if variant == "dense":
         return DENSE, ""

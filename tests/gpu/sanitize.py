@@ -5,9 +5,10 @@ compute-sanitizer --tool racecheck --kernel-name kernel_substring=_prefill pytho
 
 racecheck takes minutes over torch's own products, so name the kernel that it is for: of "specialised" _prefill_hopper,
 of "plain" _prefill and those of ranking and tail (_representatives, _log_sums, _scores, _order, _pool, _tail), of the
-others _trace, _gather_pages, _block_sparse, _pool, _antidiagonal and _mass. It should be of compute-sanitizer 2026.1 or
-later: older ones report barriers of a part of a block wrongly. What both found: docs/results/sanitizer-h200.txt. What
-plain torch computes too is compared with it: what runs under the tool is what the tests run.
+others _trace, _gather_pages, _block_sparse, _pool, _mean_key_mass, _antidiagonal and _mass. It should be of
+compute-sanitizer 2026.1 or later: older ones report barriers of a part of a block wrongly. What both found:
+docs/results/sanitizer-h200.txt. What plain torch computes too is compared with it: what runs under the tool is what the
+tests run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
-from s2o_runtime.baselines.pooling import pool, pool_plain
+from s2o_runtime.baselines.flash_prefill import head_mass, log_mass
+from s2o_runtime.baselines.pooling import block_means, pool, pool_plain
 from s2o_runtime.baselines.run import attend, select
 from s2o_runtime.baselines.selection import Grid
 from s2o_runtime.baselines.settings import parse
@@ -48,6 +50,8 @@ BLOCK_SPARSE = (
     "pbs:keep=0.5,permute_queries=true",
     "vertical-slash:vertical=64,slash=256",
     "sparge:keep=0.5,similarity=0.1,skip=-6",
+    "skip-softmax:factor=500",
+    "skip-softmax:factor=500,block=64",
 )
 
 
@@ -131,6 +135,20 @@ def pooling() -> float:
     return max(off(*pair) for pair in zip(pool(q, 128), pool_plain(q, 128), strict=True))
 
 
+def mean_keys() -> float:
+    """How far the logarithms of FlashPrefill's block weights are off; infinite ones must be the same."""
+    q, k, _ = inputs()
+    worst, scale, slots = 0.0, HEAD_DIM**-0.5, [h * KV_HEADS // HEADS for h in range(HEADS)]
+    for block in (64, 128):
+        grid, k_mean = Grid.plain(q, k, block, block), block_means(k, block).to(k.dtype)
+        pairs = ((q[:, h].double(), k_mean[:, slot].double()) for h, slot in enumerate(slots))
+        plain = torch.stack([head_mass(*pair, grid, scale) for pair in pairs], 1)
+        ours = log_mass(q, k_mean, range(HEADS), slots, grid, scale)
+        assert torch.equal(ours.isinf(), plain.isinf())
+        worst = max(worst, float((ours - plain)[~ours.isinf()].abs().max()))
+    return worst
+
+
 def antidiagonal() -> float:
     q, k, _ = inputs()
     worst, scale = 0.0, HEAD_DIM**-0.5
@@ -157,6 +175,7 @@ def main(names: list[str]) -> int:
         "trace": trace,
         "block-sparse": block_sparse,
         "pooling": pooling,
+        "mean keys": mean_keys,
         "antidiagonal": antidiagonal,
     }
     wrong = 0

@@ -60,7 +60,7 @@ def _block_sparse(
         ROW_ORDER           int32 [B, n, Lq], strides r: the query of each permuted row (ROWS_MOVED)
         HEADS, SLOTS        int32 [n]: the query head and the slot of k and v of each head of the selection
         LSE                 float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores (HAS_LSE)
-        LEFT_OUT            int32 [B, n, row tiles]: how many tiles that all rows see were left out of the product with v
+        LEFT_OUT            int32 [B, n, row tiles]: how many tiles of chosen blocks were left out of the product with v
                             (HAS_LEFT_OUT)
 
     qk_scale: the scores' scale times log2(e); limit: of the skip, in base 2; row_unit, key_unit: rows and keys that are
