@@ -32,7 +32,7 @@ _SPARGE = tuple(
 )
 _FLASH_PREFILL = tuple(FlashPrefill(alpha) for alpha in (0.3, 0.12, 0.03, 0.01, 0.001))
 _PRISM = tuple(Prism(keep) for keep in (0.7, 0.8, 0.9, 0.95, 0.99))
-_SKIP_SOFTMAX = tuple(SkipSoftmax(factor, block) for factor, block in product((100.0, 1e3, 5e3, 2e4), (64, 128)))
+_SKIP_SOFTMAX = tuple(SkipSoftmax(factor, block) for factor, block in product((1e3, 5e3, 2e4, 1e5), (64, 128)))
 _SETTINGS: dict[str, tuple[Baseline, ...]] = {
     "s2o": (),
     "flash-prefill": _FLASH_PREFILL,

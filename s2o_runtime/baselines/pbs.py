@@ -1,9 +1,9 @@
 """PBS-Attn: permuted block-sparse attention (arXiv 2510.21270, Algorithm 1 and appendix B).
 
 Keys are sorted inside each segment by the mean softmax of the last block of queries (equations 10 and 11), blocks of
-the sorted keys are chosen by mean pooling (Algorithm 2). The segments on the diagonal are outside the softmax and always
-computed, masked by where each key really stands; rows see all of the segments before them, so sorting does not hurt
-causality.
+the sorted keys are chosen by mean pooling (Algorithm 2). The segments on the diagonal are outside the softmax and
+always computed, masked by where each key really stands; rows see all of the segments before them, so sorting does not
+hurt causality.
 """
 
 from __future__ import annotations

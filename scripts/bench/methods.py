@@ -78,7 +78,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {  # forms of a 
     "xattention": (("keep={}",), (0.7, 0.9, 0.95, 0.99)),
     "a-shape": (("sink=128,local={}",), (512, 2048, 8192)),
     "vertical-slash": (("vertical={0},slash={0}",), (256, 1024, 4096)),
-    "skip-softmax": (("factor={}", "factor={},block=64"), (10, 100, 1000, 5000, 20000)),
+    "skip-softmax": (("factor={}", "factor={},block=64"), (100, 1000, 5000, 20000, 100000)),
 }
 DEFAULT = ("dense", "flash", "s2o", "published", *BASELINES)
 
