@@ -187,7 +187,7 @@ def test_two_budgets_are_refused():
         ({"check_lengths": (1024,)}, "check length 1024 is calibrated"),
         ({"check_lengths": (512, 1536)}, "check length 512 is below 1024, the shortest that is calibrated"),
         ({"budget_scope": "head"}, "budget_scope is 'head': expected one of layer, model"),
-        ({"method": "quantum"}, "method is 'quantum': expected one of s2o, pbs, sparge, auto"),
+        ({"method": "quantum"}, "method is 'quantum': expected one of s2o, flash-prefill, prism, pbs"),
         ({"budget_kl": 0.0}, r"budget_kl is 0\.0: expected a number above 0, such as 5e-3"),
         ({"budget_kl": 1e-3, "budget_scope": "layer"}, "budget_scope layer does not go with budget_kl.*: leave"),
         ({"budget_mse": 0.0}, r"budget_mse is 0\.0: expected a number above 0, such as 1e-4"),
