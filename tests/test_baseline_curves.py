@@ -155,10 +155,15 @@ def test_baselines_belong_to_every_search_point(ours):
 
 
 @SLOW
-@pytest.mark.parametrize("method", ["pbs", "auto"])
+@pytest.mark.parametrize("method", ["pbs", "flash-prefill", "prism", "auto"])
 def test_a_calibration_with_baselines_is_proven_and_read_again(tmp_path, monkeypatch, method):
     folder = save_tiny(tmp_path / "model")
-    few = {"pbs": (PBS(keep=0.9, segment=128, block=64),), "auto": (PBS(keep=0.9, segment=128, block=64),)}
+    few = {
+        "pbs": (PBS(keep=0.9, segment=128, block=64),),
+        "flash-prefill": (FlashPrefill(0.5, 64, first=1, window=1, last=1),),
+        "prism": (Prism(0.8, block=64),),
+        "auto": (PBS(keep=0.9, segment=128, block=64), SkipSoftmax(1e4, 64)),
+    }
     monkeypatch.setattr(baselines, "_SETTINGS", few)
     monkeypatch.setattr(baselines, "baseline_cost", lambda density: density * 0.2)  # so that it is worth it
     changes = {"method": method, "trials": 2, "lengths": (512,), "budget_rel_mse": 0.3, "worst_rows": 0.0}
@@ -174,7 +179,7 @@ def test_a_calibration_with_baselines_is_proven_and_read_again(tmp_path, monkeyp
         assert layer.density < 1.0
     assert profile.record.recipe["method"] == method
     report = recipe.out.with_name("p.report.md")
-    assert not report.exists() or "pbs" in report.read_text()
+    assert not report.exists() or few[method][0].name in report.read_text()
 
     from calibrate.profiles.retile import retile
 
