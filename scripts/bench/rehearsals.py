@@ -121,6 +121,7 @@ def rehearse_all(args: argparse.Namespace) -> list[RehearsalRow]:
     here["versions"] |= {name: text for name in OTHERS if (text := installed(name)) is not None}
     file = RehearsalFile(settings=settings, rows=[], **here)
     for name in args.models:
+        print(f"rehearsing {name}", flush=True)
         file.rows.append(rehearsed(name, args))
         print_row(file.rows[-1])
         write(args.out, file)
@@ -172,7 +173,7 @@ def _rehearse(row: RehearsalRow, config: Any, stages: Stages, args: argparse.Nam
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "p.safetensors"
         with stages.stage("calibration"):
-            result = calibrate(model, tokenizer, out=out, progress=False, **options(args))
+            result = calibrate(model, tokenizer, out=out, progress=not args.tiny, **options(args))
         stages.clock.seconds |= {f"calibration, {phase}": taken for phase, taken in result.seconds.items()}
         row.met, row.problems = result.met, list(result.problems)
         row.lengths = [_length(result, length) for length in args.lengths]
