@@ -14,9 +14,10 @@ from __future__ import annotations
 import errno
 import json
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from threading import RLock
 from typing import Any, TypeVar
 
 from s2o_runtime.errors import InputError, ResourceError
@@ -55,6 +56,7 @@ class Journal:
         self._start_over = f"give another {option}, or delete it to start over"
         self.identity: dict[str, Any] = {}
         self._writable = identity is not None
+        self._lock = RLock()  # threads of one process may use it, one at a time
         self._put: set[tuple[str, str]] = set()  # kind and key of what this run has put
         self._reused: set[tuple[str, str]] = set()
         if path.exists() and not path.is_file():
@@ -125,13 +127,35 @@ class Journal:
             ValueError: the value is None, which means not measured, or holds a number that is not finite.
             ResourceError: the file cannot be written; nothing of the measurement is in it then.
         """
+        self.put_all(kind, [(key, value)])
+
+    def put_all(
+        self,
+        kind: str,
+        entries: Sequence[tuple[Mapping[str, Any], Any]],
+        instead_of: Sequence[tuple[str, Mapping[str, Any]]] = (),
+    ) -> None:
+        """Write measurements down that were made together, keys and values, all of them or none.
+
+        instead_of: kinds and keys of entries that these take the place of.
+
+        Raises:
+            ValueError, ResourceError: as `put` does.
+        """
         if not self._writable:
             raise ValueError(f"journal {self.path} was opened to be read only")
-        if value is None:
+        if any(value is None for _, value in entries):
             raise ValueError(f"the value of {kind} is None, which means not measured")
-        name = kind, _canonical(key)
-        self._rows(PUT, (*name, *_encoded(value)))
-        self._put.add(name)
+        rows = [(kind, _canonical(key), *_encoded(value)) for key, value in entries]
+        with self._lock, self._one_sentence(), self._database:
+            if len(rows) + len(instead_of) > 1:
+                self._database.execute("BEGIN")
+            self._database.executemany(PUT, rows)
+            for old_kind, old_key in instead_of:
+                self._database.execute(
+                    "DELETE FROM entries WHERE kind = ? AND key = ?", (old_kind, _canonical(old_key))
+                )
+        self._put |= {(kind, key) for _, key, *_ in rows}
 
     def remember(self, kind: str, key: Mapping[str, Any], measure: Callable[[], T]) -> T:
         """The value that `get` gives; where there is none, it is measured and put before."""
@@ -148,7 +172,10 @@ class Journal:
 
     def _connect(self, path: Path, mode: str, timeout: float) -> sqlite3.Connection:
         uri = f"{path.absolute().as_uri()}?mode={mode}"
-        database = sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None)  # each statement is committed
+        # each statement is committed
+        database = sqlite3.connect(
+            uri, uri=True, timeout=timeout, isolation_level=None, check_same_thread=False
+        )
         return self._connections.enter_context(closing(database))
 
     def _check(self, identity: Mapping[str, Any] | None) -> None:
@@ -181,7 +208,7 @@ class Journal:
             )
 
     def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
-        with self._one_sentence():
+        with self._lock, self._one_sentence():
             return self._database.execute(query, values).fetchall()
 
     def _decoded(self, text: str, tensors: bytes | None) -> Any:

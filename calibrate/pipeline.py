@@ -8,11 +8,10 @@ budget in KL takes one more for the layers' sensitivities, and up to five to fin
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from calibrate.curves.curves import Shape
 from calibrate.curves.measure import LayersCurves, measure_model
@@ -22,7 +21,7 @@ from calibrate.model.models import LoadedModel, load, load_tokenizer
 from calibrate.model.self_test import self_test
 from calibrate.model.sensitivity import Sensitivity
 from calibrate.progress import PhaseClock, progress_bar
-from calibrate.prompts.prompts import PromptSet, load_prompts
+from calibrate.prompts.prompts import Prompt, PromptSet, load_prompts
 from calibrate.proof.candidate import Candidate
 from calibrate.proof.certify import certify, proven_again
 from calibrate.proof.kl_pass import KlPass
@@ -32,13 +31,13 @@ from calibrate.proof.tighten import Proven, prove_and_tighten
 from calibrate.recipe import Recipe
 from calibrate.search.choice import Choice
 from calibrate.search.choose import Chosen, choose
-from calibrate.search.crossover import with_crossover
+from calibrate.search.crossover import Layer, crossovers
 from calibrate.search.study import open_storage
 from calibrate.search.tiles import tiles_for
 from calibrate.versions import versions
+from calibrate.work.executor import Executor, local_executor
 from s2o_runtime.config import TileConfig
-from s2o_runtime.devices import DeviceIdentity, identify
-from s2o_runtime.identity import Geometry
+from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.profile import Profile, save_profile
 
 log = logging.getLogger("calibrate")
@@ -86,39 +85,32 @@ def calibrate(recipe: Recipe, *, progress: bool = True, loaded: LoadedModel | No
         tokenizer = loaded.tokenizer
     prompts = load_prompts(recipe, tokenizer)  # cheap to get wrong, so before the weights
     open_storage(recipe.storage)  # so is this
-    if loaded is None:
-        loaded = load(
-            recipe.model,
-            recipe.device,
-            random_weights=recipe.random_weights,
-            seed=recipe.seed,
-            trust_remote_code=trust,
-        )
-    self_test(loaded)
-    device = identify(torch.device(recipe.device))
     for folder in (recipe.out.parent, recipe.journal_path.parent):
         folder.mkdir(parents=True, exist_ok=True)
 
-    with Journal.open(recipe.journal_path, journal_identity(loaded, device)) as journal:
-        run = _Run(recipe, loaded, prompts, device, journal, progress)
+    with (
+        _executor(recipe, loaded, prompts, progress) as executor,
+        Journal.open(recipe.journal_path, journal_identity(executor, executor.device)) as journal,
+    ):
+        run = _Run(recipe, executor, prompts, journal, progress)
         with clock.phase("measuring"):
             tiles = _worthwhile_tiles(run)
             curves = _curves(run, tiles)
             sensitivity = (
-                measured_sensitivity(loaded, prompts.calibration, recipe, journal) if recipe.budget.is_kl else None
+                measured_sensitivity(executor, prompts.calibration, recipe, journal) if recipe.budget.is_kl else None
             )
         with clock.phase("searching"):
             candidate = _candidate(run, _choices(run, curves, tiles, sensitivity))
             kl_passes: dict[int, tuple[KlPass, ...]] = {}
             if recipe.budget.is_kl:
-                candidate, kl_passes = within_kl(loaded, prompts.held_out, candidate, progress=progress)
+                candidate, kl_passes = within_kl(executor, prompts.held_out, candidate, journal, progress=progress)
         with clock.phase("proving"):
-            proven = prove_and_tighten(loaded, prompts.held_out, candidate, progress=progress)
+            proven = prove_and_tighten(executor, prompts.held_out, candidate, journal, progress=progress)
             proven = replace(proven, kl_passes=kl_passes)
         if prompts.certify and proven.met:
             with clock.phase("certifying"):
-                certified = certify(loaded, prompts.certify, proven, progress=progress)
-                proven = proven_again(loaded, prompts.held_out, proven, certified, progress=progress)
+                certified = certify(executor, prompts.certify, proven, journal, progress=progress)
+                proven = proven_again(executor, prompts.held_out, proven, certified, journal, progress=progress)
         reused = journal.reused
 
     profile = replace(proven.candidate.profile(), record=record_of(recipe, prompts, proven))
@@ -138,33 +130,51 @@ def calibrate(recipe: Recipe, *, progress: bool = True, loaded: LoadedModel | No
     )
 
 
+@contextmanager
+def _executor(
+    recipe: Recipe, loaded: LoadedModel | None, prompts: PromptSet, progress: bool
+) -> Iterator[Executor]:  # fmt: skip
+    """Who runs the recipe: the workers that it names, or this process."""
+    if recipe.is_distributed:
+        from calibrate.work.cluster import cluster_executor
+
+        of_run = [*_all(prompts.calibration), *_all(prompts.held_out), *_all(prompts.certify)]
+        with cluster_executor(recipe, of_run, progress=progress) as executor:
+            yield executor
+        return
+    if loaded is None:
+        loaded = load(
+            recipe.model,
+            recipe.device,
+            random_weights=recipe.random_weights,
+            seed=recipe.seed,
+            trust_remote_code=recipe.trust_remote_code,
+        )
+    self_test(loaded)
+    with local_executor(loaded) as executor:
+        yield executor
+
+
+def _all(prompts: Mapping[int, list[Prompt]]) -> list[Prompt]:
+    return [prompt for of_length in prompts.values() for prompt in of_length]
+
+
 @dataclass(frozen=True)
 class _Run:
     """What every stage of one calibration is given."""
 
     recipe: Recipe
-    loaded: LoadedModel
+    executor: Executor
     prompts: PromptSet
-    device: DeviceIdentity
     journal: Journal
     progress: bool
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device(self.recipe.device)
 
 
 def _worthwhile_tiles(run: _Run) -> TilesByLength:
     """The tiles that get trials at each length."""
-    geometry, segments_for = run.loaded.geometry, run.recipe.segments_for
     return {
         length: tiles_for(
-            geometry,
-            run.device,
-            run.torch_device,
-            length=length,
-            segments=segments_for(length),
-            journal=run.journal,
+            run.executor, length=length, segments=run.recipe.segments_for(length), journal=run.journal
         ).worthwhile
         for length in run.recipe.lengths
     }
@@ -176,9 +186,9 @@ def _curves(run: _Run, tiles: TilesByLength) -> LayersCurves:
         length: tuple(sorted({Shape.of(tile) for tile in of_length}, key=lambda shape: (shape.block_m, shape.stride)))
         for length, of_length in tiles.items()
     }
-    steps = run.loaded.geometry.layers * len(run.recipe.lengths)
+    steps = run.executor.geometry.layers * len(run.recipe.lengths)
     with progress_bar("measuring curves", steps, "layer", shown=run.progress) as step:
-        curves = measure_model(run.loaded, run.prompts.calibration, shapes, run.recipe, run.journal, step)
+        curves = measure_model(run.executor, run.prompts.calibration, shapes, run.recipe, run.journal, step)
     if run.journal.reused:
         log.info("resumed: %d measurements reused", run.journal.reused)
     return curves
@@ -190,49 +200,58 @@ def _choices(
     """What each layer shall do at every length; on a GPU with the length below which its tile is slower than dense."""
     with progress_bar("searching", None, "trial", shown=run.progress) as step:
         chosen = choose(
-            run.loaded,
+            run.executor,
             curves,
             tiles,
             prompts=run.prompts,
             recipe=run.recipe,
-            device=run.device,
             journal=run.journal,
             on_trial=step,
             sensitivity=sensitivity,
         )
-    if run.device.kind != "cuda":
+    if run.executor.device.kind != "cuda":
         return chosen
-    geometry, device = run.loaded.geometry, run.torch_device
+    crossed = crossovers(
+        run.executor,
+        {
+            (length, layer): crossing(choice, length)
+            for length, of_length in chosen.items()
+            for layer, choice in enumerate(of_length.choices)
+        },
+        run.journal,
+    )
     return {
         length: replace(
-            of_length, choices=[_with_crossover(choice, length, geometry, device) for choice in of_length.choices]
+            of_length,
+            choices=[
+                replace(choice, tile=crossed[length, layer]) for layer, choice in enumerate(of_length.choices)
+            ],
         )
         for length, of_length in chosen.items()
     }
+
+
+def crossing(choice: Choice, length: int) -> Layer:
+    """What a layer's crossovers depend on; one that was faster than dense at its length does not go dense there."""
+    return Layer(choice.config, choice.allocation.density, None if choice.config.is_dense else length)
 
 
 def _candidate(run: _Run, chosen: dict[int, Chosen]) -> Candidate:
     """The search's choices as the first candidate for a proof."""
     return Candidate(
         recipe=run.recipe,
-        model_name=run.loaded.name,
-        geometry=run.loaded.geometry,
-        fingerprint=run.loaded.fingerprint,
-        device=run.device,
+        model_name=run.executor.name,
+        geometry=run.executor.geometry,
+        fingerprint=run.executor.fingerprint,
+        device=run.executor.device,
         chosen=chosen,
     )
 
 
-def _with_crossover(choice: Choice, length: int, geometry: Geometry, device: torch.device) -> Choice:
-    """The choice with its tile's crossovers; one that was faster than dense at its length does not go dense there."""
-    faster_at = None if choice.config.is_dense else length
-    return replace(choice, tile=with_crossover(choice.config, geometry, device, choice.allocation.density, faster_at))
-
-
-def journal_identity(loaded: LoadedModel, device: DeviceIdentity) -> dict[str, Any]:
+def journal_identity(model: LoadedModel | Executor, device: DeviceIdentity) -> dict[str, Any]:
     """What a journal's measurements hold for."""
     return {
-        "model": {"name": loaded.name, "fingerprint": loaded.fingerprint, **loaded.geometry.as_json()},
+        "model": {"name": model.name, "fingerprint": model.fingerprint, **model.geometry.as_json()},
         "device": {"kind": device.kind, "name": device.name, "sm_count": device.sm_count},
         "versions": {name: text for name, text in versions().items() if name in ("s2o", "torch", "triton")},
     }

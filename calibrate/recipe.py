@@ -26,12 +26,14 @@ DOMAINS = ("code", "prose", "chat", "chinese")  # of the built-in text
 OLD_DOMAIN = "stdlib"  # the built-in text of profiles that name no domains: code with its tests, split by file
 SCOPES = BUDGET_SCOPES
 MAX_YAML_BYTES = 1 << 16
-GROUPS = INPUT, PROOF, SPACE, OUTPUT = (
+GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
     "what to calibrate",
     "what error is allowed, and how it is proven",
     "what to choose from, and for how long",
     "output",
+    "many GPUs",
 )
+SCHEDULER = re.compile(r"(tcp|tls|ucx|ws|wss)://\S+:\d+")
 
 
 @dataclass(frozen=True)
@@ -331,6 +333,86 @@ class Recipe:
         SPACE,
         default="s2o",
     )
+    gpus: int | None = option(
+        Rule(int, low=1, optional=True),
+        "GPUs of this machine to work on, each with a process of its own; without GPUs so many processes on the CPU",
+        WORKERS,
+        default=None,
+        default_text="this process alone",
+        example="8",
+        plan_text=lambda recipe: f"{recipe.gpus} workers on this machine" if recipe.gpus else "not used",
+    )
+    scheduler: str | None = option(
+        Rule(str, optional=True),
+        "address of a Dask scheduler whose workers are used, each with one GPU",
+        WORKERS,
+        default=None,
+        metavar="ADDRESS",
+        default_text="none",
+        example="tcp://head-node:8786",
+        plan_text=lambda recipe: recipe.scheduler or "none",
+    )
+    target_gpu: str | None = option(
+        Rule(str, optional=True),
+        "the kind of GPU that times are taken on and the profile is for, by its name or a part of it",
+        WORKERS,
+        default=None,
+        default_text="the kind here, or the only one; of several kinds each gets a profile",
+        example="H200",
+        plan_text=lambda recipe: recipe.target_gpu or "the kind here",
+    )
+    hidden_cache: Path | None = option(
+        Rule(Path, optional=True),
+        "a folder that all workers share, through which they pass hidden states",
+        WORKERS,
+        default=None,
+        metavar="FOLDER",
+        default_text="each worker computes its own",
+        plan_text=lambda recipe: str(recipe.hidden_cache or "not used"),
+    )
+    item_deadline: float = option(
+        Rule(float, low=0, above=True, unit=DURATION),
+        "time after which a worker that does not finish its measurement is given up",
+        WORKERS,
+        default=1800.0,
+        default_text="30m",
+        example="10m",
+        plan_text="{:g} s",
+    )
+    dashboard: str | None = option(
+        Rule(str, optional=True),
+        "port, or address and port, of Dask's dashboard with --gpus; a port alone is bound to this machine",
+        WORKERS,
+        default=None,
+        metavar="[HOST:]PORT",
+        default_text="off",
+        example="8787",
+        plan_text=lambda recipe: recipe.dashboard or "off",
+    )
+    tls_ca_file: Path | None = option(
+        Rule(Path, optional=True),
+        "certificate authority of Dask's connections, which are then encrypted and authenticated",
+        WORKERS,
+        default=None,
+        default_text="none",
+        plan_text=lambda recipe: str(recipe.tls_ca_file or "none"),
+    )
+    tls_cert: Path | None = option(
+        Rule(Path, optional=True),
+        "this side's certificate for them",
+        WORKERS,
+        default=None,
+        default_text="none",
+        plan_text=lambda recipe: str(recipe.tls_cert or "none"),
+    )
+    tls_key: Path | None = option(
+        Rule(Path, optional=True),
+        "and its key",
+        WORKERS,
+        default=None,
+        default_text="none",
+        plan_text=lambda recipe: str(recipe.tls_key or "none"),
+    )
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Recipe:
@@ -387,6 +469,11 @@ class Recipe:
         return () if self.prompts else self.domains or DOMAINS
 
     @property
+    def is_distributed(self) -> bool:
+        """Whether other processes do the work."""
+        return self.gpus is not None or self.scheduler is not None
+
+    @property
     def journal_path(self) -> Path:
         """The journal's file: beside the profile and named by the model alone, so that other budgets find it."""
         return self.journal or self.out.parent / f"{slug(self.model)}.journal.sqlite"
@@ -428,9 +515,30 @@ class Recipe:
             raise ConfigError(f"domains {text(self.used_domains)} name one twice: leave one out")
         if OLD_DOMAIN in self.used_domains and len(self.used_domains) > 1:
             raise ConfigError(f"domain {OLD_DOMAIN} cannot be mixed with others: use code in its place")
+        self._check_workers()
         if self.journal_path == self.out:
             raise ConfigError(f"{self.out} cannot be both the journal and the profile: give another --journal or --out")
         return self
+
+    def _check_workers(self) -> None:
+        if self.gpus is not None and self.scheduler is not None:
+            raise ConfigError(
+                f"gpus {self.gpus} starts workers here, but scheduler {self.scheduler} has its own: leave one out"
+            )
+        if self.scheduler is not None and not SCHEDULER.fullmatch(self.scheduler):
+            raise ConfigError(f"scheduler {self.scheduler!r} is no address: expected one like tcp://head-node:8786")
+        if not self.is_distributed:
+            for name in ("target_gpu", "hidden_cache"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} is for many workers: give gpus or scheduler too, or leave it out")
+        if self.dashboard is not None and self.gpus is None:
+            raise ConfigError("dashboard is of the workers that gpus starts: give gpus too, or leave it out")
+        tls = [name for name in ("tls_ca_file", "tls_cert", "tls_key") if getattr(self, name) is not None]
+        if tls and len(tls) < 3:
+            raise ConfigError(f"{tls[0]} needs the other two of tls_ca_file, tls_cert and tls_key: give all three")
+        for name in tls:
+            if not getattr(self, name).is_file():
+                raise ConfigError(f"{name} {getattr(self, name)} is not a file: check the path")
 
     def check_limit(self, limit: int) -> None:
         """Raises ConfigError if a length is beyond what the model can read."""
@@ -446,7 +554,9 @@ class Recipe:
     def record(self) -> dict[str, Any]:
         """The settings that decide the result, for the profile; where files are written does not."""
         settings = asdict(self)
-        del settings["out"], settings["journal"], settings["storage"]
+        for entry in OPTIONS.values():
+            if entry.group in (OUTPUT, WORKERS):  # where it is written and who measures it
+                settings.pop(entry.field, None)
         settings["prompts"] = tuple(path.name for path in self.prompts) if self.prompts else None
         settings["domains"] = self.used_domains or None
         settings["check_lengths"] = self.checked_lengths

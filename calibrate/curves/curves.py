@@ -76,7 +76,10 @@ class Curve:
 
     def stacked(self) -> Tensor:
         """Errors and density in the order of the fields: float32 [5, Hq, len(TAUS)]."""
-        return torch.stack([self.mse, self.tail_mse, self.worst, self.tail_worst, self.density]).float()
+        return self._stacked(torch.float32)
+
+    def _stacked(self, dtype: torch.dtype) -> Tensor:
+        return torch.stack([self.mse, self.tail_mse, self.worst, self.tail_worst, self.density]).to(dtype)
 
 
 Curves = Mapping[tuple[Method, Shape | None], Curve]  # of one layer at one length; a baseline has no shape
@@ -150,16 +153,16 @@ def window_pairs(length: int, segment: int, step: int) -> int:
     return total
 
 
-def packed(curves: Curves) -> list[dict[str, Any]]:
-    """Curves as a journal keeps them: JSON with float32 tensors in it."""
+def packed(curves: Curves, dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
+    """Curves as a journal keeps them: JSON with tensors of this type in it."""
     entries = []
     for (method, shape), curve in curves.items():
-        entry: dict[str, Any] = {"power": curve.dense_power, "curve": curve.stacked()}
+        entry: dict[str, Any] = {"power": curve.dense_power, "curve": curve._stacked(dtype)}
         if isinstance(method, Ranking):
             assert shape is not None
             entry |= {"ranking": astuple(method), "shape": astuple(shape)}
         else:
-            entry |= {"baseline": str(method), "cost": None if curve.cost is None else curve.cost.float()}
+            entry |= {"baseline": str(method), "cost": None if curve.cost is None else curve.cost.to(dtype)}
         entries.append(entry)
     return entries
 

@@ -1,11 +1,12 @@
-"""The first stage: every layer's curves at every length, one layer of the model at a time."""
+"""The first stage: every layer's curves at every length. An item of work is one layer at one length."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import islice, repeat
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from calibrate.curves import baselines
 from calibrate.curves.curves import Curve, Curves, Method, Ranking, Shape, mean_curve, packed, unpacked, with_fixed_cost
@@ -14,28 +15,33 @@ from calibrate.curves.ranking_cost import ranking_cost
 from calibrate.journal import Journal
 from calibrate.model import capture
 from calibrate.model.capture import Captured
+from calibrate.model.hidden_states import HiddenStates
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
+from calibrate.work.executor import Executor, executor_of, shares
+from calibrate.work.items import WorkerState
 
+STAGE = "curves"
+STARTS = 4  # layers of each length for every worker, of which hidden states are shared
 LayersCurves = dict[int, list[Curves]]  # length -> layer by layer
 
 
 def measure_model(
-    loaded: LoadedModel,
+    model: LoadedModel | Executor,
     prompts: Mapping[int, Sequence[Prompt]],
     shapes: Mapping[int, Sequence[Shape]],
     recipe: Recipe,
     journal: Journal,
-    on_step: Callable[[], None],
+    on_step: Callable[[], object],
 ) -> LayersCurves:
     """The mean curves over the prompts of every length, for every ranking and every tile shape.
 
     What the journal holds is not measured again; if it holds everything the model does not run at all.
 
     Args:
-        loaded: the model.
+        model: who runs it, or a loaded model, which then runs in this process.
         prompts: calibration prompts by length.
         shapes: of the tiles that may run, by length.
         recipe: says which segments, representatives, grains and baselines there are.
@@ -45,44 +51,230 @@ def measure_model(
     Raises:
         ResourceError: the GPU's memory ran out, or the journal cannot be written.
     """
-    curves: LayersCurves = {length: [] for length in prompts}
-    layers = range(loaded.geometry.layers)
-    keys = {
-        (layer, length): _key(layer, prompts[length], shapes[length], recipe.segments_for(length), recipe)
-        for layer in layers
+    with executor_of(model) as executor:
+        layers = range(executor.geometry.layers)
+        keys = {
+            (layer, length): _key(layer, prompts[length], shapes[length], recipe.segments_for(length), recipe)
+            for layer in layers
+            for length in prompts
+        }
+        entries: dict[tuple[int, int], Any] = {}
+        for name, key in keys.items():
+            if (entry := journal.get("curves", key)) is not None:
+                entries[name] = entry
+                on_step()
+        for of_length in prompts.values():
+            executor.know(of_length)
+        if recipe.hidden_cache is not None:
+            _share_hidden_states(executor, prompts, len(layers))
+        parts = _Parts(prompts, keys, journal)
+        tracks = [
+            [
+                item
+                for layer in layers
+                if (layer, length) not in entries
+                for item in [LayerCurves(layer, length, hashes, first, tuple(shapes[length]), recipe)]
+                if not parts.has(item)
+            ]
+            for length, of_length in prompts.items()
+            for hashes, first in _shares(executor, of_length)
+        ]
+        for layer, length in parts.complete():  # an earlier run was ended before it put them together
+            entries[layer, length] = parts.whole(layer, length)
+            on_step()
+        for item, of_prompts in executor.spread(tracks):
+            parts.put(item, of_prompts)
+            if (entry := parts.whole(item.layer, item.length)) is not None:
+                entries[item.layer, item.length] = entry
+                on_step()
+        fixed_costs = {length: ranking_cost(executor, length, recipe, journal) for length in prompts}
+    return {
+        length: [with_fixed_cost(unpacked(entries[layer, length]), fixed_costs[length]) for layer in layers]
         for length in prompts
     }
-    all_known = all(journal.get("curves", key) is not None for key in keys.values())
-    ids = [prompt.ids for of_length in prompts.values() for prompt in of_length]
-    captured: Iterable[Iterator[Captured]] = repeat(iter(()), len(layers)) if all_known else capture.layers(loaded, ids)
-    fixed_costs = {
-        length: ranking_cost(loaded.geometry, loaded.weights.device, length, recipe, journal) for length in prompts
-    }
-    for layer, inputs in enumerate(captured):
-        for length, of_length in prompts.items():
-            inputs_of_length = islice(inputs, len(of_length))
-            with within_memory(loaded.weights.device, length, loaded.weights.held, f"measuring layer {layer}"):
-                measured = partial(_measured, inputs_of_length, shapes[length], recipe)
-                entry = journal.remember("curves", keys[layer, length], measured)
-                for _ in inputs_of_length:  # the model's stream moves on only if all inputs are taken
-                    pass
-            curves[length].append(with_fixed_cost(unpacked(entry), fixed_costs[length]))
-            on_step()
+
+
+@dataclass(frozen=True)
+class LayerCurves:
+    """The curves of one layer at one length for some of its calibration prompts.
+
+    layer: its row in a profile's tables. prompts: their hashes. first: whether the first one is the length's first, on
+    which baselines are timed. Its result is, for each prompt, the curves as `packed` packs them in float64.
+    """
+
+    layer: int
+    length: int
+    prompts: tuple[str, ...]
+    first: bool
+    shapes: tuple[Shape, ...]
+    recipe: Recipe
+    stage: str = STAGE
+
+    @property
+    def timed(self) -> bool:
+        """Baselines are timed while they are measured."""
+        return bool(baselines.settings_of(self.recipe.method))
+
+    @property
+    def affinity(self) -> Hashable:
+        return self.length, self.prompts
+
+    def __str__(self) -> str:
+        return f"curves of layer {self.layer} at {self.length} tokens"
+
+    def run(self, worker: WorkerState) -> list[list[dict[str, Any]]]:
+        weights = worker.loaded.weights
+        with within_memory(weights.device, self.length, weights.held, f"measuring layer {self.layer}"):
+            walk = dense_walk(worker, self.prompts)
+            of_prompts = [
+                packed(_of_prompt(captured, self.shapes, self.recipe, timed=self.first and index == 0), torch.float64)
+                for index, captured in enumerate(walk.inputs(self.layer))
+            ]
+            walk.finish()
+        return of_prompts
+
+
+class _Parts:
+    """What is measured of layers for some of their prompts, until all of them are there.
+
+    Args:
+        prompts: by length.
+        keys: of whole layers in the journal, by layer and length.
+        journal: where parts are kept until there is the whole, which takes their place.
+    """
+
+    KIND = "curves of prompts"
+
+    def __init__(
+        self,
+        prompts: Mapping[int, Sequence[Prompt]],
+        keys: Mapping[tuple[int, int], Mapping[str, Any]],
+        journal: Journal,
+    ) -> None:
+        self._keys, self._journal = keys, journal
+        self._prompts = {length: [prompt.sha256 for prompt in of_length] for length, of_length in prompts.items()}
+        self._known: dict[tuple[int, int], dict[str, Any]] = {}
+        self._put: dict[tuple[int, int], list[dict[str, Any]]] = {}
+
+    def has(self, item: LayerCurves) -> bool:
+        """Whether an earlier run left this part."""
+        of_prompts = self._journal.get(self.KIND, self._key(item))
+        if of_prompts is not None:
+            self._remember(item, of_prompts)
+        return of_prompts is not None
+
+    def put(self, item: LayerCurves, of_prompts: Any) -> None:
+        """Keep a part."""
+        if len(item.prompts) < len(self._prompts[item.length]):
+            self._journal.put(self.KIND, self._key(item), of_prompts)
+        self._remember(item, of_prompts)
+
+    def complete(self) -> list[tuple[int, int]]:
+        """The layers and lengths of which all parts are there."""
+        return [name for name, known in self._known.items() if len(known) == len(self._prompts[name[1]])]
+
+    def whole(self, layer: int, length: int) -> Any | None:
+        """The mean over all prompts, as the journal has it from now on; None if some are missing."""
+        known = self._known[layer, length]
+        if len(known) < len(self._prompts[length]):
+            return None
+        entry = combined([unpacked(known[prompt]) for prompt in self._prompts[length]])
+        parts = [(self.KIND, key) for key in self._put.pop((layer, length))]
+        self._journal.put_all("curves", [(self._keys[layer, length], entry)], instead_of=parts)
+        del self._known[layer, length]
+        return self._journal.get("curves", self._keys[layer, length])
+
+    def _remember(self, item: LayerCurves, of_prompts: Any) -> None:
+        name = item.layer, item.length
+        self._known.setdefault(name, {}).update(zip(item.prompts, of_prompts, strict=True))
+        self._put.setdefault(name, []).append(self._key(item))
+
+    def _key(self, item: LayerCurves) -> dict[str, Any]:
+        return {**self._keys[item.layer, item.length], "of": list(item.prompts)}
+
+
+def _shares(executor: Executor, prompts: Sequence[Prompt]) -> list[tuple[tuple[str, ...], bool]]:
+    """The hashes of the prompts that are measured together, and whether the first prompt is among them."""
+    of_workers = [tuple(prompt.sha256 for prompt in share) for share in shares(executor, prompts)]
+    return [(hashes, number == 0) for number, hashes in enumerate(of_workers)]
+
+
+@dataclass(frozen=True)
+class PromptHiddenStates:
+    """One prompt's hidden states before some layers, left in the shared folder.
+
+    layers: rows of a profile's tables. Returns how many files were written.
+    """
+
+    prompt: str
+    length: int
+    layers: tuple[int, ...]
+    stage: str = "hidden states"
+    timed: bool = False
+
+    @property
+    def affinity(self) -> Hashable:
+        return self.prompt
+
+    def __str__(self) -> str:
+        return f"hidden states of a prompt of {self.length} tokens"
+
+    def run(self, worker: WorkerState) -> int:
+        assert worker.hidden_cache is not None
+        cache = HiddenStates(worker.hidden_cache, worker.loaded.fingerprint, [self.prompt])
+        numbers = [worker.loaded.geometry.layer_number(layer) for layer in self.layers]
+        missing = [number for number in numbers if not cache.has(0, number)]
+        weights = worker.loaded.weights
+        with within_memory(weights.device, self.length, weights.held, "making hidden states"):
+            walk = dense_walk(worker, (self.prompt,))
+            for number in missing:
+                walk.move_to(number)
+                cache.write(0, number, walk.hidden()[0])
+        worker.kept.pop((STAGE, (self.prompt,)), None)
+        return len(missing)
+
+
+def dense_walk(worker: WorkerState, prompts: tuple[str, ...]) -> capture.DenseWalk:
+    """The walk of these prompts through the dense model that a worker keeps."""
+    loaded = worker.loaded
+    capture.register()
+    worker.attend_with(capture.NAME)
+
+    def begin() -> capture.DenseWalk:
+        folder = worker.hidden_cache
+        cache = None if folder is None else HiddenStates(folder, loaded.fingerprint, prompts)
+        ids = [worker.prompts[prompt].ids for prompt in prompts]
+        return capture.DenseWalk(loaded, ids, cache, worker.keep("calls of dense layers", dict))
+
+    return worker.keep((STAGE, prompts), begin)
+
+
+def _share_hidden_states(executor: Executor, prompts: Mapping[int, Sequence[Prompt]], layers: int) -> None:
+    """Let every prompt move through the model once, and leave its hidden states near where workers may begin."""
+    starts = tuple(range(0, layers, max(1, layers // (STARTS * executor.size))))[1:]
+    items = [
+        PromptHiddenStates(prompt.sha256, length, starts)
+        for length, of_length in prompts.items()
+        for prompt in of_length
+    ]
+    for pending in [executor.submit(item) for item in items]:
+        pending.result()
+
+
+def _of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe, timed: bool) -> Curves:
+    """The curves of one layer on one prompt; timed: whether baselines are timed."""
+    curves: dict[tuple[Method, Shape | None], Curve] = {}
+    for segment in recipe.segments_for(int(prompt.q.shape[2])):
+        rankings = [Ranking(segment, count, grain) for count in recipe.representatives for grain in recipe.grains]
+        curves |= measure(prompt, rankings, shapes)
+    for setting, curve in baselines.measure(prompt, baselines.settings_of(recipe.method), timed=timed).items():
+        curves[setting, None] = curve
     return curves
 
 
-def _measured(prompts: Iterator[Captured], shapes: Sequence[Shape], recipe: Recipe) -> list[dict[str, Any]]:
-    """The mean curves of one layer over some prompts, as a journal keeps them."""
-    curves: dict[tuple[Method, Shape | None], list[Curve]] = {}
-    settings = baselines.settings_of(recipe.method)
-    for index, prompt in enumerate(prompts):
-        for segment in recipe.segments_for(int(prompt.q.shape[2])):
-            rankings = [Ranking(segment, count, grain) for count in recipe.representatives for grain in recipe.grains]
-            for key, curve in measure(prompt, rankings, shapes).items():
-                curves.setdefault(key, []).append(curve)
-        for setting, curve in baselines.measure(prompt, settings, timed=index == 0).items():
-            curves.setdefault((setting, None), []).append(curve)
-    return packed({key: mean_curve(of_prompts) for key, of_prompts in curves.items()})
+def combined(of_prompts: Sequence[Curves]) -> list[dict[str, Any]]:
+    """The mean curves over some prompts, as a journal keeps them."""
+    return packed({key: mean_curve([curves[key] for curves in of_prompts]) for key in of_prompts[0]})
 
 
 def _key(

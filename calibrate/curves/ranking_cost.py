@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,8 @@ from calibrate.curves.curves import Ranking
 from calibrate.journal import Journal
 from calibrate.recipe import Recipe
 from calibrate.timing import FAILURES, medians
+from calibrate.work.executor import Executor
+from calibrate.work.items import WorkerState
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import MAX_TAU, LayerConfig
 from s2o_runtime.identity import Geometry
@@ -33,17 +36,37 @@ def key_of(geometry: Geometry, length: int, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def ranking_cost(geometry: Geometry, device: torch.device, length: int, recipe: Recipe, journal: Journal) -> float:
+def ranking_cost(executor: Executor, length: int, recipe: Recipe, journal: Journal) -> float:
     """The share of dense attention's time that every head's ranking takes at a length beside `costs.overhead`.
 
     On a GPU it is measured once and kept in the journal; elsewhere, and where the GPU cannot run the call, it is
     `costs.fixed_cost`.
     """
-    if device.type != "cuda":
+    if executor.device.kind != "cuda":
         return fixed_cost(length)
-    key = key_of(geometry, length, recipe)
-    ranking = Ranking(key["segment"], grain=key["grain"])
-    return float(journal.remember(KIND, key, partial(_measured, geometry, device, length, ranking)))
+    key = key_of(executor.geometry, length, recipe)
+    item = RankingCost(length, Ranking(key["segment"], grain=key["grain"]))
+    return float(journal.remember(KIND, key, lambda: executor.submit(item).result()))
+
+
+@dataclass(frozen=True)
+class RankingCost:
+    """The measurement of `ranking_cost` as an item of work."""
+
+    length: int
+    ranking: Ranking
+    stage: str = "ranking cost"
+    timed: bool = True
+
+    @property
+    def affinity(self) -> Hashable:
+        return None
+
+    def __str__(self) -> str:
+        return f"cost of ranking {self.length} tokens"
+
+    def run(self, worker: WorkerState) -> float:
+        return _measured(worker.loaded.geometry, worker.loaded.weights.device, self.length, self.ranking)
 
 
 def stored_cost(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from calibrate.journal import Journal
@@ -10,6 +11,8 @@ from calibrate.model.models import LoadedModel
 from calibrate.model.sensitivity import Sensitivity, sensitivity
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
+from calibrate.work.executor import Executor, executor_of
+from calibrate.work.items import WorkerState
 
 KIND = "sensitivity"  # of entries in the journal
 PROMPTS = 4  # one of each kind of the built-in text; single prompts differ by a factor of two to three
@@ -17,12 +20,12 @@ TOKENS = 2048  # of each, its first ones: a backward pass needs memory
 
 
 def measured_sensitivity(
-    loaded: LoadedModel, prompts: Mapping[int, Sequence[Prompt]], recipe: Recipe, journal: Journal
+    model: LoadedModel | Executor, prompts: Mapping[int, Sequence[Prompt]], recipe: Recipe, journal: Journal
 ) -> Sensitivity:
     """The sensitivity of every layer and head, from the journal if it is there.
 
     Args:
-        loaded: The model.
+        model: Who runs it, or a loaded model, which then runs in this process.
         prompts: Calibration prompts by length. Those of the longest length of at most `TOKENS` are used, or the
             beginnings of the shortest ones.
         recipe: Says the seed.
@@ -35,8 +38,34 @@ def measured_sensitivity(
     length = max((length for length in prompts if length <= TOKENS), default=min(prompts))
     of_length = prompts[length][:PROMPTS]
     key = {"prompts": [prompt.sha256 for prompt in of_length], "tokens": min(length, TOKENS), "seed": recipe.seed}
-    cut = [prompt.ids[:TOKENS] for prompt in of_length]
-    return _typed(journal.remember(KIND, key, lambda: sensitivity(loaded, cut, recipe.seed)))
+    item = PromptsSensitivity(tuple(prompt.sha256 for prompt in of_length), recipe.seed)
+
+    def measured() -> Any:
+        with executor_of(model) as executor:
+            executor.know(of_length)
+            return executor.submit(item).result()
+
+    return _typed(journal.remember(KIND, key, measured))
+
+
+@dataclass(frozen=True)
+class PromptsSensitivity:
+    """The sensitivity of every layer and head on the first `TOKENS` of some prompts, as an item of work."""
+
+    prompts: tuple[str, ...]
+    seed: int
+    stage: str = "sensitivity"
+    timed: bool = False
+
+    @property
+    def affinity(self) -> Hashable:
+        return None
+
+    def __str__(self) -> str:
+        return "sensitivity of all layers"
+
+    def run(self, worker: WorkerState) -> Sensitivity:
+        return sensitivity(worker.loaded, [worker.prompts[prompt].ids[:TOKENS] for prompt in self.prompts], self.seed)
 
 
 def stored_sensitivity(

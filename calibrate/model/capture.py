@@ -5,16 +5,18 @@ Attention is dense while inputs are captured, so what is measured at one layer d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from calibrate.model.hidden_states import HiddenStates
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import (
+    Calls,
     DecoderLayer,
     Stream,
     attention_implementation,
@@ -57,7 +59,6 @@ class Captured:
         return Scoring(self.scale, self.softcap, self.sinks)
 
 
-@torch.no_grad()
 def layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Captured]]:
     """Run prompts through the model and capture what reaches attention.
 
@@ -74,27 +75,104 @@ def layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Capt
     Raises:
         ModelError: inf or NaN came up, or S2O cannot do the attention of a layer; it names the layer.
     """
+    register()
+    with attention_implementation(loaded.model, NAME):
+        walk = DenseWalk(loaded, prompts)
+        for row in range(loaded.geometry.layers):
+            yield walk.inputs(row)
+        walk.finish()
+
+
+def register() -> None:
+    """Make transformers know the attention implementation `NAME`, which a `DenseWalk` needs."""
     AttentionInterface.register(NAME, _capture_forward)
     AttentionMaskInterface.register(NAME, s2o_mask)
-    with attention_implementation(loaded.model, NAME):
-        streams = begin(loaded, prompts)
-        for layer in decoder_layers(loaded.model):
-            with layer_on_device(loaded, layer):
-                if layer.attention is None:
-                    streams[:] = [stream.through(layer.module, layer.number) for stream in streams]
-                    continue
-                captured = _prompts_through(layer, streams)
+
+
+class DenseWalk:
+    """Prompts on their way through the dense model, which gives the attention inputs of any layer.
+
+    The model computes attention by `NAME` while a walk is used.
+
+    Args:
+        loaded: The model.
+        prompts: Token ids, int64 [L] each.
+        cache: Hidden states that other walks of these prompts left; None without.
+        calls: As `begin` takes them.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        prompts: Sequence[Tensor],
+        cache: HiddenStates | None = None,
+        calls: dict[int, Calls] | None = None,
+    ) -> None:
+        self._loaded, self._prompts, self._cache, self._calls = loaded, prompts, cache, calls
+        self._layers = decoder_layers(loaded.model)
+        self._number_of_row = {layer.row: layer.number for layer in self._layers if layer.row is not None}
+        self._streams: list[Stream] = []
+        self._number = -1  # the decoder layer that comes next; -1 before the model
+        self._open: Iterator[Captured] | None = None  # prompts of which some may not have moved through their layer
+
+    def inputs(self, row: int) -> Iterator[Captured]:
+        """The attention inputs of every prompt at a layer of full attention, which they move through.
+
+        A prompt runs when its inputs are asked for; those that were not asked for run before the next layer.
+        """
+        self.move_to(self._number_of_row[row])
+        self._open = self._through_next()
+        return self._open
+
+    @torch.no_grad()
+    def move_to(self, number: int) -> None:
+        """Move to where a decoder layer comes next: on from here, from the cache, or from the model's beginning."""
+        self.finish()
+        known = -1 if self._cache is None else self._cache.nearest(number)
+        if known > self._number or not 0 <= self._number <= number:
+            self._restart(known)
+        for layer in self._layers[self._number : number]:
+            for _ in self._through_next() if layer.attention is not None else self._past_next():
+                pass
+
+    def hidden(self) -> list[Tensor]:
+        """The hidden states of all prompts before the layer that comes next, [1, L, H] each."""
+        return [stream.hidden for stream in self._streams]
+
+    def finish(self) -> None:
+        """Let all prompts move through the layer whose inputs were asked for last."""
+        for _ in self._open or ():
+            pass
+        self._open = None
+
+    def _restart(self, known: int) -> None:
+        self._streams = begin(self._loaded, self._prompts, self._calls)
+        self._number = 0
+        if self._cache is not None and known > 0:
+            device = self._loaded.weights.device
+            self._streams = [
+                replace(stream, hidden=self._cache.read(stream.prompt, known, device)) for stream in self._streams
+            ]
+            self._number = known
+
+    @torch.no_grad()
+    def _through_next(self) -> Iterator[Captured]:
+        layer = self._layers[self._number]
+        self._number += 1
+        with layer_on_device(self._loaded, layer):
+            for prompt in range(len(self._streams)):
+                self._streams[prompt], captured = _through(layer, self._streams[prompt])
                 yield captured
-                for _ in captured:
-                    pass
+                del captured  # else it would live through the next prompt's turn
 
-
-@torch.no_grad()
-def _prompts_through(layer: DecoderLayer, streams: list[Stream]) -> Iterator[Captured]:
-    for prompt in range(len(streams)):
-        streams[prompt], captured = _through(layer, streams[prompt])
-        yield captured
-        del captured  # else it would live through the next prompt's turn
+    @torch.no_grad()
+    def _past_next(self) -> Iterator[None]:
+        layer = self._layers[self._number]
+        self._number += 1
+        with layer_on_device(self._loaded, layer):
+            for prompt, stream in enumerate(self._streams):
+                self._streams[prompt] = stream.through(layer.module, layer.number)
+                yield
 
 
 def _through(layer: DecoderLayer, stream: Stream) -> tuple[Stream, Captured]:

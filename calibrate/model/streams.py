@@ -97,16 +97,21 @@ def layer_list(model: Any) -> nn.ModuleList:
     )
 
 
-def begin(loaded: LoadedModel, prompts: Sequence[Tensor]) -> list[Stream]:
+Calls = Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]
+
+
+def begin(loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls] | None = None) -> list[Stream]:
     """The prompts before the first layer, with the masks of the model's attention implementation.
 
     Args:
         loaded: The model.
         prompts: Token ids, int64 [L] each. Those of one length share positions and masks.
+        calls: What layers were called with besides, by length, for other prompts under the same implementation; what
+            is new is added.
     """
     device, layers = loaded.weights.device, layer_list(loaded.model)
     decoder = decoder_of(loaded.model)
-    calls: dict[int, Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]] = {}
+    calls = {} if calls is None else calls
     streams = []
     with loaded.weights.on_device(*beside_layers(loaded.model)):
         for index, ids in enumerate(prompts):
@@ -139,6 +144,12 @@ def attention_implementation(model: Any, name: str) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(previous)
+
+
+def use_attention(model: Any, name: str) -> None:
+    """Let the model compute attention by this function from now on; nothing is done where it does already."""
+    if set(implementations(model.config).values()) != {name}:
+        model.set_attn_implementation(name)
 
 
 def check_finite(tensor: Tensor, what: str, layer: int, prompt: int) -> None:

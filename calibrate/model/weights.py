@@ -159,6 +159,10 @@ class Weights:
         device: Where they are put.
         resident: Put all of them there at once and let them stay, so that the model is one like any other; None
             decides by `stays_resident`.
+
+    Attributes:
+        keeps_last: What `on_device` put there last stays until other parts are needed, or `release`. So several items
+            of work on one layer read its weights once.
     """
 
     def __init__(self, model: Any, source: Source, device: torch.device, resident: bool | None = None) -> None:
@@ -170,6 +174,8 @@ class Weights:
             for module in model.modules()
         }
         self.resident = False
+        self.keeps_last = False
+        self._last: tuple[nn.Module, ...] = ()
         if stays_resident(self.bytes, device) if resident is None else resident:
             self._put(model)
             self.resident = True
@@ -192,16 +198,26 @@ class Weights:
     @contextmanager
     def on_device(self, *parts: nn.Module) -> Iterator[None]:
         """The parameters of these modules are on the device inside the block, and back on meta after it."""
-        if self.resident:
+        if self.resident or (parts and parts == self._last):
             yield
             return
+        self.release()
         try:
             for part in parts:
                 self._put(part)
+            if self.keeps_last:
+                self._last = parts
             yield
         finally:
-            for part in parts:
-                self._take(part)
+            if parts != self._last:
+                for part in parts:
+                    self._take(part)
+
+    def release(self) -> None:
+        """Take away what was kept because it was used last."""
+        for part in self._last:
+            self._take(part)
+        self._last = ()
 
     def _put(self, part: nn.Module) -> None:
         names = dict.fromkeys(name for module in part.modules() for name in self._attributes[module].values())
@@ -228,6 +244,7 @@ class InMemory:
     """
 
     resident = True
+    keeps_last = False
 
     def __init__(self, model: Any) -> None:
         if (missing := offloaded(model)) is not None:
@@ -250,6 +267,9 @@ class InMemory:
     def on_device(self, *parts: nn.Module) -> Iterator[None]:
         """Nothing to do: the parameters are where they run."""
         yield
+
+    def release(self) -> None:
+        """Nothing to do either."""
 
 
 def stays_resident(weights: int, device: torch.device) -> bool:

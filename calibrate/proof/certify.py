@@ -13,7 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from calibrate.model.models import LoadedModel
+from calibrate.journal import Journal
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
@@ -23,6 +23,7 @@ from calibrate.proof.problems import kl_over_budget, kl_shown_over_budget, retri
 from calibrate.proof.sample import LayerSample, sample
 from calibrate.proof.tighten import NOT_FASTER, Proven, scaled
 from calibrate.proof.verify import prove
+from calibrate.work.executor import Executor
 
 OVER_BOUND = "its certified bound stayed over the limit"
 
@@ -67,13 +68,21 @@ def with_share(begun: Candidate, candidate: Candidate, length: int, layer: int, 
     return replace(candidate, tightened={**candidate.tightened, place: tightening})
 
 
-def certify(loaded: LoadedModel, prompts: Mapping[int, Sequence[Prompt]], proven: Proven, *, progress: bool) -> Proven:
+def certify(
+    executor: Executor,
+    prompts: Mapping[int, Sequence[Prompt]],
+    proven: Proven,
+    journal: Journal | None = None,
+    *,
+    progress: bool,
+) -> Proven:
     """Certify what was proven, and make layers more careful whose bound is over their limit.
 
     Args:
-        loaded: The model.
+        executor: Who runs it.
         prompts: The certify prompts by length; lengths with fewer than `FEWEST` are not certified.
         proven: A proof that holds.
+        journal: Where measurements are kept; None if nowhere.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -87,12 +96,12 @@ def certify(loaded: LoadedModel, prompts: Mapping[int, Sequence[Prompt]], proven
     candidate, certificates, ladder = proven.candidate, dict[int, LengthCertificate](), Ladder()
     lengths = [length for length in candidate.lengths if len(prompts.get(length, ())) >= FEWEST]
     problems: list[str | None] = []
-    with progress_bar("certifying", loaded.geometry.layers * len(lengths), "layer", shown=progress) as step:
+    with progress_bar("certifying", executor.geometry.layers * len(lengths), "layer", shown=progress) as step:
         for length in lengths:  # one after another: the hidden states of all prompts are in memory
             candidate, seen = sample(
-                loaded, length, prompts[length], candidate, ladder.revise, step, candidate.recipe.chunk
+                executor, length, prompts[length], candidate, ladder.revise, step, candidate.recipe.chunk, journal
             )
-            layers = range(loaded.geometry.layers)
+            layers = range(executor.geometry.layers)
             certificates[length] = certificate_of(
                 length,
                 seen,
@@ -115,7 +124,13 @@ def certify(loaded: LoadedModel, prompts: Mapping[int, Sequence[Prompt]], proven
 
 
 def proven_again(
-    loaded: LoadedModel, held_out: Mapping[int, Sequence[Prompt]], proven: Proven, certified: Proven, *, progress: bool
+    executor: Executor,
+    held_out: Mapping[int, Sequence[Prompt]],
+    proven: Proven,
+    certified: Proven,
+    journal: Journal | None = None,
+    *,
+    progress: bool,
 ) -> Proven:
     """Measure the lengths again that the certificate changed; one that became slower than dense becomes dense.
 
@@ -124,9 +139,10 @@ def proven_again(
     that is over its budget now, although layers became more careful, is a problem.
 
     Args:
-        loaded: The model.
+        executor: Who runs it.
         held_out: The prompts that layers were adjusted on.
         proven, certified: Before and after the certificate.
+        journal: Where measurements are kept; None if nowhere.
         progress: Whether to show a progress bar.
     """
     lengths = frozenset(
@@ -134,10 +150,12 @@ def proven_again(
     )
     candidate, proofs = certified.candidate, dict(certified.proofs)
     while lengths:
-        steps = loaded.geometry.layers * len(lengths)
+        steps = executor.geometry.layers * len(lengths)
         again = {length: prompts for length, prompts in held_out.items() if length in lengths}
         with progress_bar("measuring what the certificate changed", steps, "layer", shown=progress) as step:
-            _, measured = prove(loaded, again, candidate, on_step=step, chunk=candidate.recipe.chunk)
+            _, measured = prove(
+                executor, again, candidate, on_step=step, chunk=candidate.recipe.chunk, journal=journal
+            )
         proofs |= measured
         lengths = frozenset(slower_than_dense(candidate, measured))
         candidate = with_dense(candidate, lengths)

@@ -7,22 +7,26 @@ themselves, a few groups of them, while the rest is dense.
 
 from __future__ import annotations
 
+import hashlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
+from calibrate.journal import Journal
 from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import Stream, attention_implementation, begin, decoder_layers, layer_on_device
+from calibrate.model.streams import Stream, begin, decoder_layers, layer_on_device
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import compare
-from calibrate.proof.verify import PatchableLayer
+from calibrate.proof.steps import KIND, LayerRun, PatchableLayer
 from calibrate.search.allocate import Weights
 from calibrate.search.choose import Chosen
+from calibrate.work.executor import Executor, executor_of, shares
+from calibrate.work.items import WorkerState
 from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.huggingface import hf
 
@@ -43,20 +47,19 @@ def layer_groups(layers: int) -> list[range]:
     return [range(layer, layer + 1) for layer in range(ALONE)] + [range(first, end) for first, end in pairwise(edges)]
 
 
-@torch.no_grad()
 def kl_alone(
-    loaded: LoadedModel,
+    model: LoadedModel | Executor,
     prompts: Sequence[Prompt],
     configs: Sequence[LayerConfig],
-    on_step: Callable[[], object] = lambda: None,
+    journal: Journal | None = None,
 ) -> Alone:
     """The KL of each group of layers if only that runs its configuration.
 
     Args:
-        loaded: The model.
+        model: Who runs it, or a loaded model, which then runs in this process.
         prompts: Of one length, at least one.
         configs: What each layer runs.
-        on_step: Called after each layer.
+        journal: Where it is kept, and found again; None if nowhere.
 
     Returns:
         The KL of each of `layer_groups`, mean over the prompts, in nats per token, and that of the first layer with
@@ -66,18 +69,67 @@ def kl_alone(
         ModelError: inf or NaN came up.
         ResourceError: The GPU's memory ran out.
     """
-    hf.register()
-    groups, device = layer_groups(len(configs)), loaded.weights.device
-    patched_by: list[Mapping[int, LayerConfig]] = [{layer: configs[layer] for layer in group} for group in groups]
-    patched_by.append({0: _nothing_skipped(configs[0])})
-    with attention_implementation(loaded.model, hf.NAME):
+    runs = tuple(map(LayerRun, configs))
+    with executor_of(model) as executor:
+        executor.know(prompts)
+        items = [
+            AlonePrompts(prompts[0].length, tuple(prompt.sha256 for prompt in share), runs)
+            for share in shares(executor, prompts)
+        ]
+        known = {item: None if journal is None else journal.get(KIND, item.key) for item in items}
+        pending = {item: executor.submit(item) for item in items if known[item] is None}
+        for item, waiting in pending.items():
+            known[item] = waiting.result()
+            if journal is not None:
+                journal.put(KIND, item.key, known[item])
+    of_prompts = [kls for item in items for kls in known[item] or ()]
+    means = [statistics.fmean(kls) for kls in zip(*of_prompts, strict=True)]
+    return tuple(max(0.0, kl) for kl in means[:-1]), max(0.0, means[-1])
+
+
+@dataclass(frozen=True)
+class AlonePrompts:
+    """Some prompts with each group of layers patched by itself, as an item of work.
+
+    Its result is, for each prompt, the KL of each group and that of rounding alone, in nats per token.
+    """
+
+    length: int
+    prompts: tuple[str, ...]
+    runs: tuple[LayerRun, ...]
+    stage: str = "alone"
+    timed: bool = False
+
+    @property
+    def affinity(self) -> Hashable:
+        return self.prompts
+
+    @property
+    def key(self) -> dict[str, object]:
+        runs = hashlib.sha256("/".join(run.digest for run in self.runs).encode()).hexdigest()
+        return {"stage": self.stage, "length": self.length, "prompts": list(self.prompts), "runs": runs}
+
+    def __str__(self) -> str:
+        return f"groups of layers by themselves on {len(self.prompts)} prompts of {self.length} tokens"
+
+    @torch.no_grad()
+    def run(self, worker: WorkerState) -> list[list[float]]:
+        hf.register()
+        worker.attend_with(hf.NAME)
+        loaded, configs = worker.loaded, [run.config for run in self.runs]
+        prompts = [worker.prompts[prompt] for prompt in self.prompts]
+        device = loaded.weights.device
+        patched_by: list[Mapping[int, LayerConfig]] = [
+            {layer: configs[layer] for layer in group} for group in layer_groups(len(configs))
+        ]
+        patched_by.append({0: _nothing_skipped(configs[0])})
         dense = begin(loaded, [prompt.ids for prompt in prompts])
         variants: list[list[Stream]] = [dense] * len(patched_by)
         for of_decoder in decoder_layers(loaded.model):
             number, row, attention = of_decoder.number, of_decoder.row, of_decoder.attention
             with (
                 layer_on_device(loaded, of_decoder) as module,
-                within_memory(device, prompts[0].length, loaded.weights.held, f"measuring layer {number} by itself"),
+                within_memory(device, self.length, loaded.weights.held, f"measuring layer {number} by itself"),
             ):
                 before, dense = dense, [stream.through(module, number) for stream in dense]
                 for variant, (streams, patched) in enumerate(zip(variants, patched_by, strict=True)):
@@ -89,17 +141,11 @@ def kl_alone(
                         variants[variant] = dense
                     else:
                         variants[variant] = [stream.through(module, number) for stream in streams]
-            if row is not None:
-                on_step()
         with logits_on_device(loaded) as logits:
-            kls = [
-                statistics.fmean(
-                    compare(prompt, one.hidden, other.hidden, logits).kl
-                    for prompt, one, other in zip(prompts, dense, streams, strict=True)
-                )
-                for streams in variants
+            return [
+                [compare(prompt, dense[index].hidden, streams[index].hidden, logits).kl for streams in variants]
+                for index, prompt in enumerate(prompts)
             ]
-    return tuple(max(0.0, kl) for kl in kls[:-1]), max(0.0, kls[-1])
 
 
 def corrected(chosen: Chosen, alone: Alone) -> Chosen:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from calibrate.model.models import LoadedModel
+from calibrate.journal import Journal
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.candidate import Candidate
@@ -20,6 +20,7 @@ from calibrate.proof.kl_pass import KlPass, best_scale, next_scale, settled
 from calibrate.proof.tighten import tighten_layer
 from calibrate.proof.verify import prove
 from calibrate.search.choose import Chosen
+from calibrate.work.executor import Executor
 
 WEIGHINGS = 2
 NEAR = 1.3  # times what was predicted: layers by themselves that cost no more than this were weighed near the budget
@@ -29,14 +30,20 @@ log = logging.getLogger("calibrate")
 
 
 def within_kl(
-    loaded: LoadedModel, held_out: Mapping[int, Sequence[Prompt]], candidate: Candidate, *, progress: bool
+    executor: Executor,
+    held_out: Mapping[int, Sequence[Prompt]],
+    candidate: Candidate,
+    journal: Journal | None = None,
+    *,
+    progress: bool,
 ) -> tuple[Candidate, dict[int, tuple[KlPass, ...]]]:
     """Find the allocation whose KL on the adjust prompts is the budget less its margin.
 
     Args:
-        loaded: The model.
+        executor: Who runs it.
         held_out: The prompts that layers are adjusted on, by length in tokens.
         candidate: What the search chose, for a budget in KL.
+        journal: Where measurements are kept; None if nowhere.
         progress: Whether to show a progress bar for each pass.
 
     Returns:
@@ -47,7 +54,7 @@ def within_kl(
         ResourceError: The GPU's memory ran out.
     """
     recipe = candidate.recipe
-    begun = _weighed(loaded, held_out, candidate, progress=progress)
+    begun = _weighed(executor, held_out, candidate, journal, progress=progress)
     most, aim = recipe.budget.value, recipe.budget.value * recipe.margin
     passes: dict[int, list[KlPass]] = {length: [] for length in recipe.lengths}
     ended: set[int] = set()
@@ -61,10 +68,17 @@ def within_kl(
             break
         candidate = replace(candidate, chosen={**candidate.chosen, **tried})
         prompts = {length: held_out[length] for length in tried}
-        steps = loaded.geometry.layers * len(prompts)
+        steps = executor.geometry.layers * len(prompts)
         with progress_bar(f"searching for the KL, pass {number}", steps, "layer", shown=progress) as step:
             _, proofs = prove(
-                loaded, prompts, candidate, tighten_layer, step, timed=False, chunk=candidate.recipe.chunk
+                executor,
+                prompts,
+                candidate,
+                tighten_layer,
+                step,
+                timed=False,
+                chunk=candidate.recipe.chunk,
+                journal=journal,
             )
         for length, chosen in tried.items():
             passes[length].append(KlPass(scales[length], chosen.predicted_kl, proofs[length].kl))
@@ -77,15 +91,21 @@ def within_kl(
 
 
 def _weighed(
-    loaded: LoadedModel, held_out: Mapping[int, Sequence[Prompt]], candidate: Candidate, *, progress: bool
+    executor: Executor,
+    held_out: Mapping[int, Sequence[Prompt]],
+    candidate: Candidate,
+    journal: Journal | None,
+    *,
+    progress: bool,
 ) -> dict[int, Chosen]:
     """What was chosen at each calibrated length, with layers weighed by what they cost by themselves."""
     weighed = dict(candidate.chosen)
     for length in candidate.recipe.lengths:
         for _ in range(WEIGHINGS):  # the first one may be at errors far from those that the budget allows
             configs = [choice.config for choice in weighed[length].choices]
-            with progress_bar("weighing layers", len(configs), "layer", shown=progress) as step:
-                alone = kl_alone(loaded, held_out[length], configs, step)
+            with progress_bar(f"weighing layers at {length} tokens", 1, "pass", shown=progress) as step:
+                alone = kl_alone(executor, held_out[length], configs, journal)
+                step()
             log.info("%d tokens: groups of layers by themselves have a KL of %s, rounding %.1e", length, *alone)
             ratio = sum(alone[0]) / max(weighed[length].predicted_kl, 1e-30)
             weighed[length] = corrected(weighed[length], alone).sharing(candidate.recipe, 1.0)

@@ -8,31 +8,36 @@ from __future__ import annotations
 
 import statistics
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from calibrate.curves.row_errors import WORST
+from calibrate.journal import Journal
 from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import Stream, attention_implementation, begin, decoder_layers, layer_on_device
+from calibrate.model.streams import begin, decoder_layers, layer_on_device
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import PromptAgreement, compare
-from calibrate.proof.chunks import Chunks, chunks_of
 from calibrate.proof.rows import LAST, ROWS, RowSample, evenly_drawn, sampled_rows
-from calibrate.proof.verify import Configured, PatchableLayer
+from calibrate.proof.steps import KIND, LayerRun, LockStep, PairWalk, Step
+from calibrate.proof.verify import Configured
 from calibrate.recipe import Budget
+from calibrate.work.executor import Executor, executor_of
+from calibrate.work.items import WorkerState
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface import hf
 from s2o_runtime.reference.dense import sdpa_backend
 from s2o_runtime.scoring import Scoring
 
+STAGE = "certifying"
 CONTINUED = (64, 512)  # new tokens behind a cached prefix
 NOISE_PROMPTS = 2  # prompts that the noise floor is measured on
 
@@ -96,20 +101,20 @@ def accept(configured: Configured, length: int, layer: int, sample: LayerSample)
     """Accept what was sampled, whatever came out."""
 
 
-@torch.no_grad()
 def sample(
-    loaded: LoadedModel,
+    model: LoadedModel | Executor,
     length: int,
     prompts: Sequence[Prompt],
     configured: C,
     revise: Callable[[C, int, int, LayerSample], C | None] = accept,
     on_step: Callable[[], object] = lambda: None,
     chunk: int | None = None,
+    journal: Journal | None = None,
 ) -> tuple[C, LengthSample]:
     """Measure a configuration on prompts of one length.
 
     Args:
-        loaded: The model.
+        model: Who runs it, or a loaded model, which then runs in this process.
         length: Tokens of every prompt.
         prompts: At least one.
         configured: What each layer runs.
@@ -117,6 +122,7 @@ def sample(
             same inputs, or None to accept this one. The layers that follow see what the accepted one gave.
         on_step: Called after each layer.
         chunk: Tokens that a layer is fed at once, as a server does; None for whole prompts.
+        journal: Where measurements are kept, and found again; None if nowhere.
 
     Returns:
         What was accepted in the end, and what was measured of it.
@@ -125,127 +131,144 @@ def sample(
         ModelError: inf or NaN came up.
         ResourceError: The GPU's memory ran out.
     """
-    hf.register()
     layers = []
-    device, held = loaded.weights.device, loaded.weights.held
-    with attention_implementation(loaded.model, hf.NAME):
-        patched = dense = begin(loaded, [prompt.ids for prompt in prompts])
-        noise = _NoiseFloor.of(loaded, dense[:NOISE_PROMPTS])
-        for of_decoder in decoder_layers(loaded.model):
-            index, number = of_decoder.row, of_decoder.number
-            with (
-                layer_on_device(loaded, of_decoder) as module,
-                within_memory(device, length, held, f"certifying layer {number}"),
-            ):
-                if index is None or of_decoder.attention is None:
-                    alike = patched is dense  # before the first layer that S2O may change
-                    patched = [stream.through(module, number) for stream in patched]
-                    dense = patched if alike else [stream.through(module, number) for stream in dense]
-                    if noise is not None:
-                        noise.pass_through(module, number)
-                    continue
-                layer = PatchableLayer(index, number, module, of_decoder.attention, device)
-                revised: C | None = configured
-                while revised is not None:
-                    configured = revised
-                    config, chunks = configured.layer_config(index, length), chunks_of(configured, chunk, index, length)
-                    after, measured = _measured(layer, patched, config, chunks)
-                    revised = revise(configured, length, index, measured)
-                patched = after
-                dense = [layer.dense(stream) for stream in dense]
-                if noise is not None:
-                    noise.advance(layer)
+    with executor_of(model) as executor:
+        walk = LockStep(executor, journal, CertifyStep, STAGE, length, prompts)
+        for index in range(executor.geometry.layers):
+            revised: C | None = configured
+            while revised is not None:
+                configured = revised
+                runs = LayerRun.of(configured, chunk, index, length)
+                measured = _layer_sample(walk.measured(runs))
+                revised = revise(configured, length, index, measured)
+            walk.accept(runs)
             layers.append(measured)
             on_step()
-        with logits_on_device(loaded) as logits:
-            agreements = tuple(
-                compare(prompt, one.hidden, other.hidden, logits)
-                for prompt, one, other in zip(prompts, dense, patched, strict=True)
-            )
-            floor = None if noise is None else noise.kl(prompts, dense, logits)
+        agreements = tuple(walk.agreements())
+        floor = _noise_floor(executor, length, prompts[:NOISE_PROMPTS], journal)
     return configured, LengthSample(tuple(prompts), tuple(layers), agreements, floor)
 
 
-@dataclass
-class _Observed:
-    """The errors of one layer's prompts, in the order in which they come."""
+@dataclass(frozen=True)
+class CertifyStep(Step):
+    """What one prompt says of one layer: the fields of `PromptError`, and the density."""
 
-    config: LayerConfig
-    errors: list[PromptError] = field(default_factory=list)
+    def measured(self, walk: PairWalk) -> dict[str, Any]:
+        errors: dict[str, Any] = {}
 
-    def observe(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
-        length = q.shape[2]
-        # the same rows whatever the layer runs, so that what is tried instead is compared with like
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{length}/{layer}/{len(self.errors)}".encode()))
-        first_of_last = length - max(1, length // LAST)
-        drawn = [evenly_drawn(*part, ROWS, generator) for part in ((0, first_of_last), (first_of_last, length))]
-        early, last = (sampled_rows(q, k, v, out, rows, scoring) for rows in drawn)
-        share = first_of_last / length
-        continued = {}
-        for new in (new for new in CONTINUED if 2 * new <= length):
-            queries = q[:, :, -new:]
-            new_rows = evenly_drawn(0, new, ROWS, generator)
-            continued_out = s2o_attention(queries, k, v, self.config, **scoring.arguments())
-            one = sampled_rows(queries, k, v, continued_out, new_rows, scoring)
-            continued[new] = one.mse, one.power
-        self.errors.append(
-            PromptError(
-                mse=share * early.mse + (1 - share) * last.mse,
-                power=share * early.power + (1 - share) * last.power,
-                last=(last.mse, last.power),
-                continued=continued,
-                worst=_worst(early, last),
-            )
-        )
+        def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
+            errors.update(_errors(self.runs.config, layer, self.index, q, k, v, scoring, out))
+
+        density = walk.measure(self.runs, observe)
+        return {**errors, "density": density}
+
+
+def _errors(
+    config: LayerConfig, layer: int, prompt: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor
+) -> dict[str, Any]:
+    """What one layer is off by on one prompt; prompt: which of its length's."""
+    length = q.shape[2]
+    # the same rows whatever the layer runs, so that what is tried instead is compared with like
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{length}/{layer}/{prompt}".encode()))
+    first_of_last = length - max(1, length // LAST)
+    drawn = [evenly_drawn(*part, ROWS, generator) for part in ((0, first_of_last), (first_of_last, length))]
+    early, last = (sampled_rows(q, k, v, out, rows, scoring) for rows in drawn)
+    share = first_of_last / length
+    continued = []
+    for new in (new for new in CONTINUED if 2 * new <= length):
+        queries = q[:, :, -new:]
+        new_rows = evenly_drawn(0, new, ROWS, generator)
+        continued_out = s2o_attention(queries, k, v, config, **scoring.arguments())
+        one = sampled_rows(queries, k, v, continued_out, new_rows, scoring)
+        continued.append((new, one.mse, one.power))
+    return {
+        "mse": share * early.mse + (1 - share) * last.mse,
+        "power": share * early.power + (1 - share) * last.power,
+        "last": (last.mse, last.power),
+        "continued": continued,
+        "worst": _worst(early, last),
+    }
 
 
 def _worst(*samples: RowSample) -> float:
     return float(torch.cat([sample.off.flatten() for sample in samples]).quantile(WORST))
 
 
-def _measured(
-    layer: PatchableLayer, streams: list[Stream], config: LayerConfig, chunks: Chunks | None
-) -> tuple[list[Stream], LayerSample]:
-    """The prompts after a layer with this configuration, and what was measured of the layer."""
-    observed = _Observed(config)
-    state = layer.state(config, observed.observe, chunks)
-    after, densities = [], []
-    for stream in streams:
-        after.append(layer.patched(stream, state))
-        densities.append(state.density)
-    return after, LayerSample(tuple(observed.errors), statistics.fmean(densities))
+def _layer_sample(of_prompts: Sequence[Mapping[str, Any]]) -> LayerSample:
+    """A layer's sample from what each prompt says."""
+    errors = tuple(
+        PromptError(
+            mse=one["mse"],
+            power=one["power"],
+            last=(one["last"][0], one["last"][1]),
+            continued={new: (mse, power) for new, mse, power in one["continued"]},
+            worst=one["worst"],
+        )
+        for one in of_prompts
+    )
+    return LayerSample(errors, statistics.fmean(one["density"] for one in of_prompts))
 
 
-@dataclass
-class _NoiseFloor:
-    """Prompts on their way through the dense model, whose full attention another backend computes.
+def _noise_floor(
+    executor: Executor, length: int, prompts: Sequence[Prompt], journal: Journal | None
+) -> float | None:  # fmt: skip
+    """The mean KL between two dense implementations; None where rounding is too small to say anything."""
+    items = [NoiseFloor(length, prompt.sha256) for prompt in prompts]
+    known = {item: None if journal is None else journal.get(KIND, item.key) for item in items}
+    pending = {item: executor.submit(item) for item in items if known[item] is None}
+    for item in pending:
+        known[item] = pending[item].result()
+        if journal is not None:
+            journal.put(KIND, item.key, known[item])
+    kls = [known[item]["kl"] for item in items]
+    return None if None in kls else max(0.0, statistics.fmean(kls))
+
+
+@dataclass(frozen=True)
+class NoiseFloor:
+    """The KL of one prompt between the dense model and the same with another implementation of dense attention.
 
     What two exact implementations differ by is what rounding does to a model's predictions: a KL of that size says
-    nothing about sparse attention.
+    nothing about sparse attention. Its result has it as `kl`: None in float32 and on a CPU, where rounding is too
+    small to say anything.
     """
 
-    streams: list[Stream]
-    backend: SDPBackend
+    length: int
+    prompt: str
+    stage: str = "noise"
+    timed: bool = False
 
-    @classmethod
-    def of(
-        cls, loaded: LoadedModel, begun: Sequence[Stream], backend: SDPBackend = SDPBackend.FLASH_ATTENTION
-    ) -> _NoiseFloor | None:
-        """Of prompts before the first layer. None in float32 and on a CPU, where rounding is too small to matter."""
+    @property
+    def affinity(self) -> Hashable:
+        return self.prompt
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {"stage": self.stage, "length": self.length, "prompt": self.prompt}
+
+    def __str__(self) -> str:
+        return f"noise of rounding at {self.length} tokens"
+
+    def run(self, worker: WorkerState) -> dict[str, float | None]:
+        loaded = worker.loaded
         if loaded.weights.device.type != "cuda" or loaded.model.dtype == torch.float32:
-            return None
-        return cls(list(begun), backend)
+            return {"kl": None}
+        with within_memory(loaded.weights.device, self.length, loaded.weights.held, "measuring what rounding does"):
+            return {"kl": noise(worker, worker.prompts[self.prompt], SDPBackend.FLASH_ATTENTION)}
 
-    def advance(self, layer: PatchableLayer) -> None:
-        with sdpa_backend(self.backend):
-            self.streams = [layer.dense(stream) for stream in self.streams]
 
-    def pass_through(self, module: nn.Module, number: int) -> None:
-        """Through a layer of another kind, which is as it is in the dense model."""
-        self.streams = [stream.through(module, number) for stream in self.streams]
-
-    def kl(self, prompts: Sequence[Prompt], dense: Sequence[Stream], logits: Callable[[Tensor], Tensor]) -> float:
-        """The mean KL between the dense model and this one, after the last layer."""
-        pairs = zip(prompts, dense, self.streams, strict=False)  # of the first prompts only
-        kls = [compare(prompt, one.hidden, other.hidden, logits).kl for prompt, one, other in pairs]
-        return max(0.0, statistics.fmean(kls))
+@torch.no_grad()
+def noise(worker: WorkerState, prompt: Prompt, backend: SDPBackend) -> float:
+    """The KL between the dense model and the same, whose full attention another backend computes."""
+    loaded = worker.loaded
+    hf.register()
+    worker.attend_with(hf.NAME)
+    (dense,) = (other,) = begin(loaded, [prompt.ids])
+    for of_decoder in decoder_layers(loaded.model):
+        with layer_on_device(loaded, of_decoder) as module:
+            dense = dense.through(module, of_decoder.number)
+            # layers of other kinds are as they are in the dense model
+            with nullcontext() if of_decoder.attention is None else sdpa_backend(backend):
+                other = other.through(module, of_decoder.number)
+    with logits_on_device(loaded) as logits:
+        return compare(prompt, dense.hidden, other.hidden, logits).kl

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from calibrate.model.models import LoadedModel
+from calibrate.journal import Journal
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
@@ -25,6 +25,7 @@ from calibrate.proof.problems import over_limit
 from calibrate.proof.verify import LayerProof, LengthProof, prove
 from calibrate.search.choice import Choice, allowed
 from calibrate.search.choose import Chosen
+from calibrate.work.executor import Executor
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity
 
@@ -92,14 +93,20 @@ class Proven:
 
 
 def prove_and_tighten(
-    loaded: LoadedModel, held_out: Mapping[int, Sequence[Prompt]], candidate: Candidate, *, progress: bool
+    executor: Executor,
+    held_out: Mapping[int, Sequence[Prompt]],
+    candidate: Candidate,
+    journal: Journal | None = None,
+    *,
+    progress: bool,
 ) -> Proven:
     """Prove a candidate on held-out prompts, tightening it until the proof holds or the attempts are used up.
 
     Args:
-        loaded: The model.
+        executor: Who runs it.
         held_out: The prompts to prove on, by length in tokens; every length of the candidate.
         candidate: What the search chose.
+        journal: Where measurements are kept; None if nowhere.
         progress: Whether to show a progress bar for each attempt.
 
     Returns:
@@ -113,9 +120,17 @@ def prove_and_tighten(
     lengths = frozenset(held_out)
     for attempt in range(RETRIES + 1):
         prompts = {length: prompts for length, prompts in held_out.items() if length in lengths}
-        steps = loaded.geometry.layers * len(prompts)
+        steps = executor.geometry.layers * len(prompts)
         with progress_bar("proving on held-out prompts", steps, "layer", shown=progress) as step:
-            candidate, measured = prove(loaded, prompts, candidate, tighten_layer, step, chunk=candidate.recipe.chunk)
+            candidate, measured = prove(
+                executor,
+                prompts,
+                candidate,
+                tighten_layer,
+                step,
+                chunk=candidate.recipe.chunk,
+                journal=journal,
+            )
         proofs |= measured
         verdict = judge(candidate, proofs)
         if not verdict.repairable or attempt == RETRIES:

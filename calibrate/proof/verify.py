@@ -1,7 +1,8 @@
 """The adjust stage's measurement: the patched model, as it will run, on prompts that it was not calibrated on.
 
-The prompts move through the patched model and through the dense one together, one layer at a time. This module says
-what comes out of that; `judge` says whether it is good enough, and `tighten` what to do if it is not.
+The prompts move through the patched model and through the dense one together, one layer at a time; times are taken
+afterwards. This module says what comes out of that; `judge` says whether it is good enough, and `tighten` what to do if
+it is not.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -18,22 +19,27 @@ import torch
 from torch import Tensor, nn
 
 from calibrate.curves.row_errors import WORST, row_errors, tile_worst
-from calibrate.model.logits import logits_on_device
+from calibrate.journal import Journal
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import Stream, attention_implementation, begin, decoder_layers, layer_on_device
+from calibrate.model.streams import DecoderLayer, Stream, begin, layer_on_device
 from calibrate.prompts.prompts import Prompt
-from calibrate.proof.agreement import compare
-from calibrate.proof.chunks import ByLength, Chunks, chunks_of
+from calibrate.proof.agreement import PromptAgreement
+from calibrate.proof.chunks import ByLength
 from calibrate.proof.rows import drawn_tiles, exact_rows
+from calibrate.proof.steps import History, LayerRun, LockStep, PairWalk, PatchableLayer, Step, layers_of
 from calibrate.recipe import Budget
 from calibrate.timing import medians
+from calibrate.work.executor import Executor, executor_of
+from calibrate.work.items import WorkerState
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface import hf
 from s2o_runtime.scoring import Scoring
 
+STAGE, TIMING = "proving", "timing"
+KIND = "prefill"  # of entries in a journal: times of decoder layers
 GPU_ROUNDS = 3
 LAYER_FLUSHES = 96  # work ahead of a whole layer, about 4 ms: in a prefill the GPU is busy while a layer is launched
 LONG_SECONDS = 0.02  # a call that takes longer is timed once: its scatter is small
@@ -97,15 +103,15 @@ def accept(configured: Configured, length: int, layer: int, proof: LayerProof) -
     """Accept what was proven, whatever came out."""
 
 
-@torch.no_grad()
 def prove(
-    loaded: LoadedModel,
+    model: LoadedModel | Executor,
     held_out: Mapping[int, Sequence[Prompt]],
     configured: C,
     revise: Callable[[C, int, int, LayerProof], C | None] = accept,
     on_step: Callable[[], object] = lambda: None,
     timed: bool = True,
     chunk: int | None = None,
+    journal: Journal | None = None,
 ) -> tuple[C, dict[int, LengthProof]]:
     """Measure what a configuration does to every layer at every length, and to the model's predictions.
 
@@ -113,7 +119,7 @@ def prove(
     follow see what the accepted configuration gave.
 
     Args:
-        loaded: The model.
+        model: Who runs it, or a loaded model, which then runs in this process.
         held_out: The prompts to prove on, by length in tokens. At each layer the lengths take their turns in this
             order.
         configured: What each layer runs at each length.
@@ -122,6 +128,7 @@ def prove(
         on_step: Called after each length of each layer.
         timed: Whether to take times too; without, those of the proofs are 0 or None.
         chunk: Tokens that a layer is fed at once, as a server does; None for whole prompts. Times are of whole prompts.
+        journal: Where measurements are kept, and found again; None if nowhere.
 
     Returns:
         What was proven in the end, and what was measured of it by length in tokens.
@@ -130,174 +137,242 @@ def prove(
         ModelError: inf or NaN came up.
         InputError: The GPU's memory ran out.
     """
-    hf.register()
-    with attention_implementation(loaded.model, hf.NAME):
+    with executor_of(model) as executor:
         walks = [
-            _Walk(length, prompts, begin(loaded, [p.ids for p in prompts]), timed, chunk)
-            for length, prompts in held_out.items()
+            LockStep(executor, journal, AdjustStep, STAGE, length, prompts) for length, prompts in held_out.items()
         ]
-        for of_decoder in decoder_layers(loaded.model):
-            number, row, attention = of_decoder.number, of_decoder.row, of_decoder.attention
-            with layer_on_device(loaded, of_decoder) as module:
-                for walk in walks:
-                    with within_memory(
-                        loaded.weights.device, walk.length, loaded.weights.held, f"proving layer {number}"
-                    ):
-                        if row is None or attention is None:
-                            walk.pass_through(module, number, loaded.weights.device)
-                            continue
-                        layer = PatchableLayer(row, number, module, attention, loaded.weights.device)
-                        configured = walk.advance(layer, configured, revise)
-                    on_step()
-        with logits_on_device(loaded) as logits:
-            return configured, {walk.length: walk.conclude(logits) for walk in walks}
+        layers: dict[int, list[LayerProof]] = {length: [] for length in held_out}
+        for index in range(executor.geometry.layers):
+            for walk in walks:  # so that the lengths are measured beside one another where there are workers
+                walk.begin(LayerRun.of(configured, chunk, index, walk.length))
+            for walk in walks:
+                revised: C | None = configured
+                while revised is not None:
+                    configured = revised
+                    runs = LayerRun.of(configured, chunk, index, walk.length)
+                    proof = _layer_proof(walk.measured(runs))
+                    revised = revise(configured, walk.length, index, proof)
+                layers[walk.length].append(proof)
+                walk.accept(runs)
+                on_step()
+        agreements = {walk.length: walk.agreements() for walk in walks}
+        times = {length: _UNTIMED for length in held_out}
+        if timed:
+            ran = {walk.length: walk.history for walk in walks}
+            times = _times(executor, {length: prompts[0] for length, prompts in held_out.items()}, ran, journal)
+    return configured, {
+        length: _length_proof(layers[length], agreements[length], times[length], prompts)
+        for length, prompts in held_out.items()
+    }
 
 
 @dataclass(frozen=True)
-class PatchableLayer:
-    """One decoder layer, its parameters on the device, dense or with an S2O configuration.
+class AdjustStep(Step):
+    """What one prompt says of one layer: a mapping with `mse`, `power` and `density` as in `LayerProof`, and `tiles`:
+    the largest relative error of a row in each tile of rows, float32 [tiles]."""
 
-    index: Its row in a profile's tables. number: Which decoder layer it is.
-    """
+    def measured(self, walk: PairWalk) -> dict[str, Any]:
+        errors: dict[str, Any] = {}
 
-    index: int
-    number: int
-    module: nn.Module
-    attention: nn.Module
-    device: torch.device
+        def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
+            errors.update(_errors(layer, self.index, q, k, v, scoring, out))
 
-    def dense(self, stream: Stream) -> Stream:
-        return stream.through(self.module, self.number)
-
-    def patched(self, stream: Stream, state: hf.LayerState) -> Stream:
-        hf.attach(self.attention, state)
-        try:
-            return stream.through(self.module, self.number)
-        finally:
-            hf.detach(self.attention)
-
-    def state(
-        self, config: LayerConfig, observer: hf.Observer | None = None, chunks: Chunks | None = None
-    ) -> hf.LayerState:
-        # a state's first calls are all metered, which would be timed too
-        if chunks is None:
-            return hf.LayerState(self.index, lambda keys: config, min_length=0, observer=observer, meter=None)
-        return hf.LayerState(
-            self.index, chunks.config_at, min_length=0, observer=observer, meter=None, chunk=chunks.size
-        )
+        density = walk.measure(self.runs, observe)
+        return {**errors, "density": density}
 
 
-class _Walk:
-    """The held-out prompts of one length on their way through the patched and the dense model."""
-
-    def __init__(
-        self, length: int, prompts: Sequence[Prompt], streams: list[Stream], timed: bool, chunk: int | None
-    ) -> None:
-        self.length, self._prompts, self._timed, self._chunk = length, prompts, timed, chunk
-        self._patched, self._dense = streams, streams
-        self._layers: list[LayerProof] = []
-        self._seconds = {"patched": 0.0, "dense": 0.0}
-
-    def advance(self, layer: PatchableLayer, configured: C, revise: Callable[[C, int, int, LayerProof], C | None]) -> C:
-        """Move through one layer, with what is accepted of it."""
-        revised: C | None = configured
-        while revised is not None:
-            configured = revised
-            config = configured.layer_config(layer.index, self.length)
-            chunks = chunks_of(configured, self._chunk, layer.index, self.length)
-            after, proof = _measure(layer, self._patched, config, chunks)
-            revised = revise(configured, self.length, layer.index, proof)
-        self._layers.append(self._with_times(layer, config, proof) if self._timed else proof)
-        self._patched = after
-        self._dense = [layer.dense(stream) for stream in self._dense]
-        return configured
-
-    def pass_through(self, module: nn.Module, number: int, device: torch.device) -> None:
-        """Move through a layer that has no full attention, whose time is part of both prefills."""
-        first = self._patched[0]
-        if self._timed:
-            seconds = _seconds({"layer": lambda: first.through(module, number)}, device)["layer"]
-            for name in self._seconds:
-                self._seconds[name] += seconds
-        alike = self._patched is self._dense  # before the first layer that S2O may change
-        self._patched = [stream.through(module, number) for stream in self._patched]
-        self._dense = self._patched if alike else [stream.through(module, number) for stream in self._dense]
-
-    def _with_times(self, layer: PatchableLayer, config: LayerConfig, proof: LayerProof) -> LayerProof:
-        """The proof with its times, which are added to the prefill's."""
-        first = self._patched[0]
-        for name, seconds in _layer_seconds(layer, first, config).items():
-            self._seconds[name] += seconds
-        if layer.device.type != "cuda":
-            return proof
-        attention_seconds, dense_seconds = _attention_seconds(layer, first, config)
-        return replace(proof, seconds=attention_seconds, dense_seconds=dense_seconds)
-
-    def conclude(self, logits: Callable[[Tensor], Tensor]) -> LengthProof:
-        """The proof, after the last layer. logits: [1, R, H] -> [1, R, V]."""
-        compared = [
-            compare(prompt, dense.hidden, patched.hidden, logits)
-            for prompt, dense, patched in zip(self._prompts, self._dense, self._patched, strict=True)
-        ]
-        return LengthProof(
-            tuple(self._layers),
-            max(0.0, statistics.fmean(prompt.kl for prompt in compared)),
-            statistics.fmean(prompt.top1 for prompt in compared),
-            (sum(prompt.kept for prompt in compared), sum(prompt.found for prompt in compared))
-            if any(prompt.answers for prompt in self._prompts)
-            else None,
-            self._seconds["patched"],
-            self._seconds["dense"],
-        )
+def _errors(
+    layer: int, prompt: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor
+) -> dict[str, Any]:  # fmt: skip
+    """What one layer's output is off by for one prompt; prompt: which of its length's."""
+    # the same rows whatever the layer runs, so that what is tried instead is compared with like
+    seed = zlib.crc32(f"{q.shape[2]}/{layer}/{prompt}".encode())
+    rows = drawn_tiles(q.shape[2], TILE_ROWS, PROVEN_ROWS, torch.Generator().manual_seed(seed))
+    truth = exact_rows(q, k, v, rows, scoring)
+    out = out[:, :, rows.to(out.device)]
+    return {
+        "mse": float((out - truth).square().mean()),
+        "power": float(truth.square().mean()),
+        "tiles": tile_worst(row_errors(out, truth), TILE_ROWS).flatten().cpu(),
+    }
 
 
-@dataclass
-class _Errors:
-    """What one layer's outputs are off by: mean squared error, mean square of the dense output, and the largest
-    relative errors of rows in each tile; one entry for each prompt."""
-
-    squared: list[float] = field(default_factory=list)
-    power: list[float] = field(default_factory=list)
-    tiles: list[Tensor] = field(default_factory=list)
-
-    def observe(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
-        # the same rows whatever the layer runs, so that what is tried instead is compared with like
-        seed = zlib.crc32(f"{q.shape[2]}/{layer}/{len(self.squared)}".encode())
-        rows = drawn_tiles(q.shape[2], TILE_ROWS, PROVEN_ROWS, torch.Generator().manual_seed(seed))
-        truth = exact_rows(q, k, v, rows, scoring)
-        out = out[:, :, rows.to(out.device)]
-        self.squared.append(float((out.to(truth.dtype) - truth).square().mean()))
-        self.power.append(float(truth.square().mean()))
-        self.tiles.append(tile_worst(row_errors(out, truth), TILE_ROWS).flatten())
-
-
-def _measure(
-    layer: PatchableLayer, streams: list[Stream], config: LayerConfig, chunks: Chunks | None
-) -> tuple[list[Stream], LayerProof]:
-    """The prompts after a layer with this configuration, and what was measured of the layer."""
-    errors = _Errors()
-    state = layer.state(config, errors.observe, chunks)
-    after, densities = [], []
-    for stream in streams:
-        after.append(layer.patched(stream, state))
-        densities.append(state.density)
-    mean = statistics.fmean
-    return after, LayerProof(
-        mse=mean(errors.squared),
-        dense_power=mean(errors.power),
-        density=mean(densities),
-        worst=float(torch.cat(errors.tiles).quantile(WORST)),
+def _layer_proof(of_prompts: Sequence[Mapping[str, Any]]) -> LayerProof:
+    """The proof of a layer, without times, from what each prompt says."""
+    return LayerProof(
+        mse=statistics.fmean(one["mse"] for one in of_prompts),
+        dense_power=statistics.fmean(one["power"] for one in of_prompts),
+        density=statistics.fmean(one["density"] for one in of_prompts),
+        worst=float(torch.cat([one["tiles"] for one in of_prompts]).quantile(WORST)),
     )
 
 
-def _layer_seconds(layer: PatchableLayer, stream: Stream, config: LayerConfig) -> dict[str, float]:
-    """Seconds of the whole decoder layer."""
-    state = layer.state(config)
-    calls: dict[str, Callable[[], Any]] = {
-        "patched": lambda: layer.patched(stream, state),
-        "dense": lambda: layer.dense(stream),
+@dataclass(frozen=True)
+class _Times:
+    """Seconds of one length's first prompt: of all decoder layers, and of each layer's attention as (S2O, dense)."""
+
+    patched: float = 0.0
+    dense: float = 0.0
+    attention: tuple[tuple[float, float] | None, ...] = ()
+
+
+_UNTIMED = _Times()
+
+
+def _length_proof(
+    layers: Sequence[LayerProof], agreements: Sequence[PromptAgreement], times: _Times, prompts: Sequence[Prompt]
+) -> LengthProof:
+    of_attention = times.attention or (None,) * len(layers)
+    return LengthProof(
+        tuple(
+            proof if of_layer is None else replace(proof, seconds=of_layer[0], dense_seconds=of_layer[1])
+            for proof, of_layer in zip(layers, of_attention, strict=True)
+        ),
+        max(0.0, statistics.fmean(prompt.kl for prompt in agreements)),
+        statistics.fmean(prompt.top1 for prompt in agreements),
+        (sum(prompt.kept for prompt in agreements), sum(prompt.found for prompt in agreements))
+        if any(prompt.answers for prompt in prompts)
+        else None,
+        times.patched,
+        times.dense,
+    )
+
+
+def _times(
+    executor: Executor, prompts: Mapping[int, Prompt], ran: Mapping[int, History], journal: Journal | None
+) -> dict[int, _Times]:
+    """The times of every decoder layer at every length, by length; ran: what all layers run."""
+    geometry = executor.geometry
+    numbers = range(geometry.decoder_layers)
+    items = {
+        (length, number): LayerTime(length, prompt.sha256, number, ran[length])
+        for length, prompt in prompts.items()
+        for number in numbers
     }
-    return _seconds(calls, layer.device)
+    known = {name: None if journal is None else journal.get(KIND, item.key) for name, item in items.items()}
+    tracks = [
+        [items[length, number] for number in numbers if known[length, number] is None] for length in prompts
+    ]
+    for item, seconds in executor.spread(tracks):
+        if journal is not None:
+            journal.put(KIND, item.key, seconds)
+        known[item.length, item.number] = seconds
+    times = {}
+    for length in prompts:
+        of_decoder = [known[length, number] or {} for number in numbers]
+        attention = [of_decoder[geometry.layer_number(row)].get("attention") for row in range(geometry.layers)]
+        times[length] = _Times(
+            sum(seconds["patched"] for seconds in of_decoder),
+            sum(seconds["dense"] for seconds in of_decoder),
+            tuple(None if pair is None else (pair[0], pair[1]) for pair in attention),
+        )
+    return times
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """The times of one decoder layer on one prompt, as an item of work.
+
+    number: Which decoder layer. ran: What all layers of full attention run. Its result has the seconds of the whole
+    layer as `patched` and `dense`, and on a GPU, for a layer of full attention, those of attention alone, S2O and
+    dense, as `attention`.
+    """
+
+    length: int
+    prompt: str
+    number: int
+    ran: History
+    stage: str = TIMING
+    timed: bool = True
+
+    @property
+    def affinity(self) -> Hashable:
+        return self.length
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {"length": self.length, "prompt": self.prompt, "layer": self.number, "ran": self.ran.digest}
+
+    def __str__(self) -> str:
+        return f"times of layer {self.number} at {self.length} tokens"
+
+    def run(self, worker: WorkerState) -> dict[str, Any]:
+        hf.register()
+        worker.attend_with(hf.NAME)
+        weights = worker.loaded.weights
+        with within_memory(weights.device, self.length, weights.held, f"timing layer {self.number}"):
+            walk = worker.keep((self.length, self.ran.digest), lambda: _TimedWalk(worker, self.prompt, self.ran))
+            return walk.timed(self.number)
+
+
+class _TimedWalk:
+    """A prompt on its way through the patched model, whose layers are timed with its hidden states."""
+
+    def __init__(self, worker: WorkerState, prompt: str, ran: History) -> None:
+        self._worker, self._prompt, self._runs = worker, prompt, ran.runs
+        self._layers = layers_of(worker)
+        self._begin()
+
+    @torch.no_grad()
+    def timed(self, number: int) -> dict[str, Any]:
+        """Time a decoder layer, and move through it."""
+        if number < self._number:
+            self._begin()
+        for of_decoder in self._layers[self._number : number]:
+            with layer_on_device(self._worker.loaded, of_decoder) as module:
+                layer = self._patchable(of_decoder, module)
+                self._stream = self._through(of_decoder, module) if layer is None else self._patched(layer)
+        of_decoder = self._layers[number]
+        with layer_on_device(self._worker.loaded, of_decoder) as module:
+            layer = self._patchable(of_decoder, module)
+            if layer is None:
+                seconds: dict[str, Any] = self._pass_seconds(of_decoder, module)
+            else:
+                config = self._runs[layer.index].config
+                seconds, after = _layer_seconds(layer, self._stream, config)
+                if layer.device.type == "cuda":
+                    seconds["attention"] = _attention_seconds(layer, self._stream, config)
+                self._stream = after if self._runs[layer.index].chunk is None else self._patched(layer)
+        self._number = number + 1
+        return seconds
+
+    def _patchable(self, of_decoder: DecoderLayer, module: nn.Module) -> PatchableLayer | None:
+        if of_decoder.row is None or of_decoder.attention is None:
+            return None
+        device = self._worker.loaded.weights.device
+        return PatchableLayer(of_decoder.row, of_decoder.number, module, of_decoder.attention, device)
+
+    def _patched(self, layer: PatchableLayer) -> Stream:
+        runs = self._runs[layer.index]
+        return layer.patched(self._stream, layer.state(runs.config, chunks=runs.chunks))
+
+    def _through(self, of_decoder: DecoderLayer, module: nn.Module) -> Stream:
+        return self._stream.through(module, of_decoder.number)
+
+    def _pass_seconds(self, of_decoder: DecoderLayer, module: nn.Module) -> dict[str, Any]:
+        """The seconds of a layer that has no full attention, which both prefills have."""
+        before, number = self._stream, of_decoder.number
+        device = self._worker.loaded.weights.device
+        seconds = _seconds({"layer": lambda: before.through(module, number)}, device)["layer"]
+        self._stream = self._through(of_decoder, module)
+        return {"patched": seconds, "dense": seconds}
+
+    def _begin(self) -> None:
+        ids = self._worker.prompts[self._prompt].ids
+        (self._stream,) = begin(self._worker.loaded, [ids], self._worker.keep("calls of patched layers", dict))
+        self._number = 0
+
+
+def _layer_seconds(layer: PatchableLayer, stream: Stream, config: LayerConfig) -> tuple[dict[str, Any], Stream]:
+    """Seconds of the whole decoder layer, patched and dense, and the prompt after the patched one."""
+    state = layer.state(config)
+    after: list[Stream] = []
+
+    def patched() -> None:
+        after[:] = [layer.patched(stream, state)]
+
+    seconds = _seconds({"patched": patched, "dense": lambda: layer.dense(stream)}, layer.device)
+    return {**seconds}, after[0]
 
 
 def _seconds(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:

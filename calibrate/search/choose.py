@@ -7,20 +7,19 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import repeat
+from typing import Any
 
 import torch
 
 from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, Curve, Curves, Method, Ranking, Shape, methods
-from calibrate.curves.measure import LayersCurves
+from calibrate.curves.measure import LayersCurves, dense_walk
 from calibrate.journal import Journal
-from calibrate.model import capture
 from calibrate.model.capture import Captured
-from calibrate.model.models import LoadedModel
 from calibrate.model.sensitivity import Sensitivity
 from calibrate.prompts.prompt import PromptSet
 from calibrate.recipe import Recipe
@@ -38,10 +37,11 @@ from calibrate.search.choice import (
 from calibrate.search.groups import groups
 from calibrate.search.study import LayerSearch, Studies, Timer
 from calibrate.timing import FAILURES, HOPELESS, Timing, against_dense, reason
+from calibrate.work.executor import Executor, Pending, at_once
+from calibrate.work.items import WorkerState
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
-from s2o_runtime.devices import DeviceIdentity
 
 log = logging.getLogger("calibrate")
 
@@ -115,28 +115,27 @@ class Chosen:
 
 
 def choose(
-    loaded: LoadedModel,
+    executor: Executor,
     curves: LayersCurves,
     tiles: Mapping[int, Sequence[TileConfig]],
     *,
     prompts: PromptSet,
     recipe: Recipe,
-    device: DeviceIdentity,
     journal: Journal,
-    on_trial: Callable[[str], None],
+    on_trial: Callable[[str], object],
     sensitivity: Sensitivity | None = None,
 ) -> dict[int, Chosen]:
     """Search for the first layer of every group; the others take its point and spend their own budget.
 
-    On a GPU one calibration prompt of each length moves through the model and is what calls are timed on.
+    On a GPU one calibration prompt of each length moves through the model and is what calls are timed on. Layers are
+    searched beside one another as far as there are workers.
 
     Args:
-        loaded: the model.
+        executor: who times calls; its device is what the choice is for.
         curves: of every layer at every length.
         tiles: those that get trials, by length, the safe default first.
         prompts: the first calibration prompt of each length is used.
         recipe: says the budget and how many trials there are.
-        device: where the model runs.
         journal: where times are kept.
         on_trial: called after each trial with a text for a progress bar.
         sensitivity: of every layer and head, for a budget in KL.
@@ -148,47 +147,88 @@ def choose(
         ResourceError: the Optuna storage or the journal failed.
     """
     deadline = None if recipe.time_limit is None else time.monotonic() + recipe.time_limit
-    studies = Studies(recipe, loaded.name, device.name)
-    searches = [
-        _LengthSearch(
+    studies = Studies(recipe, executor.name, executor.device.name)
+    on_gpu = executor.device.kind == "cuda"
+    searches = {}
+    for length in recipe.lengths:
+        prompt = prompts.calibration[length][0]
+        executor.know([prompt])
+        searches[length] = _LengthSearch(
             length,
             curves[length],
             tiles[length],
             recipe,
             studies,
             lambda: deadline is not None and time.monotonic() > deadline,
+            on_trial,
+            partial(_timed, executor, journal, length, prompt.sha256) if on_gpu else None,
             sensitivity,
         )
-        for length in recipe.lengths
-    ]
-    first_prompts = [prompts.calibration[length][0] for length in recipe.lengths]
-    for layer, inputs in enumerate(_inputs(loaded, [prompt.ids for prompt in first_prompts], device)):
-        for search, prompt in zip(searches, first_prompts, strict=True):
-            captured = next(inputs)
-            timer = None if captured is None else partial(_timed, captured, journal, layer, prompt.sha256)
-            search.layer(layer, timer, on_trial)
-    return {search.length: search.chosen() for search in searches}
+    waiting: list[Pending[None]] = []
+    for layer in range(executor.geometry.layers):
+        for search in searches.values():
+            waiting += search.begin(layer, executor)
+    for pending in waiting:
+        pending.result()
+    return {length: search.chosen() for length, search in searches.items()}
 
 
-def _inputs(
-    loaded: LoadedModel, prompts: list[torch.Tensor], device: DeviceIdentity
-) -> Iterator[Iterator[Captured | None]]:
-    """For each layer, the attention inputs of every prompt; None for each without a GPU, where nothing is timed."""
-    if device.kind == "cuda":
-        yield from capture.layers(loaded, prompts)
-    else:
-        yield from (repeat(None) for _ in range(loaded.geometry.layers))
+@dataclass(frozen=True)
+class CallTime:
+    """The time of a configuration on one layer's inputs, as an item of work.
+
+    best: the seconds of the best configuration so far. Its result is a `Timing` as a mapping, or why the GPU cannot
+    run the configuration, as a text.
+    """
+
+    layer: int
+    length: int
+    prompt: str
+    config: LayerConfig
+    best: float
+    stage: str = "search"
+    timed: bool = True
+
+    @property
+    def affinity(self) -> Hashable:
+        return self.length, self.layer
+
+    def __str__(self) -> str:
+        return f"timing of layer {self.layer} at {self.length} tokens"
+
+    def run(self, worker: WorkerState) -> dict[str, Any] | str:
+        try:
+            return asdict(_time(self._captured(worker), self.config, self.best))
+        except FAILURES as failure:
+            return reason(failure)
+
+    def _captured(self, worker: WorkerState) -> Captured:
+        """The layer's inputs, which are kept until another layer's are needed."""
+        last = worker.keep("captured", dict[Hashable, Captured])
+        if self.affinity not in last:
+            last.clear()
+            walk = dense_walk(worker, (self.prompt,))
+            (captured,) = walk.inputs(self.layer)
+            last[self.affinity] = captured
+        return last[self.affinity]
 
 
-def _timed(prompt: Captured, journal: Journal, layer: int, sha256: str, config: LayerConfig, best: float) -> Timing:
+def _timed(
+    executor: Executor, journal: Journal, length: int, sha256: str, layer: int, config: LayerConfig, best: float
+) -> Timing:
     """The time of a configuration on a layer's inputs, from the journal if it is there.
 
     A time that was given up as hopeless is taken again if it is not hopeless against `best` seconds.
+
+    Raises:
+        RuntimeError: the GPU cannot run the configuration.
     """
     key = {"layer": layer, "prompt": sha256, "config": hashlib.sha256(repr(config).encode()).hexdigest()}
     known = journal.get("timing", key)
     if known is None or (known["rejected"] and known["seconds"] <= HOPELESS * best):
-        known = asdict(_time(prompt, config, best))
+        known = executor.submit(CallTime(layer, length, sha256, config, best)).result()
+        if isinstance(known, str):
+            raise RuntimeError(known)
         journal.put("timing", key, known)
     return Timing(**known)
 
@@ -203,7 +243,7 @@ def _time(prompt: Captured, config: LayerConfig, best: float) -> Timing:
 
 
 class _LengthSearch:
-    """One length: its groups, their searches as their first layers come by, and what the other layers make of them."""
+    """One length: its groups, the searches on their first layers, and what the other layers make of them."""
 
     def __init__(
         self,
@@ -213,11 +253,14 @@ class _LengthSearch:
         recipe: Recipe,
         studies: Studies,
         out_of_time: Callable[[], bool],
+        on_trial: Callable[[str], object],
+        timer: Callable[[int, LayerConfig, float], Timing] | None,
         sensitivity: Sensitivity | None = None,
     ) -> None:
+        """timer: times a configuration on a layer's inputs, given the best seconds so far; None without a GPU."""
         self.length = length
         self._curves, self._tiles, self._recipe = curves, tiles, recipe
-        self._studies, self._out_of_time = studies, out_of_time
+        self._studies, self._out_of_time, self._on_trial, self._timer = studies, out_of_time, on_trial, timer
         self._segments = recipe.segments_for(length)
         self._weights = [
             weights_of(of_layer, recipe, of_heads, len(curves))
@@ -230,59 +273,81 @@ class _LengthSearch:
         ]
         self._groups = groups(by_segment, budgets, allowed(recipe))
         self._first_of_group = {layer: group[0] for group in self._groups for layer in group}
-        self._best: dict[int, SearchPoint] = {}  # by the first layer of a group
-        self._choices: list[Choice] = []
-        self._points = 0
-        self._tried: list[int] = []
-        self._failures: Counter[str] = Counter()
+        self._points: dict[int, Pending[SearchPoint]] = {}  # the best one, by the first layer of a group
+        self._searches: dict[int, LayerSearch] = {}
+        self._choices: dict[int, Choice] = {}
         default = default_segment(self._segments)
         self._uniform = None  # a KL belongs to no single setting, because its search goes on in the proof
         if not recipe.budget.is_kl:
             self._uniform = _uniform([of_segment[default] for of_segment in by_segment], budgets, recipe.tails)
-        self._uniform_seconds = 0.0
+        self._uniform_seconds: dict[int, float] = {}
 
-    def layer(self, layer: int, timer: Timer | None, on_trial: Callable[[str], None]) -> None:
-        """Choose for the next layer."""
-        curves, recipe = self._curves[layer], self._recipe
-        weights = self._weights[layer]
-        search = LayerSearch(layer, self.length, curves, recipe, self._segments, self._tiles, timer, weights)
+    def begin(self, layer: int, executor: Executor) -> list[Pending[Any]]:
+        """Begin to choose for a layer, the layers in their order; all is done when what is returned is."""
+        timer = None if self._timer is None else partial(self._timer, layer)
+        search = LayerSearch(
+            layer,
+            self.length,
+            self._curves[layer],
+            self._recipe,
+            self._segments,
+            self._tiles,
+            timer,
+            self._weights[layer],
+        )
+        self._searches[layer] = search
+        run = executor.background if timer is not None else at_once
         first = self._first_of_group[layer]
+        pending: list[Pending[Any]]
         if layer == first:
-
-            def tried() -> None:
-                best = min((choice.cost for choice in search.tried.values()), default=float("nan"))
-                text = f"{best * 1e3:.2f} ms" if timer else f"cost {best:.3f}"
-                on_trial(f"layer {layer}, {self.length} tokens, best {text}")
-
-            choice = search.run(self._studies, list(self._best.values()), tried, self._out_of_time)
-            self._points = search.points
-            self._tried.append(search.trials)
-            self._failures += search.failures
-            self._best[layer] = choice.point
+            self._points[layer] = run(partial(self._search, search, next(iter(self._points.values()), None)))
+            pending = [self._points[layer]]
         else:
-            choice = search.adopted(self._best[first])
-        self._choices.append(choice)
+            pending = [run(partial(self._adopt, search, self._points[first]))]
         if self._uniform is not None and timer is not None:
-            self._time_uniform(self._uniform.head, len(choice.allocation.points), timer)
+            heads = next(iter(self._curves[layer].values())).density.shape[0]
+            pending.append(run(partial(self._time_uniform, layer, self._uniform.head, heads, timer)))
+        return pending
 
-    def _time_uniform(self, head: HeadConfig, heads: int, timer: Timer) -> None:
-        """Add the next layer's time with the single setting; if one cannot be timed, there is no sum of them."""
+    def _search(self, search: LayerSearch, first_point: Pending[SearchPoint] | None) -> SearchPoint:
+        """The best point of a group. A study that cannot try all points begins with the first group's best."""
+
+        def tried() -> None:
+            best = min((choice.cost for choice in search.tried.values()), default=float("nan"))
+            text = f"{best * 1e3:.2f} ms" if search.timer else f"cost {best:.3f}"
+            self._on_trial(f"layer {search.layer}, {self.length} tokens, best {text}")
+
+        start_from = [] if first_point is None or search.points <= self._recipe.trials else [first_point.result()]
+        choice = search.run(self._studies, start_from, tried, self._out_of_time)
+        self._choices[search.layer] = choice
+        return choice.point
+
+    def _adopt(self, search: LayerSearch, point: Pending[SearchPoint]) -> None:
+        self._choices[search.layer] = search.adopted(point.result())
+
+    def _time_uniform(self, layer: int, head: HeadConfig, heads: int, timer: Timer) -> None:
+        """Take a layer's time with the single setting; if one cannot be timed, there is no sum of them."""
         config = LayerConfig((head,) * heads, self._tiles[0], grain=self._recipe.grains[-1]).validate()
         try:
-            self._uniform_seconds += timer(config, math.inf).seconds
+            self._uniform_seconds[layer] = timer(config, math.inf).seconds
         except FAILURES as failure:
             log.warning("the single setting for all heads cannot be timed: %s", reason(failure))
-            self._uniform_seconds = math.nan
+            self._uniform_seconds[layer] = math.nan
 
     def chosen(self) -> Chosen:
         """What was chosen, once every layer has come by."""
         recipe = self._recipe
-        choices, limits = self._choices, [recipe.budget.value] * len(self._choices)
+        choices = [self._choices[layer] for layer in range(len(self._curves))]
+        limits = [recipe.budget.value] * len(choices)
         if recipe.scope == "model":
-            choices, limits = shared(self._choices, recipe)
-        timed = self._uniform_seconds > 0.0  # neither without a timer nor NaN
-        uniform = self._uniform and replace(self._uniform, seconds=self._uniform_seconds if timed else None)
-        return Chosen(choices, limits, self._groups, self._failures, self._points, tuple(self._tried), uniform)
+            choices, limits = shared(choices, recipe)
+        seconds = sum(self._uniform_seconds[layer] for layer in sorted(self._uniform_seconds))
+        timed = seconds > 0.0  # neither without a timer nor NaN
+        uniform = self._uniform and replace(self._uniform, seconds=seconds if timed else None)
+        failures = sum((search.failures for _, search in sorted(self._searches.items())), Counter[str]())
+        searched = [self._searches[group[0]] for group in self._groups]
+        points, tried = searched[0].points, tuple(search.trials for search in searched)
+        return Chosen(choices, limits, self._groups, failures, points, tried, uniform)
 
 
 def _uniform(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 
 import torch
 
+from calibrate.journal import Journal
 from calibrate.timing import medians
+from calibrate.work.executor import Executor
+from calibrate.work.items import WorkerState
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.identity import Geometry
@@ -36,13 +39,108 @@ def with_crossover(
         faster_at: a length at which the layer itself was faster than dense attention, so that it does not go dense
             there; None if it was not timed.
     """
-    bare = replace(config.tile, dense_below=0, min_queries=0)
-    head, density = _quickest(config), round(density, 2)
-    below = dense_below(bare, head, config.grain, geometry, device, density)
+    bare, head, density = _bare(config.tile), _quickest(config), round(density, 2)
+    below, fewest = _crossover(bare, head, config.grain, geometry, device, density, faster_at)
+    return replace(config.tile, dense_below=below, min_queries=fewest).validate()
+
+
+def _crossover(
+    bare: TileConfig,
+    head: HeadConfig,
+    grain: int,
+    geometry: Geometry,
+    device: torch.device,
+    density: float,
+    faster_at: int | None,
+) -> tuple[int, int]:
+    """`dense_below` and `min_queries` of a tile that has none, for layers of a density; as `with_crossover` says."""
+    below = dense_below(bare, head, grain, geometry, device, density)
     if faster_at is not None:
         below = min(below, faster_at)
-    fewest = min_queries(replace(bare, dense_below=below), head, config.grain, geometry, device, density)
-    return replace(config.tile, dense_below=below, min_queries=fewest).validate()
+    return below, min_queries(replace(bare, dense_below=below), head, grain, geometry, device, density)
+
+
+def _bare(tile: TileConfig) -> TileConfig:
+    return replace(tile, dense_below=0, min_queries=0)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What of a layer its crossovers depend on.
+
+    density: the query-key pairs that it computes over causal pairs. faster_at: a length at which it was faster than
+    dense attention; None if it was not timed.
+    """
+
+    config: LayerConfig
+    density: float
+    faster_at: int | None
+
+
+Case = tuple[float, int | None]  # the density, in hundredths, and `faster_at` of a layer
+
+
+@dataclass(frozen=True)
+class Crossovers:
+    """The crossovers of layers that differ in their density only, as an item of work.
+
+    tile: with neither `dense_below` nor `min_queries`. head: as `_quickest` says. Its result is `dense_below` and
+    `min_queries` in each of the cases.
+    """
+
+    tile: TileConfig
+    head: HeadConfig
+    grain: int
+    cases: tuple[Case, ...]
+    stage: str = "crossovers"
+    timed: bool = True
+
+    @property
+    def affinity(self) -> Hashable:
+        return None
+
+    def __str__(self) -> str:
+        return f"crossover of {self.tile}"
+
+    @property
+    def key(self) -> dict[str, object]:
+        """What the measurement depends on beside the GPU and the model."""
+        return {"tile": asdict(self.tile), "head": repr(self.head), "grain": self.grain, "cases": self.cases}
+
+    def run(self, worker: WorkerState) -> list[tuple[int, int]]:
+        geometry, device = worker.loaded.geometry, worker.loaded.weights.device
+        return [_crossover(self.tile, self.head, self.grain, geometry, device, *case) for case in self.cases]
+
+
+def crossovers(executor: Executor, layers: Mapping[Hashable, Layer], journal: Journal) -> dict[Hashable, TileConfig]:
+    """The tiles of many layers with their crossovers, as `with_crossover` gives them.
+
+    Args:
+        executor: who measures; layers that differ in their density only are measured together.
+        layers: by any name.
+        journal: where they are kept.
+
+    Returns:
+        The tile of every layer, by its name.
+    """
+    alike: dict[tuple[TileConfig, HeadConfig, int], dict[Case, list[Hashable]]] = {}
+    for name, layer in layers.items():
+        config, case = layer.config, (round(layer.density, 2), layer.faster_at)
+        of_kind = alike.setdefault((_bare(config.tile), _quickest(config), config.grain), {})
+        of_kind.setdefault(case, []).append(name)
+    items = {kind: Crossovers(*kind, tuple(cases)) for kind, cases in alike.items()}
+    pending = {
+        kind: executor.submit(item) for kind, item in items.items() if journal.get("crossover", item.key) is None
+    }
+    tiles: dict[Hashable, TileConfig] = {}
+    for kind, item in items.items():
+        if kind in pending:
+            journal.put("crossover", item.key, pending[kind].result())
+        for case, (below, fewest) in zip(item.cases, journal.get("crossover", item.key) or (), strict=True):
+            for name in alike[kind][case]:
+                tile = layers[name].config.tile
+                tiles[name] = replace(tile, dense_below=below, min_queries=fewest).validate()
+    return tiles
 
 
 def _quickest(config: LayerConfig) -> HeadConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -11,9 +11,10 @@ import torch
 
 from calibrate.journal import Journal
 from calibrate.timing import FAILURES, medians, reason
+from calibrate.work.executor import Executor
+from calibrate.work.items import WorkerState
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig, TileConfig
-from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.identity import Geometry
 from s2o_runtime.tiles import candidate_tiles
@@ -39,23 +40,14 @@ class Tiles:
     left_out: dict[str, str]
 
 
-def tiles_for(
-    geometry: Geometry,
-    device: DeviceIdentity,
-    where: torch.device,
-    *,
-    length: int,
-    segments: Sequence[int],
-    journal: Journal,
-) -> Tiles:
+def tiles_for(executor: Executor, *, length: int, segments: Sequence[int], journal: Journal) -> Tiles:
     """The tiles to try for a model: on a GPU those that are nearly the fastest for a whole prefix without any stop.
 
     A tile is legal if its rows divide every segment that is tried. Tiles that differ only in the stride of their stop
     check are not told apart: which is best depends on where heads stop.
 
     Args:
-        geometry: the model's.
-        device, where: what the calibration runs on.
+        executor: who times them; its device is what the tiles are for.
         length: of the prompts, in tokens.
         segments: those that are tried.
         journal: where times are kept.
@@ -64,12 +56,13 @@ def tiles_for(
         ConfigError: no tile is legal.
         InputError: no tile runs.
     """
+    device = executor.device
     on_gpu = device.kind == "cuda"
-    candidates = candidate_tiles(geometry.head_dim, device.capability) if on_gpu else CPU_TILES
+    candidates = candidate_tiles(executor.geometry.head_dim, device.capability) if on_gpu else CPU_TILES
     legal, left_out = _legal(candidates, segments)
     if not on_gpu:
         return Tiles(legal, left_out)
-    seconds = _times(legal, geometry, where, min(length, LONGEST), max(segments), journal, left_out)
+    seconds = _times(legal, executor, min(length, LONGEST), max(segments), journal, left_out)
     limit = SLOWER * min(seconds.values())
     for tile, tile_seconds in seconds.items():
         if tile_seconds > limit:
@@ -95,29 +88,56 @@ def _legal(candidates: Sequence[TileConfig], segments: Sequence[int]) -> tuple[t
 
 def _times(
     legal: Sequence[TileConfig],
-    geometry: Geometry,
-    where: torch.device,
+    executor: Executor,
     length: int,
     segment: int,
     journal: Journal,
     left_out: dict[str, str],
 ) -> dict[TileConfig, float]:
     """The seconds of every tile that runs, whatever its stride; `left_out` gets the reason why another failed."""
+    first_of = {_any_stride(tile): tile for tile in reversed(legal)}
+    items = {
+        timed: TileTime(first_of[timed], length, segment) for timed in dict.fromkeys(map(_any_stride, legal))
+    }
+    keys = {timed: {"tile": asdict(timed), "length": length, "segment": segment} for timed in items}
+    pending = {
+        timed: executor.submit(item) for timed, item in items.items() if journal.get("tile", keys[timed]) is None
+    }
     seconds: dict[TileConfig, float] = {}
-    for tile in legal:
-        timed = _any_stride(tile)
-        if timed in seconds or str(timed) in left_out:
-            continue
-        key = {"tile": asdict(timed), "length": length, "segment": segment}
-        tile_seconds, failed = journal.remember("tile", key, partial(_seconds, tile, geometry, where, length, segment))
+    for timed, key in keys.items():
+        if timed in pending:
+            journal.put("tile", key, pending[timed].result())
+        tile_seconds, failed = journal.get("tile", key) or (0.0, "")
         if failed:
             left_out[str(timed)] = failed
         else:
             seconds[timed] = tile_seconds
     if not seconds:
-        why = next(iter(left_out.values()), f"head_dim {geometry.head_dim} has none")
+        why = next(iter(left_out.values()), f"head_dim {executor.geometry.head_dim} has none")
         raise InputError(f"no tile runs on this GPU ({why}): leave the model dense, or calibrate with --device cpu")
     return seconds
+
+
+@dataclass(frozen=True)
+class TileTime:
+    """The time of one tile for a whole prefix without any stop, as an item of work."""
+
+    tile: TileConfig
+    length: int
+    segment: int
+    stage: str = "tiles"
+    timed: bool = True
+
+    @property
+    def affinity(self) -> Hashable:
+        return None
+
+    def __str__(self) -> str:
+        return f"tile {self.tile} at {self.length} tokens"
+
+    def run(self, worker: WorkerState) -> tuple[float, str]:
+        loaded = worker.loaded
+        return _seconds(self.tile, loaded.geometry, loaded.weights.device, self.length, self.segment)
 
 
 def _any_stride(tile: TileConfig) -> TileConfig:

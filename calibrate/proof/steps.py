@@ -1,0 +1,387 @@
+"""One prompt on its way through the patched and the dense model, a layer at a time: as items of work, and together.
+
+A step says all that its result depends on: the prompt, what the layers before ran, and what this one runs. Which worker
+takes it, and whether that one has the prompt at hand or begins again, changes nothing but the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from calibrate.journal import Journal
+from calibrate.model.logits import logits_on_device
+from calibrate.model.memory import within_memory
+from calibrate.model.streams import DecoderLayer, Stream, begin, decoder_layers, layer_on_device
+from calibrate.prompts.prompts import Prompt
+from calibrate.proof.agreement import PromptAgreement, compare
+from calibrate.proof.chunks import ByLength, Chunks, chunks_of
+from calibrate.work.executor import Executor, Pending
+from calibrate.work.items import WorkerState
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.huggingface import hf
+
+KIND = "proof"  # of entries in a journal
+HISTORIES = 16  # that a process keeps unpacked
+_unpacked: OrderedDict[str, History] = OrderedDict()
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """What one layer runs for prompts of one length.
+
+    chunk: Tokens that it is fed at once; None for whole prompts. by_keys: Of a layer that is fed in chunks, what it
+    runs behind each number of keys.
+    """
+
+    config: LayerConfig
+    chunk: int | None = None
+    by_keys: tuple[tuple[int, LayerConfig], ...] = ()
+
+    @classmethod
+    def of(cls, configured: ByLength, chunk: int | None, layer: int, length: int) -> LayerRun:
+        """What a layer runs in a configuration."""
+        config = configured.layer_config(layer, length)
+        chunks = chunks_of(configured, chunk, layer, length)
+        if chunks is None:
+            return cls(config)
+        ends = (*range(chunks.size, length, chunks.size), length)
+        return cls(config, chunks.size, tuple((keys, chunks.config_at(keys)) for keys in ends))
+
+    @property
+    def chunks(self) -> Chunks | None:
+        """How the layer is fed; None if whole."""
+        return None if self.chunk is None else Chunks(self.chunk, dict(self.by_keys).__getitem__)
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(repr((self.config, self.chunk, self.by_keys)).encode()).hexdigest()
+
+
+class History:
+    """What the layers before one ran. It is unpacked once in a process, however many items bring it."""
+
+    def __init__(self, runs: tuple[LayerRun, ...] = (), digest: str = "") -> None:
+        self.runs, self.digest = runs, digest
+        self._packed: bytes | None = None
+
+    def then(self, run: LayerRun) -> History:
+        """With one more layer."""
+        digest = hashlib.sha256(f"{self.digest}/{run.digest}".encode()).hexdigest()
+        return History((*self.runs, run), digest)
+
+    def __reduce__(self) -> tuple[Callable[[str, bytes], History], tuple[str, bytes]]:
+        if self._packed is None:
+            self._packed = pickle.dumps(self.runs)
+        return _unpack, (self.digest, self._packed)
+
+
+def _unpack(digest: str, packed: bytes) -> History:
+    if digest not in _unpacked:
+        _unpacked[digest] = History(pickle.loads(packed), digest)
+        if len(_unpacked) > HISTORIES:
+            _unpacked.popitem(last=False)
+    return _unpacked[digest]
+
+
+@dataclass(frozen=True)
+class PatchableLayer:
+    """One decoder layer, its parameters on the device, dense or with an S2O configuration.
+
+    index: Its row in a profile's tables. number: Which decoder layer it is.
+    """
+
+    index: int
+    number: int
+    module: nn.Module
+    attention: nn.Module
+    device: torch.device
+
+    def dense(self, stream: Stream) -> Stream:
+        return stream.through(self.module, self.number)
+
+    def patched(self, stream: Stream, state: hf.LayerState) -> Stream:
+        hf.attach(self.attention, state)
+        try:
+            return stream.through(self.module, self.number)
+        finally:
+            hf.detach(self.attention)
+
+    def state(
+        self, config: LayerConfig, observer: hf.Observer | None = None, chunks: Chunks | None = None
+    ) -> hf.LayerState:
+        # a state's first calls are all metered, which would be timed too
+        if chunks is None:
+            return hf.LayerState(self.index, lambda keys: config, min_length=0, observer=observer, meter=None)
+        return hf.LayerState(
+            self.index, chunks.config_at, min_length=0, observer=observer, meter=None, chunk=chunks.size
+        )
+
+
+def layers_of(worker: WorkerState) -> list[DecoderLayer]:
+    """The decoder's layers, which are looked up once."""
+    return worker.keep("decoder layers", lambda: decoder_layers(worker.loaded.model))
+
+
+class PairWalk:
+    """One prompt in the patched and in the dense model, before some layer of full attention.
+
+    Args:
+        worker: What the process keeps.
+        prompt: The prompt's hash.
+        index: Which of its length's prompts it is.
+    """
+
+    def __init__(self, worker: WorkerState, prompt: str, index: int) -> None:
+        self._worker, self._prompt, self._index = worker, prompt, index
+        self._layers = layers_of(worker)
+        self._begin()
+
+    @torch.no_grad()
+    def move_to(self, history: History) -> None:
+        """Move to where these layers have run: on from here, or from the model's beginning."""
+        if history.runs[: len(self._runs)] != self._runs:
+            self._begin()
+        for run in history.runs[len(self._runs) :]:
+            of_decoder = self._next()
+            with self._within(of_decoder) as layer:
+                if self._tried is None or self._tried[0] != run:
+                    self._tried = run, layer.patched(self.patched, layer.state(run.config, chunks=run.chunks))
+                self.dense = layer.dense(self.dense)
+            self.patched, self._tried = self._tried[1], None
+            self._number = of_decoder.number + 1
+            self._runs = (*self._runs, run)
+
+    @torch.no_grad()
+    def measure(self, run: LayerRun, observer: hf.Observer) -> float:
+        """Let the next layer run; it is not moved through yet.
+
+        Args:
+            run: What it runs.
+            observer: Sees its attention's inputs and output.
+
+        Returns:
+            The density.
+        """
+        with self._within(self._next()) as layer:
+            state = layer.state(run.config, observer, run.chunks)
+            self._tried = run, layer.patched(self.patched, state)
+            return state.density
+
+    @torch.no_grad()
+    def agreement(self) -> PromptAgreement:
+        """What both models predict in the end, after all layers."""
+        self._pass(len(self._layers))
+        prompt = self._worker.prompts[self._prompt]
+        with logits_on_device(self._worker.loaded) as logits:
+            return compare(prompt, self.dense.hidden, self.patched.hidden, logits)
+
+    def _begin(self) -> None:
+        prompt, calls = self._worker.prompts[self._prompt], self._worker.keep("calls of patched layers", dict)
+        (stream,) = begin(self._worker.loaded, [prompt.ids], calls)
+        self.patched = self.dense = replace(stream, prompt=self._index)
+        self._runs: tuple[LayerRun, ...] = ()
+        self._tried: tuple[LayerRun, Stream] | None = None
+        self._number = 0
+
+    def _next(self) -> DecoderLayer:
+        """The next layer of full attention, after those between that have none."""
+        number = next(layer.number for layer in self._layers[self._number :] if layer.row is not None)
+        self._pass(number)
+        return self._layers[number]
+
+    def _pass(self, number: int) -> None:
+        """Move through layers without full attention."""
+        for of_decoder in self._layers[self._number : number]:
+            with layer_on_device(self._worker.loaded, of_decoder) as module:
+                alike = self.patched is self.dense  # before the first layer that S2O may change
+                self.patched = self.patched.through(module, of_decoder.number)
+                self.dense = self.patched if alike else self.dense.through(module, of_decoder.number)
+        self._number = number
+
+    def _within(self, of_decoder: DecoderLayer) -> _OnDevice:
+        return _OnDevice(self._worker, of_decoder)
+
+
+class _OnDevice:
+    """A context with a decoder layer that can be patched, its parameters on the device."""
+
+    def __init__(self, worker: WorkerState, of_decoder: DecoderLayer) -> None:
+        self._worker, self._of_decoder = worker, of_decoder
+        self._context = layer_on_device(worker.loaded, of_decoder)
+
+    def __enter__(self) -> PatchableLayer:
+        of_decoder = self._of_decoder
+        assert of_decoder.row is not None
+        assert of_decoder.attention is not None
+        module = self._context.__enter__()
+        device = self._worker.loaded.weights.device
+        return PatchableLayer(of_decoder.row, of_decoder.number, module, of_decoder.attention, device)
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One prompt at one layer, as an item of work; what is observed there is a subclass's.
+
+    index: Which of its length's prompts it is. before: What the layers before ran. runs: What this one runs.
+    """
+
+    length: int
+    prompt: str
+    index: int
+    layer: int
+    before: History
+    runs: LayerRun
+    stage: str = ""
+    timed: bool = False
+    sticky: ClassVar[bool] = True
+
+    @property
+    def affinity(self) -> Hashable:
+        return self.stage, self.length, self.index
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What its result depends on, for a journal."""
+        return {
+            "stage": self.stage,
+            "length": self.length,
+            "prompt": self.prompt,
+            "index": self.index,
+            "layer": self.layer,
+            "before": self.before.digest,
+            "runs": self.runs.digest,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.stage}: layer {self.layer} of prompt {self.index} of {self.length} tokens"
+
+    def run(self, worker: WorkerState) -> Any:
+        with self._within_memory(worker):
+            return self.measured(self._walk(worker))
+
+    def measured(self, walk: PairWalk) -> Any:
+        """What is to be known of the layer, as a journal keeps it."""
+        raise NotImplementedError
+
+    def _walk(self, worker: WorkerState) -> PairWalk:
+        """The prompt before this layer."""
+        hf.register()
+        worker.attend_with(hf.NAME)
+        walk = worker.keep(self.affinity, lambda: PairWalk(worker, self.prompt, self.index))
+        walk.move_to(self.before)
+        return walk
+
+    def _within_memory(self, worker: WorkerState) -> Any:
+        weights = worker.loaded.weights
+        number = worker.loaded.geometry.layer_number(self.layer)
+        return within_memory(weights.device, self.length, weights.held, f"{self.stage} layer {number}")
+
+
+@dataclass(frozen=True)
+class LastStep(Step):
+    """What both models predict of a prompt after all layers, which `before` has; `layer` and `runs` are not read."""
+
+    def __str__(self) -> str:
+        return f"{self.stage}: predictions of prompt {self.index} of {self.length} tokens"
+
+    def run(self, worker: WorkerState) -> dict[str, Any]:
+        with self._within_memory(worker):
+            agreement = self._walk(worker).agreement()
+        worker.kept.pop(self.affinity)
+        return vars(agreement)
+
+
+class LockStep:
+    """The prompts of one length on their way together, as it looks from where is decided what layers run.
+
+    Args:
+        executor: Who runs the steps.
+        journal: Where they are kept; None if they are not.
+        make: The kind of step.
+        stage: What the steps are a part of.
+        length: Tokens of every prompt.
+        prompts: At least one.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        journal: Journal | None,
+        make: type[Step],
+        stage: str,
+        length: int,
+        prompts: Sequence[Prompt],
+    ) -> None:
+        self.length, self.history = length, History()
+        self._executor, self._journal, self._make, self._stage = executor, journal, make, stage
+        self._prompts = [(prompt.sha256, index) for index, prompt in enumerate(prompts)]
+        self._begun: tuple[LayerRun, list[_Recorded]] | None = None
+        executor.know(prompts)
+
+    def begin(self, runs: LayerRun) -> None:
+        """Let the next layer run this on all prompts; the results come by `measured`."""
+        self._begun = runs, [
+            _Recorded(
+                self._executor,
+                self._journal,
+                self._make(self.length, sha256, index, len(self.history.runs), self.history, runs, self._stage),
+            )
+            for sha256, index in self._prompts
+        ]
+
+    def measured(self, runs: LayerRun) -> list[Any]:
+        """Every prompt's result of the next layer; what was begun with another configuration is not waited for."""
+        if self._begun is None or self._begun[0] != runs:
+            self.begin(runs)
+        assert self._begun is not None
+        return _results(self._begun[1], self._journal)
+
+    def accept(self, runs: LayerRun) -> None:
+        """Move on, with what was measured last."""
+        self.history, self._begun = self.history.then(runs), None
+
+    def agreements(self) -> list[PromptAgreement]:
+        """What both models predict of each prompt, after all layers."""
+        last = self.history.runs[-1]
+        steps = [
+            _Recorded(
+                self._executor,
+                self._journal,
+                LastStep(self.length, sha256, index, len(self.history.runs) - 1, self.history, last, self._stage),
+            )
+            for sha256, index in self._prompts
+        ]
+        return [PromptAgreement(**result) for result in _results(steps, self._journal)]
+
+
+class _Recorded:
+    """A step that is in the journal, or submitted."""
+
+    def __init__(self, executor: Executor, journal: Journal | None, step: Step) -> None:
+        self.key = {**step.key, "last": True} if isinstance(step, LastStep) else step.key
+        self.known = None if journal is None else journal.get(KIND, self.key)
+        self.pending: Pending[Any] | None = None if self.known is not None else executor.submit(step)
+
+
+def _results(steps: Sequence[_Recorded], journal: Journal | None) -> list[Any]:
+    """The steps' results; those that are new are put into the journal together."""
+    new = {}
+    for number, step in enumerate(steps):
+        if step.pending is not None:
+            new[number] = step.pending.result()
+    if journal is not None and new:
+        journal.put_all(KIND, [(steps[number].key, value) for number, value in new.items()])
+        new = {number: journal.get(KIND, steps[number].key) for number in new}
+    return [new.get(number, step.known) for number, step in enumerate(steps)]

@@ -1,0 +1,164 @@
+"""Executors: who runs items of work. The default is this process; `cluster.py` runs them on many.
+
+What decides is the same code with either: a stage submits items and reads their results. In this process an item runs
+when its result is asked for, one after the other, as in a plain loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any, Generic, Protocol, TypeVar
+
+from calibrate.model.models import LoadedModel
+from calibrate.prompts.prompt import Prompt
+from calibrate.work.items import WorkerState, WorkItem
+from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.identity import Geometry
+
+T = TypeVar("T")
+Item = TypeVar("Item", bound=WorkItem)
+Track = Sequence[Item]  # items that continue one another, such as the layers of a model at one length
+
+
+class Pending(Protocol[T]):
+    """A result that may not be there yet."""
+
+    def result(self) -> T:
+        """Wait for it. Raises what the item raised."""
+
+
+class Executor(Protocol):
+    """Runs items of work.
+
+    Attributes:
+        name, geometry, fingerprint: of the model.
+        device: what times are taken on, and the profile is of.
+        size: how many items run at a time.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def device(self) -> DeviceIdentity: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def know(self, prompts: Iterable[Prompt]) -> None:
+        """Prompts that items name from now on, by their hash."""
+
+    def submit(self, item: WorkItem) -> Pending[Any]:
+        """Run an item once; it may begin at once or when its result is asked for."""
+
+    def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
+        """Run all items of some tracks, and give each with its result as soon as it is there, in any order.
+
+        A worker that runs neighbours of a track goes on where it was; one that begins in the middle has to get there.
+        """
+
+    def background(self, call: Callable[[], T]) -> Pending[T]:
+        """A call that submits items and waits for them, beside others like it.
+
+        It may wait for calls that were made before it, not for later ones.
+        """
+
+
+class _Finished(Generic[T]):
+    """A result that is there."""
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    def result(self) -> T:
+        return self._value
+
+
+def at_once(call: Callable[[], T]) -> Pending[T]:
+    """A call that is made now."""
+    return _Finished(call())
+
+
+class _WhenAsked:
+    """The result of an item that runs in this process when somebody asks for it."""
+
+    def __init__(self, worker: WorkerState, item: WorkItem) -> None:
+        self._worker, self._item = worker, item
+        self._results: list[Any] = []
+
+    def result(self) -> Any:
+        if not self._results:
+            self._results.append(self._worker.run(self._item))
+        return self._results[0]
+
+
+class LocalExecutor:
+    """Runs items in this process, on one device."""
+
+    size = 1
+
+    def __init__(self, worker: WorkerState) -> None:
+        self._worker = worker
+
+    @property
+    def name(self) -> str:
+        return self._worker.loaded.name
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._worker.loaded.geometry
+
+    @property
+    def fingerprint(self) -> str:
+        return self._worker.loaded.fingerprint
+
+    @property
+    def device(self) -> DeviceIdentity:
+        return self._worker.device
+
+    def know(self, prompts: Iterable[Prompt]) -> None:
+        self._worker.know(prompts)
+
+    def submit(self, item: WorkItem) -> Pending[Any]:
+        return _WhenAsked(self._worker, item)
+
+    def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
+        for abreast in zip_longest(*tracks):  # a layer's weights are on the device for all lengths
+            for item in abreast:
+                if item is not None:
+                    yield item, self._worker.run(item)
+
+    def background(self, call: Callable[[], T]) -> Pending[T]:
+        return at_once(call)
+
+
+@contextmanager
+def local_executor(loaded: LoadedModel) -> Iterator[LocalExecutor]:
+    """The executor of this process, with a model that is loaded; the model is left as it was."""
+    with WorkerState(loaded).working() as worker:
+        yield LocalExecutor(worker)
+
+
+@contextmanager
+def executor_of(model: LoadedModel | Executor) -> Iterator[Executor]:
+    """The executor itself, or one of this process for a loaded model."""
+    if isinstance(model, LoadedModel):
+        with local_executor(model) as executor:
+            yield executor
+    else:
+        yield model
+
+
+def shares(executor: Executor, prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
+    """Prompts in as many shares as there are workers, nearly equal, each a run of neighbours; none is empty."""
+    count = min(executor.size, len(prompts))
+    edges = [len(prompts) * number // count for number in range(count + 1)]
+    return [prompts[first:end] for first, end in zip(edges, edges[1:], strict=False)]
