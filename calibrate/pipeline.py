@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from calibrate.curves.curves import Shape
@@ -35,7 +35,7 @@ from calibrate.search.crossover import Layer, crossovers
 from calibrate.search.study import open_storage
 from calibrate.search.tiles import tiles_for
 from calibrate.versions import versions
-from calibrate.work.executor import Executor, local_executor
+from calibrate.work.executor import Executor, StageWork, local_executor
 from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.profile import Profile, save_profile
@@ -50,13 +50,15 @@ class Result(Proven):
     """A finished calibration: what was proven, and what was made of it.
 
     profile: With its record. written: Whether the profile was saved. seconds: What each phase took. journal_reused:
-    How many measurements an earlier run had made.
+    How many measurements an earlier run had made. work: The measurements of this run by stage, and how long they took
+    of all workers together.
     """
 
     profile: Profile
     written: bool
     seconds: dict[str, float]
     journal_reused: int
+    work: Mapping[str, StageWork] = field(default_factory=dict)
 
 
 def calibrate(recipe: Recipe, *, progress: bool = True, loaded: LoadedModel | None = None) -> Result:
@@ -111,7 +113,7 @@ def calibrate(recipe: Recipe, *, progress: bool = True, loaded: LoadedModel | No
             with clock.phase("certifying"):
                 certified = certify(executor, prompts.certify, proven, journal, progress=progress)
                 proven = proven_again(executor, prompts.held_out, proven, certified, journal, progress=progress)
-        reused = journal.reused
+        reused, work = journal.reused, executor.work
 
     profile = replace(proven.candidate.profile(), record=record_of(recipe, prompts, proven))
     written = proven.met or recipe.allow_regression
@@ -127,6 +129,7 @@ def calibrate(recipe: Recipe, *, progress: bool = True, loaded: LoadedModel | No
         written=written,
         seconds=clock.seconds,
         journal_reused=reused,
+        work=work,
     )
 
 

@@ -26,7 +26,7 @@ from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
 from calibrate.versions import versions
 from calibrate.work.board import Board, Entry
-from calibrate.work.executor import Item, Pending, Track
+from calibrate.work.executor import Item, Pending, StageWork, Track
 from calibrate.work.items import WorkerState, WorkItem
 from s2o_runtime.devices import Accepted, DeviceIdentity, fit, identify
 from s2o_runtime.errors import ConfigError, ResourceError, S2OError
@@ -80,6 +80,11 @@ class S2OWorker(WorkerPlugin):  # type: ignore[misc]
         self._state: WorkerState | None = None
         self._hello: Hello | None = None
 
+    def setup(self, worker: Any) -> None:
+        """Called by Dask when a worker gets this; the model is loaded later, because here it would hold up heartbeats."""
+        if self._recipe.gpus is not None:
+            _hush()
+
     def run(self, item: WorkItem) -> Any:
         """Run an item, with the model that is loaded the first time."""
         with self._lock:
@@ -122,9 +127,16 @@ class S2OWorker(WorkerPlugin):  # type: ignore[misc]
         return state
 
 
-def _run_item(plugin: str, item: WorkItem) -> Any:
-    """Runs in a worker."""
-    return get_worker().plugins[plugin].run(item)
+def _hush() -> None:
+    """Let Dask say errors only: of workers that are started here, the coordinator says who comes and goes."""
+    logging.getLogger("distributed").setLevel(logging.ERROR)
+
+
+def _run_item(plugin: str, item: WorkItem) -> tuple[Any, float]:
+    """Runs in a worker; returns the item's result and the seconds that it took."""
+    begin = time.monotonic()
+    value = get_worker().plugins[plugin].run(item)
+    return value, time.monotonic() - begin
 
 
 def _say_hello(plugin: str) -> Hello:
@@ -171,6 +183,7 @@ class ClusterExecutor:
         self._enough = threading.Event()
         self._wanted = wanted
         self.lost = 0
+        self.work: dict[str, StageWork] = {}
         self._threads = ThreadPoolExecutor(THREADS, "s2o-wait")
         self._loop = threading.Thread(target=self._run, name="s2o-coordinator", daemon=True)
         self._loop.start()
@@ -374,11 +387,12 @@ class ClusterExecutor:
         worker.last_sign = time.monotonic()
         if future.status == "finished":
             try:
-                value = future.result(timeout=self._recipe.item_deadline)
+                value, seconds = future.result(timeout=self._recipe.item_deadline)
             except Exception as error:  # the worker went before its result was fetched
                 self._again(entry, error)
                 return
             self._board.done(entry)
+            self.work.setdefault(entry.item.stage, StageWork()).add(seconds)
             self._futures.pop(entry).set_result(value)
             return
         error = future.exception()
@@ -501,6 +515,7 @@ def _local_cluster(recipe: Recipe, count: int) -> Iterator[Any]:
     """A scheduler and one worker process for each GPU, all of them reachable from this machine only."""
     from distributed import Nanny, Scheduler
 
+    _hush()
     security = _security(recipe)
     host, _, port = (recipe.dashboard or "").rpartition(":")
     common = {"host": "127.0.0.1", "security": security, "protocol": "tls" if security else "tcp"}
@@ -511,6 +526,7 @@ def _local_cluster(recipe: Recipe, count: int) -> Iterator[Any]:
                 **common,
                 "nthreads": 1,
                 "memory_limit": 0,
+                "silence_logs": logging.ERROR,
                 "dashboard": False,
                 "env": environment,
             },

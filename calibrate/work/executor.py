@@ -6,8 +6,10 @@ when its result is asked for, one after the other, as in a plain loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,14 +20,28 @@ from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Item = TypeVar("Item", bound=WorkItem)
 Track = Sequence[Item]  # items that continue one another, such as the layers of a model at one length
 
 
-class Pending(Protocol[T]):
+@dataclass
+class StageWork:
+    """How many items of a stage were run, and the seconds that they took, of all workers together."""
+
+    items: int = 0
+    seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """One item more."""
+        self.items += 1
+        self.seconds += seconds
+
+
+class Pending(Protocol[T_co]):
     """A result that may not be there yet."""
 
-    def result(self) -> T:
+    def result(self) -> T_co:
         """Wait for it. Raises what the item raised."""
 
 
@@ -36,6 +52,7 @@ class Executor(Protocol):
         name, geometry, fingerprint: of the model.
         device: what times are taken on, and the profile is of.
         size: how many items run at a time.
+        work: what was done, by stage.
     """
 
     @property
@@ -52,6 +69,9 @@ class Executor(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def work(self) -> Mapping[str, StageWork]: ...
 
     def know(self, prompts: Iterable[Prompt]) -> None:
         """Prompts that items name from now on, by their hash."""
@@ -90,13 +110,13 @@ def at_once(call: Callable[[], T]) -> Pending[T]:
 class _WhenAsked:
     """The result of an item that runs in this process when somebody asks for it."""
 
-    def __init__(self, worker: WorkerState, item: WorkItem) -> None:
-        self._worker, self._item = worker, item
+    def __init__(self, run: Callable[[WorkItem], Any], item: WorkItem) -> None:
+        self._run, self._item = run, item
         self._results: list[Any] = []
 
     def result(self) -> Any:
         if not self._results:
-            self._results.append(self._worker.run(self._item))
+            self._results.append(self._run(self._item))
         return self._results[0]
 
 
@@ -107,6 +127,7 @@ class LocalExecutor:
 
     def __init__(self, worker: WorkerState) -> None:
         self._worker = worker
+        self.work: dict[str, StageWork] = {}
 
     @property
     def name(self) -> str:
@@ -128,16 +149,22 @@ class LocalExecutor:
         self._worker.know(prompts)
 
     def submit(self, item: WorkItem) -> Pending[Any]:
-        return _WhenAsked(self._worker, item)
+        return _WhenAsked(self._run, item)
 
     def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
         for abreast in zip_longest(*tracks):  # a layer's weights are on the device for all lengths
             for item in abreast:
                 if item is not None:
-                    yield item, self._worker.run(item)
+                    yield item, self._run(item)
 
     def background(self, call: Callable[[], T]) -> Pending[T]:
         return at_once(call)
+
+    def _run(self, item: WorkItem) -> Any:
+        begin = time.monotonic()
+        value = self._worker.run(item)
+        self.work.setdefault(item.stage, StageWork()).add(time.monotonic() - begin)
+        return value
 
 
 @contextmanager
