@@ -11,7 +11,7 @@ import torch
 
 from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, unpacked
-from calibrate.curves.measure import _measured
+from calibrate.curves.measure import _of_prompt, combined
 from calibrate.journal import Journal
 from calibrate.model.capture import Captured
 from calibrate.prompts.prompts import Prompt, PromptSet
@@ -22,12 +22,10 @@ from calibrate.search.choice import allowed
 from calibrate.search.choose import Chosen, _timed, _uniform, choose
 from calibrate.timing import Timing
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
-from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
+from support.executors import CPU, GPU, Pickling, pretended
 
-CPU = DeviceIdentity("cpu", "cpu")
-GPU = DeviceIdentity("cuda", "pretended", (9, 0), 132, 1)
 LENGTH, SEGMENTS = 512, (64, 128)
 TILES = (TileConfig(64, 64, 2), TileConfig(64, 64, 4))
 SHARPNESS = (0.3, 0.7, 0.3, 1.0)  # of every layer's queries: the first and the third are alike
@@ -61,7 +59,7 @@ def recipe(**changes):
 @pytest.fixture(scope="module")
 def curves():
     shapes = [Shape.of(tile) for tile in TILES]
-    return [unpacked(_measured(iter([layer]), shapes, recipe())) for layer in LAYERS]
+    return [unpacked(combined([_of_prompt(layer, shapes, recipe(), timed=True)])) for layer in LAYERS]
 
 
 @pytest.fixture
@@ -70,16 +68,14 @@ def journal(tmp_path):
         yield journal
 
 
-def run(curves, journal, device=CPU, **changes):
-    loaded = SimpleNamespace(name="tiny", geometry=SimpleNamespace(layers=len(curves)))
+def run(curves, journal, device=CPU, executor=pretended, **changes):
     said = []
     found = choose(
-        loaded,
+        executor(SimpleNamespace(layers=len(curves)), device),
         {LENGTH: curves},
         {LENGTH: TILES},
         prompts=PROMPTS,
         recipe=recipe(**changes),
-        device=device,
         journal=journal,
         on_trial=said.append,
     )
@@ -252,7 +248,8 @@ def timings(monkeypatch, seconds_of):
         return Timing(seconds, seconds, seconds, 1.0, 3, seconds > 1.3 * best)
 
     monkeypatch.setattr(choose_module, "against_dense", against_dense)
-    monkeypatch.setattr(choose_module.capture, "layers", lambda loaded, prompts: (iter([each]) for each in LAYERS))
+    walk = SimpleNamespace(inputs=lambda layer: iter([LAYERS[layer]]))
+    monkeypatch.setattr(choose_module, "dense_walk", lambda worker, prompts: walk)
     return seen
 
 
@@ -265,6 +262,22 @@ def test_on_a_gpu_every_layer_is_timed_on_its_own_inputs(curves, journal, monkey
     assert chosen.uniform.seconds == pytest.approx(0.5 + 0.6 + 1.5 + 0.8)
     uniform = LayerConfig((chosen.uniform.head,) * 2, TILES[0], grain=4)
     assert sum(config == uniform for _, config in seen) == 4
+
+
+@pytest.mark.parametrize("trials", [3, 8], ids=["some points", "all points"])
+def test_layers_that_are_searched_beside_one_another_choose_the_same(trials, curves, journal, tmp_path, monkeypatch):
+    """With items from their pickles, and calls that wait in threads."""
+    timings(monkeypatch, lambda layer, config: 0.5 + layer / 10 + config.tile.chunk / 100 + config.heads[0].segment / 1e4)
+    one = run(curves, journal, GPU, trials=trials)
+    with Journal.open(tmp_path / "other", {}) as other:
+
+        def pickling(geometry, device):
+            return Pickling(pretended(geometry)._worker, device)
+
+        many = run(curves, other, GPU, pickling, trials=trials)
+    assert [choice.config for choice in many.choices] == [choice.config for choice in one.choices]
+    assert [choice.timing for choice in many.choices] == [choice.timing for choice in one.choices]
+    assert (many.uniform, many.tried, many.failures) == (one.uniform, one.tried, one.failures)
 
 
 def test_a_failure_is_dense_in_its_layer_only(curves, journal, monkeypatch):
@@ -312,7 +325,7 @@ def test_a_time_that_was_hopeless_against_a_better_one_is_taken_again(journal, m
     config = LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0])
 
     def timed(best):
-        return _timed(LAYERS[0], journal, 0, "a", config, best)
+        return _timed(pretended(None, GPU), journal, LENGTH, "a", 0, config, best)
 
     assert timed(1.0).rejected
     assert timed(1.5).rejected

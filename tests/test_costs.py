@@ -13,6 +13,7 @@ from calibrate.curves.ranking_cost import beside, key_of, stored_cost
 from calibrate.journal import Journal
 from calibrate.recipe import Recipe
 from s2o_runtime.identity import geometry
+from support.executors import GPU, pretended
 from support.models import CONFIGS
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
@@ -44,8 +45,8 @@ def test_a_gpus_cost_is_measured_once_and_read_again(tmp_path, monkeypatch):
     monkeypatch.setattr(ranking_cost, "_measured", lambda *_: next(measured))
     with Journal.open(tmp_path / "journal", {"model": "tiny"}) as journal:
         for _ in range(2):
-            assert ranking_cost.ranking_cost(GEOMETRY, torch.device("cuda"), 8192, recipe(), journal) == 0.123
-        assert ranking_cost.ranking_cost(GEOMETRY, torch.device("cpu"), 8192, recipe(), journal) == fixed_cost(8192)
+            assert ranking_cost.ranking_cost(pretended(GEOMETRY, GPU), 8192, recipe(), journal) == 0.123
+        assert ranking_cost.ranking_cost(pretended(GEOMETRY), 8192, recipe(), journal) == fixed_cost(8192)
         entries = journal.entries(ranking_cost.KIND)
     assert stored_cost(entries, GEOMETRY, 8192, recipe()) == 0.123
     assert stored_cost(entries, GEOMETRY, 16384, recipe()) == fixed_cost(16384)

@@ -45,6 +45,7 @@ CALIBRATE = [
     "progress",
     "model",
     "prompts",
+    "work",
     "curves",
     "search",
     "profiles",

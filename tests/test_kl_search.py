@@ -102,11 +102,11 @@ def test_each_length_is_passed_until_it_is_close(together, begun, monkeypatch):
     factors = dict(zip(LENGTHS, ((1.0, 1.0), (9.0, 1.0), (0.5, 0.25)), strict=True))
     passed = []
 
-    def alone(loaded, prompts, configs, on_step):
+    def alone(executor, prompts, configs, journal):
         (length,) = prompts
         return tuple(kl_of(config, factor) for config, factor in zip(configs, factors[length], strict=True)), 0.0
 
-    def prove(loaded, held_out, candidate, revise, on_step, timed, chunk):
+    def prove(executor, held_out, candidate, revise, on_step, timed, chunk, journal):
         assert chunk is None
         passed.append((set(held_out), timed))
         assert revise is kl_search.tighten_layer

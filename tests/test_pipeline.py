@@ -210,7 +210,7 @@ def test_another_budget_finds_what_was_measured(run, tmp_path, monkeypatch):
     mine = {"journal": tmp_path / "j"}
     _, first = run("one", **mine)
     before = (tmp_path / "j").read_bytes()
-    monkeypatch.setattr(capture, "layers", None)
+    monkeypatch.setattr(capture, "DenseWalk", None)
     monkeypatch.setattr(measure, "measure", None)
     made, second = run("two", **mine, budget_rel_mse=1e-1, budget_scope="model", trials=3, held_out=2)
     assert_what_was_proven_is_written(made, second)

@@ -105,10 +105,10 @@ def test_what_is_revised_runs_on_the_same_inputs_and_what_follows_sees_it(folder
 
 
 def test_the_noise_floor_is_what_two_dense_implementations_differ_by(folder, prompts, monkeypatch):
-    math_backend = sampling.SDPBackend.MATH
-    monkeypatch.setattr(
-        sampling._NoiseFloor, "of", lambda loaded, begun: sampling._NoiseFloor(list(begun), math_backend)
-    )
+    def on_cpu(item, worker):
+        return {"kl": sampling.noise(worker, worker.prompts[item.prompt], sampling.SDPBackend.MATH)}
+
+    monkeypatch.setattr(sampling.NoiseFloor, "run", on_cpu)
     floors = []
     for dtype in (torch.float32, torch.bfloat16):
         _, sampled = sample(stream(folder, False, dtype), LENGTH, prompts, Layers((SPARSE, SPARSE)))

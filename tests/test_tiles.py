@@ -1,7 +1,6 @@
 """Which tiles get trials on a GPU that is pretended: times are made up, everything else is real."""
 
 import pytest
-import torch
 
 from calibrate.journal import Journal
 from calibrate.search import tiles
@@ -11,9 +10,8 @@ from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.identity import Geometry
 from s2o_runtime.tiles import candidate_tiles
+from support.executors import GPU, pretended
 
-CPU = torch.device("cpu")
-GPU = DeviceIdentity("cuda", "pretended", (9, 0), 132, 1)
 GEOMETRY = Geometry("llama", 2, 4, 2, 64)
 CANDIDATES = candidate_tiles(64, GPU.capability)
 SHAPES = list(dict.fromkeys((tile.rows, tile.block_n, tile.num_stages) for tile in CANDIDATES))
@@ -54,7 +52,7 @@ def timed(monkeypatch):
 
 
 def find(journal, segments=(256, 512), length=LENGTH, geometry=GEOMETRY, device=GPU):
-    return tiles_for(geometry, device, CPU, length=length, segments=segments, journal=journal)
+    return tiles_for(pretended(geometry, device), length=length, segments=segments, journal=journal)
 
 
 def test_slow_tiles_and_failing_ones_are_left_out_with_the_reason(timed, journal):

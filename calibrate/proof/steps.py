@@ -184,6 +184,7 @@ class PairWalk:
         with logits_on_device(self._worker.loaded) as logits:
             return compare(prompt, self.dense.hidden, self.patched.hidden, logits)
 
+    @torch.no_grad()
     def _begin(self) -> None:
         prompt, calls = self._worker.prompts[self._prompt], self._worker.keep("calls of patched layers", dict)
         (stream,) = begin(self._worker.loaded, [prompt.ids], calls)

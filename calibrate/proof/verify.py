@@ -357,6 +357,7 @@ class _TimedWalk:
         self._stream = self._through(of_decoder, module)
         return {"patched": seconds, "dense": seconds}
 
+    @torch.no_grad()
     def _begin(self) -> None:
         ids = self._worker.prompts[self._prompt].ids
         (self._stream,) = begin(self._worker.loaded, [ids], self._worker.keep("calls of patched layers", dict))

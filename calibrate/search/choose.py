@@ -344,8 +344,8 @@ class _LengthSearch:
         seconds = sum(self._uniform_seconds[layer] for layer in sorted(self._uniform_seconds))
         timed = seconds > 0.0  # neither without a timer nor NaN
         uniform = self._uniform and replace(self._uniform, seconds=seconds if timed else None)
-        failures = sum((search.failures for _, search in sorted(self._searches.items())), Counter[str]())
         searched = [self._searches[group[0]] for group in self._groups]
+        failures = sum((search.failures for search in searched), Counter[str]())
         points, tried = searched[0].points, tuple(search.trials for search in searched)
         return Chosen(choices, limits, self._groups, failures, points, tried, uniform)
 

@@ -84,8 +84,9 @@ class Board:
         for lane in self._lanes:
             if lane.owner == worker:
                 lane.owner = None
-                if lane.sticky:
-                    self._give(lane)
+        for lane in self._lanes:
+            if lane.sticky and lane.owner is None:
+                self._give(lane)
 
     def add(self, item: WorkItem) -> Entry:
         """An item that waits from now on."""

@@ -40,6 +40,7 @@ except ImportError as error:
 ATTEMPTS = 3  # of an item; a worker that is lost with it counts as one
 AHEAD = 2  # items that a worker has at a time: one runs, one waits beside it
 POLL = 0.5  # seconds between two looks at who is there
+CONNECT = 30.0  # seconds to wait for a scheduler
 FIRST_WORKER = 120.0  # seconds to wait for the first worker of a scheduler
 THREADS = 512  # calls that wait beside one another
 
@@ -212,12 +213,12 @@ class ClusterExecutor:
 
     @property
     def size(self) -> int:
-        return max(1, len(self._board.workers))
+        return max(1, sum(worker.hello is not None for worker in list(self._workers.values())))
 
     @property
     def status(self) -> str:
         """The workers in one line."""
-        text = f"{len(self._board.workers)} workers, {self._board.waiting} items wait"
+        text = f"{self.size} workers, {self._board.waiting} items wait"
         return f"{text}, {self.lost} workers lost" if self.lost else text
 
     def know(self, prompts: Iterable[Prompt]) -> None:
@@ -500,7 +501,7 @@ def cluster_executor(recipe: Recipe, prompts: Sequence[Prompt], *, progress: boo
         else:
             address = recipe.scheduler
         try:
-            client = stack.enter_context(Client(address, security=_security(recipe), set_as_default=False, timeout=30))
+            client = stack.enter_context(Client(address, security=_security(recipe), set_as_default=False, timeout=CONNECT))
         except OSError as error:
             raise ResourceError(f"scheduler {recipe.scheduler} does not answer ({_text(error)}): check it") from error
         if progress and recipe.dashboard is not None:

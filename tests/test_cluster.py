@@ -1,0 +1,262 @@
+"""A calibration on two worker processes: the same bytes as in one process, whatever happens to the workers.
+
+Real processes on the CPU, real signals. On a GPU the same code runs; what differs are times, which a CPU has none of.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("distributed", reason="dask.distributed is not installed (s2o[distributed])")
+
+from calibrate.journal import Journal
+from calibrate.pipeline import calibrate
+from calibrate.recipe import Recipe
+from calibrate.work import cluster
+from calibrate.work.cluster import cluster_executor
+from s2o_runtime.errors import ConfigError, ModelError, ResourceError
+from support.tiny import recipe, save_tiny
+
+SLOW = pytest.mark.slow(reason="starts worker processes for a whole calibration; test_board.py has the scheduling")
+
+ROOT = Path(__file__).parent.parent
+LONG = 120  # seconds that nothing here should take
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """In the workers too: with another number of threads torch adds up in another order."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]))
+
+
+def made(folder, out, **changes):
+    return recipe(folder, out, device="cpu", **{"num_certify": 9, "check_lengths": (), **changes})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder, tmp_path_factory):
+    """The profile of a plain run, without Dask."""
+    path = tmp_path_factory.mktemp("plain") / "p.safetensors"
+    assert calibrate(made(folder, path), progress=False).written
+    return path.read_bytes()
+
+
+@dataclass(frozen=True)
+class Act:
+    """An item that does something to its worker the first time, and says in which process it ran."""
+
+    deed: str
+    mark: Path
+    affinity: object = None
+    stage: str = "acts"
+    timed: bool = False
+
+    def run(self, worker):
+        first = not self.mark.exists()
+        with self.mark.open("a") as file:
+            file.write("x")
+        if self.deed == "always die" or (self.deed == "die" and first):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.deed == "hang" and first:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.deed == "fail" and first:
+            raise RuntimeError("a cosmic ray")
+        if self.deed == "always fail":
+            raise RuntimeError("a bug")
+        if self.deed == "refuse":
+            raise ModelError("layer 3 holds inf")
+        return os.getpid()
+
+
+@pytest.fixture
+def workers(folder, tmp_path):
+    with cluster_executor(made(folder, tmp_path / "p", gpus=2, item_deadline=8.0), [], progress=False) as executor:
+        yield executor
+
+
+@SLOW
+def test_items_that_kill_hang_or_fail_run_elsewhere_and_not_for_ever(workers, tmp_path):
+    """One cluster for all of it, in the order in which it gets worse."""
+    executor = workers
+    assert executor.size == 2
+    assert executor.submit(Act("nothing", tmp_path / "0")).result() != os.getpid()
+    failed = tmp_path / "failed"
+    executor.submit(Act("fail", failed)).result()
+    assert failed.read_text() == "xx"
+    with pytest.raises(ModelError, match="layer 3 holds inf"):  # the model's fault, wherever it runs
+        executor.submit(Act("refuse", tmp_path / "refused")).result()
+    assert (tmp_path / "refused").read_text() == "x"
+    with pytest.raises(ResourceError, match="failed 3 times .a bug"):
+        executor.submit(Act("always fail", tmp_path / "bug")).result()
+    assert (tmp_path / "bug").read_text() == "xxx"
+    died, others = tmp_path / "died", [Act("nothing", tmp_path / f"other{number}") for number in range(6)]
+    pending = [executor.submit(item) for item in (Act("die", died), *others)]
+    assert len({one.result() for one in pending}) >= 1
+    assert died.read_text() == "xx"
+    hung = tmp_path / "hung"
+    executor.submit(Act("hang", hung)).result()
+    assert hung.read_text() == "xx"
+    assert executor.lost == 2
+    with pytest.raises(ResourceError, match="failed 3 times .its worker is gone"):
+        executor.submit(Act("always die", tmp_path / "poison")).result()
+    assert (tmp_path / "poison").read_text() == "xxx"
+    assert executor.submit(Act("nothing", tmp_path / "after")).result()  # workers came back
+
+
+@SLOW
+def test_two_workers_make_the_bytes_of_one_process(folder, undisturbed, tmp_path):
+    result = calibrate(made(folder, tmp_path / "p.safetensors", gpus=2), progress=False)
+    assert result.written
+    assert (tmp_path / "p.safetensors").read_bytes() == undisturbed
+    assert {stage: done.items for stage, done in result.work.items()}["curves"] == 2 * 2 * 2  # halves of the prompts
+
+
+@SLOW
+@pytest.mark.parametrize("cache", [False, True], ids=["own", "shared"])
+def test_hidden_states_may_come_from_a_folder(cache, folder, undisturbed, tmp_path):
+    hidden = {"hidden_cache": tmp_path / "hidden"} if cache else {}
+    result = calibrate(made(folder, tmp_path / "p.safetensors", gpus=1, **hidden), progress=False)
+    assert (tmp_path / "p.safetensors").read_bytes() == undisturbed
+    files = sorted(path.name for path in (tmp_path / "hidden").rglob("*.safetensors")) if cache else []
+    assert files == ["1.safetensors"] * (4 if cache else 0)  # two prompts of two lengths before the second layer
+    assert result.work["curves"].items == 4
+
+
+def children():
+    """The worker processes of this one, by their numbers."""
+    import psutil
+
+    return [
+        child.pid
+        for nanny in [psutil.Process()]
+        for child in nanny.children(recursive=True)
+        if "spawn_main" in " ".join(child.cmdline())
+    ]
+
+
+@SLOW
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+@pytest.mark.parametrize("stage", ["curves", "proof"])
+def test_a_worker_that_is_lost_in_the_middle_changes_nothing(number, stage, folder, undisturbed, tmp_path, monkeypatch):
+    """It is lost as soon as something of the stage is in the journal."""
+    lost = []
+    real = Journal.put_all
+
+    def put_all(journal, kind, entries, **named):
+        real(journal, kind, entries, **named)
+        if kind.startswith(stage) and not lost:
+            lost.append(children()[0])
+            os.kill(lost[0], number)
+
+    monkeypatch.setattr(Journal, "put_all", put_all)
+    seen = []
+    monkeypatch.setattr(cluster.log, "warning", lambda text, *values: seen.append(text % values))
+    result = calibrate(made(folder, tmp_path / "p.safetensors", gpus=2, item_deadline=6.0), progress=False)
+    assert lost
+    assert result.written
+    assert (tmp_path / "p.safetensors").read_bytes() == undisturbed
+    gone = [text for text in seen if "what it had runs elsewhere" in text]
+    assert gone or stage == "proof"  # near the end nobody may need it any more
+
+
+@SLOW
+def test_a_coordinator_that_is_killed_goes_on_where_it_was(folder, undisturbed, tmp_path):
+    """Nothing that was in the journal is measured again."""
+    path = tmp_path / "p.safetensors"
+    program = (
+        "import sys, pathlib\n"
+        "from calibrate.journal import Journal\n"
+        "from calibrate.pipeline import calibrate\n"
+        "from test_cluster import made\n"
+        "if __name__ == '__main__':\n"
+        "    calibrate(made(sys.argv[1], pathlib.Path(sys.argv[2]), gpus=2), progress=False)\n"
+    )
+    script = tmp_path / "run.py"
+    script.write_text(program)
+    process = subprocess.Popen([sys.executable, str(script), str(folder), str(path)], stderr=subprocess.DEVNULL)
+    journal, end = made(folder, path).journal_path, time.monotonic() + LONG
+    while entries(journal, "curves") < 2:
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    before = {kind: entries(journal, kind) for kind in ("curves", "curves of prompts", "proof")}
+    assert before["curves"] >= 2
+    assert not path.exists()
+    result = calibrate(made(folder, path, gpus=2), progress=False)
+    assert path.read_bytes() == undisturbed
+    assert result.journal_reused >= before["curves"]
+    done = result.work["curves"].items if "curves" in result.work else 0
+    assert done <= 8 - 2 * before["curves"] - before["curves of prompts"]
+
+
+def entries(path, kind):
+    try:
+        with Journal.read(path) as journal:
+            return len(journal.entries(kind))
+    except Exception:  # it is not there yet
+        return 0
+
+
+@SLOW
+def test_a_scheduler_of_ones_own_with_a_worker_that_joins_late(folder, undisturbed, tmp_path):
+    """Started as a user would: dask scheduler, dask worker; the second worker comes when work has begun."""
+    port, log = 18786, (tmp_path / "dask.log").open("w")
+    address = f"tcp://127.0.0.1:{port}"
+    common = {"stdout": log, "stderr": log, "cwd": tmp_path}
+    worker = [sys.executable, "-m", "dask", "worker", address, "--nthreads", "1", "--no-dashboard"]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "dask", "scheduler", "--host", "127.0.0.1", "--port", str(port), "--no-dashboard"],
+            **common,
+        ),
+        subprocess.Popen(worker, **common),
+    ]
+    late = threading.Timer(6.0, lambda: started.append(subprocess.Popen(worker, **common)))
+    late.start()
+    try:
+        result = calibrate(made(folder, tmp_path / "p.safetensors", scheduler=address), progress=False)
+        assert result.written
+        assert (tmp_path / "p.safetensors").read_bytes() == undisturbed
+    finally:
+        late.cancel()
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.wait()
+        log.close()
+
+
+def test_options_that_do_not_fit_are_named(tmp_path):
+    base = {"model": "demo", "lengths": (1024,), "out": tmp_path / "p"}
+    for options, message in [
+        ({"gpus": 2, "scheduler": "tcp://a:1"}, "leave one out"),
+        ({"scheduler": "head-node"}, "is no address"),
+        ({"hidden_cache": tmp_path}, "give gpus or scheduler"),
+        ({"target_gpu": "H200"}, "give gpus or scheduler"),
+        ({"scheduler": "tls://a:1", "tls_cert": tmp_path / "c"}, "give all three"),
+        ({"scheduler": "tcp://a:1", "dashboard": "8787"}, "give gpus too"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            Recipe.of(base | options)
+
+
+@SLOW
+def test_a_scheduler_that_does_not_answer_is_one_sentence(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "CONNECT", 1)
+    with pytest.raises(ResourceError, match="tcp://127.0.0.1:9 does not answer"):
+        calibrate(made(folder, tmp_path / "p", scheduler="tcp://127.0.0.1:9"), progress=False)
