@@ -173,9 +173,7 @@ class Journal:
     def _connect(self, path: Path, mode: str, timeout: float) -> sqlite3.Connection:
         uri = f"{path.absolute().as_uri()}?mode={mode}"
         # each statement is committed
-        database = sqlite3.connect(
-            uri, uri=True, timeout=timeout, isolation_level=None, check_same_thread=False
-        )
+        database = sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None, check_same_thread=False)
         return self._connections.enter_context(closing(database))
 
     def _check(self, identity: Mapping[str, Any] | None) -> None:

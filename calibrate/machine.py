@@ -49,12 +49,23 @@ def draft(options: Mapping[str, Any]) -> Recipe:
 
 def on_this_machine(options: Mapping[str, Any]) -> tuple[Recipe, DeviceIdentity]:
     """The recipe of these options with the defaults that depend on the device, and which device that is."""
-    name, identity = named_device(options.get("device"))
+    name, identity = _elsewhere(options) or named_device(options.get("device"))
     defaults = {
         "lengths": DEFAULT_LENGTHS[identity.kind],
         "out": default_out(options["model"], identity.name, Budget.of(options)),
     }
     return Recipe.of(defaults | dict(options) | {"device": name}), identity
+
+
+def _elsewhere(options: Mapping[str, Any]) -> tuple[str, DeviceIdentity] | None:
+    """The GPU of a scheduler's workers, where a host without GPUs coordinates them; None if it has some itself."""
+    import torch
+
+    from s2o_runtime.devices import DeviceIdentity
+
+    if "scheduler" not in options or torch.cuda.is_available() or not options.get("device", "").startswith("cuda"):
+        return None
+    return "cuda", DeviceIdentity("cuda", options.get("target_gpu") or "gpu")
 
 
 def named_device(name: str | None) -> tuple[str, DeviceIdentity]:

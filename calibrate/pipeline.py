@@ -226,9 +226,7 @@ def _choices(
     return {
         length: replace(
             of_length,
-            choices=[
-                replace(choice, tile=crossed[length, layer]) for layer, choice in enumerate(of_length.choices)
-            ],
+            choices=[replace(choice, tile=crossed[length, layer]) for layer, choice in enumerate(of_length.choices)],
         )
         for length, of_length in chosen.items()
     }

@@ -5,8 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from tqdm import tqdm
+
+_status: ContextVar[Callable[[], str] | None] = ContextVar("status", default=None)
+
+
+@contextmanager
+def showing(status: Callable[[], str]) -> Iterator[None]:
+    """Inside the block every bar shows this text behind it, such as what many workers do."""
+    token = _status.set(status)
+    try:
+        yield
+    finally:
+        _status.reset(token)
 
 
 class PhaseClock:
@@ -39,6 +52,8 @@ def progress_bar(description: str, total: int | None, unit: str, *, shown: bool)
     with tqdm(total=total, desc=description, unit=unit, disable=not shown) as bar:
 
         def step(text: str = "") -> None:
+            status = _status.get()
+            text = text or ("" if status is None else status())
             if text:
                 bar.set_postfix_str(text, refresh=False)
             bar.update()

@@ -270,10 +270,12 @@ def _weights_hash(model: nn.Module) -> str:
         tensors |= {f"{prefix}.{name}": tensor for name in stored if (tensor := module._buffers[name]) is not None}
 
     def sample(name: str, indices: range) -> Tensor:
+        whole = getattr(tensors[name], "full_tensor", None)  # split over processes: all of them put it together
+        tensor: Tensor = tensors[name] if whole is None else whole()
         try:
-            flat = tensors[name].reshape(-1)
+            flat = tensor.reshape(-1)
         except NotImplementedError:  # of a quantised type that has no other shapes (torchao)
-            flat = tensors[name].dequantize().reshape(-1)
+            flat = tensor.dequantize().reshape(-1)
         return flat[indices.start : indices.stop : indices.step]
 
     return sampled_fingerprint({name: tensor.shape for name, tensor in tensors.items()}, sample)

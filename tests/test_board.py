@@ -145,7 +145,9 @@ def test_whatever_happens_every_item_is_done_once(seed):
             kind = rng.choice(["free", "sticky", "lane", "track"])
             count = rng.randint(1, 9) if kind == "track" else 1
             things = [
-                Thing(added + i, rng.randint(0, 9) if kind in ("sticky", "lane") else None, kind, sticky=kind == "sticky")
+                Thing(
+                    added + i, rng.randint(0, 9) if kind in ("sticky", "lane") else None, kind, sticky=kind == "sticky"
+                )
                 for i in range(count)
             ]
             added += count

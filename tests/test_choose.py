@@ -267,7 +267,9 @@ def test_on_a_gpu_every_layer_is_timed_on_its_own_inputs(curves, journal, monkey
 @pytest.mark.parametrize("trials", [3, 8], ids=["some points", "all points"])
 def test_layers_that_are_searched_beside_one_another_choose_the_same(trials, curves, journal, tmp_path, monkeypatch):
     """With items from their pickles, and calls that wait in threads."""
-    timings(monkeypatch, lambda layer, config: 0.5 + layer / 10 + config.tile.chunk / 100 + config.heads[0].segment / 1e4)
+    timings(
+        monkeypatch, lambda layer, config: 0.5 + layer / 10 + config.tile.chunk / 100 + config.heads[0].segment / 1e4
+    )
     one = run(curves, journal, GPU, trials=trials)
     with Journal.open(tmp_path / "other", {}) as other:
 

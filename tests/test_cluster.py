@@ -11,16 +11,20 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("distributed", reason="dask.distributed is not installed (s2o[distributed])")
 
 from calibrate.journal import Journal
+from calibrate.machine import on_this_machine
 from calibrate.pipeline import calibrate
 from calibrate.recipe import Recipe
 from calibrate.work import cluster
 from calibrate.work.cluster import cluster_executor
+from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, ModelError, ResourceError
 from support.tiny import recipe, save_tiny
 
@@ -39,7 +43,9 @@ def folder(tmp_path_factory):
 def one_thread(monkeypatch):
     """In the workers too: with another number of threads torch adds up in another order."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    )
 
 
 def made(folder, out, **changes):
@@ -99,7 +105,7 @@ def test_items_that_kill_hang_or_fail_run_elsewhere_and_not_for_ever(workers, tm
     with pytest.raises(ModelError, match="layer 3 holds inf"):  # the model's fault, wherever it runs
         executor.submit(Act("refuse", tmp_path / "refused")).result()
     assert (tmp_path / "refused").read_text() == "x"
-    with pytest.raises(ResourceError, match="failed 3 times .a bug"):
+    with pytest.raises(ResourceError, match=r"failed 3 times \(a bug"):
         executor.submit(Act("always fail", tmp_path / "bug")).result()
     assert (tmp_path / "bug").read_text() == "xxx"
     died, others = tmp_path / "died", [Act("nothing", tmp_path / f"other{number}") for number in range(6)]
@@ -110,7 +116,7 @@ def test_items_that_kill_hang_or_fail_run_elsewhere_and_not_for_ever(workers, tm
     executor.submit(Act("hang", hung)).result()
     assert hung.read_text() == "xx"
     assert executor.lost == 2
-    with pytest.raises(ResourceError, match="failed 3 times .its worker is gone"):
+    with pytest.raises(ResourceError, match=r"failed 3 times \(its worker is gone"):
         executor.submit(Act("always die", tmp_path / "poison")).result()
     assert (tmp_path / "poison").read_text() == "xxx"
     assert executor.submit(Act("nothing", tmp_path / "after")).result()  # workers came back
@@ -255,8 +261,40 @@ def test_options_that_do_not_fit_are_named(tmp_path):
             Recipe.of(base | options)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a host without a GPU")
+def test_a_host_without_gpus_may_coordinate_those_that_have_some(tmp_path):
+    options = {"model": "demo", "device": "cuda", "target_gpu": "NVIDIA H200"}
+    made, device = on_this_machine(options | {"scheduler": "tcp://head:8786"})
+    assert (made.device, made.lengths, device.name) == ("cuda", (8192, 32768), "NVIDIA H200")
+    assert made.out == Path("profiles/demo/nvidia-h200/rel-mse-0.001.safetensors")
+    with pytest.raises(ConfigError, match="is not here"):
+        on_this_machine(options | {"gpus": 2})
+
+
+def test_times_are_taken_on_the_target_kind(tmp_path):
+    """Which of the workers' GPUs that is."""
+    h100, h200 = (DeviceIdentity("cuda", f"NVIDIA {name}", (9, 0), 132, 1) for name in ("H100", "H200"))
+
+    def target(*devices, **options):
+        executor = object.__new__(cluster.ClusterExecutor)
+        executor._workers = {number: SimpleNamespace(hello=SimpleNamespace(device=device))
+                             for number, device in enumerate(devices)}  # fmt: skip
+        executor._recipe = SimpleNamespace(target_gpu=None, **options) if not options else SimpleNamespace(**options)
+        return executor._choose_target()
+
+    assert target(h100, h100) == h100
+    assert target(h100, h200, target_gpu="h200") == h200
+    with pytest.raises(ConfigError, match="there are NVIDIA H100"):
+        target(h100, target_gpu="A100")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="several kinds"):
+            target(h100, h200)
+    assert cluster.alike(h100, h100)
+    assert not cluster.alike(h100, h200)
+
+
 @SLOW
 def test_a_scheduler_that_does_not_answer_is_one_sentence(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "CONNECT", 1)
-    with pytest.raises(ResourceError, match="tcp://127.0.0.1:9 does not answer"):
+    with pytest.raises(ResourceError, match=r"tcp://127.0.0.1:9 does not answer"):
         calibrate(made(folder, tmp_path / "p", scheduler="tcp://127.0.0.1:9"), progress=False)

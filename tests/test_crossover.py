@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from calibrate.journal import Journal
 from calibrate.search import crossover
 from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.identity import Geometry
+from support.executors import GPU, pretended
 
 GEOMETRY = Geometry("llama", 2, 4, 2, 64)
 CPU = torch.device("cpu")
@@ -133,3 +135,24 @@ def test_tails_are_timed_as_real_calls(monkeypatch):
     head = HeadConfig(MAX_TAU, 128, representatives=2, tail=True)
     assert crossover.min_queries(TileConfig(), head, 4, GEOMETRY, CPU, 0.0) in (2, 64, 128)
     assert 1 <= crossover.seconds.cache_info().misses <= 2
+
+
+def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, tmp_path):
+    """Layers that differ in their density alone are one item, and the journal answers the second time."""
+    monkeypatch.setattr(crossover, "dense_below", lambda tile, head, grain, *rest: 1000 * grain + head.segment)
+    monkeypatch.setattr(crossover, "min_queries", lambda tile, *rest: tile.dense_below + round(100 * rest[-1]))
+    layers = {
+        name: crossover.Layer(LayerConfig.uniform(4, tau=0.5, segment=segment, grain=grain), density, faster_at)
+        for name, segment, grain, density, faster_at in [
+            ("a", 256, 4, 0.101, None), ("b", 256, 4, 0.2, 2048), ("c", 512, 4, 0.1, None), ("d", 256, 4, 0.099, None),
+        ]
+    }  # fmt: skip
+    with Journal.open(tmp_path / "j", {}) as journal:
+        executor = pretended(GEOMETRY, GPU)
+        tiles = crossover.crossovers(executor, layers, journal)
+        for name, layer in layers.items():
+            each = crossover.with_crossover(layer.config, GEOMETRY, CPU, layer.density, layer.faster_at)
+            assert tiles[name] == each
+        assert executor.work["crossovers"].items == 2
+        assert crossover.crossovers(executor, layers, journal) == tiles
+        assert executor.work["crossovers"].items == 2

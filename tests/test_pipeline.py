@@ -199,23 +199,34 @@ def test_the_same_inputs_give_the_same_bytes(run, tmp_path):
     again, second = run("b.safetensors", journal=tmp_path / "b.sqlite")
     third, resumed = run("c.safetensors", journal=tmp_path / "a.sqlite")
     assert made.out.read_bytes() == again.out.read_bytes() == third.out.read_bytes()
-    assert [each.journal_reused for each in (first, second, resumed)] == [0, 0, 4]  # two layers at two lengths
+    with Journal.read(tmp_path / "a.sqlite") as journal:
+        measured = {kind: len(journal.entries(kind)) for kind in ("curves", "proof")}
+    assert measured["curves"] == 4  # two layers at two lengths
+    assert measured["proof"] > 0
+    assert [each.journal_reused for each in (first, second)] == [0, 0]
+    assert resumed.journal_reused == sum(measured.values())
+    assert set(resumed.work) == {"timing"}  # nothing else is measured again; on a CPU times are not kept
     assert (tmp_path / "a.sqlite").read_bytes() == (tmp_path / "b.sqlite").read_bytes()
     other, _ = run("d.safetensors", journal=tmp_path / "a.sqlite", seed=1)
     assert other.out.read_bytes() != made.out.read_bytes()
+
+
+def curves_in(path):
+    with Journal.read(path) as journal:
+        return [(key, str(value)) for key, value in journal.entries("curves")]
 
 
 @SLOW
 def test_another_budget_finds_what_was_measured(run, tmp_path, monkeypatch):
     mine = {"journal": tmp_path / "j"}
     _, first = run("one", **mine)
-    before = (tmp_path / "j").read_bytes()
+    before = curves_in(tmp_path / "j")
     monkeypatch.setattr(capture, "DenseWalk", None)
     monkeypatch.setattr(measure, "measure", None)
     made, second = run("two", **mine, budget_rel_mse=1e-1, budget_scope="model", trials=3, held_out=2)
     assert_what_was_proven_is_written(made, second)
-    assert second.journal_reused == 4
-    assert (tmp_path / "j").read_bytes() == before
+    assert second.journal_reused >= 4
+    assert curves_in(tmp_path / "j") == before
     cost = [
         sum(c.allocation.cost for each in result.chosen.values() for c in each.choices) for result in (first, second)
     ]
@@ -240,19 +251,19 @@ def test_between_the_lengths_thresholds_are_interpolated(run):
 
 @SLOW
 @pytest.mark.parametrize("check", [(768,), (640, 768), (640, 768, 896)])
-def test_a_checked_length_that_was_tightened_becomes_a_bucket(check, run, monkeypatch):
+def test_a_checked_length_that_was_tightened_becomes_a_bucket(check, run, tmp_path, monkeypatch):
     """And with it all others that were checked: between new buckets something else would be interpolated."""
-    real, seen = verify._measure, []
+    real, seen = verify.AdjustStep.measured, []
 
-    def worse_once(layer, streams, config, chunks):
-        after, proof = real(layer, streams, config, chunks)
-        if not seen and layer.index == 0 and streams[0].hidden.shape[1] == 768 and not config.is_dense:
-            seen.append(proof)
-            proof = replace(proof, mse=2 * TIGHT["budget_rel_mse"] * proof.dense_power)
-        return after, proof
+    def worse_once(step, walk):
+        measured = real(step, walk)
+        if not seen and step.layer == 0 and step.length == 768 and not step.runs.config.is_dense:
+            seen.append(measured)
+            measured = measured | {"mse": 2 * TIGHT["budget_rel_mse"] * measured["power"]}
+        return measured
 
-    monkeypatch.setattr(verify, "_measure", worse_once)
-    made, result = run(check_lengths=check, **TIGHT)
+    monkeypatch.setattr(verify.AdjustStep, "measured", worse_once)
+    made, result = run(check_lengths=check, journal=tmp_path / "j", **TIGHT)
     assert seen
     assert result.tightened[768, 0] >= 1
     profile = assert_what_was_proven_is_written(made, result)
@@ -260,18 +271,18 @@ def test_a_checked_length_that_was_tightened_becomes_a_bucket(check, run, monkey
 
 
 @SLOW
-def test_a_layer_over_its_limit_is_tightened_by_what_it_is_over(run, monkeypatch):
+def test_a_layer_over_its_limit_is_tightened_by_what_it_is_over(run, tmp_path, monkeypatch):
     """Errors that come out three times as large as they are: a third of the budget is what is left."""
-    real = verify._measure
+    real = verify.AdjustStep.measured
 
-    def worse(layer, streams, config, chunks):
-        after, proof = real(layer, streams, config, chunks)
-        return after, replace(proof, mse=3 * proof.mse)
+    def worse(step, walk):
+        measured = real(step, walk)
+        return measured | {"mse": 3 * measured["mse"]}
 
     made, honest = run(seed=CALM)
     assert not honest.tightened
-    monkeypatch.setattr(verify, "_measure", worse)
-    made, result = run(seed=CALM)
+    monkeypatch.setattr(verify.AdjustStep, "measured", worse)
+    made, result = run(seed=CALM, journal=tmp_path / "j")
     assert result.met
     assert result.tightened
     assert_what_was_proven_is_written(made, result)
@@ -505,17 +516,10 @@ def choice(timing, mode="s2o", below=0):
     return Choice(512, 1, config.tile, {}, 0.0, allocation, timing)
 
 
-def test_what_was_faster_than_dense_at_a_length_runs_there(monkeypatch):
-    monkeypatch.setattr(
-        pipeline,
-        "with_crossover",
-        lambda config, geometry, device, density, faster_at: replace(
-            config.tile, dense_below=faster_at or 4096, min_queries=int(1000 * density)
-        ),
-    )
-    crossed = [pipeline._with_crossover(choice(None, mode), 1024, None, None) for mode in ("s2o", "dense")]
-    assert [choice.tile.dense_below for choice in crossed] == [1024, 4096]
-    assert [choice.tile.min_queries for choice in crossed] == [500, 500]  # of the density of its points
+def test_what_was_faster_than_dense_at_a_length_runs_there():
+    timed, dense = (pipeline.crossing(choice(None, mode), 1024) for mode in ("s2o", "dense"))
+    assert (timed.faster_at, dense.faster_at) == (1024, None)
+    assert (timed.density, dense.density) == (0.5, 0.5)  # of its points
 
 
 def test_a_layers_time_is_predicted_as_a_share_of_dense_attentions():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from calibrate.recipe import DEFAULT_BUDGET, KINDS, OPTIONS, Budget, Recipe, load_yaml, merged
+from calibrate.recipe import DEFAULT_BUDGET, KINDS, OPTIONS, WORKERS, Budget, Recipe, load_yaml, merged
 from s2o_runtime.errors import ConfigError
 
 BASE = {"model": "demo", "lengths": (1024, 2048), "out": Path("profiles/p.safetensors")}
@@ -38,6 +38,17 @@ ALL = BASE | {
     "journal": Path("kept.sqlite"),
     "storage": "sqlite:///studies.db",
     "method": "auto",
+    "gpus": 2,
+    "target_gpu": "H200",
+    "hidden_cache": Path("hidden"),
+    "item_deadline": 60.0,
+    "dashboard": "8787",
+    "tls_ca_file": Path(__file__),
+    "tls_cert": Path(__file__),
+    "tls_key": Path(__file__),
+}
+WITHOUT_WORKERS = {"journal": None, "storage": None} | {
+    entry.field: entry.default for entry in OPTIONS.values() if entry.group == WORKERS
 }
 
 
@@ -52,10 +63,10 @@ def written(folder, text):
 
 
 def test_every_option_but_the_other_budgets_is_in_the_example():
-    assert set(ALL) == set(OPTIONS) - {"budget_rel_mse", "budget_kl", "prompts"}
+    assert set(ALL) == set(OPTIONS) - {"budget_rel_mse", "budget_kl", "prompts", "scheduler"}
     default = Recipe.of(BASE)
     made = Recipe.of(ALL)
-    differ = {field.name for field in dataclasses.fields(Recipe)} - {"model", "lengths", "out", "prompts"}
+    differ = {field.name for field in dataclasses.fields(Recipe)} - {"model", "lengths", "out", "prompts", "scheduler"}
     assert all(getattr(made, name) != getattr(default, name) for name in differ)
     assert default.budget == DEFAULT_BUDGET
 
@@ -249,7 +260,8 @@ def test_the_journal_is_named_by_the_model_alone():
 def test_the_record_holds_what_decides_the_result():
     record = recipe(journal=Path("elsewhere"), prompts=(Path("folder/mine.jsonl"), Path("b"))).record()
     fields = {field.name for field in dataclasses.fields(Recipe)}
-    assert set(record) == fields - {"out", "journal", "storage"}
+    workers = {entry.field for entry in OPTIONS.values() if entry.group == WORKERS}
+    assert set(record) == fields - {"out", "journal", "storage"} - workers
     assert record["check_lengths"] == [1536]
     assert record["prompts"] == ["mine.jsonl", "b"]
     assert record["domains"] is None
@@ -261,7 +273,7 @@ def test_the_record_holds_what_decides_the_result():
 def test_a_recipe_is_read_from_its_record():
     made = Recipe.of(ALL)
     again = Recipe.from_record(json.loads(json.dumps(made.record())), made.out)
-    assert again == dataclasses.replace(made, journal=None, storage=None)
+    assert again == dataclasses.replace(made, **WITHOUT_WORKERS)
     older = {name: value for name, value in made.record().items() if name != "method"}
     assert Recipe.from_record(older, made.out).method == "s2o"
 

@@ -266,7 +266,8 @@ def _of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe, timed:
     curves: dict[tuple[Method, Shape | None], Curve] = {}
     for segment in recipe.segments_for(int(prompt.q.shape[2])):
         rankings = [Ranking(segment, count, grain) for count in recipe.representatives for grain in recipe.grains]
-        curves |= measure(prompt, rankings, shapes)
+        for (ranking, shape), curve in measure(prompt, rankings, shapes).items():
+            curves[ranking, shape] = curve
     for setting, curve in baselines.measure(prompt, baselines.settings_of(recipe.method), timed=timed).items():
         curves[setting, None] = curve
     return curves

@@ -49,9 +49,10 @@ class HiddenStates:
         """
         path = self._path(prompt, number)
         try:
-            return load_file(path, device=str(device))["hidden"]
+            hidden: Tensor = load_file(path, device=str(device))["hidden"]
         except (OSError, SafetensorError) as error:
             raise ResourceError(f"hidden states {path} cannot be read ({error}): delete the file and go on") from error
+        return hidden
 
     def write(self, prompt: int, number: int, hidden: Tensor) -> None:
         """Keep the hidden state of a prompt before a decoder layer.

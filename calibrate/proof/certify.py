@@ -153,9 +153,7 @@ def proven_again(
         steps = executor.geometry.layers * len(lengths)
         again = {length: prompts for length, prompts in held_out.items() if length in lengths}
         with progress_bar("measuring what the certificate changed", steps, "layer", shown=progress) as step:
-            _, measured = prove(
-                executor, again, candidate, on_step=step, chunk=candidate.recipe.chunk, journal=journal
-            )
+            _, measured = prove(executor, again, candidate, on_step=step, chunk=candidate.recipe.chunk, journal=journal)
         proofs |= measured
         lengths = frozenset(slower_than_dense(candidate, measured))
         candidate = with_dense(candidate, lengths)

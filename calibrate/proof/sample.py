@@ -220,7 +220,7 @@ def _noise_floor(
         known[item] = pending[item].result()
         if journal is not None:
             journal.put(KIND, item.key, known[item])
-    kls = [known[item]["kl"] for item in items]
+    kls = [(known[item] or {})["kl"] for item in items]
     return None if None in kls else max(0.0, statistics.fmean(kls))
 
 

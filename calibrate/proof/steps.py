@@ -20,7 +20,7 @@ from torch import nn
 from calibrate.journal import Journal
 from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
-from calibrate.model.streams import DecoderLayer, Stream, begin, decoder_layers, layer_on_device
+from calibrate.model.streams import Calls, DecoderLayer, Stream, begin, decoder_layers, layer_on_device
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import PromptAgreement, compare
 from calibrate.proof.chunks import ByLength, Chunks, chunks_of
@@ -143,6 +143,12 @@ class PairWalk:
     def __init__(self, worker: WorkerState, prompt: str, index: int) -> None:
         self._worker, self._prompt, self._index = worker, prompt, index
         self._layers = layers_of(worker)
+        self._calls: dict[int, Calls] = worker.keep("calls of patched layers", dict)
+        self._runs: tuple[LayerRun, ...] = ()
+        self._tried: tuple[LayerRun, Stream] | None = None
+        self._number = 0
+        self.patched: Stream
+        self.dense: Stream
         self._begin()
 
     @torch.no_grad()
@@ -155,8 +161,8 @@ class PairWalk:
             with self._within(of_decoder) as layer:
                 if self._tried is None or self._tried[0] != run:
                     self._tried = run, layer.patched(self.patched, layer.state(run.config, chunks=run.chunks))
+                self.patched, self._tried = self._tried[1], None
                 self.dense = layer.dense(self.dense)
-            self.patched, self._tried = self._tried[1], None
             self._number = of_decoder.number + 1
             self._runs = (*self._runs, run)
 
@@ -186,12 +192,10 @@ class PairWalk:
 
     @torch.no_grad()
     def _begin(self) -> None:
-        prompt, calls = self._worker.prompts[self._prompt], self._worker.keep("calls of patched layers", dict)
-        (stream,) = begin(self._worker.loaded, [prompt.ids], calls)
+        prompt = self._worker.prompts[self._prompt]
+        (stream,) = begin(self._worker.loaded, [prompt.ids], self._calls)
         self.patched = self.dense = replace(stream, prompt=self._index)
-        self._runs: tuple[LayerRun, ...] = ()
-        self._tried: tuple[LayerRun, Stream] | None = None
-        self._number = 0
+        self._runs, self._tried, self._number = (), None, 0
 
     def _next(self) -> DecoderLayer:
         """The next layer of full attention, after those between that have none."""
@@ -333,14 +337,17 @@ class LockStep:
 
     def begin(self, runs: LayerRun) -> None:
         """Let the next layer run this on all prompts; the results come by `measured`."""
-        self._begun = runs, [
-            _Recorded(
-                self._executor,
-                self._journal,
-                self._make(self.length, sha256, index, len(self.history.runs), self.history, runs, self._stage),
-            )
-            for sha256, index in self._prompts
-        ]
+        self._begun = (
+            runs,
+            [
+                _Recorded(
+                    self._executor,
+                    self._journal,
+                    self._make(self.length, sha256, index, len(self.history.runs), self.history, runs, self._stage),
+                )
+                for sha256, index in self._prompts
+            ],
+        )
 
     def measured(self, runs: LayerRun) -> list[Any]:
         """Every prompt's result of the next layer; what was begun with another configuration is not waited for."""

@@ -156,7 +156,7 @@ def prove(
                 walk.accept(runs)
                 on_step()
         agreements = {walk.length: walk.agreements() for walk in walks}
-        times = {length: _UNTIMED for length in held_out}
+        times = dict.fromkeys(held_out, _UNTIMED)
         if timed:
             ran = {walk.length: walk.history for walk in walks}
             times = _times(executor, {length: prompts[0] for length, prompts in held_out.items()}, ran, journal)
@@ -243,6 +243,8 @@ def _times(
 ) -> dict[int, _Times]:
     """The times of every decoder layer at every length, by length; ran: what all layers run."""
     geometry = executor.geometry
+    if executor.device.kind != "cuda":  # there they are no objective, and no run takes them from another
+        journal = None
     numbers = range(geometry.decoder_layers)
     items = {
         (length, number): LayerTime(length, prompt.sha256, number, ran[length])
@@ -250,9 +252,7 @@ def _times(
         for number in numbers
     }
     known = {name: None if journal is None else journal.get(KIND, item.key) for name, item in items.items()}
-    tracks = [
-        [items[length, number] for number in numbers if known[length, number] is None] for length in prompts
-    ]
+    tracks = [[items[length, number] for number in numbers if known[length, number] is None] for length in prompts]
     for item, seconds in executor.spread(tracks):
         if journal is not None:
             journal.put(KIND, item.key, seconds)
@@ -311,6 +311,7 @@ class _TimedWalk:
     def __init__(self, worker: WorkerState, prompt: str, ran: History) -> None:
         self._worker, self._prompt, self._runs = worker, prompt, ran.runs
         self._layers = layers_of(worker)
+        self._number = 0
         self._begin()
 
     @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from calibrate.model.foresight import Outlook
-from calibrate.recipe import OPTIONS, Recipe
+from calibrate.recipe import OPTIONS, WORKERS, Recipe
 
 
 def plan(recipe: Recipe, outlook: Outlook, device: str, given: frozenset[str]) -> dict[str, str]:
@@ -22,6 +22,7 @@ def plan(recipe: Recipe, outlook: Outlook, device: str, given: frozenset[str]) -
     lines = {
         option.label: option.line(recipe) + ("" if option.label in given_labels else " (default)")
         for option in OPTIONS.values()
+        if option.group != WORKERS or recipe.is_distributed or option.label in given_labels
     }
     derived = {
         "architecture": str(outlook.geometry),

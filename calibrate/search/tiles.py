@@ -96,9 +96,7 @@ def _times(
 ) -> dict[TileConfig, float]:
     """The seconds of every tile that runs, whatever its stride; `left_out` gets the reason why another failed."""
     first_of = {_any_stride(tile): tile for tile in reversed(legal)}
-    items = {
-        timed: TileTime(first_of[timed], length, segment) for timed in dict.fromkeys(map(_any_stride, legal))
-    }
+    items = {timed: TileTime(first_of[timed], length, segment) for timed in dict.fromkeys(map(_any_stride, legal))}
     keys = {timed: {"tile": asdict(timed), "length": length, "segment": segment} for timed in items}
     pending = {
         timed: executor.submit(item) for timed, item in items.items() if journal.get("tile", keys[timed]) is None

@@ -1,9 +1,9 @@
 """Which worker runs which item next: plain bookkeeping, without processes, clocks or a network.
 
 Items lie in lanes. A lane belongs to one worker, because there each item goes on where the one before ended. A worker
-takes from its own lanes first, then lanes that belong to nobody; one that has nothing left takes the end of a track, or
-a lane that waits, from the worker that has most. So nobody waits while there is work, and a worker that is late, slow or
-gone changes only who does what.
+takes from its own lanes first, then lanes that belong to nobody; one that has nothing left takes the end of a track,
+or a lane that waits, from the worker that has most. So nobody waits while there is work, and a worker that is late,
+slow or gone changes only who does what.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from calibrate.work.items import WorkItem
 
 WALK = 0.1  # the time of moving through a layer, over that of measuring it (docs/scaling.md)
+AHEAD = 2  # items that a worker has at a time: one runs, one waits beside it
 
 Worker = Hashable
 
@@ -152,9 +153,7 @@ class Board:
         return _first(lane for lane in self._lanes if lane.owner == worker and lane.entries)
 
     def _unowned(self, worker: Worker) -> Lane | None:
-        return _first(
-            lane for lane in self._lanes if lane.owner is None and lane.entries and self._may(worker, lane)
-        )
+        return _first(lane for lane in self._lanes if lane.owner is None and lane.entries and self._may(worker, lane))
 
     def _taken_over(self, worker: Worker) -> Lane | None:
         """The end of the longest track, or a lane that waits for a worker that is at another."""

@@ -1,8 +1,8 @@
 """Items of work on many GPUs: dask.distributed starts processes, moves items and results, and sees who is gone.
 
-The coordinator is this process. It decides, journals and needs no GPU. Each worker process has one GPU, loads the model
-itself and runs one item at a time; the coordinator tells each worker what to run (`board.py`). A worker that dies, hangs
-or joins late changes only who does what: items say everything that their results depend on.
+The coordinator is this process. It decides, journals and needs no GPU. Each worker process has one GPU, loads the
+model itself and runs one item at a time; the coordinator tells each worker what to run (`board.py`). A worker that
+dies, hangs or joins late changes only who does what: items say everything that their results depend on.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from calibrate.progress import showing
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
 from calibrate.versions import versions
-from calibrate.work.board import Board, Entry
+from calibrate.work.board import AHEAD, Board, Entry
 from calibrate.work.executor import Item, Pending, StageWork, Track
 from calibrate.work.items import WorkerState, WorkItem
 from s2o_runtime.devices import Accepted, DeviceIdentity, fit, identify
@@ -38,7 +40,7 @@ except ImportError as error:
     raise ConfigError("--gpus and --scheduler need dask.distributed: pip install 's2o[distributed]'") from error
 
 ATTEMPTS = 3  # of an item; a worker that is lost with it counts as one
-AHEAD = 2  # items that a worker has at a time: one runs, one waits beside it
+
 POLL = 0.5  # seconds between two looks at who is there
 CONNECT = 30.0  # seconds to wait for a scheduler
 FIRST_WORKER = 120.0  # seconds to wait for the first worker of a scheduler
@@ -82,7 +84,7 @@ class S2OWorker(WorkerPlugin):  # type: ignore[misc]
         self._hello: Hello | None = None
 
     def setup(self, worker: Any) -> None:
-        """Called by Dask when a worker gets this; the model is loaded later, because here it would hold up heartbeats."""
+        """Called by Dask when a worker gets this; the model is loaded later, or it would hold up heartbeats."""
         if self._recipe.gpus is not None:
             _hush()
 
@@ -165,13 +167,21 @@ class ClusterExecutor:
         recipe: the run.
         prompts: all that items are going to name.
         wanted: how many workers to wait for before the first item; others join when they are there.
+        plugin: what runs the items in a worker.
     """
 
-    def __init__(self, client: Any, recipe: Recipe, prompts: Sequence[Prompt], wanted: int) -> None:
+    def __init__(
+        self,
+        client: Any,
+        recipe: Recipe,
+        prompts: Sequence[Prompt],
+        wanted: int,
+        plugin: type[S2OWorker] | None = None,
+    ) -> None:
         self._client, self._recipe = client, recipe
         self._plugin = f"s2o-{uuid.uuid4().hex[:12]}"
         self._known = {prompt.sha256 for prompt in prompts}
-        client.register_plugin(S2OWorker(self._plugin, recipe, prompts))
+        client.register_plugin((plugin or S2OWorker)(self._plugin, recipe, prompts))
         self._board = Board()
         self._futures: dict[Entry, Future[Any]] = {}
         self._workers: dict[str, _Worker] = {}
@@ -183,6 +193,7 @@ class ClusterExecutor:
         self._target: DeviceIdentity | None = None
         self._enough = threading.Event()
         self._wanted = wanted
+        self._last_seen = time.monotonic()
         self.lost = 0
         self.work: dict[str, StageWork] = {}
         self._threads = ThreadPoolExecutor(THREADS, "s2o-wait")
@@ -218,7 +229,8 @@ class ClusterExecutor:
     @property
     def status(self) -> str:
         """The workers in one line."""
-        text = f"{self.size} workers, {self._board.waiting} items wait"
+        running = sum(len(worker.running) for worker in list(self._workers.values()))
+        text = f"{self.size} workers, {running} items run, {self._board.waiting} wait"
         return f"{text}, {self.lost} workers lost" if self.lost else text
 
     def know(self, prompts: Iterable[Prompt]) -> None:
@@ -238,7 +250,7 @@ class ClusterExecutor:
             futures: list[Future[Any]] = []
             for item in track:
                 future: Future[Any] = Future()
-                future.add_done_callback(lambda finished, item=item: done.put((item, finished)))
+                future.add_done_callback(partial(_put_finished, done, item))
                 futures.append(future)
             count += len(track)
             if track:
@@ -309,6 +321,7 @@ class ClusterExecutor:
                     looked = time.monotonic()
                 if not self._enough.is_set():
                     self._check_start(begun)
+                self._check_alone()
                 self._feed()
             except Exception as error:  # whatever Dask raises when the scheduler is gone
                 self._fail(_as_resource_error(error))
@@ -353,6 +366,18 @@ class ClusterExecutor:
         elif not self._workers and time.monotonic() - begun > FIRST_WORKER:
             self._fail(ResourceError(f"no worker is there after {FIRST_WORKER:g} s: start workers, one for each GPU"))
 
+    def _check_alone(self) -> None:
+        """End the run if no worker has been there for as long as an item may take."""
+        now = time.monotonic()
+        self._last_seen = now if self._workers else self._last_seen
+        if now - self._last_seen > max(self._recipe.item_deadline, FIRST_WORKER):
+            self._fail(
+                ResourceError(
+                    f"all workers are gone since {now - self._last_seen:.0f} s: start workers and run the same command "
+                    "again, what was measured so far is kept"
+                )
+            )
+
     def _submit(self, worker: _Worker, function: Callable[..., Any], *arguments: Any) -> Any:
         future = self._client.submit(
             function, *arguments, workers=[worker.address], allow_other_workers=False, pure=False, retries=0
@@ -396,12 +421,12 @@ class ClusterExecutor:
             self.work.setdefault(entry.item.stage, StageWork()).add(seconds)
             self._futures.pop(entry).set_result(value)
             return
-        error = future.exception()
-        if isinstance(error, S2OError):
+        raised = future.exception()
+        if isinstance(raised, S2OError):
             self._board.done(entry)
-            self._futures.pop(entry).set_exception(error)
+            self._futures.pop(entry).set_exception(raised)
         else:
-            self._again(entry, error)
+            self._again(entry, raised)
 
     def _again(self, entry: Entry, error: BaseException) -> None:
         """Let an item that failed wait again, unless it has been tried often enough."""
@@ -476,6 +501,10 @@ class ClusterExecutor:
             future.set_exception(self._failure)
 
 
+def _put_finished(done: queue.SimpleQueue[Any], item: WorkItem, finished: Future[Any]) -> None:
+    done.put((item, finished))
+
+
 def alike(one: DeviceIdentity, other: DeviceIdentity) -> bool:
     """Whether times taken on one device are times of the other."""
     accepted = fit(one, other)
@@ -501,13 +530,16 @@ def cluster_executor(recipe: Recipe, prompts: Sequence[Prompt], *, progress: boo
         else:
             address = recipe.scheduler
         try:
-            client = stack.enter_context(Client(address, security=_security(recipe), set_as_default=False, timeout=CONNECT))
+            client = stack.enter_context(
+                Client(address, security=_security(recipe), set_as_default=False, timeout=CONNECT)
+            )
         except OSError as error:
             raise ResourceError(f"scheduler {recipe.scheduler} does not answer ({_text(error)}): check it") from error
         if progress and recipe.dashboard is not None:
             log.warning("dashboard: %s", client.dashboard_link)
         executor = ClusterExecutor(client, recipe, prompts, recipe.gpus or 1)
         stack.callback(executor.close)
+        stack.enter_context(showing(lambda: executor.status))
         yield executor
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any, Generic, Protocol, TypeVar
 
 from calibrate.model.models import LoadedModel
@@ -188,4 +188,4 @@ def shares(executor: Executor, prompts: Sequence[Prompt]) -> list[Sequence[Promp
     """Prompts in as many shares as there are workers, nearly equal, each a run of neighbours; none is empty."""
     count = min(executor.size, len(prompts))
     edges = [len(prompts) * number // count for number in range(count + 1)]
-    return [prompts[first:end] for first, end in zip(edges, edges[1:], strict=False)]
+    return [prompts[first:end] for first, end in pairwise(edges)]

@@ -27,6 +27,7 @@ from s2o_runtime.huggingface.layers import (
     states_of,
     was_detached,
 )
+from s2o_runtime.huggingface.ranks import heads_here
 from s2o_runtime.identity import (
     RANDOM,
     attention_modules,
@@ -151,6 +152,8 @@ def adopt(module: nn.Module, device: torch.device) -> LayerState | None:
         number = int(member.layer_idx)  # type: ignore[arg-type]
         if number not in states:
             states[number] = other_state(number, module.config)
+        elif reason is None:
+            states[number].heads = heads_here(member, profile.geometry.query_heads)
         attach(member, states[number])
         adopted.append(states[number])
     state: LayerState = module.__dict__[STATE]

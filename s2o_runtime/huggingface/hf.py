@@ -40,6 +40,7 @@ from s2o_runtime.huggingface.layers import detach as detach
 from s2o_runtime.huggingface.layers import layer_states as layer_states
 from s2o_runtime.huggingface.obstacles import layer_obstacle
 from s2o_runtime.huggingface.paged import one_by_one
+from s2o_runtime.huggingface.ranks import heads_here
 from s2o_runtime.identity import attention_modules, fingerprint, fingerprint_mismatch, geometry, offloaded
 from s2o_runtime.layer_kinds import chunk, positions, window
 from s2o_runtime.profile import Profile, load_profile
@@ -121,7 +122,9 @@ def patch(
         if strict:
             raise ProfileError(f"{message}: calibrate this model, or patch with strict=False")
         log.warning("%s: %s", message, "the model stays dense" if rejected else "errors and densities may differ")
-    states = states_of(profile, next(model.parameters()).device, drift, beyond, rejected)
+    states = states_of(profile, [next(module.parameters()).device for module in modules], drift, beyond, rejected)
+    for module, state in zip(modules, states, strict=True):
+        state.heads = heads_here(module, profile.geometry.query_heads)
     unpatch(model)
     for module, state in zip(modules, states, strict=True):
         attach(module, state)

@@ -6,8 +6,8 @@ import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, get_args
 
@@ -52,7 +52,8 @@ class LayerState:
     drift: checks the layer's error, None does not. watch: sees whether most calls of the model are dense; all of its
     layers have the same one. other_kind: what is said of a layer that has no full attention and stays what it is.
     chunk: queries that a prefill is fed at once, as a server does; None for all. last_density: of the last prefill that
-    was fed so, as a whole, where `last` is of its last chunk.
+    was fed so, as a whole, where `last` is of its last chunk. heads: the query heads of the layer that this process
+    computes, where a model is split over processes; None for all.
     """
 
     layer: int
@@ -71,6 +72,7 @@ class LayerState:
     other_kind: str | None = None
     chunk: int | None = None
     last_density: float | None = None
+    heads: range | None = None
 
     @property
     def density(self) -> float:
@@ -82,7 +84,10 @@ class LayerState:
     def config(self, length: int) -> LayerConfig:
         step = length_step(length)
         if step not in self.configs:
-            self.configs[step] = self.config_at(length)
+            config = self.config_at(length)
+            if self.heads is not None:
+                config = replace(config, heads=config.heads[self.heads.start : self.heads.stop])
+            self.configs[step] = config
         return self.configs[step]
 
     def count(self, path: str, reason: str, queries: int = 1, keys: int = 0) -> None:
@@ -178,7 +183,7 @@ def all_states(model: nn.Module) -> list[LayerState]:
 
 def states_of(
     profile: Profile,
-    device: torch.device,
+    device: torch.device | Sequence[torch.device],
     drift: Drift = None,
     beyond: Beyond = "dense",
     rejected: str | None = None,
@@ -187,7 +192,7 @@ def states_of(
 
     Args:
         profile: of the model whose layers these are.
-        device: where the model's attention runs.
+        device: where the model's attention runs; one for each layer where they are on several.
         drift: how the layers' errors are checked, as `patch` takes it.
         beyond: what prompts longer than `TRUSTED_BEYOND` times the longest calibrated length run.
         rejected: why no layer may run S2O, if that is known already.
@@ -198,21 +203,22 @@ def states_of(
     """
     check_beyond(beyond)
     check, allowed = _drift_check(profile, drift)
-    if rejected is None:
-        profile, rejected = fitted(profile, device)
+    devices = [device] * profile.geometry.layers if isinstance(device, torch.device) else list(device)
+    fits = {here: (profile, rejected) if rejected else fitted(profile, here) for here in dict.fromkeys(devices)}
+    rejected = next((why for _, why in fits.values() if why is not None), None)
     longest = int(TRUSTED_BEYOND * profile.lengths[-1])
     watch = None if rejected else DenseWatch(profile.geometry.layers, profile.min_length)
     states = [
         LayerState(
             profile.geometry.layer_number(index),
-            partial(profile.layer_config, index),
+            partial(fits[here][0].layer_config, index),
             profile.min_length,
             rejected,
             max_length=None if beyond == "s2o" else longest,
             warn_beyond=beyond == "warn",
             watch=watch,
         )
-        for index in range(profile.geometry.layers)
+        for index, here in enumerate(devices)
     ]
     _say_range(profile, longest, beyond, rejected)
     if check is not None:

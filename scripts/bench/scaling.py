@@ -207,7 +207,7 @@ def profile_differences(one: Path, other: Path) -> list[str]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             documents.append({name: json.loads(text) for name, text in metadata.items()})
-            tensors.append({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118: no mapping
+            tensors.append({name: file.get_tensor(name) for name in list(file.keys())})
     differences = [
         f"tensor {name}"
         for name in sorted(tensors[0] | tensors[1])

@@ -1,5 +1,9 @@
 """On a GPU in bfloat16: the self-test of every architecture that it holds for, and calibrations of mixed models."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -127,3 +131,26 @@ def test_a_model_spread_over_two_gpus(tmp_path):
     assert result.profile.geometry.layers == 2
     with torch.no_grad(), patched(model, out, strict=True):
         assert bool(model(torch.randint(8, 120, (1, 2048), device="cuda:0")).logits.isfinite().all())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_of_a_patched_model_give_what_one_gpu_gives(tmp_path):
+    """Split by transformers' tp_plan, through NCCL; each rank runs its own heads of the profile, on its own GPU."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed, which transformers needs for tp_plan")
+    model, length = on_gpu("llama"), 2048
+    model.save_pretrained(tmp_path / "model")
+    out = tmp_path / "p.safetensors"
+    calibrate(model, tiny_tokenizer(), progress=False, out=out, allow_regression=True, **QUICK)
+    ids = torch.randint(3, 100, (1, length), generator=torch.Generator().manual_seed(0)).cuda()
+    with torch.no_grad(), patched(model, out, strict=True):
+        expected = model(ids, use_cache=False).logits.float().cpu()
+    program = Path(__file__).parents[1] / "tensor_parallel.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
+    arguments = [str(tmp_path / "model"), str(out), str(length), str(tmp_path / "out")]
+    run = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    for rank in range(2):
+        of_rank = torch.load(tmp_path / f"out.{rank}")
+        off = (of_rank["logits"] - expected).square().mean() / expected.square().mean()
+        assert off < 1e-2  # bfloat16, whose products are summed in another order
+        assert not [text for text in of_rank["said"] if "calibrated on" in text]
