@@ -133,7 +133,7 @@ clean:
 $(STAMP): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt --editable '.[calibrate,dev]'
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt --editable '.[calibrate,distributed,dev]'
 	touch $@
 
 $(TRITONS:%=build/triton-%/.installed): build/triton-%/.installed: | $(READY)
