@@ -16,6 +16,7 @@ from s2o_runtime.errors import ConfigError
 
 Mode = Literal["s2o", "dense", "baseline"]
 RowReduce = Literal["mean", "max"]
+Scores = Literal["input", "int8"]
 
 HEAD_DIMS = (64, 128, 256)  # others up to the last are filled with zeros
 SEGMENT_STEP = 64
@@ -222,12 +223,15 @@ class LayerConfig:
         tile: the tile of all heads.
         row_reduce: the gain of a tile is the "mean" of its rows' gains, or the largest ("max", the paper's).
         grain: how many adjacent keys are ranked and visited together (a step); 1 is the paper's.
+        scores: products of queries and keys are computed in the type of the inputs ("input"), or of both rounded to 8
+            bits ("int8"), also where keys are ranked and where heads are dense (docs/method.md).
     """
 
     heads: tuple[HeadConfig, ...]
     tile: TileConfig = TileConfig()
     row_reduce: RowReduce = "mean"
     grain: int = 1
+    scores: Scores = "input"
 
     @classmethod
     def uniform(
@@ -243,6 +247,7 @@ class LayerConfig:
         tile: TileConfig | None = None,
         row_reduce: RowReduce = "mean",
         grain: int = 1,
+        scores: Scores = "input",
     ) -> LayerConfig:
         """The same settings for all `num_heads` query heads; `stop_rule` may be a text that `StopRule.parse` reads.
 
@@ -254,7 +259,7 @@ class LayerConfig:
         """
         rule = stop_rule if isinstance(stop_rule, StopRule) else StopRule.parse(stop_rule)
         head = HeadConfig(tau, segment, mode, rule, representatives, tail)
-        return cls((head,) * num_heads, tile or TileConfig(), row_reduce, grain).validate()
+        return cls((head,) * num_heads, tile or TileConfig(), row_reduce, grain, scores).validate()
 
     @property
     def num_heads(self) -> int:
@@ -272,8 +277,9 @@ class LayerConfig:
         return tuple(index for index, head in enumerate(self.heads) if head.mode == "baseline")
 
     def as_dense(self) -> LayerConfig:
-        """The same layer with every head dense."""
-        return replace(self, heads=tuple(replace(head, mode="dense", baseline=None) for head in self.heads))
+        """The same layer with every head dense, and scores in the type of the inputs."""
+        heads = tuple(replace(head, mode="dense", baseline=None) for head in self.heads)
+        return replace(self, heads=heads, scores="input")
 
     def with_tile(self, tile: TileConfig) -> LayerConfig:
         """The same layer with another tile. Raises ConfigError as `validate` does."""
@@ -297,6 +303,8 @@ class LayerConfig:
             raise ConfigError(f"row_reduce {self.row_reduce!r} is not known: use one of {get_args(RowReduce)}")
         if self.grain not in GRAINS or not _is_int(self.grain):
             raise ConfigError(f"grain {self.grain!r} is not supported: use one of {GRAINS}")
+        if self.scores not in get_args(Scores):
+            raise ConfigError(f"scores {self.scores!r} are not known: use one of {get_args(Scores)}")
         self.tile.validate()
         for index, head in enumerate(self.heads):
             head.validate()
@@ -311,7 +319,8 @@ class LayerConfig:
         """The layer as JSON, of which `torch_op.config_from_text` makes it again."""
         distinct = list(dict.fromkeys(self.heads))
         heads = [vars(head) | {"baseline": head.baseline and str(head.baseline)} for head in distinct]
-        fields = {"row_reduce": self.row_reduce, "grain": self.grain, "tile": vars(self.tile)}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in ("row_reduce", "grain", "scores")}
+        fields["tile"] = vars(self.tile)
         return json.dumps(fields | {"heads": heads, "head": [distinct.index(head) for head in self.heads]})
 
     # While torch.compile traces, it calls the method and takes the text for a constant of the config. This is what
@@ -328,11 +337,17 @@ class LayerConfig:
         return self._hash
 
     def __reduce__(self) -> tuple[type[LayerConfig], tuple[object, ...]]:
-        return LayerConfig, (self.heads, self.tile, self.row_reduce, self.grain)  # a hash is valid in one process only
+        return LayerConfig, (
+            self.heads,
+            self.tile,
+            self.row_reduce,
+            self.grain,
+            self.scores,
+        )  # a hash is valid in one process only
 
     @cached_property
     def _hash(self) -> int:  # computed once: a config is the key of several caches
-        return hash((self.heads, self.tile, self.row_reduce, self.grain))
+        return hash((self.heads, self.tile, self.row_reduce, self.grain, self.scores))
 
 
 def config_obstacle(config: LayerConfig) -> str | None:

@@ -95,6 +95,13 @@ POINTERS = {
     "OUT_V": "bf16",
     "BLOCK_TABLE": "i32",
     "K_SCALE": "fp32",
+    "REP_SCALE": "fp32",
+    "LOW": "bf16",
+    "HIGH": "bf16",
+    "UNIT": "fp32",
+    "MIDDLE": "fp32",
+    "K_UNIT": "fp32",
+    "K_MIDDLE": "fp32",
     "V_SCALE": "fp32",
 }
 FLOATS = ("qk_scale", "limit")
@@ -115,6 +122,13 @@ FEATURES = "features"
 FEATURE_VARIANTS: dict[str, dict[str, object]] = {
     FEATURES: {"GRAIN": 4, "HAS_SINKS": True, "CAP": 72.13, "HAS_LSE": True, "HAS_TAIL": True},
 }
+# Int8 scores: every tile of the prefill, and the largest configuration of the other kernels that read int8 keys.
+INT8 = "int8"
+INT8_VARIANTS: dict[str, dict[str, object]] = {
+    INT8: {"GRAIN": 4, "INT8": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True},
+}
+INT8_KERNELS = ("representatives", "log_sums", "scores", "trace")
+INT8_POINTERS = {"K": "i8", "REP": "i8"}
 FEATURE_KERNELS = ("prefill", "prefill_hopper", "trace", "log_sums", "scores")
 FEATURE_CAPABILITIES = (80, 90, 100)
 # The same for the kernel of the baselines.
@@ -137,6 +151,9 @@ PAGE_VARIANTS: dict[str, dict[str, object]] = {
     "same-type": {},
     "fp8": {"SCALED": True, "SCALE_STEP": 1},
 }
+ALL_VARIANTS = (
+    VARIANTS | FEATURE_VARIANTS | INT8_VARIANTS | BLOCK_SPARSE_VARIANTS | ANTIDIAGONAL_VARIANTS | PAGE_VARIANTS
+)
 FP8_POINTERS = {"K": "fp8e4nv", "V": "fp8e4nv"}
 
 
@@ -167,12 +184,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compiled kernel is made of: instructions by kind, bytes of memory, registers of a thread, layouts."""
+    """What a compiled kernel is made of: instructions by kind, bytes of memory, registers of a thread, layouts.
+
+    int8: the tensor core instructions among them that multiply 8-bit integers.
+    """
 
     cp_async: int
     wgmma: int
     tcgen05: int
     mma_sync: int
+    int8: int
     shared: int
     registers: int
     stack: int
@@ -200,6 +221,7 @@ def pipelined(case: Case, built: Compiled) -> str | None:
         copies, threads = case.tile.num_stages, 32 * case.tile.num_warps
     else:
         tile_bytes = 2 * case.tile.block_n * case.head_dim
+        tile_bytes -= tile_bytes // 4 if case.variant == INT8 else 0  # of the keys half
         if case.tile.specialized:  # two loops; the ring takes the place of a prologue
             copies, threads = 2 * 2, PRODUCER_THREADS
         else:  # k and v, at least one tile ahead
@@ -216,6 +238,14 @@ def tensor_cores(case: Case, built: Compiled) -> str | None:
     if case.capability == 90 and (case.kernel != "log_sums" or case.rows >= 64):
         return "no wgmma" if built.wgmma == 0 else None
     return "no tensor core instruction" if built.wgmma + built.tcgen05 + built.mma_sync == 0 else None
+
+
+def int8_products(case: Case, built: Compiled) -> str | None:
+    """Int8 scores are products of integers on tensor cores, and no other variant has any."""
+    wanted = case.variant == INT8 and case.kernel not in ("representatives", "channel_ranges", "quantise_keys")
+    if wanted == (built.int8 > 0):
+        return None
+    return f"{built.int8} tensor core instructions of 8-bit integers"
 
 
 def shared_memory(case: Case, built: Compiled) -> str | None:
@@ -247,7 +277,7 @@ def one_key_a_lane(case: Case, built: Compiled) -> str | None:
     return f"inline assembly works on {', '.join(layouts) or 'nothing'}"
 
 
-RULES = (pipelined, tensor_cores, shared_memory, no_spills, one_key_a_lane)
+RULES = (pipelined, tensor_cores, int8_products, shared_memory, no_spills, one_key_a_lane)
 
 
 def broken_rules(case: Case, built: Compiled) -> dict[str, str]:
@@ -288,6 +318,7 @@ def cases() -> list[Case]:
             if case.kernel in FEATURE_KERNELS and case.capability in FEATURE_CAPABILITIES
         )
         + page_cases()
+        + int8_cases(chosen)
         + [
             replace(case, variant=variant)
             for case in chosen
@@ -349,6 +380,21 @@ def antidiagonal_cases() -> list[Case]:
     return chosen
 
 
+def int8_cases(chosen: list[Case]) -> list[Case]:
+    """Int8 scores in every tile of the prefill, the largest of the other kernels, and what rounds the keys."""
+    variant = [replace(case, variant=INT8) for case in chosen]
+    return (
+        [case for case in variant if case.kernel in ("prefill", "prefill_hopper")]
+        + largest(case for case in variant if case.kernel in INT8_KERNELS)
+        + [
+            Case(kernel, capability, head_dim, variant=INT8)
+            for kernel in ("channel_ranges", "quantise_keys")
+            for capability in SHARED_MEMORY
+            for head_dim in HEAD_DIMS
+        ]
+    )
+
+
 def page_cases() -> list[Case]:
     """The copy of keys and values out of pages, with a head dim that is no power of two too."""
     return [
@@ -363,7 +409,7 @@ def page_cases() -> list[Case]:
 def compile_case(case: Case) -> Compiled:
     # not imported above: the tests of the rules want those without the kernels
     from s2o_runtime.baselines.kernels import antidiagonal, block_sparse, mean_keys
-    from s2o_runtime.kernels import pages, tail, trace
+    from s2o_runtime.kernels import keys, pages, tail, trace
     from s2o_runtime.kernels.rank import means, order, scores
 
     constants: dict[str, object] = {
@@ -376,13 +422,24 @@ def compile_case(case: Case) -> Compiled:
         "WARPS": order.ORDER_WARPS,
         "R": case.representatives,
         "BR": case.rows,
-        **(VARIANTS | FEATURE_VARIANTS | BLOCK_SPARSE_VARIANTS | ANTIDIAGONAL_VARIANTS | PAGE_VARIANTS)[case.variant],
+        **(VARIANTS | FEATURE_VARIANTS | INT8_VARIANTS | BLOCK_SPARSE_VARIANTS | ANTIDIAGONAL_VARIANTS | PAGE_VARIANTS)[
+            case.variant
+        ],
     }
     if case.kernel == "gather_pages":
         constants |= {"WIDTH": triton.next_power_of_2(case.head_dim), "PAGE": 16, "ROWS": pages.GATHER_ROWS}
         types = POINTERS | FP8_POINTERS if case.variant == "fp8" else POINTERS
         options = {"num_warps": pages.GATHER_WARPS}
         return compile_kernel(pages._gather_pages, constants, case.capability, ASTSource, options, types)
+    types = POINTERS | (INT8_POINTERS if case.variant == INT8 else {})
+    if case.kernel in ("channel_ranges", "quantise_keys"):
+        elements = keys.RANGE_ELEMENTS if case.kernel == "channel_ranges" else keys.QUANTISE_ELEMENTS
+        warps = keys.RANGE_WARPS if case.kernel == "channel_ranges" else keys.QUANTISE_WARPS
+        constants |= {"ROWS": elements // case.head_dim, "PARTS": keys.RANGE_PARTS}
+        types = POINTERS | {"OUT": "i8"}
+        return compile_kernel(
+            getattr(keys, f"_{case.kernel}"), constants, case.capability, ASTSource, {"num_warps": warps}, types
+        )
     if case.kernel == "pool_blocks":
         constants |= {"DP": case.head_dim, "BLOCK": 128}
         return compile_kernel(
@@ -425,7 +482,7 @@ def compile_case(case: Case) -> Compiled:
         }[case.kernel]  # fmt: skip
         home = {"representatives": means, "order": order, "pool": tail, "tail": tail}.get(case.kernel, scores)
         kernel = getattr(home, f"_{case.kernel}")
-        return compile_kernel(kernel, constants | own, case.capability, ASTSource, options)
+        return compile_kernel(kernel, constants | own, case.capability, ASTSource, options, types)
     constants |= {"BM": case.tile.block_m, "BN": case.tile.block_n, "STAGES": case.tile.num_stages}
     options = {"num_warps": case.tile.num_warps, "num_stages": case.tile.num_stages}
     if case.tile.specialized:
@@ -434,7 +491,7 @@ def compile_case(case: Case) -> Compiled:
         from s2o_runtime.kernels import prefill_hopper as hopper
 
         options["maxnreg"] = hopper.MAX_REGISTERS
-        return compile_kernel(hopper._prefill_hopper, constants, case.capability, GluonASTSource, options)
+        return compile_kernel(hopper._prefill_hopper, constants, case.capability, GluonASTSource, options, types)
     from s2o_runtime.kernels.prefill import _prefill
     from s2o_runtime.kernels.primitives import MAX_REGISTERS
 
@@ -447,8 +504,8 @@ def compile_case(case: Case) -> Compiled:
         return compile_kernel(antidiagonal._antidiagonal, constants, case.capability, ASTSource, options)
     if case.kernel == "trace":
         constants |= {"STRIDES": trace.STRIDES, "T": 1 << (len(TAUS) - 1).bit_length()}
-        return compile_kernel(trace._trace, constants, case.capability, ASTSource, options)
-    return compile_kernel(_prefill, constants, case.capability, ASTSource, options)
+        return compile_kernel(trace._trace, constants, case.capability, ASTSource, options, types)
+    return compile_kernel(_prefill, constants, case.capability, ASTSource, options, types)
 
 
 def compile_kernel(
@@ -487,6 +544,7 @@ def compile_kernel(
         wgmma=len(re.findall(r"wgmma\.mma_async", ptx)),
         tcgen05=len(re.findall(r"tcgen05\.mma", ptx)),
         mma_sync=len(re.findall(r"mma\.sync", ptx)),
+        int8=len(re.findall(r"(?:wgmma|mma\.sync)\S*\.s8\.s8|kind::i8", ptx)),
         shared=built.metadata.shared,
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
         stack=stack,

@@ -1,11 +1,15 @@
 """The rules that `make aot` holds compiled kernels to: each catches what it is for, and every kernel is compiled."""
 
+from dataclasses import replace
+
 import pytest
 
 from aot import (
     FEATURE_CAPABILITIES,
     FEATURE_KERNELS,
     FEATURE_VARIANTS,
+    INT8,
+    INT8_KERNELS,
     RULES,
     VARIANTS,
     Case,
@@ -17,12 +21,13 @@ from aot import (
 from s2o_runtime.config import HEAD_DIMS, TileConfig
 from s2o_runtime.tiles import SHARED_MEMORY
 
+PREFILLS = ("prefill", "prefill_hopper")
 LANES = "#ttg.blocked<{sizePerThread = [1, 1], threadsPerWarp = [1, 32], warpsPerCTA = [4, 1], order = [1, 0]}>"
 
 
 def compiled(**changes):
     """What a good kernel for sm_90 with 128 x 64 tiles of head dimension 128 might be."""
-    good = {"cp_async": 32, "wgmma": 24, "tcgen05": 0, "mma_sync": 0, "shared": 98304, "registers": 190}
+    good = {"cp_async": 32, "wgmma": 24, "tcgen05": 0, "mma_sync": 0, "int8": 0, "shared": 98304, "registers": 190}
     return Compiled(**{**good, "stack": 0, "local": 0, "assembly_layouts": (LANES,), **changes})
 
 
@@ -33,6 +38,8 @@ def compiled(**changes):
         ("pipelined", Case("prefill_hopper", 90, 128, TileConfig(64, 64, 4, 4, 2, True)), {"cp_async": 31}),
         ("tensor_cores", Case("prefill", 90, 128, TileConfig()), {"wgmma": 0, "mma_sync": 192}),
         ("tensor_cores", Case("scores", 80, 128, rows=16), {"wgmma": 0}),
+        ("int8_products", Case("prefill", 90, 128, TileConfig(), variant="int8"), {"int8": 0}),
+        ("int8_products", Case("prefill", 90, 128, TileConfig()), {"int8": 12}),
         ("shared_memory", Case("prefill", 89, 128, TileConfig()), {"shared": (99 << 10) + 1}),
         ("no_spills", Case("representatives", 90, 128), {"stack": 8}),
         ("no_spills", Case("representatives", 90, 128), {"local": 8}),
@@ -41,8 +48,9 @@ def compiled(**changes):
     ],
 )
 def test_each_rule_catches_what_it_is_for(rule, case, changes):
-    assert broken_rules(case, compiled()) == {}
-    assert list(broken_rules(case, compiled(**changes))) == [rule]
+    good = {"int8": 12} if case.variant == "int8" else {}
+    assert broken_rules(case, compiled(**good)) == {}
+    assert list(broken_rules(case, compiled(**(good | changes)))) == [rule]
 
 
 def test_every_rule_was_tried():
@@ -58,7 +66,8 @@ def test_all_kernels_are_compiled_for_all_targets():
     assert covered == {(*target, variant) for target in targets for variant in VARIANTS}
     assert {case.kernel for case in cases() if case.capability == 90 and case.head_dim in (64, 128)} == {
         "prefill", "prefill_hopper", "representatives", "log_sums", "scores", "pool", "tail", "trace",
-        "block_sparse", "pool_blocks", "mean_key_mass", "antidiagonal", "gather_pages",
+        "block_sparse", "pool_blocks", "mean_key_mass", "antidiagonal", "gather_pages", "channel_ranges",
+        "quantise_keys",
     }  # fmt: skip
 
 
@@ -70,6 +79,14 @@ def test_sinks_and_caps_are_compiled_for_a_gpu_of_each_generation():
         # the trace kernel compiles for sm_100 with newer Tritons only, the specialised one is for sm_90
         missing = {"prefill_hopper"} if capability != 90 else set()
         assert set(FEATURE_KERNELS) - missing - kernels <= ({"trace"} if capability == 100 else set())
+
+
+def test_int8_scores_are_compiled_in_every_tile():
+    int8 = {case for case in cases() if case.variant == INT8}
+    assert {replace(case, variant=INT8) for case in cases() if case.kernel in PREFILLS} <= int8
+    for kernel in (*INT8_KERNELS, "channel_ranges", "quantise_keys"):
+        covered = {case.capability for case in int8 if case.kernel == kernel}
+        assert set(SHARED_MEMORY) - covered <= ({100} if kernel == "trace" else set())
 
 
 def test_quick_leaves_no_kernel_gpu_or_variant_out():

@@ -75,6 +75,7 @@ def test_every_head_is_what_it_is_alone(backend, batch, q_len, starts, nan_fille
 @pytest.mark.skipif(not interpreted(), reason="a GPU is here: see tests/gpu")
 def test_the_kernels_skip_what_they_do_not_compute():
     from s2o_runtime.kernels.call import Call, head_tables
+    from s2o_runtime.kernels.keys import keys_of
     from s2o_runtime.kernels.prefill import prefill
     from s2o_runtime.shapes import call_shape
 
@@ -83,7 +84,7 @@ def test_the_kernels_skip_what_they_do_not_compute():
     call = Call(config, call_shape(q, k, v), 0.125, head_tables(config, q.device))
     out = torch.full_like(q, 7.0)
     visited = torch.full((1, 4, 3), 7, dtype=torch.int32)
-    prefill(q, k, v, None, out, visited, call, range(130), None)
+    prefill(q, keys_of(k, call), v, None, out, visited, call, range(130), None)
     assert (out[:, 1:] == 7.0).all()
     assert (visited[:, 1:] == 0).all()
     dense, _, _ = s2o_attention(q, k, v, LayerConfig.uniform(4, mode="dense", tile=TILE), return_lse=True)

@@ -22,6 +22,7 @@ RUNTIME = [
     "identity",
     "shapes",
     "scoring",
+    "quantisation",
     "pages",
     "tiles",
     "devices",

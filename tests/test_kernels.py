@@ -12,6 +12,7 @@ from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.call import Call, head_tables
+from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.kernels.prefill import Ranker, row_slices, s2o_prefill
 from s2o_runtime.kernels.primitives import LOG2E
 from s2o_runtime.kernels.rank import order as order_module
@@ -19,9 +20,9 @@ from s2o_runtime.kernels.rank import scores as scores_module
 from s2o_runtime.kernels.rank.order import BUCKETS, bucket_shares
 from s2o_runtime.kernels.tail import EDGES
 from s2o_runtime.reference.attention import s2o_attention_reference
-from s2o_runtime.reference.ranking import RankedPrefix, log_weights, part_means
+from s2o_runtime.reference.ranking import log_weights, part_means
 from s2o_runtime.shapes import call_shape
-from support.kernels import call_of, inputs
+from support.kernels import TILE, call_of, inputs, mixed_config, prefix_of, ranking_of
 from support.marks import all_but_first
 from support.naive import naive_attention
 
@@ -35,43 +36,6 @@ pytestmark = [
 
 BINS = 4 * BUCKETS  # linear bins of a row's scores, before they become buckets
 SHIPPED_SAMPLES = order_module.SAMPLES
-TILE = TileConfig(block_m=64, block_n=32, chunk=2, num_warps=4, num_stages=1)
-
-
-def mixed_config(heads, tau, stop_rule=StopRule.REST, row_reduce="mean", tile=TILE, grain=1):
-    kinds = (
-        HeadConfig(tau, 64, stop_rule=stop_rule, representatives=4, tail=True),
-        HeadConfig(tau / 2, 128, stop_rule=stop_rule),
-        HeadConfig(tau, 64, mode="dense"),
-        HeadConfig(tau, 128, stop_rule=stop_rule, representatives=16),
-    )
-    return LayerConfig(tuple(kinds[h % 4] for h in range(heads)), tile, row_reduce, grain)
-
-
-def prefix_of(call, b, h, n):
-    """(first key that counts, first key of the window) of a segment."""
-    start = 0 if call.kv_start is None else int(call.kv_start[b])
-    begin = max(call.shape.offset + n * call.config.heads[h].segment, start)
-    return start, begin - (begin - start) % call.config.tile.block_n
-
-
-def ranking_of(call, ranked, tail, b, h, n):
-    """What the kernels made of a segment's ranking, as the reference wants it."""
-    grain = call.config.grain
-    start, first = prefix_of(call, b, h, n)
-    steps = (first - start) // grain
-    order = ranked.order[b, h, n, :steps].long()[:, None] + torch.arange(grain)
-    mass, values = torch.zeros(steps + 1), torch.zeros(steps + 1, call.shape.head_dim)
-    if call.config.heads[h].tail:
-        begins = [*tail.first[b, h, n, :: BUCKETS // EDGES].tolist(), steps]
-        masses = torch.cat([tail.mass[b, h, n], torch.zeros(1)])
-        sums = torch.cat([tail.values[b, h, n], torch.zeros(1, call.shape.head_dim)])
-        for at in range(steps):  # between two edges the rest shrinks evenly
-            edge = max(e for e in range(EDGES) if begins[e] <= at)
-            share = (begins[edge + 1] - at) / (begins[edge + 1] - begins[edge])
-            mass[at] = masses[edge + 1] + share * (masses[edge] - masses[edge + 1])
-            values[at] = sums[edge + 1] + share * (sums[edge] - sums[edge + 1])
-    return RankedPrefix(order.flatten(), mass, values, grain)
 
 
 def run_both(q, k, v, config, kv_start=None, scale=None, softcap=None, sinks=None):
@@ -81,7 +45,7 @@ def run_both(q, k, v, config, kv_start=None, scale=None, softcap=None, sinks=Non
     call = Call(config, shape, scale, head_tables(config, q.device), kv_start, softcap=softcap, sinks=sinks)
     ranking = None
     if not config.is_dense:
-        ranking = partial(ranking_of, call, *Ranker(q, k, v, call).rank(range(shape.q_len)))
+        ranking = partial(ranking_of, call, *Ranker(q, keys_of(k, call), v, call).rank(range(shape.q_len)))
     expected = s2o_attention_reference(
         q, k, v, config, kv_start=kv_start, scale=scale, softcap=softcap, sinks=sinks, ranking_of=ranking
     )
@@ -97,7 +61,8 @@ def agree(ours, expected):
 
 def rank_of(q, k, config, kv_start=None):
     """(scores, order) of a whole call, [B, Hq, N, P / grain] each."""
-    ranked, _ = Ranker(q, k, k, call_of(q, k, config, kv_start)).rank(range(q.shape[2]))
+    call = call_of(q, k, config, kv_start)
+    ranked, _ = Ranker(q, keys_of(k, call), k, call).rank(range(q.shape[2]))
     return ranked.score.clone(), ranked.order
 
 
@@ -162,7 +127,7 @@ def test_a_cap_is_part_of_the_ranking(nan_filled):
     q, k, _ = inputs(1, 1, 1, 64, 330, 64)
     config = LayerConfig.uniform(1, segment=64, representatives=4, grain=2, tile=TILE)
     call = replace(call_of(q, k, config), softcap=1.5)
-    ranked, _ = Ranker(q, k, k, call).rank(range(64))
+    ranked, _ = Ranker(q, keys_of(k, call), k, call).rank(range(64))
     means = part_means(q[0, 0] * 0.125, 16)
     expected = log_weights(means, k[0, 0, :256], 2, softcap=1.5) * LOG2E
     torch.testing.assert_close(ranked.score[0, 0, 0, :128].float(), expected, rtol=2e-3, atol=1e-2)
@@ -302,7 +267,7 @@ def test_tail_sums_are_those_of_the_order(starts, grain, head_dim, nan_filled):
     kv_start = None if starts is None else torch.tensor(starts)
     config = LayerConfig.uniform(4, segment=64, representatives=4, tail=True, grain=grain, tile=TILE)
     call = call_of(q, k, config, kv_start)
-    ranked, tail = Ranker(q, k, v, call).rank(range(230))
+    ranked, tail = Ranker(q, keys_of(k, call), v, call).rank(range(230))
     for b, h, n in itertools.product(range(2), range(4), range(4)):
         start, first = prefix_of(call, b, h, n)
         steps = (first - start) // grain

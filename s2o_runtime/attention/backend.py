@@ -73,12 +73,12 @@ def why_dense(config: LayerConfig, shape: CallShape, gpu: Capability) -> str | N
         shape: of the call; for packed sequences each is to be asked about.
         gpu: the device's compute capability, (0, 0) for a CPU.
     """
-    if config.is_dense:
+    if config.is_dense and config.scores == "input":
         return "every head of the layer is dense"
     fewest = fewest_queries(config.tile, gpu)
     if shape.offset > 0 and shape.q_len < fewest:
         return f"fewer than {fewest} queries behind a prefix, where dense is faster on this GPU"
-    if not has_prefix(config, shape):
+    if not config.is_dense and not has_prefix(config, shape):
         return "the whole prompt fits one segment"
     if shape.is_less_than_prompt(below := config.tile.dense_below):
         return f"shorter than {below} keys, or less work than a prompt of them, where dense is faster on this GPU"
@@ -121,6 +121,8 @@ def _kernel_obstacle(call: AttentionCall) -> str | None:
         return "the kernel has no backward pass and gradients are enabled"
     if obstacle := config_obstacle(call.config):
         return obstacle
+    if call.config.scores == "int8" and call.scoring.softcap is not None:
+        return "int8 scores cannot be soft-capped by the kernel"
     if head_dim > HEAD_DIMS[-1]:  # no GPU has a tile for it, and the interpreter none either
         return tile_obstacle(tile, head_dim, MIN_CAPABILITY)
     if interpreted():

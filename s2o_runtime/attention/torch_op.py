@@ -88,7 +88,8 @@ def config_from_text(text: str) -> LayerConfig:
     fields = json.loads(text)
     distinct = [_head(settings) for settings in fields["heads"]]
     heads = tuple(distinct[index] for index in fields["head"])
-    return LayerConfig(heads, TileConfig(**fields["tile"]), fields["row_reduce"], fields["grain"]).validate()
+    tile = TileConfig(**fields["tile"])
+    return LayerConfig(heads, tile, fields["row_reduce"], fields["grain"], fields["scores"]).validate()
 
 
 def _head(settings: dict[str, Any]) -> HeadConfig:

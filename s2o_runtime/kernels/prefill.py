@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime.kernels.call import Call
+from s2o_runtime.kernels.keys import Keys, keys_of
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.primitives import (
     ELSEWHERE,
@@ -29,6 +30,7 @@ from s2o_runtime.kernels.primitives import (
     behind,
     diagonal_start,
     log_sum_exp,
+    quantised,
     sequence,
     softmax_start,
     tail_factor,
@@ -49,14 +51,14 @@ WORKSPACE_BYTES = 352 << 20  # of one slice; representatives and mean values of 
     ]
 )  # fmt: skip
 def _prefill(
-    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, FLAGS, SINKS,
-    qk_scale, q_len, offset, row_begin, chunk, segments,
+    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, FLAGS, SINKS, K_UNIT,
+    K_MIDDLE, qk_scale, q_len, offset, row_begin, chunk, segments,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch, stride_eb, stride_eh,
     GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     GRAIN: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr, HAS_TAIL: tl.constexpr,
     HAS_START: tl.constexpr, PACKED: tl.constexpr, HAS_LSE: tl.constexpr, ROW_MAX: tl.constexpr,
-    HAS_SINKS: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, CAP: tl.constexpr, INT8: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """S2O attention of one row tile: window, prefix until the stop, tail (Algorithms 2 and 3 of the paper).
 
@@ -85,6 +87,12 @@ def _prefill(
         CU_Q, CU_K        int32 [B + 1]: where packed sequences begin (PACKED)
         TAU               float32 [Hq]: the stop rule's threshold, without a unit
         SEGMENT, FLAGS    int32 [Hq]: as in `call.HeadTables`
+        K_UNIT            float32 [B, Hkv, D]: what a level of each channel of K is worth (INT8)
+        K_MIDDLE          float32 [B, Hkv, D]: what keys have lost (INT8, with HAS_LSE or HAS_SINKS)
+
+    With INT8 K is int8, and each row of Q, times the units, is rounded to int8 with a scale of its own: products are
+    sums of integers (`quantisation`). What keys have lost is missing from all scores of a row alike; sinks and the
+    log-sum-exp, which see that, are moved by it.
 
     qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two stop checks; segments: N'; GROUP:
     query heads of a KV head; STAGES: of Triton's pipeline; WIDE: offsets into k and v need 64 bits.
@@ -125,13 +133,20 @@ def _prefill(
         v_base += k_first.to(tl.int64) * stride_vl
 
     m, l = softmax_start(SINKS, h, BM, HAS_SINKS)
+    if INT8:
+        channels = (b * (tl.num_programs(1) // GROUP) + h // GROUP).to(tl.int64) * D + offs_d
+        if HAS_LSE or HAS_SINKS:
+            lost = tl.sum(q.to(tl.float32) * tl.load(K_MIDDLE + channels)[None, :], 1) * qk_scale
+            m -= lost
+        q, q_scale = quantised(q.to(tl.float32) * tl.load(K_UNIT + channels)[None, :])
+        qk_scale *= q_scale
     acc = tl.zeros([BM, D], tl.float32)
 
     # window: whole tiles that every row sees, then the diagonal
     diagonal = diagonal_start(first, position0, BN)
     m, l, acc = absorb_window(
         q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, tl.where(row0 < q_len, first, diagonal),
-        diagonal, tl.minimum(position0 + BM, kv_len), kv_len, position, BN, STAGES, CAP,
+        diagonal, tl.minimum(position0 + BM, kv_len), kv_len, position, BN, STAGES, CAP, INT8,
     )  # fmt: skip
 
     # prefix: tiles in order, chunk by chunk
@@ -151,7 +166,7 @@ def _prefill(
         l_before = l
         m, l, acc = absorb_chunk(
             q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, GRAIN, STAGES,
-            CAP,
+            CAP, INT8,
         )  # fmt: skip
         chunk_begin = done
         done += length
@@ -182,6 +197,8 @@ def _prefill(
         out_base + offs_row * stride_ol + offs_d[None, :], acc.to(OUT.dtype.element_ty), mask=rows[:, None] < q_len
     )
     if HAS_LSE:
+        if INT8:
+            m += lost
         lse = tl.where(real, log_sum_exp(m, tl.where(real, l, 1.0)), float("-inf"))
         lse_base = LSE + b.to(tl.int64) * stride_eb + h.to(tl.int64) * stride_eh + head_row
         tl.store(lse_base + tl.arange(0, BM), lse, mask=rows < q_len)
@@ -210,24 +227,25 @@ def s2o_prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: bool = False) 
     visited = torch.empty(
         shape.batch, shape.query_heads, shape.row_tiles(call.config.tile.block_m), dtype=torch.int32, device=q.device
     )
-    ranker = Ranker(q, k, v, call) if call.tables.shortest else None
+    keys = keys_of(k, call)
+    ranker = Ranker(q, keys, v, call) if call.tables.shortest else None
     for rows in row_slices(call, WORKSPACE_BYTES):
-        prefill(q, k, v, None if ranker is None else ranker.rank(rows), out, visited, call, rows, logs)
+        prefill(q, keys, v, None if ranker is None else ranker.rank(rows), out, visited, call, rows, logs)
     return out, visited, logs
 
 
 class Ranker:
     """Ranks the segments of one call, slice by slice; what all slices need is computed once."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-        self._k, self._call = k, call
-        self._representative = representatives(q, call)
-        self._log_sum = log_sums(self._representative, k, call)
+    def __init__(self, q: Tensor, keys: Keys, v: Tensor, call: Call) -> None:
+        self._keys, self._call = keys, call
+        self._representative = representatives(q, keys, call)
+        self._log_sum = log_sums(self._representative, self._keys, call)
         self._pooled = pooled_values(v, call) if call.tables.tail else None
 
     def rank(self, rows: range) -> tuple[Ranked, Tail | None]:
         """The ranking of all segments that begin in `rows`, and their tail sums if any head has a tail."""
-        ranked = order(score(self._representative, self._log_sum, self._k, self._call, rows), self._call, rows)
+        ranked = order(score(self._representative, self._log_sum, self._keys, self._call, rows), self._call, rows)
         return ranked, None if self._pooled is None else tail_sums(ranked, self._pooled, self._call, rows)
 
 
@@ -255,19 +273,20 @@ def row_slices(call: Call, workspace: int) -> list[range]:
 
 
 def prefill(
-    q: Tensor, k: Tensor, v: Tensor, ranking: tuple[Ranked, Tail | None] | None, out: Tensor, visited: Tensor,
+    q: Tensor, keys: Keys, v: Tensor, ranking: tuple[Ranked, Tail | None] | None, out: Tensor, visited: Tensor,
     call: Call, rows: range, lse: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Window and gathered prefix for the query rows in `rows`.
 
     Args:
-        q, k, v: as for `s2o_prefill`.
+        q, v: as for `s2o_prefill`.
+        keys: as `keys_of` gave them.
         ranking: what `Ranker.rank` gave for these rows; None if no head has a prefix.
         out, visited, lse: tensors to write, as `s2o_prefill` returns them; of packed sequences one batch entry.
         call: as for `s2o_prefill`.
         rows: query rows; they begin at a multiple of every segment.
     """
-    shape, tile, tables = call.shape, call.config.tile, call.tables
+    shape, tile, tables, k = call.shape, call.config.tile, call.tables, keys.rows
     wide = shape.kv_len * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS
     kernel, switches, options = _prefill, {"WIDE": wide}, {"maxnreg": MAX_REGISTERS}
     if tile.specialized:
@@ -275,7 +294,7 @@ def prefill(
 
         kernel, switches, options = hopper._prefill_hopper, {}, {"maxnreg": hopper.MAX_REGISTERS}
         # no registers are left for 64-bit offsets, and rows are copied 16 bytes at a time: bring a head's together
-        if wide or (k.stride(2) | v.stride(2)) * k.element_size() % 16:
+        if wide or (k.stride(2) * k.element_size() | v.stride(2) * v.element_size()) % 16:
             k, v = k.contiguous(), v.contiguous()
     ranked, tail = (None, None) if ranking is None else ranking
     # dense heads read no order, but Triton types the code that would: any int32 pointer stands in for it
@@ -289,6 +308,7 @@ def prefill(
             "Q": q, "K": k, "V": v, "ORDER": ordered, "FIRST": first, "MASS": mass, "SUMS": sums,
             "OUT": out, "LSE": lse, "VISITED": visited, **call.starts,
             "TAU": tables.tau, "SEGMENT": tables.segment, "FLAGS": tables.flags, "SINKS": call.sinks,
+            "K_UNIT": keys.unit, "K_MIDDLE": keys.middle,
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
             "chunk": tile.chunk, "segments": 0 if ranked is None else ordered.shape[2],
             **strides("bhl", q=q, k=k, v=v, o=out), **strides("bhn", i=ordered), **strides("bh", c=visited, e=lse),
@@ -299,7 +319,7 @@ def prefill(
             "STAGES": tile.num_stages, "GRAIN": call.config.grain, "EDGES": EDGES, "BUCKETS": BUCKETS,
             "HAS_TAIL": tail is not None, "HAS_START": call.padded, "PACKED": call.packed, "HAS_LSE": lse is not None,
             "ROW_MAX": call.config.row_reduce == "max", "HAS_SINKS": call.sinks is not None, "CAP": call.cap,
-            **switches,
+            "INT8": keys.unit is not None, **switches,
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -43,6 +43,9 @@ STOP_RULE_BITS = gl.constexpr(call.STOP_RULE_BITS)
 TAIL = gl.constexpr(call.TAIL)
 ELSEWHERE = gl.constexpr(call.ELSEWHERE)
 REST = gl.constexpr(int(StopRule.REST))
+SMALLEST = gl.constexpr(primitives.SMALLEST.value)
+RCP_LEVELS = gl.constexpr(primitives.RCP_LEVELS.value)
+ROUNDING = gl.constexpr(primitives.ROUNDING.value)
 ALL_LEFT = gl.constexpr(2)  # in `stop`: a chunk's gain counts for all tiles that are left, not for one
 PRODUCER_THREADS = gl.constexpr(128)
 CONSUMER_THREADS = gl.constexpr(128)  # of a row tile
@@ -82,12 +85,15 @@ def _marked(marks, i, HALF: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _rows(first, stride, STEPS: gl.constexpr, LAYOUT: gl.constexpr, BN: gl.constexpr, GRAIN: gl.constexpr):
-    """Offsets [BN, 1] of the rows of BN / GRAIN steps that begin at the rows `first`."""
+def _rows(
+    first, stride, STEPS: gl.constexpr, LAYOUT: gl.constexpr, BN: gl.constexpr, GRAIN: gl.constexpr,
+    ALIGNED: gl.constexpr = 8,
+):  # fmt: skip
+    """Offsets [BN, 1] of the rows of BN / GRAIN steps that begin at the rows `first`; ALIGNED divides the stride."""
     row = first * stride
     if GRAIN > 1:
         within = gl.arange(0, GRAIN, gl.SliceLayout(0, STEPS)) * stride
-        row = gl.multiple_of(gl.reshape(row[:, None] + within[None, :], [BN]), 8)
+        row = gl.multiple_of(gl.reshape(row[:, None] + within[None, :], [BN]), ALIGNED)
         row = gl.convert_layout(row, gl.SliceLayout(1, LAYOUT))
     return row[:, None]
 
@@ -96,6 +102,7 @@ def _rows(first, stride, STEPS: gl.constexpr, LAYOUT: gl.constexpr, BN: gl.const
 def _producer(
     k_base, v_base, order, stride_kl, stride_vl, first, diagonal, kv_last, diagonal_tiles, near, total,
     k_ring, v_ring, marks, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GRAIN: gl.constexpr,
+    INT8: gl.constexpr,
 ):  # fmt: skip
     """Copy the tiles of keys and values of the program into the ring: diagonal, window, prefix.
 
@@ -103,7 +110,7 @@ def _producer(
     ORDER. first, diagonal: the window's first key and the first key of its diagonal; kv_last: the last key of the
     sequence; diagonal_tiles, near, total: tiles of the diagonal, of diagonal and window, and of all three parts.
     k_ring, v_ring: (buffer T [STAGES, BN, D], barriers `empty`, barriers `ready`); marks: int16 [2 * STAGES, threads],
-    by row tile and stage.
+    by row tile and stage. With INT8 keys are int8.
     """
     # a thread holds whole steps, so it reads each entry of the order once
     EVEN: gl.constexpr = gl.BlockedLayout([1, GRAIN, 8], [256 // D, 1, D // 8], [gl.num_warps(), 1, 1], [2, 1, 0])
@@ -111,14 +118,27 @@ def _producer(
     LAYOUT: gl.constexpr = gl.BlockedLayout([GRAIN, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     rows = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     offs_d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
+    if INT8:  # a thread copies half the rows of the same steps
+        HALF_STEP: gl.constexpr = GRAIN // 2 if GRAIN > 1 else 1
+        K_EVEN: gl.constexpr = gl.BlockedLayout(
+            [1, HALF_STEP, 16], [256 // D, 2, D // 16], [gl.num_warps(), 1, 1], [2, 1, 0]
+        )
+        K_STEPS: gl.constexpr = gl.SliceLayout(2, K_EVEN)
+        K_LAYOUT: gl.constexpr = gl.BlockedLayout([HALF_STEP, 16], [512 // D, D // 16], [gl.num_warps(), 1], [1, 0])
+        k_rows = gl.arange(0, BN, gl.SliceLayout(1, K_LAYOUT))
+        k_offs_d = gl.arange(0, D, gl.SliceLayout(0, K_LAYOUT))[None, :]
+    else:
+        k_rows = rows
+        k_offs_d = offs_d
     _, k_empty, _ = k_ring
     _, v_empty, _ = v_ring
     i = 0
     while i < near:
         begin = gl.where(i < diagonal_tiles, diagonal + i * BN, first + (i - diagonal_tiles) * BN)
         row = gl.minimum(begin + rows, kv_last)[:, None]
+        k_row = gl.minimum(begin + k_rows, kv_last)[:, None] if INT8 else row
         _await_free(k_ring, i, STAGES)
-        _copy(k_base + row * stride_kl + offs_d, k_ring, i, STAGES)
+        _copy(k_base + k_row * stride_kl + k_offs_d, k_ring, i, STAGES)
         _await_free(v_ring, i, STAGES)
         _copy(v_base + row * stride_vl + offs_d, v_ring, i, STAGES)
         i += 1
@@ -127,15 +147,26 @@ def _producer(
     running = total > near
     if running:
         index = gl.load(order + entries)
+        if INT8:
+            K_ENTRIES: gl.constexpr = gl.SliceLayout(1, K_STEPS if GRAIN > 1 else K_LAYOUT)
+            k_entries = gl.arange(0, BN // GRAIN, K_ENTRIES)
+            k_index = gl.load(order + k_entries)
         first_done = gl.to_tensor(False)
         second_done = gl.to_tensor(False)
         while running:
-            following = gl.load(order + (gl.minimum(i + 1, total - 1) - near) * (BN // GRAIN) + entries)
+            next_steps = order + (gl.minimum(i + 1, total - 1) - near) * (BN // GRAIN)
+            following = gl.load(next_steps + entries)
+            if INT8:
+                k_following = gl.load(next_steps + k_entries)
             if first_done | second_done:  # release the stage in place of the row tile that is done
                 mbarrier.arrive(k_empty.index(i % STAGES), count=1)
                 mbarrier.arrive(v_empty.index(i % STAGES), count=1)
             _await_free(k_ring, i, STAGES)
-            _copy(k_base + _rows(index, stride_kl, STEPS, LAYOUT, BN, GRAIN) + offs_d, k_ring, i, STAGES)
+            if INT8:
+                offsets = _rows(k_index, stride_kl, K_STEPS, K_LAYOUT, BN, GRAIN, 16)
+                _copy(k_base + offsets + k_offs_d, k_ring, i, STAGES)
+            else:
+                _copy(k_base + _rows(index, stride_kl, STEPS, LAYOUT, BN, GRAIN) + offs_d, k_ring, i, STAGES)
             _await_free(v_ring, i, STAGES)
             first_done |= _marked(marks, i, 0, STAGES)
             second_done |= _marked(marks, i, 1, STAGES)
@@ -143,6 +174,8 @@ def _producer(
             if running:  # the marks are read before values are copied: a row tile waits for these before it marks
                 _copy(v_base + _rows(index, stride_vl, STEPS, LAYOUT, BN, GRAIN) + offs_d, v_ring, i, STAGES)
             index = following
+            if INT8:
+                k_index = k_following
             i += 1
             running = running & (i < total)
     async_copy.wait_group(0)
@@ -155,7 +188,7 @@ def _start_scores(q, k_ring, i, LAYOUT: gl.constexpr, BM: gl.constexpr, BN: gl.c
     slot = i % STAGES
     mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
     fence_async_shared()
-    zero = gl.zeros([BM, BN], gl.float32, LAYOUT)
+    zero = gl.zeros([BM, BN], gl.int32 if buffer.dtype == gl.int8 else gl.float32, LAYOUT)
     return warpgroup_mma(q, buffer.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
@@ -181,11 +214,15 @@ def _scored(products, qk_scale, CAP: gl.constexpr):
 
 # The online softmax of `primitives.absorb`, without its products, which run asynchronously here.
 @gluon.jit
-def _weights(scores, m, l, qk_scale, CAP: gl.constexpr):
-    """Online softmax of a tile that every row sees: (weights, new m, new l, decay of the sums before)."""
+def _weights(scores, m, l, qk_scale, CAP: gl.constexpr, INT8: gl.constexpr):
+    """Online softmax of a tile that every row sees: (weights, new m, new l, decay of the sums before).
+
+    scores: products, with INT8 of integers and int32; qk_scale: theirs, with INT8 one for each row.
+    """
+    scores = scores.to(gl.float32)
     scores, qk_scale = _scored(scores, qk_scale, CAP)
     m_new = gl.maximum(m, gl.max(scores, 1) * qk_scale)
-    weights = gl.exp2(scores * qk_scale - m_new[:, None])
+    weights = gl.exp2(scores * (qk_scale[:, None] if INT8 else qk_scale) - m_new[:, None])
     decay = gl.exp2(m - m_new)
     return weights, m_new, l * decay + gl.sum(weights, 1), decay
 
@@ -210,6 +247,7 @@ def _consumer(
     HALF: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     GRAIN: gl.constexpr, EDGES: gl.constexpr, BUCKETS: gl.constexpr, HAS_TAIL: gl.constexpr,
     DTYPE: gl.constexpr, ROW_MAX: gl.constexpr, HAS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, CAP: gl.constexpr,
+    INT8: gl.constexpr,
 ):  # fmt: skip
     """Row tile HALF of the program, from its queries to its output: the computation of `prefill._prefill`.
 
@@ -224,11 +262,12 @@ def _consumer(
     q_buffer: T [2, BM, D] of shared memory, the queries and at last the output of both row tiles; k_ring, v_ring,
     marks, diagonal, diagonal_tiles, near, total: as for `_producer`. sink: the head's, in base 2 (HAS_SINKS); tau: of
     the head; stop: ALL_LEFT where its stop rule is REST, plus TAIL where it has a tail; start: the first key that
-    counts; q_len: rows to compute; q_max: rows to report in VISITED.
+    counts; q_len: rows to compute; q_max: rows to report in VISITED. With INT8, q_buffer is a pair, the queries' int8
+    [2, BM, D] behind that of the output, and `sink` has K_UNIT and K_MIDDLE of the KV head, float32 [D], behind it.
     """
     _, k_empty, _ = k_ring
     _, v_empty, _ = v_ring
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 32 if INT8 else 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S)
@@ -240,15 +279,32 @@ def _consumer(
     copy_d = gl.arange(0, D, gl.SliceLayout(0, COPY))
     inside = (row0 + copy_rows)[:, None] < q_len
     q_tile = gl.load(Q + copy_rows[:, None] * stride_ql + copy_d[None, :], mask=inside, other=0.0)
-    q = q_buffer.index(HALF)
-    q.store(q_tile)
+    if INT8:
+        out_tile = q_buffer[0].index(HALF)
+        q = q_buffer[1].index(HALF)
+        exact = q_tile.to(gl.float32)
+        if HAS_LSE or HAS_SINKS:
+            middle = gl.load(sink[2] + copy_d)
+            lost = gl.convert_layout(gl.sum(exact * middle[None, :], 1) * qk_scale, ROWS)
+        # a copy of `primitives.quantised`, which Gluon code cannot call
+        exact *= gl.load(sink[1] + copy_d)[None, :]
+        q_scale = gl.maximum(gl.max(gl.abs(exact), 1), SMALLEST) * RCP_LEVELS
+        rounded = exact * (1.0 / q_scale)[:, None] + ROUNDING
+        q.store(rounded.to(gl.int32, bitcast=True).to(gl.int8))
+        qk_scale = gl.convert_layout(q_scale, ROWS) * qk_scale
+    else:
+        q = q_buffer.index(HALF)
+        out_tile = q
+        q.store(q_tile)
     fence_async_shared()
 
     m = gl.full([BM], float("-inf"), gl.float32, ROWS)
     l = gl.zeros([BM], gl.float32, ROWS)
     if HAS_SINKS:  # as `primitives.softmax_start`
-        m = gl.zeros([BM], gl.float32, ROWS) + sink
+        m = gl.zeros([BM], gl.float32, ROWS) + (sink[0] if INT8 else sink)
         l = gl.full([BM], 1.0, gl.float32, ROWS)
+        if INT8:
+            m -= lost
     acc = gl.zeros([BM, D], gl.float32, O)
     row = row0 + HALF * BM + gl.arange(0, BM, ROWS)
     position = offset + row
@@ -260,13 +316,14 @@ def _consumer(
     while i < diagonal_tiles:
         s = warpgroup_mma_wait(0, deps=(_start_scores(q, k_ring, i, S, BM, BN, STAGES),))
         mbarrier.arrive(k_empty.index(i % STAGES), count=1)
+        s = s.to(gl.float32)
         keys = diagonal + i * BN + gl.arange(0, BN, gl.SliceLayout(0, S))
         s, s_scale = _scored(s, qk_scale, CAP)
         s = gl.where(keys[None, :] <= position[:, None], s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * s_scale)
         # rows that have seen no key yet keep m = -inf; subtract 0 there, not -inf
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-        w = gl.exp2(s * s_scale - m_safe[:, None])
+        w = gl.exp2(s * (s_scale[:, None] if INT8 else s_scale) - m_safe[:, None])
         decay = gl.exp2(m - m_safe)
         l = l * decay + gl.sum(w, 1)
         m = m_new
@@ -283,7 +340,7 @@ def _consumer(
         edge = gl.where(near > i, near, gl.minimum(near + chunk, total))  # where the current chunk ends
         s = warpgroup_mma_wait(0, deps=(_start_scores(q, k_ring, i, S, BM, BN, STAGES),))
         mbarrier.arrive(k_empty.index(i % STAGES), count=1)
-        w, m, l, decay = _weights(s, m, l, qk_scale, CAP)
+        w, m, l, decay = _weights(s, m, l, qk_scale, CAP, INT8)
         acc = acc * gl.convert_layout(decay, O_ROWS)[:, None]
         p = gl.convert_layout(w.to(DTYPE), P)
         running = i + 1 < total
@@ -309,7 +366,7 @@ def _consumer(
                 acc = _start_values(p, v_ring, acc, i, STAGES)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 mbarrier.arrive(k_empty.index((i + 1) % STAGES), count=1)
-                w, m, l, decay = _weights(s, m, l, qk_scale, CAP)
+                w, m, l, decay = _weights(s, m, l, qk_scale, CAP, INT8)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_empty.index(i % STAGES), count=1)
                 acc = acc * gl.convert_layout(decay, O_ROWS)[:, None]
@@ -342,11 +399,13 @@ def _consumer(
     if row0 + HALF * BM < q_max:
         gl.store(VISITED + HALF, gl.maximum(i - near, 0) * BN)
     if HAS_LSE:
+        if INT8:
+            m += lost
         lse = (m + gl.log2(l)) * LN2
         gl.store(LSE + HALF * BM + gl.arange(0, BM, ROWS), gl.where(real, lse, float("-inf")), mask=row < q_len)
     full = gl.convert_layout(gl.where(real & (l > 0), 1.0 / gl.where(l > 0, l, 1.0), 0.0), O_ROWS)
-    q.store((acc * full[:, None]).to(DTYPE))  # through shared memory, so that rows are written whole
-    gl.store(OUT + copy_rows[:, None] * stride_ol + copy_d[None, :], q.load(COPY), mask=inside)
+    out_tile.store((acc * full[:, None]).to(DTYPE))  # through shared memory, so that rows are written whole
+    gl.store(OUT + copy_rows[:, None] * stride_ol + copy_d[None, :], out_tile.load(COPY), mask=inside)
 
 
 @gluon.jit(
@@ -355,14 +414,14 @@ def _consumer(
     ]
 )  # fmt: skip
 def _prefill_hopper(
-    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, FLAGS, SINKS,
-    qk_scale, q_len, offset, row_begin, chunk, segments,
+    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, FLAGS, SINKS, K_UNIT,
+    K_MIDDLE, qk_scale, q_len, offset, row_begin, chunk, segments,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch, stride_eb, stride_eh,
     GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     GRAIN: gl.constexpr, EDGES: gl.constexpr, BUCKETS: gl.constexpr, HAS_TAIL: gl.constexpr,
     HAS_START: gl.constexpr, PACKED: gl.constexpr, HAS_LSE: gl.constexpr, ROW_MAX: gl.constexpr,
-    HAS_SINKS: gl.constexpr, CAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr, CAP: gl.constexpr, INT8: gl.constexpr,
 ):  # fmt: skip
     """S2O attention of two row tiles: the function of `prefill._prefill`, whose arguments it has but for WIDE.
 
@@ -380,8 +439,10 @@ def _prefill_hopper(
         TAU                 float32 [Hq]
         SEGMENT, FLAGS      int32 [Hq]
         SINKS               any floating type [Hq] (HAS_SINKS)
+        K_UNIT              float32 [B, Hkv, D] (INT8)
+        K_MIDDLE            float32 [B, Hkv, D] (INT8, with HAS_LSE or HAS_SINKS)
 
-    STAGES: of the ring.
+    With INT8 K is int8. STAGES: of the ring.
     """
     DTYPE: gl.constexpr = Q.dtype.element_ty
     # long prefixes first: the last row tiles have the most work
@@ -419,7 +480,13 @@ def _prefill_hopper(
 
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
     q_buffer = gl.allocate_shared_memory(DTYPE, [2, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], DTYPE))
-    k_buffer = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], TILE)
+    if INT8:
+        LEVELS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], gl.int8)
+        Q_LEVELS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], gl.int8)
+        k_buffer = gl.allocate_shared_memory(gl.int8, [STAGES, BN, D], LEVELS)
+        q_buffer = (q_buffer, gl.allocate_shared_memory(gl.int8, [2, BM, D], Q_LEVELS))
+    else:
+        k_buffer = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], TILE)
     v_buffer = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], TILE)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -452,6 +519,9 @@ def _prefill_hopper(
         k_base += k_first.to(gl.int64) * stride_kl
         v_base += k_first.to(gl.int64) * stride_vl
     of_slice = (n - row_begin // gl.maximum(segment, 1)).to(gl.int64)  # the segment's number in the slice
+    if INT8:
+        channels = (b * (gl.num_programs(1) // GROUP) + kv_head) * D
+        sink = (sink, K_UNIT + channels, K_MIDDLE + channels)
     order = ORDER + b * stride_ib + h * stride_ih + of_slice * stride_in
     at = (b * gl.num_programs(1) + h) * segments + of_slice
     first_base = FIRST + at * BUCKETS
@@ -465,7 +535,7 @@ def _prefill_hopper(
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
                     v_ring, marks, qk_scale, sink, tau, stop, chunk, row0, q_len, q_max, offset, start,
                     diagonal, stride_ql, stride_ol, diagonal_tiles, near, total, 0, D, BM, BN, STAGES, GRAIN,
-                    EDGES, BUCKETS, HAS_TAIL, DTYPE, ROW_MAX, HAS_LSE, HAS_SINKS, CAP,
+                    EDGES, BUCKETS, HAS_TAIL, DTYPE, ROW_MAX, HAS_LSE, HAS_SINKS, CAP, INT8,
                 ),
             ),
             (
@@ -474,14 +544,14 @@ def _prefill_hopper(
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
                     v_ring, marks, qk_scale, sink, tau, stop, chunk, row0, q_len, q_max, offset, start,
                     diagonal, stride_ql, stride_ol, diagonal_tiles, near, total, 1, D, BM, BN, STAGES, GRAIN,
-                    EDGES, BUCKETS, HAS_TAIL, DTYPE, ROW_MAX, HAS_LSE, HAS_SINKS, CAP,
+                    EDGES, BUCKETS, HAS_TAIL, DTYPE, ROW_MAX, HAS_LSE, HAS_SINKS, CAP, INT8,
                 ),
             ),
             (
                 _producer,
                 (
                     k_base, v_base, order, stride_kl, stride_vl, first, diagonal, kv_len - 1, diagonal_tiles, near,
-                    total, k_ring, v_ring, marks, D, BN, STAGES, GRAIN,
+                    total, k_ring, v_ring, marks, D, BN, STAGES, GRAIN, INT8,
                 ),
             ),
         ],

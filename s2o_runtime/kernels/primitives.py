@@ -13,6 +13,7 @@ import math
 import triton
 import triton.language as tl
 
+from s2o_runtime import quantisation
 from s2o_runtime.config import StopRule
 from s2o_runtime.kernels import call
 
@@ -27,6 +28,10 @@ STOP_RULE_BITS = tl.constexpr(call.STOP_RULE_BITS)
 TAIL = tl.constexpr(call.TAIL)
 ELSEWHERE = tl.constexpr(call.ELSEWHERE)
 REST = tl.constexpr(int(StopRule.REST))
+
+SMALLEST = tl.constexpr(quantisation.SMALLEST)
+RCP_LEVELS = tl.constexpr(1 / quantisation.LEVELS)
+ROUNDING = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
@@ -76,28 +81,40 @@ def softmax_start(SINKS, h, BM: tl.constexpr, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
+def quantised(rows):
+    """Rows float32 [R, D] as int8 [R, D] and their scales float32 [R]: the function `quantisation.quantised`."""
+    scale = tl.maximum(tl.max(tl.abs(rows), 1), SMALLEST) * RCP_LEVELS
+    # adding 1.5 * 2^23 rounds to an integer, whose last 8 bits are those of the sum
+    rounded = rows * (1.0 / scale)[:, None] + ROUNDING
+    return rounded.to(tl.int32, bitcast=True).to(tl.int8), scale
+
+
+@triton.jit
 def capped(scores, qk_scale, CAP: tl.constexpr):
     """Soft-capped scores in base 2, CAP * tanh(scores * qk_scale / CAP), of products of any shape."""
     return CAP - 2 * CAP / (1.0 + tl.exp2(scores * (qk_scale * (2 * RCP_LN2 / CAP))))
 
 
 @triton.jit
-def absorb(q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr, CAP: tl.constexpr = 0.0):
+def absorb(
+    q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr, CAP: tl.constexpr = 0.0, INT8: tl.constexpr = False
+):  # fmt: skip
     """One step of the online softmax (Algorithm 3, lines 10 to 12): a tile of keys joins the rows' state.
 
     q: [BM, D]; k: [D, BN]; v: [BN, D]; m: the rows' largest score, l: their sums of 2^(score - m), both float32 [BM];
     acc: float32 [BM, D], values weighted by 2^(score - m); visible: [BM, BN] or what broadcasts to it, with MASKED.
-    CAP: the soft cap of scores in base 2, 0 for none.
+    CAP: the soft cap of scores in base 2, 0 for none. INT8: q and k are int8, and qk_scale is float32 [BM], a scale for
+    each row.
     Returns the new m, l and acc.
     """
-    m, l, acc, _ = absorb_or_skip(q, k, v, m, l, acc, qk_scale, visible, MASKED, None, 0.0, False, False, CAP)
+    m, l, acc, _ = absorb_or_skip(q, k, v, m, l, acc, qk_scale, visible, MASKED, None, 0.0, False, False, CAP, INT8)
     return m, l, acc
 
 
 @triton.jit
 def absorb_or_skip(
     q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr, real, limit, SKIPS: tl.constexpr,
-    SKIPS_SUM: tl.constexpr, CAP: tl.constexpr = 0.0,
+    SKIPS_SUM: tl.constexpr, CAP: tl.constexpr = 0.0, INT8: tl.constexpr = False,
 ):  # fmt: skip
     """`absorb`, or less of it for a tile whose scores are all far below the rows' largest ones.
 
@@ -107,7 +124,7 @@ def absorb_or_skip(
     arguments are those of `absorb`.
     Returns the new m, l and acc, and whether the product was left out, 0 or 1.
     """
-    scores = tl.dot(q, k, input_precision="ieee")
+    scores = tl.dot(q, k).to(tl.float32) if INT8 else tl.dot(q, k, input_precision="ieee")
     if CAP > 0:
         scores = capped(scores, qk_scale, CAP)
         qk_scale = 1.0
@@ -117,6 +134,8 @@ def absorb_or_skip(
     m_new = tl.maximum(m, highest)
     # rows that have seen no key yet keep m = -inf; subtract 0 there, not -inf
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
+    if INT8:
+        qk_scale = qk_scale[:, None]
     left_out = 0
     if SKIPS:
         # reduced as one row: Triton's layout pass for tensor memory fails on a plain vector
@@ -143,12 +162,12 @@ def absorb_or_skip(
 @triton.jit
 def absorb_window(
     q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, first, diagonal, end, kv_len, position,
-    BN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr = 0.0,
+    BN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr = 0.0, INT8: tl.constexpr = False,
 ):  # fmt: skip
     """The dense window of a row tile (Algorithm 2): keys first .. diagonal without a mask, diagonal .. end with one.
 
     q: [BM, D]; k_base, v_base: pointers to key 0 of the head; position: int32 [BM], the last key that each row sees;
-    CAP: as for `absorb`. Returns m, l and acc as `absorb` does.
+    CAP, INT8: as for `absorb`. Returns m, l and acc as it does.
     """
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, q.shape[1])
@@ -157,12 +176,13 @@ def absorb_window(
     for j in tl.range(first, diagonal, BN, num_stages=STAGES):
         k = tl.load(k_tile + j * stride_kl)
         v = tl.load(v_tile + j * stride_vl)
-        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, True, False, CAP=CAP)
+        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, True, False, CAP=CAP, INT8=INT8)
     for j in tl.range(diagonal, end, BN, num_stages=1):
         keys = j + offs_n
-        k = tl.load(k_tile + j * stride_kl, mask=keys[None, :] < kv_len, other=0.0)
+        k = tl.load(k_tile + j * stride_kl, mask=keys[None, :] < kv_len, other=0)
         v = tl.load(v_tile + j * stride_vl, mask=keys[:, None] < kv_len, other=0.0)
-        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, keys[None, :] <= position[:, None], True, CAP=CAP)
+        visible = keys[None, :] <= position[:, None]
+        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, visible, True, CAP=CAP, INT8=INT8)
     return m, l, acc
 
 
@@ -170,11 +190,12 @@ def absorb_window(
 def absorb_chunk(
     q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, begin, count,
     BN: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr = 0.0,
+    INT8: tl.constexpr = False,
 ):  # fmt: skip
     """A chunk of a row tile's prefix (Algorithm 3, lines 8 to 12): tiles begin .. begin + count of its order, gathered.
 
     order: pointer to int32 [prefix / GRAIN], where the keys of each step begin. Triton pipelines this plain loop.
-    CAP: as for `absorb`. Returns m, l and acc as it does.
+    CAP, INT8: as for `absorb`. Returns m, l and acc as it does.
     """
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, q.shape[1])
@@ -182,7 +203,7 @@ def absorb_chunk(
         index = tl.load(order + ((begin + t) * BN + offs_n) // GRAIN) + offs_n % GRAIN
         k = tl.load(k_base + index[None, :] * stride_kl + offs_d[:, None])
         v = tl.load(v_base + index[:, None] * stride_vl + offs_d[None, :])
-        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, True, False, CAP=CAP)
+        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, True, False, CAP=CAP, INT8=INT8)
     return m, l, acc
 
 

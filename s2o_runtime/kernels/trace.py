@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime.kernels.call import Call
+from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.prefill import WORKSPACE_BYTES, Ranker, row_slices
 from s2o_runtime.kernels.primitives import (
@@ -25,6 +26,7 @@ from s2o_runtime.kernels.primitives import (
     absorb_window,
     behind,
     diagonal_start,
+    quantised,
     softmax_start,
     tail_factor,
     tail_mean,
@@ -54,13 +56,13 @@ class Traced(NamedTuple):
 
 @triton.jit(do_not_specialize=["q_len", "row_begin", "chunk", "segment", "segments", "count", "stride_oq", "stride_os"])
 def _trace(
-    Q, K, V, ORDER, FIRST, MASS, SUMS, TRUTH, FLOOR, TAUS, SINKS, TRACED,
+    Q, K, V, ORDER, FIRST, MASS, SUMS, TRUTH, FLOOR, TAUS, SINKS, TRACED, K_UNIT, K_MIDDLE,
     qk_scale, q_len, row_begin, chunk, segment, segments, count,
     stride_qh, stride_ql, stride_kh, stride_kl, stride_vh, stride_vl, stride_th, stride_tl, stride_ih, stride_in,
     stride_oq, stride_os,
     GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     GRAIN: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr, STRIDES: tl.constexpr, T: tl.constexpr,
-    HAS_SINKS: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, CAP: tl.constexpr, INT8: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """What `prefill._prefill` would do with a row tile at every threshold of TAUS and every spacing of the stop check.
 
@@ -82,6 +84,7 @@ def _trace(
         FLOOR               float32 [Hq]: a row's squared norm counts at least so much
         TAUS                float32 [T]: thresholds, ascending; fillers at the end are -1
         SINKS               any floating type [Hq]: as in `_prefill` (HAS_SINKS)
+        K_UNIT, K_MIDDLE    float32 [Hkv, D]: as in `_prefill` (INT8)
         TRACED              float32 [QUANTITIES, STRIDES, Hq, row tiles, T], strides oq and os: the fields of `Traced`
 
     qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two checks of the first spacing; segment:
@@ -111,10 +114,16 @@ def _trace(
     v_base = V + (h // GROUP).to(tl.int64) * stride_vh
 
     m, l = softmax_start(SINKS, h, BM, HAS_SINKS)
+    if INT8:  # as in `_prefill`
+        channels = (h // GROUP).to(tl.int64) * D + offs_d
+        if HAS_SINKS:
+            m -= tl.sum(q.to(tl.float32) * tl.load(K_MIDDLE + channels)[None, :], 1) * qk_scale
+        q, q_scale = quantised(q.to(tl.float32) * tl.load(K_UNIT + channels)[None, :])
+        qk_scale *= q_scale
     acc = tl.zeros([BM, D], tl.float32)
     m, l, acc = absorb_window(
         q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, first, diagonal_start(first, row0, BN),
-        tl.minimum(row0 + BM, q_len), q_len, rows, BN, STAGES, CAP,
+        tl.minimum(row0 + BM, q_len), q_len, rows, BN, STAGES, CAP, INT8,
     )  # fmt: skip
 
     t = tl.arange(0, T)
@@ -129,6 +138,19 @@ def _trace(
     s = tl.arange(0, STRIDES)
     tiles = first // BN
     steps = tiles * (BN // GRAIN)
+    if INT8:  # noqa: SIM102
+        if tiles == 0:  # nothing is skipped, but scores are rounded
+            truth = tl.load(truth_tile, mask=real[:, None], other=0.0).to(tl.float32)
+            off = tl.where(real[:, None], acc / tl.where(real, l, 1.0)[:, None] - truth, 0.0)
+            squared = tl.sum(off * off, 1)
+            row = tl.max(squared / tl.maximum(tl.sum(truth * truth, 1), floor), 0)
+            every = tl.zeros([T], tl.float32)
+            for i in tl.static_range(STRIDES):
+                to = TRACED + i * stride_os + (head * count + tile) * T + t
+                tl.store(to, tl.sum(squared, 0) + every)
+                tl.store(to + stride_oq, tl.sum(squared, 0) + every)
+                tl.store(to + 3 * stride_oq, row + every)
+                tl.store(to + 4 * stride_oq, row + every)
     # of the chunk that each spacing is in: where it begins, and the softmax there
     chunk_begin = tl.zeros([STRIDES], tl.int32)
     m_before = tl.broadcast_to(m[:, None], [BM, STRIDES])
@@ -141,7 +163,7 @@ def _trace(
         length = tl.minimum(chunk, tiles - done)
         m, l, acc = absorb_chunk(
             q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, GRAIN, STAGES,
-            CAP,
+            CAP, INT8,
         )  # fmt: skip
         done += length
         chunks += 1
@@ -210,7 +232,8 @@ def trace(
     size = triton.next_power_of_2(len(taus))
     grid = torch.full((size,), -1.0, dtype=torch.float32, device=q.device)
     grid[: len(taus)] = taus
-    ranker = Ranker(q, k, v, call)
+    keys = keys_of(k, call)
+    ranker, k = Ranker(q, keys, v, call), keys.rows
     for rows in row_slices(call, WORKSPACE_BYTES):
         ranked, tail = ranker.rank(rows)
         assert tail is not None
@@ -222,6 +245,7 @@ def trace(
             {
                 "Q": q, "K": k, "V": v, "ORDER": ranked.order, "FIRST": tail.first, "MASS": tail.mass,
                 "SUMS": tail.values, "TRUTH": truth, "FLOOR": floor, "TAUS": grid, "SINKS": call.sinks, "TRACED": out,
+                "K_UNIT": keys.unit, "K_MIDDLE": keys.middle,
                 "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "row_begin": rows.start, "chunk": tile.chunk,
                 "segment": tables.shortest, "segments": ranked.order.shape[2], "count": tiles,
                 **strides("hl", q=q[0], k=k[0], v=v[0], t=truth[0]), **strides("hn", i=ranked.order[0]),
@@ -231,6 +255,7 @@ def trace(
                 "GROUP": shape.group, "D": shape.head_dim, "BM": tile.block_m, "BN": tile.block_n,
                 "STAGES": tile.num_stages, "GRAIN": call.config.grain, "EDGES": EDGES, "BUCKETS": BUCKETS,
                 "STRIDES": STRIDES, "T": size, "HAS_SINKS": call.sinks is not None, "CAP": call.cap,
+                "INT8": keys.unit is not None,
                 "WIDE": shape.kv_len * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS,
             },
             num_warps=tile.num_warps,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.quantisation import Int8Operands
 from s2o_runtime.reference.ranking import RankedPrefix, part_means, rank
 from s2o_runtime.scoring import Scoring, capped
 from s2o_runtime.shapes import call_shape, check_heads, window_start
@@ -63,7 +64,7 @@ class State(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """One query head of one sequence."""
+    """One query head of one sequence. Scores are products of q and k, which of int8 scores are `Int8Operands`."""
 
     q: Tensor  # [Lq, D], scaled
     k: Tensor  # [Lk, D]
@@ -75,6 +76,8 @@ class _Head(NamedTuple):
     start: int  # the first key that counts
     paper_literal: bool
     ranking_of: Callable[[int], RankedPrefix] | None
+    exact: Tensor  # [Lq, D], scaled and not rounded: the queries that representatives are means of
+    int8: Int8Operands | None
 
 
 def s2o_attention_reference(
@@ -128,15 +131,18 @@ def s2o_attention_reference(
             rows = q[b, h].to(dtype) * scoring.scale
             sink = None if sinks is None else sinks[h].to(dtype)
             rankings = None if ranking_of is None else partial(ranking_of, b, h)
+            exact, int8 = rows, Int8Operands.of(rows, keys, starts[b]) if config.scores == "int8" else None
+            if int8 is not None:
+                rows, keys, _ = int8
             out[b, h], visited[b, h], lse[b, h] = _one_head(
-                _Head(rows, keys, values, softcap, sink, head, config, starts[b], paper_literal, rankings)
+                _Head(rows, keys, values, softcap, sink, head, config, starts[b], paper_literal, rankings, exact, int8)
             )
     return Attended(out, visited, lse)
 
 
 def _one_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
     """The output [Lq, Dv], the visited keys [row tiles] and the log-sum-exps [Lq] of one head."""
-    q, k, v, softcap, sink, head, config, start, paper_literal, ranking_of = inputs
+    q, k, v, softcap, sink, head, config, start, paper_literal, ranking_of, exact, int8 = inputs
     tile, offset = config.tile, len(k) - len(q)
     out = v.new_zeros(len(q), v.shape[1])
     visited = torch.zeros(-(-len(q) // tile.block_m), dtype=torch.int32, device=q.device)
@@ -159,7 +165,9 @@ def _one_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
         state = dense_window(queries, k[first:last], v[first:last], position - first, softcap, sink)
         if first > start:
             if ranking_of is None:
-                parts = part_means(q[begin:end], segment // head.representatives, offset + begin, start)
+                parts = part_means(exact[begin:end], segment // head.representatives, offset + begin, start)
+                if int8 is not None:
+                    parts = int8.representatives(parts)
                 ranking = rank(parts, k[start:first], v[start:first], config.grain, start, softcap)
             else:
                 ranking = ranking_of(begin // segment)
@@ -224,7 +232,7 @@ def _gathered_prefix(
     Returns:
         The state, with the tail if the head has one, and the keys that each row tile visited, int64 [T].
     """
-    _, k, v, softcap, _, head, config, _, paper_literal, _ = inputs
+    _, k, v, softcap, _, head, config, _, paper_literal, _, _, _ = inputs
     order = ranking.order
     running = real.any(-1).nonzero()[:, 0]
     visited = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)

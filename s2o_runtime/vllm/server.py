@@ -162,4 +162,4 @@ def _compiled_kind(config: LayerConfig) -> object:
     counts = tuple(sorted({head.representatives for head in heads}))
     tile = config.tile
     shape = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.specialized
-    return shape, config.grain, config.row_reduce, counts, any(head.tail for head in heads)
+    return shape, config.grain, config.row_reduce, config.scores, counts, any(head.tail for head in heads)

@@ -76,25 +76,28 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def kernel_parts(q: Tensor, k: Tensor, v: Tensor, configs: list[LayerConfig]) -> tuple[Job, list[Job]]:
     """The two parts of `kernels.prefill.s2o_prefill` as jobs: the ranking, and the prefill kernel of each config.
 
-    The configs differ in tau only, which the ranking does not know, so they share one. The ranking job keeps no slice
+    The configs differ in tau only, which the ranking does not know, so they share one. Rounding keys to 8 bits, where
+    scores are int8, counts as ranking. The ranking job keeps no slice
     longer than a real call does.
     """
     from s2o_runtime.kernels import prefill as kernel
     from s2o_runtime.kernels.call import Call, head_tables
+    from s2o_runtime.kernels.keys import keys_of
 
     shape, scale = call_shape(q, k, v), q.shape[-1] ** -0.5
     calls = [Call(config, shape, scale, head_tables(config, q.device)) for config in configs]
     out, visited, _ = kernel.s2o_prefill(q, k, v, calls[0])  # the buffers that every call writes
     slices = kernel.row_slices(calls[0], kernel.WORKSPACE_BYTES)
+    keys = keys_of(k, calls[0])
 
     def ranked_slices() -> Iterator[tuple[Ranked, Tail | None]]:
-        return map(kernel.Ranker(q, k, v, calls[0]).rank, slices)
+        return map(kernel.Ranker(q, keys_of(k, calls[0]), v, calls[0]).rank, slices)
 
     rankings = list(ranked_slices())
 
     def prefill(call: Call) -> Tensor:
         for rows, ranking in zip(slices, rankings, strict=True):
-            kernel.prefill(q, k, v, ranking, out, visited, call, rows)
+            kernel.prefill(q, keys, v, ranking, out, visited, call, rows)
         return out
 
     return lambda: deque(ranked_slices(), maxlen=0), [partial(prefill, call) for call in calls]

@@ -4,11 +4,11 @@ compute-sanitizer --tool memcheck python tests/gpu/sanitize.py [KERNEL ...]
 compute-sanitizer --tool racecheck --kernel-name kernel_substring=_prefill python tests/gpu/sanitize.py plain
 
 racecheck takes minutes over torch's own products, so name the kernel that it is for: of "specialised" _prefill_hopper,
-of "plain" _prefill and those of ranking and tail (_representatives, _log_sums, _scores, _order, _pool, _tail), of the
-others _trace, _gather_pages, _block_sparse, _pool, _mean_key_mass, _antidiagonal and _mass. It should be of
-compute-sanitizer 2026.1 or later: older ones report barriers of a part of a block wrongly. What both found:
-docs/results/sanitizer-h200.txt. What plain torch computes too is compared with it: what runs under the tool is what the
-tests run.
+of "plain" _prefill and those of ranking and tail (_representatives, _log_sums, _scores, _order, _pool, _tail), with
+int8 scores _channel_ranges and _quantise_keys too, of the others _trace, _gather_pages, _block_sparse, _pool,
+_mean_key_mass, _antidiagonal and _mass. It should be of compute-sanitizer 2026.1 or later: older ones report barriers
+of a part of a block wrongly. What both found: docs/results/sanitizer-h200.txt. What plain torch computes too is
+compared with it: what runs under the tool is what the tests run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from s2o_runtime.baselines.run import attend, select
 from s2o_runtime.baselines.selection import Grid
 from s2o_runtime.baselines.settings import parse
 from s2o_runtime.baselines.xattention import block_weights, head_weights
-from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.config import HeadConfig, LayerConfig, Scores, TileConfig
 from s2o_runtime.kernels.call import Call, head_tables
 from s2o_runtime.kernels.pages import gather_pages
 from s2o_runtime.pages import PagedKeys
@@ -64,23 +64,27 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def prefill(tile: TileConfig) -> float:
-    """With and without left padding."""
+def prefill(tile: TileConfig, scores: Scores = "input") -> float:
+    """With and without left padding. Int8 scores are compared with the reference of the same rounding."""
     q, k, v = inputs()
-    config = LayerConfig(KINDS, tile, grain=4)
+    config = LayerConfig(KINDS, tile, grain=4, scores=scores)
     worst = 0.0
     for start in (None, torch.tensor([70], device="cuda")):
         out, _, did = s2o_attention(q, k, v, config, kv_start=start, backend="triton", return_stats=True)
         assert 0.1 < float(did.density[:DENSE].mean()) < 0.9
-        worst = max(worst, off_dense(out[0], exact_attention(q, k, v, kv_start=start)[0]))
+        if scores == "input":
+            wanted = exact_attention(q, k, v, kv_start=start)
+        else:
+            wanted = s2o_attention(q, k, v, config, kv_start=start, backend="reference")
+        worst = max(worst, off_dense(out[0], wanted[0]))
     return worst
 
 
-def packed(tile: TileConfig) -> float:
+def packed(tile: TileConfig, scores: Scores = "input") -> float:
     """Three sequences, one of them empty."""
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs())
     begins = torch.tensor([0, 300, 300, LENGTH], dtype=torch.int32, device="cuda")
-    config = LayerConfig(KINDS, tile, grain=4)
+    config = LayerConfig(KINDS, tile, grain=4, scores=scores)
     ours, theirs = (
         s2o_attention_varlen(q, k, v, begins, begins, LENGTH, LENGTH, config, backend=each)
         for each in ("triton", "reference")
@@ -171,6 +175,10 @@ def main(names: list[str]) -> int:
         "specialised, packed": lambda: packed(SPECIALIZED),
         "plain": lambda: prefill(PLAIN),
         "plain, packed": lambda: packed(PLAIN),
+        "specialised, int8": lambda: prefill(SPECIALIZED, "int8"),
+        "specialised, int8, packed": lambda: packed(SPECIALIZED, "int8"),
+        "plain, int8": lambda: prefill(PLAIN, "int8"),
+        "plain, int8, packed": lambda: packed(PLAIN, "int8"),
         "pages": paged_cache,
         "trace": trace,
         "block-sparse": block_sparse,

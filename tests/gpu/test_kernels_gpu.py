@@ -11,30 +11,15 @@ import torch
 from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen, warmup
 from s2o_runtime.config import HeadConfig, StopRule
 from s2o_runtime.kernels.call import Call, head_tables
+from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.kernels.prefill import Ranker
 from s2o_runtime.kernels.rank.order import order
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
 from s2o_runtime.shapes import call_shape, density
 from s2o_runtime.tiles import candidate_tiles
-from support.gpu import inputs
+from support.gpu import SHAPES, inputs, relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
-
-SHAPES = [
-    pytest.param(1, 4, 2, 1000, 1000, 128, None, id="B1-H4-L1000-D128"),
-    pytest.param(1, 2, 2, 2049, 2049, 64, None, id="B1-H2-L2049-D64"),
-    pytest.param(1, 8, 1, 7, 7, 128, None, id="L7"),
-    pytest.param(1, 1, 1, 1, 1500, 128, None, id="one-query"),
-    pytest.param(2, 4, 2, 700, 1999, 128, None, id="q700-kv1999"),
-    pytest.param(3, 4, 2, 900, 900, 64, [0, 333, 899], id="left-padded"),
-    pytest.param(2, 3, 1, 500, 1100, 128, [1100, 650], id="padded-chunk"),
-    pytest.param(1, 32, 8, 4096, 4096, 128, None, id="B1-H32-L4096-D128"),
-]
-
-
-def relative_error(out, truth):
-    return float((out.float() - truth).norm() / truth.norm().clamp_min(1e-6))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -160,7 +145,7 @@ def test_the_order_with_ballots_is_the_portable_one(nan_filled):
         shape = call_shape(q, k, k)
         call = Call(config, shape, 0.125, head_tables(config, q.device))
         rows = range(shape.q_len)
-        fast, _ = Ranker(q, k, k, call).rank(rows)
+        fast, _ = Ranker(q, keys_of(k, call), k, call).rank(rows)
         portable = order(fast.score, call, rows, portable=True)
         for n in range(fast.order.shape[2]):
             steps = (shape.offset + n * 128) // 32 * 32 // grain

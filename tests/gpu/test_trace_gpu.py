@@ -17,7 +17,7 @@ from support.gpu import inputs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
-METHODS = [Ranking(512, 1, 1), Ranking(256, 32, 4), Ranking(1024, 4, 4)]
+METHODS = [Ranking(512, 1, 1), Ranking(256, 32, 4), Ranking(1024, 4, 4), Ranking(256, 32, 4, "int8")]
 
 
 def prompt(length, head_dim, heads=8, kv_heads=2):
@@ -47,7 +47,7 @@ def test_a_curve_is_what_the_kernels_do(method, length, head_dim, block_m):
     for index in range(0, len(TAUS), 4):
         for tail in (False, True):
             head = HeadConfig(TAUS[index], method.segment, "s2o", StopRule.REST, method.representatives, tail)
-            config = LayerConfig((head,) * 8, tile, grain=method.grain)
+            config = LayerConfig((head,) * 8, tile, grain=method.grain, scores=method.scores)
             out, _, stats = s2o_attention(
                 captured.q, captured.k, captured.v, config, scale=captured.scale, return_stats=True, backend="triton"
             )

@@ -2,8 +2,14 @@
 
 import torch
 
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.kernels.call import Call, head_tables
+from s2o_runtime.kernels.rank.order import BUCKETS
+from s2o_runtime.kernels.tail import EDGES
+from s2o_runtime.reference.ranking import RankedPrefix
 from s2o_runtime.shapes import call_shape
+
+TILE = TileConfig(block_m=64, block_n=32, chunk=2, num_warps=4, num_stages=1)
 
 
 def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype=torch.float32):
@@ -16,3 +22,39 @@ def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype=torch.float32)
 def call_of(q, k, config, kv_start=None, scale=0.125):
     """What the kernels are launched with for these tensors."""
     return Call(config, call_shape(q, k, k, kv_start), scale, head_tables(config, q.device), kv_start)
+
+
+def mixed_config(heads, tau, stop_rule=StopRule.REST, row_reduce="mean", tile=TILE, grain=1):
+    kinds = (
+        HeadConfig(tau, 64, stop_rule=stop_rule, representatives=4, tail=True),
+        HeadConfig(tau / 2, 128, stop_rule=stop_rule),
+        HeadConfig(tau, 64, mode="dense"),
+        HeadConfig(tau, 128, stop_rule=stop_rule, representatives=16),
+    )
+    return LayerConfig(tuple(kinds[h % 4] for h in range(heads)), tile, row_reduce, grain)
+
+
+def prefix_of(call, b, h, n):
+    """(first key that counts, first key of the window) of a segment."""
+    start = 0 if call.kv_start is None else int(call.kv_start[b])
+    begin = max(call.shape.offset + n * call.config.heads[h].segment, start)
+    return start, begin - (begin - start) % call.config.tile.block_n
+
+
+def ranking_of(call, ranked, tail, b, h, n):
+    """What the kernels made of a segment's ranking, as the reference wants it."""
+    grain = call.config.grain
+    start, first = prefix_of(call, b, h, n)
+    steps = (first - start) // grain
+    order = ranked.order[b, h, n, :steps].long()[:, None] + torch.arange(grain)
+    mass, values = torch.zeros(steps + 1), torch.zeros(steps + 1, call.shape.head_dim)
+    if call.config.heads[h].tail:
+        begins = [*tail.first[b, h, n, :: BUCKETS // EDGES].tolist(), steps]
+        masses = torch.cat([tail.mass[b, h, n], torch.zeros(1)])
+        sums = torch.cat([tail.values[b, h, n], torch.zeros(1, call.shape.head_dim)])
+        for at in range(steps):  # between two edges the rest shrinks evenly
+            edge = max(e for e in range(EDGES) if begins[e] <= at)
+            share = (begins[edge + 1] - at) / (begins[edge + 1] - begins[edge])
+            mass[at] = masses[edge + 1] + share * (masses[edge] - masses[edge + 1])
+            values[at] = sums[edge + 1] + share * (sums[edge] - sums[edge + 1])
+    return RankedPrefix(order.flatten(), mass, values, grain)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime.kernels.call import Call
+from s2o_runtime.kernels.keys import Keys
 from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.primitives import LOG2E, sequence
+from s2o_runtime.kernels.primitives import LOG2E, quantised, sequence
 
 REPRESENTATIVE_WARPS = 4
 REPRESENTATIVE_STAGES = tl.constexpr(3)
@@ -16,10 +20,10 @@ REPRESENTATIVE_STAGES = tl.constexpr(3)
 
 @triton.jit(do_not_specialize=["q_len", "offset"])
 def _representatives(
-    Q, REP, KV_START, CU_Q, CU_K, PART, REPRESENTATIVES, qk_scale, q_len, offset,
+    Q, REP, REP_SCALE, KV_START, CU_Q, CU_K, PART, REPRESENTATIVES, K_UNIT, qk_scale, q_len, offset,
     stride_qb, stride_qh, stride_ql, stride_rb, stride_rh, stride_rn,
     D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, HAS_START: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, GROUP: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """REP[b, h, n] = mean of the queries of part n that do not stand before kv_start, times qk_scale; 0 if none does.
 
@@ -28,11 +32,13 @@ def _representatives(
     ahead, and rows are summed across threads only at the end. T is the input type.
 
         Q                   T [B, Hq, Lq, D], strides q
-        REP                 T [B, Hq, parts, D], strides r
+        REP                 T, or int8 (INT8), [B, Hq, parts, D], contiguous, strides r
+        REP_SCALE           float32 [B, Hq, parts]: the scale of each representative (INT8)
         KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
         CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
         PART                int32 [Hq]: queries of a part, 0 for a head without a prefix
         REPRESENTATIVES     int32 [Hq]: parts of a segment
+        K_UNIT              float32 [B, Hkv, D]: what a level of each channel of the keys is worth (INT8)
     """
     n = tl.program_id(0) * PARTS
     h = tl.program_id(1)
@@ -64,39 +70,54 @@ def _representatives(
         size = tl.minimum((parts + 1) * part, q_len) - tl.maximum(parts * part, start - offset)
         mean = total * (qk_scale / tl.maximum(size, 1).to(tl.float32))[:, None]
         out = REP + b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh + parts[:, None].to(tl.int64) * stride_rn
+        if INT8:
+            unit = tl.load(K_UNIT + (b * (tl.num_programs(1) // GROUP) + h // GROUP).to(tl.int64) * D + offs_d)
+            mean, scale = quantised(mean * unit[None, :])
+            of_head = (b * tl.num_programs(1) + h).to(tl.int64) * (stride_rh // D)
+            tl.store(REP_SCALE + of_head + parts, scale, mask=parts * part < q_len)
         tl.store(out + offs_d[None, :], mean.to(REP.dtype.element_ty), mask=(parts * part < q_len)[:, None])
 
 
-def representatives(q: Tensor, call: Call) -> Tensor:
-    """Algorithm 1, line 7, for all parts of all segments of a call.
+class Representatives(NamedTuple):
+    """The means of all parts of all segments of a call, times the scale of scores in base 2.
+
+    rows: [B, Hq, parts, D], in q's type, or int8 and to be multiplied with int8 keys; scale: float32 [B, Hq, parts], of
+    int8 rows, None otherwise. Heads with longer parts use fewer rows; dense heads none.
+    """
+
+    rows: Tensor
+    scale: Tensor | None
+
+
+def representatives(q: Tensor, keys: Keys, call: Call) -> Representatives:
+    """Algorithm 1, line 7, for all parts of all segments of a call: so that products with keys are scores in base 2.
 
     Args:
         q: [B, Hq, Lq, D].
+        keys: what the means are to be multiplied with.
         call: the call, with a head that has a prefix.
-
-    Returns:
-        [B, Hq, parts, D] in q's dtype, scaled so that products with keys are scores in base 2. Heads with longer parts
-        use fewer rows; dense heads none.
     """
-    shape, tables = call.shape, call.tables
-    out = q.new_empty(shape.batch, shape.query_heads, -(-shape.q_len // tables.shortest_part), shape.head_dim)
+    shape, tables, int8 = call.shape, call.tables, keys.unit is not None
+    size = shape.batch, shape.query_heads, -(-shape.q_len // tables.shortest_part)
+    out = torch.empty(*size, shape.head_dim, dtype=torch.int8 if int8 else q.dtype, device=q.device)
+    scale = torch.empty(size, dtype=torch.float32, device=q.device) if int8 else None
     for count in tables.counts:
         parts = parts_at_once(count)
         launch(
             _representatives,
             (-(-out.shape[2] // parts), shape.query_heads, shape.batch),
             {
-                "Q": q, "REP": out, **call.starts, "PART": tables.part, "REPRESENTATIVES": tables.representatives,
-                "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset,
-                **strides("bhl", q=q), **strides("bhn", r=out),
+                "Q": q, "REP": out, "REP_SCALE": scale, **call.starts, "PART": tables.part,
+                "REPRESENTATIVES": tables.representatives, "K_UNIT": keys.unit, "qk_scale": call.scale * LOG2E,
+                "q_len": shape.q_len, "offset": shape.offset, **strides("bhl", q=q), **strides("bhn", r=out),
             },
             {
                 "D": shape.head_dim, "R": count, "PARTS": parts, "ROWS": representative_rows(parts, shape.head_dim),
-                "HAS_START": call.padded, "PACKED": call.packed,
+                "HAS_START": call.padded, "PACKED": call.packed, "GROUP": shape.group, "INT8": int8,
             },
             num_warps=REPRESENTATIVE_WARPS,
         )  # fmt: skip
-    return out
+    return Representatives(out, scale)
 
 
 def parts_at_once(count: int) -> int:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from s2o_runtime.devices import capability
 from s2o_runtime.kernels.call import Call
+from s2o_runtime.kernels.keys import Keys
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.primitives import MAX_REGISTERS, capped, sequence, window_start
+from s2o_runtime.kernels.rank.means import Representatives
 
 LOG_SUM_KEYS = 64
 LOG_SUM_WARPS = 4
@@ -26,10 +28,10 @@ ROW_ALIGNMENT = 16
 
 @triton.jit(do_not_specialize=["q_len", "offset", "every", "parts"])
 def _log_sums(
-    REP, K, LOG_SUM, KV_START, CU_Q, CU_K, SEGMENT, PART, q_len, offset, every, parts,
+    REP, K, LOG_SUM, KV_START, CU_Q, CU_K, SEGMENT, PART, REP_SCALE, q_len, offset, every, parts,
     stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl,
     GROUP: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr,
-    HAS_START: tl.constexpr, PACKED: tl.constexpr,
+    HAS_START: tl.constexpr, PACKED: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """LOG_SUM[b, h, n] = log-sum-exp in base 2 of part n's scores with its prefix, from every `every`-th key.
 
@@ -43,6 +45,9 @@ def _log_sums(
         KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
         CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
         SEGMENT, PART       int32 [Hq]: queries of a segment and of a part, 0 for a head without a prefix
+        REP_SCALE           float32 [B, Hq, parts]: as `_representatives` wrote it (INT8)
+
+    With INT8 REP and K are int8.
     """
     # long prefixes first
     n = (tl.num_programs(0) - 1 - tl.program_id(0)) * BR + tl.arange(0, BR)
@@ -56,7 +61,10 @@ def _log_sums(
     if tl.max(inside.to(tl.int32), 0) > 0:
         offs_d = tl.arange(0, D)
         rep = REP + b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh + n[:, None].to(tl.int64) * stride_rn
-        r = tl.load(rep + offs_d[None, :], mask=inside[:, None], other=0.0)
+        r = tl.load(rep + offs_d[None, :], mask=inside[:, None], other=0)
+        if INT8:
+            of_head = (b * tl.num_programs(1) + h).to(tl.int64) * parts
+            r_scale = tl.load(REP_SCALE + of_head + n, mask=inside, other=1.0)
         first = window_start(n * part // segment, segment, offset, start, BN)
         first = tl.where(inside & (offset + (n + 1) * part > start), first, 0)
         last = tl.max(first, 0)
@@ -68,9 +76,9 @@ def _log_sums(
             k = tl.load(
                 key + (k_first + t)[None, :].to(tl.int64) * stride_kl + offs_d[:, None],
                 mask=t[None, :] < last,
-                other=0.0,
+                other=0,
             )
-            s = tl.dot(r, k, input_precision="ieee")
+            s = tl.dot(r, k).to(tl.float32) * r_scale[:, None] if INT8 else tl.dot(r, k, input_precision="ieee")
             if CAP > 0:
                 s = capped(s, 1.0, CAP)
             s = tl.where(t[None, :] < first[:, None], s, float("-inf"))
@@ -98,11 +106,12 @@ def _together(s, WARPS: tl.constexpr, GRAIN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "parts"])
 def _scores(
-    REP, K, LOG_SUM, SCORE, KV_START, CU_Q, CU_K, SEGMENT, REPRESENTATIVES,
+    REP, K, LOG_SUM, SCORE, KV_START, CU_Q, CU_K, SEGMENT, REPRESENTATIVES, REP_SCALE,
     limit, q_len, offset, row_begin, rows_end, parts,
     stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl, stride_sb, stride_sh, stride_sn,
     GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BS: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr,
     GRAIN: tl.constexpr, CAP: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     """SCORE[b, h, n, g] = the logarithm in base 2 of what step g of the prefix weighs for segment n of the slice.
 
@@ -120,10 +129,11 @@ def _scores(
         CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
         SEGMENT             int32 [Hq]: queries of a segment, 0 for a head without a prefix
         REPRESENTATIVES     int32 [Hq]: parts of a segment
+        REP_SCALE           float32 [B, Hq, parts]: as `_representatives` wrote it (INT8)
 
-    The rows of the product with the keys are keys in such an order that the keys of a step belong to one thread, which
-    adds them up without a shuffle: of 32 * WARPS rows, written [2, WARPS, 2, 8], a thread holds those that differ in
-    the two dimensions of 2. Hence one layout for each GRAIN.
+    With INT8 REP and K are int8. The rows of the product with the keys are keys in such an order that the keys of a
+    step belong to one thread, which adds them up without a shuffle: of 32 * WARPS rows, written [2, WARPS, 2, 8], a
+    thread holds those that differ in the two dimensions of 2. Hence one layout for each GRAIN.
     """
     BK: tl.constexpr = 32 * WARPS
     block = tl.program_id(0)
@@ -148,7 +158,7 @@ def _scores(
             t = t0 + warp_lane // 2 * 8 + lane % 2 * 4 + high * 2 + low
         key = K + b.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
         k = tl.load(
-            key + (k_first + t)[:, None].to(tl.int64) * stride_kl + offs_d[None, :], mask=t[:, None] < kv_len, other=0.0
+            key + (k_first + t)[:, None].to(tl.int64) * stride_kl + offs_d[None, :], mask=t[:, None] < kv_len, other=0
         )
         step = block * (BK // GRAIN) + tl.arange(0, BK // GRAIN)
         for member in range(GROUP):
@@ -166,9 +176,14 @@ def _scores(
                     p = (before + n0) * R + tl.arange(0, BS * R)
                     there = (p < (before + last) * R) & (p * (segment // R) < q_len)
                     r = tl.load(
-                        rep + p[None, :].to(tl.int64) * stride_rn + offs_d[:, None], mask=there[None, :], other=0.0
+                        rep + p[None, :].to(tl.int64) * stride_rn + offs_d[:, None], mask=there[None, :], other=0
                     )
-                    s = tl.dot(k, r, input_precision="ieee")
+                    if INT8:
+                        of_head = (b * tl.num_programs(1) * GROUP + h).to(tl.int64) * parts
+                        r_scale = tl.load(REP_SCALE + of_head + p, mask=there, other=0.0)
+                        s = tl.dot(k, r).to(tl.float32) * r_scale[None, :]
+                    else:
+                        s = tl.dot(k, r, input_precision="ieee")
                     if CAP > 0:
                         s = capped(s, 1.0, CAP)
                     s -= tl.load(log_sum + p, mask=there, other=float("inf"))[None, :]
@@ -188,32 +203,32 @@ def _scores(
                     )
 
 
-def log_sums(representative: Tensor, k: Tensor, call: Call) -> Tensor:
+def log_sums(representative: Representatives, keys: Keys, call: Call) -> Tensor:
     """The log-sum-exp, in base 2, of each representative's scores with a sample of its prefix.
 
     Args:
-        representative: [B, Hq, parts, D], as `means.representatives` gave it.
-        k: [B, Hkv, Lk, D]. Every `lse_stride`-th key is in the sample.
+        representative: as `means.representatives` gave it.
+        keys: as `keys_of` gave them. Every `lse_stride`-th key is in the sample.
         call: the call.
 
     Returns:
         float32 [B, Hq, parts].
     """
-    shape = call.shape
-    out = torch.empty(representative.shape[:3], dtype=torch.float32, device=k.device)
+    shape, (r, r_scale), k = call.shape, representative, keys.rows
+    out = torch.empty(r.shape[:3], dtype=torch.float32, device=k.device)
     rows = 64 if call.tables.several else 16
     launch(
         _log_sums,
         (-(-out.shape[2] // rows), shape.query_heads, shape.batch),
         {
-            "REP": representative, "K": k, "LOG_SUM": out, **call.starts, "SEGMENT": call.tables.segment,
-            "PART": call.tables.part, "q_len": shape.q_len, "offset": shape.offset,
+            "REP": r, "K": k, "LOG_SUM": out, **call.starts, "SEGMENT": call.tables.segment,
+            "PART": call.tables.part, "REP_SCALE": r_scale, "q_len": shape.q_len, "offset": shape.offset,
             "every": lse_stride(shape.kv_len), "parts": out.shape[2],
-            **strides("bhn", r=representative), **strides("bhl", k=k),
+            **strides("bhn", r=r), **strides("bhl", k=k),
         },
         {
             "GROUP": shape.group, "D": shape.head_dim, "BR": rows, "BK": LOG_SUM_KEYS, "BN": call.config.tile.block_n,
-            "CAP": call.cap, "HAS_START": call.padded, "PACKED": call.packed,
+            "CAP": call.cap, "HAS_START": call.padded, "PACKED": call.packed, "INT8": r_scale is not None,
         },
         num_warps=LOG_SUM_WARPS,
     )  # fmt: skip
@@ -225,13 +240,13 @@ def lse_stride(kv_len: int) -> int:
     return min(16, max(1, kv_len // 2048))
 
 
-def score(representative: Tensor, log_sum: Tensor, k: Tensor, call: Call, rows: range) -> Tensor:
+def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Call, rows: range) -> Tensor:
     """Algorithm 1, line 17: what each step of the prefixes of all segments that begin in `rows` weighs.
 
     Args:
-        representative: [B, Hq, parts, D], as `means.representatives` gave it.
+        representative: as `means.representatives` gave it.
         log_sum: float32 [B, Hq, parts], as `log_sums` gave it.
-        k: [B, Hkv, Lk, D].
+        keys: as `keys_of` gave them.
         call: the call.
         rows: query rows; they begin at a multiple of every segment.
 
@@ -240,6 +255,7 @@ def score(representative: Tensor, log_sum: Tensor, k: Tensor, call: Call, rows: 
         longer segments use fewer than the N' rows; dense heads none.
     """
     shape, tables, grain = call.shape, call.tables, call.config.grain
+    (r, r_scale), k = representative, keys.rows
     segments = -(-len(rows) // tables.shortest)
     longest = shape.kv_len if call.packed else shape.offset + rows.start + (segments - 1) * tables.shortest
     steps = max(1, -(-longest // (grain * ROW_ALIGNMENT))) * ROW_ALIGNMENT  # one compiled kernel for all lengths
@@ -251,16 +267,17 @@ def score(representative: Tensor, log_sum: Tensor, k: Tensor, call: Call, rows: 
             _scores,
             (-(-longest // (32 * warps)) or 1, shape.kv_heads, shape.batch),
             {
-                "REP": representative, "K": k, "LOG_SUM": log_sum, "SCORE": scores, **call.starts,
-                "SEGMENT": tables.segment, "REPRESENTATIVES": tables.representatives, "limit": SCORE_LIMIT,
+                "REP": r, "K": k, "LOG_SUM": log_sum, "SCORE": scores, **call.starts,
+                "SEGMENT": tables.segment, "REPRESENTATIVES": tables.representatives, "REP_SCALE": r_scale,
+                "limit": SCORE_LIMIT,
                 "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start, "rows_end": rows.stop,
                 "parts": log_sum.shape[2],
-                **strides("bhn", r=representative, s=scores), **strides("bhl", k=k),
+                **strides("bhn", r=r, s=scores), **strides("bhl", k=k),
             },
             {
                 "GROUP": shape.group, "D": shape.head_dim, "R": count, "BS": at_once, "WARPS": warps,
                 "BN": call.config.tile.block_n, "GRAIN": grain, "CAP": call.cap, "HAS_START": call.padded,
-                "PACKED": call.packed,
+                "PACKED": call.packed, "INT8": r_scale is not None,
             },
             num_warps=warps,
             num_stages=SCORE_STAGES,

@@ -1,0 +1,169 @@
+"""The keys as the kernels of a call read them: themselves, or rounded to 8 bits once for ranking and prefill.
+
+`quantisation` has the rule in plain torch. One kernel finds the range of every channel, in parts, and one rounds: both
+read every key once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from s2o_runtime import quantisation
+from s2o_runtime.kernels.call import Call
+from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.primitives import RCP_LEVELS, ROUNDING, SMALLEST
+
+RANGE_PARTS = 32  # programs that share the keys of a head; so many ranges each program of `_quantise_keys` reads
+RANGE_ELEMENTS = 8192  # that are loaded at once
+RANGE_WARPS = 8
+QUANTISE_ELEMENTS = 16384  # of a program
+QUANTISE_WARPS = 8
+
+LEVELS = tl.constexpr(float(quantisation.LEVELS))
+SMOOTHING = tl.constexpr(quantisation.SMOOTHING)
+NARROWEST = tl.constexpr(quantisation.NARROWEST)
+
+
+class Keys(NamedTuple):
+    """The keys of a call.
+
+    rows: [B, Hkv, Lk, D], in the type of the inputs or int8; unit, middle: float32 [B, Hkv, D], of int8 rows as in
+    `quantisation.QuantisedKeys`, None otherwise.
+    """
+
+    rows: Tensor
+    unit: Tensor | None
+    middle: Tensor | None
+
+
+@triton.jit(do_not_specialize=["kv_len"])
+def _channel_ranges(
+    K, LOW, HIGH, KV_START, CU_K, kv_len, stride_kb, stride_kh, stride_kl,
+    D: tl.constexpr, ROWS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """LOW[b, h, p], HIGH[b, h, p] = the smallest and the largest entry of every channel in part p of the keys.
+
+    Programs: (parts, Hkv, B). A part holds every so many-th group of ROWS keys; one without keys has inf and -inf. T is
+    the input type.
+
+        K                   T [B, Hkv, Lk, D], strides k
+        LOW, HIGH           T [B, Hkv, parts, D]
+        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
+        CU_K                int32 [B + 1]: where packed sequences begin (PACKED)
+    """
+    part = tl.program_id(0)
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
+    k_first = 0
+    if PACKED:
+        k_first = tl.load(CU_K + b).to(tl.int32)
+        kv_len = tl.load(CU_K + b + 1).to(tl.int32) - k_first
+    offs_d = tl.arange(0, D)
+    base = K + b.to(tl.int64) * stride_kb + h.to(tl.int64) * stride_kh + offs_d[None, :]
+    low = tl.full([ROWS, D], float("inf"), tl.float32)
+    high = tl.full([ROWS, D], float("-inf"), tl.float32)
+    for t0 in tl.range(start + part * ROWS, kv_len, tl.num_programs(0) * ROWS, num_stages=3):
+        t = tl.minimum(t0 + tl.arange(0, ROWS), kv_len - 1)
+        k = tl.load(base + (k_first + t)[:, None].to(tl.int64) * stride_kl).to(tl.float32)
+        low = tl.minimum(low, k)
+        high = tl.maximum(high, k)
+    at = ((b * tl.num_programs(1) + h).to(tl.int64) * tl.num_programs(0) + part) * D + offs_d
+    tl.store(LOW + at, tl.min(low, 0).to(LOW.dtype.element_ty))
+    tl.store(HIGH + at, tl.max(high, 0).to(HIGH.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["kv_len"])
+def _quantise_keys(
+    K, LOW, HIGH, OUT, UNIT, MIDDLE, CU_K, kv_len, stride_kb, stride_kh, stride_kl, stride_ob, stride_oh, stride_ol,
+    D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """OUT[b, h, t] = key t in 8 bits, with UNIT and MIDDLE of its head: the function `quantisation.quantised_keys`.
+
+    Programs: (keys / ROWS, Hkv, B); the first one of a head writes its unit and middle. T is the input type.
+
+        K                   T [B, Hkv, Lk, D], strides k
+        LOW, HIGH           T [B, Hkv, PARTS, D]: as `_channel_ranges` wrote them
+        OUT                 int8 [B, Hkv, Lk, D], strides o
+        UNIT, MIDDLE        float32 [B, Hkv, D]
+        CU_K                int32 [B + 1]: where packed sequences begin (PACKED)
+    """
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    k_first = 0
+    if PACKED:
+        k_first = tl.load(CU_K + b).to(tl.int32)
+        kv_len = tl.load(CU_K + b + 1).to(tl.int32) - k_first
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if (tl.program_id(0) * ROWS < kv_len) | (tl.program_id(0) == 0):
+        inside = t < kv_len
+        offs_d = tl.arange(0, D)
+        row = (k_first + t)[:, None].to(tl.int64)
+        keys = K + b.to(tl.int64) * stride_kb + h.to(tl.int64) * stride_kh + row * stride_kl + offs_d[None, :]
+        k = tl.load(keys, mask=inside[:, None], other=0.0).to(tl.float32)
+        of_head = (b * tl.num_programs(1) + h).to(tl.int64)
+        ranges = (of_head * PARTS + tl.arange(0, PARTS)[:, None]) * D + offs_d[None, :]
+        low = tl.min(tl.load(LOW + ranges).to(tl.float32), 0)
+        high = tl.max(tl.load(HIGH + ranges).to(tl.float32), 0)
+        counted = low <= high  # false where no key counts
+        low = tl.where(counted, low, 0.0)
+        high = tl.where(counted, high, 0.0)
+        middle = (low + high) * 0.5
+        half = (high - low) * 0.5
+        widest = tl.maximum(tl.max(half, 0), SMALLEST)
+        unit = widest * tl.exp2(tl.log2(tl.maximum(half / widest, NARROWEST)) * SMOOTHING) * RCP_LEVELS
+        levels = tl.minimum(tl.maximum((k - middle[None, :]) * (1.0 / unit)[None, :], -LEVELS), LEVELS)
+        # as in `primitives.quantised`
+        rounded = (levels + ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)
+        out = OUT + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + row * stride_ol + offs_d[None, :]
+        tl.store(out, rounded, mask=inside[:, None])
+        if tl.program_id(0) == 0:
+            tl.store(UNIT + of_head * D + offs_d, unit)
+            tl.store(MIDDLE + of_head * D + offs_d, middle)
+
+
+def keys_of(k: Tensor, call: Call) -> Keys:
+    """The keys as the kernels of a call read them: rounded to 8 bits if its scores are int8.
+
+    Args:
+        k: [B, Hkv, Lk, D]. Packed sequences lie behind one another in one batch entry, which is expanded to B.
+        call: the call.
+    """
+    if call.config.scores != "int8":
+        return Keys(k, None, None)
+    shape = call.shape
+    heads = shape.batch, shape.kv_heads
+    low, high = (torch.empty(*heads, RANGE_PARTS, shape.head_dim, dtype=k.dtype, device=k.device) for _ in range(2))
+    unit, middle = (torch.empty(*heads, shape.head_dim, dtype=torch.float32, device=k.device) for _ in range(2))
+    rows = torch.empty(1 if call.packed else shape.batch, *k.shape[1:], dtype=torch.int8, device=k.device)
+    rows = rows.expand(shape.batch, -1, -1, -1)
+    launch(
+        _channel_ranges,
+        (RANGE_PARTS, shape.kv_heads, shape.batch),
+        {
+            "K": k, "LOW": low, "HIGH": high, "KV_START": call.kv_start, "CU_K": call.cu_k, "kv_len": shape.kv_len,
+            **strides("bhl", k=k),
+        },
+        {
+            "D": shape.head_dim, "ROWS": RANGE_ELEMENTS // shape.head_dim, "HAS_START": call.padded,
+            "PACKED": call.packed,
+        },
+        num_warps=RANGE_WARPS,
+    )  # fmt: skip
+    at_once = QUANTISE_ELEMENTS // shape.head_dim
+    launch(
+        _quantise_keys,
+        (-(-shape.kv_len // at_once) or 1, shape.kv_heads, shape.batch),
+        {
+            "K": k, "LOW": low, "HIGH": high, "OUT": rows, "UNIT": unit, "MIDDLE": middle, "CU_K": call.cu_k,
+            "kv_len": shape.kv_len, **strides("bhl", k=k, o=rows),
+        },
+        {"D": shape.head_dim, "ROWS": at_once, "PARTS": RANGE_PARTS, "PACKED": call.packed},
+        num_warps=QUANTISE_WARPS,
+    )  # fmt: skip
+    return Keys(rows, unit, middle)

@@ -1,0 +1,112 @@
+"""Int8 scores on a GPU in bf16 and fp16, against the reference and against float32 dense attention."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen
+from s2o_runtime.config import HeadConfig
+from s2o_runtime.kernels.call import Call, head_tables
+from s2o_runtime.kernels.keys import keys_of
+from s2o_runtime.quantisation import quantised_keys
+from s2o_runtime.reference.dense import exact_attention
+from s2o_runtime.shapes import call_shape
+from s2o_runtime.tiles import candidate_tiles
+from support.gpu import SHAPES, inputs, relative_error
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+PLAIN = TileConfig(128, 32, 4, 8, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("kv_len", "head_dim", "starts"), [(5000, 128, None), (777, 64, [0, 300]), (64, 256, [64, 5])])
+def test_keys_are_rounded_as_the_rule_says(kv_len, head_dim, starts, dtype, nan_filled):
+    batch = 1 if starts is None else 2
+    _, k, _ = inputs(batch, 4, 2, kv_len, kv_len, head_dim, dtype)
+    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
+    config = LayerConfig.uniform(4, scores="int8")
+    call = Call(config, call_shape(k, k, k, kv_start), 0.1, head_tables(config, k.device), kv_start)
+    rows, unit, middle = keys_of(k, call)
+    for b in range(batch):
+        start = 0 if starts is None else starts[b]
+        for h in range(2):
+            expected = quantised_keys(k[b, h], start)
+            torch.testing.assert_close(unit[b, h], expected.unit, rtol=1e-5, atol=0)
+            torch.testing.assert_close(middle[b, h], expected.middle)
+            off = (rows[b, h, start:].int() - expected.levels[start:].int()).abs()
+            assert off.numel() == 0 or off.amax() <= 1
+            assert off.sum() <= 1e-3 * off.numel() + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), SHAPES)
+def test_never_stopping_is_the_reference(
+    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, dtype, nan_filled
+):  # fmt: skip
+    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype)
+    k = k + 2 * k[:, :, -1:]
+    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
+    kinds = (HeadConfig(0.0, 128), HeadConfig(0.0, 256, representatives=8), HeadConfig(0.0, 128, "dense"))
+    config = LayerConfig(tuple(kinds[h % 3] for h in range(heads)), PLAIN, scores="int8")
+    options = {"kv_start": kv_start, "return_lse": True}
+    expected, expected_lse, _ = s2o_attention(q, k, v, config, backend="reference", **options)
+    for tile in {replace(tile, chunk=2) for tile in candidate_tiles(head_dim, torch.cuda.get_device_capability())}:
+        ours, lse, _ = s2o_attention(q, k, v, config.with_tile(tile), backend="triton", **options)
+        # bf16 weights and output, 2^-8 each, and a query between two levels that is rounded to the other one
+        assert relative_error(ours, expected.float()) <= 8e-3, tile
+        torch.testing.assert_close(lse, expected_lse, rtol=0, atol=2e-2)
+    truth = exact_attention(q, k, v, kv_start=kv_start)
+    assert relative_error(expected, truth) <= 0.05
+
+
+@pytest.mark.parametrize("grain", [1, 2, 4, 8])
+@pytest.mark.parametrize("tau", [0.3, 1.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_tile_stops_where_the_plain_kernel_does(head_dim, tau, grain, nan_filled):
+    q, k, v = inputs(1, 4, 2, 3000, 3000, head_dim, torch.bfloat16)
+    kinds = (HeadConfig(tau, 256, representatives=8, tail=True), HeadConfig(tau, 128), HeadConfig(mode="dense"))
+    heads = tuple(kinds[h % 3] for h in range(4))
+    for tile in {replace(tile, chunk=2) for tile in candidate_tiles(head_dim, torch.cuda.get_device_capability())}:
+        config = LayerConfig(heads, tile, grain=grain, scores="int8")
+        ours, lse, stats = s2o_attention(q, k, v, config, backend="triton", return_stats=True, return_lse=True)
+        plain = config.with_tile(TileConfig(tile.block_m, tile.block_n, 2, 4 if tile.block_m == 64 else 8, 1))
+        theirs, expected_lse, expected = s2o_attention(
+            q, k, v, plain, backend="triton", return_stats=True, return_lse=True
+        )
+        assert (stats.visited != expected.visited).float().mean() <= 0.01, tile
+        same = (stats.visited == expected.visited).repeat_interleave(tile.block_m, 2)[:, :, :3000]
+        torch.testing.assert_close(lse[same], expected_lse[same], rtol=0, atol=1e-3)
+        assert relative_error(ours[same], theirs[same].float()) <= 6e-3, tile
+
+
+def test_sinks_packed_sequences_and_plans(nan_filled):
+    lengths = [700, 0, 1, 1300]
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in inputs(1, 4, 2, sum(lengths), sum(lengths), 128, torch.bfloat16))
+    cu = torch.tensor([0, 700, 700, 701, 2001], dtype=torch.int32, device="cuda")
+    sinks = torch.tensor([1.0, 4.0, -2.0, 0.0], device="cuda")
+    config = LayerConfig.uniform(4, segment=128, tau=0.0, tile=PLAIN, scores="int8")
+    tiles = [PLAIN, *candidate_tiles(128, torch.cuda.get_device_capability())[:1]]
+    arguments = (cu, cu, 1300, 1300)
+    expected = s2o_attention_varlen(q, k, v, *arguments, config, sinks=sinks, backend="reference", return_lse=True)
+    for tile in tiles:
+        for _ in range(4):  # the second call is recorded, those after it replayed
+            out, lse, _ = s2o_attention_varlen(
+                q, k, v, *arguments, config.with_tile(tile), sinks=sinks, backend="triton", return_lse=True
+            )
+            assert relative_error(out, expected.out.float()) <= 8e-3
+            torch.testing.assert_close(lse, expected.lse, rtol=0, atol=2e-2)
+
+
+def test_many_keys_cost_less_memory_than_they_have(nan_filled):
+    """Keys in 8 bits beside the others: half their bytes."""
+    q, k, v = inputs(1, 4, 2, 4096, 4096, 128, torch.bfloat16)
+    config = LayerConfig.uniform(4, mode="dense", tile=PLAIN, scores="int8")
+    out = s2o_attention(q, k, v, config, backend="triton")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = s2o_attention(q, k, v, config, backend="triton")
+    extra = torch.cuda.max_memory_allocated() - before - out.nbytes
+    assert extra < 0.75 * k.nbytes
