@@ -32,6 +32,7 @@ from s2o_runtime.config import (
     LayerConfig,
     Mode,
     RowReduce,
+    Scores,
     StopRule,
     TileConfig,
 )
@@ -46,9 +47,11 @@ from s2o_runtime.profile.record import Record
 if TYPE_CHECKING:
     from s2o_runtime.baselines.settings import Baseline
 
-SCHEMA = 5  # of what is written
-SCHEMAS = (2, 3, 4, 5)  # that are read; schema 3 is 2 with heads of baselines
+SCHEMA = 6  # of what is written
+SCHEMAS = (2, 3, 4, 5, 6)  # that are read; schema 3 is 2 with heads of baselines
 FORMER_NAMES = {"stop_rule": "threshold", "baselines": "methods"}  # of a tensor and a field, in schemas 2 and 3
+WITH_MIN_QUERIES = 5  # the first schema with this column of `tile`
+WITH_SCORES = 6  # and the first with this tensor
 RENAMED = 4  # the first schema with today's names, and with the errors of single rows as norms
 METADATA_KEY = "s2o_profile"
 MAX_BYTES = 32 << 20
@@ -70,12 +73,15 @@ HEAD_TENSORS = {
     "representatives": torch.uint8,
     "tail": torch.uint8,
 }
-LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8, "grain": torch.uint8}
+LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8, "grain": torch.uint8, "scores": torch.uint8}
 TENSORS = HEAD_TENSORS | LAYER_TENSORS
 SIZES = ("layers", "query_heads", "kv_heads", "head_dim")  # of the model, as numbers
 MODES: tuple[Mode, ...] = ("s2o", "dense")  # numbers in the tensor `mode`; larger ones count through `baselines`
 ROW_REDUCES = get_args(RowReduce)
-_INDEXED: dict[str, tuple[object, ...]] = {"stop_rule": tuple(StopRule), "row_reduce": ROW_REDUCES}
+SCORES = get_args(Scores)
+_INDEXED: dict[str, tuple[object, ...]] = {
+    "stop_rule": tuple(StopRule), "row_reduce": ROW_REDUCES, "scores": SCORES,
+}  # fmt: skip
 _ALLOWED: dict[str, tuple[int, ...]] = {name: tuple(range(len(names))) for name, names in _INDEXED.items()}
 _ALLOWED |= {"tail": (0, 1), "representatives": REPRESENTATIVES, "grain": GRAINS}
 
@@ -165,6 +171,7 @@ def _tensors(profile: Profile) -> dict[str, Tensor]:
         "tile": table(torch.int32, lambda layer: [int(getattr(layer.tile, name)) for name in TILE_FIELDS]),
         "row_reduce": table(torch.uint8, lambda layer: ROW_REDUCES.index(layer.row_reduce)),
         "grain": table(torch.uint8, lambda layer: layer.grain),
+        "scores": table(torch.uint8, lambda layer: SCORES.index(layer.scores)),
     }
 
 
@@ -328,8 +335,13 @@ def _name_in(schema: int, name: str) -> str:
     return name if schema >= RENAMED else FORMER_NAMES.get(name, name)
 
 
+def _tensors_in(schema: int) -> dict[str, str]:
+    """What a file of this schema calls its tensors, by today's names."""
+    return {name: _name_in(schema, name) for name in TENSORS if name != "scores" or schema >= WITH_SCORES}
+
+
 def _check_tensor_names(names: set[str], schema: int) -> None:
-    expected = {_name_in(schema, name) for name in TENSORS}
+    expected = set(_tensors_in(schema).values())
     for name in sorted(names ^ expected):
         wrong = "is not part of a profile" if name in names else "is missing"
         raise ProfileError(f"tensor {_shown(name)} {wrong}: expected {sorted(expected)}")
@@ -338,7 +350,8 @@ def _check_tensor_names(names: set[str], schema: int) -> None:
 def _parse(document: dict[str, Any], stored: dict[str, Tensor]) -> Profile:
     """The profile in a document and its tensors, as the file names them."""
     schema = _schema(document)
-    tensors = {name: stored[_name_in(schema, name)] for name in TENSORS}
+    tensors = {name: stored[name_there] for name, name_there in _tensors_in(schema).items()}
+    tensors.setdefault("scores", torch.zeros_like(tensors["grain"]))
     baselines = [] if schema == 2 else _parsed_baselines(document, _name_in(schema, "baselines"))
     model = _field(document, "model", dict)
     rows, query_heads, kv_heads, head_dim = (_number(model, name, "model.", 1, MAX_COUNT) for name in SIZES)
@@ -353,7 +366,7 @@ def _parse(document: dict[str, Any], stored: dict[str, Tensor]) -> Profile:
     heads = math.prod(expected) * geometry.query_heads
     if heads > MAX_HEADS:
         raise ProfileError(f"lengths, model.layers and model.query_heads make {heads} heads: at most {MAX_HEADS}")
-    tile_fields = TILE_FIELDS if schema == SCHEMA else TILE_FIELDS_BEFORE_5
+    tile_fields = TILE_FIELDS if schema >= WITH_MIN_QUERIES else TILE_FIELDS_BEFORE_5
     _check_tensors(tensors, expected, geometry.query_heads, len(baselines), len(tile_fields))
     device = _device(_field(document, "device", dict))
     model_name, fingerprint = (_field(model, name, str, "model.") for name in ("name", "fingerprint"))
@@ -465,7 +478,7 @@ def _check_tensors(
 ) -> None:
     """Raise ProfileError for a type, a shape or a value that no profile has. outer: buckets and layers."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(HEAD_TENSORS, (*outer, heads))
-    shapes |= {"tile": (*outer, tile_fields), "row_reduce": outer, "grain": outer}
+    shapes |= {"tile": (*outer, tile_fields), "row_reduce": outer, "grain": outer, "scores": outer}
     for name, dtype in TENSORS.items():
         tensor = tensors[name]
         if tensor.dtype != dtype or tuple(tensor.shape) != shapes[name]:
@@ -495,4 +508,5 @@ def _layer(tensors: dict[str, Tensor], baselines: Sequence[Baseline], bucket: in
     fields = dict(zip(TILE_FIELDS, tensors["tile"][bucket, layer].tolist(), strict=False))  # the newest may be missing
     tile = TileConfig(**fields | {"specialized": bool(fields["specialized"])})
     row_reduce = ROW_REDUCES[int(tensors["row_reduce"][bucket, layer])]
-    return LayerConfig(heads, tile, row_reduce, int(tensors["grain"][bucket, layer]))
+    scores = SCORES[int(tensors["scores"][bucket, layer])]
+    return LayerConfig(heads, tile, row_reduce, int(tensors["grain"][bucket, layer]), scores)

@@ -88,6 +88,14 @@ def tails() -> Profile:
     return replace(profile, layers=layers, record=record)
 
 
+def int8() -> Profile:
+    """The same with a length whose layers have int8 scores, as schema 6 has them."""
+    profile = tails()
+    eight_bits = tuple(replace(layer, scores="int8") for layer in profile.layers[-1])
+    record = replace(profile.record, recipe={**(profile.record.recipe or {}), "scores": ["input", "int8"]})
+    return replace(profile, layers=(*profile.layers[:-1], eight_bits), record=record)
+
+
 def _record(squared: bool = False) -> dict[str, Any]:
     """squared: as `load_profile` gives a file of schema 2, where errors of rows stand squared: as norms."""
     budget: dict[str, Any] = {"kind": "rel_mse", "value": 1e-3}
@@ -188,6 +196,9 @@ GOLDEN = {
     "schema5-minimal": minimal,
     "schema5-full": tails,
     "schema5-baselines": baselines,
+    "schema6-minimal": minimal,
+    "schema6-full": int8,
+    "schema6-baselines": baselines,
 }
 
 
