@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from calibrate.options import Option, either, option, options_of, read_all, resolved, text
-from s2o_runtime.config import GRAINS, MAX_SEGMENT, MIN_SEGMENT, REPRESENTATIVES, SEGMENT_STEP
+from s2o_runtime.config import GRAINS, MAX_SEGMENT, MIN_SEGMENT, REPRESENTATIVES, SEGMENT_STEP, Scores
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, Rule
 from s2o_runtime.lengths import far_apart
@@ -220,6 +220,13 @@ class Recipe:
         "adjacent keys that a layer may rank and visit together",
         SPACE,
         default=(4,),
+    )
+    scores: tuple[Scores, ...] = option(
+        Rule(str, allowed=get_args(Scores), many=True),
+        "products of queries and keys that a layer may use: in the type of both, or of both rounded to 8 bits",
+        SPACE,
+        default=("input",),
+        metavar="input,int8",
     )
     segments: tuple[int, ...] = option(
         Rule(int, MIN_SEGMENT, MAX_SEGMENT, multiple=SEGMENT_STEP, many=True),

@@ -119,3 +119,20 @@ def test_layers_share_a_budget_by_weight():
     assert [made.density for made in together] == [0.2, 1.0]
     weighted = allocate_together(layers, [Weights(4.0), Weights()], 0.5)
     assert [made.density for made in weighted] == [1.0, 0.6]
+
+
+def int8_curve(floor, points):
+    """A curve of int8 scores: one head that visits all keys errs by `floor`, and less cheaply by (mse, density)."""
+    of_head = curve([points])
+    mse = of_head.mse.clone()
+    mse[:, -1] = floor
+    return dataclasses.replace(of_head, mse=mse)
+
+
+def test_int8_scores_are_paid_for_before_anything_is_skipped():
+    int8 = Ranking(1024, scores="int8")
+    curves = {int8: int8_curve(0.25, [(0.75, 0.2)])}
+    dense = allocate(curves, 0.5)
+    assert (dense.heads[0].mode, dense.mse) == ("dense", 0.25)
+    assert allocate(curves, 0.75).heads[0] == HeadConfig(TAUS[0], 1024)
+    assert allocate(curves, 0.1).mse == 0.25  # cannot be: the choice then gives int8 scores up

@@ -84,7 +84,7 @@ def test_a_layer_does_not_go_dense_where_it_was_faster(monkeypatch, faster_at, k
 def modelled(monkeypatch, ranking):
     """Times of a GPU where dense attention takes 1 for each pair, and S2O `ranking` for each key and segment."""
 
-    def seconds(tile, head, grain, geometry, device, queries, keys):
+    def seconds(tile, head, grain, geometry, device, queries, keys, scores):
         return ranking * keys * -(-queries // head.segment), queries * keys - queries * (queries - 1) / 2
 
     monkeypatch.setattr(crossover, "seconds", seconds)
@@ -109,7 +109,7 @@ def test_the_fewest_queries_that_win_behind_every_prefix(monkeypatch, ranking, d
 def test_tails_of_less_work_than_the_shortest_prompt_are_not_compared(monkeypatch):
     """Behind 8192 keys S2O loses up to 4096 queries; calls of less work than a prompt of 8192 never get there."""
 
-    def seconds(tile, head, grain, geometry, device, queries, keys):
+    def seconds(tile, head, grain, geometry, device, queries, keys, scores):
         return (1.0 if queries <= (4096 if keys == 8192 else 512) else 0.0), 0.5
 
     monkeypatch.setattr(crossover, "seconds", seconds)
@@ -119,7 +119,7 @@ def test_tails_of_less_work_than_the_shortest_prompt_are_not_compared(monkeypatc
 
 
 def test_keys_that_do_not_fit_the_memory_are_left_out(monkeypatch):
-    def seconds(tile, head, grain, geometry, device, queries, keys):
+    def seconds(tile, head, grain, geometry, device, queries, keys, scores):
         if keys > 32768:
             raise torch.OutOfMemoryError
         return (1.0 if queries <= 64 else 0.0), 0.5

@@ -25,6 +25,7 @@ def prompt(length=1900, heads=4, kv_heads=2, head_dim=16, value_dim=16, **featur
 
 
 METHODS = [Ranking(256), Ranking(512, 8), Ranking(256, 32, 4), Ranking(512, 1, 2)]
+INT8 = Ranking(256, 32, 4, "int8")
 TILES = [TileConfig(128, 64, 2), TileConfig(64, 64, 8), TileConfig(128, 128, 3)]
 
 
@@ -35,6 +36,7 @@ TILES = [TileConfig(128, 64, 2), TileConfig(64, 64, 8), TileConfig(128, 128, 3)]
     [
         *(pytest.param(m, {}, id=f"S{m.segment}-R{m.representatives}-G{m.grain}") for m in METHODS),
         pytest.param(METHODS[2], {"softcap": 3.0, "sinks": torch.linspace(-1, 5, 4), "value_dim": 24}, id="cap-sinks"),
+        pytest.param(INT8, {"sinks": torch.linspace(-1, 5, 4), "value_dim": 24}, id="int8"),
     ],
 )
 def test_a_curve_predicts_what_the_reference_does(method, features, tile, tail):
@@ -47,7 +49,7 @@ def test_a_curve_predicts_what_the_reference_does(method, features, tile, tail):
     seen = set()
     for index in range(3, len(TAUS), 4):
         head = HeadConfig(TAUS[index], method.segment, "s2o", StopRule.REST, method.representatives, tail)
-        config = LayerConfig((head,) * 4, tile, grain=method.grain)
+        config = LayerConfig((head,) * 4, tile, grain=method.grain, scores=method.scores)
         out, visited, _ = s2o_attention_reference(captured.q, captured.k, captured.v, config, **scoring)
         # a curve's prefix is a whole number of its steps; the kernel's of its tiles, which divide them
         predicted = curve.density[:, index]
@@ -61,6 +63,21 @@ def test_a_curve_predicts_what_the_reference_does(method, features, tile, tail):
         torch.testing.assert_close(actual_worst.square(), expected.square(), rtol=2e-3, atol=1e-9)
         seen.add(round(float(actual.mean()), 3))
     assert len(seen) >= 3  # the thresholds tried do differ
+
+
+def test_int8_scores_cost_what_they_do_to_dense_attention():
+    """Where a threshold leaves next to nothing out, the rounding is left; where a prompt is one segment it is all."""
+    captured = prompt()
+    shape = Shape(64, 128)
+    for segment in (256, 2048):
+        plain, int8 = Ranking(segment), Ranking(segment, scores="int8")
+        curves = measure(captured, [plain, int8], [shape])
+        config = LayerConfig.uniform(4, segment=segment, tile=TileConfig(64, 128, 1), scores="int8")
+        truth = exact_attention(captured.q, captured.k, captured.v)
+        off = s2o_attention_reference(captured.q, captured.k, captured.v, config).out - truth
+        expected = off.square().mean((0, 2, 3)).double()
+        torch.testing.assert_close(curves[int8, shape].mse[:, 0], expected, rtol=0.1, atol=0)
+        assert torch.all(curves[plain, shape].mse[:, 0] < 0.1 * expected)
 
 
 def test_measuring_few_heads_at_a_time_changes_nothing(monkeypatch):

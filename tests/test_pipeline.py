@@ -112,7 +112,11 @@ def seen_from_outside(folder, made, profile):
 
 
 @SLOW
-@pytest.mark.parametrize("changes", [{}, {"budget_scope": "model"}, TIGHT, {"tails": (False,), "worst_rows": 0.22}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"budget_scope": "model"}, TIGHT, {"tails": (False,), "worst_rows": 0.22}, {"scores": ("int8",)}],
+    ids=["defaults", "model", "tight", "rows", "int8"],
+)
 def test_the_profile_does_what_it_says(changes, folder, run):
     """Measured from outside, at the calibrated lengths and at the one that was only checked."""
     made, result = run(**changes)
@@ -136,6 +140,8 @@ def test_the_profile_does_what_it_says(changes, folder, run):
     hashes = profile.record.data
     assert not {prompt.sha256 for prompt in hashes.calibration} & {prompt.sha256 for prompt in hashes.held_out}
     assert [prompt.length for prompt in hashes.held_out] == [512, 1024, 768]
+    scores = {config.scores for bucket in profile.layers for config in bucket if not config.is_dense}
+    assert scores == set(made.scores)
     if "tails" in changes:
         assert not any(head.tail for config in result.configs.values() for head in config.heads)
         every = [choice.allocation.points for each in result.chosen.values() for choice in each.choices]

@@ -28,6 +28,7 @@ ALL = BASE | {
     "keep_needles": 0.9,
     "representatives": (8,),
     "grains": (1, 2),
+    "scores": ("input", "int8"),
     "segments": (64, 320),
     "tails": (True,),
     "seed": 7,

@@ -50,9 +50,9 @@ def recipe(kind="rel_mse", value=1e-2, **changes):
     return Recipe.of(options | {"segments": SEGMENTS, "grains": GRAINS, "representatives": (1, 4)} | changes)
 
 
-def measured(prompts):
+def measured(prompts, **changes):
     shapes = sorted({Shape.of(tile) for tile in TILES}, key=str)
-    return unpacked(combined([_of_prompt(prompt, shapes, recipe(), timed=False) for prompt in prompts]))
+    return unpacked(combined([_of_prompt(prompt, shapes, recipe(**changes), timed=False) for prompt in prompts]))
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_only_rankings_of_the_point_are_chosen_from(curves):
         choice = choice_at(point, curves, recipe())
         assert set(choice.curves) == {Ranking(point.segment, count, point.grain) for count in (1, 4)}
         assert {head.segment for head in choice.config.heads} == {point.segment}
-        assert (choice.config.grain, choice.config.tile) == point[1:]
+        assert (choice.config.grain, choice.config.tile, choice.config.scores) == point[1:]
 
 
 @pytest.mark.parametrize("trials", [6, 12])
@@ -192,7 +192,7 @@ def test_on_a_gpu_time_decides(curves):
     search = make_search(curves, timer, trials=30)
     choice, _ = run(search)
     assert choice.seconds == choice.timing.seconds == min(seconds_of(tried.config) for tried in search.tried.values())
-    assert choice.point == (128, 2, TILES[2])
+    assert choice.point == (128, 2, TILES[2], "input")
     assert choice.why_dense is None
     cheapest = min(search.tried.values(), key=lambda tried: tried.allocation.cost)
     assert cheapest.point != choice.point  # what is predicted would have chosen another
@@ -314,7 +314,7 @@ def test_a_neighbours_best_that_fails_here_means_dense(curves, caplog):
     choice = make_search(curves, timer).adopted(DEFAULT)
     assert choice.config.is_dense
     assert choice.why_dense == "CUDA out of memory"
-    assert "segment 256, grain 4, 64x64x2 w8 s2 failed: CUDA out of memory" in caplog.text
+    assert "segment 256, grain 4, 64x64x2 w8 s2, input scores failed: CUDA out of memory" in caplog.text
 
 
 def stored(path):
@@ -410,3 +410,33 @@ def test_a_storage_that_fails_on_the_way_is_one_sentence(in_storage):
 
     with pytest.raises(ResourceError, match=r"the Optuna storage failed \(connection lost\): run the same command"):
         in_storage(timer)
+
+
+def test_int8_scores_are_taken_where_they_are_faster():
+    prompt, scores = make_prompts(1), ("input", "int8")
+    both = measured(prompt, scores=scores)
+    for faster in scores:
+        search = make_search(both, timer_of(faster), trials=30, scores=scores)
+        choice, steps = run(search)
+        assert steps == search.points == 2 * ALL
+        assert choice.config.scores == choice.point.scores == faster
+        assert choice.spent <= choice.budget_mse
+    out, _, _ = s2o_attention_reference(prompt[0].q, prompt[0].k, prompt[0].v, choice.config, scale=prompt[0].scale)
+    truth = exact_attention(prompt[0].q, prompt[0].k, prompt[0].v, scale=prompt[0].scale)
+    assert float((out - truth).square().mean()) == pytest.approx(choice.allocation.mse, rel=1e-2)
+
+
+def timer_of(faster):
+    """Times that are half as long with these scores."""
+    return lambda config, best: Timing(seconds_of(config) * (1 + (config.scores != faster)), 0.0, 1.0, 1e9, 3)
+
+
+def test_int8_scores_that_cost_more_than_the_budget_are_given_up():
+    both = measured(make_prompts(1), scores=("int8",))
+    point = DEFAULT._replace(scores="int8")
+    choice = choice_at(point, both, recipe(value=1e-9, scores=("int8",)))
+    assert choice.why_dense == "int8 scores alone cost more than the budget"
+    assert (choice.config.scores, choice.config.is_dense, choice.spent) == ("input", True, 0.0)
+    affordable = choice_at(point, both, recipe(value=0.1, scores=("int8",)))
+    assert affordable.config.scores == "int8"
+    assert affordable.spending(1e-12, allowed(recipe())).config.scores == "input"

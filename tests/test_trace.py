@@ -23,14 +23,19 @@ TAUS = torch.tensor([0.01, 0.3, 2.0, 50.0])
 
 
 @pytest.mark.parametrize(
-    ("length", "segment", "representatives", "grain", "softcap", "sinks"),
-    [(450, 128, 1, 1, None, None), (301, 64, 4, 4, None, None), (301, 64, 4, 4, 4.0, [2.0, 4.0])],
-    ids=["S128", "S64-r4-g4", "cap-sinks"],
+    ("length", "segment", "representatives", "grain", "softcap", "sinks", "scores"),
+    [
+        (450, 128, 1, 1, None, None, "input"),
+        (301, 64, 4, 4, None, None, "input"),
+        (301, 64, 4, 4, 4.0, [2.0, 4.0], "input"),
+        (301, 64, 4, 4, None, [2.0, 4.0], "int8"),
+    ],
+    ids=["S128", "S64-r4-g4", "cap-sinks", "int8"],
 )
-def test_a_trace_is_every_run_at_once(length, segment, representatives, grain, softcap, sinks):
+def test_a_trace_is_every_run_at_once(length, segment, representatives, grain, softcap, sinks, scores):
     q, k, v = inputs(1, 2, 1, length, length, 64)
     k = k * torch.rand(length, 1).square() * 3  # some keys matter, most do not
-    kind = {"segment": segment, "representatives": representatives, "grain": grain}
+    kind = {"segment": segment, "representatives": representatives, "grain": grain, "scores": scores}
     config = LayerConfig.uniform(2, tail=True, tile=TILE, **kind)
     sinks = None if sinks is None else torch.tensor(sinks)
     features = {"softcap": softcap, "sinks": sinks}

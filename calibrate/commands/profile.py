@@ -176,7 +176,7 @@ def _settings(row: Mapping[str, Any]) -> str:
     tail = ", tail" if row["tail"] else ""
     return (
         f"tau {row['tau']:.3g} ({row['stop_rule']}), segment {row['segment']}, repr. {row['representatives']}{tail}, "
-        f"grain {row['grain']}, tile {row['tile']}"
+        f"grain {row['grain']}, tile {row['tile']}{', int8 scores' if row['scores'] == 'int8' else ''}"
     )
 
 

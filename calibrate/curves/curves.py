@@ -11,7 +11,7 @@ from torch import Tensor
 
 from calibrate.curves.row_errors import WORST
 from s2o_runtime.baselines.settings import Baseline, parse
-from s2o_runtime.config import TileConfig
+from s2o_runtime.config import Scores, TileConfig
 
 TAUS = tuple(float(f"{10.0 ** (exponent / 5):.4g}") for exponent in range(-15, 16))  # 1e-3 .. 1e3, five a decade
 
@@ -23,6 +23,7 @@ class Ranking:
     segment: int
     representatives: int = 1
     grain: int = 1
+    scores: Scores = "input"
 
 
 @dataclass(frozen=True)
@@ -85,16 +86,19 @@ class Curve:
 Curves = Mapping[tuple[Method, Shape | None], Curve]  # of one layer at one length; a baseline has no shape
 
 
-def methods(curves: Curves, segment: int, grain: int, shape: Shape) -> dict[Method, Curve]:
-    """The curves that heads choose among once segment, grain and tile shape are fixed.
+def methods(
+    curves: Curves, segment: int, grain: int, shape: Shape, scores: Scores = "input"
+) -> dict[Method, Curve]:  # fmt: skip
+    """The curves that heads choose among once segment, grain, tile shape and scores are fixed.
 
     Returns:
-        The rankings of this segment, grain and shape, and all baselines; nothing if there is no such ranking.
+        The rankings of these, and all baselines; nothing if there is no such ranking.
     """
+    wanted = segment, grain, scores
     rankings: dict[Method, Curve] = {
         method: curve
         for (method, of_shape), curve in curves.items()
-        if isinstance(method, Ranking) and (method.segment, method.grain, of_shape) == (segment, grain, shape)
+        if isinstance(method, Ranking) and of_shape == shape and (method.segment, method.grain, method.scores) == wanted
     }
     baselines: dict[Method, Curve] = {
         method: curve for (method, _), curve in curves.items() if not isinstance(method, Ranking)

@@ -265,7 +265,12 @@ def _of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe, timed:
     """The curves of one layer on one prompt; timed: whether baselines are timed."""
     curves: dict[tuple[Method, Shape | None], Curve] = {}
     for segment in recipe.segments_for(int(prompt.q.shape[2])):
-        rankings = [Ranking(segment, count, grain) for count in recipe.representatives for grain in recipe.grains]
+        rankings = [
+            Ranking(segment, count, grain, scores)
+            for scores in recipe.scores
+            for count in recipe.representatives
+            for grain in recipe.grains
+        ]
         for (ranking, shape), curve in measure(prompt, rankings, shapes).items():
             curves[ranking, shape] = curve
     for setting, curve in baselines.measure(prompt, baselines.settings_of(recipe.method), timed=timed).items():
@@ -288,8 +293,14 @@ def _key(
         "segments": list(segments),
         "representatives": list(recipe.representatives),
         "grains": list(recipe.grains),
+        **scores_key(recipe),
         **baselines_key(recipe),
     }
+
+
+def scores_key(recipe: Recipe) -> dict[str, Any]:
+    """What a measurement's key says of scores: nothing where they are in the type of the inputs, as they ever were."""
+    return {} if recipe.scores == ("input",) else {"scores": list(recipe.scores)}
 
 
 def baselines_key(recipe: Recipe) -> dict[str, Any]:

@@ -9,7 +9,7 @@ and density would follow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, window_pairs, worst_of
 from calibrate.model.capture import Captured
+from s2o_runtime.quantisation import Int8Operands
 from s2o_runtime.reference.attention import dense_window
 from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.reference.ranking import log_weights, order_of, part_means
@@ -53,12 +54,20 @@ def measure(
         q, k, v = _heads(prompt, heads)
         sinks = None if prompt.sinks is None else prompt.sinks[heads].float()[:, None]
         stopped: dict[tuple[Ranking, Shape], list[_Stopped]] = {key: [] for key in keys}  # segment by segment
-        for begin in range(0, length, size):
-            segment = _segment(q[:, begin : begin + size], k, v, begin, prompt.softcap, sinks)
-            for ranking in rankings:
-                trace = _trace(segment, ranking)
-                for shape in shapes:
-                    stopped[ranking, shape].append(_stops(trace, shape, norms[heads]))
+        for scores in dict.fromkeys(ranking.scores for ranking in rankings):
+            int8 = Int8Operands.of_heads(q, k) if scores == "int8" else None
+            of_scores = [ranking for ranking in rankings if ranking.scores == scores]
+            for begin in range(0, length, size):
+                rows = slice(begin, begin + size)
+                if int8 is None:
+                    segment = _segment(q[:, rows], k, v, begin, prompt.softcap, sinks)
+                else:
+                    segment = _segment(int8.q[:, rows], int8.k, v, begin, prompt.softcap, sinks)
+                    segment = replace(segment, exact=q[:, rows], int8=int8, truth=dense[0, heads, rows].float())
+                for ranking in of_scores:
+                    trace = _trace(segment, ranking)
+                    for shape in shapes:
+                        stopped[ranking, shape].append(_stops(trace, shape, norms[heads]))
         for key, segments in stopped.items():
             totals[key].append(torch.stack([segment.sums for segment in segments]).sum(0))
             worst[key].append(worst_of(torch.cat([segment.worst for segment in segments], 2)).sqrt())
@@ -94,7 +103,8 @@ class _Segment:
     """A segment of some heads, and what does not depend on the order of its prefix.
 
     weights is exp(scores - m), where m is a row's largest score; l (the sum of weights) and acc (the weighted sum of
-    values) are those of the window, relative to the same m.
+    values) are those of the window, relative to the same m. Where scores are int8, q and k are those of `int8`, `exact`
+    holds the queries that representatives are means of, and `truth` what errors are taken from.
     """
 
     q: Tensor  # [H, S, D], scaled
@@ -104,6 +114,9 @@ class _Segment:
     l: Tensor  # [H, S]
     acc: Tensor  # [H, S, Dv]
     softcap: float | None
+    exact: Tensor | None = None  # [H, S, D], scaled
+    int8: Int8Operands | None = None
+    truth: Tensor | None = None  # [H, S, Dv]; None: what all keys together give
 
 
 def _segment(
@@ -145,14 +158,20 @@ class _Trace:
     yy: Tensor  # [H, T, S]
     mass: Tensor  # [H, T + 1], the ranking's weight of the keys left
     dense: Tensor  # [H, S, D]
+    last: Tensor  # [H, S], the squared error once all keys are visited: 0 unless scores are rounded
 
 
 def _trace(segment: _Segment, ranking: Ranking) -> _Trace:
     """Visit the whole prefix in the order of one ranking."""
     if not segment.k.shape[1]:
-        none = segment.weights
-        return _Trace(segment.l[:, None], none, none, none, none[..., 0], segment.acc / segment.l[..., None])
-    parts = part_means(segment.q, ranking.segment // ranking.representatives)
+        none, out = segment.weights, segment.acc / segment.l[..., None]
+        dense = out if segment.truth is None else segment.truth
+        return _Trace(segment.l[:, None], none, none, none, none[..., 0], dense, (out - dense).square().sum(-1))
+    parts = part_means(
+        segment.q if segment.exact is None else segment.exact, ranking.segment // ranking.representatives
+    )
+    if segment.int8 is not None:
+        parts = segment.int8.representatives(parts)
     log_mass = log_weights(parts, segment.k, ranking.grain, segment.softcap)
     order = order_of(log_mass, ranking.grain)
     weights, v = _in_order(segment.weights, order), _in_order(segment.v, order)
@@ -160,12 +179,13 @@ def _trace(segment: _Segment, ranking: Ranking) -> _Trace:
     acc = (weights.transpose(2, 3) @ v).cumsum_(1).add_(segment.acc[:, None])  # [H, T, S, D]
     del weights
     out = acc.div_(l[:, 1:, :, None])
-    dense = out[:, -1].clone()
+    dense = out[:, -1].clone() if segment.truth is None else segment.truth
     x = out.sub_(dense[:, None])
     mass, mean = _left((log_mass - log_mass.amax(-1, keepdim=True)).exp_(), order, v)
     xy = (x @ mean[..., None])[..., 0] - (x * dense[:, None]).sum(-1)
     yy = mean.square().sum(-1)[..., None] - 2 * mean @ dense.transpose(1, 2) + dense.square().sum(-1)[:, None]
-    return _Trace(l, x.square_().sum(-1), xy, yy, mass, dense)
+    xx = x.square_().sum(-1)
+    return _Trace(l, xx, xy, yy, mass, dense, xx[:, -1])
 
 
 def _in_order(rows: Tensor, order: Tensor) -> Tensor:
@@ -212,7 +232,10 @@ def _stops(trace: _Trace, shape: Shape, norms: Tensor) -> _Stopped:
     tiles = -(-rows // shape.block_m)
     if not steps:
         sums = torch.zeros(3, heads, len(TAUS), dtype=torch.float64, device=device)
-        return _Stopped(sums, torch.zeros(2, heads, tiles, len(TAUS), device=device))
+        sums[:2] = trace.last.double().sum(-1)[:, None]
+        of_rows = trace.last / trace.dense.square().sum(-1).maximum(norms[:, None])
+        of_tiles = F.pad(of_rows, (0, tiles * shape.block_m - rows)).view(heads, tiles, shape.block_m).amax(-1)
+        return _Stopped(sums, of_tiles[..., None].expand(2, heads, tiles, len(TAUS)))
     chunks = -(-steps // (shape.stride // STEP))
     ends = (torch.arange(chunks + 1, device=device) * (shape.stride // STEP)).clamp_max(steps)
     count = (rows - torch.arange(tiles, device=device) * shape.block_m).clamp_max(shape.block_m)

@@ -48,7 +48,14 @@ def explain_head(
         config, settings = bucket[layer], bucket[layer].heads[head]
         baseline = None if settings.baseline is None else str(settings.baseline)
         row = {"length": length, **plain(settings), "baseline": baseline}
-        row |= {"grain": config.grain, "tile": str(config.tile), "density": None, "error": None, "unit": None}
+        row |= {
+            "grain": config.grain,
+            "scores": config.scores,
+            "tile": str(config.tile),
+            "density": None,
+            "error": None,
+            "unit": None,
+        }
         if settings.mode == "dense" and config.is_dense:
             why = (
                 "dense because its whole layer is: no head gains anything, the layer was not faster than dense, or its "
@@ -65,7 +72,7 @@ def explain_head(
 
 def _limits(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> tuple[dict[str, Any], str]:
     """Density and error of a head as its curve predicts them, and what keeps it from the next cheaper setting."""
-    curves_of_methods = methods(curves, config.heads[0].segment, config.grain, Shape.of(config.tile))
+    curves_of_methods = methods(curves, config.heads[0].segment, config.grain, Shape.of(config.tile), config.scores)
     power = dense_power(curves_of_methods)
     choices = allowed(recipe)
     guarded = points_of(curves_of_methods, head, choices)

@@ -153,11 +153,11 @@ def _choice(
     """A layer as it was in segment, grain and tile, with its new budget spent."""
     segment, grain, tile = config.heads[0].segment, config.grain, config.tile
     budget = budget_mse(weights, after)
-    of_point = methods(curves, segment, grain, Shape.of(tile))
-    unspent = Choice(segment, grain, tile, of_point, 0.0, Allocation(()), weights=weights)
+    of_point = methods(curves, segment, grain, Shape.of(tile), config.scores)
+    unspent = Choice(segment, grain, tile, of_point, 0.0, Allocation(()), weights=weights, scores=config.scores)
     choice = unspent.spending(budget, allowed(after))
     if choice.config.is_dense:
-        return replace(choice, why_dense=NO_GAIN)
+        return choice if choice.why_dense else choice.as_dense(NO_GAIN)
     comparable = not (before.budget.is_kl or after.budget.is_kl)  # a layer's part of a KL says nothing by itself
     if config.is_dense and comparable and budget <= budget_mse(weights_of(curves, before), before):
         return choice.as_dense("it was dense with no smaller budget")

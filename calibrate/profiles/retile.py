@@ -24,7 +24,7 @@ from calibrate.timing import FAILURES, Timing, against_dense, reason
 from calibrate.versions import versions
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.config import HeadConfig, LayerConfig, Scores, StopRule, TileConfig
 from s2o_runtime.devices import Rejected, fit, identify
 from s2o_runtime.errors import InputError
 from s2o_runtime.identity import Geometry
@@ -57,6 +57,7 @@ class TimingKey:
     shape: Shape
     density: int
     ranking: int
+    scores: Scores = "input"
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def _alike(profile: Profile, densities: _Densities) -> dict[TimingKey, list[_Lay
             if config.is_dense:
                 continue
             ranked = _ranked(config)
-            ranking = sum(overhead(_ranking(head, config.grain), head.tail) for head in ranked) / config.num_heads
+            ranking = sum(overhead(_ranking(head, config), head.tail) for head in ranked) / config.num_heads
             key = TimingKey(
                 min(length, LONGEST),
                 tuple(sorted({head.segment for head in ranked})),
@@ -171,6 +172,7 @@ def _alike(profile: Profile, densities: _Densities) -> dict[TimingKey, list[_Lay
                 Shape.of(config.tile),
                 round(densities[bucket][layer] / ALIKE),
                 round(ranking / ALIKE),
+                config.scores,
             )
             layers.setdefault(key, []).append((bucket, layer))
     return layers
@@ -232,14 +234,12 @@ def _stopping(prompt: Captured, config: LayerConfig, density: float) -> LayerCon
     shape = Shape.of(config.tile)
     densities_of = {
         ranking: measure(prompt, [ranking], [shape])[ranking, shape].density
-        for ranking in {_ranking(head, config.grain) for head in ranked}
+        for ranking in {_ranking(head, config) for head in ranked}
     }
     heads = tuple(
         head
         if head.mode == "dense"
-        else replace(
-            head, tau=tau_for(densities_of[_ranking(head, config.grain)][index], wanted), stop_rule=StopRule.REST
-        )
+        else replace(head, tau=tau_for(densities_of[_ranking(head, config)][index], wanted), stop_rule=StopRule.REST)
         for index, head in enumerate(config.heads)
     )
     return replace(config, heads=heads)
@@ -281,10 +281,9 @@ def _ranked(config: LayerConfig) -> list[HeadConfig]:
     return [head for head in config.heads if head.mode == "s2o"]
 
 
-def _ranking(head: HeadConfig, grain: int) -> Ranking:
-    return Ranking(head.segment, head.representatives, grain)
+def _ranking(head: HeadConfig, config: LayerConfig) -> Ranking:
+    return Ranking(head.segment, head.representatives, config.grain, config.scores)
 
 
 def _dense(config: LayerConfig, tile: TileConfig) -> LayerConfig:
-    heads = tuple(replace(head, mode="dense") for head in config.heads)
-    return replace(config, heads=heads, tile=tile).validate()
+    return config.as_dense().with_tile(tile)

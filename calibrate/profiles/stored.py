@@ -8,7 +8,7 @@ from typing import Any
 
 from calibrate.curves import ranking_cost, sensitivities
 from calibrate.curves.curves import Curves, Shape, methods, unpacked, with_fixed_cost
-from calibrate.curves.measure import baselines_key
+from calibrate.curves.measure import baselines_key, scores_key
 from calibrate.curves.sensitivities import stored_sensitivity
 from calibrate.journal import Journal
 from calibrate.model.sensitivity import Sensitivity
@@ -41,7 +41,7 @@ class StoredCurves:
             length: a bucket of the profile, in tokens.
 
         Returns:
-            The curves, if they hold the segment, grain and tile that the profile gives the layer; otherwise None.
+            The curves, if they hold what the layer's heads share in the profile; otherwise None.
         """
         config = self.profile.layers[self.profile.lengths.index(length)][layer]
         shape = Shape.of(config.tile)
@@ -51,13 +51,15 @@ class StoredCurves:
             "segments": list(self.recipe.segments_for(length)),
             "representatives": list(self.recipe.representatives),
             "grains": list(self.recipe.grains),
+            **scores_key(self.recipe),
             **baselines_key(self.recipe),
         }
         for key, value in reversed(self.entries):
             if key == wanted | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
                 cost = ranking_cost.stored_cost(self.ranking_costs, self.profile.geometry, length, self.recipe)
                 curves = with_fixed_cost(unpacked(value), cost)
-                return curves if methods(curves, config.heads[0].segment, config.grain, shape) else None
+                there = methods(curves, config.heads[0].segment, config.grain, shape, config.scores)
+                return curves if there else None
         return None
 
 

@@ -75,6 +75,7 @@ class LayerReport:
     representatives: dict[str, int]
     segment: int
     grain: int
+    scores: str
     tile: str
     why_dense: str | None
     density: float
@@ -307,6 +308,7 @@ def _layer(recipe: Recipe, result: Result, length: int, index: int, proof: Layer
         representatives={str(count): representatives[count] for count in sorted(representatives)},
         segment=config.heads[0].segment,
         grain=config.grain,
+        scores=config.scores,
         tile=str(config.tile),
         why_dense=None if choice is None else choice.why_dense,
         density=proof.density,

@@ -37,7 +37,7 @@ def _layer_cells(layer: LayerReport, relative: bool) -> tuple[str, ...]:
         _counts(layer.representatives),
         str(layer.segment),
         str(layer.grain),
-        layer.tile,
+        layer.tile if layer.scores == "input" else f"{layer.tile} {layer.scores}",
         f"{layer.density:.3f}",
         f"{layer.error:.2e}",
         *([f"{layer.held_out_rel_mse:.0e}"] if relative else []),

@@ -82,9 +82,9 @@ class Allocation:
         return Allocation(tuple(dense_point(head.segment) for head in self.heads))
 
 
-def dense_point(segment: int) -> Point:
-    """A dense head of a layer with this segment."""
-    return Point(0.0, 1.0, 1.0, 0.0, HeadConfig(segment=segment, mode="dense"))
+def dense_point(segment: int, mse: float = 0.0, worst: float = 0.0) -> Point:
+    """A dense head of a layer with this segment; its errors are those of the layer's scores, if these are rounded."""
+    return Point(mse, 1.0, 1.0, worst, HeadConfig(segment=segment, mode="dense"))
 
 
 @dataclass(frozen=True)
@@ -174,11 +174,22 @@ def points_of(curves: Mapping[Method, Curve], head: int, allowed: Allowed) -> li
                 if allowed.worst_rows is None or row <= allowed.worst_rows:
                     settings = HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, tail)
                     candidates.append(Point(mse, density + extra, density, row, settings))
-    points = [dense_point(segment)]
+    points = [dense_point(segment, *rounding_error(curves, head))]
     for point in sorted(candidates, key=lambda point: point[:2]):
         if point.cost < points[-1].cost:
             points.append(point)
     return points
+
+
+def rounding_error(curves: Mapping[Method, Curve], head: int) -> tuple[float, float]:
+    """What int8 scores cost a head that visits all keys: its mse, and the error of its worst rows; 0 for others.
+
+    That is the least error of any threshold, because a low one leaves next to nothing out.
+    """
+    int8 = [curve for method, curve in curves.items() if isinstance(method, Ranking) and method.scores == "int8"]
+    if not int8:
+        return 0.0, 0.0
+    return min(float(curve.mse[head].amin()) for curve in int8), min(float(curve.worst[head].amin()) for curve in int8)
 
 
 def segment_of(curves: Mapping[Method, Curve]) -> int:
@@ -191,9 +202,14 @@ def _heads(curves: Mapping[Method, Curve]) -> int:
 
 
 def _spend(options: Sequence[Sequence[Point]], weights: Sequence[float], budget: float) -> list[Point]:
-    """One point of every head, such that the sum of their weighted errors is at most the budget."""
+    """One point of every head, such that the sum of their weighted errors is at most the budget.
+
+    Where the first points alone cost more, as those of int8 scores may, it is these.
+    """
     chosen = [points[0] for points in options]
-    left = budget
+    left = budget - sum(point.mse * weight for point, weight in zip(chosen, weights, strict=True))
+    if left < 0.0:  # rounded scores alone cost more
+        return chosen
     steps = []
     for head, points in enumerate(options):
         hull = _hull(points)

@@ -1,7 +1,7 @@
 """What was chosen for a layer at one length, and how it follows from the layer's curves, a budget and a search point.
 
-A search point fixes what all heads of a layer share: segment, grain and tile. Each head's threshold, representatives
-and tail then follow from its curves and the budget, exactly (`allocate.py`).
+A search point fixes what all heads of a layer share: segment, grain, tile and scores. Each head's threshold,
+representatives and tail then follow from its curves and the budget, exactly (`allocate.py`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from calibrate.curves.curves import Curve, Curves, Method, Shape, dense_power, m
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import UNWEIGHTED, Allocation, Allowed, Weights, allocate, allocate_together
 from calibrate.timing import Timing
-from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.config import LayerConfig, Scores, TileConfig
 
 NO_GAIN = "no head gains anything within the budget"
 OTHERS_GAIN = "other layers gain more"
+ROUNDING_COSTS = "int8 scores alone cost more than the budget"
 HARMLESS = 0.5  # of an equal part of a budget in KL: an error that costs less than this needs no tightening
 FEWEST = 0.01  # of its layer's mean: what a head's error counts at least, so that none that hardly counted is free
 
@@ -29,6 +30,7 @@ class SearchPoint(NamedTuple):
     segment: int
     grain: int
     tile: TileConfig
+    scores: Scores = "input"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Choice:
         timing: of the layer's attention; None on a CPU, and after the allocation changed.
         why_dense: why the layer was made dense as a whole; None if it was not.
         weights: what the errors of the layer and its heads count.
+        scores: of the whole layer; "input" where it is dense as a whole.
     """
 
     segment: int
@@ -54,6 +57,7 @@ class Choice:
     timing: Timing | None = None
     why_dense: str | None = None
     weights: Weights = UNWEIGHTED
+    scores: Scores = "input"
 
     @property
     def spent(self) -> float:
@@ -63,12 +67,12 @@ class Choice:
     @property
     def point(self) -> SearchPoint:
         """What the heads share."""
-        return SearchPoint(self.segment, self.grain, self.tile)
+        return SearchPoint(self.segment, self.grain, self.tile, self.scores)
 
     @property
     def config(self) -> LayerConfig:
         """The layer as the runtime takes it."""
-        return LayerConfig(self.allocation.heads, self.tile, grain=self.grain).validate()
+        return LayerConfig(self.allocation.heads, self.tile, grain=self.grain, scores=self.scores).validate()
 
     @property
     def cost(self) -> float:
@@ -83,18 +87,26 @@ class Choice:
         return self.timing.dense_seconds if self.config.is_dense else self.timing.seconds
 
     def spending(self, budget_mse: float, allowed: Allowed) -> Choice:
-        """The same search point with another budget."""
+        """The same search point with another budget; dense where int8 scores alone cost more than that."""
         allocation = allocate(self.curves, budget_mse, allowed, self.weights)
-        return replace(self, budget_mse=budget_mse, allocation=allocation, timing=None)
+        spending = replace(self, budget_mse=budget_mse, allocation=allocation, timing=None)
+        return spending.as_dense(ROUNDING_COSTS) if spending._over_budget else spending
+
+    @property
+    def _over_budget(self) -> bool:
+        """Whether rounded scores cost more than there is; other errors are only allocated as far as the budget goes."""
+        return self.scores != "input" and self.spent > self.budget_mse
 
     def as_dense(self, why: str) -> Choice:
         """The same layer with every head dense."""
-        return replace(self, allocation=self.allocation.as_dense(), why_dense=why)
+        return replace(self, allocation=self.allocation.as_dense(), why_dense=why, scores="input")
 
     def settled(self) -> Choice:
         """The same choice, made dense where it gains nothing over dense attention."""
-        if self.config.is_dense:
-            return replace(self, why_dense=NO_GAIN)
+        if self.why_dense:
+            return self
+        if self.config.is_dense:  # with int8 scores too: no kernel of its own has shown to gain there
+            return self.as_dense(NO_GAIN)
         timing = self.timing
         if timing is not None and timing.seconds >= timing.dense_seconds:
             return self.as_dense(f"{timing.seconds * 1e3:.2f} ms against {timing.dense_seconds * 1e3:.2f} ms dense")
@@ -145,11 +157,12 @@ def budget_mse(weights: Weights, recipe: Recipe) -> float:
 
 def choice_at(point: SearchPoint, curves: Curves, recipe: Recipe, weights: Weights | None = None) -> Choice:
     """A layer's budget spent at one search point, not timed. weights: by default those of a budget that is no KL."""
-    of_point = methods(curves, point.segment, point.grain, Shape.of(point.tile))
+    of_point = methods(curves, point.segment, point.grain, Shape.of(point.tile), point.scores)
     weights = weights_of(curves, recipe) if weights is None else weights
     budget = budget_mse(weights, recipe)
-    allocation = allocate(of_point, budget, allowed(recipe), weights)
-    return Choice(*point, of_point, budget, allocation, weights=weights)
+    segment, grain, tile, scores = point
+    unspent = Choice(segment, grain, tile, of_point, 0.0, Allocation(()), weights=weights, scores=scores)
+    return unspent.spending(budget, allowed(recipe))
 
 
 def predicted_kl(choices: Sequence[Choice]) -> float:
@@ -183,7 +196,7 @@ def shared(choices: Sequence[Choice], recipe: Recipe, scale: float = 1.0) -> tup
     for layer, allocation in zip(live, allocations, strict=True):
         new = replace(after[layer], allocation=allocation, timing=None, why_dense=None)
         new = replace(new, budget_mse=new.spent)
-        after[layer] = replace(new, why_dense=OTHERS_GAIN) if new.config.is_dense else new
+        after[layer] = new.as_dense(OTHERS_GAIN) if new.config.is_dense else new
         if new.config.is_dense:
             continue
         limits[layer] = recipe.budget.error(allocation.mse, dense_power(new.curves)) / recipe.margin

@@ -70,7 +70,7 @@ class Chosen:
         limits: the error every layer may have, in the budget's unit.
         groups: layer numbers that shared a search, made on the first of them.
         failures: what trials died of, and how often.
-        points: how many combinations of segment, grain and tile a search could try.
+        points: how many combinations of segment, grain, tile and scores a search could try.
         tried: how many of them each group's search tried, none of them twice.
         uniform: the best single setting; None if dense attention is cheaper, and with a budget in KL.
     """
@@ -269,7 +269,8 @@ class _LengthSearch:
         budgets = [budget_mse(weights, recipe) for weights in self._weights]
         shape, grain = Shape.of(tiles[0]), recipe.grains[-1]
         by_segment = [
-            {segment: methods(of_layer, segment, grain, shape) for segment in self._segments} for of_layer in curves
+            {segment: methods(of_layer, segment, grain, shape, recipe.scores[0]) for segment in self._segments}
+            for of_layer in curves
         ]
         self._groups = groups(by_segment, budgets, allowed(recipe))
         self._first_of_group = {layer: group[0] for group in self._groups for layer in group}
@@ -327,7 +328,8 @@ class _LengthSearch:
 
     def _time_uniform(self, layer: int, head: HeadConfig, heads: int, timer: Timer) -> None:
         """Take a layer's time with the single setting; if one cannot be timed, there is no sum of them."""
-        config = LayerConfig((head,) * heads, self._tiles[0], grain=self._recipe.grains[-1]).validate()
+        grain, scores = self._recipe.grains[-1], self._recipe.scores[0]
+        config = LayerConfig((head,) * heads, self._tiles[0], grain=grain, scores=scores).validate()
         try:
             self._uniform_seconds[layer] = timer(config, math.inf).seconds
         except FAILURES as failure:

@@ -13,7 +13,7 @@ from calibrate.timing import medians
 from calibrate.work.executor import Executor
 from calibrate.work.items import WorkerState
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, Scores, TileConfig
 from s2o_runtime.identity import Geometry
 from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.shapes import CallShape
@@ -40,7 +40,7 @@ def with_crossover(
             there; None if it was not timed.
     """
     bare, head, density = _bare(config.tile), _quickest(config), round(density, 2)
-    below, fewest = _crossover(bare, head, config.grain, geometry, device, density, faster_at)
+    below, fewest = _crossover(bare, head, config.grain, geometry, device, density, faster_at, config.scores)
     return replace(config.tile, dense_below=below, min_queries=fewest).validate()
 
 
@@ -52,12 +52,13 @@ def _crossover(
     device: torch.device,
     density: float,
     faster_at: int | None,
+    scores: Scores,
 ) -> tuple[int, int]:
     """`dense_below` and `min_queries` of a tile that has none, for layers of a density; as `with_crossover` says."""
-    below = dense_below(bare, head, grain, geometry, device, density)
+    below = dense_below(bare, head, grain, geometry, device, density, scores)
     if faster_at is not None:
         below = min(below, faster_at)
-    return below, min_queries(replace(bare, dense_below=below), head, grain, geometry, device, density)
+    return below, min_queries(replace(bare, dense_below=below), head, grain, geometry, device, density, scores)
 
 
 def _bare(tile: TileConfig) -> TileConfig:
@@ -91,6 +92,7 @@ class Crossovers:
     tile: TileConfig
     head: HeadConfig
     grain: int
+    scores: Scores
     cases: tuple[Case, ...]
     stage: str = "crossovers"
     timed: bool = True
@@ -105,11 +107,13 @@ class Crossovers:
     @property
     def key(self) -> dict[str, object]:
         """What the measurement depends on beside the GPU and the model."""
-        return {"tile": asdict(self.tile), "head": repr(self.head), "grain": self.grain, "cases": self.cases}
+        key = {"tile": asdict(self.tile), "head": repr(self.head), "grain": self.grain, "cases": self.cases}
+        return key if self.scores == "input" else key | {"scores": self.scores}
 
     def run(self, worker: WorkerState) -> list[tuple[int, int]]:
         geometry, device = worker.loaded.geometry, worker.loaded.weights.device
-        return [_crossover(self.tile, self.head, self.grain, geometry, device, *case) for case in self.cases]
+        of_tile = self.tile, self.head, self.grain, geometry, device
+        return [_crossover(*of_tile, *case, self.scores) for case in self.cases]
 
 
 def crossovers(executor: Executor, layers: Mapping[Hashable, Layer], journal: Journal) -> dict[Hashable, TileConfig]:
@@ -123,10 +127,10 @@ def crossovers(executor: Executor, layers: Mapping[Hashable, Layer], journal: Jo
     Returns:
         The tile of every layer, by its name.
     """
-    alike: dict[tuple[TileConfig, HeadConfig, int], dict[Case, list[Hashable]]] = {}
+    alike: dict[tuple[TileConfig, HeadConfig, int, Scores], dict[Case, list[Hashable]]] = {}
     for name, layer in layers.items():
         config, case = layer.config, (round(layer.density, 2), layer.faster_at)
-        of_kind = alike.setdefault((_bare(config.tile), _quickest(config), config.grain), {})
+        of_kind = alike.setdefault((_bare(config.tile), _quickest(config), config.grain, config.scores), {})
         of_kind.setdefault(case, []).append(name)
     items = {kind: Crossovers(*kind, tuple(cases)) for kind, cases in alike.items()}
     pending = {
@@ -152,8 +156,9 @@ def _quickest(config: LayerConfig) -> HeadConfig:
 
 @lru_cache(maxsize=256)
 def dense_below(
-    tile: TileConfig, head: HeadConfig, grain: int, geometry: Geometry, device: torch.device, density: float
-) -> int:
+    tile: TileConfig, head: HeadConfig, grain: int, geometry: Geometry, device: torch.device, density: float,
+    scores: Scores = "input",
+) -> int:  # fmt: skip
     """The shortest of `LENGTHS` at which a whole prompt beats dense attention.
 
     Its time is taken as a tail's is (`_pays`): shorter prompts compute a larger share of their pairs, not a smaller
@@ -166,19 +171,21 @@ def dense_below(
         geometry: the model's.
         device: the GPU.
         density: the pairs that the layer computes over causal pairs.
+        scores: of the layer.
 
     Returns:
         Tokens; twice the longest of `LENGTHS` if dense attention is faster at all of them.
     """
     for length in (length for length in LENGTHS if length > head.segment):
-        if _pays(*seconds(tile, head, grain, geometry, device, length, length), density):
+        if _pays(*seconds(tile, head, grain, geometry, device, length, length, scores), density):
             return length
     return 2 * LENGTHS[-1]
 
 
 def min_queries(
-    tile: TileConfig, head: HeadConfig, grain: int, geometry: Geometry, device: torch.device, density: float
-) -> int:
+    tile: TileConfig, head: HeadConfig, grain: int, geometry: Geometry, device: torch.device, density: float,
+    scores: Scores = "input",
+) -> int:  # fmt: skip
     """The fewest queries from which on calls behind a cached prefix beat dense attention.
 
     A tail's time is taken as `_pays` says. A query behind a segment's end ranks the whole prefix once more, so calls
@@ -187,7 +194,7 @@ def min_queries(
 
     Args:
         tile: with its `dense_below`: calls of less work run dense anyway, so there is nothing to compare.
-        head, grain, geometry, device: as for `dense_below`.
+        head, grain, geometry, device, scores: as for `dense_below`.
         density: the pairs that the layer computes over causal pairs.
 
     Returns:
@@ -199,7 +206,7 @@ def min_queries(
             if CallShape(1, 1, 1, queries, keys, 1, 1).is_less_than_prompt(tile.dense_below):
                 break
             try:
-                s2o, dense = seconds(tile, head, grain, geometry, device, queries, keys)
+                s2o, dense = seconds(tile, head, grain, geometry, device, queries, keys, scores)
             except torch.OutOfMemoryError:  # where a model's weights leave no room for so many keys
                 continue
             if not _pays(s2o, dense, density):
@@ -227,7 +234,14 @@ def _from_the_longest(tails: list[int]) -> Iterator[tuple[int, int]]:
 
 @lru_cache(maxsize=1024)
 def seconds(
-    tile: TileConfig, head: HeadConfig, grain: int, geometry: Geometry, device: torch.device, queries: int, keys: int
+    tile: TileConfig,
+    head: HeadConfig,
+    grain: int,
+    geometry: Geometry,
+    device: torch.device,
+    queries: int,
+    keys: int,
+    scores: Scores = "input",
 ) -> tuple[float, float]:
     """The median times of S2O, wherever its tile would go dense, and of dense attention for one call.
 
@@ -235,10 +249,11 @@ def seconds(
         tile, head, grain, geometry, device: of all heads of the call.
         queries: the last positions.
         keys: all of them, those before the queries included.
+        scores: of the call.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     tile = replace(tile, dense_below=0, min_queries=DECODE)  # so that no short call goes dense
-    config = LayerConfig((head,) * geometry.query_heads, tile, grain=grain).validate()
+    config = LayerConfig((head,) * geometry.query_heads, tile, grain=grain, scores=scores).validate()
     q, k, v = (
         torch.randn(1, length, heads, geometry.head_dim, dtype=dtype, device=device).transpose(1, 2)
         for length, heads in ((queries, geometry.query_heads), (keys, geometry.kv_heads), (keys, geometry.kv_heads))

@@ -1,4 +1,4 @@
-"""Optuna over segment, grain and tile, with the allocation of the budget as the inner step.
+"""Optuna over segment, grain, tile and scores, with the allocation of the budget as the inner step.
 
 On a GPU the objective is the layer's measured time, on a CPU the time its density predicts. A space that has no more
 points than the recipe has trials is searched exhaustively; in a larger one a tree-structured Parzen estimator (TPE)
@@ -163,7 +163,7 @@ class LayerSearch:
     @property
     def points(self) -> int:
         """How many search points there are."""
-        return len(self.segments) * len(self.recipe.grains) * len(self.tiles)
+        return len(self.segments) * len(self.recipe.grains) * len(self.tiles) * len(self.recipe.scores)
 
     @_one_sentence()
     def run(
@@ -193,17 +193,19 @@ class LayerSearch:
             "segment": tuple(self.segments),
             "grain": self.recipe.grains,
             "tile": tuple(tiles),
+            "scores": self.recipe.scores,
         }
         seed, trials = self.recipe.seed + self.layer, self.recipe.trials
         sampler = NewPointsSampler(parameters, seed) if self.points > trials else _exhaustive_sampler(seed)
         study = studies.create(self.length, self.layer, sampler)
-        default = SearchPoint(default_segment(self.segments), self.recipe.grains[-1], self.tiles[0])
+        recipe = self.recipe
+        default = SearchPoint(default_segment(self.segments), recipe.grains[-1], self.tiles[0], recipe.scores[0])
         first = [point for point in dict.fromkeys((default, *start_from)) if self._has(point)]
         for point in first[:trials]:
             study.enqueue_trial(point._asdict() | {"tile": str(point.tile)})
 
         def point_of(params: Mapping[str, Any]) -> SearchPoint:
-            return SearchPoint(params["segment"], params["grain"], tiles[params["tile"]])
+            return SearchPoint(params["segment"], params["grain"], tiles[params["tile"]], params["scores"])
 
         def objective(trial: optuna.Trial) -> float:
             params = {name: trial.suggest_categorical(name, parameters[name]) for name in parameters}
@@ -235,7 +237,9 @@ class LayerSearch:
         return choice_at(point, self.curves, self.recipe, self.weights)
 
     def _has(self, point: SearchPoint) -> bool:
-        return point.segment in self.segments and point.grain in self.recipe.grains and point.tile in self.tiles
+        recipe = self.recipe
+        shared = point.grain in recipe.grains and point.scores in recipe.scores
+        return shared and point.segment in self.segments and point.tile in self.tiles
 
     def _tried(self, point: SearchPoint, trial: optuna.Trial) -> float:
         """The cost of a point; what it is made of goes into the trial's attributes."""
@@ -261,7 +265,7 @@ class LayerSearch:
         """Count what a point died of, and say it."""
         why = reason(failure)
         self.failures[why] += 1
-        log.warning("segment %d, grain %d, %s failed: %s", *point, why)
+        log.warning("segment %d, grain %d, %s, %s scores failed: %s", *point, why)
         return why
 
 
