@@ -130,6 +130,56 @@ class AttentionFile(ResultFile):
 
 
 @dataclass(frozen=True)
+class Int8Row:
+    """One density of one kind of scores, `LayerConfig.scores`, with one tile.
+
+    target: the density that was wanted of scores in the inputs' type, "never stop" (tau = 0), or "dense" (all heads
+    dense). dense_seconds, seconds, prefill_seconds: medians that took turns, of cuDNN, of the whole call and of the
+    call without its ranking. rate: density x dense time / seconds.
+    """
+
+    scores: str
+    tile: str
+    target: str
+    density: float
+    dense_seconds: float
+    seconds: float
+    prefill_seconds: float | None
+    rate: float
+    rel_mse: float
+
+
+@dataclass(frozen=True)
+class Int8Entry:
+    """One shape and length. rank_seconds, keys_seconds: of the ranking, and of rounding the keys in it, by form."""
+
+    length: int
+    heads: list[int]
+    head_dim: int
+    dense_seconds: float
+    dense_rel_mse: float
+    rank_seconds: dict[str, float]
+    keys_seconds: dict[str, float]
+    rows: list[Int8Row]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8File(ResultFile):
+    """Int8 scores against those in the inputs' type.
+
+    checks: how far kernels are off the reference, by call; failures: what could not be checked or measured, and why.
+    """
+
+    program: ClassVar[str] = "python -m scripts.bench.int8"
+
+    format: str = "s2o-bench-int8/1"
+    settings: dict[str, Any]
+    checks: dict[str, float]
+    results: list[Int8Entry]
+    failures: dict[str, str]
+
+
+@dataclass(frozen=True)
 class LayerRow:
     """One setting of one method on one layer.
 
