@@ -140,7 +140,7 @@ def test_tails_are_timed_as_real_calls(monkeypatch):
 def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, tmp_path):
     """Layers that differ in their density alone are one item, and the journal answers the second time."""
     monkeypatch.setattr(crossover, "dense_below", lambda tile, head, grain, *rest: 1000 * grain + head.segment)
-    monkeypatch.setattr(crossover, "min_queries", lambda tile, *rest: tile.dense_below + round(100 * rest[-1]))
+    monkeypatch.setattr(crossover, "min_queries", lambda tile, *rest: tile.dense_below + round(100 * rest[-2]))
     layers = {
         name: crossover.Layer(LayerConfig.uniform(4, tau=0.5, segment=segment, grain=grain), density, faster_at)
         for name, segment, grain, density, faster_at in [
