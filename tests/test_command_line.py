@@ -66,7 +66,7 @@ def test_examples_of_calibrations_are_legal_recipes():
         if arguments != "doctor":
             flags = vars(calibrate.parser().parse_args(shlex.split(arguments)))
             options = {name: value for name, value in flags.items() if name in calibrate.OPTIONS}
-            Recipe.of({"lengths": (8192,), "out": "p"} | options)
+            Recipe.of({"lengths": (8192,), "out": Path("p")} | options)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=IDS)

@@ -131,6 +131,7 @@ def test_a_driver_that_torch_cannot_use_is_a_problem(text, version, tmp_path, mo
     assert finding == Finding(
         "driver", f"NVIDIA {version}", "this torch is built without CUDA: install a CUDA build of it", NO_RESOURCE
     )
+    assert next(environment.driver(wants_gpu=False)).verdict == "note"
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert "driver must be one for CUDA 12.8 or newer" in next(environment.driver()).advice
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -95,7 +95,7 @@ def examine(
         device: a torch device; by default a GPU if there is one.
         view_of: as for `main`.
     """
-    sections = [Section("environment", environment())]
+    sections = [Section("environment", environment(wants_gpu=device != "cpu"))]
     if any(one.name == "torch" and one.code for one in sections[0].findings):
         return sections  # nothing else can be looked at
 

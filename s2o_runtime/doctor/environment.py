@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from s2o_runtime.command_line import NO_RESOURCE
+from s2o_runtime.command_line import NO_RESOURCE, OK
 from s2o_runtime.doctor.findings import Finding
 from s2o_runtime.version import __version__
 
@@ -25,15 +25,19 @@ COMPILERS = ("gcc", "clang", "cc")
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "s2o"
 
 
-def environment() -> list[Finding]:
-    """S2O, Python, torch, Triton, the driver, transformers, vLLM and the variables that S2O reads."""
+def environment(*, wants_gpu: bool = True) -> list[Finding]:
+    """S2O, Python, torch, Triton, the driver, transformers, vLLM and the variables that S2O reads.
+
+    Args:
+        wants_gpu: whether a driver that torch cannot use is a problem; it is a note for a user who asks for the CPU.
+    """
     return [
         Finding("s2o", __version__),
         Finding("python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"),
         torch_installation(),
         triton_installation(),
         *compiler(),
-        *driver(),
+        *driver(wants_gpu=wants_gpu),
         transformers_installation(),
         vllm_installation(),
         *(Finding("variable", f"{name}={os.environ[name]}") for name in VARIABLES if os.environ.get(name)),
@@ -89,14 +93,14 @@ def driver_version() -> str | None:
     return version.group(1) if version else "of an unknown version"
 
 
-def driver() -> Iterator[Finding]:
-    """The driver, and a problem if there is one that torch cannot use."""
+def driver(*, wants_gpu: bool = True) -> Iterator[Finding]:
+    """The driver, and a problem if there is one that torch cannot use and a GPU is wanted."""
     version = driver_version()
     if version is None:
         yield Finding("driver", "no NVIDIA driver is loaded")
         return
     advice = _unused_driver()
-    yield Finding("driver", f"NVIDIA {version}", advice, NO_RESOURCE if advice else 0)
+    yield Finding("driver", f"NVIDIA {version}", advice, NO_RESOURCE if advice and wants_gpu else OK)
 
 
 def _unused_driver() -> str:
