@@ -100,7 +100,9 @@ def sites() -> list[Site]:
 
 def _sites_of(path: Path, names: set[str]) -> Iterator[Site]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        call = node.exc if isinstance(node, ast.Raise) else None
+        if not isinstance(node, ast.Raise):
+            continue
+        call = node.exc
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in names:
             file = str(path.relative_to(ROOT))
             yield Site(file, node.lineno, node.end_lineno or node.lineno, call.func.id, _template(call.args[0]))
