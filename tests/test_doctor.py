@@ -272,7 +272,7 @@ def test_the_kernel_passes_in_the_interpreter_and_a_wrong_one_does_not(monkeypat
 def test_every_gpu_has_a_tile_that_the_self_test_can_use(monkeypatch):
     for gpu, kernels in [((8, 0), {False}), ((8, 9), {False}), ((9, 0), {True, False}), ((10, 0), {False})]:
         monkeypatch.setattr(self_test, "capability", lambda device, gpu=gpu: gpu)
-        tiles = list(self_test.tested_tiles(CPU))
+        tiles = list(self_test.kernel_tiles(CPU))
         assert {tile.specialized for tile in tiles} == kernels
         for tile in tiles:
             self_test.layer(tile).validate()

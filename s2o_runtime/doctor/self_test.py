@@ -43,11 +43,11 @@ def self_test(device: torch.device) -> list[Finding]:
         return [Finding("kernels", "not run", verdict.reason, NO_RESOURCE)]
     return [
         _timed("specialised kernel" if tile.specialized else "kernel", partial(kernel_test, device, tile))
-        for tile in tested_tiles(device)
+        for tile in kernel_tiles(device)
     ]
 
 
-def tested_tiles(device: torch.device) -> Iterator[TileConfig]:
+def kernel_tiles(device: torch.device) -> Iterator[TileConfig]:
     """The safest tile of each kernel that this GPU has."""
     seen: set[bool] = set()
     for tile in candidate_tiles(128, capability(device)):

@@ -8,7 +8,7 @@ import torch
 
 from s2o_runtime.devices import capability
 from s2o_runtime.doctor.command import main
-from s2o_runtime.doctor.self_test import kernel_test, self_test, tested_tiles
+from s2o_runtime.doctor.self_test import kernel_test, kernel_tiles, self_test
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 GPU = torch.device("cuda", 0)
@@ -22,7 +22,7 @@ def test_every_kernel_of_this_gpu_passes(nan_filled):
 @pytest.mark.parametrize("length", [301, 1021, 2045])
 def test_other_odd_lengths_have_the_references_errors(length):
     """Up to 301 tokens the prefix may be too short for a head to skip any of it."""
-    for tile in tested_tiles(GPU):
+    for tile in kernel_tiles(GPU):
         value, wrong = kernel_test(GPU, tile, length)
         assert not wrong or (length == 301 and "to skip keys" in wrong), (value, wrong)
 
