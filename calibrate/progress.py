@@ -1,7 +1,11 @@
-"""What a user sees of a long run while it goes on: a progress bar for each phase, and what each phase took."""
+"""What a user sees of a long run while it goes on: a progress bar for each phase, and what each phase took.
+
+Where standard error is no terminal, such as a log file, progress is plain lines with percentages and the time left.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +13,9 @@ from contextvars import ContextVar
 
 from tqdm import tqdm
 
+from s2o_runtime.logs import say, wants_json
+
+SILENCE = 30.0  # seconds after which a line of progress is written even if no tenth is reached
 _status: ContextVar[Callable[[], str] | None] = ContextVar("status", default=None)
 
 
@@ -36,26 +43,89 @@ class PhaseClock:
         self.seconds[name] = time.monotonic() - start
 
 
+class ProgressLines:
+    """Progress as lines of a log: one for each tenth of the steps, and one whenever nothing was said for a while.
+
+    Args:
+        description: What the steps do.
+        total: How many there will be; None if nobody knows.
+        unit: What one step is.
+        clock: Gives the time in seconds.
+    """
+
+    def __init__(
+        self, description: str, total: int | None, unit: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._description, self._total, self._unit, self._clock = description, total, unit, clock
+        self._done, self._tenths = 0, 0
+        self._start = self._last = clock()
+
+    def step(self, text: str = "", steps: int = 1) -> None:
+        """Count steps, and say so if it is time."""
+        self._done += steps
+        tenths = 10 * self._done // self._total if self._total else 0
+        if tenths > self._tenths or self._clock() - self._last >= SILENCE:
+            self._tenths = tenths
+            self.say()
+
+    def say(self) -> None:
+        """Write a line."""
+        self._last = self._clock()
+        seconds = self._last - self._start
+        fields: dict[str, object] = {"phase": self._description, "done": self._done, "seconds": round(seconds, 1)}
+        done = f"{self._done} {self._unit}{'' if self._done == 1 else 's'}"
+        if not self._total:
+            line = f"{done}, {duration(seconds)} so far"
+        else:
+            share = self._done / self._total
+            fields |= {"total": self._total, "percent": round(100 * share)}
+            line = f"{share:.0%} ({self._done} of {self._total} {self._unit}s), "
+            if self._done >= self._total:
+                line += f"took {duration(seconds)}"
+            else:
+                left = seconds * (self._total - self._done) / max(1, self._done)
+                fields["seconds_left"] = round(left, 1)
+                line += f"{duration(left)} left"
+        if (status := _status.get()) is not None and status():
+            line = f"{line}; {status()}"
+            fields["status"] = status()
+        say("calibrate.progress", f"{self._description}: {line}", fields)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: "45 s", "12 min", "3 h 20 min"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
 @contextmanager
 def progress_bar(description: str, total: int | None, unit: str, *, shown: bool) -> Iterator[Callable[..., None]]:
-    """Show a progress bar inside the block.
+    """Show progress inside the block: a bar on a terminal, else `ProgressLines`.
 
     Args:
         description: What the bar counts, shown before it.
         total: How many steps there will be; None if nobody knows.
         unit: What one step is.
-        shown: Whether the bar is shown at all.
+        shown: Whether progress is shown at all.
 
     Returns:
-        A function that advances the bar by one step; called with a text, it shows that text behind the bar.
+        A function `step(text, steps=1)` that advances the bar; a text, if it is not empty, is shown behind the bar.
     """
+    if shown and (wants_json() or not sys.stderr.isatty()):
+        lines = ProgressLines(description, total, unit)
+        yield lines.step
+        if total is None:
+            lines.say()
+        return
     with tqdm(total=total, desc=description, unit=unit, disable=not shown) as bar:
 
-        def step(text: str = "") -> None:
+        def step(text: str = "", steps: int = 1) -> None:
             status = _status.get()
             text = text or ("" if status is None else status())
             if text:
                 bar.set_postfix_str(text, refresh=False)
-            bar.update()
+            bar.update(steps)
 
         yield step

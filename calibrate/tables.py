@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from io import TextIOBase
+from typing import IO, Literal, cast
 
 from rich import box
 from rich import table as rich_table
@@ -18,6 +19,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.segment import Segments
 from rich.text import Text
+
+from s2o_runtime.logs import say, wants_json
 
 WIDTH = 120  # columns of a table on a terminal
 UNLIMITED = 100_000  # columns: more than any table needs
@@ -82,8 +85,28 @@ def printable(text: str) -> str:
 
 
 def terminal(*, stderr: bool = False) -> Console:
-    """What the commands print to: as wide as the terminal, and `WIDTH` columns where the output is a file or a pipe."""
-    return Console(stderr=stderr, width=None if sys.stdout.isatty() else WIDTH)
+    """What the commands print to: as wide as the terminal, and `WIDTH` columns where the output is a file or a pipe.
+
+    Colours are for terminals only, and for none if NO_COLOR is set, as rich has it. On standard error each line is one
+    of JSON if the log is.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    if stderr and wants_json():
+        return Console(file=cast(IO[str], _LogLines()), width=WIDTH)
+    return Console(stderr=stderr, width=None if stream.isatty() else WIDTH)
+
+
+class _LogLines(TextIOBase):
+    """A text file whose lines become lines of the log."""
+
+    def __init__(self) -> None:
+        self._begun = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            say("calibrate", line)
+        return len(text)
 
 
 def print_table(table: Table, console: Console) -> None:

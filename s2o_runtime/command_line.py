@@ -1,29 +1,76 @@
-"""What the four commands have in common: exit codes, and errors that are one sentence on standard error."""
+"""What all commands have in common: exit codes, help by task, and errors that are one sentence on standard error."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
-from typing import NoReturn
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
+from s2o_runtime.completion import SHELLS, completion_script
 from s2o_runtime.errors import ResourceError, S2OError
+from s2o_runtime.logs import say
+from s2o_runtime.version import __version__
 
 OK, BAD_INPUT, NOT_PROVEN, NO_RESOURCE, INTERRUPTED = 0, 2, 3, 4, 130
 EXIT_CODES = {
     OK: "done",
     BAD_INPUT: "bad input: an option, a file, a profile or a model",
     NOT_PROVEN: "the proof or the certificate failed",
-    NO_RESOURCE: "a resource is missing: GPU memory, room on the disk, a lock that another run holds, the Hub",
+    NO_RESOURCE: "a resource is missing: a GPU or its memory, room on the disk, a lock that another run holds, the Hub,"
+    " a package; or the self-test of s2o-doctor fails",
     INTERRUPTED: "interrupted",
 }
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one sentence."""
+    """An argument parser whose errors are one sentence, and whose help ends with examples.
+
+    Args:
+        examples: pairs of a task, in words, and the arguments that do it.
+        arguments: `argparse.ArgumentParser`'s.
+    """
+
+    def __init__(self, *arguments: Any, examples: Sequence[tuple[str, str]] = (), **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.examples = tuple(examples)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: {message}\n")
+        self.exit(failed(self.prog, BAD_INPUT, message))
+
+    def format_help(self) -> str:
+        """The help, and one example for each task."""
+        lines = [f"  {task}:\n    {self.prog} {arguments}".rstrip() for task, arguments in self.examples]
+        return super().format_help() + ("\nexamples:\n" + "\n".join(lines) + "\n" if lines else "")
+
+
+def add_information(parser: argparse._ActionsContainer) -> None:
+    """Add --version and --print-completion, which print something and stop."""
+    parser.add_argument("--version", action="version", version=f"s2o {__version__}", help="print the version")
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        choices=SHELLS,
+        default=argparse.SUPPRESS,
+        help="print a script that completes this command in a shell",
+    )
+
+
+class PrintCompletion(argparse.Action):
+    """Prints a command's completion script for one shell and stops."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        def command() -> int:
+            print(completion_script(parser, str(values)))
+            return OK
+
+        parser.exit(exit_code(parser.prog, command))
 
 
 def exit_codes(*codes: int) -> str:
@@ -45,12 +92,17 @@ def exit_code(program: str, command: Callable[[], int], if_interrupted: str = ""
     try:
         return command()
     except S2OError as error:
-        return failed(program, NO_RESOURCE if isinstance(error, ResourceError) else BAD_INPUT, str(error))
+        return failed(program, failure_code(error), str(error))
     except KeyboardInterrupt:
         return failed(program, INTERRUPTED, f"interrupted; {if_interrupted}" if if_interrupted else "interrupted")
 
 
+def failure_code(error: S2OError) -> int:
+    """The exit code of an error."""
+    return NO_RESOURCE if isinstance(error, ResourceError) else BAD_INPUT
+
+
 def failed(program: str, code: int, sentence: str) -> int:
     """Print why a command failed, on one line, and return its exit code."""
-    print(f"{program}: {' '.join(sentence.split())}", file=sys.stderr)
+    say(program, f"{program}: {' '.join(sentence.split())}", {"exit_code": code}, logging.ERROR)
     return code

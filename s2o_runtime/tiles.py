@@ -133,7 +133,9 @@ def padded_head_dim(head_dim: int) -> int:
     for size in HEAD_DIMS:
         if head_dim <= size:
             return size
-    raise InputError(f"head_dim {head_dim} is larger than {HEAD_DIMS[-1]}, the largest the kernels support")
+    raise InputError(
+        f"head_dim {head_dim} is larger than {HEAD_DIMS[-1]}, the largest the kernels support: run it dense"
+    )
 
 
 def tile_obstacle(tile: TileConfig, head_dim: int, capability: Capability) -> str | None:

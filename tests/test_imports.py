@@ -14,6 +14,8 @@ RUNTIME = [
     "lazy",
     "errors",
     "fields",
+    "logs",
+    "completion",
     "command_line",
     "files",
     "lengths",
@@ -33,6 +35,7 @@ RUNTIME = [
     "profile",
     "huggingface",
     "vllm",
+    "doctor",
     "__init__",  # what users import: names from all rooms, loaded on first use
 ]
 CALIBRATE = [

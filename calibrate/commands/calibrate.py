@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from calibrate.api import finished, planned
-from calibrate.commands.common import Flags, add_output_flags, add_version, print_json, run
+from calibrate.commands.common import Flags, add_output_flags, print_json, run
 from calibrate.options import add_flags, flag
 from calibrate.recipe import INPUT, OPTIONS, OUTPUT, load_yaml, merged
 from s2o_runtime.command_line import (
@@ -19,12 +19,26 @@ from s2o_runtime.command_line import (
     NOT_PROVEN,
     OK,
     Parser,
+    add_information,
     exit_codes,
     failed,
 )
 from s2o_runtime.errors import ConfigError
 
 PROGRAM = "s2o-calibrate"
+DOCTOR = "doctor"  # the one command beside calibrating: s2o-doctor, which knows aliases too
+EXAMPLES = (
+    ("see whether this machine is ready", DOCTOR),
+    ("see the plan for a model, with every default", "--model qwen2.5-7b --dry-run"),
+    ("calibrate the demo model with the default budget", "--model demo"),
+    (
+        "calibrate for long prompts, within a KL of the predictions",
+        "--model qwen2.5-7b --budget-kl 5e-3 --lengths 32768",
+    ),
+    ("calibrate on your own prompts", "--model my/model --prompts mine.jsonl,manuals/ --budget-rel-mse 1e-3"),
+    ("rehearse a model's sizes without its weights", "--model llama-3.1-70b --random-weights --num-certify 0"),
+    ("prove what a server runs that feeds prompts in chunks", "--model my/model --chunk 8192"),
+)
 MODES = ("rebudget", "retile")  # commands of s2o-profile that were flags here, and still are
 # what to change after a failed proof, by a phrase in the sentence that says what failed
 ADVICE = {
@@ -42,7 +56,8 @@ def parser() -> Parser:
         description="Calibrate S2O sparse attention for a model on this machine and write a profile.",
         epilog=f"{exit_codes(OK, BAD_INPUT, NOT_PROVEN, NO_RESOURCE, INTERRUPTED)} A run that was interrupted "
         "continues when the same command is run again. For another budget or another GPU, a profile is changed with "
-        "s2o-profile rebudget or retile.",
+        f"s2o-profile rebudget or retile. {PROGRAM} {DOCTOR} says whether this machine is ready.",
+        examples=EXAMPLES,
     )
     groups = add_flags(out, OPTIONS.values())
     groups[INPUT].add_argument(
@@ -52,7 +67,7 @@ def parser() -> Parser:
     output.add_argument("--dry-run", action="store_true", help="print the plan and stop, with --json as JSON")
     output.add_argument("--yaml", action="store_true", help="with --dry-run: print the plan as a file for --recipe")
     add_output_flags(output)
-    add_version(output)
+    add_information(output)
     modes = out.add_mutually_exclusive_group()
     for mode in MODES:
         modes.add_argument(flag(mode), type=Path, help=argparse.SUPPRESS)
@@ -61,7 +76,12 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    return run(PROGRAM, vars(parser().parse_args(argv)), _run, "nothing was written")
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == [DOCTOR]:
+        from calibrate.commands import doctor
+
+        return doctor.main(arguments[1:])
+    return run(PROGRAM, vars(parser().parse_args(arguments)), _run, "nothing was written")
 
 
 def _run(flags: Flags) -> int:

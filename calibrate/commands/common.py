@@ -11,22 +11,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from calibrate.machine import CANNOT_WRITE
-from s2o_runtime import __version__
 from s2o_runtime.command_line import OK, exit_code
 from s2o_runtime.errors import ResourceError
+from s2o_runtime.logs import set_up
 
 Flags = Mapping[str, Any]  # the flags that were given, by their names with underscores
 
 
-def add_version(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--version", action="version", version=f"s2o {__version__}", help="print the version")
-
-
 def add_output_flags(parser: argparse._ActionsContainer) -> None:
-    """--json, --quiet and --verbose, which every command that writes or measures has."""
+    """--json, --quiet, --verbose and --log-json, which every command that writes or measures has."""
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--verbose", action="store_true", help="log decisions to standard error")
+    parser.add_argument(
+        "--log-json", action="store_true", help="log, progress and errors as JSON lines, as S2O_LOG=json"
+    )
 
 
 def run(program: str, flags: Flags, command: Callable[[Flags], int], if_interrupted: str = "") -> int:
@@ -40,11 +39,11 @@ def run(program: str, flags: Flags, command: Callable[[Flags], int], if_interrup
     """
     level = logging.INFO if "verbose" in flags else logging.WARNING
     logging.getLogger("s2o_runtime").setLevel(logging.WARNING)  # which path each layer takes is of no interest here
-    logging.basicConfig(level=level, format="%(name)s: %(message)s")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def within_resources() -> int:
+        set_up(level, as_json="log_json" in flags)
         try:
             return command(flags)
         except OSError as error:

@@ -8,15 +8,27 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from calibrate.commands.common import Flags, add_output_flags, add_version, print_json, run
+from calibrate.commands.common import Flags, add_output_flags, print_json, run
 from calibrate.evaluation.plan import OPTIONS, OUTPUT, PROMPTS, TASKS, Plan
 from calibrate.machine import check_writable, named_device, writing
 from calibrate.options import add_flags
 from calibrate.recipe import DEFAULT_LENGTHS
-from s2o_runtime.command_line import BAD_INPUT, INTERRUPTED, NO_RESOURCE, OK, Parser, exit_codes
+from s2o_runtime.command_line import BAD_INPUT, INTERRUPTED, NO_RESOURCE, OK, Parser, add_information, exit_codes
 from s2o_runtime.errors import ConfigError
 
 PROGRAM = "s2o-eval"
+EXAMPLES = (
+    ("compare a profile with dense attention", "--model demo --profile p.safetensors --out-dir results"),
+    (
+        "look for needles at two lengths only",
+        "--model demo --profile p.safetensors --tasks needles --lengths 8192,32768 --out-dir results",
+    ),
+    (
+        "compare one setting for all heads, without a profile",
+        "--model demo --setting tau=0.3,segment=1024 --out-dir results",
+    ),
+    ("score your own questions", "--model demo --profile p.safetensors --prompts questions.jsonl --out-dir results"),
+)
 
 
 def parser() -> Parser:
@@ -27,11 +39,12 @@ def parser() -> Parser:
         description="Measure what sparse attention does to a model: retrieval, perplexity, agreement, time, memory.",
         epilog=f"{exit_codes(OK, BAD_INPUT, NO_RESOURCE, INTERRUPTED)} A run that was interrupted continues when the "
         "same command is run again.",
+        examples=EXAMPLES,
     )
     output = add_flags(out, OPTIONS.values())[OUTPUT]
     output.add_argument("--dry-run", action="store_true", help="print the plan and stop, with --json as JSON")
     add_output_flags(output)
-    add_version(output)
+    add_information(output)
     return out
 
 

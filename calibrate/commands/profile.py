@@ -12,7 +12,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from calibrate.commands.common import Flags, add_output_flags, add_version, print_json, run
+from calibrate.commands.common import Flags, add_output_flags, print_json, run
 from calibrate.machine import check_writable, named_device, writing
 from calibrate.recipe import KINDS, OPTIONS, Budget, slug
 from s2o_runtime.command_line import (
@@ -22,6 +22,7 @@ from s2o_runtime.command_line import (
     NOT_PROVEN,
     OK,
     Parser,
+    add_information,
     exit_codes,
     failed,
 )
@@ -31,6 +32,16 @@ if TYPE_CHECKING:
     from s2o_runtime.profile import Profile
 
 PROGRAM = "s2o-profile"
+EXAMPLES = (
+    ("see what a profile does and what was proven of it", "show p.safetensors"),
+    ("see why head 7 of layer 3 does what it does", "show p.safetensors --head 3.7"),
+    ("spend another budget, without model or GPU", "rebudget p.safetensors --budget-rel-mse 1e-2"),
+    ("use a profile on another GPU", "retile p.safetensors"),
+    ("prove a profile on this machine", "verify p.safetensors --model my/model"),
+    ("check its certificate on other prompts", "verify p.safetensors --model my/model --seed 1"),
+    ("draw every head's threshold", "plot p.safetensors"),
+    ("pass a profile on", "push p.safetensors hf://org/name"),
+)
 # the options of s2o-calibrate that a command takes, and their defaults in it
 REBUDGET = {
     "budget_mse": "",
@@ -56,8 +67,9 @@ def parser() -> argparse.ArgumentParser:
         prog=PROGRAM,
         description="Look into S2O profiles, change, compare and prove them again, draw them and pass them on.",
         epilog=exit_codes(OK, BAD_INPUT, NOT_PROVEN, NO_RESOURCE, INTERRUPTED),
+        examples=EXAMPLES,
     )
-    add_version(out)
+    add_information(out)
     commands = out.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from calibrate.evaluation import score
 from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, Plan
@@ -19,6 +18,7 @@ from calibrate.evaluation.tasks import Case, build, cases
 from calibrate.evaluation.variants import Variant, run_stats, running
 from calibrate.journal import Journal
 from calibrate.model.models import LoadedModel
+from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
 from s2o_runtime.errors import ResourceError
 
@@ -48,15 +48,14 @@ def evaluate(
         InputError: If the GPU's memory does not suffice.
     """
     planned = cases(plan, user_prompts)
-    with tqdm(total=len(planned) * len(compared), desc="evaluating", unit="prompt", disable=not progress) as bar:
+    with progress_bar("evaluating", len(planned) * len(compared), "prompt", shown=progress) as step:
         for case in planned:
             missing = [variant for variant in compared if _missing(case, variant, compared[0], journal)]
-            bar.update(len(compared) - len(missing))
+            step(steps=len(compared) - len(missing))
             if missing:
-                bar.set_postfix_str(f"{', '.join(case.tasks)} at {case.length} tokens", refresh=False)
                 run = _CaseRun(case, build(case, plan, loaded.tokenizer, user_prompts), plan, loaded, compared, journal)
                 for _ in run.measure(missing):
-                    bar.update()
+                    step(f"{', '.join(case.tasks)} at {case.length} tokens")
 
 
 def _missing(case: Case, variant: Variant, dense: Variant, journal: Journal) -> list[str]:

@@ -78,7 +78,8 @@ def self_test(loaded: LoadedModel) -> None:
                 memory = decoder_of(loaded.model)(past_key_values=memory, **call).past_key_values
             for layer in layers:
                 if layer.attention is not None and layer.attention not in comparison.ran:
-                    raise ModelError(f"layer {layer.number} cannot run S2O ({comparison.reason(layer.attention)})")
+                    reason = comparison.reason(layer.attention)
+                    raise ModelError(f"layer {layer.number} cannot run S2O ({reason}): the model is not supported")
 
 
 def _never_stops(geometry: Geometry, device: torch.device) -> LayerConfig | None:

@@ -119,7 +119,9 @@ def load_whole(source: str, config: Any, device: torch.device, name: str, **opti
             raise
         raise _not_on(device.type, name, config, error) from error
     if missing := sorted(info.get("missing_keys") or ()):
-        raise ModelError(f"the checkpoint of {name!r} has no tensor {missing[0]}, which its config asks for")
+        raise ModelError(
+            f"the checkpoint of {name!r} has no tensor {missing[0]}, which its config asks for: download it again"
+        )
     return model.eval().requires_grad_(False)
 
 

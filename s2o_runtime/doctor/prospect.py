@@ -1,0 +1,205 @@
+"""What a profile would run on a device, layer by layer and length by length, and whether a model is the profile's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE
+from s2o_runtime.devices import Rejected, fit, identify
+from s2o_runtime.doctor.findings import Finding, Section
+from s2o_runtime.errors import ModelError, ProfileError, ResourceError
+from s2o_runtime.huggingface.drift import allowed_errors
+from s2o_runtime.huggingface.environment import check_trained
+from s2o_runtime.identity import geometry
+from s2o_runtime.layer_kinds import positions
+from s2o_runtime.profile import Profile, load_profile
+from s2o_runtime.vllm.fit import ProfileFit, Rank, check_model
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """What is known of a model without its weights.
+
+    Attributes:
+        name: as the user gave it.
+        config: its transformers configuration.
+        folder: of its safetensors files; None where they are not on this machine.
+        facts: what is to be said of it besides, by name.
+    """
+
+    name: str
+    config: Any
+    folder: Path | None
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+class Outcome(NamedTuple):
+    """What one layer runs for a whole prompt of one length: path is "s2o" or "dense", with the reason for dense."""
+
+    layer: int
+    path: str
+    reason: str | None
+
+
+def model_view(name: str) -> ModelView:
+    """A model by its folder or hub id.
+
+    Raises:
+        ModelError: transformers cannot load its configuration.
+        ResourceError: transformers is not installed.
+    """
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ResourceError(f"--model needs transformers ({error}): pip install 's2o[calibrate]'") from error
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"model {name!r} cannot be loaded ({reason}): give a local folder or a hub id; s2o-calibrate doctor knows "
+            "aliases such as demo too"
+        ) from error
+    return ModelView(name, config, Path(name) if Path(name).is_dir() else None)
+
+
+def model_section(view: ModelView) -> Section:
+    """The layers that S2O serves in a model, by its configuration."""
+    try:
+        shape = geometry(view.config)
+    except ModelError as error:
+        return Section("model", [Finding("model", view.name, str(error), BAD_INPUT)])
+    limit = positions(view.config)
+    findings = [Finding("model", f"{view.name}: {shape}"), Finding("positions", f"{limit} tokens")]
+    return Section("model", [*findings, *(Finding(name, value) for name, value in view.facts.items())])
+
+
+def profile_section(path: Path, device: torch.device, view: ModelView | None) -> Section:
+    """What a profile would run on a device.
+
+    Args:
+        path: of the profile.
+        device: where the model would run.
+        view: the model that it would run with; None if that is not known.
+
+    Raises:
+        ProfileError: the file cannot be read.
+    """
+    profile = load_profile(path)
+    made_on, here = profile.device, identify(device)
+    verdict = fit(made_on, here)
+    lengths = ", ".join(map(str, profile.lengths))
+    findings = [
+        Finding("profile", f"{path}: {profile.model_name} ({profile.geometry}), calibrated at {lengths} tokens"),
+        _device_finding(profile, verdict),
+        *_proof_findings(profile),
+        _drift_finding(profile),
+    ]
+    if view is not None:
+        findings.append(_match_finding(profile, view))
+    on_device = ProfileFit(profile, Rank(), device)
+    runs = {length: outcomes(on_device, length) for length in profile.lengths}
+    findings += [Finding(f"{length} tokens", in_words(layers)) for length, layers in runs.items()]
+    if served_dense := [length for length in profile.lengths if differs_when_packed(on_device, length)]:
+        reason = f"heads of baselines take no packed sequences, so some layers run dense at {served_dense} tokens"
+        findings.append(Finding("in vLLM", "as above, but", reason))
+    findings.append(
+        Finding(
+            "dense too",
+            f"decode, prompts of fewer than {profile.min_length} tokens and of more than {on_device.max_length} "
+            '(unless beyond="warn" or "s2o"), fewer than '
+            f"{on_device.min_queries} new tokens behind a prefix, layers of other kinds, masks that are not causal",
+        )
+    )
+    data = {"lengths": [{"length": n, "layers": [layer._asdict() for layer in layers]} for n, layers in runs.items()]}
+    return Section("profile", findings, data)
+
+
+def outcomes(on_device: ProfileFit, length: int) -> list[Outcome]:
+    """What each layer of a profile runs for a whole prompt of `length` tokens, with transformers."""
+    number = on_device.profile.geometry.layer_number
+    reasons = (layer.why_dense(length, length, packed=False) for layer in on_device.layers)
+    return [Outcome(number(row), "s2o" if reason is None else "dense", reason) for row, reason in enumerate(reasons)]
+
+
+def differs_when_packed(on_device: ProfileFit, length: int) -> bool:
+    """Whether some layer that runs S2O on one prompt runs dense on packed ones, as a server has them."""
+    return any(
+        layer.why_dense(length, length, packed=False) is None and layer.why_dense(length, length) is not None
+        for layer in on_device.layers
+    )
+
+
+def in_words(layers: list[Outcome]) -> str:
+    """Which layers run S2O, and which run dense and why."""
+    by_reason: dict[str | None, list[int]] = {}
+    for outcome in layers:
+        by_reason.setdefault(outcome.reason, []).append(outcome.layer)
+    sparse = by_reason.pop(None, [])
+    parts = [f"{len(sparse)} of {len(layers)} layers run S2O{f' ({ranges(sparse)})' if by_reason and sparse else ''}"]
+    parts += [f"dense: {ranges(numbers)}, because {reason}" for reason, numbers in by_reason.items()]
+    return "; ".join(parts)
+
+
+def ranges(numbers: list[int]) -> str:
+    """Ascending numbers in words: "0 to 3, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+
+
+def _device_finding(profile: Profile, verdict: Any) -> Finding:
+    if isinstance(verdict, Rejected):
+        return Finding("made on", str(profile.device), verdict.reason, NO_RESOURCE)
+    if verdict.tiles == "safe":
+        return Finding("made on", str(profile.device), verdict.reason)
+    return Finding("made on", f"{profile.device}; {verdict.reason}")
+
+
+def _proof_findings(profile: Profile) -> list[Finding]:
+    record = profile.record
+    budget = "no budget is recorded"
+    if record.budget is not None:
+        budget = f"{record.budget.kind} {record.budget.value:g} for every {record.budget.scope or 'layer'}"
+    findings = []
+    try:
+        check_trained(profile)
+    except ProfileError as error:
+        findings.append(Finding("weights", "random", str(error), BAD_INPUT))
+    certificate = record.certificate
+    if certificate is not None and certificate.lengths:
+        counts = ", ".join(f"{one.prompts} of {one.length} tokens" for one in certificate.lengths)
+        certified = f"; certified on prompts that chose nothing: {counts}"
+    else:
+        certified = ""
+    advice = "" if certified else "nothing is certified: s2o-calibrate certifies by default"
+    findings.append(Finding("proof", f"{budget}, {record.proof or 'not proven'}{certified}", advice))
+    findings += [Finding("not proven", sentence, "see the report") for sentence in record.problems or ()]
+    return findings
+
+
+def _drift_finding(profile: Profile) -> Finding:
+    try:
+        allowed_errors(profile)
+    except ProfileError as error:
+        return Finding("drift check", "off", str(error))
+    return Finding("drift check", "on: the record says what errors are allowed")
+
+
+def _match_finding(profile: Profile, view: ModelView) -> Finding:
+    try:
+        compared = check_model(profile, view.config, view.folder)
+    except ProfileError as error:
+        return Finding("model", view.name, str(error), BAD_INPUT)
+    if compared == "weights compared":
+        return Finding("model", f"{view.name} is the profile's: {compared}")
+    return Finding("model", f"{view.name} has the profile's sizes", compared)

@@ -1,0 +1,181 @@
+"""A short self-test: on a GPU the kernels against the reference, on a CPU the reference against plain softmax."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.result import Attention
+from s2o_runtime.command_line import NO_RESOURCE
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.devices import Rejected, capability, fit, identify, launching_on
+from s2o_runtime.doctor.findings import Finding
+from s2o_runtime.reference.dense import dense_attention, exact_attention
+from s2o_runtime.tiles import candidate_tiles
+
+SEGMENT = 256  # queries; a whole number of rows of every tile
+TAU = 1.0  # of the heads that stop
+CPU_TILE = TileConfig(64, 32, 2, 4, 1)
+ROUNDING = 1e-3  # relative: what is left of an error beside twice that of torch's SDPA on the same inputs
+STOP_ROUNDING = 5e-3  # relative: the rounding of a bfloat16 output, 2^-8
+STOPS_APART = 0.1  # relative: bfloat16 ranks near-equal keys differently, so row tiles stop a chunk earlier or later
+DENSITY_APART = 0.05  # a row tile's chunk is 0.8% to 1.6% of the pairs here
+EXACT = 1e-5  # relative: float32 against float64
+
+
+def self_test(device: torch.device) -> list[Finding]:
+    """Run the op on small inputs of an odd length, half of whose heads never stop.
+
+    Args:
+        device: a GPU or a CPU.
+
+    Returns:
+        One finding for each kernel, or for the reference on a CPU; what an exception says is a problem too.
+    """
+    if device.type != "cuda":
+        return [_timed("reference", partial(reference_test, device))]
+    if isinstance(verdict := fit(identify(device), identify(device)), Rejected):
+        return [Finding("kernels", "not run", verdict.reason, NO_RESOURCE)]
+    return [
+        _timed("specialised kernel" if tile.specialized else "kernel", partial(kernel_test, device, tile))
+        for tile in kernel_tiles(device)
+    ]
+
+
+def kernel_tiles(device: torch.device) -> Iterator[TileConfig]:
+    """The safest tile of each kernel that this GPU has."""
+    seen: set[bool] = set()
+    for tile in candidate_tiles(128, capability(device)):
+        if tile.specialized not in seen:
+            seen.add(tile.specialized)
+            yield tile
+
+
+def layer(tile: TileConfig) -> LayerConfig:
+    """Four heads: two that never stop and two that do, one of which estimates what it skips."""
+    never, stopping = HeadConfig(0.0, SEGMENT), HeadConfig(TAU, SEGMENT)
+    return LayerConfig((never, stopping, never, HeadConfig(TAU, SEGMENT, tail=True)), tile)
+
+
+def inputs(length: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """q [1, 4, L, D], k and v [1, 2, L, D]: clustered keys and drifting queries, so that there is something to skip."""
+    generator = torch.Generator().manual_seed(0)
+    topics = torch.randn(16, head_dim, generator=generator)
+    position = torch.arange(length)
+    k = torch.randn(1, 2, length, head_dim, generator=generator) * 0.6 + topics[position // 7 % 16] * 0.5
+    q = torch.randn(1, 4, length, head_dim, generator=generator) * 0.6 + topics[position // SEGMENT % 16] * 0.4
+    v = torch.randn(1, 2, length, head_dim, generator=generator)
+    return q.to(device, dtype), k.to(device, dtype), v.to(device, dtype)
+
+
+def reference_test(device: torch.device) -> tuple[str, str]:
+    """What the reference computes, and what is wrong with it, if so."""
+    q, k, v = inputs(1021, 64, torch.float32, device)
+    result = s2o_attention(q, k, v, layer(CPU_TILE), backend="reference", return_stats=True)
+    return judged_reference(result, naive_attention(q, k, v))
+
+
+def judged_reference(result: Attention, truth: Tensor) -> tuple[str, str]:
+    """The sentence about what the reference computed, and what is wrong with it, if so.
+
+    Args:
+        result: of `layer`'s heads, with statistics.
+        truth: [1, 4, L, D] dense attention.
+    """
+    errors, density = relative_errors(result.out, truth), result.density.tolist()
+    value = (
+        "plain torch against softmax in float64, float32, 1021 tokens, no kernel: "
+        f"error {max(errors[0], errors[2]):.0e} without stopping; {density[1]:.0%} computed with an error of "
+        f"{errors[1]:.1e} where it stops"
+    )
+    if not max(errors[0], errors[2]) <= EXACT:
+        return value, f"expected an error of {EXACT:.0e} at most without stopping"
+    if not max(density[1], density[3]) < 1 or min(density[0], density[2]) < 1:
+        return value, "expected heads with a tau above 0, and no others, to skip keys"
+    return value, ""
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention as it is defined, in float64: [B, Hq, L, D]. It shares no code with S2O."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (tensor.double().repeat_interleave(group, 1) for tensor in (k, v))
+    scores = q.double() @ k.transpose(2, 3) / q.shape[3] ** 0.5
+    hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)
+    return torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ v
+
+
+def kernel_test(
+    device: torch.device, tile: TileConfig, length: int = 2045, dtype: torch.dtype = torch.bfloat16
+) -> tuple[str, str]:
+    """What a kernel computes with a tile, and what is wrong with it, if so.
+
+    Args:
+        device: that the kernel runs on.
+        tile: of the kernel, legal there.
+        length: tokens of the prompt.
+        dtype: of q, k and v.
+    """
+    with launching_on(device):
+        q, k, v = inputs(length, 128, dtype, device)
+        ours = s2o_attention(q, k, v, layer(tile), backend="triton", return_stats=True)
+        theirs = s2o_attention(q, k, v, layer(tile), backend="reference", return_stats=True)
+        truth, dense = exact_attention(q, k, v), dense_attention(q, k, v)
+        return judged_kernel(tile, ours, theirs, truth, dense)
+
+
+def judged_kernel(
+    tile: TileConfig, ours: Attention, theirs: Attention, truth: Tensor, dense: Tensor
+) -> tuple[str, str]:
+    """The sentence about what a kernel computed, and what is wrong with it, if so.
+
+    Args:
+        tile: of the kernel.
+        ours: the kernel's result for `layer`'s heads, with statistics; theirs: the reference's.
+        truth: dense attention in float32; dense: torch's SDPA in the type of the inputs.
+    """
+    errors, expected = relative_errors(ours.out, truth), relative_errors(theirs.out, truth)
+    sdpa = relative_errors(dense, truth)
+    density, expected_density = ours.density.tolist(), theirs.density.tolist()
+    dtype = str(ours.out.dtype).removeprefix("torch.")
+    value = (
+        f"tile {tile}, {dtype}, {truth.shape[2]} tokens: error {max(errors[0], errors[2]):.1e} without stopping (SDPA "
+        f"{max(sdpa[0], sdpa[2]):.1e}); {density[1]:.0%} computed with an error of {errors[1]:.1e} where it stops "
+        f"(reference {expected_density[1]:.0%}, {expected[1]:.1e})"
+    )
+    for head in (0, 2):
+        if not errors[head] <= 2 * sdpa[head] + ROUNDING:
+            return value, f"expected at most twice SDPA's error in head {head}, which skips nothing"
+    for head in (1, 3):
+        if not abs(errors[head] - expected[head]) <= STOPS_APART * expected[head] + STOP_ROUNDING:
+            return value, f"expected the reference's error in head {head}, {expected[head]:.1e}, not {errors[head]:.1e}"
+        if not abs(density[head] - expected_density[head]) <= DENSITY_APART:
+            return value, f"expected the reference's density in head {head}, {expected_density[head]:.1%}"
+        if not density[head] < 1:
+            return value, f"expected head {head} to skip keys"
+    return value, ""
+
+
+def relative_errors(out: Tensor, truth: Tensor) -> list[float]:
+    """Of each head of the first sequence, the norm of the difference over that of the truth; nan stays nan."""
+    difference = (out.double() - truth.double())[0].flatten(1).norm(dim=1)
+    errors: list[float] = (difference / truth.double()[0].flatten(1).norm(dim=1)).tolist()
+    return errors
+
+
+def _timed(name: str, test: Callable[[], tuple[str, str]]) -> Finding:
+    start = time.monotonic()
+    try:
+        value, wrong = test()
+    except Exception as error:  # a compiler, a driver, memory: whatever keeps kernels from running is what is asked
+        text = (str(error).strip() or "no message").splitlines()[0]
+        advice = "expected it to run: see the C compiler, headers, driver and memory above, or report this output"
+        return Finding(name, f"{type(error).__name__}: {text}", advice, NO_RESOURCE)
+    value = f"{value} ({time.monotonic() - start:.1f} s)"
+    if wrong:
+        return Finding(name, value, f"{wrong}: do not use S2O here, and report this output", NO_RESOURCE)
+    return Finding(name, value)

@@ -1,0 +1,44 @@
+"""s2o-doctor on a GPU: the compiled kernels pass its self-test, and in the time that is promised once compiled."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from s2o_runtime.devices import capability
+from s2o_runtime.doctor.command import main
+from s2o_runtime.doctor.self_test import kernel_test, kernel_tiles, self_test
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+GPU = torch.device("cuda", 0)
+
+
+def test_every_kernel_of_this_gpu_passes(nan_filled):
+    findings = self_test(GPU)
+    assert [finding.verdict for finding in findings] == ["ok"] * (2 if capability(GPU) == (9, 0) else 1), findings
+
+
+@pytest.mark.parametrize("length", [301, 1021, 2045])
+def test_other_odd_lengths_have_the_references_errors(length):
+    """Up to 301 tokens the prefix may be too short for a head to skip any of it."""
+    for tile in kernel_tiles(GPU):
+        value, wrong = kernel_test(GPU, tile, length)
+        assert not wrong or (length == 301 and "to skip keys" in wrong), (value, wrong)
+
+
+def test_it_takes_two_seconds_once_the_kernels_are_compiled():
+    self_test(GPU)
+    times = []
+    for _ in range(3):
+        start = time.monotonic()
+        self_test(GPU)
+        times.append(time.monotonic() - start)
+    assert min(times) <= 2
+
+
+def test_the_command_is_ready(capsys):
+    assert main(["--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ready"]
+    assert all(finding["verdict"] == "ok" for finding in document["self-test"]["findings"])

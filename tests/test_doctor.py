@@ -1,0 +1,388 @@
+"""s2o-doctor: what it says of an environment, a device, the kernels, a profile and a model, and the exit code."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import s2o_runtime
+from calibrate.commands.calibrate import main as calibrate
+from s2o_runtime import load_profile, save_profile
+from s2o_runtime.baselines.settings import PBS
+from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
+from s2o_runtime.config import HeadConfig, TileConfig
+from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.doctor import command, environment, prospect, self_test
+from s2o_runtime.doctor.command import examine, main
+from s2o_runtime.doctor.findings import Finding, Section, as_json, as_text, exit_code
+from s2o_runtime.vllm import compat
+from s2o_runtime.vllm.fit import ProfileFit, Rank
+
+ROOT = Path(__file__).parent.parent
+PROFILE = ROOT / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
+DEMO = ROOT / "calibrate" / "demo" / "model"
+CPU = torch.device("cpu")
+OPEN_DRIVER = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (root@host)\nGCC version:\n"
+)
+CLOSED_DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Thu Feb 15 00:41:08 UTC 2024\n"
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Without the self-test, which has tests of its own."""
+    monkeypatch.setattr(self_test, "self_test", lambda device: [Finding("kernel", "left out")])
+
+
+def doctor(capsys, *arguments, run=main):
+    """The exit code, and the findings by section and name."""
+    code = run([*map(str, arguments), "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert (document.pop("exit_code"), document.pop("ready")) == (code, code == OK)
+    return code, {
+        name: {finding["name"]: finding for finding in section["findings"]} for name, section in document.items()
+    }
+
+
+def by_name(findings):
+    return {finding.name: finding for finding in findings}
+
+
+def test_a_healthy_cpu_is_ready(capsys):
+    code, sections = doctor(capsys, "--device", "cpu")
+    assert code == OK
+    assert list(sections) == ["environment", "device", "self-test"]
+    assert sections["environment"]["s2o"]["value"] == s2o_runtime.__version__
+    assert sections["environment"]["torch"]["value"].startswith(torch.__version__)
+    reference = sections["self-test"]["reference"]
+    assert reference["verdict"] == "ok"
+    assert "no kernel" in reference["value"]
+    assert sections["device"]["device"]["verdict"] == "note"
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_text_marks_what_to_read(capsys):
+    assert main(["--profile", str(PROFILE), "--device", "cpu"]) == OK
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "ready"
+    assert max(map(len, lines)) <= 120
+    assert any(line.startswith("- device  cpu: the kernels need an NVIDIA GPU") for line in lines)
+    assert any(
+        "1024 tokens  4 of 6 layers run S2O (0 to 2, 4); dense: 3, 5, because every head" in line for line in lines
+    )
+
+
+def test_problems_decide_the_exit_code_bad_input_first():
+    fine, missing, wrong = (
+        Finding("a", "b"),
+        Finding("c", "d", "e", NO_RESOURCE),
+        Finding("f", "g\x1b[31m", "h", BAD_INPUT),
+    )
+    assert exit_code([Section("s", [fine])]) == OK
+    assert exit_code([Section("s", [fine, missing])]) == NO_RESOURCE
+    sections = [Section("s", [missing]), Section("t", [wrong, Finding("i", "j", "k")])]
+    assert exit_code(sections) == BAD_INPUT
+    assert as_json(sections)["t"]["findings"][0]["verdict"] == "problem"
+    assert as_text(sections) == "s\n! c  d: e\n\nt\n! f  g [31m: h\n- i  j: k\n\nnot ready: c, f (marked with !)"
+
+
+def test_nothing_heavy_is_imported_for_the_flags_and_no_host_for_a_run():
+    program = (
+        "import sys\nfrom s2o_runtime.doctor.command import main, parser\nparser()\nflags = set(sys.modules)\n"
+        "code = main(['--device', 'cpu', '--profile', sys.argv[1]])\n"
+        "print(code, 'torch' in flags, sorted({'transformers', 'vllm', 'calibrate', 'rich'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", program, str(PROFILE)], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "0 False []"
+
+
+# the environment
+
+
+def test_without_torch_nothing_else_is_looked_at(monkeypatch):
+    monkeypatch.setattr(environment, "installed", lambda package: None)
+    (section,) = examine(PROFILE)
+    assert by_name(section.findings)["torch"].code == NO_RESOURCE
+    assert exit_code([section]) == NO_RESOURCE
+
+
+def test_a_torch_that_cannot_be_imported_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    finding = environment.torch_installation()
+    assert finding.code == NO_RESOURCE
+    assert "it cannot be imported (ModuleNotFoundError: " in finding.advice
+
+
+@pytest.mark.parametrize(("text", "version"), [(OPEN_DRIVER, "570.86.15"), (CLOSED_DRIVER, "535.161.08")])
+def test_a_driver_that_torch_cannot_use_is_a_problem(text, version, tmp_path, monkeypatch):
+    (tmp_path / "version").write_text(text)
+    monkeypatch.setattr(environment, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (finding,) = environment.driver()
+    assert finding == Finding(
+        "driver", f"NVIDIA {version}", "this torch is built without CUDA: install a CUDA build of it", NO_RESOURCE
+    )
+    assert next(environment.driver(wants_gpu=False)).verdict == "note"
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert "driver must be one for CUDA 12.8 or newer" in next(environment.driver()).advice
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES is ''" in next(environment.driver()).advice
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert next(environment.driver()) == Finding("driver", f"NVIDIA {version}")
+
+
+def test_no_driver_is_no_problem(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "DRIVER", tmp_path / "version")
+    assert list(environment.driver()) == [Finding("driver", "no NVIDIA driver is loaded")]
+
+
+def test_a_version_that_the_metadata_does_not_ask_for_is_a_note(monkeypatch):
+    requires = [
+        "torch>=2.6",
+        'triton>=3.6,<3.10; platform_system == "Linux"',
+        'transformers>=5.0; extra == "calibrate"',
+    ]
+    monkeypatch.setattr(environment.metadata, "requires", lambda package: requires)
+    versions = {"triton": "3.5.1", "transformers": "5.1.0"}
+    monkeypatch.setattr(environment, "installed", versions.get)
+    assert environment.transformers_installation() == Finding("transformers", "5.1.0")
+    assert environment.triton_installation().advice == (
+        "S2O is made for triton>=3.6,<3.10: install one of these versions"
+    )
+    assert environment.required("torch") == ">=2.6"
+    assert environment.required("numpy") is None
+
+
+def test_a_missing_compiler_is_a_note(monkeypatch, tmp_path):
+    monkeypatch.setattr(environment.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
+    monkeypatch.setattr(environment.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.delenv("CC", raising=False)
+    assert [(one.name, one.verdict) for one in environment.compiler()] == [("C compiler", "note"), ("headers", "note")]
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(environment.shutil, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
+    assert list(environment.compiler()) == []
+    monkeypatch.setenv("CC", "mycc")
+    assert "CC names mycc" in next(environment.compiler()).advice
+
+
+def test_vllm_is_known_by_its_sources_alone(tmp_path, monkeypatch):
+    spec = SimpleNamespace(origin=str(tmp_path / "vllm" / "__init__.py"))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "vllm" else find_spec(name))
+    monkeypatch.setattr(environment, "installed", {"vllm": "0.33.0"}.get)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    unknown = environment.vllm_installation()
+    assert unknown.advice.startswith("S2O does not know it (its sources are not as expected: ")
+
+    monkeypatch.setattr(compat, "interface_obstacle", lambda folder: None)
+    monkeypatch.setattr(environment.metadata, "entry_points", lambda group: [])
+    assert "does not find S2O's plugin" in environment.vllm_installation().advice
+    monkeypatch.setattr(environment.metadata, "entry_points", lambda group: [SimpleNamespace(name="s2o")])
+    assert environment.vllm_installation().verdict == "ok"
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert environment.vllm_installation().advice == "VLLM_PLUGINS is 'other', which leaves S2O out: add s2o"
+    assert "vllm" not in sys.modules
+
+
+# devices
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("name", "code", "advice"),
+    [
+        ("cuda:99", NO_RESOURCE, "it is not here"),
+        ("tpu", BAD_INPUT, "it is not known: use cuda, cuda:N or cpu"),
+        ("meta", BAD_INPUT, "it is not supported: use cuda or cpu"),
+    ],
+)
+def test_a_device_that_cannot_be_examined(name, code, advice, capsys):
+    found, sections = doctor(capsys, "--device", name)
+    assert found == code
+    assert advice in sections["device"]["device"]["advice"]
+
+
+# the self-test
+
+
+def test_a_wrong_reference_is_noticed(monkeypatch):
+    real = self_test.s2o_attention
+
+    def wrong(q, k, v, config, **options):
+        result = real(q, k, v, config, **options)
+        return result._replace(out=result.out * 1.001)
+
+    monkeypatch.setattr(self_test, "s2o_attention", wrong)
+    (finding,) = self_test.self_test(CPU)
+    assert finding.code == NO_RESOURCE
+    assert "expected an error of 1e-05 at most without stopping" in finding.advice
+
+
+def test_what_keeps_the_self_test_from_running_is_said(monkeypatch):
+    def broken(*arguments, **options):
+        raise RuntimeError("Failed to find C compiler.\nmore")
+
+    monkeypatch.setattr(self_test, "s2o_attention", broken)
+    (finding,) = self_test.self_test(CPU)
+    assert (finding.value, finding.code) == ("RuntimeError: Failed to find C compiler.", NO_RESOURCE)
+
+
+def test_naive_attention_is_softmax_row_by_row():
+    q, k, v = self_test.inputs(9, 8, torch.float64, CPU)
+    out = self_test.naive_attention(q, k, v)
+    for head, row in [(0, 0), (1, 4), (3, 8)]:
+        weights = torch.softmax(k[0, head // 2, : row + 1] @ q[0, head, row] / 8**0.5, 0)
+        torch.testing.assert_close(out[0, head, row], weights @ v[0, head // 2, : row + 1])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_doctor_gpu.py runs the compiled kernel")
+@pytest.mark.usefixtures("small_sample")
+def test_the_kernel_passes_in_the_interpreter_and_a_wrong_one_does_not(monkeypatch):
+    tile = TileConfig(64, 32, 2, 4, 1)
+    assert self_test.kernel_test(CPU, tile, 573, torch.float32)[1] == ""
+    real = self_test.s2o_attention
+
+    def wrong(head, factor):
+        def attention(q, k, v, config, backend, **options):
+            result = real(q, k, v, config, backend=backend, **options)
+            if backend == "triton":
+                result.out[:, head] *= factor
+            return result
+
+        return attention
+
+    monkeypatch.setattr(self_test, "s2o_attention", wrong(2, 1.01))
+    assert self_test.kernel_test(CPU, tile, 573, torch.float32)[1].startswith(
+        "expected at most twice SDPA's error in head 2"
+    )
+    monkeypatch.setattr(self_test, "s2o_attention", wrong(3, 1.3))
+    assert "expected the reference's error in head 3" in self_test.kernel_test(CPU, tile, 573, torch.float32)[1]
+
+
+def test_every_gpu_has_a_tile_that_the_self_test_can_use(monkeypatch):
+    for gpu, kernels in [((8, 0), {False}), ((8, 9), {False}), ((9, 0), {True, False}), ((10, 0), {False})]:
+        monkeypatch.setattr(self_test, "capability", lambda device, gpu=gpu: gpu)
+        tiles = list(self_test.kernel_tiles(CPU))
+        assert {tile.specialized for tile in tiles} == kernels
+        for tile in tiles:
+            self_test.layer(tile).validate()
+
+
+# profiles and models
+
+
+def test_what_is_foreseen_is_what_a_patched_model_does(tmp_path):
+    """Layer by layer, at lengths that are too short, between buckets, calibrated and too long."""
+    profile = replace(load_profile(PROFILE), lengths=(256, 384))
+    profile = replace(profile, layers=(profile.layers[0], profile.layers[2]), record=profile.record)
+    save_profile(profile, tmp_path / "p.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+    seen = set()
+    for length in (200, 256, 300, 384, 577):
+        s2o_runtime.patch(model, tmp_path / "p.safetensors", strict=True)
+        with torch.no_grad():
+            model(torch.arange(length)[None] + 100, logits_to_keep=1)
+        ran = {(row["layer"], row["path"]): row["reason"] for row in s2o_runtime.explain(model)}
+        foreseen = prospect.outcomes(ProfileFit(profile, Rank(), CPU), length)
+        assert {(layer, path) for layer, path, _ in foreseen} == ran.keys()
+        assert all(ran[layer, path] == reason for layer, path, reason in foreseen if path == "dense")
+        seen |= {path for _, path, _ in foreseen}
+        s2o_runtime.unpatch(model)
+    assert seen == {"s2o", "dense"}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_profile_and_its_model(capsys):
+    code, sections = doctor(capsys, "--profile", PROFILE, "--model", DEMO)
+    assert code == OK
+    assert sections["profile"]["model"]["value"].endswith("is the profile's: weights compared")
+    assert sections["model"]["model"]["value"].endswith("llama, 6 layers, 8 query heads, 2 KV heads, head dim 128")
+    assert sections["profile"]["drift check"]["verdict"] == "ok"
+
+
+@pytest.mark.usefixtures("quick", "offline")
+def test_what_does_not_fit_is_bad_input(capsys, tmp_path):
+    config = json.loads((DEMO / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    code, sections = doctor(capsys, "--profile", PROFILE, "--model", tmp_path)
+    assert code == BAD_INPUT
+    assert "layers 4 instead of 6" in sections["profile"]["model"]["advice"]
+
+    code, sections = doctor(capsys, "--profile", ROOT / "README.md", "--model", "no/such")
+    assert code == BAD_INPUT
+    assert sections["profile"]["profile"]["verdict"] == sections["model"]["model"]["verdict"] == "problem"
+    assert "give a local folder or a hub id" in sections["model"]["model"]["advice"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_random_weights_and_foreign_devices(capsys, monkeypatch, tmp_path):
+    profile = load_profile(PROFILE)
+    save_profile(replace(profile, fingerprint="random-1"), tmp_path / "p.safetensors")
+    code, sections = doctor(capsys, "--profile", tmp_path / "p.safetensors")
+    assert code == BAD_INPUT
+    assert "calibrated on random weights" in sections["profile"]["weights"]["advice"]
+
+    monkeypatch.setattr(prospect, "identify", lambda device: DeviceIdentity("rocm", "MI300"))
+    code, sections = doctor(capsys, "--profile", PROFILE)
+    assert code == NO_RESOURCE
+    assert sections["profile"]["made on"]["advice"] == "there is no kernel for rocm (MI300): the model stays dense"
+
+
+def test_a_server_runs_heads_of_baselines_densely(tmp_path):
+    profile = load_profile(PROFILE)
+    bucket = list(profile.layers[2])
+    heads = (HeadConfig(mode="baseline", baseline=PBS(keep=0.9)), *bucket[0].heads[1:])
+    bucket[0] = replace(bucket[0], heads=heads)
+    save_profile(replace(profile, layers=(*profile.layers[:2], tuple(bucket))), tmp_path / "p.safetensors")
+    findings = by_name(prospect.profile_section(tmp_path / "p.safetensors", CPU, None).findings)
+    assert findings["2048 tokens"].value == "6 of 6 layers run S2O"
+    assert "some layers run dense at [2048] tokens" in findings["in vLLM"].advice
+    assert "in vLLM" not in by_name(prospect.profile_section(PROFILE, CPU, None).findings)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0 to 2, 5"), ([1, 3, 4], "1, 3 to 4")]
+)
+def test_ranges_in_words(numbers, words):
+    assert prospect.ranges(numbers) == words
+
+
+@pytest.mark.usefixtures("quick", "offline")
+def test_the_calibrators_doctor_knows_aliases_and_what_a_calibration_would_find(capsys):
+    def run(arguments):
+        return calibrate(["doctor", *arguments])
+
+    code, sections = doctor(capsys, "--model", "demo", "--profile", PROFILE, run=run)
+    assert code == OK
+    assert sections["model"]["attention in them"]["value"] == "100% at 1024, 100% at 1536, 100% at 2048 tokens"
+    assert sections["profile"]["model"]["value"] == "demo is the profile's: weights compared"
+    code, sections = doctor(capsys, "--model", "demoo", run=run)
+    assert code == BAD_INPUT
+    assert "did you mean demo?" in sections["model"]["model"]["advice"]
+
+
+def test_transformers_is_needed_for_a_model_only(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(self_test, "self_test", lambda device: [])
+    sections = {section.name: section for section in examine(model="a/b", profile=PROFILE, device="cpu")}
+    assert by_name(sections["model"].findings)["model"].code == NO_RESOURCE
+    assert "1024 tokens" in by_name(sections["profile"].findings)
+
+
+def test_the_modules_are_commands(capsys):
+    assert importlib.util.find_spec("s2o_runtime.doctor.__main__") is not None
+    with pytest.raises(SystemExit) as left:
+        main(["--no-such-flag"])
+    assert left.value.code == BAD_INPUT
+    assert capsys.readouterr().err == "s2o-doctor: unrecognized arguments: --no-such-flag\n"
+    assert command.parser("x").prog == "x"
