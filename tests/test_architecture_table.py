@@ -1,4 +1,4 @@
-"""README's table of architectures agrees with the tests that there are."""
+"""The table of architectures in docs/models.md agrees with the tests that there are."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from scripts.docs import architectures as script
 SLOW = pytest.mark.slow(reason="collects tests in a process of its own")
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+MODELS = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 
 
 def item(name, test, **params):
@@ -27,12 +27,12 @@ def test_the_table_is_of_the_tests():
     command = [sys.executable, "-m", "scripts.docs.architectures", "--check"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stdout[-500:]
-    capabilities = {cell for (_, column), cell in script.shown(README).items() if column != script.OTHERS}
+    capabilities = {cell for (_, column), cell in script.shown(MODELS).items() if column != script.OTHERS}
     assert script.PASSED in capabilities <= {script.PASSED, script.SKIPPED}
 
 
 def test_every_capability_has_a_test():
-    assert {capability for _, capability in script.shown(README)} == set(script.COLUMNS)
+    assert {capability for _, capability in script.shown(MODELS)} == set(script.COLUMNS)
 
 
 def test_a_cell_is_what_all_its_tests_did():
