@@ -7,17 +7,25 @@ from pathlib import Path
 import pytest
 
 from calibrate.commands import calibrate, evaluate, profile
+from s2o_runtime.doctor import command as doctor
 from s2o_runtime.huggingface import run
 from scripts.docs import how_it_works, tables
 from scripts.docs.results_data import S2O_CALIBRATED, benches, read_sources
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "DESIGN.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "examples" / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "DESIGN.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 PARSERS = {
     "s2o-calibrate": calibrate.parser,
     "s2o-eval": evaluate.parser,
     "s2o-profile": profile.parser,
     "s2o-run": run.parser,
+    "s2o-doctor": doctor.parser,
 }
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = "repository"  # the site's folder of copies
 PAGES: tuple[str, ...] = ("README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
-PAGES += ("CODE_OF_CONDUCT.md", "profiles/README.md")
+PAGES += ("CODE_OF_CONDUCT.md", "profiles/README.md", "examples/README.md")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 

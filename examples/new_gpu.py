@@ -1,0 +1,46 @@
+"""A profile on another GPU: what it would do as it is, and the same thresholds with tiles tuned for the GPU here.
+
+    python examples/new_gpu.py [PROFILE] [OUT]
+
+PROFILE is by default the demo model's for an H200. Neither the model nor prompts are needed. On a CPU, where the
+reference runs any tile, only the device changes. `s2o-profile retile PROFILE` is the same as a command.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from calibrate.profiles.retile import retile
+from s2o_runtime import load_profile
+from s2o_runtime.devices import Rejected, fit, identify
+
+SHIPPED = Path(__file__).resolve().parent.parent / "profiles" / "demo" / "nvidia-h200" / "rel-mse-0.001.safetensors"
+
+
+def main(path: Path, out: Path) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    profile = load_profile(path)
+    verdict = fit(profile.device, identify(torch.device(device)))
+    print(f"as it is: {verdict.reason}")
+    if isinstance(verdict, Rejected):
+        return
+    retiled = retile(path, device, out)
+    print(f"made on {profile.device}, tiles for {retiled.profile.device}: {out}")
+    for timed in retiled.timed:
+        print(timed)
+    same = all(
+        old.heads[head].tau == new.heads[head].tau
+        for old_bucket, new_bucket in zip(profile.layers, retiled.profile.layers, strict=True)
+        for old, new in zip(old_bucket, new_bucket, strict=True)
+        for head in range(len(old.heads))
+        if new.heads[head].mode == old.heads[head].mode
+    )
+    print(f"thresholds are {'the same' if same else 'others'}, {retiled.dense_layers} layers became dense")
+
+
+if __name__ == "__main__":
+    arguments = [Path(argument) for argument in sys.argv[1:]]
+    main(*arguments[:2], *(SHIPPED, Path("build/retiled.safetensors"))[len(arguments) :])
