@@ -43,9 +43,9 @@ def blocks(path, *languages):
 
 
 def commands(text):
-    """The words of each command of a block of shell lines, without variables before it and comments behind it."""
+    """The words of each command of a block of shell lines, without variables before it, comments and "..."."""
     for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
+        words = [word for word in shlex.split(line, comments=True) if word != "..."]
         while words and ASSIGNMENT.match(words[0]):
             del words[0]
         if words:
@@ -70,7 +70,7 @@ def test_commands_are_understood(path):
             elif program == "python":
                 assert (ROOT / arguments[0]).is_file(), arguments[0]
             else:
-                assert program in ("pip", "vllm", "PYTHONPATH=.:tests"), program
+                assert program in ("dask", "pip", "vllm", "PYTHONPATH=.:tests"), program
 
 
 def test_an_unknown_option_is_no_command_of_a_page():
