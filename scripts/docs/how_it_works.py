@@ -55,9 +55,9 @@ def drawing() -> str:
     shapes = [*_keys(visited, place), *_visits(chunks, visited_chunks)]
     body = "\n".join(f"  {shape}" for shape in shapes)
     return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 470" font-family="sans-serif" font-size="13" '
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 820 470" font-family="sans-serif" font-size="13" '
         f'fill="{INK}" role="img" aria-label="Rank, window, prefix, stop and tail of one segment">\n'
-        f'  <rect width="800" height="470" rx="8" fill="#ffffff"/>\n{body}\n</svg>\n'
+        f'  <rect width="820" height="470" rx="8" fill="#ffffff"/>\n{body}\n</svg>\n'
     )
 
 
@@ -73,8 +73,8 @@ def _keys(visited: Sequence[int], place: dict[int, int]) -> list[str]:
         shapes.append(_text(x + (STEP - 4) / 2, base + 16, str(place[step]), middle=True))
     x = LEFT + len(WEIGHTS) * STEP + 10
     shapes.append(f'<path d="M{x} {base}h100v-96z" fill="{DENSE}"/>')
-    shapes.append(_text(x, base + 16, "2 window: the segment"))
-    shapes.append(_text(x, base + 33, "itself, dense, causal"))
+    shapes.append(_text(x, base + 16, "2 window: the"))
+    shapes.append(_text(x, base + 33, "segment, dense"))
     shapes.append(
         _text(LEFT, base + 40, "3 prefix: heavy steps are visited first (blue), light ones perhaps never (grey)")
     )
@@ -86,7 +86,7 @@ def _visits(chunks: Sequence[float], visited: int) -> list[str]:
     base, width = 420, 70
     shapes = [_text(LEFT, 262, "4 stop: what each chunk of visits adds, next to what is there", bold=True)]
     for number, gain in enumerate(chunks):
-        x, height = LEFT + number * width, 150 * gain + 3
+        x, height = LEFT + number * width, 105 * gain + 3
         color = VISITED if number < visited else SKIPPED
         shapes.append(_box(x, base - height, width - 12, height, color))
         left = gain * (len(chunks) - number - 1)
