@@ -22,7 +22,7 @@ def plan(recipe: Recipe, outlook: Outlook, device: str, given: frozenset[str]) -
     lines = {
         option.label: option.line(recipe) + ("" if option.label in given_labels else " (default)")
         for option in OPTIONS.values()
-        if option.group != WORKERS or recipe.is_distributed or option.label in given_labels
+        if option.group != WORKERS or recipe.is_distributed  # without workers they do nothing
     }
     derived = {
         "architecture": str(outlook.geometry),
