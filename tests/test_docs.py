@@ -53,7 +53,7 @@ def commands(text):
 
 
 def understood(program, arguments):
-    """Whether the program's parser takes the arguments; what prints something and ends, such as --help, it takes too."""
+    """Whether the program's parser takes the arguments; also if it then prints something and ends."""
     if ">" in arguments:
         arguments = arguments[: arguments.index(">")]
     try:
