@@ -36,7 +36,8 @@ class Table:
 
     Args:
         names: The columns' names. A newline in a name starts a second line on a terminal.
-        rows: The cells of each row. In Markdown a cell of type `Markup` stays as it is, all others are escaped.
+        rows: The cells of each row. In Markdown a cell of type `Markup` stays as it is, all others are escaped. Those of
+            type `Number` know their value.
         title: A line above the table; printed only.
         align: One letter for each column: l (left), r (right) or c (centre). The last letter holds for all columns
             that follow.
@@ -49,6 +50,11 @@ class Table:
     align: str = "r"
     wrap: str | None = None
 
+    @property
+    def titles(self) -> list[str]:
+        """The columns' names, each in one line."""
+        return [" ".join(name.split("\n")) for name in self.names]
+
     def alignment(self, column: int) -> str:
         """The letter of a column, counted from 0."""
         return self.align[min(column, len(self.align) - 1)]
@@ -60,9 +66,41 @@ class Markup(str):
     __slots__ = ()
 
 
+class Number(str):
+    """A cell that shows a number.
+
+    Args:
+        text: What is shown.
+        value: The number, unrounded; HTML tables are sorted by it.
+    """
+
+    value: float
+
+    def __new__(cls, text: str, value: float) -> Number:
+        """The text, with its value."""
+        cell = super().__new__(cls, text)
+        cell.value = value
+        return cell
+
+
+def integer(count: int) -> Number:
+    """A whole number, as it is."""
+    return Number(str(count), count)
+
+
+def number(value: float | None, form: str) -> str:
+    """A number in a format of Python's; "-" for None."""
+    return "-" if value is None else Number(format(value, form), value)
+
+
+def kept_of(kept: int, found: int) -> Number:
+    """How many of those that were found are kept; sorted by the share."""
+    return Number(f"{kept} of {found}", kept / found if found else 0.0)
+
+
 def markdown(table: Table) -> str:
     """The table in Markdown, without its title."""
-    head = [" ".join(name.split("\n")) for name in table.names]
+    head = table.titles
     rule = [RULES[table.alignment(column)] for column in range(len(head))]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *(map(escaped, row) for row in table.rows)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from calibrate.tables import Table
+from calibrate.tables import Number, Table, integer, kept_of, number
 from s2o_runtime.profile.record import Certificate, CertifiedLayer, CertifiedLength, NextPrompt, Record
 
 NAMES = ("length", "prompts", "bound /\nlimit", "last\neighth", "continued", "KL", "noise", "top-1", "kept")
@@ -93,15 +93,15 @@ def _cells(length: CertifiedLength) -> tuple[str, ...]:
     }
     retrieval = length.retrieval
     return (
-        str(length.length),
-        str(length.prompts),
+        _count(length.length),
+        _count(length.prompts),
         _share(_over_limit(layer, layer.bound) for layer in layers),
         _share(_over_limit(layer, layer.bound_last) for layer in layers),
         ", ".join(f"{new_tokens}: {_percent(share)}" for new_tokens, share in continued.items()) or "-",
         _value(length.kl, ".1e"),
-        "-" if length.noise_floor is None else f"{length.noise_floor:.1e}",
+        number(length.noise_floor, ".1e"),
         _value(length.top1, ".2%"),
-        "-" if retrieval is None else f"{retrieval.kept} of {retrieval.found}",
+        "-" if retrieval is None else kept_of(retrieval.kept or 0, retrieval.found or 0),
     )
 
 
@@ -112,11 +112,11 @@ def domain_table(certificate: Certificate | None) -> Table | None:
         return None
     rows = [
         (
-            str(length.length),
+            _count(length.length),
             one.domain or "-",
-            str(one.prompts),
-            "-" if one.kl is None else f"{one.kl:.1e}",
-            "-" if one.error_over_limit is None else f"{one.error_over_limit:.0%}",
+            _count(one.prompts),
+            number(one.kl, ".1e"),
+            number(one.error_over_limit, ".0%"),
         )
         for length in lengths
         for one in length.domains or ()
@@ -152,12 +152,16 @@ def _share(shares: Iterable[float | None]) -> str:
     return _percent(max(known)) if known else "-"
 
 
-def _percent(share: float) -> str:
-    return f"{share:.0%}" if share < MOST else f"over {MOST:.0%}"
+def _percent(share: float) -> Number:
+    return Number(f"{share:.0%}" if share < MOST else f"over {MOST:.0%}", share)
+
+
+def _count(count: int | None) -> str:
+    return "-" if count is None else integer(count)
 
 
 def _value(bound: NextPrompt | None, form: str) -> str:
-    return "-" if bound is None or bound.value is None else format(bound.value, form)
+    return number(bound and bound.value, form)
 
 
 def _probability(bound: NextPrompt | None) -> str:

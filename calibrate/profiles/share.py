@@ -14,7 +14,8 @@ from s2o_runtime.files import write_atomically
 from s2o_runtime.profile import load_profile
 
 HUB = "hf://"
-REPORT = ("report.md", "report.json", "density.png", "frontier.png", "time.png")  # what a calibration writes too
+# what a calibration writes too
+REPORT = ("report.html", "report.md", "report.json", "density.png", "frontier.png", "time.png")
 
 
 def push(profile: Path, to: str) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from calibrate.curves.curves import dense_power
@@ -18,6 +18,7 @@ from calibrate.pipeline import Result
 from calibrate.proof.kl_pass import KlPass
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
+from calibrate.report.plan import option_lines
 from calibrate.search.choice import Choice, allowed
 from calibrate.search.choose import Chosen
 from calibrate.versions import versions
@@ -188,6 +189,7 @@ class Report:
         adjusted_on: How many prompts of each length layers were adjusted on.
         certificate: What is certified; None if nothing is.
         not_proven: What a reader might take for shown although it is not, one sentence each.
+        plan: Every option of the run in words, by its name, whether it was given or not.
     """
 
     out: str | None
@@ -213,6 +215,7 @@ class Report:
     adjusted_on: int | None = None
     certificate: Certificate | None = None
     not_proven: tuple[str, ...] = ()
+    plan: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON takes it: what is in `<profile>.report.json`."""
@@ -253,6 +256,7 @@ def report_of(recipe: Recipe, result: Result, command: str | None = None) -> Rep
         adjusted_on=recipe.held_out,
         certificate=result.profile.record.certificate,
         not_proven=result.profile.record.not_proven or (),
+        plan=option_lines(recipe),
     )
 
 

@@ -1,4 +1,4 @@
-"""What all pictures share: sizes, colours, panels, and the way to a PNG file.
+"""What all pictures share: sizes, colours, panels, and the way to a PNG file or an SVG element.
 
 matplotlib is imported inside the functions, because it takes most of a second that a command which draws nothing
 should not wait for.
@@ -7,7 +7,9 @@ should not wait for.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
+from html import escape
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,31 @@ def png(draw: Callable[[Figure], None], title: str, pad: float = 0.04) -> bytes:
         title: A line above the picture.
         pad: Inches left free beside the axes.
     """
+    return _saved(draw, title, pad, format="png", dpi=DPI)
+
+
+def svg(draw: Callable[[Figure], None], title: str, name: str, description: str) -> str:
+    """An SVG element that can stand in a page of HTML and refers to nothing outside itself.
+
+    Args:
+        draw: Puts axes into an empty figure.
+        title: A line above the picture.
+        name: Tells its ids from those of other pictures on the page.
+        description: What it shows, for readers who cannot see it.
+    """
+    from matplotlib import rc_context
+
+    without = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        text = _saved(draw, title, format="svg", metadata=without).decode()
+    text = re.sub(r"\s+xmlns(:\w+)?=\"[^\"]*\"", "", text[text.index("<svg") :]).replace("xlink:href=", "href=")
+    for reference in ('id="', 'href="#', "url(#"):
+        text = text.replace(reference, f"{reference}{name}-")
+    return text.replace("<svg", f'<svg role="img" aria-label="{escape(description)}"', 1)
+
+
+def _saved(draw: Callable[[Figure], None], title: str, pad: float = 0.04, **options: Any) -> bytes:
+    """A figure's file; the options are those of matplotlib's `savefig`."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -36,7 +63,7 @@ def png(draw: Callable[[Figure], None], title: str, pad: float = 0.04) -> bytes:
     draw(figure)
     figure.suptitle(title, fontsize="medium", parse_math=False)
     file = BytesIO()
-    figure.savefig(file, format="png", dpi=DPI)
+    figure.savefig(file, **options)
     return file.getvalue()
 
 

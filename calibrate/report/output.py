@@ -9,8 +9,10 @@ from rich.console import Console
 
 from calibrate.profiles.certified import domain_table, sentences, statement, table
 from calibrate.report.contents import Report
-from calibrate.report.markdown import page
-from calibrate.report.plots import pictures
+from calibrate.report.html import html_page
+from calibrate.report.markdown import markdown_page
+from calibrate.report.page import page
+from calibrate.report.plots import elements, pictures
 from calibrate.report.sections import closing_notes, layer_table, length_notes, overview_table
 from calibrate.tables import print_lines, print_table
 from s2o_runtime.files import write_atomically
@@ -41,14 +43,20 @@ def write_report(report: Report, profile_path: Path) -> list[Path]:
 
     Returns:
         `<stem>.report.json`, the report as it is; `<stem>.density.png`, `<stem>.frontier.png` and `<stem>.time.png`;
-        `<stem>.report.md`, the page that shows them, which is written last.
+        `<stem>.report.md`, the page that shows them; `<stem>.report.html`, the same with all pictures inside, which
+        is written last.
     """
     profile_path.parent.mkdir(parents=True, exist_ok=True)
-    drawn = {f"{name}.png": picture for name, picture in pictures(report).items()}
-    contents = {"report.json": (json.dumps(report.to_json(), indent=1) + "\n").encode(), **drawn}
-    files = {name: profile_path.with_name(f"{profile_path.stem}.{name}") for name in (*contents, "report.md")}
-    beside = {name.removesuffix(".png"): files[name].name for name in drawn}
-    contents["report.md"] = page(report, profile_path, beside).encode()
-    for name, data in contents.items():
-        write_atomically(files[name], data)
-    return list(files.values())
+    blocks = page(report, profile_path)
+    drawn = {name: (f"{profile_path.stem}.{name}.png", picture) for name, picture in pictures(report).items()}
+    in_markdown = markdown_page(blocks, {name: file for name, (file, _) in drawn.items()})
+    files = {
+        f"{profile_path.stem}.report.json": (json.dumps(report.to_json(), indent=1) + "\n").encode(),
+        **dict(drawn.values()),
+        f"{profile_path.stem}.report.md": in_markdown.encode(),
+        f"{profile_path.stem}.report.html": html_page(report, blocks, elements(report)).encode(),
+    }
+    paths = [profile_path.with_name(name) for name in files]
+    for path, data in zip(paths, files.values(), strict=True):
+        write_atomically(path, data)
+    return paths

@@ -6,6 +6,15 @@ from calibrate.model.foresight import Outlook
 from calibrate.recipe import OPTIONS, WORKERS, Recipe
 
 
+def option_lines(recipe: Recipe) -> dict[str, str]:
+    """Every option that a run uses in words, by its label."""
+    return {
+        option.label: option.line(recipe)
+        for option in OPTIONS.values()
+        if option.group != WORKERS or recipe.is_distributed  # without workers they do nothing
+    }
+
+
 def plan(recipe: Recipe, outlook: Outlook, device: str, given: frozenset[str]) -> dict[str, str]:
     """What a run is going to do: a line for each option, and what follows from the model and the device.
 
@@ -20,9 +29,7 @@ def plan(recipe: Recipe, outlook: Outlook, device: str, given: frozenset[str]) -
     """
     given_labels = {OPTIONS[name].label for name in given}
     lines = {
-        option.label: option.line(recipe) + ("" if option.label in given_labels else " (default)")
-        for option in OPTIONS.values()
-        if option.group != WORKERS or recipe.is_distributed  # without workers they do nothing
+        label: line + ("" if label in given_labels else " (default)") for label, line in option_lines(recipe).items()
     }
     derived = {
         "architecture": str(outlook.geometry),

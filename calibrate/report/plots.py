@@ -7,7 +7,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from calibrate.report.contents import LengthReport, Report
-from calibrate.report.figures import BAR, COLOURS, panels, png, whole_numbers
+from calibrate.report.figures import BAR, COLOURS, panels, png, svg, whole_numbers
+from calibrate.report.page import DENSITY, FRONTIER, TIME
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,9 +20,21 @@ LOWEST = 1e-5  # times the budget: where the axis of errors ends; smaller errors
 
 def pictures(report: Report) -> dict[str, bytes]:
     """PNG files by the names "density", "frontier" and "time"."""
-    draws = {"density": draw_density, "frontier": draw_frontier, "time": draw_time}
-    title = f"{report.model} on {report.device}"
-    return {name: png(partial(draw, report=report), title) for name, draw in draws.items()}
+    draws = {DENSITY.name: draw_density, FRONTIER.name: draw_frontier, TIME.name: draw_time}
+    return {name: png(partial(draw, report=report), _title(report)) for name, draw in draws.items()}
+
+
+def elements(report: Report) -> dict[str, str]:
+    """SVG elements by the names "frontier" and "time"; instead of "density" a page of HTML has maps of its own."""
+    draws = {FRONTIER: draw_frontier, TIME: draw_time}
+    return {
+        picture.name: svg(partial(draw, report=report), _title(report), picture.name, picture.caption)
+        for picture, draw in draws.items()
+    }
+
+
+def _title(report: Report) -> str:
+    return f"{report.model} on {report.device}"
 
 
 def draw_density(figure: Figure, report: Report) -> None:

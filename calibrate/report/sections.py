@@ -8,7 +8,7 @@ from statistics import fmean
 from textwrap import shorten
 
 from calibrate.report.contents import LayerReport, LengthReport, Report
-from calibrate.tables import Table
+from calibrate.tables import Number, Table, integer, kept_of, number
 
 LOOSE = 5e-3  # of its output's mean square; a budget in mse that allows a layer more is pointed out
 SHOWN_REASON = 110  # characters of a failed trial's reason; the JSON file has all of them
@@ -28,21 +28,20 @@ def layer_table(report: Report, length: LengthReport) -> Table:
 
 
 def _layer_cells(layer: LayerReport, relative: bool) -> tuple[str, ...]:
-    taus = [_two_digits(tau) for tau in (layer.tau_min, layer.tau_max) if tau is not None]
     return (
-        str(layer.layer),
-        " .. ".join(taus) or "-",
-        str(layer.dense_heads),
-        str(layer.tails),
+        integer(layer.layer),
+        _range_of_taus(layer.tau_min, layer.tau_max),
+        integer(layer.dense_heads),
+        integer(layer.tails),
         _counts(layer.representatives),
-        str(layer.segment),
-        str(layer.grain),
+        integer(layer.segment),
+        integer(layer.grain),
         layer.tile if layer.scores == "input" else f"{layer.tile} {layer.scores}",
-        f"{layer.density:.3f}",
-        f"{layer.error:.2e}",
-        *([f"{layer.held_out_rel_mse:.0e}"] if relative else []),
-        f"{layer.error_over_limit:.0%}",
-        f"{layer.worst:.2g}",
+        number(layer.density, ".3f"),
+        number(layer.error, ".2e"),
+        *([number(layer.held_out_rel_mse, ".0e")] if relative else []),
+        number(layer.error_over_limit, ".0%"),
+        number(layer.worst, ".2g"),
         _speedup(layer.dense_seconds, layer.seconds),
     )
 
@@ -61,15 +60,15 @@ def overview_table(report: Report) -> Table:
 def _overview_cells(report: Report, length: LengthReport) -> tuple[str, ...]:
     errors = [layer.error for layer in length.layers]
     return (
-        f"{length.length}{length.remark}",
-        f"{report.budget.value:g}",
-        f"{max(errors) if report.budget.scope == 'layer' else fmean(errors):.2e}",
-        f"{max(layer.error_over_limit for layer in length.layers):.0%}",
-        f"{fmean(layer.density for layer in length.layers):.3f}",
+        Number(f"{length.length}{length.remark}", length.length),
+        number(report.budget.value, "g"),
+        number(max(errors) if report.budget.scope == "layer" else fmean(errors), ".2e"),
+        number(max(layer.error_over_limit for layer in length.layers), ".0%"),
+        number(fmean(layer.density for layer in length.layers), ".3f"),
         _attention_speedup(length),
         _speedup(length.dense_prefill_seconds, length.prefill_seconds),
-        "-" if length.needles is None else "{} of {}".format(*length.needles),
-        f"{length.kl:.1e}",
+        "-" if length.needles is None else kept_of(*length.needles),
+        number(length.kl, ".1e"),
     )
 
 
@@ -138,7 +137,7 @@ def _uniform_note(length: LengthReport) -> str | None:
     verdict = f"{ratio:.2f}x faster" if ratio >= 1 else f"{1 / ratio:.2f}x slower"
     return (
         f"attention: {'' if measured else 'predicted '}{verdict} than the best single threshold at the same error "
-        f"(tau {_two_digits(uniform.tau)}, segment {uniform.segment}, repr. {uniform.representatives}"
+        f"(tau {two_digits(uniform.tau)}, segment {uniform.segment}, repr. {uniform.representatives}"
         f"{', tail' if uniform.tail else ''})"
     )
 
@@ -198,13 +197,20 @@ def _attention_speedup(length: LengthReport) -> str:
     """Of the layers' attention together; where it was not measured, what is predicted."""
     if length.attention_seconds is not None:
         return _speedup(length.dense_attention_seconds, length.attention_seconds)
-    predicted = _speedup(1.0, length.cost)
-    return predicted if predicted == "-" else f"{predicted} predicted"
+    predicted = _ratio(1.0, length.cost)
+    return "-" if predicted is None else Number(f"{predicted:.2f}x predicted", predicted)
 
 
 def _speedup(dense: float | None, sparse: float | None) -> str:
     ratio = _ratio(dense, sparse)
-    return "-" if ratio is None else f"{ratio:.2f}x"
+    return "-" if ratio is None else Number(f"{ratio:.2f}x", ratio)
+
+
+def _range_of_taus(smallest: float | None, largest: float | None) -> str:
+    """Both, of which the smallest is what tables are sorted by; "-" without thresholds."""
+    if smallest is None or largest is None:
+        return "-"
+    return Number(f"{two_digits(smallest)} .. {two_digits(largest)}", smallest)
 
 
 def _ratio(over: float | None, under: float | None) -> float | None:
@@ -216,5 +222,6 @@ def _counts(counts: dict[str, int]) -> str:
     return f"{'/'.join(counts)}: {'/'.join(map(str, counts.values()))}" if counts else "-"
 
 
-def _two_digits(tau: float) -> str:
+def two_digits(tau: float) -> str:
+    """A threshold as it is shown."""
     return f"{float(f'{tau:.2g}'):g}"  # 150, not 1.5e+02

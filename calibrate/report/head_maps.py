@@ -1,0 +1,80 @@
+"""Tau, density and error of every head at every calibrated length, as maps of layers and heads for the HTML page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from calibrate.curves.curves import TAUS
+from calibrate.report.contents import HeadReport, Report
+from calibrate.report.figures import COLOURS
+from calibrate.report.sections import two_digits
+
+LEVELS = 64  # colours of a map
+DECADES = 4  # below the largest error, where the colours of errors end
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """One quantity of heads, and its scale of colours, which is the same at every length.
+
+    Attributes:
+        name: What the map is called.
+        value: The quantity; None where a head has none.
+        text: How a value is shown.
+        low: The value with the first colour; smaller ones have it too.
+        high: The value with the last colour.
+        logarithmic: Whether the colours are even in the value's logarithm.
+    """
+
+    name: str
+    value: Callable[[HeadReport], float | None]
+    text: Callable[[float], str]
+    low: float
+    high: float
+    logarithmic: bool = True
+
+    def level(self, value: float) -> int:
+        """The number of a value's colour, from 0 to `LEVELS` - 1."""
+        clipped = min(max(value, self.low), self.high)
+        scale = math.log if self.logarithmic else float
+        low, high = scale(self.low), scale(self.high)
+        share = (scale(clipped) - low) / (high - low) if high > low else 0.0
+        return round(share * (LEVELS - 1))
+
+
+def head_maps(report: Report) -> list[HeadMap]:
+    """The maps of tau, density and error; the last one ends at the largest error of any head of the report."""
+    errors = [head.error for length in report.lengths for layer in length.layers for head in layer.heads]
+    highest = max(errors, default=0.0) or report.budget.value
+    return [
+        HeadMap("tau", lambda head: head.tau if head.mode == "s2o" else None, two_digits, TAUS[0], TAUS[-1]),
+        HeadMap("density", lambda head: head.density, lambda value: f"{value:.2f}", 0.0, 1.0, logarithmic=False),
+        HeadMap(report.budget.unit, lambda head: head.error, _short, highest / 10**DECADES, highest),
+    ]
+
+
+def colours() -> list[tuple[str, str]]:
+    """For each level its colour, and black or white, whichever is easier to read on it."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    backgrounds = [colormaps[COLOURS](level / (LEVELS - 1))[:3] for level in range(LEVELS)]
+    return [(to_hex(rgb), "#000" if contrast(rgb, (0.0,) * 3) > contrast(rgb, (1.0,) * 3) else "#fff") for rgb in backgrounds]
+
+
+def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """The contrast ratio of two sRGB colours, 1 to 21, as the Web Content Accessibility Guidelines define it."""
+    darker, lighter = sorted(_luminance(colour) for colour in (one, other))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def _luminance(colour: tuple[float, ...]) -> float:
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def _short(error: float) -> str:
+    """3e-4, as narrow as it can be; 0 for a head without an error."""
+    return f"{error:.0e}".replace("e-0", "e-").replace("e+0", "e+") if error else "0"
