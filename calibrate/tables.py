@@ -36,8 +36,8 @@ class Table:
 
     Args:
         names: The columns' names. A newline in a name starts a second line on a terminal.
-        rows: The cells of each row. In Markdown a cell of type `Markup` stays as it is, all others are escaped. Those of
-            type `Number` know their value.
+        rows: The cells of each row. In Markdown a cell of type `Markup` stays as it is, all others are escaped. A cell
+            of type `Number` knows its value.
         title: A line above the table; printed only.
         align: One letter for each column: l (left), r (right) or c (centre). The last letter holds for all columns
             that follow.
@@ -88,7 +88,7 @@ def integer(count: int) -> Number:
     return Number(str(count), count)
 
 
-def number(value: float | None, form: str) -> str:
+def formatted(value: float | None, form: str) -> str:
     """A number in a format of Python's; "-" for None."""
     return "-" if value is None else Number(format(value, form), value)
 

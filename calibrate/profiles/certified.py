@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from calibrate.tables import Number, Table, integer, kept_of, number
+from calibrate.tables import Number, Table, formatted, integer, kept_of
 from s2o_runtime.profile.record import Certificate, CertifiedLayer, CertifiedLength, NextPrompt, Record
 
 NAMES = ("length", "prompts", "bound /\nlimit", "last\neighth", "continued", "KL", "noise", "top-1", "kept")
@@ -99,7 +99,7 @@ def _cells(length: CertifiedLength) -> tuple[str, ...]:
         _share(_over_limit(layer, layer.bound_last) for layer in layers),
         ", ".join(f"{new_tokens}: {_percent(share)}" for new_tokens, share in continued.items()) or "-",
         _value(length.kl, ".1e"),
-        number(length.noise_floor, ".1e"),
+        formatted(length.noise_floor, ".1e"),
         _value(length.top1, ".2%"),
         "-" if retrieval is None else kept_of(retrieval.kept or 0, retrieval.found or 0),
     )
@@ -115,8 +115,8 @@ def domain_table(certificate: Certificate | None) -> Table | None:
             _count(length.length),
             one.domain or "-",
             _count(one.prompts),
-            number(one.kl, ".1e"),
-            number(one.error_over_limit, ".0%"),
+            formatted(one.kl, ".1e"),
+            formatted(one.error_over_limit, ".0%"),
         )
         for length in lengths
         for one in length.domains or ()
@@ -161,7 +161,7 @@ def _count(count: int | None) -> str:
 
 
 def _value(bound: NextPrompt | None, form: str) -> str:
-    return number(bound and bound.value, form)
+    return formatted(None if bound is None else bound.value, form)
 
 
 def _probability(bound: NextPrompt | None) -> str:

@@ -146,6 +146,11 @@ class LengthReport:
         return f"{self.length} tokens{self.remark}"
 
     @property
+    def has_heads(self) -> bool:
+        """Whether anything is known of single heads; it is not at a length that was only checked."""
+        return all(layer.heads for layer in self.layers)
+
+    @property
     def remark(self) -> str:
         return "" if self.calibrated else " (checked only)"
 

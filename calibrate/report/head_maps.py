@@ -61,7 +61,8 @@ def colours() -> list[tuple[str, str]]:
     from matplotlib.colors import to_hex
 
     backgrounds = [colormaps[COLOURS](level / (LEVELS - 1))[:3] for level in range(LEVELS)]
-    return [(to_hex(rgb), "#000" if contrast(rgb, (0.0,) * 3) > contrast(rgb, (1.0,) * 3) else "#fff") for rgb in backgrounds]
+    inks = {"#000000": (0.0,) * 3, "#ffffff": (1.0,) * 3}
+    return [(to_hex(rgb), max((contrast(rgb, of_ink), ink) for ink, of_ink in inks.items())[1]) for rgb in backgrounds]
 
 
 def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from calibrate.report.contents import LengthReport, Report
-from calibrate.report.head_maps import LEVELS, HeadMap, colours, head_maps
+from calibrate.report.head_maps import HeadMap, colours, head_maps
 from calibrate.report.page import (
     Block,
     Bullets,
@@ -28,6 +28,7 @@ STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "page.j
 # a browser that obeys it loads nothing from anywhere, whatever a model's name or a prompt's path may hold
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 WIDE = 16  # heads; maps with more have cells without visible numbers
+DENSE, NO_TAU = "&times;", "&ndash;"  # in cells of maps
 
 
 def html_page(report: Report, blocks: Sequence[Block], pictures: Mapping[str, str]) -> str:
@@ -136,18 +137,20 @@ def _facts(rows: Iterable[tuple[str, str]]) -> str:
 def _all_maps(report: Report) -> str:
     """For each length the maps of tau, density and error; a sentence where nothing is known of single heads."""
     maps, parts = head_maps(report), []
-    for length in report.lengths:
+    known = [length for length in report.lengths if length.has_heads]
+    for length in known:
         parts.append(f"<h3>Heads at {_plain(length.label)}</h3>")
-        if all(layer.heads for layer in length.layers):
-            parts.append('<div class="maps">' + _lines(_map(head_map, length) for head_map in maps) + "</div>")
-        else:
-            parts.append("<p>Nothing was measured of single heads: their settings come from other lengths.</p>")
+        parts.append('<div class="maps">' + _lines(_map(head_map, length) for head_map in maps) + "</div>")
+    others = ", ".join(str(length.length) for length in report.lengths if length not in known)
+    if others:
+        note = f"Nothing was measured of single heads at {others} tokens: settings there come from other lengths."
+        parts.append(f"<p>{note}</p>")
     scope = (
-        f"Rows are layers, columns are query heads; × is a dense head, – a head without a threshold. "
+        f"Rows are layers, columns are query heads; {DENSE} is a dense head, {NO_TAU} a head without a threshold. "
         f"Thresholds are as chosen, densities and {report.budget.unit} as predicted for the calibration prompts; "
         "colours mean the same at every length."
     )
-    return f"<p>{_plain(scope)}</p>\n" + _lines(parts)
+    return f"<p>{scope}</p>\n" + _lines(parts)
 
 
 def _map(head_map: HeadMap, length: LengthReport) -> str:
@@ -161,16 +164,14 @@ def _map(head_map: HeadMap, length: LengthReport) -> str:
         for layer in length.layers
     )
     ends = [escape(head_map.text(value)) for value in (head_map.low, head_map.high)]
-    strip = ", ".join(colour for colour, _ in colours()[:: LEVELS // 8])
     return (
-        f'<div><p class="scale" aria-hidden="true">{ends[0]}<i style="background:linear-gradient(90deg, {strip})"></i>'
-        f"{ends[1]}</p>"
+        "<div>"
         + _scrolling(
             f'<table class="{kind}">\n<caption>{_plain(head_map.name)}</caption>\n'
             f'<thead><tr><th scope="col">layer</th>{names}</tr></thead>\n<tbody>\n{_lines(rows)}\n</tbody>\n</table>',
             f"{head_map.name} by layer and head at {length.label}",
         )
-        + "</div>"
+        + f'<p class="scale" aria-hidden="true">{ends[0]}<i></i>{ends[1]}</p></div>'
     )
 
 
@@ -181,16 +182,19 @@ def _head_number(head: int, heads: int) -> str:
 
 def _map_cell(head_map: HeadMap, value: float | None, mode: str) -> str:
     if value is None:
-        return f"<td class=x>{'×' if mode == 'dense' else '–'}</td>"
+        return f"<td class=x>{DENSE if mode == 'dense' else NO_TAU}</td>"
     level = head_map.level(value)
     if mode == "dense":
-        return f'<td class="x v{level}" data-value={value!r}>×</td>'
+        return f'<td class="x v{level}" data-value={value!r}>{DENSE}</td>'
     return f"<td class=v{level} data-value={value!r}>{escape(head_map.text(value))}</td>"
 
 
 def _levels() -> str:
-    """The style of the maps' cells."""
-    return _lines(f".v{level}{{background:{ground}!important;color:{ink}}}" for level, (ground, ink) in enumerate(colours()))
+    """The style of the maps' cells and of the strip that shows all colours."""
+    levels = colours()
+    cells = [f".map .v{level} {{ background: {ground}; color: {ink} }}" for level, (ground, ink) in enumerate(levels)]
+    strip = ", ".join(ground for ground, _ in levels)
+    return _lines([*cells, f".scale i {{ background: linear-gradient(90deg, {strip}) }}"])
 
 
 def _scrolling(text: str, label: str, extra: str = "") -> str:

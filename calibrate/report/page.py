@@ -113,8 +113,8 @@ def page(report: Report, profile_path: Path) -> list[Block]:
         Heading(f"S2O profile of {report.model}", 1),
         Paragraph(
             [
-                f"Sparse attention for {report.model} ({report.architecture}), calibrated on {report.device} to at most "
-                f"{budget.value:g} {budget.kind} {scope} against dense attention."
+                f"Sparse attention for {report.model} ({report.architecture}), calibrated on {report.device} to at "
+                f"most {budget.value:g} {budget.kind} {scope} against dense attention."
             ]
         ),
         *_verdict(report, profile_path),

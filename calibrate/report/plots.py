@@ -6,7 +6,7 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from calibrate.report.contents import LengthReport, Report
+from calibrate.report.contents import Report
 from calibrate.report.figures import BAR, COLOURS, panels, png, svg, whole_numbers
 from calibrate.report.page import DENSITY, FRONTIER, TIME
 
@@ -39,7 +39,7 @@ def _title(report: Report) -> str:
 
 def draw_density(figure: Figure, report: Report) -> None:
     """A map of layers and heads for each length whose heads are known, with a cross on every dense head."""
-    lengths = [length for length in report.lengths if _has_heads(length)]
+    lengths = [length for length in report.lengths if length.has_heads]
     layers, heads = len(lengths[0].layers), len(lengths[0].layers[0].heads)
     widest = 9.0 if len(lengths) == 1 else 5.0
     wide, high = (min(max(CELL * count, 2.4), most) for count, most in ((heads, widest), (layers, 9.0)))
@@ -99,7 +99,7 @@ def draw_frontier(figure: Figure, report: Report) -> None:
 def draw_time(figure: Figure, report: Report) -> None:
     """Bars of each layer's attention before those of dense attention; predicted shares where nothing was timed."""
     wide = min(max(0.2 * len(report.lengths[0].layers), 5.0), 12.0)
-    lengths = [length for length in report.lengths if length.attention_seconds is not None or _has_heads(length)]
+    lengths = [length for length in report.lengths if length.attention_seconds is not None or length.has_heads]
     all_axes = panels(figure, [length.label for length in lengths], (wide, 1.7), x="layer", y="", columns=1)
     for axes, length in zip(all_axes, lengths, strict=True):
         layers = length.layers
@@ -118,8 +118,3 @@ def draw_time(figure: Figure, report: Report) -> None:
         whole_numbers(axes.xaxis)
     first = all_axes[0]
     figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-
-
-def _has_heads(length: LengthReport) -> bool:
-    """Nothing is known of single heads at a length that was only checked."""
-    return all(layer.heads for layer in length.layers)

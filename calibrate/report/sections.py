@@ -8,7 +8,7 @@ from statistics import fmean
 from textwrap import shorten
 
 from calibrate.report.contents import LayerReport, LengthReport, Report
-from calibrate.tables import Number, Table, integer, kept_of, number
+from calibrate.tables import Number, Table, formatted, integer, kept_of
 
 LOOSE = 5e-3  # of its output's mean square; a budget in mse that allows a layer more is pointed out
 SHOWN_REASON = 110  # characters of a failed trial's reason; the JSON file has all of them
@@ -37,11 +37,11 @@ def _layer_cells(layer: LayerReport, relative: bool) -> tuple[str, ...]:
         integer(layer.segment),
         integer(layer.grain),
         layer.tile if layer.scores == "input" else f"{layer.tile} {layer.scores}",
-        number(layer.density, ".3f"),
-        number(layer.error, ".2e"),
-        *([number(layer.held_out_rel_mse, ".0e")] if relative else []),
-        number(layer.error_over_limit, ".0%"),
-        number(layer.worst, ".2g"),
+        formatted(layer.density, ".3f"),
+        formatted(layer.error, ".2e"),
+        *([formatted(layer.held_out_rel_mse, ".0e")] if relative else []),
+        formatted(layer.error_over_limit, ".0%"),
+        formatted(layer.worst, ".2g"),
         _speedup(layer.dense_seconds, layer.seconds),
     )
 
@@ -61,14 +61,14 @@ def _overview_cells(report: Report, length: LengthReport) -> tuple[str, ...]:
     errors = [layer.error for layer in length.layers]
     return (
         Number(f"{length.length}{length.remark}", length.length),
-        number(report.budget.value, "g"),
-        number(max(errors) if report.budget.scope == "layer" else fmean(errors), ".2e"),
-        number(max(layer.error_over_limit for layer in length.layers), ".0%"),
-        number(fmean(layer.density for layer in length.layers), ".3f"),
+        formatted(report.budget.value, "g"),
+        formatted(max(errors) if report.budget.scope == "layer" else fmean(errors), ".2e"),
+        formatted(max(layer.error_over_limit for layer in length.layers), ".0%"),
+        formatted(fmean(layer.density for layer in length.layers), ".3f"),
         _attention_speedup(length),
         _speedup(length.dense_prefill_seconds, length.prefill_seconds),
         "-" if length.needles is None else kept_of(*length.needles),
-        number(length.kl, ".1e"),
+        formatted(length.kl, ".1e"),
     )
 
 
