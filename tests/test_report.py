@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
 
@@ -105,6 +106,7 @@ def made(layers=6, heads=8, lengths=(8192, 16384, 32768), on_gpu=True, checked=(
         "journal": {"path": "profiles/demo/h200/demo.journal.jsonl", "reused": 17},
         "versions": {"s2o": "0.1.0", "torch": "2.11.0"}, "seed": 5, "data": "prompts.jsonl", "lengths": rows,
         "command": "s2o-calibrate --model demo", "adjusted_on": 2, "certificate": None, "not_proven": [],
+        "plan": {"model": "demo (default)", "objective": "measured <latency>"},
     }  # fmt: skip
 
 
@@ -291,7 +293,8 @@ def test_what_is_certified_comes_first_and_what_is_not_proven_last(summary, tmp_
 def test_the_card_has_every_layer_and_refers_to_files_that_exist(summary, files):
     card = files["rel-mse-0.001.report.md"].read_text()
     plots = [f"rel-mse-0.001.{name}.png" for name in ("density", "frontier", "time")]
-    assert sorted(files) == sorted([*plots, "rel-mse-0.001.report.json", "rel-mse-0.001.report.md"])
+    pages = [f"rel-mse-0.001.report.{suffix}" for suffix in ("json", "md", "html")]
+    assert sorted(files) == sorted([*plots, *pages])
     assert re.findall(r"!\[\w+\]\((.*)\)", card) == plots
     assert all(path.is_file() for path in files.values())
     for length in summary["lengths"]:
@@ -392,7 +395,7 @@ def test_whatever_may_be_none_may_be(lengths, tmp_path):
     assert "not proven: layer 3 is over its limit." in text
     (tmp_path / "p.safetensors").touch()
     written = write(summary, tmp_path / "p.safetensors")
-    assert len(written) == 5
+    assert len(written) == 6
     card = next(path for path in written if path.suffix == ".md").read_text()
     assert "None" not in card
     assert "**Not proven**: no profile was written" in card
@@ -409,8 +412,9 @@ def test_every_file_is_written_atomically(summary, tmp_path, monkeypatch):
     written = write(summary, tmp_path / "a b.safetensors")
     assert list(tmp_path.iterdir()) == []
     assert sorted(taken) == sorted(written)
-    assert list(taken)[-1].name == "a b.report.md"  # the card comes after what it refers to
-    assert "(a%20b.time.png)" in taken[list(taken)[-1]].decode()
+    *_, card, page = taken
+    assert (card.name, page.name) == ("a b.report.md", "a b.report.html")  # the card comes after what it refers to
+    assert "(a%20b.time.png)" in taken[card].decode()
 
 
 def test_drawing_changes_nothing_global(summary, tmp_path):
@@ -428,3 +432,97 @@ def test_matplotlib_is_loaded_only_to_draw():
     )
     outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert outcome.stdout == "[]\n"
+
+
+class Structure(HTMLParser):
+    """What a browser sees of a page: its tables, its headings, and all that could be loaded from elsewhere."""
+
+    EMPTY = ("meta", "br", "img", "input", "use", "path", "rect", "line", "circle", "i")
+
+    def __init__(self, page):
+        super().__init__(convert_charrefs=True)
+        self.open, self.tables, self.headings, self.loaded, self.ids, self.anchors = [], [], [], [], [], []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.loaded += [given[name] for name in ("src", "href", "xlink:href", "data", "action") if name in given]
+        self.ids += [given["id"]] if "id" in given else []
+        if tag == "table":
+            self.tables.append({"class": given.get("class"), "rows": []})
+        elif tag == "tr":
+            self.tables[-1]["rows"].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1]["rows"][-1].append({"tag": tag, "text": "", **given})
+        elif tag in ("h1", "h2", "h3"):
+            self.headings.append("")
+        if tag not in ("meta", "br", "img", "link"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.tables[-1]["rows"][-1][-1]["text"] += data
+        elif self.open and self.open[-1] in ("h1", "h2", "h3"):
+            self.headings[-1] += data
+
+
+@pytest.fixture
+def web_page(files):
+    return files["rel-mse-0.001.report.html"].read_text()
+
+
+def test_the_html_page_is_whole_and_loads_nothing(web_page):
+    structure = Structure(web_page)
+    assert structure.open == []
+    assert structure.headings[0] == "S2O profile of demo"
+    assert len(structure.ids) == len(set(structure.ids))
+    links = [target for target in structure.loaded if target.startswith("#")]
+    assert {link[1:] for link in links} <= set(structure.ids)
+    assert all(target.startswith(("#", "data:")) for target in structure.loaded)
+    assert not re.search(r"url\((?!#|.?data:)|@import|fetch\(|XMLHttpRequest", web_page)
+    assert "default-src 'none'" in web_page
+    assert "measured &lt;latency&gt;" in web_page
+    assert web_page.count("<svg") == 2  # densities of heads are maps here
+
+
+def test_every_table_of_the_card_is_in_the_html_page(files, web_page):
+    """Cell by cell, so both say the same; rules of Markdown apart."""
+    card = files["rel-mse-0.001.report.md"].read_text()
+    lines = [line for line in card.splitlines() if line.startswith("| ") and not set(line) <= set("|:- ")]
+    in_card = {tuple(cell.replace("\\", "") for cell in line.strip("| ").split(" | ")) for line in lines}
+    tables = [table for table in Structure(web_page).tables if table["class"] != "map"]
+    shown = {tuple(cell["text"].strip() for cell in row) for table in tables for row in table["rows"]}
+    layers = {row for row in in_card if re.fullmatch(r"\d+", row[0])}
+    assert len(layers) >= 3 * 6  # and the rows of the overview
+    assert layers <= shown
+    assert ("hardware", "NVIDIA H200 (sm_90, 132 SMs)") in shown
+
+
+def test_cells_of_the_html_page_sort_by_the_numbers_of_the_json(summary, web_page):
+    tables = Structure(web_page).tables
+    densities = [
+        head["density"] for length in summary["lengths"] for layer in length["layers"] for head in layer["heads"]
+    ]
+    maps = [table for table in tables if (table["class"] or "").startswith("map")]
+    assert len(maps) == 3 * 2  # tau, density and error at the two lengths that have heads
+    cells = [float(cell["data-value"]) for row in maps[1]["rows"][1:] for cell in row[1:] if "data-value" in cell]
+    assert cells
+    assert set(cells) <= set(densities)
+    by_layer = next(table for table in tables if [cell["text"] for cell in table["rows"][0]][:1] == ["layer"])
+    names = [cell["text"] for cell in by_layer["rows"][0]]
+    shown = [float(row[names.index("density")]["data-value"]) for row in by_layer["rows"][1:]]
+    assert shown == [layer["density"] for layer in summary["lengths"][0]["layers"]]
+
+
+@SLOW
+def test_the_html_page_of_a_large_model_stays_small(tmp_path):
+    written = write(made(layers=30, heads=32, lengths=LONG[:3]), tmp_path / "p.safetensors")
+    assert next(path for path in written if path.suffix == ".html").stat().st_size < 3 << 20
