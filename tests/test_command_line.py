@@ -24,8 +24,9 @@ from s2o_runtime import logs
 from s2o_runtime.command_line import BAD_INPUT, EXIT_CODES, NO_RESOURCE, OK, Parser, add_information, failed
 from s2o_runtime.doctor import command as doctor
 from s2o_runtime.errors import ConfigError, ResourceError
+from s2o_runtime.huggingface import run as launcher
 
-COMMANDS = [calibrate, profile, evaluate, doctor]
+COMMANDS = [calibrate, profile, evaluate, doctor, launcher]
 IDS = [command.PROGRAM for command in COMMANDS]
 
 

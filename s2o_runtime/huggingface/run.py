@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from s2o_runtime.command_line import BAD_INPUT, Parser, exit_code, exit_codes
+from s2o_runtime.command_line import BAD_INPUT, Parser, add_information, exit_code, exit_codes
 from s2o_runtime.errors import InputError, ProfileError
-from s2o_runtime.version import __version__
 
 PROGRAM = "s2o-run"
 SITE = Path(__file__).parent / "site"
@@ -19,6 +18,10 @@ Run COMMAND so that the transformers models which it starts in Python with SDPA 
 the profile fits them. Other models, and all that S2O is not for, run as without s2o-run.
 """
 EPILOG = f"The exit code is the command's. If it is not started: {exit_codes(BAD_INPUT).removeprefix('Exit codes: ')}"
+EXAMPLES = (
+    ("Run a program with a profile", "--profile p.safetensors python answer.py"),
+    ("See what ran and why", "--profile p.safetensors --explain python answer.py"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> Parser:
     """The flags before the command, and the command with its own."""
-    out = Parser(PROGRAM, description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
+    out = Parser(PROGRAM, description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False, examples=EXAMPLES)
     out.add_argument("--profile", metavar="FILE", help="default: what the environment variable S2O_PROFILE names")
     out.add_argument(
         "--beyond",
@@ -43,7 +46,7 @@ def parser() -> Parser:
         "if the profile says what it allows",
     )
     out.add_argument("--explain", action="store_true", help="print what every layer did when a process ends")
-    out.add_argument("--version", action="version", version=f"s2o {__version__}", help="print the version")
+    add_information(out)
     out.add_argument("command", metavar="COMMAND", help="such as python, or a script that is one")
     out.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the command's own")
     return out
