@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from s2o_runtime.reference.dense import with_sink_key
-from s2o_runtime.scoring import Scoring, capped
+from s2o_runtime.scoring import Scoring, capped, softmax
 from s2o_runtime.shapes import call_shape
 
 ROWS = 512  # computed together at least; a block of rows sees its own keys and window - 1 before them
@@ -72,8 +72,5 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) 
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | blind, scale=scale)
         return out.masked_fill(blind, 0.0)
     scores = capped((q @ k.transpose(2, 3) * scale).float(), softcap).masked_fill(~visible, float("-inf"))
-    if sinks is not None:
-        of_rows = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat([of_rows, scores], 3)
-    weights = scores.masked_fill(blind, 0.0).softmax(-1)[..., -k.shape[2] :]
+    weights = softmax(scores.masked_fill(blind, 0.0), None if sinks is None else sinks.float()[None, :, None, None])
     return (weights.to(v.dtype) @ v).masked_fill(blind, 0.0)
