@@ -364,7 +364,7 @@ class Recipe:
         "the kind of GPU that times are taken on and the profile is for, by its name or a part of it",
         WORKERS,
         default=None,
-        default_text="the kind here, or the only one; of several kinds each gets a profile",
+        default_text="the kind here, or the only one; of several kinds one must be named",
         example="H200",
         plan_text=lambda recipe: recipe.target_gpu or "the kind here",
     )
