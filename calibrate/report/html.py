@@ -155,7 +155,7 @@ def _all_maps(report: Report) -> str:
 
 def _map(head_map: HeadMap, length: LengthReport) -> str:
     heads = max(len(layer.heads) for layer in length.layers)
-    kind = "map" if heads <= WIDE else "map dense"
+    classes = "map" if heads <= WIDE else "map dense"
     names = "".join(f'<th scope="col">{_head_number(head, heads)}</th>' for head in range(heads))
     rows = (
         f'<tr><th scope="row">{layer.layer}</th>'
@@ -167,7 +167,7 @@ def _map(head_map: HeadMap, length: LengthReport) -> str:
     return (
         "<div>"
         + _scrolling(
-            f'<table class="{kind}">\n<caption>{_plain(head_map.name)}</caption>\n'
+            f'<table class="{classes}">\n<caption>{_plain(head_map.name)}</caption>\n'
             f'<thead><tr><th scope="col">layer</th>{names}</tr></thead>\n<tbody>\n{_lines(rows)}\n</tbody>\n</table>',
             f"{head_map.name} by layer and head at {length.label}",
         )

@@ -130,18 +130,18 @@ def crossovers(executor: Executor, layers: Mapping[Hashable, Layer], journal: Jo
     alike: dict[tuple[TileConfig, HeadConfig, int, Scores], dict[Case, list[Hashable]]] = {}
     for name, layer in layers.items():
         config, case = layer.config, (round(layer.density, 2), layer.faster_at)
-        of_kind = alike.setdefault((_bare(config.tile), _quickest(config), config.grain, config.scores), {})
-        of_kind.setdefault(case, []).append(name)
-    items = {kind: Crossovers(*kind, tuple(cases)) for kind, cases in alike.items()}
+        cases_alike = alike.setdefault((_bare(config.tile), _quickest(config), config.grain, config.scores), {})
+        cases_alike.setdefault(case, []).append(name)
+    items = {group: Crossovers(*group, tuple(cases)) for group, cases in alike.items()}
     pending = {
-        kind: executor.submit(item) for kind, item in items.items() if journal.get("crossover", item.key) is None
+        group: executor.submit(item) for group, item in items.items() if journal.get("crossover", item.key) is None
     }
     tiles: dict[Hashable, TileConfig] = {}
-    for kind, item in items.items():
-        if kind in pending:
-            journal.put("crossover", item.key, pending[kind].result())
+    for group, item in items.items():
+        if group in pending:
+            journal.put("crossover", item.key, pending[group].result())
         for case, (below, fewest) in zip(item.cases, journal.get("crossover", item.key) or (), strict=True):
-            for name in alike[kind][case]:
+            for name in alike[group][case]:
                 tile = layers[name].config.tile
                 tiles[name] = replace(tile, dense_below=below, min_queries=fewest).validate()
     return tiles
