@@ -1,4 +1,4 @@
-"""Errors of sampled rows against those of all rows."""
+"""Errors of rows: of all against dense attention, of some against exact attention."""
 
 from itertools import pairwise
 
@@ -7,7 +7,7 @@ import torch
 
 from calibrate.curves.row_errors import row_errors
 from calibrate.proof import rows as rows_module
-from calibrate.proof.rows import drawn_tiles, evenly_drawn, exact_rows, sampled_rows
+from calibrate.proof.rows import errors_of_rows, evenly_drawn, exact_rows
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.scoring import Scoring
 
@@ -22,27 +22,25 @@ def tensors(q_len, kv_len, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("q_len", [48, 7], ids=["whole prompt", "continued"])
-@pytest.mark.parametrize(
-    "scoring", [Scoring(0.2), Scoring(0.9, 1.5, torch.linspace(-1, 4, 6))], ids=["scale", "cap-sinks"]
-)
-def test_all_rows_are_as_exact_attention_has_them(scoring, q_len, dtype):
-    q, k, v, noise = tensors(q_len, 48, dtype)
-    truth = exact_attention(q, k, v, **scoring.arguments())
-    out = (truth + 0.1 * noise).to(dtype)
-    sampled = sampled_rows(q, k, v, out, torch.arange(q_len), scoring)
-    assert sampled.mse == pytest.approx(float((out.float() - truth).square().mean()), rel=1e-4)
-    assert sampled.power == pytest.approx(float(truth.square().mean()), rel=1e-4)
-    torch.testing.assert_close(sampled.off, row_errors(out, truth)[0], rtol=1e-3, atol=1e-5)
+def test_the_errors_of_rows_are_those_of_the_tensors(dtype):
+    dense, _, _, noise = tensors(48, 48)
+    out, dense = (dense + 0.1 * noise).to(dtype), dense.to(dtype)
+    errors = errors_of_rows(out, dense)
+    for first in (0, 42):
+        mse, power = errors.mse_and_power(first)
+        assert mse == pytest.approx(float((out.float() - dense.float())[:, :, first:].square().mean()), rel=1e-4)
+        assert power == pytest.approx(float(dense.float()[:, :, first:].square().mean()), rel=1e-4)
+    torch.testing.assert_close(errors.off, row_errors(out, dense)[0])
 
 
-def test_some_rows_are_those_rows():
-    q, k, v, noise = tensors(48, 48)
-    truth = exact_attention(q, k, v)
-    rows = torch.tensor([0, 5, 47])
-    sampled = sampled_rows(q, k, v, truth + noise, rows, Scoring())
-    assert sampled.mse == pytest.approx(float(noise[:, :, rows].square().mean()), rel=1e-4)
-    assert sampled.off.shape == (6, 3)
+def test_the_error_of_one_row_is_in_no_other():
+    dense, _, _, noise = tensors(48, 48)
+    out = dense.clone()
+    out[:, :, 7] += noise[:, :, 7]
+    errors = errors_of_rows(out, dense)
+    assert errors.squares.nonzero().flatten().tolist() == [7]
+    assert errors.off[:, 7].min() > 0
+    assert errors.mse_and_power(8)[0] == 0
 
 
 def test_rows_are_drawn_one_from_each_part():
@@ -59,21 +57,12 @@ def test_rows_are_drawn_one_from_each_part():
 
 
 @pytest.mark.parametrize("q_len", [48, 7], ids=["whole prompt", "continued"])
-def test_rows_are_exact_however_few_are_computed_together(q_len, monkeypatch):
+@pytest.mark.parametrize(
+    "scoring", [Scoring(0.3), Scoring(0.9, 1.5, torch.linspace(-1, 4, 6))], ids=["scale", "cap-sinks"]
+)
+def test_rows_are_exact_however_few_are_computed_together(q_len, scoring, monkeypatch):
     q, k, v, _ = tensors(q_len, 48)
     rows = torch.tensor([0, 3, 4, 6])
     monkeypatch.setattr(rows_module, "SCORES", 3 * 48)  # one row of the three heads of a group
-    torch.testing.assert_close(exact_rows(q, k, v, rows, Scoring(0.3)), exact_attention(q, k, v, scale=0.3)[:, :, rows])
-
-
-def test_tiles_are_whole_and_from_all_parts():
-    generator = torch.Generator().manual_seed(0)
-    rows = drawn_tiles(1000, 8, 80, generator)
-    tiles = rows.view(10, 8)
-    assert torch.equal(tiles - tiles[:, :1], torch.arange(8).expand(10, 8))
-    assert (tiles[:, 0] % 8 == 0).all()
-    assert (rows.diff() > 0).all()
-    assert rows.max() < 1000
-    parts = [int((tiles[:, 0] // 8 * 10 // 125 == part).sum()) for part in range(10)]
-    assert max(parts) <= 2  # 125 tiles in 10 parts, whose edges are rounded down
-    assert torch.equal(drawn_tiles(80, 8, 80, generator), torch.arange(80))
+    exact = exact_attention(q, k, v, **scoring.arguments())[:, :, rows]
+    torch.testing.assert_close(exact_rows(q, k, v, rows, scoring), exact)

@@ -30,7 +30,7 @@ from s2o_runtime.profile.record import (
 )
 
 METHOD = (
-    "means: generalised confidence bounds of lognormal errors on sampled rows, the risk shared by a layer's looks; "
+    "means: generalised confidence bounds of lognormal errors over all rows, the risk shared by a layer's looks; "
     "next prompt: order statistics; retrieval: Clopper-Pearson"
 )
 

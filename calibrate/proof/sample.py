@@ -1,7 +1,6 @@
-"""What certify prompts say of a model, prompt by prompt: errors of sampled rows, continued calls, predictions.
+"""What certify prompts say of a model, prompt by prompt: errors of all rows, continued calls, predictions.
 
 The prompts of one length move through the patched and the dense model together, one layer at a time, as in `verify`.
-Exact attention is computed for sampled rows only, so that many prompts cost little more than their two prefills.
 """
 
 from __future__ import annotations
@@ -25,13 +24,14 @@ from calibrate.model.models import LoadedModel
 from calibrate.model.streams import begin, decoder_layers, layer_on_device
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import PromptAgreement, compare
-from calibrate.proof.rows import LAST, ROWS, RowSample, evenly_drawn, sampled_rows
+from calibrate.proof.rows import errors_of_rows, evenly_drawn
 from calibrate.proof.steps import KIND, LayerRun, LockStep, PairWalk, Step
 from calibrate.proof.verify import Configured
 from calibrate.recipe import Budget
 from calibrate.work.executor import Executor, executor_of
 from calibrate.work.items import WorkerState
 from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface import hf
 from s2o_runtime.reference.dense import sdpa_backend
@@ -39,6 +39,8 @@ from s2o_runtime.scoring import Scoring
 
 STAGE = "certifying"
 CONTINUED = (64, 512)  # new tokens behind a cached prefix
+LAST = 8  # the last part of a prompt is one of this many
+WORST_ROWS = 1024  # drawn from a prompt, whose quantile says how wrong rows may be
 NOISE_PROMPTS = 2  # prompts that the noise floor is measured on
 
 C = TypeVar("C", bound=Configured)
@@ -51,7 +53,7 @@ class PromptError:
     mse, power: Mean squared error and mean square of the dense output, over all rows. last: The same over the last
     eighth of the rows. continued: The same of calls that bring only so many new tokens, by their number; numbers of
     which the prompt does not have twice as many tokens are missing. worst: The `WORST` quantile of the relative
-    errors of the sampled rows of all heads.
+    errors of `WORST_ROWS` rows in all heads.
     """
 
     mse: float
@@ -168,30 +170,23 @@ def _errors(
 ) -> dict[str, Any]:
     """What one layer is off by on one prompt; prompt: which of its length's."""
     length = q.shape[2]
-    # the same rows whatever the layer runs, so that what is tried instead is compared with like
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{length}/{layer}/{prompt}".encode()))
-    first_of_last = length - max(1, length // LAST)
-    drawn = [evenly_drawn(*part, ROWS, generator) for part in ((0, first_of_last), (first_of_last, length))]
-    early, last = (sampled_rows(q, k, v, out, rows, scoring) for rows in drawn)
-    share = first_of_last / length
+    dense = fastest_dense_attention(q, k, v, **scoring.arguments())
+    errors = errors_of_rows(out, dense)
+    mse, power = errors.mse_and_power()
     continued = []
     for new in (new for new in CONTINUED if 2 * new <= length):
-        queries = q[:, :, -new:]
-        new_rows = evenly_drawn(0, new, ROWS, generator)
-        continued_out = s2o_attention(queries, k, v, config, **scoring.arguments())
-        one = sampled_rows(queries, k, v, continued_out, new_rows, scoring)
-        continued.append((new, one.mse, one.power))
+        continued_out = s2o_attention(q[:, :, -new:], k, v, config, **scoring.arguments())
+        continued.append((new, *errors_of_rows(continued_out, dense[:, :, -new:]).mse_and_power()))
+    # the same rows whatever the layer runs, so that what is tried instead is compared with like
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{length}/{layer}/{prompt}".encode()))
+    rows = evenly_drawn(0, length, WORST_ROWS, generator).to(errors.off.device)
     return {
-        "mse": share * early.mse + (1 - share) * last.mse,
-        "power": share * early.power + (1 - share) * last.power,
-        "last": (last.mse, last.power),
+        "mse": mse,
+        "power": power,
+        "last": errors.mse_and_power(length - max(1, length // LAST)),
         "continued": continued,
-        "worst": _worst(early, last),
+        "worst": float(errors.off[:, rows].flatten().quantile(WORST)),
     }
-
-
-def _worst(*samples: RowSample) -> float:
-    return float(torch.cat([sample.off.flatten() for sample in samples]).quantile(WORST))
 
 
 def _layer_sample(of_prompts: Sequence[Mapping[str, Any]]) -> LayerSample:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from calibrate.curves.row_errors import WORST, row_errors, tile_worst
+from calibrate.curves.row_errors import WORST, tile_worst
 from calibrate.journal import Journal
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
@@ -26,7 +25,7 @@ from calibrate.model.streams import DecoderLayer, Stream, begin, layer_on_device
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import PromptAgreement
 from calibrate.proof.chunks import ByLength
-from calibrate.proof.rows import drawn_tiles, exact_rows
+from calibrate.proof.rows import errors_of_rows
 from calibrate.proof.steps import History, LayerRun, LockStep, PairWalk, PatchableLayer, Step, layers_of
 from calibrate.recipe import Budget
 from calibrate.timing import medians
@@ -44,17 +43,15 @@ GPU_ROUNDS = 3
 LAYER_FLUSHES = 96  # work ahead of a whole layer, about 4 ms: in a prefill the GPU is busy while a layer is launched
 LONG_SECONDS = 0.02  # a call that takes longer is timed once: its scatter is small
 TILE_ROWS = 64  # rows of which the worst counts
-PROVEN_ROWS = 8192  # of a longer prompt so many rows are compared, in whole tiles drawn from all of it
 
 
 @dataclass(frozen=True)
 class LayerProof:
-    """One layer's attention at one length against float32 dense attention on the same q, k, v.
+    """One layer's attention at one length against dense attention on the same q, k, v.
 
-    mse, dense_power, density: Means over the held-out prompts; dense_power is the mean square of the dense output. Of
-    prompts longer than `PROVEN_ROWS`, errors are those of so many rows. worst: The `WORST` quantile, over tiles of 64
-    rows of all heads and prompts, of the largest relative error of a row (`row_errors`). seconds, dense_seconds:
-    Attention alone, on the first prompt; None on a CPU.
+    mse, dense_power, density: Means over the held-out prompts; dense_power is the mean square of the dense output.
+    worst: The `WORST` quantile, over tiles of 64 rows of all heads and prompts, of the largest relative error of a row
+    (`row_errors`). seconds, dense_seconds: Attention alone, on the first prompt; None on a CPU.
     """
 
     mse: float
@@ -175,26 +172,17 @@ class AdjustStep(Step):
         errors: dict[str, Any] = {}
 
         def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
-            errors.update(_errors(layer, self.index, q, k, v, scoring, out))
+            errors.update(_errors(q, k, v, scoring, out))
 
         density = walk.measure(self.runs, observe)
         return {**errors, "density": density}
 
 
-def _errors(
-    layer: int, prompt: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor
-) -> dict[str, Any]:  # fmt: skip
-    """What one layer's output is off by for one prompt; prompt: which of its length's."""
-    # the same rows whatever the layer runs, so that what is tried instead is compared with like
-    seed = zlib.crc32(f"{q.shape[2]}/{layer}/{prompt}".encode())
-    rows = drawn_tiles(q.shape[2], TILE_ROWS, PROVEN_ROWS, torch.Generator().manual_seed(seed))
-    truth = exact_rows(q, k, v, rows, scoring)
-    out = out[:, :, rows.to(out.device)]
-    return {
-        "mse": float((out - truth).square().mean()),
-        "power": float(truth.square().mean()),
-        "tiles": tile_worst(row_errors(out, truth), TILE_ROWS).flatten().cpu(),
-    }
+def _errors(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> dict[str, Any]:
+    """What one layer's output is off by for one prompt."""
+    errors = errors_of_rows(out, fastest_dense_attention(q, k, v, **scoring.arguments()))
+    mse, power = errors.mse_and_power()
+    return {"mse": mse, "power": power, "tiles": tile_worst(errors.off, TILE_ROWS).flatten().cpu()}
 
 
 def _layer_proof(of_prompts: Sequence[Mapping[str, Any]]) -> LayerProof:

@@ -147,7 +147,8 @@ def row_of(opened: ToProve, certified: CertifiedLength, domain: str, samples: li
                 old.cells_above + sum(error > bound for error in errors),
             )
             if rows == "all rows":
-                layers.append(CoverageLayer(index, fmean(errors), bound, entry.limit, max(errors)))
+                kept = [float(f"{error:.3g}") for error in errors] if domain != ALL else []
+                layers.append(CoverageLayer(index, fmean(errors), bound, entry.limit, max(errors), kept))
     agreements = [agreement for seen in samples for agreement in seen.agreements]
     kls = [max(0.0, agreement.kl) for agreement in agreements]
     kl_bound = certified.kl.value if certified.kl else None

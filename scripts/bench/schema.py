@@ -388,13 +388,15 @@ class CoverageCounts:
 
 @dataclass(frozen=True)
 class CoverageLayer:
-    """One layer on fresh prompts, in the budget's unit: the mean error, its certified bound, the limit, the largest."""
+    """One layer on fresh prompts, in the budget's unit: the mean error, its certified bound, the limit, the largest,
+    and, of one kind of text, the error of every prompt."""
 
     layer: int
     mean: float
     bound: float
     limit: float | None
     largest: float
+    errors: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
