@@ -287,9 +287,7 @@ def bucket_order(scores):
 
     Also which scores are sure of their bin: one on the border of two may fall either way.
     """
-    samples = order_module.SAMPLES
-    every = max(1, len(scores) // samples)
-    sample = scores[: every * samples : every][:samples].sort(descending=True).values
+    sample = scores[:: -(-len(scores) // order_module.SAMPLES)].sort(descending=True).values
     shares = bucket_shares(scores.device)
     edges = sample[(shares * len(sample)).int().clamp_max(len(sample) - 1)]
     per_bin = (BINS - 2.5) / (edges.max() - edges.min()).clamp_min(1e-6)
@@ -315,6 +313,20 @@ def test_the_coarse_order_is_nearly_the_full_order(monkeypatch):
     full = weights.sort(descending=True).values.cumsum(0) / weights.sum()
     for depth in (32, 64, 256, 1024):
         assert coarse[depth] >= 0.98 * full[depth]  # the least of three seeds is 0.991
+
+
+@pytest.mark.parametrize("prefix", [96, 160, 224, 480])
+def test_the_order_knows_the_last_keys_however_long_the_prefix_is(prefix):
+    """Recent keys often matter most: those behind the last whole multiple of the sample must be seen by it too."""
+    direction = torch.full((64,), 0.125)
+    q = direction.expand(1, 1, 64, 64)
+    k = torch.linspace(0, 6, prefix + 64)[None, None, :, None] * direction * 8  # scores rise with the position
+    scores, ranked = rank_of(q.half(), k.half(), LayerConfig.uniform(1, segment=64, tile=TILE))
+    weights = scores[0, 0, 0, :prefix].double().exp2()
+    full = weights.sort(descending=True).values
+    assert prefix % order_module.SAMPLES
+    for depth in (8, 16, 32, 64):
+        assert weights[ranked[0, 0, 0, :depth].long()].sum() >= 0.9 * full[:depth].sum()
 
 
 def test_equal_scores_keep_their_neighbours():

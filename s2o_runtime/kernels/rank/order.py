@@ -167,8 +167,8 @@ def _order(
         order = ORDER + b.to(tl.int64) * stride_ib + h.to(tl.int64) * stride_ih + n.to(tl.int64) * stride_in
 
         # edges: sampled quantiles at geometric ranks
-        every = tl.maximum(prefix // SAMPLES, 1)
-        sampled = tl.minimum(prefix, SAMPLES)
+        every = tl.cdiv(prefix, SAMPLES)  # rounded up, so that the sample reaches the last keys, which matter most
+        sampled = tl.cdiv(prefix, every)
         index = tl.arange(0, SAMPLES)
         sample = tl.load(score + index * every, mask=index < sampled, other=float("-inf")).to(tl.float32)
         sample = tl.sort(sample, descending=True)
