@@ -24,6 +24,7 @@ from s2o_runtime.baselines.selection import Selection
 from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import InputError
 from s2o_runtime.tiles import block_sparse_tile, skip_tile
+from support.kernels import fuse_products
 from support.marks import all_but_first
 from support.naive import naive_attention
 
@@ -204,6 +205,27 @@ def test_skip_softmax_drops_tiles_from_the_sum_too(
     assert left_out.tolist() == expected_left_out.tolist()
     assert float(left_out.sum()) > 0
     assert not torch.equal(expected[0], masked_softmax(q, k, v, selection, scale, skips=False)[0])
+
+
+@pytest.mark.parametrize("factor", [1e6, 1e9])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "block"),
+    [pytest.param(1, 333, 64, id="one-query"), pytest.param(129, 129, 128, id="a-tile-of-one-row")],
+)
+def test_a_tile_with_a_new_maximum_is_kept_whatever_a_compiler_fuses(q_len, kv_len, block, factor, nan_filled, monkeypatch):
+    """From a factor of the context's length on, tiles without a new maximum are left out, the first one never."""
+    q, k, v = inputs(1, 4, 2, q_len, kv_len, 64)
+    scale = 0.3
+    selection = select(q, k, SkipSoftmax(factor, block))
+    fuse_products(monkeypatch)
+    counts = [torch.full((4,), math.nan, dtype=torch.float64) for _ in range(2)]
+    ours, expected = run(q, k, v, selection, scale, counts[0]), masked_softmax(q, k, v, selection, scale)
+    torch.testing.assert_close(ours[0].double(), expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours[1].double(), expected[1], rtol=1e-4, atol=1e-4)
+    attend(q, k, v, selection, scale=scale, left_out=counts[1], backend="reference")
+    assert counts[0].tolist() == counts[1].tolist()
+    if q_len == 1:
+        assert float(counts[0].sum()) > 0  # some tiles have no new maximum
 
 
 def test_what_is_left_out_counts_as_half(nan_filled):

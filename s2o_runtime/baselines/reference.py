@@ -89,9 +89,10 @@ def _skipped(scores: Tensor, keys: Tensor, skip: Skip) -> Tensor:
     highest = torch.stack(
         [scores[:, end - size : end].amax(1) for end, size in zip(ends, sizes.tolist(), strict=True)], 1
     )  # [rows, tiles]
-    below = highest - highest.cummax(1).values.clamp_min(torch.finfo(scores.dtype).min)
+    largest = highest.cummax(1).values.clamp_min(torch.finfo(scores.dtype).min)
+    low = highest < largest + skip.limit
     skipped = torch.zeros_like(scores, dtype=torch.bool)
     for begin in range(0, len(scores), skip.rows):
-        skipped_tiles = below[begin : begin + skip.rows].amax(0) < skip.limit
+        skipped_tiles = low[begin : begin + skip.rows].all(0)
         skipped[begin : begin + skip.rows] = skipped_tiles.repeat_interleave(sizes)
     return skipped

@@ -202,7 +202,8 @@ class SkipSoftmax(_Settings):
 
     Attributes:
         factor: a tile is dropped where all of its weights, relative to the largest of their row so far, are below
-            this number over the length of the context; 0 drops none.
+            this number over the length of the context, at most 1; 0 drops none. At 1 a tile stays only where a row has
+            its largest weight so far, as every row has in the first tile.
         block: queries of a tile; it has 64 keys.
     """
 

@@ -138,9 +138,12 @@ def absorb_or_skip(
         qk_scale = qk_scale[:, None]
     left_out = 0
     if SKIPS:
+        # Compared and not subtracted: `highest` is a product, and a compiler fuses a product and a difference into one
+        # operation that rounds once. Its result at a row's own maximum is the product's rounding error in place of 0,
+        # half the time below a limit of 0.
+        kept = tl.where(highest < m_safe + limit, 0, tl.where(real, 1, 0))  # a nan keeps its tile
         # reduced as one row: Triton's layout pass for tensor memory fails on a plain vector
-        below = tl.where(real, highest - m_safe, float("-inf"))
-        left_out = (tl.max(tl.reshape(below, [1, below.shape[0]])) < limit).to(tl.int32)
+        left_out = 1 - tl.max(tl.reshape(kept, [1, kept.shape[0]]))
     if SKIPS_SUM:
         if left_out == 0:  # otherwise no row has a new maximum, so l and acc need no decay
             weights = tl.exp2(scores * qk_scale - m_safe[:, None])

@@ -1,6 +1,8 @@
 """Inputs and calls for the kernels in Triton's interpreter."""
 
+import numpy as np
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.kernels.call import Call, head_tables
@@ -58,3 +60,35 @@ def ranking_of(call, ranked, tail, b, h, n):
             mass[at] = masses[edge + 1] + share * (masses[edge] - masses[edge + 1])
             values[at] = sums[edge + 1] + share * (sums[edge] - sums[edge + 1])
     return RankedPrefix(order.flatten(), mass, values, grain)
+
+
+def fuse_products(monkeypatch):
+    """Make the interpreter round a float32 product and a sum or difference with it once, as compilers for GPUs do.
+
+    LLVM and ptxas contract `a * b - c` into a fused multiply-add wherever they see it, also where the product is used
+    elsewhere too; there it is rounded by itself.
+    """
+    multiply, add, subtract = (getattr(InterpreterBuilder, f"create_f{name}") for name in ("mul", "add", "sub"))
+
+    def exact(handle):
+        factors = handle.attr.get("factors") or (handle.data, np.ones_like(handle.data))
+        return factors[0].astype(np.longdouble) * factors[1].astype(np.longdouble)
+
+    def product(builder, lhs, rhs):
+        result = multiply(builder, lhs, rhs)
+        if result.data.dtype == np.float32:
+            result.set_attr("factors", (lhs.data, rhs.data))
+        return result
+
+    def fused(unfused, operation):
+        def combined(builder, lhs, rhs):
+            result = unfused(builder, lhs, rhs)
+            if lhs.attr.get("factors") or rhs.attr.get("factors"):
+                result.data = operation(exact(lhs), exact(rhs)).astype(np.float32)
+            return result
+
+        return combined
+
+    monkeypatch.setattr(InterpreterBuilder, "create_fmul", product)
+    monkeypatch.setattr(InterpreterBuilder, "create_fadd", fused(add, np.add))
+    monkeypatch.setattr(InterpreterBuilder, "create_fsub", fused(subtract, np.subtract))
