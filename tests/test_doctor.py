@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import s2o_runtime
 from calibrate.commands.calibrate import main as calibrate
 from s2o_runtime import load_profile, save_profile
+from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.baselines.settings import PBS
 from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
 from s2o_runtime.config import HeadConfig, TileConfig
@@ -22,6 +23,8 @@ from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.doctor import command, environment, prospect, self_test
 from s2o_runtime.doctor.command import examine, main
 from s2o_runtime.doctor.findings import Finding, Section, as_json, as_text, exit_code
+from s2o_runtime.reference import attention
+from s2o_runtime.reference.dense import dense_attention, exact_attention
 from s2o_runtime.vllm import compat
 from s2o_runtime.vllm.fit import ProfileFit, Rank
 
@@ -276,6 +279,157 @@ def test_every_gpu_has_a_tile_that_the_self_test_can_use(monkeypatch):
         assert {tile.specialized for tile in tiles} == kernels
         for tile in tiles:
             self_test.layer(tile).validate()
+
+
+GPU_TILES = {  # those of `kernel_tiles`, by their stride and height
+    "plain": TileConfig(128, 64, 4, 8, 3),
+    "specialised": TileConfig(64, 128, 4, 4, 2, True),
+    "narrow": TileConfig(128, 32, 8, 8, 3),
+}
+
+
+def test_these_are_the_tiles_of_every_gpu(monkeypatch):
+    tiles = set()
+    for gpu in [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]:
+        monkeypatch.setattr(self_test, "capability", lambda device, gpu=gpu: gpu)
+        tiles |= set(self_test.kernel_tiles(CPU))
+    assert tiles == set(GPU_TILES.values())
+
+
+def compared(tile, length, seed=0, dtype=torch.bfloat16):
+    """q, k and v of the self-test, and a function that judges a result for them as a kernel's."""
+    q, k, v = self_test.inputs(length, 128, dtype, CPU, seed)
+    theirs = s2o_attention(q, k, v, self_test.layer(tile), backend="reference", return_stats=True)
+    truth, dense = exact_attention(q, k, v), dense_attention(q, k, v)
+    return (q, k, v), lambda ours: self_test.judged_kernel(tile, ours, theirs, truth, dense)[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("tile", "length", "head_dim"),
+    [
+        *[pytest.param(tile, length, 128, id=f"{name}-{length}") for name, tile in GPU_TILES.items() for length in (1021, 2045)],
+        pytest.param(self_test.CPU_TILE, 1021, 64, id="cpu"),
+    ],
+)  # fmt: skip
+def test_no_stop_of_the_self_test_is_near_its_threshold(tile, length, head_dim, seed, monkeypatch):
+    """Of every chunk whose stop says something: what it brings, over what the stop rule asks for."""
+    ratios, real = [], attention.stops
+
+    def stops(gain, begin, end, prefix, head, tile):
+        if head.tau > 0 and end < prefix:
+            ratios.append(gain * (prefix - end) / (head.tau * (end - begin)))
+        return real(gain, begin, end, prefix, head, tile)
+
+    monkeypatch.setattr(attention, "stops", stops)
+    q, k, v = self_test.inputs(length, head_dim, torch.bfloat16, CPU, seed)
+    result = s2o_attention(q, k, v, self_test.layer(tile), backend="reference", return_stats=True)
+    ratio = torch.cat(ratios)
+    assert not ((ratio > 0.5) & (ratio < 4)).any(), ratio
+    assert (ratio <= 0.5).any()
+    assert (ratio >= 4).any() == (length > 1024)  # what is looked for is in no prefix before
+    density = result.density.tolist()
+    assert density[0] == density[2] == 1.0
+    assert max(density[1], density[3]) < 0.9
+
+
+@pytest.mark.parametrize("length", [301, 1021, 2045])
+@pytest.mark.parametrize("tile", GPU_TILES.values(), ids=GPU_TILES)
+def test_the_verdict_does_not_depend_on_rounding(tile, length, monkeypatch):
+    """A result for inputs off by up to a bfloat16 rounding, with rankings off by much more, is none of a wrong kernel."""
+    (q, k, v), judged = compared(tile, length)
+    real, generator = attention.part_means, torch.Generator().manual_seed(length)
+
+    def rounded(x):
+        off = (torch.rand(x.shape, generator=generator) * 2 - 1) * 2**-8
+        return (x.float() * (1 + off)).to(x.dtype)
+
+    def part_means(*arguments):
+        parts = real(*arguments)
+        return parts * (1 + 0.05 * torch.randn(parts.shape, generator=generator))
+
+    monkeypatch.setattr(attention, "part_means", part_means)
+    for _ in range(5):
+        inputs = rounded(q), rounded(k), rounded(v)
+        assert not any(map(torch.equal, inputs, (q, k, v)))
+        assert not judged(s2o_attention(*inputs, self_test.layer(tile), backend="reference", return_stats=True))
+
+
+def with_heads(**changes):
+    """A kernel that computes the heads that stop with other settings."""
+
+    def kernel(q, k, v, config):
+        heads = tuple(replace(head, **changes) if head.tau else head for head in config.heads)
+        return s2o_attention(q, k, v, replace(config, heads=heads), backend="reference", return_stats=True)
+
+    return kernel
+
+
+def on_inputs(change):
+    """A kernel that reads other inputs."""
+    return lambda q, k, v, config: s2o_attention(*change(q, k, v), config, backend="reference", return_stats=True)
+
+
+def with_output(change):
+    """A kernel that writes another output."""
+
+    def kernel(q, k, v, config):
+        result = s2o_attention(q, k, v, config, backend="reference", return_stats=True)
+        change(result.out, q, k, v)
+        return result
+
+    return kernel
+
+
+def with_order(change):
+    """A kernel that visits the prefix in another order."""
+
+    def kernel(q, k, v, config):
+        with pytest.MonkeyPatch.context() as patch:
+            real = attention.rank
+            patch.setattr(attention, "rank", lambda *arguments: change(real(*arguments)))
+            return s2o_attention(q, k, v, config, backend="reference", return_stats=True)
+
+    return kernel
+
+
+def one_key_more(out, q, k, v):
+    """Rows of the heads that never stop see the key behind them too."""
+    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(2)
+    for head in (0, 2):
+        scores = q[0, head].float() @ k[0, head // 2].float().T / q.shape[3] ** 0.5
+        out[0, head] = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1).to(v.dtype) @ v[0, head // 2]
+
+
+def unwritten_row(out, q, k, v):
+    out[:, 3, -1] = torch.nan
+
+
+WRONG_KERNELS = {
+    "it never stops": (with_heads(tau=0.0), "density in head 1"),
+    "it stops at the first check": (with_heads(tau=1e6), "density in head 1"),
+    "its gains are ten times too large": (with_heads(tau=0.1), "density in head 1"),
+    "it estimates no tail": (with_heads(tail=False), "error in head 3"),
+    "it estimates a tail unasked": (with_heads(tail=True), "error in head 1"),
+    "it visits in ascending order": (with_order(lambda r: r._replace(order=r.order.sort().values)), "head 1"),
+    "it visits unimportant keys first": (with_order(lambda r: r._replace(order=r.order.flip(0))), "head 1"),
+    "it visits some keys twice": (
+        with_order(lambda r: r._replace(order=torch.cat([r.order[:64], r.order[:-64]]))), "error in head 0"
+    ),
+    "it reads the keys of another head": (on_inputs(lambda q, k, v: (q, k.flip(1), v)), "error in head 0"),
+    "it reads the next values": (on_inputs(lambda q, k, v: (q, k, v.roll(1, 2))), "error in head 0"),
+    "it scales scores by a percent more": (on_inputs(lambda q, k, v: (q * 1.01, k, v)), "error in head 0"),
+    "it sees a key of the future": (with_output(one_key_more), "error in head 0"),
+    "it leaves a row unwritten": (with_output(unwritten_row), "error in head 3"),
+    "it scales a head by a percent": (with_output(lambda out, *_: out[:, 2].mul_(1.01)), "error in head 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tile", GPU_TILES.values(), ids=GPU_TILES)
+@pytest.mark.parametrize(("kernel", "expected"), WRONG_KERNELS.values(), ids=WRONG_KERNELS)
+def test_a_wrong_kernel_does_not_pass(kernel, expected, tile):
+    tensors, judged = compared(tile, 2045)
+    assert expected in judged(kernel(*tensors, self_test.layer(tile)))
 
 
 # profiles and models

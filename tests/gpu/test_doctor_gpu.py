@@ -21,10 +21,10 @@ def test_every_kernel_of_this_gpu_passes(nan_filled):
 
 @pytest.mark.parametrize("length", [301, 1021, 2045])
 def test_other_odd_lengths_have_the_references_errors(length):
-    """Up to 301 tokens the prefix may be too short for a head to skip any of it."""
+    """Of 301 tokens nothing is skipped: the prefix is one chunk at most."""
     for tile in kernel_tiles(GPU):
         value, wrong = kernel_test(GPU, tile, length)
-        assert not wrong or (length == 301 and "to skip keys" in wrong), (value, wrong)
+        assert not wrong, (value, wrong)
 
 
 def test_it_takes_two_seconds_once_the_kernels_are_compiled():
