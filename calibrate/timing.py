@@ -128,9 +128,9 @@ def _on_gpu(device: torch.device, flushes: int = FLUSHES) -> Callable[[Callable[
         for _ in range(flushes):
             flush.zero_()
         begin, end = _event(), _event()
-        begin.record()
+        begin.record(torch.cuda.current_stream(device))  # which is not the current device's where a model is on several
         call()
-        end.record()
+        end.record(torch.cuda.current_stream(device))
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 

@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from calibrate.model import self_test as module
 from calibrate.model.models import in_memory
 from calibrate.model.self_test import self_test
+from calibrate.model.streams import decoder_layers
 from s2o_runtime.errors import ModelError
+from s2o_runtime.huggingface import hf
 from support.architectures import CASES
 from support.models import CONFIGS, SIZES, save, stream
 from support.tiny import tiny_tokenizer
@@ -57,6 +60,50 @@ def test_a_streamed_model_is_tested_as_far_as_its_first_layer_of_full_attention(
     self_test(streamed)
     assert ran == {0}
     assert all(parameter.is_meta for parameter in streamed.model.parameters())
+
+
+def hand_copies(model, number):
+    """Let a decoder layer get copies of all it is called with, as accelerate's hooks hand them to another GPU's layers."""
+
+    def copied(value):
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    def hook(layer, arguments, named):
+        return tree_map(copied, arguments), tree_map(copied, named)
+
+    model.model.layers[number].register_forward_pre_hook(hook, with_kwargs=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
+def test_a_layer_that_gets_a_copy_of_the_mask_passes(name, monkeypatch):
+    """What S2O gets for it is a copy too, of which nothing but the numbers is left, as when the model is patched."""
+    held = loaded(CASES[name].config)
+    for number in range(len(decoder_layers(held.model))):
+        hand_copies(held.model, number)
+    recovered, original = set(), hf._recovered
+
+    def counted(mask):
+        recovered.add((int(mask[..., 0].max()), int(mask[..., 1].max())))
+        return original(mask)
+
+    monkeypatch.setattr(hf, "_recovered", counted)
+    self_test(held)
+    assert any(start for _, start in recovered)  # of the padded prompt
+    assert any(offset for offset, _ in recovered)  # of the second chunk
+
+
+def test_another_mask_is_no_copy_of_a_known_one(monkeypatch):
+    """A layer that hides one key more than the model's mask says is not served by S2O's form of that mask."""
+    held = loaded()
+
+    def hook(layer, arguments, named):
+        mask = named["attention_mask"].clone()
+        mask[..., 5:, 3] = torch.finfo(mask.dtype).min
+        return arguments, named | {"attention_mask": mask}
+
+    held.model.model.layers[1].register_forward_pre_hook(hook, with_kwargs=True)
+    with pytest.raises(ModelError, match=r"layer 1 is not plain causal attention \(whole prompt: its output"):
+        self_test(held)
 
 
 def change_attention(monkeypatch, change):

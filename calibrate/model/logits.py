@@ -78,7 +78,7 @@ def _quickest(short: Logits | None, whole: Logits) -> Logits:
         if chosen:
             return chosen[0](rows)
         out = whole(rows)
-        chosen.append(short if short is not None and torch.equal(short(rows), out) else whole)
+        chosen.append(short if short is not None and torch.equal(short(rows).to(out.device), out) else whole)
         return out
 
     return logits

@@ -33,7 +33,6 @@ from s2o_runtime.layer_kinds import positions, text_config
 from s2o_runtime.tiles import DECODE, candidate_tiles
 
 NAME = "s2o_self_test"
-MASK = "s2o_mask"  # attribute of eager attention's mask: what S2O gets instead
 SEGMENTS = 3  # of a prompt, the last one not whole
 CPU_TILE = TileConfig(64, 32, 1, 4, 1)
 ALLOWED = {torch.float32: 1e-7, torch.float64: 1e-7}  # mean squared difference over mean square
@@ -64,7 +63,7 @@ def self_test(loaded: LoadedModel) -> None:
     length = min(SEGMENTS * config.heads[0].segment - 20, positions(loaded.model.config))
     comparison = _Comparison(loaded.geometry)
     AttentionInterface.register(NAME, comparison.attention)
-    AttentionMaskInterface.register(NAME, _both_masks)
+    AttentionMaskInterface.register(NAME, comparison.mask)
     with (
         attention_implementation(loaded.model, NAME),
         _only(loaded, layers),
@@ -141,20 +140,13 @@ def _attached(layers: list[DecoderLayer], config: LayerConfig) -> Iterator[None]
             hf.detach(module)
 
 
-def _both_masks(**call: Any) -> Tensor | None:
-    """Eager attention's mask, which has S2O's as an attribute."""
-    mask: Tensor | None = eager_mask(**call)
-    if mask is not None:
-        setattr(mask, MASK, hf.s2o_mask(**call))
-    return mask
-
-
 @dataclass
 class _Comparison:
-    """The attention function of the test, and what it saw.
+    """The attention function and the mask function of the test, and what they saw.
 
     geometry: What the configuration says of the layers. case: What is tested. real: Which positions are no padding,
-    bool [B, L]; None if all are none. ran: The modules that ran S2O in this case. reasons: Why others did not.
+    bool [B, L]; None if all are none. ran: The modules that ran S2O in this case. reasons: Why others did not. masks:
+    Eager attention's masks of this case, and beside each what S2O gets instead.
     """
 
     geometry: Geometry
@@ -162,11 +154,36 @@ class _Comparison:
     real: Tensor | None = None
     ran: set[nn.Module] = field(default_factory=set)
     reasons: dict[nn.Module, str] = field(default_factory=dict)
+    masks: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
 
     def begin(self, case: str) -> None:
         self.case = case
         self.ran.clear()
         self.reasons.clear()
+        self.masks.clear()
+
+    def mask(self, **call: Any) -> Tensor | None:
+        """Eager attention's mask, beside which S2O's is remembered."""
+        mask: Tensor | None = eager_mask(**call)
+        if mask is not None:
+            self.masks.append((mask, hf.s2o_mask(**call)))
+        return mask
+
+    def s2o_mask(self, mask: Tensor | None) -> Tensor | None:
+        """What S2O gets instead of a mask that reached a layer.
+
+        A model that is spread over GPUs hands its layers copies of the mask, and of S2O's if that is what it made: then
+        this is a copy too, on the same device, which has lost what S2O attached to its mask.
+        """
+        if mask is None:
+            return None
+        for eager, ours in self.masks:
+            if eager is mask:
+                return ours
+        for eager, ours in self.masks:
+            if ours is not None and eager.dtype == mask.dtype and torch.equal(eager.to(mask.device), mask):
+                return ours.to(mask.device, copy=True)
+        return None
 
     def reason(self, module: nn.Module) -> str:
         return self.reasons.get(module, f"it does not call transformers' attention function, {self.case} prompt")
@@ -197,7 +214,7 @@ class _Comparison:
             raise ModelError(f"layer {number} cannot run S2O ({obstacle}): the model is not supported")
         self._check_sizes(number, query, key)
         state.counts.clear()
-        mask = getattr(attention_mask, MASK, None)
+        mask = self.s2o_mask(attention_mask)
         ours = hf.s2o_attention_forward(module, query, key, value, mask, **arguments)[0]
         ((path, reason),) = state.counts
         if path == "s2o":
@@ -221,7 +238,8 @@ class _Comparison:
     def _compare(self, number: int, ours: Tensor, out: Tensor) -> None:
         """Raises ModelError if two outputs [B, L, Hq, D] of a layer are not the same but for the rounding of `ours`."""
         if self.real is not None:
-            ours, out = ours[self.real], out[self.real]
+            real = self.real.to(out.device)
+            ours, out = ours[real], out[real]
         difference = (ours.double() - out.double()).square().mean() / out.double().square().mean().clamp_min(1e-30)
         if not float(difference) <= ALLOWED.get(ours.dtype, ALLOWED_ROUNDED):
             raise ModelError(

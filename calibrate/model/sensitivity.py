@@ -130,7 +130,7 @@ def _backward(layer: DecoderLayer, before: Stream, gradient: Tensor) -> tuple[Te
     hidden = before.hidden.detach().requires_grad_()
     with torch.enable_grad(), _watched(layer.attention) as outputs:
         after = replace(before, hidden=hidden).through(layer.module, layer.number).hidden
-    to_hidden, *to_outputs = torch.autograd.grad(after, (hidden, *outputs), gradient)
+    to_hidden, *to_outputs = torch.autograd.grad(after, (hidden, *outputs), gradient.to(after.device))
     for to_output in to_outputs:
         check_finite(to_output, "gradient of attention", layer.number, before.prompt)
     return to_hidden, [0.5 * to_output[0].double().square().sum(-1).mean(-1) for to_output in to_outputs]

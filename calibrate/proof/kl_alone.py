@@ -134,7 +134,7 @@ class AlonePrompts:
                 before, dense = dense, [stream.through(module, number) for stream in dense]
                 for variant, (streams, patched) in enumerate(zip(variants, patched_by, strict=True)):
                     if row is not None and attention is not None and row in patched:
-                        layer = PatchableLayer(row, number, module, attention, device)
+                        layer = PatchableLayer(row, number, module, attention)
                         state = layer.state(patched[row])
                         variants[variant] = [layer.patched(stream, state) for stream in streams]
                     elif streams is before:  # what is not patched yet is what the dense model is

@@ -20,7 +20,7 @@ from torch import nn
 from calibrate.journal import Journal
 from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
-from calibrate.model.streams import Calls, DecoderLayer, Stream, begin, decoder_layers, layer_on_device
+from calibrate.model.streams import Calls, DecoderLayer, Stream, begin, decoder_layers, device_of, layer_on_device
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import PromptAgreement, compare
 from calibrate.proof.chunks import ByLength, Chunks, chunks_of
@@ -103,7 +103,11 @@ class PatchableLayer:
     number: int
     module: nn.Module
     attention: nn.Module
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer runs: the layers of a model may be on several GPUs."""
+        return device_of(self.module)
 
     def dense(self, stream: Stream) -> Stream:
         return stream.through(self.module, self.number)
@@ -228,8 +232,7 @@ class _OnDevice:
         assert of_decoder.row is not None
         assert of_decoder.attention is not None
         module = self._context.__enter__()
-        device = self._worker.loaded.weights.device
-        return PatchableLayer(of_decoder.row, of_decoder.number, module, of_decoder.attention, device)
+        return PatchableLayer(of_decoder.row, of_decoder.number, module, of_decoder.attention)
 
     def __exit__(self, *error: Any) -> None:
         self._context.__exit__(*error)

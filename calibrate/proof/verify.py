@@ -21,7 +21,7 @@ from calibrate.curves.row_errors import WORST, tile_worst
 from calibrate.journal import Journal
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import DecoderLayer, Stream, begin, layer_on_device
+from calibrate.model.streams import DecoderLayer, Stream, begin, device_of, layer_on_device
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import PromptAgreement
 from calibrate.proof.chunks import ByLength
@@ -328,8 +328,7 @@ class _TimedWalk:
     def _patchable(self, of_decoder: DecoderLayer, module: nn.Module) -> PatchableLayer | None:
         if of_decoder.row is None or of_decoder.attention is None:
             return None
-        device = self._worker.loaded.weights.device
-        return PatchableLayer(of_decoder.row, of_decoder.number, module, of_decoder.attention, device)
+        return PatchableLayer(of_decoder.row, of_decoder.number, module, of_decoder.attention)
 
     def _patched(self, layer: PatchableLayer) -> Stream:
         runs = self._runs[layer.index]
@@ -341,8 +340,7 @@ class _TimedWalk:
     def _pass_seconds(self, of_decoder: DecoderLayer, module: nn.Module) -> dict[str, Any]:
         """The seconds of a layer that has no full attention, which both prefills have."""
         before, number = self._stream, of_decoder.number
-        device = self._worker.loaded.weights.device
-        seconds = _seconds({"layer": lambda: before.through(module, number)}, device)["layer"]
+        seconds = _seconds({"layer": lambda: before.through(module, number)}, device_of(module))["layer"]
         self._stream = self._through(of_decoder, module)
         return {"patched": seconds, "dense": seconds}
 
