@@ -35,7 +35,7 @@ def main(model_path: str, profile: str, length: int, out: str) -> None:
         {
             "logits": logits.float().cpu(),
             "heads": [(state.heads.start, state.heads.stop) for state in states],
-            "densities": [state.last.density.cpu() for state in states],
+            "densities": [None if state.last is None else state.last.density.cpu() for state in states],
             "paths": [dict(state.counts) for state in states],
             "said": said,
         },

@@ -212,7 +212,9 @@ def test_skip_softmax_drops_tiles_from_the_sum_too(
     ("q_len", "kv_len", "block"),
     [pytest.param(1, 333, 64, id="one-query"), pytest.param(129, 129, 128, id="a-tile-of-one-row")],
 )
-def test_a_tile_with_a_new_maximum_is_kept_whatever_a_compiler_fuses(q_len, kv_len, block, factor, nan_filled, monkeypatch):
+def test_a_tile_with_a_new_maximum_is_kept_whatever_a_compiler_fuses(
+    q_len, kv_len, block, factor, nan_filled, monkeypatch
+):
     """From a factor of the context's length on, tiles without a new maximum are left out, the first one never."""
     q, k, v = inputs(1, 4, 2, q_len, kv_len, 64)
     scale = 0.3

@@ -308,7 +308,11 @@ def compared(tile, length, seed=0, dtype=torch.bfloat16):
 @pytest.mark.parametrize(
     ("tile", "length", "head_dim"),
     [
-        *[pytest.param(tile, length, 128, id=f"{name}-{length}") for name, tile in GPU_TILES.items() for length in (1021, 2045)],
+        *(
+            pytest.param(tile, length, 128, id=f"{name}-{length}")
+            for name, tile in GPU_TILES.items()
+            for length in (1021, 2045)
+        ),
         pytest.param(self_test.CPU_TILE, 1021, 64, id="cpu"),
     ],
 )  # fmt: skip
@@ -336,7 +340,10 @@ def test_no_stop_of_the_self_test_is_near_its_threshold(tile, length, head_dim, 
 @pytest.mark.parametrize("length", [301, 1021, 2045])
 @pytest.mark.parametrize("tile", GPU_TILES.values(), ids=GPU_TILES)
 def test_the_verdict_does_not_depend_on_rounding(tile, length, monkeypatch):
-    """A result for inputs off by up to a bfloat16 rounding, with rankings off by much more, is none of a wrong kernel."""
+    """Scores of queries and keys that are off by roundings to bfloat16, and rankings off by much more, are no problem.
+
+    Values are read as they are: no kernel rounds them.
+    """
     (q, k, v), judged = compared(tile, length)
     real, generator = attention.part_means, torch.Generator().manual_seed(length)
 
@@ -350,9 +357,10 @@ def test_the_verdict_does_not_depend_on_rounding(tile, length, monkeypatch):
 
     monkeypatch.setattr(attention, "part_means", part_means)
     for _ in range(5):
-        inputs = rounded(q), rounded(k), rounded(v)
-        assert not any(map(torch.equal, inputs, (q, k, v)))
-        assert not judged(s2o_attention(*inputs, self_test.layer(tile), backend="reference", return_stats=True))
+        off_q, off_k = rounded(q), rounded(k)
+        assert not torch.equal(off_q, q)
+        assert not torch.equal(off_k, k)
+        assert not judged(s2o_attention(off_q, off_k, v, self_test.layer(tile), backend="reference", return_stats=True))
 
 
 def with_heads(**changes):

@@ -15,11 +15,12 @@ from calibrate.model.self_test import self_test
 from calibrate.model.streams import begin, decoder_layers, layer_on_device
 from calibrate.model.weights import InMemory
 from calibrate.model.whole import streaming_obstacle
-from s2o_runtime import load_profile, patch
+from s2o_runtime import explain, load_profile, patch, patched
 from s2o_runtime.errors import ConfigError, ModelError
 from s2o_runtime.identity import fingerprint, geometry
 from support.architectures import CASES
 from support.models import CONFIGS, SIZES, build
+from support.spread import PretendedDevices, spread
 from support.tiny import QUICK, save_tiny, tiny_tokenizer
 
 PROMPTS = [torch.randint(8, 120, (90,), generator=torch.Generator().manual_seed(1))]
@@ -240,6 +241,33 @@ def test_a_model_that_accelerate_spreads_keeps_its_hooks(tmp_path):
     options = QUICKEST | {"budget_rel_mse": 1e-2, "out": tmp_path / "p.safetensors"}
     assert calibrate(model, tiny_tokenizer(), progress=False, **options).written
     assert {part: part.__dict__["forward"] for part in model.modules() if "forward" in part.__dict__} == hooked
+
+
+def test_a_model_that_is_spread_over_devices_mixes_no_tensors_of_two(tmp_path, monkeypatch):
+    """Two devices that are pretended: calibrating and running a model keeps to what is on a layer's own."""
+    model = build("llama")
+    decoder = model.model
+    spread(decoder.embed_tokens, decoder.rotary_emb, decoder.layers[0], device="first")
+    spread(decoder.layers[1], decoder.norm, model.lm_head, device="second")
+    with PretendedDevices() as devices:
+        options = QUICKEST | {"budget_rel_mse": 0.5, "lengths": (768,), "num_certify": 2, "out": tmp_path / "p"}
+        assert calibrate(model, tiny_tokenizer(), progress=False, **options).written
+        with torch.no_grad(), patched(model, tmp_path / "p", strict=True):
+            model(torch.randint(8, 120, (1, 768)))
+            assert {(row["layer"], row["path"]) for row in explain(model)} == {(0, "s2o"), (1, "s2o")}
+    assert devices.seen == {"first", "second"}
+    assert not devices.mixed
+
+
+def test_pretended_devices_notice_what_is_mixed():
+    here, there = (torch.nn.Linear(4, 4) for _ in range(2))
+    spread(here, device="first")
+    spread(there, device="second")
+    with PretendedDevices() as devices, torch.no_grad():
+        out = there(here(torch.ones(1, 4)))
+        assert not devices.mixed
+        _ = out + here(torch.ones(1, 4)).view(4)
+    assert [operation for operation, _ in devices.mixed] == ["add.Tensor"]
 
 
 CONFIGURATION = """

@@ -63,7 +63,7 @@ def test_a_streamed_model_is_tested_as_far_as_its_first_layer_of_full_attention(
 
 
 def hand_copies(model, number):
-    """Let a decoder layer get copies of all it is called with, as accelerate's hooks hand them to another GPU's layers."""
+    """Let a decoder layer get copies of all it is called with, as accelerate hands them to a layer on another GPU."""
 
     def copied(value):
         return value.clone() if isinstance(value, torch.Tensor) else value

@@ -3,6 +3,7 @@
 import itertools
 import math
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,6 +120,28 @@ def test_work_ahead_of_a_call_is_asked_for(monkeypatch):
     monkeypatch.setattr(timing, "_on_gpu", lambda device, flushes: asked.append(flushes) or (lambda call: call()))
     assert samples({"a": lambda: 1.0}, GPU, 2, flushes=160) == {"a": [1.0, 1.0]}
     assert asked == [160]
+
+
+def test_a_call_is_timed_on_its_own_gpu(monkeypatch):
+    """Events of the current GPU's stream would not see what another one does: layers of a model may be on several."""
+    second, recorded = torch.device("cuda", 1), []
+
+    class Event:
+        def record(self, stream):
+            recorded.append(stream)
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 3.0
+
+    monkeypatch.setattr(timing, "_event", Event)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=8))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: torch.zeros(size, dtype=dtype))
+    assert medians({"a": lambda: recorded.append("call")}, second, 1) == {"a": 3e-3}
+    assert recorded == [second, "call", second] * 2
 
 
 def test_medians(device):

@@ -171,9 +171,8 @@ def judged_kernel(
             return value, f"expected at most twice SDPA's error in head {head}, which skips nothing"
     for head in (1, 3):
         if not abs(density[head] - expected_density[head]) <= DENSITY_APART:
-            return value, (
-                f"expected the reference's density in head {head}, {expected_density[head]:.1%}, not {density[head]:.1%}"
-            )
+            both = f"{expected_density[head]:.1%}, not {density[head]:.1%}"
+            return value, f"expected the reference's density in head {head}, {both}"
         if not abs(errors[head] - expected[head]) <= STOPS_APART * expected[head] + STOP_ROUNDING:
             return value, f"expected the reference's error in head {head}, {expected[head]:.1e}, not {errors[head]:.1e}"
     return value, ""

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,14 @@ from calibrate.model.models import in_memory, load
 from calibrate.model.self_test import self_test
 from calibrate.model.weights import model_class
 from s2o_runtime import explain, patched
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.devices import capability, identify
 from s2o_runtime.huggingface import hf
-from s2o_runtime.identity import fingerprint
+from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.identity import fingerprint, geometry
 from s2o_runtime.layer_kinds import window
+from s2o_runtime.profile import Profile, save_profile
+from s2o_runtime.tiles import default_tile
 from support.architectures import CASES, RUNNING
 from support.tiny import tiny_tokenizer
 
@@ -22,6 +28,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 
 BUDGET = {"budget_rel_mse": 0.3, "lengths": (2048,), "segments": (256, 512), "representatives": (1,), "trials": 2}
 QUICK = BUDGET | {"num_prompts": 1, "num_held_out": 1, "num_certify": 0, "worst_rows": 0, "hide_needles": False}
+
+HEAD_TAUS = (0.01, 0.3, 1.0, 10.0)  # of a model's four heads: from all pairs computed to few
+DENSITY_APART = 0.04  # of two runs in bfloat16: few of the row tiles stop a chunk earlier or later
 
 UNLIMITED = [name for name, case in CASES.items() if case.runs_all and window(case.config) is not None]
 
@@ -35,6 +44,17 @@ def on_gpu(name):
         text.sliding_window *= 4096 // text.max_position_embeddings
     text.max_position_embeddings = 4096
     return model_class(config).from_config(config, dtype=torch.bfloat16).eval().cuda()
+
+
+def a_threshold_for_each_head(model, taus):
+    """A profile of every layer with the same thresholds, one for each query head."""
+    shape, device = geometry(model.config), torch.device("cuda", 0)
+    tile = default_tile(shape.head_dim, capability(device))
+    config = LayerConfig.uniform(len(taus), tau=1.0, segment=256, tile=tile)
+    config = replace(config, heads=tuple(replace(head, tau=tau) for head, tau in zip(config.heads, taus, strict=True)))
+    lengths = (2048, 8192)
+    layers = ((config,) * shape.layers,) * len(lengths)
+    return Profile("tiny", shape, fingerprint(model), identify(device), lengths, layers)
 
 
 @pytest.mark.parametrize("name", RUNNING)
@@ -120,12 +140,33 @@ def test_a_model_in_4_bits(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_model_spread_over_two_gpus(tmp_path):
-    """By accelerate, whose hooks move what a layer gets to the layer's GPU."""
+    """By accelerate, whose hooks move what a layer gets to the layer's GPU: it is calibrated, and runs as on one GPU.
+
+    What a layer on the second GPU gets in place of a mask is a copy. That S2O runs there is shown with a profile made
+    by hand, because a calibration of so small a model finds dense attention faster and makes its layers dense.
+    """
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     model = on_gpu("llama")
+    profile = a_threshold_for_each_head(model, HEAD_TAUS)
+    ids = torch.randint(8, 120, (2, 4096), generator=torch.Generator().manual_seed(0)).cuda()
+    padding = torch.ones_like(ids)
+    padding[1, :1000] = 0
+    real = padding.bool().cpu()
+
+    @torch.no_grad()
+    def runs():
+        with patched(model, profile, strict=True):
+            logits = model(ids, attention_mask=padding, use_cache=False).logits.float().cpu()[real]
+            assert all(path == "s2o" for state in layer_states(model) for path, _ in state.counts), explain(model)
+            return logits, [state.last.density.cpu() for state in layer_states(model)]
+
+    expected, densities = runs()
     places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
     places |= {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}
     accelerate.dispatch_model(model, places)
+    logits, spread = runs()
+    torch.testing.assert_close(torch.stack(spread), torch.stack(densities), rtol=0, atol=1e-3)
+    assert (logits - expected).square().mean() / expected.square().mean() < 1e-6  # the same kernels
     out = tmp_path / "p.safetensors"
     result = calibrate(model, tiny_tokenizer(), progress=False, out=out, allow_regression=True, **QUICK)
     assert result.profile.geometry.layers == 2
@@ -135,15 +176,22 @@ def test_a_model_spread_over_two_gpus(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_ranks_of_a_patched_model_give_what_one_gpu_gives(tmp_path):
-    """Split by transformers' tp_plan, through NCCL; each rank runs its own heads of the profile, on its own GPU."""
+    """Split by transformers' tp_plan, through NCCL; each rank runs its own heads of the profile, on its own GPU.
+
+    Every head has a threshold of its own, so a rank that took another's would compute other pairs. The profile is made
+    by hand: a calibration of so small a model finds dense attention faster on a GPU and makes its layers dense.
+    """
     pytest.importorskip("accelerate", reason="accelerate is not installed, which transformers needs for tp_plan")
-    model, length = on_gpu("llama"), 2048
+    model, length = on_gpu("llama"), 4096
     model.save_pretrained(tmp_path / "model")
     out = tmp_path / "p.safetensors"
-    calibrate(model, tiny_tokenizer(), progress=False, out=out, allow_regression=True, **QUICK)
+    save_profile(a_threshold_for_each_head(model, HEAD_TAUS), out)
     ids = torch.randint(3, 100, (1, length), generator=torch.Generator().manual_seed(0)).cuda()
     with torch.no_grad(), patched(model, out, strict=True):
         expected = model(ids, use_cache=False).logits.float().cpu()
+        assert all(path == "s2o" for state in layer_states(model) for path, _ in state.counts), explain(model)
+        whole = [state.last.density.cpu() for state in layer_states(model)]
+    assert (whole[0].sort().values.diff() > 2 * DENSITY_APART).all()  # the heads differ
     program = Path(__file__).parents[1] / "tensor_parallel.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
     arguments = [str(tmp_path / "model"), str(out), str(length), str(tmp_path / "out")]
@@ -151,6 +199,11 @@ def test_two_ranks_of_a_patched_model_give_what_one_gpu_gives(tmp_path):
     assert run.returncode == 0, run.stderr[-3000:]
     for rank in range(2):
         of_rank = torch.load(tmp_path / f"out.{rank}")
+        assert all(path == "s2o" for counts in of_rank["paths"] for path, _ in counts), of_rank["paths"]
+        half = slice(2 * rank, 2 * rank + 2)
+        assert of_rank["heads"] == [(half.start, half.stop)] * len(whole)
+        for mine, of_all in zip(of_rank["densities"], whole, strict=True):
+            torch.testing.assert_close(mine, of_all[half], rtol=0, atol=DENSITY_APART)
         off = (of_rank["logits"] - expected).square().mean() / expected.square().mean()
         assert off < 1e-2  # bfloat16, whose products are summed in another order
         assert not [text for text in of_rank["said"] if "calibrated on" in text]
