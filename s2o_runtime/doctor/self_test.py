@@ -27,7 +27,7 @@ SOUGHT_KEYS = slice(2 * SEGMENT, 3 * SEGMENT, 6)  # neither the first nor the la
 CPU_TILE = TileConfig(64, 32, 2, 4, 1)
 ROUNDING = 1e-3  # relative: what is left of an error beside twice that of torch's SDPA on the same inputs
 STOP_ROUNDING = 5e-3  # relative: the rounding of a bfloat16 output, 2^-8
-STOPS_APART = 0.1  # relative: keys of near-equal scores are skipped in each other's place, which is 2% of the error
+STOPS_APART = 0.1  # relative: keys of near-equal scores are skipped in each other's place, which is 1% of the error
 DENSITY_APART = 1e-3  # less than a row tile's chunk, 0.4% of 2045 tokens: `inputs` leaves no stop to rounding
 EXACT = 1e-5  # relative: float32 against float64
 
