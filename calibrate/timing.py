@@ -102,7 +102,10 @@ def medians(
 def samples(
     calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int, flushes: int = FLUSHES
 ) -> dict[str, list[float]]:
-    """The seconds each call took in each round. The calls take turns, so that drift hits all alike.
+    """The seconds each call took in each round.
+
+    The calls take turns, so that drift hits all alike, and the order of the turns is reversed with every round, so that
+    what a call leaves behind for the next one does too.
 
     Args:
         calls: by name; each is run once more before, to compile and warm up.
@@ -112,9 +115,10 @@ def samples(
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     timed = _on_gpu(device, flushes) if device.type == "cuda" else _by_clock
+    names = list(calls)
     for turn in range(rounds + 1):
-        for name, call in calls.items():
-            seconds = timed(call)
+        for name in names[::-1] if turn % 2 else names:
+            seconds = timed(calls[name])
             if turn:
                 times[name].append(seconds)
     return times

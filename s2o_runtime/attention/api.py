@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.attention import torch_op
-from s2o_runtime.attention.backend import Backend, choose_backend
+from s2o_runtime.attention.backend import Backend, choose_backend, is_decode
 from s2o_runtime.attention.call import AttentionCall
 from s2o_runtime.attention.compute import compute
 from s2o_runtime.attention.replay import Answer, Inputs, RepeatedCall, repeated_call
@@ -105,15 +105,17 @@ def s2o_attention(
     'reference'
     """
     sinks = without_gradients(sinks)
-    scoring = Scoring(scale, softcap, sinks)
     repeated, inputs = None, (q, k, v, kv_start, sinks)
     if not torch.compiler.is_compiling():
-        repeated = repeated_call(inputs, config, (*_numbers(scoring), backend, return_stats, return_lse))
+        options = (*_numbers(scale, softcap), backend, return_stats, return_lse)
+        plain = backend == "auto" and softcap is None and not (return_stats or return_lse)
+        repeated = repeated_call(inputs, config, options, plain and is_decode(q, k))
     elif not (return_stats or return_lse):
-        scoring = scoring._replace(scale=q.shape[3] ** -0.5 if scale is None else scale)
+        scoring = Scoring(q.shape[3] ** -0.5 if scale is None else scale, softcap, sinks)
         text = config.as_text()
         return torch_op.attention(q, k, v, kv_start=kv_start, config=text, backend=backend, scoring=scoring)
     if repeated is None or (answer := repeated.replay(inputs)) is None:
+        scoring = Scoring(scale, softcap, sinks)
         call = AttentionCall.of(q, k, v, config, scoring=scoring, kv_start=kv_start, with_lse=return_lse)
         answer = _computed(call, backend, return_stats, repeated, inputs)
     choice, shape, (out, visited, lse) = answer
@@ -184,17 +186,16 @@ def s2o_attention_varlen(
         ConfigError: the config is illegal.
     """
     sinks = without_gradients(sinks)
-    scoring = Scoring(scale, softcap, sinks)
     repeated = None
     inputs = (q, k, v, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k, sinks)
     if not torch.compiler.is_compiling():
         lengths = index(max_seqlen_q), index(max_seqlen_k)
-        options = (*_numbers(scoring), backend, return_stats, return_lse, *lengths)
+        options = (*_numbers(scale, softcap), backend, return_stats, return_lse, *lengths)
         repeated = repeated_call(inputs, config, options)
     if repeated is None or (answer := repeated.replay(inputs)) is None:
         call = AttentionCall.packed(
             q, k, v, config, cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
-            scoring=scoring, with_lse=return_lse,
+            scoring=Scoring(scale, softcap, sinks), with_lse=return_lse,
         )  # fmt: skip
         answer = _computed(call, backend, return_stats, repeated, inputs)
     choice, shape, (out, visited, lse) = answer
@@ -206,9 +207,8 @@ def s2o_attention_varlen(
     return Attention(out, lse, stats)
 
 
-def _numbers(scoring: Scoring) -> tuple[float | None, float | None]:
+def _numbers(scale: float | None, softcap: float | None) -> tuple[float | None, float | None]:
     """The scale and the cap, as a key of plans: given as an integer or a tensor they are the same numbers."""
-    scale, softcap, _ = scoring
     return None if scale is None else float(scale), None if softcap is None else float(softcap)
 
 
@@ -217,6 +217,8 @@ def _computed(
 ) -> Answer:
     """Choose a backend and run the call; its launches are recorded if they are to be replayed for others like it."""
     choice = choose_backend(call, backend)
+    if repeated is not None and choice.backend == "dense":
+        repeated.goes_dense(call, choice)
     recorder = repeated.recorder(inputs) if repeated is not None and choice.backend == "triton" else None
     with nullcontext() if recorder is None else recorder:
         out, visited, lse = compute(call, choice.backend)

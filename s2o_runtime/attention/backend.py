@@ -6,6 +6,8 @@ import logging
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
+from torch import Tensor
+
 from s2o_runtime.attention.call import AttentionCall
 from s2o_runtime.config import HEAD_DIMS, LayerConfig, config_obstacle
 from s2o_runtime.devices import capability, interpreted
@@ -83,6 +85,15 @@ def why_dense(config: LayerConfig, shape: CallShape, gpu: Capability) -> str | N
     if shape.is_less_than_prompt(below := config.tile.dense_below):
         return f"shorter than {below} keys, or less work than a prompt of them, where dense is faster on this GPU"
     return None
+
+
+def is_decode(q: Tensor, k: Tensor) -> bool:
+    """Whether "auto" runs a call dense whatever its layer, for it has too few queries behind a prefix for any.
+
+    Args:
+        q, k: [B, Hq, Lq, D] and [B, Hkv, Lk, D], not checked yet.
+    """
+    return q.dim() == k.dim() == 4 and q.shape[2] < DECODE <= k.shape[2]
 
 
 def has_prefix(config: LayerConfig, shape: CallShape) -> bool:

@@ -1,7 +1,11 @@
-"""Calls that come again: their launches are recorded once and replayed, without the Python that led to them.
+"""Calls that come again: what was found out for the first is not found out again.
 
-Two calls have one plan if everything that their checks, their backend and their launches follow from is equal: the
-config, the options, and the shape, strides, type and device of every tensor. `kernels.plan` has the plans.
+Of a call that the kernels compute, the launches are recorded once and replayed, without the Python that led to them;
+`kernels.plan` has these plans. Of a call that goes dense it is remembered that it does: nothing is checked or chosen.
+
+Two calls are alike if everything that their checks, their backend and their launches follow from is equal: the config,
+the options, and the shape, strides, type and device of every tensor. Of a decode step, which goes dense whatever the
+layer, the number of heads counts for the config, so that the layers of a model are alike.
 """
 
 from __future__ import annotations
@@ -13,13 +17,16 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.attention.backend import BackendChoice
+from s2o_runtime.attention.call import AttentionCall
 from s2o_runtime.config import LayerConfig
+from s2o_runtime.reference.dense import unchecked_attention
 from s2o_runtime.shapes import CallShape
 
 if TYPE_CHECKING:
     from s2o_runtime.kernels.plan import Plan, Recorder
 
 PLANS = 1024  # plans kept, such as those of 32 layers at 32 lengths
+STEPS = 64  # kinds of decode steps kept: each has one more key than the last, and its layers follow one another
 
 Inputs = tuple[Tensor | None, ...]
 CallKey = tuple[object, ...]
@@ -28,7 +35,7 @@ Answer = tuple[BackendChoice, CallShape, CallOutputs]
 
 
 class RepeatedCall:
-    """All calls with one key, and their plan once there is one.
+    """All calls with one key, and what is known of them once there was one.
 
     The first call compiles kernels and fills caches; the ones after it are recorded, three if need be.
     """
@@ -36,19 +43,34 @@ class RepeatedCall:
     def __init__(self) -> None:
         self._calls = 0
         self._known: tuple[Plan, BackendChoice, CallShape] | None = None
+        self._dense: tuple[float, BackendChoice, CallShape] | None = None
 
     def replay(self, inputs: Inputs) -> Answer | None:
         """Run the plan with these tensors; None where there is no plan, or it does not fit what goes on around it."""
+        if self._dense is not None:
+            scale, choice, shape = self._dense
+            q, k, v = inputs[:3]
+            return choice, shape, (unchecked_attention(q, k, v, scale), None, None)  # type: ignore[arg-type]
         if self._known is None:
             return None
         plan, choice, shape = self._known
         outputs = plan.replay(inputs)
         return None if outputs is None else (choice, shape, outputs)
 
+    def goes_dense(self, call: AttentionCall, choice: BackendChoice) -> None:
+        """Remember that these calls run dense attention, if that is all that they need."""
+        scale, softcap, sinks = call.scoring
+        plain = softcap is None and sinks is None and call.kv_start is None
+        if plain and not (call.is_packed or call.with_lse):
+            assert scale is not None
+            self._dense = float(scale), choice, call.shape
+
     def recorder(self, inputs: Inputs) -> Recorder | None:
         """What is to record the call that comes now; None if it is not to be recorded."""
         self._calls += 1
         if self._known is not None or not 2 <= self._calls <= 4:
+            return None
+        if inputs[0] is None or not inputs[0].is_cuda:
             return None
         from s2o_runtime.kernels.plan import Recorder  # imports triton
 
@@ -62,16 +84,20 @@ class RepeatedCall:
             self._known = plan, choice, shape
 
 
-def repeated_call(inputs: Inputs, config: LayerConfig, options: CallKey) -> RepeatedCall | None:
-    """The calls that are like this one, this one included; None if such calls have no plan.
+def repeated_call(
+    inputs: Inputs, config: LayerConfig, options: CallKey, is_decode: bool = False
+) -> RepeatedCall | None:  # fmt: skip
+    """The calls that are like this one, this one included; None if nothing is kept of such calls.
 
     Args:
         inputs: the tensors of the call, q first; None for those that it does not have.
+        config: of the layer.
         options: every other argument, hashable.
+        is_decode: whether such calls go dense whatever the config.
     """
-    if inputs[0] is None or not inputs[0].is_cuda or config.baseline_heads:  # torch selects a baseline's blocks
+    if config.baseline_heads:  # torch selects a baseline's blocks
         return None
-    key: list[object] = [config.identity, options]
+    key: list[object] = [config.validate().num_heads if is_decode else config.identity, options]
     gradients = torch.is_grad_enabled()
     for tensor in inputs:
         if tensor is None:
@@ -80,14 +106,20 @@ def repeated_call(inputs: Inputs, config: LayerConfig, options: CallKey) -> Repe
             return None
         else:
             key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-    return _calls(tuple(key))
+    return (_steps if is_decode else _calls)(tuple(key))
 
 
 def forget_plans() -> None:
-    """Drop every plan."""
+    """Drop everything that is known of calls."""
     _calls.cache_clear()
+    _steps.cache_clear()
 
 
 @lru_cache(maxsize=PLANS)
 def _calls(key: CallKey) -> RepeatedCall:
+    return RepeatedCall()
+
+
+@lru_cache(maxsize=STEPS)
+def _steps(key: CallKey) -> RepeatedCall:
     return RepeatedCall()

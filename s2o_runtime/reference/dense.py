@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 
@@ -21,6 +21,7 @@ FASTEST_FIRST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+ORDER = [int(backend) for backend in FASTEST_FIRST]
 EXACT_ROWS = 1024  # rows computed together
 _preferred: ContextVar[SDPBackend | None] = ContextVar("preferred", default=None)
 SINK_TERMS = 8  # of a sink's score in dense attention: bfloat16 needs 3, and backends want head dims that 8 divides
@@ -94,10 +95,17 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     value_dim = v.shape[3]
     if sinks is not None:
         q, k, v = with_sink_key(q, k, v, sinks, scale)
-    widest = max(q.shape[3], v.shape[3])
-    q, k, v = (_filled(tensor, widest) for tensor in (q, k, v))
-    out = _sdpa(q, k, v, scale)
-    return out if value_dim == widest else out[..., :value_dim]
+    out = unchecked_attention(q, k, v, scale)
+    return out if out.shape[3] == value_dim else out[..., :value_dim]
+
+
+def unchecked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """`dense_attention` of tensors that are known to fit, without anything that SDPA does not know."""
+    head_dim, value_dim = q.shape[3], v.shape[3]
+    if head_dim == value_dim:
+        return _sdpa(q, k, v, scale)
+    widest = max(head_dim, value_dim)
+    return _sdpa(*(_filled(tensor, widest) for tensor in (q, k, v)), scale)[..., :value_dim]
 
 
 def _filled(tensor: Tensor, head_dim: int) -> Tensor:
@@ -125,19 +133,62 @@ def with_sink_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) 
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
-    if q.is_cuda:
-        _settle_default_order(q.device)
-    fastest = preferred_backend() or FASTEST_FIRST[0]
-    with sdpa_kernel(FASTEST_FIRST[FASTEST_FIRST.index(fastest) :], set_priority=True):
-        if q.shape[2] == k.shape[2]:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-        if q.shape[2] == 1:
-            return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
-        from torch.nn.attention.bias import causal_lower_right  # brings in torch.compile, nearly a second
+    """SDPA with its backends in the order of `FASTEST_FIRST`, or from the preferred one on.
 
-        mask = causal_lower_right(q.shape[2], k.shape[2])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    `sdpa_kernel` takes 16 us of the host, as long as a short call takes the GPU. So where all backends are enabled, as
+    they are by default, only their order is set, and where it is this one anyway, or there is one backend, nothing is.
+    """
+    if torch.compiler.is_compiling():
+        with _backends_from(preferred_backend()):
+            return _by_shape(q, k, v, scale)
+    on_gpu = q.is_cuda
+    if on_gpu:
+        _settle_default_order(q.device)
+    preferred, order = preferred_backend(), torch._C._get_sdp_priority_order()
+    if preferred is not None or not _all_enabled():
+        try:
+            with _backends_from(preferred):
+                return _by_shape(q, k, v, scale)
+        finally:  # torch puts those that were disabled last
+            torch._C._set_sdp_priority_order(order)
+    if not on_gpu or order[: len(ORDER)] == ORDER:  # on a CPU there is no order
+        return _by_shape(q, k, v, scale)
+    torch._C._set_sdp_priority_order([*ORDER, *(backend for backend in order if backend not in ORDER)])
+    try:
+        return _by_shape(q, k, v, scale)
+    finally:
+        torch._C._set_sdp_priority_order(order)
+
+
+def _backends_from(preferred: SDPBackend | None) -> AbstractContextManager[object]:
+    """SDPA with the backends of `FASTEST_FIRST` in their order, from this one on."""
+    first = 0 if preferred is None else FASTEST_FIRST.index(preferred)
+    context: AbstractContextManager[object] = sdpa_kernel(FASTEST_FIRST[first:], set_priority=True)
+    return context
+
+
+def _all_enabled() -> bool:
+    """Whether nobody disabled a backend of SDPA's; those are enabled for dense attention all the same."""
+    return bool(
+        torch._C._get_cudnn_sdp_enabled()
+        and torch._C._get_flash_sdp_enabled()
+        and torch._C._get_mem_efficient_sdp_enabled()
+        and torch._C._get_math_sdp_enabled()
+    )
+
+
+def _by_shape(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """SDPA with the mask that the shapes call for."""
+    queries, keys = q.shape[2], k.shape[2]
+    grouped = q.shape[1] != k.shape[1]
+    if queries == keys:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    if queries == 1:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
+    from torch.nn.attention.bias import causal_lower_right  # brings in torch.compile, nearly a second
+
+    mask = causal_lower_right(queries, keys)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
 @lru_cache(maxsize=8)
