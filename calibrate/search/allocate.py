@@ -7,9 +7,11 @@ steepest steps of all hulls are taken first, which is optimal for the hulls up t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 from calibrate.curves.costs import overhead
@@ -34,6 +36,11 @@ class Point(NamedTuple):
     density: float
     worst: float
     head: HeadConfig
+
+
+# a point whose head is not made yet: mse, cost, density, worst, and what the head is made of
+_Candidate = tuple[float, float, float, float, Method, float, bool]
+_MSE_AND_COST = itemgetter(0, 1)
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,15 @@ def allocate(
     return allocate_together([curves], [replace(weights, layer=1.0)], budget_mse, allowed)[0]
 
 
+def allocate_each(
+    curves: Mapping[Method, Curve], budgets: Sequence[float], allowed: Allowed = Allowed()
+) -> list[Allocation]:  # fmt: skip
+    """`allocate` of one layer with each of several budgets."""
+    options = [points_of(curves, head, allowed) for head in range(_heads(curves))]
+    equal = [1.0 / len(options)] * len(options)
+    return [Allocation(tuple(_spend(options, equal, budget))) for budget in budgets]
+
+
 def allocate_together(
     layers: Sequence[Mapping[Method, Curve]], weights: Sequence[Weights], budget: float, allowed: Allowed = Allowed()
 ) -> list[Allocation]:
@@ -155,14 +171,14 @@ def allocate_together(
 def points_of(curves: Mapping[Method, Curve], head: int, allowed: Allowed) -> list[Point]:
     """A head's useful points by rising error, the dense one first; each is cheaper than all before it."""
     segment = segment_of(curves)
-    candidates = []
+    limit = math.inf if allowed.worst_rows is None else allowed.worst_rows
+    candidates: list[_Candidate] = []
     for method, curve in curves.items():
         densities = curve.density[head].tolist()
         if not isinstance(method, Ranking):
             mse, row = float(curve.mse[head, 0]), float(curve.worst[head, 0])
-            if curve.cost is not None and (allowed.worst_rows is None or row <= allowed.worst_rows):
-                settings = HeadConfig(segment=segment, mode="baseline", baseline=method)
-                candidates.append(Point(mse, float(curve.cost[head, 0]), densities[0], row, settings))
+            if curve.cost is not None and row <= limit:
+                candidates.append((mse, float(curve.cost[head, 0]), densities[0], row, method, 0.0, False))
             continue
         if not allowed.s2o:
             continue
@@ -170,15 +186,23 @@ def points_of(curves: Mapping[Method, Curve], head: int, allowed: Allowed) -> li
             errors, worst = (curve.tail_mse, curve.tail_worst) if tail else (curve.mse, curve.worst)
             extra = overhead(method, tail) + curve.fixed_cost
             by_tau = zip(TAUS, errors[head].tolist(), densities, worst[head].tolist(), strict=True)
-            for tau, mse, density, row in by_tau:
-                if allowed.worst_rows is None or row <= allowed.worst_rows:
-                    settings = HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, tail)
-                    candidates.append(Point(mse, density + extra, density, row, settings))
+            candidates += [
+                (mse, density + extra, density, row, method, tau, tail)
+                for tau, mse, density, row in by_tau
+                if row <= limit
+            ]
     points = [dense_point(segment, *rounding_error(curves, head))]
-    for point in sorted(candidates, key=lambda point: point[:2]):
-        if point.cost < points[-1].cost:
-            points.append(point)
+    for mse, cost, density, row, method, tau, tail in sorted(candidates, key=_MSE_AND_COST):
+        if cost < points[-1].cost:
+            points.append(Point(mse, cost, density, row, _settings(method, segment, tau, tail)))
     return points
+
+
+def _settings(method: Method, segment: int, tau: float, tail: bool) -> HeadConfig:
+    """A head that runs a method in a layer with this segment; a baseline has neither a threshold nor a tail."""
+    if not isinstance(method, Ranking):
+        return HeadConfig(segment=segment, mode="baseline", baseline=method)
+    return HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, tail)
 
 
 def rounding_error(curves: Mapping[Method, Curve], head: int) -> tuple[float, float]:

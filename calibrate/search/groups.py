@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from sklearn.cluster import AgglomerativeClustering
 
 from calibrate.curves.curves import Curve, Method
-from calibrate.search.allocate import Allowed, allocate
+from calibrate.search.allocate import Allowed, allocate_each
 
 BUDGETS = (0.1, 1.0, 10.0)  # times a layer's own
 APART = 0.08  # of dense attention's time: layers whose costs differ by more than this somewhere are searched apart
@@ -29,7 +29,11 @@ def groups(
     if len(layers) < 2:
         return [[layer] for layer in range(len(layers))]
     costs = [
-        [allocate(curves, share * budget, allowed).cost for curves in by_segment.values() for share in BUDGETS]
+        [
+            allocation.cost
+            for curves in by_segment.values()
+            for allocation in allocate_each(curves, [share * budget for share in BUDGETS], allowed)
+        ]
         for by_segment, budget in zip(layers, budgets, strict=True)
     ]
     clustering = AgglomerativeClustering(
