@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, Curve, Ranking
-from calibrate.search.allocate import Allowed, Weights, allocate, allocate_together
+from calibrate.search.allocate import Allowed, Weights, allocate, allocate_each, allocate_together
 from s2o_runtime.config import HeadConfig
 
 METHOD = Ranking(1024)
@@ -99,6 +99,16 @@ def test_the_budget_holds_and_the_result_is_near_the_best_possible(heads, budget
     )
     # the convex relaxation misses at most what one head's last step is worth
     assert best - 1e-12 <= made.cost <= best + 1.0 / len(heads)
+
+
+def test_several_budgets_are_each_spent_as_if_alone():
+    generator = torch.Generator().manual_seed(0)
+    heads = torch.rand(5, 4, 2, generator=generator).tolist()
+    curves = {METHOD: curve(heads), Ranking(1024, 8): curve(heads[::-1])}
+    budgets = [0.0, 0.05, 0.2, 1.0]
+    assert allocate_each(curves, budgets, Allowed((False,))) == [
+        allocate(curves, budget, Allowed((False,))) for budget in budgets
+    ]
 
 
 def test_a_head_whose_rows_go_wrong_gets_no_such_point():

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from calibrate.recipe import Recipe
 from calibrate.search import choose as choose_module
 from calibrate.search.allocate import Weights, allocate_together
 from calibrate.search.choice import allowed
-from calibrate.search.choose import Chosen, _timed, _uniform, choose
+from calibrate.search.choose import CallTime, CapturedLayers, Chosen, _timed, _uniform, choose
 from calibrate.timing import Timing
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.reference.attention import s2o_attention_reference
@@ -248,9 +249,24 @@ def timings(monkeypatch, seconds_of):
         return Timing(seconds, seconds, seconds, 1.0, 3, seconds > 1.3 * best)
 
     monkeypatch.setattr(choose_module, "against_dense", against_dense)
-    walk = SimpleNamespace(inputs=lambda layer: iter([LAYERS[layer]]))
-    monkeypatch.setattr(choose_module, "dense_walk", lambda worker, prompts: walk)
+    monkeypatch.setattr(choose_module, "dense_walk", lambda worker, prompts: worker.keep(("walk", prompts), Walk))
     return seen
+
+
+class Walk:
+    """Like a `DenseWalk` through `LAYERS`; `moved` are the layers that any came by."""
+
+    moved: ClassVar[list[int]] = []
+
+    def __init__(self):
+        self.next = 0
+
+    def inputs_up_to(self, layer):
+        first = self.next if self.next <= layer else 0
+        self.next = layer + 1
+        for number in range(first, layer + 1):
+            Walk.moved.append(number)
+            yield LAYERS[number]
 
 
 def test_on_a_gpu_every_layer_is_timed_on_its_own_inputs(curves, journal, monkeypatch):
@@ -280,6 +296,61 @@ def test_layers_that_are_searched_beside_one_another_choose_the_same(trials, cur
     assert [choice.config for choice in many.choices] == [choice.config for choice in one.choices]
     assert [choice.timing for choice in many.choices] == [choice.timing for choice in one.choices]
     assert (many.uniform, many.tried, many.failures) == (one.uniform, one.tried, one.failures)
+
+
+def test_a_worker_that_searches_several_layers_moves_through_the_model_once(curves, journal, monkeypatch):
+    """Though their trials take turns on it."""
+    timings(monkeypatch, lambda layer, config: 0.5 + layer / 10 + config.tile.chunk / 100)
+    monkeypatch.setattr(choose_module, "free_memory", lambda device: 1 << 30)
+    monkeypatch.setattr(Walk, "moved", [])
+
+    def pickling(geometry, device):
+        return Pickling(pretended(geometry)._worker, device)
+
+    run(curves, journal, GPU, pickling, trials=8)
+    assert sorted(Walk.moved) == [0, 1, 2, 3]
+
+
+def captured_of(size, layer=0):
+    q = torch.empty(1, 1, size, 1, dtype=torch.uint8)
+    return Captured(q, q[:, :, :1], q[:, :, 1:], 1.0, layer)
+
+
+def test_the_inputs_kept_are_those_used_last_and_take_a_share_of_the_memory(monkeypatch):
+    free = iter([300, 200, 100, 100, 0, 0])
+    monkeypatch.setattr(choose_module, "free_memory", lambda device: next(free))
+    kept = CapturedLayers()
+    for name in "ab":  # 100 of 400 bytes; 200 of 400
+        kept.add(name, captured_of(100))
+    assert [name for name in "ab" if kept.get(name)] == ["b"]
+    monkeypatch.setattr(choose_module, "KEPT", 0.75)
+    kept.add("c", captured_of(100))  # 200 of 300
+    assert kept.get("b") is not None
+    kept.add("d", captured_of(100))  # 300 of 400
+    assert [name for name in "cbd" if kept.get(name)] == ["c", "b", "d"]
+    kept.add("e", captured_of(100))  # 400 of 400
+    assert [name for name in "cbde" if kept.get(name)] == ["b", "d", "e"]
+    kept.add("f", captured_of(1000))  # all others leave it too little
+    assert (len(kept), kept.get("f") is None) == (1, False)
+    assert not kept.keep_only("f")
+
+
+def test_inputs_that_are_kept_make_way_when_memory_runs_out(curves, journal, monkeypatch):
+    """A call that needs their memory is not a failure."""
+    worker = pretended(SimpleNamespace(layers=4), GPU)._worker
+    monkeypatch.setattr(choose_module, "free_memory", lambda device: 1 << 30)
+
+    def seconds_of(layer, config):
+        if len(worker.kept["captured"]) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if layer == 3:
+            raise torch.OutOfMemoryError("out of memory alone")
+        return 0.5
+
+    timings(monkeypatch, seconds_of)
+    config = LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0])
+    assert CallTime(2, LENGTH, "a", config, 1.0).run(worker)["seconds"] == 0.5
+    assert CallTime(3, LENGTH, "a", config, 1.0).run(worker) == "out of memory alone"
 
 
 def test_a_failure_is_dense_in_its_layer_only(curves, journal, monkeypatch):

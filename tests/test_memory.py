@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from calibrate.model import memory
-from calibrate.model.memory import longest_that_fits, requested_bytes, within_memory
+from calibrate.model.memory import free_memory, longest_that_fits, requested_bytes, within_memory
 from s2o_runtime.errors import ResourceError
 
 GIB = 1 << 30
@@ -38,3 +38,10 @@ def test_it_is_one_sentence_with_a_length(monkeypatch):
     with within_memory(torch.device("cuda"), 1, 0, ""):
         pass
     assert memory.STEP == 1024
+
+
+def test_free_memory_is_what_torch_does_not_use(monkeypatch):
+    assert free_memory(torch.device("cpu")) == 0
+    for name, value in {"mem_get_info": (1000, 5000), "memory_reserved": 600, "memory_allocated": 250}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert free_memory(torch.device("cuda")) == 1350

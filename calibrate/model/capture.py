@@ -124,13 +124,24 @@ class DenseWalk:
         self._open = self._through_next()
         return self._open
 
+    def inputs_up_to(self, row: int) -> Iterator[Captured]:
+        """The attention inputs of every prompt at all layers of full attention that it moves through to get to one.
+
+        The last are those of that layer.
+        """
+        number = self._number_of_row[row]
+        self._begin_before(number)
+        for layer in self._layers[self._number : number + 1]:
+            if layer.attention is not None:
+                yield from self._through_next()
+            else:
+                for _ in self._past_next():
+                    pass
+
     @torch.no_grad()
     def move_to(self, number: int) -> None:
         """Move to where a decoder layer comes next: on from here, from the cache, or from the model's beginning."""
-        self.finish()
-        known = -1 if self._cache is None else self._cache.nearest(number)
-        if known > self._number or not 0 <= self._number <= number:
-            self._restart(known)
+        self._begin_before(number)
         for layer in self._layers[self._number : number]:
             for _ in self._through_next() if layer.attention is not None else self._past_next():
                 pass
@@ -144,6 +155,14 @@ class DenseWalk:
         for _ in self._open or ():
             pass
         self._open = None
+
+    @torch.no_grad()
+    def _begin_before(self, number: int) -> None:
+        """Be where a walk to a decoder layer begins: here, or where there are hidden states nearer to it."""
+        self.finish()
+        known = -1 if self._cache is None else self._cache.nearest(number)
+        if known > self._number or not 0 <= self._number <= number:
+            self._restart(known)
 
     def _restart(self, known: int) -> None:
         self._streams = begin(self._loaded, self._prompts, self._calls)

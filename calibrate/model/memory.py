@@ -1,4 +1,4 @@
-"""What to do when the GPU's memory runs out: an error that names a length that would fit."""
+"""How much of the GPU's memory is free, and what to do when it runs out: an error that names a length that fits."""
 
 from __future__ import annotations
 
@@ -39,6 +39,14 @@ def within_memory(device: torch.device, length: int, resident: int, what: str) -
             f"prompt at a time: about {fits} tokens fit, use shorter --lengths or fewer --num-prompts; "
             "what was measured is kept"
         ) from error
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that tensors could still take on a GPU, those included that torch holds without using them; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def longest_that_fits(length: int, needed: int, resident: int, total: int) -> int:

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from calibrate.curves.curves import TAUS, Curve, Curves, Method, Ranking, Shape,
 from calibrate.curves.measure import LayersCurves, dense_walk
 from calibrate.journal import Journal
 from calibrate.model.capture import Captured
+from calibrate.model.memory import free_memory
 from calibrate.model.sensitivity import Sensitivity
 from calibrate.prompts.prompt import PromptSet
 from calibrate.recipe import Recipe
@@ -44,6 +45,8 @@ from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 
 log = logging.getLogger("calibrate")
+
+KEPT = 0.25  # of the memory that would be free without them: what inputs of layers that wait may take
 
 
 @dataclass(frozen=True)
@@ -197,20 +200,69 @@ class CallTime:
         return f"timing of layer {self.layer} at {self.length} tokens"
 
     def run(self, worker: WorkerState) -> dict[str, Any] | str:
+        captured = self._captured(worker)
         try:
-            return asdict(_time(self._captured(worker), self.config, self.best))
+            return asdict(_time(captured, self.config, self.best))
+        except torch.OutOfMemoryError as failure:
+            why = reason(failure)
         except FAILURES as failure:
             return reason(failure)
+        if worker.keep("captured", CapturedLayers).keep_only(self.affinity):
+            return self.run(worker)
+        return why
 
     def _captured(self, worker: WorkerState) -> Captured:
-        """The layer's inputs, which are kept until another layer's are needed."""
-        last = worker.keep("captured", dict[Hashable, Captured])
-        if self.affinity not in last:
-            last.clear()
+        """The layer's inputs. Those of the layers before it come by on the way, and are kept for items to come."""
+        kept = worker.keep("captured", CapturedLayers)
+        captured = kept.get(self.affinity)
+        if captured is None:
             walk = dense_walk(worker, (self.prompt,))
-            (captured,) = walk.inputs(self.layer)
-            last[self.affinity] = captured
-        return last[self.affinity]
+            for captured in walk.inputs_up_to(self.layer):
+                kept.add((self.length, captured.layer), captured)
+        assert captured is not None
+        return captured
+
+
+class CapturedLayers:
+    """The inputs of layers that a worker may be asked to time, those that it used last: as many as memory has room for.
+
+    Searches of several groups of layers take turns on a worker, and it would move through the model for each turn.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Hashable, Captured] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, name: Hashable) -> Captured | None:
+        """A layer's inputs; None if they are not kept."""
+        if name in self._kept:
+            self._kept.move_to_end(name)
+        return self._kept.get(name)
+
+    def add(self, name: Hashable, captured: Captured) -> None:
+        """Keep a layer's inputs, and forget others where all together take more than their share of the free memory."""
+        self._kept[name] = captured
+        self._kept.move_to_end(name)
+        taken = sum(_size(other) for other in self._kept.values())
+        room = KEPT * (free_memory(captured.q.device) + taken)
+        while len(self._kept) > 1 and taken > room:
+            _, forgotten = self._kept.popitem(last=False)
+            taken -= _size(forgotten)
+
+    def keep_only(self, name: Hashable) -> bool:
+        """Forget all other layers' inputs; returns whether there were any."""
+        others = self._kept.keys() - {name}
+        for other in others:
+            del self._kept[other]
+        return bool(others)
+
+
+def _size(captured: Captured) -> int:
+    """The bytes that a layer's inputs hold, which may be parts of one tensor."""
+    storages = [tensor.untyped_storage() for tensor in (captured.q, captured.k, captured.v)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _timed(

@@ -21,7 +21,7 @@ FASTEST_FIRST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-ORDER = [int(backend) for backend in FASTEST_FIRST]
+ORDER = [int(backend) for backend in FASTEST_FIRST]  # type: ignore[call-overload]
 EXACT_ROWS = 1024  # rows computed together
 _preferred: ContextVar[SDPBackend | None] = ContextVar("preferred", default=None)
 SINK_TERMS = 8  # of a sink's score in dense attention: bfloat16 needs 3, and backends want head dims that 8 divides
@@ -105,7 +105,8 @@ def unchecked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor
     if head_dim == value_dim:
         return _sdpa(q, k, v, scale)
     widest = max(head_dim, value_dim)
-    return _sdpa(*(_filled(tensor, widest) for tensor in (q, k, v)), scale)[..., :value_dim]
+    q, k, v = (_filled(tensor, widest) for tensor in (q, k, v))
+    return _sdpa(q, k, v, scale)[..., :value_dim]
 
 
 def _filled(tensor: Tensor, head_dim: int) -> Tensor:
