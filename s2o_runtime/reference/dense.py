@@ -137,7 +137,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """SDPA with its backends in the order of `FASTEST_FIRST`, or from the preferred one on.
 
     `sdpa_kernel` takes 16 us of the host, as long as a short call takes the GPU. So where all backends are enabled, as
-    they are by default, only their order is set, and where it is this one anyway, or there is one backend, nothing is.
+    they are by default, only their order is set, and where it is this one anyway nothing is.
     """
     if torch.compiler.is_compiling():
         with _backends_from(preferred_backend()):
