@@ -107,7 +107,7 @@ def parser() -> Parser:
     add("--head-dim", 128, type=int, metavar="N")
     add("--density", 0.25, "share of the causal pairs that a whole prompt computes", type=float, metavar="X")
     out.add_argument("--default-tile", action="store_true", help="keep the GPU's default min_queries")
-    add_op_options(out, add, rounds=5)
+    add_op_options(out, add, rounds=8)  # even, so that each call comes as often before another as after it
     add("--out", Path("build/bench_tails.json"), type=Path, metavar="FILE")
     return out
 

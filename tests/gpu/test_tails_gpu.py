@@ -49,7 +49,7 @@ def test_the_gpus_default_is_on_the_safe_side(tmp_path):
 
 @pytest.mark.parametrize("queries", [1, 64])
 def test_a_call_that_goes_dense_takes_the_host_no_longer_than_dense_attention(queries):
-    """Which of all work on the host of a short call is what a server without CUDA graphs waits for."""
+    """The host is what a server without CUDA graphs waits for in a short call."""
     tile = candidate_tiles(128, torch.cuda.get_device_capability())[0]
     config = LayerConfig.uniform(8, tau=0.5, segment=256, tile=tile)
     q = torch.randn(1, 8, queries, 128, dtype=torch.bfloat16, device="cuda")
