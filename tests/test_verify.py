@@ -12,7 +12,7 @@ from calibrate.curves.row_errors import row_errors, tile_worst
 from calibrate.model.models import DEMO_FOLDER, in_memory, load_tokenizer
 from calibrate.prompts.needles import make_needles
 from calibrate.prompts.prompts import Prompt, load_prompts
-from calibrate.proof import agreement, verify
+from calibrate.proof import agreement
 from calibrate.proof.verify import LayerProof, prove
 from calibrate.recipe import Budget, Recipe
 from s2o_runtime import patch, patched, unpatch
