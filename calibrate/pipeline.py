@@ -23,7 +23,7 @@ from calibrate.model.sensitivity import Sensitivity
 from calibrate.progress import PhaseClock, progress_bar
 from calibrate.prompts.prompts import Prompt, PromptSet, load_prompts
 from calibrate.proof.candidate import Candidate
-from calibrate.proof.certify import certify, proven_again
+from calibrate.proof.certify import certify, proven_again, without_slower_layers
 from calibrate.proof.kl_pass import KlPass
 from calibrate.proof.kl_search import within_kl
 from calibrate.proof.recorded import record_of
@@ -109,10 +109,13 @@ def calibrate(recipe: Recipe, *, progress: bool = True, loaded: LoadedModel | No
         with clock.phase("proving"):
             proven = prove_and_tighten(executor, prompts.held_out, candidate, journal, progress=progress)
             proven = replace(proven, kl_passes=kl_passes)
-        if prompts.certify and proven.met:
-            with clock.phase("certifying"):
-                certified = certify(executor, prompts.certify, proven, journal, progress=progress)
-                proven = proven_again(executor, prompts.held_out, proven, certified, journal, progress=progress)
+        if proven.met:
+            careful = without_slower_layers(proven)
+            if prompts.certify:
+                with clock.phase("certifying"):
+                    careful = certify(executor, prompts.certify, careful, journal, progress=progress)
+            with clock.phase("measuring again"):
+                proven = proven_again(executor, prompts.held_out, proven, careful, journal, progress=progress)
         reused, work = journal.reused, executor.work
 
     profile = replace(proven.candidate.profile(), record=record_of(recipe, prompts, proven))

@@ -18,15 +18,16 @@ from calibrate.proof.certificate import (
     look_confidence,
     shares_of_limits,
 )
-from calibrate.proof.certify import OVER_BOUND, Ladder, with_dense
+from calibrate.proof.certify import OVER_BOUND, SLOWER, Ladder, with_dense, without_slower_layers
+from calibrate.proof.judge import slower_layers
 from calibrate.proof.problems import retrieval_lost
 from calibrate.proof.recertify import compared
 from calibrate.proof.recorded import certified_length
 from calibrate.proof.sample import LayerSample, LengthSample, PromptError
 from calibrate.proof.statistics import mean_bound
-from calibrate.proof.tighten import TAU_FOR_ERROR
+from calibrate.proof.tighten import TAU_FOR_ERROR, Proven
 from calibrate.recipe import Budget
-from support.candidates import LENGTHS, RECIPE, candidate
+from support.candidates import LENGTHS, RECIPE, candidate, proofs_of
 
 FACTORS = (0.8, 1.0, 1.25, 0.9, 1.1)  # of the mean error, by prompt
 BUDGET = Budget("mse", 1e-4)
@@ -135,6 +136,26 @@ def test_what_becomes_dense_afterwards_changes_nothing_else():
         assert dense.configs[length, layer] == (config.as_dense() if length == 1024 else config)
         assert dense.profile().layer_config(layer, length) == dense.configs[length, layer]
     assert with_dense(begun, frozenset()) is begun
+
+
+def test_layers_that_adjusting_left_slower_than_dense_become_dense():
+    begun = candidate("cuda")
+    proofs = {
+        length: replace(proof, layers=tuple(replace(layer, seconds=1e-3, dense_seconds=2e-3) for layer in proof.layers))
+        for length, proof in proofs_of(begun).items()
+    }
+    slow = replace(proofs[1024].layers[1], seconds=2.1e-3)
+    tie = replace(proofs[512].layers[0], seconds=2.02e-3)
+    proofs[1024] = replace(proofs[1024], layers=(proofs[1024].layers[0], slow))
+    proofs[512] = replace(proofs[512], layers=(tie, proofs[512].layers[1]))
+    assert slower_layers(begun, proofs) == {(1024, 1)}
+    left = without_slower_layers(Proven(begun, proofs, ())).candidate
+    for (length, layer), config in begun.configs.items():
+        assert left.configs[length, layer] == (config.as_dense() if (length, layer) == (1024, 1) else config)
+    assert left.choice(1, 1024).why_dense == SLOWER
+    assert slower_layers(left, proofs) == frozenset()
+    untimed = Proven(begun, proofs_of(begun), ())
+    assert without_slower_layers(untimed) == untimed
 
 
 def length_sample(means=(5e-5, 2e-5), found=4, kept=4, kls=(1e-3, 2e-3, 3e-3, 4e-3, 5e-3)):

@@ -7,22 +7,7 @@ import pytest
 from calibrate.proof.candidate import Tightening
 from calibrate.proof.judge import judge, slower_than_dense
 from calibrate.proof.tighten import NOT_FASTER, OVER_LIMIT, TIGHTEN_TO, TIGHTENINGS, tighten, tighten_layer
-from calibrate.proof.verify import LayerProof, LengthProof
-from support.candidates import CHECKS, LENGTHS, LIMITS, candidate
-
-
-def proof_of(error):
-    return LayerProof(error, 1.0, 0.5, 0.0)
-
-
-def proofs_of(begun, needles=None, seconds=0.1):
-    """Every layer within its limit."""
-    return {
-        length: LengthProof(
-            tuple(proof_of(begun.limits[length, layer]) for layer in range(2)), 0.0, 1.0, needles, seconds, 0.1
-        )
-        for length in begun.lengths
-    }
+from support.candidates import CHECKS, LENGTHS, LIMITS, candidate, proof_of, proofs_of
 
 
 def test_a_checked_length_has_the_longest_buckets_limit_and_what_the_runtime_interpolates():

@@ -10,7 +10,7 @@ stated confidence (Bonferroni), whichever is taken, and the ladder can begin at 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from calibrate.journal import Journal
@@ -18,7 +18,7 @@ from calibrate.progress import progress_bar
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
 from calibrate.proof.certificate import FEWEST, RUNGS, LengthCertificate, Look, certificate_of, look_bound
-from calibrate.proof.judge import slower_than_dense
+from calibrate.proof.judge import slower_layers, slower_than_dense
 from calibrate.proof.problems import kl_over_budget, kl_shown_over_budget, retrieval_lost
 from calibrate.proof.sample import LayerSample, sample
 from calibrate.proof.tighten import NOT_FASTER, Proven, scaled
@@ -26,6 +26,7 @@ from calibrate.proof.verify import prove
 from calibrate.work.executor import Executor
 
 OVER_BOUND = "its certified bound stayed over the limit"
+SLOWER = "its attention was measured slower than dense"
 
 log = logging.getLogger("calibrate")
 
@@ -132,7 +133,7 @@ def proven_again(
     *,
     progress: bool,
 ) -> Proven:
-    """Measure the lengths again that the certificate changed; one that became slower than dense becomes dense.
+    """Measure the lengths again that changed since the proof; one that became slower than dense becomes dense.
 
     The prompts are those that layers were adjusted on, and no layer is tightened: densities, times and predictions in
     the record are to be of what is written. What is certified of a layer holds all the more if it becomes dense. A KL
@@ -141,7 +142,7 @@ def proven_again(
     Args:
         executor: Who runs it.
         held_out: The prompts that layers were adjusted on.
-        proven, certified: Before and after the certificate.
+        proven, certified: As the proof left it, and as it is after the certificate and `without_slower_layers`.
         journal: Where measurements are kept; None if nowhere.
         progress: Whether to show a progress bar.
     """
@@ -152,7 +153,7 @@ def proven_again(
     while lengths:
         steps = executor.geometry.layers * len(lengths)
         again = {length: prompts for length, prompts in held_out.items() if length in lengths}
-        with progress_bar("measuring what the certificate changed", steps, "layer", shown=progress) as step:
+        with progress_bar("measuring what changed since", steps, "layer", shown=progress) as step:
             _, measured = prove(executor, again, candidate, on_step=step, chunk=candidate.recipe.chunk, journal=journal)
         proofs |= measured
         lengths = frozenset(slower_than_dense(candidate, measured))
@@ -161,16 +162,29 @@ def proven_again(
     return replace(certified, candidate=candidate, proofs=proofs, problems=(*certified.problems, *over_kl))
 
 
+def without_slower_layers(proven: Proven) -> Proven:
+    """With dense layers where attention was measured slower than dense; what was measured stays that of before."""
+    slower = slower_layers(proven.candidate, proven.proofs)
+    for length, layer in sorted(slower):
+        log.info("layer %d at %d tokens is slower than dense: it becomes dense", layer, length)
+    return replace(proven, candidate=with_dense_layers(proven.candidate, slower, SLOWER))
+
+
 def with_dense(candidate: Candidate, lengths: frozenset[int]) -> Candidate:
     """The candidate with dense layers at these lengths; at all others every layer keeps what it was certified with."""
-    if not lengths:
+    return with_dense_layers(candidate, {place for place in candidate.configs if place[0] in lengths}, NOT_FASTER)
+
+
+def with_dense_layers(candidate: Candidate, places: Collection[LengthAndLayer], why_dense: str) -> Candidate:
+    """The candidate with these layers dense at these lengths; at all others every layer keeps what it has."""
+    if not places:
         return candidate
     pinned = dict(candidate.tightened)
     for (length, layer), config in candidate.configs.items():
         if length not in candidate.chosen:  # or it would be interpolated from other buckets now
             pinned.setdefault((length, layer), Tightening(0, config, None))
-        if length in lengths:
+        if (length, layer) in places:
             before = pinned.get((length, layer), Tightening(0, config, None))
-            settings = scaled(candidate, length, layer, 0.0, NOT_FASTER)
+            settings = scaled(candidate, length, layer, 0.0, why_dense)
             pinned[length, layer] = Tightening(before.times, *settings, before.first_error)
     return replace(candidate, tightened=pinned)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from calibrate.proof.candidate import Candidate
+from calibrate.proof.candidate import Candidate, LengthAndLayer
 from calibrate.proof.problems import kl_over_budget, lost_needles, over_limit
 from calibrate.proof.verify import LengthProof
 
-TIE = 1.02  # a prefill that takes this many times as long as the dense one counts as equally fast
+TIE = 1.02  # a prefill, or a layer, that takes this many times as long as dense counts as equally fast
 
 
 @dataclass(frozen=True)
@@ -79,3 +79,17 @@ def slower_than_dense(candidate: Candidate, proofs: Mapping[int, LengthProof]) -
         if proof.prefill_seconds > TIE * proof.dense_prefill_seconds
         and not all(candidate.layer_config(layer, length).is_dense for layer in range(len(proof.layers)))
     }
+
+
+def slower_layers(candidate: Candidate, proofs: Mapping[int, LengthProof]) -> frozenset[LengthAndLayer]:
+    """The layers whose attention was measured slower than dense attention at a length: a layer that was adjusted may
+    have lost what made it fast. There are none where nothing was timed."""
+    return frozenset(
+        (length, layer)
+        for length, of_length in proofs.items()
+        for layer, proof in enumerate(of_length.layers)
+        if proof.seconds is not None
+        and proof.dense_seconds is not None
+        and proof.seconds > TIE * proof.dense_seconds
+        and not candidate.layer_config(layer, length).is_dense
+    )

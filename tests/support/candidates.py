@@ -7,6 +7,7 @@ import torch
 
 from calibrate.curves.curves import TAUS, Curve, Ranking
 from calibrate.proof.candidate import Candidate
+from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Budget, Recipe
 from calibrate.search.allocate import allocate
 from calibrate.search.choose import Chosen
@@ -42,3 +43,17 @@ def candidate(kind="cpu"):
         device=DeviceIdentity(kind, "pretended"),
         chosen=chosen,
     )
+
+
+def proof_of(error):
+    return LayerProof(error, 1.0, 0.5, 0.0)
+
+
+def proofs_of(begun, needles=None, seconds=0.1):
+    """Every layer within its limit."""
+    return {
+        length: LengthProof(
+            tuple(proof_of(begun.limits[length, layer]) for layer in range(2)), 0.0, 1.0, needles, seconds, 0.1
+        )
+        for length in begun.lengths
+    }
