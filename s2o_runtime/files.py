@@ -15,9 +15,13 @@ def write_atomically(path: Path, data: bytes) -> None:
         data: the whole content.
 
     Raises:
-        OSError: the file cannot be written. The old content is then still there.
+        OSError: the file cannot be written. The old content is then still there. If its folder is missing or takes no
+            files, the error names the folder.
     """
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path.parent)) from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)

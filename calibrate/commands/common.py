@@ -40,6 +40,7 @@ def run(program: str, flags: Flags, command: Callable[[Flags], int], if_interrup
     level = logging.INFO if "verbose" in flags else logging.WARNING
     logging.getLogger("s2o_runtime").setLevel(logging.WARNING)  # which path each layer takes is of no interest here
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # every retry without a network would be two lines
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def within_resources() -> int:

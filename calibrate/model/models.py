@@ -18,7 +18,7 @@ import torch
 
 from calibrate.model.weights import INDEX, SINGLE, Checkpoint, InMemory, RandomWeights, Weights, skeleton
 from calibrate.model.whole import check_quantisation, load_whole, quantisation, streaming_obstacle
-from s2o_runtime.errors import ModelError
+from s2o_runtime.errors import ModelError, ResourceError
 from s2o_runtime.identity import Geometry, geometry
 from s2o_runtime.layer_kinds import text_config
 
@@ -286,7 +286,22 @@ def _loading(name: str, source: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, ImportError) as error:
         _refuse_code(name, error)
+        if _is_unreachable(error):
+            raise ResourceError(
+                f"model {name!r} cannot be loaded from {source}: the Hub cannot be reached and there is no copy of it "
+                "here; try again with a network, or give a local folder; the sizes of an alias suffice to rehearse "
+                "(--random-weights)"
+            ) from error
         raise ModelError(f"model {name!r} cannot be loaded from {source}: {_first_line(error)}") from error
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    """Whether transformers failed because there is no way to the Hub, or none is allowed (HF_HUB_OFFLINE)."""
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError)):
+        return True
+    return error.__cause__ is not None and _is_unreachable(error.__cause__)
 
 
 def _refuse_code(name: str, error: Exception) -> None:

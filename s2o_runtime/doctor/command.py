@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,6 +75,7 @@ def main(
 
     def run() -> int:
         set_up(logging.ERROR, as_json=False)  # what the runtime would warn about is among the findings
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         sections = examine(args.profile, args.model, args.device, view_of)
         print(json.dumps(findings.as_json(sections), indent=1) if args.json else findings.as_text(sections))
         return findings.exit_code(sections)

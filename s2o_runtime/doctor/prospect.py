@@ -57,14 +57,16 @@ def model_view(name: str) -> ModelView:
         from transformers import AutoConfig
     except ImportError as error:
         raise ResourceError(f"--model needs transformers ({error}): pip install 's2o[calibrate]'") from error
+    if "/" not in name and not Path(name).is_dir():
+        raise ModelError(
+            f"model {name!r} is neither a folder nor a hub id (org/name): give one, or an alias such as demo to "
+            "s2o-calibrate doctor"
+        )
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"model {name!r} cannot be loaded ({reason}): give a local folder or a hub id; s2o-calibrate doctor knows "
-            "aliases such as demo too"
-        ) from error
+        raise ModelError(f"model {name!r} cannot be loaded ({reason}): give a local folder or a hub id") from error
     return ModelView(name, config, Path(name) if Path(name).is_dir() else None)
 
 
