@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from s2o_runtime.completion import SHELLS, completion_script
@@ -28,12 +28,21 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         examples: pairs of a task, in words, and the arguments that do it.
+        commands: first words that the program hands to other parsers before it asks this one, and makers of those. Only
+            completion reads them.
         arguments: `argparse.ArgumentParser`'s.
     """
 
-    def __init__(self, *arguments: Any, examples: Sequence[tuple[str, str]] = (), **named: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        examples: Sequence[tuple[str, str]] = (),
+        commands: Mapping[str, Callable[[], argparse.ArgumentParser]] | None = None,
+        **named: Any,
+    ) -> None:
         super().__init__(*arguments, **named)
         self.examples = tuple(examples)
+        self.commands = dict(commands or {})
 
     def error(self, message: str) -> NoReturn:
         self.exit(failed(self.prog, BAD_INPUT, message))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from s2o_runtime.errors import ResourceError
@@ -28,8 +28,19 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
         raise ResourceError(
             "shtab is not installed, which makes completion scripts: pip install 's2o[completion]'"
         ) from None
+    _add_commands(parser)
     _name_files(parser, shtab)
     return str(shtab.complete(parser, shell=shell))
+
+
+def _add_commands(parser: argparse.ArgumentParser) -> None:
+    """Make the commands that a program hands to other parsers commands of this one."""
+    commands: Mapping[str, Callable[[], argparse.ArgumentParser]] = getattr(parser, "commands", {})
+    if commands:
+        of_parser = parser.add_subparsers()
+        for name, make in commands.items():
+            other = make()
+            of_parser.add_parser(name, parents=[other], add_help=False, help=other.description)
 
 
 def _name_files(parser: argparse.ArgumentParser, shtab: Any) -> None:

@@ -1,6 +1,7 @@
 """The certificate without a model: what looks at layers lead to, and what prompts certify."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from calibrate.proof.certificate import (
     look_confidence,
     shares_of_limits,
 )
-from calibrate.proof.certify import OVER_BOUND, SLOWER, Ladder, with_dense, without_slower_layers
+from calibrate.proof.certify import OVER_BOUND, SLOWER, Ladder, proven_again, with_dense, without_slower_layers
 from calibrate.proof.judge import slower_layers
 from calibrate.proof.problems import retrieval_lost
 from calibrate.proof.recertify import compared
@@ -156,6 +157,21 @@ def test_layers_that_adjusting_left_slower_than_dense_become_dense():
     assert slower_layers(left, proofs) == frozenset()
     untimed = Proven(begun, proofs_of(begun), ())
     assert without_slower_layers(untimed) == untimed
+
+
+@pytest.mark.parametrize(("needles", "problems"), [((1, 1), 0), ((0, 1), 1)])
+def test_needles_that_the_certificate_lost_are_a_problem(monkeypatch, needles, problems):
+    """What is written must pass `s2o-profile verify`, which asks for the needles of the same prompts."""
+    begun = candidate()
+    proven = Proven(begun, {}, ())
+    changed = replace(proven, candidate=with_dense(begun, frozenset({LENGTHS[0]})))
+    measured = {LENGTHS[0]: SimpleNamespace(needles=needles, kl=1e-3)}
+    monkeypatch.setattr(certify, "prove", lambda *_, **__: (None, measured))
+    monkeypatch.setattr(certify, "slower_than_dense", lambda *_: ())
+    executor = SimpleNamespace(geometry=SimpleNamespace(layers=2))
+    again = proven_again(executor, {LENGTHS[0]: []}, proven, changed, progress=False)
+    assert len(again.problems) == problems
+    assert all("keeps 0 of the 1 needles" in problem for problem in again.problems)
 
 
 def length_sample(means=(5e-5, 2e-5), found=4, kept=4, kls=(1e-3, 2e-3, 3e-3, 4e-3, 5e-3)):

@@ -375,7 +375,6 @@ def bad_inputs():
     yield ["--model", "qwen2.5-7bb"], "model 'qwen2.5-7bb' is not known: did you mean qwen2.5-7b"
     yield ["--model", "zzz"], "A local folder or a hub id (org/name) works too"
     yield ["--model", "."], "folder . holds no config.json"
-    yield ["--model", "some/thing"], "model 'some/thing' cannot be loaded from some/thing"
     yield ["--model", "WINDOWS"], "has no layer of full_attention, only 2 of sliding_attention"
     yield ["--model", "CODE"], "code of its own, which is not run: give --trust-remote-code if you have read and trust"
     yield ["--model", "GPTQ"], "is quantised (gptq) and a package for that is missing ("
@@ -426,6 +425,16 @@ def bad_inputs():
     yield ["--tails", "maybe"], "'maybe': expected an ascending list, each true or false, such as off,on"
     yield ["--device", "tpu"], "device 'tpu' is not known"
     yield ["--device", "cuda:99"], "device 'cuda:99' is not here"
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_hub_out_of_reach_is_a_missing_resource(command):
+    outcome = command("--model", "some/thing", "--dry-run")
+    assert outcome.returncode == 4
+    (line,) = outcome.stderr.splitlines()
+    assert line.startswith(
+        "s2o-calibrate: model 'some/thing' cannot be loaded from some/thing: the Hub cannot be reached"
+    )
 
 
 @pytest.mark.parametrize(("arguments", "message"), list(bad_inputs()), ids=lambda value: " ".join(value)[:40])

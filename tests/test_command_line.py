@@ -85,24 +85,37 @@ def test_completion_scripts(command, shell, capsys):
             assert not flag.startswith("--") or (re.search(rf"{flag}\b(?!-)", script) is not None) == shown, flag
 
 
-def test_a_bash_script_completes_flags_and_files(tmp_path):
+def completions(module, program, folder):
+    """What a command's bash script offers behind some words, the last of which is being typed."""
     pytest.importorskip("shtab", reason="completion scripts are made with shtab: pip install shtab")
-    command = [sys.executable, "-m", "s2o_runtime.doctor", "--print-completion", "bash"]
+    command = [sys.executable, "-m", module, "--print-completion", "bash"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    script = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=tmp_path).stdout
-    (tmp_path / "mine.safetensors").touch()
+    script = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=folder).stdout
+    function = f"_shtab_{program.replace('-', '_')}"
 
     def completed(*words):
-        listing = " ".join(map(shlex.quote, ("s2o-doctor", *words)))
-        ask = (
-            f"COMP_WORDS=({listing}); COMP_CWORD={len(words)}; _shtab_s2o_doctor; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-        )
-        run = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, cwd=tmp_path)
+        listing = " ".join(map(shlex.quote, (program, *words)))
+        ask = f"COMP_WORDS=({listing}); COMP_CWORD={len(words)}; {function}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+        run = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, cwd=folder)
         return run.stdout.split()
 
+    return completed
+
+
+def test_a_bash_script_completes_flags_and_files(tmp_path):
+    completed = completions("s2o_runtime.doctor", "s2o-doctor", tmp_path)
+    (tmp_path / "mine.safetensors").touch()
     assert completed("--pro") == ["--profile"]
     assert completed("--profile", "mi") == ["mine.safetensors"]
     assert completed("--print-completion", "z") == ["zsh"]
+
+
+def test_a_bash_script_completes_the_calibrators_doctor(tmp_path):
+    completed = completions("calibrate.commands.calibrate", "s2o-calibrate", tmp_path)
+    assert completed("do") == ["doctor"]
+    assert "--model" in completed("--mod")
+    assert completed("doctor", "--pro") == ["--profile"]
+    assert completed("doctor", "--num") == []
 
 
 def test_without_shtab_completion_says_what_to_install(monkeypatch, capsys):

@@ -1,8 +1,6 @@
 """README and the pages of docs/: their commands, Python, links and numbers are what there is."""
 
 import re
-import shlex
-from pathlib import Path
 
 import pytest
 
@@ -11,15 +9,8 @@ from s2o_runtime.doctor import command as doctor
 from s2o_runtime.huggingface import run
 from scripts.docs import how_it_works, tables
 from scripts.docs.results_data import S2O_CALIBRATED, benches, read_sources
+from support.pages import FENCE, PAGES, ROOT, blocks, commands, commands_of, name_of
 
-ROOT = Path(__file__).parent.parent
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "examples" / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "DESIGN.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-]
 PARSERS = {
     "s2o-calibrate": calibrate.parser,
     "s2o-eval": evaluate.parser,
@@ -27,29 +18,9 @@ PARSERS = {
     "s2o-run": run.parser,
     "s2o-doctor": doctor.parser,
 }
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-ASSIGNMENT = re.compile(r"[A-Z0-9_]+=")
 # results.md has the commands as they were typed, with the options of their day
 OLDER = "python -m scripts.docs.results"
-
-
-def name_of(path):
-    return str(path.relative_to(ROOT))
-
-
-def blocks(path, *languages):
-    return [text for language, text in FENCE.findall(path.read_text(encoding="utf-8")) if language in languages]
-
-
-def commands(text):
-    """The words of each command of a block of shell lines, without variables before it, comments and "..."."""
-    for line in text.replace("\\\n", " ").splitlines():
-        words = [word for word in shlex.split(line, comments=True) if word != "..."]
-        while words and ASSIGNMENT.match(words[0]):
-            del words[0]
-        if words:
-            yield words
 
 
 def understood(program, arguments):
@@ -70,24 +41,28 @@ def test_commands_are_understood(path):
         assert OLDER in path.read_text(encoding="utf-8")
         return
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    for block in blocks(path, "sh"):
-        for program, *arguments in commands(block):
-            if program in PARSERS:
-                assert understood(program, arguments), arguments
-            elif program == "make":
-                assert arguments[0] in targets
-            elif program == "python" and arguments[0] == "-m":
-                assert (ROOT / arguments[1].replace(".", "/")).with_suffix(".py").is_file(), arguments[1]
-            elif program == "python":
-                assert (ROOT / arguments[0]).is_file(), arguments[0]
-            else:
-                assert not program.startswith("s2o"), program  # another project's program
+    for (program, *arguments), _ in commands_of(path):
+        if program in PARSERS:
+            assert understood(program, arguments), arguments
+        elif program == "make":
+            assert arguments[0] in targets
+        elif program == "python" and arguments[0] == "-m":
+            assert (ROOT / arguments[1].replace(".", "/")).with_suffix(".py").is_file(), arguments[1]
+        elif program == "python":
+            assert (ROOT / arguments[0]).is_file(), arguments[0]
+        else:
+            assert not program.startswith("s2o"), program  # another project's program
 
 
 def test_an_unknown_option_is_no_command_of_a_page():
     assert not understood("s2o-profile", ["show", "p.safetensors", "--heads", "4.1"])
     assert understood("s2o-profile", ["show", "p.safetensors", "--head", "4.1"])
-    assert list(commands("A=1 s2o-run --x \\\n  y # no\n\n# nothing")) == [["s2o-run", "--x", "y"]]
+    assert list(commands("A=1 s2o-run --x \\\n  y # no\n\n# nothing")) == [(("s2o-run", "--x", "y"), None)]
+
+
+def test_what_a_command_needs_is_read():
+    text = "a # here; needs a GPU\n# needs vLLM\nb\nc # needs bokeh\n# anywhere\nd"
+    assert [needs for _, needs in commands(text)] == ["a GPU", "vLLM", "bokeh", None]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)

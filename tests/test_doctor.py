@@ -485,6 +485,10 @@ def test_what_does_not_fit_is_bad_input(capsys, tmp_path):
     assert sections["profile"]["profile"]["verdict"] == sections["model"]["model"]["verdict"] == "problem"
     assert "give a local folder or a hub id" in sections["model"]["model"]["advice"]
 
+    code, sections = doctor(capsys, "--model", "demo")
+    assert code == BAD_INPUT
+    assert sections["model"]["model"]["advice"].endswith("give one, or an alias such as demo to s2o-calibrate doctor")
+
 
 @pytest.mark.usefixtures("quick")
 def test_random_weights_and_foreign_devices(capsys, monkeypatch, tmp_path):

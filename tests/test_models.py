@@ -13,7 +13,7 @@ from calibrate.model import capture
 from calibrate.model.models import ALIASES, ARCHITECTURES, DEMO_FOLDER, load, load_config, load_tokenizer
 from calibrate.model.weights import skeleton
 from s2o_runtime import patch
-from s2o_runtime.errors import ModelError, ProfileError
+from s2o_runtime.errors import ModelError, ProfileError, ResourceError
 from s2o_runtime.identity import Geometry, geometry
 from support.models import CONFIGS, make_profile, save
 
@@ -122,7 +122,7 @@ def test_models_that_cannot_be_calibrated_are_refused(tmp_path):
 
 
 def test_errors_are_one_sentence(offline, tmp_path):
-    with pytest.raises(ModelError, match="model 'some/thing' cannot be loaded from some/thing"):
+    with pytest.raises(ResourceError, match="model 'some/thing' cannot be loaded from some/thing: the Hub cannot be"):
         load("some/thing", "cpu")
     save("llama", tmp_path)
     with pytest.raises(ModelError, match=r"the tokenizer of .* cannot be loaded") as raised:

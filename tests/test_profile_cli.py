@@ -312,6 +312,12 @@ def test_plot_draws_thresholds(run, tmp_path):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_plot_in_a_folder_that_is_not_there_names_the_folder(run, tmp_path):
+    code, sentence = run("plot", FULL, "--out", tmp_path / "none" / "p.png")
+    assert code == 2
+    assert f"{tmp_path / 'none'} cannot be written or read (No such file or directory): check the path" in sentence
+
+
 @SLOW
 def test_push_and_pull_carry_a_profile_with_its_report(calibrated, run, tmp_path):
     code, found = run("push", calibrated, tmp_path / "catalogue", "--json")

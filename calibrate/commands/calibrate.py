@@ -23,6 +23,7 @@ from s2o_runtime.command_line import (
     exit_codes,
     failed,
 )
+from s2o_runtime.doctor.command import parser as doctor_parser
 from s2o_runtime.errors import ConfigError
 
 PROGRAM = "s2o-calibrate"
@@ -58,6 +59,7 @@ def parser() -> Parser:
         "continues when the same command is run again. For another budget or another GPU, a profile is changed with "
         f"s2o-profile rebudget or retile. {PROGRAM} {DOCTOR} says whether this machine is ready.",
         examples=EXAMPLES,
+        commands={DOCTOR: doctor_parser},
     )
     groups = add_flags(out, OPTIONS.values())
     groups[INPUT].add_argument(

@@ -19,7 +19,7 @@ from calibrate.prompts.prompts import Prompt
 from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
 from calibrate.proof.certificate import FEWEST, RUNGS, LengthCertificate, Look, certificate_of, look_bound
 from calibrate.proof.judge import slower_layers, slower_than_dense
-from calibrate.proof.problems import kl_over_budget, kl_shown_over_budget, retrieval_lost
+from calibrate.proof.problems import kl_over_budget, kl_shown_over_budget, lost_needles, retrieval_lost
 from calibrate.proof.sample import LayerSample, sample
 from calibrate.proof.tighten import NOT_FASTER, Proven, scaled
 from calibrate.proof.verify import prove
@@ -136,8 +136,9 @@ def proven_again(
     """Measure the lengths again that changed since the proof; one that became slower than dense becomes dense.
 
     The prompts are those that layers were adjusted on, and no layer is tightened: densities, times and predictions in
-    the record are to be of what is written. What is certified of a layer holds all the more if it becomes dense. A KL
-    that is over its budget now, although layers became more careful, is a problem.
+    the record are to be of what is written. What is certified of a layer holds all the more if it becomes dense.
+    Needles that are lost now, or a KL over its budget, although layers became more careful, are problems:
+    `s2o-profile verify` would find them.
 
     Args:
         executor: Who runs it.
@@ -158,8 +159,9 @@ def proven_again(
         proofs |= measured
         lengths = frozenset(slower_than_dense(candidate, measured))
         candidate = with_dense(candidate, lengths)
-    over_kl = kl_over_budget(proofs, candidate.recipe).values()
-    return replace(certified, candidate=candidate, proofs=proofs, problems=(*certified.problems, *over_kl))
+    recipe = candidate.recipe
+    problems = (*lost_needles(proofs, recipe).values(), *kl_over_budget(proofs, recipe).values())
+    return replace(certified, candidate=candidate, proofs=proofs, problems=(*certified.problems, *problems))
 
 
 def without_slower_layers(proven: Proven) -> Proven:

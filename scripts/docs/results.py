@@ -149,7 +149,10 @@ def _origins(sources: Sources) -> list[str]:
         return ["Nothing is measured yet."]
     rows = [[source.link, source.file.date, _hardware(source.file), _versions(source.file)] for source in shown]
     out = ["## Where the numbers come from", table(("file", "date", "device", "versions"), rows, "l")]
-    out += ["Profiles are named without their folders; each `--method` of s2o-calibrate makes one."]
+    out += [
+        "These are the commands as they were typed, with the options of their day, on the GPU or CPU that the name of "
+        "the file says. Profiles are named without their folders; each `--method` of s2o-calibrate makes one."
+    ]
     out += ["\n".join(("```sh", *map(command, shown), "```"))]
     others = ", ".join(source.link for source in sources if source not in shown)
     return [*out, f"Raw data that is not shown here: {others}."] if others else out
