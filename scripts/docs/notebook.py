@@ -55,7 +55,8 @@ def execute(notebook: Any, folder: Path) -> Any:
 
 def page_of(notebook: Any) -> Page:
     """An executed notebook as a page of the documentation. What cells wrote to standard error is left out."""
-    parts, pictures = [], {}
+    parts: list[str] = []
+    pictures: dict[str, bytes] = {}
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             parts.append(cell.source.replace(DOCS, ""))
