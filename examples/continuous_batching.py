@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from calibrate.model.models import load
@@ -22,6 +23,8 @@ SHIPPED = Path(__file__).resolve().parent.parent / "profiles" / "demo" / "cpu" /
 
 
 def main(path: Path, tokens: int) -> None:
+    if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 19):
+        sys.exit(f"transformers {transformers.__version__} takes patched models in another way: docs/serving.md has it")
     profile = load_profile(path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load(profile.model_name, device, resident=True)

@@ -27,6 +27,8 @@ def understood(program, arguments):
     """Whether the program's parser takes the arguments; also if it then prints something and ends."""
     if ">" in arguments:
         arguments = arguments[: arguments.index(">")]
+    if program == "s2o-calibrate" and arguments[:1] == [calibrate.DOCTOR]:
+        program, arguments = "s2o-doctor", arguments[1:]
     try:
         PARSERS[program]().parse_args(arguments)
     except SystemExit as end:

@@ -1,5 +1,6 @@
 """Every command in the documentation runs here on the demo model, is one that CI runs, or says what it needs."""
 
+import json
 import re
 import shlex
 import shutil
@@ -109,6 +110,8 @@ def calibrated(tmp_path_factory):
     assert calibrate.main(["--model", "demo", "--out", str(folder / "p.safetensors"), *QUICKLY.split()]) == OK
     shutil.copy(ROOT / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors", folder / "demo.safetensors")
     (folder / "generate.py").write_text(PROGRAM_OF_THE_READER)
+    question = {"prompt": "The code is 31. " * 300 + "The code is", "answer": " 31"}
+    (folder / "mine.jsonl").write_text(json.dumps(question))
     return folder
 
 
@@ -120,7 +123,7 @@ def shortened(words):
         goes_to = words[words.index(">") + 1]
         words = words[: words.index(">")]
     for beginning, options in SHORT.items():
-        if tuple(words[: len(beginning)]) == beginning and "--print-completion" not in words:
+        if tuple(words[: len(beginning)]) == beginning and not {"--print-completion", "doctor"} & set(words):
             if "--budget-mse" in words:
                 options = options.replace("--budget-rel-mse 1e-3", "")
             words += shlex.split(options)
