@@ -62,10 +62,11 @@ def page_of(notebook: Any) -> Page:
             parts.append(cell.source.replace(DOCS, ""))
             continue
         parts.append(f"```python\n{cell.source}\n```")
+        printed = "".join(output.text for output in cell.outputs if output.get("name") == "stdout")  # it comes in pieces
+        if printed:
+            parts.append(f"```text\n{printed.rstrip()}\n```")
         for output in cell.outputs:
-            if output.output_type == "stream" and output.name == "stdout":
-                parts.append(f"```text\n{output.text.rstrip()}\n```")
-            elif "image/png" in output.get("data", {}):
+            if "image/png" in output.get("data", {}):
                 name = f"{len(pictures) + 1}.png"
                 pictures[name] = base64.b64decode(output.data["image/png"])
                 parts.append(f"![Picture {len(pictures)} of the notebook]({PICTURES}/{name})")
