@@ -62,7 +62,7 @@ def page_of(notebook: Any) -> Page:
             parts.append(cell.source.replace(DOCS, ""))
             continue
         parts.append(f"```python\n{cell.source}\n```")
-        printed = "".join(output.text for output in cell.outputs if output.get("name") == "stdout")  # it comes in pieces
+        printed = "".join(output.text for output in cell.outputs if output.get("name") == "stdout")  # it is in pieces
         if printed:
             parts.append(f"```text\n{printed.rstrip()}\n```")
         for output in cell.outputs:
