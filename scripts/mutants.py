@@ -146,7 +146,7 @@ MUTANTS = (
     ),
     Mutant(
         "a group of documents is split between the sets",
-        "calibrate/prompts/split.py", "free.remove(name)", "pass", ("tests/test_prompts.py", "-k", "one_purpose or groups_stay"),
+        "calibrate/prompts/split.py", "free.remove(name)", "pass", ("tests/test_split.py",),
     ),
     # profiles
     Mutant(
@@ -200,7 +200,8 @@ MUTANTS = (
     ),
     Mutant(
         "a prompt one token longer than a window hides nothing",
-        HF, "int(q_offset) + q_length <= int(local)", "int(q_offset) + q_length <= int(local) + 1", HF_TESTS,
+        HF, "int(q_offset) + q_length <= int(local)", "int(q_offset) + q_length <= int(local) + 1",
+        ("tests/test_windowed.py", "-k", "just_fits"),
     ),
     Mutant(
         "a mask with holes passes for padding",

@@ -151,10 +151,11 @@ def summary():
     return made()
 
 
-@pytest.fixture
-def files(summary, tmp_path):
-    summary["data"] = "the standard library"
-    return {path.name: path for path in write(summary, tmp_path / "new" / "rel-mse-0.001.safetensors")}
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """What is written of the report of `summary`, by name; tests only read it."""
+    folder = tmp_path_factory.mktemp("report") / "new"
+    return {path.name: path for path in write(made(), folder / "rel-mse-0.001.safetensors")}
 
 
 def test_a_layers_row_says_what_the_summary_says(summary):
@@ -305,7 +306,7 @@ def test_the_card_has_every_layer_and_refers_to_files_that_exist(summary, files)
         ]
     for part in (
         '```python\nimport s2o_runtime\ns2o_runtime.patch(model, "profiles/demo/h200/rel-mse-0.001.safetensors")\n```',
-        "```sh\ns2o-calibrate --model demo\n```", "| data | the standard library |",
+        "```sh\ns2o-calibrate --model demo\n```", "| data | prompts.jsonl |",
         "**Adjusted and checked on the same 2 prompts of each length; not certified.**",
         "| hardware | NVIDIA H200 (sm_90, 132 SMs) |", "| versions | s2o 0.1.0, torch 2.11.0 |", "17 measurements",
         "| time | 115 s (measuring 35 s, searching 60 s, proving 20 s) |", "layers 0-1; layers 2-5",
