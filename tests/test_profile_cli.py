@@ -379,7 +379,16 @@ def test_a_catalogue_follows_its_profiles(calibrated, run, tmp_path):
     text = readme.read_text()
     assert text.startswith("# Mine\n")
     assert text.endswith("after\n")
-    assert (text.count("safetensors"), text.count("| other/cpu/rel-mse-0.001.safetensors | other | cpu |")) == (1, 1)
+    (row,) = [line for line in text.splitlines() if ".safetensors" in line]
+    assert row.startswith("| [other](other/cpu/rel-mse-0.001.md) | cpu | rel_mse 0.001 (layer) | 512 |")
+    assert row.endswith("| not timed | - | [rel-mse-0.001](other/cpu/rel-mse-0.001.safetensors) |")
+    assert run("push", calibrated, catalogue, "--catalogue", "--name", "org/Model-1")[0] == 0
+    renamed = load_profile(catalogue / "org-model-1" / "cpu" / "rel-mse-0.001.safetensors")
+    assert renamed == dataclasses.replace(load_profile(calibrated), model_name="org/Model-1")
+    assert "| [org/Model-1](org-model-1/cpu/rel-mse-0.001.md) |" in readme.read_text()
+    assert "# S2O profile of org/Model-1" in (catalogue / "org-model-1" / "cpu" / "rel-mse-0.001.md").read_text()
+    code, sentence = run("push", calibrated, tmp_path / "folder", "--name", "other")
+    assert (code, "give --catalogue too" in sentence) == (2, True)
     code, sentence = run("push", MINIMAL, catalogue, "--catalogue")
     assert (code, "does not say what its budget is" in sentence) == (2, True)
     assert run("push", calibrated, "hf://org/name", "--catalogue") == (

@@ -45,6 +45,7 @@ EXAMPLES = (
     ("check its certificate on other prompts", "verify p.safetensors --model my/model --seed 1"),
     ("draw every head's threshold", "plot p.safetensors"),
     ("pass a profile on", "push p.safetensors hf://org/name"),
+    ("file a profile by model and device", "push p.safetensors profiles --catalogue --name org/model"),
 )
 # the options of s2o-calibrate that a command takes, and their defaults in it
 REBUDGET = {
@@ -108,6 +109,7 @@ def parser() -> argparse.ArgumentParser:
     plot.add_argument("--out", type=Path, metavar="FILE.png", help="default <profile>.tau.png")
     push = command("push", "Copy a profile, its card and its report to a folder or hf://org/name.", "profile", "to")
     push.add_argument("--catalogue", action="store_true", help="file it by model and device in a folder with an index")
+    push.add_argument("--name", help="with --catalogue: what the model is called there (default as it was calibrated)")
     push.add_argument("--shelf", dest="catalogue", action=Former, successor="--catalogue", nargs=0, const=True)
     pull = command("pull", "Fetch a profile and its report from a folder, a file or hf://org/name.", "source")
     pull.add_argument("--out-dir", type=Path, metavar="FOLDER", help="default here")
@@ -377,7 +379,10 @@ def push(flags: Flags) -> int:
     profile, to = flags["profile"], flags["to"]
     if "catalogue" in flags and to.startswith(HUB):
         raise ConfigError(f"{to} is not a folder: a catalogue is one, so leave --catalogue out")
-    files = add_to_catalogue(profile, Path(to)) if "catalogue" in flags else push(profile, to)
+    if "name" in flags and "catalogue" not in flags:
+        raise ConfigError("--name renames the model of a profile in a catalogue: give --catalogue too")
+    filed = "catalogue" in flags
+    files = add_to_catalogue(profile, Path(to), flags.get("name")) if filed else push(profile, to)
     return _report_files(flags, files)
 
 
