@@ -82,7 +82,7 @@ class Former(argparse.Action):
     """
 
     def __init__(self, *arguments: Any, successor: str, **named: Any) -> None:
-        super().__init__(*arguments, help=argparse.SUPPRESS, **named)
+        super().__init__(*arguments, **named | {"help": argparse.SUPPRESS})
         self.successor = successor
 
     def __call__(

@@ -98,7 +98,8 @@ MUTANTS = (
     ),
     Mutant(
         "rounding of int8 scores is not taken from the budget",
-        ALLOCATE, "left = budget - sum(point.mse * weight", "left = budget - sum(0 * point.mse * weight", ALLOCATE_TESTS,
+        ALLOCATE, "left = budget - sum(point.mse * weight", "left = budget - sum(0 * point.mse * weight",
+        ALLOCATE_TESTS,
     ),
     # the bounds of the certificate
     Mutant(
@@ -254,7 +255,8 @@ def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
     Returns:
         Its exit code, or -1 if it took too long, and the line of its output that names the failed test.
     """
-    environment = os.environ | {"PYTHONPATH": _with_front(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": _with_front(folder), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # or a mutant of the same size and second would not be seen
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
     try:
         outcome = subprocess.run(
@@ -268,8 +270,8 @@ def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
 
 def _with_front(folder: Path) -> str:
     """PYTHONPATH with the copy in front of whatever was there; without the tree that was copied."""
-    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != ROOT]
-    return os.pathsep.join([str(folder), *others])
+    paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.pathsep.join([str(folder), *(path for path in paths if Path(path).resolve() != ROOT)])
 
 
 def copy_of_the_sources(folder: Path) -> None:
@@ -288,7 +290,9 @@ def killer(failed: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Apply the mutants, print a line for each, and return 1 if one survives."""
-    parser = argparse.ArgumentParser("scripts.mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "scripts.mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose name or file contains this")
     parser.add_argument("--list", action="store_true", help="print their names and files")
     args = parser.parse_args(argv)

@@ -30,7 +30,8 @@ q, k, v = (torch.randn(1, heads, 600, 64) for heads in (4, 2, 2))
 out, _, stats = s2o_attention(q, k, v, LayerConfig.uniform(4, tau=0.0, segment=128), return_stats=True)
 dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 torch.testing.assert_close(out, dense, rtol=1e-4, atol=1e-4)
-skipping = s2o_attention(q, k, v, LayerConfig.uniform(4, tau=2.0, segment=64, tile=TileConfig(64, 32, 1, 4, 1)), return_stats=True)
+stopping = LayerConfig.uniform(4, tau=2.0, segment=64, tile=TileConfig(64, 32, 1, 4, 1))
+skipping = s2o_attention(q, k, v, stopping, return_stats=True)
 assert skipping.density.max() < 1
 """
 PATCHED = """

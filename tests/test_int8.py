@@ -129,7 +129,9 @@ SHAPES = [
 @INTERPRETED
 @pytest.mark.usefixtures("small_sample")
 @pytest.mark.parametrize(("tau", "grain"), [(1.0, 4), (0.0, 1)])
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), all_but_first(SHAPES, SLOW))
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), all_but_first(SHAPES, SLOW)
+)
 def test_the_kernels_equal_the_reference(
     batch, heads, kv_heads, q_len, kv_len, head_dim, starts, tau, grain, nan_filled
 ):

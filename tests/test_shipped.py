@@ -60,7 +60,7 @@ def test_index_names_the_bytes(path):
 
 
 def test_no_profile_is_of_random_weights_or_named_by_a_folder(path):
-    """A reader must be able to tell which model it is; s2o-profile push --name says so where a folder was calibrated."""
+    """A reader must be able to tell which model it is: s2o-profile push --name says so."""
     profile = load_profile(path)
     assert profile.fingerprint
     assert not profile.fingerprint.startswith(RANDOM)

@@ -22,8 +22,8 @@ from s2o_runtime.command_line import (
     Parser,
     add_information,
     exit_codes,
-    renamed,
     failed,
+    renamed,
 )
 from s2o_runtime.errors import ConfigError
 
