@@ -96,13 +96,13 @@ build/wheel/.built: constraints.txt $(shell find s2o_runtime calibrate -type f -
 	touch $@
 
 $(PYTHONS:%=wheel-%): wheel-%: build/wheel/.built
-	rm -rf build/wheel/$(notdir $*)
-	$* -m venv build/wheel/$(notdir $*)
-	build/wheel/$(notdir $*)/bin/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
-	build/wheel/$(notdir $*)/bin/python -m pip install --quiet -c constraints.txt $$(ls build/wheel/dist/*.whl)
-	build/wheel/$(notdir $*)/bin/python tests/installed.py runtime
-	build/wheel/$(notdir $*)/bin/python -m pip install --quiet -c constraints.txt "$$(ls build/wheel/dist/*.whl)[calibrate]"
-	build/wheel/$(notdir $*)/bin/python tests/installed.py whole
+	rm -rf build/wheel/$(subst /,-,$*)
+	$* -m venv build/wheel/$(subst /,-,$*)
+	build/wheel/$(subst /,-,$*)/bin/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
+	build/wheel/$(subst /,-,$*)/bin/python -m pip install --quiet -c constraints.txt $$(ls build/wheel/dist/*.whl)
+	build/wheel/$(subst /,-,$*)/bin/python tests/installed.py runtime
+	build/wheel/$(subst /,-,$*)/bin/python -m pip install --quiet -c constraints.txt "$$(ls build/wheel/dist/*.whl)[calibrate]"
+	build/wheel/$(subst /,-,$*)/bin/python tests/installed.py whole
 
 # torch first and exactly pinned, so that no newer one is pulled in; transformers comes after the first step
 bare:

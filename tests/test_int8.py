@@ -148,7 +148,7 @@ def test_the_kernels_equal_the_reference(
 
 @INTERPRETED
 @pytest.mark.usefixtures("small_sample")
-@pytest.mark.parametrize("stop_rule", [StopRule.REST, StopRule.PAPER], ids=str)
+@pytest.mark.parametrize("stop_rule", all_but_first([StopRule.REST, StopRule.PAPER], SLOW), ids=str)
 def test_sinks_and_dense_heads(stop_rule, nan_filled):
     q, k, v = inputs(1, 2, 1, 200, 200, 64)
     k = k + torch.randn(64)

@@ -407,10 +407,10 @@ def test_whatever_may_be_none_may_be(lengths, tmp_path):
         assert part in card
 
 
-def test_every_file_is_written_atomically(summary, tmp_path, monkeypatch):
+def test_every_file_is_written_atomically(tmp_path, monkeypatch):
     taken = {}
     monkeypatch.setattr(output, "write_atomically", taken.__setitem__)
-    written = write(summary, tmp_path / "a b.safetensors")
+    written = write(made(2, 2, (8192,), checked=()), tmp_path / "a b.safetensors")
     assert list(tmp_path.iterdir()) == []
     assert sorted(taken) == sorted(written)
     *_, card, page = taken
@@ -418,11 +418,11 @@ def test_every_file_is_written_atomically(summary, tmp_path, monkeypatch):
     assert "(a%20b.time.png)" in taken[card].decode()
 
 
-def test_drawing_changes_nothing_global(summary, tmp_path):
+def test_drawing_changes_nothing_global(tmp_path):
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    write(summary, tmp_path / "p.safetensors")
+    write(made(2, 2, (8192,), checked=()), tmp_path / "p.safetensors")
     assert dict(matplotlib.rcParams) == before
 
 
