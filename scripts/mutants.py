@@ -93,8 +93,7 @@ MUTANTS = (
     ),
     Mutant(
         "the guard on rows refuses a head that is exactly at it",
-        ALLOCATE, "row <= allowed.worst_rows:\n                    settings",
-        "row < allowed.worst_rows:\n                    settings", ALLOCATE_TESTS,
+        ALLOCATE, "  if row <= limit\n", "  if row < limit\n", ALLOCATE_TESTS,
     ),
     Mutant(
         "rounding of int8 scores is not taken from the budget",
