@@ -539,7 +539,7 @@ def test_who_reads_while_a_file_is_written_sees_the_old_one(tmp_path):
     path = tmp_path / "p.safetensors"
     save_profile(profile(), path)
     old = path.read_bytes()
-    with path.open("rb") as reader:
+    with path.open("rb", buffering=0) as reader:
         begun = reader.read(10)
         write_atomically(path, b"new")
         assert begun + reader.read() == old
