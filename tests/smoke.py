@@ -1,4 +1,4 @@
-"""What an installed S2O must do, run by test_wheel.py and `make wheel`: python smoke.py WHERE PROFILE
+"""What an installed S2O must do, run by test_wheel.py: python smoke.py WHERE PROFILE
 
 WHERE: the folder that it is installed in; PROFILE: one of the demo model.
 """

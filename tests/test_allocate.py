@@ -37,6 +37,12 @@ def test_the_budget_goes_where_it_saves_most():
     assert made.cost == pytest.approx(0.6 + EXTRA / 2)
 
 
+def test_a_budget_may_be_spent_to_its_last_bit():
+    """The steepest step costs all there is; a flatter one that costs less would keep others from it."""
+    made = spend([[(0.9, 0.5)], [(1.0, 0.2)]], 0.5)
+    assert (made.mse, made.density) == (0.5, 0.6)
+
+
 def test_nothing_is_spent_without_a_budget():
     made = spend([[(1.0, 0.2)]], 0.0)
     assert made.heads[0].mode == "dense"
@@ -113,10 +119,11 @@ def test_several_budgets_are_each_spent_as_if_alone():
 
 def test_a_head_whose_rows_go_wrong_gets_no_such_point():
     spared = curve([[(0.1, 0.5), (0.2, 0.3)]])
-    rows = torch.tensor([[0.4, 0.6]]).double()
+    rows = torch.tensor([[0.375, 0.6]]).double()
     spared = dataclasses.replace(spared, worst=torch.cat([rows, torch.zeros(1, len(TAUS) - 2)], 1))
-    chosen = {limit: allocate({METHOD: spared}, 1.0, Allowed(worst_rows=limit)).density for limit in (None, 0.5, 0.3)}
-    assert chosen == {None: 0.3, 0.5: 0.5, 0.3: 1.0}
+    limits = (None, 0.5, 0.375, 0.3)
+    chosen = {limit: allocate({METHOD: spared}, 1.0, Allowed(worst_rows=limit)).density for limit in limits}
+    assert chosen == {None: 0.3, 0.5: 0.5, 0.375: 0.5, 0.3: 1.0}  # a head may be exactly at the limit
     assert not any(head.tail for head in allocate({METHOD: spared}, 1e10, Allowed((False,))).heads)
 
 

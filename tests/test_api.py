@@ -46,7 +46,7 @@ def test_it_does_what_the_command_does(tiny, tmp_path, monkeypatch):
     assert recipe.budget == Budget("rel_mse", 1e-2)
     assert calibrate(recipe, progress=False).journal_reused > 0
     flags = ["--model", tiny, "--budget-rel-mse", "1e-2", "--lengths", "512", "--segments", "64,128", "--trials", 1]
-    flags += ["--representatives", "1,4", "--num-prompts", 1, "--held-out", 1, "--num-certify", 0]
+    flags += ["--representatives", "1,4", "--num-prompts", 1, "--num-held-out", 1, "--num-certify", 0]
     flags += ["--device", "cpu", "--quiet"]
     assert command.main(list(map(str, [*flags, "--journal", journal, "--out", "c/named.safetensors"]))) == 0
     folders = [tmp_path / name for name in "abc"]

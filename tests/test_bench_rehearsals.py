@@ -7,11 +7,14 @@ import pytest
 from calibrate.model.models import load_config
 from scripts.bench import rehearsals as bench
 from scripts.bench.schema import RehearsalFile, read
+from support.marks import all_but_first
+
+SLOW = pytest.mark.slow(reason="calibrates more models")
 
 ALWAYS = ["--tiny", "--device", "cpu", "--lengths", "512", "--num-prompts", "1", "--num-certify", "3", "--trials", "1"]
 
 
-@pytest.mark.parametrize("name", ["gemma-3-12b", "gpt-oss-20b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("name", all_but_first(["qwen3-30b-a3b", "gemma-3-12b", "gpt-oss-20b"], SLOW))
 def test_a_model_is_calibrated_and_runs(name, tmp_path, capsys):
     out = tmp_path / "r.json"
     assert bench.main([*ALWAYS, "--models", name, "--budget-rel-mse", "0.3", "--out", str(out)]) == 0

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from calibrate.commands.calibrate import main
 from s2o_runtime import load_profile
+from s2o_runtime.version import OLD_NAMES_GO_WITH
 from support.models import SIZES
 from support.tiny import save_tiny
 
@@ -87,7 +88,7 @@ def calibrated(tmp_path_factory):
     """One real calibration of the demo model, the result printed as JSON."""
     folder = tmp_path_factory.mktemp("calibrated")
     arguments = ["--model", "demo", "--budget-mse", "2e-4", "--lengths", "512", "--segments", "128,256"]
-    arguments += ["--num-prompts", 2, "--held-out", 1, "--num-certify", 0]
+    arguments += ["--num-prompts", 2, "--num-held-out", 1, "--num-certify", 0]
     arguments += ["--trials", 3, "--device", "cpu", "--quiet", "--json"]
     return folder, run(*arguments, "--out", "a/first.safetensors", cwd=folder)
 
@@ -150,7 +151,7 @@ sys.exit(code)
 @pytest.mark.parametrize("allow", [False, True])
 def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny, tmp_path):
     arguments = ["--model", tiny, "--lengths", 512, "--budget-rel-mse", "1e-2", "--segments", "64,128", "--trials", 1]
-    arguments += ["--num-prompts", 1, "--held-out", 1, "--num-certify", 0]
+    arguments += ["--num-prompts", 1, "--num-held-out", 1, "--num-certify", 0]
     arguments += ["--device", "cpu", "--quiet", "--out", "no.safetensors"]
     outcome = subprocess.run(
         [sys.executable, "-c", LOST, *map(str, arguments), *["--allow-regression"] * allow],
@@ -180,7 +181,7 @@ def test_dry_run_prints_the_plan_and_stops(command, tmp_path):
     assert plan["journal"] == "profiles/demo/cpu/demo.journal.sqlite (default)"
     assert (plan["representatives"], plan["grains"]) == ("1, 32 (default)", "4 (default)")
     assert plan["num prompts"] == "4 of each length (default)"
-    text = command(*GOOD, "--dry-run", "--representatives", "8,1", "--held-out", 1).stdout
+    text = command(*GOOD, "--dry-run", "--representatives", "8,1", "--num-held-out", 1).stdout
     assert "representatives     1, 8\n" in text
     assert "num held out        1 of each length\n" in text
     assert "8 query heads, 2 KV heads, head dim 128\n" in text
@@ -216,7 +217,7 @@ def test_the_help_states_the_defaults_of_the_recipe():
 @WHOLE_RUN
 def test_a_dry_run_writes_a_recipe_that_runs_the_same(tmp_path):
     """Without what the user gave, and with what depends on the machine."""
-    given = [*GOOD, "--needles", "0.5", "--tails", "on", "--check-lengths", "none"]
+    given = [*GOOD, "--keep-needles", "0.5", "--tails", "on", "--check-lengths", "none"]
     outcome = run(*given, "--dry-run", "--yaml", cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stderr
     assert "keep_needles: 0.5\n" in outcome.stdout
@@ -229,13 +230,18 @@ def test_a_dry_run_writes_a_recipe_that_runs_the_same(tmp_path):
     assert first == second
 
 
-def test_older_flags_are_understood_and_not_shown():
+def test_older_flags_are_understood_with_a_warning_and_not_shown(capsys):
     from calibrate.commands.calibrate import parser
 
     assert vars(parser().parse_args(["--needles", "0.5", "--held-out", "3"])) == {
         "keep_needles": 0.5,
         "num_held_out": 3,
     }
+    ending = f"write that, because the old name goes with {OLD_NAMES_GO_WITH}"
+    assert capsys.readouterr().err.splitlines() == [
+        f"s2o-calibrate: --needles is --keep-needles now: {ending}",
+        f"s2o-calibrate: --held-out is --num-held-out now: {ending}",
+    ]
     text = parser().format_help()
     assert "--keep-needles" in text
     assert not any(f" {name} " in text for name in ("--needles", "--held-out", "--rebudget", "--retile"))
@@ -359,7 +365,7 @@ def test_a_bug_is_not_taken_for_a_full_disk():
         (["--retile", "a/p.x", "--device", "cpu", "--out", "q"], "'cpu', 'OUT'", "q"),
     ],
 )
-def test_modes_that_change_a_profile(arguments, called, out, command, tmp_path, monkeypatch):
+def test_modes_that_change_a_profile(arguments, called, out, command, tmp_path, monkeypatch, caplog):
     def mode(*given):
         print("called with", [str(argument) for argument in given])
 
@@ -369,6 +375,9 @@ def test_modes_that_change_a_profile(arguments, called, out, command, tmp_path, 
     (tmp_path / "a" / "p.x").touch()
     outcome = command(*arguments)
     assert outcome.stdout == f"called with ['a/p.x', {called.replace('OUT', out)}]\nwrote {out}\n", outcome.stderr
+    mode_name = arguments[0].removeprefix("--")
+    warning = f"s2o-calibrate {arguments[0]} PROFILE is s2o-profile {mode_name} PROFILE now: write that, because"
+    assert warning in caplog.text
 
 
 def bad_inputs():

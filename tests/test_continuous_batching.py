@@ -18,6 +18,7 @@ from s2o_runtime.huggingface.paged import one_by_one
 from s2o_runtime.profile import save_profile
 from support.architectures import CASES, RUNS
 from support.environment import forget
+from support.marks import all_but_first
 from support.models import CONFIGS, make_profile, twin
 
 if not hasattr(transformers, "ContinuousBatchingConfig"):
@@ -30,6 +31,7 @@ NAMED = pytest.mark.skipif(
     "is not supported for continuous batching" in inspect.getsource(continuous_api),
     reason="this transformers' continuous batching takes SDPA and FlashAttention by their names only",
 )
+SLOW = pytest.mark.slow(reason="more models, or the demo model at 1600 tokens")
 DEMO_PROFILE = DEMO_FOLDER.parents[2] / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
 LENGTHS = (150, 97, 64, 20)  # of prompts
 SHORTEST = 32  # keys that S2O computes
@@ -77,7 +79,7 @@ def rows_of(model, layer):
 
 @NAMED
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llama", "ministral", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("name", all_but_first(["llama", "gpt-oss", "ministral", "gemma2"], SLOW, count=2))
 def test_a_model_that_never_stops_generates_what_it_would(name):
     """Chunks of prompts beside single tokens; windows, soft caps and sinks."""
     torch.manual_seed(1)
@@ -141,6 +143,7 @@ def test_work_is_skipped_and_measured():
     assert model.config._attn_implementation == "eager"
 
 
+@SLOW
 @NAMED
 @torch.no_grad()
 def test_the_demo_model_finds_its_needles():

@@ -14,7 +14,7 @@ from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.shapes import call_shape, density
 from support.marks import all_but_first
 
-SLOW = pytest.mark.slow(reason="more tiles of the same")
+SLOW = pytest.mark.slow(reason="more tiles and rankings of the same")
 
 
 def prompt(length=1900, heads=4, kv_heads=2, head_dim=16, value_dim=16, **features):
@@ -34,7 +34,9 @@ TILES = [TileConfig(128, 64, 2), TileConfig(64, 64, 8), TileConfig(128, 128, 3)]
 @pytest.mark.parametrize(
     ("method", "features"),
     [
-        *(pytest.param(m, {}, id=f"S{m.segment}-R{m.representatives}-G{m.grain}") for m in METHODS),
+        *all_but_first(
+            [pytest.param(m, {}, id=f"S{m.segment}-R{m.representatives}-G{m.grain}") for m in METHODS], SLOW, count=2
+        ),
         pytest.param(METHODS[2], {"softcap": 3.0, "sinks": torch.linspace(-1, 5, 4), "value_dim": 24}, id="cap-sinks"),
         pytest.param(INT8, {"sinks": torch.linspace(-1, 5, 4), "value_dim": 24}, id="int8"),
     ],

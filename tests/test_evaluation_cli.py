@@ -20,7 +20,7 @@ from support.tiny import save_tiny
 SLOW = pytest.mark.slow(reason="shares a whole evaluation")
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["--depths", 2, "--samples", 1, "--repeats", 1, "--needles", 2, "--device", "cpu"]
+SMALL = ["--num-depths", 2, "--num-prompts", 1, "--repeats", 1, "--num-needles", 2, "--device", "cpu"]
 TASKS = ["--tasks", "needles,multi,perplexity,agreement,time"]
 COARSE = "tau=1000,segment=64"
 
@@ -62,7 +62,7 @@ def evaluated(tiny, tmp_path_factory):
         *TASKS,
         *SMALL,
     ]
-    return folder, arguments, run(*arguments, "--out", "out", "--json", cwd=folder)
+    return folder, arguments, run(*arguments, "--out-dir", "out", "--json", cwd=folder)
 
 
 @SLOW
@@ -105,7 +105,7 @@ def test_the_users_prompts_are_scored_as_by_hand(evaluated, tiny):
 def test_a_killed_run_continues_with_the_same_command(evaluated):
     folder, arguments, whole = evaluated
     process = subprocess.Popen(
-        command(*arguments, "--out", "killed", "--quiet", "--json"),
+        command(*arguments, "--out-dir", "killed", "--quiet", "--json"),
         cwd=folder, env=environment(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
     )  # fmt: skip
     results = folder / "killed" / "results.sqlite"
@@ -113,7 +113,7 @@ def test_a_killed_run_continues_with_the_same_command(evaluated):
     process.kill()
     process.communicate()
     assert not (folder / "killed" / "summary.json").exists()
-    outcome = run(*arguments, "--out", "killed", "--quiet", "--json", cwd=folder)
+    outcome = run(*arguments, "--out-dir", "killed", "--quiet", "--json", cwd=folder)
     assert outcome.returncode == 0, outcome.stderr
     first, second = (json.loads(each.stdout) for each in (whole, outcome))
     for found in (first, second):
@@ -125,7 +125,7 @@ def test_a_killed_run_continues_with_the_same_command(evaluated):
 def test_an_interrupted_run_says_that_it_can_be_continued(evaluated):
     folder, arguments, _ = evaluated
     process = subprocess.Popen(
-        command(*arguments, "--out", "interrupted", "--quiet"),
+        command(*arguments, "--out-dir", "interrupted", "--quiet"),
         cwd=folder, env=environment(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     results = folder / "interrupted" / "results.sqlite"
@@ -154,21 +154,21 @@ def wait_for(condition, process):
 @SLOW
 def test_changed_inputs_are_named(evaluated):
     folder, arguments, _ = evaluated
-    outcome = run(*arguments, "--out", "out", "--seed", 5, cwd=folder)
+    outcome = run(*arguments, "--out-dir", "out", "--seed", 5, cwd=folder)
     assert outcome.returncode == 2
     said = "s2o-eval: journal out/results.sqlite was made with seed 0, this run has 5: give another --out-dir"
     assert said in outcome.stderr
     other = folder / "other.jsonl"
     other.write_text('{"prompt": "a", "answer": "b"}\n')
     changed = ["other.jsonl" if each == "mine.jsonl" else each for each in arguments]
-    outcome = run(*changed, "--out", "out", cwd=folder)
+    outcome = run(*changed, "--out-dir", "out", cwd=folder)
     assert outcome.returncode == 2
     assert "journal out/results.sqlite was made with prompts " in outcome.stderr
 
 
 @SLOW
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
-    arguments = ["--model", "demo", "--setting", COARSE, "--device", "cpu", "--out", "out", "--dry-run"]
+    arguments = ["--model", "demo", "--setting", COARSE, "--device", "cpu", "--out-dir", "out", "--dry-run"]
     outcome = run(*arguments, "--json", cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stderr
     plan = json.loads(outcome.stdout)
@@ -199,7 +199,7 @@ def bad_inputs():
         "'8k': expected an ascending list, each a whole number of tokens",
     )
     yield ["--num-needles", "1000"], "num_needles is 1000: expected a whole number from 1 to "
-    yield ["--samples", "0"], "num_prompts is 0: expected a whole number of at least 1, such as 4"
+    yield ["--num-prompts", "0"], "num_prompts is 0: expected a whole number of at least 1, such as 4"
     yield ["--profile", "none.safetensors"], "profile none.safetensors is not a file: check the path"
     yield ["--profile", "bad.jsonl"], "bad.jsonl"
     yield ["--setting", "tau"], "setting 'tau' has 'tau', expected tau=.."
@@ -208,8 +208,8 @@ def bad_inputs():
     yield ["--prompts", "bad.jsonl"], 'bad.jsonl:2: expected an object with "prompt" (or chat "messages") and "answer"'
     yield ["--prompts", "broken.jsonl"], "broken.jsonl:1: "
     yield ["--prompts", "empty.jsonl"], "prompt file empty.jsonl holds no prompts: expected an object with"
-    yield ["--out", "bad.jsonl"], "--out-dir bad.jsonl is a file: give a folder"
-    yield ["--out", "/proc/eval"], "--out-dir /proc/eval/report.md cannot be written"
+    yield ["--out-dir", "bad.jsonl"], "--out-dir bad.jsonl is a file: give a folder"
+    yield ["--out-dir", "/proc/eval"], "--out-dir /proc/eval/report.md cannot be written"
     yield ["--device", "tpu"], "device 'tpu' is not known: use cuda, cuda:N or cpu"
     yield ["--seed", "-1"], "seed is -1: expected a whole number of at least 0"
 
@@ -223,7 +223,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments, message, tmp_path,
     (tmp_path / "broken.jsonl").write_text('{"prompt": \n')
     (tmp_path / "empty.jsonl").write_text("\n")
     before = sorted(tmp_path.iterdir())
-    flags = {"--model": "demo", "--lengths": "512", "--out": "out", "--device": "cpu"} | dict([arguments])
+    flags = {"--model": "demo", "--lengths": "512", "--out-dir": "out", "--device": "cpu"} | dict([arguments])
     try:
         code = main(["--setting", COARSE, *(part for flag in flags.items() for part in flag), "--quiet"])
     except SystemExit as left:
@@ -241,7 +241,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments, message, tmp_path,
     [
         ([], "--model is missing: give an alias such as demo"),
         (["--model", "demo"], "--out-dir is missing: give a folder"),
-        (["--model", "demo", "--out", "out", "--tasks", "none"], "tasks is ('none',): expected a list"),
+        (["--model", "demo", "--out-dir", "out", "--tasks", "none"], "tasks is ('none',): expected a list"),
     ],
     ids=["model", "out", "task"],
 )

@@ -19,7 +19,9 @@ from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.shapes import call_shape
 from support.kernels import TILE, call_of, inputs, mixed_config, ranking_of
+from support.marks import all_but_first
 
+SLOW = pytest.mark.slow(reason="more shapes of the kernels in Triton's interpreter, seconds each")
 INTERPRETED = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
 
 
@@ -127,7 +129,9 @@ SHAPES = [
 @INTERPRETED
 @pytest.mark.usefixtures("small_sample")
 @pytest.mark.parametrize(("tau", "grain"), [(1.0, 4), (0.0, 1)])
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), SHAPES)
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), all_but_first(SHAPES, SLOW)
+)
 def test_the_kernels_equal_the_reference(
     batch, heads, kv_heads, q_len, kv_len, head_dim, starts, tau, grain, nan_filled
 ):
@@ -144,7 +148,7 @@ def test_the_kernels_equal_the_reference(
 
 @INTERPRETED
 @pytest.mark.usefixtures("small_sample")
-@pytest.mark.parametrize("stop_rule", [StopRule.REST, StopRule.PAPER], ids=str)
+@pytest.mark.parametrize("stop_rule", all_but_first([StopRule.REST, StopRule.PAPER], SLOW), ids=str)
 def test_sinks_and_dense_heads(stop_rule, nan_filled):
     q, k, v = inputs(1, 2, 1, 200, 200, 64)
     k = k + torch.randn(64)

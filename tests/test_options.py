@@ -165,6 +165,14 @@ def test_an_unknown_option_is_named_with_its_neighbour():
         read_all(OPTIONS, {"budget": 1}, "calibrate()")
 
 
+def test_a_former_name_in_a_recipe_is_a_warning(caplog):
+    assert read_all(OPTIONS, {"held_out": 3}, "recipe r.yaml") == {"num_held_out": 3}
+    assert "recipe r.yaml: held_out is num_held_out now: write that, because the old name goes with 0." in caplog.text
+    caplog.clear()
+    assert read_all(OPTIONS, {"num_held_out": 3}, "recipe r.yaml") == {"num_held_out": 3}
+    assert not caplog.text
+
+
 def test_docs_list_every_option_as_it_is():
     command = [sys.executable, str(ROOT / "scripts" / "docs" / "options.py"), "--check"]
     outcome = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, check=False)

@@ -534,6 +534,19 @@ def test_a_crash_while_writing_keeps_the_old_file(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["p.safetensors"]
 
 
+def test_who_reads_while_a_file_is_written_sees_the_old_one(tmp_path):
+    """Also on the way: the new content is in a file of its own until it is complete, and then takes the name."""
+    path = tmp_path / "p.safetensors"
+    save_profile(profile(), path)
+    old = path.read_bytes()
+    with path.open("rb", buffering=0) as reader:
+        begun = reader.read(10)
+        write_atomically(path, b"new")
+        assert begun + reader.read() == old
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["p.safetensors"]
+
+
 MIXED = Geometry("gemma3_text", 2, 3, 1, 64, (1, 3), (("linear_attention", 1), ("sliding_attention", 1)))
 
 

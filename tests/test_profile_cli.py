@@ -26,7 +26,7 @@ SLOW = pytest.mark.slow(reason="shares a whole calibration of the demo model")
 
 ROOT = Path(__file__).parent.parent
 MINIMAL, FULL = path_of("schema2-minimal"), path_of("schema2-full")
-QUICK = "--model demo --device cpu --lengths 512 --num-prompts 1 --held-out 1 --trials 1 --segments 256"
+QUICK = "--model demo --device cpu --lengths 512 --num-prompts 1 --num-held-out 1 --trials 1 --segments 256"
 QUICK += " --representatives 1 --tails off --quiet"
 
 
@@ -288,12 +288,14 @@ def test_a_card_says_what_is_certified_and_what_is_not():
 
 
 @SLOW
-def test_verify_fails_for_a_profile_that_skips_too_much(calibrated, run, tmp_path):
+def test_verify_fails_for_a_profile_that_skips_too_much(calibrated, run, tmp_path, caplog):
+    """The command is written in its old order."""
     profile = load_profile(calibrated)
     careless = tuple(dataclasses.replace(each, heads=(HeadConfig(1e6, 256),) * 8) for each in profile.layers[0])
     save_profile(dataclasses.replace(profile, layers=(careless,)), tmp_path / "p.safetensors")
     code, sentence = run("verify", "demo", tmp_path / "p.safetensors", "--device", "cpu")
     assert code == 3
+    assert "verify MODEL PROFILE is verify PROFILE --model MODEL now: write that" in caplog.text
     assert re.search(r"the proof failed \(layer 0 at 512 tokens has an error of .*, 1.00e-03 is allowed", sentence)
 
 
@@ -301,9 +303,9 @@ def test_verify_fails_for_a_profile_that_skips_too_much(calibrated, run, tmp_pat
 def test_verify_refuses_what_it_cannot_prove(calibrated, run, tmp_path):
     other = dataclasses.replace(load_profile(calibrated), fingerprint="0" * 64)
     save_profile(other, tmp_path / "p.safetensors")
-    code, sentence = run("verify", "demo", tmp_path / "p.safetensors", "--device", "cpu")
+    code, sentence = run("verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu")
     assert (code, "is not of demo: the weights are not those that were calibrated" in sentence) == (2, True)
-    code, sentence = run("verify", "demo", MINIMAL, "--device", "cpu")
+    code, sentence = run("verify", MINIMAL, "--model", "demo", "--device", "cpu")
     assert (code, "does not say how it was calibrated" in sentence) == (2, True)
 
 
@@ -325,16 +327,16 @@ def test_push_and_pull_carry_a_profile_with_its_report(calibrated, run, tmp_path
     names = [Path(file).name for file in found["files"]]
     assert {"demo.md", "demo.report.md", "demo.report.json"} < set(names)
     assert names[-1] == "demo.safetensors"
-    assert run("pull", tmp_path / "catalogue", "--out", tmp_path / "here")[0] == 0
+    assert run("pull", tmp_path / "catalogue", "--out-dir", tmp_path / "here")[0] == 0
     for name in names:
         assert (tmp_path / "here" / name).read_bytes() == (tmp_path / "catalogue" / name).read_bytes()
         if name != "demo.md":
             assert (tmp_path / "here" / name).read_bytes() == calibrated.with_name(name).read_bytes()
     assert (tmp_path / "here" / "demo.md").read_text() == card(load_profile(calibrated), "demo.safetensors")
     shutil.copy(FULL, tmp_path / "catalogue")
-    code, sentence = run("pull", tmp_path / "catalogue", "--out", tmp_path / "there")
+    code, sentence = run("pull", tmp_path / "catalogue", "--out-dir", tmp_path / "there")
     assert (code, "holds 2 profiles (demo.safetensors, schema2-full.safetensors): name one" in sentence) == (2, True)
-    assert run("pull", tmp_path / "catalogue" / FULL.name, "--out", tmp_path / "there")[0] == 0
+    assert run("pull", tmp_path / "catalogue" / FULL.name, "--out-dir", tmp_path / "there")[0] == 0
     assert load_profile(tmp_path / "there" / FULL.name) == load_profile(FULL)
 
 
@@ -383,7 +385,16 @@ def test_a_catalogue_follows_its_profiles(calibrated, run, tmp_path):
     text = readme.read_text()
     assert text.startswith("# Mine\n")
     assert text.endswith("after\n")
-    assert (text.count("safetensors"), text.count("| other/cpu/rel-mse-0.001.safetensors | other | cpu |")) == (1, 1)
+    (row,) = [line for line in text.splitlines() if ".safetensors" in line]
+    assert row.startswith("| [other](other/cpu/rel-mse-0.001.md) | cpu | rel_mse 0.001 (layer) | 512 |")
+    assert row.endswith("| not timed | - | [rel-mse-0.001](other/cpu/rel-mse-0.001.safetensors) |")
+    assert run("push", calibrated, catalogue, "--catalogue", "--name", "org/Model-1")[0] == 0
+    renamed = load_profile(catalogue / "org-model-1" / "cpu" / "rel-mse-0.001.safetensors")
+    assert renamed == dataclasses.replace(load_profile(calibrated), model_name="org/Model-1")
+    assert "| [org/Model-1](org-model-1/cpu/rel-mse-0.001.md) |" in readme.read_text()
+    assert "# S2O profile of org/Model-1" in (catalogue / "org-model-1" / "cpu" / "rel-mse-0.001.md").read_text()
+    code, sentence = run("push", calibrated, tmp_path / "folder", "--name", "other")
+    assert (code, "give --catalogue too" in sentence) == (2, True)
     code, sentence = run("push", MINIMAL, catalogue, "--catalogue")
     assert (code, "does not say what its budget is" in sentence) == (2, True)
     assert run("push", calibrated, "hf://org/name", "--catalogue") == (
@@ -396,8 +407,8 @@ def test_what_is_no_profile_is_neither_pushed_nor_pulled(run, tmp_path):
     (tmp_path / "bad.safetensors").write_bytes(b"no")
     for command in (
         ("push", tmp_path / "bad.safetensors", tmp_path / "to"),
-        ("pull", tmp_path / "bad.safetensors", "--out", tmp_path / "to"),
-        ("pull", tmp_path, "--out", tmp_path / "to"),
+        ("pull", tmp_path / "bad.safetensors", "--out-dir", tmp_path / "to"),
+        ("pull", tmp_path, "--out-dir", tmp_path / "to"),
     ):
         code, sentence = run(*command)
         assert (code, "is not a readable safetensors file" in sentence) == (2, True)
@@ -439,11 +450,11 @@ def test_push_and_pull_a_hub_repository(calibrated, run, tmp_path, monkeypatch):
     assert hub.commits == ["Add demo.safetensors"]  # one, so that nobody sees a part of it
     for address in ("hf://org/name", "hf://org/name/demo.safetensors"):
         shutil.rmtree(tmp_path / "here", ignore_errors=True)
-        assert run("pull", address, "--out", tmp_path / "here")[0] == 0
+        assert run("pull", address, "--out-dir", tmp_path / "here")[0] == 0
         assert (tmp_path / "here" / "demo.safetensors").read_bytes() == calibrated.read_bytes()
         assert (tmp_path / "here" / "demo.report.md").exists()
         assert (tmp_path / "here" / "demo.md").exists()
-    code, sentence = run("pull", "hf://org/other", "--out", tmp_path)
+    code, sentence = run("pull", "hf://org/other", "--out-dir", tmp_path)
     assert (code, sentence) == (4, "s2o-profile: hf://org/other cannot be reached: 404 Client Error\n")
     assert run("push", calibrated, "hf://name")[0] == 2
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
@@ -484,5 +495,5 @@ def test_verify_refuses_a_models_budget_whose_shares_are_not_recorded(calibrated
     profile = load_profile(calibrated)
     record = dataclasses.replace(profile.record, recipe=profile.record.recipe | {"scope": "model"}, held_out=())
     save_profile(dataclasses.replace(profile, record=record), tmp_path / "p.safetensors")
-    code, sentence = run("verify", "demo", tmp_path / "p.safetensors", "--device", "cpu")
+    code, sentence = run("verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu")
     assert (code, "does not say what each layer may have of the model's budget" in sentence) == (2, True)

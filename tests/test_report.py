@@ -151,10 +151,11 @@ def summary():
     return made()
 
 
-@pytest.fixture
-def files(summary, tmp_path):
-    summary["data"] = "the standard library"
-    return {path.name: path for path in write(summary, tmp_path / "new" / "rel-mse-0.001.safetensors")}
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """What is written of the report of `summary`, by name; tests only read it."""
+    folder = tmp_path_factory.mktemp("report") / "new"
+    return {path.name: path for path in write(made(), folder / "rel-mse-0.001.safetensors")}
 
 
 def test_a_layers_row_says_what_the_summary_says(summary):
@@ -305,7 +306,7 @@ def test_the_card_has_every_layer_and_refers_to_files_that_exist(summary, files)
         ]
     for part in (
         '```python\nimport s2o_runtime\ns2o_runtime.patch(model, "profiles/demo/h200/rel-mse-0.001.safetensors")\n```',
-        "```sh\ns2o-calibrate --model demo\n```", "| data | the standard library |",
+        "```sh\ns2o-calibrate --model demo\n```", "| data | prompts.jsonl |",
         "**Adjusted and checked on the same 2 prompts of each length; not certified.**",
         "| hardware | NVIDIA H200 (sm_90, 132 SMs) |", "| versions | s2o 0.1.0, torch 2.11.0 |", "17 measurements",
         "| time | 115 s (measuring 35 s, searching 60 s, proving 20 s) |", "layers 0-1; layers 2-5",
@@ -406,10 +407,10 @@ def test_whatever_may_be_none_may_be(lengths, tmp_path):
         assert part in card
 
 
-def test_every_file_is_written_atomically(summary, tmp_path, monkeypatch):
+def test_every_file_is_written_atomically(tmp_path, monkeypatch):
     taken = {}
     monkeypatch.setattr(output, "write_atomically", taken.__setitem__)
-    written = write(summary, tmp_path / "a b.safetensors")
+    written = write(made(2, 2, (8192,), checked=()), tmp_path / "a b.safetensors")
     assert list(tmp_path.iterdir()) == []
     assert sorted(taken) == sorted(written)
     *_, card, page = taken
@@ -417,11 +418,11 @@ def test_every_file_is_written_atomically(summary, tmp_path, monkeypatch):
     assert "(a%20b.time.png)" in taken[card].decode()
 
 
-def test_drawing_changes_nothing_global(summary, tmp_path):
+def test_drawing_changes_nothing_global(tmp_path):
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    write(summary, tmp_path / "p.safetensors")
+    write(made(2, 2, (8192,), checked=()), tmp_path / "p.safetensors")
     assert dict(matplotlib.rcParams) == before
 
 

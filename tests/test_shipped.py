@@ -16,17 +16,22 @@ from calibrate.profiles.stored import recipe_of
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.verify import prove
 from calibrate.recipe import Budget, default_out
-from s2o_runtime.identity import fingerprint, fingerprint_mismatch
+from s2o_runtime.identity import RANDOM, fingerprint, fingerprint_mismatch
 from s2o_runtime.profile import load_profile
 
 SLOW = pytest.mark.slow(reason="proves every shipped profile again")
 
 CATALOGUE = Path(__file__).parent.parent / "profiles"
 SHIPPED = sorted(CATALOGUE.rglob("*.safetensors"))
+OF_DEMO = [path for path in SHIPPED if path.is_relative_to(CATALOGUE / "demo")]  # the one model that is here to run
 AFFORDABLE = 1024  # tokens of a proof on a CPU
 
 
-@pytest.fixture(params=SHIPPED, ids=lambda path: path.relative_to(CATALOGUE).as_posix())
+def name_of(path):
+    return path.relative_to(CATALOGUE).as_posix()
+
+
+@pytest.fixture(params=SHIPPED, ids=name_of)
 def path(request):
     return request.param
 
@@ -54,6 +59,15 @@ def test_index_names_the_bytes(path):
     assert entry["proof"] == "held out"
 
 
+def test_no_profile_is_of_random_weights_or_named_by_a_folder(path):
+    """A reader must be able to tell which model it is: s2o-profile push --name says so."""
+    profile = load_profile(path)
+    assert profile.fingerprint
+    assert not profile.fingerprint.startswith(RANDOM)
+    assert not Path(profile.model_name).is_absolute()
+    assert not profile.model_name.startswith(("build/", "."))
+
+
 def test_every_profile_is_in_its_place_with_its_card(path):
     profile = load_profile(path)
     budget = Budget(profile.record.budget.kind, profile.record.budget.value)
@@ -63,6 +77,7 @@ def test_every_profile_is_in_its_place_with_its_card(path):
 
 
 @SLOW
+@pytest.mark.parametrize("path", OF_DEMO, ids=name_of)
 def test_it_is_of_the_demo_model_and_keeps_its_budget(path, demo):
     """The held-out proof at the shortest length; where a CPU cannot afford that, its thresholds at a shorter one."""
     profile = load_profile(path)
@@ -87,6 +102,7 @@ def test_it_is_of_the_demo_model_and_keeps_its_budget(path, demo):
 
 @SLOW
 @torch.no_grad()
+@pytest.mark.parametrize("path", OF_DEMO, ids=name_of)
 def test_patching_by_path_as_the_readme_has_it(path, demo):
     """Below the shortest calibrated length a patched model is the dense one."""
     ids = torch.randint(3, 256, (1, 300))

@@ -65,6 +65,8 @@ def test_why_requests_are_dense():
     layer, dense = ProfileFit(profile(), Rank(1, 2), CPU).layers
     assert layer.why_dense(1, 4000) == "decode"
     assert layer.why_dense(500, 1023) == "shorter than the shortest calibrated length, 1024"
+    assert layer.why_dense(500, 1024) is None
+    assert layer.why_dense(500, 6144) is None
     assert layer.why_dense(500, 6145) == "longer than 6144 keys, 1.5 times the longest calibrated length"
     assert layer.why_dense(199, 4000).startswith("fewer than 200 queries behind a prefix")
     assert layer.why_dense(200, 4000) is None

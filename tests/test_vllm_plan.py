@@ -62,6 +62,13 @@ def test_neighbours_are_joined_where_they_may_be(batch):
         assert run.length_step != after.length_step or run.total_k + keys[after.first] > MAX_KEYS
 
 
+def test_a_run_is_as_large_as_its_limit_and_no_larger():
+    runs = plan([0, 500, 1000, 1500], [MAX_KEYS // 2] * 3, why_dense, MAX_KEYS).runs
+    assert [(run.first, run.last, run.total_k) for run in runs] == [(0, 2, MAX_KEYS), (2, 3, MAX_KEYS // 2)]
+    (alone,) = plan([0, 500], [MAX_KEYS + 1], why_dense, MAX_KEYS).runs
+    assert alone.total_k == MAX_KEYS + 1
+
+
 def test_a_batch_of_decodes_and_one_long_prompt():
     made = plan([0, 1, 2, 3, 1003], [700, 9000, 12, 4000], why_dense, MAX_KEYS)
     stock, sparse = made.runs

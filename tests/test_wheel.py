@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -16,7 +17,7 @@ pytest.importorskip("setuptools", reason="building without an index needs setupt
 
 ROOT = Path(__file__).parent.parent
 PROFILE = ROOT / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
-SOURCES = ("s2o_runtime", "calibrate", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("s2o_runtime", "calibrate", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,9 @@ def wheel(tmp_path_factory):
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(source)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    assert len(list((folder / "dist").glob("s2o-*.tar.gz"))) == 1
+    (sdist,) = (folder / "dist").glob("s2o-*.tar.gz")
+    with tarfile.open(sdist) as archive:  # the tests need more of the repository than belongs there
+        assert not [name for name in archive.getnames() if "/tests" in name]
     (found,) = (folder / "dist").glob("s2o-*.whl")
     return found
 

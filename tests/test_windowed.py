@@ -121,6 +121,23 @@ def test_models_with_windows_equal_their_eager_attention(pair, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("length", [WINDOW, WINDOW + 1])
+def test_a_prompt_that_just_fits_a_window_and_one_that_does_not(length):
+    """One token more than the window, and the last row must not see the first key."""
+    config = CASES["ministral"].config
+    torch.manual_seed(1)
+    eager = model_class(config).from_config(config, attn_implementation="eager").eval()
+    model = model_class(config).from_config(copy.deepcopy(config)).eval()
+    model.load_state_dict(eager.state_dict())
+    hf.register()
+    model.set_attn_implementation("s2o")
+    ids = tokens(1, length)
+    torch.testing.assert_close(model(ids).logits, eager(ids).logits, rtol=1e-4, atol=1e-4)
+    call = {"q_length": length, "q_offset": 0, "local_size": WINDOW, "allow_is_causal_skip": True, "config": config}
+    assert hf._hides_nothing(call) == (length == WINDOW)
+
+
+@torch.no_grad()
 def test_a_window_that_lost_its_attribute_is_recovered(monkeypatch):
     """As a tensor that was moved to another device has."""
     monkeypatch.setattr(hf, "SMALL_MASK", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import shlex
 import sys
 from collections.abc import Sequence
@@ -22,11 +23,13 @@ from s2o_runtime.command_line import (
     add_information,
     exit_codes,
     failed,
+    renamed,
 )
 from s2o_runtime.doctor.command import parser as doctor_parser
 from s2o_runtime.errors import ConfigError
 
 PROGRAM = "s2o-calibrate"
+log = logging.getLogger(PROGRAM)
 DOCTOR = "doctor"  # the one command beside calibrating: s2o-doctor, which knows aliases too
 EXAMPLES = (
     ("see whether this machine is ready", DOCTOR),
@@ -92,6 +95,8 @@ def _run(flags: Flags) -> int:
 
     from calibrate.commands import profile
 
+    for mode in flags.keys() & set(MODES):
+        log.warning(renamed(f"{PROGRAM} {flag(mode)} PROFILE", f"{profile.PROGRAM} {mode} PROFILE"))
     if "rebudget" in flags:
         _check_mode("rebudget", tuple(profile.REBUDGET), flags)
         return profile.rebudget({**flags, "profile": flags["rebudget"]}, "--rebudget")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -21,10 +22,12 @@ from s2o_runtime.command_line import (
     NO_RESOURCE,
     NOT_PROVEN,
     OK,
+    Former,
     Parser,
     add_information,
     exit_codes,
     failed,
+    renamed,
 )
 from s2o_runtime.errors import ConfigError, InputError
 
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from s2o_runtime.profile import Profile
 
 PROGRAM = "s2o-profile"
+log = logging.getLogger(PROGRAM)
 EXAMPLES = (
     ("see what a profile does and what was proven of it", "show p.safetensors"),
     ("see why head 7 of layer 3 does what it does", "show p.safetensors --head 3.7"),
@@ -41,6 +45,7 @@ EXAMPLES = (
     ("check its certificate on other prompts", "verify p.safetensors --model my/model --seed 1"),
     ("draw every head's threshold", "plot p.safetensors"),
     ("pass a profile on", "push p.safetensors hf://org/name"),
+    ("file a profile by model and device", "push p.safetensors profiles --catalogue --name org/model"),
 )
 # the options of s2o-calibrate that a command takes, and their defaults in it
 REBUDGET = {
@@ -99,15 +104,16 @@ def parser() -> argparse.ArgumentParser:
         default_text="prove again on the prompts that layers were adjusted on",
         required=False,
     ).add_to(verify)
-    verify.add_argument("profile", metavar="PROFILE", nargs="+", help="the profile; MODEL PROFILE works too")
+    verify.add_argument("profile", metavar="PROFILE", nargs="+", help="the profile")
     plot = command("plot", "A picture of every head's threshold.", "profile")
     plot.add_argument("--out", type=Path, metavar="FILE.png", help="default <profile>.tau.png")
     push = command("push", "Copy a profile, its card and its report to a folder or hf://org/name.", "profile", "to")
     push.add_argument("--catalogue", action="store_true", help="file it by model and device in a folder with an index")
-    push.add_argument("--shelf", dest="catalogue", action="store_true", help=argparse.SUPPRESS)
+    push.add_argument("--name", help="with --catalogue: what the model is called there (default as it was calibrated)")
+    push.add_argument("--shelf", dest="catalogue", action=Former, successor="--catalogue", nargs=0, const=True)
     pull = command("pull", "Fetch a profile and its report from a folder, a file or hf://org/name.", "source")
     pull.add_argument("--out-dir", type=Path, metavar="FOLDER", help="default here")
-    pull.add_argument("--out", dest="out_dir", type=Path, help=argparse.SUPPRESS)
+    pull.add_argument("--out", dest="out_dir", type=Path, action=Former, successor="--out-dir")
     return out
 
 
@@ -290,6 +296,8 @@ def verify(flags: Flags) -> int:
     *models, profile = flags["profile"]
     if len(models) + ("model" in flags) != 1:
         raise ConfigError("verify needs one profile and one model: give PROFILE --model MODEL")
+    if models:
+        log.warning(renamed("verify MODEL PROFILE", "verify PROFILE --model MODEL"))
     name, _ = named_device(flags.get("device"))
     model = str(flags["model"] if "model" in flags else models[0])
     if "seed" in flags:
@@ -371,7 +379,10 @@ def push(flags: Flags) -> int:
     profile, to = flags["profile"], flags["to"]
     if "catalogue" in flags and to.startswith(HUB):
         raise ConfigError(f"{to} is not a folder: a catalogue is one, so leave --catalogue out")
-    files = add_to_catalogue(profile, Path(to)) if "catalogue" in flags else push(profile, to)
+    if "name" in flags and "catalogue" not in flags:
+        raise ConfigError("--name renames the model of a profile in a catalogue: give --catalogue too")
+    filed = "catalogue" in flags
+    files = add_to_catalogue(profile, Path(to), flags.get("name")) if filed else push(profile, to)
     return _report_files(flags, files)
 
 

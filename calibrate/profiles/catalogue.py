@@ -7,27 +7,32 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from calibrate.profiles.card import card, times
+from calibrate.profiles.certified import in_short
 from calibrate.profiles.summary import summary
 from calibrate.recipe import Budget, default_out
-from calibrate.tables import Table, markdown
+from calibrate.tables import Markup, Table, escaped, markdown
 from s2o_runtime.errors import InputError
 from s2o_runtime.files import write_atomically
 from s2o_runtime.profile import Profile, load_profile
+from s2o_runtime.profile.file import serialize
 
 INDEX = "index.json"
 START = "<!-- profiles: s2o-profile push --catalogue writes what is between these lines -->"
 END = "<!-- /profiles -->"
 
 
-def add_to_catalogue(profile_path: Path, catalogue: Path) -> list[str]:
+def add_to_catalogue(profile_path: Path, catalogue: Path, name: str | None = None) -> list[str]:
     """Copy a profile into a catalogue, and bring its card, the index and the table up to date.
 
     Args:
         profile_path: the file of a profile.
+        name: what its model is called in the copy, such as a hub id where it was calibrated from a folder; None for
+            the name that it has.
         catalogue: a folder. The copy is <model>/<device>/<budget>.safetensors below it, where `s2o-calibrate` writes
             by default.
 
@@ -39,6 +44,9 @@ def add_to_catalogue(profile_path: Path, catalogue: Path) -> list[str]:
         InputError: the profile has no budget in its record.
     """
     profile, data = load_profile(profile_path), profile_path.read_bytes()
+    if name is not None:
+        profile = replace(profile, model_name=name)
+        data = serialize(profile.validate())
     copy = _path_in(catalogue, profile, profile_path)
     copy.parent.mkdir(parents=True, exist_ok=True)
     copies = {copy.with_suffix(".md"): card(profile, copy.name).encode(), copy: data}
@@ -67,7 +75,8 @@ def index(catalogue: Path) -> list[dict[str, Any]]:
 
 
 def _entry(catalogue: Path, path: Path) -> dict[str, Any]:
-    summed = summary(load_profile(path))
+    profile = load_profile(path)
+    summed = summary(profile)
     return {
         "file": path.relative_to(catalogue).as_posix(),
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
@@ -76,6 +85,7 @@ def _entry(catalogue: Path, path: Path) -> dict[str, Any]:
         "device": summed["device"],
         "budget": summed["budget"],
         "proof": summed["proof"],
+        "certified": in_short(profile.record.certificate),
         "lengths": [
             {name: row[name] for name in ("length", "density", "prefill_speedup", "needles")}
             for row in summed["lengths"]
@@ -89,20 +99,25 @@ def dump(entries: list[dict[str, Any]]) -> str:
 
 
 def catalogue_table(entries: list[dict[str, Any]]) -> str:
-    """The index as a Markdown table."""
-    names = ("profile", "model", "device", "budget", "lengths", "density", "prefill")
-    return markdown(Table(names, [_cells(entry) for entry in entries]))
+    """The index as a Markdown table: what is supported, and what was shown of it."""
+    names = ("model", "device", "budget", "lengths", "density", "prefill", "certified", "file")
+    return markdown(Table(names, [_cells(entry) for entry in entries], align="l"))
 
 
 def _cells(entry: dict[str, Any]) -> list[str]:
     lengths = entry["lengths"]
     densities = ("-" if row["density"] is None else f"{row['density']:.3f}" for row in lengths)
     timed = any(row["prefill_speedup"] is not None for row in lengths)
+    file = str(entry["file"])
+    card_link = f"[{escaped(str(entry['model']))}]({file.removesuffix('.safetensors')}.md)"
     return [
-        *(str(entry[name] or "-") for name in ("file", "model", "device", "budget")),
+        Markup(card_link),
+        *(str(entry[name] or "-") for name in ("device", "budget")),
         ", ".join(str(row["length"]) for row in lengths),
         ", ".join(densities),
         ", ".join(times(row["prefill_speedup"]) for row in lengths) if timed else "not timed",
+        entry["certified"],
+        Markup(f"[{Path(file).stem}]({file})"),
     ]
 
 

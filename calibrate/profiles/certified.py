@@ -33,6 +33,23 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
     )
 
 
+def in_short(certificate: Certificate | None) -> str:
+    """A few words for a table of profiles; "-" without a certificate."""
+    lengths = _lengths(certificate)
+    if not lengths:
+        return "-"
+    kls = [length.kl.value for length in lengths if length.kl is not None and length.kl.value is not None]
+    retrievals = [length.retrieval for length in lengths if length.retrieval is not None]
+    found, kept = (sum(getattr(one, name) or 0 for one in retrievals) for name in ("found", "kept"))
+    parts = [
+        f"{_range(length.prompts for length in lengths)} prompts",
+        f"bounds at most {_largest(lengths):.0%} of limits",
+        f"KL below {max(kls):.1e}" if kls else "",
+        f"needles {kept} of {found}" if found else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
 def adjusted_on(record: Record) -> int | None:
     """How many prompts of each length a profile's layers were adjusted on; None if that is not recorded."""
     lengths = [prompt.length for prompt in (record.data and record.data.held_out) or ()]

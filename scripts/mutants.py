@@ -1,0 +1,330 @@
+#!/usr/bin/env python3
+"""Mutants: mistakes that somebody could make in one line, and the tests that must notice them.
+
+    python -m scripts.mutants                  applies every mutant, one at a time, to a copy of the sources
+    python -m scripts.mutants --only rank      those whose names contain the text
+    python -m scripts.mutants --list           what there is, without running it
+
+A mutant is one replacement in one file. Its tests run first in a copy without it and must pass there; with it they
+must fail. Exit code 1 names the mutants that survive: their tests say less than they seem to. `make mutants` keeps the
+output in docs/results/mutants.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("s2o_runtime", "calibrate", "scripts", "tests", "profiles", "docs", "pyproject.toml")
+FAILED = 1  # pytest's exit code for tests that failed; others say that nothing was tested
+SECONDS = 300  # that the tests of one mutant may take
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake.
+
+    Attributes:
+        name: what goes wrong, as a few words.
+        path: the file, from the root of the repository.
+        before, after: what is replaced, which occurs once in the file, and by what.
+        tests: what pytest is called with; one of them must fail.
+    """
+
+    name: str
+    path: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+    def applied(self, text: str) -> str:
+        """The file's text with the mistake. Raises ValueError if what is replaced does not occur exactly once."""
+        if text.count(self.before) != 1:
+            raise ValueError(
+                f"mutant {self.name!r}: {self.path} has {self.before!r} {text.count(self.before)} times, expected one: "
+                "bring the mutant up to date"
+            )
+        return text.replace(self.before, self.after)
+
+
+ALLOCATE, ALLOCATE_TESTS = "calibrate/search/allocate.py", ("tests/test_allocate.py",)
+STATISTICS, STATISTICS_TESTS = "calibrate/proof/statistics.py", ("tests/test_statistics.py",)
+CERTIFICATE, CERTIFY_TESTS = "calibrate/proof/certificate.py", ("tests/test_certify.py",)
+PROFILE, PROFILE_TESTS = "s2o_runtime/profile/profile.py", ("tests/test_profile.py",)
+PROFILE_FILE = "s2o_runtime/profile/file.py"
+HF, HF_TESTS = "s2o_runtime/huggingface/hf.py", ("tests/test_hf.py", "-m", "not slow and not exhaustive")
+WINDOWED, WINDOWED_TESTS = "s2o_runtime/attention/windowed.py", ("tests/test_windowed.py", "-k", "loops")
+REFERENCE, REFERENCE_TESTS = "s2o_runtime/reference/attention.py", ("tests/test_reference.py",)
+PLAN, PLAN_TESTS = "s2o_runtime/vllm/plan.py", ("tests/test_vllm_plan.py",)
+BATCH, BATCH_TESTS = "s2o_runtime/vllm/batch.py", ("tests/test_vllm_backend.py",)
+FIT, FIT_TESTS = "s2o_runtime/vllm/fit.py", ("tests/test_vllm_fit.py",)
+
+MUTANTS = (
+    # the allocation of a budget over heads
+    Mutant(
+        "a step that costs exactly what is left is refused",
+        ALLOCATE, "price <= left", "price < left", ALLOCATE_TESTS,
+    ),
+    Mutant(
+        "the budget is not multiplied by the layers that share it",
+        ALLOCATE, "budget * len(layers)", "budget", ALLOCATE_TESTS,
+    ),
+    Mutant(
+        "the hull of a head's points is the upper one",
+        ALLOCATE, "<= _slope(hull[-2], point)", ">= _slope(hull[-2], point)", ALLOCATE_TESTS,
+    ),
+    Mutant(
+        "a head takes a later step of its hull without the earlier one",
+        ALLOCATE, "blocked.add(head)  #", "pass  #", ALLOCATE_TESTS,
+    ),
+    Mutant(
+        "what a head already spent is paid again for a point between corners",
+        ALLOCATE, "(point.mse - chosen[head].mse) * weights[head] <= left", "point.mse * weights[head] <= left",
+        ALLOCATE_TESTS,
+    ),
+    Mutant(
+        "the guard on rows refuses a head that is exactly at it",
+        ALLOCATE, "  if row <= limit\n", "  if row < limit\n", ALLOCATE_TESTS,
+    ),
+    Mutant(
+        "rounding of int8 scores is not taken from the budget",
+        ALLOCATE, "left = budget - sum(point.mse * weight", "left = budget - sum(0 * point.mse * weight",
+        ALLOCATE_TESTS,
+    ),
+    # the bounds of the certificate
+    Mutant(
+        "the rank of the order statistic is counted among n instead of n + 1",
+        STATISTICS, "math.floor((1 - probability) * (count + 1) + 1e-9)",
+        "math.floor((1 - probability) * count + 1e-9)", STATISTICS_TESTS,
+    ),
+    Mutant(
+        "the order statistic is the next smaller one",
+        STATISTICS, "sorted(values, reverse=True)[rank - 1]", "sorted(values, reverse=True)[rank]", STATISTICS_TESTS,
+    ),
+    Mutant(
+        "the upper bound is for the median instead of the mean",
+        STATISTICS, "centres = middle + deviation**2 / (2 * w_squared)", "centres = middle + 0 * w_squared",
+        STATISTICS_TESTS,
+    ),
+    Mutant(
+        "the lower bound is an upper one",
+        STATISTICS, "variance / 2 - quantile * spread", "variance / 2 + quantile * spread", STATISTICS_TESTS,
+    ),
+    Mutant(
+        "a two-sided interval has the whole risk on each side",
+        STATISTICS, "tail = (1 - confidence) / 2", "tail = 1 - confidence", STATISTICS_TESTS,
+    ),
+    Mutant(
+        "each rung of the ladder spends the risk that the rungs share",
+        CERTIFICATE, "risk / len(RUNGS)", "risk", CERTIFY_TESTS,
+    ),
+    Mutant(
+        "the first look spends the whole risk, and the rungs theirs on top",
+        CERTIFICATE, "risk = (1 - CONFIDENCE) / 2", "risk = 1 - CONFIDENCE", CERTIFY_TESTS,
+    ),
+    Mutant(
+        "errors that are rounding count as they are",
+        CERTIFICATE, "[max(error, floor) for error in errors]", "list(errors)", CERTIFY_TESTS,
+    ),
+    Mutant(
+        "a rung of the ladder is left out",
+        "calibrate/proof/certify.py", "for rung in RUNGS[len(looks) - 1 :]", "for rung in RUNGS[len(looks) :]",
+        CERTIFY_TESTS,
+    ),
+    Mutant(
+        "the bound that is recorded is the first look's",
+        CERTIFICATE, "bound=_finite(looks[-1].bound)", "bound=_finite(looks[0].bound)", CERTIFY_TESTS,
+    ),
+    Mutant(
+        "a group of documents is split between the sets",
+        "calibrate/prompts/split.py", "free.remove(name)", "pass", ("tests/test_split.py",),
+    ),
+    # profiles
+    Mutant(
+        "a file is written in place instead of renamed",
+        "s2o_runtime/files.py", "os.replace(temporary, path)",
+        "path.write_bytes(data)\n        os.unlink(temporary)", PROFILE_TESTS,
+    ),
+    Mutant(
+        "the digest leaves the tensors out",
+        PROFILE_FILE, "digest.update(tensor_bytes(tensor))", "pass", PROFILE_TESTS,
+    ),
+    Mutant(
+        "an older schema's squares are read as norms",
+        PROFILE_FILE, "math.sqrt(max(0.0, value))", "max(0.0, value)", PROFILE_TESTS,
+    ),
+    Mutant(
+        "between unlike buckets the larger threshold is taken",
+        PROFILE, "tau=min(near.tau, far.tau)", "tau=max(near.tau, far.tau)", PROFILE_TESTS,
+    ),
+    Mutant(
+        "thresholds are mixed although the buckets check the stop unlike",
+        PROFILE, "return config.tile.block_m, config.tile.stride, config.row_reduce, config.grain",
+        "return config.tile.block_m, config.row_reduce, config.grain", PROFILE_TESTS,
+    ),
+    Mutant(
+        "the shortest calibrated length itself is too short",
+        "s2o_runtime/profile/reach.py", "if keys < min_length", "if keys <= min_length", FIT_TESTS,
+    ),
+    # masks
+    Mutant(
+        "a row of the window sees the key after its own",
+        REFERENCE, "device=k.device) > last_key[..., None]", "device=k.device) > last_key[..., None] + 1",
+        REFERENCE_TESTS,
+    ),
+    Mutant(
+        "the last segment's rows count only to the end of a whole one",
+        REFERENCE, "end = min(begin + segment, len(q))\n        if",
+        "end = min(begin + segment, len(q) - 1)\n        if", REFERENCE_TESTS,
+    ),
+    Mutant(
+        "a sliding window holds one key too many",
+        WINDOWED, "(key > position - window)", "(key >= position - window)", WINDOWED_TESTS,
+    ),
+    Mutant(
+        "the first row of a block loses the oldest key of its window",
+        WINDOWED, "shape.offset + begin - window + 1)", "shape.offset + begin - window + 2)", WINDOWED_TESTS,
+    ),
+    Mutant(
+        "the first key behind the padding is hidden",
+        WINDOWED, "(key >= kv_start[:, None, None])", "(key > kv_start[:, None, None])", WINDOWED_TESTS,
+    ),
+    Mutant(
+        "a prompt one token longer than a window hides nothing",
+        HF, "int(q_offset) + q_length <= int(local)", "int(q_offset) + q_length <= int(local) + 1",
+        ("tests/test_windowed.py", "-k", "just_fits"),
+    ),
+    Mutant(
+        "a mask with holes passes for padding",
+        HF, "regular = bool((kept.sum(1) == last - first + 1).all())", "regular = True", HF_TESTS,
+    ),
+    # who computes what in a server
+    Mutant(
+        "every rank runs the first rank's heads",
+        FIT, "config.heads[heads.start : heads.stop]", "config.heads[: len(heads)]", FIT_TESTS,
+    ),
+    Mutant(
+        "ranks that share a KV head take them in turns",
+        FIT, "head = self.index * kv_heads // self.size", "head = self.index % kv_heads", FIT_TESTS,
+    ),
+    Mutant(
+        "a request with as many queries as a decode step has is no decode",
+        FIT, "if queries <= fit.decode_queries", "if queries < fit.decode_queries", FIT_TESTS,
+    ),
+    Mutant(
+        "a run may not be as large as its limit",
+        PLAN, "run.total_k + next_run.total_k <= max_keys", "run.total_k + next_run.total_k < max_keys", PLAN_TESTS,
+    ),
+    Mutant(
+        "the keys of a run are those of its last request",
+        PLAN, "total_k=run.total_k + next_run.total_k", "total_k=next_run.total_k", PLAN_TESTS,
+    ),
+    Mutant(
+        "requests of unlike lengths share a configuration",
+        PLAN, "if run.length_step != next_run.length_step:", "if run.is_sparse != next_run.is_sparse:", PLAN_TESTS,
+    ),
+    Mutant(
+        "a request that only fills up a CUDA graph is given to S2O",
+        PLAN, 'if end > begin else ""', 'if end > begin else None', PLAN_TESTS,
+    ),
+    Mutant(
+        "rows of a sparse run begin where the batch does",
+        BATCH, "cu_q=common.query_start_loc[edges] - run.begin", "cu_q=common.query_start_loc[edges]", BATCH_TESTS,
+    ),
+    Mutant(
+        "another cache group reads this group's pages",
+        BATCH, "batch._calls, batch._parts = {}, {}", "batch._calls, batch._parts = self._calls, self._parts",
+        BATCH_TESTS,
+    ),
+)  # fmt: skip
+
+
+def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
+    """Run pytest in a copy, up to the first failure.
+
+    Returns:
+        Its exit code, or -1 if it took too long, and the line of its output that names the failed test.
+    """
+    environment = os.environ | {"PYTHONPATH": _with_front(folder), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # or a mutant of the same size and second would not be seen
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    try:
+        outcome = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return -1, f"no end after {SECONDS} s"
+    failed = [line for line in outcome.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return outcome.returncode, failed[0] if failed else outcome.stdout.strip().rpartition("\n")[2]
+
+
+def _with_front(folder: Path) -> str:
+    """PYTHONPATH with the copy in front of whatever was there; without the tree that was copied."""
+    paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.pathsep.join([str(folder), *(path for path in paths if Path(path).resolve() != ROOT)])
+
+
+def copy_of_the_sources(folder: Path) -> None:
+    """What the tests need, in a folder of its own."""
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder)
+
+
+def killer(failed: str) -> str:
+    """`FAILED tests/test_a.py::test_b[c] - AssertionError: ..` -> `test_b`, as pytest's last lines have it."""
+    return failed.partition(" - ")[0].removeprefix("FAILED ").rpartition("::")[2].partition("[")[0]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Apply the mutants, print a line for each, and return 1 if one survives."""
+    parser = argparse.ArgumentParser(
+        "scripts.mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose name or file contains this")
+    parser.add_argument("--list", action="store_true", help="print their names and files")
+    args = parser.parse_args(argv)
+    mutants = [mutant for mutant in MUTANTS if args.only in mutant.name or args.only in mutant.path]
+    if args.list or not mutants:
+        print("\n".join(f"{mutant.path}: {mutant.name}" for mutant in mutants) or f"no mutant with {args.only!r}")
+        return 0 if mutants else 2
+    with tempfile.TemporaryDirectory(prefix="s2o-mutants-") as temporary:
+        folder = Path(temporary)
+        copy_of_the_sources(folder)
+        for tests in dict.fromkeys(mutant.tests for mutant in mutants):
+            code, said = run_tests(folder, tests)
+            if code != 0:
+                print(f"without a mutant {' '.join(tests)} does not pass: {said}")
+                return 2
+        survivors = [mutant.name for mutant in mutants if not _is_killed(folder, mutant)]
+    print(f"{len(mutants) - len(survivors)} of {len(mutants)} mutants killed")
+    return 1 if survivors else 0
+
+
+def _is_killed(folder: Path, mutant: Mutant) -> bool:
+    """Apply one mutant to the copy, run its tests, print a line and put the file back."""
+    path = folder / mutant.path
+    original = path.read_text(encoding="utf-8")
+    path.write_text(mutant.applied(original), encoding="utf-8")
+    begun = time.monotonic()
+    code, said = run_tests(folder, mutant.tests)
+    path.write_text(original, encoding="utf-8")
+    killed = code == FAILED and said.startswith("FAILED ")
+    verdict = f"killed by {killer(said)}" if killed else f"SURVIVES ({said})"
+    print(f"{mutant.path}: {mutant.name}: {verdict}, {time.monotonic() - begun:.0f} s", flush=True)
+    return killed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
