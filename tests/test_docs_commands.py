@@ -21,7 +21,7 @@ PROGRAMS = {
     "s2o-profile": profile.main,
     "s2o-doctor": doctor.main,
 }
-NEEDS = ("an NVIDIA GPU", "several NVIDIA GPUs", "a cluster", "vLLM", "lm_eval", "an index")  # how a need may begin
+NEEDS = ("an NVIDIA GPU", "several NVIDIA GPUs", "a cluster", "vLLM", "lm_eval", "an index", "half an hour")  # how a need may begin
 AS_TYPED = ROOT / "docs" / "results.md"  # its commands have the options of their day, and say on what they ran
 
 # other words for those that stand for something of the reader's
@@ -67,6 +67,7 @@ DONE_ELSEWHERE = {
     "make transformers": (".ci/run", "make --keep-going transformers"),
     "make bare": (".ci/run", "make bare"),
     "make docs": (".ci/run", "make docs"),
+    "make mutants": ("tests/test_mutants.py", "def test_a_mutant_is_killed"),
     "make tables": ("tests/test_docs.py", "def test_tables_are_of_the_raw_data"),
     "make architectures": ("tests/test_architecture_table.py", "def test_"),
 }
