@@ -114,8 +114,10 @@ def calibrate(recipe: Recipe, *, progress: bool = True, loaded: LoadedModel | No
             if prompts.certify:
                 with clock.phase("certifying"):
                     careful = certify(executor, prompts.certify, careful, journal, progress=progress)
-            with clock.phase("measuring again"):
-                proven = proven_again(executor, prompts.held_out, proven, careful, journal, progress=progress)
+                    proven = proven_again(executor, prompts.held_out, proven, careful, journal, progress=progress)
+            elif careful.candidate is not proven.candidate:
+                with clock.phase("measuring again"):
+                    proven = proven_again(executor, prompts.held_out, proven, careful, journal, progress=progress)
         reused, work = journal.reused, executor.work
 
     profile = replace(proven.candidate.profile(), record=record_of(recipe, prompts, proven))

@@ -106,7 +106,8 @@ def test_a_calibration_writes_a_profile_that_meets_the_budget(calibrated):
     profile = load_profile(folder / "a" / "first.safetensors")
     (recorded,) = profile.record.held_out
     for row, proof in zip(rows, recorded.layers, strict=True):
-        assert 0 < row["held_out_mse"] <= row["limit"] == 2e-4
+        assert row["held_out_mse"] <= row["limit"] == 2e-4
+        assert (row["held_out_mse"] > 0) == (row["density"] < 1)  # the error is against dense attention
         assert row["held_out_mse"] == proof.mse
         assert 0.2 < row["density"] <= 1.0
     found, of = length["needles"]
