@@ -1,4 +1,4 @@
-"""Errors of rows: of all against dense attention, of some against exact attention."""
+"""Errors of rows against dense attention, how rows are drawn, and rows of exact attention."""
 
 from itertools import pairwise
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from calibrate.curves.row_errors import row_errors
-from calibrate.proof import rows as rows_module
-from calibrate.proof.rows import errors_of_rows, evenly_drawn, exact_rows
+from calibrate.proof.rows import errors_of_rows, evenly_drawn
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.scoring import Scoring
+from scripts.bench import exact_rows as exact_rows_module
+from scripts.bench.exact_rows import exact_rows
 
 
 def tensors(q_len, kv_len, dtype=torch.float32):
@@ -63,6 +64,6 @@ def test_rows_are_drawn_one_from_each_part():
 def test_rows_are_exact_however_few_are_computed_together(q_len, scoring, monkeypatch):
     q, k, v, _ = tensors(q_len, 48)
     rows = torch.tensor([0, 3, 4, 6])
-    monkeypatch.setattr(rows_module, "SCORES", 3 * 48)  # one row of the three heads of a group
+    monkeypatch.setattr(exact_rows_module, "SCORES", 3 * 48)  # one row of the three heads of a group
     exact = exact_attention(q, k, v, **scoring.arguments())[:, :, rows]
     torch.testing.assert_close(exact_rows(q, k, v, rows, scoring), exact)

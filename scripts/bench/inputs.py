@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calibrate.proof.rows import exact_rows as exact_rows_of_prompt
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.layer_kinds import positions
 from s2o_runtime.scoring import Scoring
+from scripts.bench.exact_rows import exact_rows as exact_rows_of_prompt
 
 DIRECTIONS = 4  # that the random queries and keys of a KV head share
 SHARPNESS = (6.0, 10.0)  # how strongly the first and the last query head look along them
