@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, Curve, Ranking
-from calibrate.search.allocate import Allowed, Weights, allocate, allocate_each, allocate_together
+from calibrate.search.allocate import Allowed, Weights, allocate, allocate_each, allocate_together, points_of
 from s2o_runtime.config import HeadConfig
 
 METHOD = Ranking(1024)
@@ -153,3 +153,15 @@ def test_int8_scores_are_paid_for_before_anything_is_skipped():
     assert (dense.heads[0].mode, dense.mse) == ("dense", 0.25)
     assert allocate(curves, 0.75).heads[0] == HeadConfig(TAUS[0], 1024)
     assert allocate(curves, 0.1).mse == 0.25  # cannot be: the choice then gives int8 scores up
+
+
+def test_a_tail_may_err_less_than_all_keys_in_int8():
+    """Then that is what int8 scores cost at least, so that a head's points still rise in error."""
+    int8 = Ranking(1024, scores="int8")
+    without_tail = curve([[(0.25, 0.8), (0.75, 0.2)]])
+    tail = torch.full_like(without_tail.mse, 1e9)
+    tail[0, 0] = 0.2
+    curves = {int8: dataclasses.replace(without_tail, tail_mse=tail)}
+    errors = [point.mse for point in points_of(curves, 0, Allowed())]
+    assert errors == sorted(errors) and errors[0] == 0.2
+    assert allocate(curves, 0.75).density == 0.2

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from calibrate.curves import torch_pass, trace_pass
 from calibrate.curves.curves import Curve, Ranking, Shape
 from calibrate.model.capture import Captured
+from s2o_runtime.devices import launching_on
 
 
 def measure(
@@ -27,5 +28,6 @@ def measure(
         A curve for every ranking and shape.
     """
     if trace_pass.supports(prompt):
-        return trace_pass.measure(prompt, rankings, shapes)
+        with launching_on(prompt.q.device):  # a model on several GPUs has layers on others than the current one
+            return trace_pass.measure(prompt, rankings, shapes)
     return torch_pass.measure(prompt, rankings, shapes)

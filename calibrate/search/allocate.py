@@ -208,12 +208,16 @@ def _settings(method: Method, segment: int, tau: float, tail: bool) -> HeadConfi
 def rounding_error(curves: Mapping[Method, Curve], head: int) -> tuple[float, float]:
     """What int8 scores cost a head that visits all keys: its mse, and the error of its worst rows; 0 for others.
 
-    That is the least error of any threshold, because a low one leaves next to nothing out.
+    That is the least error of any threshold, with a tail or without, because a low one leaves next to nothing out; no
+    point of the head has a smaller one.
     """
     int8 = [curve for method, curve in curves.items() if isinstance(method, Ranking) and method.scores == "int8"]
     if not int8:
         return 0.0, 0.0
-    return min(float(curve.mse[head].amin()) for curve in int8), min(float(curve.worst[head].amin()) for curve in int8)
+    return (
+        min(float(errors[head].amin()) for curve in int8 for errors in (curve.mse, curve.tail_mse)),
+        min(float(errors[head].amin()) for curve in int8 for errors in (curve.worst, curve.tail_worst)),
+    )
 
 
 def segment_of(curves: Mapping[Method, Curve]) -> int:
