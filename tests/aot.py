@@ -154,6 +154,7 @@ PAGE_VARIANTS: dict[str, dict[str, object]] = {
 ALL_VARIANTS = (
     VARIANTS | FEATURE_VARIANTS | INT8_VARIANTS | BLOCK_SPARSE_VARIANTS | ANTIDIAGONAL_VARIANTS | PAGE_VARIANTS
 )
+ORDER_FORMS = {256: 8, 512: 4}  # samples and warps of short and few rows, and of long and many
 FP8_POINTERS = {"K": "fp8e4nv", "V": "fp8e4nv"}
 
 
@@ -162,7 +163,7 @@ class Case:
     """One kernel in one configuration for one GPU generation.
 
     variant: a key of one of the dictionaries above; rows: the segments of a call of the kernel `scores`, or the
-    representatives that `log_sums` takes at once; representatives: of a segment.
+    representatives that `log_sums` takes at once, or the scores that `order` sorts; representatives: of a segment.
     """
 
     kernel: str
@@ -210,7 +211,7 @@ def pipelined(case: Case, built: Compiled) -> str | None:
     if case.kernel == "representatives":
         from s2o_runtime.kernels.rank import means
 
-        rows = means.representative_rows(means.parts_at_once(case.representatives), case.head_dim)
+        rows = means.representative_rows(case.head_dim)
         tile_bytes, copies, threads = 2 * rows * case.head_dim, 2, 32 * means.REPRESENTATIVE_WARPS
     elif case.tile is None:
         return None
@@ -308,7 +309,7 @@ def cases() -> list[Case]:
                 heights = {(tile.block_m, min(other.stride for other in tiles)) for tile in tiles}
                 traced = {replace(trace_tile(head_dim, pair, *height), chunk=1) for height in heights}
                 chosen += [Case("trace", capability, head_dim, tile) for tile in sorted(traced, key=str)]
-        chosen.append(Case("order", capability))
+        chosen += [Case("order", capability, rows=samples) for samples in ORDER_FORMS]
     return (
         block_sparse_cases()
         + antidiagonal_cases()
@@ -416,10 +417,10 @@ def compile_case(case: Case) -> Compiled:
         "GROUP": 4,
         "D": case.head_dim,
         "BN": 64,
-        "SAMPLES": order.SAMPLES,
+        "SAMPLES": case.rows,
         "BUCKETS": order.BUCKETS,
         "EDGES": tail.EDGES,
-        "WARPS": order.ORDER_WARPS,
+        "WARPS": ORDER_FORMS.get(case.rows),
         "R": case.representatives,
         "BR": case.rows,
         **(VARIANTS | FEATURE_VARIANTS | INT8_VARIANTS | BLOCK_SPARSE_VARIANTS | ANTIDIAGONAL_VARIANTS | PAGE_VARIANTS)[
@@ -462,19 +463,26 @@ def compile_case(case: Case) -> Compiled:
         warps = scores.score_warps(case.representatives, case.head_dim)
         own, options = {
             "representatives": (
-                {"ROWS": means.representative_rows(parts, case.head_dim), "PARTS": parts},
+                {
+                    "ROWS": means.representative_rows(case.head_dim), "PARTS": parts,
+                    "STAGES": means.REPRESENTATIVE_STAGES,
+                },
                 {"num_warps": means.REPRESENTATIVE_WARPS},
             ),
             "log_sums": ({"BK": scores.LOG_SUM_KEYS}, {"num_warps": scores.LOG_SUM_WARPS}),
             "scores": (
-                {"WARPS": warps, "BS": scores.segments_at_once(case.rows, case.representatives)},
+                {
+                    "WARPS": warps,
+                    "BS": scores.segments_at_once(case.rows, case.representatives),
+                    "HEADS": scores.heads_at_once(case.representatives, 4),
+                },
                 {
                     "num_warps": warps,
                     "num_stages": scores.SCORE_STAGES,
                     "maxnreg": scores.score_registers(warps, case.head_dim, *divmod(case.capability, 10)),
                 },
             ),
-            "order": ({}, {"num_warps": order.ORDER_WARPS}),
+            "order": ({}, {"num_warps": ORDER_FORMS.get(case.rows)}),
             "pool": ({"ROWS": tail.POOL_STEPS}, {"num_warps": tail.POOL_WARPS}),
             "tail": (
                 {"BS": tail.TAIL_SEGMENTS, "BK": tail.tail_steps(case.head_dim)}, {"num_warps": tail.TAIL_WARPS},

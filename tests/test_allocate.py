@@ -163,5 +163,6 @@ def test_a_tail_may_err_less_than_all_keys_in_int8():
     tail[0, 0] = 0.2
     curves = {int8: dataclasses.replace(without_tail, tail_mse=tail)}
     errors = [point.mse for point in points_of(curves, 0, Allowed())]
-    assert errors == sorted(errors) and errors[0] == 0.2
+    assert errors == sorted(errors)
+    assert errors[0] == 0.2
     assert allocate(curves, 0.75).density == 0.2

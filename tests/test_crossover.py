@@ -95,9 +95,9 @@ def modelled(monkeypatch, ranking):
     [
         (0.5, 0.0, 2),  # even 16 queries are worth a ranking
         (100.0, 0.0, 128),
-        (100.0, 0.5, 256),  # half of what is saved pays for the keys that are visited
+        (100.0, 0.5, 512),  # half of what is saved pays for the keys that are visited
         (100.0, 1.0, 16384),  # nothing is saved
-        (575.0, 0.0, 4096),  # 1024 and 2048 would do, but one query more ranks the prefix once more
+        (500.0, 0.0, 2048),  # 1024 would do, but one query more ranks the prefix once more
     ],
 )
 def test_the_fewest_queries_that_win_behind_every_prefix(monkeypatch, ranking, density, expected):

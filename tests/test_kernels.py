@@ -35,7 +35,7 @@ pytestmark = [
 ]
 
 BINS = 4 * BUCKETS  # linear bins of a row's scores, before they become buckets
-SHIPPED_SAMPLES = order_module.SAMPLES
+shipped_samples = order_module.samples
 
 
 def run_both(q, k, v, config, kv_start=None, scale=None, softcap=None, sinks=None):
@@ -225,7 +225,8 @@ def test_slicing_the_rows_changes_nothing(monkeypatch):
     ("grain", "representatives"), all_but_first([(8, 16), (1, 1), (1, 16), (2, 2), (4, 1)], EXHAUSTIVE)
 )
 @pytest.mark.parametrize("length", all_but_first([330, 2600], SLOW), ids=["short", "long"])
-def test_rank_scores_and_orders_every_prefix(starts, length, grain, representatives, nan_filled):
+def test_rank_scores_and_orders_every_prefix(starts, length, grain, representatives, nan_filled, monkeypatch):
+    monkeypatch.setattr(scores_module, "lse_stride", lambda kv_len: 1)
     q, k, _ = inputs(2, 2, 1, 230, length, 64)
     kv_start = None if starts is None else torch.tensor(starts)
     config = LayerConfig.uniform(2, segment=64, representatives=representatives, grain=grain, tile=TILE)
@@ -250,6 +251,7 @@ def test_rank_scores_and_orders_every_prefix(starts, length, grain, representati
 def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch, nan_filled):
     q, k, _ = inputs(1, 1, 1, 64, 3000, 64)
     config = LayerConfig.uniform(1, segment=64, representatives=4, tile=TILE)
+    monkeypatch.setattr(scores_module, "lse_stride", lambda kv_len: 1)
     exact, _ = rank_of(q * 0.5, k, config)
     monkeypatch.setattr(scores_module, "lse_stride", lambda kv_len: 16)
     sampled, _ = rank_of(q * 0.5, k, config)
@@ -287,7 +289,7 @@ def bucket_order(scores):
 
     Also which scores are sure of their bin: one on the border of two may fall either way.
     """
-    sample = scores[:: -(-len(scores) // order_module.SAMPLES)].sort(descending=True).values
+    sample = scores[:: -(-len(scores) // order_module.samples(len(scores)))].sort(descending=True).values
     shares = bucket_shares(scores.device)
     edges = sample[(shares * len(sample)).int().clamp_max(len(sample) - 1)]
     per_bin = (BINS - 2.5) / (edges.max() - edges.min()).clamp_min(1e-6)
@@ -304,7 +306,7 @@ def bucket_order(scores):
 @SLOW
 def test_the_coarse_order_is_nearly_the_full_order(monkeypatch):
     """Along the order, nearly as much of the mass comes at each depth as along a full sort."""
-    monkeypatch.setattr(order_module, "SAMPLES", SHIPPED_SAMPLES)
+    monkeypatch.setattr(order_module, "samples", shipped_samples)
     q, k, _ = inputs(1, 1, 1, 64, 3000, 64)
     scores, ranked = rank_of(q, k, LayerConfig.uniform(1, segment=64, tile=TILE))
     prefix = (3000 - 64) // 32 * 32
@@ -324,7 +326,7 @@ def test_the_order_knows_the_last_keys_however_long_the_prefix_is(prefix):
     scores, ranked = rank_of(q.half(), k.half(), LayerConfig.uniform(1, segment=64, tile=TILE))
     weights = scores[0, 0, 0, :prefix].double().exp2()
     full = weights.sort(descending=True).values
-    assert prefix % order_module.SAMPLES
+    assert prefix % order_module.samples(prefix)
     for depth in (8, 16, 32, 64):
         assert weights[ranked[0, 0, 0, :depth].long()].sum() >= 0.9 * full[:depth].sum()
 

@@ -25,6 +25,7 @@ TAILS = tuple(1 << power for power in range(4, 14))  # queries; some beyond the 
 ENDED_SEGMENTS = (1, 2, 4)
 ROUNDS = 3
 PAYS = 0.95  # of dense attention's time: what is nearly a tie in so few rounds may be slower in the next
+TAIL_PAYS = 0.85  # the same for tails: with few row tiles the one that visits most is what takes the time
 
 
 def with_crossover(
@@ -210,16 +211,16 @@ def min_queries(
                 s2o, dense = seconds(tile, head, grain, geometry, device, queries, keys, scores)
             except torch.OutOfMemoryError:  # where a model's weights leave no room for so many keys
                 continue
-            if not _pays(s2o, dense, density):
+            if not _pays(s2o, dense, density, TAIL_PAYS):
                 fewest = max(fewest, more)
                 break
     return fewest
 
 
-def _pays(s2o: float, dense: float, density: float) -> bool:
-    """Whether a call is clearly faster than dense attention if it takes the time `s2o` of one that stops as early as it
-    can, and `density` of dense attention's time for the keys that the layer visits."""
-    return s2o + density * dense < PAYS * dense
+def _pays(s2o: float, dense: float, density: float, share: float = PAYS) -> bool:
+    """Whether a call takes less than a share of dense attention's time if it takes the time `s2o` of one that stops as
+    early as it can, and `density` of dense attention's time for the keys that the layer visits."""
+    return s2o + density * dense < share * dense
 
 
 def _tails(head: HeadConfig, keys: int) -> list[int]:

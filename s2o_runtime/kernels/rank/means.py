@@ -15,15 +15,15 @@ from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.primitives import LOG2E, quantised, sequence
 
 REPRESENTATIVE_WARPS = 4
-REPRESENTATIVE_STAGES = tl.constexpr(3)
+REPRESENTATIVE_STAGES = 5  # a program's loads are all that it waits for, and few programs run beside it
 
 
 @triton.jit(do_not_specialize=["q_len", "offset"])
 def _representatives(
     Q, REP, REP_SCALE, KV_START, CU_Q, CU_K, PART, REPRESENTATIVES, K_UNIT, qk_scale, q_len, offset,
     stride_qb, stride_qh, stride_ql, stride_rb, stride_rh, stride_rn,
-    D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, HAS_START: tl.constexpr,
-    PACKED: tl.constexpr, GROUP: tl.constexpr, INT8: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    HAS_START: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """REP[b, h, n] = mean of the queries of part n that do not stand before kv_start, times qk_scale; 0 if none does.
 
@@ -53,7 +53,7 @@ def _representatives(
         parts = n + tl.arange(0, PARTS)
         total = tl.zeros([PARTS if PARTS > 1 else ROWS, D], tl.float32)
         base = Q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
-        for row in tl.range(begin, end, ROWS, num_stages=REPRESENTATIVE_STAGES):
+        for row in tl.range(begin, end, ROWS, num_stages=STAGES):
             rows = row + tl.arange(0, ROWS)
             q = tl.load(
                 base + (q_first + rows)[:, None].to(tl.int64) * stride_ql + offs_d[None, :],
@@ -112,8 +112,9 @@ def representatives(q: Tensor, keys: Keys, call: Call) -> Representatives:
                 "q_len": shape.q_len, "offset": shape.offset, **strides("bhl", q=q), **strides("bhn", r=out),
             },
             {
-                "D": shape.head_dim, "R": count, "PARTS": parts, "ROWS": representative_rows(parts, shape.head_dim),
-                "HAS_START": call.padded, "PACKED": call.packed, "GROUP": shape.group, "INT8": int8,
+                "D": shape.head_dim, "R": count, "PARTS": parts, "ROWS": representative_rows(shape.head_dim),
+                "STAGES": REPRESENTATIVE_STAGES, "HAS_START": call.padded, "PACKED": call.packed,
+                "GROUP": shape.group, "INT8": int8,
             },
             num_warps=REPRESENTATIVE_WARPS,
         )  # fmt: skip
@@ -125,6 +126,6 @@ def parts_at_once(count: int) -> int:
     return 1 if count < 8 else 16
 
 
-def representative_rows(parts: int, head_dim: int) -> int:
-    """Query rows that a program of `_representatives` loads at once for so many parts."""
-    return (64 if parts == 1 else 128) // (1 if head_dim <= 128 else 2)
+def representative_rows(head_dim: int) -> int:
+    """Query rows that a program of `_representatives` loads at once."""
+    return 64 if head_dim <= 128 else 32
