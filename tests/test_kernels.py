@@ -226,7 +226,7 @@ def test_slicing_the_rows_changes_nothing(monkeypatch):
 )
 @pytest.mark.parametrize("length", all_but_first([330, 2600], SLOW), ids=["short", "long"])
 def test_rank_scores_and_orders_every_prefix(starts, length, grain, representatives, nan_filled, monkeypatch):
-    monkeypatch.setattr(scores_module, "lse_stride", lambda kv_len: 1)
+    monkeypatch.setattr(scores_module, "LOG_SUM_SAMPLE", 1 << 20)
     q, k, _ = inputs(2, 2, 1, 230, length, 64)
     kv_start = None if starts is None else torch.tensor(starts)
     config = LayerConfig.uniform(2, segment=64, representatives=representatives, grain=grain, tile=TILE)
@@ -251,9 +251,9 @@ def test_rank_scores_and_orders_every_prefix(starts, length, grain, representati
 def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch, nan_filled):
     q, k, _ = inputs(1, 1, 1, 64, 3000, 64)
     config = LayerConfig.uniform(1, segment=64, representatives=4, tile=TILE)
-    monkeypatch.setattr(scores_module, "lse_stride", lambda kv_len: 1)
+    monkeypatch.setattr(scores_module, "LOG_SUM_SAMPLE", 1 << 20)
     exact, _ = rank_of(q * 0.5, k, config)
-    monkeypatch.setattr(scores_module, "lse_stride", lambda kv_len: 16)
+    monkeypatch.setattr(scores_module, "LOG_SUM_SAMPLE", 3000 // 16)
     sampled, _ = rank_of(q * 0.5, k, config)
     difference = (sampled - exact)[0, 0, 0, :2912].float()
     assert difference.abs().max() < 1.0  # of a row: at most a factor of two
@@ -289,7 +289,10 @@ def bucket_order(scores):
 
     Also which scores are sure of their bin: one on the border of two may fall either way.
     """
-    sample = scores[:: -(-len(scores) // order_module.samples(len(scores)))].sort(descending=True).values
+    every = -(-len(scores) // order_module.samples(len(scores)))
+    index = torch.arange(-(-len(scores) // every))
+    at = index * every + (index * order_module.JITTER.value >> 7) % every
+    sample = scores[at.clamp_max(len(scores) - 1)].sort(descending=True).values
     shares = bucket_shares(scores.device)
     edges = sample[(shares * len(sample)).int().clamp_max(len(sample) - 1)]
     per_bin = (BINS - 2.5) / (edges.max() - edges.min()).clamp_min(1e-6)

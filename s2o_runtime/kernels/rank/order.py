@@ -23,6 +23,7 @@ from s2o_runtime.kernels.primitives import sequence, window_start
 
 BUCKETS = 32  # one for each lane of a warp
 FINEST, COARSEST = 1 / 256, 3 / 4  # shares of the row before the end of the first and of the last but one bucket
+JITTER = tl.constexpr(40503)  # an odd number near 2^16 over the golden ratio: its multiples' middle bits are spread
 RANK_BYTES = 6  # of workspace for each step of a row: a float16 score and an int32 index
 
 # Lane i of a warp holds one step, in `bucket` the step's bucket, and a counter for bucket i.
@@ -169,7 +170,9 @@ def _order(
         every = tl.cdiv(prefix, SAMPLES)  # rounded up, so that the sample reaches the last keys, which matter most
         sampled = tl.cdiv(prefix, every)
         index = tl.arange(0, SAMPLES)
-        sample = tl.load(score + index * every, mask=index < sampled, other=float("-inf")).to(tl.float32)
+        # one of each stretch, and not always its first: text may have a period that the stretches share
+        at = tl.minimum(index * every + ((index * JITTER) >> 7) % every, prefix - 1)
+        sample = tl.load(score + at, mask=index < sampled, other=float("-inf")).to(tl.float32)
         sample = tl.sort(sample, descending=True)
         rank = (tl.load(SHARE_OF_RANK + tl.arange(0, BUCKETS)) * sampled.to(tl.float32)).to(tl.int32)
         edges = tl.gather(sample, tl.minimum(rank, tl.maximum(sampled - 1, 0)), 0)

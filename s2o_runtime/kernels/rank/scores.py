@@ -20,6 +20,9 @@ from s2o_runtime.kernels.primitives import MAX_REGISTERS, capped, sequence, wind
 from s2o_runtime.kernels.rank.means import Representatives
 
 LOG_SUM_KEYS = 64
+# A denominator moves all scores of a representative alike, so it only says what representatives count against one
+# another: from 256, 512, 2048 or all of 8192 keys the first tenth of the order holds the same mass to 0.003 of 0.53 (32
+# representatives, the mean of 48 segments of the demo model).
 LOG_SUM_SAMPLE = 512
 LOG_SUM_WARPS = 4
 NOTHING = tl.constexpr(-1e30)  # the score of a key that does not count: finite, so that differences are numbers
@@ -28,14 +31,14 @@ SCORE_LIMIT = 60000.0  # float16 holds it; -inf marks no step
 ROW_ALIGNMENT = 16
 
 
-@triton.jit(do_not_specialize=["q_len", "offset", "every", "parts"])
+@triton.jit(do_not_specialize=["q_len", "offset", "parts"])
 def _log_sums(
-    REP, K, LOG_SUM, KV_START, CU_Q, CU_K, SEGMENT, PART, REP_SCALE, q_len, offset, every, parts,
+    REP, K, LOG_SUM, KV_START, CU_Q, CU_K, SEGMENT, PART, REP_SCALE, q_len, offset, parts,
     stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl,
     GROUP: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr,
-    HAS_START: tl.constexpr, PACKED: tl.constexpr, INT8: tl.constexpr,
+    SAMPLE: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """LOG_SUM[b, h, n] = log-sum-exp in base 2 of part n's scores with its prefix, from every `every`-th key.
+    """LOG_SUM[b, h, n] = log-sum-exp in base 2 of part n's scores with its prefix, from about SAMPLE keys of all.
 
     It is infinite for parts that hold only padding or have no prefix. Programs: (parts / BR, the last ones first; Hq;
     B). BK: keys at once; BN: keys of a tile, a multiple of which a prefix has; CAP: the soft cap of scores in base 2, 0
@@ -70,6 +73,7 @@ def _log_sums(
         first = window_start(n * part // segment, segment, offset, start, BN)
         first = tl.where(inside & (offset + (n + 1) * part > start), first, 0)
         last = tl.max(first, 0)
+        every = tl.maximum((offset + q_len) // SAMPLE, 1)  # by the sequence, which may be packed with longer ones
         key = K + b.to(tl.int64) * stride_kb + (h // GROUP).to(tl.int64) * stride_kh
         # every column has a sum of its own, so that no thread waits for another before the end
         m = tl.full([BR, BK], NOTHING, tl.float32)
@@ -89,7 +93,7 @@ def _log_sums(
             l = tl.where(s > m, l * smaller + 1.0, l + smaller)
             m = tl.maximum(m, s)
         most = tl.max(m, 1)
-        l = tl.sum(l * tl.exp2(m - most[:, None]), 1) * every.to(tl.float32)
+        l = tl.sum(l * tl.exp2(m - most[:, None]), 1) * every
         there = most > NOTHING
         out = LOG_SUM + (b * tl.num_programs(1) + h).to(tl.int64) * parts
         tl.store(out + n, tl.where(there, most + tl.log2(tl.where(there, l, 1.0)), float("inf")), mask=inside)
@@ -216,7 +220,7 @@ def log_sums(representative: Representatives, keys: Keys, call: Call) -> Tensor:
 
     Args:
         representative: as `means.representatives` gave it.
-        keys: as `keys_of` gave them. Every `lse_stride`-th key is in the sample.
+        keys: as `keys_of` gave them. About LOG_SUM_SAMPLE of them are in the sample.
         call: the call.
 
     Returns:
@@ -231,26 +235,17 @@ def log_sums(representative: Representatives, keys: Keys, call: Call) -> Tensor:
         {
             "REP": r, "K": k, "LOG_SUM": out, **call.starts, "SEGMENT": call.tables.segment,
             "PART": call.tables.part, "REP_SCALE": r_scale, "q_len": shape.q_len, "offset": shape.offset,
-            "every": lse_stride(shape.kv_len), "parts": out.shape[2],
+            "parts": out.shape[2],
             **strides("bhn", r=r), **strides("bhl", k=k),
         },
         {
             "GROUP": shape.group, "D": shape.head_dim, "BR": rows, "BK": LOG_SUM_KEYS, "BN": call.config.tile.block_n,
-            "CAP": call.cap, "HAS_START": call.padded, "PACKED": call.packed, "INT8": r_scale is not None,
+            "CAP": call.cap, "SAMPLE": LOG_SUM_SAMPLE, "HAS_START": call.padded, "PACKED": call.packed,
+            "INT8": r_scale is not None,
         },
         num_warps=LOG_SUM_WARPS,
     )  # fmt: skip
     return out
-
-
-def lse_stride(kv_len: int) -> int:
-    """One of so many keys is in the sample that `log_sums` reads.
-
-    A denominator moves all scores of a representative alike, so it only says what representatives count against one
-    another: with 256, 512, 2048 or all of 8192 keys the first tenth of the order holds the same mass to 0.003 of 0.53
-    (32 representatives, the mean of 48 segments of the demo model).
-    """
-    return max(1, kv_len // LOG_SUM_SAMPLE)
 
 
 def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Call, rows: range) -> Tensor:
