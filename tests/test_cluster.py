@@ -20,6 +20,7 @@ import torch
 pytest.importorskip("distributed", reason="dask.distributed is not installed (s2o[distributed])")
 
 from calibrate import pipeline
+from calibrate.api import finished_kinds
 from calibrate.journal import Journal
 from calibrate.machine import on_this_machine
 from calibrate.pipeline import calibrate, calibrate_kinds
@@ -284,7 +285,9 @@ def test_a_host_without_gpus_may_coordinate_those_that_have_some(tmp_path):
     several, _ = on_this_machine(options | {"scheduler": "tcp://head:8786", "target_gpu": ("all",)})
     assert several.out == Path("profiles/demo/rel-mse-0.001.safetensors")
     assert several.for_gpu("nvidia-h200").out == made.out
-    assert several.for_gpu("nvidia-h200").journal_path == several.journal_path == Path("profiles/demo/demo.journal.sqlite")
+    assert (
+        several.for_gpu("nvidia-h200").journal_path == several.journal_path == Path("profiles/demo/demo.journal.sqlite")
+    )
 
 
 def test_times_are_taken_on_the_target_kind():
@@ -304,7 +307,7 @@ def test_times_are_taken_on_the_target_kind():
     with pytest.raises(ConfigError, match="there are NVIDIA H100"):
         executor(h100, target=("A100",))._first_kind()
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="NVIDIA H200.*--target-gpu all"):
+        with pytest.raises(ConfigError, match=r"NVIDIA H200.*--target-gpu all"):
             executor(h100, h200)._first_kind()
     assert executor(h200, h100, h200, target=("all",)).kinds() == [h100, h200]
     assert executor(h200, h100, l40s, target=("L40S", "h200", "NVIDIA H200")).kinds() == [l40s, h200]
@@ -352,14 +355,15 @@ def mixed(folder, tmp_path, monkeypatch):
 
 @SLOW
 def test_one_run_makes_a_profile_for_each_kind_of_gpu(mixed, tmp_path):
-    outcomes = list(calibrate_kinds(mixed(), progress=False))
+    outcomes = list(finished_kinds(mixed(), progress=False))
     assert [outcome.device for outcome in outcomes] == list(GPUS.values())
-    assert all(outcome.result.written for outcome in outcomes)
+    assert all(outcome.end.result.written for outcome in outcomes)
     names = ["nvidia-h200", "nvidia-l40s"]
     assert [outcome.recipe.out for outcome in outcomes] == [tmp_path / name / "p.safetensors" for name in names]
     for outcome, name in zip(outcomes, GPUS, strict=True):
         profile = load_profile(outcome.recipe.out)
         assert profile.device == GPUS[name]
+        assert outcome.end.report_files[-1] == outcome.recipe.out.with_name("p.report.html")
         tiles = {config.tile for bucket in profile.layers for config in bucket if not config.is_dense}
         assert {(tile.block_m, tile.dense_below) for tile in tiles} == {(FAST_ROWS[name], int(UNIT[name]))}
 

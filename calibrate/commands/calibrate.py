@@ -192,8 +192,8 @@ def _command() -> str:
 
 def _not_proven(result: Result) -> str:
     return (
-        f"the proof failed, so no profile was written ({result.problems[0]}): {advice(result.problems)}, or write it all "
-        "the same with --allow-regression"
+        f"the proof failed, so no profile was written ({result.problems[0]}): {advice(result.problems)}, or write "
+        "it all the same with --allow-regression"
     )
 
 

@@ -39,8 +39,8 @@ def measure_model(
 ) -> LayersCurves:
     """The mean curves over the prompts of every length, for every ranking and every tile shape.
 
-    What the journal holds is not measured again, whatever GPU it was measured on and with whatever further shapes; if it
-    holds everything the model does not run at all.
+    What the journal holds is not measured again, whatever GPU it was measured on and with whatever further shapes; if
+    it holds everything the model does not run at all.
 
     Args:
         model: who runs it, or a loaded model, which then runs in this process.
@@ -291,19 +291,22 @@ def combined(of_prompts: Sequence[Curves]) -> list[dict[str, Any]]:
     return packed({key: mean_curve([curves[key] for curves in of_prompts]) for key in of_prompts[0]})
 
 
-def _with_all_shapes(key: Mapping[str, Any], there: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The last of the journal's keys that is this one or has further shapes; None if there is none."""
-    for other in reversed(there):
-        if {**other, "shapes": None} == {**key, "shapes": None} and all(map(other["shapes"].__contains__, key["shapes"])):
-            return other
-    return None
+def _with_all_shapes(key: Mapping[str, Any], there: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The key if the journal has it, or the last one there that has further shapes; None if there is none."""
+    rest = {**key, "shapes": None}
+    containing = (
+        other
+        for other in reversed(there)
+        if {**other, "shapes": None} == rest and all(shape in other["shapes"] for shape in key["shapes"])
+    )
+    return dict(key) if key in there else next(containing, None)
 
 
 def recipe_key(recipe: Recipe, length: int, device: DeviceIdentity) -> dict[str, Any]:
     """What a key of curves says of the recipe.
 
-    It says nothing of scores where they are in the type of the inputs, as they ever were, and nothing of baselines where
-    heads may not choose any. With baselines it names the GPU, because those are timed.
+    It says nothing of scores where they are in the type of the inputs, as they ever were, and nothing of baselines
+    where heads may not choose any. With baselines it names the GPU, because those are timed.
     """
     key: dict[str, Any] = {
         "segments": list(recipe.segments_for(length)),

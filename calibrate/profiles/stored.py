@@ -120,7 +120,7 @@ def calibrate_command(recipe: Recipe) -> str:
 
 
 def _check_identity(journal: Journal, profile: Profile) -> None:
-    """Raise InputError if the journal's measurements are of another model than the profile, or not of a GPU as it is."""
+    """Raise InputError if the journal's measurements are of another model or kind of device than the profile."""
     device: dict[str, Any] = {"kind": profile.device.kind}
     if "name" in journal.identity.get("device", {}):  # an older journal, whose times do not say their GPU
         device |= {"name": profile.device.name, "sm_count": profile.device.sm_count}

@@ -258,7 +258,9 @@ class ClusterExecutor:
             if not any(alike(kind, device) for kind in self._kinds):
                 self._kinds.append(device)
         named = self._recipe.target_gpu
-        return list(self._kinds if named in (None, (EVERY_KIND,)) else dict.fromkeys(map(self._kind_named, named or ())))
+        return list(
+            self._kinds if named in (None, (EVERY_KIND,)) else dict.fromkeys(map(self._kind_named, named or ()))
+        )
 
     def aimed_at(self, device: DeviceIdentity) -> Executor:
         """The same workers, which take times on GPUs of one kind."""
@@ -328,8 +330,8 @@ class ClusterExecutor:
                 return device
         if len(kinds) > 1:
             raise ConfigError(
-                f"the workers have GPUs of several kinds ({', '.join(map(str, kinds))}): name one with --target-gpu, or "
-                f"make a profile for each with --target-gpu {EVERY_KIND}"
+                f"the workers have GPUs of several kinds ({', '.join(map(str, kinds))}): name one with --target-gpu, "
+                f"or make a profile for each with --target-gpu {EVERY_KIND}"
             )
         return kinds[0]
 
@@ -489,9 +491,7 @@ class ClusterExecutor:
             log.warning("%s failed (%s): it is run again", entry.item, _text(error))
             self._board.put_back(entry)
             return
-        self._end(
-            entry, ResourceError(f"{entry.item} failed {ATTEMPTS} times ({_text(error)}): see the workers' logs")
-        )
+        self._end(entry, ResourceError(f"{entry.item} failed {ATTEMPTS} times ({_text(error)}): see the workers' logs"))
 
     def _end(self, entry: Entry, error: BaseException) -> None:
         """An item that is given up; nobody may wait for it any more."""
