@@ -368,8 +368,8 @@ class Recipe:
     )
     target_gpu: tuple[str, ...] | None = option(
         Rule(str, optional=True, many=True),
-        "the kind of GPU that times are taken on and the profile is for, by its name or a part of it; with several names, "
-        f"or {EVERY_KIND} for every kind that the workers have, each gets a profile, in a folder of its name",
+        "the kind of GPU that times are taken on and the profile is for, by its name or a part of it; with several "
+        f"names, or {EVERY_KIND} for every kind that the workers have, each gets a profile, in a folder of its name",
         WORKERS,
         default=None,
         metavar="NAME,NAME",
