@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibrate.machine import draft, on_this_machine, writing
 from calibrate.options import read_all
-from calibrate.recipe import OPTIONS, Recipe
-from s2o_runtime.errors import ConfigError
+from calibrate.recipe import EVERY_KIND, OPTIONS, Recipe
+from s2o_runtime.errors import ConfigError, S2OError
 
 if TYPE_CHECKING:
     from calibrate.model.foresight import Outlook
@@ -33,6 +33,14 @@ class Finished(NamedTuple):
     result: Result
     report: Report
     report_files: list[Path]
+
+
+class FinishedKind(NamedTuple):
+    """A kind of GPU of a run for several: the recipe with its own file, and how it ended."""
+
+    device: DeviceIdentity
+    recipe: Recipe
+    end: Finished | S2OError
 
 
 def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **options: Any) -> Result:
@@ -67,13 +75,40 @@ def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **opt
         return _calibrate_loaded(model, tokenizer, options, progress)
     if tokenizer is not None:
         raise ConfigError("calibrate() got a tokenizer and a model by name, which has its own: leave the tokenizer out")
+    return finished(_recipe(model, options, "calibrate()"), progress=progress).result
+
+
+def calibrate_kinds(
+    model: str | Recipe, *, progress: bool = True, **options: Any
+) -> dict[str, Result | S2OError]:  # fmt: skip
+    """Calibrate a model for several kinds of GPU at once, on workers that have them.
+
+    Args:
+        model: as `calibrate` takes it, but not in memory.
+        progress: show progress bars on standard error.
+        **options: those of `calibrate`; `target_gpu` is "all" unless it names some, and `gpus` or `scheduler` the
+            workers. The profiles are <gpu>/<file> where `out` is <file>.
+
+    Returns:
+        What came of each kind, by the GPU's name and size: its result, or the error that it ended with.
+
+    Raises:
+        ConfigError, InputError, ModelError, ResourceError: as `calibrate` does, for what concerns all kinds.
+    """
+    options = options if isinstance(model, Recipe) else {"target_gpu": EVERY_KIND, **options}
+    outcomes = finished_kinds(_recipe(model, options, "calibrate_kinds()"), progress=progress)
+    return {
+        str(outcome.device): outcome.end if isinstance(outcome.end, S2OError) else outcome.end.result
+        for outcome in outcomes
+    }
+
+
+def _recipe(model: str | Recipe, options: Mapping[str, Any], call: str) -> Recipe:
     if not isinstance(model, Recipe):
-        recipe = planned(read_all(OPTIONS, {"model": model, **options}, "calibrate()")).recipe
-    elif options:
-        raise ConfigError(f"calibrate() got a recipe and {', '.join(options)}: give a recipe or a model with options")
-    else:
-        recipe = model.validate()
-    return finished(recipe, progress=progress).result
+        return planned(read_all(OPTIONS, {"model": model, **options}, call)).recipe
+    if options:
+        raise ConfigError(f"{call} got a recipe and {', '.join(options)}: give a recipe or a model with options")
+    return model.validate()
 
 
 def _calibrate_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any], progress: bool) -> Result:
@@ -127,10 +162,29 @@ def finished(
         loaded: the recipe's model, if it is loaded already.
     """
     from calibrate import pipeline
+
+    with writing(recipe.out):
+        return _reported(recipe, pipeline.calibrate(recipe, progress=progress, loaded=loaded), command)
+
+
+def finished_kinds(recipe: Recipe, *, progress: bool, command: str | None = None) -> Iterator[FinishedKind]:
+    """Run a recipe for several kinds of GPU, and write a report beside each profile, as soon as it is done.
+
+    Args:
+        recipe, progress, command: as `finished` takes them.
+    """
+    from calibrate import pipeline
+
+    with writing(recipe.out):
+        for device, own, result in pipeline.calibrate_kinds(recipe, progress=progress):
+            yield FinishedKind(
+                device, own, result if isinstance(result, S2OError) else _reported(own, result, command)
+            )  # fmt: skip
+
+
+def _reported(recipe: Recipe, result: Result, command: str | None) -> Finished:
     from calibrate.report.contents import report_of
     from calibrate.report.output import write_report
 
-    with writing(recipe.out):
-        result = pipeline.calibrate(recipe, progress=progress, loaded=loaded)
-        report = report_of(recipe, result, command=command)
-        return Finished(result, report, write_report(report, recipe.out))
+    report = report_of(recipe, result, command=command)
+    return Finished(result, report, write_report(report, recipe.out))

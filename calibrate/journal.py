@@ -18,9 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from threading import RLock
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from s2o_runtime.errors import InputError, ResourceError
+
+if TYPE_CHECKING:
+    from s2o_runtime.devices import DeviceIdentity
 
 SCHEMA = 2
 FIRST_SCHEMA = b'{"s2o_journal"'  # how files of schema 1 begin: they are lines of JSON
@@ -119,6 +122,11 @@ class Journal:
         if rows and name not in self._put:
             self._reused.add(name)
         return self._decoded(*rows[0]) if rows else None
+
+    def keys(self, kind: str) -> list[dict[str, Any]]:
+        """All keys of a kind, in the order in which they were first put."""
+        rows = self._rows("SELECT key FROM entries WHERE kind = ? ORDER BY rowid", (kind,))
+        return [json.loads(key) for (key,) in rows]
 
     def put(self, kind: str, key: Mapping[str, Any], value: Any) -> None:
         """Write a measurement down; once this returns, it is on the disk.
@@ -246,6 +254,11 @@ class Journal:
         return InputError(
             f"{self.path} is not a journal of S2O with schema {SCHEMA} (found {found}): give another {self._option}"
         )
+
+
+def taken_on(device: DeviceIdentity) -> dict[str, Any]:
+    """What the key of a time says beside what was timed: times of unlike GPUs are never mixed."""
+    return {"gpu": [device.name, device.sm_count, round(device.memory_bytes / 2**30)]}
 
 
 def write_failure(path: Path | str, error: OSError) -> ResourceError:

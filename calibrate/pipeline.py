@@ -8,10 +8,10 @@ budget in KL takes one more for the layers' sensitivities, and up to five to fin
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from calibrate.curves.curves import Shape
 from calibrate.curves.measure import LayersCurves, measure_model
@@ -28,7 +28,7 @@ from calibrate.proof.kl_pass import KlPass
 from calibrate.proof.kl_search import within_kl
 from calibrate.proof.recorded import record_of
 from calibrate.proof.tighten import Proven, prove_and_tighten
-from calibrate.recipe import Recipe
+from calibrate.recipe import Recipe, slug
 from calibrate.search.choice import Choice
 from calibrate.search.choose import Chosen, choose
 from calibrate.search.crossover import Layer, crossovers
@@ -38,11 +38,13 @@ from calibrate.versions import versions
 from calibrate.work.executor import Executor, StageWork, local_executor
 from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.errors import ConfigError, S2OError
 from s2o_runtime.profile import Profile, save_profile
 
 log = logging.getLogger("calibrate")
 
 TilesByLength = Mapping[int, tuple[TileConfig, ...]]
+ShapesByLength = Mapping[int, tuple[Shape, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,17 @@ class Result(Proven):
     seconds: dict[str, float]
     journal_reused: int
     work: Mapping[str, StageWork] = field(default_factory=dict)
+
+
+class OfKind(NamedTuple):
+    """What came of one kind of GPU in a run for several.
+
+    device: The kind. recipe: With the profile's own file. result: Of its calibration, or why there is none.
+    """
+
+    device: DeviceIdentity
+    recipe: Recipe
+    result: Result | S2OError
 
 
 def calibrate(recipe: Recipe, *, progress: bool = True, loaded: LoadedModel | None = None) -> Result:
@@ -78,47 +91,125 @@ def calibrate(recipe: Recipe, *, progress: bool = True, loaded: LoadedModel | No
     Raises:
         ModelError: The model cannot be loaded, is not supported, or gives inf or NaN.
         InputError: The prompts or the journal do not fit the recipe, or memory ran out.
+        ConfigError: The recipe is for several kinds of GPU, which is `calibrate_kinds`.
     """
-    clock = PhaseClock()
+    if recipe.for_several_gpus:
+        raise ConfigError(
+            f"target_gpu {', '.join(recipe.target_gpu or ())} is several kinds of GPU, and calibrate() returns one "
+            "result: call calibrate_kinds()"
+        )
+    prompts = _prompts(recipe, loaded)
+    recipe.out.parent.mkdir(parents=True, exist_ok=True)
+    with _executor(recipe, loaded, prompts, progress) as executor, _journal(recipe, executor) as journal:
+        run = _Run(recipe, executor, prompts, journal, progress)
+        tiles = _worthwhile_tiles(run)
+        return _calibrated(run, tiles, _shapes([tiles]))
+
+
+def calibrate_kinds(recipe: Recipe, *, progress: bool = True) -> Iterator[OfKind]:
+    """Run a recipe for several kinds of GPU, one after the other, on workers that have them.
+
+    What is not timed is measured once and shared: the curves have the shapes of all kinds' tiles. All workers stay busy
+    with what is not timed. A kind that fails does not end the others.
+
+    Args:
+        recipe: What to calibrate; its `target_gpu` names the kinds, or all that there are.
+        progress: Whether to show progress bars.
+
+    Yields:
+        What came of each kind, as soon as it is done: those that were there at the beginning by their names, then, if
+        all are meant, those that joined.
+
+    Raises:
+        ConfigError, InputError, ModelError, ResourceError: As `calibrate` does, for what concerns all kinds.
+    """
+    from calibrate.work.cluster import cluster_executor
+
+    prompts = _prompts(recipe, None)
+    done: list[DeviceIdentity] = []
+    with (
+        cluster_executor(recipe, _of_run(prompts), progress=progress) as cluster,
+        _journal(recipe, cluster) as journal,
+    ):
+        while kinds := [kind for kind in cluster.kinds() if kind not in done]:
+            done += kinds
+            runs = {
+                kind: _Run(recipe.for_gpu(_folder(kind, done)), cluster.aimed_at(kind), prompts, journal, progress)
+                for kind in kinds
+            }
+            tiles: dict[DeviceIdentity, TilesByLength] = {}
+            for kind, run in runs.items():
+                run.recipe.out.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    tiles[kind] = _worthwhile_tiles(run)
+                except S2OError as error:
+                    yield OfKind(kind, run.recipe, error)
+            shapes = _shapes(tiles.values())
+            for kind in tiles:
+                log.info("calibrating for %s", kind)
+                try:
+                    outcome: Result | S2OError = _calibrated(runs[kind], tiles[kind], shapes)
+                except S2OError as error:
+                    outcome = error
+                yield OfKind(kind, runs[kind].recipe, outcome)
+
+
+def _folder(kind: DeviceIdentity, kinds: Sequence[DeviceIdentity]) -> str:
+    """The folder of a kind of GPU: its name, with its SMs and memory where another of the kinds is called the same."""
+    name = slug(kind.name)
+    if all(slug(other.name) != name for other in kinds if other != kind):
+        return name
+    return f"{name}-{kind.sm_count}-sms-{kind.memory_bytes / 2**30:.0f}-gib"
+
+
+def _prompts(recipe: Recipe, loaded: LoadedModel | None) -> PromptSet:
+    """The run's prompts, after what is cheap to get wrong was tried, before the weights are loaded."""
     trust = recipe.trust_remote_code
     if loaded is None:
         tokenizer = load_tokenizer(recipe.model, random_weights=recipe.random_weights, trust_remote_code=trust)
     else:
         tokenizer = loaded.tokenizer
-    prompts = load_prompts(recipe, tokenizer)  # cheap to get wrong, so before the weights
-    open_storage(recipe.storage)  # so is this
-    for folder in (recipe.out.parent, recipe.journal_path.parent):
-        folder.mkdir(parents=True, exist_ok=True)
+    prompts = load_prompts(recipe, tokenizer)
+    open_storage(recipe.storage)
+    return prompts
 
-    with (
-        _executor(recipe, loaded, prompts, progress) as executor,
-        Journal.open(recipe.journal_path, journal_identity(executor, executor.device)) as journal,
-    ):
-        run = _Run(recipe, executor, prompts, journal, progress)
-        with clock.phase("measuring"):
-            tiles = _worthwhile_tiles(run)
-            curves = _curves(run, tiles)
-            sensitivity = (
-                measured_sensitivity(executor, prompts.calibration, recipe, journal) if recipe.budget.is_kl else None
-            )
-        with clock.phase("searching"):
-            candidate = _candidate(run, _choices(run, curves, tiles, sensitivity))
-            kl_passes: dict[int, tuple[KlPass, ...]] = {}
-            if recipe.budget.is_kl:
-                candidate, kl_passes = within_kl(executor, prompts.held_out, candidate, journal, progress=progress)
-        with clock.phase("proving"):
-            proven = prove_and_tighten(executor, prompts.held_out, candidate, journal, progress=progress)
-            proven = replace(proven, kl_passes=kl_passes)
-        if proven.met:
-            careful = without_slower_layers(proven)
-            if prompts.certify:
-                with clock.phase("certifying"):
-                    careful = certify(executor, prompts.certify, careful, journal, progress=progress)
-                    proven = proven_again(executor, prompts.held_out, proven, careful, journal, progress=progress)
-            elif careful.candidate is not proven.candidate:
-                with clock.phase("measuring again"):
-                    proven = proven_again(executor, prompts.held_out, proven, careful, journal, progress=progress)
-        reused, work = journal.reused, executor.work
+
+def _journal(recipe: Recipe, executor: Executor) -> Journal:
+    return Journal.open(recipe.journal_path, journal_identity(executor, executor.device))
+
+
+def _calibrated(run: _Run, tiles: TilesByLength, shapes: ShapesByLength) -> Result:
+    """The run for one kind of GPU.
+
+    Args:
+        run: Whose executor takes times on that kind.
+        tiles: Those that get trials.
+        shapes: Of which curves are measured: at least those of the tiles.
+    """
+    recipe, executor, prompts, journal, progress = run.recipe, run.executor, run.prompts, run.journal, run.progress
+    clock = run.clock
+    with clock.phase("measuring"):
+        curves = _curves(run, shapes)
+        sensitivity = (
+            measured_sensitivity(executor, prompts.calibration, recipe, journal) if recipe.budget.is_kl else None
+        )
+    with clock.phase("searching"):
+        candidate = _candidate(run, _choices(run, curves, tiles, sensitivity))
+        kl_passes: dict[int, tuple[KlPass, ...]] = {}
+        if recipe.budget.is_kl:
+            candidate, kl_passes = within_kl(executor, prompts.held_out, candidate, journal, progress=progress)
+    with clock.phase("proving"):
+        proven = prove_and_tighten(executor, prompts.held_out, candidate, journal, progress=progress)
+        proven = replace(proven, kl_passes=kl_passes)
+    if proven.met:
+        careful = without_slower_layers(proven)
+        if prompts.certify:
+            with clock.phase("certifying"):
+                careful = certify(executor, prompts.certify, careful, journal, progress=progress)
+                proven = proven_again(executor, prompts.held_out, proven, careful, journal, progress=progress)
+        elif careful.candidate is not proven.candidate:
+            with clock.phase("measuring again"):
+                proven = proven_again(executor, prompts.held_out, proven, careful, journal, progress=progress)
 
     profile = replace(proven.candidate.profile(), record=record_of(recipe, prompts, proven))
     written = proven.met or recipe.allow_regression
@@ -133,8 +224,8 @@ def calibrate(recipe: Recipe, *, progress: bool = True, loaded: LoadedModel | No
         profile=profile,
         written=written,
         seconds=clock.seconds,
-        journal_reused=reused,
-        work=work,
+        journal_reused=journal.reused,
+        work=executor.work,
     )
 
 
@@ -146,8 +237,7 @@ def _executor(
     if recipe.is_distributed:
         from calibrate.work.cluster import cluster_executor
 
-        of_run = [*_all(prompts.calibration), *_all(prompts.held_out), *_all(prompts.certify)]
-        with cluster_executor(recipe, of_run, progress=progress) as executor:
+        with cluster_executor(recipe, _of_run(prompts), progress=progress) as executor:
             yield executor
         return
     if loaded is None:
@@ -163,6 +253,11 @@ def _executor(
         yield executor
 
 
+def _of_run(prompts: PromptSet) -> list[Prompt]:
+    """All prompts of a run."""
+    return [*_all(prompts.calibration), *_all(prompts.held_out), *_all(prompts.certify)]
+
+
 def _all(prompts: Mapping[int, list[Prompt]]) -> list[Prompt]:
     return [prompt for of_length in prompts.values() for prompt in of_length]
 
@@ -176,24 +271,34 @@ class _Run:
     prompts: PromptSet
     journal: Journal
     progress: bool
+    clock: PhaseClock = field(default_factory=PhaseClock)
 
 
 def _worthwhile_tiles(run: _Run) -> TilesByLength:
     """The tiles that get trials at each length."""
+    with run.clock.phase("measuring"):
+        return {
+            length: tiles_for(
+                run.executor, length=length, segments=run.recipe.segments_for(length), journal=run.journal
+            ).worthwhile
+            for length in run.recipe.lengths
+        }
+
+
+def _shapes(of_kinds: Iterable[TilesByLength]) -> ShapesByLength:
+    """The shapes of the tiles at each length, of all kinds of GPU together."""
+    shapes: dict[int, set[Shape]] = {}
+    for tiles in of_kinds:
+        for length, of_length in tiles.items():
+            shapes.setdefault(length, set()).update(map(Shape.of, of_length))
     return {
-        length: tiles_for(
-            run.executor, length=length, segments=run.recipe.segments_for(length), journal=run.journal
-        ).worthwhile
-        for length in run.recipe.lengths
+        length: tuple(sorted(of_length, key=lambda shape: (shape.block_m, shape.stride)))
+        for length, of_length in shapes.items()
     }
 
 
-def _curves(run: _Run, tiles: TilesByLength) -> LayersCurves:
-    """The curves of every layer at every length, for each shape that its tiles have."""
-    shapes = {
-        length: tuple(sorted({Shape.of(tile) for tile in of_length}, key=lambda shape: (shape.block_m, shape.stride)))
-        for length, of_length in tiles.items()
-    }
+def _curves(run: _Run, shapes: ShapesByLength) -> LayersCurves:
+    """The curves of every layer at every length, for each shape."""
     steps = run.executor.geometry.layers * len(run.recipe.lengths)
     with progress_bar("measuring curves", steps, "layer", shown=run.progress) as step:
         curves = measure_model(run.executor, run.prompts.calibration, shapes, run.recipe, run.journal, step)
@@ -258,6 +363,6 @@ def journal_identity(model: LoadedModel | Executor, device: DeviceIdentity) -> d
     """What a journal's measurements hold for."""
     return {
         "model": {"name": model.name, "fingerprint": model.fingerprint, **model.geometry.as_json()},
-        "device": {"kind": device.kind, "name": device.name, "sm_count": device.sm_count},
+        "device": {"kind": device.kind},  # keys of times say which GPU
         "versions": {name: text for name, text in versions().items() if name in ("s2o", "torch", "triton")},
     }

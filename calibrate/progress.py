@@ -30,7 +30,7 @@ def showing(status: Callable[[], str]) -> Iterator[None]:
 
 
 class PhaseClock:
-    """The seconds that each phase of a run took, by the phase's name, in the order in which they ended."""
+    """The seconds that each phase of a run took, by the phase's name, in the order in which they first ended."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -40,7 +40,7 @@ class PhaseClock:
         """Time the block as the phase `name`."""
         start = time.monotonic()
         yield
-        self.seconds[name] = time.monotonic() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
 
 
 class ProgressLines:

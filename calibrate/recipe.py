@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +33,7 @@ GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
     "output",
     "many GPUs",
 )
+EVERY_KIND = "all"  # as the target: every kind of GPU that workers have
 SCHEDULER = re.compile(r"(tcp|tls|ucx|ws|wss)://\S+:\d+")
 
 
@@ -147,7 +148,13 @@ class Recipe:
         default_text=f"{text(DEFAULT_LENGTHS['cuda'])}; on a CPU {text(DEFAULT_LENGTHS['cpu'])}",
         example="8192,32768",
     )
-    out: Path = option(Rule(Path), "the profile", OUTPUT, default_text="profiles/<model>/<gpu>/<budget>.safetensors")
+    out: Path = option(
+        Rule(Path),
+        "the profile",
+        OUTPUT,
+        default_text="profiles/<model>/<gpu>/<budget>.safetensors",
+        plan_text=lambda recipe: str(recipe.for_gpu("<gpu>").out if recipe.for_several_gpus else recipe.out),
+    )
     prompts: tuple[Path, ...] | None = option(
         Rule(Path, optional=True, many=True),
         "your prompts: files of JSON lines (text, prompt or messages), text or Markdown, and folders of them",
@@ -359,14 +366,16 @@ class Recipe:
         example="tcp://head-node:8786",
         plan_text=lambda recipe: recipe.scheduler or "none",
     )
-    target_gpu: str | None = option(
-        Rule(str, optional=True),
-        "the kind of GPU that times are taken on and the profile is for, by its name or a part of it",
+    target_gpu: tuple[str, ...] | None = option(
+        Rule(str, optional=True, many=True),
+        "the kind of GPU that times are taken on and the profile is for, by its name or a part of it; with several "
+        f"names, or {EVERY_KIND} for every kind that the workers have, each gets a profile, in a folder of its name",
         WORKERS,
         default=None,
+        metavar="NAME,NAME",
         default_text="the kind here, or the only one; of several kinds one must be named",
         example="H200",
-        plan_text=lambda recipe: recipe.target_gpu or "the kind here",
+        plan_text=lambda recipe: text(recipe.target_gpu, ", ") if recipe.target_gpu else "the kind here",
     )
     hidden_cache: Path | None = option(
         Rule(Path, optional=True),
@@ -481,6 +490,15 @@ class Recipe:
         return self.gpus is not None or self.scheduler is not None
 
     @property
+    def for_several_gpus(self) -> bool:
+        """Whether each kind of GPU gets a profile of its own."""
+        return several_gpus(self.target_gpu)
+
+    def for_gpu(self, folder: str) -> Recipe:
+        """The recipe whose profile lies in a folder of its GPU, beside those of other GPUs; they share the journal."""
+        return replace(self, out=self.out.parent / folder / self.out.name, journal=self.journal_path)
+
+    @property
     def journal_path(self) -> Path:
         """The journal's file: beside the profile and named by the model alone, so that other budgets find it."""
         return self.journal or self.out.parent / f"{slug(self.model)}.journal.sqlite"
@@ -538,6 +556,8 @@ class Recipe:
             for name in ("target_gpu", "hidden_cache"):
                 if getattr(self, name) is not None:
                     raise ConfigError(f"{name} is for many workers: give gpus or scheduler too, or leave it out")
+        if self.target_gpu is not None and EVERY_KIND in self.target_gpu and len(self.target_gpu) > 1:
+            raise ConfigError(f"target_gpu {text(self.target_gpu)}: {EVERY_KIND} names them all, leave the others out")
         if self.dashboard is not None and self.gpus is None:
             raise ConfigError("dashboard is of the workers that gpus starts: give gpus too, or leave it out")
         tls = [name for name in ("tls_ca_file", "tls_cert", "tls_key") if getattr(self, name) is not None]
@@ -582,9 +602,15 @@ class Recipe:
 OPTIONS = options_of(Recipe, GROUPS)
 
 
-def default_out(model: str, device_name: str, budget: Budget, root: Path = Path("profiles")) -> Path:
-    """profiles/<model>/<gpu>/<budget>.safetensors"""
-    return root / slug(model) / slug(device_name) / f"{budget}.safetensors"
+def default_out(model: str, device_name: str | None, budget: Budget, root: Path = Path("profiles")) -> Path:
+    """profiles/<model>/<gpu>/<budget>.safetensors; without a name, what `Recipe.for_gpu` makes that of."""
+    folder = root / slug(model)
+    return (folder if device_name is None else folder / slug(device_name)) / f"{budget}.safetensors"
+
+
+def several_gpus(names: Sequence[str] | None) -> bool:
+    """Whether these names of target GPUs are of several kinds, each of which gets a profile."""
+    return names is not None and (len(names) > 1 or EVERY_KIND in names)
 
 
 def slug(name: str) -> str:

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from calibrate.curves import baselines
 from calibrate.curves.costs import baseline_cost
 from calibrate.curves.curves import Curve, Ranking, Shape, mean_curve, methods, packed, unpacked
-from calibrate.curves.measure import baselines_key
+from calibrate.curves.measure import recipe_key
 from calibrate.curves.passes import measure
 from calibrate.curves.row_errors import row_errors
 from calibrate.model.capture import Captured
@@ -24,6 +24,7 @@ from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.profile import load_profile
 from s2o_runtime.reference.dense import dense_attention
+from support.executors import CPU
 from support.tiny import recipe as tiny_recipe
 from support.tiny import save_tiny
 
@@ -137,7 +138,9 @@ def test_what_each_method_lets_heads_choose(method, s2o, others):
     assert allowed(made).s2o is s2o
     settings = baselines.settings_of(method)
     assert len(set(settings)) == others
-    assert len(baselines_key(made).get("baselines", ())) == others  # a journal without them stays as it was
+    key = recipe_key(made, 1024, CPU)
+    assert len(key.get("baselines", ())) == others
+    assert ("gpu" in key) is bool(others)  # they are timed
     assert all(each.validate() for each in settings)
 
 

@@ -20,10 +20,14 @@ class Thing:
     length: int = 1
 
 
+def may(time=True):
+    return lambda item, target: time or not item.timed
+
+
 def board(workers=2, **timing):
     made = Board()
     for worker in range(workers):
-        made.join(worker, timing.get(f"w{worker}", True))
+        made.join(worker, may(timing.get(f"w{worker}", True)))
     return made
 
 
@@ -108,6 +112,26 @@ def test_times_are_for_the_target_kind_only():
     assert names(drain(made, 0)) == ["time", "time 0", "time 1", "time 2"]
 
 
+def test_each_item_is_for_a_target_and_runs_where_that_may_run():
+    """Two kinds of GPU: lanes of one affinity are apart, and what nobody may run is known."""
+    made = Board()
+    for kind in "ab":
+        made.join(kind, lambda item, target, kind=kind: target == kind or not item.timed)
+    for target in "ab":
+        made.add(Thing(f"time for {target}", "prompt", timed=True, sticky=True), target)
+        made.add(Thing(f"error for {target}", "layer"), target)
+    assert not made.stranded()
+    assert [made.take("b").item.name for _ in range(2)] == ["time for b", "error for a"]
+    made.leave("b")
+    assert made.stranded() == set()
+    made.add(Thing("another time for b", timed=True), "b")
+    assert made.stranded() == {"b"}
+    assert names(drain(made, "a")) == ["time for a", "error for b"]
+    made.drop("b")
+    assert made.stranded() == set()
+    assert made.waiting == 0
+
+
 def test_what_a_lost_worker_had_is_run_by_another_first():
     made = board()
     for prompt in range(4):
@@ -122,7 +146,7 @@ def test_a_late_worker_takes_the_end_of_what_is_left():
     made = board(1)
     made.add_track([Thing(layer) for layer in range(20)])
     made.take(0)
-    made.join("late", True)
+    made.join("late", may())
     assert made.take("late").item.name > 9
 
 
@@ -135,7 +159,7 @@ def test_whatever_happens_every_item_is_done_once(seed):
         event = rng.random()
         if event < 0.03 or not alive:
             alive.add(step)
-            made.join(step, rng.random() < 0.7)
+            made.join(step, may(rng.random() < 0.7))
             running[step] = []
         elif event < 0.05:
             dead = rng.choice(sorted(alive))
@@ -167,7 +191,7 @@ def test_whatever_happens_every_item_is_done_once(seed):
         for entry in running[worker]:
             made.done(entry)
             done.append(entry.item.name)
-    made.join("last", True)
+    made.join("last", may())
     for worker in alive:
         made.leave(worker)
     done += names(drain(made, "last"))

@@ -1,6 +1,7 @@
 """What ranking costs at a length, against what was measured."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,10 +49,13 @@ def test_a_gpus_cost_is_measured_once_and_read_again(tmp_path, monkeypatch):
             assert ranking_cost.ranking_cost(pretended(GEOMETRY, GPU), 8192, recipe(), journal) == 0.123
         assert ranking_cost.ranking_cost(pretended(GEOMETRY), 8192, recipe(), journal) == fixed_cost(8192)
         entries = journal.entries(ranking_cost.KIND)
-    assert stored_cost(entries, GEOMETRY, 8192, recipe()) == 0.123
-    assert stored_cost(entries, GEOMETRY, 16384, recipe()) == fixed_cost(16384)
-    assert stored_cost([], GEOMETRY, 8192, recipe()) == fixed_cost(8192)
-    assert key_of(GEOMETRY, 8192, recipe())["heads"] == [4, 2, 64]
+    assert stored_cost(entries, GEOMETRY, GPU, 8192, recipe()) == 0.123
+    assert stored_cost(entries, GEOMETRY, replace(GPU, name="another"), 8192, recipe()) == fixed_cost(8192)
+    older = [({name: part for name, part in key.items() if name != "gpu"}, value) for key, value in entries]
+    assert stored_cost(older, GEOMETRY, GPU, 8192, recipe()) == 0.123  # a journal of one GPU
+    assert stored_cost(entries, GEOMETRY, GPU, 16384, recipe()) == fixed_cost(16384)
+    assert stored_cost([], GEOMETRY, GPU, 8192, recipe()) == fixed_cost(8192)
+    assert key_of(GEOMETRY, GPU, 8192, recipe())["heads"] == [4, 2, 64]
 
 
 def test_the_measured_call_stops_as_early_as_it_can(monkeypatch):

@@ -511,8 +511,8 @@ def test_what_changed_is_named(change, said, folder, tmp_path):
         change = {"geometry": replace(loaded.geometry, layers=3)}
     with pytest.raises(InputError, match=said):
         Journal.open(tmp_path / "j", journal_identity(replace(loaded, **change), device))
-    with pytest.raises(InputError, match=r"device\.name cpu, this run has H200"):
-        Journal.open(tmp_path / "j", journal_identity(loaded, replace(device, name="H200")))
+    with pytest.raises(InputError, match=r"device\.kind cpu, this run has cuda"):
+        Journal.open(tmp_path / "j", journal_identity(loaded, DeviceIdentity("cuda", "H200")))
     Journal.open(tmp_path / "j", journal_identity(loaded, device)).close()
 
 

@@ -40,7 +40,7 @@ ALL = BASE | {
     "storage": "sqlite:///studies.db",
     "method": "auto",
     "gpus": 2,
-    "target_gpu": "H200",
+    "target_gpu": ("H200", "L40S"),
     "hidden_cache": Path("hidden"),
     "item_deadline": 60.0,
     "dashboard": "8787",

@@ -8,11 +8,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from calibrate.api import finished, planned
+from calibrate.api import finished, finished_kinds, planned
 from calibrate.commands.common import Flags, add_output_flags, print_json, run
 from calibrate.options import add_flags, flag
-from calibrate.recipe import INPUT, OPTIONS, OUTPUT, load_yaml, merged
+from calibrate.recipe import INPUT, OPTIONS, OUTPUT, Recipe, load_yaml, merged
 from s2o_runtime.command_line import (
     BAD_INPUT,
     INTERRUPTED,
@@ -23,10 +24,16 @@ from s2o_runtime.command_line import (
     add_information,
     exit_codes,
     failed,
+    failure_code,
     renamed,
 )
 from s2o_runtime.doctor.command import parser as doctor_parser
-from s2o_runtime.errors import ConfigError
+from s2o_runtime.errors import ConfigError, S2OError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from calibrate.pipeline import Result
 
 PROGRAM = "s2o-calibrate"
 log = logging.getLogger(PROGRAM)
@@ -126,8 +133,9 @@ def _calibrate(flags: Flags) -> int:
     if "dry_run" in flags:
         return OK
     try:
-        command = shlex.join([PROGRAM, *sys.argv[1:]])
-        result, report, report_files = finished(recipe, progress="quiet" not in flags, command=command)
+        if recipe.for_several_gpus:
+            return _calibrate_kinds(recipe, flags, console)
+        result, report, report_files = finished(recipe, progress="quiet" not in flags, command=_command())
     except KeyboardInterrupt:
         if not recipe.journal_path.exists():
             raise
@@ -142,15 +150,51 @@ def _calibrate(flags: Flags) -> int:
     else:
         print_report(report, console)
     if not result.written:
-        return failed(
-            PROGRAM,
-            NOT_PROVEN,
-            f"the proof failed, so no profile was written ({result.problems[0]}): {advice(result.problems)}, or write "
-            "it all the same with --allow-regression",
-        )
+        return failed(PROGRAM, NOT_PROVEN, _not_proven(result))
     written = f"wrote {recipe.out} in {report.calibration_seconds:.0f} s"
     print_lines([written, f"wrote the report {report_files[-1]}"], console)
     return OK
+
+
+def _calibrate_kinds(recipe: Recipe, flags: Flags, console: Console) -> int:
+    """A profile for each kind of GPU; the exit code is the highest that one of them alone would have."""
+    from calibrate.report.output import print_report
+    from calibrate.tables import print_lines
+
+    reports: dict[str, Any] = {}
+    written, sentences, codes = [], [], [OK]
+    for gpu, own, end in finished_kinds(recipe, progress="quiet" not in flags, command=_command()):
+        if isinstance(end, S2OError):
+            reports[str(gpu)] = {"error": str(end)}
+            sentences.append(f"{gpu}: {end}")
+            codes.append(failure_code(end))
+            continue
+        reports[str(gpu)] = end.report.to_json()
+        if "json" not in flags:
+            print_lines([f"{gpu}:"], console)
+            print_report(end.report, console)
+        if end.result.written:
+            written.append(f"{gpu}: wrote {own.out} in {end.report.calibration_seconds:.0f} s")
+        else:
+            sentences.append(f"{gpu}: {_not_proven(end.result)}")
+            codes.append(NOT_PROVEN)
+    if "json" in flags:
+        print_json(reports)
+    print_lines(written, console)
+    for sentence in sentences:
+        failed(PROGRAM, max(codes), sentence)
+    return max(codes)
+
+
+def _command() -> str:
+    return shlex.join([PROGRAM, *sys.argv[1:]])
+
+
+def _not_proven(result: Result) -> str:
+    return (
+        f"the proof failed, so no profile was written ({result.problems[0]}): {advice(result.problems)}, or write "
+        "it all the same with --allow-regression"
+    )
 
 
 def advice(problems: Sequence[str]) -> str:

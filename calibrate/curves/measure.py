@@ -12,7 +12,7 @@ from calibrate.curves import baselines
 from calibrate.curves.curves import Curve, Curves, Method, Ranking, Shape, mean_curve, packed, unpacked, with_fixed_cost
 from calibrate.curves.passes import measure
 from calibrate.curves.ranking_cost import ranking_cost
-from calibrate.journal import Journal
+from calibrate.journal import Journal, taken_on
 from calibrate.model import capture
 from calibrate.model.capture import Captured
 from calibrate.model.hidden_states import HiddenStates
@@ -22,6 +22,7 @@ from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
 from calibrate.work.executor import Executor, executor_of, shares
 from calibrate.work.items import WorkerState
+from s2o_runtime.devices import DeviceIdentity
 
 STAGE = "curves"
 STARTS = 4  # layers of each length for every worker, of which hidden states are shared
@@ -38,7 +39,8 @@ def measure_model(
 ) -> LayersCurves:
     """The mean curves over the prompts of every length, for every ranking and every tile shape.
 
-    What the journal holds is not measured again; if it holds everything the model does not run at all.
+    What the journal holds is not measured again, whatever GPU it was measured on and with whatever further shapes; if
+    it holds everything the model does not run at all.
 
     Args:
         model: who runs it, or a loaded model, which then runs in this process.
@@ -54,13 +56,19 @@ def measure_model(
     with executor_of(model) as executor:
         layers = range(executor.geometry.layers)
         keys = {
-            (layer, length): _key(layer, prompts[length], shapes[length], recipe.segments_for(length), recipe)
+            (layer, length): {
+                "layer": layer,
+                "prompts": [prompt.sha256 for prompt in prompts[length]],
+                "shapes": [[shape.block_m, shape.stride] for shape in shapes[length]],
+                **recipe_key(recipe, length, executor.device),
+            }
             for layer in layers
             for length in prompts
         }
         entries: dict[tuple[int, int], Any] = {}
+        there = journal.keys("curves")
         for name, key in keys.items():
-            if (entry := journal.get("curves", key)) is not None:
+            if (known := _with_all_shapes(key, there)) and (entry := journal.get("curves", known)) is not None:
                 entries[name] = entry
                 on_step()
         for of_length in prompts.values():
@@ -283,27 +291,31 @@ def combined(of_prompts: Sequence[Curves]) -> list[dict[str, Any]]:
     return packed({key: mean_curve([curves[key] for curves in of_prompts]) for key in of_prompts[0]})
 
 
-def _key(
-    layer: int, prompts: Sequence[Prompt], shapes: Sequence[Shape], segments: Sequence[int], recipe: Recipe
-) -> dict[str, Any]:
-    return {
-        "layer": layer,
-        "prompts": [prompt.sha256 for prompt in prompts],
-        "shapes": [[shape.block_m, shape.stride] for shape in shapes],
-        "segments": list(segments),
+def _with_all_shapes(key: Mapping[str, Any], there: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The key if the journal has it, or the last one there that has further shapes; None if there is none."""
+    rest = {**key, "shapes": None}
+    containing = (
+        other
+        for other in reversed(there)
+        if {**other, "shapes": None} == rest and all(shape in other["shapes"] for shape in key["shapes"])
+    )
+    return dict(key) if key in there else next(containing, None)
+
+
+def recipe_key(recipe: Recipe, length: int, device: DeviceIdentity) -> dict[str, Any]:
+    """What a key of curves says of the recipe.
+
+    It says nothing of scores where they are in the type of the inputs, as they ever were, and nothing of baselines
+    where heads may not choose any. With baselines it names the GPU, because those are timed.
+    """
+    key: dict[str, Any] = {
+        "segments": list(recipe.segments_for(length)),
         "representatives": list(recipe.representatives),
         "grains": list(recipe.grains),
-        **scores_key(recipe),
-        **baselines_key(recipe),
     }
-
-
-def scores_key(recipe: Recipe) -> dict[str, Any]:
-    """What a measurement's key says of scores: nothing where they are in the type of the inputs, as they ever were."""
-    return {} if recipe.scores == ("input",) else {"scores": list(recipe.scores)}
-
-
-def baselines_key(recipe: Recipe) -> dict[str, Any]:
-    """What a measurement's key says of baselines: nothing if heads may not choose any."""
-    settings = baselines.settings_of(recipe.method)
-    return {"baselines": [str(setting) for setting in settings]} if settings else {}
+    if recipe.scores != ("input",):
+        key["scores"] = list(recipe.scores)
+    if settings := baselines.settings_of(recipe.method):
+        key["baselines"] = [str(setting) for setting in settings]
+        key |= taken_on(device)
+    return key

@@ -11,13 +11,14 @@ import torch
 
 from calibrate.curves.costs import fixed_cost, overhead
 from calibrate.curves.curves import Ranking
-from calibrate.journal import Journal
+from calibrate.journal import Journal, taken_on
 from calibrate.recipe import Recipe
 from calibrate.timing import FAILURES, medians
 from calibrate.work.executor import Executor
 from calibrate.work.items import WorkerState
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import MAX_TAU, LayerConfig
+from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
 from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.tiles import candidate_tiles
@@ -26,13 +27,14 @@ KIND = "ranking cost"  # of entries in a journal
 ROUNDS = 5
 
 
-def key_of(geometry: Geometry, length: int, recipe: Recipe) -> dict[str, Any]:
-    """What the measurement depends on, beside the GPU, which a journal is of."""
+def key_of(geometry: Geometry, device: DeviceIdentity, length: int, recipe: Recipe) -> dict[str, Any]:
+    """What the measurement depends on."""
     return {
         "length": length,
         "segment": recipe.segments_for(length)[-1],
         "grain": recipe.grains[-1],
         "heads": [geometry.query_heads, geometry.kv_heads, geometry.head_dim],
+        **taken_on(device),
     }
 
 
@@ -44,7 +46,7 @@ def ranking_cost(executor: Executor, length: int, recipe: Recipe, journal: Journ
     """
     if executor.device.kind != "cuda":
         return fixed_cost(length)
-    key = key_of(executor.geometry, length, recipe)
+    key = key_of(executor.geometry, executor.device, length, recipe)
     item = RankingCost(length, Ranking(key["segment"], grain=key["grain"]))
     return float(journal.remember(KIND, key, lambda: executor.submit(item).result()))
 
@@ -70,11 +72,16 @@ class RankingCost:
 
 
 def stored_cost(
-    entries: Sequence[tuple[Mapping[str, Any], Any]], geometry: Geometry, length: int, recipe: Recipe
+    entries: Sequence[tuple[Mapping[str, Any], Any]],
+    geometry: Geometry,
+    device: DeviceIdentity,
+    length: int,
+    recipe: Recipe,
 ) -> float:
-    """The same from a journal's entries of `KIND`; `costs.fixed_cost` if there is none for this length."""
-    key = key_of(geometry, length, recipe)
-    return next((float(value) for of_entry, value in entries if of_entry == key), fixed_cost(length))
+    """The same from a journal's entries of `KIND`; `costs.fixed_cost` if there is none for this length and GPU."""
+    key = key_of(geometry, device, length, recipe)
+    gpu = taken_on(device)  # which older journals do not say, because all their entries were of one
+    return next((float(value) for of_entry, value in entries if gpu | dict(of_entry) == key), fixed_cost(length))
 
 
 def _measured(geometry: Geometry, device: torch.device, length: int, ranking: Ranking) -> float:

@@ -8,9 +8,9 @@ from typing import Any
 
 from calibrate.curves import ranking_cost, sensitivities
 from calibrate.curves.curves import Curves, Shape, methods, unpacked, with_fixed_cost
-from calibrate.curves.measure import baselines_key, scores_key
+from calibrate.curves.measure import recipe_key
 from calibrate.curves.sensitivities import stored_sensitivity
-from calibrate.journal import Journal
+from calibrate.journal import Journal, taken_on
 from calibrate.model.sensitivity import Sensitivity
 from calibrate.recipe import Recipe
 from s2o_runtime.errors import InputError
@@ -48,15 +48,14 @@ class StoredCurves:
         wanted = {
             "layer": layer,
             "prompts": _prompt_hashes(self.profile, length),
-            "segments": list(self.recipe.segments_for(length)),
-            "representatives": list(self.recipe.representatives),
-            "grains": list(self.recipe.grains),
-            **scores_key(self.recipe),
-            **baselines_key(self.recipe),
+            **recipe_key(self.recipe, length, self.profile.device),
         }
+        gpu = taken_on(self.profile.device) if "gpu" in wanted else {}  # older journals, of one GPU, do not say it
         for key, value in reversed(self.entries):
-            if key == wanted | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
-                cost = ranking_cost.stored_cost(self.ranking_costs, self.profile.geometry, length, self.recipe)
+            if gpu | key == wanted | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
+                cost = ranking_cost.stored_cost(
+                    self.ranking_costs, self.profile.geometry, self.profile.device, length, self.recipe
+                )
                 curves = with_fixed_cost(unpacked(value), cost)
                 there = methods(curves, config.heads[0].segment, config.grain, shape, config.scores)
                 return curves if there else None
@@ -98,7 +97,7 @@ def stored_curves(profile: Profile, recipe: Recipe, journal: Path, command: str)
         command: the command that measures the curves again, for the error.
 
     Raises:
-        InputError: the journal is missing, or it is of another model or device.
+        InputError: the journal is missing, or it is of another model or another kind of device.
     """
     if not journal.exists():
         raise InputError(f"journal {journal} does not exist: give --journal, or measure again with {command}")
@@ -121,8 +120,10 @@ def calibrate_command(recipe: Recipe) -> str:
 
 
 def _check_identity(journal: Journal, profile: Profile) -> None:
-    """Raise InputError if the journal's measurements are of another model or device than the profile."""
-    device = {"kind": profile.device.kind, "name": profile.device.name, "sm_count": profile.device.sm_count}
+    """Raise InputError if the journal's measurements are of another model or kind of device than the profile."""
+    device: dict[str, Any] = {"kind": profile.device.kind}
+    if "name" in journal.identity.get("device", {}):  # an older journal, whose times do not say their GPU
+        device |= {"name": profile.device.name, "sm_count": profile.device.sm_count}
     expected: dict[str, dict[str, Any]] = {"model": {"fingerprint": profile.fingerprint}, "device": device}
     for part, fields in expected.items():
         measured = journal.identity.get(part)

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 
@@ -99,6 +100,7 @@ class AlonePrompts:
     runs: tuple[LayerRun, ...]
     stage: str = "alone"
     timed: bool = False
+    tiled: ClassVar[bool] = True
 
     @property
     def affinity(self) -> Hashable:

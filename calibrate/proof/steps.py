@@ -254,6 +254,7 @@ class Step:
     stage: str = ""
     timed: bool = False
     sticky: ClassVar[bool] = True
+    tiled: ClassVar[bool] = True
 
     @property
     def affinity(self) -> Hashable:

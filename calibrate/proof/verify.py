@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from calibrate.curves.row_errors import WORST, tile_worst
-from calibrate.journal import Journal
+from calibrate.journal import Journal, taken_on
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import DecoderLayer, Stream, begin, device_of, layer_on_device
@@ -239,11 +239,12 @@ def _times(
         for length, prompt in prompts.items()
         for number in numbers
     }
-    known = {name: None if journal is None else journal.get(KIND, item.key) for name, item in items.items()}
+    gpu = taken_on(executor.device)
+    known = {name: None if journal is None else journal.get(KIND, item.key | gpu) for name, item in items.items()}
     tracks = [[items[length, number] for number in numbers if known[length, number] is None] for length in prompts]
     for item, seconds in executor.spread(tracks):
         if journal is not None:
-            journal.put(KIND, item.key, seconds)
+            journal.put(KIND, item.key | gpu, seconds)
         known[item.length, item.number] = seconds
     times = {}
     for length in prompts:

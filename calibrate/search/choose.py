@@ -18,7 +18,7 @@ import torch
 from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, Curve, Curves, Method, Ranking, Shape, methods
 from calibrate.curves.measure import LayersCurves, dense_walk
-from calibrate.journal import Journal
+from calibrate.journal import Journal, taken_on
 from calibrate.model.capture import Captured
 from calibrate.model.memory import free_memory
 from calibrate.model.sensitivity import Sensitivity
@@ -275,7 +275,8 @@ def _timed(
     Raises:
         RuntimeError: the GPU cannot run the configuration.
     """
-    key = {"layer": layer, "prompt": sha256, "config": hashlib.sha256(repr(config).encode()).hexdigest()}
+    digest = hashlib.sha256(repr(config).encode()).hexdigest()
+    key = {"layer": layer, "prompt": sha256, "config": digest, **taken_on(executor.device)}
     known = journal.get("timing", key)
     if known is None or (known["rejected"] and known["seconds"] <= HOPELESS * best):
         known = executor.submit(CallTime(layer, length, sha256, config, best)).result()

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from calibrate.journal import Journal
+from calibrate.journal import Journal, taken_on
 from calibrate.timing import medians
 from calibrate.work.executor import Executor
 from calibrate.work.items import WorkerState
@@ -135,14 +135,15 @@ def crossovers(executor: Executor, layers: Mapping[Hashable, Layer], journal: Jo
         cases_alike = alike.setdefault((_bare(config.tile), _quickest(config), config.grain, config.scores), {})
         cases_alike.setdefault(case, []).append(name)
     items = {group: Crossovers(*group, tuple(cases)) for group, cases in alike.items()}
+    keys = {group: item.key | taken_on(executor.device) for group, item in items.items()}
     pending = {
-        group: executor.submit(item) for group, item in items.items() if journal.get("crossover", item.key) is None
+        group: executor.submit(item) for group, item in items.items() if journal.get("crossover", keys[group]) is None
     }
     tiles: dict[Hashable, TileConfig] = {}
     for group, item in items.items():
         if group in pending:
-            journal.put("crossover", item.key, pending[group].result())
-        for case, (below, fewest) in zip(item.cases, journal.get("crossover", item.key) or (), strict=True):
+            journal.put("crossover", keys[group], pending[group].result())
+        for case, (below, fewest) in zip(item.cases, journal.get("crossover", keys[group]) or (), strict=True):
             for name in alike[group][case]:
                 tile = layers[name].config.tile
                 tiles[name] = replace(tile, dense_below=below, min_queries=fewest).validate()

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from calibrate.journal import Journal
+from calibrate.journal import Journal, taken_on
 from calibrate.timing import FAILURES, medians, reason
 from calibrate.work.executor import Executor
 from calibrate.work.items import WorkerState
@@ -97,7 +97,8 @@ def _times(
     """The seconds of every tile that runs, whatever its stride; `left_out` gets the reason why another failed."""
     first_of = {_any_stride(tile): tile for tile in reversed(legal)}
     items = {timed: TileTime(first_of[timed], length, segment) for timed in dict.fromkeys(map(_any_stride, legal))}
-    keys = {timed: {"tile": asdict(timed), "length": length, "segment": segment} for timed in items}
+    of_all = {"length": length, "segment": segment, **taken_on(executor.device)}
+    keys = {timed: {"tile": asdict(timed), **of_all} for timed in items}
     pending = {
         timed: executor.submit(item) for timed, item in items.items() if journal.get("tile", keys[timed]) is None
     }

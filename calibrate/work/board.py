@@ -9,7 +9,7 @@ slow or gone changes only who does what.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,24 +19,28 @@ WALK = 0.1  # the time of moving through a layer, over that of measuring it (doc
 AHEAD = 2  # items that a worker has at a time: one runs, one waits beside it
 
 Worker = Hashable
+Target = Hashable  # the kind of GPU that items are run for
+May = Callable[[WorkItem, Target], bool]  # whether a worker may run an item for a target
 
 
 @dataclass(eq=False)
 class Entry:
     """An item on the board.
 
-    number: in the order of submission. tries: how often a worker that had it was lost or failed.
+    number: in the order of submission. target: what it is run for. tries: how often a worker that had it was lost or
+    failed.
     """
 
     item: WorkItem
     number: int
     lane: Lane
+    target: Target
     tries: int = 0
 
 
 @dataclass(eq=False)
 class Lane:
-    """Items that had better run on one worker, in their order.
+    """Items that had better run on one worker, in their order. Whoever may run one of them may run all.
 
     Attributes:
         entries: those that wait.
@@ -58,7 +62,7 @@ class Board:
     """Items that wait, and the workers that there are."""
 
     def __init__(self) -> None:
-        self._workers: dict[Worker, bool] = {}  # whether it may take times
+        self._workers: dict[Worker, May] = {}
         self._lanes: list[Lane] = []
         self._by_affinity: dict[Hashable, Lane] = {}
         self._number = 0
@@ -73,9 +77,9 @@ class Board:
         """How many items wait."""
         return sum(len(lane.entries) for lane in self._lanes)
 
-    def join(self, worker: Worker, may_time: bool) -> None:
-        """A worker that takes items from now on; may_time: whether its GPU is of the target kind."""
-        self._workers[worker] = may_time
+    def join(self, worker: Worker, may: May) -> None:
+        """A worker that takes the items that it may run from now on."""
+        self._workers[worker] = may
 
     def leave(self, worker: Worker, running: Iterable[Entry] = ()) -> None:
         """A worker that is gone. running: the items that it had, which wait again."""
@@ -86,30 +90,31 @@ class Board:
             if lane.owner == worker:
                 lane.owner = None
         for lane in self._lanes:
-            if lane.sticky and lane.owner is None:
+            if lane.sticky and lane.owner is None and lane.entries:
                 self._give(lane)
 
-    def add(self, item: WorkItem) -> Entry:
-        """An item that waits from now on."""
+    def add(self, item: WorkItem, target: Target = None) -> Entry:
+        """An item that waits from now on, to be run for a target."""
         if item.stage != self._stage:
             self._stage = item.stage
             self._forget_finished()
-        lane = self._by_affinity.get((item.stage, item.affinity)) if item.affinity is not None else None
+        lane = self._by_affinity.get((item.stage, target, item.affinity)) if item.affinity is not None else None
         if lane is None:
             lane = Lane(sticky=bool(getattr(item, "sticky", False)))
             self._lanes.append(lane)
             if item.affinity is not None:
-                self._by_affinity[item.stage, item.affinity] = lane
-            if lane.sticky:
-                self._give(lane, item.timed)
-        return self._append(lane, item)
+                self._by_affinity[item.stage, target, item.affinity] = lane
+        entry = self._append(lane, item, target)
+        if lane.sticky and lane.owner is None and not lane.running:
+            self._give(lane)
+        return entry
 
-    def add_track(self, items: Sequence[WorkItem]) -> list[Entry]:
+    def add_track(self, items: Sequence[WorkItem], target: Target = None) -> list[Entry]:
         """Items of which any worker may take neighbours."""
         self._forget_finished()
         lane = Lane(track=True)
         self._lanes.append(lane)
-        return [self._append(lane, item) for item in items]
+        return [self._append(lane, item, target) for item in items]
 
     def take(self, worker: Worker) -> Entry | None:
         """What a worker runs next; None if there is nothing for it."""
@@ -135,15 +140,29 @@ class Board:
         lane.begin -= lane.track
         lane.entries.appendleft(entry)
 
-    def _append(self, lane: Lane, item: WorkItem) -> Entry:
+    def stranded(self) -> set[Target]:
+        """The targets for which items wait that no worker may run."""
+        return {
+            lane.entries[0].target
+            for lane in self._lanes
+            if lane.entries and not any(self._may(worker, lane) for worker in self._workers)
+        }
+
+    def drop(self, target: Target) -> None:
+        """Forget what waits for a target."""
+        for lane in self._lanes:
+            if lane.entries and lane.entries[0].target == target:
+                lane.entries.clear()
+
+    def _append(self, lane: Lane, item: WorkItem, target: Target) -> Entry:
         self._number += 1
-        entry = Entry(item, self._number, lane)
+        entry = Entry(item, self._number, lane, target)
         lane.entries.append(entry)
         return entry
 
-    def _give(self, lane: Lane, timed: bool = False) -> None:
-        """Give a lane that is not to move to the worker with the fewest such lanes."""
-        counts = {worker: 0 for worker, may_time in self._workers.items() if may_time or not timed}
+    def _give(self, lane: Lane) -> None:
+        """Give a lane that is not to move to the worker with the fewest such lanes, of those that may run it."""
+        counts = {worker: 0 for worker in self._workers if self._may(worker, lane)}
         for other in self._lanes:
             if other.sticky and other.owner in counts:
                 counts[other.owner] += 1
@@ -173,7 +192,8 @@ class Board:
         )
 
     def _may(self, worker: Worker, lane: Lane) -> bool:
-        return self._workers.get(worker, False) or not lane.entries[0].item.timed
+        may = self._workers.get(worker)
+        return may is not None and may(lane.entries[0].item, lane.entries[0].target)
 
     def _forget_finished(self) -> None:
         """Forget lanes in which nothing waits or runs; those of another stage are not gone on with."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,10 +26,10 @@ import torch
 
 from calibrate.progress import showing
 from calibrate.prompts.prompt import Prompt
-from calibrate.recipe import Recipe
+from calibrate.recipe import EVERY_KIND, Recipe
 from calibrate.versions import versions
 from calibrate.work.board import AHEAD, Board, Entry
-from calibrate.work.executor import Item, Pending, StageWork, Track
+from calibrate.work.executor import Executor, Item, Pending, StageWork, Track
 from calibrate.work.items import WorkerState, WorkItem
 from s2o_runtime.devices import Accepted, DeviceIdentity, fit, identify
 from s2o_runtime.errors import ConfigError, ResourceError, S2OError
@@ -160,13 +161,16 @@ class _Worker:
 
 
 class ClusterExecutor:
-    """Runs items on the workers of a Dask scheduler.
+    """Runs items on the workers of a Dask scheduler, for the kind of GPU that the recipe names first.
+
+    `aimed_at` gives executors for other kinds.
 
     Args:
         client: connected to it.
         recipe: the run.
         prompts: all that items are going to name.
-        wanted: how many workers to wait for before the first item; others join when they are there.
+        wanted: how many workers to wait for before the first item; others join when they are there. With infinity,
+            for all that a scheduler has.
         plugin: what runs the items in a worker.
     """
 
@@ -175,7 +179,7 @@ class ClusterExecutor:
         client: Any,
         recipe: Recipe,
         prompts: Sequence[Prompt],
-        wanted: int,
+        wanted: float,
         plugin: type[S2OWorker] | None = None,
     ) -> None:
         self._client, self._recipe = client, recipe
@@ -190,12 +194,14 @@ class ClusterExecutor:
         self._closing = threading.Event()
         self._failure: BaseException | None = None
         self._reference: Hello | None = None
-        self._target: DeviceIdentity | None = None
+        self._kinds: list[DeviceIdentity] = []
+        self._stranded: dict[Hashable, float] = {}  # targets that no worker can run items for, and since when
+        self._abandoned: dict[Hashable, S2OError] = {}
         self._enough = threading.Event()
         self._wanted = wanted
         self._last_seen = time.monotonic()
         self.lost = 0
-        self.work: dict[str, StageWork] = {}
+        self.work_for: dict[Hashable, dict[str, StageWork]] = {}  # by the kind of GPU
         self._threads = ThreadPoolExecutor(THREADS, "s2o-wait")
         self._loop = threading.Thread(target=self._run, name="s2o-coordinator", daemon=True)
         self._loop.start()
@@ -219,12 +225,15 @@ class ClusterExecutor:
 
     @property
     def device(self) -> DeviceIdentity:
-        assert self._target is not None
-        return self._target
+        return self._device
 
     @property
     def size(self) -> int:
         return max(1, sum(worker.hello is not None for worker in list(self._workers.values())))
+
+    @property
+    def work(self) -> Mapping[str, StageWork]:
+        return self.work_for.get(self.device, {})
 
     @property
     def status(self) -> str:
@@ -238,12 +247,39 @@ class ClusterExecutor:
         if unknown:
             raise ValueError(f"{len(unknown)} prompts are not those that the workers were given")
 
+    def kinds(self) -> list[DeviceIdentity]:
+        """The kinds of GPU to make profiles for: those that the recipe names, or all that workers have had so far.
+
+        Raises:
+            ConfigError: no worker has a GPU that the recipe names.
+        """
+        devices = [worker.hello.device for worker in list(self._workers.values()) if worker.hello]
+        for device in sorted(devices, key=lambda device: (str(device), device.memory_bytes)):
+            if not any(alike(kind, device) for kind in self._kinds):
+                self._kinds.append(device)
+        named = self._recipe.target_gpu
+        return list(
+            self._kinds if named in (None, (EVERY_KIND,)) else dict.fromkeys(map(self._kind_named, named or ()))
+        )
+
+    def aimed_at(self, device: DeviceIdentity) -> Executor:
+        """The same workers, which take times on GPUs of one kind."""
+        return _Aimed(self, device)
+
     def submit(self, item: WorkItem) -> Pending[Any]:
-        future: Future[Any] = Future()
-        self._events.put(("add", [item], [future], False))
-        return future
+        return self.submit_for(self.device, item)
 
     def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
+        return self.spread_for(self.device, tracks)
+
+    def submit_for(self, target: DeviceIdentity, item: WorkItem) -> Pending[Any]:
+        """Run an item once, for a kind of GPU."""
+        future: Future[Any] = Future()
+        self._events.put(("add", [item], [future], False, target))
+        return future
+
+    def spread_for(self, target: DeviceIdentity, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
+        """Run all items of some tracks, for a kind of GPU."""
         done: queue.SimpleQueue[tuple[Item, Future[Any]]] = queue.SimpleQueue()
         count = 0
         for track in tracks:
@@ -254,7 +290,7 @@ class ClusterExecutor:
                 futures.append(future)
             count += len(track)
             if track:
-                self._events.put(("add", list(track), futures, True))
+                self._events.put(("add", list(track), futures, True, target))
         for _ in range(count):
             item, finished = done.get()
             yield item, finished.result()
@@ -281,29 +317,29 @@ class ClusterExecutor:
         self._enough.wait()
         if self._failure is not None:
             raise self._failure
-        self._target = self._choose_target()
-        self._events.put(("target",))
+        self._device = self._first_kind()
 
-    def _choose_target(self) -> DeviceIdentity:
-        """The kind of device that times are taken on."""
-        devices = [worker.hello.device for worker in list(self._workers.values()) if worker.hello]
-        names = sorted({str(device) for device in devices})
-        wanted = self._recipe.target_gpu
-        if wanted is not None:
-            for device in devices:
-                if wanted.lower() in str(device).lower():
-                    return device
-            raise ConfigError(f"target_gpu {wanted!r} is no worker's: there are {', '.join(names)}")
+    def _first_kind(self) -> DeviceIdentity:
+        """The kind of GPU that times are taken on where nobody says for which."""
+        kinds = self.kinds()
+        if self._recipe.target_gpu is not None:
+            return kinds[0]
         here = identify(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        for device in devices:
+        for device in kinds:
             if here.kind == device.kind and alike(here, device):
                 return device
-        if len(names) > 1:
+        if len(kinds) > 1:
             raise ConfigError(
-                f"the workers have GPUs of several kinds ({', '.join(names)}): run once with --target-gpu for each, "
-                "all workers help with what is not timed"
+                f"the workers have GPUs of several kinds ({', '.join(map(str, kinds))}): name one with --target-gpu, "
+                f"or make a profile for each with --target-gpu {EVERY_KIND}"
             )
-        return devices[0]
+        return kinds[0]
+
+    def _kind_named(self, name: str) -> DeviceIdentity:
+        for device in self._kinds:
+            if name.lower() in str(device).lower():
+                return device
+        raise ConfigError(f"target_gpu {name!r} is no worker's: there are {', '.join(map(str, self._kinds))}")
 
     # everything below runs in the coordinator's own thread
 
@@ -322,6 +358,7 @@ class ClusterExecutor:
                 if not self._enough.is_set():
                     self._check_start(begun)
                 self._check_alone()
+                self._check_stranded()
                 self._feed()
             except Exception as error:  # whatever Dask raises when the scheduler is gone
                 self._fail(_as_resource_error(error))
@@ -332,16 +369,18 @@ class ClusterExecutor:
 
     def _handle(self, event: tuple[Any, ...]) -> None:
         if event[0] == "add":
-            _, items, futures, track = event
-            entries = self._board.add_track(items) if track else [self._board.add(item) for item in items]
+            _, items, futures, track, target = event
+            if target in self._abandoned:
+                for future in futures:
+                    future.set_exception(self._abandoned[target])
+                return
+            board = self._board
+            entries = board.add_track(items, target) if track else [board.add(item, target) for item in items]
             self._futures.update(zip(entries, futures, strict=True))
             if self._failure is not None:
                 self._fail(self._failure)
         elif event[0] == "done":
             self._finished(event[1], event[2])
-        elif event[0] == "target":
-            for worker in self._workers.values():
-                self._join(worker)
 
     def _look(self) -> None:
         """Who is there, who is new, who is gone, who does not answer."""
@@ -377,6 +416,23 @@ class ClusterExecutor:
                     "again, what was measured so far is kept"
                 )
             )
+
+    def _check_stranded(self) -> None:
+        """Give up the kinds of GPU of which no worker has been there for as long as an item may take."""
+        if not self._workers:
+            return  # of that `_check_alone` speaks
+        now = time.monotonic()
+        self._stranded = {target: self._stranded.get(target, now) for target in self._board.stranded()}
+        for target, since in self._stranded.items():
+            if now - since <= max(self._recipe.item_deadline, FIRST_WORKER):
+                continue
+            error = self._abandoned[target] = ResourceError(
+                f"no worker with {target} is there since {now - since:.0f} s: start one and run the same command "
+                "again, what was measured so far is kept"
+            )
+            self._board.drop(target)
+            for entry in [entry for entry in self._futures if entry.target == target]:
+                self._futures.pop(entry).set_exception(error)
 
     def _submit(self, worker: _Worker, function: Callable[..., Any], *arguments: Any) -> Any:
         future = self._client.submit(
@@ -418,13 +474,13 @@ class ClusterExecutor:
                 self._again(entry, error)
                 return
             self._board.done(entry)
-            self.work.setdefault(entry.item.stage, StageWork()).add(seconds)
-            self._futures.pop(entry).set_result(value)
+            self.work_for.setdefault(entry.target, {}).setdefault(entry.item.stage, StageWork()).add(seconds)
+            if (waiting := self._futures.pop(entry, None)) is not None:
+                waiting.set_result(value)
             return
         raised = future.exception()
         if isinstance(raised, S2OError):
-            self._board.done(entry)
-            self._futures.pop(entry).set_exception(raised)
+            self._end(entry, raised)
         else:
             self._again(entry, raised)
 
@@ -435,10 +491,13 @@ class ClusterExecutor:
             log.warning("%s failed (%s): it is run again", entry.item, _text(error))
             self._board.put_back(entry)
             return
+        self._end(entry, ResourceError(f"{entry.item} failed {ATTEMPTS} times ({_text(error)}): see the workers' logs"))
+
+    def _end(self, entry: Entry, error: BaseException) -> None:
+        """An item that is given up; nobody may wait for it any more."""
         self._board.done(entry)
-        self._futures.pop(entry).set_exception(
-            ResourceError(f"{entry.item} failed {ATTEMPTS} times ({_text(error)}): see the workers' logs")
-        )
+        if (waiting := self._futures.pop(entry, None)) is not None:
+            waiting.set_exception(error)
 
     def _lose(self, worker: _Worker, why: str) -> None:
         """A worker that is gone or given up: what it had runs elsewhere."""
@@ -454,9 +513,9 @@ class ClusterExecutor:
             if entry.tries < ATTEMPTS:
                 again.append(entry)
             else:
-                self._board.done(entry)
-                self._futures.pop(entry).set_exception(
-                    ResourceError(f"{entry.item} failed {ATTEMPTS} times (its worker {why}): see the workers' logs")
+                self._end(
+                    entry,
+                    ResourceError(f"{entry.item} failed {ATTEMPTS} times (its worker {why}): see the workers' logs"),
                 )
         self._board.leave(worker.address, again)
 
@@ -480,12 +539,7 @@ class ClusterExecutor:
                 return
         worker.hello = hello
         log.info("worker %s: %s, model loaded in %.0f s", worker.address, hello.device, hello.seconds)
-        self._join(worker)
-
-    def _join(self, worker: _Worker) -> None:
-        """Let a worker take items, once it is known what is timed where."""
-        if self._target is not None and worker.hello is not None and worker.address not in self._board.workers:
-            self._board.join(worker.address, alike(self._target, worker.hello.device))
+        self._board.join(worker.address, partial(may_run, hello.device))
 
     def _restart(self, address: str) -> None:
         """Ask a worker's nanny to end and start the process; where it has none, the worker is just not used."""
@@ -499,6 +553,58 @@ class ClusterExecutor:
         futures, self._futures = list(self._futures.values()), {}
         for future in futures:
             future.set_exception(self._failure)
+
+
+class _Aimed:
+    """Runs items on the workers of a cluster, for one kind of GPU."""
+
+    def __init__(self, cluster: ClusterExecutor, device: DeviceIdentity) -> None:
+        self._cluster, self.device = cluster, device
+
+    @property
+    def name(self) -> str:
+        return self._cluster.name
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._cluster.geometry
+
+    @property
+    def fingerprint(self) -> str:
+        return self._cluster.fingerprint
+
+    @property
+    def size(self) -> int:
+        return self._cluster.size
+
+    @property
+    def work(self) -> Mapping[str, StageWork]:
+        return self._cluster.work_for.get(self.device, {})
+
+    def know(self, prompts: Iterable[Prompt]) -> None:
+        self._cluster.know(prompts)
+
+    def submit(self, item: WorkItem) -> Pending[Any]:
+        return self._cluster.submit_for(self.device, item)
+
+    def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
+        return self._cluster.spread_for(self.device, tracks)
+
+    def background(self, call: Callable[[], T]) -> Pending[T]:
+        return self._cluster.background(call)
+
+
+def may_run(device: DeviceIdentity, item: WorkItem, target: Any) -> bool:
+    """Whether a worker on this device may run an item for a kind of GPU.
+
+    Another kind of the same compute capability runs the same tiles; one of another runs layers dense whose tile it has
+    no kernel for, of which an error would say nothing.
+    """
+    if item.timed:
+        return alike(target, device)
+    if getattr(item, "tiled", False):
+        return (device.kind, device.capability) == (target.kind, target.capability)
+    return True
 
 
 def _put_finished(done: queue.SimpleQueue[Any], item: WorkItem, finished: Future[Any]) -> None:
@@ -537,7 +643,8 @@ def cluster_executor(recipe: Recipe, prompts: Sequence[Prompt], *, progress: boo
             raise ResourceError(f"scheduler {recipe.scheduler} does not answer ({_text(error)}): check it") from error
         if progress and recipe.dashboard is not None:
             log.warning("dashboard: %s", client.dashboard_link)
-        executor = ClusterExecutor(client, recipe, prompts, recipe.gpus or 1)
+        wanted = recipe.gpus or (1 if recipe.target_gpu is None else math.inf)  # all may be needed to know the kinds
+        executor = ClusterExecutor(client, recipe, prompts, wanted)
         stack.callback(executor.close)
         stack.enter_context(showing(lambda: executor.status))
         yield executor

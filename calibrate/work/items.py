@@ -30,6 +30,8 @@ class WorkItem(Protocol):
         timed: whether its result is a time, which only a GPU of the target kind may take.
         sticky: (where an item has it) whether to go on elsewhere costs all that came before, so that items of one
             affinity only move if their worker is gone.
+        tiled: (where an item has it) whether it runs the tiles of the target kind, which only a GPU of the same compute
+            capability may be able to.
     """
 
     @property

@@ -96,7 +96,7 @@ def on_the_board(case: Case, workers: int) -> float:
     """The seconds on a clock that jumps from event to event."""
     board = Board()
     for worker in range(workers):
-        board.join(worker, True)
+        board.join(worker, lambda item, target: True)
     for track in tracks_of(case, workers):
         board.add_track(track)
     kept: list[dict[Any, int]] = [{} for _ in range(workers)]
