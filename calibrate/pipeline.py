@@ -23,7 +23,7 @@ from calibrate.model.sensitivity import Sensitivity
 from calibrate.progress import PhaseClock, progress_bar
 from calibrate.prompts.prompts import Prompt, PromptSet, load_prompts
 from calibrate.proof.candidate import Candidate
-from calibrate.proof.certify import certify, proven_again, without_slower_layers
+from calibrate.proof.certify import certify, proven_again, without_slower_layers, without_slower_lengths
 from calibrate.proof.kl_pass import KlPass
 from calibrate.proof.kl_search import within_kl
 from calibrate.proof.recorded import record_of
@@ -200,6 +200,7 @@ def _calibrated(run: _Run, tiles: TilesByLength, shapes: ShapesByLength) -> Resu
             candidate, kl_passes = within_kl(executor, prompts.held_out, candidate, journal, progress=progress)
     with clock.phase("proving"):
         proven = prove_and_tighten(executor, prompts.held_out, candidate, journal, progress=progress)
+        proven = without_slower_lengths(executor, prompts.held_out, proven, journal, progress=progress)
         proven = replace(proven, kl_passes=kl_passes)
     if proven.met:
         careful = without_slower_layers(proven)

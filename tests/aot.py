@@ -469,7 +469,9 @@ def compile_case(case: Case) -> Compiled:
                 },
                 {"num_warps": means.REPRESENTATIVE_WARPS},
             ),
-            "log_sums": ({"BK": scores.LOG_SUM_KEYS, "SAMPLE": scores.LOG_SUM_SAMPLE}, {"num_warps": scores.LOG_SUM_WARPS}),
+            "log_sums": (
+                {"BK": scores.LOG_SUM_KEYS, "SAMPLE": scores.LOG_SUM_SAMPLE}, {"num_warps": scores.LOG_SUM_WARPS},
+            ),
             "scores": (
                 {
                     "WARPS": warps,

@@ -19,8 +19,16 @@ from calibrate.proof.certificate import (
     look_confidence,
     shares_of_limits,
 )
-from calibrate.proof.certify import OVER_BOUND, SLOWER, Ladder, proven_again, with_dense, without_slower_layers
-from calibrate.proof.judge import slower_layers
+from calibrate.proof.certify import (
+    OVER_BOUND,
+    SLOWER,
+    Ladder,
+    proven_again,
+    with_dense,
+    without_slower_layers,
+    without_slower_lengths,
+)
+from calibrate.proof.judge import judge, slower_layers
 from calibrate.proof.problems import retrieval_lost
 from calibrate.proof.recertify import compared
 from calibrate.proof.recorded import certified_length
@@ -159,6 +167,53 @@ def test_layers_that_adjusting_left_slower_than_dense_become_dense():
     assert without_slower_layers(untimed) == untimed
 
 
+@pytest.mark.parametrize("slow_layers", [{1}, set()], ids=["a-layer", "no-layer-alone"])
+def test_a_length_that_stayed_slower_than_dense_is_no_failure(monkeypatch, slow_layers):
+    """After the last attempt, when nothing else would make it dense; what is over its limit stays a problem."""
+    begun = candidate("cuda")
+    proofs = proofs_of(begun)
+    layers = [
+        replace(layer, seconds=3e-3 if number in slow_layers else 2e-3, dense_seconds=2e-3)
+        for number, layer in enumerate(proofs[1024].layers)
+    ]
+    proofs[1024] = replace(proofs[1024], layers=tuple(layers), prefill_seconds=3.0, dense_prefill_seconds=2.0)
+    quick = replace(proofs[1024], prefill_seconds=2.0)
+    again = []
+    monkeypatch.setattr(
+        certify, "prove", lambda _, prompts, *__, **___: again.append(set(prompts)) or (begun, {1024: quick})
+    )
+    proven = Proven(begun, proofs, judge(begun, proofs).problems)
+    assert not proven.met
+    held_out = {length: [] for length in proofs}
+    left = without_slower_lengths(SimpleNamespace(geometry=begun.geometry), held_out, proven, progress=False)
+    assert left.met
+    assert again == [{1024}]
+    became_dense = {(1024, layer) for layer in slow_layers or {0, 1}}
+    for place, config in begun.configs.items():
+        assert left.configs[place] == (config.as_dense() if place in became_dense else config)
+    assert without_slower_lengths(None, {}, left, progress=False) is left
+
+
+def test_a_layer_that_the_certificate_left_slower_than_dense_becomes_dense_too(monkeypatch):
+    begun = candidate("cuda")
+    proofs = proofs_of(begun)
+    timed = {
+        length: replace(proof, layers=tuple(replace(layer, seconds=1e-3, dense_seconds=2e-3) for layer in proof.layers))
+        for length, proof in proofs.items()
+    }
+    slow = replace(timed[512].layers[1], seconds=3e-3)
+    measured = iter([{512: replace(timed[512], layers=(timed[512].layers[0], slow))}, {512: timed[512]}])
+    monkeypatch.setattr(certify, "prove", lambda *_, **__: (begun, next(measured)))
+    changed = certify.with_dense_layers(begun, {(512, 0)}, OVER_BOUND)
+    proven = Proven(begun, timed, ())
+    executor = SimpleNamespace(geometry=begun.geometry)
+    left = proven_again(executor, {512: []}, proven, replace(proven, candidate=changed), progress=False)
+    assert [left.configs[512, layer].is_dense for layer in range(2)] == [True, True]
+    assert left.candidate.choice(1, 512).why_dense == SLOWER
+    assert left.proofs[512] == timed[512]  # as it is at the end
+    assert next(measured, None) is None
+
+
 @pytest.mark.parametrize(("needles", "problems"), [((1, 1), 0), ((0, 1), 1)])
 def test_needles_that_the_certificate_lost_are_a_problem(monkeypatch, needles, problems):
     """What is written must pass `s2o-profile verify`, which asks for the needles of the same prompts."""
@@ -168,6 +223,7 @@ def test_needles_that_the_certificate_lost_are_a_problem(monkeypatch, needles, p
     measured = {LENGTHS[0]: SimpleNamespace(needles=needles, kl=1e-3)}
     monkeypatch.setattr(certify, "prove", lambda *_, **__: (None, measured))
     monkeypatch.setattr(certify, "slower_than_dense", lambda *_: ())
+    monkeypatch.setattr(certify, "slower_layers", lambda *_: frozenset())
     executor = SimpleNamespace(geometry=SimpleNamespace(layers=2))
     again = proven_again(executor, {LENGTHS[0]: []}, proven, changed, progress=False)
     assert len(again.problems) == problems

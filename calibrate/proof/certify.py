@@ -18,7 +18,7 @@ from calibrate.progress import progress_bar
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
 from calibrate.proof.certificate import FEWEST, RUNGS, LengthCertificate, Look, certificate_of, look_bound
-from calibrate.proof.judge import slower_layers, slower_than_dense
+from calibrate.proof.judge import judge, slower_layers, slower_than_dense
 from calibrate.proof.problems import kl_over_budget, kl_shown_over_budget, lost_needles, retrieval_lost
 from calibrate.proof.sample import LayerSample, sample
 from calibrate.proof.tighten import NOT_FASTER, Proven, scaled
@@ -133,7 +133,8 @@ def proven_again(
     *,
     progress: bool,
 ) -> Proven:
-    """Measure the lengths again that changed since the proof; one that became slower than dense becomes dense.
+    """Measure the lengths again that changed since the proof; layers, and then lengths, that became slower than dense
+    become dense.
 
     The prompts are those that layers were adjusted on, and no layer is tightened: densities, times and predictions in
     the record are to be of what is written. What is certified of a layer holds all the more if it becomes dense.
@@ -151,17 +152,50 @@ def proven_again(
         length for (length, layer), config in certified.configs.items() if config != proven.configs[length, layer]
     )
     candidate, proofs = certified.candidate, dict(certified.proofs)
+    looked = False
     while lengths:
         steps = executor.geometry.layers * len(lengths)
         again = {length: prompts for length, prompts in held_out.items() if length in lengths}
         with progress_bar("measuring what changed since", steps, "layer", shown=progress) as step:
             _, measured = prove(executor, again, candidate, on_step=step, chunk=candidate.recipe.chunk, journal=journal)
         proofs |= measured
-        lengths = frozenset(slower_than_dense(candidate, measured))
-        candidate = with_dense(candidate, lengths)
+        layers = frozenset() if looked else slower_layers(candidate, measured)  # once: times that tie vary
+        looked = True
+        lengths = frozenset(length for length, _ in layers)
+        whole = frozenset(slower_than_dense(candidate, measured)) - lengths
+        candidate = with_dense(with_dense_layers(candidate, layers, SLOWER), whole)
+        lengths |= whole
     recipe = candidate.recipe
     problems = (*lost_needles(proofs, recipe).values(), *kl_over_budget(proofs, recipe).values())
     return replace(certified, candidate=candidate, proofs=proofs, problems=(*certified.problems, *problems))
+
+
+def without_slower_lengths(
+    executor: Executor,
+    held_out: Mapping[int, Sequence[Prompt]],
+    proven: Proven,
+    journal: Journal | None = None,
+    *,
+    progress: bool,
+) -> Proven:
+    """Time is no reason to fail: what the last attempt at the proof left slower than dense becomes dense.
+
+    Of a length whose prefill is slower those layers become dense whose attention is; all, if no layer alone is slower.
+
+    Args:
+        executor: Who runs it.
+        held_out: The prompts that layers were adjusted on.
+        proven: As the proof left it.
+        journal: Where measurements are kept; None if nowhere.
+        progress: Whether to show a progress bar.
+    """
+    verdict = judge(proven.candidate, proven.proofs)
+    if not verdict.slower:
+        return proven
+    left = replace(without_slower_layers(proven), problems=verdict.over_limit)
+    without = frozenset(length for length, _ in slower_layers(proven.candidate, proven.proofs))
+    left = replace(left, candidate=with_dense(left.candidate, frozenset(verdict.slower) - without))
+    return proven_again(executor, held_out, proven, left, journal, progress=progress)
 
 
 def without_slower_layers(proven: Proven) -> Proven:
