@@ -154,7 +154,6 @@ PAGE_VARIANTS: dict[str, dict[str, object]] = {
 ALL_VARIANTS = (
     VARIANTS | FEATURE_VARIANTS | INT8_VARIANTS | BLOCK_SPARSE_VARIANTS | ANTIDIAGONAL_VARIANTS | PAGE_VARIANTS
 )
-ORDER_FORMS = {256: 8, 512: 4}  # samples and warps of short and few rows, and of long and many
 FP8_POINTERS = {"K": "fp8e4nv", "V": "fp8e4nv"}
 
 
@@ -163,7 +162,7 @@ class Case:
     """One kernel in one configuration for one GPU generation.
 
     variant: a key of one of the dictionaries above; rows: the segments of a call of the kernel `scores`, or the
-    representatives that `log_sums` takes at once, or the scores that `order` sorts; representatives: of a segment.
+    representatives that `log_sums` takes at once; representatives: of a segment.
     """
 
     kernel: str
@@ -309,7 +308,7 @@ def cases() -> list[Case]:
                 heights = {(tile.block_m, min(other.stride for other in tiles)) for tile in tiles}
                 traced = {replace(trace_tile(head_dim, pair, *height), chunk=1) for height in heights}
                 chosen += [Case("trace", capability, head_dim, tile) for tile in sorted(traced, key=str)]
-        chosen += [Case("order", capability, rows=samples) for samples in ORDER_FORMS]
+        chosen.append(Case("order", capability))
     return (
         block_sparse_cases()
         + antidiagonal_cases()
@@ -417,10 +416,10 @@ def compile_case(case: Case) -> Compiled:
         "GROUP": 4,
         "D": case.head_dim,
         "BN": 64,
-        "SAMPLES": case.rows,
+        "SAMPLES": order.SAMPLES,
         "BUCKETS": order.BUCKETS,
         "EDGES": tail.EDGES,
-        "WARPS": ORDER_FORMS.get(case.rows),
+        "WARPS": order.ORDER_WARPS,
         "R": case.representatives,
         "BR": case.rows,
         **(VARIANTS | FEATURE_VARIANTS | INT8_VARIANTS | BLOCK_SPARSE_VARIANTS | ANTIDIAGONAL_VARIANTS | PAGE_VARIANTS)[
@@ -484,7 +483,7 @@ def compile_case(case: Case) -> Compiled:
                     "maxnreg": scores.score_registers(warps, case.head_dim, *divmod(case.capability, 10)),
                 },
             ),
-            "order": ({}, {"num_warps": ORDER_FORMS.get(case.rows)}),
+            "order": ({}, {"num_warps": order.ORDER_WARPS}),
             "pool": ({"ROWS": tail.POOL_STEPS}, {"num_warps": tail.POOL_WARPS}),
             "tail": (
                 {"BS": tail.TAIL_SEGMENTS, "BK": tail.tail_steps(case.head_dim)}, {"num_warps": tail.TAIL_WARPS},

@@ -35,7 +35,7 @@ def small_sample(monkeypatch):
     """Triton's interpreter sorts the ranking's sample element by element: 20 s for each test at its shipped size."""
     from s2o_runtime.kernels.rank import order
 
-    monkeypatch.setattr(order, "samples", lambda steps: 64)
+    monkeypatch.setattr(order, "SAMPLES", 64)
 
 
 @pytest.fixture

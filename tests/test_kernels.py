@@ -35,7 +35,7 @@ pytestmark = [
 ]
 
 BINS = 4 * BUCKETS  # linear bins of a row's scores, before they become buckets
-shipped_samples = order_module.samples
+SHIPPED_SAMPLES = order_module.SAMPLES
 
 
 def run_both(q, k, v, config, kv_start=None, scale=None, softcap=None, sinks=None):
@@ -289,7 +289,7 @@ def bucket_order(scores):
 
     Also which scores are sure of their bin: one on the border of two may fall either way.
     """
-    every = -(-len(scores) // order_module.samples(len(scores)))
+    every = -(-len(scores) // order_module.SAMPLES)
     index = torch.arange(-(-len(scores) // every))
     at = index * every + (index * order_module.JITTER.value >> 7) % every
     sample = scores[at.clamp_max(len(scores) - 1)].sort(descending=True).values
@@ -309,7 +309,7 @@ def bucket_order(scores):
 @SLOW
 def test_the_coarse_order_is_nearly_the_full_order(monkeypatch):
     """Along the order, nearly as much of the mass comes at each depth as along a full sort."""
-    monkeypatch.setattr(order_module, "samples", shipped_samples)
+    monkeypatch.setattr(order_module, "SAMPLES", SHIPPED_SAMPLES)
     q, k, _ = inputs(1, 1, 1, 64, 3000, 64)
     scores, ranked = rank_of(q, k, LayerConfig.uniform(1, segment=64, tile=TILE))
     prefix = (3000 - 64) // 32 * 32
@@ -329,7 +329,7 @@ def test_the_order_knows_the_last_keys_however_long_the_prefix_is(prefix):
     scores, ranked = rank_of(q.half(), k.half(), LayerConfig.uniform(1, segment=64, tile=TILE))
     weights = scores[0, 0, 0, :prefix].double().exp2()
     full = weights.sort(descending=True).values
-    assert prefix % order_module.samples(prefix)
+    assert prefix % order_module.SAMPLES
     for depth in (8, 16, 32, 64):
         assert weights[ranked[0, 0, 0, :depth].long()].sum() >= 0.9 * full[:depth].sum()
 

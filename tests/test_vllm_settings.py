@@ -9,7 +9,7 @@ import torch
 
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.result import AttentionStats
-from s2o_runtime.config import LayerConfig
+from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, InputError, ProfileError
 from s2o_runtime.shapes import CallShape
 from s2o_runtime.vllm.counters import SAMPLED_EVERY, Counters
@@ -117,6 +117,23 @@ def test_every_configuration_that_is_compiled_alike_runs_once(monkeypatch):
     assert 0 < len(calls) < 2 * len(configs)
     assert max(rows for _, rows, _ in calls) == 600
     assert all(keys > rows for _, rows, keys in calls)
+
+
+def test_layers_alike_but_for_their_segments_are_compiled_each(monkeypatch):
+    """Of short segments more are scored at once, by another kernel: a first request waited for it."""
+    calls = []
+
+    def small(q, k, v, config, **call):
+        calls.append((min(head.segment for head in config.heads), -(-len(q) // config.heads[0].segment)))
+
+    monkeypatch.setattr("s2o_runtime.vllm.server.s2o_attention_paged", small)
+    server = Server(Settings(DEMO), site(model=demo_sizes()))
+    for number, layer in enumerate(server.fit.layers):
+        segment = 512 if number % 2 else 128
+        config = LayerConfig.uniform(4, tau=0.5, segment=segment, tile=TileConfig(64, 64, 2, 4, 2))
+        monkeypatch.setattr(layer, "config", lambda keys, config=config: config)
+    server.compile_kernels(torch.zeros(8192, 4, 64))
+    assert sorted(calls) == [(128, 2), (128, 20), (128, 40), (512, 2), (512, 16)]
 
 
 def test_a_profile_that_does_not_fit_ends_the_start():

@@ -14,7 +14,7 @@ GATHER_ROWS = 64  # tokens of a program
 GATHER_WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_tb"])  # as many pages as a server allows: any number
 def _gather_pages(
     K, V, OUT_K, OUT_V, BLOCK_TABLE, CU_K, K_SCALE, V_SCALE,
     stride_kp, stride_kn, stride_kh, stride_vp, stride_vn, stride_vh, stride_tb, stride_oh,

@@ -157,9 +157,10 @@ class Server:
 
 
 def _compiled_kind(config: LayerConfig) -> object:
-    """What, of a configuration, makes other kernels."""
+    """What, of a configuration, makes other kernels: short segments are scored more at once."""
     heads = [head for head in config.heads if head.mode == "s2o"]
     counts = tuple(sorted({head.representatives for head in heads}))
     tile = config.tile
     shape = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.specialized
-    return shape, config.grain, config.row_reduce, config.scores, counts, any(head.tail for head in heads)
+    shortest = min((head.segment for head in heads), default=0)
+    return shape, config.grain, config.row_reduce, config.scores, counts, any(head.tail for head in heads), shortest

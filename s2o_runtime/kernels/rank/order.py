@@ -7,7 +7,6 @@ where scores are high, because most heads stop early.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,6 +20,8 @@ from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.primitives import sequence, window_start
 
+ORDER_WARPS = 4
+SAMPLES = 512  # with 256 or 1024 heads visit about as much; sorting 1024 took up to a third of the kernel's time
 BUCKETS = 32  # one for each lane of a warp
 FINEST, COARSEST = 1 / 256, 3 / 4  # shares of the row before the end of the first and of the last but one bucket
 JITTER = tl.constexpr(40503)  # an odd number near 2^16 over the golden ratio: its multiples' middle bits are spread
@@ -260,7 +261,6 @@ def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None)
     if call.tables.tail:
         first = torch.empty(*scores.shape[:3], BUCKETS, dtype=torch.int32, device=scores.device)
         edge = torch.empty(*scores.shape[:3], BUCKETS, dtype=torch.float32, device=scores.device)
-    warps = order_warps(math.prod(scores.shape[:3]))
     launch(
         _order,
         (scores.shape[2], shape.query_heads, shape.batch),
@@ -271,23 +271,13 @@ def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None)
             **strides("bhn", s=scores, i=out),
         },
         {
-            "SAMPLES": samples(scores.shape[3]), "BUCKETS": BUCKETS, "WARPS": warps, "BN": call.config.tile.block_n,
+            "SAMPLES": SAMPLES, "BUCKETS": BUCKETS, "WARPS": ORDER_WARPS, "BN": call.config.tile.block_n,
             "GRAIN": call.config.grain, "HAS_TAIL": call.tables.tail, "HAS_START": call.padded, "PACKED": call.packed,
             "PORTABLE": portable,
         },
-        num_warps=warps,
+        num_warps=ORDER_WARPS,
     )  # fmt: skip
     return Ranked(out, scores, first, edge)
-
-
-def samples(steps: int) -> int:
-    """Scores of a row of at most so many steps that are sorted: as fine as the chunks between two stop checks."""
-    return 256 if steps <= 4096 else 512
-
-
-def order_warps(programs: int) -> int:
-    """Warps of a program of `_order`: few long chains of ballots where there are few programs, else less overhead."""
-    return 8 if programs < 512 else 4
 
 
 @lru_cache(maxsize=8)
