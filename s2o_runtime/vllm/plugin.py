@@ -35,7 +35,7 @@ def register() -> None:
     if obstacle is not None:
         log.warning("S2O does not know this vLLM (%s): the stock backend runs in its place", obstacle)
     path = FLASH if obstacle is None else STOCK
-    if hasattr(AttentionBackendEnum, "register"):
+    if backend_name() == NAME:
         if NAME not in AttentionBackendEnum.__members__:
             register_backend(NAME, path)
         # vLLM hands its configuration to processes that have not loaded plugins yet, and an enum's member is pickled by
@@ -45,6 +45,13 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CUSTOM, path)
     if os.environ.get(CPU_VARIABLE) == "1" and obstacle is None:
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU)
+
+
+def backend_name() -> str:
+    """What S2O's backend is called in the installed vLLM: CUSTOM where plugins cannot name one."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return NAME if hasattr(AttentionBackendEnum, "register") else "CUSTOM"
 
 
 def _reduced(member: Any) -> tuple[Any, ...]:
