@@ -145,9 +145,11 @@ def test_the_backend_has_a_name_where_vllm_can_name_it(vllm):
     plugin.register()
     plugin.register()  # vLLM may call it more than once
     assert registry.paths == {"S2O": "s2o_runtime.vllm.flash.S2OBackend"}
+    assert plugin.backend_name() == "S2O"
     registry = vllm(names_backends=False)
     plugin.register()
     assert registry.paths == {"CUSTOM": "s2o_runtime.vllm.flash.S2OBackend"}
+    assert plugin.backend_name() == "CUSTOM"
 
 
 def test_a_process_that_has_not_loaded_plugins_yet_understands_the_name(vllm):

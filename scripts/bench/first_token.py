@@ -6,7 +6,8 @@
 
 Each engine runs in a process of its own, one after the other, because vLLM keeps the GPU's memory. Both read the same
 prompts, one at a time, in chunks, with the prefix cache off, without CUDA graphs and torch.compile, and S2O without its
-drift check. The first prompt of a length is not counted: it may include compiling.
+drift check. The first prompts of a length are not counted: they may include compiling, and S2O records launches in the
+second to the fourth of like calls, to replay them from then on.
 
 With --density vLLM draws weights for the model's sizes, prompts are random tokens, and the profile is written here.
 Random weights attend nearly evenly, so one tau for all heads has them compute about that share of the keys before a
@@ -56,12 +57,12 @@ VARIABLES = {
 
 @dataclass(frozen=True)
 class FirstTokens:
-    """One engine at one length. uncounted_seconds: of the first prompt. answers: the first token after each prompt."""
+    """One engine at one length. first_seconds: of the first prompt. answers: the first token after each prompt."""
 
     engine: str
     length: int
     seconds: Spread
-    uncounted_seconds: float
+    first_seconds: float
     answers: list[int]
 
 
@@ -89,7 +90,8 @@ def parser() -> common.Parser:
     add("--density", help="draw weights, and skip so that this share is computed", type=float, metavar="X")
     add("--lengths", "8192,32768,131072", "tokens of a prompt", type=common.int_list("8192,131072"), metavar="N,N")
     add("--chunk", 8192, "tokens of a prompt that the engine reads in one step", type=int, metavar="N")
-    add("--repeats", 3, "prompts of each length that are timed, after one that is not", type=int, metavar="N")
+    add("--repeats", 3, "prompts of each length that are timed", type=int, metavar="N")
+    add("--uncounted", 4, "prompts of each length that are read before those", type=int, metavar="N")
     common.add_device(add)
     add("--out", Path("build/bench_first_token.json"), type=Path, metavar="FILE")
     return out
@@ -112,7 +114,7 @@ def measure(args: argparse.Namespace) -> None:
 def check(args: argparse.Namespace) -> None:
     """Raises ConfigError or ProfileError for what can be known before an engine starts, which takes a minute."""
     common.check_device(args)
-    common.check_least(args, 1, "repeats", "chunk")
+    common.check_least(args, 1, "repeats", "uncounted", "chunk")
     if find_spec("vllm") is None:
         raise ConfigError("vllm is not installed: run pip install vllm, on a machine with an NVIDIA GPU")
     if (args.profile is None) == (args.density is None):
@@ -156,13 +158,13 @@ def timed(engine: str, args: argparse.Namespace, folder: Path) -> FirstTokenFile
     rows, all_prompts = [], prompts(args)
     for length in args.lengths:
         seconds, answers = [], []
-        for _ in range(args.repeats + 1):
+        for _ in range(args.uncounted + args.repeats):
             prompt = next(all_prompts)
             began = time.perf_counter()
             (output,) = llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
             seconds.append(time.perf_counter() - began)
             answers.append(int(output.outputs[0].token_ids[0]))
-        rows.append(FirstTokens(engine, length, common.spread(seconds[1:]), seconds[0], answers))
+        rows.append(FirstTokens(engine, length, common.spread(seconds[args.uncounted :]), seconds[0], answers))
     summary, density = "", {}
     if engine == S2O:
         from s2o_runtime.vllm import host
@@ -238,7 +240,7 @@ def prompts(args: argparse.Namespace) -> Iterator[list[int]]:
     vocabulary = load_config(args.model, random_weights=True).vocab_size if drawn else 0
     tokenizer = None if drawn else load_tokenizer(args.model)
     for length in args.lengths:
-        for _ in range(args.repeats + 1):
+        for _ in range(args.uncounted + args.repeats):
             if drawn:
                 yield [rng.randrange(vocabulary) for _ in range(length)]
             else:
@@ -254,8 +256,8 @@ def report(file: FirstTokenFile) -> None:
         alike = sum(a == b for a, b in zip(stock.answers, s2o.answers, strict=True))
         medians = [f"{row.seconds.median * 1e3:.1f}" for row in (stock, s2o)]
         ratio = f"{stock.seconds.median / s2o.seconds.median:.2f}x"
-        uncounted = [f"{row.uncounted_seconds * 1e3:.0f}" for row in (stock, s2o)]
-        cells.append([str(length), *medians, ratio, *uncounted, f"{alike} of {len(stock.answers)}"])
+        first = [f"{row.first_seconds * 1e3:.0f}" for row in (stock, s2o)]
+        cells.append([str(length), *medians, ratio, *first, f"{alike} of {len(stock.answers)}"])
     title = f"first token of {file.settings['model']}, vLLM {file.versions['vllm']}"
     names = ["tokens", "stock, ms", "S2O, ms", "stock / S2O", "first stock, ms", "first S2O, ms", "same token"]
     common.print_table(title, names, cells)
