@@ -137,6 +137,8 @@ def test_what_is_not_the_same_measurement_is_made_again(watched):
     watched.run(prompts)
     assert set(watched.measured) == of_600
     watched.run(shapes=SHAPES | {600: SHAPES[600][:1]})
+    assert watched.measured == []  # curves of more shapes have those of fewer
+    watched.run(shapes=SHAPES | {600: (*SHAPES[600], Shape(64, 512))})
     assert set(watched.measured) == of_600
     for change in ({"segments": (64,)}, {"representatives": (1,)}, {"grains": (2,)}):
         watched.run(**change)

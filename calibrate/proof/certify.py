@@ -18,7 +18,7 @@ from calibrate.progress import progress_bar
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
 from calibrate.proof.certificate import FEWEST, RUNGS, LengthCertificate, Look, certificate_of, look_bound
-from calibrate.proof.judge import judge, slower_layers, slower_than_dense
+from calibrate.proof.judge import layers_over_limit, slower_layers, slower_than_dense
 from calibrate.proof.problems import kl_over_budget, kl_shown_over_budget, lost_needles, retrieval_lost
 from calibrate.proof.sample import LayerSample, sample
 from calibrate.proof.tighten import NOT_FASTER, Proven, scaled
@@ -189,12 +189,12 @@ def without_slower_lengths(
         journal: Where measurements are kept; None if nowhere.
         progress: Whether to show a progress bar.
     """
-    verdict = judge(proven.candidate, proven.proofs)
-    if not verdict.slower:
+    slower = frozenset(slower_than_dense(proven.candidate, proven.proofs))
+    if not slower:
         return proven
-    left = replace(without_slower_layers(proven), problems=verdict.over_limit)
+    left = replace(without_slower_layers(proven), problems=layers_over_limit(proven.candidate, proven.proofs))
     without = frozenset(length for length, _ in slower_layers(proven.candidate, proven.proofs))
-    left = replace(left, candidate=with_dense(left.candidate, frozenset(verdict.slower) - without))
+    left = replace(left, candidate=with_dense(left.candidate, slower - without))
     return proven_again(executor, held_out, proven, left, journal, progress=progress)
 
 
