@@ -183,7 +183,8 @@ def _least_shared_memory(tile: TileConfig, head_dim: int) -> int:
 def candidate_tiles(head_dim: int, capability: Capability) -> tuple[TileConfig, ...]:
     """The prefill tiles worth timing on a GPU; empty where the kernels have none for this head dim.
 
-    They compile for it without spills and fit its shared memory. Each shape comes with three spacings of the check.
+    They compile for it with a few spilled registers at most, and fit its shared memory. Each shape comes with three
+    spacings of the check.
     """
     number = family(capability)
     shapes = _PREFILL[number].get(padded_head_dim(head_dim), []) if number is not None else []

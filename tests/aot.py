@@ -109,6 +109,7 @@ FLOATS = ("qk_scale", "limit")
 # The trace kernel, which only calibration runs, keeps what it writes down where thresholds stop.
 KEPT_BYTES = {"prefill_hopper": 16, "prefill": 48, "log_sums": 8, "trace": 896, "antidiagonal": 24}
 KEPT_BYTES_CAPPED = 48  # of the specialised kernel with a soft cap in Triton 3.9; with sinks alone it spills none
+KEPT_BYTES_RING = 72  # of the specialised kernel with three stages of head dim 128 in Triton 3.9; 16 in 3.6 and 3.7
 KEPT_BYTES_MOVED = 104  # where permuted queries stand: the block-sparse kernel stores its rows there at the end
 # The switches of a kernel that are on, all others are off, and its grain.
 VARIANTS: dict[str, dict[str, object]] = {
@@ -263,6 +264,8 @@ def no_spills(case: Case, built: Compiled) -> str | None:
     allowed = KEPT_BYTES_MOVED if case.variant == "all-moved" else KEPT_BYTES.get(case.kernel, 0)
     if case.kernel == "prefill_hopper" and case.variant == FEATURES:
         allowed = KEPT_BYTES_CAPPED
+    if case.kernel == "prefill_hopper" and case.head_dim == 128 and case.tile and case.tile.num_stages == 3:
+        allowed = KEPT_BYTES_RING
     return f"{spilled} bytes of spilled registers" if spilled > allowed else None
 
 
