@@ -161,10 +161,7 @@ def proven_again(
         proofs |= measured
         layers = frozenset() if looked else slower_layers(candidate, measured)  # once: times that tie vary
         looked = True
-        lengths = frozenset(length for length, _ in layers)
-        whole = frozenset(slower_than_dense(candidate, measured)) - lengths
-        candidate = with_dense(with_dense_layers(candidate, layers, SLOWER), whole)
-        lengths |= whole
+        candidate, lengths = _without_slower(candidate, layers, frozenset(slower_than_dense(candidate, measured)))
     recipe = candidate.recipe
     problems = (*lost_needles(proofs, recipe).values(), *kl_over_budget(proofs, recipe).values())
     return replace(certified, candidate=candidate, proofs=proofs, problems=(*certified.problems, *problems))
@@ -192,18 +189,26 @@ def without_slower_lengths(
     slower = frozenset(slower_than_dense(proven.candidate, proven.proofs))
     if not slower:
         return proven
-    left = replace(without_slower_layers(proven), problems=layers_over_limit(proven.candidate, proven.proofs))
-    without = frozenset(length for length, _ in slower_layers(proven.candidate, proven.proofs))
-    left = replace(left, candidate=with_dense(left.candidate, slower - without))
+    candidate, _ = _without_slower(proven.candidate, slower_layers(proven.candidate, proven.proofs), slower)
+    left = replace(proven, candidate=candidate, problems=layers_over_limit(proven.candidate, proven.proofs))
     return proven_again(executor, held_out, proven, left, journal, progress=progress)
 
 
 def without_slower_layers(proven: Proven) -> Proven:
     """With dense layers where attention was measured slower than dense; what was measured stays that of before."""
-    slower = slower_layers(proven.candidate, proven.proofs)
-    for length, layer in sorted(slower):
+    candidate, _ = _without_slower(proven.candidate, slower_layers(proven.candidate, proven.proofs), frozenset())
+    return replace(proven, candidate=candidate)
+
+
+def _without_slower(
+    candidate: Candidate, layers: Collection[LengthAndLayer], lengths: frozenset[int]
+) -> tuple[Candidate, frozenset[int]]:
+    """The candidate with these slower layers dense, and of these slower lengths all layers where none of those is; and
+    the lengths at which it changed."""
+    for length, layer in sorted(layers):
         log.info("layer %d at %d tokens is slower than dense: it becomes dense", layer, length)
-    return replace(proven, candidate=with_dense_layers(proven.candidate, slower, SLOWER))
+    of_layers = frozenset(length for length, _ in layers)
+    return with_dense(with_dense_layers(candidate, layers, SLOWER), lengths - of_layers), of_layers | lengths
 
 
 def with_dense(candidate: Candidate, lengths: frozenset[int]) -> Candidate:
