@@ -1,11 +1,11 @@
-"""The real vLLM engine on a CPU with S2O as its attention backend, run by `make vllm`.
+"""The real vLLM engine with S2O as its attention backend: on a CPU, run by `make vllm`, or on GPUs.
 
     python vllm_engine.py PROFILE MODEL CASE    one of CASES; exits with 1 if a needle is lost
 
-PROFILE is a CPU profile of the demo model, MODEL the folder with the demo model. Prompts of 2048 tokens share a text
-with eight hidden codes; each asks for one of them. The first is read in chunks, the others hit its prefix in the
-cache, so that they bring a few tokens behind a long prefix. Times are of S2O's reference in plain torch, on a CPU:
-they say nothing of speed.
+PROFILE is a profile of the demo model for the CPU or the GPU, MODEL the folder with the demo model. Prompts of 2048
+tokens, on a GPU 16384, share a text with eight hidden codes; each asks for one of them. The first is read in chunks,
+the others hit its prefix in the cache, so that they bring a few tokens behind a long prefix. Times say nothing of
+speed: on a CPU they are of S2O's reference in plain torch, on a GPU they include compiling.
 """
 
 from __future__ import annotations
@@ -16,18 +16,34 @@ import sys
 import time
 from dataclasses import dataclass
 
-LENGTH, NEEDLES, SEED = 2048, 8, 1234
+LENGTH, GPU_LENGTH, NEEDLES, SEED = 2048, 16384, 8, 1234
 
 
 @dataclass(frozen=True)
 class EngineCase:
-    """How the engine is started: tokens of a step, tokens of a page, ranks, torch.compile, and S2O's backend."""
+    """How the engine is started.
+
+    chunk: tokens of a step. page: tokens of a page. ranks: of tensor parallelism. stages: of pipeline parallelism.
+    compiled: torch.compile, and on a GPU CUDA graphs. sparse: S2O's backend.
+    """
 
     chunk: int
     page: int
     ranks: int = 1
+    stages: int = 1
     compiled: bool = False
     sparse: bool = True
+    gpu: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of a prompt."""
+        return GPU_LENGTH if self.gpu else LENGTH
+
+    @property
+    def processes(self) -> int:
+        """Of the model."""
+        return self.ranks * self.stages
 
 
 CASES = {
@@ -36,35 +52,35 @@ CASES = {
     "two-ranks": EngineCase(512, 16, ranks=2),
     "compiled": EngineCase(512, 16, compiled=True),
     "dense": EngineCase(512, 32, sparse=False),  # vLLM's own backend: its pages have at least 32 tokens
+    "gpu-eager": EngineCase(4096, 16, gpu=True),
+    "gpu-graphs": EngineCase(4096, 16, compiled=True, gpu=True),
+    "gpu-two-ranks": EngineCase(4096, 16, ranks=2, gpu=True),
+    "gpu-two-stages": EngineCase(4096, 16, stages=2, gpu=True),
 }
 
 
 def main(profile: str, model: str, name: str) -> int:
     case = CASES[name]
-    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    if case.ranks == 1:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the counters are in this process
-    else:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(case.ranks)))  # a core for each
-    if case.sparse:
-        os.environ["S2O_VLLM_CPU"] = "1"
+    set_environment(case)
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
 
-    prompts, codes = questions(AutoTokenizer.from_pretrained(model))
+    prompts, codes = questions(AutoTokenizer.from_pretrained(model), case.length)
     engine = LLM(
         model=model,
         dtype="bfloat16",
-        max_model_len=LENGTH + 128,
+        max_model_len=case.length + 128,
         max_num_batched_tokens=case.chunk,
         max_num_seqs=8,
         block_size=case.page,
         tensor_parallel_size=case.ranks,
+        pipeline_parallel_size=case.stages,
         enforce_eager=not case.compiled,
         enable_prefix_caching=True,
         enable_chunked_prefill=True,
-        attention_backend="S2O" if case.sparse else None,  # understood, and passed on to the ranks; a CPU has one only
+        attention_backend=backend(case),
         additional_config={"s2o": {"profile": profile}} if case.sparse else {},
+        gpu_memory_utilization=0.4,
     )
     began = time.time()
     answers = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=5))
@@ -72,7 +88,7 @@ def main(profile: str, model: str, name: str) -> int:
     found = sum(code in answer.outputs[0].text for code, answer in zip(codes, answers, strict=True))
     cached = [answer.num_cached_tokens for answer in answers]
     print(f"{name}: {found} of {len(codes)} needles in {seconds:.1f} s; tokens from the cache: {cached}", flush=True)
-    if case.sparse and case.ranks == 1:
+    if case.sparse and case.processes == 1:
         from s2o_runtime.vllm.host import server
 
         print(f"{name}: {server().counters.summary()}", flush=True)
@@ -80,6 +96,32 @@ def main(profile: str, model: str, name: str) -> int:
         assert any(path == "s2o" for path, _ in shares), "no row was computed by S2O"
         assert any(path == "dense" for path, _ in shares), "no row was computed by the stock backend"
     return int(found < len(codes))
+
+
+def set_environment(case: EngineCase) -> None:
+    """What vLLM reads of it as it is imported."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if case.processes == 1:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the counters are in this process
+    if case.gpu:
+        # would be compiled at the first prompt, by a compiler that may be missing
+        os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
+        return
+    if case.processes > 1:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(case.processes)))  # a core for each
+    if case.sparse:
+        os.environ["S2O_VLLM_CPU"] = "1"
+
+
+def backend(case: EngineCase) -> str | None:
+    """The name that vLLM is given; None for its own choice."""
+    if not case.sparse:
+        return None
+    if not case.gpu:
+        return "S2O"  # understood, and passed on to the ranks; a CPU has one backend only
+    from s2o_runtime.vllm.plugin import backend_name
+
+    return backend_name()
 
 
 def questions(
