@@ -186,7 +186,7 @@ class Recipe:
     )
     held_out: int = option(
         Rule(int, low=1),
-        "other prompts of each length to prove the profile on",
+        "other prompts of each length to adjust layers and prove the profile on",
         PROOF,
         default=4,
         name="num_held_out",
@@ -210,7 +210,7 @@ class Recipe:
     )
     margin: float = option(
         Rule(float, low=0, high=1, above=True, unit=SHARE),
-        "share of the budget that calibration spends; the rest is left for prompts it has not seen",
+        "share of the budget that layers may spend on the adjust prompts; the rest is left for prompts not seen",
         PROOF,
         default=0.8,
         plan_text="{:.0%} of the budget is spent",

@@ -20,6 +20,7 @@ from calibrate.proof.certificate import (
     shares_of_limits,
 )
 from calibrate.proof.certify import (
+    HOPELESS,
     OVER_BOUND,
     SLOWER,
     Ladder,
@@ -104,10 +105,19 @@ def test_a_layer_climbs_down_to_the_first_rung_that_holds(rung):
     assert all(layer == 1 for _, layer in changed)
 
 
+def test_rungs_that_the_first_bound_makes_hopeless_are_passed_over():
+    begun = candidate()
+    limit, spent = begun.limits[1024, 1], begun.choice(1, 1024).allocation.mse
+    left, looks = down(begun, 1024, 1, [1.45 * limit, 0.5 * limit])
+    assert looks[0].bound > HOPELESS * limit / RUNGS[1]
+    assert [look.share for look in looks] == [1.0, *RUNGS[:3]]
+    assert left.choice(1, 1024).budget_mse == pytest.approx(RUNGS[2] * spent)
+
+
 def test_below_the_last_rung_a_layer_is_dense_whatever_its_rounding():
     begun = candidate()
     limit = begun.limits[512, 0]
-    left, looks = down(begun, 512, 0, [2 * limit] * 5)
+    left, looks = down(begun, 512, 0, [2 * limit] * (2 + len(RUNGS)))
     assert [look.share for look in looks] == [1.0, *RUNGS, 0.0]
     assert left.layer_config(0, 512).is_dense
     assert left.choice(0, 512).why_dense == OVER_BOUND
@@ -116,7 +126,7 @@ def test_below_the_last_rung_a_layer_is_dense_whatever_its_rounding():
 def test_at_a_checked_length_thresholds_are_lowered_from_what_they_were():
     begun = candidate()
     limit = begun.limits[768, 0]
-    left, _ = down(begun, 768, 0, [limit, limit, 0.1 * limit])
+    left, _ = down(begun, 768, 0, [0.9 * limit, 0.9 * limit, 0.1 * limit])
     pairs = zip(begun.layer_config(0, 768).heads, left.layer_config(0, 768).heads, strict=True)
     for before, after in pairs:
         assert after.tau == pytest.approx(before.tau * RUNGS[1] ** (1 / TAU_FOR_ERROR))

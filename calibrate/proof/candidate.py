@@ -80,6 +80,12 @@ class Candidate:
             return self.tightened[length, layer].choice
         return self.chosen[length].choices[layer] if length in self.chosen else None
 
+    def with_choice(self, layer: int, length: int, choice: Choice) -> Candidate:
+        """The candidate with another choice for a layer at a calibrated length."""
+        chosen = self.chosen[length]
+        choices = [choice if index == layer else other for index, other in enumerate(chosen.choices)]
+        return replace(self, chosen={**self.chosen, length: replace(chosen, choices=choices)})
+
     @cached_property
     def configs(self) -> dict[LengthAndLayer, LayerConfig]:
         """What every layer runs at every length that is proven."""

@@ -1,10 +1,11 @@
 """The certificate: what is stated of a finished choice, measured on prompts that had no part in choosing it.
 
 Every layer's error is bounded from above with a stated confidence. A layer whose bound is over its limit is tried again
-on the same inputs with less of its budget, down the fixed rungs of a ladder, and becomes dense below the last one. That
-chooses by the certify prompts after all, so the looks at a layer share the error probability: half of it belongs to
-the first look, the rest to the rungs in equal parts. All bounds that can be looked at then hold together with the
-stated confidence (Bonferroni), whichever is taken, and the ladder can begin at the top, where most layers stop.
+on the same inputs with less of its budget, down the fixed rungs of a ladder, past those that its first bound makes
+hopeless, and becomes dense below the last one. That chooses by the certify prompts after all, so the looks at a layer
+share the error probability: half of it belongs to the first look, the rest to the rungs in equal parts. All bounds that
+can be looked at then hold together with the stated confidence (Bonferroni), whichever is taken, and the ladder can
+begin at the top, where most layers stop.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from calibrate.proof.verify import prove
 from calibrate.work.executor import Executor
 
 OVER_BOUND = "its certified bound stayed over the limit"
+HOPELESS = 1.05  # times the limit: a rung is passed over if the first bound says that its own would be above that
 SLOWER = "its attention was measured slower than dense"
 
 log = logging.getLogger("calibrate")
@@ -54,9 +56,10 @@ class Ladder:
         log.info("layer %d at %d tokens: the bound of its error is %.2e, limit %.2e", layer, length, bound, limit)
         for rung in RUNGS[len(looks) - 1 :]:
             lower = with_share(begun, candidate, length, layer, rung)
-            if lower.layer_config(layer, length) != config:
+            hopeless = rung * looks[0].bound > HOPELESS * limit and rung != RUNGS[-1]
+            if lower.layer_config(layer, length) != config and not hopeless:
                 return lower
-            looks.append(Look(rung, bound))  # so little less changes no head
+            looks.append(Look(rung, bound))  # not taken: so little less changes no head, or would not do
         return with_share(begun, candidate, length, layer, 0.0)
 
 

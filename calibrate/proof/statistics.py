@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PIVOT_POINTS = 1000  # of the integral over a sample's spread
+USUAL_SPREAD, USUAL_WEIGHT = 0.3, 4  # of logarithms of errors between prompts; as good as so many values
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,24 @@ def mean_bound(values: Sequence[float], confidence: float) -> float:
     logs = [math.log(value) for value in values if value > 0]
     if len(logs) < 2:
         return math.inf if logs else 0.0
-    return _pivot_quantile(logs, confidence)
+    return _pivot_quantile(len(logs), statistics.fmean(logs), statistics.stdev(logs), confidence)
+
+
+def expected_mean_bound(values: Sequence[float], count: int, confidence: float) -> float:
+    """About where `mean_bound` will come out for `count` values like these few.
+
+    How much a few values vary says little of how much many will. So their variance counts beside a usual one, which is
+    that of `USUAL_WEIGHT` values.
+
+    Args:
+        values: At least one, all above 0.
+        count: At least 2.
+        confidence: Of the bound.
+    """
+    variance = statistics.variance(math.log(value) for value in values) if len(values) > 1 else 0.0
+    degrees = len(values) - 1
+    deviation = math.sqrt((degrees * variance + USUAL_WEIGHT * USUAL_SPREAD**2) / (degrees + USUAL_WEIGHT))
+    return statistics.fmean(values) * _pivot_quantile(count, -(deviation**2) / 2, deviation, confidence)
 
 
 def mean_lower_bound(values: Sequence[float], confidence: float) -> float:
@@ -63,12 +81,12 @@ def mean_lower_bound(values: Sequence[float], confidence: float) -> float:
     return count / len(values) * math.exp(statistics.fmean(logs) + variance / 2 - quantile * spread)
 
 
-def _pivot_quantile(logs: Sequence[float], probability: float) -> float:
-    """The exponential of a quantile of the generalised pivot: an integral over W, and a bisection."""
+def _pivot_quantile(count: int, middle: float, deviation: float, probability: float) -> float:
+    """The exponential of a quantile of the generalised pivot of `count` logarithms with this mean and standard
+    deviation: an integral over W, and a bisection."""
     import numpy as np
     from scipy.special import gammaincinv, ndtr  # a second to import, which the command line does not have
 
-    count, middle, deviation = len(logs), statistics.fmean(logs), statistics.stdev(logs)
     if deviation < 1e-12:
         return math.exp(middle)
     shares = (np.arange(PIVOT_POINTS) + 0.5) / PIVOT_POINTS

@@ -1,8 +1,8 @@
 """The proof as a loop: prove a candidate, judge it, tighten it, and prove again what changed.
 
-A candidate is tightened in two places, and both return a new candidate. While the held-out prompts move through the
-model, a layer whose error is over its limit is tightened and run again before the next layer sees it
-(`tighten_layer`). After all layers, a length that lost needles gets half its budget, a length that is over a budget in
+A candidate is changed in two places, and both return a new candidate. While the held-out prompts move through the
+model, a layer's spending is first moved to what it may spend (`spend`, in the first attempt), then a layer whose error
+is over its limit is tightened (`tighten_layer`), and it is run again before the next layer sees it. After all layers, a length that lost needles gets half its budget, a length that is over a budget in
 KL gets less by as much, and a length whose prefill was slower than the dense one becomes dense (`tighten`).
 """
 
@@ -22,6 +22,7 @@ from calibrate.proof.certificate import LengthCertificate
 from calibrate.proof.judge import Verdict, judge
 from calibrate.proof.kl_pass import KlPass
 from calibrate.proof.problems import over_limit
+from calibrate.proof.spend import Spending
 from calibrate.proof.verify import LayerProof, LengthProof, prove
 from calibrate.search.choice import Choice, allowed
 from calibrate.search.choose import Chosen
@@ -117,7 +118,11 @@ def prove_and_tighten(
         InputError: The GPU's memory ran out.
     """
     proofs: dict[int, LengthProof] = {}
-    lengths = frozenset(held_out)
+    lengths, spending = frozenset(held_out), Spending()
+
+    def revise(candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
+        return spending.revise(candidate, length, layer, proof) or tighten_layer(candidate, length, layer, proof)
+
     for attempt in range(RETRIES + 1):
         prompts = {length: prompts for length, prompts in held_out.items() if length in lengths}
         steps = executor.geometry.layers * len(prompts)
@@ -126,7 +131,7 @@ def prove_and_tighten(
                 executor,
                 prompts,
                 candidate,
-                tighten_layer,
+                tighten_layer if attempt else revise,
                 step,
                 chunk=candidate.recipe.chunk,
                 journal=journal,

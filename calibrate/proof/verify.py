@@ -51,7 +51,8 @@ class LayerProof:
 
     mse, dense_power, density: Means over the held-out prompts; dense_power is the mean square of the dense output.
     worst: The `WORST` quantile, over tiles of 64 rows of all heads and prompts, of the largest relative error of a row
-    (`row_errors`). seconds, dense_seconds: Attention alone, on the first prompt; None on a CPU.
+    (`row_errors`). seconds, dense_seconds: Attention alone, on the first prompt; None on a CPU. of_prompts: Of each
+    prompt its mse and dense power.
     """
 
     mse: float
@@ -60,6 +61,7 @@ class LayerProof:
     worst: float
     seconds: float | None = None
     dense_seconds: float | None = None
+    of_prompts: tuple[tuple[float, float], ...] = ()
 
     @property
     def rel_mse(self) -> float:
@@ -68,6 +70,10 @@ class LayerProof:
     def error(self, budget: Budget) -> float:
         """The error in the budget's unit."""
         return budget.error(self.mse, self.dense_power)
+
+    def errors(self, budget: Budget) -> list[float]:
+        """The error of each prompt in the budget's unit."""
+        return [budget.error(mse, power) for mse, power in self.of_prompts]
 
 
 @dataclass(frozen=True)
@@ -192,6 +198,7 @@ def _layer_proof(of_prompts: Sequence[Mapping[str, Any]]) -> LayerProof:
         dense_power=statistics.fmean(one["power"] for one in of_prompts),
         density=statistics.fmean(one["density"] for one in of_prompts),
         worst=float(torch.cat([one["tiles"] for one in of_prompts]).quantile(WORST)),
+        of_prompts=tuple((one["mse"], one["power"]) for one in of_prompts),
     )
 
 

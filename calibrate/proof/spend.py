@@ -1,0 +1,82 @@
+"""How much of its limit a layer may spend, judged on the adjust prompts.
+
+The search spends what its curves predict on the calibration prompts. On other prompts a layer's error is often less,
+and how much it varies between prompts is another matter for every layer. So a layer's spending is moved, up or down,
+until two things hold: its mean error is the recipe's margin of its limit, and the bound that the certificate can be
+expected to find for it is `AIM` of the limit, whichever is less. The certificate's own prompts have no part in it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field
+
+from calibrate.proof.candidate import Candidate, LengthAndLayer
+from calibrate.proof.certificate import FEWEST, FLOOR, look_confidence
+from calibrate.proof.statistics import expected_mean_bound
+from calibrate.proof.verify import LayerProof
+from calibrate.recipe import Recipe
+from calibrate.search.choice import allowed
+
+AIM = 0.9  # of its limit: where the bound of a layer's mean error is to come out
+CLOSE = 1.05  # a spending that is off by no more than this stays as it is
+TRIES = 3  # changes of one layer's spending at one length
+MOST = 2.0  # times as much in one change: curves bend
+
+
+@dataclass
+class Spending:
+    """Moves what each layer spends at each calibrated length; it is what a proof revises by, before it tightens.
+
+    tries: How often the spending of a layer at a length was changed.
+    """
+
+    tries: Counter[LengthAndLayer] = field(default_factory=Counter)
+
+    def revise(self, candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
+        """The candidate in which a layer spends as much as it may.
+
+        Args:
+            candidate: What was proven.
+            length: The prompts' length in tokens.
+            layer: The layer's index.
+            proof: What was measured of the layer.
+
+        Returns:
+            What to prove instead; None if the layer spends about as much as it may, or nothing can be changed: it is
+            dense, or is at a length without curves. A layer whose first error is over its limit is for `tighten`, and
+            a budget in KL is spent by a search of its own.
+        """
+        place, choice = (length, layer), candidate.choice(layer, length)
+        if choice is None or choice.config.is_dense or place in candidate.tightened or candidate.recipe.budget.is_kl:
+            return None
+        if not self.tries[place] and proof.error(candidate.recipe.budget) > candidate.limits[place]:
+            return None
+        times = growth(proof, candidate.limits[place], candidate.recipe)
+        if proof.worst > (candidate.recipe.worst_rows or math.inf):  # more was given to rows than they bear
+            times = min(times, 1 / CLOSE**2 if self.tries[place] else 1.0)
+        if 1 / CLOSE <= times <= CLOSE or self.tries[place] == TRIES:
+            return None
+        self.tries[place] += 1
+        moved = choice.spending(choice.spent * min(times, MOST), allowed(candidate.recipe))
+        if moved.config == choice.config:
+            return None
+        return candidate.with_choice(layer, length, moved)
+
+
+def growth(proof: LayerProof, limit: float, recipe: Recipe) -> float:
+    """How many times the error that was measured a layer may have.
+
+    Args:
+        proof: What was measured of the layer on the adjust prompts.
+        limit: The error it may have, in the budget's unit.
+        recipe: Its margin, and the number of certify prompts, which says how far a bound is from the mean.
+    """
+    errors = [max(error, FLOOR * limit) for error in proof.errors(recipe.budget)]
+    mean = max(statistics.fmean(errors), proof.error(recipe.budget))
+    times = recipe.margin * limit / mean
+    if recipe.num_certify >= FEWEST:
+        times = min(times, AIM * limit / expected_mean_bound(errors, recipe.num_certify, look_confidence(1.0)))
+    return times
