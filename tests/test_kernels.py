@@ -11,6 +11,7 @@ from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels import prefill as prefill_module
+from s2o_runtime.kernels import tail as tail_module
 from s2o_runtime.kernels.call import Call, head_tables
 from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.kernels.prefill import Ranker, row_slices, s2o_prefill
@@ -264,7 +265,9 @@ def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch, nan_filled):
 @pytest.mark.parametrize("starts", all_but_first([None, [30, 0]], SLOW), ids=["whole", "left-padded"])
 @pytest.mark.parametrize("grain", all_but_first([4, 1], SLOW))
 @pytest.mark.parametrize("head_dim", all_but_first([64, 256], SLOW))
-def test_tail_sums_are_those_of_the_order(starts, grain, head_dim, nan_filled):
+@pytest.mark.parametrize("shares", all_but_first([3, 1], SLOW))
+def test_tail_sums_are_those_of_the_order(shares, starts, grain, head_dim, nan_filled, monkeypatch):
+    monkeypatch.setattr(tail_module, "tail_shares", lambda programs, steps: shares)
     q, k, v = inputs(2, 4, 2, 230, 700, head_dim)
     kv_start = None if starts is None else torch.tensor(starts)
     config = LayerConfig.uniform(4, segment=64, representatives=4, tail=True, grain=grain, tile=TILE)
@@ -282,6 +285,13 @@ def test_tail_sums_are_those_of_the_order(starts, grain, head_dim, nan_filled):
             mass, values = tail.mass[b, h, n, e].double(), tail.values[b, h, n, e].double()
             torch.testing.assert_close(mass, weights[rest].sum(), rtol=1e-4, atol=on_the_border)
             torch.testing.assert_close(values, weights[rest] @ means[rest], rtol=1e-4, atol=on_the_border * 4)
+
+
+def test_few_long_segments_are_shared_and_many_or_short_ones_are_not():
+    assert tail_module.tail_shares(32, 8192) == tail_module.TAIL_SHARES
+    assert tail_module.tail_shares(128, 8192) == 4
+    assert tail_module.tail_shares(16, 2048) == 2
+    assert tail_module.tail_shares(1024, 32768) == tail_module.tail_shares(8, 512) == 1
 
 
 def bucket_order(scores):

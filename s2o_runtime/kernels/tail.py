@@ -2,11 +2,13 @@
 
 For every segment and for every second bucket of its order: the sum of the weights of all steps in this bucket and
 behind it, and of weights times mean values (docs/method.md). Steps are read where they lie, none is gathered: it is a
-matrix product of [segments x buckets, steps] with [steps, D].
+matrix product of [segments x buckets, steps] with [steps, D]. Where segments are few, several programs share the steps
+of one, and another kernel adds up what they found.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -23,8 +25,14 @@ EDGES = 16  # of the order's buckets every second one
 TAIL_SEGMENTS = 4
 TAIL_STEPS = 64
 TAIL_WARPS = 4
+# A program takes 0.4 us for TAIL_STEPS steps whatever else runs (H200), so the last of few programs are waited for.
+TAIL_PROGRAMS = 512  # that many fill a GPU, and their sums of parts are 34 MB at most
+TAIL_SHARES = 8  # of the steps, at most
+FEWEST_STEPS = 1024  # of a share of the longest prefix
 POOL_STEPS = 32
 POOL_WARPS = 4
+ADD_BLOCK = 1024
+ADD_WARPS = 4
 
 
 class Tail(NamedTuple):
@@ -72,18 +80,20 @@ def _pool(
     tl.store(out + offs_d[None, :], (total / GRAIN).to(POOLED.dtype.element_ty), mask=step[:, None] < steps)
 
 
-@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "segments"])
+@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "segments", "shares", "share_size"])
 def _tail(
     SCORE, EDGE, VALUES, MASS, SUMS, KV_START, CU_Q, CU_K, SEGMENT, FLAGS, q_len, offset, row_begin, rows_end, segments,
-    stride_sb, stride_sh, stride_sn, stride_vb, stride_vh, stride_vl,
+    shares, share_size, stride_sb, stride_sh, stride_sn, stride_vb, stride_vh, stride_vl,
     GROUP: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr,
     BK: tl.constexpr, BN: tl.constexpr, GRAIN: tl.constexpr, IEEE: tl.constexpr,
     HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """MASS[b, h, n, e] = sum of 2^SCORE over the steps from edge e on; SUMS[b, h, n, e] = sum of 2^SCORE * VALUES.
 
-    Programs: (segments of the slice / BS, the last ones first; Hq; B), for heads with a tail. N' counts the segments of
-    the slice of rows row_begin .. rows_end. BK: steps at once; IEEE: products in float32. T is the input type.
+    Programs: (shares of segments of the slice / BS, the last ones first; Hq; B), for heads with a tail. N' counts the
+    segments of the slice of rows row_begin .. rows_end. Each of a segment's `shares` programs adds up a part of the
+    steps, and writes MASS and SUMS its number times share_size elements further on. BK: steps at once; IEEE: products in
+    float32. T is the input type.
 
         SCORE               float16 [B, Hq, N', P / GRAIN], strides s: as `scores._scores` wrote it
         EDGE                float32 [B, Hq, N', BUCKETS]: as `order._order` wrote it; every second one is an edge
@@ -95,7 +105,8 @@ def _tail(
         SEGMENT, FLAGS      int32 [Hq]: as in `call.HeadTables`
     """
     # long prefixes first
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // shares
+    share = tl.program_id(0) % shares
     h = tl.program_id(1)
     b = tl.program_id(2)
     segment = tl.load(SEGMENT + h)
@@ -118,7 +129,9 @@ def _tail(
         acc = tl.zeros([BS * EDGES, D], tl.float32)
         mass = tl.zeros([BS * EDGES, 16], tl.float32)  # a product with ones: every column is the sum
         last = tl.max(steps, 0)
-        for t in range(0, last, BK):
+        size = tl.cdiv(tl.cdiv(last, BK), shares) * BK
+        last = tl.minimum(last, (share + 1) * size)
+        for t in range(share * size, last, BK):
             step = t + tl.arange(0, BK)
             s = tl.load(score + step[None, :], mask=step[None, :] < steps[:, None], other=float("-inf")).to(tl.float32)
             v = tl.load(
@@ -137,8 +150,23 @@ def _tail(
         exists = (row_begin + (block * BS + row // EDGES) * segment < tl.minimum(rows_end, q_len)) & (
             block * BS + row // EDGES < segments
         )
-        tl.store(MASS + at, tl.max(mass, 1), mask=exists)
-        tl.store(SUMS + at[:, None] * D + offs_d[None, :], acc, mask=exists[:, None])
+        further = tl.multiple_of(share.to(tl.int64) * share_size, 16)  # there are 16 edges
+        tl.store(MASS + further + at, tl.max(mass, 1), mask=exists)
+        tl.store(SUMS + further + at[:, None] * D + offs_d[None, :], acc, mask=exists[:, None])
+
+
+@triton.jit(do_not_specialize=["shares", "size"])
+def _add(SHARES, OUT, shares, size, BLOCK: tl.constexpr):
+    """OUT[i] = the sum of SHARES[s, i] over s. Programs: (size / BLOCK,).
+
+        SHARES              float32 [shares, size]
+        OUT                 float32 [size]
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for share in range(shares):
+        total += tl.load(SHARES + share * size.to(tl.int64) + at, mask=at < size, other=0.0)
+    tl.store(OUT + at, total, mask=at < size)
 
 
 def pooled_values(v: Tensor, call: Call) -> Tensor:
@@ -168,15 +196,20 @@ def tail_sums(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
     shape, tables, score = call.shape, call.tables, ranked.score
     assert ranked.first is not None
     assert ranked.edge is not None
-    mass = torch.empty(*score.shape[:3], EDGES, dtype=torch.float32, device=score.device)
-    values = torch.empty(*score.shape[:3], EDGES, shape.head_dim, dtype=torch.float32, device=score.device)
+    sums = math.prod(score.shape[:3]) * EDGES
+    blocks = -(-score.shape[2] // TAIL_SEGMENTS)
+    shares = tail_shares(blocks * shape.query_heads * shape.batch, score.shape[3])
+    # of each share the sums, and behind them their masses
+    parts = torch.empty(shares, sums * (shape.head_dim + 1), dtype=torch.float32, device=score.device)
     launch(
         _tail,
-        (-(-score.shape[2] // TAIL_SEGMENTS), shape.query_heads, shape.batch),
+        (blocks * shares, shape.query_heads, shape.batch),
         {
-            "SCORE": score, "EDGE": ranked.edge, "VALUES": pooled, "MASS": mass, "SUMS": values, **call.starts,
+            "SCORE": score, "EDGE": ranked.edge, "VALUES": pooled, "MASS": parts[0, sums * shape.head_dim :],
+            "SUMS": parts, **call.starts,
             "SEGMENT": tables.segment, "FLAGS": tables.flags, "q_len": shape.q_len, "offset": shape.offset,
             "row_begin": rows.start, "rows_end": rows.stop, "segments": score.shape[2],
+            "shares": shares, "share_size": parts.shape[1],
             **strides("bhn", s=score), **strides("bhl", v=pooled),
         },
         {
@@ -186,7 +219,30 @@ def tail_sums(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
         },
         num_warps=TAIL_WARPS,
     )  # fmt: skip
-    return Tail(ranked.first, mass, values)
+    whole = parts[0]
+    if shares > 1:
+        whole = torch.empty_like(whole)
+        launch(
+            _add,
+            (-(-len(whole) // ADD_BLOCK), 1, 1),
+            {"SHARES": parts, "OUT": whole, "shares": shares, "size": len(whole)},
+            {"BLOCK": ADD_BLOCK},
+            num_warps=ADD_WARPS,
+        )
+    values, mass = whole[: sums * shape.head_dim], whole[sums * shape.head_dim :]
+    return Tail(
+        ranked.first, mass.view(*score.shape[:3], EDGES), values.view(*score.shape[:3], EDGES, shape.head_dim)
+    )
+
+
+def tail_shares(programs: int, steps: int) -> int:
+    """How many programs share the steps of a segment.
+
+    Args:
+        programs: how many there are if none are shared.
+        steps: of the longest prefix.
+    """
+    return max(1, min(TAIL_PROGRAMS // programs, steps // FEWEST_STEPS, TAIL_SHARES))
 
 
 def tail_steps(head_dim: int) -> int:
