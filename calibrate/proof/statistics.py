@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PIVOT_POINTS = 1000  # of the integral over a sample's spread
-USUAL_SPREAD, USUAL_WEIGHT = 0.3, 4  # of logarithms of errors between prompts; as good as so many values
+USUAL_SPREAD, USUAL_WEIGHT = 0.35, 1  # of logarithms of errors between prompts; as good as so many values
 
 
 @dataclass(frozen=True)
