@@ -598,11 +598,11 @@ def compile_kernel(
         stack=stack,
         local=local,
         assembly_layouts=_assembly_layouts(built.asm["ttgir"]),
-        overlap=_overlap(built),
+        overlap=overlap_of(built),
     )
 
 
-def _overlap(built: Any) -> Overlap:
+def overlap_of(built: Any) -> Overlap:
     """What Triton's launcher and the instructions of a compiled kernel say of overlap.
 
     Triton's own form has the order of the source, structured: a wait at the outermost level stands in the way of all

@@ -167,6 +167,70 @@ def test_pointers_that_are_not_aligned_neither_use_nor_replace_what_is_kept(kern
     assert len(kernel.direct) == 1
 
 
+class OverlappingKernel(Kernel):
+    arg_names = (*Kernel.arg_names, "OVERLAP")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Say what compute capability the tensors' device has, and that kernels are compiled."""
+    capabilities = {"here": (9, 0)}
+    monkeypatch.setattr(launch_module, "capability", lambda device: capabilities["here"])
+    monkeypatch.setattr(launch_module, "interpreted", lambda: False)
+    launch_module.can_overlap.cache_clear()
+    yield capabilities
+    launch_module.can_overlap.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "overlaps"), [((0, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), True)]
+)
+def test_kernels_overlap_where_the_gpu_can(kernel, gpu, capability, overlaps):
+    gpu["here"] = capability
+    options = {"launch_pdl": True} if overlaps else {}
+    overlapping, x = OverlappingKernel(), torch.zeros(64)
+    for _ in range(2):
+        call(overlapping, x)
+        call(kernel, x)  # without the constant: an ordinary launch everywhere
+    constants = {"B": 2, "A": 1, "num_warps": 4}
+    assert overlapping.through_triton == [((3, 2, 1), x, 16, 7, constants | {"OVERLAP": overlaps} | options)]
+    assert kernel.through_triton == [((3, 2, 1), x, 16, 7, constants)]
+    # the launcher wants the constants too
+    assert [launched[9:] for launched in overlapping.direct] == [(x.data_ptr(), 16, 7, 1, 2, overlaps)]
+    assert [launched[9:] for launched in kernel.direct] == [(x.data_ptr(), 16, 7, 1, 2)]
+
+
+def test_kernels_of_the_interpreter_do_not_overlap(kernel, gpu, monkeypatch):
+    monkeypatch.setattr(launch_module, "interpreted", lambda: True)
+    overlapping, x = OverlappingKernel(), torch.zeros(64)
+    call(overlapping, x)
+    ((*_, constants),) = overlapping.through_triton
+    assert constants == {"B": 2, "A": 1, "num_warps": 4, "OVERLAP": False}
+
+
+def test_the_overlap_can_be_switched_off_and_on(kernel, gpu, monkeypatch):
+    overlapping, x = OverlappingKernel(), torch.zeros(64)
+    for on in (True, False, True, False):
+        monkeypatch.setattr(launch_module, "OVERLAP", on)
+        call(overlapping, x)
+    # two compiled kernels, each launched again
+    assert [launched[-1].get("launch_pdl", False) for launched in overlapping.through_triton] == [True, False]
+    assert [launched[-1] for launched in overlapping.direct] == [True, False]
+
+
+def test_nobody_gives_the_overlap_but_the_launch(kernel, gpu):
+    class First(Kernel):
+        arg_names = ("X", "stride", "count", "OVERLAP", "A", "B")
+
+    x = torch.zeros(64)
+    with pytest.raises(TypeError, match="expected pointers, numbers, then constants"):
+        call(First(), x)
+    with pytest.raises(TypeError, match="has no parameter OVERLAP"):
+        launch(OverlappingKernel(), (1, 1, 1), {"X": x, "stride": 16, "count": 1}, {"A": 1, "B": 1, "OVERLAP": True})
+    with pytest.raises(TypeError, match="got no value for B: give"):
+        launch(OverlappingKernel(), (1, 1, 1), {"X": x, "stride": 16, "count": 1}, {"A": 1})
+
+
 def test_an_untested_triton_launches_every_kernel_itself(kernel, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(triton, "__version__", "99.0.1+cu130")
