@@ -187,10 +187,11 @@ def _bind(kernel: Any, arguments: Mapping[str, Argument], constants: Mapping[str
     pointers = [name for name in names if name in arguments and name.isupper()]
     numbers = [name for name in names if name in arguments and not name.isupper()]
     ordered = [*pointers, *numbers, *(name for name in names if name in constants)]
-    overlaps = len(names) < len(kernel.arg_names)
-    if list(kernel.arg_names) != ordered + ["OVERLAP"] * overlaps or not pointers:
+    parameters = list(kernel.arg_names)
+    overlaps = len(names) < len(parameters)
+    if parameters != ordered + ["OVERLAP"] * overlaps or not pointers:
         raise TypeError(
-            f"the parameters of {_name(kernel)} are {list(kernel.arg_names)}: expected pointers, numbers, then constants"
+            f"the parameters of {_name(kernel)} are {parameters}: expected pointers, numbers, then constants"
         )
     alike = set(getattr(kernel, "do_not_specialize", ()))  # the interpreter, which compiles nothing, does not say
     _bindings[id(kernel)] = binding = _Binding(
