@@ -71,6 +71,7 @@ POINTERS = {
     "EDGE": "fp32",
     "MASS": "fp32",
     "SUMS": "fp32",
+    "SHARES": "fp32",
     "VALUES": "bf16",
     "POOLED": "bf16",
     "TRUTH": "bf16",
@@ -135,8 +136,8 @@ FEATURE_KERNELS = ("prefill", "prefill_hopper", "trace", "log_sums", "scores")
 FEATURE_CAPABILITIES = (80, 90, 100)
 # What one call of the op launches.
 OVERLAPPING_KERNELS = (
-    "channel_ranges", "quantise_keys", "representatives", "log_sums", "scores", "order", "pool", "tail", "prefill",
-    "prefill_hopper",
+    "channel_ranges", "quantise_keys", "representatives", "log_sums", "scores", "order", "pool", "tail", "add",
+    "prefill", "prefill_hopper",
 )  # fmt: skip
 # The same for the kernel of the baselines.
 BLOCK_SPARSE_VARIANTS: dict[str, dict[str, object]] = {
@@ -344,7 +345,7 @@ def cases() -> list[Case]:
                 heights = {(tile.block_m, min(other.stride for other in tiles)) for tile in tiles}
                 traced = {replace(trace_tile(head_dim, pair, *height), chunk=1) for height in heights}
                 chosen += [Case("trace", capability, head_dim, tile) for tile in sorted(traced, key=str)]
-        chosen.append(Case("order", capability))
+        chosen += [Case("order", capability), Case("add", capability)]
     return (
         block_sparse_cases()
         + antidiagonal_cases()
@@ -359,7 +360,7 @@ def cases() -> list[Case]:
             replace(case, variant=variant)
             for case in chosen
             for variant, switches in VARIANTS.items()
-            if case.kernel not in ("pool", "tail") or "HAS_TAIL" in switches
+            if case.kernel not in ("pool", "tail", "add") or "HAS_TAIL" in switches
             if case.kernel != "trace" or "PACKED" not in switches
         ]
     )
@@ -493,6 +494,9 @@ def compile_case(case: Case) -> Compiled:
         return compile_kernel(
             antidiagonal._mass, constants, case.capability, ASTSource, {"num_warps": antidiagonal.MASS_WARPS}
         )
+    if case.kernel == "add":
+        constants, types = {"BLOCK": tail.ADD_BLOCK}, POINTERS | {"OUT": "fp32"}
+        return compile_kernel(tail._add, constants, case.capability, ASTSource, {"num_warps": tail.ADD_WARPS}, types)
     if case.tile is None:
         parts = means.parts_at_once(case.representatives)
         warps = scores.score_warps(case.representatives, case.head_dim)

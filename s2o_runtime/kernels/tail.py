@@ -159,12 +159,13 @@ def _tail(
 
 
 @triton.jit(do_not_specialize=["shares", "size"])
-def _add(SHARES, OUT, shares, size, BLOCK: tl.constexpr):
+def _add(SHARES, OUT, shares, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """OUT[i] = the sum of SHARES[s, i] over s. Programs: (size / BLOCK,).
 
         SHARES              float32 [shares, size]
         OUT                 float32 [size]
     """
+    after_earlier_kernels(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for share in range(shares):
