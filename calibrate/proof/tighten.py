@@ -2,8 +2,9 @@
 
 A candidate is changed in two places, and both return a new candidate. While the held-out prompts move through the
 model, a layer's spending is first moved to what it may spend (`spend`, in the first attempt), then a layer whose error
-is over its limit is tightened (`tighten_layer`), and it is run again before the next layer sees it. After all layers, a length that lost needles gets half its budget, a length that is over a budget in
-KL gets less by as much, and a length whose prefill was slower than the dense one becomes dense (`tighten`).
+is over its limit is tightened (`tighten_layer`), and it is run again before the next layer sees it. After all layers, a
+length that lost needles gets half its budget, a length that is over a budget in KL gets less by as much, and a length
+whose prefill was slower than the dense one becomes dense (`tighten`).
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ def _tail(
 
     Programs: (shares of segments of the slice / BS, the last ones first; Hq; B), for heads with a tail. N' counts the
     segments of the slice of rows row_begin .. rows_end. Each of a segment's `shares` programs adds up a part of the
-    steps, and writes MASS and SUMS its number times share_size elements further on. BK: steps at once; IEEE: products in
-    float32. T is the input type.
+    steps, and writes MASS and SUMS its number times share_size elements further on. BK: steps at once; IEEE: products
+    in float32. T is the input type.
 
         SCORE               float16 [B, Hq, N', P / GRAIN], strides s: as `scores._scores` wrote it
         EDGE                float32 [B, Hq, N', BUCKETS]: as `order._order` wrote it; every second one is an edge
@@ -162,8 +162,8 @@ def _tail(
 def _add(SHARES, OUT, shares, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """OUT[i] = the sum of SHARES[s, i] over s. Programs: (size / BLOCK,).
 
-        SHARES              float32 [shares, size]
-        OUT                 float32 [size]
+    SHARES              float32 [shares, size]
+    OUT                 float32 [size]
     """
     after_earlier_kernels(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -234,9 +234,7 @@ def tail_sums(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
             num_warps=ADD_WARPS,
         )
     values, mass = whole[: sums * shape.head_dim], whole[sums * shape.head_dim :]
-    return Tail(
-        ranked.first, mass.view(*score.shape[:3], EDGES), values.view(*score.shape[:3], EDGES, shape.head_dim)
-    )
+    return Tail(ranked.first, mass.view(*score.shape[:3], EDGES), values.view(*score.shape[:3], EDGES, shape.head_dim))
 
 
 def tail_shares(programs: int, steps: int) -> int:
