@@ -250,7 +250,7 @@ def test_a_model_that_is_spread_over_devices_mixes_no_tensors_of_two(tmp_path, m
     spread(decoder.embed_tokens, decoder.rotary_emb, decoder.layers[0], device="first")
     spread(decoder.layers[1], decoder.norm, model.lm_head, device="second")
     with PretendedDevices() as devices:
-        options = QUICKEST | {"budget_rel_mse": 0.5, "lengths": (768,), "num_certify": 2, "out": tmp_path / "p"}
+        options = QUICKEST | {"budget_rel_mse": 0.5, "lengths": (768,), "num_certify": 4, "out": tmp_path / "p"}
         assert calibrate(model, tiny_tokenizer(), progress=False, **options).written
         with torch.no_grad(), patched(model, tmp_path / "p", strict=True):
             model(torch.randint(8, 120, (1, 768)))

@@ -74,9 +74,10 @@ def growth(proof: LayerProof, limit: float, recipe: Recipe) -> float:
         limit: The error it may have, in the budget's unit.
         recipe: Its margin, and the number of certify prompts, which says how far a bound is from the mean.
     """
-    errors = [max(error, FLOOR * limit) for error in proof.errors(recipe.budget)]
-    mean = max(statistics.fmean(errors), proof.error(recipe.budget))
+    errors = proof.errors(recipe.budget)
+    mean = max(statistics.fmean(errors), proof.error(recipe.budget), FLOOR * FLOOR * limit)
     times = recipe.margin * limit / mean
     if recipe.num_certify >= FEWEST:
-        times = min(times, AIM * limit / expected_mean_bound(errors, recipe.num_certify, look_confidence(1.0)))
+        counted = [max(error, FLOOR * limit) for error in errors]  # as a look at a layer counts them
+        times = min(times, AIM * limit / expected_mean_bound(counted, recipe.num_certify, look_confidence(1.0)))
     return times
