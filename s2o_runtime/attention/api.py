@@ -21,6 +21,8 @@ from s2o_runtime.scoring import Scoring, without_gradients
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from s2o_runtime.kernels.plan import Recorder
+
 
 class Options(TypedDict, total=False):
     """The optional arguments of `s2o_attention` that do not change the type of its result."""
@@ -107,7 +109,7 @@ def s2o_attention(
     sinks = without_gradients(sinks)
     repeated, inputs = None, (q, k, v, kv_start, sinks)
     if not torch.compiler.is_compiling():
-        options = (*_numbers(scale, softcap), backend, return_stats, return_lse)
+        options = (*numbers(scale, softcap), backend, return_stats, return_lse)
         plain = backend == "auto" and softcap is None and not (return_stats or return_lse)
         repeated = repeated_call(inputs, config, options, plain and is_decode(q, k))
     elif not (return_stats or return_lse):
@@ -117,7 +119,7 @@ def s2o_attention(
     if repeated is None or (answer := repeated.replay(inputs)) is None:
         scoring = Scoring(scale, softcap, sinks)
         call = AttentionCall.of(q, k, v, config, scoring=scoring, kv_start=kv_start, with_lse=return_lse)
-        answer = _computed(call, backend, return_stats, repeated, inputs)
+        answer = computed(call, backend, return_stats, repeated, recording(repeated, inputs))
     choice, shape, (out, visited, lse) = answer
     if not (return_stats or return_lse):
         return out
@@ -190,14 +192,14 @@ def s2o_attention_varlen(
     inputs = (q, k, v, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k, sinks)
     if not torch.compiler.is_compiling():
         lengths = index(max_seqlen_q), index(max_seqlen_k)
-        options = (*_numbers(scale, softcap), backend, return_stats, return_lse, *lengths)
+        options = (*numbers(scale, softcap), backend, return_stats, return_lse, *lengths)
         repeated = repeated_call(inputs, config, options)
     if repeated is None or (answer := repeated.replay(inputs)) is None:
         call = AttentionCall.packed(
             q, k, v, config, cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
             scoring=Scoring(scale, softcap, sinks), with_lse=return_lse,
         )  # fmt: skip
-        answer = _computed(call, backend, return_stats, repeated, inputs)
+        answer = computed(call, backend, return_stats, repeated, recording(repeated, inputs))
     choice, shape, (out, visited, lse) = answer
     if not (return_stats or return_lse):
         return out
@@ -207,22 +209,38 @@ def s2o_attention_varlen(
     return Attention(out, lse, stats)
 
 
-def _numbers(scale: float | None, softcap: float | None) -> tuple[float | None, float | None]:
+def numbers(scale: float | None, softcap: float | None) -> tuple[float | None, float | None]:
     """The scale and the cap, as a key of plans: given as an integer or a tensor they are the same numbers."""
     return None if scale is None else float(scale), None if softcap is None else float(softcap)
 
 
-def _computed(
-    call: AttentionCall, backend: Backend, keep_visited: bool, repeated: RepeatedCall | None, inputs: Inputs
-) -> Answer:
-    """Choose a backend and run the call; its launches are recorded if they are to be replayed for others like it."""
+def recording(repeated: RepeatedCall | None, inputs: Inputs) -> Recorder | None:
+    """What is to record a call; None if nothing is."""
+    return None if repeated is None else repeated.recorder(inputs)
+
+
+def computed(
+    call: AttentionCall, backend: Backend, keep_visited: bool, repeated: RepeatedCall | None,
+    recorder: Recorder | None, out: Tensor | None = None,
+) -> Answer:  # fmt: skip
+    """Choose a backend and run the call; its launches are recorded if they are to be replayed for others like it.
+
+    Args:
+        call: the call.
+        backend: the one asked for.
+        keep_visited: whether the answer is to have what row tiles visited.
+        repeated: the calls that are like this one, if such are kept.
+        recorder: has recorded what this call launched before, and records the rest; None if nothing is recorded.
+        out: of a packed call, a tensor that `takes_output`.
+    """
     choice = choose_backend(call, backend)
     if repeated is not None and choice.backend == "dense":
         repeated.goes_dense(call, choice)
-    recorder = repeated.recorder(inputs) if repeated is not None and choice.backend == "triton" else None
+    if choice.backend != "triton":
+        recorder = None
     with nullcontext() if recorder is None else recorder:
-        out, visited, lse = compute(call, choice.backend)
-    answer = choice, call.shape, (out, visited if keep_visited else None, lse)
+        result, visited, lse = compute(call, choice.backend, out)
+    answer = choice, call.shape, (result, visited if keep_visited else None, lse)
     if repeated is not None and recorder is not None:
         repeated.keep(recorder, answer)
     return answer

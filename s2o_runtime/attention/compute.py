@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.attention.call import AttentionCall
+from s2o_runtime.config import HEAD_DIMS
 from s2o_runtime.devices import launching_on
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import dense_attention, log_sum_exp
@@ -29,10 +30,16 @@ class Outputs(NamedTuple):
     lse: Tensor | None
 
 
-def compute(call: AttentionCall, backend: str) -> Outputs:
-    """Run a call with "triton", "reference" or "dense", the heads of baselines included."""
+def compute(call: AttentionCall, backend: str, out: Tensor | None = None) -> Outputs:
+    """Run a call with "triton", "reference" or "dense", the heads of baselines included.
+
+    Args:
+        call: the call.
+        backend: which of the three.
+        out: of a packed call, a tensor that `takes_output`: written and returned.
+    """
     if backend == "triton":
-        outputs = _with_kernels(call)
+        outputs = _with_kernels(call, out)
     elif call.is_packed:
         outputs = _one_by_one(call, backend)
     else:
@@ -41,11 +48,25 @@ def compute(call: AttentionCall, backend: str) -> Outputs:
         _add_baselines(call, backend, outputs.out, outputs.visited)
     if not call.is_packed:
         return outputs
-    out, visited, lse = outputs
-    return Outputs(out[0].transpose(0, 1), visited, None if lse is None else lse[0])
+    computed, visited, lse = outputs
+    lse = None if lse is None else lse[0]
+    if out is None:
+        return Outputs(computed[0].transpose(0, 1), visited, lse)
+    if backend != "triton":
+        out.copy_(computed[0].transpose(0, 1))
+    return Outputs(out, visited, lse)
 
 
-def _with_kernels(call: AttentionCall) -> Outputs:
+def takes_output(out: Tensor, q: Tensor) -> bool:
+    """Whether the kernels can write the output of these packed queries, [Tq, Hq, D], straight into a tensor.
+
+    Not into memory of the queries, which they read meanwhile, nor of head dims that are filled up with zeros.
+    """
+    laid = out.is_contiguous() and not out.data_ptr() & 15 and out.shape[2] in HEAD_DIMS
+    return laid and out.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()
+
+
+def _with_kernels(call: AttentionCall, given: Tensor | None = None) -> Outputs:
     """S2O's kernels; other head dims run as the next larger one that holds q, k and v, filled with zeros."""
     from s2o_runtime.kernels.call import Call, head_tables
     from s2o_runtime.kernels.prefill import s2o_prefill
@@ -62,8 +83,9 @@ def _with_kernels(call: AttentionCall) -> Outputs:
     sinks = None if sinks is None else sinks.contiguous()
     tables = head_tables(call.config, device)
     kernel_call = Call(call.config, shape, scale, tables, kv_start, cu_q, cu_k, softcap, sinks)
+    given = None if given is None else given.transpose(0, 1)[None]
     with launching_on(device):
-        out, visited, lse = s2o_prefill(q, k, v, kernel_call, call.with_lse)
+        out, visited, lse = s2o_prefill(q, k, v, kernel_call, call.with_lse, given)
     return Outputs(out if shape.head_dim == value_dim else out[..., :value_dim], visited, lse)
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from operator import index
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention.api import s2o_attention_varlen
+from s2o_runtime.attention.api import computed, numbers, recording
 from s2o_runtime.attention.backend import Backend
-from s2o_runtime.attention.result import Attention
+from s2o_runtime.attention.call import AttentionCall
+from s2o_runtime.attention.compute import takes_output
+from s2o_runtime.attention.replay import repeated_call
+from s2o_runtime.attention.result import Attention, AttentionStats
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import capability, interpreted, launching_on
 from s2o_runtime.errors import InputError
 from s2o_runtime.pages import PagedKeys, packed_starts
 from s2o_runtime.reference.pages import gather_pages_reference
+from s2o_runtime.scoring import Scoring
 from s2o_runtime.shapes import KERNEL_TYPES
 from s2o_runtime.tiles import FP8_CAPABILITY, MIN_CAPABILITY
 
@@ -106,7 +112,7 @@ def s2o_attention_paged(
             `cu_q`, `seq_lens` and `block_table` hold is not checked: that would wait for the device.
         ConfigError: the config is illegal.
     """
-    if seq_lens.dtype != torch.int32 or seq_lens.ndim != 1 or len(seq_lens) != len(cu_q) - 1:
+    if seq_lens.dtype != torch.int32 or seq_lens.ndim != 1 or len(seq_lens) != len(cu_q) - 1:  # not in a plan's key
         raise InputError(
             f"seq_lens is {seq_lens.dtype} {tuple(seq_lens.shape)}: expected int32 [{len(cu_q) - 1}], as cu_q has edges"
         )
@@ -114,25 +120,32 @@ def s2o_attention_paged(
         raise InputError(
             f"out is {out.dtype} {tuple(out.shape)} on {out.device}: expected {q.dtype} {tuple(q.shape)} on {q.device}"
         )
-    pages = PagedKeys(
-        k_cache,
-        v_cache,
-        block_table,
-        cu_k=packed_starts(seq_lens) if cu_k is None else cu_k,
-        max_k=max_k,
-        total_k=int(seq_lens.sum()) if total_k is None else total_k,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    ).validate(q.dtype)
-    k, v = gathered(pages, q.dtype)
-    attention = s2o_attention_varlen(
-        q, k, v, cu_q, pages.cu_k, max_q, max_k, config,
-        scale=scale, backend=backend, return_stats=True, return_lse=return_lse,
-    )  # fmt: skip
-    result = attention.out if out is None else out.copy_(attention.out)
+    cu_k = packed_starts(seq_lens) if cu_k is None else cu_k
+    total_k = int(seq_lens.sum()) if total_k is None else total_k
+    written = out if out is not None and out.ndim == 3 and takes_output(out, q) else None  # by the kernels
+    repeated = None
+    inputs = (q, written, k_cache, v_cache, block_table, cu_q, None if cu_k is cu_q else cu_k, k_scale, v_scale)
+    if not torch.compiler.is_compiling():
+        lengths = index(max_q), index(max_k), index(total_k)
+        any_length = 2 if written is not None and not return_lse and len(q) else 0
+        options = (*numbers(scale, None), backend, return_stats, return_lse, "paged", *lengths)
+        repeated = repeated_call(inputs, config, options, any_length=any_length)
+    if repeated is None or (answer := repeated.replay(inputs)) is None:
+        pages = PagedKeys(k_cache, v_cache, block_table, cu_k, max_k, total_k, k_scale, v_scale).validate(q.dtype)
+        recorder = recording(repeated, inputs)
+        with nullcontext() if recorder is None else recorder:
+            k, v = gathered(pages, q.dtype)
+        call = AttentionCall.packed(
+            q, k, v, config, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, scoring=Scoring(scale), with_lse=return_lse
+        )
+        answer = computed(call, backend, return_stats, repeated, recorder, written)
+    choice, shape, (result, visited, lse) = answer
+    if out is not None:
+        result = out if written is not None else out.copy_(result)
     if not (return_stats or return_lse):
         return result
-    return attention._replace(out=result, stats=attention.stats if return_stats else None)
+    stats = AttentionStats(*choice, config, shape, None, visited, cu_q, cu_k) if return_stats else None
+    return Attention(result, lse, stats)
 
 
 def gathered(pages: PagedKeys, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

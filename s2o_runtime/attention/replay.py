@@ -4,7 +4,8 @@ Of a call that the kernels compute, the launches are recorded once and replayed,
 `kernels.plan` has these plans. Of a call that goes dense it is remembered that it does: nothing is checked or chosen.
 
 Two calls are alike if everything that their checks, their backend and their launches follow from is equal: the config,
-the options, and the shape, strides, type and device of every tensor. Of a decode step, which goes dense whatever the
+the options, and the shape, strides, type and device of every tensor. Of packed queries whose output is given only the
+longest sequence counts, which is one of the options. Of a decode step, which goes dense whatever the
 layer, the number of heads counts for the config, so that the layers of a model are alike.
 """
 
@@ -79,14 +80,14 @@ class RepeatedCall:
     def keep(self, recorder: Recorder, answer: Answer) -> None:
         """Keep the plan of the recorded call that had this answer, if it can be repeated."""
         choice, shape, outputs = answer
-        plan = recorder.plan(outputs)
+        plan = recorder.plan([None if output is None or recorder.was_given(output) else output for output in outputs])
         if plan is not None:
             self._known = plan, choice, shape
 
 
 def repeated_call(
-    inputs: Inputs, config: LayerConfig, options: CallKey, is_decode: bool = False
-) -> RepeatedCall | None:  # fmt: skip
+    inputs: Inputs, config: LayerConfig, options: CallKey, is_decode: bool = False, any_length: int = 0
+) -> RepeatedCall | None:
     """The calls that are like this one, this one included; None if nothing is kept of such calls.
 
     Args:
@@ -94,6 +95,7 @@ def repeated_call(
         config: of the layer.
         options: every other argument, hashable.
         is_decode: whether such calls go dense whatever the config.
+        any_length: so many of the inputs, the first ones, may have any first size, which no launch depends on.
     """
     if config.baseline_heads:  # torch selects a baseline's blocks
         return None
@@ -105,7 +107,9 @@ def repeated_call(
         elif type(tensor) is not Tensor or (gradients and tensor.requires_grad):
             return None
         else:
-            key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            shape = tensor.shape if any_length <= 0 else tensor.shape[1:]
+            key += (shape, tensor.stride(), tensor.dtype, tensor.device)
+        any_length -= 1
     return (_steps if is_decode else _calls)(tuple(key))
 
 

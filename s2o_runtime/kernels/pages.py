@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -103,8 +105,14 @@ def _scales(pages: PagedKeys) -> tuple[Tensor | None, Tensor | None]:
     """The scales of an fp8 cache, both of one length; None for a cache of the queries' type."""
     if not pages.is_fp8:
         return None, None
-    ones = torch.ones(1, device=pages.k.device)
-    k_scale, v_scale = (ones if scale is None else scale.contiguous() for scale in (pages.k_scale, pages.v_scale))
-    if len(k_scale) != len(v_scale):
-        k_scale, v_scale = (scale.expand(pages.kv_heads).contiguous() for scale in (k_scale, v_scale))
+    given = [scale for scale in (pages.k_scale, pages.v_scale) if scale is not None]
+    count = max(map(len, given), default=1)
+    scales = (_ones(count, pages.k.device) if scale is None else scale for scale in (pages.k_scale, pages.v_scale))
+    k_scale, v_scale = (scale.contiguous() if len(scale) == count else scale.repeat(count) for scale in scales)
     return k_scale, v_scale
+
+
+@lru_cache(maxsize=64)
+def _ones(count: int, device: torch.device) -> Tensor:
+    """The scales of a cache that has none; kept, so that a call launches nothing for them."""
+    return torch.ones(count, device=device)

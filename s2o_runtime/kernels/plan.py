@@ -181,6 +181,10 @@ class Recorder:
         self._constants.append(pointer)
         return _Source("constant", len(self._constants) - 1)
 
+    def was_given(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of the inputs, such as an output that the caller gave."""
+        return any(tensor is given for given in self._inputs)
+
     def plan(self, outputs: Sequence[Tensor | None]) -> Plan | None:
         """The plan of the recorded call that returned `outputs`, or None if it cannot be repeated."""
         if not self._repeatable or not self._launches:

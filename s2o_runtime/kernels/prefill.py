@@ -209,7 +209,9 @@ def _prefill(
         tl.store(VISITED + b.to(tl.int64) * stride_cb + h.to(tl.int64) * stride_ch + row0 // BM, done * BN)
 
 
-def s2o_prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+def s2o_prefill(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, lse: bool = False, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """S2O attention with Triton: the same function as `reference.s2o_attention_reference`.
 
     Args:
@@ -218,6 +220,8 @@ def s2o_prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: bool = False) 
             sequences lie behind one another along the length of one batch entry, which is expanded to B (stride 0).
         call: their shape, settings and, for packed or padded sequences, where these begin.
         lse: return the log-sum-exp too.
+        out: the output, written and returned, [B, Hq, Lq, D] in q's type, the last dimension contiguous, of packed
+            sequences one batch entry; a new tensor by default.
 
     Returns:
         The output [B, Hq, Lq, D], laid out as [B, Lq, Hq, D]; the prefix keys each row tile computed, int32
@@ -225,7 +229,8 @@ def s2o_prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: bool = False) 
     """
     shape = call.shape
     entries, rows_in_memory = (shape.batch, shape.q_len) if not call.packed else (1, q.shape[2])
-    out = q.new_empty(entries, rows_in_memory, shape.query_heads, shape.head_dim).transpose(1, 2)
+    if out is None:
+        out = q.new_empty(entries, rows_in_memory, shape.query_heads, shape.head_dim).transpose(1, 2)
     logs = q.new_empty(entries, shape.query_heads, rows_in_memory, dtype=torch.float32) if lse else None
     visited = torch.empty(
         shape.batch, shape.query_heads, shape.row_tiles(call.config.tile.block_m), dtype=torch.int32, device=q.device
