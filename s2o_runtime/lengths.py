@@ -5,11 +5,23 @@ from __future__ import annotations
 import math
 
 STEPS_PER_OCTAVE = 8
+BOUNDS_PER_OCTAVE = 16
+LEAST_BOUND_STEP = 64
 
 
 def length_step(length: int) -> int:
     """The length's place on a log scale with eight steps to the octave; equal steps share a configuration."""
     return round(math.log2(max(1, length)) * STEPS_PER_OCTAVE)
+
+
+def shared_bound(length: int) -> int:
+    """A bound of the length that others share, at most a sixteenth or 63 above it.
+
+    Kernels of packed sequences read their lengths on the device; the host needs bounds, and calls of equal bounds can
+    share their recorded launches. Programs and memory behind a sequence's end cost next to nothing.
+    """
+    step = max(LEAST_BOUND_STEP, (1 << length.bit_length() >> 1) // BOUNDS_PER_OCTAVE)
+    return -(-length // step) * step
 
 
 def far_apart(shorter: int, longer: int) -> bool:

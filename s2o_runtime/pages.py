@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from s2o_runtime.errors import InputError
@@ -108,4 +107,6 @@ class PagedKeys:
 
 def packed_starts(lengths: Tensor) -> Tensor:
     """Where sequences of these lengths begin, packed one behind another: int32 [N + 1] from int32 [N]."""
-    return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    starts = lengths.new_zeros(len(lengths) + 1, dtype=torch.int32)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=starts[1:])
+    return starts

@@ -219,12 +219,12 @@ class _Implementation:
     def _sparse(self, fit: LayerFit, run: Run, batch: Batch, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         """Compute one run with S2O."""
         k, v = key_and_value_pages(kv_cache, self.s2o_host.layout, self.head_size)
-        call, counters = batch.sparse_call(run), self.s2o_server.counters
+        call, counters = batch.sparse_call(run, k.shape[1]), self.s2o_server.counters
         rows = output[run.rows].view(-1, self.num_heads, self.head_size)
         attention = s2o_attention_paged(
             query[run.rows], k, v, fit.config(run.max_k),
-            cu_q=call.cu_q, seq_lens=call.seq_lens, block_table=call.block_table, max_q=run.max_q, max_k=run.max_k,
-            total_k=run.total_k, cu_k=call.cu_k, scale=self.scale, out=rows, return_stats=True,
+            cu_q=call.cu_q, seq_lens=call.seq_lens, block_table=call.block_table, max_q=call.max_q, max_k=call.max_k,
+            total_k=call.total_k, cu_k=call.cu_k, scale=self.scale, out=rows, return_stats=True,
         )  # fmt: skip
         stats = attention.stats
         assert stats is not None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from s2o_runtime.lengths import shared_bound
 from s2o_runtime.pages import packed_starts
 from s2o_runtime.vllm.fit import LayerFit
 from s2o_runtime.vllm.plan import Plan, Run, plan
@@ -28,12 +29,18 @@ WHOLE_ONLY = {
 
 @dataclass(frozen=True)
 class SparseCall:
-    """The tensors of one sparse run, as `s2o_attention_paged` takes them: the same for all layers of a cache group."""
+    """What `s2o_attention_paged` takes of one sparse run: the same for all layers of a cache group.
+
+    The three numbers are bounds that runs of other lengths share (`lengths.shared_bound`), and with them their plans.
+    """
 
     cu_q: Tensor
     cu_k: Tensor
     seq_lens: Tensor
     block_table: Tensor
+    max_q: int
+    max_k: int
+    total_k: int
 
 
 class Batch:
@@ -62,16 +69,22 @@ class Batch:
             self._plans[layer.kind] = plan(self._starts, self._lengths, layer.why_dense, self._max_keys)
         return self._plans[layer.kind]
 
-    def sparse_call(self, run: Run) -> SparseCall:
-        """The tensors of a sparse run."""
+    def sparse_call(self, run: Run, page_size: int) -> SparseCall:
+        """The arguments of a sparse run, whose cache has pages of so many tokens."""
         if run not in self._calls:
             common, edges = self._common, slice(run.first, run.last + 1)
             seq_lens = common.seq_lens[run.requests].int()
+            cu_q = common.query_start_loc[edges] - run.begin  # a copy: the server writes its next batch there
+            table = common.block_table_tensor[run.requests]
+            max_q, max_k = shared_bounds(run.max_q, run.max_k, table.shape[1] * page_size)
             self._calls[run] = SparseCall(
-                cu_q=common.query_start_loc[edges] - run.begin,
-                cu_k=packed_starts(seq_lens),
+                cu_q=cu_q,
+                cu_k=cu_q if run.total_k == run.end - run.begin else packed_starts(seq_lens),
                 seq_lens=seq_lens,
-                block_table=common.block_table_tensor[run.requests],
+                block_table=table.clone() if table.data_ptr() & 15 else table,  # plans are of aligned tensors
+                max_q=max_q,
+                max_k=max_k,
+                total_k=max_k if run.last == run.first + 1 else max(max_k, shared_bound(run.total_k)),
             )
         return self._calls[run]
 
@@ -89,6 +102,13 @@ class Batch:
         batch._starts, batch._lengths, batch._plans = self._starts, self._lengths, self._plans
         batch._calls, batch._parts = {}, {}
         return batch
+
+
+def shared_bounds(max_q: int, max_k: int, room: int) -> tuple[int, int]:
+    """Bounds of queries and keys that other runs share, not above the room; equal only if the numbers are."""
+    behind = int(max_k > max_q)
+    q_bound = min(shared_bound(max_q), room - behind)
+    return q_bound, min(max(shared_bound(max_k), q_bound + behind), room)
 
 
 def lengths_on_host(common: Any) -> Tensor:

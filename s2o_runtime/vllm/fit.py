@@ -72,7 +72,7 @@ class LayerFit:
         self._fit = fit
         self.drift: DriftMonitor | None = None
         self._configs: dict[int, LayerConfig] = {}
-        self._limits = tuple(
+        limits = tuple(
             (
                 config.is_dense,
                 config.tile.dense_below,
@@ -81,6 +81,7 @@ class LayerFit:
             )
             for config in (self._sliced(bucket[index]) for bucket in fit.profile.layers)
         )
+        self._limits = fit.kinds.setdefault(limits, len(fit.kinds))  # one number, which takes no time to hash
 
     @property
     def kind(self) -> object:
@@ -139,6 +140,7 @@ class ProfileFit:
         heads, kv_heads: of the model, those that this rank holds.
         capability: the device's, (0, 0) for a CPU.
         decode_queries: the most queries that a request brings while it decodes; such batches may be CUDA graphs.
+        kinds: the limits within which layers are sparse, each with a number of its own.
         layers: of the profile, on this rank.
     """
 
@@ -150,6 +152,7 @@ class ProfileFit:
         self.heads = rank.heads(profile.geometry.query_heads)
         self.kv_heads = rank.kv_heads(profile.geometry.kv_heads)
         self.capability, self.decode_queries = capability(device), decode_queries
+        self.kinds: dict[object, int] = {}
         self.layers = tuple(LayerFit(self, index) for index in range(profile.geometry.layers))
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from s2o_runtime.lengths import length_step
 
@@ -87,32 +87,19 @@ def plan(starts: Sequence[int], lengths: Sequence[int], why_dense: WhyDense, max
     """
     runs: list[Run] = []
     dense_rows: Counter[str] = Counter()
+    first = max_q = max_k = total_k = 0  # of the run that is being joined
+    step: int | None = None
     for request, keys in enumerate(lengths):
-        begin, end = starts[request], starts[request + 1]
-        reason = why_dense(end - begin, keys) if end > begin else ""
+        queries = starts[request + 1] - starts[request]
+        reason = why_dense(queries, keys) if queries > 0 else ""
         if reason:
-            dense_rows[reason] += end - begin
-        of_keys = length_step(keys) if reason is None else None
-        own = Run(request, request + 1, begin, end, of_keys, end - begin, keys, keys)
-        if runs and _joins(runs[-1], own, max_keys):
-            runs[-1] = _joined(runs[-1], own)
-        else:
-            runs.append(own)
+            dense_rows[reason] += queries
+        own_step = length_step(keys) if reason is None else None
+        if request > first and (own_step != step or (step is not None and total_k + keys > max_keys)):
+            runs.append(Run(first, request, starts[first], starts[request], step, max_q, max_k, total_k))
+            first, max_q, max_k, total_k = request, 0, 0, 0
+        step = own_step
+        max_q, max_k, total_k = max(max_q, queries), max(max_k, keys), total_k + keys
+    if lengths:
+        runs.append(Run(first, len(lengths), starts[first], starts[len(lengths)], step, max_q, max_k, total_k))
     return Plan(tuple(runs), dense_rows)
-
-
-def _joins(run: Run, next_run: Run, max_keys: int) -> bool:
-    if run.length_step != next_run.length_step:
-        return False
-    return run.length_step is None or run.total_k + next_run.total_k <= max_keys
-
-
-def _joined(run: Run, next_run: Run) -> Run:
-    return replace(
-        run,
-        last=next_run.last,
-        end=next_run.end,
-        max_q=max(run.max_q, next_run.max_q),
-        max_k=max(run.max_k, next_run.max_k),
-        total_k=run.total_k + next_run.total_k,
-    )
