@@ -11,13 +11,18 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
+from s2o_runtime.attention.compute import takes_output
+from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.replay import PLANS, _calls, forget_plans, repeated_call
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import interpreted
+from s2o_runtime.errors import InputError
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import plan as plan_module
-from s2o_runtime.kernels.launch import launch, observed
+from s2o_runtime.kernels.launch import hooked, launch, observed
 from s2o_runtime.kernels.plan import Recorder
+from s2o_runtime.pages import packed_starts
+from support.paging import LAYOUTS, paged
 
 SLOW = pytest.mark.slow(reason="runs kernels in Triton's interpreter, seconds each")
 
@@ -337,7 +342,7 @@ def interpreted_gpu(gpu, monkeypatch):
     """The real kernels; `replays` counts the calls that had a plan."""
     if not interpreted():
         pytest.skip("a GPU is here, so kernels are compiled: see tests/gpu")
-    from s2o_runtime.kernels import prefill
+    from s2o_runtime.kernels import pages, prefill
     from s2o_runtime.kernels.rank import means, order, scores
 
     known = {}
@@ -345,7 +350,7 @@ def interpreted_gpu(gpu, monkeypatch):
     def launch_interpreted(kernel, *args, **options):
         launch(known.setdefault(id(kernel), Interpreted(kernel)), *args, **options)
 
-    for module in (prefill, means, scores, order):
+    for module in (pages, prefill, means, scores, order):
         monkeypatch.setattr(module, "launch", launch_interpreted)
     replays = []
     replay = plan_module.Plan.replay
@@ -399,6 +404,97 @@ def test_a_replayed_packed_call_is_the_call(interpreted_gpu, nan_filled, same_ed
     again = call([81, 69], *tensors)
     assert [done is None for done in interpreted_gpu] == [False]
     compare(again, without_plan(lambda: call([81, 69], *tensors)))
+
+
+def paged_call(queries, lengths, out=None, q=None, **options):
+    """A call of new random tensors, within bounds of 100 queries and keys a sequence; without its plan as well."""
+    k, v = torch.randn(2, sum(lengths), 1, 64).unbind(0)
+    q = torch.randn(sum(queries), 1, 64) if q is None else q
+    out = torch.full_like(q, float("nan")) if out is None else out
+    before = q.clone()
+    *caches, table, cu_k = paged(k, v, lengths, 16, LAYOUTS[1])  # 13 pages for all lengths of these tests
+    cu_q = packed_starts(torch.tensor(queries, dtype=torch.int32))
+    result = s2o_attention_paged(
+        q, *caches, CONFIG,
+        cu_q=cu_q, seq_lens=cu_k.diff(), block_table=table, max_q=100, max_k=100, total_k=200, cu_k=cu_k,
+        backend="triton", return_stats=True, out=out, **options,
+    )  # fmt: skip
+    assert result.out is out
+
+    def fresh():
+        return s2o_attention_varlen(
+            before, k, v, cu_q, cu_k, 100, 100, CONFIG, backend="triton", return_stats=True, **options
+        )
+
+    return result, fresh
+
+
+@SLOW
+def test_a_replayed_paged_call_is_the_call_of_any_length(interpreted_gpu, nan_filled):
+    """The copy out of pages is part of the plan, and the output is written where the caller wants it."""
+    for queries in ([100, 50], [70, 60]):  # compiled, recorded
+        paged_call(queries, [100, 90])
+    assert not interpreted_gpu
+    for queries, lengths in (([100, 50], [100, 90]), ([97, 1], [97, 96]), ([33, 100], [81, 100])):
+        result, fresh = paged_call(queries, lengths)
+        assert interpreted_gpu.pop() is not None
+        assert not interpreted_gpu
+        out, _, stats = without_plan_of_its_own(fresh)
+        assert torch.equal(result.out, out)
+        assert torch.equal(result.stats.density, stats.density)
+
+
+def without_plan_of_its_own(call):
+    """A call that leaves the plans that are there alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("s2o_runtime.attention.api.repeated_call", lambda *arguments: None)
+        return call()
+
+
+@SLOW
+@pytest.mark.parametrize("lse", [True, False])
+def test_outputs_that_kernels_cannot_write_are_copied(interpreted_gpu, nan_filled, lse):
+    """One with gaps, and the queries themselves, which kernels read while they write."""
+    with_gaps, itself = (lambda q: torch.full((*q.shape[:2], 128), float("nan"))[..., :64], lambda q: q)
+    for output in (with_gaps, itself, with_gaps, itself):
+        q = torch.randn(150, 1, 64)
+        assert not takes_output(output(q), q)
+        result, fresh = paged_call([100, 50], [100, 90], out=output(q), q=q, return_lse=lse)
+        expected = without_plan_of_its_own(fresh)
+        assert torch.equal(result.out, expected.out)
+        if lse:
+            assert torch.equal(result.lse, expected.lse)
+    assert [done is None for done in interpreted_gpu] == [False, False]  # the third and the fourth
+
+
+@SLOW
+def test_a_plan_checks_what_its_key_does_not_have(interpreted_gpu):
+    for _ in range(2):
+        paged_call([100, 50], [100, 90])
+    with pytest.raises(InputError, match=r"out is torch.float32 \(150, 1, 64\)"):
+        paged_call([100, 40], [100, 90], out=torch.zeros(150, 1, 64))
+    with pytest.raises(InputError, match="max_seqlen_q is 100"):
+        s2o_attention_paged(
+            torch.zeros(10, 1, 64), *torch.zeros(2, 9, 16, 1, 64).unbind(0), CONFIG,
+            cu_q=torch.tensor([0, 10], dtype=torch.int32), seq_lens=torch.tensor([10], dtype=torch.int32),
+            block_table=torch.zeros(1, 8, dtype=torch.int32), max_q=100, max_k=90, total_k=100, backend="triton",
+        )  # fmt: skip
+    assert not interpreted_gpu
+
+
+def test_tools_that_ask_of_compiling_do_not_end_replays(monkeypatch):
+    """Such as vLLM's monitor; those that ask of launches do."""
+    import triton
+
+    assert not hooked()
+    for name in ("jit_cache_hook", "jit_post_compile_hook"):
+        monkeypatch.setattr(triton.knobs.runtime, name, lambda **about: None)
+    assert not hooked()
+    triton.knobs.runtime.launch_enter_hook.add(print)
+    try:
+        assert hooked()
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(print)
 
 
 def compare(result, expected):

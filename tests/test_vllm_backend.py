@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from s2o_runtime import LayerConfig
+from s2o_runtime.attention import paged
+from s2o_runtime.attention.replay import repeated_call
 from s2o_runtime.config import HeadConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import InputError
@@ -88,6 +90,45 @@ def test_chunks_that_end_segments_are_each_the_op_on_what_is_there():
         out, _ = engine.feed([(request, 128)])
         expected = alone(request, 128, engine.server.fit.layers[0].config(request.done)).out
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_prompts_of_nearby_lengths_are_calls_that_are_alike(monkeypatch):
+    """So that a server replays launches though no two prompts are equally long."""
+    calls = []
+
+    def kept(*arguments, **named):
+        calls.append(repeated_call(*arguments, **named))
+        return calls[-1]
+
+    monkeypatch.setattr(paged, "repeated_call", kept)
+    engine = FakeEngine(server())
+    requests = [engine.add(length) for length in (305, 312, 336)]
+    outputs = [engine.feed([(request, len(request))])[0] for request in requests]
+    for request, out in zip(requests, outputs, strict=True):
+        config = engine.server.fit.layers[0].config(len(request))
+        torch.testing.assert_close(out, alone(request, len(request), config).out, rtol=1e-4, atol=1e-5)
+    assert calls[0] is calls[1]
+    assert calls[1] is not calls[2]
+
+
+def test_what_a_sparse_run_is_called_with():
+    engine = FakeEngine(server())
+    requests = [engine.add(length) for length in (200, 300, 305)]
+    engine.feed([(request, 190) for request in requests[1:]])
+    _, metadata = engine.feed([(requests[0], 200), (requests[1], 110), (requests[2], 115)])
+    batch = getattr(metadata, BATCH)
+    whole, behind = (run for run in batch.plan(engine.server.fit.layers[0]).runs if run.is_sparse)
+    call = batch.sparse_call(whole, engine.page_size)
+    assert call.cu_k is call.cu_q  # a whole prompt: nothing more to compute
+    assert call.cu_q.tolist() == [0, 200]
+    assert (call.max_q, call.max_k, call.total_k) == (256, 256, 256)
+    call = batch.sparse_call(behind, engine.page_size)
+    assert call.cu_q.tolist() == [0, 110, 225]
+    assert call.cu_k.tolist() == [0, 300, 605]
+    assert (call.max_q, call.max_k, call.total_k) == (128, 320, 640)
+    assert call.block_table.data_ptr() % 16 == 0  # the batch's second row does not begin so
+    assert torch.equal(call.block_table, metadata.block_table[1:3])
+    assert batch.sparse_call(behind, engine.page_size) is call
 
 
 def test_two_ranks_compute_the_halves_of_one():

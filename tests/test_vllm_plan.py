@@ -5,7 +5,8 @@ from itertools import accumulate, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from s2o_runtime.lengths import length_step
+from s2o_runtime.lengths import length_step, shared_bound
+from s2o_runtime.vllm.batch import shared_bounds
 from s2o_runtime.vllm.plan import plan
 
 MAX_KEYS = 5000
@@ -75,3 +76,19 @@ def test_a_batch_of_decodes_and_one_long_prompt():
     assert (stock.requests, stock.rows, stock.is_sparse) == (slice(0, 3), slice(0, 3), False)
     assert (sparse.requests, sparse.rows, sparse.max_q, sparse.max_k) == (slice(3, 4), slice(3, 1003), 1000, 4000)
     assert made.dense_rows == {"few queries": 3}
+
+
+@given(st.integers(1, 1 << 20), st.integers(0, 1 << 20), st.integers(0, 5000))
+def test_bounds_are_bounds_and_say_whether_there_is_a_prefix(queries, cached, room):
+    keys = queries + cached
+    max_q, max_k = shared_bounds(queries, keys, keys + room)
+    assert queries <= max_q <= max(queries + 63, queries * 17 / 16)
+    assert keys <= max_k <= keys + room
+    assert max_k <= max(keys + 63, keys * 17 / 16, max_q + 1)
+    assert (max_q < max_k) == (queries < keys)
+
+
+def test_few_bounds_stand_for_all_lengths():
+    assert shared_bound(8192) == 8192
+    assert shared_bound(8193) == shared_bound(8704) == 8704
+    assert len({shared_bound(length) for length in range(8193, 131073)}) == 4 * 16

@@ -26,7 +26,7 @@ from s2o_runtime.shapes import CallShape
 if TYPE_CHECKING:
     from s2o_runtime.kernels.plan import Plan, Recorder
 
-PLANS = 1024  # plans kept, such as those of 32 layers at 32 lengths
+PLANS = 4096  # plans kept, such as those of 32 layers at 128 lengths; one takes about 15 KiB
 STEPS = 64  # kinds of decode steps kept: each has one more key than the last, and its layers follow one another
 
 Inputs = tuple[Tensor | None, ...]

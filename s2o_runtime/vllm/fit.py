@@ -95,10 +95,11 @@ class LayerFit:
         return drift.verdict if drift is not None and drift.check.action == "dense" else None
 
     def config(self, keys: int) -> LayerConfig:
-        """The configuration of this rank's heads behind so many keys."""
+        """The configuration of this rank's heads behind so many keys; one object for lengths that share it."""
         step = length_step(keys)
         if step not in self._configs:
-            self._configs[step] = self._sliced(self._fit.profile.layer_config(self.index, keys))
+            config = self._sliced(self._fit.profile.layer_config(self.index, keys))
+            self._configs[step] = next((known for known in self._configs.values() if known == config), config)
         return self._configs[step]
 
     def _sliced(self, config: LayerConfig) -> LayerConfig:

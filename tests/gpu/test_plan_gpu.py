@@ -7,10 +7,16 @@ import pytest
 import torch
 import triton
 
-from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen
+from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_paged, s2o_attention_varlen
 from s2o_runtime.attention.replay import forget_plans
+from s2o_runtime.devices import identify
+from s2o_runtime.identity import Geometry
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels.plan import Plan
+from s2o_runtime.pages import packed_starts
+from s2o_runtime.profile import Profile
+from s2o_runtime.vllm.fit import Rank
+from scripts.bench.fake_vllm import FakeEngine, FakeServer
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
@@ -21,6 +27,7 @@ pytestmark = [
 ]
 
 HOST_MICROSECONDS = 100.0  # 43 to 47 on an idle host; tests may share theirs
+SERVER_MICROSECONDS = 200.0  # of a layer's call between vLLM and the launches, output's allocation included
 HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
 TILES = [pytest.param(TileConfig(64, 64, 2, 4, 2), id="plain"), pytest.param(HOPPER, id="hopper")]
 
@@ -120,6 +127,52 @@ def test_packed_calls_are_replayed_for_other_edges(tile, replays, nan_filled):
     assert replays == [True, True]
 
 
+PAGES, PAGE, MOST = 400, 16, 2048  # of a server's cache; queries and keys, a bound of all calls
+
+
+def paged_call(cache, q, config, queries, lengths, plans=True):
+    """vLLM's call of a layer: queries out of a fused projection, pages of one cache, an output that was NaN."""
+    cu_q, seq_lens = (torch.tensor(counts, dtype=torch.int32, device="cuda") for counts in (queries, lengths))
+    table = torch.randperm(PAGES, generator=torch.Generator().manual_seed(sum(lengths)))[: 2 * (MOST // PAGE)]
+    out = torch.full((len(q), 8, 128), float("nan"), dtype=q.dtype, device="cuda")
+    if not plans:
+        forget_plans()
+    attention = s2o_attention_paged(
+        q, *cache.unbind(1), config,
+        cu_q=packed_starts(cu_q), seq_lens=seq_lens, block_table=table.view(2, -1).int().cuda(), max_q=MOST, max_k=MOST,
+        total_k=2 * MOST, backend="triton", out=out, return_stats=True,
+    )  # fmt: skip
+    return attention.out, attention.stats.visited
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_paged_calls_are_replayed_for_other_lengths(tile, replays, nan_filled):
+    """The copy out of pages is part of the plan, which writes the caller's output; bit for bit as without a plan."""
+    skip_unless_supported(tile)
+    config = LayerConfig.uniform(8, tau=0.5, segment=256, representatives=8, tail=True, grain=4, tile=tile)
+    cache = torch.randn(PAGES, 2, PAGE, 2, 128, device="cuda").bfloat16()
+    calls = []
+    for queries, lengths in (
+        ([2000, 1000], [2000, 1000]), ([1000, 2000], [1001, 2048]), ([1, 777], [2000, 777]), ([2048, 5], [2048, 2047])
+    ):  # fmt: skip
+        qkv = torch.randn(sum(queries), 12 * 128, device="cuda").bfloat16()
+        calls.append((qkv[:, : 8 * 128].view(-1, 8, 128), queries, lengths))
+    with torch.inference_mode():
+        expected = [paged_call(cache, q, config, *counts, plans=False) for q, *counts in calls]
+        assert not replays
+        forget_plans()
+        for (q, *counts), results in zip(calls, expected, strict=True):
+            assert same(paged_call(cache, q, config, *counts), results)
+    assert replays == [True, True]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        result = paged_call(cache, calls[0][0], config, *calls[0][1:])
+    torch.cuda.current_stream().wait_stream(stream)
+    assert same(result, expected[0])
+    assert replays[2:] == [True]
+
+
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("calls_before", [1, 2, 3], ids=["recorded", "replayed", "replayed-again"])
 def test_cuda_graphs_capture_a_replay(tile, calls_before, replays):
@@ -183,3 +236,29 @@ def test_a_replayed_call_takes_little_time_on_the_host(tile, return_stats, capsy
     with capsys.disabled():
         print(f"\nhost microseconds per call: {cold:.1f} the first time, {replayed:.1f} replayed")
     assert replayed < HOST_MICROSECONDS
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_a_layer_of_a_server_takes_little_time_on_the_host(tile, replays, capsys):
+    """One prompt in one chunk, a little longer each time: all of S2O's backend between vLLM and the launches."""
+    skip_unless_supported(tile)
+    geometry = Geometry("llama", 1, 8, 2, 128)
+    config = LayerConfig.uniform(8, tau=0.5, segment=256, representatives=8, tail=True, grain=4, tile=tile)
+    device = identify(torch.device("cuda"))
+    profile = Profile("made", geometry, "", device, (1024, 8192), ((config,),) * 2).validate()
+    engine = FakeEngine(FakeServer(profile, Rank(), "cuda", 16384), "pages of two", dtype=torch.bfloat16, device="cuda")
+    request, times = engine.add(4000), []
+    with torch.inference_mode():
+        for length in range(3900, 3950):  # of one bound
+            request.done = 0
+            batch = engine.prepare([(request, length)])
+            batch.forward()  # what the layers of a batch share
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            batch.forward()
+            times.append(time.perf_counter() - begin)
+    assert replays == [True] * 98
+    microseconds = sorted(times)[len(times) // 2] * 1e6
+    with capsys.disabled():
+        print(f"\nhost microseconds of a layer in a server: {microseconds:.1f}")
+    assert microseconds < SERVER_MICROSECONDS
