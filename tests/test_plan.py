@@ -176,6 +176,12 @@ def test_pointers_and_launches_that_are_not_certain_end_the_recording(gpu, monke
     assert recorded(lambda x: (None, None, None), x) is None  # no launch
     monkeypatch.setattr(plan_module, "LARGEST_WORKSPACE", 255)
     assert recorded(call, x) is None
+    recorder = Recorder([x])
+    with recorder:
+        outputs = call(x)
+    assert recorder.plan(outputs) is None
+    recorder.beside = 1  # of the 256 bytes
+    assert recorder.plan(outputs) is not None
 
 
 def test_outputs_that_a_replay_cannot_allocate_end_the_recording(gpu):

@@ -122,10 +122,11 @@ def s2o_attention_paged(
         )
     cu_k = packed_starts(seq_lens) if cu_k is None else cu_k
     total_k = int(seq_lens.sum()) if total_k is None else total_k
-    written = out if out is not None and out.ndim == 3 and takes_output(out, q) else None  # by the kernels
+    eager = not torch.compiler.is_compiling()
+    written = out if eager and out is not None and out.ndim == 3 and takes_output(out, q) else None  # by the kernels
     repeated = None
     inputs = (q, written, k_cache, v_cache, block_table, cu_q, None if cu_k is cu_q else cu_k, k_scale, v_scale)
-    if not torch.compiler.is_compiling():
+    if eager:
         lengths = index(max_q), index(max_k), index(total_k)
         any_length = 2 if written is not None and not return_lse and len(q) else 0
         options = (*numbers(scale, None), backend, return_stats, return_lse, "paged", *lengths)
@@ -135,6 +136,8 @@ def s2o_attention_paged(
         recorder = recording(repeated, inputs)
         with nullcontext() if recorder is None else recorder:
             k, v = gathered(pages, q.dtype)
+        if recorder is not None:
+            recorder.beside = k.nbytes + v.nbytes
         call = AttentionCall.packed(
             q, k, v, config, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, scoring=Scoring(scale), with_lse=return_lse
         )

@@ -127,9 +127,13 @@ class Recorder:
     It follows torch's operations through the stack of dispatch modes, which is no public interface. The public
     `TorchDispatchMode` does not serve here: its first operation imports torch._dynamo, which takes a second, and the
     modes of all threads share flags that `torch.compile` reads.
+
+    Attributes:
+        beside: bytes of the workspace that do not count as such, because every call of this kind needs them at once.
     """
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
+        self.beside = 0
         self._inputs = [tensor for tensor in inputs if tensor is not None]
         self._sizes: list[int] = []  # bytes of each allocation
         self._newest: dict[int, int] = {}  # address: the last allocation there; the ones before it were freed
@@ -209,7 +213,7 @@ class Recorder:
             if source.origin == "allocation" and (source.origin, source.number) not in bases:
                 bases[source.origin, source.number] = (count, workspace)
                 workspace += -(-self._sizes[source.number] // PART_ALIGNMENT) * PART_ALIGNMENT
-        if workspace > LARGEST_WORKSPACE:
+        if workspace > LARGEST_WORKSPACE + self.beside:
             return None
         count += workspace > 0
 
