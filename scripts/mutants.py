@@ -222,23 +222,36 @@ MUTANTS = (
     ),
     Mutant(
         "a run may not be as large as its limit",
-        PLAN, "run.total_k + next_run.total_k <= max_keys", "run.total_k + next_run.total_k < max_keys", PLAN_TESTS,
+        PLAN, "total_k + keys > max_keys", "total_k + keys >= max_keys", PLAN_TESTS,
     ),
     Mutant(
         "the keys of a run are those of its last request",
-        PLAN, "total_k=run.total_k + next_run.total_k", "total_k=next_run.total_k", PLAN_TESTS,
+        PLAN, "max(max_k, keys), total_k + keys", "max(max_k, keys), keys", PLAN_TESTS,
     ),
     Mutant(
         "requests of unlike lengths share a configuration",
-        PLAN, "if run.length_step != next_run.length_step:", "if run.is_sparse != next_run.is_sparse:", PLAN_TESTS,
+        PLAN, "(own_step != step or", "((own_step is None) != (step is None) or", PLAN_TESTS,
     ),
     Mutant(
         "a request that only fills up a CUDA graph is given to S2O",
-        PLAN, 'if end > begin else ""', 'if end > begin else None', PLAN_TESTS,
+        PLAN, 'if queries > 0 else ""', 'if queries > 0 else None', PLAN_TESTS,
     ),
     Mutant(
         "rows of a sparse run begin where the batch does",
-        BATCH, "cu_q=common.query_start_loc[edges] - run.begin", "cu_q=common.query_start_loc[edges]", BATCH_TESTS,
+        BATCH, "cu_q=cu_q,", "cu_q=cu_q + run.begin,", BATCH_TESTS,
+    ),
+    Mutant(
+        "chunks behind a prefix are taken for whole prompts",
+        BATCH, "if run.total_k == run.end - run.begin", "if True", BATCH_TESTS,
+    ),
+    Mutant(
+        "bounds that are shared hide that there is a prefix",
+        BATCH, "behind = int(max_k > max_q)", "behind = 0", PLAN_TESTS,
+    ),
+    Mutant(
+        "a plan is replayed into the queries that it reads",
+        "s2o_runtime/attention/compute.py", "return laid and out.", "return laid or out.",
+        ("tests/test_plan.py", "-k", "kernels_cannot_write"),
     ),
     Mutant(
         "another cache group reads this group's pages",

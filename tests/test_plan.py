@@ -496,11 +496,12 @@ def test_tools_that_ask_of_compiling_do_not_end_replays(monkeypatch):
     for name in ("jit_cache_hook", "jit_post_compile_hook"):
         monkeypatch.setattr(triton.knobs.runtime, name, lambda **about: None)
     assert not hooked()
-    triton.knobs.runtime.launch_enter_hook.add(print)
-    try:
-        assert hooked()
-    finally:
-        triton.knobs.runtime.launch_enter_hook.remove(print)
+    for hooks in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
+        hooks.add(print)
+        try:
+            assert hooked()
+        finally:
+            hooks.remove(print)
 
 
 def compare(result, expected):

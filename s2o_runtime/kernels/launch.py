@@ -146,8 +146,15 @@ def strides(dimensions: str, **tensors: Tensor | None) -> dict[str, int]:
 
 
 def hooked() -> bool:
-    """Whether a profiler has asked Triton to tell it of launches, which a direct call of the launcher would not."""
-    hook = triton.knobs.runtime.launch_enter_hook
+    """Whether a profiler has asked Triton to tell it of launches, which a direct call of the launcher would not.
+
+    Who asks of compiling, such as vLLM's monitor, is told of that whoever calls the launcher.
+    """
+    runtime = triton.knobs.runtime
+    return _calls_something(runtime.launch_enter_hook) or _calls_something(runtime.launch_exit_hook)
+
+
+def _calls_something(hook: Any) -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
