@@ -1,13 +1,10 @@
 """The rules that `make aot` holds compiled kernels to: each catches what it is for, and every kernel is compiled."""
 
-import ast
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-import s2o_runtime
 from aot import (
     ALONE,
     FEATURE_CAPABILITIES,
@@ -16,7 +13,6 @@ from aot import (
     FIRST_OF_ALL,
     INT8,
     INT8_KERNELS,
-    OVERLAPPING_KERNELS,
     RULES,
     VARIANTS,
     Case,
@@ -140,24 +136,6 @@ def test_what_stands_before_the_wait_is_seen(ttgir, ptx, expected, names):
         "ptx": ptx.replace("{wait}", "griddepcontrol.wait").replace("{trigger}", "griddepcontrol.launch_dependents"),
     }
     assert overlap_of(SimpleNamespace(asm=asm, metadata=SimpleNamespace(launch_pdl=True))) == expected
-
-
-def test_kernels_that_overlap_wait_first_of_all():
-    """By their source: that the compiled ones do is a rule above, for those that `cases` knows."""
-    names = []
-    for path in Path(s2o_runtime.__file__).parent.rglob("*.py"):
-        for function in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(function, ast.FunctionDef) or function.name == "after_earlier_kernels":
-                continue
-            parameters = [argument.arg for argument in function.args.args]
-            if "OVERLAP" not in parameters:
-                continue
-            names.append(function.name.removeprefix("_"))
-            assert parameters[-1] == "OVERLAP", function.name
-            first = ast.unparse(function.body[1])  # behind the docstring
-            assert first.removeprefix("primitives.") == "after_earlier_kernels(OVERLAP)", function.name
-    assert sorted(names) == sorted(OVERLAPPING_KERNELS)
-    assert {case.kernel for case in cases()} >= set(OVERLAPPING_KERNELS)
 
 
 def test_every_rule_was_tried():

@@ -5,9 +5,6 @@ host than a few thousand tokens take on the GPU. All of it follows from shapes, 
 for a call that comes again it can be kept as a plan: the launches, with every pointer as an offset from an input,
 an output or a workspace, or as an address that stays. A replay fills in the addresses of its own tensors.
 
-A step's launcher is the compiled kernel's, which also says whether the kernel overlaps with the one before it. Replays
-may follow one another with the same workspace all the same: a kernel waits for all earlier ones before it touches it.
-
 A plan keeps alive only those tensors of the recorded call that existed before it, such as the tables of a config.
 A call is recorded only if it does nothing but launch kernels: see `Recorder`.
 """
