@@ -29,7 +29,6 @@ from triton.compiler import ASTSource
 from calibrate.curves import trace_pass as kernel_pass
 from calibrate.curves.curves import TAUS
 from s2o_runtime.config import HEAD_DIMS, TileConfig
-from s2o_runtime.kernels.launch import OVERLAP_CAPABILITY
 from s2o_runtime.tiles import (
     BLOCK_SPARSE_HEAD_DIMS,
     FP8_CAPABILITY,
@@ -134,11 +133,6 @@ INT8_KERNELS = ("representatives", "log_sums", "scores", "trace")
 INT8_POINTERS = {"K": "i8", "REP": "i8"}
 FEATURE_KERNELS = ("prefill", "prefill_hopper", "trace", "log_sums", "scores")
 FEATURE_CAPABILITIES = (80, 90, 100)
-# What one call of the op launches.
-OVERLAPPING_KERNELS = (
-    "channel_ranges", "quantise_keys", "representatives", "log_sums", "scores", "order", "pool", "tail", "add",
-    "prefill", "prefill_hopper",
-)  # fmt: skip
 # The same for the kernel of the baselines.
 BLOCK_SPARSE_VARIANTS: dict[str, dict[str, object]] = {
     "blocks": {"HAS_LSE": True},
@@ -191,25 +185,6 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Overlap:
-    """How a compiled kernel overlaps with those before and after it.
-
-    attribute: whether its launcher makes it a programmatic dependent; waits, triggers: instructions that wait for
-    earlier kernels and that let later ones in; early: accesses to global memory that stand before the first wait, or
-    are left when the wait is not one of all programs; None without a wait.
-    """
-
-    attribute: bool
-    waits: int
-    triggers: int
-    early: int | None
-
-
-ALONE = Overlap(False, 0, 0, None)
-FIRST_OF_ALL = Overlap(True, 1, 1, 0)
-
-
-@dataclass(frozen=True)
 class Compiled:
     """What a compiled kernel is made of: instructions by kind, bytes of memory, registers of a thread, layouts.
 
@@ -226,7 +201,6 @@ class Compiled:
     stack: int
     local: int
     assembly_layouts: tuple[str, ...]
-    overlap: Overlap
 
 
 def pipelined(case: Case, built: Compiled) -> str | None:
@@ -307,14 +281,7 @@ def one_key_a_lane(case: Case, built: Compiled) -> str | None:
     return f"inline assembly works on {', '.join(layouts) or 'nothing'}"
 
 
-def overlapping(case: Case, built: Compiled) -> str | None:
-    """The kernels of a call wait for earlier ones before they touch global memory, where GPUs can overlap kernels."""
-    able = case.kernel in OVERLAPPING_KERNELS and divmod(case.capability, 10) >= OVERLAP_CAPABILITY
-    expected = FIRST_OF_ALL if able else ALONE
-    return None if built.overlap == expected else f"{built.overlap}, expected {expected}"
-
-
-RULES = (pipelined, tensor_cores, int8_products, shared_memory, no_spills, one_key_a_lane, overlapping)
+RULES = (pipelined, tensor_cores, int8_products, shared_memory, no_spills, one_key_a_lane)
 
 
 def broken_rules(case: Case, built: Compiled) -> dict[str, str]:
@@ -562,7 +529,7 @@ def compile_kernel(
     constants: dict[str, object],
     capability: int,
     source: type[ASTSource],
-    options: dict[str, Any],
+    options: dict[str, int],
     types: dict[str, str] = POINTERS,
 ) -> Compiled:
     """Compile `kernel` as its launcher would for an NVIDIA GPU.
@@ -573,9 +540,6 @@ def compile_kernel(
     signature: dict[str, str] = {}
     values: dict[str, object] = {}
     attributes = {}
-    if any(parameter.name == "OVERLAP" for parameter in kernel.params) and divmod(capability, 10) >= OVERLAP_CAPABILITY:
-        # as `launch` does
-        constants, options = constants | {"OVERLAP": True}, options | {"launch_pdl": True}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
         if parameter.is_constexpr:
@@ -602,32 +566,7 @@ def compile_kernel(
         stack=stack,
         local=local,
         assembly_layouts=_assembly_layouts(built.asm["ttgir"]),
-        overlap=overlap_of(built),
     )
-
-
-def overlap_of(built: Any) -> Overlap:
-    """What Triton's launcher and the instructions of a compiled kernel say of overlap.
-
-    Triton's own form has the order of the source, structured: a wait at the outermost level stands in the way of all
-    that follows it, warp-specialised partitions included. The instructions say that the compiler kept to it.
-    """
-    ttgir, ptx = built.asm["ttgir"], built.asm["ptx"]
-    waits = [match.start() for match in re.finditer(r"griddepcontrol\.wait", ptx)]
-    early = None
-    if waits:
-        wait = re.search(r"^(.*)(?:griddepcontrol\.wait|tt\.grid_dependency_wait)", ttgir, re.MULTILINE)
-        outermost = len(wait[0]) - len(wait[0].lstrip()) == OUTERMOST_INDENT
-        accesses = re.findall(TTGIR_ACCESS, ttgir[: wait.start()] if outermost else ttgir)
-        early = len(accesses) + len(re.findall(PTX_ACCESS, ptx[: waits[0]]))
-    return Overlap(
-        built.metadata.launch_pdl, len(waits), len(re.findall(r"griddepcontrol\.launch_dependents", ptx)), early
-    )
-
-
-OUTERMOST_INDENT = 4  # of what stands in a module's function, outside of any branch or loop
-TTGIR_ACCESS = r"\b(?:tt|ttg|ttng)\.\w*(?:load|store|atomic|copy_global_to_local|gather4|warp_specialize)\w*"
-PTX_ACCESS = r"\b(?:ld|st|red|atom|ldu)\.(?:\w+\.)*global|cp\.async|cp\.reduce|\bprefetch"
 
 
 def _resource_usage(cubin: bytes) -> str:

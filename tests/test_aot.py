@@ -1,27 +1,22 @@
 """The rules that `make aot` holds compiled kernels to: each catches what it is for, and every kernel is compiled."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from aot import (
-    ALONE,
     FEATURE_CAPABILITIES,
     FEATURE_KERNELS,
     FEATURE_VARIANTS,
-    FIRST_OF_ALL,
     INT8,
     INT8_KERNELS,
     RULES,
     VARIANTS,
     Case,
     Compiled,
-    Overlap,
     broken_rules,
     cases,
     largest,
-    overlap_of,
 )
 from s2o_runtime.config import HEAD_DIMS, TileConfig
 from s2o_runtime.tiles import SHARED_MEMORY
@@ -33,8 +28,7 @@ LANES = "#ttg.blocked<{sizePerThread = [1, 1], threadsPerWarp = [1, 32], warpsPe
 def compiled(**changes):
     """What a good kernel for sm_90 with 128 x 64 tiles of head dimension 128 might be."""
     good = {"cp_async": 32, "wgmma": 24, "tcgen05": 0, "mma_sync": 0, "int8": 0, "shared": 98304, "registers": 190}
-    good |= {"stack": 0, "local": 0, "assembly_layouts": (LANES,), "overlap": FIRST_OF_ALL}
-    return Compiled(**{**good, **changes})
+    return Compiled(**{**good, "stack": 0, "local": 0, "assembly_layouts": (LANES,), **changes})
 
 
 @pytest.mark.parametrize(
@@ -51,91 +45,12 @@ def compiled(**changes):
         ("no_spills", Case("representatives", 90, 128), {"local": 8}),
         ("one_key_a_lane", Case("order", 90), {"assembly_layouts": (LANES.replace("[1, 32]", "[4, 8]"),)}),
         ("one_key_a_lane", Case("order", 90), {"assembly_layouts": ()}),
-        ("overlapping", Case("order", 90), {"overlap": ALONE}),
-        ("overlapping", Case("order", 90), {"overlap": replace(FIRST_OF_ALL, attribute=False)}),
-        ("overlapping", Case("pool", 120, 128), {"overlap": replace(FIRST_OF_ALL, waits=0, early=None)}),
-        ("overlapping", Case("pool", 100, 128), {"overlap": replace(FIRST_OF_ALL, triggers=0)}),
-        ("overlapping", Case("pool", 90, 128), {"overlap": replace(FIRST_OF_ALL, early=1)}),
-        ("overlapping", Case("pool", 89, 128), {"overlap": FIRST_OF_ALL}),
-        ("overlapping", Case("gather_pages", 90, 128), {"overlap": replace(ALONE, attribute=True)}),
     ],
 )
 def test_each_rule_catches_what_it_is_for(rule, case, changes):
     good = {"int8": 12} if case.variant == "int8" else {}
-    good |= {"overlap": ALONE} if case.capability < 90 or case.kernel == "gather_pages" else {}
     assert broken_rules(case, compiled(**good)) == {}
     assert list(broken_rules(case, compiled(**(good | changes)))) == [rule]
-
-
-@pytest.mark.parametrize(
-    ("ttgir", "ptx", "expected"),
-    [
-        pytest.param(
-            """
-              tt.func public @kernel(%X: !tt.ptr<i32>) {
-                {trigger}
-                {wait}
-                %0 = tt.load %X
-                ttg.warp_specialize(%X)
-                tt.store %X, %0
-            """,
-            "{trigger}; {wait}; ld.global.b32; st.global.b32; cp.async.cg.shared.global;", FIRST_OF_ALL, id="good",
-        ),
-        pytest.param(
-            """
-              tt.func public @kernel(%X: !tt.ptr<i32>) {
-                %0 = tt.load %X
-                {wait}
-                %1 = ttg.async_copy_global_to_local %X
-            """,
-            "ld.global.b32; {wait}; cp.async.cg.shared.global;", Overlap(True, 1, 0, 2), id="table-read-before",
-        ),
-        pytest.param(
-            """
-              tt.func public @kernel(%X: !tt.ptr<i32>) {
-                scf.if %0 {
-                  {trigger}
-                  {wait}
-                }
-                tt.store %X, %0
-            """,
-            "{trigger}; {wait}; st.global.b32;", Overlap(True, 1, 1, 1), id="not-every-program-waits",
-        ),
-        pytest.param(
-            """
-              tt.func public @kernel(%X: !tt.ptr<i32>) {
-                ttg.warp_specialize(%X)
-                {wait}
-            """,
-            "{wait}; ld.global.b32;", Overlap(True, 1, 0, 1), id="after-the-warps-part",
-        ),
-        pytest.param(
-            """
-              tt.func public @kernel(%X: !tt.ptr<i32>) {
-                {wait}
-                %0 = tt.load %X
-            """,
-            "ld.volatile.global.b32; {wait}", Overlap(True, 1, 0, 1), id="moved-by-the-compiler",
-        ),
-        pytest.param("tt.load %X", "ld.global.b32", Overlap(True, 0, 0, None), id="no-wait"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize(
-    "names",
-    [
-        ('%1 = tt.elementwise_inline_asm "griddepcontrol.{}; // dummy $0"', "wait", "launch_dependents"),
-        ("tt.grid_dependency_{}", "wait", "launch_dependents"),
-    ],
-    ids=["assembly", "triton-3.9"],
-)
-def test_what_stands_before_the_wait_is_seen(ttgir, ptx, expected, names):
-    form, wait, trigger = names
-    lines = [line[12:].replace("{wait}", form.format(wait)) for line in ttgir.splitlines()]
-    asm = {
-        "ttgir": "\n".join(lines).replace("{trigger}", form.format(trigger)),
-        "ptx": ptx.replace("{wait}", "griddepcontrol.wait").replace("{trigger}", "griddepcontrol.launch_dependents"),
-    }
-    assert overlap_of(SimpleNamespace(asm=asm, metadata=SimpleNamespace(launch_pdl=True))) == expected
 
 
 def test_every_rule_was_tried():

@@ -16,7 +16,7 @@ from torch import Tensor
 from s2o_runtime import quantisation
 from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.primitives import RCP_LEVELS, ROUNDING, SMALLEST, after_earlier_kernels
+from s2o_runtime.kernels.primitives import RCP_LEVELS, ROUNDING, SMALLEST
 
 RANGE_PARTS = 32  # programs that share the keys of a head; so many ranges each program of `_quantise_keys` reads
 RANGE_ELEMENTS = 8192  # that are loaded at once
@@ -44,7 +44,7 @@ class Keys(NamedTuple):
 @triton.jit(do_not_specialize=["kv_len"])
 def _channel_ranges(
     K, LOW, HIGH, KV_START, CU_K, kv_len, stride_kb, stride_kh, stride_kl,
-    D: tl.constexpr, ROWS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """LOW[b, h, p], HIGH[b, h, p] = the smallest and the largest entry of every channel in part p of the keys.
 
@@ -56,7 +56,6 @@ def _channel_ranges(
         KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
         CU_K                int32 [B + 1]: where packed sequences begin (PACKED)
     """
-    after_earlier_kernels(OVERLAP)
     part = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2)
@@ -82,7 +81,7 @@ def _channel_ranges(
 @triton.jit(do_not_specialize=["kv_len"])
 def _quantise_keys(
     K, LOW, HIGH, OUT, UNIT, MIDDLE, CU_K, kv_len, stride_kb, stride_kh, stride_kl, stride_ob, stride_oh, stride_ol,
-    D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """OUT[b, h, t] = key t in 8 bits, with UNIT and MIDDLE of its head: the function `quantisation.quantised_keys`.
 
@@ -94,7 +93,6 @@ def _quantise_keys(
         UNIT, MIDDLE        float32 [B, Hkv, D]
         CU_K                int32 [B + 1]: where packed sequences begin (PACKED)
     """
-    after_earlier_kernels(OVERLAP)
     h = tl.program_id(1)
     b = tl.program_id(2)
     k_first = 0

@@ -5,13 +5,6 @@ and specialises every argument, 50 to 100 microseconds for a kernel with forty o
 kernel is little: the arguments' types, whether pointers and strides are multiples of 16, and the constants. So the
 kernel that Triton compiled for aligned pointers is kept under the rest of that, and its launcher is called directly
 where this was tested; every other call goes through Triton.
-
-Where the GPU can, kernels that have the constant OVERLAP are launched as programmatic dependents: the launch of one
-takes place while the kernel before it runs (`primitives.after_earlier_kernels`). That is an attribute of the launch,
-which Triton keeps with the compiled kernel, so its launcher sets it whoever calls it. The kernel before may be any
-kernel: if it does not let dependents in early, as torch's do not, they begin when it has ended. What follows the last
-one without the attribute, a kernel, a copy or an event, waits for its end. CUDA graphs keep the overlap as edges
-between kernels.
 """
 
 from __future__ import annotations
@@ -26,16 +19,10 @@ import torch
 import triton
 from torch import Tensor
 
-from s2o_runtime.devices import capability, interpreted
-
 # Versions of Triton whose compiled kernels' `run` was called directly on a GPU and compared with `kernel[grid]`
 # (tests/gpu/test_launch_gpu.py). Its parameters are no public interface: with other versions every launch goes through
 # Triton, and no call becomes a plan. To add a version, run that test with it.
 TESTED_TRITONS = ((3, 6),)
-
-# Whether kernels may overlap at all. Plans keep what they were recorded with (`attention.replay.forget_plans`).
-OVERLAP = True
-OVERLAP_CAPABILITY = (9, 0)  # the first compute capability with programmatic dependent launches
 
 Argument = Tensor | int | float | None
 
@@ -68,7 +55,7 @@ def launch(
     grid: tuple[int, int, int],
     arguments: Mapping[str, Argument],
     constants: Mapping[str, Any],
-    **options: int | bool,
+    **options: int,
 ) -> None:
     """Run a kernel on the current stream of its tensors' GPU.
 
@@ -79,7 +66,7 @@ def launch(
         arguments: for every pointer a tensor, or None for one that is absent, which the kernel must not read: it
             gets the address of its first tensor, which may not be absent. For every other parameter a number.
             `strides` makes those of strides.
-        constants: the kernel's constexprs, but OVERLAP, which is the last one of those kernels that have it.
+        constants: the kernel's constexprs.
         options: Triton's, such as num_warps.
 
     Raises:
@@ -95,11 +82,6 @@ def launch(
     if len(arguments) + len(constants) != binding.parameters:
         raise _wrong_names(kernel, arguments, constants)
     first = tensors[0]
-    if binding.overlaps:
-        overlap = OVERLAP and can_overlap(first.device)
-        constants, values = {**constants, "OVERLAP": overlap}, (*values, overlap)
-        if overlap:
-            options["launch_pdl"] = True
     pointers = [first if tensor is None else tensor for tensor in tensors]
     address = list(map(Tensor.data_ptr, pointers))
     device = first.device.index
@@ -158,12 +140,6 @@ def _calls_something(hook: Any) -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-@lru_cache(maxsize=64)
-def can_overlap(device: torch.device) -> bool:
-    """Whether a device starts programs of a kernel while the one before it runs; Triton's interpreter does not."""
-    return capability(device) >= OVERLAP_CAPABILITY and not interpreted()
-
-
 @lru_cache(maxsize=1)
 def _direct(version: str) -> bool:
     """Whether compiled kernels of this version of Triton may be called directly."""
@@ -174,8 +150,7 @@ class _Binding(NamedTuple):
     """The permutation of a kernel's arguments: the last five fields pick values by name, in the kernel's order."""
 
     kernel: Any  # kept, so that its id stays its own
-    parameters: int  # how many, without OVERLAP
-    overlaps: bool  # whether it has that
+    parameters: int  # how many
     pointers: Callable[[Mapping[str, Any]], tuple[Any, ...]]
     numbers: Callable[[Mapping[str, Any]], tuple[Any, ...]]
     specialised: Callable[[Mapping[str, Any]], tuple[Any, ...]]
@@ -188,23 +163,18 @@ _bindings: dict[int, _Binding] = {}
 
 def _bind(kernel: Any, arguments: Mapping[str, Argument], constants: Mapping[str, Any]) -> _Binding:
     """The binding of a kernel that is launched for the first time, with these names."""
-    names = _parameters(kernel)
+    names = list(kernel.arg_names)
     if set(names) != {*arguments, *constants} or len(names) != len(arguments) + len(constants):
         raise _wrong_names(kernel, arguments, constants)
     pointers = [name for name in names if name in arguments and name.isupper()]
     numbers = [name for name in names if name in arguments and not name.isupper()]
     ordered = [*pointers, *numbers, *(name for name in names if name in constants)]
-    parameters = list(kernel.arg_names)
-    overlaps = len(names) < len(parameters)
-    if parameters != ordered + ["OVERLAP"] * overlaps or not pointers:
-        raise TypeError(
-            f"the parameters of {_name(kernel)} are {parameters}: expected pointers, numbers, then constants"
-        )
+    if names != ordered or not pointers:
+        raise TypeError(f"the parameters of {_name(kernel)} are {names}: expected pointers, numbers, then constants")
     alike = set(getattr(kernel, "do_not_specialize", ()))  # the interpreter, which compiles nothing, does not say
     _bindings[id(kernel)] = binding = _Binding(
         kernel,
         len(names),
-        overlaps,
         _picker(pointers),
         _picker(numbers),
         _picker([name for name in numbers if name not in alike]),
@@ -223,7 +193,7 @@ def _picker(names: list[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
 
 def _wrong_names(kernel: Any, arguments: Mapping[str, Argument], constants: Mapping[str, Any]) -> TypeError:
     """The error for names that are not those of the kernel's parameters."""
-    names, given = _parameters(kernel), [*arguments, *constants]
+    names, given = list(kernel.arg_names), [*arguments, *constants]
     missing = [name for name in names if name not in given]
     unknown = [name for name in given if name not in names]
     if missing:
@@ -232,11 +202,6 @@ def _wrong_names(kernel: Any, arguments: Mapping[str, Argument], constants: Mapp
         return TypeError(f"{_name(kernel)} has no parameter {', '.join(unknown)}: its parameters are {names}")
     twice = [name for name in arguments if name in constants]
     return TypeError(f"{_name(kernel)} got {', '.join(twice)} as an argument and as a constant: give each name once")
-
-
-def _parameters(kernel: Any) -> list[str]:
-    """The names of the parameters that a caller of `launch` gives."""
-    return [name for name in kernel.arg_names if name != "OVERLAP"]
 
 
 def _name(kernel: Any) -> str:

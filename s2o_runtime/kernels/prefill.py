@@ -27,7 +27,6 @@ from s2o_runtime.kernels.primitives import (
     WIDE_ELEMENTS,
     absorb_chunk,
     absorb_window,
-    after_earlier_kernels,
     behind,
     diagonal_start,
     log_sum_exp,
@@ -59,7 +58,7 @@ def _prefill(
     GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     GRAIN: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr, HAS_TAIL: tl.constexpr,
     HAS_START: tl.constexpr, PACKED: tl.constexpr, HAS_LSE: tl.constexpr, ROW_MAX: tl.constexpr,
-    HAS_SINKS: tl.constexpr, CAP: tl.constexpr, INT8: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, CAP: tl.constexpr, INT8: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """S2O attention of one row tile: window, prefix until the stop, tail (Algorithms 2 and 3 of the paper).
 
@@ -96,10 +95,8 @@ def _prefill(
     log-sum-exp, which see that, are moved by it.
 
     qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two stop checks; segments: N'; GROUP:
-    query heads of a KV head; STAGES: of Triton's pipeline; WIDE: offsets into k and v need 64 bits; OVERLAP: as in
-    `primitives.after_earlier_kernels`.
+    query heads of a KV head; STAGES: of Triton's pipeline; WIDE: offsets into k and v need 64 bits.
     """
-    after_earlier_kernels(OVERLAP)
     if WIDE:  # a sequence spans 2^31 elements or more
         stride_kl = stride_kl.to(tl.int64)
         stride_vl = stride_vl.to(tl.int64)

@@ -421,7 +421,7 @@ def _prefill_hopper(
     GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     GRAIN: gl.constexpr, EDGES: gl.constexpr, BUCKETS: gl.constexpr, HAS_TAIL: gl.constexpr,
     HAS_START: gl.constexpr, PACKED: gl.constexpr, HAS_LSE: gl.constexpr, ROW_MAX: gl.constexpr,
-    HAS_SINKS: gl.constexpr, CAP: gl.constexpr, INT8: gl.constexpr, OVERLAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr, CAP: gl.constexpr, INT8: gl.constexpr,
 ):  # fmt: skip
     """S2O attention of two row tiles: the function of `prefill._prefill`, whose arguments it has but for WIDE.
 
@@ -444,8 +444,6 @@ def _prefill_hopper(
 
     With INT8 K is int8. STAGES: of the ring.
     """
-    # before the warps part: the others begin when the first four have come to `warp_specialize`
-    primitives.after_earlier_kernels(OVERLAP)
     DTYPE: gl.constexpr = Q.dtype.element_ty
     # long prefixes first: the last row tiles have the most work
     tile = gl.num_programs(0) - 1 - gl.program_id(0)

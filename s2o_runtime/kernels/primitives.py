@@ -1,8 +1,7 @@
 """What several kernels share on the device: geometry of a call, online softmax, window, gathered prefix, tail.
 
 `prefill.py`, `trace.py` and the baselines' `block_sparse.py` are made of these. Gluon code cannot call functions that
-`triton.jit` compiles for tensors, so `prefill_hopper.py` has copies of some; a comment at each copy names its original
-here.
+`triton.jit` compiles, so `prefill_hopper.py` has copies of some; a comment at each copy names its original here.
 
 Softmax is in base 2 throughout: `qk_scale` is the scale of the scores times log2(e).
 """
@@ -33,24 +32,6 @@ REST = tl.constexpr(int(StopRule.REST))
 SMALLEST = tl.constexpr(quantisation.SMALLEST)
 RCP_LEVELS = tl.constexpr(1 / quantisation.LEVELS)
 ROUNDING = tl.constexpr(1.5 * 2**23)
-
-
-@triton.jit
-def after_earlier_kernels(OVERLAP: tl.constexpr):
-    """Wait until everything that was launched earlier on the stream has ended and what it wrote can be read.
-
-    With OVERLAP the kernel is launched as a programmatic dependent: its programs may become resident while the kernel
-    before it still runs, if that one, too, calls this. A kernel calls it before it touches global memory at all, if
-    only to read a table: the wait is for the kernel right before, and only because that one has waited too, before it
-    did anything, is every earlier one over as well. So memory may pass from one kernel to the next as without OVERLAP:
-    what one still reads no later one overwrites.
-
-    Dependents are let in first. They come only when every program of this kernel has begun or ended, so they take no
-    room that one of these waits for, and a waiting program costs no instructions.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.primitives import TAIL, after_earlier_kernels, sequence, window_start
+from s2o_runtime.kernels.primitives import TAIL, sequence, window_start
 from s2o_runtime.kernels.rank.order import BUCKETS, Ranked
 
 EDGES = 16  # of the order's buckets every second one
@@ -51,7 +51,6 @@ class Tail(NamedTuple):
 def _pool(
     V, POOLED, KV_START, CU_K, kv_len, steps, stride_vb, stride_vh, stride_vl,
     D: tl.constexpr, GRAIN: tl.constexpr, ROWS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """POOLED[b, h, g] = the mean value of the GRAIN keys of step g; steps are counted from the first key that counts.
 
@@ -62,7 +61,6 @@ def _pool(
         KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
         CU_K                int32 [B + 1]: where packed sequences begin (PACKED)
     """
-    after_earlier_kernels(OVERLAP)
     h = tl.program_id(1)
     b = tl.program_id(2)
     start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
@@ -88,7 +86,7 @@ def _tail(
     shares, share_size, stride_sb, stride_sh, stride_sn, stride_vb, stride_vh, stride_vl,
     GROUP: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr,
     BK: tl.constexpr, BN: tl.constexpr, GRAIN: tl.constexpr, IEEE: tl.constexpr,
-    HAS_START: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """MASS[b, h, n, e] = sum of 2^SCORE over the steps from edge e on; SUMS[b, h, n, e] = sum of 2^SCORE * VALUES.
 
@@ -106,7 +104,6 @@ def _tail(
         CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
         SEGMENT, FLAGS      int32 [Hq]: as in `call.HeadTables`
     """
-    after_earlier_kernels(OVERLAP)
     # long prefixes first
     block = (tl.num_programs(0) - 1 - tl.program_id(0)) // shares
     share = tl.program_id(0) % shares
@@ -159,13 +156,12 @@ def _tail(
 
 
 @triton.jit(do_not_specialize=["shares", "size"])
-def _add(SHARES, OUT, shares, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _add(SHARES, OUT, shares, size, BLOCK: tl.constexpr):
     """OUT[i] = the sum of SHARES[s, i] over s. Programs: (size / BLOCK,).
 
     SHARES              float32 [shares, size]
     OUT                 float32 [size]
     """
-    after_earlier_kernels(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for share in range(shares):

@@ -12,7 +12,7 @@ from torch import Tensor
 from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.keys import Keys
 from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.primitives import LOG2E, after_earlier_kernels, quantised, sequence
+from s2o_runtime.kernels.primitives import LOG2E, quantised, sequence
 
 REPRESENTATIVE_WARPS = 4
 REPRESENTATIVE_STAGES = 5  # a program's loads are all that it waits for, and few programs run beside it
@@ -23,7 +23,7 @@ def _representatives(
     Q, REP, REP_SCALE, KV_START, CU_Q, CU_K, PART, REPRESENTATIVES, K_UNIT, qk_scale, q_len, offset,
     stride_qb, stride_qh, stride_ql, stride_rb, stride_rh, stride_rn,
     D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    HAS_START: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, INT8: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_START: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """REP[b, h, n] = mean of the queries of part n that do not stand before kv_start, times qk_scale; 0 if none does.
 
@@ -40,7 +40,6 @@ def _representatives(
         REPRESENTATIVES     int32 [Hq]: parts of a segment
         K_UNIT              float32 [B, Hkv, D]: what a level of each channel of the keys is worth (INT8)
     """
-    after_earlier_kernels(OVERLAP)
     n = tl.program_id(0) * PARTS
     h = tl.program_id(1)
     b = tl.program_id(2)

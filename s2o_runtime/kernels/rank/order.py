@@ -18,7 +18,7 @@ from torch import Tensor
 from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.primitives import after_earlier_kernels, sequence, window_start
+from s2o_runtime.kernels.primitives import sequence, window_start
 
 ORDER_WARPS = 4
 SAMPLES = 512  # with 256 or 1024 heads visit about as much; sorting 1024 took up to a third of the kernel's time
@@ -134,7 +134,6 @@ def _order(
     stride_sb, stride_sh, stride_sn, stride_ib, stride_ih, stride_in,
     SAMPLES: tl.constexpr, BUCKETS: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr, GRAIN: tl.constexpr,
     HAS_TAIL: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, PORTABLE: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """ORDER[b, h, n] = the steps of the prefix of segment n of the slice by falling bucket: their first keys.
 
@@ -155,7 +154,6 @@ def _order(
     are written out one by one, because Triton tensors cannot be indexed and the assembly wants [W, 32] tensors with one
     element a lane and one row a warp (tests/aot.py checks this layout). Inside a bucket, blocks of 128 steps ascend.
     """
-    after_earlier_kernels(OVERLAP)
     # long prefixes first
     n = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1)

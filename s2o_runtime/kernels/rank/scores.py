@@ -16,7 +16,7 @@ from s2o_runtime.devices import capability
 from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.keys import Keys
 from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.primitives import MAX_REGISTERS, after_earlier_kernels, capped, sequence, window_start
+from s2o_runtime.kernels.primitives import MAX_REGISTERS, capped, sequence, window_start
 from s2o_runtime.kernels.rank.means import Representatives
 
 LOG_SUM_KEYS = 64
@@ -36,7 +36,7 @@ def _log_sums(
     REP, K, LOG_SUM, KV_START, CU_Q, CU_K, SEGMENT, PART, REP_SCALE, q_len, offset, parts,
     stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl,
     GROUP: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr,
-    SAMPLE: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, INT8: tl.constexpr, OVERLAP: tl.constexpr,
+    SAMPLE: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """LOG_SUM[b, h, n] = log-sum-exp in base 2 of part n's scores with its prefix, from about SAMPLE keys of all.
 
@@ -54,7 +54,6 @@ def _log_sums(
 
     With INT8 REP and K are int8.
     """
-    after_earlier_kernels(OVERLAP)
     # long prefixes first
     n = (tl.num_programs(0) - 1 - tl.program_id(0)) * BR + tl.arange(0, BR)
     h = tl.program_id(1)
@@ -120,7 +119,7 @@ def _scores(
     stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl, stride_sb, stride_sh, stride_sn,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BS: tl.constexpr, WARPS: tl.constexpr,
     BN: tl.constexpr, GRAIN: tl.constexpr, CAP: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
-    INT8: tl.constexpr, OVERLAP: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     """SCORE[b, h, n, g] = the logarithm in base 2 of what step g of the prefix weighs for segment n of the slice.
 
@@ -144,7 +143,6 @@ def _scores(
     step belong to one thread, which adds them up without a shuffle: of 32 * WARPS rows, written [2, WARPS, 2, 8], a
     thread holds those that differ in the two dimensions of 2. Hence one layout for each GRAIN.
     """
-    after_earlier_kernels(OVERLAP)
     BK: tl.constexpr = 32 * WARPS
     block = tl.program_id(0)
     head = tl.program_id(1) * HEADS
