@@ -292,7 +292,7 @@ class Recipe:
     )
     needles: float = option(
         Rule(float, 0, 1, unit=SHARE),
-        "share of the needles found by the dense model that the patched one must find too",
+        "share of the needles found by the dense model that the patched one must find too; below 1, one may be lost",
         PROOF,
         default=0.95,
         name="keep_needles",

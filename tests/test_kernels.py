@@ -290,8 +290,8 @@ def test_tail_sums_are_those_of_the_order(shares, starts, grain, head_dim, nan_f
 def test_few_long_segments_are_shared_and_many_or_short_ones_are_not():
     assert tail_module.tail_shares(32, 8192) == tail_module.TAIL_SHARES
     assert tail_module.tail_shares(128, 8192) == 4
-    assert tail_module.tail_shares(16, 2048) == 2
-    assert tail_module.tail_shares(1024, 32768) == tail_module.tail_shares(8, 512) == 1
+    assert tail_module.tail_shares(64, 1984) == 3
+    assert tail_module.tail_shares(1024, 32768) == tail_module.tail_shares(8, 511) == 1
 
 
 def bucket_order(scores):

@@ -535,10 +535,16 @@ def test_a_layers_time_is_predicted_as_a_share_of_dense_attentions():
     assert [contents._predicted_seconds(each, choices) for each in choices] == [0.01, 0.02, 0.04, None]
 
 
-@pytest.mark.parametrize(("needles", "lost"), [((19, 20), False), ((18, 20), True), ((0, 0), False), (None, False)])
+@pytest.mark.parametrize(
+    ("needles", "lost"),
+    [((19, 20), False), ((18, 20), True), ((5, 6), False), ((4, 6), True), ((0, 0), False), (None, False)],
+)
 def test_how_many_needles_may_be_lost(needles, lost, folder, tmp_path):
     made = of(folder, tmp_path / "p")  # 95% are to be kept
-    assert bool(judge.lost_needles({512: LengthProof((), 0.0, 1.0, needles, 0.1, 0.1)}, made)) is lost
+    proofs = {512: LengthProof((), 0.0, 1.0, needles, 0.1, 0.1)}
+    assert bool(judge.lost_needles(proofs, made)) is lost
+    all_of_them = replace(made, needles=1.0)
+    assert bool(judge.lost_needles(proofs, all_of_them)) is (needles is not None and needles[0] < needles[1])
 
 
 def test_each_phase_is_timed(monkeypatch):

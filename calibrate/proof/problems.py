@@ -16,14 +16,21 @@ def over_limit(length: int, layer: int, error: float, limit: float) -> str:
 
 
 def lost_needles(proofs: Mapping[int, LengthProof], recipe: Recipe) -> dict[int, str]:
-    """The lengths at which the patched model keeps too few needles, each with the sentence that says so."""
+    """The lengths at which the patched model keeps too few needles, each with the sentence that says so.
+
+    One may be lost where not all are asked for: of few it is a large share, and says little of many.
+    """
+
+    def least(needles: int) -> float:
+        return min(recipe.needles * needles, needles - (recipe.needles < 1))
+
     return {
         length: f"at {length} tokens the patched model keeps {patched} of the {dense} needles that dense finds, "
         f"{recipe.needles:.0%} are asked for"
         for length, proof in proofs.items()
         if proof.needles is not None
         for patched, dense in (proof.needles,)
-        if patched < recipe.needles * dense
+        if patched < least(dense)
     }
 
 

@@ -28,7 +28,7 @@ TAIL_WARPS = 4
 # A program takes 0.4 us for TAIL_STEPS steps whatever else runs (H200), so the last of few programs are waited for.
 TAIL_PROGRAMS = 512  # that many fill a GPU, and their sums of parts are 34 MB at most
 TAIL_SHARES = 8  # of the steps, at most
-FEWEST_STEPS = 1024  # of a share of the longest prefix
+FEWEST_STEPS = 512  # of a share of the longest prefix
 POOL_STEPS = 32
 POOL_WARPS = 4
 ADD_BLOCK = 1024

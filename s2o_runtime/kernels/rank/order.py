@@ -209,9 +209,12 @@ def _order(
             row = ((b * tl.num_programs(1) + h) * tl.num_programs(0) + n).to(tl.int64) * BUCKETS
             bucket = tl.arange(0, BUCKETS)
             tl.store(FIRST + row + bucket, begins)
-            earlier = tl.sum(tl.sum((below[:, :, None] < bucket[None, None, :]).to(tl.int32), 1), 0)
-            edge = highest - (earlier.to(tl.float32) - 1.25) / per_bin
-            tl.store(EDGE + row + bucket, tl.where(earlier > 0, edge, float("inf")))
+            # bins of earlier buckets: those whose centre is not below the edge before, solved for the bin's number
+            edge_before = tl.gather(edges, tl.maximum(bucket - 1, 0), 0)
+            earlier = tl.floor((highest - edge_before) * per_bin + 0.75) + 1.0
+            earlier = tl.minimum(tl.maximum(earlier, 0.0), 4.0 * BUCKETS)
+            edge = highest - (earlier - 1.25) / per_bin
+            tl.store(EDGE + row + bucket, tl.where((bucket > 0) & (earlier > 0.0), edge, float("inf")))
         s0, s1, s2, s3 = _four(score, mine, prefix)
         for t in range(0, stretch, TURN):
             n0, n1, n2, n3 = _four(score, mine + t + TURN, prefix)
