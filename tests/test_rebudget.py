@@ -71,9 +71,12 @@ def spendable(curves, recipe):
 
 @SLOW
 @pytest.mark.parametrize(
-    "budget", [Budget("mse", BUDGET / 2), Budget("mse", BUDGET * 4), Budget("rel_mse", 1e-2)], ids=str
+    "budget",
+    [Budget("mse", BUDGET / 2), Budget("mse", BUDGET), Budget("mse", BUDGET * 4), Budget("rel_mse", 1e-2)],
+    ids=str,
 )
 def test_it_is_what_a_calibration_would_allocate(budget, recipe, curves, old, tmp_path):
+    """Before it adjusts layers on other prompts, which the journal's curves know nothing of."""
     out = tmp_path / "new.safetensors"
     done = rebudget(recipe.out, budget, out)
     after = replace(recipe, budget=budget)
@@ -110,19 +113,6 @@ def test_errors_stay_within_the_margin_and_densities_follow_the_budget(recipe, o
     for few, same, many in zip(*outcomes, strict=True):
         assert few.density > same.density > many.density
         assert few.cost > same.cost > many.cost
-
-
-@SLOW
-def test_the_same_budget_gives_the_same_layers(recipe, old, tmp_path):
-    """But for those that the proof had to tighten, which are dense and stay so."""
-    new = rebudget(recipe.out, recipe.budget, tmp_path / "same.safetensors").profile
-    assert new.lengths == old.lengths
-    sparse = 0
-    for of_old, of_new in zip(old.layers, load_profile(tmp_path / "same.safetensors").layers, strict=True):
-        for before, config in zip(of_old, of_new, strict=True):
-            assert config == before or (config.is_dense and before.is_dense)
-            sparse += not config.is_dense
-    assert sparse >= 6
 
 
 @SLOW

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from calibrate.proof.candidate import Candidate, LengthAndLayer
-from calibrate.proof.certificate import FEWEST, FLOOR, look_confidence
+from calibrate.proof.certificate import FLOOR, look_confidence
 from calibrate.proof.statistics import expected_mean_bound
 from calibrate.proof.verify import LayerProof
 from calibrate.recipe import Recipe
@@ -24,6 +24,7 @@ AIM = 0.9  # of its limit: where the bound of a layer's mean error is to come ou
 CLOSE = 1.05  # a spending that is off by no more than this stays as it is
 TRIES = 3  # changes of one layer's spending at one length
 MOST = 2.0  # times as much in one change: curves bend
+ENOUGH = 4  # certify prompts; where the bounds of fewer come out is chance
 
 
 @dataclass
@@ -77,7 +78,7 @@ def growth(proof: LayerProof, limit: float, recipe: Recipe) -> float:
     errors = proof.errors(recipe.budget)
     mean = max(statistics.fmean(errors), proof.error(recipe.budget), FLOOR * FLOOR * limit)
     times = recipe.margin * limit / mean
-    if recipe.num_certify >= FEWEST:
+    if recipe.num_certify >= ENOUGH:
         counted = [max(error, FLOOR * limit) for error in errors]  # as a look at a layer counts them
         times = min(times, AIM * limit / expected_mean_bound(counted, recipe.num_certify, look_confidence(1.0)))
     return times
