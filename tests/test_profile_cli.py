@@ -19,6 +19,7 @@ from calibrate.profiles.retile import retile
 from calibrate.recipe import Budget
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.profile import Record, load_profile, save_profile
+from s2o_runtime.profile.record import Retiling
 from support.golden_profiles import field_paths, path_of
 from support.profiles import CERTIFICATE, FORMAT, document_of
 
@@ -388,6 +389,10 @@ def test_a_catalogue_follows_its_profiles(calibrated, run, tmp_path):
     (row,) = [line for line in text.splitlines() if ".safetensors" in line]
     assert row.startswith("| [other](other/cpu/rel-mse-0.001.md) | cpu | rel_mse 0.001 (layer) | 512 |")
     assert row.endswith("| not timed | - | [rel-mse-0.001](other/cpu/rel-mse-0.001.safetensors) |")
+    retiled = dataclasses.replace(other.record, retiled=Retiling(made_on="NVIDIA H200"))
+    save_profile(dataclasses.replace(other, record=retiled), tmp_path / "retiled.safetensors")
+    assert run("push", tmp_path / "retiled.safetensors", catalogue, "--catalogue")[0] == 0
+    assert "| not timed (on NVIDIA H200) |" in readme.read_text()
     assert run("push", calibrated, catalogue, "--catalogue", "--name", "org/Model-1")[0] == 0
     renamed = load_profile(catalogue / "org-model-1" / "cpu" / "rel-mse-0.001.safetensors")
     assert renamed == dataclasses.replace(load_profile(calibrated), model_name="org/Model-1")

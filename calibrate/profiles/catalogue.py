@@ -83,6 +83,7 @@ def _entry(catalogue: Path, path: Path) -> dict[str, Any]:
         "model": summed["model"],
         "fingerprint": summed["fingerprint"],
         "device": summed["device"],
+        "measured_on": profile.record.retiled.made_on if profile.record.retiled else summed["device"],
         "budget": summed["budget"],
         "proof": summed["proof"],
         "certified": in_short(profile.record.certificate),
@@ -108,6 +109,7 @@ def _cells(entry: dict[str, Any]) -> list[str]:
     lengths = entry["lengths"]
     densities = ("-" if row["density"] is None else f"{row['density']:.3f}" for row in lengths)
     timed = any(row["prefill_speedup"] is not None for row in lengths)
+    elsewhere = f" (on {entry['measured_on']})" if entry["measured_on"] != entry["device"] else ""
     file = str(entry["file"])
     card_link = f"[{escaped(str(entry['model']))}]({file.removesuffix('.safetensors')}.md)"
     return [
@@ -115,7 +117,7 @@ def _cells(entry: dict[str, Any]) -> list[str]:
         *(str(entry[name] or "-") for name in ("device", "budget")),
         ", ".join(str(row["length"]) for row in lengths),
         ", ".join(densities),
-        ", ".join(times(row["prefill_speedup"]) for row in lengths) if timed else "not timed",
+        (", ".join(times(row["prefill_speedup"]) for row in lengths) if timed else "not timed") + elsewhere,
         entry["certified"],
         Markup(f"[{Path(file).stem}]({file})"),
     ]

@@ -66,6 +66,7 @@ from scripts.docs.results_data import (
     missing,
     ms,
     nearest,
+    newest,
     of_format,
     on_front,
     read_sources,
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def pictures(sources: Sources) -> dict[str, Draw]:
     """What draws each picture, by file name."""
-    compared = benches(sources)
+    compared = newest(benches(sources))
     files: dict[str, Draw] = {}
     if compared:
         files = {"methods-error.svg": partial(draw_errors, compared), "methods-time.svg": partial(draw_times, compared)}

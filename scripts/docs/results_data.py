@@ -157,6 +157,14 @@ def benches(sources: Sources) -> list[Bench]:
     return sorted(lengths, key=lambda bench: (bench.length, bench.source.name))
 
 
+def newest(compared: Sequence[Bench]) -> list[Bench]:
+    """Of several benches of one length the one that was measured last, short lengths first."""
+    by_length: dict[int, Bench] = {}
+    for bench in sorted(compared, key=lambda bench: bench.source.file.date):
+        by_length[bench.length] = bench
+    return [by_length[length] for length in sorted(by_length)]
+
+
 def beats(row: MethodRow, other: MethodRow, tie: float = 0.0) -> bool:
     """Whether a row is no slower and no less exact than another, and by more than a tie faster or more exact."""
     pairs = [(row.seconds, other.seconds), (row.rel_mse, other.rel_mse)]

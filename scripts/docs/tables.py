@@ -39,6 +39,7 @@ from scripts.docs.results_data import (
     attending,
     benches,
     ms,
+    newest,
     of_format,
     read_sources,
     relative_at,
@@ -55,11 +56,14 @@ NAMES = {
     S2O_CALIBRATED: "**S2O, calibrated**",
     ONE_TAU: "S2O, one threshold for all heads",
     "mean-pooling": "mean pooling of blocks",
+    "flash-prefill": "FlashPrefill",
+    "prism": "Prism",
     "pbs": "PBS-Attn",
     "sparge": "SpargeAttn",
     "a-shape": "A-shape",
     "vertical-slash": "vertical-slash (MInference)",
     "xattention": "XAttention",
+    "skip-softmax": "skip-softmax (BLASST)",
 }
 
 Tables = Mapping[str, Callable[[Sources], str]]
@@ -69,7 +73,7 @@ def comparison(sources: Sources) -> str:
     """README: every method's time over dense attention at one error, and the time in which it keeps the needles."""
     compared = newest(benches(sources))
     times = [relative_at(bench, COMPARED_AT) for bench in compared]
-    methods = [method for method in compared[0].methods if all(method in bench.methods for bench in compared)]
+    methods = compared[-1].methods
     retrieving = fastest_retrieval(sources, compared)
     rows = []
     for method in methods:
@@ -82,14 +86,6 @@ def comparison(sources: Sources) -> str:
 
 def _bold(text: str, method: str) -> str:
     return f"**{text}**" if method == S2O_CALIBRATED else text
-
-
-def newest(compared: Sequence[Bench]) -> list[Bench]:
-    """Of several benches of one length the one that was measured last, short lengths first."""
-    by_length: dict[int, Bench] = {}
-    for bench in sorted(compared, key=lambda bench: bench.source.file.date):
-        by_length[bench.length] = bench
-    return [by_length[length] for length in sorted(by_length)]
 
 
 def fastest_retrieval(sources: Sources, compared: Sequence[Bench]) -> dict[str, float]:
