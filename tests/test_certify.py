@@ -108,7 +108,7 @@ def test_a_layer_climbs_down_to_the_first_rung_that_holds(rung):
 def test_rungs_that_the_first_bound_makes_hopeless_are_passed_over():
     begun = candidate()
     limit, spent = begun.limits[1024, 1], begun.choice(1, 1024).allocation.mse
-    left, looks = down(begun, 1024, 1, [1.45 * limit, 0.5 * limit])
+    left, looks = down(begun, 1024, 1, [1.9 * limit, 0.5 * limit])
     assert looks[0].bound > HOPELESS * limit / RUNGS[1]
     assert [look.share for look in looks] == [1.0, *RUNGS[:3]]
     assert left.choice(1, 1024).budget_mse == pytest.approx(RUNGS[2] * spent)

@@ -27,7 +27,7 @@ from calibrate.proof.verify import prove
 from calibrate.work.executor import Executor
 
 OVER_BOUND = "its certified bound stayed over the limit"
-HOPELESS = 1.05  # times the limit: a rung is passed over if the first bound says that its own would be above that
+HOPELESS = 1.5  # times the limit: a rung is passed over if the first bound says that its own would be above that
 SLOWER = "its attention was measured slower than dense"
 
 log = logging.getLogger("calibrate")
