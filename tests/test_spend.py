@@ -50,11 +50,18 @@ def test_what_the_certificate_will_find_limits_what_is_given():
     assert growth(proof(1e-4, FAR_APART), 2e-4, without) == pytest.approx(2 * recipe.margin)
 
 
-def test_a_layer_whose_bound_would_be_over_its_limit_is_given_less_before_the_certificate():
-    begun = candidate()
-    lower = Spending().revise(begun, 512, 0, proof(0.7 * begun.limits[512, 0], FAR_APART))
-    assert lower.choice(0, 512).spent < begun.choice(0, 512).spent
-    assert not lower.tightened  # it was within its limit
+def test_what_was_too_much_is_taken_back_but_not_more():
+    begun, spending = candidate(), Spending()
+    limit, spent = begun.limits[512, 0], begun.choice(0, 512).spent
+    too_much = proof(0.7 * limit, FAR_APART)  # its bound would be over the limit
+    assert spending.revise(begun, 512, 0, too_much) is None  # nothing was given yet
+    raised = Spending()
+    more = raised.revise(begun, 512, 0, proof(0.4 * limit))
+    assert more.choice(0, 512).spent > spent
+    less = raised.revise(more, 512, 0, proof(0.99 * limit, FAR_APART))
+    assert less.choice(0, 512) == begun.choice(0, 512)
+    assert less.layer_config(0, 512) == begun.layer_config(0, 512)
+    assert not less.tightened
 
 
 def test_what_is_about_right_stays():
@@ -72,9 +79,9 @@ def test_no_change_is_larger_than_curves_can_be_trusted_and_there_are_few():
     begun = spending.revise(begun, 512, 0, little)
     assert begun.choice(0, 512).budget_mse == pytest.approx(MOST * spent)
     for _ in range(TRIES - 1):
-        begun = spending.revise(begun, 512, 0, much)
+        begun = spending.revise(begun, 512, 0, much) or begun  # the last one has nothing to take back
     assert spending.tries == {(512, 0): TRIES}
-    assert spending.revise(begun, 512, 0, much) is None
+    assert spending.revise(begun, 512, 0, little) is None
 
 
 def test_what_cannot_or_must_not_change_stays():

@@ -1,9 +1,10 @@
 """How much of its limit a layer may spend, judged on the adjust prompts.
 
 The search spends what its curves predict on the calibration prompts. On other prompts a layer's error is often less,
-and how much it varies between prompts is another matter for every layer. So a layer's spending is moved, up or down,
-until two things hold: its mean error is the recipe's margin of its limit, and the bound that the certificate can be
-expected to find for it is `AIM` of the limit, whichever is less. The certificate's own prompts have no part in it.
+and how much it varies between prompts is another matter for every layer. So a layer is given more until one of two
+things holds: its mean error is the recipe's margin of its limit, or the bound that the certificate can be expected to
+find for it is `AIM` of the limit. What turns out to be too much is taken back, down to what the search chose: less than
+that is for `tighten`, and for the certificate itself, whose prompts have no part in this.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from calibrate.proof.certificate import FLOOR, look_confidence
 from calibrate.proof.statistics import expected_mean_bound
 from calibrate.proof.verify import LayerProof
 from calibrate.recipe import Recipe
-from calibrate.search.choice import allowed
+from calibrate.search.choice import Choice, allowed
 
 AIM = 0.9  # of its limit: where the bound of a layer's mean error is to come out
 CLOSE = 1.05  # a spending that is off by no more than this stays as it is
@@ -29,12 +30,13 @@ ENOUGH = 4  # certify prompts; where the bounds of fewer come out is chance
 
 @dataclass
 class Spending:
-    """Moves what each layer spends at each calibrated length; it is what a proof revises by, before it tightens.
+    """Gives each layer at each calibrated length what it may spend; it is what a proof revises by, before it tightens.
 
     tries: How often the spending of a layer at a length was changed.
     """
 
     tries: Counter[LengthAndLayer] = field(default_factory=Counter)
+    _first: dict[LengthAndLayer, Choice] = field(default_factory=dict)  # what the search chose
 
     def revise(self, candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
         """The candidate in which a layer spends as much as it may.
@@ -61,7 +63,8 @@ class Spending:
         if 1 / CLOSE <= times <= CLOSE or self.tries[place] == TRIES:
             return None
         self.tries[place] += 1
-        moved = choice.spending(choice.spent * min(times, MOST), allowed(candidate.recipe))
+        first, spent = self._first.setdefault(place, choice), choice.spent * min(times, MOST)
+        moved = first if spent <= first.spent else choice.spending(spent, allowed(candidate.recipe))
         if moved.config == choice.config:
             return None
         return candidate.with_choice(layer, length, moved)

@@ -1,7 +1,7 @@
 """The proof as a loop: prove a candidate, judge it, tighten it, and prove again what changed.
 
 A candidate is changed in two places, and both return a new candidate. While the held-out prompts move through the
-model, a layer's spending is first moved to what it may spend (`spend`, in the first attempt), then a layer whose error
+model, a layer is first given what it may spend (`spend`, in the first attempt), then a layer whose error
 is over its limit is tightened (`tighten_layer`), and it is run again before the next layer sees it. After all layers, a
 length that lost needles gets half its budget, a length that is over a budget in KL gets less by as much, and a length
 whose prefill was slower than the dense one becomes dense (`tighten`).
