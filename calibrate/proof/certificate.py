@@ -16,7 +16,7 @@ CONFIDENCE = 0.95  # of each bound for a layer's mean error, and of the interval
 NEXT_PROMPT = 0.95  # asked for: the probability that the next prompt keeps within what is stated for prompts
 FEWEST = 2  # prompts of a length below which nothing can be bounded
 FLOOR = 0.1  # of its limit; an error below it counts as this much, so that rounding does not pass for spread
-RUNGS = (0.8, 0.6, 0.4, 0.2)  # shares of its budget that a layer over its limit is tried with
+RUNGS = (0.8, 0.65, 0.5, 0.35)  # shares of its budget that a layer over its limit is tried with
 
 
 @dataclass(frozen=True)
