@@ -14,13 +14,14 @@ from scripts.docs.plots import legend, plain_numbers
 from scripts.docs.results_data import NEAR, Bench, attending, is_dense, is_sparse, nearest, on_front, useful
 
 MARKERS = "osD^vPX*"
+COLOURS = (*(f"C{index}" for index in range(10)), "navy", "olive")  # the cycle of matplotlib has ten
 
 
 def styles_of(compared: Sequence[Bench]) -> dict[str, dict[str, Any]]:
     """Colour and marker of every method that can be sparse, the same in all panels."""
     names = dict.fromkeys(method for bench in compared for method in bench.methods if is_sparse(bench.of(method)))
     return {
-        name: {"color": f"C{index % 10}", "marker": MARKERS[index % len(MARKERS)], "zorder": 3}
+        name: {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "zorder": 3}
         for index, name in enumerate(names)
     }
 
