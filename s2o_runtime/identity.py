@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from s2o_runtime.layer_kinds import FULL, layer_kinds, text_config
 SAMPLES_PER_TENSOR = 64
 RANDOM = "random-"  # how the fingerprint of random weights starts
 ROPE = "+rope-"  # between the hash of the weights and that of the RoPE parameters in a fingerprint
+PACKED, SCALES = frozenset({"qweight", "qzeros"}), "scales"  # buffers of a linear layer in GPTQ's and AWQ's formats
 PLAIN_ROPE = "default"  # what transformers calls RoPE without scaling
 
 
@@ -227,9 +229,18 @@ def fingerprint_mismatch(model_fingerprint: str, profile_fingerprint: str, confi
     return None if same_rope else "the RoPE parameters (rope_parameters in the model's config) are not those"
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Where a part of a model runs: the layers of one model may be on several GPUs.
+
+    Args:
+        module: with parameters, or with buffers alone: the weights of GPTQ and AWQ are buffers.
+    """
+    return next(chain(module.parameters(), module.buffers())).device
+
+
 def offloaded(model: nn.Module) -> str | None:
-    """Why a model cannot be compared with a profile: some of its parameters are not in memory. None if all are."""
-    missing = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    """Why a model cannot be compared with a profile: some of its tensors are not in memory. None if all are."""
+    missing = next((name for name, tensor in _stored(model).items() if tensor.is_meta), None)
     return None if missing is None else f"the weights are offloaded ({missing} is not in memory) and cannot be compared"
 
 
@@ -259,15 +270,9 @@ def _scales_rope(config: Any) -> bool:
 
 @torch.no_grad()
 def _weights_hash(model: nn.Module) -> str:
-    """A hash over evenly spaced samples of every parameter, in bfloat16: the same for one checkpoint in any type.
-
-    Buffers that a checkpoint holds count too: quantised weights are kept in some.
-    """
+    """A hash over evenly spaced samples of what a checkpoint holds, in bfloat16: the same for one in any type."""
     _settle(model)
-    tensors: dict[str, Tensor] = dict(model.named_parameters())
-    for prefix, module in model.named_modules():
-        stored = module._buffers.keys() - module._non_persistent_buffers_set
-        tensors |= {f"{prefix}.{name}": tensor for name in stored if (tensor := module._buffers[name]) is not None}
+    tensors = _stored(model)
 
     def sample(name: str, indices: range) -> Tensor:
         whole = getattr(tensors[name], "full_tensor", None)  # split over processes: all of them put it together
@@ -279,6 +284,22 @@ def _weights_hash(model: nn.Module) -> str:
         return flat[indices.start : indices.stop : indices.step]
 
     return sampled_fingerprint({name: tensor.shape for name, tensor in tensors.items()}, sample)
+
+
+def _stored(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint of a model holds and nothing that runs changes: its parameters, and buffers by name.
+
+    Quantised weights are in buffers. On a CPU the first forward pass packs those of GPTQ and AWQ anew and leaves their
+    scales, which then name the weights alone.
+    """
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    for prefix, module in model.named_modules():
+        names = module._buffers.keys() - module._non_persistent_buffers_set
+        if PACKED | {SCALES} <= names:
+            scales = module._buffers[SCALES]
+            names -= PACKED if scales is not None and scales.device.type == "cpu" else set()
+        tensors |= {f"{prefix}.{name}": tensor for name in names if (tensor := module._buffers[name]) is not None}
+    return tensors
 
 
 def _settle(model: nn.Module) -> None:

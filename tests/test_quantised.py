@@ -7,6 +7,7 @@ come as wheels for every CPU.
 import json
 import subprocess
 import sys
+from copy import deepcopy
 from importlib.util import find_spec
 
 import pytest
@@ -19,12 +20,13 @@ from calibrate.model.weights import InMemory
 from s2o_runtime import load_profile, patched
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import fingerprint
-from support.models import build
+from support.models import build, make_profile, used_s2o
 from support.tiny import QUICK, save_tiny, tiny_tokenizer
 
 SLOW = pytest.mark.slow(reason="starts a process that loads a model")
 QUICKEST = QUICK | {"num_prompts": 1, "lengths": (256,), "segments": (64,), "representatives": (1,), "trials": 1}
 IDS = torch.randint(8, 120, (1, 90), generator=torch.Generator().manual_seed(1))
+LONG_IDS = torch.randint(8, 120, (1, 200), generator=torch.Generator().manual_seed(2))
 INT8_CHANNELS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 
 
@@ -56,14 +58,15 @@ def torchao_int8():
     return TorchAoConfig(Int8WeightOnlyConfig())
 
 
-def by_hand(settings, pack):
-    """A checkpoint whose linear layers but the head are packed as the format says."""
+def by_hand(settings, pack, dtype=torch.float32):
+    """A checkpoint whose linear layers but the head are packed as the format says; the others are of this type."""
 
     def save(model, folder):
+        model = deepcopy(model).to(dtype)
         model.save_pretrained(folder)
         tensors = {}
         for name, value in model.state_dict().items():
-            packed = pack(value) if name.endswith("_proj.weight") else {"weight": value}
+            packed = pack(value.float()) if name.endswith("_proj.weight") else {"weight": value}
             tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in packed.items()}
         write(tensors, settings, folder)
 
@@ -131,15 +134,18 @@ COMPRESSED |= {
 }
 FP8 = {"quant_method": "fp8", "weight_block_size": [64, 64], "activation_scheme": "dynamic"}
 INT4 = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+GPTQ, AWQ = {"quant_method": "gptq"} | INT4, {"quant_method": "awq", "zero_point": True} | INT4
 FORMATS = {  # the packages that read it, and what makes a checkpoint of it
     "bitsandbytes-4": (("bitsandbytes", "accelerate"), by_transformers(lambda: bits(4))),
     "bitsandbytes-8": (("bitsandbytes", "accelerate"), by_transformers(lambda: bits(8))),
     "torchao": (("torchao",), by_transformers(torchao_int8)),
     "compressed-tensors": (("compressed_tensors",), by_hand(COMPRESSED, int8_channels)),
     "fp8": (("accelerate",), by_hand(FP8, fp8_blocks)),
-    "gptq": (("gptqmodel", "optimum"), by_hand({"quant_method": "gptq"} | INT4, gptq)),
-    "awq": (("gptqmodel",), by_hand({"quant_method": "awq", "zero_point": True} | INT4, awq)),
 }
+for dtype in (torch.float32, torch.float16, torch.bfloat16):  # each is run by another kernel
+    name = str(dtype).removeprefix("torch.")
+    FORMATS[f"gptq-{name}"] = (("gptqmodel", "optimum", "accelerate"), by_hand(GPTQ, gptq, dtype))
+    FORMATS[f"awq-{name}"] = (("gptqmodel", "accelerate"), by_hand(AWQ, awq, dtype))
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -174,6 +180,24 @@ def test_another_process_gives_the_same_fingerprint(checkpoint):
     program = "import sys; from calibrate.model.models import load; print(load(sys.argv[1], 'cpu').fingerprint)"
     process = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True)
     assert process.stdout.split()[-1] == load(str(folder), "cpu").fingerprint
+
+
+@pytest.mark.slow(reason="loads a model of every format twice")
+@torch.no_grad()
+def test_a_profile_that_never_stops_equals_eager_attention(checkpoint):
+    """Patched at tau = 0 against its own eager attention: within 4 times what SDPA differs from that."""
+    _, folder = checkpoint
+    model = load(str(folder), "cpu").model
+    logits = {}
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        logits[implementation] = model(LONG_IDS).logits.float()
+    with patched(model, make_profile(model, tau=0.0), strict=True):
+        never_stopped = model(LONG_IDS).logits.float()
+        assert used_s2o(model)
+    rounding = (logits["sdpa"] - logits["eager"]).abs().max()
+    assert rounding < 0.05 * logits["eager"].abs().max()
+    torch.testing.assert_close(never_stopped, logits["eager"], rtol=0, atol=max(4 * rounding.item(), 1e-5))
 
 
 def test_it_is_calibrated_and_runs(checkpoint, tmp_path):

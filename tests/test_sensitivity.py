@@ -104,6 +104,18 @@ def test_gradients_that_are_not_finite_are_named(tmp_path, prompts):
         sensitivity(stream(folder, resident=True), prompts, 0)
 
 
+@pytest.mark.parametrize("projections", [("q_proj", "k_proj", "v_proj"), ("o_proj",)], ids=str)
+def test_weights_without_gradients_are_one_sentence(folder, prompts, projections):
+    """Kernels of quantised weights may have no backward pass: nothing is taken for a sensitivity of zero."""
+    loaded = stream(folder, resident=True)
+    attention = loaded.model.model.layers[1].self_attn
+    for name in projections:
+        projection = getattr(attention, name)
+        projection.forward = torch.no_grad()(projection.forward)
+    with pytest.raises(ModelError, match=r"^layer 1: its weights let no gradient through, .* use --budget-rel-mse"):
+        sensitivity(loaded, prompts, 0)
+
+
 def test_it_is_measured_once_on_the_longest_prompts_that_are_not_too_long(folder, tmp_path):
     def prompt(length, number):
         return Prompt(torch.full((length,), 3 + number))

@@ -37,6 +37,7 @@ from calibrate.model.streams import (
     decoder_layers,
     layer_on_device,
 )
+from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import s2o_attention_forward, s2o_mask, scoring_of
 from s2o_runtime.scoring import capped, softmax
 
@@ -130,10 +131,23 @@ def _backward(layer: DecoderLayer, before: Stream, gradient: Tensor) -> tuple[Te
     hidden = before.hidden.detach().requires_grad_()
     with torch.enable_grad(), _watched(layer.attention) as outputs:
         after = replace(before, hidden=hidden).through(layer.module, layer.number).hidden
-    to_hidden, *to_outputs = torch.autograd.grad(after, (hidden, *outputs), gradient.to(after.device))
+    if not all(output.requires_grad for output in outputs):  # quantised q, k and v
+        raise _without_gradients(layer)
+    to_hidden, *to_outputs = torch.autograd.grad(
+        after, (hidden, *outputs), gradient.to(after.device), allow_unused=True
+    )
     for to_output in to_outputs:
+        if to_output is None:  # a quantised output projection
+            raise _without_gradients(layer)
         check_finite(to_output, "gradient of attention", layer.number, before.prompt)
     return to_hidden, [0.5 * to_output[0].double().square().sum(-1).mean(-1) for to_output in to_outputs]
+
+
+def _without_gradients(layer: DecoderLayer) -> ModelError:
+    return ModelError(
+        f"layer {layer.number}: its weights let no gradient through, which a budget in KL needs: use --budget-rel-mse, "
+        "or a checkpoint that is not quantised"
+    )
 
 
 @contextmanager

@@ -135,11 +135,6 @@ def layer_on_device(loaded: LoadedModel, layer: DecoderLayer) -> Iterator[nn.Mod
             yield layer.module
 
 
-def device_of(layer: nn.Module) -> torch.device:
-    """Where a decoder layer runs, its parameters on a device: layers that accelerate spreads are on several GPUs."""
-    return next(layer.parameters()).device
-
-
 @contextmanager
 def attention_implementation(model: Any, name: str) -> Iterator[None]:
     """Inside the block the model computes attention by the function that transformers knows by this name."""

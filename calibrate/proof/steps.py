@@ -20,7 +20,7 @@ from torch import nn
 from calibrate.journal import Journal
 from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
-from calibrate.model.streams import Calls, DecoderLayer, Stream, begin, decoder_layers, device_of, layer_on_device
+from calibrate.model.streams import Calls, DecoderLayer, Stream, begin, decoder_layers, layer_on_device
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import PromptAgreement, compare
 from calibrate.proof.chunks import ByLength, Chunks, chunks_of
@@ -28,6 +28,7 @@ from calibrate.work.executor import Executor, Pending
 from calibrate.work.items import WorkerState
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface import hf
+from s2o_runtime.identity import device_of
 
 KIND = "proof"  # of entries in a journal
 HISTORIES = 16  # that a process keeps unpacked

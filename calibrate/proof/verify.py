@@ -21,7 +21,7 @@ from calibrate.curves.row_errors import WORST, tile_worst
 from calibrate.journal import Journal, taken_on
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import DecoderLayer, Stream, begin, device_of, layer_on_device
+from calibrate.model.streams import DecoderLayer, Stream, begin, layer_on_device
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import PromptAgreement
 from calibrate.proof.chunks import ByLength
@@ -35,6 +35,7 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface import hf
+from s2o_runtime.identity import device_of
 from s2o_runtime.scoring import Scoring
 
 STAGE, TIMING = "proving", "timing"

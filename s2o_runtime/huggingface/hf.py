@@ -41,7 +41,14 @@ from s2o_runtime.huggingface.layers import layer_states as layer_states
 from s2o_runtime.huggingface.obstacles import layer_obstacle
 from s2o_runtime.huggingface.paged import one_by_one
 from s2o_runtime.huggingface.ranks import heads_here
-from s2o_runtime.identity import attention_modules, fingerprint, fingerprint_mismatch, geometry, offloaded
+from s2o_runtime.identity import (
+    attention_modules,
+    device_of,
+    fingerprint,
+    fingerprint_mismatch,
+    geometry,
+    offloaded,
+)
 from s2o_runtime.layer_kinds import chunk, positions, window
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.reach import too_long, too_short
@@ -122,7 +129,7 @@ def patch(
         if strict:
             raise ProfileError(f"{message}: calibrate this model, or patch with strict=False")
         log.warning("%s: %s", message, "the model stays dense" if rejected else "errors and densities may differ")
-    states = states_of(profile, [next(module.parameters()).device for module in modules], drift, beyond, rejected)
+    states = states_of(profile, list(map(device_of, modules)), drift, beyond, rejected)
     for module, state in zip(modules, states, strict=True):
         state.heads = heads_here(module, profile.geometry.query_heads)
     unpatch(model)
