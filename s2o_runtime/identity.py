@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any
@@ -271,8 +273,6 @@ def _scales_rope(config: Any) -> bool:
 @torch.no_grad()
 def _weights_hash(model: nn.Module) -> str:
     """A hash over evenly spaced samples of what a checkpoint holds, in bfloat16: the same for one in any type."""
-    _settle(model)
-    tensors = _stored(model)
 
     def sample(name: str, indices: range) -> Tensor:
         whole = getattr(tensors[name], "full_tensor", None)  # split over processes: all of them put it together
@@ -283,7 +283,9 @@ def _weights_hash(model: nn.Module) -> str:
             flat = tensor.dequantize().reshape(-1)
         return flat[indices.start : indices.stop : indices.step]
 
-    return sampled_fingerprint({name: tensor.shape for name, tensor in tensors.items()}, sample)
+    with _settled(model):
+        tensors = _stored(model)
+        return sampled_fingerprint({name: tensor.shape for name, tensor in tensors.items()}, sample)
 
 
 def _stored(model: nn.Module) -> dict[str, Tensor]:
@@ -302,20 +304,31 @@ def _stored(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _settle(model: nn.Module) -> None:
-    """Bring quantised weights that the first forward pass changes into one state, whether it has been or not.
+@contextmanager
+def _settled(model: nn.Module) -> Iterator[None]:
+    """Inside the block, quantised weights are in the state that they had before the first forward pass changed them.
 
-    compressed-tensors decompresses a model then, by a hook, which is called here. On a CPU bitsandbytes packs 4-bit
-    weights then, and unpacks them for a state dict until the next pass.
+    compressed-tensors decompresses a model then, by a hook, which is called here if it has not been. On a CPU
+    bitsandbytes packs 4-bit weights then; saving unpacks them. They are put back as they were, because bitsandbytes
+    unpacks their scales wrongly (0.50.2): what runs after that computes something else.
     """
     for module in model.modules():
         hook = module._forward_pre_hooks.get(getattr(module.__dict__.get("ct_decompress_hook"), "id", -1))
         if hook is not None:
             hook(module, ())
-    for module in model.modules():
-        state = getattr(getattr(module, "weight", None), "quant_state", None)
-        if getattr(state, "packing_format_for_cpu", False):
-            module.state_dict()
+    packed = []
+    try:
+        for module in model.modules():
+            weight: Any = getattr(module, "weight", None)
+            state = getattr(weight, "quant_state", None)
+            if getattr(state, "packing_format_for_cpu", False):
+                packed.append((weight, weight.data, state))
+                weight.quant_state = copy.copy(state)
+                module.state_dict()
+        yield
+    finally:
+        for weight, data, state in packed:
+            weight.data, weight.quant_state = data, state
 
 
 def sampled_fingerprint(shapes: Mapping[str, Sequence[int]], sample: Callable[[str, range], Tensor]) -> str:

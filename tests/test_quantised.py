@@ -1,7 +1,7 @@
 """Quantised checkpoints, as transformers loads them: what each format's package reads is calibrated, and stays itself.
 
-Formats whose packages are not installed are skipped with the package's name; `make transformers` installs those that
-come as wheels for every CPU.
+Formats whose packages are not installed are skipped with the package's name; `make transformers` installs those
+that run on every CPU.
 """
 
 import json
@@ -163,7 +163,8 @@ def checkpoint(request, tmp_path_factory):
 
 @torch.no_grad()
 def test_it_is_loaded_as_a_whole_and_keeps_its_fingerprint(checkpoint):
-    """What is loaded computes nearly what it was made of; running it changes nothing that names it."""
+    """What is loaded computes nearly what it was made of; running it changes nothing that names it, nor naming
+    it what it computes."""
     model, folder = checkpoint
     loaded = load(str(folder), "cpu")
     assert isinstance(loaded.weights, InMemory)
@@ -172,6 +173,7 @@ def test_it_is_loaded_as_a_whole_and_keeps_its_fingerprint(checkpoint):
     assert 1e-7 < error < 0.2
     assert fingerprint(loaded.model) == loaded.fingerprint != fingerprint(model)
     assert in_memory(loaded.model, loaded.tokenizer).fingerprint == loaded.fingerprint
+    assert torch.equal(loaded.model(IDS).logits.float(), quantised)
 
 
 @SLOW
