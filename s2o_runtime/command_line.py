@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -45,7 +47,25 @@ class Parser(argparse.ArgumentParser):
         self.commands = dict(commands or {})
 
     def error(self, message: str) -> NoReturn:
-        self.exit(failed(self.prog, BAD_INPUT, message))
+        self.exit(failed(self.prog, BAD_INPUT, message + self._remedy(message)))
+
+    def _remedy(self, message: str) -> str:
+        """What to do about flags that no parser knows; empty for other errors."""
+        unknown = re.match(r"unrecognized arguments: (--?[^\s=]+)", message)
+        if unknown is None:
+            return ""
+        near = difflib.get_close_matches(unknown[1], self._flags(), n=1)
+        return f": did you mean {near[0]}?" if near else ": --help lists what there is"
+
+    def _flags(self) -> list[str]:
+        """The flags of this parser and of its commands that --help shows."""
+        flags: list[str] = []
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                flags += [flag for command in action.choices.values() for flag in command._flags()]
+            elif action.help != argparse.SUPPRESS:
+                flags += action.option_strings
+        return flags
 
     def format_help(self) -> str:
         """The help, and one example for each task."""

@@ -40,10 +40,19 @@ def json_logs(monkeypatch):
     monkeypatch.setenv(logs.VARIABLE, "json")
 
 
+@pytest.fixture(autouse=True)
+def _level():
+    """Put back the root logger's level by setting it: loggers remember what they log until a level is set."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
+
+
 def without_pytests_handlers(monkeypatch):
     """The root logger as a command finds it."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
+    logging.getLogger().setLevel(logging.WARNING)
 
 
 def lines_of(text):
@@ -294,3 +303,19 @@ def test_colours_are_for_terminals_without_no_color(variable, monkeypatch):
 def test_exit_codes_are_one_table():
     text = (Path(__file__).parent.parent / "docs" / "options.md").read_text(encoding="utf-8")
     assert all(f"| {code} | {meaning} |" in text for code, meaning in EXIT_CODES.items())
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "remedy"),
+    [
+        (calibrate, ["--model", "demo", "--lenghts", "1024"], "--lenghts 1024: did you mean --lengths?"),
+        (calibrate, ["--random-wieghts=on"], "--random-wieghts=on: did you mean --random-weights?"),
+        (profile, ["show", "p.safetensors", "--haed", "1.2"], "--haed 1.2: did you mean --head?"),
+        (evaluate, ["--zzz"], "--zzz: --help lists what there is"),
+    ],
+)
+def test_a_misspelt_flag_is_told_the_nearest_one(command, arguments, remedy, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.parser().parse_args(arguments)
+    assert end.value.code == BAD_INPUT
+    assert capsys.readouterr().err == f"{command.PROGRAM}: unrecognized arguments: {remedy}\n"

@@ -555,5 +555,5 @@ def test_the_modules_are_commands(capsys):
     with pytest.raises(SystemExit) as left:
         main(["--no-such-flag"])
     assert left.value.code == BAD_INPUT
-    assert capsys.readouterr().err == "s2o-doctor: unrecognized arguments: --no-such-flag\n"
+    assert capsys.readouterr().err == "s2o-doctor: unrecognized arguments: --no-such-flag: --help lists what there is\n"
     assert command.parser("x").prog == "x"

@@ -460,11 +460,12 @@ def test_push_and_pull_a_hub_repository(calibrated, run, tmp_path, monkeypatch):
         assert (tmp_path / "here" / "demo.report.md").exists()
         assert (tmp_path / "here" / "demo.md").exists()
     code, sentence = run("pull", "hf://org/other", "--out-dir", tmp_path)
-    assert (code, sentence) == (4, "s2o-profile: hf://org/other cannot be reached: 404 Client Error\n")
+    said = "cannot be reached (404 Client Error): check the name and the network, or give a folder"
+    assert (code, sentence) == (4, f"s2o-profile: hf://org/other {said}\n")
     assert run("push", calibrated, "hf://name")[0] == 2
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     code, sentence = run("push", calibrated, "hf://org/name")
-    assert (code, "hf:// needs huggingface_hub: pip install huggingface_hub" in sentence) == (2, True)
+    assert (code, "hf:// needs huggingface_hub: pip install huggingface_hub" in sentence) == (4, True)
 
 
 @pytest.mark.parametrize(

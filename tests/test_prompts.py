@@ -370,8 +370,8 @@ def test_files_and_folders(tmp_path):
     [
         (['{"text": "a"}', '{"text": '], "p.jsonl:2: "),
         (['{"text": "a"}', "bare"], "p.jsonl:2: "),
-        (['{"body": "a"}'], 'p.jsonl:1: expected a string, or an object with "text"'),
-        (["[1]"], "p.jsonl:1: expected a string"),
+        (['{"body": "a"}'], 'p.jsonl:1: this is {"body": "a"}: expected a string, or an object with "text"'),
+        (["[1]"], r"p.jsonl:1: this is \[1\]: expected a string"),
         (['{"text": "a", "group": []}'], 'p.jsonl:1: "group" is '),
         (['{"messages": [{"role": "user"}]}'], 'p.jsonl:1: expected "messages" with a "role" and a text'),
         ([""], "holds no prompts"),

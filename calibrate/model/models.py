@@ -45,6 +45,7 @@ ALIASES = {
 
 GGUF = ".gguf"
 TRUST = "--trust-remote-code"
+TOKENIZER_FILES = "put tokenizer.json and what belongs to it beside the model's config.json"
 SAMPLE = "def read(path): return 12"  # every tokenizer makes several tokens of it
 
 log = logging.getLogger("calibrate")
@@ -146,7 +147,7 @@ def load_tokenizer(name: str, *, random_weights: bool = False, trust_remote_code
             _refuse_code(name, error)
         problem, cause = _first_line(error), error
         if problem.rstrip().endswith("one of:"):  # and a list of what transformers tried
-            problem = "its files are missing"
+            problem = f"its files are missing: {TOKENIZER_FILES}"
     if problem is None:
         return tokenizer
     if random_weights:
@@ -165,7 +166,7 @@ def _unreadable(tokenizer: Any) -> str | None:
         return f"{type(tokenizer).__name__} does not say where in a text its tokens are, as a fast tokenizer does"
     except (TypeError, ValueError, AttributeError, KeyError, IndexError):
         return f"{type(tokenizer).__name__} reads no text"
-    return None if len(set(ids)) > 1 else "its files are missing or hold no words"
+    return None if len(set(ids)) > 1 else f"its files are missing or hold no words: {TOKENIZER_FILES}"
 
 
 def load(

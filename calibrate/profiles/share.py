@@ -26,7 +26,7 @@ def push(profile: Path, to: str) -> list[str]:
 
     Raises:
         ProfileError: the file is no profile.
-        ResourceError: the Hub cannot be reached.
+        ResourceError: the Hub cannot be reached, or its package is missing.
     """
     contents = _contents(profile)
     if not to.startswith(HUB):
@@ -48,7 +48,8 @@ def pull(source: str, folder: Path) -> list[str]:
 
     Raises:
         ProfileError: the file is no profile. Nothing is written.
-        InputError: the Hub cannot be reached, or the folder does not hold exactly one profile.
+        InputError: the folder does not hold exactly one profile.
+        ResourceError: the Hub cannot be reached, or its package is missing.
     """
     with tempfile.TemporaryDirectory() as temporary:
         local = Path(source)
@@ -102,7 +103,7 @@ def _hub() -> Any:
     try:
         import huggingface_hub
     except ModuleNotFoundError as error:
-        raise InputError(f"{HUB} needs huggingface_hub: pip install huggingface_hub, or use a folder") from error
+        raise ResourceError(f"{HUB} needs huggingface_hub: pip install huggingface_hub, or use a folder") from error
     return huggingface_hub
 
 
@@ -114,4 +115,7 @@ def _hub_errors(address: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         if isinstance(error, S2OError):
             raise
-        raise ResourceError(f"{address} cannot be reached: {str(error).strip().splitlines()[0]}") from error
+        cause = str(error).strip().splitlines()[0].removeprefix("Got: ")
+        raise ResourceError(
+            f"{address} cannot be reached ({cause}): check the name and the network, or give a folder"
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,14 +70,18 @@ def _of_entry(entry: Any, path: Path, number: int) -> Document:
     if isinstance(entry, str):
         return Document(path.stem, own_group, entry)
     if not isinstance(entry, dict):
-        raise ValueError(EXPECTED)
+        raise ValueError(f"this is {_short(entry)}: {EXPECTED}")
     domain, group = _label(entry, "domain", path.stem), _label(entry, "group", own_group)
     for key in ("text", "prompt"):
         if isinstance(entry.get(key), str):
             return Document(domain, group, entry[key])
     if isinstance(entry.get("messages"), list) and entry["messages"]:
         return Document(domain, group, turns=tuple(_turn(message) for message in entry["messages"]))
-    raise ValueError(EXPECTED)
+    raise ValueError(f"this is {_short(entry)}: {EXPECTED}")
+
+
+def _short(entry: Any) -> str:
+    return textwrap.shorten(json.dumps(entry, ensure_ascii=False), 60, placeholder=" ...")
 
 
 def _label(entry: dict[str, Any], key: str, default: str) -> str:

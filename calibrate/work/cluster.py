@@ -38,7 +38,7 @@ from s2o_runtime.identity import Geometry
 try:
     from distributed import Client, Security, SpecCluster, WorkerPlugin, get_worker
 except ImportError as error:
-    raise ConfigError("--gpus and --scheduler need dask.distributed: pip install 's2o[distributed]'") from error
+    raise ResourceError("--gpus and --scheduler need dask.distributed: pip install 's2o[distributed]'") from error
 
 ATTEMPTS = 3  # of an item; a worker that is lost with it counts as one
 
