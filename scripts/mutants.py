@@ -59,6 +59,8 @@ class Mutant:
 ALLOCATE, ALLOCATE_TESTS = "calibrate/search/allocate.py", ("tests/test_allocate.py",)
 STATISTICS, STATISTICS_TESTS = "calibrate/proof/statistics.py", ("tests/test_statistics.py",)
 CERTIFICATE, CERTIFY_TESTS = "calibrate/proof/certificate.py", ("tests/test_certify.py",)
+CERTIFY = "calibrate/proof/certify.py"
+SPEND, SPEND_TESTS = "calibrate/proof/spend.py", ("tests/test_spend.py",)
 PROFILE, PROFILE_TESTS = "s2o_runtime/profile/profile.py", ("tests/test_profile.py",)
 PROFILE_FILE = "s2o_runtime/profile/file.py"
 HF, HF_TESTS = "s2o_runtime/huggingface/hf.py", ("tests/test_hf.py", "-m", "not slow and not exhaustive")
@@ -137,8 +139,25 @@ MUTANTS = (
     ),
     Mutant(
         "a rung of the ladder is left out",
-        "calibrate/proof/certify.py", "for rung in RUNGS[len(looks) - 1 :]", "for rung in RUNGS[len(looks) :]",
+        CERTIFY, "for rung in RUNGS[len(looks) - 1 :]", "for rung in RUNGS[len(looks) :]",
         CERTIFY_TESTS,
+    ),
+    Mutant(
+        "a rung is hopeless as soon as the first bound expects it over the limit",
+        CERTIFY, "rung * looks[0].bound > HOPELESS * limit", "rung * looks[0].bound > limit", CERTIFY_TESTS,
+    ),
+    Mutant(
+        "the last rung is passed over too",
+        CERTIFY, "hopeless = rung * looks[0].bound > HOPELESS * limit and rung != RUNGS[-1]",
+        "hopeless = rung * looks[0].bound > HOPELESS * limit", CERTIFY_TESTS,
+    ),
+    Mutant(
+        "a rung that changes no head is looked at all the same",
+        CERTIFY, "if lower.layer_config(layer, length) != config and not hopeless", "if not hopeless", CERTIFY_TESTS,
+    ),
+    Mutant(
+        "a rung is a share of what the rung before left",
+        CERTIFY, "lower = with_share(begun, candidate,", "lower = with_share(candidate, candidate,", CERTIFY_TESTS,
     ),
     Mutant(
         "the bound that is recorded is the first look's",
@@ -147,6 +166,60 @@ MUTANTS = (
     Mutant(
         "a group of documents is split between the sets",
         "calibrate/prompts/split.py", "free.remove(name)", "pass", ("tests/test_split.py",),
+    ),
+    # what a layer may spend
+    Mutant(
+        "a layer is given its whole limit, without the margin",
+        SPEND, "times = recipe.margin * limit / mean", "times = limit / mean", SPEND_TESTS,
+    ),
+    Mutant(
+        "a layer is given what brings its bound to the limit itself",
+        SPEND, "AIM * limit / expected_mean_bound", "limit / expected_mean_bound", SPEND_TESTS,
+    ),
+    Mutant(
+        "the bound that is expected is not looked at",
+        SPEND, "if recipe.num_certify >= ENOUGH:", "if recipe.num_certify < 0:", SPEND_TESTS,
+    ),
+    Mutant(
+        "the bounds of a few certify prompts decide",
+        SPEND, "if recipe.num_certify >= ENOUGH:", "if recipe.num_certify > 0:", SPEND_TESTS,
+    ),
+    Mutant(
+        "errors next to nothing spread the expected bound",
+        SPEND, "counted = [max(error, FLOOR * limit) for error in errors]", "counted = list(errors)", SPEND_TESTS,
+    ),
+    Mutant(
+        "a change may be as large as the curves say",
+        SPEND, "choice.spent * min(times, MOST)", "choice.spent * times", SPEND_TESTS,
+    ),
+    Mutant(
+        "more is taken back than was given",
+        SPEND, "moved = first if spent <= first.spent else choice", "moved = choice", SPEND_TESTS,
+    ),
+    Mutant(
+        "a layer over its limit from the start is given or taken something",
+        SPEND, "if not self.tries[place] and proof.error", "if self.tries[place] and proof.error", SPEND_TESTS,
+    ),
+    Mutant(
+        "rows at the guard exactly are off too far",
+        SPEND, "if proof.worst > (candidate.recipe.worst_rows", "if proof.worst >= (candidate.recipe.worst_rows",
+        SPEND_TESTS,
+    ),
+    Mutant(
+        "rows that are off too far let a layer be given more",
+        SPEND, "1 / CLOSE**2 if self.tries[place] else 1.0", "times", SPEND_TESTS,
+    ),
+    Mutant(
+        "a layer's spending is changed once more than it may",
+        SPEND, "self.tries[place] == TRIES", "self.tries[place] > TRIES", SPEND_TESTS,
+    ),
+    Mutant(
+        "a layer that was tightened is given more again",
+        SPEND, " or place in candidate.tightened", "", SPEND_TESTS,
+    ),
+    Mutant(
+        "layers under a budget in KL are given more too",
+        SPEND, " or candidate.recipe.budget.is_kl", "", SPEND_TESTS,
     ),
     # profiles
     Mutant(
@@ -243,6 +316,23 @@ MUTANTS = (
     Mutant(
         "chunks behind a prefix are taken for whole prompts",
         BATCH, "if run.total_k == run.end - run.begin", "if True", BATCH_TESTS,
+    ),
+    Mutant(
+        "a length on the edge gets the bound of the next step",
+        "s2o_runtime/lengths.py", "return -(-length // step) * step", "return (length // step + 1) * step", PLAN_TESTS,
+    ),
+    Mutant(
+        "a shared bound is below the length",
+        "s2o_runtime/lengths.py", "return -(-length // step) * step", "return length // step * step", PLAN_TESTS,
+    ),
+    Mutant(
+        "steps of shared bounds are half as fine",
+        "s2o_runtime/lengths.py", "(1 << length.bit_length() >> 1)", "(1 << length.bit_length())", PLAN_TESTS,
+    ),
+    Mutant(
+        "shared bounds reach beyond the block table",
+        BATCH, "min(max(shared_bound(max_k), q_bound + behind), room)", "max(shared_bound(max_k), q_bound + behind)",
+        PLAN_TESTS,
     ),
     Mutant(
         "bounds that are shared hide that there is a prefix",

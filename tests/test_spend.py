@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from calibrate.proof.certificate import look_confidence
-from calibrate.proof.spend import AIM, CLOSE, MOST, TRIES, Spending, growth
+from calibrate.proof.certificate import FLOOR, look_confidence
+from calibrate.proof.certify import with_share
+from calibrate.proof.spend import AIM, CLOSE, ENOUGH, MOST, TRIES, Spending, growth
 from calibrate.proof.statistics import expected_mean_bound, mean_bound
 from calibrate.proof.verify import LayerProof
 from calibrate.recipe import Budget
@@ -50,6 +51,22 @@ def test_what_the_certificate_will_find_limits_what_is_given():
     assert growth(proof(1e-4, FAR_APART), 2e-4, without) == pytest.approx(2 * recipe.margin)
 
 
+def test_bounds_of_fewer_certify_prompts_than_enough_decide_nothing():
+    recipe = candidate().recipe
+    few, enough = (
+        growth(proof(1e-4, FAR_APART), 2e-4, replace(recipe, num_certify=number)) for number in (ENOUGH - 1, ENOUGH)
+    )
+    assert few == pytest.approx(2 * recipe.margin)
+    assert enough < few
+
+
+def test_errors_next_to_nothing_do_not_spread_the_expected_bound():
+    """A look counts them all as the floor, so they are alike to it."""
+    recipe, limit = candidate().recipe, 1.0
+    uneven, alike = (growth(proof(FLOOR / 1e4, factors), limit, recipe) for factors in ((1e-6, 1e-3, 1.0, 3.0), ALIKE))
+    assert uneven == pytest.approx(alike)
+
+
 def test_what_was_too_much_is_taken_back_but_not_more():
     begun, spending = candidate(), Spending()
     limit, spent = begun.limits[512, 0], begun.choice(0, 512).spent
@@ -90,6 +107,9 @@ def test_what_cannot_or_must_not_change_stays():
     assert Spending().revise(begun, 768, 0, low) is None  # no curves
     dense = begun.with_choice(0, 512, begun.choice(0, 512).as_dense("for a test"))
     assert Spending().revise(dense, 512, 0, low) is None
+    tightened = with_share(begun, begun, 512, 0, 0.5)
+    assert not tightened.layer_config(0, 512).is_dense
+    assert Spending().revise(tightened, 512, 0, low) is None
     in_kl = replace(begun, recipe=replace(begun.recipe, budget=Budget("kl", 1e-2)))
     assert Spending().revise(in_kl, 512, 0, low) is None
 
@@ -98,6 +118,7 @@ def test_rows_that_are_off_too_far_are_no_reason_to_give_and_one_to_take_back():
     begun, spending = candidate(), Spending()
     assert begun.recipe.worst_rows == 0.7
     assert spending.revise(begun, 512, 0, proof(1e-9, worst=0.71)) is None
+    assert Spending().revise(begun, 512, 0, proof(1e-9, worst=0.7)) is not None  # at the guard is within it
     raised = spending.revise(begun, 512, 0, proof(1e-9, worst=0.69))
     back = spending.revise(raised, 512, 0, proof(1e-9, worst=0.71))
     assert begun.choice(0, 512).spent < back.choice(0, 512).spent < raised.choice(0, 512).spent
