@@ -198,7 +198,7 @@ MUTANTS = (
     ),
     Mutant(
         "a layer over its limit from the start is given or taken something",
-        SPEND, "if not self.tries[place] and proof.error", "if self.tries[place] and proof.error", SPEND_TESTS,
+        SPEND, "if not self.tries[key] and proof.error", "if self.tries[key] and proof.error", SPEND_TESTS,
     ),
     Mutant(
         "rows at the guard exactly are off too far",
@@ -207,15 +207,15 @@ MUTANTS = (
     ),
     Mutant(
         "rows that are off too far let a layer be given more",
-        SPEND, "1 / CLOSE**2 if self.tries[place] else 1.0", "times", SPEND_TESTS,
+        SPEND, "1 / CLOSE**2 if self.tries[key] else 1.0", "times", SPEND_TESTS,
     ),
     Mutant(
         "a layer's spending is changed once more than it may",
-        SPEND, "self.tries[place] == TRIES", "self.tries[place] > TRIES", SPEND_TESTS,
+        SPEND, "self.tries[key] == TRIES", "self.tries[key] > TRIES", SPEND_TESTS,
     ),
     Mutant(
         "a layer that was tightened is given more again",
-        SPEND, " or place in candidate.tightened", "", SPEND_TESTS,
+        SPEND, " or key in candidate.tightened", "", SPEND_TESTS,
     ),
     Mutant(
         "layers under a budget in KL are given more too",

@@ -114,6 +114,15 @@ def test_rungs_that_the_first_bound_makes_hopeless_are_passed_over():
     assert left.choice(1, 1024).budget_mse == pytest.approx(RUNGS[2] * spent)
 
 
+def test_the_last_rung_is_tried_however_bad_the_first_bound_is():
+    begun = candidate()
+    limit, spent = begun.limits[1024, 1], begun.choice(1, 1024).allocation.mse
+    left, looks = down(begun, 1024, 1, [9 * limit, 0.1 * limit])
+    assert RUNGS[-1] * looks[0].bound > HOPELESS * limit
+    assert [look.share for look in looks] == [1.0, *RUNGS]
+    assert left.choice(1, 1024).budget_mse == pytest.approx(RUNGS[-1] * spent)
+
+
 def test_below_the_last_rung_a_layer_is_dense_whatever_its_rounding():
     begun = candidate()
     limit = begun.limits[512, 0]

@@ -1,5 +1,6 @@
 """calibrate/report: the terminal, the page, the JSON file and the pictures say what the report says."""
 
+import copy
 import itertools
 import json
 import math
@@ -266,6 +267,13 @@ def test_failures_and_problems_are_at_the_end(summary):
     assert end[2].startswith("  1x a ba ba")
     assert end[2].endswith("[...]")
     assert end[3] == "not proven: layer 3 at 8192 tokens is at 130% of its limit."
+
+
+def test_a_lower_bound_is_not_rounded_to_a_certainty(summary):
+    certificate = copy.deepcopy(CERTIFICATE)
+    certificate["lengths"][0]["retrieval"] |= {"found": 1021, "kept": 1021, "low": 0.99639, "high": 1.0}
+    text = " ".join(printed(summary | {"certificate": certificate}).split())
+    assert "1021 of 1021 needles kept (99.6% to 100%)" in text
 
 
 def test_what_is_certified_comes_first_and_what_is_not_proven_last(summary, tmp_path):

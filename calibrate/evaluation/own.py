@@ -26,7 +26,7 @@ def read(paths: Sequence[Path], tokenizer: Any, limit: int) -> list[Prompt]:
 
 
 def _read(path: Path, tokenizer: Any, limit: int) -> list[Prompt]:
-    found = []
+    prompts = []
     for number, line in enumerate(_text(path).split("\n"), 1):
         if line.strip():
             try:
@@ -38,10 +38,10 @@ def _read(path: Path, tokenizer: Any, limit: int) -> list[Prompt]:
                     f"{path}:{number}: prompt and answer are {len(prompt.ids)} tokens, beyond the model's limit of "
                     f"{limit}: shorten them"
                 )
-            found.append(prompt)
-    if not found:
+            prompts.append(prompt)
+    if not prompts:
         raise InputError(f"prompt file {path} holds no prompts: {EXPECTED} per line")
-    return found
+    return prompts
 
 
 def digest(paths: Sequence[Path]) -> str:

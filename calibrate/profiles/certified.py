@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from calibrate.tables import Number, Table, formatted, integer, kept_of
@@ -77,9 +78,14 @@ def _of_length(length: CertifiedLength) -> str:
     if retrieval is None or not retrieval.found:
         return f"{text}; retrieval not proven"
     return (
-        f"{text}; {retrieval.kept} of {retrieval.found} needles kept ({retrieval.low or 0:.0%} to "
+        f"{text}; {retrieval.kept} of {retrieval.found} needles kept ({_at_least(retrieval.low or 0)} to "
         f"{retrieval.high or 0:.0%})"
     )
+
+
+def _at_least(share: float) -> str:
+    """A lower bound in percent, which no rounding makes a certainty."""
+    return f"{math.floor(1000 * share) / 10:.1f}%" if 0.995 <= share < 1 else f"{share:.0%}"
 
 
 def _noise(length: CertifiedLength) -> str:

@@ -144,8 +144,8 @@ def _with_facts(tokenizer: Any, turns: Sequence[Turn], facts: Sequence[str], spa
         tokens = _count(tokenizer, content)
         text, copied = "", 0
         while waiting and waiting[0][0] < position + tokens and role != "system":
-            place, fact = waiting.pop(0)
-            character = max(copied, len(content) * (place - position) // tokens)
+            fact_position, fact = waiting.pop(0)
+            character = max(copied, len(content) * (fact_position - position) // tokens)
             text += content[copied:character] + fact
             copied = character
             position += _count(tokenizer, fact)

@@ -65,11 +65,11 @@ class Ladder:
 
 def with_share(begun: Candidate, candidate: Candidate, length: int, layer: int, share: float) -> Candidate:
     """The candidate in which a layer spends a share of what it spent in `begun`; with none it is dense."""
-    place = length, layer
-    before = begun.tightened.get(place)
+    key = length, layer
+    before = begun.tightened.get(key)
     times, first_error = (0, None) if before is None else (before.times, before.first_error)
     tightening = Tightening(times, *scaled(begun, length, layer, share, OVER_BOUND), first_error)
-    return replace(candidate, tightened={**candidate.tightened, place: tightening})
+    return replace(candidate, tightened={**candidate.tightened, key: tightening})
 
 
 def certify(
@@ -216,7 +216,7 @@ def _without_slower(
 
 def with_dense(candidate: Candidate, lengths: frozenset[int]) -> Candidate:
     """The candidate with dense layers at these lengths; at all others every layer keeps what it was certified with."""
-    return with_dense_layers(candidate, {place for place in candidate.configs if place[0] in lengths}, NOT_FASTER)
+    return with_dense_layers(candidate, {key for key in candidate.configs if key[0] in lengths}, NOT_FASTER)
 
 
 def with_dense_layers(candidate: Candidate, places: Collection[LengthAndLayer], why_dense: str) -> Candidate:

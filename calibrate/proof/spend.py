@@ -52,18 +52,18 @@ class Spending:
             dense, or is at a length without curves. A layer whose first error is over its limit is for `tighten`, and
             a budget in KL is spent by a search of its own.
         """
-        place, choice = (length, layer), candidate.choice(layer, length)
-        if choice is None or choice.config.is_dense or place in candidate.tightened or candidate.recipe.budget.is_kl:
+        key, choice = (length, layer), candidate.choice(layer, length)
+        if choice is None or choice.config.is_dense or key in candidate.tightened or candidate.recipe.budget.is_kl:
             return None
-        if not self.tries[place] and proof.error(candidate.recipe.budget) > candidate.limits[place]:
+        if not self.tries[key] and proof.error(candidate.recipe.budget) > candidate.limits[key]:
             return None
-        times = growth(proof, candidate.limits[place], candidate.recipe)
+        times = growth(proof, candidate.limits[key], candidate.recipe)
         if proof.worst > (candidate.recipe.worst_rows or math.inf):  # more was given to rows than they bear
-            times = min(times, 1 / CLOSE**2 if self.tries[place] else 1.0)
-        if 1 / CLOSE <= times <= CLOSE or self.tries[place] == TRIES:
+            times = min(times, 1 / CLOSE**2 if self.tries[key] else 1.0)
+        if 1 / CLOSE <= times <= CLOSE or self.tries[key] == TRIES:
             return None
-        self.tries[place] += 1
-        first, spent = self._first.setdefault(place, choice), choice.spent * min(times, MOST)
+        self.tries[key] += 1
+        first, spent = self._first.setdefault(key, choice), choice.spent * min(times, MOST)
         moved = first if spent <= first.spent else choice.spending(spent, allowed(candidate.recipe))
         if moved.config == choice.config:
             return None

@@ -80,13 +80,13 @@ class Proven:
     def tightened(self) -> Counter[LengthAndLayer]:
         """(length, layer) -> how often the layer was tightened in the last attempt that proved this length."""
         changed = self.candidate.tightened
-        return Counter({place: tightening.times for place, tightening in changed.items() if tightening.times})
+        return Counter({key: tightening.times for key, tightening in changed.items() if tightening.times})
 
     @property
     def first_errors(self) -> dict[LengthAndLayer, float]:
         """(length, layer) -> the error in the budget's unit before the layer was tightened; of those that were."""
         changed = self.candidate.tightened
-        return {place: one.first_error for place, one in changed.items() if one.first_error is not None}
+        return {key: one.first_error for key, one in changed.items() if one.first_error is not None}
 
     @property
     def device(self) -> DeviceIdentity:
@@ -237,7 +237,7 @@ def tighten(
     changed_candidate = replace(
         candidate,
         chosen=chosen,
-        tightened={place: kept for place, kept in candidate.tightened.items() if place[0] not in changed},
+        tightened={key: kept for key, kept in candidate.tightened.items() if key[0] not in changed},
         dense_lengths=candidate.dense_lengths | (slower - set(chosen)),
     )
     return changed_candidate, frozenset(changed)

@@ -68,15 +68,15 @@ def explained(states: Iterable[LayerState]) -> Explanation:
         drift = None if state.drift is None else state.drift.numbers()
         for key, calls in sorted(state.counts.items()):
             path, reason = key
-            found = measured.get(key)
+            sampled = measured.get(key)
             rows.append(
                 {
                     "layer": state.layer,
                     "path": path,
                     "reason": reason,
                     "calls": calls,
-                    "density": 1.0 if path == "dense" else None if found is None else found.density,
-                    "ms": None if found is None else found.seconds * 1e3,
+                    "density": 1.0 if path == "dense" else None if sampled is None else sampled.density,
+                    "ms": None if sampled is None else sampled.seconds * 1e3,
                 }
                 | dict(zip(OF_DRIFT, drift if drift is not None and path == "s2o" else (None,) * 3, strict=True))
             )

@@ -140,10 +140,10 @@ _detached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def layer_states(model: nn.Module) -> list[LayerState]:
     """The states of a patched model's layers of full attention, in order. Raises ModelError if it is not patched."""
     states = [module.__dict__.get(STATE) for module in attention_modules(model)]
-    found = [state for state in states if isinstance(state, LayerState)]
-    if len(found) != len(states):
+    patched = [state for state in states if isinstance(state, LayerState)]
+    if len(patched) != len(states):
         raise ModelError("the model is not patched: call s2o_runtime.patch(model, profile) first")
-    return found
+    return patched
 
 
 def other_attention(model: nn.Module) -> list[tuple[nn.Module, LayerState]]:

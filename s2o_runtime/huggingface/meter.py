@@ -40,14 +40,14 @@ class Measured(NamedTuple):
 class Sample:
     """One call that is measured.
 
-    kind, number: it is the number-th of its kind; place: where its kind keeps it; key: what it turned out to be.
+    kind, number: it is the number-th of its kind; slot: where its kind keeps it; key: what it turned out to be.
     computed: int64 [B, row tiles], the prefix keys that all heads together computed, None when the call was dense;
     stats: the op's, without the visited keys of every head.
     """
 
     kind: str | None
     number: int
-    place: int
+    slot: int
     begin: Moment
     end: Moment = 0.0
     key: Key = ("", "")
@@ -78,10 +78,10 @@ class Meter:
         of_kind = self._kinds[kind]
         of_kind.calls += 1
         number = of_kind.calls
-        place = number - 1 if number <= SAMPLES else int(self._random.random() * number)
-        if place >= SAMPLES or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        slot = number - 1 if number <= SAMPLES else int(self._random.random() * number)
+        if slot >= SAMPLES or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return None
-        return Sample(kind, number, place, _now(device))
+        return Sample(kind, number, slot, _now(device))
 
     def end(self, sample: Sample, key: Key, stats: AttentionStats | None, device: torch.device) -> None:
         """To be called after that call. stats: of the op, None if it did not run."""
@@ -89,7 +89,7 @@ class Meter:
         if stats is not None and stats.visited is not None:
             sample.computed = stats.visited.sum(1)
             sample.stats = replace(stats, visited=None)
-        self._kinds[sample.kind].kept[sample.place] = sample
+        self._kinds[sample.kind].kept[sample.slot] = sample
 
     def read(self) -> dict[Key, Measured]:
         """The means so far; waits for the device."""
