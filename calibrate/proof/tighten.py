@@ -116,7 +116,7 @@ def prove_and_tighten(
 
     Raises:
         ModelError: inf or NaN came up in the model.
-        InputError: The GPU's memory ran out.
+        ResourceError: The GPU's memory ran out.
     """
     proofs: dict[int, LengthProof] = {}
     lengths, spending = frozenset(held_out), Spending()

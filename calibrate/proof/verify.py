@@ -139,7 +139,7 @@ def prove(
 
     Raises:
         ModelError: inf or NaN came up.
-        InputError: The GPU's memory ran out.
+        ResourceError: The GPU's memory ran out.
     """
     with executor_of(model) as executor:
         walks = [

@@ -402,11 +402,6 @@ class Record(Part):
         """What was proven of a length; None if nothing is recorded."""
         return next((entry for entry in self.held_out or () if entry.length == length), None)
 
-    def certified_at(self, length: int) -> CertifiedLength | None:
-        """What is certified of a length; None if nothing is."""
-        lengths = self.certificate.lengths if self.certificate else None
-        return next((entry for entry in lengths or () if entry.length == length), None)
-
     def limits(self, layer: int) -> dict[int, float]:
         """The error a layer may have, in the budget's unit, by each length in tokens at which the proof gives one."""
         limits: dict[int, float] = {}
