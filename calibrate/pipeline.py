@@ -90,8 +90,9 @@ def calibrate(recipe: Recipe, *, progress: bool = True, loaded: LoadedModel | No
 
     Raises:
         ModelError: The model cannot be loaded, is not supported, or gives inf or NaN.
-        InputError: The prompts or the journal do not fit the recipe, or memory ran out.
+        InputError: The prompts or the journal do not fit the recipe.
         ConfigError: The recipe is for several kinds of GPU, which is `calibrate_kinds`.
+        ResourceError: Memory ran out, or another resource is missing.
     """
     if recipe.for_several_gpus:
         raise ConfigError(
