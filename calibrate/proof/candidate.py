@@ -21,9 +21,9 @@ LengthAndLayer = tuple[int, int]
 class Tightening:
     """What replaces a layer's choice at one length because its error, or the bound for it, was over its limit.
 
-    times: How often the layer was adjusted there; 0 if only the certificate changed it. config: What it runs now.
+    times: How often the layer was tightened there; 0 if only the certificate changed it. config: What it runs now.
     choice: The search's choice with the smaller budget; None at a length that is not calibrated, where there is no
-    choice. first_error: The error before the layer was adjusted, in the budget's unit.
+    choice. first_error: The error before it was tightened, in the budget's unit.
     """
 
     times: int
@@ -37,9 +37,9 @@ class Candidate:
     """What every layer shall do at every length. It never changes: `spend`, `tighten` and `certify` return a new one.
 
     recipe: The lengths, the budget and what heads may be given. model_name, geometry, fingerprint, device: What the
-    profile will be of. chosen: What was chosen at each calibrated length (bucket), with what `spend` gave its
-    layers; an attempt at the proof that failed gives a bucket half its budget, or makes it dense. tightened: What a layer runs instead of its choice.
-    dense_lengths: Checked lengths that are dense as a whole.
+    profile will be of. chosen: What was chosen at each calibrated length (bucket), with what `spend` gave its layers;
+    an attempt at the proof that failed gives a bucket half its budget, or makes it dense. tightened: What a layer runs
+    instead of its choice. dense_lengths: Checked lengths that are dense as a whole.
     """
 
     recipe: Recipe
@@ -75,7 +75,7 @@ class Candidate:
         return config.as_dense() if length in self.dense_lengths else config
 
     def choice(self, layer: int, length: int) -> Choice | None:
-        """The choice for a layer, with what `spend` gave it or as tightened; None at a length that is not calibrated."""
+        """A layer's choice, with what `spend` gave it, as tightened; None at a length that is not calibrated."""
         if (length, layer) in self.tightened:
             return self.tightened[length, layer].choice
         return self.chosen[length].choices[layer] if length in self.chosen else None
