@@ -66,9 +66,10 @@ PROFILE_FILE = "s2o_runtime/profile/file.py"
 HF, HF_TESTS = "s2o_runtime/huggingface/hf.py", ("tests/test_hf.py", "-m", "not slow and not exhaustive")
 WINDOWED, WINDOWED_TESTS = "s2o_runtime/attention/windowed.py", ("tests/test_windowed.py", "-k", "loops")
 REFERENCE, REFERENCE_TESTS = "s2o_runtime/reference/attention.py", ("tests/test_reference.py",)
-PLAN, PLAN_TESTS = "s2o_runtime/vllm/plan.py", ("tests/test_vllm_plan.py",)
+PLAN, PLAN_TESTS = "s2o_runtime/serving/plan.py", ("tests/test_vllm_plan.py",)
 BATCH, BATCH_TESTS = "s2o_runtime/vllm/batch.py", ("tests/test_vllm_backend.py",)
-FIT, FIT_TESTS = "s2o_runtime/vllm/fit.py", ("tests/test_vllm_fit.py",)
+CALLS = "s2o_runtime/serving/calls.py"
+FIT, FIT_TESTS = "s2o_runtime/serving/fit.py", ("tests/test_vllm_fit.py",)
 
 MUTANTS = (
     # the allocation of a budget over heads
@@ -311,11 +312,11 @@ MUTANTS = (
     ),
     Mutant(
         "rows of a sparse run begin where the batch does",
-        BATCH, "cu_q=cu_q,", "cu_q=cu_q + run.begin,", BATCH_TESTS,
+        CALLS, "cu_q=cu_q,", "cu_q=cu_q + run.begin,", BATCH_TESTS,
     ),
     Mutant(
         "chunks behind a prefix are taken for whole prompts",
-        BATCH, "if run.total_k == run.end - run.begin", "if True", BATCH_TESTS,
+        CALLS, "if run.total_k == run.end - run.begin", "if True", BATCH_TESTS,
     ),
     Mutant(
         "a length on the edge gets the bound of the next step",
@@ -336,7 +337,7 @@ MUTANTS = (
     ),
     Mutant(
         "bounds that are shared hide that there is a prefix",
-        BATCH, "behind = int(max_k > max_q)", "behind = 0", PLAN_TESTS,
+        CALLS, "behind = int(max_k > max_q)", "behind = 0", PLAN_TESTS,
     ),
     Mutant(
         "a plan is replayed into the queries that it reads",

@@ -13,8 +13,8 @@ import torch
 
 from calibrate.model.models import DEMO_FOLDER
 from s2o_runtime.profile import load_profile
+from s2o_runtime.serving.counters import Counters
 from s2o_runtime.vllm import host, plugin
-from s2o_runtime.vllm.counters import Counters
 from scripts.bench import first_token as bench
 from scripts.bench.schema import Spread, read
 from support.pages import ROOT

@@ -25,8 +25,8 @@ from s2o_runtime.doctor.command import examine, main
 from s2o_runtime.doctor.findings import Finding, Section, as_json, as_text, exit_code
 from s2o_runtime.reference import attention
 from s2o_runtime.reference.dense import dense_attention, exact_attention
+from s2o_runtime.serving.fit import ProfileFit, Rank
 from s2o_runtime.vllm import compat
-from s2o_runtime.vllm.fit import ProfileFit, Rank
 
 ROOT = Path(__file__).parent.parent
 PROFILE = ROOT / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"

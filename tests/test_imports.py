@@ -34,7 +34,9 @@ RUNTIME = [
     "attention",
     "profile",
     "huggingface",
+    "serving",
     "vllm",
+    "sglang",
     "doctor",
     "__init__",  # what users import: names from all rooms, loaded on first use
 ]

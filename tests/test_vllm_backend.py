@@ -14,9 +14,10 @@ from s2o_runtime.errors import InputError
 from s2o_runtime.huggingface.drift import Allowed, DriftCheck, DriftMonitor
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile
-from s2o_runtime.vllm import counters
-from s2o_runtime.vllm.backend import BATCH, layer_obstacle
-from s2o_runtime.vllm.fit import Rank
+from s2o_runtime.serving import counters
+from s2o_runtime.serving.calls import layer_obstacle
+from s2o_runtime.serving.fit import Rank
+from s2o_runtime.vllm.backend import BATCH
 from s2o_runtime.vllm.layouts import key_and_value_pages, layout_of
 from scripts.bench.fake_vllm import FakeEngine, FakeServer, Graphs, fake_backend
 from support.server_batches import alone, dense, joint_density

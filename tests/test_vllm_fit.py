@@ -13,7 +13,7 @@ from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ProfileError
 from s2o_runtime.identity import Geometry, sampled_fingerprint, with_rope
 from s2o_runtime.profile import Profile
-from s2o_runtime.vllm.fit import ProfileFit, Rank, check_model, checkpoint_hash
+from s2o_runtime.serving.fit import ProfileFit, Rank, check_model, checkpoint_hash
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from s2o_runtime.lengths import length_step, shared_bound
-from s2o_runtime.vllm.batch import shared_bounds
-from s2o_runtime.vllm.plan import plan
+from s2o_runtime.serving.calls import shared_bounds
+from s2o_runtime.serving.plan import plan
 
 MAX_KEYS = 5000
 

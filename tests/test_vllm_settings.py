@@ -11,11 +11,12 @@ from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, InputError, ProfileError
+from s2o_runtime.serving.counters import SAMPLED_EVERY, Counters
+from s2o_runtime.serving.fit import Rank
+from s2o_runtime.serving.server import Server, Site
+from s2o_runtime.serving.settings import Settings
 from s2o_runtime.shapes import CallShape
-from s2o_runtime.vllm.counters import SAMPLED_EVERY, Counters
-from s2o_runtime.vllm.fit import Rank
-from s2o_runtime.vllm.server import Server, Site
-from s2o_runtime.vllm.settings import Settings
+from s2o_runtime.vllm.settings import settings_of
 
 DEMO = Path(__file__).parents[1] / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
 MODEL = Path(__file__).parents[1] / "calibrate" / "demo" / "model"
@@ -27,12 +28,12 @@ def _no_environment(monkeypatch):
 
 
 def test_settings_are_read_from_vllms_additional_config(monkeypatch):
-    assert Settings.of({"s2o": {"profile": "p", "beyond": "s2o", "metrics_port": 9001}}) == Settings(
+    assert settings_of({"s2o": {"profile": "p", "beyond": "s2o", "metrics_port": 9001}}) == Settings(
         Path("p"), "s2o", metrics_port=9001
     )
     monkeypatch.setenv("S2O_PROFILE", "q")
-    assert Settings.of({}) == Settings.of(None) == Settings(Path("q"))
-    assert Settings.of({"s2o": {"profile": "p"}}).profile == Path("p")
+    assert settings_of({}) == settings_of(None) == Settings(Path("q"))
+    assert settings_of({"s2o": {"profile": "p"}}).profile == Path("p")
 
 
 @pytest.mark.parametrize(
@@ -51,13 +52,13 @@ def test_settings_are_read_from_vllms_additional_config(monkeypatch):
 )
 def test_what_is_wrong_is_one_sentence(given, error, said):
     with pytest.raises(error, match=said):
-        Settings.of(given)
+        settings_of(given)
 
 
 def site(**changes):
     model = {"model_type": "llama", "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2}
     known = {
-        "version": "0.32.0",
+        "engine": "vLLM 0.32.0",
         "stock": "STOCK",
         "model_config": SimpleNamespace(**{**model, "head_dim": 64, **changes.pop("model", {})}),
         "checkpoint": None,
@@ -109,7 +110,7 @@ def test_every_configuration_that_is_compiled_alike_runs_once(monkeypatch):
         s2o_attention_paged(q, k, v, config, **call, backend="dense")
         calls.append((config.tile, len(q), call["max_k"]))
 
-    monkeypatch.setattr("s2o_runtime.vllm.server.s2o_attention_paged", small)
+    monkeypatch.setattr("s2o_runtime.serving.server.s2o_attention_paged", small)
     server = Server(Settings(DEMO), site(model=demo_sizes()))
     server.compile_kernels(torch.zeros(600, 4, 64))
     configs = {layer.config(length) for layer in server.fit.layers for length in server.fit.profile.lengths}
@@ -126,7 +127,7 @@ def test_layers_alike_but_for_their_segments_are_compiled_each(monkeypatch):
     def small(q, k, v, config, **call):
         calls.append((min(head.segment for head in config.heads), -(-len(q) // config.heads[0].segment)))
 
-    monkeypatch.setattr("s2o_runtime.vllm.server.s2o_attention_paged", small)
+    monkeypatch.setattr("s2o_runtime.serving.server.s2o_attention_paged", small)
     server = Server(Settings(DEMO), site(model=demo_sizes()))
     for number, layer in enumerate(server.fit.layers):
         segment = 512 if number % 2 else 128
@@ -165,7 +166,7 @@ def test_counters_say_where_rows_went(caplog):
 
 def test_prometheus_collects_the_counters():
     pytest.importorskip("prometheus_client", reason="vLLM brings it")
-    from s2o_runtime.vllm.counters import PrometheusCollector
+    from s2o_runtime.serving.counters import PrometheusCollector
 
     counters = Counters()
     counters.add(3, "s2o", "long", 300)

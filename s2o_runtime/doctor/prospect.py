@@ -18,7 +18,7 @@ from s2o_runtime.huggingface.environment import check_trained
 from s2o_runtime.identity import geometry
 from s2o_runtime.layer_kinds import positions
 from s2o_runtime.profile import Profile, load_profile
-from s2o_runtime.vllm.fit import ProfileFit, Rank, check_model
+from s2o_runtime.serving.fit import ProfileFit, Rank, check_model
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from s2o_runtime.attention.paged import gathered, s2o_attention_paged
-from s2o_runtime.pages import PagedKeys
-from s2o_runtime.scoring import Scoring
+from s2o_runtime.serving.calls import compute, layer_obstacle
+from s2o_runtime.serving.fit import LayerFit
+from s2o_runtime.serving.plan import Run
+from s2o_runtime.serving.server import Server
 from s2o_runtime.vllm.batch import Batch, whole_only
-from s2o_runtime.vllm.fit import LayerFit
 from s2o_runtime.vllm.layouts import Layout, key_and_value_pages
-from s2o_runtime.vllm.plan import Run
-from s2o_runtime.vllm.server import Server
 
 BATCH = "s2o_batch"  # attribute of the stock backend's metadata: the batch, where S2O may have a part in it
 
@@ -219,42 +217,11 @@ class _Implementation:
     def _sparse(self, fit: LayerFit, run: Run, batch: Batch, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         """Compute one run with S2O."""
         k, v = key_and_value_pages(kv_cache, self.s2o_host.layout, self.head_size)
-        call, counters = batch.sparse_call(run, k.shape[1]), self.s2o_server.counters
-        rows = output[run.rows].view(-1, self.num_heads, self.head_size)
-        attention = s2o_attention_paged(
-            query[run.rows], k, v, fit.config(run.max_k),
-            cu_q=call.cu_q, seq_lens=call.seq_lens, block_table=call.block_table, max_q=call.max_q, max_k=call.max_k,
-            total_k=call.total_k, cu_k=call.cu_k, scale=self.scale, out=rows, return_stats=True,
+        compute(
+            run, batch.sparse_call(run, k.shape[1]), fit, self.s2o_server.counters,
+            query=query[run.rows], k_pages=k, v_pages=v, scale=self.scale,
+            out=output[run.rows].view(-1, self.num_heads, self.head_size),
         )  # fmt: skip
-        stats = attention.stats
-        assert stats is not None
-        counters.add(fit.index, "dense" if stats.backend == "dense" else "s2o", stats.reason, run.end - run.begin)
-        if stats.backend != "dense" and counters.is_sampled(fit.index):
-            counters.keep(fit.index, stats)
-            if fit.drift is not None and run.last == run.first + 1:
-                pages = PagedKeys(k, v, call.block_table, call.cu_k, max_k=run.max_k, total_k=run.total_k)
-                packed = (query[run.rows], *gathered(pages, query.dtype), rows)
-                q, keys, values, out = (tensor.transpose(0, 1)[None] for tensor in packed)
-                fit.drift.see(q, keys, values, out, Scoring(self.scale), None)
-
-
-def layer_obstacle(
-    *, alibi: bool, sliding_window: int | None, kv_cache_dtype: str, soft_cap: float | None, attn_type: str, sinks: bool
-) -> str | None:
-    """Why a layer never runs S2O, by what vLLM makes it with; None if it may."""
-    if attn_type != "decoder":
-        return f"the layer's attention is of type {attn_type}"
-    if sliding_window is not None:
-        return f"the layer sees a sliding window of {sliding_window} keys"
-    if soft_cap:
-        return f"the scores are soft-capped at {soft_cap:g}"
-    if sinks:
-        return "the layer has attention sinks"
-    if alibi:
-        return "the layer has ALiBi slopes"
-    if kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
-        return f"the KV cache is {kv_cache_dtype}"
-    return None
 
 
 def _index(host: Host, layer: Any) -> int:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from s2o_runtime.lengths import shared_bound
-from s2o_runtime.pages import packed_starts
-from s2o_runtime.vllm.fit import LayerFit
-from s2o_runtime.vllm.plan import Plan, Run, plan
+from s2o_runtime.serving.calls import SparseCall
+from s2o_runtime.serving.fit import LayerFit
+from s2o_runtime.serving.plan import Plan, Run, plan
 
 EDGES = ("query_start_loc", "query_start_loc_cpu")  # fields with one entry more than there are requests
 OF_TOKENS = ("slot_mapping", "positions")  # fields with one entry for each query row
@@ -25,22 +24,6 @@ WHOLE_ONLY = {
     "dcp_local_seq_lens": "the context is shared by several ranks",
     "logits_indices_padded": "the prompt's last layers are skipped (fast prefill)",
 }
-
-
-@dataclass(frozen=True)
-class SparseCall:
-    """What `s2o_attention_paged` takes of one sparse run: the same for all layers of a cache group.
-
-    The three numbers are bounds that runs of other lengths share (`lengths.shared_bound`), and with them their plans.
-    """
-
-    cu_q: Tensor
-    cu_k: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    max_q: int
-    max_k: int
-    total_k: int
 
 
 class Batch:
@@ -72,20 +55,10 @@ class Batch:
     def sparse_call(self, run: Run, page_size: int) -> SparseCall:
         """The arguments of a sparse run, whose cache has pages of so many tokens."""
         if run not in self._calls:
-            common, edges = self._common, slice(run.first, run.last + 1)
-            seq_lens = common.seq_lens[run.requests].int()
-            cu_q = common.query_start_loc[edges] - run.begin  # a copy: the server writes its next batch there
-            table = common.block_table_tensor[run.requests]
-            max_q, max_k = shared_bounds(run.max_q, run.max_k, table.shape[1] * page_size)
-            self._calls[run] = SparseCall(
-                cu_q=cu_q,
-                cu_k=cu_q if run.total_k == run.end - run.begin else packed_starts(seq_lens),
-                seq_lens=seq_lens,
-                block_table=table.clone() if table.data_ptr() & 15 else table,  # plans are of aligned tensors
-                max_q=max_q,
-                max_k=max_k,
-                total_k=max_k if run.last == run.first + 1 else max(max_k, shared_bound(run.total_k)),
-            )
+            common = self._common
+            edges = common.query_start_loc[run.first : run.last + 1]
+            seq_lens, table = common.seq_lens[run.requests].int(), common.block_table_tensor[run.requests]
+            self._calls[run] = SparseCall.of(run, edges, seq_lens, table, page_size)
         return self._calls[run]
 
     def part(self, run: Run) -> Any:
@@ -102,13 +75,6 @@ class Batch:
         batch._starts, batch._lengths, batch._plans = self._starts, self._lengths, self._plans
         batch._calls, batch._parts = {}, {}
         return batch
-
-
-def shared_bounds(max_q: int, max_k: int, room: int) -> tuple[int, int]:
-    """Bounds of queries and keys that other runs share, not above the room; equal only if the numbers are."""
-    behind = int(max_k > max_q)
-    q_bound = min(shared_bound(max_q), room - behind)
-    return q_bound, min(max(shared_bound(max_k), q_bound + behind), room)
 
 
 def lengths_on_host(common: Any) -> Tensor:

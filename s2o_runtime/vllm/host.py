@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from s2o_runtime.serving.fit import Rank
+from s2o_runtime.serving.server import Server, Site
 from s2o_runtime.vllm.backend import Host
-from s2o_runtime.vllm.fit import Rank
 from s2o_runtime.vllm.layouts import layout_of
-from s2o_runtime.vllm.server import Server, Site
-from s2o_runtime.vllm.settings import Settings
+from s2o_runtime.vllm.settings import settings_of
 
 log = logging.getLogger("s2o_runtime")
 
@@ -51,7 +51,7 @@ def server() -> Server:
     model = config.model_config
     on_cpu = current_platform.is_cpu()
     site = Site(
-        version=vllm.__version__,
+        engine=f"vLLM {vllm.__version__}",
         stock="the plain backend" if on_cpu else "FLASH_ATTN",
         model_config=model.hf_config,
         checkpoint=_checkpoint(model),
@@ -61,7 +61,7 @@ def server() -> Server:
         decode_queries=_decode_queries(config.speculative_config),
     )
     _show_log()
-    return Server(Settings.of(config.additional_config), site)
+    return Server(settings_of(config.additional_config), site)
 
 
 def _decode_queries(speculation: Any) -> int:

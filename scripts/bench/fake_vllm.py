@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from s2o_runtime.serving.counters import Counters
+from s2o_runtime.serving.fit import ProfileFit, Rank
 from s2o_runtime.vllm.backend import Host, mix_in
-from s2o_runtime.vllm.counters import Counters
-from s2o_runtime.vllm.fit import ProfileFit, Rank
 from s2o_runtime.vllm.layouts import Layout
 from s2o_runtime.vllm.plain import PlainBuilder, PlainImpl
 

@@ -42,8 +42,8 @@ from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile
 from s2o_runtime.reference.dense import dense_attention
+from s2o_runtime.serving.fit import Rank
 from s2o_runtime.shapes import CallShape
-from s2o_runtime.vllm.fit import Rank
 from scripts.bench.common import (
     Parser,
     add_op_options,

@@ -15,7 +15,7 @@ from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels.plan import Plan
 from s2o_runtime.pages import packed_starts
 from s2o_runtime.profile import Profile
-from s2o_runtime.vllm.fit import Rank
+from s2o_runtime.serving.fit import Rank
 from scripts.bench.fake_vllm import FakeEngine, FakeServer
 
 pytestmark = [

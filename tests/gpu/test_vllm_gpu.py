@@ -10,11 +10,11 @@ from s2o_runtime.config import HeadConfig, TileConfig
 from s2o_runtime.devices import identify
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile, save_profile
+from s2o_runtime.serving.counters import Counters
+from s2o_runtime.serving.fit import Rank
+from s2o_runtime.serving.server import Server, Site
+from s2o_runtime.serving.settings import Settings
 from s2o_runtime.tiles import candidate_tiles
-from s2o_runtime.vllm.counters import Counters
-from s2o_runtime.vllm.fit import Rank
-from s2o_runtime.vllm.server import Server, Site
-from s2o_runtime.vllm.settings import Settings
 from scripts.bench.fake_vllm import FakeEngine, FakeServer
 from support.server_batches import alone, dense, joint_density
 

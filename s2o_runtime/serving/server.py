@@ -17,10 +17,10 @@ from s2o_runtime.errors import ProfileError
 from s2o_runtime.huggingface.drift import DriftMonitor, allowed_errors, check_of
 from s2o_runtime.pages import packed_starts
 from s2o_runtime.profile import load_profile
+from s2o_runtime.serving.counters import Counters, serve_metrics
+from s2o_runtime.serving.fit import ProfileFit, Rank, check_model
+from s2o_runtime.serving.settings import Settings
 from s2o_runtime.version import __version__
-from s2o_runtime.vllm.counters import Counters, serve_metrics
-from s2o_runtime.vllm.fit import ProfileFit, Rank, check_model
-from s2o_runtime.vllm.settings import Settings
 
 RANKING_BYTES = 480 << 20  # the most that the kernels of one call need beside their inputs and output
 
@@ -32,7 +32,7 @@ class Site:
     """Where a server's process is.
 
     Attributes:
-        version: of vLLM.
+        engine: the server's name and version.
         stock: the stock backend's name.
         model_config: the transformers configuration of the served model.
         checkpoint: the folder of its weights, if it is known.
@@ -42,7 +42,7 @@ class Site:
         decode_queries: the most queries that a request brings while it decodes, more than one with speculation.
     """
 
-    version: str
+    engine: str
     stock: str
     model_config: Any
     checkpoint: Path | None
@@ -101,9 +101,9 @@ class Server:
             return
         until = "on" if fit.max_length is None else f"to {fit.max_length}"
         log.info(
-            "S2O %s in vLLM %s: profile %s of %s (%s), %d of %d layers sparse from %d %s keys and from %d new tokens "
+            "S2O %s in %s: profile %s of %s (%s), %d of %d layers sparse from %d %s keys and from %d new tokens "
             "on; rank %d of %d holds query heads %d to %d; all else goes to %s",
-            __version__, site.version, settings.profile, profile.model_name, compared, fit.sparse_layers,
+            __version__, site.engine, settings.profile, profile.model_name, compared, fit.sparse_layers,
             len(fit.layers), profile.min_length, until, fit.min_queries, site.rank.index, site.rank.size,
             fit.heads.start, fit.heads.stop - 1, site.stock,
         )  # fmt: skip
@@ -111,7 +111,8 @@ class Server:
     def reserve(self, query: Tensor) -> None:
         """Take, and give back, the most memory that a call of these queries will need.
 
-        vLLM calls it while it measures what a batch needs beside the KV cache, which gets what is left.
+        vLLM's backend does so while vLLM measures what a batch needs beside the KV cache, which gets what is left;
+        SGLang's when it is made, behind the cache.
 
         Args:
             query: [T, Hq, D], as many rows as a batch may have.

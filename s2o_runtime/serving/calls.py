@@ -1,0 +1,121 @@
+"""The sparse part of a server's batch: what S2O is called with, and the call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from s2o_runtime.attention.paged import gathered, s2o_attention_paged
+from s2o_runtime.lengths import shared_bound
+from s2o_runtime.pages import PagedKeys, packed_starts
+from s2o_runtime.scoring import Scoring
+from s2o_runtime.serving.counters import Counters
+from s2o_runtime.serving.fit import LayerFit
+from s2o_runtime.serving.plan import Run
+
+PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32")  # of the types that queries have
+
+
+@dataclass(frozen=True)
+class SparseCall:
+    """What `s2o_attention_paged` takes of one sparse run: the same for all layers of a cache group.
+
+    The three numbers are bounds that runs of other lengths share (`lengths.shared_bound`), and with them their plans.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    max_q: int
+    max_k: int
+    total_k: int
+
+    @classmethod
+    def of(cls, run: Run, edges: Tensor, seq_lens: Tensor, block_table: Tensor, page_size: int) -> SparseCall:
+        """The call of a run.
+
+        Args:
+            run: with requests that S2O computes.
+            edges: int32 [n + 1], where the queries of its requests begin in the batch; copied.
+            seq_lens: int32 [n], the keys of its requests.
+            block_table: int32 [n, M], their pages.
+            page_size: tokens of a page.
+        """
+        cu_q = edges - run.begin  # a copy: the server writes its next batch there
+        max_q, max_k = shared_bounds(run.max_q, run.max_k, block_table.shape[1] * page_size)
+        return cls(
+            cu_q=cu_q,
+            cu_k=cu_q if run.total_k == run.end - run.begin else packed_starts(seq_lens),
+            seq_lens=seq_lens,
+            block_table=block_table.clone() if block_table.data_ptr() & 15 else block_table,  # plans want aligned
+            max_q=max_q,
+            max_k=max_k,
+            total_k=max_k if run.last == run.first + 1 else max(max_k, shared_bound(run.total_k)),
+        )
+
+
+def shared_bounds(max_q: int, max_k: int, room: int) -> tuple[int, int]:
+    """Bounds of queries and keys that other runs share, not above the room; equal only if the numbers are."""
+    behind = int(max_k > max_q)
+    q_bound = min(shared_bound(max_q), room - behind)
+    return q_bound, min(max(shared_bound(max_k), q_bound + behind), room)
+
+
+def compute(
+    run: Run,
+    call: SparseCall,
+    layer: LayerFit,
+    counters: Counters,
+    *,
+    query: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Compute one run with S2O, and count what it did; a sampled call's density is kept, and its error checked.
+
+    Args:
+        run, call: the run, and what the op takes of it.
+        layer: whose configuration it is.
+        query: [T, Hq, D], the rows of the run.
+        k_pages, v_pages: [pages, page size, Hkv, D], the layer's cache.
+        scale: of the scores.
+        out: [T, Hq, D], written.
+    """
+    attention = s2o_attention_paged(
+        query, k_pages, v_pages, layer.config(run.max_k),
+        cu_q=call.cu_q, seq_lens=call.seq_lens, block_table=call.block_table, max_q=call.max_q, max_k=call.max_k,
+        total_k=call.total_k, cu_k=call.cu_k, scale=scale, out=out, return_stats=True,
+    )  # fmt: skip
+    stats = attention.stats
+    assert stats is not None
+    counters.add(layer.index, "dense" if stats.backend == "dense" else "s2o", stats.reason, run.end - run.begin)
+    if stats.backend != "dense" and counters.is_sampled(layer.index):
+        counters.keep(layer.index, stats)
+        if layer.drift is not None and run.last == run.first + 1:
+            pages = PagedKeys(k_pages, v_pages, call.block_table, call.cu_k, max_k=run.max_k, total_k=run.total_k)
+            packed = (query, *gathered(pages, query.dtype), out)
+            q, keys, values, output = (tensor.transpose(0, 1)[None] for tensor in packed)
+            layer.drift.see(q, keys, values, output, Scoring(scale), None)
+
+
+def layer_obstacle(
+    *, alibi: bool, sliding_window: int | None, kv_cache_dtype: str, soft_cap: float | None, attn_type: str, sinks: bool
+) -> str | None:
+    """Why a layer never runs S2O, by what a server makes it with; None if it may."""
+    if attn_type != "decoder":
+        return f"the layer's attention is of type {attn_type}"
+    if sliding_window is not None:
+        return f"the layer sees a sliding window of {sliding_window} keys"
+    if soft_cap:
+        return f"the scores are soft-capped at {soft_cap:g}"
+    if sinks:
+        return "the layer has attention sinks"
+    if alibi:
+        return "the layer has ALiBi slopes"
+    if kv_cache_dtype not in PLAIN_CACHES:
+        return f"the KV cache is {kv_cache_dtype}"
+    return None
