@@ -1,0 +1,182 @@
+"""An attention backend of SGLang, made out of a stock one: S2O computes long prompts, the stock backend all else.
+
+Whatever `mix_in`'s class does not say it inherits: decoding and its CUDA graphs, how the cache is laid out, what is
+supported. Nothing in this file imports SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from s2o_runtime.serving.calls import compute, layer_obstacle
+from s2o_runtime.serving.fit import LayerFit
+from s2o_runtime.serving.plan import Run
+from s2o_runtime.serving.server import Server
+from s2o_runtime.sglang.batch import Batch, whole_only
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the backend asks of the SGLang around it.
+
+    Attributes:
+        server: the profile on this rank.
+        obstacle: why nothing in this process runs S2O; None if something may.
+        kv_cache_dtype: the type of the cache's entries, as torch spells it without "torch.".
+        is_split: whether a batch's context is shared by several ranks.
+        write: writes the keys and values of a batch's rows into the cache, for (layer, batch, keys, values).
+    """
+
+    server: Server
+    obstacle: str | None
+    kv_cache_dtype: str
+    is_split: Callable[[Any], bool]
+    write: Callable[[Any, Any, Tensor, Tensor], None]
+
+
+def mix_in(stock: type, host: Host) -> type:
+    """The class of S2O's backend on top of a stock one.
+
+    Args:
+        stock: a subclass of SGLang's AttentionBackend that keeps what it makes of a batch in `forward_metadata`, and
+            the pools in `req_to_token_pool` and `token_to_kv_pool`.
+        host: the SGLang around it.
+    """
+
+    class S2OAttnBackend(_Backend, stock):  # type: ignore[misc, valid-type]
+        s2o_host = host
+
+    return S2OAttnBackend
+
+
+class _Backend:
+    """Computes the sparse runs of batches of prompts, and calls the stock backend for the others."""
+
+    s2o_host: Host
+    forward_metadata: Any
+    req_to_token_pool: Any
+    token_to_kv_pool: Any
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.s2o_batch: Batch | str | None = None  # of the batch that was announced last, or why it has none
+        self.s2o_layers: dict[int, LayerFit | str] = {}
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """SGLang announces a batch, before its layers are called."""
+        super().init_forward_metadata(forward_batch)  # type: ignore[misc]
+        if forward_batch.forward_mode.is_decode_or_idle():
+            self.s2o_batch = None
+        elif reason := whole_only(forward_batch):
+            self.s2o_batch = reason
+        elif self.s2o_host.is_split(forward_batch):
+            self.s2o_batch = "the context is shared by several ranks"
+        else:
+            self.s2o_batch = Batch(forward_batch, self.req_to_token_pool.req_to_token, self.s2o_host.server.max_keys)
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any,
+        save_kv_cache: bool = True, **named: Any,
+    ) -> Any:  # fmt: skip
+        """SGLang's call of one layer for rows of prompts; see its AttentionBackend."""
+        stock = super().forward_extend  # type: ignore[misc]
+        counters = self.s2o_host.server.counters
+        batch, fit = self.s2o_batch, self._layer(layer)
+        reason = self._why_whole(q, fit, forward_batch, named)
+        if reason is not None:
+            counters.add(layer.layer_id, "dense", reason, len(q))
+            return stock(q, k, v, layer, forward_batch, save_kv_cache, **named)
+        assert isinstance(batch, Batch)
+        assert isinstance(fit, LayerFit)
+        plan = batch.plan(fit)
+        for reason, count in plan.dense_rows.items():
+            counters.add(fit.index, "dense", reason, count)
+        if plan.is_dense:
+            return stock(q, k, v, layer, forward_batch, save_kv_cache, **named)
+        if save_kv_cache and k is not None and v is not None:
+            self.s2o_host.write(layer, forward_batch, k, v)
+        k_slots, v_slots = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        heads, head_dim = layer.tp_q_head_num, layer.qk_head_dim
+        output = q.new_empty(len(q), heads * head_dim)
+        for run in plan.runs:
+            if run.begin == run.end:
+                continue
+            if run.is_sparse:
+                compute(
+                    run, batch.sparse_call(run), fit, counters, query=q[run.rows].view(-1, heads, head_dim),
+                    k_pages=k_slots[:, None], v_pages=v_slots[:, None], scale=layer.scaling,
+                    out=output[run.rows].view(-1, heads, head_dim),
+                )  # fmt: skip
+            else:
+                rows = run.rows
+                keys, values = (None if tensor is None else tensor[rows] for tensor in (k, v))
+                part, metadata = self._part(batch, run)
+                kept, self.forward_metadata = self.forward_metadata, metadata
+                try:
+                    answer = stock(q[rows], keys, values, layer, part, False, **named)
+                finally:
+                    self.forward_metadata = kept
+                output[rows] = answer.reshape(len(answer), -1)
+        counters.say()
+        return output
+
+    def _why_whole(self, q: Tensor, fit: LayerFit | str, forward_batch: Any, named: dict[str, Any]) -> str | None:
+        """Why a call is the stock backend's as a whole; None if its rows may be shared."""
+        batch = self.s2o_batch
+        if isinstance(fit, str):
+            return fit
+        if isinstance(batch, str):
+            return batch
+        if batch is None or batch.source is not forward_batch or len(q) != batch.rows:
+            return "the call's rows are not those of the announced batch"
+        if getattr(self.forward_metadata, "image_token_ranges", None) is not None:
+            return "rows of an image see one another"
+        given = sorted(name for name, value in named.items() if value is not None and value is not False)
+        return f"the layer is called with {', '.join(given)}" if given else None
+
+    def _layer(self, layer: Any) -> LayerFit | str:
+        """The profile's layer, or why there is none."""
+        index = layer.layer_id
+        if index not in self.s2o_layers:
+            host = self.s2o_host
+            self.s2o_layers[index] = (
+                host.obstacle
+                or attention_obstacle(layer, host.kv_cache_dtype)
+                or host.server.fit.layer(index, layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim)
+            )
+        return self.s2o_layers[index]
+
+    def _part(self, batch: Batch, run: Run) -> tuple[Any, Any]:
+        """The stock backend's batch and metadata of a run."""
+        if run not in batch.parts:
+            part, kept = batch.part_of(run), self.forward_metadata
+            super().init_forward_metadata(part)  # type: ignore[misc]
+            batch.parts[run] = part, self.forward_metadata
+            self.forward_metadata = kept
+        return batch.parts[run]
+
+
+def attention_obstacle(layer: Any, kv_cache_dtype: str) -> str | None:
+    """Why a layer never runs S2O, by its RadixAttention; None if it may."""
+    window = layer.sliding_window_size
+    obstacle = layer_obstacle(
+        alibi=False,
+        sliding_window=window if window is not None and window > -1 else None,
+        kv_cache_dtype=kv_cache_dtype,
+        soft_cap=layer.logit_cap,
+        attn_type="cross" if layer.is_cross_attention else str(layer.attn_type.value),
+        sinks=False,  # are given to each call
+    )
+    if obstacle is not None:
+        return obstacle
+    if layer.qk_head_dim != layer.v_head_dim:
+        return f"keys have {layer.qk_head_dim} numbers and values {layer.v_head_dim}"
+    if layer.use_irope:
+        return "the layer sees chunks of the context"
+    if layer.xai_temperature_len > 0:
+        return "the scores are scaled by their position"
+    return None

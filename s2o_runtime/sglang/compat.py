@@ -1,0 +1,155 @@
+"""Whether a SGLang's interface is the one that S2O's backend was written for.
+
+SGLang promises nothing to backends outside its tree, so what the backend relies on is looked at, not the version alone:
+above all that its FlashAttention backend reads nothing of a batch that a part of a batch would not have.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from s2o_runtime.sglang.batch import COUNTS, OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
+
+READ = ("0.5.23",)  # the versions whose sources were read; its engine was run on a CPU
+FLASH = Path("layers/attention/flashattention_backend.py")
+BATCH = Path("model_executor/forward_batch_info.py")
+POOL = Path("mem_cache/memory_pool.py")
+RADIX = Path("layers/radix_attention.py")
+FORWARD = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")  # of forward_extend, first ones; more are keywords
+WRITE = ("layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale")  # of the pool's set_kv_buffer, first ones
+# what is read of a batch that is the same for its parts: of other modes, of caches of other kinds, or of MLA
+SHARED = {
+    "forward_mode", "spec_info", "spec_algorithm", "kv_loc_plan", "attn_attend_prefix_cache", "mha_one_shot",
+    "prefix_chunk_cu_seq_lens", "prefix_chunk_idx", "prefix_chunk_max_seq_lens",
+}  # fmt: skip
+LAYER = {
+    "layer_id", "tp_q_head_num", "tp_k_head_num", "qk_head_dim", "v_head_dim", "scaling", "logit_cap",
+    "sliding_window_size", "is_cross_attention", "attn_type", "use_irope", "xai_temperature_len", "k_scale", "v_scale",
+}  # fmt: skip
+NEEDED = {*OF_REQUESTS, *OF_TOKENS, *COUNTS, "forward_mode"}
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What of SGLang the backend relies on, as names.
+
+    Attributes:
+        forward: the parameters of the FlashAttention backend's `forward_extend`, without self.
+        reads: what that and `init_forward_metadata` read of a batch.
+        batch: the fields of ForwardBatch.
+        modes: the members of ForwardMode.
+        write: the parameters of `MHATokenToKVPool.set_kv_buffer`.
+        location: those of `KVWriteLoc.for_layer`, without the class.
+        layer: the attributes that RadixAttention sets.
+    """
+
+    forward: tuple[str, ...]
+    reads: tuple[str, ...]
+    batch: tuple[str, ...]
+    modes: tuple[str, ...]
+    write: tuple[str, ...]
+    location: tuple[str, ...]
+    layer: tuple[str, ...]
+
+    @classmethod
+    def in_sources(cls, folder: Path) -> Interface:
+        """The interface in the sources of a SGLang.
+
+        Args:
+            folder: of the package `sglang.srt`.
+
+        Raises:
+            OSError: a file is not there.
+            ValueError: a class or function is not there, or a file is no Python.
+        """
+        flash, batch, pool, radix = (_classes(folder / path) for path in (FLASH, BATCH, POOL, RADIX))
+        try:
+            backend, kv_pool, location = flash["FlashAttentionBackend"], pool["MHATokenToKVPool"], pool["KVWriteLoc"]
+            fields, modes, layer = batch["ForwardBatch"], batch["ForwardMode"], radix["RadixAttention"]
+        except KeyError as error:
+            raise ValueError(f"there is no class {error}") from error
+        methods = [_method(backend, name) for name in ("init_forward_metadata", "forward_extend")]
+        return cls(
+            forward=_parameters(methods[1]),
+            reads=tuple(sorted(set().union(*(_attributes(method, "forward_batch") for method in methods)))),
+            batch=tuple(_annotated(fields)),
+            modes=tuple(_assigned(modes)),
+            write=_parameters(_method(kv_pool, "set_kv_buffer")),
+            location=_parameters(_method(location, "for_layer")),
+            layer=tuple(sorted(_attributes(_method(layer, "__init__"), "self"))),
+        )
+
+    def obstacle(self) -> str | None:
+        """What of it the backend was not written for, or None."""
+        if self.forward[: len(FORWARD)] != FORWARD:
+            return f"forward_extend takes {_listed(self.forward)}"
+        if self.write[: len(WRITE)] != WRITE:
+            return f"set_kv_buffer takes {_listed(self.write)}"
+        if self.location[:2] != ("forward_batch", "layer"):
+            return f"for_layer takes {_listed(self.location)}"
+        if unknown := set(self.reads) - NEEDED - SHARED - set(WHOLE_ONLY):
+            return f"its FlashAttention reads {_listed(sorted(unknown))} of a batch, which S2O does not know"
+        for owner, names, needed in (
+            ("ForwardBatch", self.batch, NEEDED),
+            ("ForwardMode", self.modes, set(PROMPTS)),
+            ("RadixAttention", self.layer, LAYER),
+        ):
+            if missing := needed - set(names):
+                return f"{owner} has no {_listed(sorted(missing))}"
+        return None
+
+
+def interface_obstacle(folder: Path) -> str | None:
+    """What of a SGLang's interface the backend was not written for; None if it was.
+
+    Args:
+        folder: of the package `sglang.srt`.
+    """
+    try:
+        return Interface.in_sources(folder).obstacle()
+    except (OSError, ValueError, SyntaxError) as error:
+        return f"its sources are not as expected: {error}"
+
+
+def _classes(path: Path) -> dict[str, ast.ClassDef]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _method(owner: ast.ClassDef, name: str) -> ast.FunctionDef:
+    definitions = [node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    if not definitions:
+        raise ValueError(f"{owner.name} has no {name}")
+    return definitions[0]
+
+
+def _parameters(method: ast.FunctionDef) -> tuple[str, ...]:
+    """The parameters of a method, without the object or the class."""
+    arguments = method.args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return tuple(name for name in names if name not in ("self", "cls"))
+
+
+def _attributes(method: ast.FunctionDef, owner: str) -> set[str]:
+    """The attributes of a parameter that a method names."""
+    return {
+        node.attr
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == owner
+    }
+
+
+def _annotated(owner: ast.ClassDef) -> list[str]:
+    return [node.target.id for node in owner.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+
+
+def _assigned(owner: ast.ClassDef) -> list[str]:
+    targets = [target for node in owner.body if isinstance(node, ast.Assign) for target in node.targets]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)

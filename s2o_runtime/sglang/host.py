@@ -1,0 +1,152 @@
+"""The SGLang around S2O's backend: what is asked of its model runner, its ranks and its interface."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from s2o_runtime.errors import ConfigError, ResourceError
+from s2o_runtime.serving.fit import Rank
+from s2o_runtime.serving.server import Server, Site
+from s2o_runtime.sglang.backend import Host, mix_in
+from s2o_runtime.sglang.compat import READ, interface_obstacle
+from s2o_runtime.sglang.settings import settings_of_environment
+
+FLASH_ATTENTION_3 = (8, 9)  # major compute capabilities that SGLang runs it on
+
+log = logging.getLogger("s2o_runtime")
+
+
+def create_backend(runner: Any) -> Any:
+    """S2O's backend for a model runner; the stock one for a draft model, and in a SGLang that is not known.
+
+    Raises:
+        S2OError: the GPU, the settings, the profile or the server's flags do not fit; the sentence says how.
+    """
+    import sglang
+
+    stock = stock_class(runner)
+    obstacle = interface_obstacle(Path(str(sglang.__file__)).parent / "srt")
+    if obstacle is not None:
+        log.warning(
+            "S2O does not know SGLang %s (%s), only %s: the stock backend runs in its place",
+            sglang.__version__, obstacle, ", ".join(READ),
+        )  # fmt: skip
+        return stock(runner)
+    if runner.is_draft_worker:
+        return stock(runner)
+    return mix_in(stock, host_of(runner, stock))(runner)
+
+
+def stock_class(runner: Any) -> type[Any]:
+    """The stock backend that S2O is mixed into: FlashAttention 3, or on a CPU SGLang's own in plain torch.
+
+    Raises:
+        ConfigError: SGLang's FlashAttention 3 does not run on the GPU.
+    """
+    if runner.device == "cpu":
+        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+        return TorchNativeAttnBackend  # type: ignore[no-any-return]
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if major not in FLASH_ATTENTION_3:
+        raise ConfigError(
+            f"S2O runs in SGLang with its FlashAttention 3, which has no kernels for compute capability "
+            f"{major}.{minor} (8 and 9 only): serve with another --prefill-attention-backend"
+        )
+    from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+
+    return FlashAttentionBackend  # type: ignore[no-any-return]
+
+
+def host_of(runner: Any, stock: type[Any]) -> Host:
+    """What S2O's class asks of this SGLang.
+
+    Raises:
+        S2OError: the settings, the profile or the server's flags do not fit; the sentence says how.
+    """
+    import sglang
+    from sglang.srt.layers.cp.utils import is_cp_active
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+    from sglang.srt.runtime_context import get_parallel, get_schedule
+
+    on_cpu = runner.device == "cpu"
+    if not on_cpu and not check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED):
+        raise ConfigError(
+            "S2O takes decisions on the host, which CUDA graphs of prompts have no room for: add "
+            "--disable-prefill-cuda-graph, or serve with another --prefill-attention-backend"
+        )
+    parallel, model = get_parallel(), runner.model_config
+    server = Server(
+        settings_of_environment(),
+        Site(
+            engine=f"SGLang {sglang.__version__}",
+            stock="torch_native" if on_cpu else "fa3",
+            model_config=model.hf_config,
+            checkpoint=_folder(model.model_path),
+            rank=Rank(parallel.attn_tp_rank, parallel.attn_tp_size),
+            device=torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()),
+            max_keys=int(model.context_len),
+        ),
+    )
+    _reserve(server, runner, get_schedule())
+
+    def write(layer: Any, forward_batch: Any, keys: Any, values: Any) -> None:
+        location = KVWriteLoc.for_layer(forward_batch, layer)
+        runner.token_to_kv_pool.set_kv_buffer(layer, location, keys, values, layer.k_scale, layer.v_scale)
+
+    return Host(
+        server=server,
+        obstacle=_obstacle(runner),
+        kv_cache_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
+        is_split=is_cp_active,
+        write=write,
+    )
+
+
+def _obstacle(runner: Any) -> str | None:
+    """Why nothing of a model runner is computed by S2O; None if something may be."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    pool = runner.token_to_kv_pool
+    if runner.kv_index_translator is not None and runner.kv_index_translator.is_translating:
+        return "the KV cache shares its memory with other caches (unified memory)"
+    if type(pool) is not MHATokenToKVPool or pool.get_key_buffer(pool.start_layer).ndim != 3:
+        return f"the KV cache is a {type(pool).__name__}, not one of plain rows"
+    return None
+
+
+def _reserve(server: Server, runner: Any, schedule: Any) -> None:
+    """Take, and give back, what S2O's calls will need, and compile its kernels: the KV cache has its memory already.
+
+    Raises:
+        ResourceError: so much is not left.
+    """
+    if runner.device == "cpu":
+        return
+    chunk = schedule.chunked_prefill_size
+    rows = chunk if chunk is not None and chunk > 0 else server.max_keys
+    sizes = rows, len(server.fit.heads), server.fit.profile.geometry.head_dim
+    try:
+        server.reserve(torch.empty(sizes, dtype=runner.dtype, device="cuda"))
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            f"S2O's calls need memory beside the KV cache that is not left ({error}): lower --mem-fraction-static"
+        ) from error
+
+
+def _folder(model_path: Any) -> Path | None:
+    """The folder of the served model's weights; None if it is not on this machine."""
+    folder = Path(str(model_path))
+    if folder.is_dir():
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(model_path), local_files_only=True))
+    except (ImportError, OSError, ValueError):  # not downloaded, or by another way
+        return None
