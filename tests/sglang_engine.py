@@ -16,6 +16,8 @@ import re
 import sys
 import time
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from urllib.request import urlopen
 
 from vllm_engine import questions
@@ -24,12 +26,61 @@ LENGTH, METRICS_PORT = 2048, 9217
 SAMPLE = re.compile(r's2o_rows_total\{.*path="(\w+)",rank="(\d+)",reason="([^"]*)".*\} (\S+)')
 
 
+FLASH_VARIABLE = (
+    "S2O_TEST_FLASH"  # 1, in every process of the engine: S2O is mixed into SGLang's FlashAttention backend
+)
+
+
+def stand_in(name: str, **contents: object) -> None:
+    """Put a module in the place of one that a CPU does not have."""
+    module = sys.modules.setdefault(name, ModuleType(name))
+    module.__spec__ = ModuleSpec(name, None)
+    vars(module).update(contents)
+
+
+# without a GPU, SGLang's rotary embedding imports vLLM's and never calls it; every process of the engine runs this file
+stand_in("vllm")
+stand_in("vllm._custom_ops", rotary_embedding=None)
+
+
+def in_torch(q, k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q, softmax_scale, **more):  # type: ignore[no-untyped-def]
+    """FlashAttention's kernel for paged keys, as SGLang calls it for prompts: dense, in plain torch."""
+    from s2o_runtime.attention.paged import s2o_attention_paged
+    from s2o_runtime.config import LayerConfig
+
+    assert more["causal"]
+    assert more["window_size"] == (-1, -1)
+    return s2o_attention_paged(
+        q, k_cache, v_cache, LayerConfig.uniform(q.shape[1], mode="dense"), cu_q=cu_seqlens_q, seq_lens=cache_seqlens,
+        block_table=page_table.int(), max_q=max_seqlen_q, max_k=page_table.shape[1] * k_cache.shape[1],
+        scale=softmax_scale, backend="dense", out=q.new_empty(q.shape),
+    )  # fmt: skip
+
+
+def flash_in_torch(runner: object) -> type:
+    """SGLang's FlashAttention backend, whose kernel is in plain torch."""
+    from sglang.srt.layers.attention import flashattention_backend
+
+    flashattention_backend.flash_attn_with_kvcache = in_torch
+    return flashattention_backend.FlashAttentionBackend  # type: ignore[no-any-return]
+
+
+if os.environ.get(FLASH_VARIABLE) == "1":
+    from s2o_runtime.sglang import host
+
+    stand_in("sgl_kernel", merge_state_v2=None)
+    stand_in(
+        "sgl_kernel.flash_attn", flash_attn_varlen_func=None, flash_attn_with_kvcache=None, get_scheduler_metadata=None
+    )
+    host.stock_class = flash_in_torch
+
+
 @dataclass(frozen=True)
 class EngineCase:
     """How the engine is started.
 
-    chunk: tokens of a step. page: tokens of a page. ranks: of tensor parallelism. mixed: steps have decodes and prompts.
-    sparse: S2O's backend.
+    chunk: tokens of a step. page: tokens of a page. ranks: of tensor parallelism. mixed: a short prompt decodes in the
+    steps of a long one. sparse: S2O's backend. flash: on top of SGLang's FlashAttention backend, its kernel in torch.
     """
 
     chunk: int
@@ -37,13 +88,16 @@ class EngineCase:
     ranks: int = 1
     mixed: bool = False
     sparse: bool = True
+    flash: bool = False
 
 
 CASES = {
     "chunk-512": EngineCase(512),
-    "chunk-300": EngineCase(300, page=16),
+    "chunk-304": EngineCase(304, page=16),
     "mixed": EngineCase(512, mixed=True),
     "two-ranks": EngineCase(512, ranks=2),
+    "flash": EngineCase(512, mixed=True, flash=True),
+    "flash-pages": EngineCase(304, page=16, mixed=True, flash=True),
     "dense": EngineCase(512, sparse=False),
 }
 
@@ -51,6 +105,8 @@ CASES = {
 def main(profile: str, model: str, name: str) -> int:
     case = CASES[name]
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(case.ranks)))  # a core for each
+    os.environ[FLASH_VARIABLE] = str(int(case.flash))
     if case.sparse:
         os.environ["S2O_SETTINGS"] = json.dumps({"profile": profile, "metrics_port": METRICS_PORT})
     import sglang
@@ -75,18 +131,23 @@ def main(profile: str, model: str, name: str) -> int:
         disable_prefill_cuda_graph=True,
         disable_overlap_schedule=True,
         grammar_backend="none",
+        log_level="info",
     )
     try:
         began = time.time()
         ids = [prompt["prompt_token_ids"] for prompt in prompts]
         parameters = {"temperature": 0, "max_new_tokens": 5}
-        # the first is read alone, so that the others find it in the cache
-        answers = engine.generate(input_ids=ids[:1], sampling_params=parameters)
+        # the first is read before the others, which find it in the cache
+        if case.mixed:  # a short prompt decodes in its steps
+            talk = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+            answers = engine.generate(input_ids=[ids[0][-100:], ids[0]], sampling_params=[talk, parameters])[1:]
+        else:
+            answers = engine.generate(input_ids=ids[:1], sampling_params=parameters)
         answers += engine.generate(input_ids=ids[1:], sampling_params=parameters)
         seconds = time.time() - began
         found = sum(code in answer["text"] for code, answer in zip(codes, answers, strict=True))
         cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
-        print(f"{name}: {found} of {len(codes)} needles in {seconds:.1f} s; tokens from the cache: {cached}", flush=True)
+        print(f"{name}: {found} of {len(codes)} needles in {seconds:.1f} s; from the cache: {cached}", flush=True)
         if case.sparse:
             for rank in range(case.ranks):
                 rows = counted(METRICS_PORT + rank)
@@ -94,6 +155,7 @@ def main(profile: str, model: str, name: str) -> int:
                 print(f"{name}: rows of all layers on rank {rank}: {shares}", flush=True)
                 assert any(path == "s2o" for path, _ in rows), "no row was computed by S2O"
                 assert any(path == "dense" for path, _ in rows), "no row was computed by the stock backend"
+                assert not case.mixed or ("dense", "decode") in rows, "no row was decoded beside prompts"
     finally:
         engine.shutdown()
     return int(found < len(codes))

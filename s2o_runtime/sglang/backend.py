@@ -142,9 +142,10 @@ class _Backend:
         """The profile's layer, or why there is none."""
         index = layer.layer_id
         if index not in self.s2o_layers:
-            host = self.s2o_host
+            host, skips = self.s2o_host, getattr(self, "fa_skip_kv_cache", False)  # FlashAttention's, for embeddings
             self.s2o_layers[index] = (
                 host.obstacle
+                or ("keys are not written into the cache" if skips else None)
                 or attention_obstacle(layer, host.kv_cache_dtype)
                 or host.server.fit.layer(index, layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim)
             )

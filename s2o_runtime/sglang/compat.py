@@ -143,7 +143,9 @@ def _attributes(method: ast.FunctionDef, owner: str) -> set[str]:
 
 
 def _annotated(owner: ast.ClassDef) -> list[str]:
-    return [node.target.id for node in owner.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    return [
+        node.target.id for node in owner.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
 
 
 def _assigned(owner: ast.ClassDef) -> list[str]:

@@ -38,7 +38,7 @@ def create_backend(runner: Any) -> Any:
         return stock(runner)
     if runner.is_draft_worker:
         return stock(runner)
-    return mix_in(stock, host_of(runner, stock))(runner)
+    return mix_in(stock, host_of(runner))(runner)
 
 
 def stock_class(runner: Any) -> type[Any]:
@@ -62,7 +62,7 @@ def stock_class(runner: Any) -> type[Any]:
     return FlashAttentionBackend  # type: ignore[no-any-return]
 
 
-def host_of(runner: Any, stock: type[Any]) -> Host:
+def host_of(runner: Any) -> Host:
     """What S2O's class asks of this SGLang.
 
     Raises:

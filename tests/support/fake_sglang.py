@@ -1,0 +1,224 @@
+"""What S2O's backend meets in SGLang, without SGLang: batches of requests with a cache, and a stock backend.
+
+On a GPU the same classes drive the real kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from s2o_runtime.attention.paged import s2o_attention_paged
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.sglang.backend import Host, mix_in
+from scripts.bench.fake_vllm import Request
+
+NOWHERE = 1 << 28  # a slot that is not there: whoever reads a token behind a request's end, fails
+
+
+class Mode(Enum):
+    """SGLang's ForwardMode."""
+
+    EXTEND = 1
+    DECODE = 2
+    MIXED = 3
+    IDLE = 4
+    TARGET_VERIFY = 5
+
+    def is_decode_or_idle(self) -> bool:
+        return self in (Mode.DECODE, Mode.IDLE)
+
+
+@dataclass
+class ForwardBatch:
+    """SGLang's ForwardBatch, as far as backends of text models read it."""
+
+    forward_mode: Mode
+    batch_size: int
+    input_ids: Tensor
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    out_cache_loc: Tensor
+    seq_lens_sum: int
+    seq_lens_cpu: Tensor
+    positions: Tensor
+    extend_num_tokens: int
+    extend_seq_lens: Tensor
+    extend_prefix_lens: Tensor
+    extend_seq_lens_cpu: list[int] | None
+    extend_prefix_lens_cpu: list[int] | None
+    orig_seq_lens: Tensor | None = None
+    encoder_lens: Tensor | None = None
+    mha_return_lse: bool | None = None
+    _attn_output: Tensor | None = None
+
+
+class Pool:
+    """A KV cache of NaN, [slots, Hkv, D] for each layer, of which there is one here."""
+
+    def __init__(self, slots: int, kv_heads: int, head_dim: int, **like: Any) -> None:
+        self.k, self.v = (torch.full((slots, kv_heads, head_dim), float("nan"), **like) for _ in range(2))
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        return self.k, self.v
+
+
+class Stock:
+    """A stock backend: dense, by what it made of the batch that was announced last."""
+
+    def __init__(self, runner: Any) -> None:
+        self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
+        self.forward_metadata: Any = None
+        self.announced: list[ForwardBatch] = []
+        self.stock_rows = 0
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        batch = forward_batch
+        self.announced.append(batch)
+        counts = torch.tensor([0, *(batch.extend_seq_lens_cpu or [])], device=batch.seq_lens.device)
+        self.forward_metadata = SimpleNamespace(
+            page_table=self.req_to_token_pool.req_to_token[batch.req_pool_indices],
+            cache_seqlens=batch.seq_lens.int(),
+            cu_seqlens_q=counts.cumsum(0).int(),
+            max_seq_len_q=max(batch.extend_seq_lens_cpu or [0]),
+            max_seq_len_k=int(batch.seq_lens_cpu.max()),
+        )
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: ForwardBatch, save_kv_cache: bool = True,
+        **named: Any,
+    ) -> Tensor:  # fmt: skip
+        self.stock_rows += len(q)
+        assert len(q) == forward_batch.extend_num_tokens
+        if save_kv_cache:
+            write(self.token_to_kv_pool, forward_batch, k, v)
+        metadata = self.forward_metadata
+        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        rows = q.unflatten(1, (layer.tp_q_head_num, layer.qk_head_dim))
+        out = s2o_attention_paged(
+            rows, keys[:, None], values[:, None], LayerConfig.uniform(layer.tp_q_head_num, mode="dense"),
+            cu_q=metadata.cu_seqlens_q, seq_lens=metadata.cache_seqlens, block_table=metadata.page_table,
+            max_q=metadata.max_seq_len_q, max_k=metadata.max_seq_len_k, scale=layer.scaling, backend="dense",
+        )  # fmt: skip
+        return out.reshape(len(q), -1)
+
+    def forward_decode(self, *arguments: Any) -> str:
+        return "decoded"
+
+
+def write(pool: Pool, batch: ForwardBatch, keys: Tensor, values: Tensor) -> None:
+    """Write the keys and values of a batch's rows."""
+    pool.k[batch.out_cache_loc], pool.v[batch.out_cache_loc] = keys, values
+
+
+@dataclass
+class FakeEngine:
+    """Requests of random queries, keys and values that share a cache, fed batch by batch to one layer."""
+
+    server: Any
+    slots: int = 4096
+    width: int = 2064
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    obstacle: str | None = None
+    kv_cache_dtype: str = "bfloat16"
+    split: bool = False
+    requests: list[Request] = field(default_factory=list)
+    writes: int = 0
+
+    def __post_init__(self) -> None:
+        geometry = self.server.fit.profile.geometry
+        self.sizes = len(self.server.fit.heads), len(self.server.fit.kv_heads), geometry.head_dim
+        _, kv_heads, head_dim = self.sizes
+        self.pool = Pool(self.slots, kv_heads, head_dim, dtype=self.dtype, device=self.device)
+        self.table = torch.full((16, self.width), NOWHERE, dtype=torch.int32, device=self.device)
+        runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self.table), token_to_kv_pool=self.pool)
+
+        def written(layer: Any, batch: ForwardBatch, keys: Tensor, values: Tensor) -> None:
+            self.writes += 1
+            write(self.pool, batch, keys, values)
+
+        host = Host(self.server, self.obstacle, self.kv_cache_dtype, lambda batch: self.split, written)
+        self.backend: Any = mix_in(Stock, host)(runner)
+        self.free = torch.randperm(self.slots).tolist()
+        self.rows: dict[int, int] = {}  # of the table, by the request's id
+
+    def add(self, length: int) -> Request:
+        """A new prompt of random numbers, with its slots, which lie anywhere."""
+        heads, kv_heads, head_dim = self.sizes
+
+        def normal(count: int) -> Tensor:
+            return torch.randn(length, count, head_dim, device=self.device).to(self.dtype)
+
+        slots = [self.free.pop() for _ in range(length)]
+        self.requests.append(Request(normal(kv_heads), normal(kv_heads), normal(heads) * 2, slots))
+        row = self.rows[id(self.requests[-1])] = len(self.requests)
+        self.table[row, :length] = torch.tensor(slots, dtype=torch.int32)
+        return self.requests[-1]
+
+    def layer(self, **changes: Any) -> Any:
+        """SGLang's RadixAttention of the only layer."""
+        heads, kv_heads, head_dim = self.sizes
+        known = {
+            "layer_id": 0, "tp_q_head_num": heads, "tp_k_head_num": kv_heads, "qk_head_dim": head_dim,
+            "v_head_dim": head_dim, "scaling": head_dim**-0.5, "logit_cap": 0.0, "sliding_window_size": -1,
+            "is_cross_attention": False, "attn_type": SimpleNamespace(value="decoder"), "use_irope": False,
+            "xai_temperature_len": -1, "k_scale": None, "v_scale": None,
+        }  # fmt: skip
+        return SimpleNamespace(**{**known, **changes})
+
+    def batch(self, parts: list[tuple[Request, int]], mode: Mode = Mode.EXTEND) -> ForwardBatch:
+        """The batch of so many tokens of each request."""
+        counts, starts = [count for _, count in parts], [request.done for request, _ in parts]
+        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+        tokens = [torch.arange(start, end) for start, end in zip(starts, lengths, strict=True)]
+        rows = [self.rows[id(request)] for request, _ in parts]
+        slots = [self.table[row].cpu()[span].long() for row, span in zip(rows, tokens, strict=True)]
+
+        def here(numbers: Any) -> Tensor:
+            return torch.as_tensor(numbers).to(self.device)
+
+        return ForwardBatch(
+            forward_mode=mode,
+            batch_size=len(parts),
+            input_ids=here(torch.cat(tokens)),
+            req_pool_indices=here(rows),
+            seq_lens=here(lengths),
+            out_cache_loc=here(torch.cat(slots)),
+            seq_lens_sum=sum(lengths),
+            seq_lens_cpu=torch.tensor(lengths),
+            positions=here(torch.cat(tokens)),
+            extend_num_tokens=sum(counts),
+            extend_seq_lens=here(counts),
+            extend_prefix_lens=here(starts),
+            extend_seq_lens_cpu=counts,
+            extend_prefix_lens_cpu=starts,
+        )
+
+    def feed(self, parts: list[tuple[Request, int]], mode: Mode = Mode.EXTEND, **call: Any) -> Tensor:
+        """Feed so many tokens of each request; returns their outputs [T, Hq, D].
+
+        call: fields of the batch, attributes of the layer in `layer`, and keywords of the call in `named`.
+        """
+        layer, named = self.layer(**call.pop("layer", {})), call.pop("named", {})
+        batch = self.batch(parts, mode)
+        for name, value in call.items():
+            setattr(batch, name, value)
+        new = [(request, slice(request.done, request.done + count)) for request, count in parts]
+        query, key, value = (
+            torch.cat([getattr(request, name)[tokens] for request, tokens in new])
+            for name in ("queries", "keys", "values")
+        )
+        for request, count in parts:
+            request.done += count
+        self.backend.init_forward_metadata(batch)
+        heads, _, head_dim = self.sizes
+        # as models split them off their projections: rows lie further apart than they are long
+        wide = torch.cat([query.flatten(1), torch.full_like(query.flatten(1), float("nan"))], 1)
+        out = self.backend.forward_extend(wide[:, : heads * head_dim], key, value, layer, batch, **named)
+        return out.view(-1, heads, head_dim)

@@ -1,0 +1,294 @@
+"""Which SGLang is known, and what the plugin and the settings do in its processes; SGLang itself is not here."""
+
+import logging
+import re
+import sys
+from dataclasses import fields, replace
+from inspect import signature
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from s2o_runtime.errors import ConfigError, InputError
+from s2o_runtime.serving.settings import Settings
+from s2o_runtime.sglang import host, plugin
+from s2o_runtime.sglang.batch import COUNTS, OF_REQUESTS, OF_TOKENS, WHOLE_ONLY
+from s2o_runtime.sglang.compat import BATCH, FLASH, FORWARD, LAYER, POOL, RADIX, READ, Interface, interface_obstacle
+from s2o_runtime.sglang.settings import settings_of_environment
+from support.fake_sglang import FakeEngine, ForwardBatch, Stock
+from support.sglang_interface import recorded
+
+INTERFACES = recorded()
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    for name in ("S2O_PROFILE", "S2O_SETTINGS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_versions_that_were_read_are_recorded():
+    assert set(INTERFACES) == set(READ)
+
+
+@pytest.mark.parametrize("version", INTERFACES)
+def test_recorded_interfaces_are_known(version):
+    assert INTERFACES[version].obstacle() is None
+
+
+def test_the_fakes_interface_is_part_of_the_newest():
+    """Tests on the fake say something of SGLang only as far as it has SGLang's names."""
+    newest = INTERFACES[max(INTERFACES)]
+    assert {field.name for field in fields(ForwardBatch)} <= {*newest.batch, "mha_return_lse"}  # a mixin's
+    assert {*OF_REQUESTS, *OF_TOKENS, *COUNTS} <= set(newest.batch)
+    assert set(WHOLE_ONLY) - {"mha_return_lse"} <= set(newest.batch)
+    assert tuple(signature(Stock.forward_extend).parameters)[1 : len(FORWARD) + 1] == newest.forward[: len(FORWARD)]
+    geometry = SimpleNamespace(head_dim=64)
+    fit = SimpleNamespace(heads=range(4), kv_heads=range(2), profile=SimpleNamespace(geometry=geometry))
+    assert set(vars(FakeEngine(SimpleNamespace(fit=fit)).layer())) == LAYER <= set(newest.layer)
+
+
+@pytest.mark.parametrize("version", INTERFACES)
+@pytest.mark.parametrize(
+    ("change", "obstacle"),
+    [
+        (lambda known: {"forward": known.forward[1:]}, "forward_extend takes k, v"),
+        (lambda known: {"write": known.write[::-1]}, "set_kv_buffer takes "),
+        (lambda known: {"location": ("layer",)}, "for_layer takes layer"),
+        (
+            lambda known: {"reads": (*known.reads, "tree")},
+            "its FlashAttention reads tree of a batch, which S2O does not know",
+        ),
+        (lambda known: {"batch": known.batch[1:]}, "ForwardBatch has no forward_mode"),
+        (lambda known: {"modes": ("DECODE",)}, "ForwardMode has no EXTEND, MIXED"),
+        (lambda known: {"layer": known.layer[1:]}, "RadixAttention has no attn_type"),
+    ],
+)
+def test_what_changed_is_named(version, change, obstacle):
+    known = INTERFACES[version]
+    said = replace(known, **change(known)).obstacle()
+    assert said is not None
+    assert re.match(obstacle, said)
+
+
+SOURCES = {
+    FLASH: """
+class FlashAttentionBackend:
+    def init_forward_metadata(self, forward_batch):
+        self.forward_metadata = forward_batch.seq_lens
+    def forward_extend(self, q, k, *, sinks=None, forward_batch=None):
+        return forward_batch.extend_seq_lens.sum()
+""",
+    BATCH: """
+class ForwardMode:
+    EXTEND = 1
+    def is_extend(self): ...
+
+class ForwardBatch:
+    batch_size: int
+    seq_lens: object = None
+""",
+    POOL: """
+class MHATokenToKVPool:
+    def set_kv_buffer(self, layer, loc_info): ...
+
+class KVWriteLoc:
+    @classmethod
+    def for_layer(cls, forward_batch, layer): ...
+""",
+    RADIX: """
+class RadixAttention:
+    def __init__(self, layer_id):
+        self.layer_id = layer_id
+""",
+}
+
+
+def test_an_interface_is_read_from_sources(tmp_path):
+    for path, source in SOURCES.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(source, encoding="utf-8")
+    assert Interface.in_sources(tmp_path) == Interface(
+        forward=("q", "k", "sinks", "forward_batch"),
+        reads=("extend_seq_lens", "seq_lens"),
+        batch=("batch_size", "seq_lens"),
+        modes=("EXTEND",),
+        write=("layer", "loc_info"),
+        location=("forward_batch", "layer"),
+        layer=("layer_id",),
+    )
+    assert interface_obstacle(tmp_path) == "forward_extend takes q, k, sinks, forward_batch"
+    for source, said in (
+        ("class A: ...", "there is no class 'FlashAttentionBackend'"),
+        ("class FlashAttentionBackend: ...", "FlashAttentionBackend has no init_forward_metadata"),
+        ("class", "invalid syntax"),
+    ):
+        (tmp_path / FLASH).write_text(source, encoding="utf-8")
+        assert f"its sources are not as expected: {said}" in interface_obstacle(tmp_path)
+    assert "its sources are not as expected" in interface_obstacle(tmp_path / "nowhere")
+
+
+def modules(monkeypatch, **contents):
+    """Put modules with these contents in the place of SGLang's."""
+    for name, content in contents.items():
+        dotted = name.replace("__", ".")
+        parts = dotted.split(".")
+        for count in range(1, len(parts) + 1):
+            parent = ".".join(parts[:count])
+            if parent not in sys.modules or count == len(parts):
+                monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+        vars(sys.modules[dotted]).update(content)
+
+
+def test_the_plugin_names_the_backend(monkeypatch):
+    choices, factories = ["fa3"], {}
+
+    def register_attention_backend(name):
+        return lambda factory: factories.setdefault(name, factory)
+
+    modules(
+        monkeypatch,
+        sglang__srt__arg_groups__choices={"add_attention_backend_choices": choices.extend},
+        sglang__srt__layers__attention__attention_registry={"register_attention_backend": register_attention_backend},
+    )
+    plugin.register.cache_clear()
+    plugin.register()
+    plugin.register()
+    assert choices == ["fa3", "s2o"]
+    monkeypatch.setattr(host, "create_backend", lambda runner: ("made", runner))
+    assert factories["s2o"]("runner") == ("made", "runner")
+    plugin.register.cache_clear()
+
+
+def test_a_sglang_without_its_registry_is_left_alone(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    plugin.register.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
+        plugin.register()
+    plugin.register.cache_clear()
+    (record,) = caplog.records
+    assert "this SGLang has no known registry of backends" in record.message
+
+
+class NativeBackend:
+    """SGLang's backend in plain torch."""
+
+    def __init__(self, runner):
+        self.runner = runner
+
+
+def installed(monkeypatch, tmp_path, obstacle=None):
+    modules(
+        monkeypatch,
+        sglang={"__version__": "0.9", "__file__": str(tmp_path / "__init__.py")},
+        sglang__srt__layers__attention__torch_native_backend={"TorchNativeAttnBackend": NativeBackend},
+        sglang__srt__layers__attention__flashattention_backend={"FlashAttentionBackend": NativeBackend},
+    )
+    monkeypatch.setattr(host, "interface_obstacle", lambda folder: obstacle)
+
+
+def runner(**changes):
+    return SimpleNamespace(**{"device": "cpu", "is_draft_worker": False, **changes})
+
+
+def test_an_unknown_sglang_runs_its_stock_backend_with_one_warning(monkeypatch, tmp_path, caplog):
+    installed(monkeypatch, tmp_path, "ForwardMode has no MIXED")
+    with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
+        assert type(host.create_backend(runner())) is NativeBackend
+    (record,) = caplog.records
+    assert record.message == (
+        "S2O does not know SGLang 0.9 (ForwardMode has no MIXED), only 0.5.23: the stock backend runs in its place"
+    )
+
+
+def test_a_draft_model_runs_the_stock_backend(monkeypatch, tmp_path):
+    installed(monkeypatch, tmp_path)
+    assert type(host.create_backend(runner(is_draft_worker=True))) is NativeBackend
+
+
+@pytest.mark.parametrize(("capability", "known"), [((8, 0), True), ((9, 0), True), ((7, 5), False), ((10, 0), False)])
+def test_the_gpu_must_have_flash_attention_3(monkeypatch, tmp_path, capability, known):
+    installed(monkeypatch, tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if known:
+        assert host.stock_class(runner(device="cuda")) is NativeBackend
+        return
+    major, minor = capability
+    with pytest.raises(ConfigError, match=rf"no kernels for compute capability {major}\.{minor} \(8 and 9 only\)"):
+        host.create_backend(runner(device="cuda"))
+
+
+def test_cuda_graphs_of_prompts_are_refused(monkeypatch, tmp_path):
+    installed(monkeypatch, tmp_path)
+    modules(
+        monkeypatch,
+        sglang__srt__layers__cp__utils={"is_cp_active": None},
+        sglang__srt__mem_cache__memory_pool={"KVWriteLoc": None},
+        sglang__srt__model_executor__cuda_graph_config={
+            "Backend": SimpleNamespace(DISABLED="disabled"),
+            "Phase": SimpleNamespace(PREFILL="prefill"),
+            "check_cuda_graph_backend": lambda phase, backend: False,
+        },
+        sglang__srt__runtime_context={"get_parallel": None, "get_schedule": None},
+    )
+    with pytest.raises(ConfigError, match="add --disable-prefill-cuda-graph, or serve with another"):
+        host.host_of(runner(device="cuda"))
+
+
+class MHATokenToKVPool:
+    start_layer = 3
+
+    def __init__(self, dimensions=3):
+        self.dimensions = dimensions
+
+    def get_key_buffer(self, layer):
+        assert layer == 3
+        return torch.zeros((1,) * self.dimensions)
+
+
+class SWAKVPool(MHATokenToKVPool):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("pool", "translating", "obstacle"),
+    [
+        (MHATokenToKVPool(), False, None),
+        (MHATokenToKVPool(4), False, "the KV cache is a MHATokenToKVPool, not one of plain rows"),
+        (SWAKVPool(), False, "the KV cache is a SWAKVPool, not one of plain rows"),
+        (MHATokenToKVPool(), True, "the KV cache shares its memory with other caches (unified memory)"),
+    ],
+)
+def test_caches_of_other_kinds_are_left_to_the_stock_backend(monkeypatch, pool, translating, obstacle):
+    modules(monkeypatch, sglang__srt__mem_cache__memory_pool={"MHATokenToKVPool": MHATokenToKVPool})
+    translator = SimpleNamespace(is_translating=translating)
+    assert host._obstacle(runner(token_to_kv_pool=pool, kv_index_translator=translator)) == obstacle
+
+
+def test_settings_are_read_from_the_environment(monkeypatch):
+    monkeypatch.setenv("S2O_PROFILE", "q")
+    assert settings_of_environment() == Settings(Path("q"))
+    monkeypatch.setenv("S2O_SETTINGS", '{"profile": "p", "beyond": "s2o", "metrics_port": 9001}')
+    assert settings_of_environment() == Settings(Path("p"), "s2o", metrics_port=9001)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        (
+            "",
+            InputError,
+            "the attention backend S2O needs a profile: set S2O_PROFILE=FILE, or serve with",
+        ),
+        ("profile=p", ConfigError, r"S2O_SETTINGS is no JSON \(.*\): use an object"),
+        ('"p"', ConfigError, "S2O_SETTINGS is 'p': use an object"),
+        ('{"profil": "p"}', ConfigError, '"profil" is not a setting of S2O_SETTINGS: use beyond, drift'),
+    ],
+)
+def test_what_is_wrong_with_them_is_one_sentence(monkeypatch, text, error, said):
+    monkeypatch.setenv("S2O_SETTINGS", text)
+    with pytest.raises(error, match=said):
+        settings_of_environment()
