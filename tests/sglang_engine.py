@@ -52,7 +52,7 @@ def in_torch(q, k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, max_s
     assert more["window_size"] == (-1, -1)
     return s2o_attention_paged(
         q, k_cache, v_cache, LayerConfig.uniform(q.shape[1], mode="dense"), cu_q=cu_seqlens_q, seq_lens=cache_seqlens,
-        block_table=page_table.int(), max_q=max_seqlen_q, max_k=page_table.shape[1] * k_cache.shape[1],
+        block_table=page_table.int(), max_q=max_seqlen_q, max_k=int(cache_seqlens.max()),
         scale=softmax_scale, backend="dense", out=q.new_empty(q.shape),
     )  # fmt: skip
 
@@ -129,7 +129,6 @@ def main(profile: str, model: str, name: str) -> int:
         decode_attention_backend="torch_native" if case.sparse else None,
         disable_cuda_graph=True,
         disable_prefill_cuda_graph=True,
-        disable_overlap_schedule=True,
         grammar_backend="none",
         log_level="info",
     )

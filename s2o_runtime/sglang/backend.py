@@ -47,7 +47,7 @@ def mix_in(stock: type, host: Host) -> type:
         host: the SGLang around it.
     """
 
-    class S2OAttnBackend(_Backend, stock):  # type: ignore[misc, valid-type]
+    class S2OAttnBackend(_Backend, stock):  # type: ignore[misc]
         s2o_host = host
 
     return S2OAttnBackend
