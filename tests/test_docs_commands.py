@@ -22,7 +22,7 @@ PROGRAMS = {
     "s2o-doctor": doctor.main,
 }
 # how a need may begin
-NEEDS = ("an NVIDIA GPU", "several NVIDIA GPUs", "a cluster", "vLLM", "lm_eval", "an index", "half an hour")
+NEEDS = ("an NVIDIA GPU", "several NVIDIA GPUs", "a cluster", "vLLM", "SGLang", "lm_eval", "an index", "half an hour")
 AS_TYPED = ROOT / "docs" / "results.md"  # its commands have the options of their day, and say on what they ran
 
 # other words for those that stand for something of the reader's
