@@ -135,7 +135,7 @@ def _reserve(server: Server, runner: Any, schedule: Any) -> None:
         server.reserve(torch.empty(sizes, dtype=runner.dtype, device="cuda"))
     except torch.OutOfMemoryError as error:
         raise ResourceError(
-            f"S2O's calls need memory beside the KV cache that is not left ({error}): lower --mem-fraction-static"
+            "S2O's calls need memory beside the KV cache that is not left: lower --mem-fraction-static"
         ) from error
 
 
