@@ -332,7 +332,7 @@ MUTANTS = (
     ),
     Mutant(
         "shared bounds reach beyond the block table",
-        BATCH, "min(max(shared_bound(max_k), q_bound + behind), room)", "max(shared_bound(max_k), q_bound + behind)",
+        CALLS, "min(max(shared_bound(max_k), q_bound + behind), room)", "max(shared_bound(max_k), q_bound + behind)",
         PLAN_TESTS,
     ),
     Mutant(
