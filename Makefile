@@ -215,8 +215,8 @@ $(TRANSFORMERS:%=build/transformers-%/.installed): build/transformers-%/.install
 # itself the first time it is used
 $(QUANTISED)/.installed: Makefile | $(READY)
 	rm -rf $(@D)
-	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) $(QUANTISERS) $(LOADERS)
-	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) $(BUILT) || echo "gptqmodel is not built: GPTQ and AWQ are not tested"
+	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) $(QUANTISERS) $(LOADERS) $(BUILT) \
+		|| $(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) $(QUANTISERS) $(LOADERS)
 	touch $@
 
 # the tables that say what was measured, and the picture of how it works
