@@ -6,6 +6,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -70,6 +71,22 @@ def capability(device: torch.device) -> Capability:
     if device.type != "cuda" or torch.version.hip is not None:
         return (0, 0)
     return torch.cuda.get_device_capability(device)
+
+
+class Resources(NamedTuple):
+    """What a GPU has to run programs with: its SMs, and the bytes of its L2 cache."""
+
+    sm_count: int
+    cache_bytes: int
+
+
+@lru_cache(maxsize=64)
+def resources(device: torch.device) -> Resources:
+    """What a GPU has; one SM and no cache for what is none, where the interpreter runs one program after another."""
+    if device.type != "cuda":
+        return Resources(1, 0)
+    properties = torch.cuda.get_device_properties(device)
+    return Resources(properties.multi_processor_count, properties.L2_cache_size)
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:

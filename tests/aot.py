@@ -63,6 +63,7 @@ POINTERS = {
     "TAU": "fp32",
     "SEGMENT": "i32",
     "FLAGS": "i32",
+    "TURNS": "i32",
     "PART": "i32",
     "REPRESENTATIVES": "i32",
     "LOG_SUM": "fp32",
@@ -115,19 +116,19 @@ KEPT_BYTES_MOVED = 104  # where permuted queries stand: the block-sparse kernel 
 # The switches of a kernel that are on, all others are off, and its grain.
 VARIANTS: dict[str, dict[str, object]] = {
     "": {"GRAIN": 1},
-    "padded": {"GRAIN": 4, "HAS_START": True, "ROW_MAX": True, "WIDE": True, "HAS_TAIL": True},
+    "padded": {"GRAIN": 4, "HAS_START": True, "ROW_MAX": True, "WIDE": True, "HAS_TAIL": True, "HAS_TURNS": True},
     "packed": {"GRAIN": 1, "PACKED": True, "HAS_LSE": True, "HAS_TAIL": True},
 }
 # What few models ask for, learned sinks and soft-capped scores together: the largest configuration of each kernel is
 # compiled for a GPU of each generation of tensor cores. CAP is Gemma 2's 50 in base 2.
 FEATURES = "features"
 FEATURE_VARIANTS: dict[str, dict[str, object]] = {
-    FEATURES: {"GRAIN": 4, "HAS_SINKS": True, "CAP": 72.13, "HAS_LSE": True, "HAS_TAIL": True},
+    FEATURES: {"GRAIN": 4, "HAS_SINKS": True, "CAP": 72.13, "HAS_LSE": True, "HAS_TAIL": True, "HAS_TURNS": True},
 }
 # Int8 scores: every tile of the prefill, and the largest configuration of the other kernels that read int8 keys.
 INT8 = "int8"
 INT8_VARIANTS: dict[str, dict[str, object]] = {
-    INT8: {"GRAIN": 4, "INT8": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True},
+    INT8: {"GRAIN": 4, "INT8": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True, "HAS_TURNS": True},
 }
 INT8_KERNELS = ("representatives", "log_sums", "scores", "trace")
 INT8_POINTERS = {"K": "i8", "REP": "i8"}

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
+from s2o_runtime.baselines.settings import Sparge
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
-from s2o_runtime.devices import interpreted
+from s2o_runtime.devices import Resources, interpreted
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels import tail as tail_module
 from s2o_runtime.kernels.call import Call, head_tables
 from s2o_runtime.kernels.keys import keys_of
-from s2o_runtime.kernels.prefill import Ranker, row_slices, s2o_prefill
+from s2o_runtime.kernels.prefill import Ranker, heads_abreast, row_slices, s2o_prefill
 from s2o_runtime.kernels.primitives import LOG2E
 from s2o_runtime.kernels.rank import order as order_module
 from s2o_runtime.kernels.rank import scores as scores_module
@@ -22,7 +23,7 @@ from s2o_runtime.kernels.rank.order import BUCKETS, bucket_shares
 from s2o_runtime.kernels.tail import EDGES
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.ranking import log_weights, part_means
-from s2o_runtime.shapes import call_shape
+from s2o_runtime.shapes import CallShape, call_shape
 from support.kernels import TILE, call_of, inputs, mixed_config, prefix_of, ranking_of
 from support.marks import all_but_first
 from support.naive import naive_attention
@@ -219,6 +220,42 @@ def test_slicing_the_rows_changes_nothing(monkeypatch):
     sliced = s2o_prefill(q, k, v, call)
     torch.testing.assert_close(whole[0], sliced[0], rtol=1e-5, atol=1e-6)
     assert torch.equal(whole[1], sliced[1])
+
+
+@pytest.mark.parametrize("starts", [[30, 0], None], ids=["left-padded", "whole"])
+def test_the_order_in_which_heads_start_changes_nothing(starts, monkeypatch, nan_filled):
+    q, k, v = inputs(2, 6, 2, 200, 230, 16)
+    call = call_of(q, k, mixed_config(6, 1.0), None if starts is None else torch.tensor(starts))
+    outputs = []
+    for abreast in (1, 2, 3, 6):
+        monkeypatch.setattr(prefill_module, "heads_abreast", lambda *_, heads=abreast: heads)
+        outputs.append(s2o_prefill(q, k, v, call, lse=True))
+    for other in outputs[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(outputs[0], other, strict=True))
+    agree(*run_both(q, k, v, call.config, call.kv_start, 0.125))
+
+
+def test_dense_heads_start_first_and_those_of_baselines_last():
+    kinds = (HeadConfig(1.0, 128), HeadConfig(mode="dense"), HeadConfig(mode="baseline", baseline=Sparge()))
+    config = LayerConfig(tuple(kinds[kind] for kind in (2, 0, 1, 0, 1)), TILE)
+    assert head_tables(config, torch.device("cpu")).turns.tolist() == [2, 4, 1, 3, 0]
+    alike = LayerConfig(tuple(kinds[kind] for kind in (0, 0, 0)), TILE)
+    assert head_tables(alike, torch.device("cpu")).turns is None  # which needs no other kernel
+
+
+def test_as_few_heads_take_turns_as_fill_the_gpu():
+    gpu = Resources(132, 50 << 20)
+
+    def abreast(q_len, kv_len, gpu=gpu, heads=32):
+        return heads_abreast(CallShape(1, heads, heads // 4, q_len, kv_len, 128, 128), -(-q_len // 128), 4, gpu)
+
+    assert [abreast(1 << power, 1 << power) for power in range(11, 18)] == [16, 8, 4, 2, 1, 1, 1]
+    assert abreast(8192, 8192, heads=20) == 4
+    assert abreast(4096, 4096, heads=20) == 10  # all rounds have as many
+    assert abreast(8192, 12000) == 4  # as many rows behind some keys, whose work differs still
+    assert abreast(8192, 131072) == 1  # behind so many that rows hardly differ
+    assert abreast(2048, 2048, Resources(132, 3 << 20)) == 8  # whose two KV heads the cache holds
+    assert abreast(512, 512) == 32  # no more than there are
 
 
 @pytest.mark.parametrize("starts", all_but_first([[30, 0], None], SLOW), ids=["left-padded", "whole"])

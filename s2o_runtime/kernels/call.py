@@ -11,13 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.config import HeadConfig, LayerConfig, config_obstacle
+from s2o_runtime.config import HeadConfig, LayerConfig, Mode, config_obstacle
 from s2o_runtime.errors import InputError
 from s2o_runtime.shapes import CallShape
 
 # A head's flags: its StopRule in the bits of the first, and one bit each for the others.
 STOP_RULE_BITS = 3
 TAIL = 4  # the head has a tail
+BY_WORK: tuple[Mode, ...] = ("dense", "s2o", "baseline")  # which heads have the most work, and so start first
 ELSEWHERE = 8  # a baseline computes the head: the prefill kernels leave its output alone
 
 
@@ -25,7 +26,9 @@ class HeadTables(NamedTuple):
     """The per-head settings, on the device with one entry per query head, and what the launches need of them.
 
     tau: float32 [Hq]; segment: int32 [Hq], 0 marks a head without a prefix; flags: int32 [Hq], see above; part:
-    int32 [Hq], queries of a representative; representatives: int32 [Hq], of a segment.
+    int32 [Hq], queries of a representative; representatives: int32 [Hq], of a segment; turns: int32 [Hq], the heads in
+    the order in which their programs start, dense ones first, which have the most work, and those of baselines last;
+    None where all are of one mode.
     counts: the different numbers of representatives; shortest: the shortest segment, 0 if there is none;
     shortest_part: the fewest queries of a representative; unit: a number of rows that every segment divides;
     tail: whether any head has a tail. These five are of the heads in mode "s2o".
@@ -36,6 +39,7 @@ class HeadTables(NamedTuple):
     flags: Tensor
     part: Tensor
     representatives: Tensor
+    turns: Tensor | None
     counts: tuple[int, ...]
     shortest: int
     shortest_part: int
@@ -100,12 +104,15 @@ def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
     def table(value: Callable[[HeadConfig], float], dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor([value(head) for head in config.heads], dtype=dtype).to(device)
 
+    modes = {head.mode for head in config.heads}
+    turns = sorted(range(config.num_heads), key=lambda head: BY_WORK.index(config.heads[head].mode))
     return HeadTables(
         tau=table(lambda head: head.tau, torch.float32),
         segment=table(lambda head: head.segment if head.mode == "s2o" else 0),
         flags=table(_flags),
         part=table(lambda head: head.segment // head.representatives if head.mode == "s2o" else 0),
         representatives=table(lambda head: head.representatives),
+        turns=torch.tensor(turns, dtype=torch.int32).to(device) if len(modes) > 1 else None,
         counts=tuple(sorted({head.representatives for head in ranked})),
         shortest=min((head.segment for head in ranked), default=0),
         shortest_part=min((head.segment // head.representatives for head in ranked), default=0),

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from s2o_runtime.devices import Resources, resources
 from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.keys import Keys, keys_of
 from s2o_runtime.kernels.launch import launch, strides
@@ -30,6 +31,7 @@ from s2o_runtime.kernels.primitives import (
     behind,
     diagonal_start,
     log_sum_exp,
+    place,
     quantised,
     sequence,
     softmax_start,
@@ -41,24 +43,28 @@ from s2o_runtime.kernels.rank.means import representatives
 from s2o_runtime.kernels.rank.order import BUCKETS, RANK_BYTES, Ranked, order
 from s2o_runtime.kernels.rank.scores import log_sums, score
 from s2o_runtime.kernels.tail import EDGES, Tail, pooled_values, tail_bytes, tail_sums
+from s2o_runtime.shapes import CallShape
 
+FULL = 1.5  # programs an SM: with fewer of one head, SMs would wait for its longest ones
+CACHE_SHARE = 0.7  # of the L2 cache, for the keys and values of the heads that take turns
 WORKSPACE_BYTES = 352 << 20  # of one slice; representatives and mean values of a whole call come on top
 
 
 @triton.jit(
     do_not_specialize=[
-        "q_len", "offset", "row_begin", "chunk", "segments", "stride_cb", "stride_ch", "stride_eb", "stride_eh",
+        "q_len", "offset", "row_begin", "chunk", "segments", "rounds", "stride_cb", "stride_ch", "stride_eb",
+        "stride_eh",
     ]
 )  # fmt: skip
 def _prefill(
-    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, FLAGS, SINKS, K_UNIT,
-    K_MIDDLE, qk_scale, q_len, offset, row_begin, chunk, segments,
+    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, FLAGS, TURNS, SINKS,
+    K_UNIT, K_MIDDLE, qk_scale, q_len, offset, row_begin, chunk, segments, rounds,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch, stride_eb, stride_eh,
     GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     GRAIN: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr, HAS_TAIL: tl.constexpr,
     HAS_START: tl.constexpr, PACKED: tl.constexpr, HAS_LSE: tl.constexpr, ROW_MAX: tl.constexpr,
-    HAS_SINKS: tl.constexpr, CAP: tl.constexpr, INT8: tl.constexpr, WIDE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, CAP: tl.constexpr, INT8: tl.constexpr, HAS_TURNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """S2O attention of one row tile: window, prefix until the stop, tail (Algorithms 2 and 3 of the paper).
 
@@ -70,10 +76,11 @@ def _prefill(
     is below the threshold tau (StopRule.PAPER), or the gain of a tile times the tiles left is (StopRule.REST). Then the
     tail adds to l_i what the rest of the order is estimated to bring, with its mean value.
 
-    Programs: (row tiles of the slice, the last ones first; Hq; B). Rows, positions, lengths and strides count
-    elements. N' counts the segments of the slice of rows that begins at row_begin; T is the input type (bfloat16,
-    float16). Letters name the strides that a tensor has; tensors without are contiguous. A tensor with the name of a
-    constant behind it is read or written only if that constant is true, and may be absent otherwise.
+    Programs: (row tiles of the slice; Hq; B), with HAS_TURNS (Hq / rounds; row tiles of the slice; rounds * B), each
+    for what `primitives.place` gives it. Rows, positions, lengths and strides count elements. N' counts the segments of
+    the slice of rows that begins at row_begin; T is the input type (bfloat16, float16). Letters name the strides that a
+    tensor has; tensors without are contiguous. A tensor with the name of a constant behind it is read or written only
+    if that constant is true, and may be absent otherwise.
 
         Q, OUT            T [B, Hq, Lq, D], strides q and o
         K, V              T [B, Hkv, Lk, D], strides k and v
@@ -87,6 +94,7 @@ def _prefill(
         CU_Q, CU_K        int32 [B + 1]: where packed sequences begin (PACKED)
         TAU               float32 [Hq]: the stop rule's threshold, without a unit
         SEGMENT, FLAGS    int32 [Hq]: as in `call.HeadTables`
+        TURNS             int32 [Hq]: as in `call.HeadTables` (HAS_TURNS)
         K_UNIT            float32 [B, Hkv, D]: what a level of each channel of K is worth (INT8)
         K_MIDDLE          float32 [B, Hkv, D]: what keys have lost (INT8, with HAS_LSE or HAS_SINKS)
 
@@ -94,16 +102,14 @@ def _prefill(
     sums of integers (`quantisation`). What keys have lost is missing from all scores of a row alike; sinks and the
     log-sum-exp, which see that, are moved by it.
 
-    qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two stop checks; segments: N'; GROUP:
-    query heads of a KV head; STAGES: of Triton's pipeline; WIDE: offsets into k and v need 64 bits.
+    qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two stop checks; segments: N'; rounds: Hq
+    over the heads that take turns (HAS_TURNS); GROUP: query heads of a KV head; STAGES: of Triton's pipeline; WIDE:
+    offsets into k and v need 64 bits.
     """
     if WIDE:  # a sequence spans 2^31 elements or more
         stride_kl = stride_kl.to(tl.int64)
         stride_vl = stride_vl.to(tl.int64)
-    # long prefixes first: the last row tiles have the most work
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    h = tl.program_id(1)
-    b = tl.program_id(2)
+    tile, h, b, heads = place(TURNS, rounds, HAS_TURNS)
     segment = tl.load(SEGMENT + h)
     start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
     q_max = q_len
@@ -134,7 +140,7 @@ def _prefill(
 
     m, l = softmax_start(SINKS, h, BM, HAS_SINKS)
     if INT8:
-        channels = (b * (tl.num_programs(1) // GROUP) + h // GROUP).to(tl.int64) * D + offs_d
+        channels = (b * (heads // GROUP) + h // GROUP).to(tl.int64) * D + offs_d
         if HAS_LSE or HAS_SINKS:
             lost = tl.sum(q.to(tl.float32) * tl.load(K_MIDDLE + channels)[None, :], 1) * qk_scale
             m -= lost
@@ -180,7 +186,7 @@ def _prefill(
 
     if HAS_TAIL:  # noqa: SIM102
         if ((flags & TAIL) != 0) & (done < tiles):
-            at = ((b * tl.num_programs(1) + h) * segments + of_slice).to(tl.int64)
+            at = ((b * heads + h) * segments + of_slice).to(tl.int64)
             steps = tiles * (BN // GRAIN)
             e = tl.arange(0, EDGES)
             begins = tl.load(FIRST + at * BUCKETS + e * (BUCKETS // EDGES))
@@ -277,6 +283,30 @@ def row_slices(call: Call, workspace: int) -> list[range]:
     return slices
 
 
+def heads_abreast(shape: CallShape, programs: int, pair_bytes: int, gpu: Resources) -> int:
+    """How many heads take turns in a layer with heads of several modes, as `primitives.place` has it.
+
+    Programs differ in work where the prompt's beginning is among the rows; few of them keep a GPU waiting for the
+    longest. With all heads in turns that wait is shortest, with one after another the cache is used best: as few take
+    turns as fill the GPU, and no more than it can cache.
+
+    Args:
+        shape: of the call.
+        programs: of a head, in this launch.
+        pair_bytes: of an element of k and one of v.
+        gpu: what runs it.
+
+    Returns:
+        A divisor of the number of heads.
+    """
+    if shape.offset >= shape.q_len // 2:
+        return 1
+    cached = CACHE_SHARE * gpu.cache_bytes // (shape.kv_len * shape.head_dim * pair_bytes)
+    equal = [heads for heads in range(1, shape.query_heads + 1) if shape.query_heads % heads == 0]
+    fitting = [heads for heads in equal if heads <= max(1, cached * shape.group)]
+    return next((heads for heads in fitting if heads * programs >= FULL * gpu.sm_count), fitting[-1])
+
+
 def prefill(
     q: Tensor, keys: Keys, v: Tensor, ranking: tuple[Ranked, Tail | None] | None, out: Tensor, visited: Tensor,
     call: Call, rows: range, lse: Tensor | None = None,
@@ -306,16 +336,23 @@ def prefill(
     ordered = tables.segment[None, None] if ranked is None else ranked.order
     first, mass, sums = (None, None, None) if tail is None else tail
     one_entry = {"stride_ob": 0, "stride_eb": 0} if call.packed else {}
+    programs, rounds = -(-len(rows) // tile.rows), 1
+    grid = (programs, shape.query_heads, shape.batch)
+    if tables.turns is not None:
+        abreast = heads_abreast(shape, programs, k.element_size() + v.element_size(), resources(q.device))
+        rounds = shape.query_heads // abreast
+        grid = (abreast, programs, rounds * shape.batch)
     launch(
         kernel,
-        (-(-len(rows) // tile.rows), shape.query_heads, shape.batch),
+        grid,
         {
             "Q": q, "K": k, "V": v, "ORDER": ordered, "FIRST": first, "MASS": mass, "SUMS": sums,
             "OUT": out, "LSE": lse, "VISITED": visited, **call.starts,
-            "TAU": tables.tau, "SEGMENT": tables.segment, "FLAGS": tables.flags, "SINKS": call.sinks,
-            "K_UNIT": keys.unit, "K_MIDDLE": keys.middle,
+            "TAU": tables.tau, "SEGMENT": tables.segment, "FLAGS": tables.flags, "TURNS": tables.turns,
+            "SINKS": call.sinks, "K_UNIT": keys.unit, "K_MIDDLE": keys.middle,
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
             "chunk": tile.chunk, "segments": 0 if ranked is None else ordered.shape[2],
+            "rounds": rounds,
             **strides("bhl", q=q, k=k, v=v, o=out), **strides("bhn", i=ordered), **strides("bh", c=visited, e=lse),
             **one_entry,
         },
@@ -324,7 +361,7 @@ def prefill(
             "STAGES": tile.num_stages, "GRAIN": call.config.grain, "EDGES": EDGES, "BUCKETS": BUCKETS,
             "HAS_TAIL": tail is not None, "HAS_START": call.padded, "PACKED": call.packed, "HAS_LSE": lse is not None,
             "ROW_MAX": call.config.row_reduce == "max", "HAS_SINKS": call.sinks is not None, "CAP": call.cap,
-            "INT8": keys.unit is not None, **switches,
+            "INT8": keys.unit is not None, "HAS_TURNS": tables.turns is not None, **switches,
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -410,22 +410,24 @@ def _consumer(
 
 @gluon.jit(
     do_not_specialize=[
-        "q_len", "offset", "row_begin", "chunk", "segments", "stride_cb", "stride_ch", "stride_eb", "stride_eh",
+        "q_len", "offset", "row_begin", "chunk", "segments", "rounds", "stride_cb", "stride_ch", "stride_eb",
+        "stride_eh",
     ]
 )  # fmt: skip
 def _prefill_hopper(
-    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, FLAGS, SINKS, K_UNIT,
-    K_MIDDLE, qk_scale, q_len, offset, row_begin, chunk, segments,
+    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, FLAGS, TURNS, SINKS,
+    K_UNIT, K_MIDDLE, qk_scale, q_len, offset, row_begin, chunk, segments, rounds,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch, stride_eb, stride_eh,
     GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     GRAIN: gl.constexpr, EDGES: gl.constexpr, BUCKETS: gl.constexpr, HAS_TAIL: gl.constexpr,
     HAS_START: gl.constexpr, PACKED: gl.constexpr, HAS_LSE: gl.constexpr, ROW_MAX: gl.constexpr,
-    HAS_SINKS: gl.constexpr, CAP: gl.constexpr, INT8: gl.constexpr,
+    HAS_SINKS: gl.constexpr, CAP: gl.constexpr, INT8: gl.constexpr, HAS_TURNS: gl.constexpr,
 ):  # fmt: skip
     """S2O attention of two row tiles: the function of `prefill._prefill`, whose arguments it has but for WIDE.
 
-    Programs: (pairs of row tiles of the slice, the last ones first; Hq; B). `_prefill` says what each tensor holds.
+    Programs: (pairs of row tiles of the slice; Hq; B), with HAS_TURNS (Hq / rounds; pairs of row tiles of the slice;
+    rounds * B). `_prefill` says what each tensor holds.
 
         Q, OUT              T [B, Hq, Lq, D], strides q and o, bfloat16 or float16
         K, V                T [B, Hkv, Lk, D], strides k and v; rows begin at multiples of 16 bytes
@@ -438,6 +440,7 @@ def _prefill_hopper(
         CU_Q, CU_K          int32 [B + 1] (PACKED)
         TAU                 float32 [Hq]
         SEGMENT, FLAGS      int32 [Hq]
+        TURNS               int32 [Hq] (HAS_TURNS)
         SINKS               any floating type [Hq] (HAS_SINKS)
         K_UNIT              float32 [B, Hkv, D] (INT8)
         K_MIDDLE            float32 [B, Hkv, D] (INT8, with HAS_LSE or HAS_SINKS)
@@ -445,10 +448,16 @@ def _prefill_hopper(
     With INT8 K is int8. STAGES: of the ring.
     """
     DTYPE: gl.constexpr = Q.dtype.element_ty
-    # long prefixes first: the last row tiles have the most work
-    tile = gl.num_programs(0) - 1 - gl.program_id(0)
-    h = gl.program_id(1)
-    b = gl.program_id(2)
+    if HAS_TURNS:  # a copy of `primitives.place`, which Gluon code cannot call
+        tile = gl.num_programs(1) - 1 - gl.program_id(1)
+        heads = gl.num_programs(0) * rounds
+        b = gl.program_id(2) // rounds
+        h = gl.load(TURNS + (gl.program_id(2) - b * rounds) * gl.num_programs(0) + gl.program_id(0))
+    else:
+        tile = gl.num_programs(0) - 1 - gl.program_id(0)
+        heads = gl.num_programs(1)
+        b = gl.program_id(2)
+        h = gl.program_id(1)
     segment = gl.load(SEGMENT + h)
     start = gl.load(KV_START + b).to(gl.int32) if HAS_START else 0
     q_max = q_len
@@ -520,10 +529,10 @@ def _prefill_hopper(
         v_base += k_first.to(gl.int64) * stride_vl
     of_slice = (n - row_begin // gl.maximum(segment, 1)).to(gl.int64)  # the segment's number in the slice
     if INT8:
-        channels = (b * (gl.num_programs(1) // GROUP) + kv_head) * D
+        channels = (b * (heads // GROUP) + kv_head) * D
         sink = (sink, K_UNIT + channels, K_MIDDLE + channels)
     order = ORDER + b * stride_ib + h * stride_ih + of_slice * stride_in
-    at = (b * gl.num_programs(1) + h) * segments + of_slice
+    at = (b * heads + h) * segments + of_slice
     first_base = FIRST + at * BUCKETS
     mass_base = MASS + at * EDGES
     sums_base = SUMS + at * EDGES * D

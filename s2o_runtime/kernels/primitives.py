@@ -35,6 +35,31 @@ ROUNDING = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
+def place(TURNS, rounds, HAS_TURNS: tl.constexpr):
+    """Which row tiles (counted in those of a program), which head and which batch entry this program has.
+
+    GPUs start programs in the order of their numbers, the first dimension first. What starts last should be short, or
+    it runs while other SMs have nothing left to do: the last tiles, whose prefixes are the longest, come first. In a
+    grid (tiles, Hq, B) one head follows another. With HAS_TURNS it is (heads that take turns, tiles, rounds * B): those
+    heads, Hq / rounds at a time in the order TURNS, int32 [Hq], take turns at each tile.
+
+    Returns the tile, the head, the batch entry, and Hq.
+    """
+    if HAS_TURNS:
+        # nothing is divided for the tile: what follows from it would need more registers
+        tile = tl.num_programs(1) - 1 - tl.program_id(1)
+        heads = tl.num_programs(0) * rounds
+        b = tl.program_id(2) // rounds
+        h = tl.load(TURNS + (tl.program_id(2) - b * rounds) * tl.num_programs(0) + tl.program_id(0))
+    else:
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        heads = tl.num_programs(1)
+        b = tl.program_id(2)
+        h = tl.program_id(1)
+    return tile, h, b, heads
+
+
+@triton.jit
 def sequence(b, CU_Q, CU_K, q_len, offset, PACKED: tl.constexpr):
     """Where sequence b begins in q and in k, its number of queries, and the position of its first query.
 

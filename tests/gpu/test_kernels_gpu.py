@@ -10,6 +10,7 @@ import torch
 
 from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen, warmup
 from s2o_runtime.config import HeadConfig, StopRule
+from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.call import Call, head_tables
 from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.kernels.prefill import Ranker
@@ -73,11 +74,32 @@ def test_every_candidate_tile_of_this_gpu(head_dim, nan_filled):
 
 
 HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
-
-
-@pytest.mark.skipif(
+SM_90 = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
 )
+
+
+@pytest.mark.parametrize(
+    "tile", [TileConfig(128, 32, 4, 8, 3), pytest.param(HOPPER, marks=SM_90)], ids=["plain", "specialised"]
+)
+@pytest.mark.parametrize("length", [1333, 9000])
+def test_the_order_in_which_heads_start_changes_nothing(length, tile, monkeypatch, nan_filled):
+    q, k, v = inputs(1, 6, 2, length, length, 128, torch.bfloat16)
+    kinds = (HeadConfig(0.0, 256), HeadConfig(0.3, 512, tail=True), HeadConfig(0.0, mode="dense"))
+    config = LayerConfig(tuple(kinds[head % 3] for head in range(6)), tile)
+    call = Call(config, call_shape(q, k, v), 128**-0.5, head_tables(config, q.device))
+    expected = exact_attention(q, k, v)
+    outputs = []
+    for abreast in (1, 2, 3, 6):
+        monkeypatch.setattr(prefill_module, "heads_abreast", lambda *_, heads=abreast: heads)
+        outputs.append(prefill_module.s2o_prefill(q, k, v, call))
+    for out, visited, _ in outputs:
+        assert relative_error(out[:, [0, 2, 3, 5]], expected[:, [0, 2, 3, 5]]) <= 6e-3
+        assert relative_error(out, outputs[0][0]) <= 1e-4
+        assert torch.equal(visited, outputs[0][1])
+
+
+@SM_90
 @pytest.mark.parametrize("tau", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize(("block_n", "stages"), [(128, 2), (128, 3), (64, 4)])
 @pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), SHAPES)
