@@ -18,8 +18,8 @@ from s2o_runtime.shapes import CallShape
 # A head's flags: its StopRule in the bits of the first, and one bit each for the others.
 STOP_RULE_BITS = 3
 TAIL = 4  # the head has a tail
-BY_WORK: tuple[Mode, ...] = ("dense", "s2o", "baseline")  # which heads have the most work, and so start first
 ELSEWHERE = 8  # a baseline computes the head: the prefill kernels leave its output alone
+BY_WORK: tuple[Mode, ...] = ("dense", "s2o", "baseline")  # which heads have the most work, and so start first
 
 
 class HeadTables(NamedTuple):
