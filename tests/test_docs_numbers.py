@@ -107,7 +107,7 @@ def sentences():
     yield (
         "docs/output.md",
         (
-            f"above the certified bound are {demo[0]} on the demo model and {smollm2[0]} on SmolLM2; of 128 KLs "
+            f"above the certified bound are {demo[0]} on the demo model and {smollm2[0]} on SmolLM2; of 64 and 128 KLs "
             f"{demo[1]} and {smollm2[1]} are above the one certified"
         ),
     )
