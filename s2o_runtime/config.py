@@ -157,6 +157,9 @@ class TileConfig:
         min_queries: fewer queries than this behind a longer prefix are faster with dense attention on this GPU, because
             they rank all of it for little. At least 2, so that a decode step never ranks; 0 where it was not measured:
             then the GPU's default holds (`tiles.fewest_queries`).
+        tail_keys: from so many keys on, `min_queries` was measured for calls whose prefix is at least as long as their
+            queries, so that it alone decides about them, and not the work of a prompt of `dense_below` keys. 0 where it
+            was not: then both do.
 
     `validate` checks what holds on every GPU; `tiles.tile_obstacle` says whether a GPU can run the tile.
     """
@@ -169,6 +172,7 @@ class TileConfig:
     specialized: bool = False
     dense_below: int = 0
     min_queries: int = 0
+    tail_keys: int = 0
 
     @property
     def stride(self) -> int:
@@ -209,6 +213,8 @@ class TileConfig:
             raise ConfigError(
                 f"min_queries {self.min_queries!r} is out of range: use at least 2 queries, or 0 for the GPU's default"
             )
+        if not _is_int(self.tail_keys) or not 0 <= self.tail_keys < 1 << 31:
+            raise ConfigError(f"tail_keys {self.tail_keys!r} is out of range: use a number of keys, or 0 for no tail")
         if not isinstance(self.specialized, bool):
             raise ConfigError(f"specialized is {self.specialized!r}: use True or False")
         return self

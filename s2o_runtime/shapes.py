@@ -54,6 +54,12 @@ class CallShape:
         """Whether one sequence has fewer causal query-key pairs than a whole prompt of `length` tokens."""
         return self.causal_pairs < length * (length + 1) // 2
 
+    def is_little_for(self, tile: TileConfig) -> bool:
+        """Whether one sequence is less work than a whole prompt of the tile's `dense_below` keys, and no tail for which
+        its `min_queries` was measured, which then decides alone."""
+        measured = 0 < tile.tail_keys <= self.kv_len and self.offset >= self.q_len
+        return not measured and self.is_less_than_prompt(tile.dense_below)
+
     @property
     def causal_pairs(self) -> int:
         """Query-key pairs of one head of one sequence that dense causal attention computes."""

@@ -112,6 +112,11 @@ def short_tail(**tile):
         (short_tail(dense_below=150), 150, 150, "reference"),
         (short_tail(dense_below=150), 80, 182, "reference"),  # 11400 pairs, where a prompt of 150 has 11325
         (short_tail(dense_below=151), 80, 182, "dense"),  # and one of 151 has 11476
+        (short_tail(dense_below=400, min_queries=40, tail_keys=150), 40, 150, "reference"),  # measured for such tails
+        (short_tail(dense_below=400, min_queries=41, tail_keys=150), 40, 150, "dense"),
+        (short_tail(dense_below=400, min_queries=40, tail_keys=151), 40, 150, "dense"),  # behind more keys only
+        (short_tail(dense_below=400, min_queries=40, tail_keys=150), 75, 150, "reference"),
+        (short_tail(dense_below=400, min_queries=40, tail_keys=150), 76, 150, "dense"),  # a prompt with a short prefix
     ],
 )
 def test_short_tails_of_long_prefixes_are_dense(layer, queries, keys, backend):

@@ -65,9 +65,12 @@ def test_a_layer_is_timed_with_its_dearest_ranking_even_if_all_dense(monkeypatch
     for heads, timed in (((cheap, dear, dense), dear), ((dense,), HeadConfig(segment=512))):
         config = LayerConfig(heads, TileConfig(dense_below=3, min_queries=4), grain=2)
         tile = crossover.with_crossover(config, GEOMETRY, CPU)
-        assert tile == TileConfig(dense_below=7, min_queries=9)
+        assert tile == TileConfig(dense_below=7, min_queries=9, tail_keys=8192)
         fastest = replace(timed, tau=MAX_TAU)
-        assert calls == [(TileConfig(), fastest, 2), (TileConfig(dense_below=7), fastest, 2)]
+        assert calls == [
+            (TileConfig(), fastest, 2),
+            (TileConfig(dense_below=7, min_queries=2, tail_keys=8192), fastest, 2),
+        ]
         calls.clear()
 
 
@@ -116,6 +119,20 @@ def test_tails_of_less_work_than_the_shortest_prompt_are_not_compared(monkeypatc
     head = HeadConfig(MAX_TAU, 1024)
     assert crossover.min_queries(TileConfig(), head, 4, GEOMETRY, CPU, 0.0) == 4097
     assert crossover.min_queries(TileConfig(dense_below=8192), head, 4, GEOMETRY, CPU, 0.0) == 1024
+
+
+def test_tails_with_a_prefix_as_long_as_their_queries_are_compared_however_little_they_are(monkeypatch):
+    timed = set()
+
+    def seconds(tile, head, grain, geometry, device, queries, keys, scores):
+        timed.add((queries, keys))
+        return (1.0 if queries <= 100 else 0.0), 0.5
+
+    monkeypatch.setattr(crossover, "seconds", seconds)
+    tile, head = TileConfig(dense_below=32768, tail_keys=8192), HeadConfig(MAX_TAU, 1024)
+    assert crossover.min_queries(tile, head, 4, GEOMETRY, CPU, 0.0) == 128
+    assert {(64, 8192), (4096, 8192), (64, 131072)} <= timed
+    assert (4097, 8192) not in timed  # with a shorter prefix, and of less work than a prompt of 32768 tokens
 
 
 def test_keys_that_do_not_fit_the_memory_are_left_out(monkeypatch):

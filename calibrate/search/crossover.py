@@ -42,8 +42,9 @@ def with_crossover(
             there; None if it was not timed.
     """
     bare, head, density = _bare(config.tile), _quickest(config), round(density, 2)
-    below, fewest = _crossover(bare, head, config.grain, geometry, device, density, faster_at, config.scores)
-    return replace(config.tile, dense_below=below, min_queries=fewest).validate()
+    return _with(
+        config.tile, *_crossover(bare, head, config.grain, geometry, device, density, faster_at, config.scores)
+    )
 
 
 def _crossover(
@@ -60,11 +61,16 @@ def _crossover(
     below = dense_below(bare, head, grain, geometry, device, density, scores)
     if faster_at is not None:
         below = min(below, faster_at)
-    return below, min_queries(replace(bare, dense_below=below), head, grain, geometry, device, density, scores)
+    return below, min_queries(_with(bare, below, DECODE), head, grain, geometry, device, density, scores)
 
 
 def _bare(tile: TileConfig) -> TileConfig:
-    return replace(tile, dense_below=0, min_queries=0)
+    return replace(tile, dense_below=0, min_queries=0, tail_keys=0)
+
+
+def _with(tile: TileConfig, below: int, fewest: int) -> TileConfig:
+    """The tile with its crossovers: `dense_below` and `min_queries`, which was measured from `TAIL_KEYS` on."""
+    return replace(tile, dense_below=below, min_queries=fewest, tail_keys=TAIL_KEYS[0]).validate()
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ Case = tuple[float, int | None]  # the density, in hundredths, and `faster_at` o
 class Crossovers:
     """The crossovers of layers that differ in their density only, as an item of work.
 
-    tile: with neither `dense_below` nor `min_queries`. head: as `_quickest` says. Its result is `dense_below` and
+    tile: without crossovers. head: as `_quickest` says. Its result is `dense_below` and
     `min_queries` in each of the cases.
     """
 
@@ -145,8 +151,7 @@ def crossovers(executor: Executor, layers: Mapping[Hashable, Layer], journal: Jo
             journal.put("crossover", keys[group], pending[group].result())
         for case, (below, fewest) in zip(item.cases, journal.get("crossover", keys[group]) or (), strict=True):
             for name in alike[group][case]:
-                tile = layers[name].config.tile
-                tiles[name] = replace(tile, dense_below=below, min_queries=fewest).validate()
+                tiles[name] = _with(layers[name].config.tile, below, fewest)
     return tiles
 
 
@@ -196,7 +201,8 @@ def min_queries(
     were timed.
 
     Args:
-        tile: with its `dense_below`: calls of less work run dense anyway, so there is nothing to compare.
+        tile: with its `dense_below` and `tail_keys`: what runs dense anyway, because it is no tail whose prefix is as
+            long as its queries and has less work than such a prompt, is not compared.
         head, grain, geometry, device, scores: as for `dense_below`.
         density: the pairs that the layer computes over causal pairs.
 
@@ -206,8 +212,8 @@ def min_queries(
     fewest = DECODE
     for keys in TAIL_KEYS:
         for queries, more in _from_the_longest(_tails(head, keys)):
-            if CallShape(1, 1, 1, queries, keys, 1, 1).is_less_than_prompt(tile.dense_below):
-                break
+            if CallShape(1, 1, 1, queries, keys, 1, 1).is_little_for(tile):
+                continue
             try:
                 s2o, dense = seconds(tile, head, grain, geometry, device, queries, keys, scores)
             except torch.OutOfMemoryError:  # where a model's weights leave no room for so many keys
@@ -255,7 +261,7 @@ def seconds(
         scores: of the call.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    tile = replace(tile, dense_below=0, min_queries=DECODE)  # so that no short call goes dense
+    tile = replace(_bare(tile), min_queries=DECODE)  # so that no short call goes dense
     config = LayerConfig((head,) * geometry.query_heads, tile, grain=grain, scores=scores).validate()
     q, k, v = (
         torch.randn(1, length, heads, geometry.head_dim, dtype=dtype, device=device).transpose(1, 2)

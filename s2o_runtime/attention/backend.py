@@ -82,7 +82,8 @@ def why_dense(config: LayerConfig, shape: CallShape, gpu: Capability) -> str | N
         return f"fewer than {fewest} queries behind a prefix, where dense is faster on this GPU"
     if not config.is_dense and not has_prefix(config, shape):
         return "the whole prompt fits one segment"
-    if shape.is_less_than_prompt(below := config.tile.dense_below):
+    if shape.is_little_for(config.tile):
+        below = config.tile.dense_below
         return f"shorter than {below} keys, or less work than a prompt of them, where dense is faster on this GPU"
     return None
 

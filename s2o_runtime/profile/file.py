@@ -47,11 +47,10 @@ from s2o_runtime.profile.record import Record
 if TYPE_CHECKING:
     from s2o_runtime.baselines.settings import Baseline
 
-SCHEMA = 6  # of what is written
-SCHEMAS = (2, 3, 4, 5, 6)  # that are read; schema 3 is 2 with heads of baselines
+SCHEMA = 7  # of what is written
+SCHEMAS = (2, 3, 4, 5, 6, 7)  # that are read; schema 3 is 2 with heads of baselines
 FORMER_NAMES = {"stop_rule": "threshold", "baselines": "methods"}  # of a tensor and a field, in schemas 2 and 3
-WITH_MIN_QUERIES = 5  # the first schema with this column of `tile`
-WITH_SCORES = 6  # and the first with this tensor
+WITH_SCORES = 6  # the first schema with this tensor
 RENAMED = 4  # the first schema with today's names, and with the errors of single rows as norms
 METADATA_KEY = "s2o_profile"
 MAX_BYTES = 32 << 20
@@ -63,8 +62,10 @@ MAX_HEADS = 1 << 20  # of all buckets and layers together
 MAX_COUNT = 1 << 14  # of layers, of heads, of a head's dimensions
 MAX_BASELINE_TEXT = 500  # characters
 SHOWN = 60  # characters of a foreign text in a message
-TILE_FIELDS = ("block_m", "block_n", "chunk", "num_warps", "num_stages", "specialized", "dense_below", "min_queries")
-TILE_FIELDS_BEFORE_5 = TILE_FIELDS[:-1]  # of schemas 2 to 4, where min_queries counts as not measured
+TILE_FIELDS = (
+    "block_m", "block_n", "chunk", "num_warps", "num_stages", "specialized", "dense_below", "min_queries", "tail_keys",
+)  # fmt: skip
+TILE_FIELDS_SINCE = {"min_queries": 5, "tail_keys": 7}  # schemas; before them these count as not measured
 HEAD_TENSORS = {
     "tau": torch.float32,
     "segment": torch.int32,
@@ -366,7 +367,7 @@ def _parse(document: dict[str, Any], stored: dict[str, Tensor]) -> Profile:
     heads = math.prod(expected) * geometry.query_heads
     if heads > MAX_HEADS:
         raise ProfileError(f"lengths, model.layers and model.query_heads make {heads} heads: at most {MAX_HEADS}")
-    tile_fields = TILE_FIELDS if schema >= WITH_MIN_QUERIES else TILE_FIELDS_BEFORE_5
+    tile_fields = [name for name in TILE_FIELDS if schema >= TILE_FIELDS_SINCE.get(name, 0)]
     _check_tensors(tensors, expected, geometry.query_heads, len(baselines), len(tile_fields))
     device = _device(_field(document, "device", dict))
     model_name, fingerprint = (_field(model, name, str, "model.") for name in ("name", "fingerprint"))

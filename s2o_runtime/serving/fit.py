@@ -76,6 +76,7 @@ class LayerFit:
             (
                 config.is_dense,
                 config.tile.dense_below,
+                config.tile.tail_keys,
                 fewest_queries(config.tile, fit.capability),
                 min((head.segment for head in config.heads if head.mode != "dense"), default=0),
             )

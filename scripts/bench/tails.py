@@ -189,7 +189,7 @@ def timed(longest: QKV, config: LayerConfig, queries: int, keys: int, rounds: in
     qkv = last(longest, queries, keys)
     stats = s2o_attention(*qkv, config, return_stats=True).stats
     backend = "" if stats is None else stats.backend
-    always = config.with_tile(replace(config.tile, dense_below=0, min_queries=DECODE))
+    always = config.with_tile(replace(config.tile, dense_below=0, min_queries=DECODE, tail_keys=0))
     dense, auto = partial(dense_attention, *qkv), partial(s2o_attention, *qkv, config)
     seconds = medians({"dense": dense, "auto": auto}, qkv[0].device, rounds)
     # not in turns with these two: after a kernel of another name, what both run would start with a cold code cache
@@ -225,14 +225,14 @@ def _ends(keys: int, chunk: int) -> Iterator[int]:
 def fewest_that_tie(points: Sequence[Point], tile: TileConfig) -> int:
     """The fewest queries from which on the kernels tie with dense behind every number of keys.
 
-    Calls of less work than a prompt of the tile's `dense_below` keys go dense whatever `min_queries` is, and whole
-    prompts are no tails: neither counts.
+    Calls that are too little work for the tile go dense whatever `min_queries` is, and whole prompts are no tails:
+    neither counts.
     """
     slower = [
         point.queries
         for point in points
         if point.queries < point.keys
-        and not CallShape(1, 1, 1, point.queries, point.keys, 1, 1).is_less_than_prompt(tile.dense_below)
+        and not CallShape(1, 1, 1, point.queries, point.keys, 1, 1).is_little_for(tile)
         and point.kernel_ratio < TIE
     ]
     above = [point.queries for point in points if point.queries > max(slower, default=1)]

@@ -53,7 +53,7 @@ def test_tiles_are_tuned_and_thresholds_kept(tmp_path):
     for of_old, of_new in zip(old.layers, new.layers, strict=True):
         for before, config in zip(of_old, of_new, strict=True):
             assert [head.tau for head in config.heads] == [head.tau for head in before.heads]
-            assert replace(config.tile, chunk=1, dense_below=0, min_queries=0) in candidates
+            assert replace(config.tile, chunk=1, dense_below=0, min_queries=0, tail_keys=0) in candidates
             assert config.is_dense or config.tile.stride >= FORMER.stride
     assert new.layers[0][2].is_dense  # computing everything and ranking it too is not faster at 8192 tokens
     assert not new.layers[1][0].is_dense

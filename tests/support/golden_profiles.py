@@ -96,6 +96,16 @@ def int8() -> Profile:
     return replace(profile, layers=(*profile.layers[:-1], eight_bits), record=record)
 
 
+def measured_tails() -> Profile:
+    """The same with tiles whose tails were measured from a number of keys on, as schema 7 has them."""
+    profile = int8()
+    layers = tuple(
+        tuple(layer.with_tile(replace(layer.tile, tail_keys=keys)) for layer in bucket)
+        for keys, bucket in zip((0, 8192, (1 << 31) - 1), profile.layers, strict=True)
+    )
+    return replace(profile, layers=layers)
+
+
 def _record(squared: bool = False) -> dict[str, Any]:
     """squared: as `load_profile` gives a file of schema 2, where errors of rows stand squared: as norms."""
     budget: dict[str, Any] = {"kind": "rel_mse", "value": 1e-3}
@@ -199,6 +209,9 @@ GOLDEN = {
     "schema6-minimal": minimal,
     "schema6-full": int8,
     "schema6-baselines": baselines,
+    "schema7-minimal": minimal,
+    "schema7-full": measured_tails,
+    "schema7-baselines": baselines,
 }
 
 
