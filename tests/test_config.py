@@ -41,6 +41,9 @@ def test_illegal_heads_name_field_and_value(head, message):
         (TileConfig(block_n=16), "block_n 16 is not supported"),
         (TileConfig(chunk=0), "chunk 0 is out of range"),
         (TileConfig(num_stages=9), "num_stages 9 is not supported"),
+        (TileConfig(dense_below=-1), "dense_below -1 is out of range"),
+        (TileConfig(min_queries=1), "min_queries 1 is out of range"),
+        (TileConfig(tail_keys=-1), "tail_keys -1 is out of range"),
         (TileConfig(block_m=128, num_warps=4), "spills registers"),
     ],
 )
