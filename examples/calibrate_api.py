@@ -16,7 +16,9 @@ from s2o_runtime import load_profile
 
 
 def main(path: Path) -> None:
-    result = calibrate("demo", budget_rel_mse=1e-3, lengths=(1024,), num_prompts=2, held_out=1, num_certify=9, out=path)
+    result = calibrate(
+        "demo", budget_rel_mse=1e-3, lengths=(1024,), num_prompts=2, num_held_out=1, num_certify=9, out=path
+    )
     print("written" if result.written else "the proof failed, nothing is written")
     if result.written:
         profile = load_profile(path)

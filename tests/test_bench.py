@@ -9,7 +9,7 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig, StopRule, TileConfig
 from s2o_runtime.reference.dense import dense_attention, exact_attention
 from scripts.bench import attention as bench
-from scripts.bench.calls import bisect, kernel_parts, published_config
+from scripts.bench.calls import CPU_TILE, bisect, kernel_parts, published_config
 from scripts.bench.inputs import exact_rows, model_qkv, rel_mse, repeated_qkv
 from scripts.bench.schema import AttentionFile, read
 
@@ -79,6 +79,14 @@ def test_s2o_as_published_has_rows_of_its_own(measured):
             assert row.density == pytest.approx(row.target, rel=0.1)
     head = published_config(2, 0.1, 64, TileConfig(64, 32, 1, 4, 2)).heads[0]
     assert (head.stop_rule, head.representatives, head.tail) == (StopRule.PAPER, 1, False)
+
+
+def test_a_cpu_has_a_tile_of_its_own(tmp_path):
+    size = ["--device", "cpu", "--heads", "1/1", "--head-dim", "64", "--dtype", "float32", "--segment", "64"]
+    size += ["--lengths", "128", "--rounds", "1", "--error-rows", "8", "--densities", "0.9", "--steps", "1"]
+    assert run(*size, "--out", tmp_path / "b.json") == 0
+    (entry,) = read(AttentionFile, json.loads((tmp_path / "b.json").read_text())).results
+    assert TileConfig(**entry.tile) == CPU_TILE
 
 
 @SLOW

@@ -375,6 +375,16 @@ def test_results_of_other_inputs_are_refused_by_name(tiny, tmp_path):
         run(replace(plan, seed=1), tiny)
 
 
+def test_layers_that_ran_dense_are_counted():
+    row = {"variant": "p", "length": 900, "dense": {"every head of the layer is dense": 1, "decode": 2}}
+    summary = {"retrieval": [], "time": [row], "variants": [{"name": "dense"}, {"name": "p"}], "device": "a GPU"}
+    summary["random_weights"] = False
+    assert report.notes(summary) == [
+        "p at 900 tokens: 1 layer ran dense (every head of the layer is dense)",
+        "p at 900 tokens: 2 layers ran dense (decode)",
+    ]
+
+
 @SLOW
 def test_profiles_run_as_they_are_deployed(tiny, tmp_path):
     for name, tau in (("exact", 0.0), ("coarse", 1000.0)):

@@ -24,6 +24,7 @@ def run(name, *arguments, needs=None):
     environment = os.environ | {"PYTHONPATH": PATHS, "CUDA_VISIBLE_DEVICES": ""}
     finished = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert finished.returncode == 0, finished.stderr[-1000:]
+    assert "the old name goes with" not in finished.stderr, "examples show today's names"
     return finished.stdout.splitlines()
 
 

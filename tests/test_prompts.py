@@ -368,8 +368,11 @@ def test_files_and_folders(tmp_path):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        (['{"text": "a"}', '{"text": '], "p.jsonl:2: "),
-        (['{"text": "a"}', "bare"], "p.jsonl:2: "),
+        (
+            ['{"text": "a"}', '{"text": '],
+            r"p.jsonl:2: this is not JSON \(Expecting value at column 10\): expected a string",
+        ),
+        (['{"text": "a"}', "bare"], r"p.jsonl:2: this is not JSON \(Expecting value at column 1\): expected a string"),
         (['{"body": "a"}'], 'p.jsonl:1: this is {"body": "a"}: expected a string, or an object with "text"'),
         (["[1]"], r"p.jsonl:1: this is \[1\]: expected a string"),
         (['{"text": "a", "group": []}'], 'p.jsonl:1: "group" is '),

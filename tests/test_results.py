@@ -363,7 +363,11 @@ def test_servers_tails_and_rehearsals(docs):
         {"queries": 16, "keys": 512, "auto_seconds": 3.0, "backend": "dense"},
         {"queries": 512, "keys": 2048, "auto_seconds": 1.5, "backend": "triton"},
     ]
-    put("tails.json", ORIGIN | {"format": TailsFile.format, "settings": settings, "tile": {}, "chunks": []}
+    chunks = [
+        {"keys": 2048, "chunk": 512, "auto_seconds": 3e-3, "dense_seconds": 8e-3},
+        {"keys": 2048, "chunk": 2048, "auto_seconds": 2e-3, "dense_seconds": 5e-3},
+    ]
+    put("tails.json", ORIGIN | {"format": TailsFile.format, "settings": settings, "tile": {}, "chunks": chunks}
         | {"needed": 32, "points": [point | own for own in points]})  # fmt: skip
     good = asdict(RehearsalRow("big", {"full_attention": 3, "sliding_attention": 9}, 12, weights="nf4"))
     entry = {"length": 900, "s2o_layers": 2, "density": 0.5, "density_of_layers": [], "rel_mse_of_layers": []}
@@ -378,5 +382,7 @@ def test_servers_tails_and_rehearsals(docs):
     assert "| stock | 900 | 0% | 4 | 250 ms | 3600 |" in page
     assert "| 16 | 1.00 (0.75) |  |" in page
     assert "| 512 |  | 2.00 |" in page
+    assert "| 512 | 3.00 ms | 1.50 | 8.00 ms | 1.60 |" in page
+    assert "| 2048 | 2.00 ms | 1.00 | 5.00 ms | 1.00 |" in page
     assert "| big | nf4 | 900 | 2 of 3 | 9 sliding_attention | 0.500 | yes, 9 prompts | 61 s | 3.0 GiB |" in page
     assert "| bad | - | - | 3 | - | - | failed: no room | - | - |" in page

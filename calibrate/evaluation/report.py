@@ -101,7 +101,8 @@ def notes(summary: Summary) -> list[str]:
     for row in summary["time"]:
         for reason, layers in row["dense"].items():
             if row["variant"] != summary["variants"][0]["name"]:
-                lines.append(f"{row['variant']} at {row['length']} tokens: {layers} layers ran dense ({reason})")
+                counted = "1 layer" if layers == 1 else f"{layers} layers"
+                lines.append(f"{row['variant']} at {row['length']} tokens: {counted} ran dense ({reason})")
     if summary["device"] == "cpu" and summary["time"]:
         lines.append("times are those of the plain reference on a CPU: they say nothing about a GPU")
     if summary["random_weights"]:

@@ -61,6 +61,9 @@ def _of_lines(path: Path, content: str) -> Iterator[Document]:
         if line.strip():
             try:
                 yield _of_entry(json.loads(line), path, number)
+            except json.JSONDecodeError as error:
+                what = f"this is not JSON ({error.msg} at column {error.colno}): {EXPECTED}"
+                raise InputError(f"{path}:{number}: {what}") from error
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{path}:{number}: {error}") from error
 

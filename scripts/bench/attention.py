@@ -29,7 +29,7 @@ from s2o_runtime.devices import identify
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.reference.dense import FASTEST_FIRST, dense_attention
 from s2o_runtime.tiles import default_tile
-from scripts.bench.calls import Job, bisect, kernel_parts, published_config, with_taus
+from scripts.bench.calls import CPU_TILE, Job, bisect, kernel_parts, published_config, with_taus
 from scripts.bench.common import (
     Parser,
     add_device,
@@ -117,7 +117,9 @@ def measure(args: argparse.Namespace) -> None:
     check(args)
     device = torch.device(args.device)
     args.backend = args.backend or ("triton" if device.type == "cuda" else "reference")
-    tiles = args.tile or [default_tile(args.head_dim, identify(device).capability)]
+    tiles = args.tile or [
+        default_tile(args.head_dim, identify(device).capability) if device.type == "cuda" else CPU_TILE
+    ]
     forms = [never_stopping(args, tile) for tile in tiles]
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "tile")}
     file = AttentionFile(settings=settings, results=[], cold_l2=device.type == "cuda", **machine(device))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from scripts.bench.schema import RehearsalFile, RehearsalRow
 from scripts.bench.serving import ModelledPrompt, ServingFile
-from scripts.bench.tails import Point, TailsFile
+from scripts.bench.tails import Chunked, Point, TailsFile
 from scripts.docs.markdown import table
 from scripts.docs.results_data import Source, missing
 
@@ -97,8 +97,8 @@ def tails(sources: Sequence[Source[TailsFile]]) -> list[str]:
     """Few new tokens behind many keys."""
     out = [
         "## Short tails",
-        "Dense attention's time over the op's for so many queries behind so many keys, theirs included; in "
-        "brackets that of S2O's kernels where the op went dense.",
+        "Dense attention's time over the op's for so many queries (rows) behind so many keys (columns), "
+        "theirs included; in brackets that of S2O's kernels where the op went dense.",
     ]
     if not sources:
         return [*out, missing(TailsFile)]
@@ -110,7 +110,28 @@ def tails(sources: Sequence[Source[TailsFile]]) -> list[str]:
             rows.append([str(queries), *(_tail(by_keys.get(count)) for count in keys)])
         heads = f"{source.file.settings['heads'].replace(',', '/')} heads of {source.file.settings['head_dim']}"
         out += [f"{heads}; {source.link}. {source.note}".strip(), table(("queries", *map(str, keys)), rows, "r")]
+        if source.file.chunks:
+            out += _in_chunks(source.file.chunks)
     return out
+
+
+def _in_chunks(chunks: Sequence[Chunked]) -> list[str]:
+    """A prompt that is fed in chunks, against the prompt at once, which is the longest chunk."""
+    whole = max(chunks, key=lambda entry: entry.chunk)
+    rows = [
+        [
+            str(entry.chunk),
+            f"{1e3 * entry.auto_seconds:.2f} ms",
+            f"{entry.auto_seconds / whole.auto_seconds:.2f}",
+            f"{1e3 * entry.dense_seconds:.2f} ms",
+            f"{entry.dense_seconds / whole.dense_seconds:.2f}",
+        ]
+        for entry in chunks
+    ]
+    return [
+        f"{whole.keys} tokens of the same inputs in chunks, all calls together, in time and over the prompt at once:",
+        table(("chunk", "S2O", "over at once", "torch's dense attention", "over at once"), rows, "r"),
+    ]
 
 
 def _tail(point: Point | None) -> str:

@@ -148,6 +148,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "calibrate('demo', tokenizer=object(), out='x.safetensors')",
         "calibrate('demo', budgets=1)",
         "read_documents([Path('broken.jsonl')])",
+        "read_documents([Path('cut.jsonl')])",
         "read_documents([Path('empty.md')])",
         "read_documents([Path('empty-folder')])",
     ),
@@ -194,6 +195,7 @@ def prepare(folder: Path) -> None:
     save_file({"weight": torch.zeros(2)}, folder / "plain.safetensors")
     (folder / "text.jsonl").write_text('{"text": "a"}\n')
     (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
+    (folder / "cut.jsonl").write_text('{"text": \n')
     (folder / "empty.md").touch()
     (folder / "empty-folder").mkdir()
     (folder / "list.yaml").write_text("- trials\n")
