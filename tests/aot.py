@@ -128,7 +128,7 @@ FEATURE_VARIANTS: dict[str, dict[str, object]] = {
 # Int8 scores: every tile of the prefill, and the largest configuration of the other kernels that read int8 keys.
 INT8 = "int8"
 INT8_VARIANTS: dict[str, dict[str, object]] = {
-    INT8: {"GRAIN": 4, "INT8": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True, "HAS_TURNS": True},
+    INT8: {"GRAIN": 4, "INT8": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True},
 }
 INT8_KERNELS = ("representatives", "log_sums", "scores", "trace")
 INT8_POINTERS = {"K": "i8", "REP": "i8"}
