@@ -25,11 +25,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from calibrate.timing import samples
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import MAX_TAU, LayerConfig, TileConfig
-from s2o_runtime.devices import identify
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.reference.dense import FASTEST_FIRST, dense_attention
-from s2o_runtime.tiles import default_tile
-from scripts.bench.calls import CPU_TILE, Job, bisect, kernel_parts, published_config, with_taus
+from scripts.bench.calls import Job, bisect, device_tile, kernel_parts, published_config, with_taus
 from scripts.bench.common import (
     Parser,
     add_device,
@@ -117,9 +115,7 @@ def measure(args: argparse.Namespace) -> None:
     check(args)
     device = torch.device(args.device)
     args.backend = args.backend or ("triton" if device.type == "cuda" else "reference")
-    tiles = args.tile or [
-        default_tile(args.head_dim, identify(device).capability) if device.type == "cuda" else CPU_TILE
-    ]
+    tiles = args.tile or [device_tile(args.head_dim, device)]
     forms = [never_stopping(args, tile) for tile in tiles]
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "tile")}
     file = AttentionFile(settings=settings, results=[], cold_l2=device.type == "cuda", **machine(device))

@@ -36,9 +36,9 @@ def published_config(heads: int, tau: float, segment: int, tile: TileConfig) -> 
     return LayerConfig.uniform(heads, tau=tau, segment=segment, stop_rule="paper", row_reduce="max", tile=tile)
 
 
-def device_tile(q: Tensor) -> TileConfig:
-    """The default tile of the GPU that holds q [B, Hq, L, D]; on a CPU one whose rows divide every segment."""
-    return default_tile(q.shape[3], identify(q.device).capability) if q.is_cuda else CPU_TILE
+def device_tile(head_dim: int, device: torch.device) -> TileConfig:
+    """The default tile of a GPU; on a CPU one whose rows divide every segment."""
+    return default_tile(head_dim, identify(device).capability) if device.type == "cuda" else CPU_TILE
 
 
 def with_taus(config: LayerConfig, taus: list[float]) -> LayerConfig:

@@ -225,7 +225,7 @@ def even_profile(args: argparse.Namespace, path: Path) -> Path:
     """Write a profile for weights under which all keys count the same: behind a share x, the rest gains (1 - x) / x."""
     shape, device = geometry(load_config(args.model, random_weights=True)), identify(torch.device(args.device))
     head = HeadConfig(tau=1 / args.density - 1, segment=2048, representatives=32)
-    tile = device_tile(torch.empty(1, 1, 1, shape.head_dim, device=args.device))
+    tile = device_tile(shape.head_dim, torch.device(args.device))
     layer = LayerConfig((head,) * shape.query_heads, tile, grain=4)
     lengths = tuple(sorted({args.lengths[0], args.lengths[-1]}))
     profile = Profile(args.model, shape, "", device, lengths, ((layer,) * shape.layers,) * len(lengths))

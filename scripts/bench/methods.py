@@ -261,13 +261,15 @@ def baseline_call(baseline: Baseline, inputs: Inputs) -> LayerCall:
 
 
 def one_tau_call(tau: float, inputs: Inputs) -> LayerCall:
-    heads, tile = inputs.q.shape[1], device_tile(inputs.q)
+    heads, tile = inputs.q.shape[1], device_tile(inputs.q.shape[3], inputs.q.device)
     config = LayerConfig.uniform(heads, tau=tau, segment=SEGMENT, tail=True, grain=4, tile=tile)
     return config_call(config, inputs)
 
 
 def published_call(tau: float, inputs: Inputs) -> LayerCall:
-    return config_call(published_config(inputs.q.shape[1], tau, SEGMENT, device_tile(inputs.q)), inputs)
+    return config_call(
+        published_config(inputs.q.shape[1], tau, SEGMENT, device_tile(inputs.q.shape[3], inputs.q.device)), inputs
+    )
 
 
 def profile_call(profile: Profile, length: int, inputs: Inputs) -> LayerCall:

@@ -116,7 +116,7 @@ def first_layer(loaded: LoadedModel, ids: Tensor) -> QKV:
 
 def config_of(qkv: QKV, density: float, loaded: LoadedModel, args: argparse.Namespace) -> LayerConfig:
     """The configuration whose every head computes about this share of the pairs."""
-    tile = device_tile(qkv[0])
+    tile = device_tile(qkv[0].shape[3], qkv[0].device)
     heads = loaded.geometry.query_heads
     never_stop = LayerConfig.uniform(heads, segment=args.segment, grain=args.grain, tail=True, tile=tile)
 

@@ -169,7 +169,7 @@ def config_of(longest: QKV, args: argparse.Namespace) -> LayerConfig:
         grain=args.grain,
         tail=args.tail,
         representatives=args.representatives,
-        tile=device_tile(prompt[0]),
+        tile=device_tile(args.head_dim, prompt[0].device),
     )
 
     def reached(config: LayerConfig) -> Tensor:

@@ -143,7 +143,7 @@ def measure(args: argparse.Namespace, length: int, device: torch.device) -> list
     layers = model_qkv(args.model, length, 1, args.seed, device)
     for qkv in tqdm(layers, desc=f"{length} tokens", unit="layer", disable=not sys.stderr.isatty()):
         inputs = Inputs.of(qkv, args.rows, args.seed)
-        heads, main = inputs.q.shape[1], args.tile or device_tile(inputs.q)
+        heads, main = inputs.q.shape[1], args.tile or device_tile(inputs.q.shape[3], inputs.q.device)
         for name, tile in runs(args, length, main):
             configs = (VARIANTS[name].config(heads, tau, args.segment, tile) for tau in taus_of(args, name))
             of_taus = [measure_point(inputs, config) for config in configs]
