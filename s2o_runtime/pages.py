@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,22 @@ from s2o_runtime.errors import InputError
 
 FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of caches that are narrower than the queries
 MAX_PAGE = 1024  # tokens
+
+
+class PageTable(NamedTuple):
+    """Where the keys of N sequences are among the rows of a cache, `PagedKeys.rows`: what kernels need of that.
+
+    Key t of sequence n is row `table[n, t >> shift] * rows + t % 2^shift`.
+
+    Attributes:
+        table: int32 [N, M], the pages of each sequence in their order.
+        shift: log2 of the tokens of a page.
+        rows: from one page to the next.
+    """
+
+    table: Tensor
+    shift: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -52,6 +69,36 @@ class PagedKeys:
     def is_fp8(self) -> bool:
         """Whether the cache is narrower than any query."""
         return self.k.dtype in FP8_TYPES
+
+    @property
+    def table(self) -> PageTable:
+        """Where the keys are among `rows`, where pages allow that."""
+        return PageTable(self.block_table, self.page_size.bit_length() - 1, self.k.stride(0) // self.k.stride(1))
+
+    @property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """The whole cache as rows, [rows, Hkv, D], views of `k` and `v`; rows between pages are none of theirs."""
+        pages, size, heads, head_dim = self.k.shape
+        count = (pages - 1) * self.table.rows + size
+        k, v = (cache.as_strided((count, heads, head_dim), cache.stride()[1:]) for cache in (self.k, self.v))
+        return k, v
+
+    def rows_obstacle(self, dtype: torch.dtype) -> str | None:
+        """Why the cache cannot be read as rows, the same for keys and values; None if it can.
+
+        Args:
+            dtype: of the queries.
+        """
+        if self.k.dtype != dtype:
+            return f"the cache is {self.k.dtype}"
+        if self.page_size & (self.page_size - 1):
+            return f"pages have {self.page_size} tokens, not a power of two"
+        apart = [divmod(cache.stride(0), cache.stride(1) or 1) for cache in (self.k, self.v)]
+        if apart[0] != apart[1] or apart[0][1] or apart[0][0] < self.page_size:
+            return (
+                f"the pages of keys and of values, strides {self.k.stride()} and {self.v.stride()}, are not alike rows"
+            )
+        return None
 
     def validate(self, dtype: torch.dtype) -> PagedKeys:
         """Return the pages themselves. What `block_table` and `cu_k` hold is not read: that would wait for the device.

@@ -58,6 +58,7 @@ POINTERS = {
     "KV_START": "i64",
     "CU_Q": "i32",
     "CU_K": "i32",
+    "PAGES": "i32",
     "LSE": "fp32",
     "SINKS": "bf16",
     "TAU": "fp32",
@@ -130,6 +131,12 @@ INT8 = "int8"
 INT8_VARIANTS: dict[str, dict[str, object]] = {
     INT8: {"GRAIN": 4, "INT8": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True},
 }
+# Keys and values in the pages of a cache: likewise.
+PAGED = "paged"
+PAGED_VARIANTS: dict[str, dict[str, object]] = {
+    PAGED: {"GRAIN": 4, "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_TURNS": True},
+}
+PAGED_KERNELS = ("log_sums", "scores", "order", "pool")
 INT8_KERNELS = ("representatives", "log_sums", "scores", "trace")
 INT8_POINTERS = {"K": "i8", "REP": "i8"}
 FEATURE_KERNELS = ("prefill", "prefill_hopper", "trace", "log_sums", "scores")
@@ -155,7 +162,13 @@ PAGE_VARIANTS: dict[str, dict[str, object]] = {
     "fp8": {"SCALED": True, "SCALE_STEP": 1},
 }
 ALL_VARIANTS = (
-    VARIANTS | FEATURE_VARIANTS | INT8_VARIANTS | BLOCK_SPARSE_VARIANTS | ANTIDIAGONAL_VARIANTS | PAGE_VARIANTS
+    VARIANTS
+    | FEATURE_VARIANTS
+    | INT8_VARIANTS
+    | PAGED_VARIANTS
+    | BLOCK_SPARSE_VARIANTS
+    | ANTIDIAGONAL_VARIANTS
+    | PAGE_VARIANTS
 )
 FP8_POINTERS = {"K": "fp8e4nv", "V": "fp8e4nv"}
 
@@ -324,6 +337,7 @@ def cases() -> list[Case]:
         )
         + page_cases()
         + int8_cases(chosen)
+        + paged_cases(chosen)
         + [
             replace(case, variant=variant)
             for case in chosen
@@ -400,6 +414,14 @@ def int8_cases(chosen: list[Case]) -> list[Case]:
     )
 
 
+def paged_cases(chosen: list[Case]) -> list[Case]:
+    """Keys in pages in every tile of the prefill, and the largest of the other kernels that read or name them."""
+    variant = [replace(case, variant=PAGED) for case in chosen]
+    return [case for case in variant if case.kernel in ("prefill", "prefill_hopper")] + largest(
+        case for case in variant if case.kernel in PAGED_KERNELS
+    )
+
+
 def page_cases() -> list[Case]:
     """The copy of keys and values out of pages, with a head dim that is no power of two too."""
     return [
@@ -427,9 +449,7 @@ def compile_case(case: Case) -> Compiled:
         "WARPS": order.ORDER_WARPS,
         "R": case.representatives,
         "BR": case.rows,
-        **(VARIANTS | FEATURE_VARIANTS | INT8_VARIANTS | BLOCK_SPARSE_VARIANTS | ANTIDIAGONAL_VARIANTS | PAGE_VARIANTS)[
-            case.variant
-        ],
+        **ALL_VARIANTS[case.variant],
     }
     if case.kernel == "gather_pages":
         constants |= {"WIDTH": triton.next_power_of_2(case.head_dim), "PAGE": 16, "ROWS": pages.GATHER_ROWS}

@@ -1,10 +1,21 @@
 """Keys and values in pages: the copy out of them, and the op on shuffled pages against the op on packed sequences."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 
-from s2o_runtime import InputError, LayerConfig, TileConfig, s2o_attention_paged, s2o_attention_varlen
-from s2o_runtime.attention.paged import gathered
+from s2o_runtime import (
+    HeadConfig,
+    InputError,
+    LayerConfig,
+    TileConfig,
+    s2o_attention_paged,
+    s2o_attention_varlen,
+)
+from s2o_runtime.attention import paged as paged_op
+from s2o_runtime.attention.paged import gathered, in_place_obstacle
 from s2o_runtime.devices import interpreted
 from s2o_runtime.pages import PagedKeys, packed_starts
 from s2o_runtime.reference.pages import gather_pages_reference
@@ -15,7 +26,20 @@ pytestmark = pytest.mark.usefixtures("small_sample")
 
 SLOW = pytest.mark.slow(reason="Triton's interpreter runs a kernel's programs one after another")
 INTERPRETED = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
-CONFIG = LayerConfig.uniform(4, tau=1.0, segment=64, grain=4, tile=TileConfig(64, 32, 2, 4, 1))
+TILE = TileConfig(64, 32, 2, 4, 1)
+CONFIG = LayerConfig.uniform(4, tau=1.0, segment=64, grain=4, tile=TILE)
+OF_ALL_KINDS = LayerConfig(
+    (
+        HeadConfig(tau=1.0, segment=64, representatives=4, tail=True),
+        HeadConfig(mode="dense"),
+        HeadConfig(tau=0.0, segment=128),
+        HeadConfig(tau=20.0, segment=64),
+    ),
+    grain=4,
+    tile=TILE,
+)
+HOPPER = LayerConfig.uniform(4, segment=128, grain=4, tile=TileConfig(64, 128, 4, 4, 2, True))
+SINGLE_KEYS = LayerConfig.uniform(4, tau=1.0, segment=64, tile=TILE)
 
 
 def keys(lengths, kv_heads=2, head_dim=64, dtype=torch.float32):
@@ -58,7 +82,7 @@ def test_keys_of_eight_bits_are_scaled(gather, scales, nan_filled):
         assert torch.equal(out, (rows.to(torch.float8_e4m3fn).float() * factor).half())
 
 
-def call(lengths, queries, page_size, name, backend, **options):
+def call(lengths, queries, page_size, name, backend, config=CONFIG, **options):
     """The op on pages and on packed keys, and what else both were given."""
     k, v = keys(lengths)
     q = torch.randn(sum(queries), 4, 64) * 2
@@ -66,12 +90,12 @@ def call(lengths, queries, page_size, name, backend, **options):
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
     k_cache, v_cache, table, cu_k = paged(k, v, lengths, page_size, name)
     ours = s2o_attention_paged(
-        q, k_cache, v_cache, CONFIG,
+        q, k_cache, v_cache, config,
         cu_q=cu_q, seq_lens=seq_lens, block_table=table, max_q=max(queries), max_k=max(lengths), backend=backend,
         **options,
     )  # fmt: skip
     options = {option: value for option, value in options.items() if option.startswith("return")}
-    expected = s2o_attention_varlen(q, k, v, cu_q, cu_k, max(queries), max(lengths), CONFIG, backend=backend, **options)
+    expected = s2o_attention_varlen(q, k, v, cu_q, cu_k, max(queries), max(lengths), config, backend=backend, **options)
     return ours, expected
 
 
@@ -86,6 +110,85 @@ def test_pages_change_nothing(backend, name, nan_filled):
     assert torch.equal(ours.lse, expected.lse)
     assert ours.stats.backend == backend
     assert torch.equal(ours.density, expected.density)
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """The pages that were copied, call by call."""
+    made = []
+
+    def spied(pages, dtype):
+        made.append(pages)
+        return gathered(pages, dtype)
+
+    monkeypatch.setattr(paged_op, "gathered", spied)
+    return made
+
+
+@INTERPRETED
+@pytest.mark.slow(reason="Triton's interpreter runs a kernel's programs one after another")
+@pytest.mark.parametrize(
+    ("config", "page_size"),
+    [(OF_ALL_KINDS, 16), (OF_ALL_KINDS, 4), (SINGLE_KEYS, 1), (SINGLE_KEYS, 64), (OF_ALL_KINDS, 48), (OF_ALL_KINDS, 2)],
+    ids=["16", "4, a step each", "1, a key each", "64", "48, no power of two", "2, less than a step"],
+)
+def test_the_kernels_read_keys_where_they_lie(config, page_size, copies, nan_filled):
+    ours, expected = call(
+        [171, 130, 90], [70, 130, 1], page_size, LAYOUTS[1], "triton", config, return_lse=True, return_stats=True
+    )
+    assert torch.equal(ours.out, expected.out)
+    assert torch.equal(ours.lse, expected.lse)
+    assert torch.equal(ours.density, expected.density)
+    assert len(copies) == (page_size in (48, 2))
+
+
+@pytest.mark.parametrize("backend", ["reference", "dense"])
+def test_what_is_no_kernel_gets_a_copy(backend, copies):
+    ours, expected = call([171], [70], 16, LAYOUTS[1], backend)
+    assert torch.equal(ours, expected)
+    assert len(copies) == 1
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_of_a_cache_are_its_keys(name):
+    lengths = [37, 1, 70]
+    k, v, pages = pages_of(lengths, 16, name)
+    assert pages.rows_obstacle(torch.float32) is None
+    table, shift, apart = pages.table
+    key = torch.cat([torch.arange(length) for length in lengths])
+    sequence = torch.arange(3).repeat_interleave(torch.tensor(lengths))
+    row = table[sequence, key >> shift] * apart + key % 16
+    for rows, expected in zip(pages.rows, (k, v), strict=True):
+        assert torch.equal(rows[row], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "said"),
+    [
+        ({}, CONFIG, None),
+        ({"k": torch.zeros(9, 16, 2, 64).half()}, CONFIG, "the cache is torch.float16"),
+        ({"page": 48}, CONFIG, "pages have 48 tokens, not a power of two"),
+        ({"v": torch.zeros(9, 2, 16, 64).transpose(1, 2)}, CONFIG, "are not alike rows"),
+        ({"k": torch.zeros(16, 9, 2, 64).transpose(0, 1)}, CONFIG, "are not alike rows"),
+        ({}, replace(CONFIG, scores="int8"), "int8 scores are of keys that were rounded"),
+        ({"page": 2}, CONFIG, "pages have 2 tokens, fewer than the 4 of a step"),
+        ({}, LayerConfig.uniform(4, tail=True), "a tail of single keys reads all values in their order"),
+        ({"width": 80}, CONFIG, "head_dim 80 is filled up with zeros"),
+        ({"between": 66}, CONFIG, None),
+        ({"between": 66}, HOPPER, "multiples of 16 bytes"),
+        ({"pages": 1 << 21}, CONFIG, None),
+        ({"pages": 1 << 21}, HOPPER, r"2\^31 elements or more"),
+    ],
+)
+def test_why_a_copy_is_wanted(change, config, said):
+    pages, page, width = change.get("pages", 9), change.get("page", 16), change.get("width", 64)
+    between = change.get("between", width)  # elements from one row to the next, of two heads
+    empty = torch.empty(pages, page, 2, between, device="meta")[..., :width]  # no memory
+    k, v = (change.get(name, empty) for name in "kv")
+    table = torch.zeros(1, 9, dtype=torch.int32)
+    keys = PagedKeys(k, v, table, torch.tensor([0, 9 * page]), 9 * page, 9 * page)
+    obstacle = in_place_obstacle(keys, config, torch.float32)
+    assert obstacle is None if said is None else re.search(said, obstacle)
 
 
 def test_the_output_may_be_given():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.attention import torch_op
-from s2o_runtime.attention.backend import Backend, choose_backend, is_decode
+from s2o_runtime.attention.backend import Backend, BackendChoice, choose_backend, is_decode
 from s2o_runtime.attention.call import AttentionCall
 from s2o_runtime.attention.compute import compute
 from s2o_runtime.attention.replay import Answer, Inputs, RepeatedCall, repeated_call
@@ -119,7 +119,8 @@ def s2o_attention(
     if repeated is None or (answer := repeated.replay(inputs)) is None:
         scoring = Scoring(scale, softcap, sinks)
         call = AttentionCall.of(q, k, v, config, scoring=scoring, kv_start=kv_start, with_lse=return_lse)
-        answer = computed(call, backend, return_stats, repeated, recording(repeated, inputs))
+        choice = choose_backend(call, backend)
+        answer = computed(call, choice, return_stats, repeated, recording(repeated, inputs))
     choice, shape, (out, visited, lse) = answer
     if not (return_stats or return_lse):
         return out
@@ -199,7 +200,8 @@ def s2o_attention_varlen(
             q, k, v, config, cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
             scoring=Scoring(scale, softcap, sinks), with_lse=return_lse,
         )  # fmt: skip
-        answer = computed(call, backend, return_stats, repeated, recording(repeated, inputs))
+        choice = choose_backend(call, backend)
+        answer = computed(call, choice, return_stats, repeated, recording(repeated, inputs))
     choice, shape, (out, visited, lse) = answer
     if not (return_stats or return_lse):
         return out
@@ -220,20 +222,19 @@ def recording(repeated: RepeatedCall | None, inputs: Inputs) -> Recorder | None:
 
 
 def computed(
-    call: AttentionCall, backend: Backend, keep_visited: bool, repeated: RepeatedCall | None,
+    call: AttentionCall, choice: BackendChoice, keep_visited: bool, repeated: RepeatedCall | None,
     recorder: Recorder | None, out: Tensor | None = None,
 ) -> Answer:  # fmt: skip
-    """Choose a backend and run the call; its launches are recorded if they are to be replayed for others like it.
+    """Run the call; its launches are recorded if they are to be replayed for others like it.
 
     Args:
         call: the call.
-        backend: the one asked for.
+        choice: the backend, as `choose_backend` gave it.
         keep_visited: whether the answer is to have what row tiles visited.
         repeated: the calls that are like this one, if such are kept.
         recorder: has recorded what this call launched before, and records the rest; None if nothing is recorded.
         out: of a packed call, a tensor that `takes_output`.
     """
-    choice = choose_backend(call, backend)
     if repeated is not None and choice.backend == "dense":
         repeated.goes_dense(call, choice)
     if choice.backend != "triton":

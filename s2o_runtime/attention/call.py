@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from s2o_runtime.config import LayerConfig
+from s2o_runtime.pages import PageTable
 from s2o_runtime.scoring import Scoring
 from s2o_runtime.shapes import CallShape, call_shape, check_heads, packed_shape
 
@@ -25,6 +26,8 @@ class AttentionCall:
         kv_start: integers [B], the first key of each sequence that counts; None for 0.
         cu_q, cu_k: int32 [N + 1], where packed sequences begin; None for a batch.
         with_lse: whether the log-sum-exps are to be computed.
+        pages: where the keys of packed sequences are among k and v, which then are all rows of a cache; None where k
+            and v are the sequences' own. Only the kernels take such calls.
     """
 
     q: Tensor
@@ -37,6 +40,7 @@ class AttentionCall:
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
     with_lse: bool = False
+    pages: PageTable | None = None
 
     @classmethod
     def of(

@@ -82,7 +82,7 @@ def _with_kernels(call: AttentionCall, given: Tensor | None = None) -> Outputs:
     assert scale is not None
     sinks = None if sinks is None else sinks.contiguous()
     tables = head_tables(call.config, device)
-    kernel_call = Call(call.config, shape, scale, tables, kv_start, cu_q, cu_k, softcap, sinks)
+    kernel_call = Call(call.config, shape, scale, tables, kv_start, cu_q, cu_k, softcap, sinks, call.pages)
     given = None if given is None else given.transpose(0, 1)[None]
     with launching_on(device):
         out, visited, lse = s2o_prefill(q, k, v, kernel_call, call.with_lse, given)

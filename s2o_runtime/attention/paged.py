@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from operator import index
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.attention.api import computed, numbers, recording
-from s2o_runtime.attention.backend import Backend
+from s2o_runtime.attention.backend import Backend, choose_backend
 from s2o_runtime.attention.call import AttentionCall
 from s2o_runtime.attention.compute import takes_output
 from s2o_runtime.attention.replay import repeated_call
 from s2o_runtime.attention.result import Attention, AttentionStats
-from s2o_runtime.config import LayerConfig
+from s2o_runtime.config import HEAD_DIMS, LayerConfig
 from s2o_runtime.devices import capability, interpreted, launching_on
 from s2o_runtime.errors import InputError
 from s2o_runtime.pages import PagedKeys, packed_starts
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
 
 FLOAT32 = (torch.float32,)  # what Triton's interpreter takes as well
+ROW_BYTES = 16  # that the specialised kernel copies at once
 
 
 class PagedOptions(TypedDict, total=False):
@@ -85,7 +87,8 @@ def s2o_attention_paged(
     """`s2o_attention_varlen` for keys and values in the pages of a cache.
 
     A sequence has at most as many queries as keys, and its queries stand at its last positions: a prompt fed in chunks,
-    or one whose prefix was cached. Keys and values are copied out of their pages once and then attended to.
+    or one whose prefix was cached. The kernels read keys and values where they lie (`in_place_obstacle` says when they
+    cannot); everything else attends to a copy of them.
 
     Args:
         q: [Tq, Hq, D], any floating type, the sequences one behind another.
@@ -134,14 +137,27 @@ def s2o_attention_paged(
     if repeated is None or (answer := repeated.replay(inputs)) is None:
         pages = PagedKeys(k_cache, v_cache, block_table, cu_k, max_k, total_k, k_scale, v_scale).validate(q.dtype)
         recorder = recording(repeated, inputs)
-        with nullcontext() if recorder is None else recorder:
-            k, v = gathered(pages, q.dtype)
-        if recorder is not None:
-            recorder.beside = k.nbytes + v.nbytes
-        call = AttentionCall.packed(
-            q, k, v, config, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, scoring=Scoring(scale), with_lse=return_lse
-        )
-        answer = computed(call, backend, return_stats, repeated, recorder, written)
+
+        def packed(k: Tensor, v: Tensor) -> AttentionCall:
+            return AttentionCall.packed(
+                q, k, v, config, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, scoring=Scoring(scale),
+                with_lse=return_lse,
+            )  # fmt: skip
+
+        choice = None
+        if in_place_obstacle(pages, config, q.dtype) is None:
+            call = packed(*pages.rows)
+            choice = choose_backend(call, backend)
+        if choice is not None and choice.backend == "triton":
+            call = replace(call, pages=pages.table)
+        else:
+            with nullcontext() if recorder is None else recorder:
+                k, v = gathered(pages, q.dtype)
+            if recorder is not None:
+                recorder.beside = k.nbytes + v.nbytes
+            call = packed(k, v)
+            choice = choice or choose_backend(call, backend)
+        answer = computed(call, choice, return_stats, repeated, recorder, written)
     choice, shape, (result, visited, lse) = answer
     if out is not None:
         result = out if written is not None else out.copy_(result)
@@ -149,6 +165,34 @@ def s2o_attention_paged(
         return result
     stats = AttentionStats(*choice, config, shape, None, visited, cu_q, cu_k) if return_stats else None
     return Attention(result, lse, stats)
+
+
+def in_place_obstacle(pages: PagedKeys, config: LayerConfig, dtype: torch.dtype) -> str | None:
+    """Why the kernels want a copy of keys and values in the pages of a cache; None if they can read them there.
+
+    Args:
+        pages: where they lie.
+        config: of the layer.
+        dtype: of the queries.
+    """
+    if obstacle := pages.rows_obstacle(dtype):
+        return obstacle
+    if config.scores == "int8":
+        return "int8 scores are of keys that were rounded, which is a copy"
+    if pages.page_size < config.grain:
+        return f"pages have {pages.page_size} tokens, fewer than the {config.grain} of a step"
+    if config.grain == 1 and any(head.tail for head in config.heads):
+        return "a tail of single keys reads all values in their order"
+    if pages.k.shape[3] not in HEAD_DIMS:
+        return f"head_dim {pages.k.shape[3]} is filled up with zeros"
+    if config.tile.specialized:
+        k, v = pages.rows
+        if len(k) * max(k.stride(0), v.stride(0)) >= 1 << 31:
+            return "the cache has 2^31 elements or more, whose offsets need registers that the kernel does not have"
+        steps = (step * k.element_size() for cache in (k, v) for step in cache.stride()[:2])
+        if any(step % ROW_BYTES for step in (*steps, k.data_ptr(), v.data_ptr())):
+            return f"rows do not begin at multiples of {ROW_BYTES} bytes"
+    return None
 
 
 def gathered(pages: PagedKeys, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

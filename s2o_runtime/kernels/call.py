@@ -13,6 +13,7 @@ from torch import Tensor
 
 from s2o_runtime.config import HeadConfig, LayerConfig, Mode, config_obstacle
 from s2o_runtime.errors import InputError
+from s2o_runtime.pages import PageTable
 from s2o_runtime.shapes import CallShape
 
 # A head's flags: its StopRule in the bits of the first, and one bit each for the others.
@@ -58,7 +59,8 @@ class Call:
 
     scale: multiplies the scores; kv_start: int64 or int32 [B], the first key that counts, of a left-padded batch; cu_q,
     cu_k: int32 [B + 1], where packed sequences begin; softcap: bounds the scores, None for no bound; sinks: [Hq], what
-    each head attends to beside its keys, any floating type, contiguous.
+    each head attends to beside its keys, any floating type, contiguous; pages: of packed
+    sequences whose keys and values are rows of a cache, where these lie, None for others.
     """
 
     config: LayerConfig
@@ -70,6 +72,7 @@ class Call:
     cu_k: Tensor | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    pages: PageTable | None = None
 
     @property
     def cap(self) -> float:
@@ -88,6 +91,14 @@ class Call:
     def starts(self) -> dict[str, Tensor | None]:
         """The arguments KV_START, CU_Q and CU_K of a kernel."""
         return {"KV_START": self.kv_start, "CU_Q": self.cu_q, "CU_K": self.cu_k}
+
+    @property
+    def paging(self) -> dict[str, Tensor | int | None]:
+        """The arguments of a kernel for PAGED."""
+        if self.pages is None:
+            return {"PAGES": None, "page_shift": 0, "page_rows": 0, "stride_pb": 0}
+        table, shift, rows = self.pages
+        return {"PAGES": table, "page_shift": shift, "page_rows": rows, "stride_pb": table.stride(0)}
 
 
 @lru_cache(maxsize=4096)

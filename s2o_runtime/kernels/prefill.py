@@ -52,19 +52,21 @@ WORKSPACE_BYTES = 352 << 20  # of one slice; representatives and mean values of 
 
 @triton.jit(
     do_not_specialize=[
-        "q_len", "offset", "row_begin", "chunk", "segments", "rounds", "stride_cb", "stride_ch", "stride_eb",
-        "stride_eh",
+        "q_len", "offset", "row_begin", "chunk", "segments", "rounds", "page_shift", "page_rows", "stride_cb",
+        "stride_ch", "stride_eb", "stride_eh", "stride_pb",
     ]
 )  # fmt: skip
 def _prefill(
-    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, FLAGS, TURNS, SINKS,
-    K_UNIT, K_MIDDLE, qk_scale, q_len, offset, row_begin, chunk, segments, rounds,
+    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, PAGES, TAU, SEGMENT, FLAGS, TURNS,
+    SINKS, K_UNIT, K_MIDDLE, qk_scale, q_len, offset, row_begin, chunk, segments, rounds, page_shift, page_rows,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch, stride_eb, stride_eh,
+    stride_pb,
     GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     GRAIN: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr, HAS_TAIL: tl.constexpr,
     HAS_START: tl.constexpr, PACKED: tl.constexpr, HAS_LSE: tl.constexpr, ROW_MAX: tl.constexpr,
-    HAS_SINKS: tl.constexpr, CAP: tl.constexpr, INT8: tl.constexpr, HAS_TURNS: tl.constexpr, WIDE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, CAP: tl.constexpr, INT8: tl.constexpr, HAS_TURNS: tl.constexpr, PAGED: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """S2O attention of one row tile: window, prefix until the stop, tail (Algorithms 2 and 3 of the paper).
 
@@ -92,11 +94,15 @@ def _prefill(
         VISITED           int32 [B, Hq, row tiles], strides c: prefix keys that each row tile visited
         KV_START          int64 or int32 [B]: the first key that counts (HAS_START)
         CU_Q, CU_K        int32 [B + 1]: where packed sequences begin (PACKED)
+        PAGES             int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
         TAU               float32 [Hq]: the stop rule's threshold, without a unit
         SEGMENT, FLAGS    int32 [Hq]: as in `call.HeadTables`
         TURNS             int32 [Hq]: as in `call.HeadTables` (HAS_TURNS)
         K_UNIT            float32 [B, Hkv, D]: what a level of each channel of K is worth (INT8)
         K_MIDDLE          float32 [B, Hkv, D]: what keys have lost (INT8, with HAS_LSE or HAS_SINKS)
+
+    With PAGED, B counts the sequences of PACKED too, K and V are rows of a cache, T [rows, D] of each KV head, and so
+    are the entries of ORDER: the steps' first rows. `primitives.cache_rows` has page_shift and page_rows.
 
     With INT8 K is int8, and each row of Q, times the units, is rounded to int8 with a scale of its own: products are
     sums of integers (`quantisation`). What keys have lost is missing from all scores of a row alike; sinks and the
@@ -134,7 +140,10 @@ def _prefill(
     q = tl.load(q_base + offs_row * stride_ql + offs_d[None, :], mask=rows[:, None] < q_len, other=0.0)
     k_base = K + b.to(tl.int64) * stride_kb + (h // GROUP).to(tl.int64) * stride_kh
     v_base = V + b.to(tl.int64) * stride_vb + (h // GROUP).to(tl.int64) * stride_vh
-    if PACKED:
+    pages = PAGES
+    if PAGED:
+        pages += b.to(tl.int64) * stride_pb
+    elif PACKED:
         k_base += k_first.to(tl.int64) * stride_kl
         v_base += k_first.to(tl.int64) * stride_vl
 
@@ -152,7 +161,8 @@ def _prefill(
     diagonal = diagonal_start(first, position0, BN)
     m, l, acc = absorb_window(
         q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, tl.where(row0 < q_len, first, diagonal),
-        diagonal, tl.minimum(position0 + BM, kv_len), kv_len, position, BN, STAGES, CAP, INT8,
+        diagonal, tl.minimum(position0 + BM, kv_len), kv_len, position, BN, STAGES, CAP, INT8, pages, page_shift,
+        page_rows, PAGED,
     )  # fmt: skip
 
     # prefix: tiles in order, chunk by chunk
@@ -322,7 +332,8 @@ def prefill(
         rows: query rows; they begin at a multiple of every segment.
     """
     shape, tile, tables, k = call.shape, call.config.tile, call.tables, keys.rows
-    wide = shape.kv_len * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS
+    rows_apart = k.shape[2] if call.pages is not None else shape.kv_len  # what offsets of one sequence span
+    wide = rows_apart * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS
     kernel, switches, options = _prefill, {"WIDE": wide}, {"maxnreg": MAX_REGISTERS}
     if tile.specialized:
         from s2o_runtime.kernels import prefill_hopper as hopper
@@ -347,7 +358,7 @@ def prefill(
         grid,
         {
             "Q": q, "K": k, "V": v, "ORDER": ordered, "FIRST": first, "MASS": mass, "SUMS": sums,
-            "OUT": out, "LSE": lse, "VISITED": visited, **call.starts,
+            "OUT": out, "LSE": lse, "VISITED": visited, **call.starts, **call.paging,
             "TAU": tables.tau, "SEGMENT": tables.segment, "FLAGS": tables.flags, "TURNS": tables.turns,
             "SINKS": call.sinks, "K_UNIT": keys.unit, "K_MIDDLE": keys.middle,
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
@@ -361,7 +372,8 @@ def prefill(
             "STAGES": tile.num_stages, "GRAIN": call.config.grain, "EDGES": EDGES, "BUCKETS": BUCKETS,
             "HAS_TAIL": tail is not None, "HAS_START": call.padded, "PACKED": call.packed, "HAS_LSE": lse is not None,
             "ROW_MAX": call.config.row_reduce == "max", "HAS_SINKS": call.sinks is not None, "CAP": call.cap,
-            "INT8": keys.unit is not None, "HAS_TURNS": tables.turns is not None, **switches,
+            "INT8": keys.unit is not None, "HAS_TURNS": tables.turns is not None, "PAGED": call.pages is not None,
+            **switches,
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

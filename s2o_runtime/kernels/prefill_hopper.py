@@ -100,17 +100,17 @@ def _rows(
 
 @gluon.jit
 def _producer(
-    k_base, v_base, order, stride_kl, stride_vl, first, diagonal, kv_last, diagonal_tiles, near, total,
-    k_ring, v_ring, marks, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GRAIN: gl.constexpr,
-    INT8: gl.constexpr,
+    k_base, v_base, order, pages, page_shift, page_rows, stride_kl, stride_vl, first, diagonal, kv_last,
+    diagonal_tiles, near, total, k_ring, v_ring, marks, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    GRAIN: gl.constexpr, INT8: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
     """Copy the tiles of keys and values of the program into the ring: diagonal, window, prefix.
 
-    k_base, v_base: T [Lk, D], at key 0 of the sequence and KV head; order: int32 [P / GRAIN], the segment's row of
-    ORDER. first, diagonal: the window's first key and the first key of its diagonal; kv_last: the last key of the
-    sequence; diagonal_tiles, near, total: tiles of the diagonal, of diagonal and window, and of all three parts.
-    k_ring, v_ring: (buffer T [STAGES, BN, D], barriers `empty`, barriers `ready`); marks: int16 [2 * STAGES, threads],
-    by row tile and stage. With INT8 keys are int8.
+    k_base, v_base: T [Lk, D], at key 0 of the sequence and KV head, with PAGED at row 0 of the cache; order: int32 [P /
+    GRAIN], the segment's row of ORDER; pages: int32 [M], of the sequence (PAGED). first, diagonal: the window's first
+    key and the first key of its diagonal; kv_last: the last key of the sequence; diagonal_tiles, near, total: tiles of
+    the diagonal, of diagonal and window, and of all three parts. k_ring, v_ring: (buffer T [STAGES, BN, D], barriers
+    `empty`, barriers `ready`); marks: int16 [2 * STAGES, threads], by row tile and stage. With INT8 keys are int8.
     """
     # a thread holds whole steps, so it reads each entry of the order once
     EVEN: gl.constexpr = gl.BlockedLayout([1, GRAIN, 8], [256 // D, 1, D // 8], [gl.num_warps(), 1, 1], [2, 1, 0])
@@ -133,9 +133,17 @@ def _producer(
     _, k_empty, _ = k_ring
     _, v_empty, _ = v_ring
     i = 0
+    if not PAGED:
+        # 0 again, as the compiler is not to know: where the first copies wait for a maximum over the warps, or for the
+        # pages, the row tiles fall into a rhythm in which the whole is up to 12% faster (docs/results/rhythm-h200.txt)
+        THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        i = gl.minimum(gl.max(gl.full([PRODUCER_THREADS], kv_last, gl.int32, THREADS), 0), 0)
     while i < near:
         begin = gl.where(i < diagonal_tiles, diagonal + i * BN, first + (i - diagonal_tiles) * BN)
-        row = gl.minimum(begin + rows, kv_last)[:, None]
+        row = gl.minimum(begin + rows, kv_last)
+        if PAGED:  # a copy of `primitives.cache_rows`, which Gluon code cannot call
+            row = gl.load(pages + (row >> page_shift)) * page_rows + (row & ((1 << page_shift) - 1))
+        row = row[:, None]
         k_row = gl.minimum(begin + k_rows, kv_last)[:, None] if INT8 else row
         _await_free(k_ring, i, STAGES)
         _copy(k_base + k_row * stride_kl + k_offs_d, k_ring, i, STAGES)
@@ -410,19 +418,20 @@ def _consumer(
 
 @gluon.jit(
     do_not_specialize=[
-        "q_len", "offset", "row_begin", "chunk", "segments", "rounds", "stride_cb", "stride_ch", "stride_eb",
-        "stride_eh",
+        "q_len", "offset", "row_begin", "chunk", "segments", "rounds", "page_shift", "page_rows", "stride_cb",
+        "stride_ch", "stride_eb", "stride_eh", "stride_pb",
     ]
 )  # fmt: skip
 def _prefill_hopper(
-    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, TAU, SEGMENT, FLAGS, TURNS, SINKS,
-    K_UNIT, K_MIDDLE, qk_scale, q_len, offset, row_begin, chunk, segments, rounds,
+    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, PAGES, TAU, SEGMENT, FLAGS, TURNS,
+    SINKS, K_UNIT, K_MIDDLE, qk_scale, q_len, offset, row_begin, chunk, segments, rounds, page_shift, page_rows,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch, stride_eb, stride_eh,
+    stride_pb,
     GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     GRAIN: gl.constexpr, EDGES: gl.constexpr, BUCKETS: gl.constexpr, HAS_TAIL: gl.constexpr,
     HAS_START: gl.constexpr, PACKED: gl.constexpr, HAS_LSE: gl.constexpr, ROW_MAX: gl.constexpr,
-    HAS_SINKS: gl.constexpr, CAP: gl.constexpr, INT8: gl.constexpr, HAS_TURNS: gl.constexpr,
+    HAS_SINKS: gl.constexpr, CAP: gl.constexpr, INT8: gl.constexpr, HAS_TURNS: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
     """S2O attention of two row tiles: the function of `prefill._prefill`, whose arguments it has but for WIDE.
 
@@ -438,6 +447,7 @@ def _prefill_hopper(
         VISITED             int32 [B, Hq, row tiles], strides c
         KV_START            int64 or int32 [B] (HAS_START)
         CU_Q, CU_K          int32 [B + 1] (PACKED)
+        PAGES               int32 [B, M], stride p (PAGED)
         TAU                 float32 [Hq]
         SEGMENT, FLAGS      int32 [Hq]
         TURNS               int32 [Hq] (HAS_TURNS)
@@ -524,7 +534,10 @@ def _prefill_hopper(
     visited_base = VISITED + b * stride_cb + h * stride_ch + row0 // BM
     k_base = K + b * stride_kb + kv_head * stride_kh
     v_base = V + b * stride_vb + kv_head * stride_vh
-    if PACKED:
+    pages = PAGES
+    if PAGED:
+        pages += b * stride_pb
+    elif PACKED:
         k_base += k_first.to(gl.int64) * stride_kl
         v_base += k_first.to(gl.int64) * stride_vl
     of_slice = (n - row_begin // gl.maximum(segment, 1)).to(gl.int64)  # the segment's number in the slice
@@ -559,8 +572,8 @@ def _prefill_hopper(
             (
                 _producer,
                 (
-                    k_base, v_base, order, stride_kl, stride_vl, first, diagonal, kv_len - 1, diagonal_tiles, near,
-                    total, k_ring, v_ring, marks, D, BN, STAGES, GRAIN, INT8,
+                    k_base, v_base, order, pages, page_shift, page_rows, stride_kl, stride_vl, first, diagonal,
+                    kv_len - 1, diagonal_tiles, near, total, k_ring, v_ring, marks, D, BN, STAGES, GRAIN, INT8, PAGED,
                 ),
             ),
         ],

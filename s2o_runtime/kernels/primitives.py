@@ -76,6 +76,16 @@ def sequence(b, CU_Q, CU_K, q_len, offset, PACKED: tl.constexpr):
 
 
 @triton.jit
+def cache_rows(keys, pages, page_shift, page_rows):
+    """The rows of a paged k and v that hold these keys of a sequence.
+
+    keys: integers, keys that the sequence has; pages: pointer to int32 [M], its pages; page_shift: log2 of a page's
+    keys; page_rows: rows from one page to the next.
+    """
+    return tl.load(pages + (keys >> page_shift)) * page_rows + (keys & ((1 << page_shift) - 1))
+
+
+@triton.jit
 def window_start(n, segment, offset, start, BN: tl.constexpr):
     """The first key of the window of segment n, so that the prefix before it is a whole number of tiles.
 
@@ -191,24 +201,38 @@ def absorb_or_skip(
 def absorb_window(
     q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, first, diagonal, end, kv_len, position,
     BN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr = 0.0, INT8: tl.constexpr = False,
+    pages=None, page_shift=0, page_rows=0, PAGED: tl.constexpr = False,
 ):  # fmt: skip
     """The dense window of a row tile (Algorithm 2): keys first .. diagonal without a mask, diagonal .. end with one.
 
-    q: [BM, D]; k_base, v_base: pointers to key 0 of the head; position: int32 [BM], the last key that each row sees;
-    CAP, INT8: as for `absorb`. Returns m, l and acc as it does.
+    q: [BM, D]; k_base, v_base: pointers to key 0 of the head, with PAGED to row 0 of the cache; position: int32 [BM],
+    the last key that each row sees; CAP, INT8: as for `absorb`; pages, page_shift, page_rows: as for `cache_rows`, with
+    PAGED. Returns m, l and acc as `absorb` does.
     """
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, q.shape[1])
     k_tile = k_base + offs_n[None, :] * stride_kl + offs_d[:, None]
     v_tile = v_base + offs_n[:, None] * stride_vl + offs_d[None, :]
     for j in tl.range(first, diagonal, BN, num_stages=STAGES):
-        k = tl.load(k_tile + j * stride_kl)
-        v = tl.load(v_tile + j * stride_vl)
+        if PAGED:
+            row = cache_rows(j + offs_n, pages, page_shift, page_rows)
+            k = tl.load(k_base + row[None, :] * stride_kl + offs_d[:, None])
+            v = tl.load(v_base + row[:, None] * stride_vl + offs_d[None, :])
+        else:
+            k = tl.load(k_tile + j * stride_kl)
+            v = tl.load(v_tile + j * stride_vl)
         m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, True, False, CAP=CAP, INT8=INT8)
     for j in tl.range(diagonal, end, BN, num_stages=1):
         keys = j + offs_n
-        k = tl.load(k_tile + j * stride_kl, mask=keys[None, :] < kv_len, other=0)
-        v = tl.load(v_tile + j * stride_vl, mask=keys[:, None] < kv_len, other=0.0)
+        if PAGED:
+            row = cache_rows(tl.minimum(keys, kv_len - 1), pages, page_shift, page_rows)
+            k_at = k_base + row[None, :] * stride_kl + offs_d[:, None]
+            v_at = v_base + row[:, None] * stride_vl + offs_d[None, :]
+        else:
+            k_at = k_tile + j * stride_kl
+            v_at = v_tile + j * stride_vl
+        k = tl.load(k_at, mask=keys[None, :] < kv_len, other=0)
+        v = tl.load(v_at, mask=keys[:, None] < kv_len, other=0.0)
         visible = keys[None, :] <= position[:, None]
         m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, visible, True, CAP=CAP, INT8=INT8)
     return m, l, acc

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.primitives import TAIL, sequence, window_start
+from s2o_runtime.kernels.primitives import TAIL, cache_rows, sequence, window_start
 from s2o_runtime.kernels.rank.order import BUCKETS, Ranked
 
 EDGES = 16  # of the order's buckets every second one
@@ -47,19 +47,23 @@ class Tail(NamedTuple):
     values: Tensor
 
 
-@triton.jit(do_not_specialize=["kv_len", "steps"])
+@triton.jit(do_not_specialize=["kv_len", "steps", "page_shift", "page_rows", "stride_pb"])
 def _pool(
-    V, POOLED, KV_START, CU_K, kv_len, steps, stride_vb, stride_vh, stride_vl,
+    V, POOLED, KV_START, CU_K, PAGES, kv_len, steps, page_shift, page_rows,
+    stride_vb, stride_vh, stride_vl, stride_pb,
     D: tl.constexpr, GRAIN: tl.constexpr, ROWS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+    PAGED: tl.constexpr,
 ):  # fmt: skip
     """POOLED[b, h, g] = the mean value of the GRAIN keys of step g; steps are counted from the first key that counts.
 
-    Programs: (steps / ROWS, Hkv, B). T is the input type.
+    Programs: (steps / ROWS, Hkv, B). T is the input type. With PAGED V is rows of a cache, T [rows, D] of each KV head;
+    `primitives.cache_rows` has page_shift and page_rows.
 
         V                   T [B, Hkv, Lk, D], strides v
         POOLED              T [B, Hkv, steps, D]
         KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
         CU_K                int32 [B + 1]: where packed sequences begin (PACKED)
+        PAGES               int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
     """
     h = tl.program_id(1)
     b = tl.program_id(2)
@@ -74,7 +78,10 @@ def _pool(
     total = tl.zeros([ROWS, D], tl.float32)
     for i in tl.static_range(GRAIN):
         t = start + step * GRAIN + i
-        rows = base + (k_first + t)[:, None].to(tl.int64) * stride_vl
+        row = k_first + t
+        if PAGED:
+            row = cache_rows(tl.where(t < kv_len, t, 0), PAGES + b.to(tl.int64) * stride_pb, page_shift, page_rows)
+        rows = base + row[:, None].to(tl.int64) * stride_vl
         total += tl.load(rows + offs_d[None, :], mask=t[:, None] < kv_len, other=0.0).to(tl.float32)
     out = POOLED + ((b * tl.num_programs(1) + h).to(tl.int64) * steps + step[:, None]) * D
     tl.store(out + offs_d[None, :], (total / GRAIN).to(POOLED.dtype.element_ty), mask=step[:, None] < steps)
@@ -180,11 +187,12 @@ def pooled_values(v: Tensor, call: Call) -> Tensor:
         _pool,
         (-(-steps // POOL_STEPS), shape.kv_heads, shape.batch),
         {
-            "V": v, "POOLED": out, "KV_START": call.kv_start, "CU_K": call.cu_k, "kv_len": shape.kv_len,
+            "V": v, "POOLED": out, "KV_START": call.kv_start, "CU_K": call.cu_k, **call.paging, "kv_len": shape.kv_len,
             "steps": steps, **strides("bhl", v=v),
         },
         {
             "D": shape.head_dim, "GRAIN": grain, "ROWS": POOL_STEPS, "HAS_START": call.padded, "PACKED": call.packed,
+            "PAGED": call.pages is not None,
         },
         num_warps=POOL_WARPS,
     )  # fmt: skip

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from s2o_runtime import LayerConfig, TileConfig, s2o_attention_paged, s2o_attention_varlen
+from s2o_runtime import HeadConfig, LayerConfig, TileConfig, s2o_attention_paged, s2o_attention_varlen
+from s2o_runtime.attention import paged as paged_op
+from s2o_runtime.attention.paged import gathered
 from s2o_runtime.kernels.pages import gather_pages
 from s2o_runtime.pages import PagedKeys, packed_starts
 from s2o_runtime.reference.pages import gather_pages_reference
@@ -45,17 +47,30 @@ def test_keys_of_eight_bits_are_scaled(cache, scales, nan_filled):
         assert torch.equal(ours, reference)
 
 
+HEADS = {
+    "alike": (HeadConfig(tau=0.5, segment=128, representatives=8, tail=True),) * 8,
+    "some dense": (
+        *(HeadConfig(tau=0.5, segment=256, tail=True),) * 3,
+        *(HeadConfig(mode="dense"),) * 2,
+        *(HeadConfig(tau=5.0, segment=128, representatives=32),) * 3,
+    ),
+}
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("tile", [TileConfig(64, 64, 2, 4, 2), HOPPER], ids=str)
-def test_pages_change_nothing(tile, name, nan_filled):
-    """Bit for bit: the kernels read the same numbers, wherever they lie."""
+@pytest.mark.parametrize(("heads", "page_size"), [("alike", 16), ("some dense", 64), ("alike", 48)])
+def test_pages_change_nothing(tile, name, heads, page_size, nan_filled, monkeypatch):
+    """Bit for bit: the kernels read the same numbers, wherever they lie; in pages of 48 they want a copy."""
     if tile.specialized and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs an sm_90 GPU")
-    config = LayerConfig.uniform(8, tau=0.5, segment=128, representatives=8, tail=True, grain=4, tile=tile)
+    copies = []
+    monkeypatch.setattr(paged_op, "gathered", lambda *pages: copies.append(pages) or gathered(*pages))
+    config = LayerConfig(HEADS[heads], grain=4, tile=tile)
     k, v = keys(2, 128, torch.bfloat16)
     q = torch.randn(sum(QUERIES), 8, 128, device="cuda", dtype=torch.bfloat16)
     cu_q = packed_starts(torch.tensor(QUERIES, dtype=torch.int32)).cuda()
-    *caches, table, cu_k = paged(k, v, LENGTHS, 16, name)
+    *caches, table, cu_k = paged(k, v, LENGTHS, page_size, name)
     for _ in range(3):  # compiled, recorded, replayed
         out = torch.full_like(q, float("nan"))
         ours = s2o_attention_paged(
@@ -68,3 +83,4 @@ def test_pages_change_nothing(tile, name, nan_filled):
         )
         assert torch.equal(out, expected.out)
         assert torch.equal(ours.lse, expected.lse)
+    assert bool(copies) == (page_size == 48)

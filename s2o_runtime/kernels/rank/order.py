@@ -18,7 +18,7 @@ from torch import Tensor
 from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.primitives import sequence, window_start
+from s2o_runtime.kernels.primitives import cache_rows, sequence, window_start
 
 ORDER_WARPS = 4
 SAMPLES = 512  # with 256 or 1024 heads visit about as much; sorting 1024 took up to a third of the kernel's time
@@ -118,27 +118,35 @@ def _count_one(s, step, prefix, highest, per_bin, table, count, BUCKETS: tl.cons
 
 @triton.jit
 def _write_one(
-    s, step, prefix, highest, per_bin, table, base, order, start, GRAIN: tl.constexpr, BUCKETS: tl.constexpr,
-    PORTABLE: tl.constexpr,
+    s, step, prefix, highest, per_bin, table, base, order, start, pages, page_shift, page_rows, GRAIN: tl.constexpr,
+    BUCKETS: tl.constexpr, PORTABLE: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Write the first keys of the steps `step` [W, 32], whose scores are s, into the order; returns the new base."""
+    """Write the first keys of the steps `step` [W, 32], whose scores are s, into the order; returns the new base.
+
+    With PAGED it gets the keys' rows in the cache.
+    """
     inside = step < prefix
     rank, base = _rank(_bucket_of(s, highest, per_bin, table, inside, BUCKETS), base, BUCKETS, PORTABLE)
-    tl.store(order + rank, start + step * GRAIN, mask=inside)
+    first = start + step * GRAIN
+    if PAGED:
+        first = cache_rows(tl.where(inside, first, 0), pages, page_shift, page_rows)
+    tl.store(order + rank, first, mask=inside)
     return base
 
 
-@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end"])
+@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "page_shift", "page_rows", "stride_pb"])
 def _order(
-    SCORE, ORDER, FIRST, EDGE, SHARE_OF_RANK, KV_START, CU_Q, CU_K, SEGMENT, q_len, offset, row_begin, rows_end,
-    stride_sb, stride_sh, stride_sn, stride_ib, stride_ih, stride_in,
+    SCORE, ORDER, FIRST, EDGE, SHARE_OF_RANK, KV_START, CU_Q, CU_K, PAGES, SEGMENT,
+    q_len, offset, row_begin, rows_end, page_shift, page_rows,
+    stride_sb, stride_sh, stride_sn, stride_ib, stride_ih, stride_in, stride_pb,
     SAMPLES: tl.constexpr, BUCKETS: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr, GRAIN: tl.constexpr,
-    HAS_TAIL: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, PORTABLE: tl.constexpr,
+    HAS_TAIL: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, PORTABLE: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """ORDER[b, h, n] = the steps of the prefix of segment n of the slice by falling bucket: their first keys.
 
     Programs: (segments of the slice, the last ones first; Hq; B). N' counts the segments of the slice of rows
-    row_begin .. rows_end. Only a prefix's entries are read and written.
+    row_begin .. rows_end. Only a prefix's entries are read and written. With PAGED it has the rows of those keys in the
+    cache, of whose pages a step lies in one; `primitives.cache_rows` has page_shift and page_rows.
 
         SCORE               float16 [B, Hq, N', P / GRAIN], strides s: as `scores._scores` wrote it
         ORDER               int32 [B, Hq, N', P / GRAIN], strides i
@@ -147,6 +155,7 @@ def _order(
         SHARE_OF_RANK       float32 [BUCKETS]: as `bucket_shares` gives it
         KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
         CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        PAGES               int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
         SEGMENT             int32 [Hq]: queries of a segment, 0 for a head without a prefix
 
     A counting sort: every warp owns a stretch of the row, every lane a step of a vector of 32 and one bucket, so a few
@@ -166,6 +175,7 @@ def _order(
     if (segment > 0) & (row_begin + n * segment < tl.minimum(rows_end, q_len)) & (prefix > 0):
         score = SCORE + b.to(tl.int64) * stride_sb + h.to(tl.int64) * stride_sh + n.to(tl.int64) * stride_sn
         order = ORDER + b.to(tl.int64) * stride_ib + h.to(tl.int64) * stride_ih + n.to(tl.int64) * stride_in
+        pages = PAGES + b.to(tl.int64) * stride_pb
 
         # edges: sampled quantiles at geometric ranks
         every = tl.cdiv(prefix, SAMPLES)  # rounded up, so that the sample reaches the last keys, which matter most
@@ -219,15 +229,77 @@ def _order(
         for t in range(0, stretch, TURN):
             n0, n1, n2, n3 = _four(score, mine + t + TURN, prefix)
             step = mine + t
-            base = _write_one(s0, step, prefix, highest, per_bin, table, base, order, start, GRAIN, BUCKETS, PORTABLE)
             base = _write_one(
-                s1, step + 1, prefix, highest, per_bin, table, base, order, start, GRAIN, BUCKETS, PORTABLE
+                s0,
+                step,
+                prefix,
+                highest,
+                per_bin,
+                table,
+                base,
+                order,
+                start,
+                pages,
+                page_shift,
+                page_rows,
+                GRAIN,
+                BUCKETS,
+                PORTABLE,
+                PAGED,
             )
             base = _write_one(
-                s2, step + 2, prefix, highest, per_bin, table, base, order, start, GRAIN, BUCKETS, PORTABLE
+                s1,
+                step + 1,
+                prefix,
+                highest,
+                per_bin,
+                table,
+                base,
+                order,
+                start,
+                pages,
+                page_shift,
+                page_rows,
+                GRAIN,
+                BUCKETS,
+                PORTABLE,
+                PAGED,
             )
             base = _write_one(
-                s3, step + 3, prefix, highest, per_bin, table, base, order, start, GRAIN, BUCKETS, PORTABLE
+                s2,
+                step + 2,
+                prefix,
+                highest,
+                per_bin,
+                table,
+                base,
+                order,
+                start,
+                pages,
+                page_shift,
+                page_rows,
+                GRAIN,
+                BUCKETS,
+                PORTABLE,
+                PAGED,
+            )
+            base = _write_one(
+                s3,
+                step + 3,
+                prefix,
+                highest,
+                per_bin,
+                table,
+                base,
+                order,
+                start,
+                pages,
+                page_shift,
+                page_rows,
+                GRAIN,
+                BUCKETS,
+                PORTABLE,
+                PAGED,
             )
             s0, s1, s2, s3 = n0, n1, n2, n3
 
@@ -269,14 +341,14 @@ def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None)
         (scores.shape[2], shape.query_heads, shape.batch),
         {
             "SCORE": scores, "ORDER": out, "FIRST": first, "EDGE": edge,
-            "SHARE_OF_RANK": bucket_shares(scores.device), **call.starts, "SEGMENT": call.tables.segment,
+            "SHARE_OF_RANK": bucket_shares(scores.device), **call.starts, **call.paging, "SEGMENT": call.tables.segment,
             "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start, "rows_end": rows.stop,
             **strides("bhn", s=scores, i=out),
         },
         {
             "SAMPLES": SAMPLES, "BUCKETS": BUCKETS, "WARPS": ORDER_WARPS, "BN": call.config.tile.block_n,
             "GRAIN": call.config.grain, "HAS_TAIL": call.tables.tail, "HAS_START": call.padded, "PACKED": call.packed,
-            "PORTABLE": portable,
+            "PORTABLE": portable, "PAGED": call.pages is not None,
         },
         num_warps=ORDER_WARPS,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from s2o_runtime.devices import capability
 from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.keys import Keys
 from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.primitives import MAX_REGISTERS, capped, sequence, window_start
+from s2o_runtime.kernels.primitives import MAX_REGISTERS, cache_rows, capped, sequence, window_start
 from s2o_runtime.kernels.rank.means import Representatives
 
 LOG_SUM_KEYS = 64
@@ -31,12 +31,12 @@ SCORE_LIMIT = 60000.0  # float16 holds it; -inf marks no step
 ROW_ALIGNMENT = 16
 
 
-@triton.jit(do_not_specialize=["q_len", "offset", "parts"])
+@triton.jit(do_not_specialize=["q_len", "offset", "parts", "page_shift", "page_rows", "stride_pb"])
 def _log_sums(
-    REP, K, LOG_SUM, KV_START, CU_Q, CU_K, SEGMENT, PART, REP_SCALE, q_len, offset, parts,
-    stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl,
+    REP, K, LOG_SUM, KV_START, CU_Q, CU_K, PAGES, SEGMENT, PART, REP_SCALE, q_len, offset, parts, page_shift, page_rows,
+    stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl, stride_pb,
     GROUP: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr,
-    SAMPLE: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, INT8: tl.constexpr,
+    SAMPLE: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, INT8: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """LOG_SUM[b, h, n] = log-sum-exp in base 2 of part n's scores with its prefix, from about SAMPLE keys of all.
 
@@ -49,10 +49,12 @@ def _log_sums(
         LOG_SUM             float32 [B, Hq, parts]
         KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
         CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        PAGES               int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
         SEGMENT, PART       int32 [Hq]: queries of a segment and of a part, 0 for a head without a prefix
         REP_SCALE           float32 [B, Hq, parts]: as `_representatives` wrote it (INT8)
 
-    With INT8 REP and K are int8.
+    With INT8 REP and K are int8. With PAGED K is rows of a cache, T [rows, D] of each KV head; `primitives.cache_rows`
+    has page_shift and page_rows.
     """
     # long prefixes first
     n = (tl.num_programs(0) - 1 - tl.program_id(0)) * BR + tl.arange(0, BR)
@@ -80,8 +82,11 @@ def _log_sums(
         l = tl.zeros([BR, BK], tl.float32)
         for t0 in range(start, last, BK * every):
             t = t0 + tl.arange(0, BK) * every
+            row = k_first + t
+            if PAGED:
+                row = cache_rows(tl.minimum(t, last - 1), PAGES + b.to(tl.int64) * stride_pb, page_shift, page_rows)
             k = tl.load(
-                key + (k_first + t)[None, :].to(tl.int64) * stride_kl + offs_d[:, None],
+                key + row[None, :].to(tl.int64) * stride_kl + offs_d[:, None],
                 mask=t[None, :] < last,
                 other=0,
             )
@@ -112,14 +117,16 @@ def _together(s, WARPS: tl.constexpr, GRAIN: tl.constexpr):
     return tl.reshape(parted, [32 * WARPS // GRAIN, GRAIN, BS])
 
 
-@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "parts"])
+@triton.jit(
+    do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "parts", "page_shift", "page_rows", "stride_pb"]
+)
 def _scores(
-    REP, K, LOG_SUM, SCORE, KV_START, CU_Q, CU_K, SEGMENT, REPRESENTATIVES, REP_SCALE,
-    limit, q_len, offset, row_begin, rows_end, parts,
-    stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl, stride_sb, stride_sh, stride_sn,
+    REP, K, LOG_SUM, SCORE, KV_START, CU_Q, CU_K, PAGES, SEGMENT, REPRESENTATIVES, REP_SCALE,
+    limit, q_len, offset, row_begin, rows_end, parts, page_shift, page_rows,
+    stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl, stride_sb, stride_sh, stride_sn, stride_pb,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BS: tl.constexpr, WARPS: tl.constexpr,
     BN: tl.constexpr, GRAIN: tl.constexpr, CAP: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
-    INT8: tl.constexpr,
+    INT8: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """SCORE[b, h, n, g] = the logarithm in base 2 of what step g of the prefix weighs for segment n of the slice.
 
@@ -135,13 +142,15 @@ def _scores(
         SCORE               float16 [B, Hq, N', P / GRAIN], strides s
         KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
         CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        PAGES               int32 [B, M], stride p: as for `_log_sums` (PAGED)
         SEGMENT             int32 [Hq]: queries of a segment, 0 for a head without a prefix
         REPRESENTATIVES     int32 [Hq]: parts of a segment
         REP_SCALE           float32 [B, Hq, parts]: as `_representatives` wrote it (INT8)
 
-    With INT8 REP and K are int8. The rows of the product with the keys are keys in such an order that the keys of a
-    step belong to one thread, which adds them up without a shuffle: of 32 * WARPS rows, written [2, WARPS, 2, 8], a
-    thread holds those that differ in the two dimensions of 2. Hence one layout for each GRAIN.
+    With INT8 REP and K are int8; with PAGED K is as for `_log_sums`. The rows of the product with the keys are keys in
+    such an order that the keys of a step belong to one thread, which adds them up without a shuffle: of 32 * WARPS
+    rows, written [2, WARPS, 2, 8], a thread holds those that differ in the two dimensions of 2. Hence one layout for
+    each GRAIN.
     """
     BK: tl.constexpr = 32 * WARPS
     block = tl.program_id(0)
@@ -169,8 +178,11 @@ def _scores(
         else:
             t = t0 + warp_lane // 2 * 8 + lane % 2 * 4 + high * 2 + low
         key = K + b.to(tl.int64) * stride_kb + (head // GROUP).to(tl.int64) * stride_kh
+        key_row = k_first + t
+        if PAGED:
+            key_row = cache_rows(tl.minimum(t, kv_len - 1), PAGES + b.to(tl.int64) * stride_pb, page_shift, page_rows)
         k = tl.load(
-            key + (k_first + t)[:, None].to(tl.int64) * stride_kl + offs_d[None, :], mask=t[:, None] < kv_len, other=0
+            key + key_row[:, None].to(tl.int64) * stride_kl + offs_d[None, :], mask=t[:, None] < kv_len, other=0
         )
         step = block * (BK // GRAIN) + tl.arange(0, BK // GRAIN)
         for member in range(HEADS):
@@ -233,7 +245,7 @@ def log_sums(representative: Representatives, keys: Keys, call: Call) -> Tensor:
         _log_sums,
         (-(-out.shape[2] // rows), shape.query_heads, shape.batch),
         {
-            "REP": r, "K": k, "LOG_SUM": out, **call.starts, "SEGMENT": call.tables.segment,
+            "REP": r, "K": k, "LOG_SUM": out, **call.starts, **call.paging, "SEGMENT": call.tables.segment,
             "PART": call.tables.part, "REP_SCALE": r_scale, "q_len": shape.q_len, "offset": shape.offset,
             "parts": out.shape[2],
             **strides("bhn", r=r), **strides("bhl", k=k),
@@ -241,7 +253,7 @@ def log_sums(representative: Representatives, keys: Keys, call: Call) -> Tensor:
         {
             "GROUP": shape.group, "D": shape.head_dim, "BR": rows, "BK": LOG_SUM_KEYS, "BN": call.config.tile.block_n,
             "CAP": call.cap, "SAMPLE": LOG_SUM_SAMPLE, "HAS_START": call.padded, "PACKED": call.packed,
-            "INT8": r_scale is not None,
+            "INT8": r_scale is not None, "PAGED": call.pages is not None,
         },
         num_warps=LOG_SUM_WARPS,
     )  # fmt: skip
@@ -276,7 +288,7 @@ def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Ca
             _scores,
             (-(-longest // (32 * warps)) or 1, shape.query_heads // heads, shape.batch),
             {
-                "REP": r, "K": k, "LOG_SUM": log_sum, "SCORE": scores, **call.starts,
+                "REP": r, "K": k, "LOG_SUM": log_sum, "SCORE": scores, **call.starts, **call.paging,
                 "SEGMENT": tables.segment, "REPRESENTATIVES": tables.representatives, "REP_SCALE": r_scale,
                 "limit": SCORE_LIMIT,
                 "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start, "rows_end": rows.stop,
@@ -286,7 +298,7 @@ def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Ca
             {
                 "GROUP": shape.group, "HEADS": heads, "D": shape.head_dim, "R": count, "BS": at_once, "WARPS": warps,
                 "BN": call.config.tile.block_n, "GRAIN": grain, "CAP": call.cap, "HAS_START": call.padded,
-                "PACKED": call.packed, "INT8": r_scale is not None,
+                "PACKED": call.packed, "INT8": r_scale is not None, "PAGED": call.pages is not None,
             },
             num_warps=warps,
             num_stages=SCORE_STAGES,
