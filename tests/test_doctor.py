@@ -531,7 +531,7 @@ def test_what_does_not_fit_is_bad_input(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
     code, sections = doctor(capsys, "--profile", PROFILE, "--model", tmp_path)
     assert code == BAD_INPUT
-    assert "layers 4 instead of 6" in sections["profile"]["model"]["advice"]
+    assert "4 layers where the profile has 6" in sections["profile"]["model"]["advice"]
 
     code, sections = doctor(capsys, "--profile", ROOT / "README.md", "--model", "no/such")
     assert code == BAD_INPUT

@@ -142,7 +142,7 @@ def test_layers_alike_but_for_their_segments_are_compiled_each(monkeypatch):
 
 
 def test_a_profile_that_does_not_fit_ends_the_start():
-    with pytest.raises(ProfileError, match="the served model has layers 7 instead of 6"):
+    with pytest.raises(ProfileError, match="the served model has 7 layers where the profile has 6"):
         Server(Settings(DEMO), site(model=demo_sizes() | {"num_hidden_layers": 7}))
     with pytest.raises(ProfileError, match="8 query heads cannot be shared by 3 ranks"):
         Server(Settings(DEMO), site(model=demo_sizes(), rank=Rank(0, 3)))
