@@ -24,6 +24,7 @@ SAMPLES_PER_TENSOR = 64
 RANDOM = "random-"  # how the fingerprint of random weights starts
 ROPE = "+rope-"  # between the hash of the weights and that of the RoPE parameters in a fingerprint
 PACKED, SCALES = frozenset({"qweight", "qzeros"}), "scales"  # buffers of a linear layer in GPTQ's and AWQ's formats
+COUNTED = ("layers", "query_heads", "kv_heads")  # fields of a geometry
 PLAIN_ROPE = "default"  # what transformers calls RoPE without scaling
 
 
@@ -79,13 +80,29 @@ class Geometry:
         numbers, others = values.pop("layer_numbers"), values.pop("others")
         return values | ({"layer_numbers": list(numbers), "other_layers": dict(others)} if numbers else {})
 
-    def difference(self, other: Geometry) -> str | None:
-        """The first field that differs, in words, or None."""
+    def difference(self, profiled: Geometry) -> str | None:
+        """What a model has first that a profile's geometry has not, to follow "has"; None if they are the same.
+
+        Args:
+            profiled: the geometry in the profile.
+        """
         for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            mine, theirs = getattr(self, field.name), getattr(profiled, field.name)
             if mine != theirs:
-                return f"{field.name.replace('_', ' ')} {mine} instead of {theirs}"
+                return _in_words(field.name, mine, theirs)
         return None
+
+
+def _in_words(name: str, mine: Any, theirs: Any) -> str:
+    """A field of a geometry in which a model differs from a profile: "6 layers where the profile has 30"."""
+    if name == "layer_numbers":
+        mine, theirs = (f"layers {', '.join(map(str, numbers))}" if numbers else "all" for numbers in (mine, theirs))
+        return f"full attention in {mine} where the profile has it in {theirs}"
+    if name == "others":
+        mine, theirs = (", ".join(f"{count} {kind}" for kind, count in others) or "none" for others in (mine, theirs))
+        return f"layers of other kinds ({mine}) where the profile has others ({theirs})"
+    label = name.replace("_", " ").replace("kv", "KV")
+    return f"{f'{mine} {label}' if name in COUNTED else f'{label} {mine}'} where the profile has {theirs}"
 
 
 def geometry(config: Any) -> Geometry:

@@ -26,7 +26,8 @@ from s2o_runtime.doctor.findings import Finding, Section, as_json, as_text, exit
 from s2o_runtime.reference import attention
 from s2o_runtime.reference.dense import dense_attention, exact_attention
 from s2o_runtime.serving.fit import ProfileFit, Rank
-from s2o_runtime.vllm import compat
+from s2o_runtime.sglang import compat as sglang_compat
+from s2o_runtime.vllm import compat as vllm_compat
 
 ROOT = Path(__file__).parent.parent
 PROFILE = ROOT / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
@@ -100,7 +101,8 @@ def test_nothing_heavy_is_imported_for_the_flags_and_no_host_for_a_run():
     program = (
         "import sys\nfrom s2o_runtime.doctor.command import main, parser\nparser()\nflags = set(sys.modules)\n"
         "code = main(['--device', 'cpu', '--profile', sys.argv[1]])\n"
-        "print(code, 'torch' in flags, sorted({'transformers', 'vllm', 'calibrate', 'rich'} & set(sys.modules)))"
+        "heavy = {'transformers', 'vllm', 'sglang', 'calibrate', 'rich'}\n"
+        "print(code, 'torch' in flags, sorted(heavy & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", program, str(PROFILE)], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "0 False []"
@@ -178,23 +180,69 @@ def test_a_missing_compiler_is_a_note(monkeypatch, tmp_path):
     assert "CC names mycc" in next(environment.compiler()).advice
 
 
-def test_vllm_is_known_by_its_sources_alone(tmp_path, monkeypatch):
-    spec = SimpleNamespace(origin=str(tmp_path / "vllm" / "__init__.py"))
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "vllm" else find_spec(name))
-    monkeypatch.setattr(environment, "installed", {"vllm": "0.33.0"}.get)
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    unknown = environment.vllm_installation()
-    assert unknown.advice.startswith("S2O does not know it (its sources are not as expected: ")
+@pytest.fixture
+def installation_of(tmp_path, monkeypatch):
+    """Makes it look as if a server were installed whose sources are no file at all; gives what finds it."""
+    real = importlib.util.find_spec
 
-    monkeypatch.setattr(compat, "interface_obstacle", lambda folder: None)
-    monkeypatch.setattr(environment.metadata, "entry_points", lambda group: [])
-    assert "does not find S2O's plugin" in environment.vllm_installation().advice
-    monkeypatch.setattr(environment.metadata, "entry_points", lambda group: [SimpleNamespace(name="s2o")])
-    assert environment.vllm_installation().verdict == "ok"
-    monkeypatch.setenv("VLLM_PLUGINS", "other")
-    assert environment.vllm_installation().advice == "VLLM_PLUGINS is 'other', which leaves S2O out: add s2o"
-    assert "vllm" not in sys.modules
+    def make(name, version):
+        spec = SimpleNamespace(origin=str(tmp_path / name / "__init__.py"))
+        monkeypatch.setattr(importlib.util, "find_spec", lambda package: spec if package == name else real(package))
+        monkeypatch.setattr(environment, "installed", {name: version}.get)
+        return getattr(environment, f"{name}_installation")
+
+    return make
+
+
+SERVERS = pytest.mark.parametrize(
+    ("name", "compat", "group", "variable", "sources"),
+    [
+        ("vllm", vllm_compat, "vllm.general_plugins", "VLLM_PLUGINS", "vllm"),
+        ("sglang", sglang_compat, "sglang.srt.plugins", "SGLANG_PLUGINS", "sglang/srt"),
+    ],
+)
+
+
+@SERVERS
+def test_a_server_is_known_by_its_sources_alone(
+    name, compat, group, variable, sources, installation_of, tmp_path, monkeypatch
+):
+    installation = installation_of(name, "0.33.0")
+    monkeypatch.delenv(variable, raising=False)
+    unknown = installation()
+    assert unknown.name == name
+    assert unknown.advice.startswith("S2O does not know it (its sources are not as expected: ")
+    assert str(tmp_path / sources) in unknown.advice
+    assert unknown.advice.endswith(f"use one of {', '.join(compat.READ)}")
+
+    looked_at, plugins = [], []
+    monkeypatch.setattr(compat, "interface_obstacle", looked_at.append)
+    entry_points = {group: plugins}
+    monkeypatch.setattr(environment.metadata, "entry_points", lambda group: entry_points.get(group, []))
+    assert "does not find S2O's plugin" in installation().advice
+    plugins.append(SimpleNamespace(name="s2o"))
+    assert installation() == Finding(name, "0.33.0, its interface is known and S2O is its plugin")
+    assert set(looked_at) == {tmp_path / sources}
+    monkeypatch.setenv(variable, "other")
+    assert installation().advice == f"{variable} is 'other', which leaves S2O out: add s2o"
+    assert name not in sys.modules
+
+
+def test_the_servers_are_named_whether_or_not_they_are_here(monkeypatch):
+    monkeypatch.setenv("S2O_SETTINGS", '{"profile": "p"}')
+    findings = environment.environment(wants_gpu=False)
+    assert {"vllm", "sglang"} <= set(by_name(findings))
+    assert Finding("variable", 'S2O_SETTINGS={"profile": "p"}') in findings
+
+
+def test_servers_are_looked_at_without_torch():
+    """It is the environment that a user without torch is shown."""
+    program = (
+        "import sys\nsys.modules['torch'] = None\nfrom s2o_runtime.doctor.environment import environment\n"
+        "print(*(finding.name for finding in environment()))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert {"torch", "vllm", "sglang"} <= set(run.stdout.split())
 
 
 # devices
@@ -483,7 +531,7 @@ def test_what_does_not_fit_is_bad_input(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
     code, sections = doctor(capsys, "--profile", PROFILE, "--model", tmp_path)
     assert code == BAD_INPUT
-    assert "layers 4 instead of 6" in sections["profile"]["model"]["advice"]
+    assert "4 layers where the profile has 6" in sections["profile"]["model"]["advice"]
 
     code, sections = doctor(capsys, "--profile", ROOT / "README.md", "--model", "no/such")
     assert code == BAD_INPUT

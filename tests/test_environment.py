@@ -120,7 +120,7 @@ def test_a_model_that_does_not_fit_is_dense_and_says_so_once(named, caplog):
     with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
         for _ in range(2):
             torch.testing.assert_close(other(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-4)
-    reason = "the profile of tiny does not fit this model: it has layers 3 instead of 2"
+    reason = "the profile of tiny does not fit this model: it has 3 layers where the profile has 2"
     assert [record.getMessage() for record in caplog.records] == [f"S2O_PROFILE: {reason}; it stays dense"]
     assert {(row["path"], row["reason"], row["calls"]) for row in explain(other)} == {("dense", reason, 2)}
 
@@ -282,7 +282,7 @@ def test_other_models_are_untouched(name, named, caplog):
     assert not environment.adopted
     reasons = {
         "encoder-decoder": "a model of type 't5' is an encoder with a decoder",
-        "another-architecture": "it has architecture qwen2 instead of llama",
+        "another-architecture": "it has architecture qwen2 where the profile has llama",
         "soft-capped": "the model caps its attention scores",
     }  # the sliding one has no layer that S2O could be for
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

@@ -189,7 +189,7 @@ def test_a_profile_of_another_model_is_refused(eager, tmp_path):
     layer = LayerConfig.uniform(2, segment=64, tile=TileConfig(64, 32, 1, 4, 1))
     other = dataclasses.replace(made, geometry=narrower, layers=((layer,) * 2,) * 2)
     save_profile(other, tmp_path / "other.safetensors")
-    with pytest.raises(ProfileError, match="it has query heads 4 instead of 2"):
+    with pytest.raises(ProfileError, match="it has 4 query heads where the profile has 2"):
         patch(model, tmp_path / "other.safetensors")
     assert model.config._attn_implementation == "sdpa"
 
@@ -221,7 +221,7 @@ def test_a_gpu_profile_runs_on_a_cpu_and_a_foreign_one_stays_dense(eager, ids, m
 def test_models_that_cannot_be_served_are_refused():
     profile = make_profile(AutoModelForCausalLM.from_config(CONFIGS["llama"]), 0.0)
     other = AutoModelForCausalLM.from_config(GPTNeoXConfig(**SIZES))
-    with pytest.raises(ProfileError, match="it has architecture gpt_neox instead of llama"):
+    with pytest.raises(ProfileError, match="it has architecture gpt_neox where the profile has llama"):
         patch(other, profile)
     sliding = AutoModelForCausalLM.from_config(MistralConfig(**SIZES, sliding_window=48))
     with pytest.raises(ModelError, match="has no layer of full_attention, only 2 of sliding_attention"):

@@ -565,9 +565,33 @@ def test_a_model_with_layers_of_other_kinds(tmp_path):
     assert [GEOMETRY.layer_number(row) for row in range(2)] == [0, 1]
     assert [MIXED.row_of(number) for number in range(4)] == [None, 0, None, 1]
     assert [GEOMETRY.row_of(number) for number in range(-1, 3)] == [None, 0, 1, None]
-    assert (
-        MIXED.difference(dataclasses.replace(MIXED, layer_numbers=(0, 3))) == "layer numbers (1, 3) instead of (0, 3)"
-    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, None),
+        ({"architecture": "gemma3"}, "architecture gemma3_text where the profile has gemma3"),
+        ({"layers": 30}, "2 layers where the profile has 30"),
+        ({"kv_heads": 8}, "1 KV heads where the profile has 8"),
+        ({"head_dim": 128}, "head dim 64 where the profile has 128"),
+        (
+            {"layer_numbers": (0, 3)},
+            "full attention in layers 1, 3 where the profile has it in layers 0, 3",
+        ),
+        (
+            {"layer_numbers": ()},
+            "full attention in layers 1, 3 where the profile has it in all",
+        ),
+        (
+            {"others": ()},
+            "layers of other kinds (1 linear_attention, 1 sliding_attention) where the profile has others (none)",
+        ),
+    ],
+)
+def test_another_geometry_is_named_in_words(change, said):
+    """To follow "the model has"."""
+    assert MIXED.difference(dataclasses.replace(MIXED, **change)) == said
 
 
 @pytest.mark.parametrize(

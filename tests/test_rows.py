@@ -1,11 +1,12 @@
 """Errors of rows against dense attention, how rows are drawn, and rows of exact attention."""
 
+import math
 from itertools import pairwise
 
 import pytest
 import torch
 
-from calibrate.curves.row_errors import row_errors
+from calibrate.curves.row_errors import row_errors, worst_of
 from calibrate.proof.rows import errors_of_rows, evenly_drawn
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.scoring import Scoring
@@ -32,6 +33,16 @@ def test_the_errors_of_rows_are_those_of_the_tensors(dtype):
         assert mse == pytest.approx(float((out.float() - dense.float())[:, :, first:].square().mean()), rel=1e-4)
         assert power == pytest.approx(float(dense.float()[:, :, first:].square().mean()), rel=1e-4)
     torch.testing.assert_close(errors.off, row_errors(out, dense)[0])
+
+
+@pytest.mark.parametrize("count", [1, 2, 51, 100, 101, 128, 1000])
+def test_the_worst_are_one_of_the_errors_at_the_nearest_rank(count):
+    """Counted from a sorted list: between two of them there would be no error, and no root of squares be the same."""
+    errors = torch.rand(2, count, 3, generator=torch.Generator().manual_seed(count))
+    expected = errors.sort(1).values[:, math.floor(0.99 * (count - 1) + 0.5)]
+    assert torch.equal(worst_of(errors, 1), expected.double())
+    assert torch.equal(worst_of(errors[0].T), expected[0].double())
+    torch.testing.assert_close(worst_of(errors.square(), 1).sqrt(), expected.double(), rtol=1e-6, atol=0)
 
 
 def test_the_error_of_one_row_is_in_no_other():

@@ -14,8 +14,8 @@ import torch
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.sglang import host, plugin
-from s2o_runtime.sglang.batch import COUNTS, OF_REQUESTS, OF_TOKENS, WHOLE_ONLY
 from s2o_runtime.sglang.compat import BATCH, FLASH, FORWARD, LAYER, POOL, RADIX, READ, Interface, interface_obstacle
+from s2o_runtime.sglang.fields import COUNTS, OF_REQUESTS, OF_TOKENS, WHOLE_ONLY
 from s2o_runtime.sglang.settings import settings_of_environment
 from support.fake_sglang import FakeEngine, ForwardBatch, Stock
 from support.sglang_interface import recorded

@@ -145,10 +145,10 @@ def test_weights_are_compared_where_they_can_be(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"num_attention_heads": 4}, "the served model has query heads 4 instead of 8: calibrate the model"),
-        ({"num_hidden_layers": 3}, "the served model has layers 3 instead of 2"),
-        ({"model_type": "qwen2"}, "the served model has architecture qwen2 instead of llama"),
-        ({"model_type": "mamba"}, "the served model has architecture mamba instead of llama"),
+        ({"num_attention_heads": 4}, "the served model has 4 query heads where the profile has 8: calibrate the model"),
+        ({"num_hidden_layers": 3}, "the served model has 3 layers where the profile has 2"),
+        ({"model_type": "qwen2"}, "the served model has architecture qwen2 where the profile has llama"),
+        ({"model_type": "mamba"}, "the served model has architecture mamba where the profile has llama"),
     ],
 )
 def test_another_model_is_one_sentence(change, said):

@@ -1,8 +1,9 @@
 """What a user says to S2O inside vLLM, and what S2O says of itself there."""
 
 import logging
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from s2o_runtime.shapes import CallShape
 from s2o_runtime.vllm.settings import settings_of
 
 DEMO = Path(__file__).parents[1] / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
+TAKEN = 9009  # a port that another program has
 MODEL = Path(__file__).parents[1] / "calibrate" / "demo" / "model"
 
 
@@ -45,6 +47,8 @@ def test_settings_are_read_from_vllms_additional_config(monkeypatch):
         ({"s2o": {"profile": "p", "tau": 1}}, ConfigError, '"tau" is not a setting of "s2o": use beyond, drift'),
         ({"s2o": {"profile": "p", "beyond": "warn"}}, ConfigError, "beyond 'warn' is not known"),
         ({"s2o": {"profile": "p", "metrics_port": 0}}, ConfigError, "metrics_port 0 is out of range"),
+        ({"s2o": {"profile": "p", "metrics_host": ""}}, ConfigError, "metrics_host '' is no address: use 127.0.0.1"),
+        ({"s2o": {"profile": "p", "metrics_host": 9001}}, ConfigError, "metrics_host 9001 is no address"),
         ({"s2o": {"profile": "p", "log_every": -1}}, ConfigError, "log_every -1 is out of range"),
         ({"s2o": {"profile": "p", "drift": "loud"}}, ConfigError, "drift 'loud' is not known: use one of"),
         ({"s2o": {"profile": "p", "strict": "no"}}, ConfigError, "strict is 'no': use true or false"),
@@ -138,7 +142,7 @@ def test_layers_alike_but_for_their_segments_are_compiled_each(monkeypatch):
 
 
 def test_a_profile_that_does_not_fit_ends_the_start():
-    with pytest.raises(ProfileError, match="the served model has layers 7 instead of 6"):
+    with pytest.raises(ProfileError, match="the served model has 7 layers where the profile has 6"):
         Server(Settings(DEMO), site(model=demo_sizes() | {"num_hidden_layers": 7}))
     with pytest.raises(ProfileError, match="8 query heads cannot be shared by 3 ranks"):
         Server(Settings(DEMO), site(model=demo_sizes(), rank=Rank(0, 3)))
@@ -162,6 +166,39 @@ def test_counters_say_where_rows_went(caplog):
     with caplog.at_level(logging.INFO, logger="s2o_runtime"):
         counters.say()
     assert caplog.messages == ["S2O: 80.0% s2o (long); 20.0% dense (decode); mean density 1.000 of 1 layers"]
+
+
+@pytest.fixture
+def listening(monkeypatch):
+    """Where a fake of prometheus_client, which only servers bring, would listen: (address, port), in order."""
+    calls = []
+
+    def start_http_server(port, addr="0.0.0.0", registry=None):
+        if port == TAKEN:
+            raise OSError(98, "Address already in use")
+        calls.append((addr, port))
+
+    fake = ModuleType("prometheus_client")
+    fake.start_http_server = start_http_server
+    fake.CollectorRegistry = lambda: SimpleNamespace(register=lambda collector: None)
+    monkeypatch.setitem(sys.modules, "prometheus_client", fake)
+    return calls
+
+
+def test_counters_answer_on_this_machine_alone_unless_an_address_is_given(listening):
+    """The default of prometheus_client is every address of the machine, and there is no password."""
+    given = {"profile": str(DEMO), "metrics_port": 9001}
+    for section in (given, given | {"metrics_host": "10.0.0.7"}):
+        Server(settings_of({"s2o": section}), site(model=demo_sizes()))
+    assert listening == [("127.0.0.1", 9002), ("10.0.0.7", 9002)]  # rank 1 answers behind rank 0
+    Server(Settings(DEMO), site(model=demo_sizes()))
+    assert len(listening) == 2
+
+
+def test_a_port_that_is_taken_is_said_with_its_address(listening, caplog):
+    Server(Settings(DEMO, metrics_port=TAKEN - 1, metrics_host="10.0.0.7"), site(model=demo_sizes()))
+    assert not listening
+    assert f"not served at 10.0.0.7, port {TAKEN} ([Errno 98] Address already in use)" in caplog.text
 
 
 def test_prometheus_collects_the_counters():

