@@ -137,7 +137,7 @@ def _producer(
         # 0 again, as the compiler is not to know: where the first copies wait for a maximum over the warps, or for the
         # pages, the row tiles fall into a rhythm in which the whole is up to 12% faster (docs/results/rhythm-h200.txt)
         THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        i = gl.minimum(gl.max(gl.full([PRODUCER_THREADS], kv_last, gl.int32, THREADS), 0), 0)
+        i = gl.minimum(gl.max(gl.full([PRODUCER_THREADS], kv_last + 1, gl.int32, THREADS), 0), 0)
     while i < near:
         begin = gl.where(i < diagonal_tiles, diagonal + i * BN, first + (i - diagonal_tiles) * BN)
         row = gl.minimum(begin + rows, kv_last)

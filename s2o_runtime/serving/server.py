@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention.paged import s2o_attention_paged
+from s2o_runtime.attention.paged import gathered, s2o_attention_paged
 from s2o_runtime.attention.warmup import SEGMENTS
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ProfileError
 from s2o_runtime.huggingface.drift import DriftMonitor, allowed_errors, check_of
-from s2o_runtime.pages import packed_starts
+from s2o_runtime.pages import PagedKeys, packed_starts
 from s2o_runtime.profile import load_profile
 from s2o_runtime.serving.counters import Counters, serve_metrics
 from s2o_runtime.serving.fit import ProfileFit, Rank, check_model
@@ -153,12 +153,14 @@ class Server:
             q = query.new_zeros(queries, config.num_heads, query.shape[2])
             cache = query.new_zeros(2, 1, page, kv_heads, query.shape[2])
             seq_lens = torch.tensor([keys], dtype=torch.int32, device=query.device)
+            table = torch.zeros(1, -(-keys // page), dtype=torch.int32, device=query.device)
+            cu_k = packed_starts(seq_lens)
             s2o_attention_paged(
                 q, cache[0], cache[1], config,
                 cu_q=torch.tensor([0, queries], dtype=torch.int32, device=query.device), seq_lens=seq_lens,
-                block_table=torch.zeros(1, -(-keys // page), dtype=torch.int32, device=query.device),
-                max_q=queries, max_k=keys, total_k=keys, cu_k=packed_starts(seq_lens), backend="triton",
+                block_table=table, max_q=queries, max_k=keys, total_k=keys, cu_k=cu_k, backend="triton",
             )  # fmt: skip
+            gathered(PagedKeys(cache[0], cache[1], table, cu_k, keys, keys), query.dtype)  # what a check of drift reads
 
 
 def _compiled_kind(config: LayerConfig) -> object:
