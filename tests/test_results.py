@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from scripts.bench.paged import PagedFile
 from scripts.bench.schema import (
     AttentionFile,
     LayerRow,
@@ -369,6 +370,9 @@ def test_servers_tails_and_rehearsals(docs):
     ]
     put("tails.json", ORIGIN | {"format": TailsFile.format, "settings": settings, "tile": {}, "chunks": chunks}
         | {"needed": 32, "points": [point | own for own in points]})  # fmt: skip
+    call = {"queries": 512, "keys": 2048, "in_place_seconds": 2e-3, "copy_seconds": 3e-3, "contiguous_seconds": 1e-3}
+    put("paged.json", ORIGIN | {"format": PagedFile.format, "settings": settings | {"page_size": 16, "dense_heads": 2}}
+        | {"points": [call | {"copy_bytes": 8_000_000}]})  # fmt: skip
     good = asdict(RehearsalRow("big", {"full_attention": 3, "sliding_attention": 9}, 12, weights="nf4"))
     entry = {"length": 900, "s2o_layers": 2, "density": 0.5, "density_of_layers": [], "rel_mse_of_layers": []}
     entry |= {"kl": 0.0, "prefill_seconds": 1.0, "dense_prefill_seconds": 1.0, "certified": True, "certify_prompts": 9}
@@ -383,6 +387,8 @@ def test_servers_tails_and_rehearsals(docs):
     assert "| 16 | 1.00 (0.75) |  |" in page
     assert "| 512 |  | 2.00 |" in page
     assert "| 512 | 3.00 ms | 1.50 | 8.00 ms | 1.60 |" in page
+    assert "2 of them dense, pages of 16" in page
+    assert "| 512 | 2048 | 2.000 ms | 3.000 ms | 1.000 ms | 1.50 | 8 MB |" in page
     assert "| 2048 | 2.00 ms | 1.00 | 5.00 ms | 1.00 |" in page
     assert "| big | nf4 | 900 | 2 of 3 | 9 sliding_attention | 0.500 | yes, 9 prompts | 61 s | 3.0 GiB |" in page
     assert "| bad | - | - | 3 | - | - | failed: no room | - | - |" in page

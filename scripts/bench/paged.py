@@ -108,7 +108,7 @@ def measure(args: argparse.Namespace) -> None:
     points = [
         timed(last(longest, queries, keys), config, args.page_size, args.rounds)
         for keys in args.keys
-        for queries in (*args.queries, keys)
+        for queries in sorted({*args.queries, keys})
         if queries <= keys
     ]
     settings = {name: value for name, value in vars(args).items() if name != "out"}

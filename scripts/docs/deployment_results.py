@@ -1,9 +1,10 @@
-"""The parts of docs/results.md about whole models and servers: rehearsals, modelled server steps, short tails."""
+"""The parts of docs/results.md about whole models and servers: rehearsals, server steps, short tails, paged caches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from scripts.bench.paged import PagedFile
 from scripts.bench.schema import RehearsalFile, RehearsalRow
 from scripts.bench.serving import ModelledPrompt, ServingFile
 from scripts.bench.tails import Chunked, Point, TailsFile
@@ -112,6 +113,39 @@ def tails(sources: Sequence[Source[TailsFile]]) -> list[str]:
         out += [f"{heads}; {source.link}. {source.note}".strip(), table(("queries", *map(str, keys)), rows, "r")]
         if source.file.chunks:
             out += _in_chunks(source.file.chunks)
+    return out
+
+
+def paged(sources: Sequence[Source[PagedFile]]) -> list[str]:
+    """Keys in the pages of a cache."""
+    out = [
+        "## Paged caches",
+        "The op on keys and values in shuffled pages, read where they lie or copied out of them first, and the op on "
+        "keys that lie one behind another. The last column is the memory of a copy.",
+    ]
+    if not sources:
+        return [*out, missing(PagedFile)]
+    names = ("queries", "keys", "in place", "copied", "one behind another", "copied / in place", "copy")
+    for source in sources:
+        settings = source.file.settings
+        heads = f"{settings['heads'].replace(',', '/')} heads of {settings['head_dim']}"
+        heads += f", {settings['dense_heads']} of them dense" if settings["dense_heads"] else ""
+        rows = [
+            [
+                str(point.queries),
+                str(point.keys),
+                *(
+                    f"{1e3 * seconds:.3f} ms"
+                    for seconds in (point.in_place_seconds, point.copy_seconds, point.contiguous_seconds)
+                ),
+                f"{point.copy_seconds / point.in_place_seconds:.2f}",
+                f"{point.copy_bytes / 1e6:.0f} MB",
+            ]
+            for point in source.file.points
+        ]
+        out += [
+            f"{heads}, pages of {settings['page_size']}; {source.link}. {source.note}".strip(), table(names, rows, "r")
+        ]  # fmt: skip
     return out
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from s2o_runtime.errors import S2OError
 from s2o_runtime.files import write_atomically
 from scripts.bench.common import BAD_INPUT, OK, Parser
+from scripts.bench.paged import PagedFile
 from scripts.bench.schema import (
     CALIBRATED,
     DENSE,
@@ -47,7 +48,7 @@ from scripts.bench.schema import (
 from scripts.bench.serving import ServingFile
 from scripts.bench.tails import TailsFile
 from scripts.docs.attention_plot import draw_attention
-from scripts.docs.deployment_results import rehearsals, serving, tails
+from scripts.docs.deployment_results import paged, rehearsals, serving, tails
 from scripts.docs.markdown import table
 from scripts.docs.methods_plots import draw_errors, draw_times
 from scripts.docs.plots import Draw, svg
@@ -140,6 +141,7 @@ def page(sources: Sources) -> str:
         rehearsals(of_format(sources, RehearsalFile)),
         serving(of_format(sources, ServingFile)),
         tails(of_format(sources, TailsFile)),
+        paged(of_format(sources, PagedFile)),
     ]
     return "\n\n".join(block for part in parts for block in part) + "\n"
 
@@ -191,7 +193,7 @@ def command(source: Source[ResultFile]) -> str:
         text = "" if file.prompts is None else f" --prompts {shlex.quote(file.prompts)}"
         numbers = f"--seed {file.seed} --num-prompts {file.num_prompts}"
         return f"{file.program} {file.profile} --model {file.model} {numbers}{text} {out}"
-    assert isinstance(file, (AttentionFile, MethodsFile, PrefillFile, RehearsalFile, ServingFile, TailsFile))
+    assert isinstance(file, (AttentionFile, MethodsFile, PrefillFile, RehearsalFile, ServingFile, TailsFile, PagedFile))
     options = [text for name, value in file.settings.items() if (text := _option(name, value))]
     if isinstance(file, AttentionFile):
         options += [f"--tile {tile}" for tile in dict.fromkeys(_tile(entry.tile) for entry in file.results)]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from s2o_runtime.errors import InputError
+from scripts.bench.paged import PagedFile
 from scripts.bench.schema import (
     CALIBRATED,
     DENSE,
@@ -49,6 +50,7 @@ FORMATS: dict[str, type[ResultFile]] = {
         RehearsalFile,
         ServingFile,
         TailsFile,
+        PagedFile,
     )
 }
 MAKES: dict[type[ResultFile], str] = {
@@ -61,6 +63,7 @@ MAKES: dict[type[ResultFile], str] = {
     RehearsalFile: f"{RehearsalFile.program} --out docs/results/rehearsals-GPU.json",
     ServingFile: f"{ServingFile.program} --out docs/results/bench-serving-GPU.json",
     TailsFile: f"{TailsFile.program} --out docs/results/bench-tails-GPU.json",
+    PagedFile: f"{PagedFile.program} --out docs/results/bench-paged-GPU.json",
     CalibrationFile: "s2o-calibrate --model demo --out build/demo.safetensors, whose report.json is kept",
     EvaluationFile: "s2o-eval --model demo --tasks multi --lengths 32768 --profile FILE --setting TEXT --out FOLDER",
 }
