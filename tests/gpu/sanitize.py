@@ -22,6 +22,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
+from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.baselines.flash_prefill import head_mass, log_mass
 from s2o_runtime.baselines.pooling import block_means, pool, pool_plain
 from s2o_runtime.baselines.run import attend, select
@@ -90,6 +91,24 @@ def packed(tile: TileConfig, scores: Scores = "input") -> float:
         for each in ("triton", "reference")
     )
     return off_dense(ours.transpose(0, 1), theirs.transpose(0, 1))
+
+
+def in_place(tile: TileConfig) -> float:
+    """Three sequences, one of them empty, in the pages of a cache, against the same one behind another."""
+    lengths = [300, 0, LENGTH - 300]
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs())
+    begins = torch.tensor([0, 300, 300, LENGTH], dtype=torch.int32, device="cuda")
+    config = LayerConfig(KINDS, tile, grain=4)
+    k_cache, v_cache, table, _ = paged(k, v, lengths, 16, LAYOUTS[0])
+    longest = max(lengths)
+    ours = s2o_attention_paged(
+        q, k_cache, v_cache, config,
+        cu_q=begins, seq_lens=begins.diff(), block_table=table, max_q=longest, max_k=longest, total_k=LENGTH,
+        backend="triton",
+    )  # fmt: skip
+    theirs = s2o_attention_varlen(q, k, v, begins, begins, longest, longest, config, backend="triton")
+    assert bool(ours.isfinite().all())
+    return off(ours, theirs)
 
 
 def paged_cache() -> float:
@@ -179,6 +198,8 @@ def main(names: list[str]) -> int:
         "specialised, int8, packed": lambda: packed(SPECIALIZED, "int8"),
         "plain, int8": lambda: prefill(PLAIN, "int8"),
         "plain, int8, packed": lambda: packed(PLAIN, "int8"),
+        "specialised, in pages": lambda: in_place(SPECIALIZED),
+        "plain, in pages": lambda: in_place(PLAIN),
         "pages": paged_cache,
         "trace": trace,
         "block-sparse": block_sparse,
