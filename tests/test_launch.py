@@ -60,9 +60,10 @@ def test_the_values_of_steps_are_pooled():
         _pool,
         (1, 2, 1),
         {
-            "V": v, "POOLED": pooled, "KV_START": None, "CU_K": None, "kv_len": 12, "steps": 3, **strides("bhl", v=v)
+            "V": v, "POOLED": pooled, "KV_START": None, "CU_K": None, "PAGES": None, "kv_len": 12, "steps": 3,
+            "page_shift": 0, "page_rows": 0, "stride_pb": 0, **strides("bhl", v=v),
         },
-        {"D": 64, "GRAIN": 4, "ROWS": 32, "HAS_START": False, "PACKED": False},
+        {"D": 64, "GRAIN": 4, "ROWS": 32, "HAS_START": False, "PACKED": False, "PAGED": False},
     )  # fmt: skip
     torch.testing.assert_close(pooled, v.view(1, 2, 3, 4, 64).mean(3))
 

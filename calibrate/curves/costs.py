@@ -19,7 +19,7 @@ UNIT_SEGMENT = 1024
 TAIL = 24.0  # summing the values once for every segment, as if that many queries attended to them
 
 # Measured on an H200 for 32 heads: "selecting" of S2O with one tau, less `overhead`, in docs/results, of
-# bench-methods-rivals-8k-h200.json (10.3% of dense attention's time) and bench-methods-rivals-32k-h200.json (2.45%). At
+# bench-methods-rivals-8k-h200.json (10% of dense attention's time) and bench-methods-rivals-32k-h200.json (2.4%). At
 # 131072 tokens they then give 1.6%, where bench-methods-rivals-128k-h200.json has 1.3% for 8 heads: the shares of
 # `overhead`, which are nearly all of it there, are of older kernels.
 LINEAR = 225.0  # tokens
