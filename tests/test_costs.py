@@ -30,8 +30,8 @@ def recipe():
 def test_what_ranking_takes_is_what_an_h200_took(file, length, most):
     """S2O with one tau: segments of 1024, one representative, a grain of 4 and tails (scripts/bench/methods.py).
 
-    Machines of one kind differ by a few percent. At 131072 tokens nearly all of it is `overhead`, whose constants are of
-    older kernels: it is less by now.
+    Machines of one kind differ by a few percent. At 131072 tokens nearly all of it is `overhead`, whose constants are
+    of older kernels: it is less by now.
     """
     [measured] = json.loads((RESULTS / f"bench-methods-rivals-{file}-h200.json").read_text())["results"]
     dense = next(row["seconds"] for row in measured["rows"] if row["method"] == "dense (cuDNN)")
