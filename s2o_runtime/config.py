@@ -98,6 +98,8 @@ class HeadConfig:
             softmax of its own; a key counts with its largest weight. 1 is the paper's mean of the whole segment.
         tail: add an estimate of what the keys behind the stop would bring (docs/method.md).
         baseline: the settings of the baseline, with mode "baseline" only.
+        linear: visit one chunk, whatever `tau` and `stop_rule` say, and estimate all keys behind it by an expansion to
+            first order about the segment's mean query (docs/method.md); with one representative and without `tail`.
     """
 
     tau: float = 0.0
@@ -107,12 +109,14 @@ class HeadConfig:
     representatives: int = 1
     tail: bool = False
     baseline: BaselineSettings | None = None
+    linear: bool = False
 
     def validate(self) -> HeadConfig:
         """Return the config itself.
 
         Raises:
-            ConfigError: a field is out of its range, or there is a baseline in another mode than "baseline".
+            ConfigError: a field is out of its range, there is a baseline in another mode than "baseline", or a linear
+                tail has another tail or several representatives.
         """
         if self.mode not in get_args(Mode):
             raise ConfigError(f"mode {self.mode!r} is not known: use one of {get_args(Mode)}")
@@ -130,6 +134,12 @@ class HeadConfig:
             )
         if not isinstance(self.tail, bool):
             raise ConfigError(f"tail is {self.tail!r}: use True or False")
+        if not isinstance(self.linear, bool):
+            raise ConfigError(f"linear is {self.linear!r}: use True or False")
+        if self.linear and (self.tail or self.representatives > 1):
+            raise ConfigError(
+                f"a linear tail has tail {self.tail} and {self.representatives} representatives: use tail False and 1"
+            )
         if (self.mode == "baseline") != (self.baseline is not None):
             raise ConfigError(
                 f'mode is "{self.mode}" and baseline {self.baseline}: give a baseline with mode "baseline" only'
@@ -254,6 +264,7 @@ class LayerConfig:
         row_reduce: RowReduce = "mean",
         grain: int = 1,
         scores: Scores = "input",
+        linear: bool = False,
     ) -> LayerConfig:
         """The same settings for all `num_heads` query heads; `stop_rule` may be a text that `StopRule.parse` reads.
 
@@ -264,7 +275,7 @@ class LayerConfig:
         0.1
         """
         rule = stop_rule if isinstance(stop_rule, StopRule) else StopRule.parse(stop_rule)
-        head = HeadConfig(tau, segment, mode, rule, representatives, tail)
+        head = HeadConfig(tau, segment, mode, rule, representatives, tail, linear=linear)
         return cls((head,) * num_heads, tile or TileConfig(), row_reduce, grain, scores).validate()
 
     @property
@@ -276,6 +287,11 @@ class LayerConfig:
     def is_dense(self) -> bool:
         """Whether every head is dense."""
         return all(head.mode == "dense" for head in self.heads)
+
+    @cached_property
+    def has_linear(self) -> bool:
+        """Whether any head has a linear tail."""
+        return any(head.linear for head in self.heads if head.mode == "s2o")
 
     @cached_property
     def baseline_heads(self) -> tuple[int, ...]:
@@ -295,8 +311,8 @@ class LayerConfig:
         """Return the config itself. Only the first call looks: every call of the op validates.
 
         Raises:
-            ConfigError: there are no heads, a field of the layer, its tile or a head is out of its range, or the rows
-                of the tile do not divide a head's segment.
+            ConfigError: there are no heads, a field of the layer, its tile or a head is out of its range, the rows of
+                the tile do not divide a head's segment, or scores of a head with a linear tail are int8.
         """
         _ = self._checked
         return self
@@ -314,6 +330,10 @@ class LayerConfig:
         self.tile.validate()
         for index, head in enumerate(self.heads):
             head.validate()
+            if head.mode == "s2o" and head.linear and self.scores == "int8":
+                raise ConfigError(
+                    f'head {index} has a linear tail and scores are "int8": use scores "input", whose weights it expands'
+                )
             if head.mode == "s2o" and head.segment % self.tile.rows:
                 raise ConfigError(
                     f"segment {head.segment} of head {index} is not a multiple of {self.tile.rows}, the rows of "

@@ -39,13 +39,13 @@ def choose_backend(call: AttentionCall, backend: Backend) -> BackendChoice:
         raise InputError(f"backend {backend!r} is not known: use one of {get_args(Backend)}")
     if backend == "dense":
         return BackendChoice(backend, "asked for")
-    baseline_obstacle = _baseline_obstacle(call)
-    obstacle = baseline_obstacle or (None if backend == "reference" else _kernel_obstacle(call))
+    method_obstacle = _linear_obstacle(call) or _baseline_obstacle(call)
+    obstacle = method_obstacle or (None if backend == "reference" else _kernel_obstacle(call))
     if backend != "auto":
         if obstacle:
             raise InputError(f'{obstacle}: run with backend="auto"')
         return BackendChoice(backend, "asked for")
-    choice = BackendChoice("dense", baseline_obstacle) if baseline_obstacle else _automatic(call, obstacle)
+    choice = BackendChoice("dense", method_obstacle) if method_obstacle else _automatic(call, obstacle)
     _log_once(choice)
     return choice
 
@@ -103,6 +103,13 @@ def has_prefix(config: LayerConfig, shape: CallShape) -> bool:
         head.segment if head.baseline is None else head.baseline.block for head in config.heads if head.mode != "dense"
     ]
     return shape.offset > 0 or shape.q_len > min(rows, default=shape.q_len)
+
+
+def _linear_obstacle(call: AttentionCall) -> str | None:
+    """Why heads with a linear tail cannot do a call, or None if they can or there are none."""
+    if call.config.has_linear and call.scoring.softcap is not None:
+        return "soft-capped scores cannot be estimated by a linear tail"
+    return None
 
 
 def _baseline_obstacle(call: AttentionCall) -> str | None:
