@@ -249,6 +249,12 @@ class Recipe:
         default=(False, True),
         metavar="on,off",
     )
+    linear_tails: bool = option(
+        Rule(bool),
+        "heads may also visit one chunk and estimate all else to first order in their queries (docs/method.md)",
+        SPACE,
+        default=False,
+    )
     scope: str = option(
         Rule(str, allowed=SCOPES),
         "the budget holds for every layer, or for the mean over the model's layers; a KL is of the model",

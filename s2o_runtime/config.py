@@ -111,6 +111,11 @@ class HeadConfig:
     baseline: BaselineSettings | None = None
     linear: bool = False
 
+    @property
+    def has_threshold(self) -> bool:
+        """Whether `tau` decides where the head stops."""
+        return self.mode == "s2o" and not self.linear
+
     def validate(self) -> HeadConfig:
         """Return the config itself.
 
@@ -331,9 +336,7 @@ class LayerConfig:
         for index, head in enumerate(self.heads):
             head.validate()
             if head.mode == "s2o" and head.linear and self.scores == "int8":
-                raise ConfigError(
-                    f'head {index} has a linear tail and scores are "int8": use scores "input", whose weights it expands'
-                )
+                raise ConfigError(f'head {index} has a linear tail and scores are "int8": use scores "input"')
             if head.mode == "s2o" and head.segment % self.tile.rows:
                 raise ConfigError(
                     f"segment {head.segment} of head {index} is not a multiple of {self.tile.rows}, the rows of "

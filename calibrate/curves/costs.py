@@ -17,6 +17,9 @@ SCORING_RATE = 0.75  # of dense attention's rate at matrix products: scoring rea
 ORDER = 0.017  # ordering a prefix for every 1024 queries, key by key
 UNIT_SEGMENT = 1024
 TAIL = 24.0  # summing the values once for every segment, as if that many queries attended to them
+# The product of all keys and values of a prefix, once for every segment: 64 queries' work at head dim 128, and half of
+# it at 64. It was not measured; the rate is taken to be 0.6 of dense attention's.
+EXPANSION = 64 / 0.6
 
 # Measured on an H200 for 32 heads: "selecting" of S2O with one tau, less `overhead`, in docs/results, of
 # bench-methods-rivals-8k-h200.json (10% of dense attention's time) and bench-methods-rivals-32k-h200.json (2.4%). At
@@ -40,10 +43,11 @@ def baseline_cost(density: Tensor) -> Tensor:
 
 
 def overhead(ranking: Ranking, tail: bool) -> float:
-    """The time of a head's ranking, and of its tail if it has one, over the head's dense time."""
+    """The time of a head's ranking, and of its tail or linear tail if it has one, over the head's dense time."""
     scoring = ranking.representatives / (2 * ranking.segment) / SCORING_RATE  # q k only, half of dense's products
     passes = (READING + ORDER / ranking.grain) * UNIT_SEGMENT / ranking.segment
-    return scoring + passes + tail * TAIL / (ranking.segment * ranking.grain)
+    expansion = ranking.linear * EXPANSION / ranking.segment
+    return scoring + passes + expansion + tail * TAIL / (ranking.segment * ranking.grain)
 
 
 def fixed_cost(length: int) -> float:

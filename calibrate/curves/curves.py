@@ -17,12 +17,16 @@ TAUS = tuple(float(f"{10.0 ** (exponent / 5):.4g}") for exponent in range(-15, 1
 
 @dataclass(frozen=True)
 class Ranking:
-    """What decides in which order a head visits its keys; the fields are those of HeadConfig and LayerConfig."""
+    """What decides in which order a head visits its keys; the fields are those of HeadConfig and LayerConfig.
+
+    A head with a linear tail visits one chunk whatever its threshold, so such a ranking has curves of one point.
+    """
 
     segment: int
     representatives: int = 1
     grain: int = 1
     scores: Scores = "input"
+    linear: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,11 @@ Method = Ranking | Baseline  # what decides which keys a head visits: S2O's orde
 
 @dataclass(frozen=True)
 class Curve:
-    """Errors and density of every head at every threshold of `TAUS`; a baseline has no threshold, and one point.
+    """Errors and density of every head at every threshold of `TAUS`; baselines and linear tails have one point.
 
-    All tensors are float64 [Hq, len(TAUS)], of a baseline [Hq, 1]. Thresholds are those of the stop rule "rest", and a
-    tile's gain is the mean over its rows. The tail does not change where a head stops, so one density belongs to both
-    errors.
+    All tensors are float64 [Hq, len(TAUS)], of a baseline and of a linear tail [Hq, 1]. Thresholds are those of the stop
+    rule "rest", and a tile's gain is the mean over its rows. The tail does not change where a head stops, so one density
+    belongs to both errors.
 
     Attributes:
         mse: mean squared error without a tail.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from calibrate.curves import baselines
+from calibrate.curves import baselines, linear_pass
 from calibrate.curves.curves import Curve, Curves, Method, Ranking, Shape, mean_curve, packed, unpacked, with_fixed_cost
 from calibrate.curves.passes import measure
 from calibrate.curves.ranking_cost import ranking_cost
@@ -281,6 +281,10 @@ def _of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe, timed:
         ]
         for (ranking, shape), curve in measure(prompt, rankings, shapes).items():
             curves[ranking, shape] = curve
+        if recipe.linear_tails and "input" in recipe.scores:
+            linear = [Ranking(segment, grain=grain, linear=True) for grain in recipe.grains]
+            for (ranking, shape), curve in linear_pass.measure(prompt, linear, shapes).items():
+                curves[ranking, shape] = curve
     for setting, curve in baselines.measure(prompt, baselines.settings_of(recipe.method), timed=timed).items():
         curves[setting, None] = curve
     return curves
@@ -305,8 +309,8 @@ def _with_all_shapes(key: Mapping[str, Any], there: Sequence[dict[str, Any]]) ->
 def recipe_key(recipe: Recipe, length: int, device: DeviceIdentity) -> dict[str, Any]:
     """What a key of curves says of the recipe.
 
-    It says nothing of scores where they are in the type of the inputs, as they ever were, and nothing of baselines
-    where heads may not choose any. With baselines it names the GPU, because those are timed.
+    It says nothing of scores where they are in the type of the inputs, as they ever were, and nothing of linear tails
+    and baselines where heads may not choose any. With baselines it names the GPU, because those are timed.
     """
     key: dict[str, Any] = {
         "segments": list(recipe.segments_for(length)),
@@ -315,6 +319,8 @@ def recipe_key(recipe: Recipe, length: int, device: DeviceIdentity) -> dict[str,
     }
     if recipe.scores != ("input",):
         key["scores"] = list(recipe.scores)
+    if recipe.linear_tails:
+        key["linear_tails"] = True
     if settings := baselines.settings_of(recipe.method):
         key["baselines"] = [str(setting) for setting in settings]
         key |= taken_on(device)

@@ -112,7 +112,7 @@ def length_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         str(row["length"]),
         tau,
         f"{row['dense_heads']} of {row['heads']}",
-        str(row["tails"]),
+        f"{row['tails']}+{row['linear_tails']} lin." if row["linear_tails"] else str(row["tails"]),
         shown(row["density"], ".3f"),
         row["density_is"] or "-",
         shown(row["error_over_limit"], ".0%"),

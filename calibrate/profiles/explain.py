@@ -128,5 +128,7 @@ def _point(point: Point) -> str:
     head = point.head
     if head.baseline is not None:
         return f"{head.baseline} (density {point.density:.3f})"
+    if head.linear:
+        return f"linear tail (density {point.density:.3f})"
     tail = " with a tail" if head.tail else ""
     return f"tau {head.tau:g}{tail} (repr. {head.representatives}, density {point.density:.3f})"

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from calibrate.curves import linear_pass
 from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, Ranking, Shape
 from calibrate.curves.passes import measure
@@ -229,8 +230,12 @@ def legal_tiles(config: LayerConfig, candidates: tuple[TileConfig, ...]) -> list
 
 def _stopping(prompt: Captured, config: LayerConfig, density: float) -> LayerConfig:
     """The layer with thresholds at which its heads, given the synthetic inputs, compute `density` of the pairs."""
-    ranked = _ranked(config)
-    wanted = (density * config.num_heads - (config.num_heads - len(ranked))) / len(ranked)
+    ranked = [head for head in _ranked(config) if not head.linear]
+    computed = density * config.num_heads - sum(head.mode == "dense" for head in config.heads)
+    for head in _ranked(config):
+        if head.linear:
+            computed -= linear_pass.density(prompt.q.shape[2], head.segment, config.tile)
+    wanted = computed / max(len(ranked), 1)
     shape = Shape.of(config.tile)
     densities_of = {
         ranking: measure(prompt, [ranking], [shape])[ranking, shape].density
@@ -238,7 +243,7 @@ def _stopping(prompt: Captured, config: LayerConfig, density: float) -> LayerCon
     }
     heads = tuple(
         head
-        if head.mode == "dense"
+        if not head.has_threshold
         else replace(head, tau=tau_for(densities_of[_ranking(head, config)][index], wanted), stop_rule=StopRule.REST)
         for index, head in enumerate(config.heads)
     )
@@ -282,7 +287,7 @@ def _ranked(config: LayerConfig) -> list[HeadConfig]:
 
 
 def _ranking(head: HeadConfig, config: LayerConfig) -> Ranking:
-    return Ranking(head.segment, head.representatives, config.grain, config.scores)
+    return Ranking(head.segment, head.representatives, config.grain, config.scores, head.linear)
 
 
 def _dense(config: LayerConfig, tile: TileConfig) -> LayerConfig:

@@ -46,11 +46,12 @@ def _length(profile: Profile, length: int, bucket: Sequence[LayerConfig]) -> dic
     proven = profile.record.proven_at(length) or ProvenLength()
     return {
         "length": length,
-        "tau_min": min((head.tau for head in sparse), default=None),
-        "tau_max": max((head.tau for head in sparse), default=None),
+        "tau_min": min((head.tau for head in sparse if head.has_threshold), default=None),
+        "tau_max": max((head.tau for head in sparse if head.has_threshold), default=None),
         "heads": len(heads),
         "dense_heads": len(heads) - len(sparse),
         "tails": sum(head.tail for head in sparse),
+        "linear_tails": sum(head.linear for head in sparse),
         "density": fmean(densities) if densities else None,
         "density_is": source,
         "layer_densities": densities,

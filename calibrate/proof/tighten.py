@@ -181,7 +181,8 @@ def scaled(
 ) -> tuple[LayerConfig, Choice | None]:
     """A layer with a share of the error that it spends in a candidate.
 
-    A calibrated length spends less of its budget. A checked length has no curves: there the thresholds are lowered.
+    A calibrated length spends less of its budget. A checked length has no curves: there the thresholds are lowered, and
+    heads with a linear tail, which have none, become dense.
 
     Args:
         candidate: What the layer runs so far.
@@ -200,7 +201,11 @@ def scaled(
         choice = choice.spending(choice.spent * share, allowed(candidate.recipe))
         return choice.config, choice
     factor = share ** (1 / TAU_FOR_ERROR)
-    return replace(config, heads=tuple(replace(head, tau=head.tau * factor) for head in config.heads)), None
+    heads = (
+        replace(head, mode="dense") if head.mode == "s2o" and head.linear else replace(head, tau=head.tau * factor)
+        for head in config.heads
+    )
+    return replace(config, heads=tuple(heads)), None
 
 
 def tighten(

@@ -39,6 +39,7 @@ class HeadReport:
     tau: float
     representatives: int
     tail: bool
+    linear: bool
     baseline: str | None
     density: float
     cost: float
@@ -53,10 +54,11 @@ class LayerReport:
     `held_out` come from the proof; the fields named `predicted` from the measured curves.
 
     Attributes:
-        tau_min: The smallest threshold of the heads that S2O computes; None without such heads.
+        tau_min: The smallest threshold of the heads that have one; None without such heads.
         tau_max: Their largest threshold.
         methods: How many heads each method computes: "s2o", "dense" or the name of a baseline.
         tails: How many heads estimate what the keys behind the stop would bring.
+        linear_tails: How many others visit one chunk and estimate the rest to first order.
         representatives: How many heads have each number of representatives, which is the key.
         why_dense: Why the whole layer was made dense; None if it was not.
         error_over_limit: `error` divided by `limit`.
@@ -73,6 +75,7 @@ class LayerReport:
     dense_heads: int
     methods: dict[str, int]
     tails: int
+    linear_tails: int
     representatives: dict[str, int]
     segment: int
     grain: int
@@ -304,7 +307,7 @@ def _layer(recipe: Recipe, result: Result, length: int, index: int, proof: Layer
     choices = result.chosen[length].choices if length in result.chosen else None
     choice = None if choices is None else choices[index]
     s2o_heads = [head for head in config.heads if head.mode == "s2o"]
-    taus = [head.tau for head in s2o_heads]
+    taus = [head.tau for head in s2o_heads if head.has_threshold]
     representatives = Counter(head.representatives for head in s2o_heads)
     error, limit = proof.error(recipe.budget), result.limits[length, index]
     return LayerReport(
@@ -314,6 +317,7 @@ def _layer(recipe: Recipe, result: Result, length: int, index: int, proof: Layer
         dense_heads=sum(head.mode == "dense" for head in config.heads),
         methods=dict(Counter(head.baseline.name if head.baseline else head.mode for head in config.heads)),
         tails=sum(head.tail for head in s2o_heads),
+        linear_tails=sum(head.linear for head in s2o_heads),
         representatives={str(count): representatives[count] for count in sorted(representatives)},
         segment=config.heads[0].segment,
         grain=config.grain,
@@ -356,6 +360,7 @@ def _heads(recipe: Recipe, choice: Choice) -> tuple[HeadReport, ...]:
             tau=point.head.tau,
             representatives=point.head.representatives,
             tail=point.head.tail,
+            linear=point.head.linear,
             baseline=None if point.head.baseline is None else str(point.head.baseline),
             density=point.density,
             cost=point.cost,

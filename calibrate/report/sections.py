@@ -32,7 +32,7 @@ def _layer_cells(layer: LayerReport, relative: bool) -> tuple[str, ...]:
         integer(layer.layer),
         _range_of_taus(layer.tau_min, layer.tau_max),
         integer(layer.dense_heads),
-        integer(layer.tails),
+        _tails(layer),
         _counts(layer.representatives),
         integer(layer.segment),
         integer(layer.grain),
@@ -204,6 +204,13 @@ def _attention_speedup(length: LengthReport) -> str:
 def _speedup(dense: float | None, sparse: float | None) -> str:
     ratio = _ratio(dense, sparse)
     return "-" if ratio is None else Number(f"{ratio:.2f}x", ratio)
+
+
+def _tails(layer: LayerReport) -> str:
+    """The heads with a tail, and beside them those with a linear one: "6+2 lin."."""
+    if not layer.linear_tails:
+        return integer(layer.tails)
+    return Number(f"{layer.tails}+{layer.linear_tails} lin.", layer.tails + layer.linear_tails)
 
 
 def _range_of_taus(smallest: float | None, largest: float | None) -> str:

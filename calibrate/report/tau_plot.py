@@ -26,7 +26,7 @@ def _draw(figure: Figure, profile: Profile) -> None:
     all_axes = panels(figure, titles, (5.0, 4.0), x="head", y="layer")
     for axes, layers in zip(all_axes, profile.layers, strict=True):
         taus = [
-            [math.nan if head.mode == "dense" else max(head.tau, TAUS[0]) for head in layer.heads] for layer in layers
+            [max(head.tau, TAUS[0]) if head.has_threshold else math.nan for head in layer.heads] for layer in layers
         ]
         image = axes.imshow(taus, norm=norm, cmap=COLOURS, aspect="auto", interpolation="nearest")
         dense = [(x, y) for y, layer in enumerate(layers) for x, head in enumerate(layer.heads) if head.mode == "dense"]

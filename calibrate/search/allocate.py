@@ -182,6 +182,11 @@ def points_of(curves: Mapping[Method, Curve], head: int, allowed: Allowed) -> li
             continue
         if not allowed.s2o:
             continue
+        if method.linear:
+            cost, row = densities[0] + overhead(method, False) + curve.fixed_cost, float(curve.worst[head, 0])
+            if row <= limit:
+                candidates.append((float(curve.mse[head, 0]), cost, densities[0], row, method, 0.0, False))
+            continue
         for tail in allowed.tails:
             errors, worst = (curve.tail_mse, curve.tail_worst) if tail else (curve.mse, curve.worst)
             extra = overhead(method, tail) + curve.fixed_cost
@@ -202,7 +207,7 @@ def _settings(method: Method, segment: int, tau: float, tail: bool) -> HeadConfi
     """A head that runs a method in a layer with this segment; a baseline has neither a threshold nor a tail."""
     if not isinstance(method, Ranking):
         return HeadConfig(segment=segment, mode="baseline", baseline=method)
-    return HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, tail)
+    return HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, tail, linear=method.linear)
 
 
 def rounding_error(curves: Mapping[Method, Curve], head: int) -> tuple[float, float]:

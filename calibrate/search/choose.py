@@ -405,7 +405,7 @@ def _uniform(
     best: Uniform | None = None
     over = torch.tensor(budgets, dtype=torch.float64)[:, None, None]
     for method in layers[0]:
-        if not isinstance(method, Ranking):
+        if not isinstance(method, Ranking) or method.linear:
             continue
         density = torch.stack([curves[method].density for curves in layers]).mean((0, 1))
         for tail in tails:

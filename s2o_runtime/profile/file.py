@@ -78,13 +78,14 @@ LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8, "grain": torch.
 TENSORS = HEAD_TENSORS | LAYER_TENSORS
 SIZES = ("layers", "query_heads", "kv_heads", "head_dim")  # of the model, as numbers
 MODES: tuple[Mode, ...] = ("s2o", "dense")  # numbers in the tensor `mode`; larger ones count through `baselines`
+LINEAR_TAIL = 2  # in the tensor `tail`
 ROW_REDUCES = get_args(RowReduce)
 SCORES = get_args(Scores)
 _INDEXED: dict[str, tuple[object, ...]] = {
     "stop_rule": tuple(StopRule), "row_reduce": ROW_REDUCES, "scores": SCORES,
 }  # fmt: skip
 _ALLOWED: dict[str, tuple[int, ...]] = {name: tuple(range(len(names))) for name, names in _INDEXED.items()}
-_ALLOWED |= {"tail": (0, 1), "representatives": REPRESENTATIVES, "grain": GRAINS}
+_ALLOWED |= {"tail": (0, 1, LINEAR_TAIL), "representatives": REPRESENTATIVES, "grain": GRAINS}
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -168,7 +169,9 @@ def _tensors(profile: Profile) -> dict[str, Tensor]:
         ),
         "stop_rule": table(torch.uint8, lambda layer: [int(head.stop_rule) for head in layer.heads]),
         "representatives": table(torch.uint8, lambda layer: [head.representatives for head in layer.heads]),
-        "tail": table(torch.uint8, lambda layer: [head.tail for head in layer.heads]),
+        "tail": table(
+            torch.uint8, lambda layer: [LINEAR_TAIL if head.linear else int(head.tail) for head in layer.heads]
+        ),
         "tile": table(torch.int32, lambda layer: [int(getattr(layer.tile, name)) for name in TILE_FIELDS]),
         "row_reduce": table(torch.uint8, lambda layer: ROW_REDUCES.index(layer.row_reduce)),
         "grain": table(torch.uint8, lambda layer: layer.grain),
@@ -503,7 +506,16 @@ def _layer(tensors: dict[str, Tensor], baselines: Sequence[Baseline], bucket: in
     baseline_of_mode = (*(None for _ in MODES), *baselines)
     columns = (tensors[name][bucket, layer].tolist() for name in HEAD_TENSORS)
     heads = tuple(
-        HeadConfig(tau, segment, modes[mode], StopRule(stop_rule), representatives, bool(tail), baseline_of_mode[mode])
+        HeadConfig(
+            tau,
+            segment,
+            modes[mode],
+            StopRule(stop_rule),
+            representatives,
+            tail == 1,
+            baseline_of_mode[mode],
+            tail == LINEAR_TAIL,
+        )
         for tau, segment, mode, stop_rule, representatives, tail in zip(*columns, strict=True)
     )
     fields = dict(zip(TILE_FIELDS, tensors["tile"][bucket, layer].tolist(), strict=False))  # the newest may be missing

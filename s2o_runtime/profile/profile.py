@@ -112,7 +112,7 @@ def _between(near: HeadConfig, far: HeadConfig, weight: float | None) -> HeadCon
 
     weight: how far towards the other bucket, 0 to 0.5 in log length; None if the layers check the stop unlike.
     """
-    if near.mode != "s2o" or far.mode != "s2o" or near.stop_rule != far.stop_rule:
+    if near.mode != "s2o" or far.mode != "s2o" or near.stop_rule != far.stop_rule or near.linear or far.linear:
         return near
     alike = all(getattr(near, name) == getattr(far, name) for name in ("segment", "representatives", "tail"))
     if weight is None or not alike or near.tau == 0.0 or far.tau == 0.0:
