@@ -54,9 +54,9 @@ Method = Ranking | Baseline  # what decides which keys a head visits: S2O's orde
 class Curve:
     """Errors and density of every head at every threshold of `TAUS`; baselines and linear tails have one point.
 
-    All tensors are float64 [Hq, len(TAUS)], of a baseline and of a linear tail [Hq, 1]. Thresholds are those of the stop
-    rule "rest", and a tile's gain is the mean over its rows. The tail does not change where a head stops, so one density
-    belongs to both errors.
+    All tensors are float64 [Hq, len(TAUS)], of a baseline and of a linear tail [Hq, 1]. Thresholds are those of the
+    stop rule "rest", and a tile's gain is the mean over its rows. The tail does not change where a head stops, so one
+    density belongs to both errors.
 
     Attributes:
         mse: mean squared error without a tail.
