@@ -45,6 +45,7 @@ def made_head(rng, scale):
     density = 1.0 if dense else min(0.98, scale * rng.lognormvariate(0, 0.6))
     settings = {"tau": rng.choice([0.0047, 0.068, 1.5, 148.0]), "representatives": rng.choice([1, 1, 32])}
     settings |= {"mode": "dense" if dense else "s2o", "tail": rng.random() < 0.5, "baseline": None, "density": density}
+    settings |= {"linear": False}
     return settings | {"cost": 1.0 if dense else density + 0.05, "error": 0.0 if dense else BUDGET * rng.random()}
 
 
@@ -66,7 +67,7 @@ def made_layer(rng, number, heads, length, on_gpu, dense):
     return {
         "layer": number, "tau_min": min(taus, default=None), "tau_max": max(taus, default=None),
         "dense_heads": heads - len(sparse), "methods": {"s2o": len(sparse), "dense": heads - len(sparse)},
-        "tails": sum(head["tail"] for head in sparse),
+        "tails": sum(head["tail"] for head in sparse), "linear_tails": 0,
         "representatives": {str(count): chosen.count(count) for count in sorted(set(chosen))},
         "segment": 512, "grain": 4, "scores": "input", "tile": "64x128x16 ws s2",
         "why_dense": "no tile beats dense" if dense else None,
@@ -167,6 +168,8 @@ def test_a_layers_row_says_what_the_summary_says(summary):
     row = next(line for line in printed(summary).splitlines() if line.split()[:1] == ["0"])
     expected = "0 0.0015 .. 150 3 16 1/32: 20/8 1024 4 128x128x16 ws s2 0.123 9.50e-04 95% 0.26 12.30x"
     assert " ".join(row.split()) == expected
+    layer["linear_tails"] = 5
+    assert " ".join(printed(summary).split()).count(" 3 16+5 lin. 1/32: 20/8 1024 ") == 1
 
 
 def in_mse(power):

@@ -32,18 +32,19 @@ class HeadReport:
     """What one query head does, and what it is predicted to do.
 
     `cost` is its attention's time divided by the time of dense attention, `error` is in the budget's unit, and
-    `baseline` names the method of another paper that computes the head, if one does.
+    `baseline` names the method of another paper that computes the head, if one does. With `linear` it has a linear
+    tail, and `tau` says nothing.
     """
 
     mode: str
     tau: float
     representatives: int
     tail: bool
-    linear: bool
     baseline: str | None
     density: float
     cost: float
     error: float
+    linear: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,6 @@ class LayerReport:
     dense_heads: int
     methods: dict[str, int]
     tails: int
-    linear_tails: int
     representatives: dict[str, int]
     segment: int
     grain: int
@@ -96,6 +96,7 @@ class LayerReport:
     dense_seconds: float | None
     heads: tuple[HeadReport, ...]
     frontier: tuple[tuple[float, float], ...] | None
+    linear_tails: int = 0
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,14 @@ def measured_tails() -> Profile:
     return replace(profile, layers=layers)
 
 
+def linear_tails() -> Profile:
+    """Heads with linear tails beside others."""
+    (row,) = minimal().layers[0]
+    linear = replace(row, heads=(HeadConfig(0.25, 256, linear=True),))
+    record = Record(recipe={"tails": [False, True], "linear_tails": True})
+    return replace(minimal(), geometry=Geometry("llama", 2, 1, 1, 64), layers=((row, linear),), record=record)
+
+
 def _record(squared: bool = False) -> dict[str, Any]:
     """squared: as `load_profile` gives a file of schema 2, where errors of rows stand squared: as norms."""
     budget: dict[str, Any] = {"kind": "rel_mse", "value": 1e-3}
@@ -212,6 +220,7 @@ GOLDEN = {
     "schema7-minimal": minimal,
     "schema7-full": measured_tails,
     "schema7-baselines": baselines,
+    "schema7-linear": linear_tails,
 }
 
 
