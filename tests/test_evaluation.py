@@ -464,6 +464,7 @@ def test_the_lines_of_the_agreement_picture(measured):
         ("tau=0.3,segment=1024,representatives=32,tail", "tau=0.3,segment=1024,representatives=32,tail"),
         (" tail , segment=256, tau=3e-1", "tau=0.3,segment=256,tail"),
         ("grain=4,stop_rule=raw,row_reduce=max,tau=0", "tau=0,grain=4,stop_rule=paper,row_reduce=max"),
+        ("linear,segment=512", "segment=512,linear"),
     ],
 )
 def test_a_setting_has_one_name(text, name):

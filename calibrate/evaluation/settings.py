@@ -21,7 +21,7 @@ RULES = {
     "stop_rule": Rule(str),
     "row_reduce": Rule(str),
 }
-SWITCHES = ("tail",)
+SWITCHES = ("tail", "linear")
 EXAMPLE = "tau=0.3,segment=1024,representatives=32,tail"
 CPU_TILE = TileConfig(block_m=64, block_n=64, chunk=4)  # its rows divide every legal segment
 
@@ -47,7 +47,7 @@ def parsed(text: str) -> dict[str, Any]:
                 f"setting {text!r} has {part.strip()!r}, expected {', '.join(f'{option}=..' for option in RULES)} or "
                 f"{', '.join(SWITCHES)}, or one of {', '.join(BASELINES)} and a colon: try {EXAMPLE}"
             )
-    if "tau" not in options:
+    if "tau" not in options and "linear" not in options:
         raise ConfigError(f"setting {text!r} has no tau, expected a threshold: try {EXAMPLE}")
     if "stop_rule" in options:
         options["stop_rule"] = StopRule.parse(options["stop_rule"])  # one spelling: "raw" is "paper"
