@@ -175,3 +175,14 @@ def test_bad_options_are_one_sentence_and_exit_code_2(arguments, message, tmp_pa
     assert lines[0].startswith("scripts.bench.attention: ")
     assert message in lines[0]
     assert not list(tmp_path.rglob("*.json"))
+
+
+@SLOW
+def test_linear_tails_have_a_row_of_their_own(tmp_path):
+    out = tmp_path / "b.json"
+    assert run(*TINY, "--lengths", "256", "--densities", "0.01", "--linear", "--out", out) == 0
+    (entry,) = read(AttentionFile, json.loads(out.read_text())).results
+    (row,), (lowest,) = of_form(entry, bench.LINEAR_TAILS), of_form(entry, bench.S2O)[1:]
+    assert (row.target, row.prefill_seconds) == ("one chunk", None)
+    assert row.density == pytest.approx(lowest.density)
+    assert 0 < row.rel_mse != lowest.rel_mse

@@ -20,6 +20,11 @@ DENSE = "dense (cuDNN)"
 FLASH = "dense (FlashAttention-2)"
 ONE_TAU = "S2O, one tau"
 PUBLISHED = "S2O as published"
+LINEAR_TAILS = "S2O, linear tails"
+OF_FORM = {
+    PUBLISHED: ", as published",
+    LINEAR_TAILS: ", linear tails",
+}  # what tables and plots put behind its rows' names
 CALIBRATED = {  # what the methods' bench calls a profile, by its s2o-calibrate --method
     "s2o": "S2O, calibrated",
     "flash-prefill": "FlashPrefill, calibrated",
@@ -62,9 +67,10 @@ class ResultFile:
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """One density of one form of S2O, `ONE_TAU`'s with a tau for each head or `PUBLISHED`.
+    """One density of one form of S2O, `ONE_TAU`'s with a tau for each head, `PUBLISHED` or one with linear tails.
 
-    target: the wanted density, "never stop" (tau = 0), or "lowest" where window and first chunk are more than wanted.
+    target: the wanted density, "never stop" (tau = 0), "lowest" where window and first chunk are more than wanted, or
+        "one chunk" with linear tails.
     seconds, prefill_seconds: the whole call, and the call without its ranking (None without the kernels).
     rate, prefill_rate: density x dense time / time; 1 means that a computed pair costs what it costs cuDNN.
     """

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from scripts.bench.schema import PUBLISHED, AttentionEntry, AttentionFile, AttentionRow, Spread
+from scripts.bench.schema import OF_FORM, AttentionEntry, AttentionFile, AttentionRow, Spread
 from scripts.docs.plots import legend, plain_numbers
 
 TARGET_RATE = 0.75
@@ -38,7 +38,7 @@ def _panel(axes: Axes, entries: list[AttentionEntry], segment: int, colours: dic
         axes.plot([lowest, 1], ends, line, color="grey", label=f"{name}: {rate:.0%} of dense's rate")
     for entry in entries:
         for form in dict.fromkeys(row.form for row in entry.rows):
-            series = f"{entry.tile_name}, segment {segment}" + (", as published" if form == PUBLISHED else "")
+            series = f"{entry.tile_name}, segment {segment}{OF_FORM.get(form, '')}"
             colour = colours.setdefault(series, f"C{len(colours)}")
             rows = sorted((row for row in entry.rows if row.form == form), key=lambda row: row.density)
             _series(axes, [(row, row.seconds) for row in rows], fmt="o-", color=colour, label=series)

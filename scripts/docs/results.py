@@ -25,6 +25,7 @@ from scripts.bench.paged import PagedFile
 from scripts.bench.schema import (
     CALIBRATED,
     DENSE,
+    OF_FORM,
     ONE_TAU,
     PUBLISHED,
     AttentionFile,
@@ -613,7 +614,7 @@ def _kernel(sources: Sequence[Source[AttentionFile]]) -> list[str]:
             dense = entry.dense.seconds.median
             rows.append([str(entry.length), "", entry.dense.backend, "", ms(dense), "1.00x", "", "", ""])
             for row in entry.rows:
-                target = f"{row.target}, as published" if row.form == PUBLISHED else str(row.target)
+                target = f"{row.target}{OF_FORM.get(row.form, '')}"
                 cells = [str(entry.length), entry.tile_name, target, f"{row.density:.3f}"]
                 times = [ms(row.seconds.median), f"{three(dense / row.seconds.median)}x"]
                 rates = [f"{row.rate:.2f}", "-" if row.prefill_rate is None else f"{row.prefill_rate:.2f}"]
