@@ -62,7 +62,7 @@ S2O = "S2O"
 
 @dataclass(frozen=True)
 class Point:
-    """One row of a table: a form of S2O (S2O, PUBLISHED or LINEAR_TAILS), what was aimed at, and the config that is nearest."""
+    """One row of a table: a form of S2O, what was aimed at, and the config that comes nearest."""
 
     form: str
     target: float | str

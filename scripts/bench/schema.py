@@ -24,7 +24,7 @@ LINEAR_TAILS = "S2O, linear tails"
 OF_FORM = {
     PUBLISHED: ", as published",
     LINEAR_TAILS: ", linear tails",
-}  # what tables and plots put behind its rows' names
+}  # behind the names of its rows
 CALIBRATED = {  # what the methods' bench calls a profile, by its s2o-calibrate --method
     "s2o": "S2O, calibrated",
     "flash-prefill": "FlashPrefill, calibrated",
