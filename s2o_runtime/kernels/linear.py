@@ -23,7 +23,6 @@ from s2o_runtime.kernels.rank.order import Ranked
 
 MASK_STEPS = 256  # that a program of `_mask_visited` marks at once
 MASK_WARPS = 4
-SUM_KEYS = 64
 SUM_SCORES = 1024  # of which a program of `_linear_sums` takes the largest at once
 SUM_STAGES = 2
 ADD_ROWS = 64  # which divides every segment
@@ -90,7 +89,7 @@ def _linear_sums(
     stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_sb, stride_sh, stride_sn,
     GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, SCORES: tl.constexpr, BN: tl.constexpr,
-    GRAIN: tl.constexpr, STAGES: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+    GRAIN: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The sums of `Linear` for a segment and BD of its value columns, over the prefix's steps whose SCORE is not -inf.
 
@@ -116,6 +115,9 @@ def _linear_sums(
         SEGMENT, FLAGS      int32 [Hq]: as in `call.HeadTables`
     """
     BLOCKS: tl.constexpr = D // BD
+    # Keys that the program's threads hold at once, 8 entries each: what is summed up over further ones needs no shuffle.
+    KEY_SUMS: tl.constexpr = 256 * WARPS // D
+    VALUE_SUMS: tl.constexpr = 256 * WARPS // BD
     # long prefixes first
     n = (tl.num_programs(0) - 1 - tl.program_id(0)) // BLOCKS
     block = tl.program_id(0) % BLOCKS
@@ -155,8 +157,8 @@ def _linear_sums(
             at_middle = tl.sum(r * middle, 0) - most
 
             mass = tl.zeros([BK], tl.float32)
-            keys = tl.zeros([D, BK], tl.float32)
-            values = tl.zeros([BK, BD], tl.float32)
+            keys = tl.zeros([D, KEY_SUMS], tl.float32)
+            values = tl.zeros([VALUE_SUMS, BD], tl.float32)
             products = tl.zeros([D, BD], tl.float32)
             for t0 in tl.range(0, prefix, BK, num_stages=STAGES):
                 t = t0 + offs_k
@@ -175,15 +177,14 @@ def _linear_sums(
                 if K.dtype.element_ty == tl.bfloat16:
                     rounded = away.to(tl.bfloat16)
                     products = tl.dot(rounded, v, products)
-                    keys += rounded.to(tl.float32)
+                    away = rounded.to(tl.float32)
                 elif K.dtype.element_ty == tl.float16:
                     products = tl.dot(away, v.to(tl.float32), products, input_precision="tf32")
-                    keys += away
                 else:
                     products = tl.dot(away, v.to(tl.float32), products, input_precision="ieee")
-                    keys += away
                 mass += w
-                values += w[:, None] * v.to(tl.float32)
+                keys += tl.sum(tl.reshape(away, [D, BK // KEY_SUMS, KEY_SUMS]), 1)
+                values += tl.sum(tl.reshape(w[:, None] * v.to(tl.float32), [BK // VALUE_SUMS, VALUE_SUMS, BD]), 0)
 
             total = tl.sum(mass, 0)
             mean_key = tl.sum(keys, 1) / total
@@ -203,7 +204,8 @@ def _add_linear(
     qk_scale, q_len, offset, row_begin, segments,
     stride_qb, stride_qh, stride_ql, stride_rb, stride_rh, stride_rn, stride_ob, stride_oh, stride_ol,
     stride_eb, stride_eh,
-    D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, HAS_START: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Merge the linear tail of BM rows into OUT and LSE, for heads with LINEAR.
 
@@ -212,7 +214,7 @@ def _add_linear(
     of a segment without such keys.
 
     Programs: (rows of the slice / BM, Hq, B). The slice of rows begins at row_begin, its segments are N'. BD: columns at
-    once. T is the input type.
+    once; STAGES: of Triton's pipeline. T is the input type.
 
         Q, OUT              T [B, Hq, Lq, D], strides q and o
         REP                 T [B, Hq, parts, D], strides r: as `means._representatives` wrote it
@@ -256,7 +258,7 @@ def _add_linear(
             share = mass / total
             kept = before / total
             out = OUT + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + head_row * stride_ol
-            for c in range(0, D, BD):
+            for c in tl.range(0, D, BD, num_stages=STAGES):
                 offs_c = c + tl.arange(0, BD)
                 cov = tl.load(COVARIANCE + of_slice * (D * D) + offs_d[:, None] * D + offs_c[None, :])
                 if Q.dtype.element_ty == tl.bfloat16:
@@ -327,9 +329,9 @@ def linear_sums(
             **strides("bhn", r=representative, s=score), **strides("bhl", k=k, v=v),
         },
         {
-            "GROUP": shape.group, "D": head_dim, "BD": columns, "BK": SUM_KEYS, "SCORES": SUM_SCORES,
-            "BN": call.config.tile.block_n, "GRAIN": call.config.grain, "STAGES": SUM_STAGES,
-            "HAS_START": call.padded, "PACKED": call.packed,
+            "GROUP": shape.group, "D": head_dim, "BD": columns, "BK": sum_keys(head_dim), "SCORES": SUM_SCORES,
+            "BN": call.config.tile.block_n, "GRAIN": call.config.grain, "WARPS": sum_warps(head_dim),
+            "STAGES": SUM_STAGES, "HAS_START": call.padded, "PACKED": call.packed,
         },
         num_warps=sum_warps(head_dim),
     )  # fmt: skip
@@ -362,11 +364,16 @@ def add_linear(
             **strides("bhl", q=q, o=out), **strides("bhn", r=representative), **strides("bh", e=lse), **one_entry,
         },
         {
-            "D": shape.head_dim, "BM": ADD_ROWS, "BD": min(ADD_COLUMNS, shape.head_dim), "HAS_START": call.padded,
-            "PACKED": call.packed,
+            "D": shape.head_dim, "BM": ADD_ROWS, "BD": min(ADD_COLUMNS, shape.head_dim),
+            "STAGES": add_stages(q.dtype), "HAS_START": call.padded, "PACKED": call.packed,
         },
         num_warps=add_warps(shape.head_dim),
     )  # fmt: skip
+
+
+def sum_keys(head_dim: int) -> int:
+    """Keys that a program of `_linear_sums` adds at once."""
+    return 64 if head_dim <= 128 else 32
 
 
 def sum_columns(head_dim: int) -> int:
@@ -382,6 +389,11 @@ def sum_warps(head_dim: int) -> int:
 def add_warps(head_dim: int) -> int:
     """Warps of `_add_linear`."""
     return 4 if head_dim <= 128 else 8
+
+
+def add_stages(dtype: torch.dtype) -> int:
+    """Stages of the pipeline of `_add_linear`: shared memory holds two of covariances in bfloat16, one in float32."""
+    return 2 if dtype == torch.bfloat16 else 1
 
 
 def covariance_type(dtype: torch.dtype) -> torch.dtype:
