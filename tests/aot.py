@@ -242,6 +242,11 @@ def pipelined(case: Case, built: Compiled) -> str | None:
 
         rows = means.representative_rows(case.head_dim)
         tile_bytes, copies, threads = 2 * rows * case.head_dim, 2, 32 * means.REPRESENTATIVE_WARPS
+    elif case.kernel == "linear_sums":
+        from s2o_runtime.kernels import linear
+
+        tile_bytes = 2 * linear.sum_keys(case.head_dim) * (case.head_dim + linear.sum_columns(case.head_dim))
+        copies, threads = linear.SUM_STAGES, 32 * linear.sum_warps(case.head_dim)
     elif case.tile is None:
         return None
     elif case.kernel == "antidiagonal":
@@ -507,8 +512,8 @@ def compile_case(case: Case) -> Compiled:
             "mask_visited": ({"STEPS": linear.MASK_STEPS}, linear.MASK_WARPS),
             "linear_sums": (
                 {
-                    "BD": linear.sum_columns(case.head_dim), "BK": linear.sum_keys(case.head_dim), "SCORES": linear.SUM_SCORES,
-                    "STAGES": linear.SUM_STAGES, "WARPS": linear.sum_warps(case.head_dim),
+                    "BD": linear.sum_columns(case.head_dim), "BK": linear.sum_keys(case.head_dim),
+                    "SCORES": linear.SUM_SCORES, "STAGES": linear.SUM_STAGES, "WARPS": linear.sum_warps(case.head_dim),
                 },
                 linear.sum_warps(case.head_dim),
             ),

@@ -95,7 +95,12 @@ def test_int8_scores_are_compiled_in_every_tile():
 
 def test_linear_tails_are_compiled_for_all_targets():
     covered = {(case.kernel, case.capability, case.variant) for case in cases() if case.kernel in LINEAR_KERNELS}
-    expected = {(kernel, capability, variant) for kernel in LINEAR_KERNELS for capability in SHARED_MEMORY for variant in VARIANTS}
+    expected = {
+        (kernel, capability, variant)
+        for kernel in LINEAR_KERNELS
+        for capability in SHARED_MEMORY
+        for variant in VARIANTS
+    }
     float16 = {(kernel, capability, FLOAT16) for kernel in FLOAT16_KERNELS for capability in SHARED_MEMORY}
     assert covered == expected | float16
 

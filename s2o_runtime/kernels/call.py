@@ -21,17 +21,17 @@ STOP_RULE_BITS = 3
 TAIL = 4  # the head has a tail
 ELSEWHERE = 8  # a baseline computes the head: the prefill kernels leave its output alone
 LINEAR = 16  # the head has a linear tail
-FIRST_CHUNK = math.nan  # the threshold that no gain reaches, not even an infinite one: inf >= inf, but never >= nan
+FIRST_CHUNK = math.nan  # the threshold of such a head: no gain is >= nan, while an infinite one is >= inf
 BY_WORK: tuple[Mode, ...] = ("dense", "s2o", "baseline")  # which heads have the most work, and so start first
 
 
 class HeadTables(NamedTuple):
     """The per-head settings, on the device with one entry per query head, and what the launches need of them.
 
-    tau: float32 [Hq], FIRST_CHUNK of a head with a linear tail; segment: int32 [Hq], 0 marks a head without a prefix; flags: int32 [Hq], see above; part:
-    int32 [Hq], queries of a representative; representatives: int32 [Hq], of a segment; turns: int32 [Hq], the heads in
-    the order in which their programs start, dense ones first, which have the most work, and those of baselines last;
-    None where all are of one mode.
+    tau: float32 [Hq], FIRST_CHUNK of a head with a linear tail; segment: int32 [Hq], 0 marks a head without a prefix;
+    flags: int32 [Hq], see above; part: int32 [Hq], queries of a representative; representatives: int32 [Hq], of a
+    segment; turns: int32 [Hq], the heads in the order in which their programs start, dense ones first, which have the
+    most work, and those of baselines last; None where all are of one mode.
     counts: the different numbers of representatives; shortest: the shortest segment, 0 if there is none;
     shortest_part: the fewest queries of a representative; unit: a number of rows that every segment divides;
     tail, linear: whether any head has a tail, or a linear tail. These six are of the heads in mode "s2o".

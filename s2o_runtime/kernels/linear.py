@@ -94,9 +94,10 @@ def _linear_sums(
     """The sums of `Linear` for a segment and BD of its value columns, over the prefix's steps whose SCORE is not -inf.
 
     With s_j = REP . k_j and w_j = 2^(s_j - most): LOG_MASS = most + log2 W, W = sum w_j; MEAN_KEY = sum w_j k_j / W;
-    MEAN_VALUE = sum w_j v_j / W; COVARIANCE = sum w_j k_j v_j^T / W - MEAN_KEY MEAN_VALUE^T. The reference `most` is the
-    largest score that is left. Products are of keys less the mean of BK keys that lie evenly in the prefix, so
-    that what all keys have in common is not rounded; rounded products make up both terms of the covariance.
+    MEAN_VALUE = sum w_j v_j / W; COVARIANCE = sum w_j k_j v_j^T / W - MEAN_KEY MEAN_VALUE^T. `most` is the largest
+    score that is left, so that no weight overflows. Products are of keys less the mean of BK keys that lie evenly in
+    the prefix, so that what all keys have in common is not rounded; rounded products make up both terms of the
+    covariance.
 
     Programs: (N' * D / BD, the last segments first; Hq; B), for heads with LINEAR. N' counts the segments of the slice
     of rows row_begin .. rows_end. BK: keys at once; SCORES: scores at once; STAGES: of Triton's pipeline. T is the
@@ -115,7 +116,7 @@ def _linear_sums(
         SEGMENT, FLAGS      int32 [Hq]: as in `call.HeadTables`
     """
     BLOCKS: tl.constexpr = D // BD
-    # Keys that the program's threads hold at once, 8 entries each: what is summed up over further ones needs no shuffle.
+    # keys whose entries the program's threads hold at once, 8 each: sums over further ones need no shuffle
     KEY_SUMS: tl.constexpr = 256 * WARPS // D
     VALUE_SUMS: tl.constexpr = 256 * WARPS // BD
     # long prefixes first
@@ -163,9 +164,7 @@ def _linear_sums(
             for t0 in tl.range(0, prefix, BK, num_stages=STAGES):
                 t = t0 + offs_k
                 there = t < prefix
-                k = tl.load(
-                    key + t[None, :].to(tl.int64) * stride_kl + offs_d[:, None], mask=there[None, :], other=0.0
-                )
+                k = tl.load(key + t[None, :].to(tl.int64) * stride_kl + offs_d[:, None], mask=there[None, :], other=0.0)
                 v = tl.load(
                     value + t[:, None].to(tl.int64) * stride_vl + offs_c[None, :], mask=there[:, None], other=0.0
                 )
@@ -213,8 +212,8 @@ def _add_linear(
     the mean value MEAN_VALUE + d COVARIANCE ln 2. Rows before the first key that counts stay as they are, and so do all
     of a segment without such keys.
 
-    Programs: (rows of the slice / BM, Hq, B). The slice of rows begins at row_begin, its segments are N'. BD: columns at
-    once; STAGES: of Triton's pipeline. T is the input type.
+    Programs: (rows of the slice / BM, Hq, B). The slice of rows begins at row_begin, its segments are N'. BD: columns
+    at once; STAGES: of Triton's pipeline. T is the input type.
 
         Q, OUT              T [B, Hq, Lq, D], strides q and o
         REP                 T [B, Hq, parts, D], strides r: as `means._representatives` wrote it
