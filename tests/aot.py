@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -106,6 +107,10 @@ POINTERS = {
     "K_UNIT": "fp32",
     "K_MIDDLE": "fp32",
     "V_SCALE": "fp32",
+    "LOG_MASS": "fp32",
+    "MEAN_KEY": "fp32",
+    "MEAN_VALUE": "fp32",
+    "COVARIANCE": "bf16",
 }
 FLOATS = ("qk_scale", "limit")
 # Bytes that a thread may keep in local memory; meant for what is computed once, outside the loops.
@@ -139,6 +144,14 @@ PAGED_VARIANTS: dict[str, dict[str, object]] = {
 PAGED_KERNELS = ("log_sums", "scores", "order", "pool")
 INT8_KERNELS = ("representatives", "log_sums", "scores", "trace")
 INT8_POINTERS = {"K": "i8", "REP": "i8"}
+# Linear tails of float16: products in TF32 of twice as many bytes.
+FLOAT16 = "float16"
+FLOAT16_VARIANTS: dict[str, dict[str, object]] = {
+    FLOAT16: {"GRAIN": 4, "HAS_START": True},
+}
+FLOAT16_KERNELS = ("linear_sums", "add_linear")
+FLOAT16_POINTERS = {"Q": "fp16", "K": "fp16", "V": "fp16", "OUT": "fp16", "REP": "fp16", "COVARIANCE": "fp32"}
+LINEAR_KERNELS = ("mask_visited", *FLOAT16_KERNELS)
 FEATURE_KERNELS = ("prefill", "prefill_hopper", "trace", "log_sums", "scores")
 FEATURE_CAPABILITIES = (80, 90, 100)
 # The same for the kernel of the baselines.
@@ -166,6 +179,7 @@ ALL_VARIANTS = (
     | FEATURE_VARIANTS
     | INT8_VARIANTS
     | PAGED_VARIANTS
+    | FLOAT16_VARIANTS
     | BLOCK_SPARSE_VARIANTS
     | ANTIDIAGONAL_VARIANTS
     | PAGE_VARIANTS
@@ -228,6 +242,11 @@ def pipelined(case: Case, built: Compiled) -> str | None:
 
         rows = means.representative_rows(case.head_dim)
         tile_bytes, copies, threads = 2 * rows * case.head_dim, 2, 32 * means.REPRESENTATIVE_WARPS
+    elif case.kernel == "linear_sums":
+        from s2o_runtime.kernels import linear
+
+        tile_bytes = 2 * linear.sum_keys(case.head_dim) * (case.head_dim + linear.sum_columns(case.head_dim))
+        copies, threads = linear.SUM_STAGES, 32 * linear.sum_warps(case.head_dim)
     elif case.tile is None:
         return None
     elif case.kernel == "antidiagonal":
@@ -249,7 +268,8 @@ def pipelined(case: Case, built: Compiled) -> str | None:
 
 def tensor_cores(case: Case, built: Compiled) -> str | None:
     """Products run on tensor cores: as wgmma on sm_90, where its 64 rows are there."""
-    if case.tile is None and case.kernel not in ("scores", "log_sums", "tail", "mean_key_mass"):
+    products = ("scores", "log_sums", "tail", "mean_key_mass", "linear_sums", "add_linear")
+    if case.tile is None and case.kernel not in products:
         return None
     if case.capability == 90 and (case.kernel != "log_sums" or case.rows >= 64):
         return "no wgmma" if built.wgmma == 0 else None
@@ -322,11 +342,12 @@ def cases() -> list[Case]:
             chosen += [Case("scores", capability, head_dim, rows=rows) for rows in SCORE_SEGMENTS]
             chosen += [Case("scores", capability, head_dim, representatives=count) for count in SCORE_REPRESENTATIVES]
             chosen += [Case("pool", capability, head_dim), Case("tail", capability, head_dim)]
+            chosen += [Case("linear_sums", capability, head_dim), Case("add_linear", capability, head_dim)]
             if kernel_pass.compiles(pair, triton.__version__):
                 heights = {(tile.block_m, min(other.stride for other in tiles)) for tile in tiles}
                 traced = {replace(trace_tile(head_dim, pair, *height), chunk=1) for height in heights}
                 chosen += [Case("trace", capability, head_dim, tile) for tile in sorted(traced, key=str)]
-        chosen += [Case("order", capability), Case("add", capability)]
+        chosen += [Case("order", capability), Case("add", capability), Case("mask_visited", capability)]
     return (
         block_sparse_cases()
         + antidiagonal_cases()
@@ -338,6 +359,7 @@ def cases() -> list[Case]:
         + page_cases()
         + int8_cases(chosen)
         + paged_cases(chosen)
+        + [replace(case, variant=FLOAT16) for case in chosen if case.kernel in FLOAT16_KERNELS]
         + [
             replace(case, variant=variant)
             for case in chosen
@@ -436,7 +458,7 @@ def page_cases() -> list[Case]:
 def compile_case(case: Case) -> Compiled:
     # not imported above: the tests of the rules want those without the kernels
     from s2o_runtime.baselines.kernels import antidiagonal, block_sparse, mean_keys
-    from s2o_runtime.kernels import keys, pages, tail, trace
+    from s2o_runtime.kernels import keys, linear, pages, tail, trace
     from s2o_runtime.kernels.rank import means, order, scores
 
     constants: dict[str, object] = {
@@ -485,6 +507,27 @@ def compile_case(case: Case) -> Compiled:
     if case.kernel == "add":
         constants, types = {"BLOCK": tail.ADD_BLOCK}, POINTERS | {"OUT": "fp32"}
         return compile_kernel(tail._add, constants, case.capability, ASTSource, {"num_warps": tail.ADD_WARPS}, types)
+    if case.kernel in LINEAR_KERNELS:
+        own, warps = {
+            "mask_visited": ({"STEPS": linear.MASK_STEPS}, linear.MASK_WARPS),
+            "linear_sums": (
+                {
+                    "BD": linear.sum_columns(case.head_dim), "BK": linear.sum_keys(case.head_dim),
+                    "SCORES": linear.SUM_SCORES, "STAGES": linear.SUM_STAGES, "WARPS": linear.sum_warps(case.head_dim),
+                },
+                linear.sum_warps(case.head_dim),
+            ),
+            "add_linear": (
+                {
+                    "BM": linear.ADD_ROWS, "BD": linear.ADD_COLUMNS,
+                    "STAGES": linear.add_stages(torch.float16 if case.variant == FLOAT16 else torch.bfloat16),
+                },
+                linear.add_warps(case.head_dim),
+            ),
+        }[case.kernel]  # fmt: skip
+        types = POINTERS | FLOAT16_POINTERS if case.variant == FLOAT16 else POINTERS
+        kernel = getattr(linear, f"_{case.kernel}")
+        return compile_kernel(kernel, constants | own, case.capability, ASTSource, {"num_warps": warps}, types)
     if case.tile is None:
         parts = means.parts_at_once(case.representatives)
         warps = scores.score_warps(case.representatives, case.head_dim)

@@ -8,8 +8,11 @@ from aot import (
     FEATURE_CAPABILITIES,
     FEATURE_KERNELS,
     FEATURE_VARIANTS,
+    FLOAT16,
+    FLOAT16_KERNELS,
     INT8,
     INT8_KERNELS,
+    LINEAR_KERNELS,
     RULES,
     VARIANTS,
     Case,
@@ -38,6 +41,7 @@ def compiled(**changes):
         ("pipelined", Case("prefill_hopper", 90, 128, TileConfig(64, 64, 4, 4, 2, True)), {"cp_async": 31}),
         ("tensor_cores", Case("prefill", 90, 128, TileConfig()), {"wgmma": 0, "mma_sync": 192}),
         ("tensor_cores", Case("scores", 80, 128, rows=16), {"wgmma": 0}),
+        ("tensor_cores", Case("linear_sums", 90, 128), {"wgmma": 0, "mma_sync": 64}),
         ("int8_products", Case("prefill", 90, 128, TileConfig(), variant="int8"), {"int8": 0}),
         ("int8_products", Case("prefill", 90, 128, TileConfig()), {"int8": 12}),
         ("shared_memory", Case("prefill", 89, 128, TileConfig()), {"shared": (99 << 10) + 1}),
@@ -67,7 +71,7 @@ def test_all_kernels_are_compiled_for_all_targets():
     assert {case.kernel for case in cases() if case.capability == 90 and case.head_dim in (64, 128)} == {
         "prefill", "prefill_hopper", "representatives", "log_sums", "scores", "pool", "tail", "trace",
         "block_sparse", "pool_blocks", "mean_key_mass", "antidiagonal", "gather_pages", "channel_ranges",
-        "quantise_keys",
+        "quantise_keys", "linear_sums", "add_linear",
     }  # fmt: skip
 
 
@@ -87,6 +91,18 @@ def test_int8_scores_are_compiled_in_every_tile():
     for kernel in (*INT8_KERNELS, "channel_ranges", "quantise_keys"):
         covered = {case.capability for case in int8 if case.kernel == kernel}
         assert set(SHARED_MEMORY) - covered <= ({100} if kernel == "trace" else set())
+
+
+def test_linear_tails_are_compiled_for_all_targets():
+    covered = {(case.kernel, case.capability, case.variant) for case in cases() if case.kernel in LINEAR_KERNELS}
+    expected = {
+        (kernel, capability, variant)
+        for kernel in LINEAR_KERNELS
+        for capability in SHARED_MEMORY
+        for variant in VARIANTS
+    }
+    float16 = {(kernel, capability, FLOAT16) for kernel in FLOAT16_KERNELS for capability in SHARED_MEMORY}
+    assert covered == expected | float16
 
 
 def test_quick_leaves_no_kernel_gpu_or_variant_out():

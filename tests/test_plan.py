@@ -348,7 +348,7 @@ def interpreted_gpu(gpu, monkeypatch):
     """The real kernels; `replays` counts the calls that had a plan."""
     if not interpreted():
         pytest.skip("a GPU is here, so kernels are compiled: see tests/gpu")
-    from s2o_runtime.kernels import pages, prefill
+    from s2o_runtime.kernels import linear, pages, prefill
     from s2o_runtime.kernels.rank import means, order, scores
 
     known = {}
@@ -356,7 +356,7 @@ def interpreted_gpu(gpu, monkeypatch):
     def launch_interpreted(kernel, *args, **options):
         launch(known.setdefault(id(kernel), Interpreted(kernel)), *args, **options)
 
-    for module in (pages, prefill, means, scores, order):
+    for module in (pages, prefill, linear, means, scores, order):
         monkeypatch.setattr(module, "launch", launch_interpreted)
     replays = []
     replay = plan_module.Plan.replay
@@ -391,6 +391,23 @@ def test_a_replayed_call_is_the_call(interpreted_gpu, nan_filled, starts, option
     tensors = inputs(batch=batch)
     again = call(*tensors)
     assert [done is None for done in interpreted_gpu] == [False]
+    compare(again, without_plan(lambda: call(*tensors)))
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_a_replayed_call_with_a_linear_tail_is_the_call(interpreted_gpu, nan_filled, lse):
+    """Whether the log-sum-exp, which the tail needs, is an output or workspace."""
+    config = LayerConfig.uniform(1, segment=64, tile=CONFIG.tile, linear=True)
+
+    def call(q, k, v):
+        return s2o_attention(q, k, v, config, backend="triton", return_stats=True, return_lse=lse)
+
+    for _ in range(2):
+        call(*inputs(140))
+    tensors = inputs(140)
+    again = call(*tensors)
+    assert [done is None for done in interpreted_gpu] == [False]
+    assert (again.lse is not None) == lse
     compare(again, without_plan(lambda: call(*tensors)))
 
 

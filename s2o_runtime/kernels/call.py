@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.config import HeadConfig, LayerConfig, Mode, config_obstacle
+from s2o_runtime.config import HeadConfig, LayerConfig, Mode, StopRule, config_obstacle
 from s2o_runtime.errors import InputError
 from s2o_runtime.pages import PageTable
 from s2o_runtime.shapes import CallShape
@@ -20,19 +20,21 @@ from s2o_runtime.shapes import CallShape
 STOP_RULE_BITS = 3
 TAIL = 4  # the head has a tail
 ELSEWHERE = 8  # a baseline computes the head: the prefill kernels leave its output alone
+LINEAR = 16  # the head has a linear tail
+FIRST_CHUNK = math.nan  # the threshold of such a head: no gain is >= nan, while an infinite one is >= inf
 BY_WORK: tuple[Mode, ...] = ("dense", "s2o", "baseline")  # which heads have the most work, and so start first
 
 
 class HeadTables(NamedTuple):
     """The per-head settings, on the device with one entry per query head, and what the launches need of them.
 
-    tau: float32 [Hq]; segment: int32 [Hq], 0 marks a head without a prefix; flags: int32 [Hq], see above; part:
-    int32 [Hq], queries of a representative; representatives: int32 [Hq], of a segment; turns: int32 [Hq], the heads in
-    the order in which their programs start, dense ones first, which have the most work, and those of baselines last;
-    None where all are of one mode.
+    tau: float32 [Hq], FIRST_CHUNK of a head with a linear tail; segment: int32 [Hq], 0 marks a head without a prefix;
+    flags: int32 [Hq], see above; part: int32 [Hq], queries of a representative; representatives: int32 [Hq], of a
+    segment; turns: int32 [Hq], the heads in the order in which their programs start, dense ones first, which have the
+    most work, and those of baselines last; None where all are of one mode.
     counts: the different numbers of representatives; shortest: the shortest segment, 0 if there is none;
     shortest_part: the fewest queries of a representative; unit: a number of rows that every segment divides;
-    tail: whether any head has a tail. These five are of the heads in mode "s2o".
+    tail, linear: whether any head has a tail, or a linear tail. These six are of the heads in mode "s2o".
     """
 
     tau: Tensor
@@ -46,6 +48,7 @@ class HeadTables(NamedTuple):
     shortest_part: int
     unit: int
     tail: bool
+    linear: bool
 
     @property
     def several(self) -> bool:
@@ -118,7 +121,7 @@ def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
     modes = {head.mode for head in config.heads}
     turns = sorted(range(config.num_heads), key=lambda head: BY_WORK.index(config.heads[head].mode))
     return HeadTables(
-        tau=table(lambda head: head.tau, torch.float32),
+        tau=table(lambda head: FIRST_CHUNK if _is_linear(head) else head.tau, torch.float32),
         segment=table(lambda head: head.segment if head.mode == "s2o" else 0),
         flags=table(_flags),
         part=table(lambda head: head.segment // head.representatives if head.mode == "s2o" else 0),
@@ -129,8 +132,15 @@ def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
         shortest_part=min((head.segment // head.representatives for head in ranked), default=0),
         unit=math.lcm(*(head.segment for head in ranked)),
         tail=any(head.tail for head in ranked),
+        linear=config.has_linear,
     )
 
 
 def _flags(head: HeadConfig) -> int:
+    if _is_linear(head):
+        return int(StopRule.REST) | LINEAR
     return int(head.stop_rule) | TAIL * head.tail | ELSEWHERE * (head.mode == "baseline")
+
+
+def _is_linear(head: HeadConfig) -> bool:
+    return head.mode == "s2o" and head.linear

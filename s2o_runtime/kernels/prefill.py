@@ -18,6 +18,7 @@ from s2o_runtime.devices import Resources, resources
 from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.keys import Keys, keys_of
 from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.linear import Linear, add_linear, linear_bytes, linear_sums, mask_visited
 from s2o_runtime.kernels.primitives import (
     ELSEWHERE,
     LOG2E,
@@ -47,7 +48,7 @@ from s2o_runtime.shapes import CallShape
 
 FULL = 1.5  # programs an SM: with fewer of one head, SMs would wait for its longest ones
 CACHE_SHARE = 0.7  # of the L2 cache, for the keys and values of the heads that take turns
-WORKSPACE_BYTES = 352 << 20  # of one slice; representatives and mean values of a whole call come on top
+WORKSPACE_BYTES = 352 << 20  # of one slice; representatives, mean values and logs of a whole call come on top
 
 
 @triton.jit(
@@ -244,22 +245,28 @@ def s2o_prefill(
     entries, rows_in_memory = (shape.batch, shape.q_len) if not call.packed else (1, q.shape[2])
     if out is None:
         out = q.new_empty(entries, rows_in_memory, shape.query_heads, shape.head_dim).transpose(1, 2)
-    logs = q.new_empty(entries, shape.query_heads, rows_in_memory, dtype=torch.float32) if lse else None
+    logs = None
+    if lse or call.tables.linear:  # a linear tail is merged by the log-sum-exp
+        logs = q.new_empty(entries, shape.query_heads, rows_in_memory, dtype=torch.float32)
     visited = torch.empty(
         shape.batch, shape.query_heads, shape.row_tiles(call.config.tile.block_m), dtype=torch.int32, device=q.device
     )
     keys = keys_of(k, call)
     ranker = Ranker(q, keys, v, call) if call.tables.shortest else None
-    for rows in row_slices(call, WORKSPACE_BYTES):
-        prefill(q, keys, v, None if ranker is None else ranker.rank(rows), out, visited, call, rows, logs)
-    return out, visited, logs
+    for rows in row_slices(call, WORKSPACE_BYTES, k.dtype):
+        ranking = None if ranker is None else ranker.rank(rows)
+        linear = None if ranker is None or ranking is None else ranker.linear(ranking[0], rows)
+        prefill(q, keys, v, ranking, out, visited, call, rows, logs)
+        if ranker is not None and linear is not None and logs is not None:
+            add_linear(q, ranker.representative, linear, out, logs, call, rows)
+    return out, visited, logs if lse else None
 
 
 class Ranker:
     """Ranks the segments of one call, slice by slice; what all slices need is computed once."""
 
     def __init__(self, q: Tensor, keys: Keys, v: Tensor, call: Call) -> None:
-        self._keys, self._call = keys, call
+        self._keys, self._values, self._call = keys, v, call
         self._representative = representatives(q, keys, call)
         self._log_sum = log_sums(self._representative, self._keys, call)
         self._pooled = pooled_values(v, call) if call.tables.tail else None
@@ -269,18 +276,40 @@ class Ranker:
         ranked = order(score(self._representative, self._log_sum, self._keys, self._call, rows), self._call, rows)
         return ranked, None if self._pooled is None else tail_sums(ranked, self._pooled, self._call, rows)
 
+    def linear(self, ranked: Ranked, rows: range) -> Linear | None:
+        """The linear tails of all segments that begin in `rows`, None if no head has one.
 
-def row_slices(call: Call, workspace: int) -> list[range]:
-    """Cut the query rows into slices of whole segments whose ranking fits the workspace (bytes).
+        ranked: as `rank` gave it for these rows. Its scores of heads with a linear tail are of no use afterwards.
+        """
+        if not self._call.tables.linear:
+            return None
+        mask_visited(ranked, self._call, rows)
+        k = self._keys.rows  # as they are: a layer with a linear tail has no int8 scores
+        return linear_sums(self.representative, self._log_sum, k, self._values, ranked, self._call, rows)
+
+    @property
+    def representative(self) -> Tensor:
+        """The representatives of all segments, [B, Hq, parts, D]."""
+        return self._representative.rows
+
+
+def row_slices(call: Call, workspace: int, dtype: torch.dtype = torch.bfloat16) -> list[range]:
+    """Cut the query rows into slices of whole segments whose ranking fits the workspace.
 
     A slice is as wide as its longest prefix, so early slices hold more rows.
+
+    Args:
+        call: the call.
+        workspace: bytes.
+        dtype: of the inputs.
     """
     shape, tables = call.shape, call.tables
     if not tables.shortest:
         return [range(shape.q_len)]
     key_bytes = RANK_BYTES / call.config.grain
     keys = int(workspace / (key_bytes * shape.batch * shape.query_heads))  # of all segments of one head together
-    tail = int(tail_bytes(shape.head_dim) / key_bytes) if tables.tail else 0  # as if a segment had more keys
+    sums = tail_bytes(shape.head_dim) * tables.tail + linear_bytes(shape.head_dim, dtype) * tables.linear
+    tail = int(sums / key_bytes)  # as if a segment had more keys
     slices = []
     begin = 0
     while begin < shape.q_len:

@@ -170,4 +170,5 @@ def _compiled_kind(config: LayerConfig) -> object:
     tile = config.tile
     shape = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.specialized
     shortest = min((head.segment for head in heads), default=0)
-    return shape, config.grain, config.row_reduce, config.scores, counts, any(head.tail for head in heads), shortest
+    tails = any(head.tail for head in heads), config.has_linear
+    return shape, config.grain, config.row_reduce, config.scores, counts, tails, shortest

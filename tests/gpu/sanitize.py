@@ -5,10 +5,11 @@ compute-sanitizer --tool racecheck --kernel-name kernel_substring=_prefill pytho
 
 racecheck takes minutes over torch's own products, so name the kernel that it is for: of "specialised" _prefill_hopper,
 of "plain" _prefill and those of ranking and tail (_representatives, _log_sums, _scores, _order, _pool, _tail), with
-int8 scores _channel_ranges and _quantise_keys too, of the others _trace, _gather_pages, _block_sparse, _pool,
-_mean_key_mass, _antidiagonal and _mass. It should be of compute-sanitizer 2026.1 or later: older ones report barriers
-of a part of a block wrongly. What both found: docs/results/sanitizer-h200.txt. What plain torch computes too is
-compared with it: what runs under the tool is what the tests run.
+int8 scores _channel_ranges and _quantise_keys too, with linear tails _mask_visited, _linear_sums and _add_linear, of
+the others _trace, _gather_pages, _block_sparse, _pool, _mean_key_mass, _antidiagonal and _mass. It should
+be of compute-sanitizer 2026.1 or later: older ones report barriers of a part of a block wrongly. What both found:
+docs/results/sanitizer-h200.txt (linear tails: not run yet). What plain torch computes too is compared with it: what
+runs under the tool is what the tests run.
 """
 
 from __future__ import annotations
@@ -91,6 +92,32 @@ def packed(tile: TileConfig, scores: Scores = "input") -> float:
         for each in ("triton", "reference")
     )
     return off_dense(ours.transpose(0, 1), theirs.transpose(0, 1))
+
+
+def linear(tile: TileConfig) -> float:
+    """Linear tails beside other heads, with and without left padding, against the reference, and packed.
+
+    Queries are short: the reference ranks more finely, and of diffuse heads it makes little difference which keys are
+    in the first chunk.
+    """
+    q, k, v = inputs()
+    q = 0.1 * q
+    kinds = (HeadConfig(0.0, 256, linear=True), HeadConfig(0.0, 128, linear=True), *KINDS[2:])
+    config = LayerConfig(kinds, tile, grain=4)
+    worst = 0.0
+    for start in (None, torch.tensor([70], device="cuda")):
+        ours, theirs = (
+            s2o_attention(q, k, v, config, kv_start=start, backend=each) for each in ("triton", "reference")
+        )
+        assert bool(ours.isfinite().all())
+        worst = max(worst, *(off(ours[:, head], theirs[:, head]) for head in (0, 1, DENSE)))
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+    begins = torch.tensor([0, 300, 300, LENGTH], dtype=torch.int32, device="cuda")
+    ours, theirs = (
+        s2o_attention_varlen(q, k, v, begins, begins, LENGTH, LENGTH, config, backend=each)
+        for each in ("triton", "reference")
+    )
+    return max(worst, *(off(ours[:, head], theirs[:, head]) for head in (0, 1, DENSE)))
 
 
 def in_place(tile: TileConfig) -> float:
@@ -200,6 +227,8 @@ def main(names: list[str]) -> int:
         "plain, int8, packed": lambda: packed(PLAIN, "int8"),
         "specialised, in pages": lambda: in_place(SPECIALIZED),
         "plain, in pages": lambda: in_place(PLAIN),
+        "specialised, linear": lambda: linear(SPECIALIZED),
+        "plain, linear": lambda: linear(PLAIN),
         "pages": paged_cache,
         "trace": trace,
         "block-sparse": block_sparse,

@@ -1,0 +1,294 @@
+"""Linear tails in the interpreter, against the reference: fp32 and fp16, because bf16 is wrong there."""
+
+import itertools
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from s2o_runtime.attention import warmup as warmup_module
+from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.devices import interpreted
+from s2o_runtime.errors import InputError
+from s2o_runtime.kernels import linear as linear_module
+from s2o_runtime.kernels import prefill as prefill_module
+from s2o_runtime.kernels.call import Call, head_tables
+from s2o_runtime.kernels.keys import keys_of
+from s2o_runtime.kernels.linear import covariance_type, linear_bytes
+from s2o_runtime.kernels.prefill import Ranker, row_slices, s2o_prefill
+from s2o_runtime.kernels.primitives import LOG2E
+from s2o_runtime.reference.attention import s2o_attention_reference
+from s2o_runtime.reference.ranking import part_means
+from s2o_runtime.serving.server import _compiled_kind
+from s2o_runtime.shapes import call_shape
+from support.kernels import TILE, call_of, inputs, prefix_of, ranking_of
+from support.marks import all_but_first
+from support.naive import naive_attention
+
+SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
+EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
+
+pytestmark = [
+    pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu"),
+    pytest.mark.usefixtures("small_sample"),
+]
+
+LINEAR = HeadConfig(0.3, 64, linear=True)
+MIXED = (
+    LINEAR,
+    HeadConfig(1.0, 64, representatives=4, tail=True),
+    HeadConfig(100.0, 128, linear=True),
+    HeadConfig(mode="dense"),
+    HeadConfig(0.5, 128),
+)
+
+
+def mixed(heads, tile=TILE, grain=1):
+    return LayerConfig(tuple(MIXED[h % 5] for h in range(heads)), tile, grain=grain)
+
+
+def run_both(q, k, v, config, kv_start=None, sinks=None, lse=True):
+    """The kernels, and the reference following the ranking that the kernels made."""
+    shape = call_shape(q, k, v, kv_start)
+    scale = 1.3 * shape.head_dim**-0.5
+    call = Call(config, shape, scale, head_tables(config, q.device), kv_start, sinks=sinks)
+    ranked = Ranker(q, keys_of(k, call), v, call).rank(range(shape.q_len))
+    ranking = partial(ranking_of, call, *ranked)
+    expected = s2o_attention_reference(q, k, v, config, kv_start=kv_start, scale=scale, sinks=sinks, ranking_of=ranking)
+    return s2o_prefill(q, k, v, call, lse=lse), expected
+
+
+def agree(ours, expected, rtol=1e-4, atol=1e-5):
+    out, visited, lse = ours
+    torch.testing.assert_close(out, expected.out, rtol=rtol, atol=atol)
+    if lse is not None:
+        torch.testing.assert_close(lse, expected.lse, rtol=rtol, atol=10 * atol)
+    assert torch.equal(visited, expected.visited)
+
+
+SHAPES = [
+    pytest.param(1, 5, 1, 300, 300, 64, None, id="B1-H5-L300-D64"),
+    pytest.param(1, 4, 2, 257, 257, 128, None, id="B1-H4-L257-D128"),
+    pytest.param(2, 2, 1, 100, 211, 64, None, id="q100-kv211"),
+    pytest.param(3, 2, 1, 250, 250, 64, [0, 67, 249], id="left-padded"),
+    pytest.param(2, 3, 1, 100, 271, 64, [271, 33], id="padded-chunk"),
+    pytest.param(1, 1, 1, 5, 5, 64, None, id="shorter-than-a-tile"),
+    pytest.param(1, 1, 1, 1, 200, 64, None, id="one-query"),
+    pytest.param(1, 2, 1, 130, 300, 256, None, id="D256"),
+]
+
+
+@pytest.mark.parametrize("grain", all_but_first([4, 1, 8], SLOW))
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), all_but_first(SHAPES, SLOW)
+)
+def test_prefill_equals_the_reference(
+    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, grain, nan_filled
+):  # fmt: skip
+    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim)
+    kv_start = None if starts is None else torch.tensor(starts)
+    agree(*run_both(q, k, v, mixed(heads, grain=grain), kv_start))
+
+
+@pytest.mark.parametrize("starts", all_but_first([None, [40, 0]], SLOW), ids=str)
+def test_sinks_and_no_log_sum_exp(starts, nan_filled):
+    q, k, v = inputs(1 if starts is None else 2, 2, 1, 140, 211, 64)
+    config = LayerConfig((LINEAR, MIXED[2]), TILE, grain=2)
+    kv_start = None if starts is None else torch.tensor(starts)
+    ours, expected = run_both(q, k, v, config, kv_start, torch.tensor([1.0, 9.0]), lse=False)
+    assert ours[2] is None
+    agree(ours, expected)
+
+
+def test_float16(nan_filled):
+    """Views of [B, L, H, D], as transformers hands them over; errors within what fp16 weights and outputs allow."""
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs(1, 2, 1, 190, 190, 64, torch.float16))
+    ours, expected = run_both(q, k, v, LayerConfig((LINEAR, MIXED[2]), TILE, grain=4))
+    assert ours[0].dtype == torch.float16
+    # the output is rounded before and behind the tail, weights of the exact part once, to 11 bits each, of |v| <= 4
+    agree(ours, expected, rtol=2e-3, atol=6 * 2**-10)
+    assert covariance_type(torch.float16) == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("tile", "grain"),
+    all_but_first([(TileConfig(64, 64, 1, 4, 1), 2), (TileConfig(64, 128, 1, 4, 1), 4)], SLOW),
+    ids=str,
+)
+def test_other_tiles(tile, grain, nan_filled):
+    q, k, v = inputs(1, 1, 1, 200, 450, 64)
+    agree(*run_both(q, k, v, LayerConfig((LINEAR,), tile, grain=grain)))
+
+
+def test_a_first_chunk_that_holds_the_prefix_is_dense_attention(nan_filled):
+    q, k, v = inputs(1, 1, 1, 200, 330, 64)
+    config = LayerConfig((LINEAR,), replace(TILE, chunk=16))
+    out, visited, _ = s2o_prefill(q, k, v, call_of(q, k, config))
+    torch.testing.assert_close(out.double(), naive_attention(q, k, v, scale=0.125), rtol=1e-4, atol=1e-5)
+    assert visited.flatten().tolist() == [128, 192, 256, 320]
+
+
+def test_the_estimate_is_that_of_the_kernels_own_representative(nan_filled):
+    """The sums themselves, of a segment and of one whose keys the first chunk holds all."""
+    q, k, v = inputs(1, 1, 1, 128, 180, 64)
+    call = call_of(q, k, LayerConfig((LINEAR,), TILE))
+    ranker = Ranker(q, keys_of(k, call), v, call)
+    ranked, _ = ranker.rank(range(128))
+    scores = ranked.score.clone()
+    sums = ranker.linear(ranked, range(128))
+    assert sums.log_mass[0, 0, 0] == float("-inf")  # 52 keys before it, of which 32 are whole tiles
+    start, first = prefix_of(call, 0, 0, 1)
+    left = torch.ones(first - start, dtype=torch.bool)
+    left[ranked.order[0, 0, 1, : TILE.stride].long()] = False
+    assert left.sum() == 32
+    assert torch.equal(ranked.score[0, 0, 1, : first - start].isinf(), ~left)
+    assert torch.equal(ranked.score[0, 0, 1, : first - start][left], scores[0, 0, 1, : first - start][left])
+    keys, values = (tensor[0, 0, :first][left].double() for tensor in (k, v))
+    center = part_means(q[0, 0, 64:].double() * 0.125, 64)[0]
+    weights = (keys @ center).softmax(0)[:, None]
+    key, value = (weights * keys).sum(0), (weights * values).sum(0)
+    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5, check_dtype=False)
+    close(sums.log_mass[0, 0, 1], (keys @ center).logsumexp(0) * LOG2E)
+    close(sums.key[0, 0, 1], key)
+    close(sums.value[0, 0, 1], value)
+    close(sums.covariance[0, 0, 1], (weights * (keys - key)).T @ (values - value))
+
+
+def test_nothing_but_the_first_chunk_is_visited_whatever_it_gains(nan_filled):
+    """The gain over a window whose weights all vanish beside the first chunk's is infinite."""
+    q, k, v = inputs(1, 1, 1, 128, 400, 64)
+    direction = torch.nn.functional.normalize(torch.randn(64), dim=0)
+    q = direction * 30 + 0.1 * q
+    k[:, :, :200] += direction * 60
+    call = call_of(q, k, LayerConfig((LINEAR,), TILE))
+    assert call.tables.tau.isnan().all()
+    ours, expected = run_both(q, k, v, call.config)
+    agree(ours, expected, rtol=1e-3, atol=1e-3)  # scores of hundreds have 16 binary digits behind the point
+    assert ours[1].unique().tolist() == [TILE.stride]
+
+
+@pytest.mark.parametrize(
+    ("change", "tolerance"),
+    [
+        pytest.param(lambda q, k: (q, k + 50 * torch.randn(64)), 1e-3, id="keys-far-from-zero"),
+        pytest.param(lambda q, k: (q * 12, k * 12), 1e-3, id="scores-far-apart"),
+        pytest.param(lambda q, k: (q * 0, k), 1e-5, id="equal-scores"),
+        pytest.param(lambda q, k: (q, torch.zeros_like(k)), 1e-5, id="equal-keys"),
+    ],
+)
+def test_inputs_that_would_lose_digits_or_overflow(change, tolerance, nan_filled):
+    q, k, v = inputs(1, 1, 1, 128, 300, 64)
+    q, k = change(q * 0.2, k)
+    # scores of hundreds have 16 binary digits behind the point
+    agree(*run_both(q, k, v, LayerConfig((LINEAR,), TILE)), rtol=tolerance, atol=tolerance)
+
+
+def test_a_linear_tail_is_nearer_to_dense_attention_than_what_stops_as_early(nan_filled):
+    q, k, v = inputs(1, 3, 1, 256, 500, 64)
+    q = 0.05 * q + q.mean(2, keepdim=True)  # of one direction, so that keys matter alike to a segment's rows
+    heads = (LINEAR, HeadConfig(1e6, 64, stop_rule=StopRule.PAPER, tail=True), HeadConfig(1e6, 64))
+    out, _, _ = s2o_prefill(q, k, v, call_of(q, k, LayerConfig(heads, TILE)))
+    truth = naive_attention(q, k, v, scale=0.125)
+    linear, tail, nothing = (float((out[:, h] - truth[:, h]).norm() / truth[:, h].norm()) for h in range(3))
+    assert linear < 0.1 * tail
+    assert tail < nothing
+
+
+@pytest.mark.parametrize("head_dim", all_but_first([80, 40], SLOW))
+def test_other_head_dims(head_dim, nan_filled):
+    q, k, v = inputs(2, 2, 1, 100, 210, head_dim)
+    config = mixed(2)
+    out, lse, stats = s2o_attention(q, k, v, config, backend="triton", return_lse=True, return_stats=True)
+    width = 128 if head_dim > 64 else 64
+    whole = [torch.nn.functional.pad(tensor, (0, width - head_dim)) for tensor in (q, k, v)]
+    call = call_of(*whole[:2], config, scale=head_dim**-0.5)
+    ranking = partial(ranking_of, call, *Ranker(whole[0], keys_of(whole[1], call), whole[2], call).rank(range(100)))
+    expected = s2o_attention_reference(*whole, config, scale=head_dim**-0.5, ranking_of=ranking)
+    agree((out, stats.visited, lse), expected._replace(out=expected.out[..., :head_dim]))
+
+
+@pytest.mark.parametrize("lse", all_but_first([True, False], SLOW))
+def test_packed_sequences_are_sequences_on_their_own(lse, nan_filled):
+    q_lens, k_lens = [130, 0, 70, 1], [130, 0, 271, 190]
+    parts = [inputs(1, 3, 1, n, m, 64) for n, m in zip(q_lens, k_lens, strict=True) if n]
+    q, k, v = (torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3))
+    cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32) for lens in (q_lens, k_lens))
+    config = mixed(3)
+    out, packed_lse, stats = s2o_attention_varlen(
+        q, k, v, cu_q, cu_k, 140, 280, config, backend="triton", return_stats=True, return_lse=lse
+    )
+    assert (packed_lse is not None) == lse
+    begin = 0
+    for b, part in zip((0, 2, 3), parts, strict=True):
+        end = begin + part[0].shape[2]
+        own, own_lse, own_stats = s2o_attention(*part, config, backend="triton", return_stats=True, return_lse=True)
+        torch.testing.assert_close(out[begin:end].transpose(0, 1), own[0], rtol=1e-5, atol=1e-5)
+        if packed_lse is not None:
+            torch.testing.assert_close(packed_lse[:, begin:end], own_lse[0], rtol=1e-5, atol=1e-5)
+        assert torch.equal(stats.visited[b, :, : own_stats.visited.shape[2]], own_stats.visited[0])
+        begin = end
+
+
+def test_slicing_the_rows_changes_nothing(monkeypatch, nan_filled):
+    q, k, v = inputs(1, 3, 1, 250, 330, 64)
+    call = call_of(q, k, mixed(3, grain=4))
+    whole = s2o_prefill(q, k, v, call, lse=True)
+    monkeypatch.setattr(prefill_module, "WORKSPACE_BYTES", 1)
+    assert len(row_slices(call, 1)) == 2
+    for ours, expected in zip(s2o_prefill(q, k, v, call, lse=True), whole, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_slices_leave_room_for_the_sums():
+    q, k, _ = inputs(1, 4, 1, 4096, 4096, 64)
+    plain, linear = (call_of(q, k, LayerConfig.uniform(4, segment=64, tile=TILE, linear=on)) for on in (False, True))
+    for dtype in (torch.bfloat16, torch.float16):
+        slices = row_slices(linear, 1 << 20, dtype)
+        for rows in slices[:-1]:  # as many as fit
+            segments, keys = len(rows) // 64, rows.stop
+            assert segments * 4 * (linear_bytes(64, dtype) + 6 * keys) <= 1 << 20
+            assert (segments + 1) * 4 * (linear_bytes(64, dtype) + 6 * (keys + 64)) > 1 << 20
+        assert len(slices) > len(row_slices(plain, 1 << 20, dtype))
+    assert linear_bytes(128, torch.bfloat16) == 2 * 128 * 128 + 2 * 4 * 128 + 4
+
+
+def test_heads_without_a_linear_tail_launch_nothing_for_it(monkeypatch):
+    q, k, v = inputs(1, 2, 1, 130, 130, 64)
+    dense_linear = HeadConfig(mode="dense", linear=True)  # which a dense head ignores
+    call = call_of(q, k, LayerConfig((HeadConfig(0.5, 64), dense_linear), TILE))
+    monkeypatch.setattr(linear_module, "launch", None)
+    _, _, lse = s2o_prefill(q, k, v, call)
+    assert lse is None
+    assert call.tables.linear is False
+
+
+def test_soft_capped_scores_have_a_reason():
+    q, k, v = inputs(1, 1, 1, 100, 200, 64)
+    config = LayerConfig((LINEAR,), TILE)
+    with pytest.raises(InputError, match="soft-capped scores cannot be estimated by a linear tail"):
+        s2o_attention(q, k, v, config, softcap=5.0, backend="triton")
+    out, _, stats = s2o_attention(q, k, v, config, softcap=5.0, return_stats=True)
+    assert (stats.backend, stats.reason) == ("dense", "soft-capped scores cannot be estimated by a linear tail")
+    torch.testing.assert_close(out.double(), naive_attention(q, k, v, softcap=5.0), rtol=1e-4, atol=1e-5)
+
+
+def test_a_warmup_launches_them_too(monkeypatch):
+    names = []
+    launch = linear_module.launch
+
+    def recorded(kernel, *arguments, **options):
+        names.append(kernel.__name__ if hasattr(kernel, "__name__") else kernel.fn.__name__)
+        launch(kernel, *arguments, **options)
+
+    monkeypatch.setattr(linear_module, "launch", recorded)
+    monkeypatch.setattr(warmup_module, "SEGMENTS", (2,))
+    config = LayerConfig.uniform(1, segment=64, tile=TILE, linear=True)
+    warmup_module.warmup(config, kv_heads=1, head_dim=64, dtype=torch.float32, device="cpu")
+    assert names == ["_mask_visited", "_linear_sums", "_add_linear"]
+
+
+def test_a_server_compiles_layers_with_and_without_linear_tails():
+    kinds = {_compiled_kind(LayerConfig.uniform(2, tile=TILE, linear=on)) for on in (False, True)}
+    assert len(kinds) == 2
