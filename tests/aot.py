@@ -245,7 +245,8 @@ def pipelined(case: Case, built: Compiled) -> str | None:
     elif case.kernel == "linear_sums":
         from s2o_runtime.kernels import linear
 
-        tile_bytes = 2 * linear.sum_keys(case.head_dim) * (case.head_dim + linear.sum_columns(case.head_dim))
+        keys = linear.sum_keys(case.head_dim, linear_type(case))
+        tile_bytes = 2 * keys * (case.head_dim + linear.sum_columns(case.head_dim))
         copies, threads = linear.SUM_STAGES, 32 * linear.sum_warps(case.head_dim)
     elif case.tile is None:
         return None
@@ -264,6 +265,11 @@ def pipelined(case: Case, built: Compiled) -> str | None:
             copies, threads = loops * 2 * 2, 32 * case.tile.num_warps
     expected = copies * (tile_bytes // COPY_BYTES // threads)
     return f"{built.cp_async} cp.async, expected {expected} or more" if built.cp_async < expected else None
+
+
+def linear_type(case: Case) -> torch.dtype:
+    """The type of the inputs of a kernel for linear tails."""
+    return torch.float16 if case.variant == FLOAT16 else torch.bfloat16
 
 
 def tensor_cores(case: Case, built: Compiled) -> str | None:
@@ -512,7 +518,7 @@ def compile_case(case: Case) -> Compiled:
             "mask_visited": ({"STEPS": linear.MASK_STEPS}, linear.MASK_WARPS),
             "linear_sums": (
                 {
-                    "BD": linear.sum_columns(case.head_dim), "BK": linear.sum_keys(case.head_dim),
+                    "BD": linear.sum_columns(case.head_dim), "BK": linear.sum_keys(case.head_dim, linear_type(case)),
                     "SCORES": linear.SUM_SCORES, "STAGES": linear.SUM_STAGES, "WARPS": linear.sum_warps(case.head_dim),
                 },
                 linear.sum_warps(case.head_dim),
@@ -520,7 +526,7 @@ def compile_case(case: Case) -> Compiled:
             "add_linear": (
                 {
                     "BM": linear.ADD_ROWS, "BD": linear.ADD_COLUMNS,
-                    "STAGES": linear.add_stages(torch.float16 if case.variant == FLOAT16 else torch.bfloat16),
+                    "STAGES": linear.add_stages(linear_type(case)),
                 },
                 linear.add_warps(case.head_dim),
             ),

@@ -328,7 +328,7 @@ def linear_sums(
             **strides("bhn", r=representative, s=score), **strides("bhl", k=k, v=v),
         },
         {
-            "GROUP": shape.group, "D": head_dim, "BD": columns, "BK": sum_keys(head_dim), "SCORES": SUM_SCORES,
+            "GROUP": shape.group, "D": head_dim, "BD": columns, "BK": sum_keys(head_dim, k.dtype), "SCORES": SUM_SCORES,
             "BN": call.config.tile.block_n, "GRAIN": call.config.grain, "WARPS": sum_warps(head_dim),
             "STAGES": SUM_STAGES, "HAS_START": call.padded, "PACKED": call.packed,
         },
@@ -370,9 +370,9 @@ def add_linear(
     )  # fmt: skip
 
 
-def sum_keys(head_dim: int) -> int:
-    """Keys that a program of `_linear_sums` adds at once."""
-    return 64 if head_dim <= 128 else 32
+def sum_keys(head_dim: int, dtype: torch.dtype) -> int:
+    """Keys of `dtype` that a program of `_linear_sums` adds at once; products in TF32 take twice the registers."""
+    return 64 if head_dim <= (128 if dtype == torch.bfloat16 else 64) else 32
 
 
 def sum_columns(head_dim: int) -> int:
