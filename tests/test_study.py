@@ -1,13 +1,14 @@
-"""scripts/study/method.py: its summaries on made-up curves, and a tiny study."""
+"""scripts/study: summaries on made-up curves, and tiny studies."""
 
 import json
 
 import pytest
 import torch
 
-from s2o_runtime.config import TileConfig
+from calibrate.search.allocate import Allocation, Point
+from s2o_runtime.config import HeadConfig, TileConfig
 from scripts.bench.schema import MethodStudyFile, VariantCurve, read
-from scripts.study import budgets, curves
+from scripts.study import budgets, curves, tails
 from scripts.study import method as study
 
 SLOW = pytest.mark.slow(reason="runs a whole study")
@@ -166,3 +167,27 @@ def test_guards_of_the_study_of_budgets_may_be_off(capsys):
     with pytest.raises(SystemExit):
         budgets.parser().parse_args(["--budgets", "low"])
     assert "'low' is not understood: try 0.5,off" in capsys.readouterr().err
+
+
+@SLOW
+def test_the_study_of_tails_lets_heads_have_more_ways_and_so_costs_no_more(capsys):
+    arguments = ["--lengths", "1024", "--segments", "256", "--budgets", "1e-2", "--layers", "0", "--device", "cpu"]
+    assert tails.main(arguments) == 0
+    (row,) = (line.split() for line in capsys.readouterr().err.splitlines())
+    costs = [float(cell) for cell in row[1:] if "(" not in cell and ")" not in cell]
+    assert row[0] == "0"
+    assert len(costs) == len(tails.WAYS)
+    assert 0 < costs[1] <= costs[0] <= 1
+    assert costs[2] > tails.SCORING
+
+
+def test_the_study_of_tails_says_what_it_cannot_do(capsys):
+    assert tails.main(["--model", "no-such-model"]) == 2
+    assert capsys.readouterr().err.startswith("scripts.study.tails: model 'no-such-model' is not known")
+
+
+def test_dense_layers_cost_what_dense_attention_does():
+    dense = Allocation((Point(0.0, 1.0, 1.0, 0.0, HeadConfig(mode="dense")),))
+    linear = Allocation((Point(1e-3, 0.3, 0.2, 0.0, HeadConfig(linear=True)),))
+    assert tails.Outcome.of(dense) == (1.0, 1.0, 0)
+    assert tails.Outcome.of(linear) == (0.3, 0.2, 1)
