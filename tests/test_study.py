@@ -181,6 +181,19 @@ def test_the_study_of_tails_lets_heads_have_more_ways_and_so_costs_no_more(capsy
     assert costs[2] > tails.SCORING
 
 
+@SLOW
+def test_the_study_of_tails_knows_what_linear_tails_err_by(capsys):
+    assert (
+        tails.main(["--errors", "--lengths", "1024", "--segments", "256,4096", "--layers", "0", "--device", "cpu"]) == 0
+    )
+    title, _, head, _, row, _ = capsys.readouterr().out.splitlines()
+    assert title == "demo, 1024 tokens: rel_mse of linear tails in every head (density)"
+    assert "segments of 256" in head
+    assert "4096" not in head
+    layer, error, density = row.replace("│", " ").replace("(", " ").replace(")", " ").split()
+    assert (layer, 0 < float(error) < 1e-2, 0 < float(density) < 1) == ("0", True, True)
+
+
 def test_the_study_of_tails_says_what_it_cannot_do(capsys):
     assert tails.main(["--model", "no-such-model"]) == 2
     assert capsys.readouterr().err.startswith("scripts.study.tails: model 'no-such-model' is not known")

@@ -7,7 +7,8 @@ Each layer's error is spent over its heads as the calibrator spends it (`calibra
 costs are predicted, so that no GPU is needed: the share of dense attention's time, 1 where a layer would be dense.
 "today" is S2O with 1 or 32 representatives, with or without a tail; "linear" lets heads have a linear tail too;
 "two passes" is a floor: each row tile orders its keys by the exact weights of all its rows, which int8 scores of every
-pair would give for a quarter of dense attention's time, and ordering and the tail are free.
+pair would give for a quarter of dense attention's time, and ordering and the tail are free. --errors prints what linear
+tails in every head of a layer err by instead.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from calibrate.curves import linear_pass
 from calibrate.curves.costs import fixed_cost, overhead
-from calibrate.curves.curves import Curve, Curves, Method, Ranking, Shape, with_fixed_cost
+from calibrate.curves.curves import Curve, Method, Ranking, Shape
 from calibrate.curves.passes import measure
 from calibrate.model.capture import Captured
 from calibrate.search.allocate import Allocation, Allowed, allocate
@@ -39,7 +40,7 @@ from scripts.bench.common import (
     int_list,
     print_table,
 )
-from scripts.bench.inputs import QKV, model_qkv
+from scripts.bench.inputs import model_qkv
 
 NAME = "scripts.study.tails"
 SHAPE = Shape(64, 512)
@@ -76,6 +77,7 @@ def parser() -> Parser:
     add("--segments", "512,1024,2048", "the cheapest one counts for each layer", type=int_list("1024"), metavar="N,N")
     add("--budgets", "1e-3,1e-2", "rel_mse of a layer", type=float_list("1e-3"), metavar="X,X")
     add("--layers", None, "layers of full attention, all by default", type=int_list("0,5"), metavar="N,N")
+    out.add_argument("--errors", action="store_true", help="the rel_mse of linear tails in every head alone")
     add("--seed", 1234, type=int, metavar="N")
     add_device(add)
     return out
@@ -86,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_device(args)
         for length in args.lengths:
-            study(args, length)
+            (errors if args.errors else study)(args, length)
     except S2OError as error:
         print(f"{NAME}: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -99,15 +101,35 @@ def study(args: argparse.Namespace, length: int) -> None:
     names = [f"{way} {budget:g}" for budget in args.budgets for way in WAYS]
     rows: list[dict[str, Outcome]] = []
     cells = []
-    layers = enumerate(model_qkv(args.model, length, 1, args.seed, torch.device(args.device)))
-    for layer, qkv in layers:
-        if args.layers is None or layer in args.layers:
-            rows.append(outcomes(qkv, args.segments, args.budgets))
-            cells.append([str(layer), *(shown(rows[-1][name]) for name in names)])
-            print(" ".join(cells[-1]), file=sys.stderr, flush=True)
+    for layer, prompt in layers_of(args, length):
+        rows.append(outcomes(prompt, args.segments, args.budgets))
+        cells.append([str(layer), *(shown(rows[-1][name]) for name in names)])
+        print(" ".join(cells[-1]), file=sys.stderr, flush=True)
     cells.append(["mean", *(shown(mean([row[name] for row in rows])) for name in names)])
     title = f"{args.model}, {length} tokens: cost over dense attention's, predicted (density; heads with linear tails)"
     print_table(title, ["layer", *names], cells)
+
+
+@torch.no_grad()
+def errors(args: argparse.Namespace, length: int) -> None:
+    """Print a table of one length: a row for each layer, with the error and the density at each segment."""
+    segments = [segment for segment in args.segments if segment < length]
+    cells = []
+    for layer, prompt in layers_of(args, length):
+        row = []
+        for segment in segments:
+            (curve,) = linear_pass.measure(prompt, [Ranking(segment, grain=GRAIN, linear=True)], [SHAPE]).values()
+            row.append(f"{float(curve.mse.mean()) / curve.dense_power:.1e} ({float(curve.density.mean()):.3f})")
+        cells.append([str(layer), *row])
+    title = f"{args.model}, {length} tokens: rel_mse of linear tails in every head (density)"
+    print_table(title, ["layer", *(f"segments of {segment}" for segment in segments)], cells)
+
+
+def layers_of(args: argparse.Namespace, length: int) -> Iterator[tuple[int, Captured]]:
+    """The layers that --layers names and their inputs."""
+    for layer, qkv in enumerate(model_qkv(args.model, length, 1, args.seed, torch.device(args.device))):
+        if args.layers is None or layer in args.layers:
+            yield layer, Captured(*qkv, scale=qkv[0].shape[3] ** -0.5)
 
 
 def mean(layers: Sequence[Outcome]) -> Outcome:
@@ -121,9 +143,8 @@ def shown(outcome: Outcome) -> str:
     return f"{outcome.cost:.3f} ({outcome.density:.3f}{linear})"
 
 
-def outcomes(qkv: QKV, segments: Sequence[int], budgets: Sequence[float]) -> dict[str, Outcome]:
+def outcomes(prompt: Captured, segments: Sequence[int], budgets: Sequence[float]) -> dict[str, Outcome]:
     """Every way at every budget in one layer, with the segment at which it is cheapest."""
-    prompt = Captured(*qkv, scale=qkv[0].shape[3] ** -0.5)
     best: dict[str, Outcome] = {}
     for way, curves in ways(prompt, segments):
         tails = (True,) if way == "two passes" else (False, True)
@@ -141,17 +162,17 @@ def ways(prompt: Captured, segments: Sequence[int]) -> Iterator[tuple[str, Mappi
     for segment in segments:
         if segment < length:
             rankings = [Ranking(segment, count, GRAIN) for count in REPRESENTATIVES]
-            today: dict[tuple[Method, Shape | None], Curve] = {**measure(prompt, rankings, [SHAPE])}
+            today = measure(prompt, rankings, [SHAPE])
             linear = linear_pass.measure(prompt, [Ranking(segment, grain=GRAIN, linear=True)], [SHAPE])
             yield "today", _methods(today, length)
-            yield "linear", _methods({**today, **linear}, length)
+            yield "linear", _methods(today | linear, length)
     exact = Ranking(ROW_TILE, ROW_TILE, GRAIN)
     curve = measure(prompt, [exact], [SHAPE])[exact, SHAPE]
     yield "two passes", {exact: replace(curve, fixed_cost=SCORING - overhead(exact, tail=True))}
 
 
-def _methods(curves: Curves, length: int) -> dict[Method, Curve]:
-    return {method: curve for (method, _), curve in with_fixed_cost(curves, fixed_cost(length)).items()}
+def _methods(curves: Mapping[tuple[Ranking, Shape], Curve], length: int) -> dict[Method, Curve]:
+    return {ranking: replace(curve, fixed_cost=fixed_cost(length)) for (ranking, _), curve in curves.items()}
 
 
 if __name__ == "__main__":
