@@ -146,6 +146,13 @@ def test_a_head_of_another_method_is_named_by_it(run):
     assert found["lengths"][0]["baseline"] is None
 
 
+def test_a_head_with_a_linear_tail_has_no_tau(run):
+    code, text = run("show", path_of("schema7-linear"), "--head", "1.0")
+    assert code == 0
+    assert "512 tokens: linear tail, segment 256, grain 1, tile 128x64x4 w8 s2\n" in text
+    assert "tau" not in text
+
+
 @SLOW
 def test_a_head_without_a_journal_is_said_to_have_no_curve(calibrated, run, tmp_path):
     shutil.copy(calibrated, tmp_path)

@@ -191,6 +191,8 @@ def _settings(row: Mapping[str, Any]) -> str:
         return "dense"
     if row["baseline"] is not None:
         return f"{row['baseline']}, tile {row['tile']}"
+    if row["linear"]:
+        return f"linear tail, segment {row['segment']}, grain {row['grain']}, tile {row['tile']}"
     tail = ", tail" if row["tail"] else ""
     return (
         f"tau {row['tau']:.3g} ({row['stop_rule']}), segment {row['segment']}, repr. {row['representatives']}{tail}, "
