@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from calibrate.curves.curves import TAUS
 from calibrate.report.figures import BAR, COLOURS, panels, png, whole_numbers
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def tau_picture(profile: Profile) -> bytes:
-    """A PNG: for each length a map of layers and heads, coloured by tau, with a cross on every dense head."""
+    """A PNG: for each length a map of layers and heads, coloured by tau.
+
+    A dense head has a cross, another one without a threshold a ring.
+    """
     return png(lambda figure: _draw(figure, profile), f"{profile.model_name} on {profile.device}")
 
 
@@ -29,7 +32,10 @@ def _draw(figure: Figure, profile: Profile) -> None:
             [max(head.tau, TAUS[0]) if head.has_threshold else math.nan for head in layer.heads] for layer in layers
         ]
         image = axes.imshow(taus, norm=norm, cmap=COLOURS, aspect="auto", interpolation="nearest")
-        dense = [(x, y) for y, layer in enumerate(layers) for x, head in enumerate(layer.heads) if head.mode == "dense"]
-        axes.scatter([x for x, _ in dense], [y for _, y in dense], marker="x", color="black", lw=0.8, s=12)
+        heads = [(head, x, y) for y, layer in enumerate(layers) for x, head in enumerate(layer.heads)]
+        for is_dense, marker in ((True, "x"), (False, "o")):
+            marked = [(x, y) for head, x, y in heads if not head.has_threshold and (head.mode == "dense") == is_dense]
+            look: dict[str, Any] = {"color": "black"} if is_dense else {"edgecolors": "black", "facecolors": "none"}
+            axes.scatter([x for x, _ in marked], [y for _, y in marked], marker=marker, lw=0.8, s=12, **look)
         whole_numbers(axes.xaxis, axes.yaxis)
-    figure.colorbar(image, ax=all_axes, label="tau (cross: dense head)", **BAR)
+    figure.colorbar(image, ax=all_axes, label="tau (cross: dense head; ring: linear tail or baseline)", **BAR)
