@@ -130,6 +130,8 @@ def layers_of(args: argparse.Namespace, length: int) -> Iterator[tuple[int, Capt
     for layer, qkv in enumerate(model_qkv(args.model, length, 1, args.seed, torch.device(args.device))):
         if args.layers is None or layer in args.layers:
             yield layer, Captured(*qkv, scale=qkv[0].shape[3] ** -0.5)
+        if args.layers is not None and layer == args.layers[-1]:
+            return  # further layers need not run
 
 
 def mean(layers: Sequence[Outcome]) -> Outcome:
