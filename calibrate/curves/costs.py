@@ -17,9 +17,11 @@ SCORING_RATE = 0.75  # of dense attention's rate at matrix products: scoring rea
 ORDER = 0.017  # ordering a prefix for every 1024 queries, key by key
 UNIT_SEGMENT = 1024
 TAIL = 24.0  # summing the values once for every segment, as if that many queries attended to them
-# The product of all keys and values of a prefix, once for every segment: 64 queries' work at head dim 128, and half of
-# it at 64. It was not measured; the rate is taken to be 0.6 of dense attention's.
-EXPANSION = 64 / 0.6
+# The sums of linear tails: a product of all keys and values of a prefix once for every segment, as if that many queries
+# attended to them. Measured with head dim 128 (docs/results/linear-tails-h200.txt): of dense attention's time 0.26 and
+# 0.16 at 131072 tokens for segments of 1024 and 2048, 0.43 and 0.32 at 32768, 0.84 at 8192 for 1024.
+EXPANSION = 200.0
+EXPANSION_TOKENS = 7000.0  # what they take besides, times the length
 
 # Measured on an H200 for 32 heads: "selecting" of S2O with one tau, less `overhead`, in docs/results, of
 # bench-methods-rivals-8k-h200.json (10% of dense attention's time) and bench-methods-rivals-32k-h200.json (2.4%). At
@@ -48,6 +50,11 @@ def overhead(ranking: Ranking, tail: bool) -> float:
     passes = (READING + ORDER / ranking.grain) * UNIT_SEGMENT / ranking.segment
     expansion = ranking.linear * EXPANSION / ranking.segment
     return scoring + passes + expansion + tail * TAIL / (ranking.segment * ranking.grain)
+
+
+def linear_cost(length: int) -> float:
+    """What sums of linear tails take beside `overhead` in a call of this many tokens, over a head's dense time."""
+    return EXPANSION_TOKENS / length
 
 
 def fixed_cost(length: int) -> float:

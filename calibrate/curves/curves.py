@@ -181,8 +181,9 @@ def unpacked(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[Method, Shape |
     return curves
 
 
-def with_fixed_cost(curves: Curves, cost: float) -> dict[tuple[Method, Shape | None], Curve]:
-    """The same curves, with what every ranking takes at their length beside `costs.overhead`."""
+def with_fixed_cost(curves: Curves, cost: float, linear: float) -> dict[tuple[Method, Shape | None], Curve]:
+    """The same curves, with what every ranking, and every linear tail, takes at their length beside `overhead`."""
     return {
-        key: replace(curve, fixed_cost=cost) if isinstance(key[0], Ranking) else curve for key, curve in curves.items()
+        key: replace(curve, fixed_cost=cost + linear * key[0].linear) if isinstance(key[0], Ranking) else curve
+        for key, curve in curves.items()
     }

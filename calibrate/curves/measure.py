@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from calibrate.curves import baselines, linear_pass
+from calibrate.curves.costs import linear_cost
 from calibrate.curves.curves import Curve, Curves, Method, Ranking, Shape, mean_curve, packed, unpacked, with_fixed_cost
 from calibrate.curves.passes import measure
 from calibrate.curves.ranking_cost import ranking_cost
@@ -97,7 +98,10 @@ def measure_model(
                 on_step()
         fixed_costs = {length: ranking_cost(executor, length, recipe, journal) for length in prompts}
     return {
-        length: [with_fixed_cost(unpacked(entries[layer, length]), fixed_costs[length]) for layer in layers]
+        length: [
+            with_fixed_cost(unpacked(entries[layer, length]), fixed_costs[length], linear_cost(length))
+            for layer in layers
+        ]
         for length in prompts
     }
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from calibrate.curves import linear_pass
-from calibrate.curves.costs import fixed_cost, overhead
+from calibrate.curves.costs import fixed_cost, linear_cost, overhead
 from calibrate.curves.curves import Curve, Method, Ranking, Shape
 from calibrate.curves.passes import measure
 from calibrate.model.capture import Captured
@@ -174,7 +174,10 @@ def ways(prompt: Captured, segments: Sequence[int]) -> Iterator[tuple[str, Mappi
 
 
 def _methods(curves: Mapping[tuple[Ranking, Shape], Curve], length: int) -> dict[Method, Curve]:
-    return {ranking: replace(curve, fixed_cost=fixed_cost(length)) for (ranking, _), curve in curves.items()}
+    return {
+        ranking: replace(curve, fixed_cost=fixed_cost(length) + linear_cost(length) * ranking.linear)
+        for (ranking, _), curve in curves.items()
+    }
 
 
 if __name__ == "__main__":
