@@ -111,6 +111,9 @@ POINTERS = {
     "MEAN_KEY": "fp32",
     "MEAN_VALUE": "fp32",
     "COVARIANCE": "bf16",
+    "WEIGHT": "fp32",
+    "KEY_SUMS": "fp32",
+    "VALUE_SUMS": "fp32",
 }
 FLOATS = ("qk_scale", "limit")
 # Bytes that a thread may keep in local memory; meant for what is computed once, outside the loops.
@@ -149,7 +152,7 @@ FLOAT16 = "float16"
 FLOAT16_VARIANTS: dict[str, dict[str, object]] = {
     FLOAT16: {"GRAIN": 4, "HAS_START": True},
 }
-FLOAT16_KERNELS = ("linear_sums", "add_linear")
+FLOAT16_KERNELS = ("weights", "covariances", "add_linear")
 FLOAT16_POINTERS = {"Q": "fp16", "K": "fp16", "V": "fp16", "OUT": "fp16", "REP": "fp16", "COVARIANCE": "fp32"}
 LINEAR_KERNELS = ("mask_visited", *FLOAT16_KERNELS)
 FEATURE_KERNELS = ("prefill", "prefill_hopper", "trace", "log_sums", "scores")
@@ -242,12 +245,13 @@ def pipelined(case: Case, built: Compiled) -> str | None:
 
         rows = means.representative_rows(case.head_dim)
         tile_bytes, copies, threads = 2 * rows * case.head_dim, 2, 32 * means.REPRESENTATIVE_WARPS
-    elif case.kernel == "linear_sums":
+    elif case.kernel in ("weights", "covariances"):
         from s2o_runtime.kernels import linear
 
-        keys = linear.sum_keys(case.head_dim, linear_type(case))
-        tile_bytes = 2 * keys * (case.head_dim + linear.sum_columns(case.head_dim))
-        copies, threads = linear.SUM_STAGES, 32 * linear.sum_warps(case.head_dim)
+        dtype = linear_type(case)
+        columns = case.head_dim if case.kernel == "weights" else linear.sum_columns(case.head_dim)
+        tile_bytes = 2 * linear.sum_keys(case.head_dim, dtype) * (case.head_dim + columns)
+        copies, threads = linear.SUM_STAGES, 32 * linear.sum_warps(case.head_dim, dtype)
     elif case.tile is None:
         return None
     elif case.kernel == "antidiagonal":
@@ -274,10 +278,11 @@ def linear_type(case: Case) -> torch.dtype:
 
 def tensor_cores(case: Case, built: Compiled) -> str | None:
     """Products run on tensor cores: as wgmma on sm_90, where its 64 rows are there."""
-    products = ("scores", "log_sums", "tail", "mean_key_mass", "linear_sums", "add_linear")
+    products = ("scores", "log_sums", "tail", "mean_key_mass", "weights", "covariances", "add_linear")
     if case.tile is None and case.kernel not in products:
         return None
-    if case.capability == 90 and (case.kernel != "log_sums" or case.rows >= 64):
+    few_rows = case.kernel == "weights" or (case.kernel == "log_sums" and case.rows < 64)
+    if case.capability == 90 and not few_rows:
         return "no wgmma" if built.wgmma == 0 else None
     return "no tensor core instruction" if built.wgmma + built.tcgen05 + built.mma_sync == 0 else None
 
@@ -348,7 +353,7 @@ def cases() -> list[Case]:
             chosen += [Case("scores", capability, head_dim, rows=rows) for rows in SCORE_SEGMENTS]
             chosen += [Case("scores", capability, head_dim, representatives=count) for count in SCORE_REPRESENTATIVES]
             chosen += [Case("pool", capability, head_dim), Case("tail", capability, head_dim)]
-            chosen += [Case("linear_sums", capability, head_dim), Case("add_linear", capability, head_dim)]
+            chosen += [Case(kernel, capability, head_dim) for kernel in FLOAT16_KERNELS]
             if kernel_pass.compiles(pair, triton.__version__):
                 heights = {(tile.block_m, min(other.stride for other in tiles)) for tile in tiles}
                 traced = {replace(trace_tile(head_dim, pair, *height), chunk=1) for height in heights}
@@ -514,14 +519,19 @@ def compile_case(case: Case) -> Compiled:
         constants, types = {"BLOCK": tail.ADD_BLOCK}, POINTERS | {"OUT": "fp32"}
         return compile_kernel(tail._add, constants, case.capability, ASTSource, {"num_warps": tail.ADD_WARPS}, types)
     if case.kernel in LINEAR_KERNELS:
+        shape, constants["SPANS"] = (case.head_dim, linear_type(case)), linear.SPANS
         own, warps = {
             "mask_visited": ({"STEPS": linear.MASK_STEPS}, linear.MASK_WARPS),
-            "linear_sums": (
+            "weights": (
+                {"BS": linear.WEIGHT_SEGMENTS, "BK": linear.sum_keys(*shape), "STAGES": linear.SUM_STAGES},
+                linear.sum_warps(*shape),
+            ),
+            "covariances": (
                 {
-                    "BD": linear.sum_columns(case.head_dim), "BK": linear.sum_keys(case.head_dim, linear_type(case)),
-                    "SCORES": linear.SUM_SCORES, "STAGES": linear.SUM_STAGES, "WARPS": linear.sum_warps(case.head_dim),
+                    "BD": linear.sum_columns(case.head_dim), "BK": linear.sum_keys(*shape),
+                    "STAGES": linear.SUM_STAGES,
                 },
-                linear.sum_warps(case.head_dim),
+                linear.sum_warps(*shape),
             ),
             "add_linear": (
                 {

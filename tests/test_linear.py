@@ -16,7 +16,7 @@ from s2o_runtime.kernels import linear as linear_module
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.call import Call, head_tables
 from s2o_runtime.kernels.keys import keys_of
-from s2o_runtime.kernels.linear import covariance_type, linear_bytes
+from s2o_runtime.kernels.linear import WEIGHT_BYTES, covariance_type, linear_bytes
 from s2o_runtime.kernels.prefill import Ranker, row_slices, s2o_prefill
 from s2o_runtime.kernels.primitives import LOG2E
 from s2o_runtime.reference.attention import s2o_attention_reference
@@ -245,13 +245,13 @@ def test_slices_leave_room_for_the_sums():
     q, k, _ = inputs(1, 4, 1, 4096, 4096, 64)
     plain, linear = (call_of(q, k, LayerConfig.uniform(4, segment=64, tile=TILE, linear=on)) for on in (False, True))
     for dtype in (torch.bfloat16, torch.float16):
-        slices = row_slices(linear, 1 << 20, dtype)
+        slices = row_slices(linear, 1 << 22, dtype)
         for rows in slices[:-1]:  # as many as fit
-            segments, keys = len(rows) // 64, rows.stop
-            assert segments * 4 * (linear_bytes(64, dtype) + 6 * keys) <= 1 << 20
-            assert (segments + 1) * 4 * (linear_bytes(64, dtype) + 6 * (keys + 64)) > 1 << 20
-        assert len(slices) > len(row_slices(plain, 1 << 20, dtype))
-    assert linear_bytes(128, torch.bfloat16) == 2 * 128 * 128 + 2 * 4 * 128 + 4
+            segments, keys, key_bytes = len(rows) // 64, rows.stop, 6 + WEIGHT_BYTES
+            assert segments * 4 * (linear_bytes(64, dtype) + key_bytes * keys) <= 1 << 22
+            assert (segments + 1) * 4 * (linear_bytes(64, dtype) + key_bytes * (keys + 64)) > 1 << 22
+        assert len(slices) > len(row_slices(plain, 1 << 22, dtype))
+    assert linear_bytes(128, torch.bfloat16) == 2 * 128 * 128 + 33 * 4 * (2 * 128 + 1)
 
 
 def test_heads_without_a_linear_tail_launch_nothing_for_it(monkeypatch):
@@ -261,7 +261,7 @@ def test_heads_without_a_linear_tail_launch_nothing_for_it(monkeypatch):
     monkeypatch.setattr(linear_module, "launch", None)
     _, _, lse = s2o_prefill(q, k, v, call)
     assert lse is None
-    assert call.tables.linear is False
+    assert len(call.tables.linear) == 0
 
 
 def test_soft_capped_scores_have_a_reason():
@@ -286,7 +286,7 @@ def test_a_warmup_launches_them_too(monkeypatch):
     monkeypatch.setattr(warmup_module, "SEGMENTS", (2,))
     config = LayerConfig.uniform(1, segment=64, tile=TILE, linear=True)
     warmup_module.warmup(config, kv_heads=1, head_dim=64, dtype=torch.float32, device="cpu")
-    assert names == ["_mask_visited", "_linear_sums", "_add_linear"]
+    assert names == ["_mask_visited", "_weights", "_covariances", "_add_linear"]
 
 
 def test_a_server_compiles_layers_with_and_without_linear_tails():

@@ -20,7 +20,6 @@ from s2o_runtime.shapes import CallShape
 STOP_RULE_BITS = 3
 TAIL = 4  # the head has a tail
 ELSEWHERE = 8  # a baseline computes the head: the prefill kernels leave its output alone
-LINEAR = 16  # the head has a linear tail
 FIRST_CHUNK = math.nan  # the threshold of such a head: no gain is >= nan, while an infinite one is >= inf
 BY_WORK: tuple[Mode, ...] = ("dense", "s2o", "baseline")  # which heads have the most work, and so start first
 
@@ -34,7 +33,8 @@ class HeadTables(NamedTuple):
     most work, and those of baselines last; None where all are of one mode.
     counts: the different numbers of representatives; shortest: the shortest segment, 0 if there is none;
     shortest_part: the fewest queries of a representative; unit: a number of rows that every segment divides;
-    tail, linear: whether any head has a tail, or a linear tail. These six are of the heads in mode "s2o".
+    tail: whether any head has a tail; linear: int32, the heads with a linear tail. These six are of the heads in mode
+    "s2o".
     """
 
     tau: Tensor
@@ -48,7 +48,7 @@ class HeadTables(NamedTuple):
     shortest_part: int
     unit: int
     tail: bool
-    linear: bool
+    linear: Tensor
 
     @property
     def several(self) -> bool:
@@ -119,6 +119,7 @@ def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
         return torch.tensor([value(head) for head in config.heads], dtype=dtype).to(device)
 
     modes = {head.mode for head in config.heads}
+    linear = [number for number, head in enumerate(config.heads) if _is_linear(head)]
     turns = sorted(range(config.num_heads), key=lambda head: BY_WORK.index(config.heads[head].mode))
     return HeadTables(
         tau=table(lambda head: FIRST_CHUNK if _is_linear(head) else head.tau, torch.float32),
@@ -132,13 +133,13 @@ def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
         shortest_part=min((head.segment // head.representatives for head in ranked), default=0),
         unit=math.lcm(*(head.segment for head in ranked)),
         tail=any(head.tail for head in ranked),
-        linear=config.has_linear,
+        linear=torch.tensor(linear, dtype=torch.int32).to(device),
     )
 
 
 def _flags(head: HeadConfig) -> int:
     if _is_linear(head):
-        return int(StopRule.REST) | LINEAR
+        return int(StopRule.REST)
     return int(head.stop_rule) | TAIL * head.tail | ELSEWHERE * (head.mode == "baseline")
 
 

@@ -2,9 +2,11 @@
 
 A head with a linear tail computes its window and the first chunk of its order. With w the softmax weights of the
 segment's representative c over the other keys of the prefix, mu and a the means of keys and values under w and C their
-covariance, a query q has of these keys the log-sum-exp of c plus (q - c) mu, and the mean value a + (q - c) C. Three
-kernels: the scores of what the first chunk holds become -inf; one pass over the prefix, in its natural order, sums up
-the rest for each segment; and after the prefill every row merges its estimate into its output and log-sum-exp.
+covariance, a query q has of these keys the log-sum-exp of c plus (q - c) mu, and the mean value a + (q - c) C. Four
+kernels: the scores of what the first chunk holds become -inf; the weights of the rest are written down, for all
+segments that read the same keys at once; for each segment the products of weighted keys and values are summed up; and
+after the prefill every row merges its estimate into its output and log-sum-exp. With the weights at hand the products
+are plain ones, whose operands come from shared memory and whose weighting takes one multiplication on the way.
 """
 
 from __future__ import annotations
@@ -18,17 +20,20 @@ from torch import Tensor
 
 from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.primitives import LINEAR, LN2, LOG2E, RCP_LN2, log_sum_exp, sequence, window_start
+from s2o_runtime.kernels.primitives import LN2, LOG2E, RCP_LN2, log_sum_exp, sequence, window_start
 from s2o_runtime.kernels.rank.order import Ranked
 
 MASK_STEPS = 256  # that a program of `_mask_visited` marks at once
 MASK_WARPS = 4
-SUM_SCORES = 1024  # of which a program of `_linear_sums` takes the largest at once
-SUM_STAGES = 2
+WEIGHT_BYTES = 4  # of workspace for each key and segment
+WEIGHT_SEGMENTS = 16  # of a program of `_weights`
+SPANS = 32  # that a prefix is parted in: enough programs for the longest prompts, and short ones' are short
+SPAN_KEYS = 256  # at least, of a span
+SUM_STAGES = 3  # of which the last computes: with two, a tile would be copied when the one before it is done
 ADD_ROWS = 64  # which divides every segment
 ADD_COLUMNS = 64
-# In base 2, for a weight that its score in float16 promised to be near 1 or below.
-LARGEST_WEIGHT = tl.constexpr(64.0)
+LARGEST_WEIGHT = tl.constexpr(64.0)  # in base 2; near 0 or below, as far as LOG_SUM is the sum's logarithm
+SMALLEST_MASS = tl.constexpr(2.0**-100)  # a share of the representative's, which keys must have to be estimated
 
 
 class Linear(NamedTuple):
@@ -48,30 +53,31 @@ class Linear(NamedTuple):
 
 @triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "chunk"])
 def _mask_visited(
-    SCORE, ORDER, KV_START, CU_Q, CU_K, SEGMENT, FLAGS, q_len, offset, row_begin, rows_end, chunk,
+    SCORE, ORDER, HEADS, KV_START, CU_Q, CU_K, SEGMENT, q_len, offset, row_begin, rows_end, chunk,
     stride_sb, stride_sh, stride_sn, stride_ib, stride_ih, stride_in,
     STEPS: tl.constexpr, BN: tl.constexpr, GRAIN: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """SCORE[b, h, n, g] = -inf for the steps g in the first chunk of the order of segment n, of heads with LINEAR.
+    """SCORE[b, h, n, g] = -inf for the steps g in the first chunk of the order of segment n, of heads with a
+    linear tail.
 
-    Programs: (N', Hq, B). N' counts the segments of the slice of rows row_begin .. rows_end. chunk: tiles of BN keys; a
-    shorter prefix is masked as a whole. STEPS: steps at once.
+    Programs: (N', heads, B). N' counts the segments of the slice of rows row_begin .. rows_end, heads those with a
+    linear tail. chunk: tiles of BN keys; a shorter prefix is masked as a whole. STEPS: steps at once.
 
         SCORE               float16 [B, Hq, N', P / GRAIN], strides s: as `scores._scores` wrote it
         ORDER               int32 [B, Hq, N', P / GRAIN], strides i: as `order._order` wrote it
+        HEADS               int32 [heads]: as `call.HeadTables.linear`
         KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
         CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
-        SEGMENT, FLAGS      int32 [Hq]: as in `call.HeadTables`
+        SEGMENT             int32 [Hq]: as in `call.HeadTables`
     """
     n = tl.program_id(0)
-    h = tl.program_id(1)
+    h = tl.load(HEADS + tl.program_id(1))
     b = tl.program_id(2)
     segment = tl.load(SEGMENT + h)
     start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
     _, _, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
-    inside = row_begin + n * segment < tl.minimum(rows_end, q_len)
-    if (segment > 0) & ((tl.load(FLAGS + h) & LINEAR) != 0) & inside:
-        first = window_start(row_begin // tl.maximum(segment, 1) + n, segment, offset, start, BN)
+    if row_begin + n * segment < tl.minimum(rows_end, q_len):
+        first = window_start(row_begin // segment + n, segment, offset, start, BN)
         visited = tl.minimum(first - start, chunk * BN) // GRAIN
         score = SCORE + b.to(tl.int64) * stride_sb + h.to(tl.int64) * stride_sh + n.to(tl.int64) * stride_sn
         order = ORDER + b.to(tl.int64) * stride_ib + h.to(tl.int64) * stride_ih + n.to(tl.int64) * stride_in
@@ -82,159 +88,218 @@ def _mask_visited(
             tl.store(score + (key - start) // GRAIN, nothing, mask=at < visited)
 
 
-@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "segments", "parts"])
-def _linear_sums(
-    REP, LOG_SUM, K, V, SCORE, LOG_MASS, MEAN_KEY, MEAN_VALUE, COVARIANCE, KV_START, CU_Q, CU_K, SEGMENT, FLAGS,
-    q_len, offset, row_begin, rows_end, segments, parts,
-    stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
-    stride_sb, stride_sh, stride_sn,
-    GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, SCORES: tl.constexpr, BN: tl.constexpr,
-    GRAIN: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+@triton.jit(
+    do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "segments", "span", "stride_lb", "stride_lh"]
+)
+def _weights(
+    REP, LOG_SUM, K, V, SCORE, WEIGHT, MASS, KEY_SUMS, VALUE_SUMS, HEADS, KV_START, CU_Q, CU_K, SEGMENT,
+    q_len, offset, row_begin, rows_end, segments, span,
+    stride_rb, stride_rh, stride_rn, stride_lb, stride_lh, stride_kb, stride_kh, stride_kl,
+    stride_vb, stride_vh, stride_vl, stride_sb, stride_sh, stride_sn, stride_wb, stride_wh, stride_wn,
+    GROUP: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, SPANS: tl.constexpr, BN: tl.constexpr,
+    GRAIN: tl.constexpr, STAGES: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The sums of `Linear` for a segment and BD of its value columns, over the prefix's steps whose SCORE is not -inf.
+    """WEIGHT[b, i, n, t] = 2^(REP . k_t - LOG_SUM), 0 where the step's SCORE is -inf, and what they sum up to by spans.
 
-    With s_j = REP . k_j and w_j = 2^(s_j - most): LOG_MASS = most + log2 W, W = sum w_j; MEAN_KEY = sum w_j k_j / W;
-    MEAN_VALUE = sum w_j v_j / W; COVARIANCE = sum w_j k_j v_j^T / W - MEAN_KEY MEAN_VALUE^T. `most` is the largest
-    score that is left, so that no weight overflows. Products are of keys less the mean of BK keys that lie evenly in
-    the prefix, so that what all keys have in common is not rounded; rounded products make up both terms of the
-    covariance.
+    For key t of the prefix of segment n of the slice, in the i-th head with a linear tail, with REP and LOG_SUM of this
+    segment: LOG_SUM is near the logarithm of the sum over all keys, so no weight overflows. Of each span of the prefix
+    MASS is the sum of the weights, rounded to T as they are, KEY_SUMS and VALUE_SUMS of weighted keys and values.
 
-    Programs: (N' * D / BD, the last segments first; Hq; B), for heads with LINEAR. N' counts the segments of the slice
-    of rows row_begin .. rows_end. BK: keys at once; SCORES: scores at once; STAGES: of Triton's pipeline. T is the
-    input type. Products of float16 are in TF32, which has as many digits, and room for the weights.
+    Programs: (SPANS * tiles of BS segments, the last ones first; heads; B). N' counts the segments of the slice of rows
+    row_begin .. rows_end, heads those with a linear tail. span: keys, a multiple of the BK that are taken at once.
+    STAGES: of Triton's pipeline. T is the input type; weights of float16, which has no room for them, are not rounded,
+    and products of it are in TF32, which has as many digits.
 
         REP                 T [B, Hq, parts, D], strides r: as `means._representatives` wrote it, in base 2
-        LOG_SUM             float32 [B, Hq, parts]: as `scores._log_sums` wrote it
+        LOG_SUM             float32 [B, Hq, parts], strides l: as `scores._log_sums` wrote it
         K, V                T [B, Hkv, Lk, D], strides k and v
         SCORE               float16 [B, Hq, N', P / GRAIN], strides s: as `_mask_visited` left it
-        LOG_MASS            float32 [B, Hq, N']
-        MEAN_KEY            float32 [B, Hq, N', D]
-        MEAN_VALUE          float32 [B, Hq, N', D]
-        COVARIANCE          T or float32 [B, Hq, N', D, D]
+        WEIGHT              float32 [B, heads, N', P], strides w; P is at least the longest prefix
+        MASS                float32 [B, heads, N', SPANS]
+        KEY_SUMS, VALUE_SUMS        float32 [B, heads, N', SPANS, D]
+        HEADS               int32 [heads]: as `call.HeadTables.linear`
         KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
         CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
-        SEGMENT, FLAGS      int32 [Hq]: as in `call.HeadTables`
+        SEGMENT             int32 [Hq]: as in `call.HeadTables`
     """
-    BLOCKS: tl.constexpr = D // BD
-    # keys whose entries the program's threads hold at once, 8 each: sums over further ones need no shuffle
-    KEY_SUMS: tl.constexpr = 256 * WARPS // D
-    VALUE_SUMS: tl.constexpr = 256 * WARPS // BD
-    # long prefixes first
-    n = (tl.num_programs(0) - 1 - tl.program_id(0)) // BLOCKS
-    block = tl.program_id(0) % BLOCKS
-    h = tl.program_id(1)
+    n = (tl.num_programs(0) - 1 - tl.program_id(0)) // SPANS * BS + tl.arange(0, BS)
+    at = tl.program_id(0) % SPANS
+    i = tl.program_id(1)
     b = tl.program_id(2)
+    h = tl.load(HEADS + i)
     segment = tl.load(SEGMENT + h)
     start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
     _, k_first, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
-    inside = row_begin + n * segment < tl.minimum(rows_end, q_len)
-    if (segment > 0) & ((tl.load(FLAGS + h) & LINEAR) != 0) & inside:
-        of_call = row_begin // tl.maximum(segment, 1) + n
-        prefix = window_start(of_call, segment, offset, start, BN) - start
-        steps = prefix // GRAIN
-        of_head = (b * tl.num_programs(1) + h).to(tl.int64)
-        of_slice = of_head * segments + n
-        score = SCORE + b.to(tl.int64) * stride_sb + h.to(tl.int64) * stride_sh + n.to(tl.int64) * stride_sn
-        best = tl.full([SCORES], float("-inf"), tl.float32)
-        for i in range(0, steps, SCORES):
-            step = i + tl.arange(0, SCORES)
-            s = tl.load(score + step, mask=step < steps, other=float("-inf"))
-            best = tl.maximum(best, s.to(tl.float32))
-        highest = tl.max(best, 0)
-        if highest == float("-inf"):
-            tl.store(LOG_MASS + of_slice, highest)
+    inside = (n < segments) & (row_begin + n * segment < tl.minimum(rows_end, q_len))
+    of_call = row_begin // segment + n
+    prefix = tl.where(inside, window_start(of_call, segment, offset, start, BN) - start, 0)
+    begin = at * span
+    end = tl.minimum(begin + span, tl.max(prefix, 0))
+    offs_d = tl.arange(0, D)
+    offs_k = tl.arange(0, BK)
+    rep = REP + b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh + of_call[:, None].to(tl.int64) * stride_rn
+    r = tl.load(rep + offs_d[None, :], mask=inside[:, None], other=0.0)
+    log_sum = LOG_SUM + b.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh + of_call
+    log_sum = tl.load(log_sum, mask=inside, other=float("inf"))
+    row = (k_first + start).to(tl.int64)
+    key = K + b.to(tl.int64) * stride_kb + (h // GROUP).to(tl.int64) * stride_kh + row * stride_kl
+    value = V + b.to(tl.int64) * stride_vb + (h // GROUP).to(tl.int64) * stride_vh + row * stride_vl
+    score = SCORE + b.to(tl.int64) * stride_sb + h.to(tl.int64) * stride_sh + n[:, None].to(tl.int64) * stride_sn
+    weight = WEIGHT + b.to(tl.int64) * stride_wb + i.to(tl.int64) * stride_wh + n[:, None].to(tl.int64) * stride_wn
+
+    mass = tl.zeros([BS, BK], tl.float32)
+    keys = tl.zeros([BS, D], tl.float32)
+    values = tl.zeros([BS, D], tl.float32)
+    for t0 in tl.range(begin, end, BK, num_stages=STAGES):
+        t = t0 + offs_k
+        there = t < end
+        k = tl.load(key + t[:, None].to(tl.int64) * stride_kl + offs_d[None, :], mask=there[:, None], other=0.0)
+        v = tl.load(value + t[:, None].to(tl.int64) * stride_vl + offs_d[None, :], mask=there[:, None], other=0.0)
+        left = tl.load(score + (t // GRAIN)[None, :], mask=t[None, :] < prefix[:, None], other=float("-inf"))
+        s = tl.dot(r, tl.trans(k), input_precision="ieee") - log_sum[:, None]
+        w = tl.where(left > float("-inf"), tl.exp2(tl.minimum(s, LARGEST_WEIGHT)), 0.0)
+        if K.dtype.element_ty == tl.bfloat16:
+            rounded = w.to(tl.bfloat16)
+            keys = tl.dot(rounded, k, keys)
+            values = tl.dot(rounded, v, values)
+            w = rounded.to(tl.float32)
+        elif K.dtype.element_ty == tl.float16:
+            keys = tl.dot(w, k.to(tl.float32), keys, input_precision="tf32")
+            values = tl.dot(w, v.to(tl.float32), values, input_precision="tf32")
         else:
-            most = highest + tl.load(LOG_SUM + of_head * parts + of_call)
+            keys = tl.dot(w, k, keys, input_precision="ieee")
+            values = tl.dot(w, v, values, input_precision="ieee")
+        tl.store(weight + t[None, :], w, mask=there[None, :] & (n < segments)[:, None])
+        mass += w
+    of_span = ((b * tl.num_programs(1) + i).to(tl.int64) * segments + n) * SPANS + at
+    tl.store(MASS + of_span, tl.sum(mass, 1), mask=n < segments)
+    tl.store(KEY_SUMS + of_span[:, None] * D + offs_d[None, :], keys, mask=(n < segments)[:, None])
+    tl.store(VALUE_SUMS + of_span[:, None] * D + offs_d[None, :], values, mask=(n < segments)[:, None])
+
+
+@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "segments", "stride_lb", "stride_lh"])
+def _covariances(
+    K, V, LOG_SUM, WEIGHT, MASS, KEY_SUMS, VALUE_SUMS, LOG_MASS, MEAN_KEY, MEAN_VALUE, COVARIANCE, HEADS,
+    KV_START, CU_Q, CU_K, SEGMENT, q_len, offset, row_begin, rows_end, segments,
+    stride_lb, stride_lh, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
+    stride_wb, stride_wh, stride_wn,
+    GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, SPANS: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """What `Linear` has of a segment and BD of its value columns, from the WEIGHT w of each key of the prefix.
+
+    With W = sum w_j: LOG_MASS = LOG_SUM + log2 W; MEAN_KEY = sum w_j k_j / W; MEAN_VALUE = sum w_j v_j / W; COVARIANCE
+    = sum w_j k_j v_j^T / W - MEAN_KEY MEAN_VALUE^T. What this difference loses of keys far from zero is small: the
+    rounding errors of thousands of weighted keys average out.
+
+    Programs: (N' * D / BD, the last segments first; heads; B). N' counts the segments of the slice of rows row_begin ..
+    rows_end, heads those with a linear tail. BK: keys at once, a divisor of BN; STAGES: of Triton's pipeline. T is the
+    input type. Products of float16 are in TF32, as those of `_weights`.
+
+        K, V                T [B, Hkv, Lk, D], strides k and v
+        LOG_SUM             float32 [B, Hq, parts], strides l: as `scores._log_sums` wrote it
+        WEIGHT              float32 [B, heads, N', P], strides w: as `_weights` wrote it
+        MASS                float32 [B, heads, N', SPANS]: likewise
+        KEY_SUMS, VALUE_SUMS        float32 [B, heads, N', SPANS, D]: likewise
+        LOG_MASS            float32 [B, heads, N']
+        MEAN_KEY            float32 [B, heads, N', D]
+        MEAN_VALUE          float32 [B, heads, N', D]
+        COVARIANCE          T or float32 [B, heads, N', D, D]
+        HEADS               int32 [heads]: as `call.HeadTables.linear`
+        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
+        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        SEGMENT             int32 [Hq]: as in `call.HeadTables`
+    """
+    BLOCKS: tl.constexpr = D // BD
+    n = (tl.num_programs(0) - 1 - tl.program_id(0)) // BLOCKS
+    block = tl.program_id(0) % BLOCKS
+    i = tl.program_id(1)
+    b = tl.program_id(2)
+    h = tl.load(HEADS + i)
+    segment = tl.load(SEGMENT + h)
+    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
+    _, k_first, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
+    if row_begin + n * segment < tl.minimum(rows_end, q_len):
+        of_call = row_begin // segment + n
+        of_slice = (b * tl.num_programs(1) + i).to(tl.int64) * segments + n
+        offs_span = of_slice * SPANS + tl.arange(0, SPANS)
+        total = tl.sum(tl.load(MASS + offs_span), 0)
+        if total > SMALLEST_MASS:
+            prefix = window_start(of_call, segment, offset, start, BN) - start
             offs_d = tl.arange(0, D)
             offs_c = block * BD + tl.arange(0, BD)
             offs_k = tl.arange(0, BK)
-            rep = REP + b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh + of_call.to(tl.int64) * stride_rn
-            r = tl.load(rep + offs_d).to(tl.float32)
             row = (k_first + start).to(tl.int64)
             key = K + b.to(tl.int64) * stride_kb + (h // GROUP).to(tl.int64) * stride_kh + row * stride_kl
             value = V + b.to(tl.int64) * stride_vb + (h // GROUP).to(tl.int64) * stride_vh + row * stride_vl
-            sampled = (offs_k.to(tl.int64) * prefix // BK)[None, :]
-            middle = tl.sum(tl.load(key + sampled * stride_kl + offs_d[:, None]).to(tl.float32), 1) / BK
-            at_middle = tl.sum(r * middle, 0) - most
-
-            mass = tl.zeros([BK], tl.float32)
-            keys = tl.zeros([D, KEY_SUMS], tl.float32)
-            values = tl.zeros([VALUE_SUMS, BD], tl.float32)
+            weight = WEIGHT + b.to(tl.int64) * stride_wb + i.to(tl.int64) * stride_wh + n.to(tl.int64) * stride_wn
             products = tl.zeros([D, BD], tl.float32)
+            # the pipeline takes a load of one dimension if it is of 4 bytes and not masked; BK divides the prefix
             for t0 in tl.range(0, prefix, BK, num_stages=STAGES):
                 t = t0 + offs_k
-                there = t < prefix
-                k = tl.load(key + t[None, :].to(tl.int64) * stride_kl + offs_d[:, None], mask=there[None, :], other=0.0)
-                v = tl.load(
-                    value + t[:, None].to(tl.int64) * stride_vl + offs_c[None, :], mask=there[:, None], other=0.0
-                )
-                left = tl.load(score + t // GRAIN, mask=there, other=float("-inf")).to(tl.float32)
-                away = k.to(tl.float32) - middle[:, None]
-                s = tl.sum(away * r[:, None], 0) + at_middle
-                w = tl.where(left > float("-inf"), tl.exp2(tl.minimum(s, LARGEST_WEIGHT)), 0.0)
-                away *= w[None, :]
+                w = tl.load(weight + t)[None, :]
+                k = tl.load(key + t[None, :].to(tl.int64) * stride_kl + offs_d[:, None])
+                v = tl.load(value + t[:, None].to(tl.int64) * stride_vl + offs_c[None, :])
                 if K.dtype.element_ty == tl.bfloat16:
-                    rounded = away.to(tl.bfloat16)
-                    products = tl.dot(rounded, v, products)
-                    away = rounded.to(tl.float32)
+                    products = tl.dot(k * w.to(tl.bfloat16), v, products)
                 elif K.dtype.element_ty == tl.float16:
-                    products = tl.dot(away, v.to(tl.float32), products, input_precision="tf32")
+                    products = tl.dot(k.to(tl.float32) * w, v.to(tl.float32), products, input_precision="tf32")
                 else:
-                    products = tl.dot(away, v.to(tl.float32), products, input_precision="ieee")
-                mass += w
-                keys += tl.sum(tl.reshape(away, [D, BK // KEY_SUMS, KEY_SUMS]), 1)
-                values += tl.sum(tl.reshape(w[:, None] * v.to(tl.float32), [BK // VALUE_SUMS, VALUE_SUMS, BD]), 0)
-
-            total = tl.sum(mass, 0)
-            mean_key = tl.sum(keys, 1) / total
-            mean_value = tl.sum(values, 0) / total
-            tl.store(MEAN_VALUE + of_slice * D + offs_c, mean_value)
+                    products = tl.dot(k * w, v, products, input_precision="ieee")
+            mean_key = tl.sum(tl.load(KEY_SUMS + offs_span[:, None] * D + offs_d[None, :]), 0) / total
+            mean_value = tl.sum(tl.load(VALUE_SUMS + offs_span[:, None] * D + offs_c[None, :]), 0) / total
             covariance = products / total - mean_key[:, None] * mean_value[None, :]
             out = COVARIANCE + of_slice * (D * D) + offs_d[:, None] * D + offs_c[None, :]
             tl.store(out, covariance.to(COVARIANCE.dtype.element_ty))
+            tl.store(MEAN_VALUE + of_slice * D + offs_c, mean_value)
             if block == 0:
-                tl.store(LOG_MASS + of_slice, most + tl.log2(total))
-                tl.store(MEAN_KEY + of_slice * D + offs_d, middle + mean_key)
+                log_sum = tl.load(LOG_SUM + b.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh + of_call)
+                tl.store(LOG_MASS + of_slice, log_sum + tl.log2(total))
+                tl.store(MEAN_KEY + of_slice * D + offs_d, mean_key)
+        else:
+            tl.store(LOG_MASS + of_slice, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "segments", "stride_eb", "stride_eh"])
 def _add_linear(
-    Q, REP, LOG_MASS, MEAN_KEY, MEAN_VALUE, COVARIANCE, OUT, LSE, KV_START, CU_Q, CU_K, SEGMENT, FLAGS,
+    Q, REP, LOG_MASS, MEAN_KEY, MEAN_VALUE, COVARIANCE, OUT, LSE, HEADS, KV_START, CU_Q, CU_K, SEGMENT,
     qk_scale, q_len, offset, row_begin, segments,
     stride_qb, stride_qh, stride_ql, stride_rb, stride_rh, stride_rn, stride_ob, stride_oh, stride_ol,
     stride_eb, stride_eh,
     D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, HAS_START: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Merge the linear tail of BM rows into OUT and LSE, for heads with LINEAR.
+    """Merge the linear tail of BM rows into OUT and LSE, for the heads with one.
 
     With d = Q * qk_scale - REP, in base 2, the keys that are left have for a row the mass 2^(LOG_MASS + d MEAN_KEY) and
     the mean value MEAN_VALUE + d COVARIANCE ln 2. Rows before the first key that counts stay as they are, and so do all
     of a segment without such keys.
 
-    Programs: (rows of the slice / BM, Hq, B). The slice of rows begins at row_begin, its segments are N'. BD: columns
-    at once; STAGES: of Triton's pipeline. T is the input type.
+    Programs: (rows of the slice / BM, heads, B). The slice of rows begins at row_begin, its segments are N', heads
+    those with a linear tail. BD: columns at once; STAGES: of Triton's pipeline. T is the input type.
 
         Q, OUT              T [B, Hq, Lq, D], strides q and o
         REP                 T [B, Hq, parts, D], strides r: as `means._representatives` wrote it
-        LOG_MASS            float32 [B, Hq, N']: as `_linear_sums` wrote it
-        MEAN_KEY            float32 [B, Hq, N', D]: likewise
-        MEAN_VALUE          float32 [B, Hq, N', D]: likewise
-        COVARIANCE          T or float32 [B, Hq, N', D, D]: likewise
+        LOG_MASS            float32 [B, heads, N']: as `_covariances` wrote it
+        MEAN_KEY            float32 [B, heads, N', D]: likewise
+        MEAN_VALUE          float32 [B, heads, N', D]: likewise
+        COVARIANCE          T or float32 [B, heads, N', D, D]: likewise
         LSE                 float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores
+        HEADS               int32 [heads]: as `call.HeadTables.linear`
         KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
         CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
-        SEGMENT, FLAGS      int32 [Hq]: as in `call.HeadTables`
+        SEGMENT             int32 [Hq]: as in `call.HeadTables`
     """
-    h = tl.program_id(1)
+    i = tl.program_id(1)
     b = tl.program_id(2)
+    h = tl.load(HEADS + i)
     row0 = row_begin + tl.program_id(0) * BM
     segment = tl.load(SEGMENT + h)
     start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
     q_first, _, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
-    if (segment > 0) & ((tl.load(FLAGS + h) & LINEAR) != 0) & (row0 < q_len):
-        n = row0 // tl.maximum(segment, 1)
-        of_slice = (b * tl.num_programs(1) + h).to(tl.int64) * segments + n - row_begin // tl.maximum(segment, 1)
+    if row0 < q_len:
+        n = row0 // segment
+        of_slice = (b * tl.num_programs(1) + i).to(tl.int64) * segments + n - row_begin // segment
         log_mass = tl.load(LOG_MASS + of_slice)
         if log_mass > float("-inf"):
             offs_d = tl.arange(0, D)
@@ -284,9 +349,9 @@ def mask_visited(ranked: Ranked, call: Call, rows: range) -> None:
     shape, tables, score = call.shape, call.tables, ranked.score
     launch(
         _mask_visited,
-        (score.shape[2], shape.query_heads, shape.batch),
+        (score.shape[2], len(tables.linear), shape.batch),
         {
-            "SCORE": score, "ORDER": ranked.order, **call.starts, "SEGMENT": tables.segment, "FLAGS": tables.flags,
+            "SCORE": score, "ORDER": ranked.order, "HEADS": tables.linear, **call.starts, "SEGMENT": tables.segment,
             "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start, "rows_end": rows.stop,
             "chunk": call.config.tile.chunk, **strides("bhn", s=score, i=ranked.order),
         },
@@ -312,29 +377,52 @@ def linear_sums(
         rows: query rows; they begin at a multiple of every segment.
     """
     shape, tables, score = call.shape, call.tables, ranked.score
-    size, head_dim = score.shape[:3], shape.head_dim
-    log_mass = torch.empty(size, dtype=torch.float32, device=k.device)
-    key, value = (torch.empty(*size, head_dim, dtype=torch.float32, device=k.device) for _ in range(2))
-    covariance = torch.empty(*size, head_dim, head_dim, dtype=covariance_type(k.dtype), device=k.device)
-    columns = sum_columns(head_dim)
+    head_dim, heads, segments, keys = (
+        shape.head_dim,
+        len(tables.linear),
+        score.shape[2],
+        score.shape[3] * call.config.grain,
+    )
+    size = shape.batch, heads, segments
+    at_once, warps, columns = sum_keys(head_dim, k.dtype), sum_warps(head_dim, k.dtype), sum_columns(head_dim)
+
+    def new(*last: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*size, *last, dtype=dtype, device=k.device)
+
+    weight, mass = new(keys), new(SPANS)
+    key_sums, value_sums = new(SPANS, head_dim), new(SPANS, head_dim)
+    linear = Linear(new(), new(head_dim), new(head_dim), new(head_dim, head_dim, dtype=covariance_type(k.dtype)))
+    span = max(SPAN_KEYS, -(-keys // (SPANS * at_once)) * at_once)
+    both = {
+        "LOG_SUM": log_sum, "K": k, "V": v, "WEIGHT": weight, "MASS": mass, "KEY_SUMS": key_sums,
+        "VALUE_SUMS": value_sums, "HEADS": tables.linear, **call.starts, "SEGMENT": tables.segment,
+        "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start, "rows_end": rows.stop,
+        "segments": segments, **strides("bh", l=log_sum), **strides("bhl", k=k, v=v), **strides("bhn", w=weight),
+    }  # fmt: skip
+    constants = {
+        "GROUP": shape.group, "D": head_dim, "SPANS": SPANS, "BN": call.config.tile.block_n,
+        "HAS_START": call.padded, "PACKED": call.packed,
+    }  # fmt: skip
     launch(
-        _linear_sums,
-        (size[2] * (head_dim // columns), shape.query_heads, shape.batch),
-        {
-            "REP": representative, "LOG_SUM": log_sum, "K": k, "V": v, "SCORE": score, "LOG_MASS": log_mass,
-            "MEAN_KEY": key, "MEAN_VALUE": value, "COVARIANCE": covariance, **call.starts,
-            "SEGMENT": tables.segment, "FLAGS": tables.flags, "q_len": shape.q_len, "offset": shape.offset,
-            "row_begin": rows.start, "rows_end": rows.stop, "segments": size[2], "parts": log_sum.shape[2],
-            **strides("bhn", r=representative, s=score), **strides("bhl", k=k, v=v),
-        },
-        {
-            "GROUP": shape.group, "D": head_dim, "BD": columns, "BK": sum_keys(head_dim, k.dtype), "SCORES": SUM_SCORES,
-            "BN": call.config.tile.block_n, "GRAIN": call.config.grain, "WARPS": sum_warps(head_dim),
-            "STAGES": SUM_STAGES, "HAS_START": call.padded, "PACKED": call.packed,
-        },
-        num_warps=sum_warps(head_dim),
+        _weights,
+        (SPANS * -(-segments // WEIGHT_SEGMENTS), heads, shape.batch),
+        {**both, "REP": representative, "SCORE": score, "span": span, **strides("bhn", r=representative, s=score)},
+        {**constants, "BS": WEIGHT_SEGMENTS, "BK": at_once, "GRAIN": call.config.grain, "STAGES": SUM_STAGES},
+        num_warps=warps,
     )  # fmt: skip
-    return Linear(log_mass, key, value, covariance)
+    launch(
+        _covariances,
+        (segments * (head_dim // columns), heads, shape.batch),
+        {
+            **both, "LOG_MASS": linear.log_mass, "MEAN_KEY": linear.key, "MEAN_VALUE": linear.value,
+            "COVARIANCE": linear.covariance,
+        },
+        {
+            **constants, "BD": columns, "BK": min(at_once, call.config.tile.block_n), "STAGES": SUM_STAGES,
+        },
+        num_warps=warps,
+    )  # fmt: skip
+    return linear
 
 
 def add_linear(
@@ -354,12 +442,12 @@ def add_linear(
     one_entry = {"stride_ob": 0, "stride_eb": 0} if call.packed else {}
     launch(
         _add_linear,
-        (-(-len(rows) // ADD_ROWS), shape.query_heads, shape.batch),
+        (-(-len(rows) // ADD_ROWS), len(tables.linear), shape.batch),
         {
             "Q": q, "REP": representative, "LOG_MASS": linear.log_mass, "MEAN_KEY": linear.key,
-            "MEAN_VALUE": linear.value, "COVARIANCE": linear.covariance, "OUT": out, "LSE": lse, **call.starts,
-            "SEGMENT": tables.segment, "FLAGS": tables.flags, "qk_scale": call.scale * LOG2E, "q_len": shape.q_len,
-            "offset": shape.offset, "row_begin": rows.start, "segments": linear.log_mass.shape[2],
+            "MEAN_VALUE": linear.value, "COVARIANCE": linear.covariance, "OUT": out, "LSE": lse,
+            "HEADS": tables.linear, **call.starts, "SEGMENT": tables.segment, "qk_scale": call.scale * LOG2E,
+            "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start, "segments": linear.log_mass.shape[2],
             **strides("bhl", q=q, o=out), **strides("bhn", r=representative), **strides("bh", e=lse), **one_entry,
         },
         {
@@ -371,18 +459,18 @@ def add_linear(
 
 
 def sum_keys(head_dim: int, dtype: torch.dtype) -> int:
-    """Keys of `dtype` that a program of `_linear_sums` adds at once; products in TF32 take twice the registers."""
+    """Keys of `dtype` that a program of `_weights` or `_covariances` takes at once; TF32 takes twice the registers."""
     return 64 if head_dim <= (128 if dtype == torch.bfloat16 else 64) else 32
 
 
+def sum_warps(head_dim: int, dtype: torch.dtype) -> int:
+    """Warps of `_weights` and of `_covariances`."""
+    return 4 if head_dim <= (128 if dtype == torch.bfloat16 else 64) else 8
+
+
 def sum_columns(head_dim: int) -> int:
-    """Value columns of a program of `_linear_sums`: as many as registers hold sums of."""
+    """Value columns of a program of `_covariances`: as many as registers hold sums of."""
     return head_dim if head_dim <= 128 else 64
-
-
-def sum_warps(head_dim: int) -> int:
-    """Warps of `_linear_sums`."""
-    return 4 if head_dim <= 64 else 8
 
 
 def add_warps(head_dim: int) -> int:
@@ -401,5 +489,5 @@ def covariance_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def linear_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Workspace of one segment's sums, for inputs of `dtype`."""
-    return head_dim**2 * covariance_type(dtype).itemsize + 2 * head_dim * 4 + 4
+    """Workspace of one segment's sums, for inputs of `dtype`; the weight of each key of its prefix comes on top."""
+    return head_dim**2 * covariance_type(dtype).itemsize + 4 * (2 * head_dim + 1) * (SPANS + 1)

@@ -18,7 +18,7 @@ from s2o_runtime.devices import Resources, resources
 from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.keys import Keys, keys_of
 from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.linear import Linear, add_linear, linear_bytes, linear_sums, mask_visited
+from s2o_runtime.kernels.linear import WEIGHT_BYTES, Linear, add_linear, linear_bytes, linear_sums, mask_visited
 from s2o_runtime.kernels.primitives import (
     ELSEWHERE,
     LOG2E,
@@ -246,7 +246,7 @@ def s2o_prefill(
     if out is None:
         out = q.new_empty(entries, rows_in_memory, shape.query_heads, shape.head_dim).transpose(1, 2)
     logs = None
-    if lse or call.tables.linear:  # a linear tail is merged by the log-sum-exp
+    if lse or len(call.tables.linear):  # a linear tail is merged by the log-sum-exp
         logs = q.new_empty(entries, shape.query_heads, rows_in_memory, dtype=torch.float32)
     visited = torch.empty(
         shape.batch, shape.query_heads, shape.row_tiles(call.config.tile.block_m), dtype=torch.int32, device=q.device
@@ -281,7 +281,7 @@ class Ranker:
 
         ranked: as `rank` gave it for these rows. Its scores of heads with a linear tail are of no use afterwards.
         """
-        if not self._call.tables.linear:
+        if not len(self._call.tables.linear):
             return None
         mask_visited(ranked, self._call, rows)
         k = self._keys.rows  # as they are: a layer with a linear tail has no int8 scores
@@ -306,10 +306,11 @@ def row_slices(call: Call, workspace: int, dtype: torch.dtype = torch.bfloat16) 
     shape, tables = call.shape, call.tables
     if not tables.shortest:
         return [range(shape.q_len)]
-    key_bytes = RANK_BYTES / call.config.grain
-    keys = int(workspace / (key_bytes * shape.batch * shape.query_heads))  # of all segments of one head together
-    sums = tail_bytes(shape.head_dim) * tables.tail + linear_bytes(shape.head_dim, dtype) * tables.linear
-    tail = int(sums / key_bytes)  # as if a segment had more keys
+    heads, linear = shape.query_heads, len(tables.linear)
+    key_bytes = shape.batch * (heads * RANK_BYTES / call.config.grain + linear * WEIGHT_BYTES)
+    keys = int(workspace / key_bytes)  # of all segments of one head together
+    sums = heads * tail_bytes(shape.head_dim) * tables.tail + linear * linear_bytes(shape.head_dim, dtype)
+    tail = int(shape.batch * sums / key_bytes)  # as if a segment had more keys
     slices = []
     begin = 0
     while begin < shape.q_len:

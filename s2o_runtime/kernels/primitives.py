@@ -27,7 +27,6 @@ WIDE_ELEMENTS = 1 << 31  # from here on an offset into one head of k or v needs 
 STOP_RULE_BITS = tl.constexpr(call.STOP_RULE_BITS)
 TAIL = tl.constexpr(call.TAIL)
 ELSEWHERE = tl.constexpr(call.ELSEWHERE)
-LINEAR = tl.constexpr(call.LINEAR)
 REST = tl.constexpr(int(StopRule.REST))
 
 SMALLEST = tl.constexpr(quantisation.SMALLEST)
