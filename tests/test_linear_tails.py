@@ -21,7 +21,6 @@ from s2o_runtime.attention.torch_op import config_from_text
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.profile import load_profile, save_profile
-from s2o_runtime.profile.profile import _between
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.reference.ranking import part_means, rank
@@ -150,10 +149,20 @@ def test_it_survives_a_profile_and_a_compiled_graph(tmp_path):
     assert config_from_text(with_linear.as_text()) == with_linear
 
 
-def test_between_buckets_the_nearer_one_counts():
-    linear, tau = HeadConfig(segment=512, linear=True), HeadConfig(0.5, 512)
-    assert _between(linear, tau, 0.3) == linear
-    assert _between(tau, linear, 0.3) == tau
+@pytest.mark.parametrize("shorter", [True, False])
+def test_between_buckets_a_layer_with_linear_tails_is_as_in_the_longer_one(shorter):
+    made = a_profile()
+    assert len(made.lengths) > 1
+    begin, end = made.lengths[:2]
+    plain = made.layers[0][0]
+    linear = replace(plain, heads=(HeadConfig(segment=512, linear=True), *plain.heads[1:]))
+    buckets = [list(layers) for layers in made.layers]
+    buckets[0][0], buckets[1][0] = (linear, plain) if shorter else (plain, linear)
+    made = replace(made, layers=tuple(map(tuple, buckets)))
+    for length in (int(begin * 1.2), int((begin * end) ** 0.5), int(end / 1.2)):
+        assert made.layer_config(0, length) == buckets[1][0]
+        assert made.layer_config(1, length) != buckets[1][1]  # which is interpolated
+    assert made.layer_config(0, begin) == buckets[0][0]
 
 
 def captured(length=700, **features):

@@ -48,8 +48,9 @@ class Profile:
 
         The bucket nearest in log length decides everything but tau. For heads that the two buckets around `length`
         treat alike, tau is interpolated in log length; for others it is the smaller of the two, because the same tau
-        means another error with another segment or other checks. Lengths are rounded to an eighth of an octave, so
-        that a server sees few distinct configurations.
+        means another error with another segment or other checks. A layer with linear tails in one of the two, which
+        have no tau, is as in the longer one, because what it errs by grows with the length. Lengths are rounded to an
+        eighth of an octave, so that a server sees few distinct configurations.
         """
         steps = [length_step(bucket) for bucket in self.lengths]
         if length_step(length) in steps:
@@ -62,6 +63,8 @@ class Profile:
         if not 0 <= other < len(logs):
             return config
         far_config = self.layers[other][layer]
+        if config.has_linear or far_config.has_linear:
+            return self.layers[max(nearest, other)][layer]
         alike = _checks(config) == _checks(far_config)
         weight = (position - logs[nearest]) / (logs[other] - logs[nearest]) if alike else None
         pairs = zip(config.heads, far_config.heads, strict=True)
@@ -112,7 +115,7 @@ def _between(near: HeadConfig, far: HeadConfig, weight: float | None) -> HeadCon
 
     weight: how far towards the other bucket, 0 to 0.5 in log length; None if the layers check the stop unlike.
     """
-    if near.mode != "s2o" or far.mode != "s2o" or near.stop_rule != far.stop_rule or near.linear or far.linear:
+    if near.mode != "s2o" or far.mode != "s2o" or near.stop_rule != far.stop_rule:
         return near
     alike = all(getattr(near, name) == getattr(far, name) for name in ("segment", "representatives", "tail"))
     if weight is None or not alike or near.tau == 0.0 or far.tau == 0.0:
