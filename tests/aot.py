@@ -102,6 +102,8 @@ POINTERS = {
     "REP_SCALE": "fp32",
     "LOW": "bf16",
     "HIGH": "bf16",
+    "SHARE_OUT": "fp32",
+    "SHARE_LSE": "fp32",
     "UNIT": "fp32",
     "MIDDLE": "fp32",
     "K_UNIT": "fp32",
@@ -121,6 +123,7 @@ FLOATS = ("qk_scale", "limit")
 KEPT_BYTES = {"prefill_hopper": 16, "prefill": 48, "log_sums": 8, "trace": 896, "antidiagonal": 24}
 KEPT_BYTES_CAPPED = 48  # of the specialised kernel with a soft cap in Triton 3.9; with sinks alone it spills none
 KEPT_BYTES_RING = 72  # of the specialised kernel with three stages of head dim 128 in Triton 3.9; 16 in 3.6 and 3.7
+KEPT_BYTES_SHARES = 72  # with split dense heads, on sm_100 in Triton 3.9; 56 in 3.7, none in 3.6
 KEPT_BYTES_MOVED = 104  # where permuted queries stand: the block-sparse kernel stores its rows there at the end
 # The switches of a kernel that are on, all others are off, and its grain.
 VARIANTS: dict[str, dict[str, object]] = {
@@ -134,6 +137,21 @@ FEATURES = "features"
 FEATURE_VARIANTS: dict[str, dict[str, object]] = {
     FEATURES: {"GRAIN": 4, "HAS_SINKS": True, "CAP": 72.13, "HAS_LSE": True, "HAS_TAIL": True, "HAS_TURNS": True},
 }
+# Dense heads split over keys: every tile of the prefill with packed sequences and with keys in pages, as servers call
+# it, the largest with all else too, and what combines the shares.
+SHARES, SHARES_PAGED = "shares", "shares-paged"
+SHARE_VARIANTS: dict[str, dict[str, object]] = {
+    SHARES: {"GRAIN": 4, "PACKED": True, "HAS_TAIL": True, "HAS_TURNS": True, "HAS_SHARES": True},
+    "shares-features": FEATURE_VARIANTS[FEATURES] | {"HAS_SHARES": True},
+    "shares-int8": {
+        "GRAIN": 4, "INT8": True, "PACKED": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True,
+        "HAS_TURNS": True, "HAS_SHARES": True,
+    },
+    SHARES_PAGED: {
+        "GRAIN": 4, "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_TURNS": True,
+        "HAS_SHARES": True,
+    },
+}  # fmt: skip
 # Int8 scores: every tile of the prefill, and the largest configuration of the other kernels that read int8 keys.
 INT8 = "int8"
 INT8_VARIANTS: dict[str, dict[str, object]] = {
@@ -180,6 +198,7 @@ PAGE_VARIANTS: dict[str, dict[str, object]] = {
 ALL_VARIANTS = (
     VARIANTS
     | FEATURE_VARIANTS
+    | SHARE_VARIANTS
     | INT8_VARIANTS
     | PAGED_VARIANTS
     | FLOAT16_VARIANTS
@@ -261,7 +280,7 @@ def pipelined(case: Case, built: Compiled) -> str | None:
         copies, threads = case.tile.num_stages, 32 * case.tile.num_warps
     else:
         tile_bytes = 2 * case.tile.block_n * case.head_dim
-        tile_bytes -= tile_bytes // 4 if case.variant == INT8 else 0  # of the keys half
+        tile_bytes -= tile_bytes // 4 if "INT8" in ALL_VARIANTS[case.variant] else 0  # of the keys half
         if case.tile.specialized:  # two loops; the ring takes the place of a prologue
             copies, threads = 2 * 2, PRODUCER_THREADS
         else:  # k and v, at least one tile ahead
@@ -289,7 +308,8 @@ def tensor_cores(case: Case, built: Compiled) -> str | None:
 
 def int8_products(case: Case, built: Compiled) -> str | None:
     """Int8 scores are products of integers on tensor cores, and no other variant has any."""
-    wanted = case.variant == INT8 and case.kernel not in ("representatives", "channel_ranges", "quantise_keys")
+    without = "representatives", "channel_ranges", "quantise_keys", "combine"
+    wanted = "INT8" in ALL_VARIANTS[case.variant] and case.kernel not in without
     if wanted == (built.int8 > 0):
         return None
     return f"{built.int8} tensor core instructions of 8-bit integers"
@@ -312,6 +332,8 @@ def no_spills(case: Case, built: Compiled) -> str | None:
         allowed = KEPT_BYTES_CAPPED
     if case.kernel == "prefill_hopper" and case.head_dim == 128 and case.tile and case.tile.num_stages == 3:
         allowed = KEPT_BYTES_RING
+    if case.variant in SHARE_VARIANTS and case.kernel != "combine":
+        allowed = max(allowed, KEPT_BYTES_SHARES)
     return f"{spilled} bytes of spilled registers" if spilled > allowed else None
 
 
@@ -368,6 +390,7 @@ def cases() -> list[Case]:
             if case.kernel in FEATURE_KERNELS and case.capability in FEATURE_CAPABILITIES
         )
         + page_cases()
+        + share_cases(chosen)
         + int8_cases(chosen)
         + paged_cases(chosen)
         + [replace(case, variant=FLOAT16) for case in chosen if case.kernel in FLOAT16_KERNELS]
@@ -432,6 +455,26 @@ def antidiagonal_cases() -> list[Case]:
     return chosen
 
 
+def share_cases(chosen: list[Case]) -> list[Case]:
+    """Dense heads split over keys: every tile of the prefill, the largest with other features, and the combination."""
+    prefills = [case for case in chosen if case.kernel in ("prefill", "prefill_hopper")]
+    others = [variant for variant in SHARE_VARIANTS if variant not in (SHARES, SHARES_PAGED)]
+    return (
+        [replace(case, variant=variant) for case in prefills for variant in (SHARES, SHARES_PAGED)]
+        + largest(
+            replace(case, variant=variant)
+            for case in prefills
+            for variant in others
+            if case.capability in FEATURE_CAPABILITIES
+        )
+        + [
+            Case("combine", capability, head_dim, variant=variant)
+            for capability, head_dim in sorted({(case.capability, case.head_dim) for case in prefills})
+            for variant in (SHARES, "shares-features")
+        ]
+    )
+
+
 def int8_cases(chosen: list[Case]) -> list[Case]:
     """Int8 scores in every tile of the prefill, the largest of the other kernels, and what rounds the keys."""
     variant = [replace(case, variant=INT8) for case in chosen]
@@ -469,7 +512,7 @@ def page_cases() -> list[Case]:
 def compile_case(case: Case) -> Compiled:
     # not imported above: the tests of the rules want those without the kernels
     from s2o_runtime.baselines.kernels import antidiagonal, block_sparse, mean_keys
-    from s2o_runtime.kernels import keys, linear, pages, tail, trace
+    from s2o_runtime.kernels import keys, linear, pages, shares, tail, trace
     from s2o_runtime.kernels.rank import means, order, scores
 
     constants: dict[str, object] = {
@@ -489,7 +532,7 @@ def compile_case(case: Case) -> Compiled:
         types = POINTERS | FP8_POINTERS if case.variant == "fp8" else POINTERS
         options = {"num_warps": pages.GATHER_WARPS}
         return compile_kernel(pages._gather_pages, constants, case.capability, ASTSource, options, types)
-    types = POINTERS | (INT8_POINTERS if case.variant == INT8 else {})
+    types = POINTERS | (INT8_POINTERS if "INT8" in ALL_VARIANTS[case.variant] else {})
     if case.kernel in ("channel_ranges", "quantise_keys"):
         elements = keys.RANGE_ELEMENTS if case.kernel == "channel_ranges" else keys.QUANTISE_ELEMENTS
         warps = keys.RANGE_WARPS if case.kernel == "channel_ranges" else keys.QUANTISE_WARPS
@@ -498,6 +541,10 @@ def compile_case(case: Case) -> Compiled:
         return compile_kernel(
             getattr(keys, f"_{case.kernel}"), constants, case.capability, ASTSource, {"num_warps": warps}, types
         )
+    if case.kernel == "combine":
+        constants |= {"ROWS": shares.COMBINED_ELEMENTS // case.head_dim}
+        options = {"num_warps": shares.COMBINE_WARPS}
+        return compile_kernel(shares._combine, constants, case.capability, ASTSource, options)
     if case.kernel == "pool_blocks":
         constants |= {"DP": case.head_dim, "BLOCK": 128}
         return compile_kernel(

@@ -14,6 +14,9 @@ from aot import (
     INT8_KERNELS,
     LINEAR_KERNELS,
     RULES,
+    SHARE_VARIANTS,
+    SHARES,
+    SHARES_PAGED,
     VARIANTS,
     Case,
     Compiled,
@@ -45,6 +48,7 @@ def compiled(**changes):
         ("tensor_cores", Case("weights", 90, 64), {"wgmma": 0}),
         ("int8_products", Case("prefill", 90, 128, TileConfig(), variant="int8"), {"int8": 0}),
         ("int8_products", Case("prefill", 90, 128, TileConfig()), {"int8": 12}),
+        ("int8_products", Case("prefill", 90, 128, TileConfig(), variant="shares-int8"), {"int8": 0}),
         ("shared_memory", Case("prefill", 89, 128, TileConfig()), {"shared": (99 << 10) + 1}),
         ("no_spills", Case("representatives", 90, 128), {"stack": 8}),
         ("no_spills", Case("representatives", 90, 128), {"local": 8}),
@@ -53,7 +57,7 @@ def compiled(**changes):
     ],
 )
 def test_each_rule_catches_what_it_is_for(rule, case, changes):
-    good = {"int8": 12} if case.variant == "int8" else {}
+    good = {"int8": 12} if "int8" in case.variant else {}
     assert broken_rules(case, compiled(**good)) == {}
     assert list(broken_rules(case, compiled(**(good | changes)))) == [rule]
 
@@ -72,7 +76,7 @@ def test_all_kernels_are_compiled_for_all_targets():
     assert {case.kernel for case in cases() if case.capability == 90 and case.head_dim in (64, 128)} == {
         "prefill", "prefill_hopper", "representatives", "log_sums", "scores", "pool", "tail", "trace",
         "block_sparse", "pool_blocks", "mean_key_mass", "antidiagonal", "gather_pages", "channel_ranges",
-        "quantise_keys", "weights", "covariances", "add_linear",
+        "quantise_keys", "weights", "covariances", "add_linear", "combine",
     }  # fmt: skip
 
 
@@ -104,6 +108,16 @@ def test_linear_tails_are_compiled_for_all_targets():
     }
     float16 = {(kernel, capability, FLOAT16) for kernel in FLOAT16_KERNELS for capability in SHARED_MEMORY}
     assert covered == expected | float16
+
+
+def test_split_dense_heads_are_compiled_in_every_tile():
+    split = {case for case in cases() if case.variant in SHARE_VARIANTS}
+    for variant in (SHARES, SHARES_PAGED):
+        assert {replace(case, variant=variant) for case in cases() if case.kernel in PREFILLS} <= split
+    assert {case.capability for case in split if case.kernel == "combine"} == set(SHARED_MEMORY)
+    for variant in SHARE_VARIANTS:
+        covered = {(case.kernel, case.capability) for case in cases() if case.variant == variant}
+        assert covered >= {("prefill", capability) for capability in FEATURE_CAPABILITIES} | {("prefill_hopper", 90)}
 
 
 def test_quick_leaves_no_kernel_gpu_or_variant_out():

@@ -14,7 +14,7 @@ from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.compute import takes_output
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.replay import PLANS, _calls, forget_plans, repeated_call
-from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import InputError
 from s2o_runtime.kernels import launch as launch_module
@@ -348,7 +348,7 @@ def interpreted_gpu(gpu, monkeypatch):
     """The real kernels; `replays` counts the calls that had a plan."""
     if not interpreted():
         pytest.skip("a GPU is here, so kernels are compiled: see tests/gpu")
-    from s2o_runtime.kernels import linear, pages, prefill
+    from s2o_runtime.kernels import linear, pages, prefill, shares
     from s2o_runtime.kernels.rank import means, order, scores
 
     known = {}
@@ -356,7 +356,7 @@ def interpreted_gpu(gpu, monkeypatch):
     def launch_interpreted(kernel, *args, **options):
         launch(known.setdefault(id(kernel), Interpreted(kernel)), *args, **options)
 
-    for module in (pages, prefill, linear, means, scores, order):
+    for module in (pages, prefill, shares, linear, means, scores, order):
         monkeypatch.setattr(module, "launch", launch_interpreted)
     replays = []
     replay = plan_module.Plan.replay
@@ -429,16 +429,16 @@ def test_a_replayed_packed_call_is_the_call(interpreted_gpu, nan_filled, same_ed
     compare(again, without_plan(lambda: call([81, 69], *tensors)))
 
 
-def paged_call(queries, lengths, out=None, q=None, **options):
+def paged_call(queries, lengths, out=None, q=None, config=CONFIG, **options):
     """A call of new random tensors, within bounds of 100 queries and keys a sequence; without its plan as well."""
     k, v = torch.randn(2, sum(lengths), 1, 64).unbind(0)
-    q = torch.randn(sum(queries), 1, 64) if q is None else q
+    q = torch.randn(sum(queries), config.num_heads, 64) if q is None else q
     out = torch.full_like(q, float("nan")) if out is None else out
     before = q.clone()
     *caches, table, cu_k = paged(k, v, lengths, 16, LAYOUTS[1])  # 13 pages for all lengths of these tests
     cu_q = packed_starts(torch.tensor(queries, dtype=torch.int32))
     result = s2o_attention_paged(
-        q, *caches, CONFIG,
+        q, *caches, config,
         cu_q=cu_q, seq_lens=cu_k.diff(), block_table=table, max_q=100, max_k=100, total_k=200, cu_k=cu_k,
         backend="triton", return_stats=True, out=out, **options,
     )  # fmt: skip
@@ -446,7 +446,7 @@ def paged_call(queries, lengths, out=None, q=None, **options):
 
     def fresh():
         return s2o_attention_varlen(
-            before, k, v, cu_q, cu_k, 100, 100, CONFIG, backend="triton", return_stats=True, **options
+            before, k, v, cu_q, cu_k, 100, 100, config, backend="triton", return_stats=True, **options
         )
 
     return result, fresh
@@ -465,6 +465,20 @@ def test_a_replayed_paged_call_is_the_call_of_any_length(interpreted_gpu, nan_fi
         out, _, stats = without_plan_of_its_own(fresh)
         assert torch.equal(result.out, out)
         assert torch.equal(result.stats.density, stats.density)
+
+
+@SLOW
+def test_a_replay_splits_dense_heads_whatever_the_lengths(interpreted_gpu, nan_filled, monkeypatch):
+    """The workspace of the shares is that of the bounds, not of the recorded call."""
+    monkeypatch.setattr("s2o_runtime.kernels.prefill.key_shares", lambda *_: 4)
+    config = LayerConfig((HeadConfig(mode="dense"), CONFIG.heads[0]), CONFIG.tile)
+    for queries in ([30, 20], [10, 30]):  # compiled, recorded
+        paged_call(queries, [100, 90], config=config)
+    for queries, lengths in (([100, 90], [100, 90]), ([97, 1], [97, 96])):
+        result, fresh = paged_call(queries, lengths, config=config)
+        assert interpreted_gpu.pop() is not None
+        assert not interpreted_gpu
+        assert torch.equal(result.out, without_plan_of_its_own(fresh).out)
 
 
 def without_plan_of_its_own(call):

@@ -10,7 +10,7 @@ import torch
 
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.result import AttentionStats
-from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, InputError, ProfileError
 from s2o_runtime.serving.counters import SAMPLED_EVERY, Counters
 from s2o_runtime.serving.fit import Rank
@@ -139,6 +139,23 @@ def test_layers_alike_but_for_their_segments_are_compiled_each(monkeypatch):
         monkeypatch.setattr(layer, "config", lambda keys, config=config: config)
     server.compile_kernels(torch.zeros(8192, 4, 64))
     assert sorted(calls) == [(128, 2), (128, 20), (128, 40), (512, 2), (512, 16)]
+
+
+def test_layers_with_dense_heads_are_compiled_in_their_split_form_too(monkeypatch):
+    """And apart from layers that are alike but for these heads, whose kernels are others."""
+    calls = []
+
+    def small(q, k, v, config, **call):
+        calls.append((config.heads[0].mode, len(q), call["max_k"]))
+
+    monkeypatch.setattr("s2o_runtime.serving.server.s2o_attention_paged", small)
+    server = Server(Settings(DEMO), site(model=demo_sizes()))
+    alike = LayerConfig.uniform(4, tau=0.5, segment=128, tile=TileConfig(64, 64, 2, 4, 2))
+    mixed = LayerConfig((HeadConfig(mode="dense"), *alike.heads[1:]), alike.tile)
+    for number, layer in enumerate(server.fit.layers):
+        monkeypatch.setattr(layer, "config", lambda keys, config=(alike, mixed)[number % 2]: config)
+    server.compile_kernels(torch.zeros(256, 4, 64))
+    assert calls == [("s2o", 256, 384), ("dense", 256, 384), ("dense", 16, 8192)]
 
 
 def test_a_profile_that_does_not_fit_ends_the_start():

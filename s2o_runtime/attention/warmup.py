@@ -9,6 +9,7 @@ from s2o_runtime.config import LayerConfig
 
 # segments in a call, one number for each form of the ranking kernels (they take 16, 32 or 64 segments at once)
 SEGMENTS = (2, 20, 40)
+SPLIT_CALL = (16, 8192)  # queries and keys of a call whose dense heads are split over keys (kernels/shares.py)
 
 
 def warmup(
@@ -48,13 +49,22 @@ def warmup(
     if not segments:
         return
     of_heads = None if sinks is None else torch.zeros(config.num_heads, dtype=sinks, device=device)
-    for count in SEGMENTS:
-        length = count * min(segments)
+    calls = [(count * min(segments),) * 2 for count in SEGMENTS]
+    for queries, keys in calls + split_calls(config):
         q, k, v = (
             torch.zeros(1, length, heads, dim, dtype=dtype, device=device).transpose(1, 2)
-            for heads, dim in ((config.num_heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim or head_dim))
+            for length, heads, dim in (
+                (queries, config.num_heads, head_dim),
+                (keys, kv_heads, head_dim),
+                (keys, kv_heads, value_dim or head_dim),
+            )
         )
         for kv_start in (None, torch.zeros(1, dtype=torch.int64, device=device))[: 1 + padded]:
             s2o_attention(q, k, v, config, kv_start=kv_start, softcap=softcap, sinks=of_heads, backend="triton")
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def split_calls(config: LayerConfig) -> list[tuple[int, int]]:
+    """The queries and keys of a call that compiles the kernel of split dense heads; none if a layer never needs it."""
+    return [SPLIT_CALL] if {"dense", "s2o"} <= {head.mode for head in config.heads} else []

@@ -31,6 +31,8 @@ class HeadTables(NamedTuple):
     flags: int32 [Hq], see above; part: int32 [Hq], queries of a representative; representatives: int32 [Hq], of a
     segment; turns: int32 [Hq], the heads in the order in which their programs start, dense ones first, which have the
     most work, and those of baselines last; None where all are of one mode.
+    dense: how many heads are dense; stopping: how many visit their prefix until their stop rule ends it, which those
+    with a linear tail do not.
     counts: the different numbers of representatives; shortest: the shortest segment, 0 if there is none;
     shortest_part: the fewest queries of a representative; unit: a number of rows that every segment divides;
     tail: whether any head has a tail; linear: int32, the heads with a linear tail. These six are of the heads in mode
@@ -43,6 +45,8 @@ class HeadTables(NamedTuple):
     part: Tensor
     representatives: Tensor
     turns: Tensor | None
+    dense: int
+    stopping: int
     counts: tuple[int, ...]
     shortest: int
     shortest_part: int
@@ -128,6 +132,8 @@ def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
         part=table(lambda head: head.segment // head.representatives if head.mode == "s2o" else 0),
         representatives=table(lambda head: head.representatives),
         turns=torch.tensor(turns, dtype=torch.int32).to(device) if len(modes) > 1 else None,
+        dense=sum(head.mode == "dense" for head in config.heads),
+        stopping=sum(not head.linear for head in ranked),
         counts=tuple(sorted({head.representatives for head in ranked})),
         shortest=min((head.segment for head in ranked), default=0),
         shortest_part=min((head.segment // head.representatives for head in ranked), default=0),

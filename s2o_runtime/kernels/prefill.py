@@ -33,8 +33,10 @@ from s2o_runtime.kernels.primitives import (
     diagonal_start,
     log_sum_exp,
     place,
+    place_share,
     quantised,
     sequence,
+    share_of,
     softmax_start,
     tail_factor,
     tail_mean,
@@ -43,6 +45,7 @@ from s2o_runtime.kernels.primitives import (
 from s2o_runtime.kernels.rank.means import representatives
 from s2o_runtime.kernels.rank.order import BUCKETS, RANK_BYTES, Ranked, order
 from s2o_runtime.kernels.rank.scores import log_sums, score
+from s2o_runtime.kernels.shares import combine, key_shares, shares_of
 from s2o_runtime.kernels.tail import EDGES, Tail, pooled_values, tail_bytes, tail_sums
 from s2o_runtime.shapes import CallShape
 
@@ -54,20 +57,21 @@ WORKSPACE_BYTES = 352 << 20  # of one slice; representatives, mean values and lo
 @triton.jit(
     do_not_specialize=[
         "q_len", "offset", "row_begin", "chunk", "segments", "rounds", "page_shift", "page_rows", "stride_cb",
-        "stride_ch", "stride_eb", "stride_eh", "stride_pb",
+        "stride_ch", "stride_eb", "stride_eh", "stride_pb", "dense",
     ]
 )  # fmt: skip
 def _prefill(
     Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, PAGES, TAU, SEGMENT, FLAGS, TURNS,
-    SINKS, K_UNIT, K_MIDDLE, qk_scale, q_len, offset, row_begin, chunk, segments, rounds, page_shift, page_rows,
+    SINKS, K_UNIT, K_MIDDLE, SHARE_OUT, SHARE_LSE, qk_scale, q_len, offset, row_begin, chunk, segments, rounds,
+    page_shift, page_rows,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch, stride_eb, stride_eh,
-    stride_pb,
+    stride_pb, dense,  # last: ahead of others it would move them, and change the instructions of unsplit calls
     GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     GRAIN: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr, HAS_TAIL: tl.constexpr,
     HAS_START: tl.constexpr, PACKED: tl.constexpr, HAS_LSE: tl.constexpr, ROW_MAX: tl.constexpr,
-    HAS_SINKS: tl.constexpr, CAP: tl.constexpr, INT8: tl.constexpr, HAS_TURNS: tl.constexpr, PAGED: tl.constexpr,
-    WIDE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, CAP: tl.constexpr, INT8: tl.constexpr, HAS_TURNS: tl.constexpr, HAS_SHARES: tl.constexpr,
+    PAGED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """S2O attention of one row tile: window, prefix until the stop, tail (Algorithms 2 and 3 of the paper).
 
@@ -80,10 +84,12 @@ def _prefill(
     tail adds to l_i what the rest of the order is estimated to bring, with its mean value.
 
     Programs: (row tiles of the slice; Hq; B), with HAS_TURNS (Hq / rounds; row tiles of the slice; rounds * B), each
-    for what `primitives.place` gives it. Rows, positions, lengths and strides count elements. N' counts the segments of
-    the slice of rows that begins at row_begin; T is the input type (bfloat16, float16). Letters name the strides that a
-    tensor has; tensors without are contiguous. A tensor with the name of a constant behind it is read or written only
-    if that constant is true, and may be absent otherwise.
+    for what `primitives.place` gives it. With HAS_SHARES dense heads are split over keys: programs are those of
+    `primitives.place_share`, one of a dense head visits a share of the whole tiles, that of the last share the diagonal
+    and the sink too, and `shares.combine` makes one output of theirs. Rows, positions, lengths and strides count
+    elements. N' counts the segments of the slice of rows that begins at row_begin; T is the input type (bfloat16,
+    float16). Letters name the strides that a tensor has; tensors without are contiguous. A tensor with the name of a
+    constant behind it is read or written only if that constant is true, and may be absent otherwise.
 
         Q, OUT            T [B, Hq, Lq, D], strides q and o
         K, V              T [B, Hkv, Lk, D], strides k and v
@@ -101,6 +107,8 @@ def _prefill(
         TURNS             int32 [Hq]: as in `call.HeadTables` (HAS_TURNS)
         K_UNIT            float32 [B, Hkv, D]: what a level of each channel of K is worth (INT8)
         K_MIDDLE          float32 [B, Hkv, D]: what keys have lost (INT8, with HAS_LSE or HAS_SINKS)
+        SHARE_OUT         float32 [B, dense * shares, rows of all row tiles, D]: `shares.Shares.out` (HAS_SHARES)
+        SHARE_LSE         float32 [B, dense * shares, rows of all row tiles]: `shares.Shares.lse` (HAS_SHARES)
 
     With PAGED, B counts the sequences of PACKED too, K and V are rows of a cache, T [rows, D] of each KV head, and so
     are the entries of ORDER: the steps' first rows. `primitives.cache_rows` has page_shift and page_rows.
@@ -110,13 +118,17 @@ def _prefill(
     log-sum-exp, which see that, are moved by it.
 
     qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two stop checks; segments: N'; rounds: Hq
-    over the heads that take turns (HAS_TURNS); GROUP: query heads of a KV head; STAGES: of Triton's pipeline; WIDE:
-    offsets into k and v need 64 bits.
+    over the heads that take turns (HAS_TURNS); dense: heads that are split over keys (HAS_SHARES); GROUP: query heads
+    of a KV head; STAGES: of Triton's pipeline; WIDE: offsets into k and v need 64 bits.
     """
     if WIDE:  # a sequence spans 2^31 elements or more
         stride_kl = stride_kl.to(tl.int64)
         stride_vl = stride_vl.to(tl.int64)
-    tile, h, b, heads = place(TURNS, rounds, HAS_TURNS)
+    if HAS_SHARES:
+        tile, h, b, heads, entry, index, last = place_share(TURNS, rounds, dense)
+        share_row = ((b * dense * (last + 1) + entry) * tl.num_programs(0) + tile) * BM
+    else:
+        tile, h, b, heads = place(TURNS, rounds, HAS_TURNS)
     segment = tl.load(SEGMENT + h)
     start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
     q_max = q_len
@@ -149,6 +161,8 @@ def _prefill(
         v_base += k_first.to(tl.int64) * stride_vl
 
     m, l = softmax_start(SINKS, h, BM, HAS_SINKS)
+    if HAS_SHARES and HAS_SINKS:
+        m = tl.where(index == last, m, float("-inf"))  # whose l the first key's decay makes 0
     if INT8:
         channels = (b * (heads // GROUP) + h // GROUP).to(tl.int64) * D + offs_d
         if HAS_LSE or HAS_SINKS:
@@ -160,10 +174,16 @@ def _prefill(
 
     # window: whole tiles that every row sees, then the diagonal
     diagonal = diagonal_start(first, position0, BN)
+    near = tl.where(row0 < q_len, first, diagonal)
+    end = tl.minimum(position0 + BM, kv_len)
+    if HAS_SHARES:
+        low, high = share_of((diagonal - near) // BN, index, last)
+        end = tl.where(index == last, end, near + high * BN)
+        diagonal = near + high * BN
+        near += tl.where(segment > 0, 0, low * BN)
     m, l, acc = absorb_window(
-        q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, tl.where(row0 < q_len, first, diagonal),
-        diagonal, tl.minimum(position0 + BM, kv_len), kv_len, position, BN, STAGES, CAP, INT8, pages, page_shift,
-        page_rows, PAGED,
+        q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, near, diagonal, end, kv_len, position, BN,
+        STAGES, CAP, INT8, pages, page_shift, page_rows, PAGED,
     )  # fmt: skip
 
     # prefix: tiles in order, chunk by chunk
@@ -208,17 +228,27 @@ def _prefill(
             l += tail
             acc += tail[:, None] * tail_mean(SUMS + at * EDGES * D, edge, share, mass, D, EDGES)[None, :]
 
+    if HAS_SHARES:
+        real = real & (l != 0)  # no row of a share without keys
     acc = tl.where(real[:, None], acc / tl.where(real, l, 1.0)[:, None], 0.0)
-    out_base = OUT + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + head_row * stride_ol
-    tl.store(
-        out_base + offs_row * stride_ol + offs_d[None, :], acc.to(OUT.dtype.element_ty), mask=rows[:, None] < q_len
-    )
-    if HAS_LSE:
-        if INT8:
+    if HAS_SHARES and segment == 0:
+        if INT8 and HAS_LSE:
             m += lost
-        lse = tl.where(real, log_sum_exp(m, tl.where(real, l, 1.0)), float("-inf"))
-        lse_base = LSE + b.to(tl.int64) * stride_eb + h.to(tl.int64) * stride_eh + head_row
-        tl.store(lse_base + tl.arange(0, BM), lse, mask=rows < q_len)
+        share_lse = tl.where(real, log_sum_exp(m, tl.where(real, l, 1.0)), float("-inf"))
+        tl.store(SHARE_LSE + share_row + tl.arange(0, BM), share_lse, mask=rows < q_len)
+        share_base = SHARE_OUT + share_row.to(tl.int64) * D
+        tl.store(share_base + tl.arange(0, BM)[:, None] * D + offs_d[None, :], acc, mask=rows[:, None] < q_len)
+    else:
+        out_base = OUT + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + head_row * stride_ol
+        tl.store(
+            out_base + offs_row * stride_ol + offs_d[None, :], acc.to(OUT.dtype.element_ty), mask=rows[:, None] < q_len
+        )
+        if HAS_LSE:
+            if INT8:
+                m += lost
+            lse = tl.where(real, log_sum_exp(m, tl.where(real, l, 1.0)), float("-inf"))
+            lse_base = LSE + b.to(tl.int64) * stride_eb + h.to(tl.int64) * stride_eh + head_row
+            tl.store(lse_base + tl.arange(0, BM), lse, mask=rows < q_len)
     if row0 < q_max:
         tl.store(VISITED + b.to(tl.int64) * stride_cb + h.to(tl.int64) * stride_ch + row0 // BM, done * BN)
 
@@ -377,12 +407,17 @@ def prefill(
     ordered = tables.segment[None, None] if ranked is None else ranked.order
     first, mass, sums = (None, None, None) if tail is None else tail
     one_entry = {"stride_ob": 0, "stride_eb": 0} if call.packed else {}
-    programs, rounds = -(-len(rows) // tile.rows), 1
+    programs, rounds, shares = -(-len(rows) // tile.rows), 1, None
     grid = (programs, shape.query_heads, shape.batch)
     if tables.turns is not None:
-        abreast = heads_abreast(shape, programs, k.element_size() + v.element_size(), resources(q.device))
+        gpu = resources(q.device)
+        abreast = heads_abreast(shape, programs, k.element_size() + v.element_size(), gpu)
         rounds = shape.query_heads // abreast
         grid = (abreast, programs, rounds * shape.batch)
+        if (count := key_shares(call, programs, gpu)) > 1:
+            shares, rounds = shares_of(call, count, programs * tile.rows, q.device), shape.query_heads
+            grid = (programs, shape.query_heads + (count - 1) * tables.dense, shape.batch)
+    share_out, share_lse = (None, None) if shares is None else shares
     launch(
         kernel,
         grid,
@@ -391,9 +426,10 @@ def prefill(
             "OUT": out, "LSE": lse, "VISITED": visited, **call.starts, **call.paging,
             "TAU": tables.tau, "SEGMENT": tables.segment, "FLAGS": tables.flags, "TURNS": tables.turns,
             "SINKS": call.sinks, "K_UNIT": keys.unit, "K_MIDDLE": keys.middle,
+            "SHARE_OUT": share_out, "SHARE_LSE": share_lse,
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
             "chunk": tile.chunk, "segments": 0 if ranked is None else ordered.shape[2],
-            "rounds": rounds,
+            "rounds": rounds, "dense": tables.dense,
             **strides("bhl", q=q, k=k, v=v, o=out), **strides("bhn", i=ordered), **strides("bh", c=visited, e=lse),
             **one_entry,
         },
@@ -402,10 +438,13 @@ def prefill(
             "STAGES": tile.num_stages, "GRAIN": call.config.grain, "EDGES": EDGES, "BUCKETS": BUCKETS,
             "HAS_TAIL": tail is not None, "HAS_START": call.padded, "PACKED": call.packed, "HAS_LSE": lse is not None,
             "ROW_MAX": call.config.row_reduce == "max", "HAS_SINKS": call.sinks is not None, "CAP": call.cap,
-            "INT8": keys.unit is not None, "HAS_TURNS": tables.turns is not None, "PAGED": call.pages is not None,
+            "INT8": keys.unit is not None, "HAS_TURNS": tables.turns is not None, "HAS_SHARES": shares is not None,
+            "PAGED": call.pages is not None,
             **switches,
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **options,
     )  # fmt: skip
+    if shares is not None:
+        combine(shares, out, lse, call, rows)

@@ -47,6 +47,7 @@ SMALLEST = gl.constexpr(primitives.SMALLEST.value)
 RCP_LEVELS = gl.constexpr(primitives.RCP_LEVELS.value)
 ROUNDING = gl.constexpr(primitives.ROUNDING.value)
 ALL_LEFT = gl.constexpr(2)  # in `stop`: a chunk's gain counts for all tiles that are left, not for one
+SPLIT = gl.constexpr(8)  # in `stop`: the program has a share of the keys of a dense head
 PRODUCER_THREADS = gl.constexpr(128)
 CONSUMER_THREADS = gl.constexpr(128)  # of a row tile
 CONSUMER_REGISTERS = gl.constexpr(216)
@@ -255,7 +256,7 @@ def _consumer(
     HALF: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     GRAIN: gl.constexpr, EDGES: gl.constexpr, BUCKETS: gl.constexpr, HAS_TAIL: gl.constexpr,
     DTYPE: gl.constexpr, ROW_MAX: gl.constexpr, HAS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, CAP: gl.constexpr,
-    INT8: gl.constexpr,
+    INT8: gl.constexpr, HAS_SHARES: gl.constexpr,
 ):  # fmt: skip
     """Row tile HALF of the program, from its queries to its output: the computation of `prefill._prefill`.
 
@@ -269,9 +270,11 @@ def _consumer(
 
     q_buffer: T [2, BM, D] of shared memory, the queries and at last the output of both row tiles; k_ring, v_ring,
     marks, diagonal, diagonal_tiles, near, total: as for `_producer`. sink: the head's, in base 2 (HAS_SINKS); tau: of
-    the head; stop: ALL_LEFT where its stop rule is REST, plus TAIL where it has a tail; start: the first key that
-    counts; q_len: rows to compute; q_max: rows to report in VISITED. With INT8, q_buffer is a pair, the queries' int8
-    [2, BM, D] behind that of the output, and `sink` has K_UNIT and K_MIDDLE of the KV head, float32 [D], behind it.
+    the head; stop: ALL_LEFT where its stop rule is REST, plus TAIL where it has a tail, plus SPLIT in a program with a
+    share of the keys of a dense head; start: the first key that counts; q_len: rows to compute; q_max: rows to report
+    in VISITED. With INT8, q_buffer is a pair, the queries' int8 [2, BM, D] behind that of the output, and `sink` has
+    K_UNIT and K_MIDDLE of the KV head, float32 [D], behind it.
+    With HAS_SHARES, OUT has SHARE_OUT, float32 [rows, D], and SHARE_LSE, float32 [rows], behind it.
     """
     _, k_empty, _ = k_ring
     _, v_empty, _ = v_ring
@@ -406,6 +409,19 @@ def _consumer(
 
     if row0 + HALF * BM < q_max:
         gl.store(VISITED + HALF, gl.maximum(i - near, 0) * BN)
+    if HAS_SHARES:
+        if stop >= SPLIT:
+            share_m = m + lost if INT8 and HAS_LSE else m
+            share_lse = gl.where(real, (share_m + gl.log2(l)) * LN2, float("-inf"))
+            gl.store(OUT[2] + HALF * BM + gl.arange(0, BM, ROWS), share_lse, mask=row < q_len)
+            of_row = gl.convert_layout(gl.where(real & (l > 0), 1.0 / gl.where(l > 0, l, 1.0), 0.0), O_ROWS)
+            o_rows = HALF * BM + gl.arange(0, BM, O_ROWS)
+            offs_d = gl.arange(0, D, gl.SliceLayout(0, O))
+            share_out = OUT[1] + o_rows[:, None] * D + offs_d[None, :]
+            gl.store(share_out, acc * of_row[:, None], mask=(row0 + o_rows < q_len)[:, None])
+        OUT = OUT[0]
+        q_len = gl.where(stop >= SPLIT, 0, q_len)  # OUT and LSE get nothing
+        inside = (row0 + copy_rows)[:, None] < q_len
     if HAS_LSE:
         if INT8:
             m += lost
@@ -419,24 +435,26 @@ def _consumer(
 @gluon.jit(
     do_not_specialize=[
         "q_len", "offset", "row_begin", "chunk", "segments", "rounds", "page_shift", "page_rows", "stride_cb",
-        "stride_ch", "stride_eb", "stride_eh", "stride_pb",
+        "stride_ch", "stride_eb", "stride_eh", "stride_pb", "dense",
     ]
 )  # fmt: skip
 def _prefill_hopper(
     Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, PAGES, TAU, SEGMENT, FLAGS, TURNS,
-    SINKS, K_UNIT, K_MIDDLE, qk_scale, q_len, offset, row_begin, chunk, segments, rounds, page_shift, page_rows,
+    SINKS, K_UNIT, K_MIDDLE, SHARE_OUT, SHARE_LSE, qk_scale, q_len, offset, row_begin, chunk, segments, rounds,
+    page_shift, page_rows,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch, stride_eb, stride_eh,
-    stride_pb,
+    stride_pb, dense,  # last: ahead of others it would move them, and change the instructions of unsplit calls
     GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     GRAIN: gl.constexpr, EDGES: gl.constexpr, BUCKETS: gl.constexpr, HAS_TAIL: gl.constexpr,
     HAS_START: gl.constexpr, PACKED: gl.constexpr, HAS_LSE: gl.constexpr, ROW_MAX: gl.constexpr,
-    HAS_SINKS: gl.constexpr, CAP: gl.constexpr, INT8: gl.constexpr, HAS_TURNS: gl.constexpr, PAGED: gl.constexpr,
+    HAS_SINKS: gl.constexpr, CAP: gl.constexpr, INT8: gl.constexpr, HAS_TURNS: gl.constexpr, HAS_SHARES: gl.constexpr,
+    PAGED: gl.constexpr,
 ):  # fmt: skip
     """S2O attention of two row tiles: the function of `prefill._prefill`, whose arguments it has but for WIDE.
 
     Programs: (pairs of row tiles of the slice; Hq; B), with HAS_TURNS (Hq / rounds; pairs of row tiles of the slice;
-    rounds * B). `_prefill` says what each tensor holds.
+    rounds * B), with HAS_SHARES as in `primitives.place_share`. `_prefill` says what each tensor holds.
 
         Q, OUT              T [B, Hq, Lq, D], strides q and o, bfloat16 or float16
         K, V                T [B, Hkv, Lk, D], strides k and v; rows begin at multiples of 16 bytes
@@ -454,11 +472,22 @@ def _prefill_hopper(
         SINKS               any floating type [Hq] (HAS_SINKS)
         K_UNIT              float32 [B, Hkv, D] (INT8)
         K_MIDDLE            float32 [B, Hkv, D] (INT8, with HAS_LSE or HAS_SINKS)
+        SHARE_OUT           float32 [B, dense * shares, rows of all pairs of row tiles, D] (HAS_SHARES)
+        SHARE_LSE           float32 [B, dense * shares, rows of all pairs of row tiles] (HAS_SHARES)
 
     With INT8 K is int8. STAGES: of the ring.
     """
     DTYPE: gl.constexpr = Q.dtype.element_ty
-    if HAS_TURNS:  # a copy of `primitives.place`, which Gluon code cannot call
+    if HAS_SHARES:  # a copy of `primitives.place_share`, which Gluon code cannot call
+        tile = gl.num_programs(0) - 1 - gl.program_id(0)
+        heads = rounds
+        b = gl.program_id(2)
+        entry = gl.num_programs(1) - 1 - gl.program_id(1)
+        last = (gl.num_programs(1) - rounds) // dense
+        index = gl.minimum(entry // dense, last)
+        h = gl.load(TURNS + entry - index * dense)
+        share_row = ((b * dense * (last + 1) + entry) * gl.num_programs(0) + tile) * (2 * BM)
+    elif HAS_TURNS:  # a copy of `primitives.place`, which Gluon code cannot call
         tile = gl.num_programs(1) - 1 - gl.program_id(1)
         heads = gl.num_programs(0) * rounds
         b = gl.program_id(2) // rounds
@@ -492,10 +521,19 @@ def _prefill_hopper(
     kv_len = offset + q_len
     diagonal = first + gl.maximum(position0 + 1 - first, 0) // BN * BN
     diagonal_tiles = gl.maximum(gl.minimum(position0 + 2 * BM, kv_len) - diagonal + BN - 1, 0) // BN
-    near = diagonal_tiles + gl.where(row0 < q_len, (diagonal - first) // BN, 0)
+    whole = gl.where(row0 < q_len, (diagonal - first) // BN, 0)
+    if HAS_SHARES:  # a copy of `primitives.share_of`, which Gluon code cannot call
+        low = gl.where(segment > 0, 0, whole * index // (last + 1))
+        whole = whole * (index + 1) // (last + 1) - low
+        first += low * BN
+        diagonal_tiles = gl.where(index == last, diagonal_tiles, 0)
+        stop += gl.where(segment > 0, 0, SPLIT)
+    near = diagonal_tiles + whole
     total = near + prefix // BN
     tau = gl.load(TAU + h)
     sink = gl.load(SINKS + h).to(gl.float32) * RCP_LN2 if HAS_SINKS else 0.0
+    if HAS_SHARES and HAS_SINKS:
+        sink = gl.where(index == last, sink, float("-inf"))
 
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
     q_buffer = gl.allocate_shared_memory(DTYPE, [2, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], DTYPE))
@@ -549,6 +587,8 @@ def _prefill_hopper(
     first_base = FIRST + at * BUCKETS
     mass_base = MASS + at * EDGES
     sums_base = SUMS + at * EDGES * D
+    if HAS_SHARES:
+        out_base = (out_base, SHARE_OUT + share_row.to(gl.int64) * D, SHARE_LSE + share_row)
     gl.warp_specialize(
         [
             (
@@ -557,7 +597,7 @@ def _prefill_hopper(
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
                     v_ring, marks, qk_scale, sink, tau, stop, chunk, row0, q_len, q_max, offset, start,
                     diagonal, stride_ql, stride_ol, diagonal_tiles, near, total, 0, D, BM, BN, STAGES, GRAIN,
-                    EDGES, BUCKETS, HAS_TAIL, DTYPE, ROW_MAX, HAS_LSE, HAS_SINKS, CAP, INT8,
+                    EDGES, BUCKETS, HAS_TAIL, DTYPE, ROW_MAX, HAS_LSE, HAS_SINKS, CAP, INT8, HAS_SHARES,
                 ),
             ),
             (
@@ -566,7 +606,7 @@ def _prefill_hopper(
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
                     v_ring, marks, qk_scale, sink, tau, stop, chunk, row0, q_len, q_max, offset, start,
                     diagonal, stride_ql, stride_ol, diagonal_tiles, near, total, 1, D, BM, BN, STAGES, GRAIN,
-                    EDGES, BUCKETS, HAS_TAIL, DTYPE, ROW_MAX, HAS_LSE, HAS_SINKS, CAP, INT8,
+                    EDGES, BUCKETS, HAS_TAIL, DTYPE, ROW_MAX, HAS_LSE, HAS_SINKS, CAP, INT8, HAS_SHARES,
                 ),
             ),
             (

@@ -60,6 +60,29 @@ def place(TURNS, rounds, HAS_TURNS: tl.constexpr):
 
 
 @triton.jit
+def place_share(TURNS, rounds, dense):
+    """`place` in a call whose `dense` dense heads, the first in the order TURNS, are split over keys.
+
+    The grid is (tiles; Hq + dense * (shares - 1); B), with an entry in the second dimension for every share of a dense
+    head and one for every other head; rounds is Hq. Shares are shorter than what other heads visit, so they start last.
+
+    Returns the tile, the head, the batch entry, Hq, the entry (those of shares come first, all heads of one share
+    together), the share, and the last share. Only dense heads have a share that is not the last.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    entry = tl.num_programs(1) - 1 - tl.program_id(1)
+    last = (tl.num_programs(1) - rounds) // dense
+    share = tl.minimum(entry // dense, last)
+    return tile, tl.load(TURNS + entry - share * dense), tl.program_id(2), rounds, entry, share, last
+
+
+@triton.jit
+def share_of(tiles, share, last):
+    """Where a share of so many tiles begins and ends; shares are as equal as can be, and may be empty."""
+    return tiles * share // (last + 1), tiles * (share + 1) // (last + 1)
+
+
+@triton.jit
 def sequence(b, CU_Q, CU_K, q_len, offset, PACKED: tl.constexpr):
     """Where sequence b begins in q and in k, its number of queries, and the position of its first query.
 

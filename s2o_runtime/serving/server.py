@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.attention.paged import gathered, s2o_attention_paged
-from s2o_runtime.attention.warmup import SEGMENTS
+from s2o_runtime.attention.warmup import SEGMENTS, split_calls
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ProfileError
 from s2o_runtime.huggingface.drift import DriftMonitor, allowed_errors, check_of
@@ -148,8 +148,8 @@ class Server:
     def _small_call(self, config: LayerConfig, query: Tensor) -> None:
         segment = min(head.segment for head in config.heads if head.mode == "s2o")
         kv_heads, page = len(self.fit.kv_heads), 16
-        for queries in sorted({min(count * segment, len(query)) for count in SEGMENTS}):  # a batch has no more
-            keys = queries + segment
+        lengths = sorted({min(count * segment, len(query)) for count in SEGMENTS})  # a batch has no more
+        for queries, keys in [(length, length + segment) for length in lengths] + split_calls(config):
             q = query.new_zeros(queries, config.num_heads, query.shape[2])
             cache = query.new_zeros(2, 1, page, kv_heads, query.shape[2])
             seq_lens = torch.tensor([keys], dtype=torch.int32, device=query.device)
@@ -164,11 +164,11 @@ class Server:
 
 
 def _compiled_kind(config: LayerConfig) -> object:
-    """What, of a configuration, makes other kernels: short segments are scored more at once."""
+    """What, of a configuration, makes other kernels: short segments are scored more at once, modes start in turns."""
     heads = [head for head in config.heads if head.mode == "s2o"]
     counts = tuple(sorted({head.representatives for head in heads}))
     tile = config.tile
     shape = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.specialized
     shortest = min((head.segment for head in heads), default=0)
-    tails = any(head.tail for head in heads), config.has_linear
-    return shape, config.grain, config.row_reduce, config.scores, counts, tails, shortest
+    tails, modes = (any(head.tail for head in heads), config.has_linear), frozenset(head.mode for head in config.heads)
+    return shape, config.grain, config.row_reduce, config.scores, counts, tails, shortest, modes

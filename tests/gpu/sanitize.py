@@ -6,16 +6,17 @@ compute-sanitizer --tool racecheck --kernel-name kernel_substring=_prefill pytho
 racecheck takes minutes over torch's own products, so name the kernel that it is for: of "specialised" _prefill_hopper,
 of "plain" _prefill and those of ranking and tail (_representatives, _log_sums, _scores, _order, _pool, _tail), with
 int8 scores _channel_ranges and _quantise_keys too, with linear tails _mask_visited, _weights, _covariances and
-_add_linear, of the others _trace, _gather_pages, _block_sparse, _pool, _mean_key_mass, _antidiagonal and _mass. It
-should be of compute-sanitizer 2026.1 or later: older ones report barriers of a part of a block wrongly. What both
-found: docs/results/sanitizer-h200.txt. What plain torch computes too is compared with it: what runs under the tool is
-what the tests run.
+_add_linear, where it is split _combine, of the others _trace, _gather_pages, _block_sparse, _pool, _mean_key_mass,
+_antidiagonal and _mass. It should be of compute-sanitizer 2026.1 or later: older ones report barriers of a part of a
+block wrongly. What both found: docs/results/sanitizer-h200.txt. What plain torch computes too is compared with it: what
+runs under the tool is what the tests run.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.paged import s2o_attention_paged
+from s2o_runtime.attention.replay import forget_plans
 from s2o_runtime.baselines.flash_prefill import head_mass, log_mass
 from s2o_runtime.baselines.pooling import block_means, pool, pool_plain
 from s2o_runtime.baselines.run import attend, select
@@ -31,6 +33,7 @@ from s2o_runtime.baselines.selection import Grid
 from s2o_runtime.baselines.settings import parse
 from s2o_runtime.baselines.xattention import block_weights, head_weights
 from s2o_runtime.config import HeadConfig, LayerConfig, Scores, TileConfig
+from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.call import Call, head_tables
 from s2o_runtime.kernels.pages import gather_pages
 from s2o_runtime.pages import PagedKeys
@@ -138,6 +141,15 @@ def in_place(tile: TileConfig) -> float:
     return off(ours, theirs)
 
 
+def split(tile: TileConfig) -> float:
+    """All of these with the keys of the dense head split, without plans of unsplit calls."""
+    forget_plans()
+    with mock.patch.object(prefill_module, "key_shares", return_value=4):
+        worst = max(prefill(tile), packed(tile), linear(tile), in_place(tile))
+    forget_plans()
+    return worst
+
+
 def paged_cache() -> float:
     """Keys out of pages, of the queries' type and of 8 bits, by the kernel and by plain torch."""
     _, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs())
@@ -229,6 +241,8 @@ def main(names: list[str]) -> int:
         "plain, in pages": lambda: in_place(PLAIN),
         "specialised, linear": lambda: linear(SPECIALIZED),
         "plain, linear": lambda: linear(PLAIN),
+        "specialised, split": lambda: split(SPECIALIZED),
+        "plain, split": lambda: split(PLAIN),
         "pages": paged_cache,
         "trace": trace,
         "block-sparse": block_sparse,

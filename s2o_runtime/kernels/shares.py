@@ -1,0 +1,155 @@
+"""Dense heads that are split over keys: how many programs share a row tile's keys, and one output made of theirs.
+
+Where few queries stand behind many keys, such as in a chunk of a long prompt, a dense head has few programs and each of
+them visits every key: they run long after the other heads are done. There several programs share the keys of one
+row tile (flash-decoding), each writes its output and the log-sum-exp of its scores, and a small kernel weighs the
+outputs by these. A share is a range of a sequence's keys, so it makes no difference whether they lie in one tensor, one
+sequence behind another or in the pages of a cache. `key_shares` alone decides; the other heads, among them those with
+linear tails, compute what they always do.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from s2o_runtime.devices import Resources
+from s2o_runtime.kernels.call import Call
+from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.primitives import LN2, RCP_LN2, sequence
+
+DENSITY = 0.25  # of its keys, what a head that stops is taken to visit, which nobody knows before it has run
+LONGEST = 0.7  # of the mean work of an SM: dense programs up to this long find room beside the others
+LAST = 0.25  # of the mean work of an SM: so long SMs may wait for the last share
+SHARES = (4, 16)  # the fewest, with which they are as short as other heads' programs, and the most
+FEWEST_KEYS = 2048  # of a share: 30 us on an H200, where it costs 3 us to start and to write its output
+SHARE_BYTES = 64 << 20  # of workspace for the outputs of shares
+COMBINED_ELEMENTS = 2048  # of a program of `_combine`
+COMBINE_WARPS = 4
+
+
+class Shares(NamedTuple):
+    """What the programs of dense heads that are split over keys write.
+
+    An entry is one share of one head, all heads of one share together, in the order of `HeadTables.turns`.
+    out: float32 [B, shares * dense heads, rows, D]; lse: float32 [B, shares * dense heads, rows], the log-sum-exp of a
+    share's scores, -inf for no key. `rows` are those of whole row tiles.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def key_shares(call: Call, programs: int, gpu: Resources) -> int:
+    """How many programs share the keys of a dense head's row tile, in a layer with heads of several modes.
+
+    One, unless so many keys precede the queries that a dense program takes longer than the mean work of an SM. Shares
+    are short enough to fill up what other heads' programs, which start before them, leave at their end. Their number is
+    a power of two, so that calls of nearby lengths are launched alike. Heads with a linear tail, which visit one chunk,
+    and those of baselines, which visit nothing here, count as no work.
+
+    Args:
+        call: the call; its packed sequences count as if all were as long as the longest.
+        programs: of a head that is not split, in this launch.
+        gpu: what runs it.
+    """
+    shape, dense = call.shape, call.tables.dense
+    if not dense or shape.offset < shape.q_len:
+        return 1
+    of_sm = shape.batch * programs * (dense + DENSITY * call.tables.stopping) / gpu.sm_count  # in dense programs
+    if LONGEST * of_sm > 1:
+        return 1
+    wanted = max(2 / DENSITY, 1 / (LAST * of_sm))  # half as long as other heads' programs, or less
+    share_bytes = 4 * shape.batch * dense * programs * call.config.tile.rows * shape.head_dim
+    fewest, most = SHARES
+    possible = min(most, shape.kv_len // FEWEST_KEYS, SHARE_BYTES // share_bytes)
+    return 1 if possible < fewest else 1 << int(min(math.ceil(math.log2(wanted)), math.log2(possible)))
+
+
+def shares_of(call: Call, shares: int, rows: int, device: torch.device) -> Shares:
+    """Workspace for the shares of the dense heads of a call. rows: of all row tiles of a slice."""
+    size = call.shape.batch, shares * call.tables.dense, rows
+    return Shares(
+        torch.empty(*size, call.shape.head_dim, dtype=torch.float32, device=device),
+        torch.empty(size, dtype=torch.float32, device=device),
+    )
+
+
+@triton.jit(do_not_specialize=["q_len", "row_begin", "rows", "shares", "stride_eb", "stride_eh"])
+def _combine(
+    SHARE_OUT, SHARE_LSE, OUT, LSE, CU_Q, TURNS, q_len, row_begin, rows, shares, stride_ob, stride_oh, stride_ol,
+    stride_eb, stride_eh, D: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """OUT[b, h, i] = the mean of the shares' outputs, each weighted by e^(its log-sum-exp).
+
+    Programs: (rows / ROWS, dense heads, B). Row i of SHARE_OUT is query row_begin + i of its sequence. A row without
+    keys in any share is 0 and has a log-sum-exp of -inf. T is the input type.
+
+        SHARE_OUT           float32 [B, shares * dense heads, rows, D]: as `Shares.out`
+        SHARE_LSE           float32 [B, shares * dense heads, rows]: as `Shares.lse`
+        OUT                 T [B, Hq, Lq, D], strides o
+        LSE                 float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores (HAS_LSE)
+        CU_Q                int32 [B + 1]: where packed sequences begin (PACKED)
+        TURNS               int32 [Hq]: as in `call.HeadTables`, dense heads first
+    """
+    b = tl.program_id(2)
+    q_first, _, q_len, _ = sequence(b, CU_Q, CU_Q, q_len, 0, PACKED)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row_begin + row < q_len
+    if row_begin + tl.program_id(0) * ROWS < q_len:
+        h = tl.load(TURNS + tl.program_id(1)).to(tl.int64)
+        offs_d = tl.arange(0, D)
+        dense = tl.num_programs(1)
+        at = (b * shares * dense + tl.program_id(1)).to(tl.int64) * rows + row  # of the first share
+        further = dense.to(tl.int64) * rows  # to the next one
+        highest = tl.full([ROWS], float("-inf"), tl.float32)
+        for share in range(shares):
+            highest = tl.maximum(highest, tl.load(SHARE_LSE + at + share * further, mask=inside, other=float("-inf")))
+        highest = tl.where(highest == float("-inf"), 0.0, highest)  # subtract 0 there, not -inf
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, D], tl.float32)
+        for share in range(shares):
+            of_share = at + share * further
+            lse = tl.load(SHARE_LSE + of_share, mask=inside, other=float("-inf"))
+            out = tl.load(SHARE_OUT + of_share[:, None] * D + offs_d[None, :], mask=inside[:, None], other=0.0)
+            weight = tl.exp2((lse - highest) * RCP_LN2)
+            total += weight
+            acc += weight[:, None] * out
+        acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+        head_row = q_first + row_begin + row
+        out_row = OUT + b.to(tl.int64) * stride_ob + h * stride_oh + head_row[:, None].to(tl.int64) * stride_ol
+        tl.store(out_row + offs_d[None, :], acc.to(OUT.dtype.element_ty), mask=inside[:, None])
+        if HAS_LSE:
+            lse_row = LSE + b.to(tl.int64) * stride_eb + h * stride_eh + head_row
+            tl.store(lse_row, highest + tl.log2(total) * LN2, mask=inside)
+
+
+def combine(shares: Shares, out: Tensor, lse: Tensor | None, call: Call, rows: range) -> None:
+    """Write the outputs of the dense heads whose keys were shared.
+
+    Args:
+        shares: what their programs wrote.
+        out, lse: as for `prefill.prefill`.
+        call: the call.
+        rows: query rows that the shares are of.
+    """
+    shape, tables = call.shape, call.tables
+    at_once = COMBINED_ELEMENTS // shape.head_dim
+    one_entry = {"stride_ob": 0, "stride_eb": 0} if call.packed else {}
+    launch(
+        _combine,
+        (-(-len(rows) // at_once), tables.dense, shape.batch),
+        {
+            "SHARE_OUT": shares.out, "SHARE_LSE": shares.lse, "OUT": out, "LSE": lse, "CU_Q": call.cu_q,
+            "TURNS": tables.turns, "q_len": shape.q_len, "row_begin": rows.start, "rows": shares.out.shape[2],
+            "shares": shares.out.shape[1] // tables.dense, **strides("bhl", o=out), **strides("bh", e=lse),
+            **one_entry,
+        },
+        {"D": shape.head_dim, "ROWS": at_once, "PACKED": call.packed, "HAS_LSE": lse is not None},
+        num_warps=COMBINE_WARPS,
+    )  # fmt: skip

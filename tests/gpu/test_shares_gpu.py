@@ -1,0 +1,199 @@
+"""Dense heads split over keys on a GPU in bf16: the same as unsplit within rounding, compiled ahead, replayed."""
+
+import itertools
+
+import pytest
+import torch
+
+from s2o_runtime import (
+    HeadConfig,
+    LayerConfig,
+    TileConfig,
+    s2o_attention,
+    s2o_attention_paged,
+    s2o_attention_varlen,
+    warmup,
+)
+from s2o_runtime.attention.replay import forget_plans
+from s2o_runtime.devices import resources
+from s2o_runtime.kernels import launch as launch_module
+from s2o_runtime.kernels import prefill as prefill_module
+from s2o_runtime.kernels.call import Call, head_tables
+from s2o_runtime.kernels.prefill import s2o_prefill
+from s2o_runtime.kernels.shares import key_shares
+from s2o_runtime.pages import packed_starts
+from s2o_runtime.reference.dense import exact_attention
+from s2o_runtime.shapes import CallShape, call_shape
+from support.gpu import inputs, relative_error
+from support.paging import paged
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+SM_90 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
+)
+HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
+TILES = [
+    pytest.param(TileConfig(64, 64, 2, 4, 2), id="plain"),
+    pytest.param(TileConfig(128, 32, 4, 8, 3), id="plain-128"),
+    pytest.param(HOPPER, marks=SM_90, id="hopper"),
+    pytest.param(TileConfig(64, 128, 2, 4, 3, specialized=True), marks=SM_90, id="hopper-3"),
+    pytest.param(TileConfig(64, 64, 2, 4, 4, specialized=True), marks=SM_90, id="hopper-64"),
+]
+HEADS = (
+    HeadConfig(0.3, 256, representatives=4, tail=True),
+    HeadConfig(mode="dense"),
+    HeadConfig(1.0, 512),
+    HeadConfig(mode="dense"),
+)
+DENSE, OTHERS = [1, 3, 5, 7], [0, 2, 4, 6]
+
+
+def config_of(tile, scores="input"):
+    return LayerConfig(HEADS * 2, tile, grain=4, scores=scores)
+
+
+def both(monkeypatch, q, k, v, call, shares):
+    """What the kernels give unsplit and split, each with its keys visited and its log-sum-exp."""
+    outputs = []
+    for count in (1, shares):
+        monkeypatch.setattr(prefill_module, "key_shares", lambda *_, count=count: count)
+        outputs.append(s2o_prefill(q, k, v, call, lse=True))
+    return outputs
+
+
+def same_within_rounding(whole, split, exact=None):
+    """Other heads run another form of the kernel: a sum may round otherwise, and then a stop come a chunk later."""
+    out, visited, lse = whole
+    split_out, split_visited, split_lse = split
+    assert split_out.isfinite().all()
+    assert relative_error(split_out[:, DENSE], out[:, DENSE].float()) <= 4e-3  # two roundings to bf16, each 2^-9
+    assert relative_error(split_out[:, OTHERS], out[:, OTHERS].float()) <= 2e-2
+    torch.testing.assert_close(split_lse[:, DENSE], lse[:, DENSE], rtol=0, atol=1e-4)
+    assert (split_visited == visited).float().mean() >= 0.99
+    if exact is not None:
+        unsplit_error = relative_error(out[:, DENSE], exact[:, DENSE])
+        assert relative_error(split_out[:, DENSE], exact[:, DENSE]) <= 1.1 * unsplit_error
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("shares", [4, 16])
+@pytest.mark.parametrize(
+    ("batch", "q_len", "kv_len", "starts"),
+    [(1, 700, 9001, None), (1, 1, 3000, None), (2, 333, 700, None), (2, 500, 2500, [2300, 17]), (1, 2048, 20000, None)],
+)
+def test_split_is_unsplit(batch, q_len, kv_len, starts, shares, tile, monkeypatch, nan_filled):
+    q, k, v = inputs(batch, 8, 2, q_len, kv_len, 128, torch.bfloat16)
+    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
+    config = config_of(tile)
+    call = Call(config, call_shape(q, k, v, kv_start), 128**-0.5, head_tables(config, q.device), kv_start)
+    exact = exact_attention(q, k, v, kv_start=kv_start)
+    same_within_rounding(*both(monkeypatch, q, k, v, call, shares), exact)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("scores", ["input", "int8"])
+@pytest.mark.parametrize("cap", [None, 20.0])
+def test_with_sinks_and_caps_and_int8_scores(cap, scores, tile, monkeypatch, nan_filled):
+    if cap is not None and scores == "int8":
+        pytest.skip("int8 scores have no cap")
+    q, k, v = inputs(1, 8, 2, 600, 5000, 128, torch.bfloat16)
+    config = config_of(tile, scores)
+    sinks = torch.linspace(-2.0, 9.0, 8, device="cuda")
+    call = Call(
+        config, call_shape(q, k, v), 128**-0.5, head_tables(config, q.device), softcap=cap, sinks=sinks
+    )  # fmt: skip
+    same_within_rounding(*both(monkeypatch, q, k, v, call, 8))
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_sequences(head_dim, tile, monkeypatch, nan_filled):
+    """Of very different lengths: shares of short ones are empty."""
+    q_lens, k_lens = [700, 0, 1, 300, 130], [9000, 0, 40, 300, 2222]
+    q, k, v = (
+        torch.randn(1, heads, sum(lengths), head_dim, device="cuda").bfloat16()
+        for heads, lengths in ((8, q_lens), (2, k_lens), (2, k_lens))
+    )
+    cu_q, cu_k = (
+        torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device="cuda") for lens in (q_lens, k_lens)
+    )
+    config = config_of(tile)
+    shape = CallShape(5, 8, 2, 700, 9000, head_dim, head_dim)
+    call = Call(config, shape, head_dim**-0.5, head_tables(config, q.device), cu_q=cu_q, cu_k=cu_k)
+    batched = [tensor.expand(5, -1, -1, -1) for tensor in (q, k, v)]
+    (out, _, lse), (split_out, _, split_lse) = both(monkeypatch, *batched, call, 8)
+    assert split_out.isfinite().all()
+    assert relative_error(split_out[:, DENSE], out[:, DENSE].float()) <= 4e-3
+    assert relative_error(split_out[:, OTHERS], out[:, OTHERS].float()) <= 2e-2
+    torch.testing.assert_close(split_lse[:, DENSE], lse[:, DENSE], rtol=0, atol=1e-4)
+    for rows, keys in ((slice(0, 700), slice(0, 9000)), (slice(700, 701), slice(9000, 9040))):
+        exact = exact_attention(q[:, :, rows], k[:, :, keys], v[:, :, keys])
+        assert relative_error(split_out[:, DENSE, rows], exact[:, DENSE]) <= 6e-3  # as of every tile, test_kernels_gpu
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_pages_change_nothing(page_size, tile, monkeypatch, nan_filled):
+    """Bit for bit, compiled, recorded and replayed: the kernels read the same numbers, wherever they lie."""
+    q_lens, k_lens = [700, 1, 300, 130], [9000, 40, 300, 2222]
+    q, k, v = (
+        torch.randn(sum(lengths), heads, 128, device="cuda").bfloat16()
+        for heads, lengths in ((8, q_lens), (2, k_lens), (2, k_lens))
+    )
+    cu_q = packed_starts(torch.tensor(q_lens, dtype=torch.int32)).cuda()
+    *caches, table, cu_k = paged(k, v, k_lens, page_size)
+    config = config_of(tile)
+    forget_plans()
+    monkeypatch.setattr(prefill_module, "key_shares", lambda *_: 8)
+    monkeypatch.delattr("s2o_runtime.attention.paged.gathered")  # no copy is made
+    for _ in range(3):
+        out = torch.full_like(q, float("nan"))
+        s2o_attention_paged(
+            q, *caches, config,
+            cu_q=cu_q, seq_lens=cu_k.diff(), block_table=table, max_q=700, max_k=9000, total_k=sum(k_lens),
+            backend="triton", out=out,
+        )  # fmt: skip
+        expected = s2o_attention_varlen(q, k, v, cu_q, cu_k, 700, 9000, config, backend="triton")
+        assert torch.equal(out, expected)
+    forget_plans()
+    for rows, keys in ((slice(0, 700), slice(0, 9000)), (slice(700, 701), slice(9000, 9040))):
+        exact = exact_attention(*(t.transpose(0, 1)[None] for t in (q[rows], k[keys], v[keys])))
+        assert relative_error(out[rows].transpose(0, 1)[None, DENSE], exact[:, DENSE]) <= 6e-3
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_beside_linear_tails(tile, monkeypatch, nan_filled):
+    """Which are added to their own heads behind the combination, and need the log-sum-exp of all."""
+    q, k, v = inputs(1, 8, 2, 700, 9001, 128, torch.bfloat16)
+    kinds = (HEADS[0], HEADS[1], HeadConfig(0.3, 256, linear=True), HEADS[3])
+    config = LayerConfig(kinds * 2, tile, grain=4)
+    call = Call(config, call_shape(q, k, v), 128**-0.5, head_tables(config, q.device))
+    same_within_rounding(*both(monkeypatch, q, k, v, call, 8), exact_attention(q, k, v))
+
+
+def test_a_chunk_behind_a_long_prompt_is_split_here():
+    """A dense head's programs, one for 128 rows, are an eighth of this GPU's SMs."""
+    gpu = resources(torch.device("cuda"))
+    programs = max(1, gpu.sm_count // 8)
+    shape = CallShape(1, 8, 2, 128 * programs, 256 * programs + 131072, 128, 128)
+    config = config_of(HOPPER)
+    assert key_shares(Call(config, shape, 1.0, head_tables(config, torch.device("cuda"))), programs, gpu) >= 4
+
+
+@pytest.mark.parametrize("tile", [TILES[0], TILES[2]])
+def test_nothing_compiles_after_warmup_and_a_replay_is_the_call(tile, nan_filled):
+    config = config_of(tile)
+    warmup(config, kv_heads=2, head_dim=128)
+    known = len(launch_module._compiled)
+    forget_plans()
+    q, k, v = inputs(1, 8, 2, 700, 60000, 128, torch.bfloat16)
+    laid = [[t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv] for qkv in ((q, k, v), (q.flip(2), k, v))]
+    for _ in range(3):
+        s2o_attention(*laid[0], config, backend="triton")
+    assert len(launch_module._compiled) == known
+    replayed = s2o_attention(*laid[1], config, backend="triton")
+    forget_plans()
+    assert torch.equal(replayed, s2o_attention(*laid[1], config, backend="triton"))
+    truth = exact_attention(*laid[1])
+    assert relative_error(replayed[:, DENSE], truth[:, DENSE]) <= 6e-3

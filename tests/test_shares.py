@@ -1,0 +1,266 @@
+"""Dense heads split over keys: when and how finely, and the kernels in the interpreter against the reference."""
+
+import itertools
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from s2o_runtime.attention.api import s2o_attention_varlen
+from s2o_runtime.attention.paged import s2o_attention_paged
+from s2o_runtime.attention.warmup import SPLIT_CALL, split_calls
+from s2o_runtime.baselines.settings import Sparge
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.devices import Resources, interpreted
+from s2o_runtime.kernels import prefill as prefill_module
+from s2o_runtime.kernels.call import Call, head_tables
+from s2o_runtime.kernels.keys import keys_of
+from s2o_runtime.kernels.prefill import Ranker, s2o_prefill
+from s2o_runtime.kernels.shares import DENSITY, FEWEST_KEYS, LAST, SHARE_BYTES, SHARES, key_shares
+from s2o_runtime.pages import packed_starts
+from s2o_runtime.reference.attention import s2o_attention_reference
+from s2o_runtime.shapes import CallShape, call_shape
+from support.kernels import TILE, inputs, ranking_of
+from support.marks import all_but_first
+from support.paging import paged
+
+SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
+INTERPRETED = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
+
+pytestmark = pytest.mark.usefixtures("small_sample")
+
+GPU = Resources(132, 50 << 20)
+HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
+LINEAR = HeadConfig(0.3, 64, linear=True)
+BASELINE = HeadConfig(mode="baseline", baseline=Sparge())
+HEADS = (
+    HeadConfig(1.0, 64, representatives=4, tail=True),
+    HeadConfig(mode="dense"),
+    HeadConfig(0.5, 128, stop_rule=StopRule.PAPER),
+    HeadConfig(mode="dense"),
+)
+CONFIG = LayerConfig(HEADS, TILE, grain=4)
+DENSE = [1, 3]
+
+
+def shares_of(q_len, kv_len, dense=2, heads=8, batch=1, gpu=GPU, others=HEADS[0]):
+    """In a layer with so many dense heads, all others alike, and programs of 128 rows."""
+    config = LayerConfig((HeadConfig(mode="dense"),) * dense + (others,) * (heads - dense), HOPPER)
+    shape = CallShape(batch, heads, heads // 4, q_len, kv_len, 128, 128)
+    call = Call(config, shape, 0.125, head_tables(config, torch.device("cpu")))
+    return key_shares(call, -(-q_len // HOPPER.rows), gpu)
+
+
+def test_few_queries_behind_many_keys_are_split():
+    assert [shares_of(2048, 1 << power) for power in range(11, 18)] == [1, 1, 4, 8, 16, 16, 16]
+    assert shares_of(4096, 131072) == 8
+    assert shares_of(8192, 131072) == 1  # a dense program takes 0.6 times the mean work of an SM
+    assert shares_of(2048, 131072, dense=0) == 1
+    assert shares_of(2048, 131072, dense=8, heads=32) == 1
+    assert shares_of(2048, 131072, dense=4, heads=32) == 8
+    assert shares_of(2048, 131072, batch=4) == 1  # whose programs are enough
+    assert shares_of(2048, 131072, gpu=Resources(1, 0)) == 1
+
+
+@pytest.mark.parametrize("others", [LINEAR, BASELINE], ids=["linear", "baseline"])
+def test_heads_that_stop_at_once_are_no_work_beside_dense_ones(others):
+    """So that a dense program takes longer than the mean work of an SM, or more of it."""
+    assert shares_of(4096, 131072) == 8
+    assert shares_of(4096, 131072, others=others) == 16
+    assert shares_of(8192, 131072) == 1
+    assert shares_of(8192, 131072, others=others) == 8
+
+
+@pytest.mark.parametrize(("dense", "heads"), [(1, 4), (2, 8), (1, 32), (4, 32), (16, 32)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_shares_are_few_enough_and_short_enough(dense, heads, batch):
+    fewest, most = SHARES
+    for q_len, kv_len in itertools.product((1, 100, 500, 1000, 2048, 5000), (3000, 9000, 33000, 131072, 1 << 20)):
+        shares = shares_of(q_len, kv_len, dense, heads, batch)
+        if shares == 1:
+            continue
+        assert shares in (4, 8, 16)
+        assert fewest <= shares <= most
+        assert kv_len >= 2 * q_len
+        assert kv_len / shares >= FEWEST_KEYS
+        programs = batch * -(-q_len // HOPPER.rows)
+        share_bytes = 4 * 128 * dense * programs * HOPPER.rows
+        assert shares * share_bytes <= SHARE_BYTES
+        of_sm = programs * (dense + DENSITY * (heads - dense)) / GPU.sm_count
+        bounded = shares == most or kv_len / (2 * shares) < FEWEST_KEYS or 2 * shares * share_bytes > SHARE_BYTES
+        assert bounded or 1 / shares <= LAST * of_sm
+
+
+def test_warming_up_compiles_what_splits():
+    for heads, dense in ((4, 1), (8, 2), (64, 32), (128, 64)):
+        assert shares_of(*SPLIT_CALL, dense, heads) > 1
+    assert split_calls(CONFIG) == [SPLIT_CALL]
+    assert split_calls(LayerConfig.uniform(4)) == split_calls(CONFIG.as_dense()) == []
+
+
+def split(monkeypatch, shares):
+    """Split every call with dense heads and others; returns a list with a 1 for every combination."""
+    combined = []
+    combine = prefill_module.combine
+    monkeypatch.setattr(prefill_module, "key_shares", lambda *_: shares)
+    monkeypatch.setattr(prefill_module, "combine", lambda *arguments: combined.append(1) or combine(*arguments))
+    return combined
+
+
+def call_of(q, k, config, **options):
+    return Call(config, call_shape(q, k, k, options.get("kv_start")), 0.125, head_tables(config, q.device), **options)
+
+
+def unsplit(q, k, v, call, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(prefill_module, "key_shares", lambda *_: 1)
+        return s2o_prefill(q, k, v, call, lse=True)
+
+
+CASES = [
+    pytest.param(1, 60, 211, {}, {}, id="q60-kv211"),
+    pytest.param(2, 100, 231, {"kv_start": [40, 0]}, {}, id="left-padded"),
+    pytest.param(2, 70, 171, {"kv_start": [171, 120]}, {"sinks": [1.0, 9.0, -2.0, 3.0]}, id="padded-chunk-sinks"),
+    pytest.param(1, 100, 211, {}, {"sinks": [1.0, 9.0, -2.0, 3.0], "softcap": 3.0}, id="sinks-cap"),
+    pytest.param(1, 1, 250, {}, {}, id="one-query"),
+]
+
+
+@INTERPRETED
+@pytest.mark.parametrize("scores", all_but_first(["input", "int8"], SLOW))
+@pytest.mark.parametrize("shares", [4, pytest.param(16, marks=SLOW)])
+@pytest.mark.parametrize(("batch", "q_len", "kv_len", "starts", "features"), all_but_first(CASES, SLOW, 2))
+def test_a_split_call_equals_the_reference(
+    batch, q_len, kv_len, starts, features, shares, scores, monkeypatch, nan_filled
+):
+    """With 16 shares of at most 7 tiles, most are empty."""
+    q, k, v = inputs(batch, 4, 2, q_len, kv_len, 64)
+    config = replace(CONFIG, scores=scores)
+    kv_start = torch.tensor(starts["kv_start"]) if starts else None
+    options = dict(features)
+    if scores == "int8":
+        options.pop("softcap", None)  # which int8 scores do not have
+    if "sinks" in options:
+        options["sinks"] = torch.tensor(options["sinks"])
+    call = call_of(q, k, config, kv_start=kv_start, **options)
+    whole, visited, whole_lse = unsplit(q, k, v, call, monkeypatch)
+    combined = split(monkeypatch, shares)
+    out, split_visited, lse = s2o_prefill(q, k, v, call, lse=True)
+    assert combined == [1]
+    assert torch.equal(split_visited, visited)
+    others = [head for head in range(4) if head not in DENSE]
+    assert torch.equal(out[:, others], whole[:, others])
+    assert torch.equal(lse[:, others], whole_lse[:, others])
+    torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, whole_lse, rtol=1e-4, atol=1e-4)
+    ranking = partial(ranking_of, call, *Ranker(q, keys_of(k, call), v, call).rank(range(q_len)))
+    expected = s2o_attention_reference(
+        q, k, v, config, kv_start=kv_start, scale=0.125, ranking_of=ranking, **options
+    )  # fmt: skip
+    torch.testing.assert_close(out[:, DENSE], expected.out[:, DENSE], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse[:, DENSE], expected.lse[:, DENSE], rtol=1e-4, atol=1e-4)
+    alone, _, none = s2o_prefill(q, k, v, call)  # whose shares have a log-sum-exp all the same
+    assert none is None
+    torch.testing.assert_close(alone, out, rtol=1e-5, atol=1e-6)
+
+
+@INTERPRETED
+def test_fp16_outputs_are_rounded_once(monkeypatch, nan_filled):
+    q, k, v = inputs(1, 4, 2, 60, 400, 64, torch.float16)
+    split(monkeypatch, 8)
+    out, _, _ = s2o_prefill(q, k, v, call_of(q, k, CONFIG))
+    expected = s2o_attention_reference(q.double(), k.double(), v.double(), CONFIG, scale=0.125).out
+    assert out.dtype == torch.float16
+    # weights and output are each rounded to 11 bits, relative to values of |v| <= 4
+    torch.testing.assert_close(out[:, DENSE].double(), expected[:, DENSE], rtol=2e-3, atol=4 * 2**-10)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("shares", [4, pytest.param(16, marks=SLOW)])
+def test_packed_sequences_are_sequences_on_their_own(shares, monkeypatch, nan_filled):
+    """One has no tokens, one so few keys that shares are empty, one no more keys than queries."""
+    q_lens, k_lens = [70, 0, 1, 130], [171, 0, 40, 130]
+    parts = [inputs(1, 4, 2, n, m, 64) for n, m in zip(q_lens, k_lens, strict=True) if n]
+    q, k, v = (torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3))
+    cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32) for lens in (q_lens, k_lens))
+    combined = split(monkeypatch, shares)
+    out, lse, _ = s2o_attention_varlen(
+        q, k, v, cu_q, cu_k, 130, 200, CONFIG, backend="triton", return_stats=True, return_lse=True, scale=0.125
+    )
+    assert combined == [1]
+    begin = 0
+    for part in parts:
+        end = begin + part[0].shape[2]
+        expected = s2o_attention_reference(*part, CONFIG, scale=0.125)
+        ours = out[begin:end].transpose(0, 1)
+        torch.testing.assert_close(ours[DENSE], expected.out[0, DENSE], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse[DENSE, begin:end], expected.lse[0, DENSE], rtol=1e-4, atol=1e-4)
+        whole, _, _ = unsplit(*part, call_of(*part[:2], CONFIG), monkeypatch)
+        torch.testing.assert_close(ours, whole[0], rtol=1e-4, atol=1e-5)
+        begin = end
+
+
+@INTERPRETED
+@pytest.mark.parametrize("shares", [4, pytest.param(16, marks=SLOW)])
+@pytest.mark.parametrize("page_size", all_but_first([16, 4], SLOW))
+def test_pages_change_nothing(page_size, shares, monkeypatch, nan_filled):
+    """A share of keys in pages is what it is of the same keys one behind another, bit for bit."""
+    q_lens, k_lens = [70, 1, 130], [171, 40, 130]
+    q, k, v = (torch.randn(sum(lens), heads, 64) for lens, heads in ((q_lens, 4), (k_lens, 2), (k_lens, 2)))
+    cu_q = packed_starts(torch.tensor(q_lens, dtype=torch.int32))
+    *caches, table, cu_k = paged(k, v, k_lens, page_size)
+    combined = split(monkeypatch, shares)
+    monkeypatch.delattr("s2o_runtime.attention.paged.gathered")  # no copy is made
+    ours = s2o_attention_paged(
+        q, *caches, CONFIG,
+        cu_q=cu_q, seq_lens=cu_k.diff(), block_table=table, max_q=130, max_k=171, backend="triton", return_lse=True,
+    )  # fmt: skip
+    expected = s2o_attention_varlen(q, k, v, cu_q, cu_k, 130, 171, CONFIG, backend="triton", return_lse=True)
+    assert combined == [1, 1]
+    assert torch.equal(ours.out, expected.out)
+    assert torch.equal(ours.lse, expected.lse)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("with_lse", all_but_first([False, True], SLOW))
+def test_linear_tails_are_added_to_their_heads_alone(with_lse, monkeypatch, nan_filled):
+    """To outputs and log-sum-exps that the combination has left as they are; dense heads keep what it wrote."""
+    q, k, v = inputs(1, 4, 2, 60, 400, 64)
+    call = call_of(q, k, LayerConfig((HEADS[0], HEADS[1], LINEAR, HEADS[3]), TILE, grain=4))
+    whole, _, whole_lse = unsplit(q, k, v, call, monkeypatch)
+    combined = split(monkeypatch, 4)
+    out, _, lse = s2o_prefill(q, k, v, call, lse=with_lse)
+    assert combined == [1]
+    assert torch.equal(out[:, [0, 2]], whole[:, [0, 2]])
+    torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-5)
+    if with_lse:
+        assert torch.equal(lse[:, [0, 2]], whole_lse[:, [0, 2]])
+        torch.testing.assert_close(lse, whole_lse, rtol=1e-4, atol=1e-4)
+
+
+@INTERPRETED
+@SLOW
+def test_every_slice_of_rows_is_split(monkeypatch, nan_filled):
+    q, k, v = inputs(1, 4, 2, 300, 700, 64)
+    call = call_of(q, k, CONFIG)
+    whole, _, whole_lse = unsplit(q, k, v, call, monkeypatch)
+    combined = split(monkeypatch, 4)
+    monkeypatch.setattr(prefill_module, "WORKSPACE_BYTES", 1)
+    out, _, lse = s2o_prefill(q, k, v, call, lse=True)
+    assert combined == [1, 1, 1]
+    torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, whole_lse, rtol=1e-4, atol=1e-4)
+
+
+@INTERPRETED
+def test_heads_of_baselines_are_left_alone(monkeypatch, nan_filled):
+    q, k, v = inputs(1, 4, 2, 60, 300, 64)
+    heads = (HEADS[0], HEADS[1], BASELINE, HEADS[3])
+    call = call_of(q, k, LayerConfig(heads, TILE, grain=4))
+    whole, _, _ = unsplit(q, k, v, call, monkeypatch)
+    split(monkeypatch, 4)
+    out, visited, _ = s2o_prefill(q, k, v, call, out=torch.full((1, 60, 4, 64), 7.0).transpose(1, 2))
+    assert (out[:, 2] == 7.0).all()
+    assert (visited[:, 2] == 0).all()
+    torch.testing.assert_close(out[:, [0, 1, 3]], whole[:, [0, 1, 3]], rtol=1e-4, atol=1e-5)
