@@ -75,7 +75,7 @@ def made_layer(rng, number, heads, length, on_gpu, dense):
         "predicted_error": 0.0 if dense else error * rng.uniform(0.8, 1.1), "held_out_mse": error / 7,
         "held_out_rel_mse": error, "worst": rng.uniform(0.01, 0.4), "tightened": int(number == 3),
         "predicted_seconds": seconds and seconds * rng.uniform(0.9, 1.1), "seconds": seconds,
-        "dense_seconds": dense_seconds, "heads": of_heads, "frontier": [*frontier, [1.0, 0.0]],
+        "dense_seconds": dense_seconds, "heads": of_heads, "frontier": [[1.0, 0.0], *reversed(frontier)],
     }  # fmt: skip
 
 
@@ -374,7 +374,7 @@ def test_the_frontier_shows_curves_chosen_points_and_the_budget(summary):
         points = [line[0].tolist() for line in lines if len(line) == 1]
         assert points == [[layer["density"], layer["error"]] for layer in length["layers"]]
         curves = [line.tolist() for line in lines[1:] if len(line) > 1]
-        assert curves == [sorted(layer["frontier"][:-1]) for layer in length["layers"] if layer["frontier"]]
+        assert curves == [layer["frontier"][1:] for layer in length["layers"] if layer["frontier"]]
         low, high = axes.get_ylim()
         assert all(low < error < high for _, error in points)
 

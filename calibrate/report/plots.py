@@ -78,7 +78,7 @@ def draw_frontier(figure: Figure, report: Report) -> None:
         axes.axhline(budget.value, color="black", lw=1, ls="--", label="budget")
         for layer in length.layers:
             colour = of_layer.cmap(layer.layer / max(1, last) * DARK)
-            curve = sorted(point for point in layer.frontier or () if min(point) > 0)
+            curve = [point for point in layer.frontier or () if min(point) > 0]  # as the budget rises
             axes.plot([x for x, _ in curve], [y for _, y in curve], color=colour, lw=0.8, alpha=0.8)
             axes.plot(layer.density, max(layer.error, bottom), color=colour, **circle)
         axes.grid(alpha=0.3)
