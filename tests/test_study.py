@@ -8,8 +8,9 @@ import torch
 from calibrate.search.allocate import Allocation, Point
 from s2o_runtime.config import HeadConfig, TileConfig
 from scripts.bench.schema import MethodStudyFile, VariantCurve, read
-from scripts.study import budgets, curves, tails
+from scripts.study import budgets, curves, tails, unlike
 from scripts.study import method as study
+from support.pages import ROOT
 
 SLOW = pytest.mark.slow(reason="runs a whole study")
 
@@ -204,3 +205,23 @@ def test_dense_layers_cost_what_dense_attention_does():
     linear = Allocation((Point(1e-3, 0.3, 0.2, 0.0, HeadConfig(linear=True)),))
     assert tails.Outcome.of(dense) == (1.0, 1.0, 0)
     assert tails.Outcome.of(linear) == (0.3, 0.2, 1)
+
+
+@SLOW
+def test_what_profiles_err_by_on_unlike_text(capsys):
+    profile = str(ROOT / "profiles/demo/cpu/mse-0.0001.safetensors")
+    assert unlike.main([profile, profile, "--length", "512", "--settings-of", "2048", "--layers", "0,1"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0] == "demo, 512 tokens, settings of 2048: rel_mse"
+    rows = [line.rsplit(maxsplit=4) for line in err.splitlines() if line.startswith(("code", "half code"))]
+    assert [row[0] for row in rows] == ["code", "half code, half random tokens"]
+    for _, *errors in rows:
+        numbers = [float(error) for error in errors]
+        assert numbers[0] == numbers[1]  # the same profile
+        assert numbers[2] == numbers[3]
+        assert all(0 < number < 0.1 for number in numbers)
+
+
+def test_a_study_of_unlike_text_says_what_it_cannot_read(capsys):
+    assert unlike.main(["no-such-file.safetensors"]) == 2
+    assert capsys.readouterr().err.startswith("scripts.study.unlike: ")
