@@ -119,8 +119,8 @@ POINTERS = {
 }
 FLOATS = ("qk_scale", "limit")
 # Bytes that a thread may keep in local memory; meant for what is computed once, outside the loops.
-# The trace kernel, which only calibration runs, keeps what it writes down where thresholds stop. What _weights keeps with
-# Triton 3.9, and _add_linear with 3.6, both on sm_120 alone, is written and read outside their loops.
+# The trace kernel, which only calibration runs, keeps what it writes down where thresholds stop. What _weights keeps
+# with Triton 3.9, and _add_linear with 3.6, both on sm_120 alone, is written and read outside their loops.
 KEPT_BYTES = {
     "prefill_hopper": 16, "prefill": 48, "log_sums": 8, "trace": 896, "antidiagonal": 24, "weights": 8, "add_linear": 8
 }  # fmt: skip

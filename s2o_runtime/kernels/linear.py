@@ -460,7 +460,7 @@ def add_linear(
 
 def sum_keys(head_dim: int, dtype: torch.dtype) -> int:
     """Keys of `dtype` that a program of `_weights` or `_covariances` takes at once; TF32 takes twice the registers."""
-    return 64 if head_dim <= (128 if dtype == torch.bfloat16 else 64) else 32
+    return 64 if dtype == torch.bfloat16 and head_dim <= 128 else 32
 
 
 def sum_warps(head_dim: int, dtype: torch.dtype) -> int:

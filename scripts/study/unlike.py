@@ -3,9 +3,9 @@
 
     python -m scripts.study.unlike PROFILE [PROFILE] [--length 16384] [--settings-of 32768] [--layers 0,1]
 
-The model reads one prompt of each text densely, and every profile's settings of a layer run on what that layer reads, in
-plain torch, with scores in the type of the inputs. Numbers are rel_mse, the squared error of a layer's output over its
-square. "code" is the built-in text, of files that chose nothing; the others are what nobody calibrates on.
+The model reads one prompt of each text densely, and every profile's settings of a layer run on what that layer reads,
+in plain torch, with scores in the type of the inputs. Numbers are rel_mse, the squared error of a layer's output over
+its square. "code" is the built-in text, of files that chose nothing; the others are what nobody calibrates on.
 """
 
 from __future__ import annotations
