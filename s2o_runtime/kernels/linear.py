@@ -39,10 +39,11 @@ SMALLEST_MASS = tl.constexpr(2.0**-100)  # a share of the representative's, whic
 class Linear(NamedTuple):
     """What the keys behind the first chunk are to each segment of a slice of rows; N' counts its segments.
 
-    log_mass: float32 [B, Hq, N'], the log-sum-exp in base 2 of the representative's scores, -inf without such a key;
-    key, value: float32 [B, Hq, N', D], the means under the representative's weights;
-    covariance: [B, Hq, N', D, D], of keys (first) and values under these weights, in the type `covariance_type` gives.
-    Only entries of heads with a linear tail are written, and of segments without such a key only `log_mass`.
+    `heads` are those with a linear tail, as `call.HeadTables.linear` has them.
+    log_mass: float32 [B, heads, N'], the log-sum-exp in base 2 of the representative's scores, -inf without such a key;
+    key, value: float32 [B, heads, N', D], the means under the representative's weights;
+    covariance: [B, heads, N', D, D], of keys (first) and values under these weights, in the type `covariance_type`
+    gives. Of segments without such a key only `log_mass` is written.
     """
 
     log_mass: Tensor
@@ -116,7 +117,8 @@ def _weights(
         SCORE               float16 [B, Hq, N', P / GRAIN], strides s: as `_mask_visited` left it
         WEIGHT              float32 [B, heads, N', P], strides w; P is at least the longest prefix
         MASS                float32 [B, heads, N', SPANS]
-        KEY_SUMS, VALUE_SUMS        float32 [B, heads, N', SPANS, D]
+        KEY_SUMS            float32 [B, heads, N', SPANS, D]
+        VALUE_SUMS          float32 [B, heads, N', SPANS, D]
         HEADS               int32 [heads]: as `call.HeadTables.linear`
         KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
         CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
@@ -200,7 +202,8 @@ def _covariances(
         LOG_SUM             float32 [B, Hq, parts], strides l: as `scores._log_sums` wrote it
         WEIGHT              float32 [B, heads, N', P], strides w: as `_weights` wrote it
         MASS                float32 [B, heads, N', SPANS]: likewise
-        KEY_SUMS, VALUE_SUMS        float32 [B, heads, N', SPANS, D]: likewise
+        KEY_SUMS            float32 [B, heads, N', SPANS, D]: as `_weights` wrote it
+        VALUE_SUMS          float32 [B, heads, N', SPANS, D]: likewise
         LOG_MASS            float32 [B, heads, N']
         MEAN_KEY            float32 [B, heads, N', D]
         MEAN_VALUE          float32 [B, heads, N', D]
@@ -377,12 +380,8 @@ def linear_sums(
         rows: query rows; they begin at a multiple of every segment.
     """
     shape, tables, score = call.shape, call.tables, ranked.score
-    head_dim, heads, segments, keys = (
-        shape.head_dim,
-        len(tables.linear),
-        score.shape[2],
-        score.shape[3] * call.config.grain,
-    )
+    head_dim, heads, segments = shape.head_dim, len(tables.linear), score.shape[2]
+    keys = score.shape[3] * call.config.grain
     size = shape.batch, heads, segments
     at_once, warps, columns = sum_keys(head_dim, k.dtype), sum_warps(head_dim, k.dtype), sum_columns(head_dim)
 
@@ -417,9 +416,7 @@ def linear_sums(
             **both, "LOG_MASS": linear.log_mass, "MEAN_KEY": linear.key, "MEAN_VALUE": linear.value,
             "COVARIANCE": linear.covariance,
         },
-        {
-            **constants, "BD": columns, "BK": min(at_once, call.config.tile.block_n), "STAGES": SUM_STAGES,
-        },
+        {**constants, "BD": columns, "BK": min(at_once, call.config.tile.block_n), "STAGES": SUM_STAGES},
         num_warps=warps,
     )  # fmt: skip
     return linear
