@@ -247,6 +247,7 @@ def timings(monkeypatch, seconds_of):
         return Timing(seconds, seconds, seconds, 1.0, 3, seconds > 1.3 * best)
 
     monkeypatch.setattr(choose_module, "against_dense", against_dense)
+    monkeypatch.setattr(choose_module, "compile_ahead", list)
     monkeypatch.setattr(choose_module, "dense_walk", lambda worker, prompts: worker.keep(("walk", prompts), Walk))
     return seen
 
@@ -351,6 +352,20 @@ def test_inputs_that_are_kept_make_way_when_memory_runs_out(curves, journal, mon
     assert CallTime(3, LENGTH, "a", config, 1.0).run(worker) == "out of memory alone"
 
 
+def test_kernels_of_all_tiles_are_compiled_when_a_layer_first_needs_them(monkeypatch):
+    timings(monkeypatch, lambda layer, config: 0.5)
+    compiled = []
+    monkeypatch.setattr(choose_module, "compile_ahead", lambda calls: compiled.append([each.args[3] for each in calls]))
+    worker = pretended(SimpleNamespace(layers=4), GPU)._worker
+    one = LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0])
+    of_other_kernels = LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0], tail=True)
+    for config in (one, LayerConfig.uniform(2, tau=2.0, segment=128, tile=TILES[0]), of_other_kernels):
+        worker.run(CallTime(2, LENGTH, "a", config, 1.0, TILES))
+    kernels = len({replace(tile, chunk=1) for tile in TILES})
+    assert [len(together) for together in compiled] == [kernels] * 2
+    assert [together[0].heads for together in compiled] == [one.heads, of_other_kernels.heads]
+
+
 def test_a_failure_is_dense_in_its_layer_only(curves, journal, monkeypatch):
     def seconds_of(layer, config):
         if layer == 2 or config.tile == TILES[1]:
@@ -396,7 +411,7 @@ def test_a_time_that_was_hopeless_against_a_better_one_is_taken_again(journal, m
     config = LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0])
 
     def timed(best):
-        return _timed(pretended(None, GPU), journal, LENGTH, "a", 0, config, best)
+        return _timed(pretended(None, GPU), journal, LENGTH, "a", TILES, 0, config, best)
 
     assert timed(1.0).rejected
     assert timed(1.5).rejected

@@ -43,6 +43,7 @@ RUNTIME = [
 CALIBRATE = [
     "versions",
     "timing",
+    "compiling",
     "tables",
     "journal",
     "options",

@@ -70,8 +70,13 @@ def timed(monkeypatch):
             seconds = self.table.get(config.tile, self.default)
             return Timing(seconds, seconds, seconds, 1.0, 3)
 
+    def compile_ahead(calls):
+        made.compiled.append([call.args[3] for call in calls if call.func is module.s2o_attention])
+
     made = Timed()
     made.table = dict(made.table)
+    made.compiled = []  # layers that were compiled together
+    monkeypatch.setattr(module, "compile_ahead", compile_ahead)
     monkeypatch.setattr(module, "identify", lambda device: A100)
     monkeypatch.setattr(module, "against_dense", made)
     monkeypatch.setattr(
@@ -113,6 +118,16 @@ def test_alike_layers_are_timed_once_with_every_tile_that_may_be_taken(old, time
     }
     assert len(timed) == 2 * sum(tile.stride >= 512 for tile in A100_TILES)
     assert [alike.layers for alike in done.timed] == [((1024, 0), (1024, 1)), ((2048, 0), (2048, 1))]
+
+
+def test_every_kernel_that_is_timed_is_compiled_before_by_several_cores(old, timed, tmp_path):
+    run(tmp_path)
+    of_curves, *of_layers = timed.compiled
+    assert of_curves == []
+    kernels = {replace(config.tile, chunk=1) for config, _ in timed}
+    assert [{replace(config.tile, chunk=1) for config in together} for together in of_layers] == [kernels] * 2
+    assert all(len(together) == len(kernels) < len(timed) / 2 for together in of_layers)
+    assert {config.heads for together in of_layers for config in together} == {config.heads for config, _ in timed}
 
 
 def test_heads_are_timed_at_the_density_that_the_record_gives(old, timed, tmp_path):

@@ -47,6 +47,8 @@ def timed(monkeypatch):
 
     medians.seconds = [1.0] * len(SHAPES)
     medians.seen = seen
+    medians.compiled = []
+    monkeypatch.setattr(tiles, "compile_ahead", lambda calls: medians.compiled.append([each.args[3] for each in calls]))
     monkeypatch.setattr(tiles, "medians", medians)
     return medians
 
@@ -74,16 +76,24 @@ def texts(shape):
             for t in CANDIDATES if shape_of(t) == shape}  # fmt: skip
 
 
+def test_what_is_timed_is_compiled_before_by_several_cores(timed, journal):
+    find(journal)
+    assert [[shape_of(config.tile) for config in together] for together in timed.compiled] == [SHAPES]
+    assert [config.tile for config in timed.compiled[0]] == [tile for tile, _, _ in timed.seen]
+
+
 def test_the_journal_answers_the_second_time(timed, tmp_path, monkeypatch):
     timed.seconds = [1.0, 1.5, RuntimeError("no"), 1.1]
     with Journal.open(tmp_path / "two", {}) as journal:
         first = find(journal)
         assert journal.reused == 0
+    timed.compiled.clear()
     monkeypatch.setattr(tiles, "medians", None)
     with Journal.open(tmp_path / "two", {}) as journal:
         assert find(journal) == first
         assert journal.reused == len(SHAPES)
     assert len(first.left_out) == 2
+    assert timed.compiled == []
 
 
 def test_another_length_or_segment_is_timed_again(timed, journal):

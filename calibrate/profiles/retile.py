@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from calibrate.compiling import compile_ahead, with_tiles
 from calibrate.curves import linear_pass
 from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, Ranking, Shape
@@ -132,7 +134,9 @@ def _tuned(
     """The new layers, what was timed, and how many layers became dense; safe: the tile of dense layers."""
     new_layers = [[_dense(config, safe) for config in bucket] for bucket in profile.layers]
     timed, dense_layers = [], 0
-    for key, alike in sorted(_alike(profile, densities).items(), key=lambda item: item[0].length):
+    groups = sorted(_alike(profile, densities).items(), key=lambda item: item[0].length)
+    compile_ahead(_traces([(key, profile.layers[i][j]) for key, ((i, j), *_) in groups], profile.geometry, where))
+    for key, alike in groups:
         bucket, layer = alike[0]
         density, config = densities[bucket][layer], profile.layers[bucket][layer]
         tile, timing = _fastest(config, density, key.length, candidates, profile.geometry, where)
@@ -199,12 +203,16 @@ def _fastest(
     stopping = _stopping(prompt, config, density)
     best: tuple[TileConfig | None, Timing | None] = None, None
     least = math.inf
-    for tile in legal_tiles(config, candidates):
+    tiles = legal_tiles(config, candidates)
+
+    def call(layer: LayerConfig) -> Callable[[], object]:
+        return partial(s2o_attention, prompt.q, prompt.k, prompt.v, layer, **prompt.scoring.arguments())
+
+    compile_ahead(call(layer) for layer in with_tiles(stopping, tiles))
+    for tile in tiles:
         try:
             timing = against_dense(
-                partial(
-                    s2o_attention, prompt.q, prompt.k, prompt.v, stopping.with_tile(tile), **prompt.scoring.arguments()
-                ),
+                call(stopping.with_tile(tile)),
                 partial(fastest_dense_attention, prompt.q, prompt.k, prompt.v, **prompt.scoring.arguments()),
                 where,
                 least,
@@ -216,6 +224,21 @@ def _fastest(
         if seconds < least:
             best, least = (tile, timing), seconds
     return best
+
+
+def _traces(
+    layers: Sequence[tuple[TimingKey, LayerConfig]], geometry: Geometry, where: torch.device
+) -> Iterable[Callable[[], object]]:
+    """Measurements of curves, one for each kernel that `_stopping` needs."""
+    first_of: dict[Hashable, Callable[[], object]] = {}
+    for key, config in layers:
+        ranked = [head for head in _ranked(config) if not head.linear]
+        if ranked and (key.shape, key.grain, key.scores) not in first_of:
+            measured = partial(
+                measure, _inputs(geometry, key.length, where), [_ranking(ranked[0], config)], [key.shape]
+            )
+            first_of[key.shape, key.grain, key.scores] = measured
+    return first_of.values()
 
 
 def legal_tiles(config: LayerConfig, candidates: tuple[TileConfig, ...]) -> list[TileConfig]:

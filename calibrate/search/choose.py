@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from calibrate.compiling import compile_ahead, form, with_tiles
 from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, Curve, Curves, Method, Ranking, Shape, methods
 from calibrate.curves.measure import LayersCurves, dense_walk
@@ -157,7 +158,7 @@ def choose(
             studies,
             lambda: deadline is not None and time.monotonic() > deadline,
             on_trial,
-            partial(_timed, executor, journal, length, prompt.sha256) if on_gpu else None,
+            partial(_timed, executor, journal, length, prompt.sha256, tuple(tiles[length])) if on_gpu else None,
             sensitivity,
         )
     waiting: list[Pending[None]] = []
@@ -173,8 +174,9 @@ def choose(
 class CallTime:
     """The time of a configuration on one layer's inputs, as an item of work.
 
-    best: the seconds of the best configuration so far. Its result is a `Timing` as a mapping, or why the GPU cannot
-    run the configuration, as a text.
+    best: the seconds of the best configuration so far. tiles: those that other trials try; when a layer that needs
+    other kernels than those before it comes first, they are compiled for all of these. Its result is a `Timing` as a
+    mapping, or why the GPU cannot run the configuration, as a text.
     """
 
     layer: int
@@ -182,6 +184,7 @@ class CallTime:
     prompt: str
     config: LayerConfig
     best: float
+    tiles: tuple[TileConfig, ...] = ()
     stage: str = "search"
     timed: bool = True
 
@@ -194,6 +197,10 @@ class CallTime:
 
     def run(self, worker: WorkerState) -> dict[str, Any] | str:
         captured = self._captured(worker)
+        compiled: set[Hashable] = worker.keep("compiled", set)
+        if form(self.config) not in compiled:
+            compiled.add(form(self.config))
+            compile_ahead(_call(captured, layer) for layer in with_tiles(self.config, self.tiles))
         try:
             return asdict(_time(captured, self.config, self.best))
         except torch.OutOfMemoryError as failure:
@@ -259,7 +266,14 @@ def _size(captured: Captured) -> int:
 
 
 def _timed(
-    executor: Executor, journal: Journal, length: int, sha256: str, layer: int, config: LayerConfig, best: float
+    executor: Executor,
+    journal: Journal,
+    length: int,
+    sha256: str,
+    tiles: tuple[TileConfig, ...],
+    layer: int,
+    config: LayerConfig,
+    best: float,
 ) -> Timing:
     """The time of a configuration on a layer's inputs, from the journal if it is there.
 
@@ -272,7 +286,7 @@ def _timed(
     key = {"layer": layer, "prompt": sha256, "config": digest, **taken_on(executor.device)}
     known = journal.get("timing", key)
     if known is None or (known["rejected"] and known["seconds"] <= HOPELESS * best):
-        known = executor.submit(CallTime(layer, length, sha256, config, best)).result()
+        known = executor.submit(CallTime(layer, length, sha256, config, best, tiles)).result()
         if isinstance(known, str):
             raise RuntimeError(known)
         journal.put("timing", key, known)
@@ -281,11 +295,15 @@ def _timed(
 
 def _time(prompt: Captured, config: LayerConfig, best: float) -> Timing:
     return against_dense(
-        partial(s2o_attention, prompt.q, prompt.k, prompt.v, config, **prompt.scoring.arguments()),
+        _call(prompt, config),
         partial(fastest_dense_attention, prompt.q, prompt.k, prompt.v, **prompt.scoring.arguments()),
         prompt.q.device,
         best,
     )
+
+
+def _call(prompt: Captured, config: LayerConfig) -> Callable[[], object]:
+    return partial(s2o_attention, prompt.q, prompt.k, prompt.v, config, **prompt.scoring.arguments())
 
 
 class _LengthSearch:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
+from calibrate.compiling import any_stride, compile_ahead, with_tiles
 from calibrate.journal import Journal, taken_on
 from calibrate.timing import FAILURES, medians, reason
 from calibrate.work.executor import Executor
@@ -69,7 +71,7 @@ def tiles_for(executor: Executor, *, length: int, segments: Sequence[int], journ
             left_out[str(tile)] = f"{tile_seconds / limit * SLOWER:.2f} times as slow as the fastest"
     for name, why in left_out.items():
         log.info("tile %s gets no trial: %s", name, why)
-    return Tiles(tuple(tile for tile in legal if str(_any_stride(tile)) not in left_out), left_out)
+    return Tiles(tuple(tile for tile in legal if str(any_stride(tile)) not in left_out), left_out)
 
 
 def _legal(candidates: Sequence[TileConfig], segments: Sequence[int]) -> tuple[tuple[TileConfig, ...], dict[str, str]]:
@@ -78,8 +80,8 @@ def _legal(candidates: Sequence[TileConfig], segments: Sequence[int]) -> tuple[t
     for tile in candidates:
         crossed = [segment for segment in segments if segment % tile.rows]
         if crossed:
-            left_out[str(_any_stride(tile))] = f"its {tile.rows} rows do not divide segments of {crossed[0]}"
-    legal = tuple(tile for tile in candidates if str(_any_stride(tile)) not in left_out)
+            left_out[str(any_stride(tile))] = f"its {tile.rows} rows do not divide segments of {crossed[0]}"
+    legal = tuple(tile for tile in candidates if str(any_stride(tile)) not in left_out)
     if candidates and not legal:
         rows = min(tile.rows for tile in candidates)
         raise ConfigError(f"segments {tuple(segments)} fit no tile of this device: use multiples of {rows}")
@@ -95,13 +97,14 @@ def _times(
     left_out: dict[str, str],
 ) -> dict[TileConfig, float]:
     """The seconds of every tile that runs, whatever its stride; `left_out` gets the reason why another failed."""
-    first_of = {_any_stride(tile): tile for tile in reversed(legal)}
-    items = {timed: TileTime(first_of[timed], length, segment) for timed in dict.fromkeys(map(_any_stride, legal))}
+    first_of = {any_stride(tile): tile for tile in reversed(legal)}
+    items = {timed: TileTime(first_of[timed], length, segment) for timed in dict.fromkeys(map(any_stride, legal))}
     of_all = {"length": length, "segment": segment, **taken_on(executor.device)}
     keys = {timed: {"tile": asdict(timed), **of_all} for timed in items}
-    pending = {
-        timed: executor.submit(item) for timed, item in items.items() if journal.get("tile", keys[timed]) is None
-    }
+    unknown = [timed for timed in items if journal.get("tile", keys[timed]) is None]
+    if len(unknown) > 1:
+        executor.submit(Compilation(tuple(items[timed].tile for timed in unknown), length, segment)).result()
+    pending = {timed: executor.submit(items[timed]) for timed in unknown}
     seconds: dict[TileConfig, float] = {}
     for timed, key in keys.items():
         if timed in pending:
@@ -139,19 +142,49 @@ class TileTime:
         return _seconds(self.tile, loaded.geometry, loaded.weights.device, self.length, self.segment)
 
 
-def _any_stride(tile: TileConfig) -> TileConfig:
-    """What tiles that differ only in the stride of their stop check have in common."""
-    return replace(tile, chunk=1)
+@dataclass(frozen=True)
+class Compilation:
+    """The kernels of several tiles that are timed next, compiled beside one another, as an item of work."""
+
+    tiles: tuple[TileConfig, ...]
+    length: int
+    segment: int
+    stage: str = "tiles"
+    timed: bool = True  # runs where they are timed
+
+    @property
+    def affinity(self) -> Hashable:
+        return None
+
+    def __str__(self) -> str:
+        return f"compilation of {len(self.tiles)} tiles"
+
+    def run(self, worker: WorkerState) -> None:
+        geometry, where = worker.loaded.geometry, worker.loaded.weights.device
+        q, k, v = _inputs(geometry, where, self.length)
+        config = _whole_prefix(self.tiles[0], geometry, self.segment)
+        compile_ahead(partial(s2o_attention, q, k, v, layer) for layer in with_tiles(config, self.tiles))
 
 
 def _seconds(tile: TileConfig, geometry: Geometry, where: torch.device, length: int, segment: int) -> tuple[float, str]:
     """The median seconds of a call, and why it could not be made, "" if it could."""
-    q, k, v = (
-        torch.randn(1, length, heads, geometry.head_dim, dtype=torch.bfloat16, device=where).transpose(1, 2)
-        for heads in (geometry.query_heads, geometry.kv_heads, geometry.kv_heads)
-    )
-    config = LayerConfig.uniform(geometry.query_heads, segment=segment, tile=tile, grain=4)
+    q, k, v = _inputs(geometry, where, length)
+    config = _whole_prefix(tile, geometry, segment)
     try:
         return medians({"tile": partial(s2o_attention, q, k, v, config)}, where, ROUNDS)["tile"], ""
     except FAILURES as failure:
         return 0.0, reason(failure)
+
+
+def _inputs(geometry: Geometry, where: torch.device, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random queries, keys and values of a layer."""
+    q, k, v = (
+        torch.randn(1, length, heads, geometry.head_dim, dtype=torch.bfloat16, device=where).transpose(1, 2)
+        for heads in (geometry.query_heads, geometry.kv_heads, geometry.kv_heads)
+    )
+    return q, k, v
+
+
+def _whole_prefix(tile: TileConfig, geometry: Geometry, segment: int) -> LayerConfig:
+    """A layer without any stop."""
+    return LayerConfig.uniform(geometry.query_heads, segment=segment, tile=tile, grain=4)

@@ -10,7 +10,7 @@ from calibrate.proof.steps import Step
 from calibrate.proof.verify import LayerTime
 from calibrate.search.choose import CallTime
 from calibrate.search.crossover import Crossovers
-from calibrate.search.tiles import TileTime
+from calibrate.search.tiles import Compilation, TileTime
 from calibrate.timing import Timing
 from calibrate.work.cluster import S2OWorker
 from s2o_runtime.devices import DeviceIdentity
@@ -64,6 +64,8 @@ def made_up(item, gpu):
     unit = UNIT[gpu]
     if isinstance(item, TileTime):
         return unit * (1 if item.tile.block_m == FAST_ROWS[gpu] and not item.tile.specialized else 2), ""
+    if isinstance(item, Compilation):
+        return None
     if isinstance(item, CallTime):
         return asdict(Timing(2 * unit, unit, 3 * unit, 4 * unit, 7))
     if isinstance(item, Crossovers):

@@ -1,0 +1,48 @@
+"""Compiling kernels by several cores, before they are timed one by one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+
+from calibrate.timing import FAILURES
+from s2o_runtime.config import LayerConfig, TileConfig
+
+THREADS = 8  # about a tenth of what a compilation takes is Python's own, and no two threads run Python at once
+
+
+def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
+    """Make calls beside one another, so that their kernels are compiled; what they return is dropped.
+
+    Triton leaves Python's lock while it compiles, so threads share the work. A call that fails here fails again where
+    it is timed, and is reported there.
+
+    Args:
+        calls: those that differ in the kernels they need; others would only compile the same kernel several times.
+    """
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
+        for made in [threads.submit(call) for call in calls]:
+            with suppress(*FAILURES):
+                made.result()
+
+
+def with_tiles(config: LayerConfig, tiles: Iterable[TileConfig]) -> list[LayerConfig]:
+    """The layer with each of these tiles that has a kernel of its own: the stride of the stop check makes none."""
+    first_of = {any_stride(tile): tile for tile in reversed(list(tiles))}
+    return [config.with_tile(tile) for tile in reversed(first_of.values())]
+
+
+def any_stride(tile: TileConfig) -> TileConfig:
+    """What tiles that differ only in the stride of their stop check have in common."""
+    return replace(tile, chunk=1)
+
+
+def form(config: LayerConfig) -> Hashable:
+    """What of a layer decides, beside its tile, which kernels it needs."""
+    ranked = [head for head in config.heads if head.mode == "s2o"]
+    modes = frozenset(head.mode for head in config.heads)
+    tails = any(head.tail for head in ranked), any(head.linear for head in ranked)
+    return modes, tails, config.grain, config.scores, config.row_reduce
