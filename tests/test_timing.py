@@ -130,6 +130,9 @@ def test_a_call_is_timed_on_its_own_gpu(monkeypatch):
         def record(self, stream):
             recorded.append(stream)
 
+        def query(self):
+            return False
+
         def synchronize(self):
             pass
 
@@ -156,3 +159,61 @@ def test_the_clock_of_a_cpu():
     found = against_dense(lambda: time.sleep(0.02), lambda: time.sleep(0.04), CPU)
     assert 0.02 <= found.seconds < 0.2
     assert found.seconds < found.dense_seconds
+
+
+class PretendedGPU:
+    """What `_on_gpu` uses of torch, on a clock in milliseconds: each flush takes the GPU one, each launch `launch`."""
+
+    uint8 = None
+
+    def __init__(self, launch, work):
+        self.launch, self.work = launch, work
+        self.host = self.busy_until = 0.0
+        self.calls = []  # the work that lay ahead of each
+        self.cuda = self
+
+    def get_device_properties(self, device):
+        return SimpleNamespace(L2_cache_size=1)
+
+    def current_stream(self, device):
+        return None
+
+    def empty(self, *args, **options):
+        return SimpleNamespace(zero_=lambda: self.run(1.0))
+
+    def run(self, milliseconds):
+        self.busy_until = max(self.busy_until, self.host) + milliseconds
+
+    def call(self):
+        self.calls.append(self.busy_until - self.host)
+        self.host += self.launch[min(len(self.calls), len(self.launch)) - 1]
+        self.run(self.work)
+
+    def event(self):
+        event = SimpleNamespace()
+        event.record = lambda stream: setattr(event, "at", max(self.busy_until, self.host))
+        event.query = lambda: event.at <= self.host
+        event.synchronize = lambda: setattr(self, "host", max(self.host, self.busy_until))
+        event.elapsed_time = lambda other: other.at - event.at
+        return event
+
+
+@pytest.mark.parametrize(
+    ("launch", "ahead"),
+    [([3.0], [8.0]), ([20.0, 3.0], [8.0, 32.0]), ([20.0, 20.0], [8.0, 32.0])],
+    ids=["in time", "late once", "late"],
+)
+def test_a_call_that_is_launched_too_late_is_timed_again_behind_more_work(launch, ahead, monkeypatch):
+    gpu = PretendedGPU(launch, work=2.0)
+    monkeypatch.setattr(timing, "torch", gpu)
+    monkeypatch.setattr(timing, "_event", gpu.event)
+    assert timing._on_gpu(GPU)(gpu.call) == pytest.approx(2e-3)
+    assert gpu.calls == ahead
+
+
+def test_a_call_that_no_work_hides_takes_as_long_as_its_launch(monkeypatch):
+    gpu = PretendedGPU([100.0], work=2.0)
+    monkeypatch.setattr(timing, "torch", gpu)
+    monkeypatch.setattr(timing, "_event", gpu.event)
+    assert timing._on_gpu(GPU)(gpu.call) == pytest.approx((100 - 32 + 2) / 1e3)
+    assert len(gpu.calls) == 2
