@@ -67,7 +67,7 @@ def test_names_stand_for_settings():
     device = torch.device("cpu")
     keys = list(bench.settings_of(["sparge", "flash"], {}, 1024, device))
     assert len(keys) == 12
-    assert ("sparge", "keep=0.9,similarity=0.2") in keys
+    assert ("sparge", "keep=0.9,similarity=0.2,first=1") in keys
     assert {method for method, _ in keys} == {"sparge"}  # FlashAttention-2 needs a GPU
     published = bench.settings_of(["published"], {}, 1024, device)
     assert next(iter(published)) == ("S2O as published", "tau=1e-05")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 from s2o_runtime.errors import ConfigError
@@ -22,6 +22,11 @@ def _number(default: float | None, low: float, high: float) -> Any:
 
 def _count(default: int, low: int = 0, high: int = MAX_COUNT) -> Any:
     return field(default=default, metadata={"rule": Rule(int, low, high)})
+
+
+def _count_once_absent(default: int) -> Any:
+    """A count that settings were once written without: its default is not written, so that they stay what they are."""
+    return field(default=default, metadata={"rule": Rule(int, 0, MAX_COUNT), "once_absent": True})
 
 
 def _one_of(default: int, allowed: tuple[int, ...]) -> Any:
@@ -54,8 +59,9 @@ class _Settings:
         """Raise ConfigError for options that do not fit one another."""
 
     def __str__(self) -> str:
-        options = (f"{name}={_text(value)}" for name, value in asdict(self).items())
-        return f"{self.name}:{','.join(options)}"
+        values = ((option, getattr(self, option.name)) for option in fields(self))
+        written = (each for each in values if "once_absent" not in each[0].metadata or each[1] != each[0].default)
+        return f"{self.name}:{','.join(f'{option.name}={_text(value)}' for option, value in written)}"
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,7 @@ class Sparge(_Settings):
         skip: lambda, negative; the product with v is left out where every score is further than this below the maximum
             of its row so far. None never leaves it out.
         block, block_k: queries and keys of a block.
+        first: blocks at the beginning that are always computed; the paper has none, the authors' code can keep one.
     """
 
     name: ClassVar[str] = "sparge"
@@ -144,6 +151,7 @@ class Sparge(_Settings):
     skip: float | None = _number(None, -1e4, -1e-6)
     block: int = _one_of(128, BLOCKS)
     block_k: int = _one_of(64, BLOCKS)
+    first: int = _count_once_absent(0)
 
 
 @dataclass(frozen=True)
@@ -188,12 +196,14 @@ class Antidiagonal(_Settings):
         keep: the share of a row's mass that the chosen blocks hold.
         stride: the distance of the antidiagonals.
         block: queries and keys of a block.
+        first: blocks at the beginning that are always computed; the paper has none, the authors' scripts keep one.
     """
 
     name: ClassVar[str] = "xattention"
     keep: float = _share(0.9)
     stride: int = _one_of(16, (4, 8, 16, 32, 64))
     block: int = _one_of(128, BLOCKS)
+    first: int = _count_once_absent(0)
 
 
 @dataclass(frozen=True)

@@ -44,14 +44,16 @@ def select(q: Tensor, k: Tensor, settings: Sparge, *, scale: float, heads: Seque
     keys = pool(take(k, kv_heads), settings.block_k)
     different_q = (queries.similarity < settings.similarity)[..., None]  # [B, n, row blocks, 1]
     different_k = (keys.similarity < settings.similarity)[:, :, None]  # [B, kv_heads, 1, key blocks]
-    visible = torch.arange(grid.columns, device=q.device) < grid.visible(q.device)[:, None]
+    columns = torch.arange(grid.columns, device=q.device)
+    visible = columns < grid.visible(q.device)[:, None]
+    first = columns < settings.first
 
     def wanted(part: range) -> Tensor:
         part_slots = [slots[i] for i in part]
         always = take(different_k, part_slots)
         means = queries.mean[:, as_slice(part)], take(keys.mean, part_slots)
         heaviest = heaviest_by_means(*means, scale, visible & ~always, settings.keep)
-        return heaviest | always | different_q[:, as_slice(part)]
+        return heaviest | always | first | different_q[:, as_slice(part)]
 
     skip = None if settings.skip is None else Skip(settings.skip, SKIP_ROWS, SKIP_KEYS, sum_too=False)
     return replace(select_blocks(q, k, grid, heads, wanted), skip=skip)

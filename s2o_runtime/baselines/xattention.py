@@ -42,11 +42,12 @@ def select(
     """
     heads = all_heads(q, heads)
     grid = Grid.plain(q, k, settings.block, settings.block)
-    candidates = torch.arange(grid.columns, device=q.device) < grid.visible(q.device)[:, None]
+    columns = torch.arange(grid.columns, device=q.device)
+    candidates = columns < grid.visible(q.device)[:, None]
 
     def wanted(part: range) -> Tensor:
         weights = head_weights(q, k, [heads[i] for i in part], grid, settings.stride, scale)
-        return top_share(weights, settings.keep, candidates)
+        return top_share(weights, settings.keep, candidates) | (columns < settings.first)
 
     return select_blocks(q, k, grid, heads, wanted)
 

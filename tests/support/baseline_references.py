@@ -189,6 +189,7 @@ def sparge(q, k, s, scale):
         different = {j for j in keys if self_similarity(keys[j]) < s.similarity}
         scores = {j: scale * float(rows.mean(0) @ keys[j].mean(0)) for j in keys if j not in different}
         chosen = heaviest(softmax(scores), s.keep) | different | set(touched)
+        chosen |= set(range(s.first)) & set(keys)
         if self_similarity(rows) < s.similarity:
             chosen |= set(keys)
         found[b, h, i] = sorted(chosen), [], None
@@ -250,7 +251,8 @@ def xattention(q, k, s, scale):
             for key, weight in softmax(scores).items():
                 if key // s.block in mass:
                     mass[key // s.block] += weight
-        found[b, h, i] = sorted(heaviest(mass, s.keep) | set(touched)), [], None
+        chosen = heaviest(mass, s.keep) | set(touched) | set(range(s.first)) & set(mass)
+        found[b, h, i] = sorted(chosen), [], None
     return found
 
 
