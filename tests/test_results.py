@@ -21,7 +21,18 @@ from scripts.bench.schema import (
 from scripts.bench.serving import ServingFile
 from scripts.bench.tails import TailsFile
 from scripts.docs import results
-from scripts.docs.results_data import MAKES, Bench, Source, Time, benches, on_front, read_sources, relative_at, three
+from scripts.docs.results_data import (
+    MAKES,
+    Bench,
+    Source,
+    Time,
+    benches,
+    newest,
+    on_front,
+    read_sources,
+    relative_at,
+    three,
+)
 
 DOCS = Path(__file__).parent.parent / "docs"
 ORIGIN = {"date": "2026-01-02", "device": {"name": "a GPU", "sm_count": 7}, "versions": {"torch": "2.0"}}
@@ -272,6 +283,20 @@ def test_the_kernel_has_rows_as_published_and_a_picture(docs):
     picture = (folder / "results" / "kernel.svg").read_text()
     for label in ("4096 tokens", "ideal: 100%", "target: 75%", "segment 64, as published, without ranking"):
         assert label.replace(" ", "") in picture.replace(" ", ""), label
+
+
+def test_a_bench_of_another_model_has_its_name_and_stays_out_of_what_is_of_one_model(docs):
+    folder, put = docs
+    put("a.json", BENCH)
+    put("b.json", BENCH | {"date": "2099-01-01", "settings": BENCH["settings"] | {"data": "build/other"}})
+    sources = read_sources(folder / "results")
+    assert [bench.source.name for bench in newest(benches(sources))] == ["a.json"]
+    assert run(folder) == 0
+    page = (folder / "results.md").read_text()
+    for title in ("32768 tokens", "32768 tokens of other"):
+        assert page.count(f"\n### {title}\n") == page.count(f"\n### {title} at equal error\n") == 1
+    assert "At 32768 tokens of other S2O is" in page
+    assert len(cells(section(page, "## Where the time goes"), "32768 of other", "pbs")) == 1
 
 
 def test_attention_times_are_of_the_same_model(docs):

@@ -352,7 +352,7 @@ def _all_methods(compared: Sequence[Bench]) -> list[str]:
     for bench in compared:
         settings = bench.source.file.settings
         layers = len(bench.rows[0].layers)
-        out.append(f"### {bench.length} tokens")
+        out.append(f"### {bench.title}")
         out.append(
             f"`{settings['data']}`, {layers} layers, batch {settings['batch']}, "
             f"errors in {settings['error_rows']} rows of each prompt; {bench.source.link}."
@@ -407,7 +407,7 @@ def _equal_error(compared: Sequence[Bench]) -> list[str]:
     for bench in compared:
         times = {error: relative_at(bench, error) for error in ERRORS}
         rows = [[method, *(_relative(times[error], method) for error in ERRORS)] for method in bench.methods]
-        out.append(f"### {bench.length} tokens at equal error")
+        out.append(f"### {bench.title} at equal error")
         out.append(table(("method", *(f"{error:.0e}" for error in ERRORS)), rows, "lr"))
         out.append(" ".join(verdicts(bench)))
         out += noted(bench.source)
@@ -433,7 +433,7 @@ def verdicts(bench: Bench) -> list[str]:
             verdict = f"not the fastest at {'; '.join(behind)}"
             if not behind:
                 verdict = "the fastest, or ties, at all of these errors"
-            sentences.append(f"At {bench.length} tokens {name} is {verdict}.")
+            sentences.append(f"At {bench.title} {name} is {verdict}.")
     return sentences
 
 
@@ -462,7 +462,7 @@ def _breakdown(compared: Sequence[Bench]) -> list[str]:
         for method in bench.methods:
             row = nearest(bench.of(method), NEAR)
             parts = [ms(row.selecting_seconds), ms(attending(row)), f"{row.selecting_seconds / row.seconds:.0%}"]
-            rows.append([str(bench.length), method, _quoted(row.setting), small(row.rel_mse), *parts])
+            rows.append([bench.title.replace(" tokens", ""), method, _quoted(row.setting), small(row.rel_mse), *parts])
     return [*out, table(names, rows, "lllr"), "![Selecting and attending](results/methods-time.svg)"]
 
 
@@ -515,7 +515,7 @@ def _attention(row: BudgetRow) -> list[str]:
 def _answers(source: Source[EvaluationFile], compared: Sequence[Bench]) -> list[str]:
     """How many of several needles each variant finds, with its attention time where the bench has it."""
     model = source.file.model
-    same = [bench for bench in compared if bench.source.file.settings["data"] == model]
+    same = [bench for bench in compared if bench.data == model]
     rows = [row for row in source.file.retrieval if row.task == "multi"]
     out = [f"### Many needles, `{model}`"]
     if not rows:

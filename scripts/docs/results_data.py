@@ -68,6 +68,8 @@ MAKES: dict[type[ResultFile], str] = {
     EvaluationFile: "s2o-eval --model demo --tasks multi --lengths 32768 --profile FILE --setting TEXT --out FOLDER",
 }
 
+MODEL = "demo"  # whose benches the README's tables and the plots are made from
+
 F = TypeVar("F")
 
 
@@ -94,6 +96,15 @@ class Bench:
     source: Source[MethodsFile]
     length: int
     rows: list[MethodRow]
+
+    @property
+    def data(self) -> str:
+        """The model whose queries, keys and values these are."""
+        return str(self.source.file.settings["data"])
+
+    @property
+    def title(self) -> str:
+        return f"{self.length} tokens" + ("" if self.data == MODEL else f" of {Path(self.data).name}")
 
     @property
     def dense(self) -> float:
@@ -161,10 +172,11 @@ def benches(sources: Sources) -> list[Bench]:
 
 
 def newest(compared: Sequence[Bench]) -> list[Bench]:
-    """Of several benches of one length the one that was measured last, short lengths first."""
+    """Of several benches of `MODEL` at one length the one that was measured last, short lengths first."""
     by_length: dict[int, Bench] = {}
     for bench in sorted(compared, key=lambda bench: bench.source.file.date):
-        by_length[bench.length] = bench
+        if bench.data == MODEL:
+            by_length[bench.length] = bench
     return [by_length[length] for length in sorted(by_length)]
 
 

@@ -92,7 +92,7 @@ def fastest_retrieval(sources: Sources, compared: Sequence[Bench]) -> dict[str, 
     """The least share of dense attention's time in which a method finds all needles but one in a hundred."""
     shares: dict[str, float] = {}
     for evaluation in of_format(sources, EvaluationFile):
-        same = [bench for bench in compared if bench.source.file.settings["data"] == evaluation.file.model]
+        same = [bench for bench in compared if bench.data == evaluation.file.model]
         for row in evaluation.file.retrieval:
             timed = measured(row.variant, row.length, same) if row.task == "multi" else None
             if timed is None or row.found < row.dense_found - POINT * row.asked:
