@@ -20,6 +20,7 @@ ROUNDS = 7
 FEWEST_ROUNDS = 3
 FLUSHES = 8  # about 0.3 ms of work ahead of a call, so that its launch is not counted unless it takes longer
 MORE = 4  # times as much work ahead of a call that was launched too late, because the host was busy
+LONG = 0.02  # seconds: in a call as long as that, a late launch does not count
 CERTAIN = 0.02  # half the confidence interval over the median: a time as certain as this is not taken again
 HOPELESS = 1.3  # times the best known: a call that is slower than this in its first round is not timed again
 FAILURES = (RuntimeError, TritonError)  # what a call raises that this GPU cannot run; out of memory is one of them
@@ -143,7 +144,7 @@ def _on_gpu(device: torch.device, flushes: int = FLUSHES) -> Callable[[Callable[
 
     def timed(call: Callable[[], Any]) -> float:
         seconds, too_late = once(call, flushes)
-        return once(call, MORE * flushes)[0] if too_late else seconds
+        return once(call, MORE * flushes)[0] if too_late and seconds < LONG else seconds
 
     return timed
 
