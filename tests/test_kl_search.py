@@ -141,6 +141,7 @@ def test_a_length_over_its_kl_is_tightened_by_as_much(begun):
     verdict = judge(begun, proofs | {1024: over, 768: replace(over, kl=1.0)})  # a checked length has no budget
     sentence = "at 1024 tokens the KL is 6.25e-03 nats per token, 5.00e-03 are allowed"
     assert verdict.problems == verdict.repairable == (sentence,)
+    assert judge(begun, proofs | {1024: replace(over, kl=math.nan)}).problems == (sentence.replace("6.25e-03", "nan"),)
     after, again = tighten(begun, verdict, {1024: over.kl})
     assert again == {768, 1024, 1536}
     for length in LENGTHS:

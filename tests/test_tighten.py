@@ -1,5 +1,6 @@
 """Candidates and how they are tightened and judged, without a model: plain results go in, a new candidate comes out."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -64,6 +65,14 @@ def test_the_last_tightening_makes_a_layer_dense(length):
     assert tighten_layer(begun, length, 0, proof_of(1.0)) is None
     if length in LENGTHS:
         assert begun.choices[length].choices[0].why_dense == OVER_LIMIT
+
+
+def test_an_error_that_is_no_number_is_over_every_limit():
+    begun = candidate("cuda")
+    proofs = proofs_of(begun)
+    layers = (proof_of(math.nan), proofs[512].layers[1])
+    verdict = judge(begun, proofs | {512: replace(proofs[512], layers=layers)})
+    assert verdict.over_limit == ("layer 0 at 512 tokens has an error of nan, 1.00e-04 is allowed",)
 
 
 def test_a_proof_holds_or_says_why_not():

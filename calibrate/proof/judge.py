@@ -60,7 +60,8 @@ def layers_over_limit(candidate: Candidate, proofs: Mapping[int, LengthProof]) -
         over_limit(length, candidate.geometry.layer_number(layer), proof.error(budget), candidate.limits[length, layer])
         for length, of_length in proofs.items()
         for layer, proof in enumerate(of_length.layers)
-        if proof.error(budget) > candidate.limits[length, layer] and not candidate.layer_config(layer, length).is_dense
+        if not proof.error(budget) <= candidate.limits[length, layer]  # also where it is no number
+        and not candidate.layer_config(layer, length).is_dense
     )
 
 

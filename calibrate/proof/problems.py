@@ -41,7 +41,7 @@ def kl_over_budget(proofs: Mapping[int, LengthProof], recipe: Recipe) -> dict[in
     return {
         length: f"at {length} tokens the KL is {proof.kl:.2e} nats per token, {recipe.budget.value:.2e} are allowed"
         for length, proof in proofs.items()
-        if length in recipe.lengths and proof.kl > recipe.budget.value
+        if length in recipe.lengths and not proof.kl <= recipe.budget.value  # also where it is no number
     }
 
 
