@@ -371,7 +371,7 @@ def test_one_run_makes_a_profile_for_each_kind_of_gpu(mixed, tmp_path):
     assert sum(item.item == "LayerCurves" for item in done) == 2 * 2 * 2  # once, by halves of the prompts
     assert {item.gpu for item in done if item.item == "LayerCurves"} == set(GPUS)
     assert {item.item for item in done if item.timed} == {
-        "TileTime", "RankingCost", "CallTime", "Crossovers", "LayerTime",
+        "Compilation", "TileTime", "RankingCost", "CallTime", "Crossovers", "LayerTime",
     }  # fmt: skip
     of_tiles = [item for item in done if item.rows]
     assert {item.item for item in of_tiles} == {"CallTime", "AdjustStep", "LastStep"}
