@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.devices import capability
 from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.keys import Keys
 from s2o_runtime.kernels.launch import launch, strides
@@ -27,6 +26,7 @@ LOG_SUM_SAMPLE = 512
 LOG_SUM_WARPS = 4
 NOTHING = tl.constexpr(-1e30)  # the score of a key that does not count: finite, so that differences are numbers
 SCORE_STAGES = 2
+SCORE_WARPS = 4
 SCORE_LIMIT = 60000.0  # float16 holds it; -inf marks no step
 ROW_ALIGNMENT = 16
 
@@ -281,12 +281,11 @@ def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Ca
     steps = max(1, -(-longest // (grain * ROW_ALIGNMENT))) * ROW_ALIGNMENT  # one compiled kernel for all lengths
     scores = torch.empty(shape.batch, shape.query_heads, segments, steps, dtype=torch.float16, device=k.device)
     for count in tables.counts:
-        at_once = segments_at_once(segments, count)
-        warps = score_warps(count, shape.head_dim)
+        at_once = segments_at_once(segments, count, shape.head_dim)
         heads = heads_at_once(count, shape.group)
         launch(
             _scores,
-            (-(-longest // (32 * warps)) or 1, shape.query_heads // heads, shape.batch),
+            (-(-longest // (32 * SCORE_WARPS)) or 1, shape.query_heads // heads, shape.batch),
             {
                 "REP": r, "K": k, "LOG_SUM": log_sum, "SCORE": scores, **call.starts, **call.paging,
                 "SEGMENT": tables.segment, "REPRESENTATIVES": tables.representatives, "REP_SCALE": r_scale,
@@ -296,22 +295,23 @@ def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Ca
                 **strides("bhn", r=r, s=scores), **strides("bhl", k=k),
             },
             {
-                "GROUP": shape.group, "HEADS": heads, "D": shape.head_dim, "R": count, "BS": at_once, "WARPS": warps,
-                "BN": call.config.tile.block_n, "GRAIN": grain, "CAP": call.cap, "HAS_START": call.padded,
-                "PACKED": call.packed, "INT8": r_scale is not None, "PAGED": call.pages is not None,
+                "GROUP": shape.group, "HEADS": heads, "D": shape.head_dim, "R": count, "BS": at_once,
+                "WARPS": SCORE_WARPS, "BN": call.config.tile.block_n, "GRAIN": grain, "CAP": call.cap,
+                "HAS_START": call.padded, "PACKED": call.packed, "INT8": r_scale is not None,
+                "PAGED": call.pages is not None,
             },
-            num_warps=warps,
+            num_warps=SCORE_WARPS,
             num_stages=SCORE_STAGES,
-            maxnreg=score_registers(warps, shape.head_dim, *capability(k.device)),
+            maxnreg=MAX_REGISTERS,
         )  # fmt: skip
     return scores
 
 
-def segments_at_once(segments: int, count: int) -> int:
-    """Segments with `count` representatives each that a program of `_scores` computes at once."""
+def segments_at_once(segments: int, count: int, head_dim: int) -> int:
+    """Segments with `count` representatives each that a program of `_scores` computes at once, of so many."""
     if count == 1:
-        return 64 if segments > 32 else 32 if segments > 16 else 16
-    return 64 // count
+        return 32 if segments > 16 else 16
+    return (128 if head_dim <= 128 else 64) // count
 
 
 def heads_at_once(count: int, group: int) -> int:
@@ -321,13 +321,3 @@ def heads_at_once(count: int, group: int) -> int:
     keep one program busy for as long as all others together.
     """
     return group if count == 1 else 1
-
-
-def score_warps(count: int, head_dim: int) -> int:
-    """Warps of the kernel `_scores`: with several representatives its work is the product, which wants large tiles."""
-    return 4 if count == 1 or head_dim > 128 else 8
-
-
-def score_registers(warps: int, head_dim: int, major: int, minor: int) -> int:
-    """Registers of a thread of `_scores`: where it does without more, as many as let two programs share an SM."""
-    return 128 if warps == 8 and head_dim <= 128 and (major, minor) == (9, 0) else MAX_REGISTERS
