@@ -22,10 +22,9 @@ from s2o_runtime.kernels.primitives import TAIL, cache_rows, sequence, window_st
 from s2o_runtime.kernels.rank.order import BUCKETS, Ranked
 
 EDGES = 16  # of the order's buckets every second one
-TAIL_SEGMENTS = 4
-TAIL_STEPS = 64
-TAIL_WARPS = 4
-# A program takes 0.4 us for TAIL_STEPS steps whatever else runs (H200), so the last of few programs are waited for.
+TAIL_SEGMENTS = 4, 8  # at once, of few and of many: more read the mean values less often, and are fewer programs
+MANY_SEGMENTS = 64
+# A program takes 0.4 us for 64 steps whatever else runs (H200), so the last of few programs are waited for.
 TAIL_PROGRAMS = 512  # that many fill a GPU, and their sums of parts are 34 MB at most
 TAIL_SHARES = 8  # of the steps, at most
 FEWEST_STEPS = 512  # of a share of the longest prefix
@@ -205,7 +204,8 @@ def tail_sums(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
     assert ranked.first is not None
     assert ranked.edge is not None
     sums = math.prod(score.shape[:3]) * EDGES
-    blocks = -(-score.shape[2] // TAIL_SEGMENTS)
+    at_once = tail_segments(score.shape[2], shape.head_dim)
+    blocks = -(-score.shape[2] // at_once)
     shares = tail_shares(blocks * shape.query_heads * shape.batch, score.shape[3])
     # of each share the sums, and behind them their masses
     parts = torch.empty(shares, sums * (shape.head_dim + 1), dtype=torch.float32, device=score.device)
@@ -221,11 +221,11 @@ def tail_sums(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
             **strides("bhn", s=score), **strides("bhl", v=pooled),
         },
         {
-            "GROUP": shape.group, "D": shape.head_dim, "BS": TAIL_SEGMENTS, "EDGES": EDGES, "BUCKETS": BUCKETS,
-            "BK": tail_steps(shape.head_dim), "BN": call.config.tile.block_n, "GRAIN": call.config.grain,
+            "GROUP": shape.group, "D": shape.head_dim, "BS": at_once, "EDGES": EDGES, "BUCKETS": BUCKETS,
+            "BK": tail_steps(at_once, shape.head_dim), "BN": call.config.tile.block_n, "GRAIN": call.config.grain,
             "IEEE": pooled.dtype != torch.bfloat16, "HAS_START": call.padded, "PACKED": call.packed,
         },
-        num_warps=TAIL_WARPS,
+        num_warps=tail_warps(at_once),
     )  # fmt: skip
     whole = parts[0]
     if shares > 1:
@@ -251,9 +251,20 @@ def tail_shares(programs: int, steps: int) -> int:
     return max(1, min(TAIL_PROGRAMS // programs, steps // FEWEST_STEPS, TAIL_SHARES))
 
 
-def tail_steps(head_dim: int) -> int:
-    """Steps that a program of `_tail` adds at once."""
-    return TAIL_STEPS if head_dim <= 128 else TAIL_STEPS // 2
+def tail_segments(segments: int, head_dim: int) -> int:
+    """Segments that a program of `_tail` adds up at once, of so many."""
+    few, many = TAIL_SEGMENTS
+    return many if segments >= MANY_SEGMENTS and head_dim <= 128 else few
+
+
+def tail_warps(at_once: int) -> int:
+    """Warps of `_tail` for so many segments at once."""
+    return at_once
+
+
+def tail_steps(at_once: int, head_dim: int) -> int:
+    """Steps that a program of `_tail` adds at once, of so many segments."""
+    return 16 * at_once if head_dim <= 128 else 8 * at_once
 
 
 def tail_bytes(head_dim: int) -> int:
