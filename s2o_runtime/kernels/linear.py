@@ -2,11 +2,12 @@
 
 A head with a linear tail computes its window and the first chunk of its order. With w the softmax weights of the
 segment's representative c over the other keys of the prefix, mu and a the means of keys and values under w and C their
-covariance, a query q has of these keys the log-sum-exp of c plus (q - c) mu, and the mean value a + (q - c) C. Four
+covariance, a query q has of these keys the log-sum-exp of c plus (q - c) mu, and the mean value a + (q - c) C. Five
 kernels: the scores of what the first chunk holds become -inf; the weights of the rest are written down, for all
-segments that read the same keys at once; for each segment the products of weighted keys and values are summed up; and
-after the prefill every row merges its estimate into its output and log-sum-exp. With the weights at hand the products
-are plain ones, whose operands come from shared memory and whose weighting takes one multiplication on the way.
+segments that read the same keys at once; for each two segments and each share of their prefixes the products of
+weighted keys and values are summed up; of each segment the shares' sums become the covariance; and after the prefill
+every row merges its estimate into its output and log-sum-exp. With the weights at hand the products are plain ones,
+whose operands come from shared memory and whose weighting takes one multiplication on the way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime.kernels.call import Call
-from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.launch import Argument, launch, strides
 from s2o_runtime.kernels.primitives import LN2, LOG2E, RCP_LN2, log_sum_exp, sequence, window_start
 from s2o_runtime.kernels.rank.order import Ranked
 
@@ -29,9 +30,15 @@ WEIGHT_BYTES = 4  # of workspace for each key and segment
 WEIGHT_SEGMENTS = 16  # of a program of `_weights`
 SPANS = 32  # that a prefix is parted in: enough programs for the longest prompts, and short ones' are short
 SPAN_KEYS = 256  # at least, of a span
+PRODUCT_PROGRAMS = 1024  # of `_products`: fill a GPU, where half of them have no keys
+PRODUCT_KEYS = 2048, 32768  # of a share of a prefix, fewest and most: a tile of keys follows the other, 0.6 us each
+PRODUCT_BYTES = 96 << 20  # of the products of shares, the first of each segment not counted
 SUM_STAGES = 3  # of which the last computes: with two, a tile would be copied when the one before it is done
 ADD_ROWS = 64  # which divides every segment
 ADD_COLUMNS = 64
+COVARIANCE_COLUMNS = 32
+COVARIANCE_WARPS = 4
+LARGEST_TILE = 256  # keys; what a prefix has is a multiple of its tile's
 LARGEST_WEIGHT = tl.constexpr(64.0)  # in base 2; near 0 or below, as far as LOG_SUM is the sum's logarithm
 SMALLEST_MASS = tl.constexpr(2.0**-100)  # a share of the representative's, which keys must have to be estimated
 
@@ -179,30 +186,110 @@ def _weights(
     tl.store(VALUE_SUMS + of_span[:, None] * D + offs_d[None, :], values, mask=(n < segments)[:, None])
 
 
-@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "segments", "stride_lb", "stride_lh"])
-def _covariances(
-    K, V, LOG_SUM, WEIGHT, MASS, KEY_SUMS, VALUE_SUMS, LOG_MASS, MEAN_KEY, MEAN_VALUE, COVARIANCE, HEADS,
-    KV_START, CU_Q, CU_K, SEGMENT, q_len, offset, row_begin, rows_end, segments,
-    stride_lb, stride_lh, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
-    stride_wb, stride_wh, stride_wn,
-    GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, SPANS: tl.constexpr, BN: tl.constexpr,
+@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "segments", "shares", "share"])
+def _products(
+    K, V, WEIGHT, PRODUCTS, HEADS, KV_START, CU_Q, CU_K, SEGMENT, q_len, offset, row_begin, rows_end, segments,
+    shares, share,
+    stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl, stride_wb, stride_wh, stride_wn,
+    GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """What `Linear` has of a segment and BD of its value columns, from the WEIGHT w of each key of the prefix.
+    """PRODUCTS[b, i, n, s] = sum of w_j k_j v_j^T over the keys j of a share of the prefix, with the WEIGHT w of each.
+
+    Programs: (pairs of segments of the slice, the last ones first, * shares * D / BD; heads; B). A program takes two
+    segments, which share what it reads of keys and values, and BD columns of the values. N' counts the segments of the
+    slice of rows row_begin .. rows_end, heads those with a linear tail. share: keys, a multiple of BN; shares: of the
+    longest prefix; those behind the end of a prefix are not written. BK: keys at once, a divisor of BN; STAGES: of
+    Triton's pipeline. T is the input type. Products of float16 are in TF32, as those of `_weights`.
+
+        K, V                T [B, Hkv, Lk, D], strides k and v
+        WEIGHT              float32 [B, heads, N', P], strides w: as `_weights` wrote it, 0 behind the shorter prefix
+        PRODUCTS            float32 [B, heads, N', shares, D, D]
+        HEADS               int32 [heads]: as `call.HeadTables.linear`
+        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
+        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        SEGMENT             int32 [Hq]: as in `call.HeadTables`
+    """
+    BLOCKS: tl.constexpr = D // BD
+    block = tl.program_id(0) % BLOCKS
+    at = tl.program_id(0) // BLOCKS % shares
+    n = (tl.num_programs(0) - 1 - tl.program_id(0)) // (BLOCKS * shares) * 2
+    i = tl.program_id(1)
+    b = tl.program_id(2)
+    h = tl.load(HEADS + i)
+    segment = tl.load(SEGMENT + h)
+    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
+    _, k_first, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
+    rows_end = tl.minimum(rows_end, q_len)
+    if row_begin + n * segment < rows_end:
+        of_call = row_begin // segment + n
+        first_prefix = window_start(of_call, segment, offset, start, BN) - start
+        second = (n + 1 < segments) & (row_begin + (n + 1) * segment < rows_end)
+        prefix = tl.where(second, window_start(of_call + 1, segment, offset, start, BN) - start, first_prefix)
+        begin = at * share
+        end = tl.minimum(begin + share, prefix)
+        if begin < end:
+            offs_d = tl.arange(0, D)
+            offs_c = block * BD + tl.arange(0, BD)
+            offs_k = tl.arange(0, BK)
+            row = (k_first + start).to(tl.int64)
+            key = K + b.to(tl.int64) * stride_kb + (h // GROUP).to(tl.int64) * stride_kh + row * stride_kl
+            value = V + b.to(tl.int64) * stride_vb + (h // GROUP).to(tl.int64) * stride_vh + row * stride_vl
+            weight = WEIGHT + b.to(tl.int64) * stride_wb + i.to(tl.int64) * stride_wh + n.to(tl.int64) * stride_wn
+            next_weight = weight + tl.where(second, stride_wn, 0)
+            products = tl.zeros([D, BD], tl.float32)
+            next_products = tl.zeros([D, BD], tl.float32)
+            # the pipeline takes a load of one dimension if it is of 4 bytes and not masked; BK divides the share
+            for t0 in tl.range(begin, end, BK, num_stages=STAGES):
+                t = t0 + offs_k
+                w = tl.load(weight + t)[None, :]
+                next_w = tl.load(next_weight + t)[None, :]
+                k = tl.load(key + t[None, :].to(tl.int64) * stride_kl + offs_d[:, None])
+                v = tl.load(value + t[:, None].to(tl.int64) * stride_vl + offs_c[None, :])
+                if K.dtype.element_ty == tl.bfloat16:
+                    products = tl.dot(k * w.to(tl.bfloat16), v, products)
+                    next_products = tl.dot(k * next_w.to(tl.bfloat16), v, next_products)
+                elif K.dtype.element_ty == tl.float16:
+                    wide, v = k.to(tl.float32), v.to(tl.float32)
+                    products = tl.dot(wide * w, v, products, input_precision="tf32")
+                    next_products = tl.dot(wide * next_w, v, next_products, input_precision="tf32")
+                else:
+                    products = tl.dot(k * w, v, products, input_precision="ieee")
+                    next_products = tl.dot(k * next_w, v, next_products, input_precision="ieee")
+            of_slice = (b * tl.num_programs(1) + i).to(tl.int64) * segments + n
+            inside = offs_d[:, None] * D + offs_c[None, :]
+            of_share = PRODUCTS + (of_slice * shares + at) * (D * D)
+            if begin < first_prefix:
+                tl.store(of_share + inside, products)
+            if second:
+                tl.store(of_share + shares.to(tl.int64) * (D * D) + inside, next_products)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_len", "offset", "row_begin", "rows_end", "segments", "shares", "share", "stride_lb", "stride_lh",
+    ]
+)  # fmt: skip
+def _covariances(
+    PRODUCTS, LOG_SUM, MASS, KEY_SUMS, VALUE_SUMS, LOG_MASS, MEAN_KEY, MEAN_VALUE, COVARIANCE, HEADS,
+    KV_START, CU_Q, CU_K, SEGMENT, q_len, offset, row_begin, rows_end, segments, shares, share,
+    stride_lb, stride_lh,
+    D: tl.constexpr, BD: tl.constexpr, SPANS: tl.constexpr, BN: tl.constexpr, HAS_START: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """What `Linear` has of a segment and BD of its value columns, from the sums of `_weights` and of `_products`.
 
     With W = sum w_j: LOG_MASS = LOG_SUM + log2 W; MEAN_KEY = sum w_j k_j / W; MEAN_VALUE = sum w_j v_j / W; COVARIANCE
     = sum w_j k_j v_j^T / W - MEAN_KEY MEAN_VALUE^T. What this difference loses of keys far from zero is small: the
     rounding errors of thousands of weighted keys average out.
 
     Programs: (N' * D / BD, the last segments first; heads; B). N' counts the segments of the slice of rows row_begin ..
-    rows_end, heads those with a linear tail. BK: keys at once, a divisor of BN; STAGES: of Triton's pipeline. T is the
-    input type. Products of float16 are in TF32, as those of `_weights`.
+    rows_end, heads those with a linear tail. share, shares: as for `_products`. T is the input type.
 
-        K, V                T [B, Hkv, Lk, D], strides k and v
+        PRODUCTS            float32 [B, heads, N', shares, D, D]: as `_products` wrote it
         LOG_SUM             float32 [B, Hq, parts], strides l: as `scores._log_sums` wrote it
-        WEIGHT              float32 [B, heads, N', P], strides w: as `_weights` wrote it
-        MASS                float32 [B, heads, N', SPANS]: likewise
-        KEY_SUMS            float32 [B, heads, N', SPANS, D]: as `_weights` wrote it
+        MASS                float32 [B, heads, N', SPANS]: as `_weights` wrote it
+        KEY_SUMS            float32 [B, heads, N', SPANS, D]: likewise
         VALUE_SUMS          float32 [B, heads, N', SPANS, D]: likewise
         LOG_MASS            float32 [B, heads, N']
         MEAN_KEY            float32 [B, heads, N', D]
@@ -221,7 +308,7 @@ def _covariances(
     h = tl.load(HEADS + i)
     segment = tl.load(SEGMENT + h)
     start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
-    _, k_first, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
+    _, _, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
     if row_begin + n * segment < tl.minimum(rows_end, q_len):
         of_call = row_begin // segment + n
         of_slice = (b * tl.num_programs(1) + i).to(tl.int64) * segments + n
@@ -231,29 +318,16 @@ def _covariances(
             prefix = window_start(of_call, segment, offset, start, BN) - start
             offs_d = tl.arange(0, D)
             offs_c = block * BD + tl.arange(0, BD)
-            offs_k = tl.arange(0, BK)
-            row = (k_first + start).to(tl.int64)
-            key = K + b.to(tl.int64) * stride_kb + (h // GROUP).to(tl.int64) * stride_kh + row * stride_kl
-            value = V + b.to(tl.int64) * stride_vb + (h // GROUP).to(tl.int64) * stride_vh + row * stride_vl
-            weight = WEIGHT + b.to(tl.int64) * stride_wb + i.to(tl.int64) * stride_wh + n.to(tl.int64) * stride_wn
+            inside = offs_d[:, None] * D + offs_c[None, :]
             products = tl.zeros([D, BD], tl.float32)
-            # the pipeline takes a load of one dimension if it is of 4 bytes and not masked; BK divides the prefix
-            for t0 in tl.range(0, prefix, BK, num_stages=STAGES):
-                t = t0 + offs_k
-                w = tl.load(weight + t)[None, :]
-                k = tl.load(key + t[None, :].to(tl.int64) * stride_kl + offs_d[:, None])
-                v = tl.load(value + t[:, None].to(tl.int64) * stride_vl + offs_c[None, :])
-                if K.dtype.element_ty == tl.bfloat16:
-                    products = tl.dot(k * w.to(tl.bfloat16), v, products)
-                elif K.dtype.element_ty == tl.float16:
-                    products = tl.dot(k.to(tl.float32) * w, v.to(tl.float32), products, input_precision="tf32")
-                else:
-                    products = tl.dot(k * w, v, products, input_precision="ieee")
+            of_share = PRODUCTS + of_slice * shares * (D * D) + inside
+            for _ in range(tl.cdiv(prefix, share)):
+                products += tl.load(of_share)
+                of_share += D * D
             mean_key = tl.sum(tl.load(KEY_SUMS + offs_span[:, None] * D + offs_d[None, :]), 0) / total
             mean_value = tl.sum(tl.load(VALUE_SUMS + offs_span[:, None] * D + offs_c[None, :]), 0) / total
             covariance = products / total - mean_key[:, None] * mean_value[None, :]
-            out = COVARIANCE + of_slice * (D * D) + offs_d[:, None] * D + offs_c[None, :]
-            tl.store(out, covariance.to(COVARIANCE.dtype.element_ty))
+            tl.store(COVARIANCE + of_slice * (D * D) + inside, covariance.to(COVARIANCE.dtype.element_ty))
             tl.store(MEAN_VALUE + of_slice * D + offs_c, mean_value)
             if block == 0:
                 log_sum = tl.load(LOG_SUM + b.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh + of_call)
@@ -383,7 +457,7 @@ def linear_sums(
     head_dim, heads, segments = shape.head_dim, len(tables.linear), score.shape[2]
     keys = score.shape[3] * call.config.grain
     size = shape.batch, heads, segments
-    at_once, warps, columns = sum_keys(head_dim, k.dtype), sum_warps(head_dim, k.dtype), sum_columns(head_dim)
+    at_once, columns = sum_keys(head_dim, k.dtype), product_columns(head_dim, k.dtype)
 
     def new(*last: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*size, *last, dtype=dtype, device=k.device)
@@ -392,32 +466,53 @@ def linear_sums(
     key_sums, value_sums = new(SPANS, head_dim), new(SPANS, head_dim)
     linear = Linear(new(), new(head_dim), new(head_dim), new(head_dim, head_dim, dtype=covariance_type(k.dtype)))
     span = max(SPAN_KEYS, -(-keys // (SPANS * at_once)) * at_once)
-    both = {
-        "LOG_SUM": log_sum, "K": k, "V": v, "WEIGHT": weight, "MASS": mass, "KEY_SUMS": key_sums,
-        "VALUE_SUMS": value_sums, "HEADS": tables.linear, **call.starts, "SEGMENT": tables.segment,
-        "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start, "rows_end": rows.stop,
-        "segments": segments, **strides("bh", l=log_sum), **strides("bhl", k=k, v=v), **strides("bhn", w=weight),
+    share = share_keys(segments, heads * shape.batch, keys, head_dim)
+    shares = -(-keys // share)
+    products = new(shares, head_dim, head_dim)
+    of_rows = {
+        "HEADS": tables.linear, **call.starts, "SEGMENT": tables.segment, "q_len": shape.q_len, "offset": shape.offset,
+        "row_begin": rows.start, "rows_end": rows.stop, "segments": segments,
     }  # fmt: skip
-    constants = {
-        "GROUP": shape.group, "D": head_dim, "SPANS": SPANS, "BN": call.config.tile.block_n,
-        "HAS_START": call.padded, "PACKED": call.packed,
+    sums = {"LOG_SUM": log_sum, "MASS": mass, "KEY_SUMS": key_sums, "VALUE_SUMS": value_sums}
+    read: dict[str, Argument] = {
+        "K": k, "V": v, "WEIGHT": weight, **strides("bhl", k=k, v=v), **strides("bhn", w=weight),
+    }  # fmt: skip
+    always = {
+        "D": head_dim, "BN": call.config.tile.block_n, "HAS_START": call.padded, "PACKED": call.packed,
     }  # fmt: skip
     launch(
         _weights,
         (SPANS * -(-segments // WEIGHT_SEGMENTS), heads, shape.batch),
-        {**both, "REP": representative, "SCORE": score, "span": span, **strides("bhn", r=representative, s=score)},
-        {**constants, "BS": WEIGHT_SEGMENTS, "BK": at_once, "GRAIN": call.config.grain, "STAGES": SUM_STAGES},
-        num_warps=warps,
+        {
+            **of_rows, **sums, **read, "REP": representative, "SCORE": score, "span": span,
+            **strides("bh", l=log_sum), **strides("bhn", r=representative, s=score),
+        },
+        {
+            **always, "GROUP": shape.group, "SPANS": SPANS, "BS": WEIGHT_SEGMENTS, "BK": at_once,
+            "GRAIN": call.config.grain, "STAGES": SUM_STAGES,
+        },
+        num_warps=sum_warps(head_dim, k.dtype),
+    )  # fmt: skip
+    launch(
+        _products,
+        (-(-segments // 2) * shares * (head_dim // columns), heads, shape.batch),
+        {**of_rows, **read, "PRODUCTS": products, "shares": shares, "share": share},
+        {
+            **always, "GROUP": shape.group, "BD": columns, "BK": min(at_once, call.config.tile.block_n),
+            "STAGES": SUM_STAGES,
+        },
+        num_warps=product_warps(head_dim),
     )  # fmt: skip
     launch(
         _covariances,
-        (segments * (head_dim // columns), heads, shape.batch),
+        (segments * (head_dim // COVARIANCE_COLUMNS), heads, shape.batch),
         {
-            **both, "LOG_MASS": linear.log_mass, "MEAN_KEY": linear.key, "MEAN_VALUE": linear.value,
-            "COVARIANCE": linear.covariance,
+            **of_rows, **sums, "PRODUCTS": products, "LOG_MASS": linear.log_mass, "MEAN_KEY": linear.key,
+            "MEAN_VALUE": linear.value, "COVARIANCE": linear.covariance, "shares": shares, "share": share,
+            **strides("bh", l=log_sum),
         },
-        {**constants, "BD": columns, "BK": min(at_once, call.config.tile.block_n), "STAGES": SUM_STAGES},
-        num_warps=warps,
+        {**always, "BD": COVARIANCE_COLUMNS, "SPANS": SPANS},
+        num_warps=COVARIANCE_WARPS,
     )  # fmt: skip
     return linear
 
@@ -455,19 +550,40 @@ def add_linear(
     )  # fmt: skip
 
 
+def share_keys(segments: int, heads: int, keys: int, head_dim: int) -> int:
+    """Keys of a share of a prefix, which one program of `_products` sums up: a multiple of every tile's keys.
+
+    Args:
+        segments: of a head.
+        heads: with a linear tail, of all batch entries.
+        keys: of the longest prefix.
+        head_dim: of keys and values.
+    """
+    fewest, most = PRODUCT_KEYS
+    shares = max(-(-PRODUCT_PROGRAMS // (-(-segments // 2) * heads)), -(-keys // most))
+    affordable = 1 + PRODUCT_BYTES // (segments * heads * 4 * head_dim**2)
+    share = -(-keys // max(1, min(shares, affordable, keys // fewest)))
+    return -(-share // LARGEST_TILE) * LARGEST_TILE
+
+
 def sum_keys(head_dim: int, dtype: torch.dtype) -> int:
-    """Keys of `dtype` that a program of `_weights` or `_covariances` takes at once; TF32 takes twice the registers."""
+    """Keys of `dtype` that a program of `_weights` or `_products` takes at once; TF32 takes twice the registers."""
     return 64 if dtype == torch.bfloat16 and head_dim <= 128 else 32
 
 
 def sum_warps(head_dim: int, dtype: torch.dtype) -> int:
-    """Warps of `_weights` and of `_covariances`."""
+    """Warps of `_weights`."""
     return 4 if head_dim <= (128 if dtype == torch.bfloat16 else 64) else 8
 
 
-def sum_columns(head_dim: int) -> int:
-    """Value columns of a program of `_covariances`: as many as registers hold sums of."""
-    return head_dim if head_dim <= 128 else 64
+def product_warps(head_dim: int) -> int:
+    """Warps of `_products`."""
+    return 4 if head_dim <= 64 else 8
+
+
+def product_columns(head_dim: int, dtype: torch.dtype) -> int:
+    """Value columns of a program of `_products`: as many as registers hold sums of, of two segments."""
+    return 128 if dtype == torch.bfloat16 and head_dim == 128 else 64
 
 
 def add_warps(head_dim: int) -> int:
@@ -486,5 +602,8 @@ def covariance_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def linear_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Workspace of one segment's sums, for inputs of `dtype`; the weight of each key of its prefix comes on top."""
-    return head_dim**2 * covariance_type(dtype).itemsize + 4 * (2 * head_dim + 1) * (SPANS + 1)
+    """Workspace of one segment's sums, for inputs of `dtype`.
+
+    The weight of each key of its prefix comes on top, and of a call at most PRODUCT_BYTES.
+    """
+    return head_dim**2 * (4 + covariance_type(dtype).itemsize) + 4 * (2 * head_dim + 1) * (SPANS + 1)
