@@ -43,9 +43,10 @@ from s2o_runtime.tiles import (
 
 PRODUCER_THREADS = 128  # of the specialised kernel
 COPY_BYTES = 16  # of one cp.async.cg
-SCORE_SEGMENTS = (10, 20, 40)  # segments of a call, one number for each form of the kernel `scores`
+SCORE_SEGMENTS = (10, 20)  # segments of a call, one number for each form of the kernel `scores`
 SCORE_REPRESENTATIVES = (4, 32)
 LOG_SUM_ROWS = (16, 64)
+TAIL_SEGMENTS = (40, 80)  # likewise, of the kernel `tail`
 POINTERS = {
     "Q": "bf16",
     "K": "bf16",
@@ -116,6 +117,7 @@ POINTERS = {
     "WEIGHT": "fp32",
     "KEY_SUMS": "fp32",
     "VALUE_SUMS": "fp32",
+    "PRODUCTS": "fp32",
 }
 FLOATS = ("qk_scale", "limit")
 # Bytes that a thread may keep in local memory; meant for what is computed once, outside the loops.
@@ -173,7 +175,7 @@ FLOAT16 = "float16"
 FLOAT16_VARIANTS: dict[str, dict[str, object]] = {
     FLOAT16: {"GRAIN": 4, "HAS_START": True},
 }
-FLOAT16_KERNELS = ("weights", "covariances", "add_linear")
+FLOAT16_KERNELS = ("weights", "products", "covariances", "add_linear")
 FLOAT16_POINTERS = {"Q": "fp16", "K": "fp16", "V": "fp16", "OUT": "fp16", "REP": "fp16", "COVARIANCE": "fp32"}
 LINEAR_KERNELS = ("mask_visited", *FLOAT16_KERNELS)
 FEATURE_KERNELS = ("prefill", "prefill_hopper", "trace", "log_sums", "scores")
@@ -267,13 +269,15 @@ def pipelined(case: Case, built: Compiled) -> str | None:
 
         rows = means.representative_rows(case.head_dim)
         tile_bytes, copies, threads = 2 * rows * case.head_dim, 2, 32 * means.REPRESENTATIVE_WARPS
-    elif case.kernel in ("weights", "covariances"):
+    elif case.kernel in ("weights", "products"):
         from s2o_runtime.kernels import linear
 
         dtype = linear_type(case)
-        columns = case.head_dim if case.kernel == "weights" else linear.sum_columns(case.head_dim)
+        weights = case.kernel == "weights"
+        columns = case.head_dim if weights else linear.product_columns(case.head_dim, dtype)
         tile_bytes = 2 * linear.sum_keys(case.head_dim, dtype) * (case.head_dim + columns)
-        copies, threads = linear.SUM_STAGES, 32 * linear.sum_warps(case.head_dim, dtype)
+        warps = linear.sum_warps(case.head_dim, dtype) if weights else linear.product_warps(case.head_dim)
+        copies, threads = linear.SUM_STAGES, 32 * warps
     elif case.tile is None:
         return None
     elif case.kernel == "antidiagonal":
@@ -300,7 +304,7 @@ def linear_type(case: Case) -> torch.dtype:
 
 def tensor_cores(case: Case, built: Compiled) -> str | None:
     """Products run on tensor cores: as wgmma on sm_90, where its 64 rows are there."""
-    products = ("scores", "log_sums", "tail", "mean_key_mass", "weights", "covariances", "add_linear")
+    products = ("scores", "log_sums", "tail", "mean_key_mass", "weights", "products", "add_linear")
     if case.tile is None and case.kernel not in products:
         return None
     few_rows = case.kernel == "weights" or (case.kernel == "log_sums" and case.rows < 64)
@@ -377,7 +381,8 @@ def cases() -> list[Case]:
             chosen += [Case("log_sums", capability, head_dim, rows=rows) for rows in LOG_SUM_ROWS]
             chosen += [Case("scores", capability, head_dim, rows=rows) for rows in SCORE_SEGMENTS]
             chosen += [Case("scores", capability, head_dim, representatives=count) for count in SCORE_REPRESENTATIVES]
-            chosen += [Case("pool", capability, head_dim), Case("tail", capability, head_dim)]
+            chosen.append(Case("pool", capability, head_dim))
+            chosen += [Case("tail", capability, head_dim, rows=rows) for rows in TAIL_SEGMENTS]
             chosen += [Case(kernel, capability, head_dim) for kernel in FLOAT16_KERNELS]
             if kernel_pass.compiles(pair, triton.__version__):
                 heights = {(tile.block_m, min(other.stride for other in tiles)) for tile in tiles}
@@ -576,13 +581,14 @@ def compile_case(case: Case) -> Compiled:
                 {"BS": linear.WEIGHT_SEGMENTS, "BK": linear.sum_keys(*shape), "STAGES": linear.SUM_STAGES},
                 linear.sum_warps(*shape),
             ),
-            "covariances": (
+            "products": (
                 {
-                    "BD": linear.sum_columns(case.head_dim), "BK": linear.sum_keys(*shape),
+                    "BD": linear.product_columns(*shape), "BK": linear.sum_keys(*shape),
                     "STAGES": linear.SUM_STAGES,
                 },
-                linear.sum_warps(*shape),
+                linear.product_warps(case.head_dim),
             ),
+            "covariances": ({"BD": linear.COVARIANCE_COLUMNS}, linear.COVARIANCE_WARPS),
             "add_linear": (
                 {
                     "BM": linear.ADD_ROWS, "BD": linear.ADD_COLUMNS,
@@ -596,7 +602,7 @@ def compile_case(case: Case) -> Compiled:
         return compile_kernel(kernel, constants | own, case.capability, ASTSource, {"num_warps": warps}, types)
     if case.tile is None:
         parts = means.parts_at_once(case.representatives)
-        warps = scores.score_warps(case.representatives, case.head_dim)
+        at_once = tail.tail_segments(case.rows, case.head_dim)
         own, options = {
             "representatives": (
                 {
@@ -610,20 +616,21 @@ def compile_case(case: Case) -> Compiled:
             ),
             "scores": (
                 {
-                    "WARPS": warps,
-                    "BS": scores.segments_at_once(case.rows, case.representatives),
+                    "WARPS": scores.SCORE_WARPS,
+                    "BS": scores.segments_at_once(case.rows, case.representatives, case.head_dim),
                     "HEADS": scores.heads_at_once(case.representatives, 4),
                 },
                 {
-                    "num_warps": warps,
+                    "num_warps": scores.SCORE_WARPS,
                     "num_stages": scores.SCORE_STAGES,
-                    "maxnreg": scores.score_registers(warps, case.head_dim, *divmod(case.capability, 10)),
+                    "maxnreg": scores.MAX_REGISTERS,
                 },
             ),
             "order": ({}, {"num_warps": order.ORDER_WARPS}),
             "pool": ({"ROWS": tail.POOL_STEPS}, {"num_warps": tail.POOL_WARPS}),
             "tail": (
-                {"BS": tail.TAIL_SEGMENTS, "BK": tail.tail_steps(case.head_dim)}, {"num_warps": tail.TAIL_WARPS},
+                {"BS": at_once, "BK": tail.tail_steps(at_once, case.head_dim)},
+                {"num_warps": tail.tail_warps(at_once)},
             ),
         }[case.kernel]  # fmt: skip
         home = {"representatives": means, "order": order, "pool": tail, "tail": tail}.get(case.kernel, scores)

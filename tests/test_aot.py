@@ -76,7 +76,7 @@ def test_all_kernels_are_compiled_for_all_targets():
     assert {case.kernel for case in cases() if case.capability == 90 and case.head_dim in (64, 128)} == {
         "prefill", "prefill_hopper", "representatives", "log_sums", "scores", "pool", "tail", "trace",
         "block_sparse", "pool_blocks", "mean_key_mass", "antidiagonal", "gather_pages", "channel_ranges",
-        "quantise_keys", "weights", "covariances", "add_linear", "combine",
+        "quantise_keys", "weights", "products", "covariances", "add_linear", "combine",
     }  # fmt: skip
 
 

@@ -310,18 +310,53 @@ def test_tail_sums_are_those_of_the_order(shares, starts, grain, head_dim, nan_f
     config = LayerConfig.uniform(4, segment=64, representatives=4, tail=True, grain=grain, tile=TILE)
     call = call_of(q, k, config, kv_start)
     ranked, tail = Ranker(q, keys_of(k, call), v, call).rank(range(230))
-    for b, h, n in itertools.product(range(2), range(4), range(4)):
-        start, first = prefix_of(call, b, h, n)
-        steps = (first - start) // grain
-        weights = ranked.score[b, h, n, :steps].double().exp2()
-        means = v[b, h // 2, start:first].double().view(steps, grain, head_dim).mean(1)
-        place = (ranked.order[b, h, n, :steps].long() - start) // grain
-        for e, begin in enumerate(tail.first[b, h, n, :: BUCKETS // EDGES].tolist()):
-            rest = place[begin:]
-            on_the_border = float(weights[rest].max()) * 2 if len(rest) else 1e-6  # may count for either bucket
-            mass, values = tail.mass[b, h, n, e].double(), tail.values[b, h, n, e].double()
-            torch.testing.assert_close(mass, weights[rest].sum(), rtol=1e-4, atol=on_the_border)
-            torch.testing.assert_close(values, weights[rest] @ means[rest], rtol=1e-4, atol=on_the_border * 4)
+    assert_tail_sums(tail, ranked, v, call)
+
+
+@pytest.mark.parametrize("starts", all_but_first([[30], [30, 0], None], SLOW), ids=str)
+@pytest.mark.parametrize("head_dim", all_but_first([64, 128], SLOW))
+@pytest.mark.parametrize("shares", all_but_first([2, 1], SLOW))
+def test_tail_sums_of_more_segments_at_once(shares, head_dim, starts, nan_filled, monkeypatch):
+    """The last program has one segment, of the eight that it could have."""
+    monkeypatch.setattr(tail_module, "tail_shares", lambda programs, steps: shares)
+    q, k, v = inputs(len(starts or [0]), 2, 1, 560, 700, head_dim)
+    kv_start = None if starts is None else torch.tensor(starts)
+    heads = (HeadConfig(1.0, 64, representatives=4, tail=True), HeadConfig(1.0, 128, tail=True))
+    call = call_of(q, k, LayerConfig(heads, TILE, grain=4), kv_start)
+    ranked, four = Ranker(q, keys_of(k, call), v, call).rank(range(560))
+    monkeypatch.setattr(tail_module, "MANY_SEGMENTS", 1)
+    assert tail_module.tail_segments(9, head_dim) == 8
+    eight = tail_module.tail_sums(ranked, tail_module.pooled_values(v, call), call, range(560))
+    for ours, expected in zip(eight, four, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert_tail_sums(eight, ranked, v, call)
+
+
+def assert_tail_sums(tail, ranked, v, call):
+    """The sums of a whole call are those of its order, in plain torch; v: [B, Hkv, Lk, D]."""
+    shape, grain = call.shape, call.config.grain
+    for b, h in itertools.product(range(shape.batch), range(shape.query_heads)):
+        for n in range(-(-shape.q_len // call.config.heads[h].segment)):
+            start, first = prefix_of(call, b, h, n)
+            steps = (first - start) // grain
+            weights = ranked.score[b, h, n, :steps].double().exp2()
+            means = v[b, h // shape.group, start:first].double().view(steps, grain, shape.head_dim).mean(1)
+            place = (ranked.order[b, h, n, :steps].long() - start) // grain
+            for e, begin in enumerate(tail.first[b, h, n, :: BUCKETS // EDGES].tolist()):
+                rest = place[begin:]
+                on_the_border = float(weights[rest].max()) * 2 if len(rest) else 1e-6  # may count for either bucket
+                mass, values = tail.mass[b, h, n, e].double(), tail.values[b, h, n, e].double()
+                torch.testing.assert_close(mass, weights[rest].sum(), rtol=1e-4, atol=on_the_border)
+                torch.testing.assert_close(values, weights[rest] @ means[rest], rtol=1e-4, atol=on_the_border * 4)
+
+
+def test_many_segments_are_added_up_more_at_once():
+    few, many = tail_module.TAIL_SEGMENTS
+    for segments in range(1, 200):
+        for head_dim in (64, 128):
+            expected = few if segments < tail_module.MANY_SEGMENTS else many
+            assert tail_module.tail_segments(segments, head_dim) == expected
+        assert tail_module.tail_segments(segments, 256) == few  # registers hold no more sums of it
 
 
 def test_few_long_segments_are_shared_and_many_or_short_ones_are_not():

@@ -16,7 +16,16 @@ from s2o_runtime.kernels import linear as linear_module
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.call import Call, head_tables
 from s2o_runtime.kernels.keys import keys_of
-from s2o_runtime.kernels.linear import WEIGHT_BYTES, covariance_type, linear_bytes
+from s2o_runtime.kernels.linear import (
+    LARGEST_TILE,
+    PRODUCT_BYTES,
+    PRODUCT_KEYS,
+    PRODUCT_PROGRAMS,
+    WEIGHT_BYTES,
+    covariance_type,
+    linear_bytes,
+    share_keys,
+)
 from s2o_runtime.kernels.prefill import Ranker, row_slices, s2o_prefill
 from s2o_runtime.kernels.primitives import LOG2E
 from s2o_runtime.reference.attention import s2o_attention_reference
@@ -231,6 +240,89 @@ def test_packed_sequences_are_sequences_on_their_own(lse, nan_filled):
         begin = end
 
 
+SHARED = [
+    pytest.param([0], 180, 64, 64, False, id="three-segments"),
+    pytest.param([75, 0], 180, 64, 32, True, id="left-padded-slices-two-blocks-of-columns"),
+    pytest.param([329, 3], 230, 64, 32, False, id="four-segments-left-padded"),
+    pytest.param([0], 180, 256, 64, False, id="D256"),
+]
+
+
+@pytest.mark.parametrize(("starts", "q_len", "head_dim", "columns", "sliced"), all_but_first(SHARED, SLOW))
+def test_programs_share_the_keys_of_a_prefix(starts, q_len, head_dim, columns, sliced, monkeypatch, nan_filled):
+    """Of the first two segments, whose products one program sums up, one has keys in two shares and one in three."""
+    shares = use_shares_of_64_keys(monkeypatch)
+    monkeypatch.setattr(linear_module, "product_columns", lambda head_dim, dtype: columns)
+    q, k, v = inputs(len(starts), 2, 1, q_len, 100 + q_len, head_dim)
+    kv_start = torch.tensor(starts) if any(starts) else None
+    call = call_of(q, k, LayerConfig((LINEAR, MIXED[2]), TILE, grain=4), kv_start)
+    prefixes = (prefix_of(call, len(starts) - 1, 0, n) for n in (0, 1))
+    assert [first - start for start, first in prefixes] == [96, 160]
+    if sliced:
+        monkeypatch.setattr(prefill_module, "WORKSPACE_BYTES", 1)
+        assert row_slices(call, 1) == [range(128), range(128, 180)]
+    agree(*run_both(q, k, v, call.config, kv_start))
+    assert min(shares) >= 3
+
+
+@SLOW
+def test_packed_sequences_share_the_keys_of_their_prefixes(monkeypatch, nan_filled):
+    """Sequences of three, no, one and two segments are what they are on their own, where nothing is shared."""
+    q_lens, k_lens = [180, 0, 50, 100], [280, 0, 240, 101]
+    parts = [inputs(1, 2, 1, n, m, 64) for n, m in zip(q_lens, k_lens, strict=True) if n]
+    q, k, v = (torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3))
+    cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32) for lens in (q_lens, k_lens))
+    config = LayerConfig((LINEAR, MIXED[2]), TILE, grain=4)
+    alone = [s2o_attention(*part, config, backend="triton", return_lse=True) for part in parts]
+    shares = use_shares_of_64_keys(monkeypatch)
+    packed, packed_lse, _ = s2o_attention_varlen(
+        q, k, v, cu_q, cu_k, 180, 280, config, backend="triton", return_lse=True
+    )
+    assert min(shares) >= 4
+    own = (torch.cat([getattr(each, name)[0] for each in alone], 1) for name in ("out", "lse"))
+    for ours, expected in zip((packed.transpose(0, 1), packed_lse), own, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def use_shares_of_64_keys(monkeypatch):
+    """Let several programs share a short prefix.
+
+    Returns:
+        A list, which gets the number of shares of every launch to come.
+    """
+    shares, launch = [], linear_module.launch
+
+    def recorded(kernel, grid, arguments, *rest, **options):
+        if "PRODUCTS" in arguments:
+            shares.append(arguments["shares"])
+        launch(kernel, grid, arguments, *rest, **options)
+
+    monkeypatch.setattr(linear_module, "launch", recorded)
+    monkeypatch.setattr(linear_module, "PRODUCT_KEYS", (1, 64))
+    monkeypatch.setattr(linear_module, "LARGEST_TILE", 64)
+    return shares
+
+
+def test_shares_of_a_prefix_are_whole_tiles_that_fit_their_workspace():
+    fewest, most = PRODUCT_KEYS
+    assert not any(LARGEST_TILE % TileConfig(block_n=block_n).block_n for block_n in (32, 64, 128))
+    for segments, heads, keys, head_dim in itertools.product(
+        (1, 2, 3, 17, 64, 511, 4096), (1, 3, 8, 64), (16, 2047, 2048, 4112, 32784, 131072, 1 << 20), (64, 128, 256)
+    ):
+        share = share_keys(segments, heads, keys, head_dim)
+        assert share > 0
+        assert share % LARGEST_TILE == 0
+        shares = -(-keys // share)
+        further_share = segments * heads * 4 * head_dim**2  # bytes of its products
+        assert (shares - 1) * further_share <= PRODUCT_BYTES
+        assert share >= fewest or shares == 1
+        assert share <= most or shares * further_share > PRODUCT_BYTES
+        # no more programs than fill a GPU, but for shares that would be too long
+        assert (shares - 1) * -(-segments // 2) * heads < PRODUCT_PROGRAMS or shares <= -(-keys // most)
+    assert share_keys(16, 8, 16384, 128) == 2048  # of 8 shares, the shortest
+    assert share_keys(4096, 8, 131072, 128) == 131072  # another share would need 2 GiB
+
+
 def test_slicing_the_rows_changes_nothing(monkeypatch, nan_filled):
     q, k, v = inputs(1, 3, 1, 250, 330, 64)
     call = call_of(q, k, mixed(3, grain=4))
@@ -251,7 +343,7 @@ def test_slices_leave_room_for_the_sums():
             assert segments * 4 * (linear_bytes(64, dtype) + key_bytes * keys) <= 1 << 22
             assert (segments + 1) * 4 * (linear_bytes(64, dtype) + key_bytes * (keys + 64)) > 1 << 22
         assert len(slices) > len(row_slices(plain, 1 << 22, dtype))
-    assert linear_bytes(128, torch.bfloat16) == 2 * 128 * 128 + 33 * 4 * (2 * 128 + 1)
+    assert linear_bytes(128, torch.bfloat16) == (2 + 4) * 128 * 128 + 33 * 4 * (2 * 128 + 1)
 
 
 def test_heads_without_a_linear_tail_launch_nothing_for_it(monkeypatch):
@@ -286,7 +378,7 @@ def test_a_warmup_launches_them_too(monkeypatch):
     monkeypatch.setattr(warmup_module, "SEGMENTS", (2,))
     config = LayerConfig.uniform(1, segment=64, tile=TILE, linear=True)
     warmup_module.warmup(config, kv_heads=1, head_dim=64, dtype=torch.float32, device="cpu")
-    assert names == ["_mask_visited", "_weights", "_covariances", "_add_linear"]
+    assert names == ["_mask_visited", "_weights", "_products", "_covariances", "_add_linear"]
 
 
 def test_a_server_compiles_layers_with_and_without_linear_tails():
