@@ -26,13 +26,14 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 FEWEST = 40  # queries
 
 
-def profile(tau=1.0, lengths=(128, 512)):
-    """Two layers that stop, and a dense one; the heads of a layer differ."""
+def profile(tau=1.0, lengths=(128, 512), layer_numbers=()):
+    """Two layers, one of them dense; the heads of a layer differ. With layer numbers the model has two others."""
     tile = TileConfig(64, 32, 2, 4, 1, min_queries=FEWEST)
     heads = tuple(HeadConfig(tau * (1 + index), 64, representatives=1 + index % 2) for index in range(HEADS))
     config = LayerConfig(heads, tile, grain=4)
     longer = LayerConfig(tuple(replace(head, tau=head.tau / 2) for head in heads), tile, grain=4)
-    geometry = Geometry("llama", 2, HEADS, KV_HEADS, HEAD_DIM)
+    others = (("sliding_attention", 2),) if layer_numbers else ()
+    geometry = Geometry("llama", 2, HEADS, KV_HEADS, HEAD_DIM, layer_numbers, others)
     buckets = ((config, config.as_dense()), (longer, longer.as_dense()))
     return Profile("made", geometry, "", DeviceIdentity("cpu", "cpu"), lengths, buckets).validate()
 
@@ -235,6 +236,25 @@ def test_layers_that_are_none_of_the_profiles_are_counted():
     out, _ = engine.feed([(request, 300)], layer=7)
     torch.testing.assert_close(out, dense(request, 300), rtol=1e-4, atol=1e-5)
     assert engine.server.counters.rows == {(7, "dense", "the layer is none of the profile's"): 300}
+
+
+def test_decoder_layers_get_their_own_rows_of_the_profile():
+    """In a model whose layers 1 and 3 alone have full attention."""
+    made = server(layer_numbers=(1, 3))
+    config = made.fit.layers[0].config(300)
+    for number in range(4):
+        engine = FakeEngine(made)
+        request = engine.add(300)
+        out, _ = engine.feed([(request, 300)], layer=number)
+        expected = alone(request, 300, config).out if number == 1 else dense(request, 300)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    assert made.counters.rows == {
+        (0, "dense", "the layer is none of the profile's"): 300,
+        (1, "s2o", "the tensors are on the cpu, the kernel needs a GPU"): 300,
+        (2, "dense", "the layer is none of the profile's"): 300,
+        (3, "dense", "every head of the layer is dense"): 300,
+    }
+    assert set(made.counters.sampled) == {1}
 
 
 @pytest.mark.parametrize(("action", "path"), [("warn", "s2o"), ("dense", "dense")])

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -12,6 +13,8 @@ from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, InputError, ProfileError
+from s2o_runtime.huggingface.drift import allowed_errors
+from s2o_runtime.profile import load_profile
 from s2o_runtime.serving.counters import SAMPLED_EVERY, Counters
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Server, Site
@@ -74,8 +77,6 @@ def site(**changes):
 
 
 def demo_sizes():
-    from s2o_runtime.profile import load_profile
-
     sizes = load_profile(DEMO).geometry
     return {
         "model_type": sizes.architecture,
@@ -97,12 +98,27 @@ def test_one_line_says_what_will_run_where(caplog):
 
 def test_the_demos_limits_are_checked_on_one_rank(caplog):
     server = Server(Settings(DEMO), site(model=demo_sizes(), rank=Rank()))
-    assert {layer.index for layer in server.fit.layers if layer.drift} == set(server.counters.drift) == set(range(6))
+    assert {layer.number for layer in server.fit.layers if layer.drift} == set(server.counters.drift) == set(range(6))
     assert server.fit.layers[0].drift.check.action == "warn"
     with caplog.at_level(logging.INFO, logger="s2o_runtime"):
         assert not Server(Settings(DEMO), site(model=demo_sizes())).counters.drift
         assert not Server(Settings(DEMO, drift="off"), site(model=demo_sizes(), rank=Rank())).counters.drift
     assert "a rank of several sees its own heads only" in caplog.text
+
+
+def test_drift_is_of_decoder_layers(monkeypatch):
+    """Whose numbers are not those of rows, in a model that has layers of other kinds too."""
+    profile = load_profile(DEMO)
+    numbers, others = tuple(range(1, 12, 2)), (("sliding_attention", 6),)
+    profile = replace(profile, geometry=replace(profile.geometry, layer_numbers=numbers, others=others))
+    monkeypatch.setattr("s2o_runtime.serving.server.load_profile", lambda path: profile)
+    model = demo_sizes() | {"num_hidden_layers": 12, "sliding_window": 48}
+    model["layer_types"] = ["sliding_attention", "full_attention"] * 6
+    server = Server(Settings(DEMO), site(model=model, rank=Rank()))
+    assert {number: monitor.layer for number, monitor in server.counters.drift.items()} == {n: n for n in numbers}
+    geometry = profile.geometry
+    sizes = geometry.query_heads, geometry.kv_heads, geometry.head_dim
+    assert [server.fit.layer(number, *sizes).drift.allowed for number in numbers] == allowed_errors(profile)
 
 
 def test_every_configuration_that_is_compiled_alike_runs_once(monkeypatch):

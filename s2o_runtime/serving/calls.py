@@ -92,9 +92,9 @@ def compute(
     )  # fmt: skip
     stats = attention.stats
     assert stats is not None
-    counters.add(layer.index, "dense" if stats.backend == "dense" else "s2o", stats.reason, run.end - run.begin)
-    if stats.backend != "dense" and counters.is_sampled(layer.index):
-        counters.keep(layer.index, stats)
+    counters.add(layer.number, "dense" if stats.backend == "dense" else "s2o", stats.reason, run.end - run.begin)
+    if stats.backend != "dense" and counters.is_sampled(layer.number):
+        counters.keep(layer.number, stats)
         if layer.drift is not None and run.last == run.first + 1:
             pages = PagedKeys(k_pages, v_pages, call.block_table, call.cu_k, max_k=run.max_k, total_k=run.total_k)
             packed = (query, *gathered(pages, query.dtype), out)

@@ -63,13 +63,13 @@ class LayerFit:
     """One layer of a profile on one rank.
 
     Attributes:
-        index: the layer's, in the whole model.
+        number: of the decoder layer, which counters and logs name.
         drift: checks the layer's error; None where nothing does.
     """
 
-    def __init__(self, fit: ProfileFit, index: int) -> None:
-        self.index = index
-        self._fit = fit
+    def __init__(self, fit: ProfileFit, row: int) -> None:
+        self.number = fit.profile.geometry.layer_number(row)
+        self._fit, self._row = fit, row
         self.drift: DriftMonitor | None = None
         self._configs: dict[int, LayerConfig] = {}
         limits = tuple(
@@ -80,7 +80,7 @@ class LayerFit:
                 fewest_queries(config.tile, fit.capability),
                 min((head.segment for head in config.heads if head.mode != "dense"), default=0),
             )
-            for config in (self._sliced(bucket[index]) for bucket in fit.profile.layers)
+            for config in (self._sliced(bucket[row]) for bucket in fit.profile.layers)
         )
         self._limits = fit.kinds.setdefault(limits, len(fit.kinds))  # one number, which takes no time to hash
 
@@ -99,7 +99,7 @@ class LayerFit:
         """The configuration of this rank's heads behind so many keys; one object for lengths that share it."""
         step = length_step(keys)
         if step not in self._configs:
-            config = self._sliced(self._fit.profile.layer_config(self.index, keys))
+            config = self._sliced(self._fit.profile.layer_config(self._row, keys))
             self._configs[step] = next((known for known in self._configs.values() if known == config), config)
         return self._configs[step]
 
@@ -143,7 +143,7 @@ class ProfileFit:
         capability: the device's, (0, 0) for a CPU.
         decode_queries: the most queries that a request brings while it decodes; such batches may be CUDA graphs.
         kinds: the limits within which layers are sparse, each with a number of its own.
-        layers: of the profile, on this rank.
+        layers: of the profile, on this rank, in the order of its tables.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class ProfileFit:
         self.kv_heads = rank.kv_heads(profile.geometry.kv_heads)
         self.capability, self.decode_queries = capability(device), decode_queries
         self.kinds: dict[object, int] = {}
-        self.layers = tuple(LayerFit(self, index) for index in range(profile.geometry.layers))
+        self.layers = tuple(LayerFit(self, row) for row in range(profile.geometry.layers))
 
     @property
     def min_queries(self) -> int:
@@ -172,12 +172,16 @@ class ProfileFit:
             for layer in range(self.profile.geometry.layers)
         )
 
-    def layer(self, index: int, num_heads: int, num_kv_heads: int, head_dim: int) -> LayerFit | str:
-        """A layer of the model that is served, or why it is not one of the profile's, such as a draft model's."""
+    def layer(self, number: int, num_heads: int, num_kv_heads: int, head_dim: int) -> LayerFit | str:
+        """A decoder layer of the served model by its number, or why it is none of the profile's.
+
+        Layers of another kind have no row in a profile's tables, nor have a draft model's.
+        """
         expected = (len(self.heads), len(self.kv_heads), self.profile.geometry.head_dim)
-        if not 0 <= index < len(self.layers) or (num_heads, num_kv_heads, head_dim) != expected:
+        row = self.profile.geometry.row_of(number)
+        if row is None or (num_heads, num_kv_heads, head_dim) != expected:
             return "the layer is none of the profile's"
-        return self.layers[index]
+        return self.layers[row]
 
 
 def check_model(profile: Profile, config: Any, checkpoint: Path | None, *, strict: bool = True) -> str:

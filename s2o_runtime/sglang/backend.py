@@ -94,7 +94,7 @@ class _Backend:
         assert isinstance(fit, LayerFit)
         plan = batch.plan(fit)
         for reason, count in plan.dense_rows.items():
-            counters.add(fit.index, "dense", reason, count)
+            counters.add(fit.number, "dense", reason, count)
         if plan.is_dense:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **named)
         if save_kv_cache and k is not None and v is not None:

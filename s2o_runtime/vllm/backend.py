@@ -188,7 +188,7 @@ class _Implementation:
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)  # type: ignore[no-any-return]
         plan = batch.plan(fit)
         for reason, count in plan.dense_rows.items():
-            server.counters.add(fit.index, "dense", reason, count)
+            server.counters.add(fit.number, "dense", reason, count)
         if plan.is_dense:
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)  # type: ignore[no-any-return]
         for run in plan.runs:
