@@ -99,6 +99,38 @@ def test_baselines_take_no_packed_sequences():
     assert half.why_dense(1024, 1024) is None
 
 
+def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_backend(monkeypatch):
+    """Also those that differ in nothing but one head's mode, the scores or the tile."""
+    monkeypatch.setattr("s2o_runtime.serving.fit.capability", lambda device: (8, 0))
+    tile = TileConfig(64, 64, 4, 4, 2, min_queries=200)
+    stopping, linear = HeadConfig(0.1, 128), HeadConfig(segment=128, linear=True)
+    baseline = HeadConfig(segment=128, mode="baseline", baseline=PBS(keep=0.5))
+    plain = LayerConfig((stopping,) * 8, tile)
+    layers = [
+        (plain, plain),
+        (replace(plain, heads=(stopping,) * 7 + (baseline,)),) * 2,
+        (replace(plain, tile=TileConfig(64, 128, 4, 4, 2, specialized=True, min_queries=200)),) * 2,
+        (replace(plain, heads=(HeadConfig(0.1, 256),) * 8),) * 2,
+        (plain.as_dense(), plain.as_dense()),
+        (replace(plain.as_dense(), scores="int8"),) * 2,
+        (plain, plain.as_dense()),
+        (replace(plain, heads=(linear,) * 8), plain.as_dense()),
+        (replace(plain, heads=(HeadConfig(0.2, 128, representatives=4),) * 8), plain),
+    ]
+    geometry = Geometry("llama", len(layers), 8, 2, 64)
+    buckets = tuple(zip(*layers, strict=True))
+    made = Profile("made", geometry, "", DeviceIdentity("cuda", "H", (8, 0)), (1024, 4096), buckets).validate()
+    fit = ProfileFit(made, Rank(), CPU)
+    calls = [(queries, keys) for queries in (1, 150, 250, 1500) for keys in (1000, 1800, 4096, 9000) if queries <= keys]
+    calls += [(keys, keys) for keys in (1024, 1800, 4096)]
+    assert fit.rejected is None
+    answers = [tuple(layer.why_dense(*call) for call in calls) for layer in fit.layers]
+    for first, of_first in zip(fit.layers, answers, strict=True):
+        for second, of_second in zip(fit.layers, answers, strict=True):
+            assert first.kind != second.kind or of_first == of_second
+    assert fit.layers[0].kind == fit.layers[-1].kind  # thresholds make no difference
+
+
 def test_a_tile_that_the_gpu_cannot_run_is_dense():
     fit = ProfileFit(profile(tile=TileConfig(64, 128, 4, 4, 2, specialized=True, min_queries=200)), Rank(), CPU)
     fit.capability = (8, 0)

@@ -72,15 +72,20 @@ class LayerFit:
         self._fit, self._row = fit, row
         self.drift: DriftMonitor | None = None
         self._configs: dict[int, LayerConfig] = {}
-        limits = tuple(
+        of_buckets = [bucket[row] for bucket in fit.profile.layers]
+        limits = tuple(  # all that `why_dense` looks at
             (
+                whole.has_linear,  # such a layer takes its longer bucket's configuration between two
                 config.is_dense,
+                config.scores,
+                bool(config.baseline_heads),
+                self._tile_obstacle(config),
                 config.tile.dense_below,
                 config.tile.tail_keys,
                 fewest_queries(config.tile, fit.capability),
                 min((head.segment for head in config.heads if head.mode != "dense"), default=0),
             )
-            for config in (self._sliced(bucket[row]) for bucket in fit.profile.layers)
+            for whole, config in ((whole, self._sliced(whole)) for whole in of_buckets)
         )
         self._limits = fit.kinds.setdefault(limits, len(fit.kinds))  # one number, which takes no time to hash
 
@@ -107,6 +112,13 @@ class LayerFit:
         heads = self._fit.heads
         return replace(config, heads=config.heads[heads.start : heads.stop])
 
+    def _tile_obstacle(self, config: LayerConfig) -> str | None:
+        """Why the device cannot run a configuration's tile; None if it can, or is a CPU, which runs the reference."""
+        fit = self._fit
+        if fit.capability == NO_GPU:
+            return None
+        return tile_obstacle(config.tile, fit.profile.geometry.head_dim, fit.capability)
+
     def why_dense(self, queries: int, keys: int, *, packed: bool = True) -> str | None:
         """Why a request of so many queries and keys is computed densely, by the stock backend; None if S2O does.
 
@@ -125,9 +137,9 @@ class LayerFit:
         config = self.config(keys)
         if packed and config.baseline_heads:
             return "a baseline's head takes no packed sequences"
-        head_dim = fit.profile.geometry.head_dim
-        if fit.capability != NO_GPU and (obstacle := tile_obstacle(config.tile, head_dim, fit.capability)):
+        if obstacle := self._tile_obstacle(config):
             return obstacle
+        head_dim = fit.profile.geometry.head_dim
         shape = CallShape(1, config.num_heads, len(fit.kv_heads), queries, keys, head_dim, head_dim)
         return why_dense(config, shape, fit.capability)
 
