@@ -240,5 +240,5 @@ def test_what_does_not_fit_is_one_sentence(change, said):
 def test_pages_may_not_be_larger_than_a_kernel_was_tried_with():
     k, _, pages = pages_of([37], 1024, LAYOUTS[0])
     assert torch.equal(gather_pages_reference(pages, torch.float32)[0], k)
-    with pytest.raises(InputError, match="pages have 2048 tokens: use at most 1024"):
+    with pytest.raises(InputError, match="pages have 2048 tokens, more than 1024: use smaller ones"):
         pages_of([37], 2048, LAYOUTS[0])

@@ -257,6 +257,15 @@ def test_decoder_layers_get_their_own_rows_of_the_profile():
     assert set(made.counters.sampled) == {1}
 
 
+def test_pages_that_the_op_does_not_take_are_the_stock_backends():
+    made = server()
+    engine = FakeEngine(made, page_size=2048, pages=2)
+    request = engine.add(300)
+    out, _ = engine.feed([(request, 300)])
+    torch.testing.assert_close(out, dense(request, 300), rtol=1e-4, atol=1e-5)
+    assert made.counters.rows == {(0, "dense", "pages have 2048 tokens, more than 1024"): 300}
+
+
 @pytest.mark.parametrize(("action", "path"), [("warn", "s2o"), ("dense", "dense")])
 def test_a_layer_past_its_budget_is_noticed(action, path, monkeypatch):
     """Sampled calls are compared with dense attention; with action "dense" the layer runs dense from then on."""

@@ -15,11 +15,13 @@ from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, InputError, ProfileError
 from s2o_runtime.huggingface.drift import allowed_errors
 from s2o_runtime.profile import load_profile
+from s2o_runtime.serving.calls import cache_obstacle
 from s2o_runtime.serving.counters import SAMPLED_EVERY, Counters
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Server, Site
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.shapes import CallShape
+from s2o_runtime.vllm import host
 from s2o_runtime.vllm.settings import settings_of
 
 DEMO = Path(__file__).parents[1] / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
@@ -94,6 +96,29 @@ def test_one_line_says_what_will_run_where(caplog):
     assert "in vLLM 0.32.0: profile" in line
     assert "6 of 6 layers sparse from 1024 to 3072 keys and from 2 new tokens on" in line
     assert line.endswith("rank 1 of 2 holds query heads 4 to 7; all else goes to STOCK")
+
+
+def test_a_server_whose_layers_all_go_to_the_stock_backend_says_so(caplog):
+    """And takes no memory for calls that will not come."""
+    server = Server(Settings(DEMO), site(model=demo_sizes(), obstacle=cache_obstacle("fp8")))
+    assert caplog.messages[-1].endswith("in vLLM 0.32.0: all rows go to STOCK: the KV cache is fp8")
+    assert server.obstacle == "the KV cache is fp8"
+
+
+@pytest.mark.parametrize(
+    ("cache", "said"),
+    [
+        ({}, None),
+        ({"cache_dtype": "bfloat16", "block_size": 1024}, None),
+        ({"cache_dtype": "fp8"}, "the KV cache is fp8"),
+        ({"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}, None),
+        ({"block_size": 2048}, "pages have 2048 tokens, more than 1024"),
+        ({"block_size": 2048, "kv_cache_dtype_skip_layers": ["0"]}, "pages have 2048 tokens, more than 1024"),
+        ({"block_size": None}, None),
+    ],
+)
+def test_what_vllms_cache_keeps_from_all_layers(cache, said):
+    assert host._obstacle(SimpleNamespace(**{"cache_dtype": "auto", "block_size": 16, **cache})) == said
 
 
 def test_the_demos_limits_are_checked_on_one_rank(caplog):

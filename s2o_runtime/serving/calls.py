@@ -8,7 +8,7 @@ from torch import Tensor
 
 from s2o_runtime.attention.paged import gathered, s2o_attention_paged
 from s2o_runtime.lengths import shared_bound
-from s2o_runtime.pages import PagedKeys, packed_starts
+from s2o_runtime.pages import PagedKeys, packed_starts, page_obstacle
 from s2o_runtime.scoring import Scoring
 from s2o_runtime.serving.counters import Counters
 from s2o_runtime.serving.fit import LayerFit
@@ -116,6 +116,11 @@ def layer_obstacle(
         return "the layer has attention sinks"
     if alibi:
         return "the layer has ALiBi slopes"
+    return cache_obstacle(kv_cache_dtype)
+
+
+def cache_obstacle(kv_cache_dtype: str, page_size: int = 1) -> str | None:
+    """Why no layer whose keys are in a server's cache runs S2O, by the cache's type and pages; None if layers may."""
     if kv_cache_dtype not in PLAIN_CACHES:
         return f"the KV cache is {kv_cache_dtype}"
-    return None
+    return page_obstacle(page_size)

@@ -40,6 +40,7 @@ class Site:
         device: of this process.
         max_keys: the longest prompt that the server takes.
         decode_queries: the most queries that a request brings while it decodes, more than one with speculation.
+        obstacle: why no layer will run S2O, where that is known at start, as by the KV cache's type.
     """
 
     engine: str
@@ -50,10 +51,14 @@ class Site:
     device: torch.device
     max_keys: int
     decode_queries: int = 1
+    obstacle: str | None = None
 
 
 class Server:
     """The profile of a server, on one rank.
+
+    Attributes:
+        obstacle: why nothing will run S2O, as far as is known at start; None if something may.
 
     Raises:
         ProfileError: the profile cannot be read, or is of another model or for another number of ranks.
@@ -63,6 +68,7 @@ class Server:
         profile = load_profile(settings.profile)
         compared = check_model(profile, site.model_config, site.checkpoint, strict=settings.strict)
         self.fit = ProfileFit(profile, site.rank, site.device, settings.beyond, site.decode_queries)
+        self.obstacle = self.fit.rejected or site.obstacle
         self.max_keys = site.max_keys
         self.counters = Counters(settings.log_every)
         self._check_drift(settings, site.rank)
@@ -101,8 +107,8 @@ class Server:
     def _say(self, settings: Settings, site: Site, compared: str) -> None:
         """One line that says what will run where."""
         profile, fit = self.fit.profile, self.fit
-        if fit.rejected:
-            log.warning("S2O %s: all rows go to %s, because %s", __version__, site.stock, fit.rejected)
+        if self.obstacle:
+            log.warning("S2O %s in %s: all rows go to %s: %s", __version__, site.engine, site.stock, self.obstacle)
             return
         until = "on" if fit.max_length is None else f"to {fit.max_length}"
         log.info(
@@ -122,7 +128,7 @@ class Server:
         Args:
             query: [T, Hq, D], as many rows as a batch may have.
         """
-        if query.device.type != "cuda" or self.fit.rejected or len(query) <= self._reserved_rows:
+        if query.device.type != "cuda" or self.obstacle or len(query) <= self._reserved_rows:
             return  # the profiling run comes first and has the most rows; smaller runs capture graphs
         compiled, self._reserved_rows = self._reserved_rows > 0, len(query)
         keys_and_values = 2 * self.max_keys * len(self.fit.kv_heads) * query.shape[2] * query.element_size()

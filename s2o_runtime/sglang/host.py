@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from s2o_runtime.errors import ConfigError, ResourceError
+from s2o_runtime.serving.calls import cache_obstacle
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Server, Site
 from s2o_runtime.sglang.backend import Host, mix_in
@@ -81,6 +82,7 @@ def host_of(runner: Any) -> Host:
             "--disable-prefill-cuda-graph, or serve with another --prefill-attention-backend"
         )
     parallel, model = get_parallel(), runner.model_config
+    kv_cache_dtype, obstacle = str(runner.kv_cache_dtype).removeprefix("torch."), _obstacle(runner)
     server = Server(
         settings_of_environment(),
         Site(
@@ -91,6 +93,7 @@ def host_of(runner: Any) -> Host:
             rank=Rank(parallel.attn_tp_rank, parallel.attn_tp_size),
             device=torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()),
             max_keys=int(model.context_len),
+            obstacle=obstacle or cache_obstacle(kv_cache_dtype),
         ),
     )
     _reserve(server, runner, get_schedule())
@@ -101,8 +104,8 @@ def host_of(runner: Any) -> Host:
 
     return Host(
         server=server,
-        obstacle=_obstacle(runner),
-        kv_cache_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
+        obstacle=obstacle,
+        kv_cache_dtype=kv_cache_dtype,
         is_split=is_cp_active,
         write=write,
     )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from s2o_runtime.pages import page_obstacle
 from s2o_runtime.serving.calls import compute, layer_obstacle
 from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
@@ -153,7 +154,7 @@ class _Implementation:
             logits_soft_cap, attn_type, *more, **named,
         )  # fmt: skip
         self.s2o_server = self.s2o_host.server()
-        self.s2o_layers: dict[str, LayerFit | str] = {}
+        self.s2o_layers: dict[str, tuple[int, LayerFit | str]] = {}
         self.s2o_obstacle = layer_obstacle(
             alibi=alibi_slopes is not None,
             sliding_window=sliding_window,
@@ -181,14 +182,15 @@ class _Implementation:
         if attn_metadata is None:
             server.reserve(query)
         batch: Batch | None = getattr(attn_metadata, BATCH, None)
-        fit = self._layer(layer)
-        if batch is None or isinstance(fit, str):
-            if batch is not None and isinstance(fit, str):
-                server.counters.add(_index(self.s2o_host, layer), "dense", fit, attn_metadata.num_actual_tokens)
+        if batch is None:
+            return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)  # type: ignore[no-any-return]
+        number, fit = self._layer(layer, kv_cache)
+        if isinstance(fit, str):
+            server.counters.add(number, "dense", fit, attn_metadata.num_actual_tokens)
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)  # type: ignore[no-any-return]
         plan = batch.plan(fit)
         for reason, count in plan.dense_rows.items():
-            server.counters.add(fit.number, "dense", reason, count)
+            server.counters.add(number, "dense", reason, count)
         if plan.is_dense:
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)  # type: ignore[no-any-return]
         for run in plan.runs:
@@ -205,13 +207,18 @@ class _Implementation:
         server.counters.say()
         return output
 
-    def _layer(self, layer: Any) -> LayerFit | str:
-        """The profile's layer, or why there is none."""
+    def _layer(self, layer: Any, kv_cache: Tensor) -> tuple[int, LayerFit | str]:
+        """The decoder layer's number, -1 for a part that is no decoder; the profile's layer, or why there is none."""
         name = layer.layer_name
         if name not in self.s2o_layers:
-            self.s2o_layers[name] = self.s2o_obstacle or self.s2o_server.fit.layer(
-                _index(self.s2o_host, layer), self.num_heads, self.num_kv_heads, self.head_size
+            number = _number(self.s2o_host, name)
+            fit = self.s2o_obstacle or self.s2o_server.fit.layer(
+                number, self.num_heads, self.num_kv_heads, self.head_size
             )
+            if not isinstance(fit, str):
+                k, _ = key_and_value_pages(kv_cache, self.s2o_host.layout, self.head_size)
+                fit = page_obstacle(k.shape[1]) or fit
+            self.s2o_layers[name] = number, fit
         return self.s2o_layers[name]
 
     def _sparse(self, fit: LayerFit, run: Run, batch: Batch, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
@@ -224,9 +231,9 @@ class _Implementation:
         )  # fmt: skip
 
 
-def _index(host: Host, layer: Any) -> int:
+def _number(host: Host, layer_name: str) -> int:
     try:
-        return host.layer_index(layer.layer_name)
+        return host.layer_index(layer_name)
     except (AssertionError, ValueError):  # a name with several numbers, of a part that is no decoder
         return -1
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from s2o_runtime.pages import page_obstacle
+from s2o_runtime.serving.calls import cache_obstacle
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Server, Site
 from s2o_runtime.vllm.backend import Host
@@ -59,6 +61,7 @@ def server() -> Server:
         device=torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()),
         max_keys=int(model.max_model_len),
         decode_queries=_decode_queries(config.speculative_config),
+        obstacle=_obstacle(config.cache_config),
     )
     _show_log()
     return Server(settings_of(config.additional_config), site)
@@ -71,6 +74,14 @@ def _decode_queries(speculation: Any) -> int:
     """
     tokens = getattr(speculation, "num_speculative_tokens", None) or 0
     return 1 + 2 * int(tokens)
+
+
+def _obstacle(cache: Any) -> str | None:
+    """Why no layer runs S2O, by vLLM's CacheConfig; None if a layer may: some may be excepted from the cache's type."""
+    page_size = cache.block_size or 1  # 0 or None where vLLM will choose one, which is small
+    if getattr(cache, "kv_cache_dtype_skip_layers", None):
+        return page_obstacle(page_size)
+    return cache_obstacle(str(cache.cache_dtype), page_size)
 
 
 def _checkpoint(model: Any) -> Path | None:
