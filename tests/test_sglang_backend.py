@@ -213,6 +213,29 @@ def test_decoder_layers_get_their_own_rows_of_the_profile():
     }
 
 
+@pytest.mark.parametrize(
+    ("options", "number", "said"),
+    [
+        ({}, 1, "every head of the layer is dense"),
+        ({"kv_cache_dtype": "float8_e5m2"}, 0, "the KV cache is float8_e5m2"),
+        ({"split": True}, 0, "the context is shared by several ranks"),
+    ],
+)
+def test_a_server_that_sends_all_rows_to_the_stock_backend_logs_them_too(options, number, said, caplog):
+    fake = engine(**options)
+    fake.server.counters.log_every = 1e-9
+    with caplog.at_level("INFO", logger="s2o_runtime"):
+        fake.feed([(fake.add(300), 300)], layer={"layer_id": number})
+    assert caplog.messages[-1] == f"S2O: 100.0% dense ({said})"
+
+
+def test_a_profile_without_a_sparse_layer_is_the_stock_backends():
+    layers = tuple((dense_layer, dense_layer) for _, dense_layer in profile().layers)
+    fake = FakeEngine(FakeServer(replace(profile(), layers=layers), Rank(), "cpu", 2048))
+    fake.feed([(fake.add(300), 300)])
+    assert counted(fake) == {("dense", "every layer of the profile is dense"): 300}
+
+
 def test_values_of_another_width_are_the_stock_backends():
     fake = engine()
     assert fake.backend._layer(fake.layer(v_head_dim=32)) == "keys have 64 numbers and values 32"

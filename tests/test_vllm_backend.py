@@ -220,14 +220,55 @@ def test_another_groups_block_table_is_followed():
     ("change", "reason"),
     [({"causal": False}, "the batch is not causal"), ({"mm_req_doc_ranges": {0: [(0, 4)]}}, "rows of an image")],
 )
-def test_batches_that_cannot_be_shared_are_the_stock_backends(change, reason, caplog):
+def test_batches_that_cannot_be_shared_are_the_stock_backends_and_counted(change, reason):
     engine = FakeEngine(server())
-    _, metadata = engine.feed([(engine.add(300), 300)])
-    common = replace(engine.builder.built[0], **change)
+    request = engine.add(300)
+    prepared = engine.prepare([(request, 300)])
+    built = engine.builder.build(0, replace(engine.builder.built[0], **change))
+    layers_of_another_group = engine.builder.update_block_table(built, built.block_table, built.slot_mapping)
+    for metadata in (built, layers_of_another_group):
+        engine.server.counters.rows.clear()
+        prepared.metadata = metadata
+        torch.testing.assert_close(prepared.forward(), dense(request, 300), rtol=1e-4, atol=1e-5)
+        ((layer, path, said),) = engine.server.counters.rows
+        assert (layer, path) == (0, "dense")
+        assert said.startswith(reason)
+        assert engine.server.counters.rows[layer, path, said] == 300
+
+
+@pytest.mark.parametrize("kind", ["dense layer", "dense profile", "fp8", "whole batch"])
+def test_a_server_that_sends_all_rows_to_the_stock_backend_logs_them_too(kind, caplog):
+    made = server()
+    if kind == "dense profile":
+        dense_profile = replace(profile(), layers=tuple((layers[1], layers[1]) for layers in profile().layers))
+        made = FakeServer(dense_profile, Rank(), "cpu", 2048)
+    made.counters.log_every = 1e-9
+    engine = FakeEngine(made)
+    if kind == "fp8":
+        engine.impl = engine.classes.implementation(HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, kv_cache_dtype="fp8")
+    prepared = engine.prepare([(engine.add(300), 300)])
+    if kind == "whole batch":
+        prepared.metadata = engine.builder.build(0, replace(engine.builder.built[0], causal=False))
+    caplog.clear()
     with caplog.at_level("INFO", logger="s2o_runtime"):
-        assert not hasattr(engine.builder.build(0, common), BATCH)
-    assert hasattr(metadata, BATCH)
-    assert reason in caplog.text
+        prepared.forward(layer=1 if kind == "dense layer" else 0)
+    said = {
+        "dense layer": "every head of the layer is dense",
+        "dense profile": "every layer of the profile is dense",
+        "fp8": "the KV cache is fp8",
+        "whole batch": "the batch is not causal",
+    }
+    assert caplog.messages == [f"S2O: 100.0% dense ({said[kind]})"]
+
+
+def test_batches_that_decode_are_not_planned_even_where_all_is_dense():
+    dense_profile = replace(profile(), layers=tuple((layers[1], layers[1]) for layers in profile().layers))
+    engine = FakeEngine(FakeServer(dense_profile, Rank(), "cpu", 2048))
+    request = engine.add(300)
+    engine.feed([(request, 299)])
+    _, metadata = engine.feed([(request, 1)])
+    assert not hasattr(metadata, BATCH)
+    assert engine.server.counters.rows == {(0, "dense", "every layer of the profile is dense"): 299}
 
 
 def test_layers_that_are_none_of_the_profiles_are_counted():

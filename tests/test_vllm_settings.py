@@ -131,7 +131,7 @@ def test_the_demos_limits_are_checked_on_one_rank(caplog):
     assert "a rank of several sees its own heads only" in caplog.text
 
 
-def test_drift_is_of_decoder_layers(monkeypatch):
+def test_decoder_layers_are_named_by_their_numbers(monkeypatch, caplog):
     """Whose numbers are not those of rows, in a model that has layers of other kinds too."""
     profile = load_profile(DEMO)
     numbers, others = tuple(range(1, 12, 2)), (("sliding_attention", 6),)
@@ -139,7 +139,9 @@ def test_drift_is_of_decoder_layers(monkeypatch):
     monkeypatch.setattr("s2o_runtime.serving.server.load_profile", lambda path: profile)
     model = demo_sizes() | {"num_hidden_layers": 12, "sliding_window": 48}
     model["layer_types"] = ["sliding_attention", "full_attention"] * 6
-    server = Server(Settings(DEMO), site(model=model, rank=Rank()))
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        server = Server(Settings(DEMO), site(model=model, rank=Rank()))
+    assert "6 of 6 layers with full attention (6 sliding_attention stay) sparse from 1024" in caplog.text
     assert {number: monitor.layer for number, monitor in server.counters.drift.items()} == {n: n for n in numbers}
     geometry = profile.geometry
     sizes = geometry.query_heads, geometry.kv_heads, geometry.head_dim

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -15,6 +17,8 @@ from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
 
 PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32")  # of the types that queries have
+
+log = logging.getLogger("s2o_runtime")
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,14 @@ def layer_obstacle(
     if alibi:
         return "the layer has ALiBi slopes"
     return cache_obstacle(kv_cache_dtype)
+
+
+@lru_cache(maxsize=64)
+def say_once(obstacle: str | None) -> str | None:
+    """Log why layers are the stock backend's, each reason once in a process; returns the reason."""
+    if obstacle is not None:
+        log.info("S2O: layers go to the stock backend as a whole: %s", obstacle)
+    return obstacle
 
 
 def cache_obstacle(kv_cache_dtype: str, page_size: int = 1) -> str | None:

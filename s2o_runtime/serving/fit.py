@@ -150,6 +150,7 @@ class ProfileFit:
     Attributes:
         profile: as it can run on the device.
         rejected: why nothing of it can, if so.
+        obstacle: why no request runs it, whatever its length; None if some may.
         max_length: keys; more run dense. None for no limit.
         heads, kv_heads: of the model, those that this rank holds.
         capability: the device's, (0, 0) for a CPU.
@@ -168,12 +169,13 @@ class ProfileFit:
         self.capability, self.decode_queries = capability(device), decode_queries
         self.kinds: dict[object, int] = {}
         self.layers = tuple(LayerFit(self, row) for row in range(profile.geometry.layers))
+        self.obstacle = self.rejected or (None if self.sparse_layers else "every layer of the profile is dense")
 
     @property
     def min_queries(self) -> int:
-        """Fewer queries than this are computed by no layer."""
+        """Fewer queries than this are computed by no layer; where none computes any, those of decoding."""
         tiles = [config.tile for bucket in self.profile.layers for config in bucket if not config.is_dense]
-        fewest = min((fewest_queries(tile, self.capability) for tile in tiles), default=1 << 31)
+        fewest = min((fewest_queries(tile, self.capability) for tile in tiles), default=0)
         return max(fewest, self.decode_queries + 1)
 
     @property

@@ -68,7 +68,7 @@ class Server:
         profile = load_profile(settings.profile)
         compared = check_model(profile, site.model_config, site.checkpoint, strict=settings.strict)
         self.fit = ProfileFit(profile, site.rank, site.device, settings.beyond, site.decode_queries)
-        self.obstacle = self.fit.rejected or site.obstacle
+        self.obstacle = self.fit.obstacle or site.obstacle
         self.max_keys = site.max_keys
         self.counters = Counters(settings.log_every)
         self._check_drift(settings, site.rank)
@@ -111,11 +111,12 @@ class Server:
             log.warning("S2O %s in %s: all rows go to %s: %s", __version__, site.engine, site.stock, self.obstacle)
             return
         until = "on" if fit.max_length is None else f"to {fit.max_length}"
+        others = f"with full attention ({profile.geometry.other_layers} stay) " if profile.geometry.others else ""
         log.info(
-            "S2O %s in %s: profile %s of %s (%s), %d of %d layers sparse from %d %s keys and from %d new tokens "
+            "S2O %s in %s: profile %s of %s (%s), %d of %d layers %ssparse from %d %s keys and from %d new tokens "
             "on; rank %d of %d holds query heads %d to %d; all else goes to %s",
             __version__, site.engine, settings.profile, profile.model_name, compared, fit.sparse_layers,
-            len(fit.layers), profile.min_length, until, fit.min_queries, site.rank.index, site.rank.size,
+            len(fit.layers), others, profile.min_length, until, fit.min_queries, site.rank.index, site.rank.size,
             fit.heads.start, fit.heads.stop - 1, site.stock,
         )  # fmt: skip
 
