@@ -13,7 +13,8 @@ from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ProfileError
 from s2o_runtime.identity import Geometry, sampled_fingerprint, with_rope
 from s2o_runtime.profile import Profile
-from s2o_runtime.serving.fit import ProfileFit, Rank, check_model, checkpoint_hash
+from s2o_runtime.serving.checkpoint import checkpoint_hashes
+from s2o_runtime.serving.fit import ProfileFit, Rank, check_model
 
 CPU = torch.device("cpu")
 
@@ -160,13 +161,14 @@ def checkpoint(folder, **more):
 
 def test_a_checkpoint_is_hashed_as_its_model(tmp_path):
     """Without what a checkpoint may have and its model not: the head that is tied, and frequencies."""
-    expected = checkpoint(tmp_path / "plain")
-    assert checkpoint_hash(tmp_path / "plain", tied=False) == expected
+    expected = (checkpoint(tmp_path / "plain"),)
+    tied, untied = served(tie_word_embeddings=True), served()
+    assert checkpoint_hashes(tmp_path / "plain", untied) == expected
     more = {"lm_head.weight": torch.ones(40, 8), "model.layers.0.rotary_emb.inv_freq": torch.ones(4)}
     checkpoint(tmp_path / "more", **more)
-    assert checkpoint_hash(tmp_path / "more", tied=True) == expected
-    assert checkpoint_hash(tmp_path / "more", tied=False) != expected
-    assert checkpoint_hash(tmp_path, tied=False) is None
+    assert checkpoint_hashes(tmp_path / "more", tied) == expected
+    assert checkpoint_hashes(tmp_path / "more", untied) != expected
+    assert checkpoint_hashes(tmp_path, untied) == ()
 
 
 def test_weights_are_compared_where_they_can_be(tmp_path):
@@ -175,13 +177,24 @@ def test_weights_are_compared_where_they_can_be(tmp_path):
     assert check_model(made, served(), tmp_path) == "weights compared"
     assert "no safetensors" in check_model(made, served(), None)
     assert "random" in check_model(replace(made, fingerprint="random-1"), served(), tmp_path)
-    assert "names or types" in check_model(made, served(quantization_config={}), tmp_path)
+    assert "their types differ" in check_model(made, served(quantization_config={}), tmp_path)
     other = replace(made, fingerprint="0" * 64)
     with pytest.raises(ProfileError, match="the weights are not those of made: calibrate the model that you serve"):
         check_model(other, served(), tmp_path)
     assert (
         check_model(other, served(), tmp_path, strict=False) == "the weights are not those of made: nothing is proven"
     )
+
+
+def test_of_models_whose_names_are_not_known_weights_are_not_compared(tmp_path):
+    """Rather than refused: transformers may have merged their experts, or renamed their parts."""
+    hashed = checkpoint(tmp_path, **{"model.layers.0.moe.experts.0.gate.weight": torch.ones(4, 8)})
+    other = replace(profile(), fingerprint="0" * 64)
+    assert "is not known" in check_model(other, served(), tmp_path)
+    checkpoint(tmp_path)
+    parts = SimpleNamespace(model_type="pictures", get_text_config=served)
+    assert "is not known" in check_model(other, parts, tmp_path)
+    assert check_model(replace(other, fingerprint=hashed), parts, tmp_path) == "weights compared"
 
 
 @pytest.mark.parametrize(
@@ -201,4 +214,4 @@ def test_another_model_is_one_sentence(change, said):
 def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 9)
     with pytest.raises(ProfileError, match=r"the weights in .* cannot be read"):
-        checkpoint_hash(tmp_path, tied=False)
+        checkpoint_hashes(tmp_path, served())

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from s2o_runtime.attention.backend import why_dense
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import capability
 from s2o_runtime.errors import ModelError, ProfileError
 from s2o_runtime.huggingface.drift import DriftMonitor
-from s2o_runtime.identity import RANDOM, fingerprint_mismatch, geometry, sampled_fingerprint, stored_elements, with_rope
+from s2o_runtime.identity import RANDOM, fingerprint_mismatch, geometry, with_rope
 from s2o_runtime.lengths import length_step
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.device_fit import fitted
 from s2o_runtime.profile.reach import TRUSTED_BEYOND, too_long, too_short
+from s2o_runtime.serving.checkpoint import checkpoint_hashes, names_are_known
 from s2o_runtime.shapes import CallShape
 from s2o_runtime.tiles import fewest_queries, tile_obstacle
 
 NO_GPU = (0, 0)  # the capability of a CPU
-FUSED_EXPERTS = ("mixtral", "qwen3_moe")  # transformers names their parameters unlike their checkpoints
-BUFFERS = "rotary_emb.inv_freq"  # older checkpoints have it, no model has it as a parameter
-HEAD = "lm_head.weight"  # absent from a model that ties it to its embeddings, but not from every checkpoint
 
 
 @dataclass(frozen=True)
@@ -224,56 +220,18 @@ def check_model(profile: Profile, config: Any, checkpoint: Path | None, *, stric
         )
     if profile.fingerprint.startswith(RANDOM) or not profile.fingerprint:
         return "weights not compared: the profile is of random ones"
-    if served.architecture in FUSED_EXPERTS or getattr(config, "quantization_config", None) is not None:
-        return "weights not compared: their names or types differ between checkpoint and model"
-    hashed = None if checkpoint is None else checkpoint_hash(checkpoint, tied=_is_tied(config))
-    if hashed is None:
+    if getattr(config, "quantization_config", None) is not None:
+        return "weights not compared: their types differ between checkpoint and model"
+    hashes = () if checkpoint is None else checkpoint_hashes(checkpoint, config)
+    if checkpoint is None or not hashes:
         return "weights not compared: the checkpoint has no safetensors files here"
-    mismatch = fingerprint_mismatch(with_rope(hashed, config), profile.fingerprint, config)
+    hashed = next((known for known in hashes if profile.fingerprint.startswith(known)), None)
+    if hashed is None and not names_are_known(config, checkpoint):
+        return "weights not compared: how transformers names those of such a model is not known"
+    mismatch = fingerprint_mismatch(with_rope(hashed or hashes[0], config), profile.fingerprint, config)
     if mismatch and strict:
         raise ProfileError(
             f"{mismatch} of {profile.model_name}: calibrate the model that you serve, or say "
             '"strict": false to serve it unproven'
         )
     return f"{mismatch} of {profile.model_name}: nothing is proven" if mismatch else "weights compared"
-
-
-def _is_tied(config: Any) -> bool:
-    """Whether the model's head is its embedding."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return bool(getattr(text, "tie_word_embeddings", False))
-
-
-def checkpoint_hash(folder: Path, *, tied: bool) -> str | None:
-    """The hash of a checkpoint's weights as `identity.fingerprint` takes it of the model; None without files of them.
-
-    vLLM's own parameters are fused, sharded and quantised, so the files are read: 64 numbers of each tensor.
-
-    Args:
-        folder: with safetensors files.
-        tied: the model's head is its embedding.
-
-    Raises:
-        ProfileError: a file cannot be read.
-    """
-    try:
-        files: list[Any] = [safe_open(path, "pt") for path in _files(folder)]
-        stored: dict[str, Any] = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 (a file is no mapping)
-        stored = {name: part for name, part in stored.items() if not name.endswith(BUFFERS)}
-        if tied:
-            stored.pop(HEAD, None)
-        if not stored:
-            return None
-        shapes = {name: tuple(part.get_shape()) for name, part in stored.items()}
-        return sampled_fingerprint(shapes, lambda name, indices: stored_elements(stored[name], indices))
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise ProfileError(f"the weights in {folder} cannot be read ({error}): download them again") from error
-
-
-def _files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, those of its index if it has one."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return sorted({folder / name for name in names})
-    return sorted(folder.glob("*.safetensors"))
