@@ -149,6 +149,19 @@ def test_a_sampled_calls_density_is_kept():
     torch.testing.assert_close(fake.server.counters.sampled[0].density, expected)
 
 
+def test_calls_are_timed_by_layer_and_path():
+    fake = engine()
+    requests = [fake.add(300), fake.add(64)]
+    fake.feed([(request, len(request)) for request in requests])
+    fake.feed([(fake.add(300), 300)], layer={"layer_id": 1})
+    fake.feed([(fake.add(300), 300)], layer={"layer_id": 2})
+    timed = {(0, "s2o"): 1, (0, "dense"): 1, (1, "dense"): 1, (2, "dense"): 1}
+    assert fake.server.counters.timed == timed
+    seconds = fake.server.counters.seconds()
+    assert set(seconds) == set(timed)
+    assert all(mean > 0 for mean in seconds.values())
+
+
 def test_decoding_is_the_stock_backends():
     fake = engine()
     request = fake.add(300)

@@ -268,6 +268,24 @@ def test_caches_of_other_kinds_are_left_to_the_stock_backend(monkeypatch, pool, 
     assert host._obstacle(runner(token_to_kv_pool=pool, kv_index_translator=translator)) == obstacle
 
 
+@pytest.mark.parametrize("attention_replicas", [1, 2])
+def test_every_process_has_a_port_of_its_own(attention_replicas):
+    """In two pipeline stages of four ranks, which are two replicas' in attention; or in two replicas of all of that."""
+    places = []
+    for replica in range(1 if attention_replicas > 1 else 2):
+        for stage in range(2):
+            for rank in range(4):
+                parallel = SimpleNamespace(
+                    tp_rank=rank, tp_size=4, pp_rank=stage, pp_size=2, attn_dp_size=attention_replicas,
+                    attn_dp_rank=rank // 2 if attention_replicas > 1 else 0,
+                    dp_rank=rank // 2 if attention_replicas > 1 else replica,
+                )  # fmt: skip
+                places.append(host._process(parallel))
+                assert places[-1].stage == stage
+                assert places[-1].replica == (rank // 2 if attention_replicas > 1 else replica)
+    assert [place.number for place in places] == list(range(len(places)))
+
+
 def test_settings_are_read_from_the_environment(monkeypatch):
     monkeypatch.setenv("S2O_PROFILE", "q")
     assert settings_of_environment() == Settings(Path("q"))

@@ -1,5 +1,6 @@
 """S2O's backend between a fake of vLLM's classes and the plain backend: mixed batches, caches, counters."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -163,6 +164,24 @@ def test_the_density_of_a_sampled_call_is_that_of_its_requests():
     engine.feed([(engine.add(400), 400)])  # is not sampled
     assert engine.server.counters.sampled[0].density is not kept
     torch.testing.assert_close(engine.server.counters.sampled[0].density, expected)
+
+
+def test_calls_are_timed_by_layer_and_path():
+    """Of a batch with a sparse run between two of the stock backend, and of a dense layer's whole batch."""
+    engine = FakeEngine(server())
+    requests = [engine.add(length) for length in (200, 300, 64)]
+    engine.feed([(requests[0], 199)])
+    engine.server.counters = engine.impl.s2o_server.counters = type(engine.server.counters)()
+    prepared = engine.prepare([(requests[0], 1), (requests[1], 300), (requests[2], 64)])
+    began = time.perf_counter()
+    for layer in (0, 1):
+        prepared.forward(layer)
+    took = time.perf_counter() - began
+    counters = engine.server.counters
+    assert counters.timed == {(0, "s2o"): 1, (0, "dense"): 2, (1, "dense"): 1}
+    seconds = counters.seconds()
+    assert set(seconds) == set(counters.timed)
+    assert 0 < sum(counters.timed[key] * mean for key, mean in seconds.items()) <= took
 
 
 def test_batches_without_a_long_tail_are_the_stock_backends_untouched():

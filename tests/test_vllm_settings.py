@@ -18,13 +18,14 @@ from s2o_runtime.profile import load_profile
 from s2o_runtime.serving.calls import cache_obstacle
 from s2o_runtime.serving.counters import SAMPLED_EVERY, Counters
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Server, Site
+from s2o_runtime.serving.server import Process, Server, Site
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.shapes import CallShape
 from s2o_runtime.vllm import host
 from s2o_runtime.vllm.settings import settings_of
 
 DEMO = Path(__file__).parents[1] / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
+CPU = torch.device("cpu")
 TAKEN = 9009  # a port that another program has
 MODEL = Path(__file__).parents[1] / "calibrate" / "demo" / "model"
 
@@ -249,14 +250,37 @@ def test_counters_answer_on_this_machine_alone_unless_an_address_is_given(listen
     """The default of prometheus_client is every address of the machine, and there is no password."""
     given = {"profile": str(DEMO), "metrics_port": 9001}
     for section in (given, given | {"metrics_host": "10.0.0.7"}):
-        Server(settings_of({"s2o": section}), site(model=demo_sizes()))
-    assert listening == [("127.0.0.1", 9002), ("10.0.0.7", 9002)]  # rank 1 answers behind rank 0
+        Server(settings_of({"s2o": section}), site(model=demo_sizes(), process=Process(1)))
+    assert listening == [("127.0.0.1", 9002), ("10.0.0.7", 9002)]  # behind process 0
     Server(Settings(DEMO), site(model=demo_sizes()))
     assert len(listening) == 2
 
 
+def test_every_process_of_vllm_has_a_port_of_its_own():
+    """On two pipeline stages of two ranks in three replicas, whose processes vLLM counts together or apart."""
+    for together in (True, False):
+        numbers = []
+        for replica in range(3):
+            for world_rank in range(4):
+                parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_rank=replica)
+                if not together:  # dense models: vLLM keeps the replica's number in another place
+                    parallel.data_parallel_rank, parallel.data_parallel_index = 0, replica
+                process = host._process(parallel, world_rank + 4 * replica * together, world_rank // 2)
+                numbers.append(process.number)
+                assert (process.stage, process.replica) == (world_rank // 2, replica)
+        assert numbers == list(range(12))
+
+
+def test_metrics_name_rank_stage_and_replica(monkeypatch):
+    served = []
+    monkeypatch.setattr("s2o_runtime.serving.server.serve_metrics", lambda *given: served.append(given[1:]))
+    Server(Settings(DEMO, metrics_port=9001), site(model=demo_sizes(), process=Process(7, stage=1, replica=1)))
+    assert served == [("127.0.0.1", 9008, {"rank": "1", "pp": "1", "dp": "1"})]
+
+
 def test_a_port_that_is_taken_is_said_with_its_address(listening, caplog):
-    Server(Settings(DEMO, metrics_port=TAKEN - 1, metrics_host="10.0.0.7"), site(model=demo_sizes()))
+    place = site(model=demo_sizes(), process=Process(1))
+    Server(Settings(DEMO, metrics_port=TAKEN - 1, metrics_host="10.0.0.7"), place)
     assert not listening
     assert f"not served at 10.0.0.7, port {TAKEN} ([Errno 98] Address already in use)" in caplog.text
 
@@ -267,8 +291,12 @@ def test_prometheus_collects_the_counters():
 
     counters = Counters()
     counters.add(3, "s2o", "long", 300)
-    rows, density, error = PrometheusCollector(counters, {"rank": "1"}).collect()
+    counters.end(3, "s2o", counters.begin(3, "s2o", CPU), CPU)
+    rows, density, error, calls, seconds = PrometheusCollector(counters, {"rank": "1"}).collect()
     (sample,) = rows.samples
     assert (sample.name, sample.value) == ("s2o_rows_total", 300)
     assert sample.labels == {"rank": "1", "layer": "3", "path": "s2o", "reason": "long"}
     assert density.samples == error.samples == []
+    assert [(sample.name, sample.value) for sample in calls.samples] == [("s2o_calls_total", 1)]
+    assert seconds.samples[0].labels == {"rank": "1", "layer": "3", "path": "s2o"}
+    assert seconds.samples[0].value > 0

@@ -28,6 +28,21 @@ log = logging.getLogger("s2o_runtime")
 
 
 @dataclass(frozen=True)
+class Process:
+    """Which of a server's processes this is.
+
+    Attributes:
+        number: among all that hold a part of a model, of all stages and replicas.
+        stage: of pipeline parallelism.
+        replica: of data parallelism.
+    """
+
+    number: int = 0
+    stage: int = 0
+    replica: int = 0
+
+
+@dataclass(frozen=True)
 class Site:
     """Where a server's process is.
 
@@ -36,10 +51,11 @@ class Site:
         stock: the stock backend's name.
         model_config: the transformers configuration of the served model.
         checkpoint: the folder of its weights, if it is known.
-        rank: of this process.
+        rank: of this process, among those that share the heads of its layers.
         device: of this process.
         max_keys: the longest prompt that the server takes.
         decode_queries: the most queries that a request brings while it decodes, more than one with speculation.
+        process: which of the server's this is.
         obstacle: why no layer will run S2O, where that is known at start, as by the KV cache's type.
     """
 
@@ -51,6 +67,7 @@ class Site:
     device: torch.device
     max_keys: int
     decode_queries: int = 1
+    process: Process = Process()
     obstacle: str | None = None
 
 
@@ -73,9 +90,9 @@ class Server:
         self.counters = Counters(settings.log_every)
         self._check_drift(settings, site.rank)
         if settings.metrics_port is not None:
-            host, port = settings.metrics_host, settings.metrics_port + site.rank.index
+            host, port = settings.metrics_host, settings.metrics_port + site.process.number
             try:
-                serve_metrics(self.counters, host, port, {"rank": str(site.rank.index)})
+                serve_metrics(self.counters, host, port, _labels(site))
             except OSError as error:
                 log.warning(
                     "S2O's counters are not served at %s, port %d (%s): use another metrics_port, or a metrics_host "
@@ -169,6 +186,11 @@ class Server:
                 block_table=table, max_q=queries, max_k=keys, total_k=keys, cu_k=cu_k, backend="triton",
             )  # fmt: skip
             gathered(PagedKeys(cache[0], cache[1], table, cu_k, keys, keys), query.dtype)  # what a check of drift reads
+
+
+def _labels(site: Site) -> dict[str, str]:
+    """What names this process in its metrics: its rank, its stage of pipeline and its replica of data parallelism."""
+    return {"rank": str(site.rank.index), "pp": str(site.process.stage), "dp": str(site.process.replica)}
 
 
 def _compiled_kind(config: LayerConfig) -> object:

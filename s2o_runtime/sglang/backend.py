@@ -90,7 +90,9 @@ class _Backend:
         if reason is not None:
             counters.add(layer.layer_id, "dense", reason, len(q))
             counters.say()
-            return stock(q, k, v, layer, forward_batch, save_kv_cache, **named)
+            return counters.stock(
+                layer.layer_id, q.device, stock, q, k, v, layer, forward_batch, save_kv_cache, **named
+            )
         assert isinstance(batch, Batch)
         assert isinstance(fit, LayerFit)
         plan = batch.plan(fit)
@@ -98,7 +100,7 @@ class _Backend:
             counters.add(fit.number, "dense", reason, count)
         counters.say()
         if plan.is_dense:
-            return stock(q, k, v, layer, forward_batch, save_kv_cache, **named)
+            return counters.stock(fit.number, q.device, stock, q, k, v, layer, forward_batch, save_kv_cache, **named)
         if save_kv_cache and k is not None and v is not None:
             self.s2o_host.write(layer, forward_batch, k, v)
         k_slots, v_slots = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
@@ -119,7 +121,9 @@ class _Backend:
                 part, metadata = self._part(batch, run)
                 kept, self.forward_metadata = self.forward_metadata, metadata
                 try:
-                    answer = stock(q[rows], keys, values, layer, part, False, **named)
+                    answer = counters.stock(
+                        fit.number, q.device, stock, q[rows], keys, values, layer, part, False, **named
+                    )
                 finally:
                     self.forward_metadata = kept
                 output[rows] = answer.reshape(len(answer), -1)

@@ -11,7 +11,7 @@ import torch
 from s2o_runtime.errors import ConfigError, ResourceError
 from s2o_runtime.serving.calls import cache_obstacle
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Server, Site
+from s2o_runtime.serving.server import Process, Server, Site
 from s2o_runtime.sglang.backend import Host, mix_in
 from s2o_runtime.sglang.compat import READ, interface_obstacle
 from s2o_runtime.sglang.settings import settings_of_environment
@@ -93,6 +93,7 @@ def host_of(runner: Any) -> Host:
             rank=Rank(parallel.attn_tp_rank, parallel.attn_tp_size),
             device=torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()),
             max_keys=int(model.context_len),
+            process=_process(parallel),
             obstacle=obstacle or cache_obstacle(kv_cache_dtype),
         ),
     )
@@ -109,6 +110,13 @@ def host_of(runner: Any) -> Host:
         is_split=is_cp_active,
         write=write,
     )
+
+
+def _process(parallel: Any) -> Process:
+    """Which process of the server this is, by SGLang's parallel state; replicas are processes or ranks of their own."""
+    apart = 0 if parallel.attn_dp_size > 1 else parallel.dp_rank or 0
+    number = (apart * parallel.pp_size + parallel.pp_rank) * parallel.tp_size + parallel.tp_rank
+    return Process(number, parallel.pp_rank, parallel.attn_dp_rank if parallel.attn_dp_size > 1 else apart)
 
 
 def _obstacle(runner: Any) -> str | None:

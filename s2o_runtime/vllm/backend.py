@@ -180,18 +180,20 @@ class _Implementation:
         batch: Batch | str | None = getattr(attn_metadata, BATCH, None)
         if batch is None:
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)  # type: ignore[no-any-return]
+        counters, device = server.counters, query.device
         number, fit = self._layer(layer, kv_cache)
+        whole = layer, query, key, value, kv_cache, attn_metadata, output, *scales
         if isinstance(fit, str) or isinstance(batch, str):
             reason = fit if isinstance(fit, str) else str(batch)
-            server.counters.add(number, "dense", reason, attn_metadata.num_actual_tokens)
-            server.counters.say()
-            return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)  # type: ignore[no-any-return]
+            counters.add(number, "dense", reason, attn_metadata.num_actual_tokens)
+            counters.say()
+            return counters.stock(number, device, stock, *whole, **named)  # type: ignore[no-any-return]
         plan = batch.plan(fit)
         for reason, count in plan.dense_rows.items():
-            server.counters.add(number, "dense", reason, count)
-        server.counters.say()
+            counters.add(number, "dense", reason, count)
+        counters.say()
         if plan.is_dense:
-            return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)  # type: ignore[no-any-return]
+            return counters.stock(number, device, stock, *whole, **named)  # type: ignore[no-any-return]
         for run in plan.runs:
             if run.begin == run.end:
                 continue
@@ -199,9 +201,9 @@ class _Implementation:
                 self._sparse(fit, run, batch, query, kv_cache, output)
             else:
                 rows = run.rows
-                stock(
-                    layer, query[rows], None if key is None else key[rows], None if value is None else value[rows],
-                    kv_cache, batch.part(run), output[rows], *scales, **named,
+                counters.stock(
+                    number, device, stock, layer, query[rows], None if key is None else key[rows],
+                    None if value is None else value[rows], kv_cache, batch.part(run), output[rows], *scales, **named,
                 )  # fmt: skip
         return output
 
