@@ -209,7 +209,7 @@ def test_a_draft_model_runs_the_stock_backend(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("capability", "known"), [((8, 0), True), ((9, 0), True), ((7, 5), False), ((10, 0), False)])
-def test_the_gpu_must_have_flash_attention_3(monkeypatch, tmp_path, capability, known):
+def test_the_gpu_must_have_flash_attention_3(monkeypatch, tmp_path, capability, known, caplog):
     installed(monkeypatch, tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -219,6 +219,9 @@ def test_the_gpu_must_have_flash_attention_3(monkeypatch, tmp_path, capability, 
     major, minor = capability
     with pytest.raises(ConfigError, match=rf"no kernels for compute capability {major}\.{minor} \(8 and 9 only\)"):
         host.create_backend(runner(device="cuda"))
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert record.message.startswith("S2O cannot start: S2O runs in SGLang with its FlashAttention 3")
 
 
 def test_cuda_graphs_of_prompts_are_refused(monkeypatch, tmp_path):

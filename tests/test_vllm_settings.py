@@ -12,7 +12,7 @@ import torch
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.errors import ConfigError, InputError, ProfileError
+from s2o_runtime.errors import ConfigError, InputError, ProfileError, S2OError
 from s2o_runtime.huggingface.drift import allowed_errors
 from s2o_runtime.profile import load_profile
 from s2o_runtime.serving.calls import cache_obstacle
@@ -50,6 +50,8 @@ def test_settings_are_read_from_vllms_additional_config(monkeypatch):
         ({}, InputError, 'the attention backend S2O needs a profile: add --additional-config \'{"s2o": {"profile"'),
         ({"s2o": {}}, InputError, "needs a profile"),
         ({"s2o": "p"}, ConfigError, "use an object"),
+        ({"s2o": {"profile": 5}}, ConfigError, "profile is 5: use the path of a file"),
+        ({"s2o": {"profile": ["p"]}}, ConfigError, r"profile is \['p'\]: use the path of a file"),
         ({"s2o": {"profile": "p", "tau": 1}}, ConfigError, '"tau" is not a setting of "s2o": use beyond, drift'),
         ({"s2o": {"profile": "p", "beyond": "warn"}}, ConfigError, "beyond 'warn' is not known"),
         ({"s2o": {"profile": "p", "metrics_port": 0}}, ConfigError, "metrics_port 0 is out of range"),
@@ -209,6 +211,37 @@ def test_a_profile_that_does_not_fit_ends_the_start():
         Server(Settings(DEMO), site(model=demo_sizes(), rank=Rank(0, 3)))
     with pytest.raises(ProfileError, match=r"nowhere\.safetensors cannot be read"):
         Server(Settings(Path("nowhere.safetensors")), site())
+
+
+@pytest.mark.parametrize("given", [{}, {"s2o": {"profile": "nowhere.safetensors"}}], ids=["nothing", "no file"])
+def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog):
+    group = SimpleNamespace(rank_in_group=0)
+    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_rank=0)
+    model = SimpleNamespace(hf_config=site().model_config, model=str(MODEL), max_model_len=4096)
+    config = SimpleNamespace(
+        model_config=model, parallel_config=parallel, speculative_config=None, additional_config=given,
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
+    )  # fmt: skip
+    names = {
+        "vllm": {"__version__": "0.32.0"},
+        "vllm.config": {"get_current_vllm_config": lambda: config},
+        "vllm.distributed": {
+            "get_pp_group": lambda: group,
+            "get_world_group": lambda: group,
+            "get_tensor_model_parallel_rank": lambda: 0,
+            "get_tensor_model_parallel_world_size": lambda: 1,
+        },
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
+    }
+    for name, attributes in names.items():
+        module = ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    host.server.cache_clear()
+    with pytest.raises(S2OError) as failure:
+        host.server()
+    (record,) = caplog.records
+    assert (record.levelname, record.message) == ("ERROR", f"S2O cannot start: {failure.value}")
 
 
 def test_counters_say_where_rows_went(caplog):

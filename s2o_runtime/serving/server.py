@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor
 from s2o_runtime.attention.paged import gathered, s2o_attention_paged
 from s2o_runtime.attention.warmup import SEGMENTS, split_calls
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.errors import ProfileError
+from s2o_runtime.errors import ProfileError, S2OError
 from s2o_runtime.huggingface.drift import DriftMonitor, allowed_errors, check_of
 from s2o_runtime.pages import PagedKeys, packed_starts
 from s2o_runtime.profile import load_profile
@@ -69,6 +71,16 @@ class Site:
     decode_queries: int = 1
     process: Process = Process()
     obstacle: str | None = None
+
+
+@contextmanager
+def start_failures() -> Iterator[None]:
+    """Inside the block, what ends a server's start is logged as one line too: the server prints much around it."""
+    try:
+        yield
+    except S2OError as error:
+        log.error("S2O cannot start: %s", error)
+        raise
 
 
 class Server:

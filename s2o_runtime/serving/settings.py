@@ -75,6 +75,8 @@ class Settings:
         profile = section.get("profile") or os.environ.get(PROFILE_VARIABLE)
         if not profile:
             raise InputError(f"the attention backend S2O needs a profile: {origin.ask}")
+        if not isinstance(profile, (str, os.PathLike)):
+            raise ConfigError(f"profile is {profile!r}: use the path of a file")
         settings = cls(**{**section, "profile": Path(profile)})
         if settings.beyond not in get_args(Beyond):
             raise ConfigError(f"beyond {settings.beyond!r} is not known: use one of {get_args(Beyond)}")

@@ -11,7 +11,7 @@ import torch
 from s2o_runtime.errors import ConfigError, ResourceError
 from s2o_runtime.serving.calls import cache_obstacle
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Process, Server, Site
+from s2o_runtime.serving.server import Process, Server, Site, start_failures
 from s2o_runtime.sglang.backend import Host, mix_in
 from s2o_runtime.sglang.compat import READ, interface_obstacle
 from s2o_runtime.sglang.settings import settings_of_environment
@@ -21,6 +21,7 @@ FLASH_ATTENTION_3 = (8, 9)  # major compute capabilities that SGLang runs it on
 log = logging.getLogger("s2o_runtime")
 
 
+@start_failures()
 def create_backend(runner: Any) -> Any:
     """S2O's backend for a model runner; the stock one for a draft model, and in a SGLang that is not known.
 

@@ -12,7 +12,7 @@ import torch
 from s2o_runtime.pages import page_obstacle
 from s2o_runtime.serving.calls import cache_obstacle
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Process, Server, Site
+from s2o_runtime.serving.server import Process, Server, Site, start_failures
 from s2o_runtime.vllm.backend import Host
 from s2o_runtime.vllm.layouts import layout_of
 from s2o_runtime.vllm.settings import settings_of
@@ -70,7 +70,8 @@ def server() -> Server:
         obstacle=_obstacle(config.cache_config),
     )
     _show_log()
-    return Server(settings_of(config.additional_config), site)
+    with start_failures():
+        return Server(settings_of(config.additional_config), site)
 
 
 def _process(parallel: Any, world_rank: int, stage: int) -> Process:
