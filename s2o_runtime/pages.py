@@ -14,6 +14,11 @@ FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of caches that are narro
 MAX_PAGE = 1024  # tokens
 
 
+def page_obstacle(page_size: int) -> str | None:
+    """Why pages of so many tokens are not supported; None if they are."""
+    return f"pages have {page_size} tokens, more than {MAX_PAGE}" if page_size > MAX_PAGE else None
+
+
 class PageTable(NamedTuple):
     """Where the keys of N sequences are among the rows of a cache, `PagedKeys.rows`: what kernels need of that.
 
@@ -125,8 +130,8 @@ class PagedKeys:
                 f"v_cache is {self.v.dtype} {tuple(self.v.shape)} but k_cache {self.k.dtype} {tuple(self.k.shape)}: "
                 "they must be equal"
             )
-        if self.page_size > MAX_PAGE:
-            raise InputError(f"pages have {self.page_size} tokens: use at most {MAX_PAGE}")
+        if obstacle := page_obstacle(self.page_size):
+            raise InputError(f"{obstacle}: use smaller ones")
         table, sequences = self.block_table, len(self.cu_k) - 1
         if table.ndim != 2 or len(table) != sequences or table.dtype != torch.int32 or table.stride(1) != 1:
             raise InputError(

@@ -287,6 +287,15 @@ MUTANTS = (
         FIT, "config.heads[heads.start : heads.stop]", "config.heads[: len(heads)]", FIT_TESTS,
     ),
     Mutant(
+        "a decoder layer's number is its row in the profile",
+        FIT, "row = self.profile.geometry.row_of(number)", "row = number if number in range(len(self.layers)) else None",
+        FIT_TESTS,
+    ),
+    Mutant(
+        "layers alike but for a baseline's head share a plan",
+        FIT, "bool(config.baseline_heads),", "None,", FIT_TESTS,
+    ),
+    Mutant(
         "ranks that share a KV head take them in turns",
         FIT, "head = self.index * kv_heads // self.size", "head = self.index % kv_heads", FIT_TESTS,
     ),

@@ -30,13 +30,21 @@ def test_a_modelled_server(tmp_path, capsys):
 
 class _Server(BaseHTTPRequestHandler):
     seen: ClassVar[list] = []
+    keys: ClassVar[list] = []
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         _Server.seen.append((self.path, body))
-        self.send_response(200)
+        _Server.keys.append(self.headers["Authorization"])
+        words = len(body["prompt"].split())
+        self.send_response(400 if words > 200 else 200)
         self.end_headers()
-        self.wfile.write(b'data: {"choices": [{"text": "x"}]}\n\ndata: [DONE]\n\n')
+        if words > 200:
+            self.wfile.write(b'{"error": {"message": "the context has 200 tokens"}}')
+        elif words > 150:
+            self.wfile.write(b'data: {"error": {"message": "the engine is dead"}}\n\ndata: [DONE]\n\n')
+        else:
+            self.wfile.write(b'data: {"choices": [{"text": "x"}]}\n\ndata: [DONE]\n\n')
 
     def log_message(self, *_):
         pass
@@ -44,7 +52,7 @@ class _Server(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url():
-    _Server.seen = []
+    _Server.seen, _Server.keys = [], []
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -64,6 +72,44 @@ def test_a_server_is_sent_prompts_with_a_shared_beginning(tmp_path, url, capsys)
     beginnings = {tuple(body["prompt"].split()[:50]) for _, body in _Server.seen[-3:]}
     assert len(beginnings) == 1
     assert "first token, ms" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("length", ["160", "300"], ids=["an error for an answer", "a refusal"])
+def test_what_a_server_refuses_loses_nothing_else(length, tmp_path, url, capsys):
+    arguments = ["--url", url, "--model", "m", "--lengths", f"100,{length},120", "--hits", "0", "--concurrency", "1"]
+    code, file = run(tmp_path, *arguments, "--prompts", "1")
+    assert code == 2
+    assert [row.length for row in file.served] == [100, 120]
+    shown = capsys.readouterr()
+    assert "the engine is dead" in shown.err or "the context has 200 tokens" in shown.err
+    assert "1 kinds of prompts failed" in shown.err
+    assert "first token, ms" in shown.out
+
+
+def test_finished_rows_are_in_the_file_while_the_next_are_measured(tmp_path, url, monkeypatch):
+    """So that a bench that is killed loses one kind of prompt."""
+    out, seen = tmp_path / "s.json", []
+    sent = bench.first_token_seconds
+
+    def sends(args, prompt):
+        seen.append(len(read(bench.ServingFile, json.loads(out.read_text())).served) if out.exists() else 0)
+        return sent(args, prompt)
+
+    monkeypatch.setattr(bench, "first_token_seconds", sends)
+    arguments = ["--url", url, "--model", "m", "--lengths", "100,120", "--hits", "0", "--concurrency", "1"]
+    run(tmp_path, *arguments, "--prompts", "1")
+    assert seen == [0, 1]
+
+
+def test_a_server_gets_its_key_and_the_file_does_not(tmp_path, url, monkeypatch):
+    arguments = ["--url", url, "--model", "m", "--lengths", "100", "--hits", "0", "--concurrency", "1"]
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-of-the-variable")
+    assert run(tmp_path, *arguments, "--prompts", "1")[0] == 0
+    assert run(tmp_path, *arguments, "--prompts", "1", "--api-key", "secret-of-the-flag")[0] == 0
+    monkeypatch.delenv("OPENAI_API_KEY")
+    assert run(tmp_path, *arguments, "--prompts", "1")[0] == 0
+    assert _Server.keys == ["Bearer secret-of-the-variable", "Bearer secret-of-the-flag", None]
+    assert "secret" not in (tmp_path / "s.json").read_text()
 
 
 def test_a_server_that_is_not_there_is_one_sentence(tmp_path, capsys):

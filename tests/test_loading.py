@@ -1,6 +1,7 @@
 """Models that do not go through the device layer by layer: loaded by transformers as a whole, or in memory already."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +14,15 @@ from calibrate.model.logits import logits_on_device
 from calibrate.model.models import in_memory, load
 from calibrate.model.self_test import self_test
 from calibrate.model.streams import begin, decoder_layers, layer_on_device
-from calibrate.model.weights import InMemory
+from calibrate.model.weights import InMemory, model_class
 from calibrate.model.whole import streaming_obstacle
 from s2o_runtime import explain, load_profile, patch, patched
-from s2o_runtime.errors import ConfigError, ModelError
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.errors import ConfigError, ModelError, ProfileError
 from s2o_runtime.identity import fingerprint, geometry
+from s2o_runtime.profile import Profile
+from s2o_runtime.serving.fit import check_model
 from support.architectures import CASES
 from support.models import CONFIGS, SIZES, build
 from support.spread import PretendedDevices, spread
@@ -31,8 +36,6 @@ QUICKEST = QUICK | {"num_prompts": 1, "lengths": (256,), "segments": (64,), "rep
 def saved(name, folder):
     """An architecture's tiny model, and the folder that holds it with a tokenizer."""
     config = CASES[name].config
-    from calibrate.model.weights import model_class
-
     torch.manual_seed(2)
     model = model_class(config).from_config(config).eval()
     model.save_pretrained(folder)
@@ -327,3 +330,37 @@ def test_a_profile_is_verified_with_code_of_the_model_if_it_is_trusted(on_fresh_
     assert "comes with code of its own, which is not run: give --trust-remote-code" in line
     assert profile_command([*command, "--trust-remote-code"]) in (0, 3)
     assert "fresh prompts" in (shown := capsys.readouterr().out) or "proven here" in shown
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_server_knows_a_models_weights_in_its_checkpoint(name, tmp_path):
+    """Whose files may name and part them otherwise than transformers does: right ones are known, wrong ones refused."""
+    torch.manual_seed(1)
+    config = CASES[name].config
+    model = model_class(config).from_config(config).eval()
+    for weights in model.parameters():  # so that matrices of experts that change places show
+        torch.nn.init.normal_(weights, std=0.25)
+    model.save_pretrained(tmp_path)
+    shape, device = geometry(config), DeviceIdentity("cpu", "cpu")
+    layers = ((LayerConfig.uniform(shape.query_heads),) * shape.layers,) * 2
+    profile = Profile("tiny", shape, fingerprint(model), device, (32, 8192), layers)
+    assert check_model(profile, config, tmp_path) == "weights compared"
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    with pytest.raises(ProfileError, match="the weights are not those of tiny"):
+        check_model(replace(profile, fingerprint=fingerprint(model)), config, tmp_path)
+
+
+def test_a_server_knows_which_expert_a_matrix_is_of(tmp_path):
+    config = CASES["mixtral"].config
+    torch.manual_seed(1)
+    model = model_class(config).from_config(config).eval()
+    shape, device = geometry(config), DeviceIdentity("cpu", "cpu")
+    layers = ((LayerConfig.uniform(shape.query_heads),) * shape.layers,) * 2
+    profile = Profile("tiny", shape, fingerprint(model), device, (32, 8192), layers)
+    with torch.no_grad():
+        down = model.model.layers[1].mlp.experts.down_proj
+        down.copy_(down.flip(0))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ProfileError, match="the weights are not those of tiny"):
+        check_model(profile, config, tmp_path)

@@ -120,6 +120,32 @@ def test_pages_change_nothing(backend, name, nan_filled):
     assert torch.equal(ours.density, expected.density)
 
 
+@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("scales", [None, [0.5], [0.5, 2.0]], ids=["plain", "per-tensor", "per-head"])
+@pytest.mark.parametrize("backend", ["reference", "dense"])
+def test_a_cache_of_eight_bits_is_its_rounded_keys(backend, scales, cache, nan_filled):
+    """Bit for bit the op on the keys and values that the cache stands for."""
+    lengths, queries = [171, 130, 90], [70, 130, 1]
+    config = LayerConfig(OF_ALL_KINDS.heads, grain=4, tile=TILE)
+    k, v = keys(lengths)
+    k_cache, v_cache, table, cu_k = paged(k, v, lengths, 16, LAYOUTS[2], cache)
+    given = {} if scales is None else {"k_scale": torch.tensor(scales), "v_scale": torch.tensor(scales[::-1])}
+    k, v = (
+        rows.to(cache).float() * given.get(name, torch.ones(1))[:, None]
+        for rows, name in ((k, "k_scale"), (v, "v_scale"))
+    )
+    q = torch.randn(sum(queries), 4, 64) * 2
+    cu_q = packed_starts(torch.tensor(queries, dtype=torch.int32))
+    bounds = max(queries), max(lengths)
+    ours = s2o_attention_paged(
+        q, k_cache, v_cache, config, cu_q=cu_q, seq_lens=cu_k.diff(), block_table=table, max_q=bounds[0],
+        max_k=bounds[1], backend=backend, return_stats=True, **given,
+    )  # fmt: skip
+    expected = s2o_attention_varlen(q, k, v, cu_q, cu_k, *bounds, config, backend=backend, return_stats=True)
+    assert torch.equal(ours.out, expected.out)
+    assert torch.equal(ours.density, expected.density)
+
+
 @pytest.fixture
 def copies(monkeypatch):
     """The pages that were copied, call by call."""
@@ -240,5 +266,5 @@ def test_what_does_not_fit_is_one_sentence(change, said):
 def test_pages_may_not_be_larger_than_a_kernel_was_tried_with():
     k, _, pages = pages_of([37], 1024, LAYOUTS[0])
     assert torch.equal(gather_pages_reference(pages, torch.float32)[0], k)
-    with pytest.raises(InputError, match="pages have 2048 tokens: use at most 1024"):
+    with pytest.raises(InputError, match="pages have 2048 tokens, more than 1024: use smaller ones"):
         pages_of([37], 2048, LAYOUTS[0])

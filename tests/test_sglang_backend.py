@@ -20,19 +20,20 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 FEWEST = 40  # queries
 
 
-def profile(tau=1.0):
-    """Two layers, one of them dense; the heads of a layer differ."""
+def profile(tau=1.0, layer_numbers=()):
+    """Two layers, one of them dense; the heads of a layer differ. With layer numbers the model has two others."""
     tile = TileConfig(64, 32, 2, 4, 1, min_queries=FEWEST)
     heads = tuple(HeadConfig(tau * (1 + index), 64, representatives=1 + index % 2) for index in range(HEADS))
     config = LayerConfig(heads, tile, grain=4)
     longer = LayerConfig(tuple(replace(head, tau=head.tau / 2) for head in heads), tile, grain=4)
-    geometry = Geometry("llama", 2, HEADS, KV_HEADS, HEAD_DIM)
+    others = (("sliding_attention", 2),) if layer_numbers else ()
+    geometry = Geometry("llama", 2, HEADS, KV_HEADS, HEAD_DIM, layer_numbers, others)
     buckets = ((config, config.as_dense()), (longer, longer.as_dense()))
     return Profile("made", geometry, "", DeviceIdentity("cpu", "cpu"), (128, 512), buckets).validate()
 
 
-def engine(max_keys=2048, rank=None, tau=1.0, **options):
-    return FakeEngine(FakeServer(profile(tau), rank or Rank(), "cpu", max_keys), **options)
+def engine(max_keys=2048, rank=None, tau=1.0, layer_numbers=(), **options):
+    return FakeEngine(FakeServer(profile(tau, layer_numbers), rank or Rank(), "cpu", max_keys), **options)
 
 
 def counted(fake):
@@ -148,6 +149,19 @@ def test_a_sampled_calls_density_is_kept():
     torch.testing.assert_close(fake.server.counters.sampled[0].density, expected)
 
 
+def test_calls_are_timed_by_layer_and_path():
+    fake = engine()
+    requests = [fake.add(300), fake.add(64)]
+    fake.feed([(request, len(request)) for request in requests])
+    fake.feed([(fake.add(300), 300)], layer={"layer_id": 1})
+    fake.feed([(fake.add(300), 300)], layer={"layer_id": 2})
+    timed = {(0, "s2o"): 1, (0, "dense"): 1, (1, "dense"): 1, (2, "dense"): 1}
+    assert fake.server.counters.timed == timed
+    seconds = fake.server.counters.seconds()
+    assert set(seconds) == set(timed)
+    assert all(mean > 0 for mean in seconds.values())
+
+
 def test_decoding_is_the_stock_backends():
     fake = engine()
     request = fake.add(300)
@@ -193,6 +207,46 @@ def test_what_s2o_cannot_do_is_one_call_of_the_stock_backend(options, call, reas
     ((path, said),) = counted(fake)
     assert path == "dense"
     assert said.startswith(reason.split(",")[0])
+
+
+def test_decoder_layers_get_their_own_rows_of_the_profile():
+    """In a model whose layers 1 and 3 alone have full attention."""
+    fake = engine(layer_numbers=(1, 3))
+    config = fake.server.fit.layers[0].config(300)
+    for number in range(4):
+        request = fake.add(300)
+        out = fake.feed([(request, 300)], layer={"layer_id": number})
+        expected = alone(request, 300, config).out if number == 1 else dense(request, 300)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    assert fake.server.counters.rows == {
+        (0, "dense", "the layer is none of the profile's"): 300,
+        (1, "s2o", "the tensors are on the cpu, the kernel needs a GPU"): 300,
+        (2, "dense", "the layer is none of the profile's"): 300,
+        (3, "dense", "every head of the layer is dense"): 300,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "number", "said"),
+    [
+        ({}, 1, "every head of the layer is dense"),
+        ({"kv_cache_dtype": "float8_e5m2"}, 0, "the KV cache is float8_e5m2"),
+        ({"split": True}, 0, "the context is shared by several ranks"),
+    ],
+)
+def test_a_server_that_sends_all_rows_to_the_stock_backend_logs_them_too(options, number, said, caplog):
+    fake = engine(**options)
+    fake.server.counters.log_every = 1e-9
+    with caplog.at_level("INFO", logger="s2o_runtime"):
+        fake.feed([(fake.add(300), 300)], layer={"layer_id": number})
+    assert caplog.messages[-1] == f"S2O: 100.0% dense ({said})"
+
+
+def test_a_profile_without_a_sparse_layer_is_the_stock_backends():
+    layers = tuple((dense_layer, dense_layer) for _, dense_layer in profile().layers)
+    fake = FakeEngine(FakeServer(replace(profile(), layers=layers), Rank(), "cpu", 2048))
+    fake.feed([(fake.add(300), 300)])
+    assert counted(fake) == {("dense", "every layer of the profile is dense"): 300}
 
 
 def test_values_of_another_width_are_the_stock_backends():

@@ -209,7 +209,7 @@ def test_a_draft_model_runs_the_stock_backend(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("capability", "known"), [((8, 0), True), ((9, 0), True), ((7, 5), False), ((10, 0), False)])
-def test_the_gpu_must_have_flash_attention_3(monkeypatch, tmp_path, capability, known):
+def test_the_gpu_must_have_flash_attention_3(monkeypatch, tmp_path, capability, known, caplog):
     installed(monkeypatch, tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -219,6 +219,9 @@ def test_the_gpu_must_have_flash_attention_3(monkeypatch, tmp_path, capability, 
     major, minor = capability
     with pytest.raises(ConfigError, match=rf"no kernels for compute capability {major}\.{minor} \(8 and 9 only\)"):
         host.create_backend(runner(device="cuda"))
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert record.message.startswith("S2O cannot start: S2O runs in SGLang with its FlashAttention 3")
 
 
 def test_cuda_graphs_of_prompts_are_refused(monkeypatch, tmp_path):
@@ -266,6 +269,24 @@ def test_caches_of_other_kinds_are_left_to_the_stock_backend(monkeypatch, pool, 
     modules(monkeypatch, sglang__srt__mem_cache__memory_pool={"MHATokenToKVPool": MHATokenToKVPool})
     translator = SimpleNamespace(is_translating=translating)
     assert host._obstacle(runner(token_to_kv_pool=pool, kv_index_translator=translator)) == obstacle
+
+
+@pytest.mark.parametrize("attention_replicas", [1, 2])
+def test_every_process_has_a_port_of_its_own(attention_replicas):
+    """In two pipeline stages of four ranks, which are two replicas' in attention; or in two replicas of all of that."""
+    places = []
+    for replica in range(1 if attention_replicas > 1 else 2):
+        for stage in range(2):
+            for rank in range(4):
+                parallel = SimpleNamespace(
+                    tp_rank=rank, tp_size=4, pp_rank=stage, pp_size=2, attn_dp_size=attention_replicas,
+                    attn_dp_rank=rank // 2 if attention_replicas > 1 else 0,
+                    dp_rank=rank // 2 if attention_replicas > 1 else replica,
+                )  # fmt: skip
+                places.append(host._process(parallel))
+                assert places[-1].stage == stage
+                assert places[-1].replica == (rank // 2 if attention_replicas > 1 else replica)
+    assert [place.number for place in places] == list(range(len(places)))
 
 
 def test_settings_are_read_from_the_environment(monkeypatch):

@@ -1,5 +1,6 @@
 """S2O's backend between a fake of vLLM's classes and the plain backend: mixed batches, caches, counters."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -26,13 +27,14 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 FEWEST = 40  # queries
 
 
-def profile(tau=1.0, lengths=(128, 512)):
-    """Two layers that stop, and a dense one; the heads of a layer differ."""
+def profile(tau=1.0, lengths=(128, 512), layer_numbers=()):
+    """Two layers, one of them dense; the heads of a layer differ. With layer numbers the model has two others."""
     tile = TileConfig(64, 32, 2, 4, 1, min_queries=FEWEST)
     heads = tuple(HeadConfig(tau * (1 + index), 64, representatives=1 + index % 2) for index in range(HEADS))
     config = LayerConfig(heads, tile, grain=4)
     longer = LayerConfig(tuple(replace(head, tau=head.tau / 2) for head in heads), tile, grain=4)
-    geometry = Geometry("llama", 2, HEADS, KV_HEADS, HEAD_DIM)
+    others = (("sliding_attention", 2),) if layer_numbers else ()
+    geometry = Geometry("llama", 2, HEADS, KV_HEADS, HEAD_DIM, layer_numbers, others)
     buckets = ((config, config.as_dense()), (longer, longer.as_dense()))
     return Profile("made", geometry, "", DeviceIdentity("cpu", "cpu"), lengths, buckets).validate()
 
@@ -164,6 +166,24 @@ def test_the_density_of_a_sampled_call_is_that_of_its_requests():
     torch.testing.assert_close(engine.server.counters.sampled[0].density, expected)
 
 
+def test_calls_are_timed_by_layer_and_path():
+    """Of a batch with a sparse run between two of the stock backend, and of a dense layer's whole batch."""
+    engine = FakeEngine(server())
+    requests = [engine.add(length) for length in (200, 300, 64)]
+    engine.feed([(requests[0], 199)])
+    engine.server.counters = engine.impl.s2o_server.counters = type(engine.server.counters)()
+    prepared = engine.prepare([(requests[0], 1), (requests[1], 300), (requests[2], 64)])
+    began = time.perf_counter()
+    for layer in (0, 1):
+        prepared.forward(layer)
+    took = time.perf_counter() - began
+    counters = engine.server.counters
+    assert counters.timed == {(0, "s2o"): 1, (0, "dense"): 2, (1, "dense"): 1}
+    seconds = counters.seconds()
+    assert set(seconds) == set(counters.timed)
+    assert 0 < sum(counters.timed[key] * mean for key, mean in seconds.items()) <= took
+
+
 def test_batches_without_a_long_tail_are_the_stock_backends_untouched():
     engine = FakeEngine(server())
     requests = [engine.add(300), engine.add(200)]
@@ -219,14 +239,55 @@ def test_another_groups_block_table_is_followed():
     ("change", "reason"),
     [({"causal": False}, "the batch is not causal"), ({"mm_req_doc_ranges": {0: [(0, 4)]}}, "rows of an image")],
 )
-def test_batches_that_cannot_be_shared_are_the_stock_backends(change, reason, caplog):
+def test_batches_that_cannot_be_shared_are_the_stock_backends_and_counted(change, reason):
     engine = FakeEngine(server())
-    _, metadata = engine.feed([(engine.add(300), 300)])
-    common = replace(engine.builder.built[0], **change)
+    request = engine.add(300)
+    prepared = engine.prepare([(request, 300)])
+    built = engine.builder.build(0, replace(engine.builder.built[0], **change))
+    layers_of_another_group = engine.builder.update_block_table(built, built.block_table, built.slot_mapping)
+    for metadata in (built, layers_of_another_group):
+        engine.server.counters.rows.clear()
+        prepared.metadata = metadata
+        torch.testing.assert_close(prepared.forward(), dense(request, 300), rtol=1e-4, atol=1e-5)
+        ((layer, path, said),) = engine.server.counters.rows
+        assert (layer, path) == (0, "dense")
+        assert said.startswith(reason)
+        assert engine.server.counters.rows[layer, path, said] == 300
+
+
+@pytest.mark.parametrize("kind", ["dense layer", "dense profile", "fp8", "whole batch"])
+def test_a_server_that_sends_all_rows_to_the_stock_backend_logs_them_too(kind, caplog):
+    made = server()
+    if kind == "dense profile":
+        dense_profile = replace(profile(), layers=tuple((layers[1], layers[1]) for layers in profile().layers))
+        made = FakeServer(dense_profile, Rank(), "cpu", 2048)
+    made.counters.log_every = 1e-9
+    engine = FakeEngine(made)
+    if kind == "fp8":
+        engine.impl = engine.classes.implementation(HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, kv_cache_dtype="fp8")
+    prepared = engine.prepare([(engine.add(300), 300)])
+    if kind == "whole batch":
+        prepared.metadata = engine.builder.build(0, replace(engine.builder.built[0], causal=False))
+    caplog.clear()
     with caplog.at_level("INFO", logger="s2o_runtime"):
-        assert not hasattr(engine.builder.build(0, common), BATCH)
-    assert hasattr(metadata, BATCH)
-    assert reason in caplog.text
+        prepared.forward(layer=1 if kind == "dense layer" else 0)
+    said = {
+        "dense layer": "every head of the layer is dense",
+        "dense profile": "every layer of the profile is dense",
+        "fp8": "the KV cache is fp8",
+        "whole batch": "the batch is not causal",
+    }
+    assert caplog.messages == [f"S2O: 100.0% dense ({said[kind]})"]
+
+
+def test_batches_that_decode_are_not_planned_even_where_all_is_dense():
+    dense_profile = replace(profile(), layers=tuple((layers[1], layers[1]) for layers in profile().layers))
+    engine = FakeEngine(FakeServer(dense_profile, Rank(), "cpu", 2048))
+    request = engine.add(300)
+    engine.feed([(request, 299)])
+    _, metadata = engine.feed([(request, 1)])
+    assert not hasattr(metadata, BATCH)
+    assert engine.server.counters.rows == {(0, "dense", "every layer of the profile is dense"): 299}
 
 
 def test_layers_that_are_none_of_the_profiles_are_counted():
@@ -235,6 +296,34 @@ def test_layers_that_are_none_of_the_profiles_are_counted():
     out, _ = engine.feed([(request, 300)], layer=7)
     torch.testing.assert_close(out, dense(request, 300), rtol=1e-4, atol=1e-5)
     assert engine.server.counters.rows == {(7, "dense", "the layer is none of the profile's"): 300}
+
+
+def test_decoder_layers_get_their_own_rows_of_the_profile():
+    """In a model whose layers 1 and 3 alone have full attention."""
+    made = server(layer_numbers=(1, 3))
+    config = made.fit.layers[0].config(300)
+    for number in range(4):
+        engine = FakeEngine(made)
+        request = engine.add(300)
+        out, _ = engine.feed([(request, 300)], layer=number)
+        expected = alone(request, 300, config).out if number == 1 else dense(request, 300)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    assert made.counters.rows == {
+        (0, "dense", "the layer is none of the profile's"): 300,
+        (1, "s2o", "the tensors are on the cpu, the kernel needs a GPU"): 300,
+        (2, "dense", "the layer is none of the profile's"): 300,
+        (3, "dense", "every head of the layer is dense"): 300,
+    }
+    assert set(made.counters.sampled) == {1}
+
+
+def test_pages_that_the_op_does_not_take_are_the_stock_backends():
+    made = server()
+    engine = FakeEngine(made, page_size=2048, pages=2)
+    request = engine.add(300)
+    out, _ = engine.feed([(request, 300)])
+    torch.testing.assert_close(out, dense(request, 300), rtol=1e-4, atol=1e-5)
+    assert made.counters.rows == {(0, "dense", "pages have 2048 tokens, more than 1024"): 300}
 
 
 @pytest.mark.parametrize(("action", "path"), [("warn", "s2o"), ("dense", "dense")])

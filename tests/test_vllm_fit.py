@@ -13,7 +13,8 @@ from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ProfileError
 from s2o_runtime.identity import Geometry, sampled_fingerprint, with_rope
 from s2o_runtime.profile import Profile
-from s2o_runtime.serving.fit import ProfileFit, Rank, check_model, checkpoint_hash
+from s2o_runtime.serving.checkpoint import checkpoint_hashes
+from s2o_runtime.serving.fit import ProfileFit, Rank, check_model
 
 CPU = torch.device("cpu")
 
@@ -61,6 +62,16 @@ def test_a_layer_of_another_model_has_no_fit():
         assert fit.layer(index, heads, kv_heads, head_dim) == "the layer is none of the profile's"
 
 
+def test_layers_are_found_by_their_numbers_in_the_decoder():
+    made = profile()
+    others = {"layer_numbers": (1, 3), "others": (("sliding_attention", 2),)}
+    fit = ProfileFit(replace(made, geometry=replace(made.geometry, **others)), Rank(), CPU)
+    assert [layer.number for layer in fit.layers] == [1, 3]
+    found = [fit.layer(number, 8, 2, 64) for number in range(5)]
+    none = "the layer is none of the profile's"
+    assert found == [none, fit.layers[0], none, fit.layers[1], none]
+
+
 def test_why_requests_are_dense():
     layer, dense = ProfileFit(profile(), Rank(1, 2), CPU).layers
     assert layer.why_dense(1, 4000) == "decode"
@@ -87,6 +98,38 @@ def test_baselines_take_no_packed_sequences():
     assert layer.why_dense(1024, 1024) == "a baseline's head takes no packed sequences"
     half = ProfileFit(profile(heads=heads), Rank(0, 2), CPU).layers[0]  # the rank without that head
     assert half.why_dense(1024, 1024) is None
+
+
+def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_backend(monkeypatch):
+    """Also those that differ in nothing but one head's mode, the scores or the tile."""
+    monkeypatch.setattr("s2o_runtime.serving.fit.capability", lambda device: (8, 0))
+    tile = TileConfig(64, 64, 4, 4, 2, min_queries=200)
+    stopping, linear = HeadConfig(0.1, 128), HeadConfig(segment=128, linear=True)
+    baseline = HeadConfig(segment=128, mode="baseline", baseline=PBS(keep=0.5))
+    plain = LayerConfig((stopping,) * 8, tile)
+    layers = [
+        (plain, plain),
+        (replace(plain, heads=(stopping,) * 7 + (baseline,)),) * 2,
+        (replace(plain, tile=TileConfig(64, 128, 4, 4, 2, specialized=True, min_queries=200)),) * 2,
+        (replace(plain, heads=(HeadConfig(0.1, 256),) * 8),) * 2,
+        (plain.as_dense(), plain.as_dense()),
+        (replace(plain.as_dense(), scores="int8"),) * 2,
+        (plain, plain.as_dense()),
+        (replace(plain, heads=(linear,) * 8), plain.as_dense()),
+        (replace(plain, heads=(HeadConfig(0.2, 128, representatives=4),) * 8), plain),
+    ]
+    geometry = Geometry("llama", len(layers), 8, 2, 64)
+    buckets = tuple(zip(*layers, strict=True))
+    made = Profile("made", geometry, "", DeviceIdentity("cuda", "H", (8, 0)), (1024, 4096), buckets).validate()
+    fit = ProfileFit(made, Rank(), CPU)
+    calls = [(queries, keys) for queries in (1, 150, 250, 1500) for keys in (1000, 1800, 4096, 9000) if queries <= keys]
+    calls += [(keys, keys) for keys in (1024, 1800, 4096)]
+    assert fit.rejected is None
+    answers = [tuple(layer.why_dense(*call) for call in calls) for layer in fit.layers]
+    for first, of_first in zip(fit.layers, answers, strict=True):
+        for second, of_second in zip(fit.layers, answers, strict=True):
+            assert first.kind != second.kind or of_first == of_second
+    assert fit.layers[0].kind == fit.layers[-1].kind  # thresholds make no difference
 
 
 def test_a_tile_that_the_gpu_cannot_run_is_dense():
@@ -118,13 +161,14 @@ def checkpoint(folder, **more):
 
 def test_a_checkpoint_is_hashed_as_its_model(tmp_path):
     """Without what a checkpoint may have and its model not: the head that is tied, and frequencies."""
-    expected = checkpoint(tmp_path / "plain")
-    assert checkpoint_hash(tmp_path / "plain", tied=False) == expected
+    expected = (checkpoint(tmp_path / "plain"),)
+    tied, untied = served(tie_word_embeddings=True), served()
+    assert checkpoint_hashes(tmp_path / "plain", untied) == expected
     more = {"lm_head.weight": torch.ones(40, 8), "model.layers.0.rotary_emb.inv_freq": torch.ones(4)}
     checkpoint(tmp_path / "more", **more)
-    assert checkpoint_hash(tmp_path / "more", tied=True) == expected
-    assert checkpoint_hash(tmp_path / "more", tied=False) != expected
-    assert checkpoint_hash(tmp_path, tied=False) is None
+    assert checkpoint_hashes(tmp_path / "more", tied) == expected
+    assert checkpoint_hashes(tmp_path / "more", untied) != expected
+    assert checkpoint_hashes(tmp_path, untied) == ()
 
 
 def test_weights_are_compared_where_they_can_be(tmp_path):
@@ -133,13 +177,24 @@ def test_weights_are_compared_where_they_can_be(tmp_path):
     assert check_model(made, served(), tmp_path) == "weights compared"
     assert "no safetensors" in check_model(made, served(), None)
     assert "random" in check_model(replace(made, fingerprint="random-1"), served(), tmp_path)
-    assert "names or types" in check_model(made, served(quantization_config={}), tmp_path)
+    assert "their types differ" in check_model(made, served(quantization_config={}), tmp_path)
     other = replace(made, fingerprint="0" * 64)
     with pytest.raises(ProfileError, match="the weights are not those of made: calibrate the model that you serve"):
         check_model(other, served(), tmp_path)
     assert (
         check_model(other, served(), tmp_path, strict=False) == "the weights are not those of made: nothing is proven"
     )
+
+
+def test_of_models_whose_names_are_not_known_weights_are_not_compared(tmp_path):
+    """Rather than refused: transformers may have merged their experts, or renamed their parts."""
+    hashed = checkpoint(tmp_path, **{"model.layers.0.moe.experts.0.gate.weight": torch.ones(4, 8)})
+    other = replace(profile(), fingerprint="0" * 64)
+    assert "is not known" in check_model(other, served(), tmp_path)
+    checkpoint(tmp_path)
+    parts = SimpleNamespace(model_type="pictures", get_text_config=served)
+    assert "is not known" in check_model(other, parts, tmp_path)
+    assert check_model(replace(other, fingerprint=hashed), parts, tmp_path) == "weights compared"
 
 
 @pytest.mark.parametrize(
@@ -159,4 +214,4 @@ def test_another_model_is_one_sentence(change, said):
 def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 9)
     with pytest.raises(ProfileError, match=r"the weights in .* cannot be read"):
-        checkpoint_hash(tmp_path, tied=False)
+        checkpoint_hashes(tmp_path, served())

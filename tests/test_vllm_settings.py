@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -11,15 +12,20 @@ import torch
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.errors import ConfigError, InputError, ProfileError
+from s2o_runtime.errors import ConfigError, InputError, ProfileError, S2OError
+from s2o_runtime.huggingface.drift import allowed_errors
+from s2o_runtime.profile import load_profile
+from s2o_runtime.serving.calls import cache_obstacle
 from s2o_runtime.serving.counters import SAMPLED_EVERY, Counters
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Server, Site
+from s2o_runtime.serving.server import Process, Server, Site
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.shapes import CallShape
+from s2o_runtime.vllm import host
 from s2o_runtime.vllm.settings import settings_of
 
 DEMO = Path(__file__).parents[1] / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
+CPU = torch.device("cpu")
 TAKEN = 9009  # a port that another program has
 MODEL = Path(__file__).parents[1] / "calibrate" / "demo" / "model"
 
@@ -44,6 +50,8 @@ def test_settings_are_read_from_vllms_additional_config(monkeypatch):
         ({}, InputError, 'the attention backend S2O needs a profile: add --additional-config \'{"s2o": {"profile"'),
         ({"s2o": {}}, InputError, "needs a profile"),
         ({"s2o": "p"}, ConfigError, "use an object"),
+        ({"s2o": {"profile": 5}}, ConfigError, "profile is 5: use the path of a file"),
+        ({"s2o": {"profile": ["p"]}}, ConfigError, r"profile is \['p'\]: use the path of a file"),
         ({"s2o": {"profile": "p", "tau": 1}}, ConfigError, '"tau" is not a setting of "s2o": use beyond, drift'),
         ({"s2o": {"profile": "p", "beyond": "warn"}}, ConfigError, "beyond 'warn' is not known"),
         ({"s2o": {"profile": "p", "metrics_port": 0}}, ConfigError, "metrics_port 0 is out of range"),
@@ -74,8 +82,6 @@ def site(**changes):
 
 
 def demo_sizes():
-    from s2o_runtime.profile import load_profile
-
     sizes = load_profile(DEMO).geometry
     return {
         "model_type": sizes.architecture,
@@ -95,14 +101,54 @@ def test_one_line_says_what_will_run_where(caplog):
     assert line.endswith("rank 1 of 2 holds query heads 4 to 7; all else goes to STOCK")
 
 
+def test_a_server_whose_layers_all_go_to_the_stock_backend_says_so(caplog):
+    """And takes no memory for calls that will not come."""
+    server = Server(Settings(DEMO), site(model=demo_sizes(), obstacle=cache_obstacle("fp8")))
+    assert caplog.messages[-1].endswith("in vLLM 0.32.0: all rows go to STOCK: the KV cache is fp8")
+    assert server.obstacle == "the KV cache is fp8"
+
+
+@pytest.mark.parametrize(
+    ("cache", "said"),
+    [
+        ({}, None),
+        ({"cache_dtype": "bfloat16", "block_size": 1024}, None),
+        ({"cache_dtype": "fp8"}, "the KV cache is fp8"),
+        ({"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}, None),
+        ({"block_size": 2048}, "pages have 2048 tokens, more than 1024"),
+        ({"block_size": 2048, "kv_cache_dtype_skip_layers": ["0"]}, "pages have 2048 tokens, more than 1024"),
+        ({"block_size": None}, None),
+    ],
+)
+def test_what_vllms_cache_keeps_from_all_layers(cache, said):
+    assert host._obstacle(SimpleNamespace(**{"cache_dtype": "auto", "block_size": 16, **cache})) == said
+
+
 def test_the_demos_limits_are_checked_on_one_rank(caplog):
     server = Server(Settings(DEMO), site(model=demo_sizes(), rank=Rank()))
-    assert {layer.index for layer in server.fit.layers if layer.drift} == set(server.counters.drift) == set(range(6))
+    assert {layer.number for layer in server.fit.layers if layer.drift} == set(server.counters.drift) == set(range(6))
     assert server.fit.layers[0].drift.check.action == "warn"
     with caplog.at_level(logging.INFO, logger="s2o_runtime"):
         assert not Server(Settings(DEMO), site(model=demo_sizes())).counters.drift
         assert not Server(Settings(DEMO, drift="off"), site(model=demo_sizes(), rank=Rank())).counters.drift
     assert "a rank of several sees its own heads only" in caplog.text
+
+
+def test_decoder_layers_are_named_by_their_numbers(monkeypatch, caplog):
+    """Whose numbers are not those of rows, in a model that has layers of other kinds too."""
+    profile = load_profile(DEMO)
+    numbers, others = tuple(range(1, 12, 2)), (("sliding_attention", 6),)
+    profile = replace(profile, geometry=replace(profile.geometry, layer_numbers=numbers, others=others))
+    monkeypatch.setattr("s2o_runtime.serving.server.load_profile", lambda path: profile)
+    model = demo_sizes() | {"num_hidden_layers": 12, "sliding_window": 48}
+    model["layer_types"] = ["sliding_attention", "full_attention"] * 6
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        server = Server(Settings(DEMO), site(model=model, rank=Rank()))
+    assert "6 of 6 layers with full attention (6 sliding_attention stay) sparse from 1024" in caplog.text
+    assert {number: monitor.layer for number, monitor in server.counters.drift.items()} == {n: n for n in numbers}
+    geometry = profile.geometry
+    sizes = geometry.query_heads, geometry.kv_heads, geometry.head_dim
+    assert [server.fit.layer(number, *sizes).drift.allowed for number in numbers] == allowed_errors(profile)
 
 
 def test_every_configuration_that_is_compiled_alike_runs_once(monkeypatch):
@@ -167,6 +213,37 @@ def test_a_profile_that_does_not_fit_ends_the_start():
         Server(Settings(Path("nowhere.safetensors")), site())
 
 
+@pytest.mark.parametrize("given", [{}, {"s2o": {"profile": "nowhere.safetensors"}}], ids=["nothing", "no file"])
+def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog):
+    group = SimpleNamespace(rank_in_group=0)
+    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_rank=0)
+    model = SimpleNamespace(hf_config=site().model_config, model=str(MODEL), max_model_len=4096)
+    config = SimpleNamespace(
+        model_config=model, parallel_config=parallel, speculative_config=None, additional_config=given,
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
+    )  # fmt: skip
+    names = {
+        "vllm": {"__version__": "0.32.0"},
+        "vllm.config": {"get_current_vllm_config": lambda: config},
+        "vllm.distributed": {
+            "get_pp_group": lambda: group,
+            "get_world_group": lambda: group,
+            "get_tensor_model_parallel_rank": lambda: 0,
+            "get_tensor_model_parallel_world_size": lambda: 1,
+        },
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
+    }
+    for name, attributes in names.items():
+        module = ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    host.server.cache_clear()
+    with pytest.raises(S2OError) as failure:
+        host.server()
+    (record,) = caplog.records
+    assert (record.levelname, record.message) == ("ERROR", f"S2O cannot start: {failure.value}")
+
+
 def test_counters_say_where_rows_went(caplog):
     counters = Counters(log_every=1e-9)
     assert counters.summary() == "no rows yet"
@@ -206,14 +283,37 @@ def test_counters_answer_on_this_machine_alone_unless_an_address_is_given(listen
     """The default of prometheus_client is every address of the machine, and there is no password."""
     given = {"profile": str(DEMO), "metrics_port": 9001}
     for section in (given, given | {"metrics_host": "10.0.0.7"}):
-        Server(settings_of({"s2o": section}), site(model=demo_sizes()))
-    assert listening == [("127.0.0.1", 9002), ("10.0.0.7", 9002)]  # rank 1 answers behind rank 0
+        Server(settings_of({"s2o": section}), site(model=demo_sizes(), process=Process(1)))
+    assert listening == [("127.0.0.1", 9002), ("10.0.0.7", 9002)]  # behind process 0
     Server(Settings(DEMO), site(model=demo_sizes()))
     assert len(listening) == 2
 
 
+def test_every_process_of_vllm_has_a_port_of_its_own():
+    """On two pipeline stages of two ranks in three replicas, whose processes vLLM counts together or apart."""
+    for together in (True, False):
+        numbers = []
+        for replica in range(3):
+            for world_rank in range(4):
+                parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_rank=replica)
+                if not together:  # dense models: vLLM keeps the replica's number in another place
+                    parallel.data_parallel_rank, parallel.data_parallel_index = 0, replica
+                process = host._process(parallel, world_rank + 4 * replica * together, world_rank // 2)
+                numbers.append(process.number)
+                assert (process.stage, process.replica) == (world_rank // 2, replica)
+        assert numbers == list(range(12))
+
+
+def test_metrics_name_rank_stage_and_replica(monkeypatch):
+    served = []
+    monkeypatch.setattr("s2o_runtime.serving.server.serve_metrics", lambda *given: served.append(given[1:]))
+    Server(Settings(DEMO, metrics_port=9001), site(model=demo_sizes(), process=Process(7, stage=1, replica=1)))
+    assert served == [("127.0.0.1", 9008, {"rank": "1", "pp": "1", "dp": "1"})]
+
+
 def test_a_port_that_is_taken_is_said_with_its_address(listening, caplog):
-    Server(Settings(DEMO, metrics_port=TAKEN - 1, metrics_host="10.0.0.7"), site(model=demo_sizes()))
+    place = site(model=demo_sizes(), process=Process(1))
+    Server(Settings(DEMO, metrics_port=TAKEN - 1, metrics_host="10.0.0.7"), place)
     assert not listening
     assert f"not served at 10.0.0.7, port {TAKEN} ([Errno 98] Address already in use)" in caplog.text
 
@@ -224,8 +324,12 @@ def test_prometheus_collects_the_counters():
 
     counters = Counters()
     counters.add(3, "s2o", "long", 300)
-    rows, density, error = PrometheusCollector(counters, {"rank": "1"}).collect()
+    counters.end(3, "s2o", counters.begin(3, "s2o", CPU), CPU)
+    rows, density, error, calls, seconds = PrometheusCollector(counters, {"rank": "1"}).collect()
     (sample,) = rows.samples
     assert (sample.name, sample.value) == ("s2o_rows_total", 300)
     assert sample.labels == {"rank": "1", "layer": "3", "path": "s2o", "reason": "long"}
     assert density.samples == error.samples == []
+    assert [(sample.name, sample.value) for sample in calls.samples] == [("s2o_calls_total", 1)]
+    assert seconds.samples[0].labels == {"rank": "1", "layer": "3", "path": "s2o"}
+    assert seconds.samples[0].value > 0

@@ -124,9 +124,8 @@ def profile_section(path: Path, device: torch.device, view: ModelView | None) ->
 
 def outcomes(on_device: ProfileFit, length: int) -> list[Outcome]:
     """What each layer of a profile runs for a whole prompt of `length` tokens, with transformers."""
-    number = on_device.profile.geometry.layer_number
-    reasons = (layer.why_dense(length, length, packed=False) for layer in on_device.layers)
-    return [Outcome(number(row), "s2o" if reason is None else "dense", reason) for row, reason in enumerate(reasons)]
+    reasons = ((layer.number, layer.why_dense(length, length, packed=False)) for layer in on_device.layers)
+    return [Outcome(number, "s2o" if reason is None else "dense", reason) for number, reason in reasons]
 
 
 def differs_when_packed(on_device: ProfileFit, length: int) -> bool:

@@ -94,8 +94,8 @@ class Meter:
     def read(self) -> dict[Key, Measured]:
         """The means so far; waits for the device."""
         by_key: defaultdict[Key, list[Sample]] = defaultdict(list)
-        for of_kind in self._kinds.values():
-            for sample in of_kind.kept.values():
+        for of_kind in list(self._kinds.values()):  # a server's metrics are read by a thread of their own
+            for sample in list(of_kind.kept.values()):
                 by_key[sample.key].append(sample)
         measured = {}
         for key, samples in by_key.items():

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import Tensor
 
 from s2o_runtime.attention.paged import gathered, s2o_attention_paged
 from s2o_runtime.lengths import shared_bound
-from s2o_runtime.pages import PagedKeys, packed_starts
+from s2o_runtime.pages import PagedKeys, packed_starts, page_obstacle
 from s2o_runtime.scoring import Scoring
 from s2o_runtime.serving.counters import Counters
 from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
 
 PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32")  # of the types that queries have
+
+log = logging.getLogger("s2o_runtime")
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ def compute(
         scale: of the scores.
         out: [T, Hq, D], written.
     """
+    sample = counters.begin(layer.number, "s2o", query.device)
     attention = s2o_attention_paged(
         query, k_pages, v_pages, layer.config(run.max_k),
         cu_q=call.cu_q, seq_lens=call.seq_lens, block_table=call.block_table, max_q=call.max_q, max_k=call.max_k,
@@ -92,9 +97,11 @@ def compute(
     )  # fmt: skip
     stats = attention.stats
     assert stats is not None
-    counters.add(layer.index, "dense" if stats.backend == "dense" else "s2o", stats.reason, run.end - run.begin)
-    if stats.backend != "dense" and counters.is_sampled(layer.index):
-        counters.keep(layer.index, stats)
+    path = "dense" if stats.backend == "dense" else "s2o"
+    counters.end(layer.number, path, sample, query.device)
+    counters.add(layer.number, path, stats.reason, run.end - run.begin)
+    if stats.backend != "dense" and counters.is_sampled(layer.number):
+        counters.keep(layer.number, stats)
         if layer.drift is not None and run.last == run.first + 1:
             pages = PagedKeys(k_pages, v_pages, call.block_table, call.cu_k, max_k=run.max_k, total_k=run.total_k)
             packed = (query, *gathered(pages, query.dtype), out)
@@ -116,6 +123,19 @@ def layer_obstacle(
         return "the layer has attention sinks"
     if alibi:
         return "the layer has ALiBi slopes"
+    return cache_obstacle(kv_cache_dtype)
+
+
+@lru_cache(maxsize=64)
+def say_once(obstacle: str | None) -> str | None:
+    """Log why layers are the stock backend's, each reason once in a process; returns the reason."""
+    if obstacle is not None:
+        log.info("S2O: layers go to the stock backend as a whole: %s", obstacle)
+    return obstacle
+
+
+def cache_obstacle(kv_cache_dtype: str, page_size: int = 1) -> str | None:
+    """Why no layer whose keys are in a server's cache runs S2O, by the cache's type and pages; None if layers may."""
     if kv_cache_dtype not in PLAIN_CACHES:
         return f"the KV cache is {kv_cache_dtype}"
-    return None
+    return page_obstacle(page_size)

@@ -1,20 +1,25 @@
-"""What the layers of one rank did: query rows by layer, path and reason, and the density of sampled calls."""
+"""What the layers of one rank did: query rows by layer, path and reason, and density and time of sampled calls."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.huggingface.drift import DriftMonitor
+from s2o_runtime.huggingface.meter import Meter, Sample
 
 SAMPLED_EVERY = 256  # sparse calls of a layer: the density of one of them is kept
 
 log = logging.getLogger("s2o_runtime")
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -27,6 +32,8 @@ class Counters:
         calls: sparse calls of each layer.
         sampled: what the last sampled call of each layer did.
         drift: the checks of the layers' errors, of those that have one.
+        timed: calls of each (layer, "s2o" or "dense"); a batch may make several of a layer.
+        meters: what a few of these calls of each layer took.
         said: when the last line was logged, as `time.monotonic` has it.
     """
 
@@ -35,6 +42,8 @@ class Counters:
     calls: Counter[int] = field(default_factory=Counter)
     sampled: dict[int, AttentionStats] = field(default_factory=dict)
     drift: dict[int, DriftMonitor] = field(default_factory=dict)
+    timed: Counter[tuple[int, str]] = field(default_factory=Counter)
+    meters: defaultdict[int, Meter] = field(default_factory=lambda: defaultdict(Meter))
     said: float = field(default_factory=time.monotonic)
 
     def add(self, layer: int, path: str, reason: str, rows: int) -> None:
@@ -49,6 +58,31 @@ class Counters:
     def keep(self, layer: int, stats: AttentionStats) -> None:
         """Keep what a sampled call did; nothing is read from the device before somebody asks."""
         self.sampled[layer] = stats
+
+    def begin(self, layer: int, path: str, device: torch.device) -> Sample | None:
+        """To be called before a call of a layer that is likely to take a path, for `end`."""
+        return self.meters[layer].begin(path, device)
+
+    def end(self, layer: int, path: str, sample: Sample | None, device: torch.device) -> None:
+        """To be called after it, with the path that it took."""
+        self.timed[layer, path] += 1
+        if sample is not None:
+            self.meters[layer].end(sample, (path, ""), None, device)
+
+    def stock(self, layer: int, device: torch.device, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Call the stock backend for a layer."""
+        sample = self.begin(layer, "dense", device)
+        answer = call(*arguments, **named)
+        self.end(layer, "dense", sample, device)
+        return answer
+
+    def seconds(self) -> dict[tuple[int, str], float]:
+        """The mean time of a call by layer and path, over those that were sampled; waits for the device."""
+        return {
+            (layer, path): measured.seconds
+            for layer, meter in sorted(self.meters.items(), key=lambda item: item[0])
+            for (path, _), measured in meter.read().items()
+        }
 
     def densities(self) -> dict[int, float]:
         """The mean density of each layer's last sampled call; waits for the device."""
@@ -110,10 +144,17 @@ class PrometheusCollector:
         error = GaugeMetricFamily("s2o_error", "Sampled error over what is allowed", labels=[*names, "layer"])
         for layer, share in self._counters.errors().items():
             error.add_metric([*values, str(layer)], share)
-        yield from (rows, density, error)
+        calls = CounterMetricFamily("s2o_calls", "Calls of attention", labels=[*names, *PER_CALL])
+        for (layer, path), count in list(self._counters.timed.items()):
+            calls.add_metric([*values, str(layer), path], count)
+        seconds = GaugeMetricFamily("s2o_call_seconds", "Mean time of a sampled call", labels=[*names, *PER_CALL])
+        for (layer, path), mean in self._counters.seconds().items():
+            seconds.add_metric([*values, str(layer), path], mean)
+        yield from (rows, density, error, calls, seconds)
 
 
 PER_ROW = ("layer", "path", "reason")
+PER_CALL = ("layer", "path")
 
 
 def serve_metrics(counters: Counters, host: str, port: int, labels: dict[str, str]) -> None:

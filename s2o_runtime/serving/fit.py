@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from s2o_runtime.attention.backend import why_dense
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import capability
 from s2o_runtime.errors import ModelError, ProfileError
 from s2o_runtime.huggingface.drift import DriftMonitor
-from s2o_runtime.identity import RANDOM, fingerprint_mismatch, geometry, sampled_fingerprint, stored_elements, with_rope
+from s2o_runtime.identity import RANDOM, fingerprint_mismatch, geometry, with_rope
 from s2o_runtime.lengths import length_step
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.device_fit import fitted
 from s2o_runtime.profile.reach import TRUSTED_BEYOND, too_long, too_short
+from s2o_runtime.serving.checkpoint import checkpoint_hashes, names_are_known
 from s2o_runtime.shapes import CallShape
 from s2o_runtime.tiles import fewest_queries, tile_obstacle
 
 NO_GPU = (0, 0)  # the capability of a CPU
-FUSED_EXPERTS = ("mixtral", "qwen3_moe")  # transformers names their parameters unlike their checkpoints
-BUFFERS = "rotary_emb.inv_freq"  # older checkpoints have it, no model has it as a parameter
-HEAD = "lm_head.weight"  # absent from a model that ties it to its embeddings, but not from every checkpoint
 
 
 @dataclass(frozen=True)
@@ -63,24 +59,29 @@ class LayerFit:
     """One layer of a profile on one rank.
 
     Attributes:
-        index: the layer's, in the whole model.
+        number: of the decoder layer, which counters and logs name.
         drift: checks the layer's error; None where nothing does.
     """
 
-    def __init__(self, fit: ProfileFit, index: int) -> None:
-        self.index = index
-        self._fit = fit
+    def __init__(self, fit: ProfileFit, row: int) -> None:
+        self.number = fit.profile.geometry.layer_number(row)
+        self._fit, self._row = fit, row
         self.drift: DriftMonitor | None = None
         self._configs: dict[int, LayerConfig] = {}
-        limits = tuple(
+        of_buckets = [bucket[row] for bucket in fit.profile.layers]
+        limits = tuple(  # all that `why_dense` looks at
             (
+                whole.has_linear,  # such a layer takes its longer bucket's configuration between two
                 config.is_dense,
+                config.scores,
+                bool(config.baseline_heads),
+                self._tile_obstacle(config),
                 config.tile.dense_below,
                 config.tile.tail_keys,
                 fewest_queries(config.tile, fit.capability),
                 min((head.segment for head in config.heads if head.mode != "dense"), default=0),
             )
-            for config in (self._sliced(bucket[index]) for bucket in fit.profile.layers)
+            for whole, config in ((whole, self._sliced(whole)) for whole in of_buckets)
         )
         self._limits = fit.kinds.setdefault(limits, len(fit.kinds))  # one number, which takes no time to hash
 
@@ -99,13 +100,20 @@ class LayerFit:
         """The configuration of this rank's heads behind so many keys; one object for lengths that share it."""
         step = length_step(keys)
         if step not in self._configs:
-            config = self._sliced(self._fit.profile.layer_config(self.index, keys))
+            config = self._sliced(self._fit.profile.layer_config(self._row, keys))
             self._configs[step] = next((known for known in self._configs.values() if known == config), config)
         return self._configs[step]
 
     def _sliced(self, config: LayerConfig) -> LayerConfig:
         heads = self._fit.heads
         return replace(config, heads=config.heads[heads.start : heads.stop])
+
+    def _tile_obstacle(self, config: LayerConfig) -> str | None:
+        """Why the device cannot run a configuration's tile; None if it can, or is a CPU, which runs the reference."""
+        fit = self._fit
+        if fit.capability == NO_GPU:
+            return None
+        return tile_obstacle(config.tile, fit.profile.geometry.head_dim, fit.capability)
 
     def why_dense(self, queries: int, keys: int, *, packed: bool = True) -> str | None:
         """Why a request of so many queries and keys is computed densely, by the stock backend; None if S2O does.
@@ -125,9 +133,9 @@ class LayerFit:
         config = self.config(keys)
         if packed and config.baseline_heads:
             return "a baseline's head takes no packed sequences"
-        head_dim = fit.profile.geometry.head_dim
-        if fit.capability != NO_GPU and (obstacle := tile_obstacle(config.tile, head_dim, fit.capability)):
+        if obstacle := self._tile_obstacle(config):
             return obstacle
+        head_dim = fit.profile.geometry.head_dim
         shape = CallShape(1, config.num_heads, len(fit.kv_heads), queries, keys, head_dim, head_dim)
         return why_dense(config, shape, fit.capability)
 
@@ -138,12 +146,13 @@ class ProfileFit:
     Attributes:
         profile: as it can run on the device.
         rejected: why nothing of it can, if so.
+        obstacle: why no request runs it, whatever its length; None if some may.
         max_length: keys; more run dense. None for no limit.
         heads, kv_heads: of the model, those that this rank holds.
         capability: the device's, (0, 0) for a CPU.
         decode_queries: the most queries that a request brings while it decodes; such batches may be CUDA graphs.
         kinds: the limits within which layers are sparse, each with a number of its own.
-        layers: of the profile, on this rank.
+        layers: of the profile, on this rank, in the order of its tables.
     """
 
     def __init__(
@@ -155,13 +164,14 @@ class ProfileFit:
         self.kv_heads = rank.kv_heads(profile.geometry.kv_heads)
         self.capability, self.decode_queries = capability(device), decode_queries
         self.kinds: dict[object, int] = {}
-        self.layers = tuple(LayerFit(self, index) for index in range(profile.geometry.layers))
+        self.layers = tuple(LayerFit(self, row) for row in range(profile.geometry.layers))
+        self.obstacle = self.rejected or (None if self.sparse_layers else "every layer of the profile is dense")
 
     @property
     def min_queries(self) -> int:
-        """Fewer queries than this are computed by no layer."""
+        """Fewer queries than this are computed by no layer; where none computes any, those of decoding."""
         tiles = [config.tile for bucket in self.profile.layers for config in bucket if not config.is_dense]
-        fewest = min((fewest_queries(tile, self.capability) for tile in tiles), default=1 << 31)
+        fewest = min((fewest_queries(tile, self.capability) for tile in tiles), default=0)
         return max(fewest, self.decode_queries + 1)
 
     @property
@@ -172,12 +182,16 @@ class ProfileFit:
             for layer in range(self.profile.geometry.layers)
         )
 
-    def layer(self, index: int, num_heads: int, num_kv_heads: int, head_dim: int) -> LayerFit | str:
-        """A layer of the model that is served, or why it is not one of the profile's, such as a draft model's."""
+    def layer(self, number: int, num_heads: int, num_kv_heads: int, head_dim: int) -> LayerFit | str:
+        """A decoder layer of the served model by its number, or why it is none of the profile's.
+
+        Layers of another kind have no row in a profile's tables, nor have a draft model's.
+        """
         expected = (len(self.heads), len(self.kv_heads), self.profile.geometry.head_dim)
-        if not 0 <= index < len(self.layers) or (num_heads, num_kv_heads, head_dim) != expected:
+        row = self.profile.geometry.row_of(number)
+        if row is None or (num_heads, num_kv_heads, head_dim) != expected:
             return "the layer is none of the profile's"
-        return self.layers[index]
+        return self.layers[row]
 
 
 def check_model(profile: Profile, config: Any, checkpoint: Path | None, *, strict: bool = True) -> str:
@@ -206,56 +220,18 @@ def check_model(profile: Profile, config: Any, checkpoint: Path | None, *, stric
         )
     if profile.fingerprint.startswith(RANDOM) or not profile.fingerprint:
         return "weights not compared: the profile is of random ones"
-    if served.architecture in FUSED_EXPERTS or getattr(config, "quantization_config", None) is not None:
-        return "weights not compared: their names or types differ between checkpoint and model"
-    hashed = None if checkpoint is None else checkpoint_hash(checkpoint, tied=_is_tied(config))
-    if hashed is None:
+    if getattr(config, "quantization_config", None) is not None:
+        return "weights not compared: their types differ between checkpoint and model"
+    hashes = () if checkpoint is None else checkpoint_hashes(checkpoint, config)
+    if checkpoint is None or not hashes:
         return "weights not compared: the checkpoint has no safetensors files here"
-    mismatch = fingerprint_mismatch(with_rope(hashed, config), profile.fingerprint, config)
+    hashed = next((known for known in hashes if profile.fingerprint.startswith(known)), None)
+    if hashed is None and not names_are_known(config, checkpoint):
+        return "weights not compared: how transformers names those of such a model is not known"
+    mismatch = fingerprint_mismatch(with_rope(hashed or hashes[0], config), profile.fingerprint, config)
     if mismatch and strict:
         raise ProfileError(
             f"{mismatch} of {profile.model_name}: calibrate the model that you serve, or say "
             '"strict": false to serve it unproven'
         )
     return f"{mismatch} of {profile.model_name}: nothing is proven" if mismatch else "weights compared"
-
-
-def _is_tied(config: Any) -> bool:
-    """Whether the model's head is its embedding."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return bool(getattr(text, "tie_word_embeddings", False))
-
-
-def checkpoint_hash(folder: Path, *, tied: bool) -> str | None:
-    """The hash of a checkpoint's weights as `identity.fingerprint` takes it of the model; None without files of them.
-
-    vLLM's own parameters are fused, sharded and quantised, so the files are read: 64 numbers of each tensor.
-
-    Args:
-        folder: with safetensors files.
-        tied: the model's head is its embedding.
-
-    Raises:
-        ProfileError: a file cannot be read.
-    """
-    try:
-        files: list[Any] = [safe_open(path, "pt") for path in _files(folder)]
-        stored: dict[str, Any] = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 (a file is no mapping)
-        stored = {name: part for name, part in stored.items() if not name.endswith(BUFFERS)}
-        if tied:
-            stored.pop(HEAD, None)
-        if not stored:
-            return None
-        shapes = {name: tuple(part.get_shape()) for name, part in stored.items()}
-        return sampled_fingerprint(shapes, lambda name, indices: stored_elements(stored[name], indices))
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise ProfileError(f"the weights in {folder} cannot be read ({error}): download them again") from error
-
-
-def _files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, those of its index if it has one."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return sorted({folder / name for name in names})
-    return sorted(folder.glob("*.safetensors"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor
 from s2o_runtime.attention.paged import gathered, s2o_attention_paged
 from s2o_runtime.attention.warmup import SEGMENTS, split_calls
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.errors import ProfileError
+from s2o_runtime.errors import ProfileError, S2OError
 from s2o_runtime.huggingface.drift import DriftMonitor, allowed_errors, check_of
 from s2o_runtime.pages import PagedKeys, packed_starts
 from s2o_runtime.profile import load_profile
@@ -28,6 +30,21 @@ log = logging.getLogger("s2o_runtime")
 
 
 @dataclass(frozen=True)
+class Process:
+    """Which of a server's processes this is.
+
+    Attributes:
+        number: among all that hold a part of a model, of all stages and replicas.
+        stage: of pipeline parallelism.
+        replica: of data parallelism.
+    """
+
+    number: int = 0
+    stage: int = 0
+    replica: int = 0
+
+
+@dataclass(frozen=True)
 class Site:
     """Where a server's process is.
 
@@ -36,10 +53,12 @@ class Site:
         stock: the stock backend's name.
         model_config: the transformers configuration of the served model.
         checkpoint: the folder of its weights, if it is known.
-        rank: of this process.
+        rank: of this process, among those that share the heads of its layers.
         device: of this process.
         max_keys: the longest prompt that the server takes.
         decode_queries: the most queries that a request brings while it decodes, more than one with speculation.
+        process: which of the server's this is.
+        obstacle: why no layer will run S2O, where that is known at start, as by the KV cache's type.
     """
 
     engine: str
@@ -50,10 +69,25 @@ class Site:
     device: torch.device
     max_keys: int
     decode_queries: int = 1
+    process: Process = Process()
+    obstacle: str | None = None
+
+
+@contextmanager
+def start_failures() -> Iterator[None]:
+    """Inside the block, what ends a server's start is logged as one line too: the server prints much around it."""
+    try:
+        yield
+    except S2OError as error:
+        log.error("S2O cannot start: %s", error)
+        raise
 
 
 class Server:
     """The profile of a server, on one rank.
+
+    Attributes:
+        obstacle: why nothing will run S2O, as far as is known at start; None if something may.
 
     Raises:
         ProfileError: the profile cannot be read, or is of another model or for another number of ranks.
@@ -63,13 +97,14 @@ class Server:
         profile = load_profile(settings.profile)
         compared = check_model(profile, site.model_config, site.checkpoint, strict=settings.strict)
         self.fit = ProfileFit(profile, site.rank, site.device, settings.beyond, site.decode_queries)
+        self.obstacle = self.fit.obstacle or site.obstacle
         self.max_keys = site.max_keys
         self.counters = Counters(settings.log_every)
         self._check_drift(settings, site.rank)
         if settings.metrics_port is not None:
-            host, port = settings.metrics_host, settings.metrics_port + site.rank.index
+            host, port = settings.metrics_host, settings.metrics_port + site.process.number
             try:
-                serve_metrics(self.counters, host, port, {"rank": str(site.rank.index)})
+                serve_metrics(self.counters, host, port, _labels(site))
             except OSError as error:
                 log.warning(
                     "S2O's counters are not served at %s, port %d (%s): use another metrics_port, or a metrics_host "
@@ -95,20 +130,22 @@ class Server:
             log.info("S2O: drift is not checked: %s", error)
             return
         for layer, errors in zip(self.fit.layers, allowed, strict=True):
-            layer.drift = self.counters.drift[layer.index] = DriftMonitor(replace(check, every=1), layer.index, errors)
+            layer.drift = DriftMonitor(replace(check, every=1), layer.number, errors)
+            self.counters.drift[layer.number] = layer.drift
 
     def _say(self, settings: Settings, site: Site, compared: str) -> None:
         """One line that says what will run where."""
         profile, fit = self.fit.profile, self.fit
-        if fit.rejected:
-            log.warning("S2O %s: all rows go to %s, because %s", __version__, site.stock, fit.rejected)
+        if self.obstacle:
+            log.warning("S2O %s in %s: all rows go to %s: %s", __version__, site.engine, site.stock, self.obstacle)
             return
         until = "on" if fit.max_length is None else f"to {fit.max_length}"
+        others = f"with full attention ({profile.geometry.other_layers} stay) " if profile.geometry.others else ""
         log.info(
-            "S2O %s in %s: profile %s of %s (%s), %d of %d layers sparse from %d %s keys and from %d new tokens "
+            "S2O %s in %s: profile %s of %s (%s), %d of %d layers %ssparse from %d %s keys and from %d new tokens "
             "on; rank %d of %d holds query heads %d to %d; all else goes to %s",
             __version__, site.engine, settings.profile, profile.model_name, compared, fit.sparse_layers,
-            len(fit.layers), profile.min_length, until, fit.min_queries, site.rank.index, site.rank.size,
+            len(fit.layers), others, profile.min_length, until, fit.min_queries, site.rank.index, site.rank.size,
             fit.heads.start, fit.heads.stop - 1, site.stock,
         )  # fmt: skip
 
@@ -121,7 +158,7 @@ class Server:
         Args:
             query: [T, Hq, D], as many rows as a batch may have.
         """
-        if query.device.type != "cuda" or self.fit.rejected or len(query) <= self._reserved_rows:
+        if query.device.type != "cuda" or self.obstacle or len(query) <= self._reserved_rows:
             return  # the profiling run comes first and has the most rows; smaller runs capture graphs
         compiled, self._reserved_rows = self._reserved_rows > 0, len(query)
         keys_and_values = 2 * self.max_keys * len(self.fit.kv_heads) * query.shape[2] * query.element_size()
@@ -161,6 +198,11 @@ class Server:
                 block_table=table, max_q=queries, max_k=keys, total_k=keys, cu_k=cu_k, backend="triton",
             )  # fmt: skip
             gathered(PagedKeys(cache[0], cache[1], table, cu_k, keys, keys), query.dtype)  # what a check of drift reads
+
+
+def _labels(site: Site) -> dict[str, str]:
+    """What names this process in its metrics: its rank, its stage of pipeline and its replica of data parallelism."""
+    return {"rank": str(site.rank.index), "pp": str(site.process.stage), "dp": str(site.process.replica)}
 
 
 def _compiled_kind(config: LayerConfig) -> object:

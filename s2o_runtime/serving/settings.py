@@ -40,8 +40,8 @@ class Settings:
         drift: what happens where sampled errors are past the profile's limits: "warn", "dense" (the layer runs dense
             from then on), "off", or "auto", which warns where the profile says what it allows.
         strict: refuse a profile of other weights of the same sizes; else they are reported, and nothing is proven.
-        metrics_port: where the first rank serves its counters to Prometheus, the others at the ports after it; None for
-            nowhere.
+        metrics_port: where the first process serves its counters to Prometheus, the others at the ports after it; None
+            for nowhere.
         metrics_host: the address of the machine at which those ports answer; "0.0.0.0" is all of them.
         log_every: seconds between two lines of the log that say what ran; 0 for none.
     """
@@ -75,6 +75,8 @@ class Settings:
         profile = section.get("profile") or os.environ.get(PROFILE_VARIABLE)
         if not profile:
             raise InputError(f"the attention backend S2O needs a profile: {origin.ask}")
+        if not isinstance(profile, (str, os.PathLike)):
+            raise ConfigError(f"profile is {profile!r}: use the path of a file")
         settings = cls(**{**section, "profile": Path(profile)})
         if settings.beyond not in get_args(Beyond):
             raise ConfigError(f"beyond {settings.beyond!r} is not known: use one of {get_args(Beyond)}")

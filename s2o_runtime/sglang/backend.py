@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from s2o_runtime.serving.calls import compute, layer_obstacle
+from s2o_runtime.serving.calls import compute, layer_obstacle, say_once
 from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
 from s2o_runtime.serving.server import Server
@@ -71,7 +71,7 @@ class _Backend:
         super().init_forward_metadata(forward_batch)  # type: ignore[misc]
         if forward_batch.forward_mode.is_decode_or_idle():
             self.s2o_batch = None
-        elif reason := whole_only(forward_batch):
+        elif reason := self.s2o_host.server.fit.obstacle or whole_only(forward_batch):
             self.s2o_batch = reason
         elif self.s2o_host.is_split(forward_batch):
             self.s2o_batch = "the context is shared by several ranks"
@@ -89,14 +89,18 @@ class _Backend:
         reason = self._why_whole(q, fit, forward_batch, named)
         if reason is not None:
             counters.add(layer.layer_id, "dense", reason, len(q))
-            return stock(q, k, v, layer, forward_batch, save_kv_cache, **named)
+            counters.say()
+            return counters.stock(
+                layer.layer_id, q.device, stock, q, k, v, layer, forward_batch, save_kv_cache, **named
+            )
         assert isinstance(batch, Batch)
         assert isinstance(fit, LayerFit)
         plan = batch.plan(fit)
         for reason, count in plan.dense_rows.items():
-            counters.add(fit.index, "dense", reason, count)
+            counters.add(fit.number, "dense", reason, count)
+        counters.say()
         if plan.is_dense:
-            return stock(q, k, v, layer, forward_batch, save_kv_cache, **named)
+            return counters.stock(fit.number, q.device, stock, q, k, v, layer, forward_batch, save_kv_cache, **named)
         if save_kv_cache and k is not None and v is not None:
             self.s2o_host.write(layer, forward_batch, k, v)
         k_slots, v_slots = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
@@ -117,11 +121,12 @@ class _Backend:
                 part, metadata = self._part(batch, run)
                 kept, self.forward_metadata = self.forward_metadata, metadata
                 try:
-                    answer = stock(q[rows], keys, values, layer, part, False, **named)
+                    answer = counters.stock(
+                        fit.number, q.device, stock, q[rows], keys, values, layer, part, False, **named
+                    )
                 finally:
                     self.forward_metadata = kept
                 output[rows] = answer.reshape(len(answer), -1)
-        counters.say()
         return output
 
     def _why_whole(self, q: Tensor, fit: LayerFit | str, forward_batch: Any, named: dict[str, Any]) -> str | None:
@@ -143,11 +148,13 @@ class _Backend:
         index = layer.layer_id
         if index not in self.s2o_layers:
             host, skips = self.s2o_host, getattr(self, "fa_skip_kv_cache", False)  # FlashAttention's, for embeddings
-            self.s2o_layers[index] = (
+            obstacle = (
                 host.obstacle
                 or ("keys are not written into the cache" if skips else None)
                 or attention_obstacle(layer, host.kv_cache_dtype)
-                or host.server.fit.layer(index, layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim)
+            )
+            self.s2o_layers[index] = say_once(obstacle) or host.server.fit.layer(
+                index, layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
             )
         return self.s2o_layers[index]
 

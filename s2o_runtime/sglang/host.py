@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from s2o_runtime.errors import ConfigError, ResourceError
+from s2o_runtime.serving.calls import cache_obstacle
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Server, Site
+from s2o_runtime.serving.server import Process, Server, Site, start_failures
 from s2o_runtime.sglang.backend import Host, mix_in
 from s2o_runtime.sglang.compat import READ, interface_obstacle
 from s2o_runtime.sglang.settings import settings_of_environment
@@ -20,6 +21,7 @@ FLASH_ATTENTION_3 = (8, 9)  # major compute capabilities that SGLang runs it on
 log = logging.getLogger("s2o_runtime")
 
 
+@start_failures()
 def create_backend(runner: Any) -> Any:
     """S2O's backend for a model runner; the stock one for a draft model, and in a SGLang that is not known.
 
@@ -81,6 +83,7 @@ def host_of(runner: Any) -> Host:
             "--disable-prefill-cuda-graph, or serve with another --prefill-attention-backend"
         )
     parallel, model = get_parallel(), runner.model_config
+    kv_cache_dtype, obstacle = str(runner.kv_cache_dtype).removeprefix("torch."), _obstacle(runner)
     server = Server(
         settings_of_environment(),
         Site(
@@ -91,6 +94,8 @@ def host_of(runner: Any) -> Host:
             rank=Rank(parallel.attn_tp_rank, parallel.attn_tp_size),
             device=torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()),
             max_keys=int(model.context_len),
+            process=_process(parallel),
+            obstacle=obstacle or cache_obstacle(kv_cache_dtype),
         ),
     )
     _reserve(server, runner, get_schedule())
@@ -101,11 +106,18 @@ def host_of(runner: Any) -> Host:
 
     return Host(
         server=server,
-        obstacle=_obstacle(runner),
-        kv_cache_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
+        obstacle=obstacle,
+        kv_cache_dtype=kv_cache_dtype,
         is_split=is_cp_active,
         write=write,
     )
+
+
+def _process(parallel: Any) -> Process:
+    """Which process of the server this is, by SGLang's parallel state; replicas are processes or ranks of their own."""
+    apart = 0 if parallel.attn_dp_size > 1 else parallel.dp_rank or 0
+    number = (apart * parallel.pp_size + parallel.pp_rank) * parallel.tp_size + parallel.tp_rank
+    return Process(number, parallel.pp_rank, parallel.attn_dp_rank if parallel.attn_dp_size > 1 else apart)
 
 
 def _obstacle(runner: Any) -> str | None:

@@ -7,24 +7,21 @@ their CUDA graphs, what is supported. Nothing in this file imports vLLM.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from s2o_runtime.serving.calls import compute, layer_obstacle
+from s2o_runtime.pages import page_obstacle
+from s2o_runtime.serving.calls import compute, layer_obstacle, say_once
 from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
 from s2o_runtime.serving.server import Server
 from s2o_runtime.vllm.batch import Batch, whole_only
 from s2o_runtime.vllm.layouts import Layout, key_and_value_pages
 
-BATCH = "s2o_batch"  # attribute of the stock backend's metadata: the batch, where S2O may have a part in it
-
-log = logging.getLogger("s2o_runtime")
+BATCH = "s2o_batch"  # attribute of the stock backend's metadata: the batch, or why S2O has no part in it
 
 
 @dataclass(frozen=True)
@@ -107,21 +104,21 @@ class _Builder:
         server = self.s2o_host.server()
         if common_attn_metadata.max_query_len < server.fit.min_queries:
             return metadata
-        if reason := whole_only(common_attn_metadata):
-            _say_once(reason)
-            return metadata
 
         def build_part(common: Any) -> Any:
             return stock_build(0, common, True)  # fast: no schedule in buffers that the whole batch's metadata uses
 
-        setattr(metadata, BATCH, Batch(common_attn_metadata, build_part, server.max_keys))
+        reason = server.fit.obstacle or whole_only(common_attn_metadata)
+        setattr(metadata, BATCH, reason or Batch(common_attn_metadata, build_part, server.max_keys))
         return metadata
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
         updated = super().update_block_table(metadata, blk_table, slot_mapping)  # type: ignore[misc]
-        batch: Batch | None = getattr(metadata, BATCH, None)
+        batch: Batch | str | None = getattr(metadata, BATCH, None)
+        if isinstance(batch, Batch):
+            batch = batch.with_block_table(blk_table, slot_mapping)
         if batch is not None:
-            setattr(updated, BATCH, batch.with_block_table(blk_table, slot_mapping))
+            setattr(updated, BATCH, batch)
         return updated
 
 
@@ -153,15 +150,15 @@ class _Implementation:
             logits_soft_cap, attn_type, *more, **named,
         )  # fmt: skip
         self.s2o_server = self.s2o_host.server()
-        self.s2o_layers: dict[str, LayerFit | str] = {}
-        self.s2o_obstacle = layer_obstacle(
+        self.s2o_layers: dict[str, tuple[int, LayerFit | str]] = {}
+        self.s2o_obstacle = say_once(layer_obstacle(
             alibi=alibi_slopes is not None,
             sliding_window=sliding_window,
             kv_cache_dtype=kv_cache_dtype,
             soft_cap=logits_soft_cap,
             attn_type=str(getattr(attn_type, "value", attn_type)),
             sinks=named.get("sinks") is not None or any(isinstance(extra, Tensor) for extra in more),
-        )
+        ))  # fmt: skip
 
     def forward(
         self,
@@ -180,17 +177,23 @@ class _Implementation:
         server = self.s2o_server
         if attn_metadata is None:
             server.reserve(query)
-        batch: Batch | None = getattr(attn_metadata, BATCH, None)
-        fit = self._layer(layer)
-        if batch is None or isinstance(fit, str):
-            if batch is not None and isinstance(fit, str):
-                server.counters.add(_index(self.s2o_host, layer), "dense", fit, attn_metadata.num_actual_tokens)
+        batch: Batch | str | None = getattr(attn_metadata, BATCH, None)
+        if batch is None:
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)  # type: ignore[no-any-return]
+        counters, device = server.counters, query.device
+        number, fit = self._layer(layer, kv_cache)
+        whole = layer, query, key, value, kv_cache, attn_metadata, output, *scales
+        if isinstance(fit, str) or isinstance(batch, str):
+            reason = fit if isinstance(fit, str) else str(batch)
+            counters.add(number, "dense", reason, attn_metadata.num_actual_tokens)
+            counters.say()
+            return counters.stock(number, device, stock, *whole, **named)  # type: ignore[no-any-return]
         plan = batch.plan(fit)
         for reason, count in plan.dense_rows.items():
-            server.counters.add(fit.index, "dense", reason, count)
+            counters.add(number, "dense", reason, count)
+        counters.say()
         if plan.is_dense:
-            return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)  # type: ignore[no-any-return]
+            return counters.stock(number, device, stock, *whole, **named)  # type: ignore[no-any-return]
         for run in plan.runs:
             if run.begin == run.end:
                 continue
@@ -198,20 +201,24 @@ class _Implementation:
                 self._sparse(fit, run, batch, query, kv_cache, output)
             else:
                 rows = run.rows
-                stock(
-                    layer, query[rows], None if key is None else key[rows], None if value is None else value[rows],
-                    kv_cache, batch.part(run), output[rows], *scales, **named,
+                counters.stock(
+                    number, device, stock, layer, query[rows], None if key is None else key[rows],
+                    None if value is None else value[rows], kv_cache, batch.part(run), output[rows], *scales, **named,
                 )  # fmt: skip
-        server.counters.say()
         return output
 
-    def _layer(self, layer: Any) -> LayerFit | str:
-        """The profile's layer, or why there is none."""
+    def _layer(self, layer: Any, kv_cache: Tensor) -> tuple[int, LayerFit | str]:
+        """The decoder layer's number, -1 for a part that is no decoder; the profile's layer, or why there is none."""
         name = layer.layer_name
         if name not in self.s2o_layers:
-            self.s2o_layers[name] = self.s2o_obstacle or self.s2o_server.fit.layer(
-                _index(self.s2o_host, layer), self.num_heads, self.num_kv_heads, self.head_size
+            number = _number(self.s2o_host, name)
+            fit = self.s2o_obstacle or self.s2o_server.fit.layer(
+                number, self.num_heads, self.num_kv_heads, self.head_size
             )
+            if not isinstance(fit, str):
+                k, _ = key_and_value_pages(kv_cache, self.s2o_host.layout, self.head_size)
+                fit = page_obstacle(k.shape[1]) or fit
+            self.s2o_layers[name] = number, fit
         return self.s2o_layers[name]
 
     def _sparse(self, fit: LayerFit, run: Run, batch: Batch, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
@@ -224,13 +231,8 @@ class _Implementation:
         )  # fmt: skip
 
 
-def _index(host: Host, layer: Any) -> int:
+def _number(host: Host, layer_name: str) -> int:
     try:
-        return host.layer_index(layer.layer_name)
+        return host.layer_index(layer_name)
     except (AssertionError, ValueError):  # a name with several numbers, of a part that is no decoder
         return -1
-
-
-@lru_cache(maxsize=64)
-def _say_once(reason: str) -> None:
-    log.info("S2O: whole batches go to the stock backend: %s", reason)

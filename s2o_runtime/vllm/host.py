@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from s2o_runtime.pages import page_obstacle
+from s2o_runtime.serving.calls import cache_obstacle
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Server, Site
+from s2o_runtime.serving.server import Process, Server, Site, start_failures
 from s2o_runtime.vllm.backend import Host
 from s2o_runtime.vllm.layouts import layout_of
 from s2o_runtime.vllm.settings import settings_of
@@ -44,7 +46,12 @@ def server() -> Server:
     """
     import vllm
     from vllm.config import get_current_vllm_config
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from vllm.distributed import (
+        get_pp_group,
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+        get_world_group,
+    )
     from vllm.platforms import current_platform
 
     config = get_current_vllm_config()
@@ -59,9 +66,27 @@ def server() -> Server:
         device=torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()),
         max_keys=int(model.max_model_len),
         decode_queries=_decode_queries(config.speculative_config),
+        process=_process(config.parallel_config, get_world_group().rank_in_group, get_pp_group().rank_in_group),
+        obstacle=_obstacle(config.cache_config),
     )
     _show_log()
-    return Server(settings_of(config.additional_config), site)
+    with start_failures():
+        return Server(settings_of(config.additional_config), site)
+
+
+def _process(parallel: Any, world_rank: int, stage: int) -> Process:
+    """Which process of the server this is.
+
+    Args:
+        parallel: vLLM's ParallelConfig.
+        world_rank: among the processes that vLLM has in one group: of a replica, or of all replicas.
+        stage: of pipeline parallelism.
+    """
+    replica = getattr(parallel, "data_parallel_index", None)  # stays where vLLM takes replicas apart; 0.23 has it not
+    replica = parallel.data_parallel_rank if replica is None else replica
+    of_replica = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    of_replica *= getattr(parallel, "prefill_context_parallel_size", 1)
+    return Process(replica * of_replica + world_rank % of_replica, stage, replica)
 
 
 def _decode_queries(speculation: Any) -> int:
@@ -71,6 +96,14 @@ def _decode_queries(speculation: Any) -> int:
     """
     tokens = getattr(speculation, "num_speculative_tokens", None) or 0
     return 1 + 2 * int(tokens)
+
+
+def _obstacle(cache: Any) -> str | None:
+    """Why no layer runs S2O, by vLLM's CacheConfig; None if a layer may: some may be excepted from the cache's type."""
+    page_size = cache.block_size or 1  # 0 or None where vLLM will choose one, which is small
+    if getattr(cache, "kv_cache_dtype_skip_layers", None):
+        return page_obstacle(page_size)
+    return cache_obstacle(str(cache.cache_dtype), page_size)
 
 
 def _checkpoint(model: Any) -> Path | None:

@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from s2o_runtime.attention.paged import s2o_attention_paged
+from s2o_runtime.attention.api import s2o_attention_varlen
 from s2o_runtime.config import LayerConfig
+from s2o_runtime.pages import PagedKeys, packed_starts
+from s2o_runtime.reference.pages import gather_pages_reference
 from s2o_runtime.vllm.layouts import Layout, key_and_value_pages
 
 
@@ -88,11 +90,13 @@ class PlainImpl:
         if attn_metadata is None:
             return output.fill_(0)
         batch, rows = attn_metadata, attn_metadata.num_actual_tokens
-        k, v = key_and_value_pages(kv_cache, self.layout, self.head_size)
-        s2o_attention_paged(
-            query[:rows], k, v, LayerConfig.uniform(self.num_heads, mode="dense"),
-            cu_q=batch.query_start_loc, seq_lens=batch.seq_lens.int(), block_table=batch.block_table,
-            max_q=batch.max_query_len, max_k=batch.max_seq_len, scale=self.scale, backend="dense",
-            out=output[:rows].view(-1, self.num_heads, self.head_size),
+        k_pages, v_pages = key_and_value_pages(kv_cache, self.layout, self.head_size)
+        cu_k, total_k = packed_starts(batch.seq_lens.int()), int(batch.seq_lens.sum())
+        pages = PagedKeys(k_pages, v_pages, batch.block_table, cu_k, batch.max_seq_len, total_k)
+        k, v = gather_pages_reference(pages, query.dtype)  # of pages of any size, as stock backends take them
+        out = s2o_attention_varlen(
+            query[:rows], k, v, batch.query_start_loc, cu_k, batch.max_query_len, batch.max_seq_len,
+            LayerConfig.uniform(self.num_heads, mode="dense"), scale=self.scale, backend="dense",
         )  # fmt: skip
+        output[:rows].view(-1, self.num_heads, self.head_size).copy_(out)
         return output

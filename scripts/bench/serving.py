@@ -5,7 +5,8 @@
     python -m scripts.bench.serving --url http://localhost:8000/v1 --model NAME --label S2O [--concurrency 1,4]
 
 With --url prompts of random words are sent to an OpenAI-compatible server, some of whose tokens it has in its prefix
-cache. Run it once against a server with S2O and once against one without; chunks are the server's.
+cache. Run it once against a server with S2O and once against one without; chunks are the server's. A kind of prompt
+that the server refuses, such as one longer than it takes, is said and left out. --out is written after each kind.
 
 Without, one layer's attention is timed as vLLM would call it: S2O's backend with the real kernels, between a fake of
 vLLM's classes (scripts/bench/fake_vllm.py), over all chunks of a prompt behind what is cached of it. What a server does
@@ -18,15 +19,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -62,6 +66,8 @@ from scripts.bench.tails import config_of, last
 
 NAME = "scripts.bench.serving"
 PAGE = 16  # tokens
+KEY_VARIABLE = "OPENAI_API_KEY"
+SHOWN = 300  # characters of what a server says of an error
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,7 @@ def parser() -> Parser:
     add_op_options(out, add, rounds=3)
     add("--url", None, "of an OpenAI-compatible server, up to /v1", metavar="URL")
     add("--model", None, "what the server calls its model", metavar="NAME")
+    add("--api-key", None, f"that the server asks for; by default the variable {KEY_VARIABLE}", metavar="KEY")
     add("--label", "S2O", "what the server runs, for the result", metavar="TEXT")
     add("--concurrency", "1,4", "prompts at a time", type=int_list("1,4"), metavar="N,N")
     add("--prompts", 4, "prompts of each kind that are sent", type=int, metavar="N")
@@ -134,12 +141,21 @@ def measure(args: argparse.Namespace) -> None:
     check_device(args)
     if args.url and not args.model:
         raise ConfigError("--url needs the model's name: give --model")
-    modelled = [] if args.url else list(modelled_prompts(args))
-    served = list(served_prompts(args)) if args.url else []
-    settings = {name: value for name, value in vars(args).items() if name not in ("out", "keys")}
-    file = ServingFile(settings=settings, modelled=modelled, served=served, **machine(torch.device(args.device)))
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "keys", "api_key")}
+    on = machine(torch.device(args.device))
+    file = ServingFile(settings=settings, modelled=[], served=[], **on)
+    refused: list[InputError] = []
+    for row in served_prompts(args, refused) if args.url else modelled_prompts(args):
+        if isinstance(row, ServedPrompts):
+            file.served.append(row)
+        else:
+            file.modelled.append(row)
+        write(args.out, file)
     report(file)
-    write(args.out, file)
+    if refused and not file.served:
+        raise refused[0]
+    if refused:
+        raise InputError(f"{len(refused)} kinds of prompts failed, {args.out} has the others: {refused[0]}")
 
 
 def modelled_prompts(args: argparse.Namespace) -> Iterator[ModelledPrompt]:
@@ -223,22 +239,32 @@ def density_of(calls: Sequence[QKV], config: LayerConfig) -> float:
     return computed / causal
 
 
-def served_prompts(args: argparse.Namespace) -> Iterator[ServedPrompts]:
-    """Every length, share of the cache and concurrency, sent to the server."""
+def served_prompts(args: argparse.Namespace, refused: list[InputError]) -> Iterator[ServedPrompts]:
+    """Every length, share of the cache and concurrency, sent to the server; what went wrong is printed and appended."""
     rng = random.Random(args.seed)
-    for length in args.lengths:
-        for cached in args.hits:
-            for concurrency in args.concurrency:
-                shared = _words(rng, int(cached * length))
-                if shared:
-                    first_token_seconds(args, shared)  # fills the cache
-                texts = [f"{shared} {_words(rng, length - int(cached * length))}" for _ in range(args.prompts)]
-                began = time.perf_counter()
-                with ThreadPoolExecutor(concurrency) as pool:
-                    seconds = list(pool.map(partial(first_token_seconds, args), texts))
-                took = time.perf_counter() - began
-                rate = length * len(texts) / took
-                yield ServedPrompts(args.label, length, cached, concurrency, statistics.median(seconds), rate)
+    for length, cached, concurrency in product(args.lengths, args.hits, args.concurrency):
+        try:
+            yield served_prompt(args, rng, length, cached, concurrency)
+        except InputError as error:
+            kind = f"{length} tokens, {cached:.0%} cached, {concurrency} at a time"
+            print(f"{NAME}: {kind}: {error}", file=sys.stderr)
+            refused.append(error)
+
+
+def served_prompt(
+    args: argparse.Namespace, rng: random.Random, length: int, cached: float, concurrency: int
+) -> ServedPrompts:
+    """Prompts of one kind, sent to the server. Raises InputError as `first_token_seconds` does."""
+    shared = _words(rng, int(cached * length))
+    if shared:
+        first_token_seconds(args, shared)  # fills the cache
+    texts = [f"{shared} {_words(rng, length - int(cached * length))}" for _ in range(args.prompts)]
+    began = time.perf_counter()
+    with ThreadPoolExecutor(concurrency) as pool:
+        seconds = list(pool.map(partial(first_token_seconds, args), texts))
+    took = time.perf_counter() - began
+    rate = length * len(texts) / took
+    return ServedPrompts(args.label, length, cached, concurrency, statistics.median(seconds), rate)
 
 
 def _words(rng: random.Random, count: int) -> str:
@@ -253,18 +279,27 @@ def first_token_seconds(args: argparse.Namespace, prompt: str) -> float:
     """The time from sending a prompt to the first token of the answer.
 
     Raises:
-        InputError: the server cannot be reached, or answers with something else than a stream of tokens.
+        InputError: the server cannot be reached, refuses the prompt, or answers with something else than tokens.
     """
     body = {"model": args.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True}
-    request = urllib.request.Request(
-        f"{args.url.rstrip('/')}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json"}
+    if key := args.api_key or os.environ.get(KEY_VARIABLE):
+        headers["Authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(f"{args.url.rstrip('/')}/completions", json.dumps(body).encode(), headers)
     began = time.perf_counter()
     try:
         with urllib.request.urlopen(request) as answer:
             for line in answer:
                 if line.startswith(b"data: {"):
-                    return time.perf_counter() - began
+                    took = time.perf_counter() - began
+                    if "error" in (event := json.loads(line.removeprefix(b"data: "))):
+                        raise InputError(f"{args.url} answered with an error ({event['error']}): check its log")
+                    return took
+    except urllib.error.HTTPError as error:
+        said = " ".join(error.read().decode(errors="replace").split())[:SHOWN]
+        raise InputError(
+            f"{args.url} refused a prompt ({error}: {said}): check --model, --lengths and --api-key"
+        ) from error
     except (OSError, ValueError) as error:
         raise InputError(f"{args.url} did not answer ({error}): check --url and --model") from error
     raise InputError(f"{args.url} sent no tokens: expected the completions of an OpenAI-compatible server")

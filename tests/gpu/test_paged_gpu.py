@@ -47,6 +47,7 @@ def test_keys_of_eight_bits_are_scaled(cache, scales, nan_filled):
         assert torch.equal(ours, reference)
 
 
+SCALES = {"k_scale": [0.5, 0.3], "v_scale": [0.7, 2.0]}
 HEADS = {
     "alike": (HeadConfig(tau=0.5, segment=128, representatives=8, tail=True),) * 8,
     "some dense": (
@@ -57,9 +58,35 @@ HEADS = {
 }
 
 
+@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("scales", [0, 1, 2], ids=["plain", "per-tensor", "per-head"])
+@pytest.mark.parametrize("backend", ["triton", "dense"])
+def test_a_cache_of_eight_bits_is_its_rounded_keys(backend, scales, cache, nan_filled):
+    """The op on it is bit for bit the op on the keys and values that it stands for."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with 8-bit floating point")
+    config = LayerConfig(HEADS["some dense"], grain=4, tile=TileConfig(64, 64, 2, 4, 2))
+    k, v = keys(2, 128, torch.bfloat16)
+    *caches, table, cu_k = paged(k, v, LENGTHS, 16, LAYOUTS[2], cache)
+    factors = {name: torch.tensor(numbers, device="cuda")[:scales] for name, numbers in SCALES.items() if scales}
+    k, v = (
+        (rows.to(cache).float() * factors.get(name, torch.ones(1, device="cuda"))[:, None]).bfloat16()
+        for rows, name in ((k, "k_scale"), (v, "v_scale"))
+    )
+    q = torch.randn(sum(QUERIES), 8, 128, device="cuda", dtype=torch.bfloat16)
+    cu_q = packed_starts(torch.tensor(QUERIES, dtype=torch.int32)).cuda()
+    bounds = max(QUERIES), max(LENGTHS)
+    for _ in range(3):  # compiled, recorded, replayed
+        ours = s2o_attention_paged(
+            q, *caches, config, cu_q=cu_q, seq_lens=cu_k.diff(), block_table=table, max_q=bounds[0], max_k=bounds[1],
+            total_k=sum(LENGTHS), backend=backend, **factors,
+        )  # fmt: skip
+        assert torch.equal(ours, s2o_attention_varlen(q, k, v, cu_q, cu_k, *bounds, config, backend=backend))
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("tile", [TileConfig(64, 64, 2, 4, 2), HOPPER], ids=str)
-@pytest.mark.parametrize(("heads", "page_size"), [("alike", 16), ("some dense", 64), ("alike", 48)])
+@pytest.mark.parametrize(("heads", "page_size"), [("alike", 16), ("some dense", 64), ("alike", 48), ("alike", 1024)])
 def test_pages_change_nothing(tile, name, heads, page_size, nan_filled, monkeypatch):
     """Bit for bit: the kernels read the same numbers, wherever they lie; in pages of 48 they want a copy."""
     if tile.specialized and torch.cuda.get_device_capability() != (9, 0):

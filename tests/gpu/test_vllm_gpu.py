@@ -75,6 +75,9 @@ def test_mixed_batches_are_each_request_on_its_own(tile, layout, monkeypatch):
         ("dense", "shorter than the shortest calibrated length"): 3 * (1000 + 1010),
         ("s2o", "the kernel supports this call"): 3 * (1999 + 1400 + 2000 + 2000),
     }
+    seconds = server.counters.seconds()
+    assert set(seconds) == set(server.counters.timed) == {(0, "s2o"), (0, "dense")}
+    assert all(1e-5 < mean < 10 for mean in seconds.values())
     # the last sampled call is the run of the two long prompts
     expected = joint_density([(first, 2000), (second, 2000)], config, "triton")
     kept = server.counters.sampled[0].density.cpu()
