@@ -288,8 +288,8 @@ MUTANTS = (
     ),
     Mutant(
         "a decoder layer's number is its row in the profile",
-        FIT, "row = self.profile.geometry.row_of(number)", "row = number if number in range(len(self.layers)) else None",
-        FIT_TESTS,
+        FIT, "row = self.profile.geometry.row_of(number)",
+        "row = number if number in range(len(self.layers)) else None", FIT_TESTS,
     ),
     Mutant(
         "layers alike but for a baseline's head share a plan",
