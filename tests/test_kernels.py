@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
+from s2o_runtime.attention.warmup import SEGMENTS
 from s2o_runtime.baselines.settings import Sparge
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import Resources, interpreted
@@ -356,7 +357,7 @@ def test_many_segments_are_added_up_more_at_once():
         for head_dim in (64, 128):
             expected = few if segments < tail_module.MANY_SEGMENTS else many
             assert tail_module.tail_segments(segments, head_dim) == expected
-        assert tail_module.tail_segments(segments, 256) == few  # registers hold no more sums of it
+        assert tail_module.tail_segments(segments, 256) == few
 
 
 def test_few_long_segments_are_shared_and_many_or_short_ones_are_not():
@@ -438,3 +439,11 @@ def test_dense_heads_alone_give_the_kernel_an_order_of_the_type_it_expects(monke
     out, _, _ = s2o_prefill(q, k, v, replace(call_of(q, k, config), softcap=1.5))
     assert types == [torch.int32]
     torch.testing.assert_close(out, naive_attention(q, k, v, scale=0.125, softcap=1.5).float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_warmup_has_every_number_of_segments_that_kernels_are_compiled_for(head_dim):
+    def forms(segments):
+        return scores_module.segments_at_once(segments, 1, head_dim), tail_module.tail_segments(segments, head_dim)
+
+    assert {forms(segments) for segments in range(1, 600)} == {forms(segments) for segments in SEGMENTS}

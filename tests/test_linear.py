@@ -279,9 +279,9 @@ def test_packed_sequences_share_the_keys_of_their_prefixes(monkeypatch, nan_fill
         q, k, v, cu_q, cu_k, 180, 280, config, backend="triton", return_lse=True
     )
     assert min(shares) >= 4
-    own = (torch.cat([getattr(each, name)[0] for each in alone], 1) for name in ("out", "lse"))
-    for ours, expected in zip((packed.transpose(0, 1), packed_lse), own, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    expected, expected_lse = (torch.cat([attention[i][0] for attention in alone], 1) for i in range(2))
+    torch.testing.assert_close(packed.transpose(0, 1), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed_lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
 def use_shares_of_64_keys(monkeypatch):

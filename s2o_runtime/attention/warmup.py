@@ -7,8 +7,8 @@ import torch
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig
 
-# segments in a call, one number for each form of the ranking kernels (they take 16, 32 or 64 segments at once)
-SEGMENTS = (2, 20, 40)
+# segments in a call, one number for each form of the ranking kernels (`scores.segments_at_once`, `tail.tail_segments`)
+SEGMENTS = (2, 20, 64)
 SPLIT_CALL = (16, 8192)  # queries and keys of a call whose dense heads are split over keys (kernels/shares.py)
 
 
