@@ -60,7 +60,8 @@ def serving(sources: Sequence[Source[ServingFile]]) -> list[str]:
         "One layer's attention over all chunks of a prompt, through S2O's vLLM backend with the real kernels and "
         "a fake of vLLM's classes, behind what is cached of the prompt. Beside it torch's dense attention of the "
         "same chunks, and what they take at the rate of one whole prompt in cuDNN, which FlashAttention 3 in a "
-        "server comes near; the speed-up is against the latter.",
+        "server comes near; the speed-up is against the latter. Where all of a prompt's chunks go to the stock "
+        "backend, which the fake does not have, there is no time.",
     ]
     if not sources:
         return [*out, missing(ServingFile)]
@@ -91,6 +92,8 @@ def _modelled(row: ModelledPrompt) -> list[str]:
     seconds = (row.s2o_seconds, row.dense_seconds, row.at_whole_rate_seconds)
     times = [f"{1e3 * value:.2f} ms" for value in seconds]
     faster = f"{row.at_whole_rate_seconds / row.s2o_seconds:.2f}x"
+    if row.density == 1.0:
+        times[0], faster = "stock backend", "-"
     return [str(row.length), str(row.chunk), f"{row.cached:.0%}", f"{row.density:.3f}", *times, faster]
 
 
