@@ -261,7 +261,9 @@ def test_as_few_heads_take_turns_as_fill_the_gpu():
 
 @pytest.mark.parametrize("starts", all_but_first([[30, 0], None], SLOW), ids=["left-padded", "whole"])
 @pytest.mark.parametrize(
-    ("grain", "representatives"), all_but_first([(8, 16), (1, 1), (1, 16), (2, 2), (4, 1)], EXHAUSTIVE)
+    # of 64 representatives a program scores two of the four segments at once
+    ("grain", "representatives"),
+    all_but_first([(8, 16), (4, 64), (1, 1), (1, 16), (2, 2), (4, 1)], EXHAUSTIVE, 2),
 )
 @pytest.mark.parametrize("length", all_but_first([330, 2600], SLOW), ids=["short", "long"])
 def test_rank_scores_and_orders_every_prefix(starts, length, grain, representatives, nan_filled, monkeypatch):
