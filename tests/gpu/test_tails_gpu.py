@@ -47,6 +47,16 @@ def test_the_gpus_default_is_on_the_safe_side(tmp_path):
     assert not slower
 
 
+def test_a_prompt_in_chunks_takes_little_longer_than_at_once(tmp_path):
+    path = tmp_path / "tails.json"
+    arguments = ["--heads", "32,8", "--queries", "8192", "--keys", "131072", "--chunks", "2048,8192"]
+    assert tails.main([*arguments, "--out", str(path)]) == 0
+    chunks = read(tails.TailsFile, json.loads(path.read_text())).chunks
+    seconds = {chunked.chunk: chunked.auto_seconds for chunked in chunks}
+    assert seconds[2048] < 1.5 * seconds[131072]  # 1.31 and 1.04 on an H200 (docs/results/bench-tails-h200.json)
+    assert seconds[8192] < 1.1 * seconds[131072]
+
+
 @pytest.mark.parametrize("queries", [1, 64])
 def test_a_call_that_goes_dense_takes_the_host_no_longer_than_dense_attention(queries):
     """The host is what a server without CUDA graphs waits for in a short call."""
