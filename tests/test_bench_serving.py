@@ -74,6 +74,19 @@ def test_a_server_is_sent_prompts_with_a_shared_beginning(tmp_path, url, capsys)
     assert "first token, ms" in capsys.readouterr().out
 
 
+def test_a_server_has_no_prompt_of_an_earlier_run_in_its_cache(tmp_path, url):
+    arguments = ["--url", url, "--model", "m", "--lengths", "100", "--hits", "0,0.5", "--concurrency", "1"]
+    prompts = []
+    for _ in range(2):
+        _Server.seen.clear()
+        run(tmp_path, *arguments, "--prompts", "1")
+        prompts.append([body["prompt"].split() for _, body in _Server.seen])
+    first, again = prompts
+    assert len(first) == len(again)
+    assert all(a[: bench.FRESH] != b[: bench.FRESH] for a, b in zip(first, again, strict=True))
+    assert first[0][bench.FRESH :] == again[0][bench.FRESH :]  # what follows is of the seed
+
+
 @pytest.mark.parametrize("length", ["160", "300"], ids=["an error for an answer", "a refusal"])
 def test_what_a_server_refuses_loses_nothing_else(length, tmp_path, url, capsys):
     arguments = ["--url", url, "--model", "m", "--lengths", f"100,{length},120", "--hits", "0", "--concurrency", "1"]

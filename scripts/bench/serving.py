@@ -5,8 +5,9 @@
     python -m scripts.bench.serving --url http://localhost:8000/v1 --model NAME --label S2O [--concurrency 1,4]
 
 With --url prompts of random words are sent to an OpenAI-compatible server, some of whose tokens it has in its prefix
-cache. Run it once against a server with S2O and once against one without; chunks are the server's. A kind of prompt
-that the server refuses, such as one longer than it takes, is said and left out. --out is written after each kind.
+cache; no prompt is of an earlier run. Run it once against a server with S2O and once against one without; chunks are
+the server's. A kind of prompt that the server refuses, such as one longer than it takes, is said and left out. --out is
+written after each kind.
 
 Without, one layer's attention is timed as vLLM would call it: S2O's backend with the real kernels, between a fake of
 vLLM's classes (scripts/bench/fake_vllm.py), over all chunks of a prompt behind what is cached of it. What a server does
@@ -268,10 +269,15 @@ def served_prompt(
 
 
 def _words(rng: random.Random, count: int) -> str:
-    """So many random short words, nearly a token each."""
-    return " ".join(rng.choice(WORDS) for _ in range(count))
+    """So many random short words, nearly a token each.
+
+    The first are of no seed, so that a server has them of no earlier run in its prefix cache, nor what follows them.
+    """
+    fresh = min(count, FRESH)
+    return " ".join([*random.SystemRandom().choices(WORDS, k=fresh), *rng.choices(WORDS, k=count - fresh)])
 
 
+FRESH = 16  # words
 WORDS = ("the", "of", "and", "to", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with", "as")
 
 
