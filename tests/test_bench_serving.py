@@ -131,3 +131,20 @@ def test_a_server_that_is_not_there_is_one_sentence(tmp_path, capsys):
     assert "did not answer" in capsys.readouterr().err
     assert run(tmp_path, "--url", "http://127.0.0.1:9/v1")[0] == 2
     assert "give --model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("--prompts 0", "use at least 1"),
+        ("--prompts 2", "4 at a time"),
+        ("--concurrency 0", "at least 1"),
+        ("--lengths 0,100", "at least 1"),
+        ("--hits 0,1.5", "from 0 to 1"),
+        ("--hits=-0.5", "from 0 to 1"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused_before_a_prompt_is_sent(wrong, said, tmp_path, url, capsys):
+    assert run(tmp_path, "--url", url, "--model", "m", "--lengths", "100", *wrong.split()) == (2, None)
+    assert said in capsys.readouterr().err
+    assert not _Server.seen

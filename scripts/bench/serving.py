@@ -54,6 +54,7 @@ from scripts.bench.common import (
     add_op_options,
     bench_parser,
     check_device,
+    check_least,
     float_list,
     int_list,
     machine,
@@ -139,9 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 @torch.no_grad()
 def measure(args: argparse.Namespace) -> None:
     """Measure, print and write --out."""
-    check_device(args)
-    if args.url and not args.model:
-        raise ConfigError("--url needs the model's name: give --model")
+    check(args)
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "keys", "api_key")}
     on = machine(torch.device(args.device))
     file = ServingFile(settings=settings, modelled=[], served=[], **on)
@@ -157,6 +156,20 @@ def measure(args: argparse.Namespace) -> None:
         raise refused[0]
     if refused:
         raise InputError(f"{len(refused)} kinds of prompts failed, {args.out} has the others: {refused[0]}")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for what can be known before anything is measured."""
+    check_device(args)
+    check_least(args, 1, "prompts")
+    if not 0 <= args.hits[0] <= args.hits[-1] <= 1:
+        raise ConfigError(f"--hits are {', '.join(map(str, args.hits))}: use shares from 0 to 1")
+    if min(args.lengths[0], args.chunks[0], args.concurrency[0]) < 1:
+        raise ConfigError("--lengths, --chunks and --concurrency need numbers of at least 1")
+    if args.url and not args.model:
+        raise ConfigError("--url needs the model's name: give --model")
+    if args.url and args.prompts < args.concurrency[-1]:
+        raise ConfigError(f"--prompts {args.prompts} cannot be {args.concurrency[-1]} at a time: use at least as many")
 
 
 def modelled_prompts(args: argparse.Namespace) -> Iterator[ModelledPrompt]:
