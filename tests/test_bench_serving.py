@@ -69,8 +69,11 @@ def test_a_server_is_sent_prompts_with_a_shared_beginning(tmp_path, url, capsys)
     assert all(row.first_token_seconds > 0 and row.tokens_per_second > 0 for row in file.served)
     path, body = _Server.seen[-1]
     assert (path, body["model"], body["stream"], len(body["prompt"].split())) == ("/v1/completions", "m", True, 100)
-    beginnings = {tuple(body["prompt"].split()[:50]) for _, body in _Server.seen[-3:]}
+    lengths = [len(body["prompt"].split()) for _, body in _Server.seen]
+    assert lengths == [100] * 6 + [50, 100, 100, 100] * 2  # the first of each kind fill the cache and are not timed
+    beginnings = {tuple(body["prompt"].split()[:50]) for _, body in _Server.seen[-4:]}
     assert len(beginnings) == 1
+    assert len({body["prompt"] for _, body in _Server.seen}) == len(_Server.seen)
     assert "first token, ms" in capsys.readouterr().out
 
 
@@ -111,7 +114,7 @@ def test_finished_rows_are_in_the_file_while_the_next_are_measured(tmp_path, url
     monkeypatch.setattr(bench, "first_token_seconds", sends)
     arguments = ["--url", url, "--model", "m", "--lengths", "100,120", "--hits", "0", "--concurrency", "1"]
     run(tmp_path, *arguments, "--prompts", "1")
-    assert seen == [0, 1]
+    assert seen == [0, 0, 1, 1]  # one of each is not timed
 
 
 def test_a_server_gets_its_key_and_the_file_does_not(tmp_path, url, monkeypatch):
@@ -121,7 +124,8 @@ def test_a_server_gets_its_key_and_the_file_does_not(tmp_path, url, monkeypatch)
     assert run(tmp_path, *arguments, "--prompts", "1", "--api-key", "secret-of-the-flag")[0] == 0
     monkeypatch.delenv("OPENAI_API_KEY")
     assert run(tmp_path, *arguments, "--prompts", "1")[0] == 0
-    assert _Server.keys == ["Bearer secret-of-the-variable", "Bearer secret-of-the-flag", None]
+    keys = ["Bearer secret-of-the-variable", "Bearer secret-of-the-flag", None]
+    assert _Server.keys == [key for key in keys for _ in range(2)]  # of each run, one prompt is not timed
     assert "secret" not in (tmp_path / "s.json").read_text()
 
 

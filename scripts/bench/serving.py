@@ -268,11 +268,15 @@ def served_prompts(args: argparse.Namespace, refused: list[InputError]) -> Itera
 def served_prompt(
     args: argparse.Namespace, rng: random.Random, length: int, cached: float, concurrency: int
 ) -> ServedPrompts:
-    """Prompts of one kind, sent to the server. Raises InputError as `first_token_seconds` does."""
+    """Prompts of one kind, sent to the server after one that is not timed.
+
+    Raises InputError as `first_token_seconds` does.
+    """
     shared = _words(rng, int(cached * length))
+    uncounted, *texts = [f"{shared} {_words(rng, length - int(cached * length))}" for _ in range(args.prompts + 1)]
     if shared:
         first_token_seconds(args, shared)  # fills the cache
-    texts = [f"{shared} {_words(rng, length - int(cached * length))}" for _ in range(args.prompts)]
+    first_token_seconds(args, uncounted)  # what a server does for the first of its kind, such as compiling
     began = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
         seconds = list(pool.map(partial(first_token_seconds, args), texts))
