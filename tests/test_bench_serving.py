@@ -69,9 +69,25 @@ def test_a_server_is_sent_prompts_with_a_shared_beginning(tmp_path, url, capsys)
     assert all(row.first_token_seconds > 0 and row.tokens_per_second > 0 for row in file.served)
     path, body = _Server.seen[-1]
     assert (path, body["model"], body["stream"], len(body["prompt"].split())) == ("/v1/completions", "m", True, 100)
-    beginnings = {tuple(body["prompt"].split()[:50]) for _, body in _Server.seen[-3:]}
+    lengths = [len(body["prompt"].split()) for _, body in _Server.seen]
+    assert lengths == [100] * 6 + [50, 100, 100, 100] * 2  # the first of each kind fill the cache and are not timed
+    beginnings = {tuple(body["prompt"].split()[:50]) for _, body in _Server.seen[-4:]}
     assert len(beginnings) == 1
+    assert len({body["prompt"] for _, body in _Server.seen}) == len(_Server.seen)
     assert "first token, ms" in capsys.readouterr().out
+
+
+def test_a_server_has_no_prompt_of_an_earlier_run_in_its_cache(tmp_path, url):
+    arguments = ["--url", url, "--model", "m", "--lengths", "100", "--hits", "0,0.5", "--concurrency", "1"]
+    prompts = []
+    for _ in range(2):
+        _Server.seen.clear()
+        run(tmp_path, *arguments, "--prompts", "1")
+        prompts.append([body["prompt"].split() for _, body in _Server.seen])
+    first, again = prompts
+    assert len(first) == len(again)
+    assert all(a[: bench.FRESH] != b[: bench.FRESH] for a, b in zip(first, again, strict=True))
+    assert first[0][bench.FRESH :] == again[0][bench.FRESH :]  # what follows is of the seed
 
 
 @pytest.mark.parametrize("length", ["160", "300"], ids=["an error for an answer", "a refusal"])
@@ -98,7 +114,7 @@ def test_finished_rows_are_in_the_file_while_the_next_are_measured(tmp_path, url
     monkeypatch.setattr(bench, "first_token_seconds", sends)
     arguments = ["--url", url, "--model", "m", "--lengths", "100,120", "--hits", "0", "--concurrency", "1"]
     run(tmp_path, *arguments, "--prompts", "1")
-    assert seen == [0, 1]
+    assert seen == [0, 0, 1, 1]  # one of each is not timed
 
 
 def test_a_server_gets_its_key_and_the_file_does_not(tmp_path, url, monkeypatch):
@@ -108,7 +124,8 @@ def test_a_server_gets_its_key_and_the_file_does_not(tmp_path, url, monkeypatch)
     assert run(tmp_path, *arguments, "--prompts", "1", "--api-key", "secret-of-the-flag")[0] == 0
     monkeypatch.delenv("OPENAI_API_KEY")
     assert run(tmp_path, *arguments, "--prompts", "1")[0] == 0
-    assert _Server.keys == ["Bearer secret-of-the-variable", "Bearer secret-of-the-flag", None]
+    keys = ["Bearer secret-of-the-variable", "Bearer secret-of-the-flag", None]
+    assert _Server.keys == [key for key in keys for _ in range(2)]  # of each run, one prompt is not timed
     assert "secret" not in (tmp_path / "s.json").read_text()
 
 
@@ -118,3 +135,20 @@ def test_a_server_that_is_not_there_is_one_sentence(tmp_path, capsys):
     assert "did not answer" in capsys.readouterr().err
     assert run(tmp_path, "--url", "http://127.0.0.1:9/v1")[0] == 2
     assert "give --model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("--prompts 0", "use at least 1"),
+        ("--prompts 2", "4 at a time"),
+        ("--concurrency 0", "at least 1"),
+        ("--lengths 0,100", "at least 1"),
+        ("--hits 0,1.5", "from 0 to 1"),
+        ("--hits=-0.5", "from 0 to 1"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused_before_a_prompt_is_sent(wrong, said, tmp_path, url, capsys):
+    assert run(tmp_path, "--url", url, "--model", "m", "--lengths", "100", *wrong.split()) == (2, None)
+    assert said in capsys.readouterr().err
+    assert not _Server.seen

@@ -5,8 +5,9 @@
     python -m scripts.bench.serving --url http://localhost:8000/v1 --model NAME --label S2O [--concurrency 1,4]
 
 With --url prompts of random words are sent to an OpenAI-compatible server, some of whose tokens it has in its prefix
-cache. Run it once against a server with S2O and once against one without; chunks are the server's. A kind of prompt
-that the server refuses, such as one longer than it takes, is said and left out. --out is written after each kind.
+cache; no prompt is of an earlier run. Run it once against a server with S2O and once against one without; chunks are
+the server's. A kind of prompt that the server refuses, such as one longer than it takes, is said and left out. --out is
+written after each kind.
 
 Without, one layer's attention is timed as vLLM would call it: S2O's backend with the real kernels, between a fake of
 vLLM's classes (scripts/bench/fake_vllm.py), over all chunks of a prompt behind what is cached of it. What a server does
@@ -53,6 +54,7 @@ from scripts.bench.common import (
     add_op_options,
     bench_parser,
     check_device,
+    check_least,
     float_list,
     int_list,
     machine,
@@ -138,9 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 @torch.no_grad()
 def measure(args: argparse.Namespace) -> None:
     """Measure, print and write --out."""
-    check_device(args)
-    if args.url and not args.model:
-        raise ConfigError("--url needs the model's name: give --model")
+    check(args)
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "keys", "api_key")}
     on = machine(torch.device(args.device))
     file = ServingFile(settings=settings, modelled=[], served=[], **on)
@@ -156,6 +156,20 @@ def measure(args: argparse.Namespace) -> None:
         raise refused[0]
     if refused:
         raise InputError(f"{len(refused)} kinds of prompts failed, {args.out} has the others: {refused[0]}")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for what can be known before anything is measured."""
+    check_device(args)
+    check_least(args, 1, "prompts")
+    if not 0 <= args.hits[0] <= args.hits[-1] <= 1:
+        raise ConfigError(f"--hits are {', '.join(map(str, args.hits))}: use shares from 0 to 1")
+    if min(args.lengths[0], args.chunks[0], args.concurrency[0]) < 1:
+        raise ConfigError("--lengths, --chunks and --concurrency need numbers of at least 1")
+    if args.url and not args.model:
+        raise ConfigError("--url needs the model's name: give --model")
+    if args.url and args.prompts < args.concurrency[-1]:
+        raise ConfigError(f"--prompts {args.prompts} cannot be {args.concurrency[-1]} at a time: use at least as many")
 
 
 def modelled_prompts(args: argparse.Namespace) -> Iterator[ModelledPrompt]:
@@ -254,11 +268,15 @@ def served_prompts(args: argparse.Namespace, refused: list[InputError]) -> Itera
 def served_prompt(
     args: argparse.Namespace, rng: random.Random, length: int, cached: float, concurrency: int
 ) -> ServedPrompts:
-    """Prompts of one kind, sent to the server. Raises InputError as `first_token_seconds` does."""
+    """Prompts of one kind, sent to the server after one that is not timed.
+
+    Raises InputError as `first_token_seconds` does.
+    """
     shared = _words(rng, int(cached * length))
+    uncounted, *texts = [f"{shared} {_words(rng, length - int(cached * length))}" for _ in range(args.prompts + 1)]
     if shared:
         first_token_seconds(args, shared)  # fills the cache
-    texts = [f"{shared} {_words(rng, length - int(cached * length))}" for _ in range(args.prompts)]
+    first_token_seconds(args, uncounted)  # what a server does for the first of its kind, such as compiling
     began = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
         seconds = list(pool.map(partial(first_token_seconds, args), texts))
@@ -268,10 +286,15 @@ def served_prompt(
 
 
 def _words(rng: random.Random, count: int) -> str:
-    """So many random short words, nearly a token each."""
-    return " ".join(rng.choice(WORDS) for _ in range(count))
+    """So many random short words, nearly a token each.
+
+    The first are of no seed, so that a server has them of no earlier run in its prefix cache, nor what follows them.
+    """
+    fresh = min(count, FRESH)
+    return " ".join([*random.SystemRandom().choices(WORDS, k=fresh), *rng.choices(WORDS, k=count - fresh)])
 
 
+FRESH = 16  # words
 WORDS = ("the", "of", "and", "to", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with", "as")
 
 
