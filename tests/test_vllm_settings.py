@@ -184,7 +184,7 @@ def test_layers_alike_but_for_their_segments_are_compiled_each(monkeypatch):
         config = LayerConfig.uniform(4, tau=0.5, segment=segment, tile=TileConfig(64, 64, 2, 4, 2))
         monkeypatch.setattr(layer, "config", lambda keys, config=config: config)
     server.compile_kernels(torch.zeros(8192, 4, 64))
-    assert sorted(calls) == [(128, 2), (128, 20), (128, 40), (512, 2), (512, 16)]
+    assert sorted(calls) == [(128, 2), (128, 20), (128, 64), (512, 2), (512, 16)]
 
 
 def test_layers_with_dense_heads_are_compiled_in_their_split_form_too(monkeypatch):
