@@ -23,7 +23,7 @@ from urllib.request import urlopen
 from vllm_engine import questions
 
 LENGTH, METRICS_PORT = 2048, 9217
-SAMPLE = re.compile(r's2o_rows_total\{.*path="(\w+)",rank="(\d+)",reason="([^"]*)".*\} (\S+)')
+SAMPLE = re.compile(r's2o_rows_total\{.*path="(\w+)",.*rank="(\d+)",reason="([^"]*)".*\} (\S+)')
 
 
 FLASH_VARIABLE = (
