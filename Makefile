@@ -24,7 +24,7 @@ QUANTISERS := optimum-quanto==0.2.7 ninja==1.13.2 bitsandbytes==0.50.2 torchao==
 BUILT := gptqmodel==7.7.0 optimum==2.3.0 pypcre==0.6.4 tokenicer==0.0.14 logbar==0.4.15 device-smi==0.5.7 defuser==0.0.28
 BUILT += requests==2.34.2 urllib3==2.8.0 charset-normalizer==3.5.2 idna==3.20
 LOADERS := accelerate==1.15.0 psutil==7.2.2 peft==0.21.2 gguf==0.19.0
-LOADING_TESTS := tests/test_loading.py tests/test_quantised.py tests/test_windowed.py tests/test_bench_rehearsals.py
+LOADING_TESTS := tests/model/test_loading.py tests/model/test_quantised.py tests/attention/test_windowed.py tests/scripts/test_bench_rehearsals.py
 STAMP := $(VENV)/.installed
 ifdef PYTHON
   RUN := PYTHONPATH=. $(PYTHON)
@@ -86,7 +86,7 @@ transformers: $(OTHERS)
 
 $(TRANSFORMERS:%=transformers-%): transformers-%: build/transformers-%/.installed $(CACHES)
 	OMP_NUM_THREADS=1 PYTHONPATH=build/transformers-$*:$(QUANTISED) $(VENV)/bin/python -m pytest -p no:cacheprovider \
-		-n auto --maxprocesses 4 --dist load tests/test_hf.py tests/test_architectures.py tests/test_continuous_batching.py \
+		-n auto --maxprocesses 4 --dist load tests/huggingface/test_hf.py tests/huggingface/test_architectures.py tests/huggingface/test_continuous_batching.py \
 		$(LOADING_TESTS)
 
 architectures: $(READY) $(CACHES)

@@ -56,20 +56,20 @@ class Mutant:
         return text.replace(self.before, self.after)
 
 
-ALLOCATE, ALLOCATE_TESTS = "calibrate/search/allocate.py", ("tests/test_allocate.py",)
-STATISTICS, STATISTICS_TESTS = "calibrate/proof/statistics.py", ("tests/test_statistics.py",)
-CERTIFICATE, CERTIFY_TESTS = "calibrate/proof/certificate.py", ("tests/test_certify.py",)
+ALLOCATE, ALLOCATE_TESTS = "calibrate/search/allocate.py", ("tests/search/test_allocate.py",)
+STATISTICS, STATISTICS_TESTS = "calibrate/proof/statistics.py", ("tests/proof/test_statistics.py",)
+CERTIFICATE, CERTIFY_TESTS = "calibrate/proof/certificate.py", ("tests/proof/test_certify.py",)
 CERTIFY = "calibrate/proof/certify.py"
-SPEND, SPEND_TESTS = "calibrate/proof/spend.py", ("tests/test_spend.py",)
-PROFILE, PROFILE_TESTS = "s2o_runtime/profile/profile.py", ("tests/test_profile.py",)
+SPEND, SPEND_TESTS = "calibrate/proof/spend.py", ("tests/proof/test_spend.py",)
+PROFILE, PROFILE_TESTS = "s2o_runtime/profile/profile.py", ("tests/profile/test_profile.py",)
 PROFILE_FILE = "s2o_runtime/profile/file.py"
-HF, HF_TESTS = "s2o_runtime/huggingface/hf.py", ("tests/test_hf.py", "-m", "not slow and not exhaustive")
-WINDOWED, WINDOWED_TESTS = "s2o_runtime/attention/windowed.py", ("tests/test_windowed.py", "-k", "loops")
-REFERENCE, REFERENCE_TESTS = "s2o_runtime/reference/attention.py", ("tests/test_reference.py",)
-PLAN, PLAN_TESTS = "s2o_runtime/serving/plan.py", ("tests/test_vllm_plan.py",)
-BATCH, BATCH_TESTS = "s2o_runtime/vllm/batch.py", ("tests/test_vllm_backend.py",)
+HF, HF_TESTS = "s2o_runtime/huggingface/hf.py", ("tests/huggingface/test_hf.py", "-m", "not slow and not exhaustive")
+WINDOWED, WINDOWED_TESTS = "s2o_runtime/attention/windowed.py", ("tests/attention/test_windowed.py", "-k", "loops")
+REFERENCE, REFERENCE_TESTS = "s2o_runtime/reference/attention.py", ("tests/reference/test_reference.py",)
+PLAN, PLAN_TESTS = "s2o_runtime/serving/plan.py", ("tests/serving/test_vllm_plan.py",)
+BATCH, BATCH_TESTS = "s2o_runtime/vllm/batch.py", ("tests/serving/test_vllm_backend.py",)
 CALLS = "s2o_runtime/serving/calls.py"
-FIT, FIT_TESTS = "s2o_runtime/serving/fit.py", ("tests/test_vllm_fit.py",)
+FIT, FIT_TESTS = "s2o_runtime/serving/fit.py", ("tests/serving/test_vllm_fit.py",)
 
 MUTANTS = (
     # the allocation of a budget over heads
@@ -166,7 +166,7 @@ MUTANTS = (
     ),
     Mutant(
         "a group of documents is split between the sets",
-        "calibrate/prompts/split.py", "free.remove(name)", "pass", ("tests/test_split.py",),
+        "calibrate/prompts/split.py", "free.remove(name)", "pass", ("tests/prompts/test_split.py",),
     ),
     # what a layer may spend
     Mutant(
@@ -275,7 +275,7 @@ MUTANTS = (
     Mutant(
         "a prompt one token longer than a window hides nothing",
         HF, "int(q_offset) + q_length <= int(local)", "int(q_offset) + q_length <= int(local) + 1",
-        ("tests/test_windowed.py", "-k", "just_fits"),
+        ("tests/attention/test_windowed.py", "-k", "just_fits"),
     ),
     Mutant(
         "a mask with holes passes for padding",
@@ -351,7 +351,7 @@ MUTANTS = (
     Mutant(
         "a plan is replayed into the queries that it reads",
         "s2o_runtime/attention/compute.py", "return laid and out.", "return laid or out.",
-        ("tests/test_plan.py", "-k", "kernels_cannot_write"),
+        ("tests/kernels/test_plan.py", "-k", "kernels_cannot_write"),
     ),
     Mutant(
         "another cache group reads this group's pages",

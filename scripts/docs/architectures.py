@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write the table of architectures in docs/models.md from the tests that pass.
 
-    python -m scripts.docs.architectures            runs tests/test_architectures.py and writes the table
+    python -m scripts.docs.architectures            runs tests/huggingface/test_architectures.py and writes the table
     python -m scripts.docs.architectures --check    only collects them, and fails if the table is of other tests
 
 A row is a model of the tests, a column what they ask of it. A test that fails leaves the table as it is.
@@ -22,7 +22,7 @@ from scripts.docs.markdown import table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "models.md"
-TESTS = ROOT / "tests" / "test_architectures.py"
+TESTS = ROOT / "tests" / "huggingface" / "test_architectures.py"
 START, END = "<!-- architectures: make architectures writes what is between these lines -->", "<!-- /architectures -->"
 PASSED, SKIPPED, UNTESTED = "✓", "skipped", ""
 

@@ -1,0 +1,146 @@
+"""A calibration that is killed goes on where it was: real processes, real signals, and the bytes of a run in one go."""
+
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from support.tiny import save_tiny
+
+SLOW = pytest.mark.slow(reason="kills and resumes calibrations in processes of their own")
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = ["--lengths", "512,1024", "--segments", "64,128", "--representatives", "1,4", "--num-prompts", "6"]
+OPTIONS += ["--num-certify", "0"]
+OPTIONS += ["--held-out", "1", "--trials", "2", "--budget-rel-mse", "1e-2", "--device", "cpu", "--quiet", "--json"]
+CURVES = 4  # of a whole journal: two layers at two lengths
+LONG = 120  # seconds that nothing here should take
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def start(folder, cwd, out="p.safetensors", journal="j.sqlite"):
+    """`s2o-calibrate` as a process of its own."""
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "calibrate.commands.calibrate",
+            "--model",
+            folder,
+            *OPTIONS,
+            "--out",
+            out,
+            "--journal",
+            journal,
+        ],
+        cwd=cwd,
+        env={
+            "PYTHONPATH": str(ROOT),
+            "PATH": "/usr/bin:/bin",
+            "HF_HUB_OFFLINE": "1",
+            "HOME": str(folder.parent),
+            "OMP_NUM_THREADS": "1",  # several processes on few cores: threads that wait for one another are slow
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process):
+    """Its exit code, its result and the last line of what it said besides."""
+    output, errors = process.communicate(timeout=LONG)
+    lines = errors.splitlines()
+    return process.returncode, json.loads(output) if output else None, lines[-1] if lines else ""
+
+
+def entries(path):
+    """What a journal holds, also while it is written; None if its tables are not there yet."""
+    try:
+        with closing(sqlite3.connect(f"file:{path}?mode=rw", uri=True, timeout=LONG)) as database:
+            return database.execute("SELECT kind, key, value, tensors FROM entries ORDER BY rowid").fetchall()
+    except sqlite3.OperationalError:
+        return None
+
+
+def wait_for(process, path, count):
+    """Until the journal has so many entries. The process must still be at work then."""
+    end = time.monotonic() + LONG
+    while (rows := entries(path)) is None or len(rows) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    assert process.poll() is None
+
+
+def assert_as_in_one_go(one_go, cwd, outcome, reused):
+    """The same profile and the same journal, without one measurement twice."""
+    code, result, said = outcome
+    assert code == 0, said
+    assert result["met"]
+    assert (cwd / "p.safetensors").read_bytes() == (one_go / "p.safetensors").read_bytes()
+    assert entries(cwd / "j.sqlite") == entries(one_go / "j.sqlite")
+    assert result["journal"]["reused"] == reused
+
+
+@pytest.fixture(scope="module")
+def one_go(folder, tmp_path_factory):
+    """Where a run that nothing disturbed left its files."""
+    cwd = tmp_path_factory.mktemp("one")
+    code, result, said = finish(start(folder, cwd))
+    assert code == 0, said
+    assert result["met"]
+    assert result["journal"]["reused"] == 0
+    kinds = [kind for kind, *_ in entries(cwd / "j.sqlite")]
+    assert kinds.count("curves") == CURVES
+    assert set(kinds) == {"curves", "proof"}
+    return cwd
+
+
+@SLOW
+def test_a_run_that_is_stopped_again_and_again_ends_as_in_one_go(folder, one_go, tmp_path):
+    """Killed before the first measurement, interrupted between two, killed while the proof is running."""
+    journal = tmp_path / "j.sqlite"
+    for count, number in ((0, signal.SIGKILL), (2, signal.SIGINT), (CURVES + 1, signal.SIGKILL)):
+        before = entries(journal) or []
+        process = start(folder, tmp_path)
+        wait_for(process, journal, count)
+        process.send_signal(number)
+        code, result, said = finish(process)
+        assert (code, result) == (130 if number == signal.SIGINT else -signal.SIGKILL, None)
+        if number == signal.SIGINT:
+            kept = "run the same command to continue: everything measured so far is kept in j.sqlite"
+            assert said == f"s2o-calibrate: interrupted; {kept}"
+        after = entries(journal)
+        assert after[: len(before)] == before
+        assert len(after) >= count
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["j.sqlite", "j.sqlite.lock"]
+    assert_as_in_one_go(one_go, tmp_path, finish(start(folder, tmp_path)), len(after))
+
+
+@SLOW
+def test_a_second_run_is_refused_while_the_first_goes_on(folder, one_go, tmp_path):
+    first = start(folder, tmp_path)
+    wait_for(first, tmp_path / "j.sqlite", 1)
+    first.send_signal(signal.SIGSTOP)  # so that it is not done too early
+    try:
+        before = entries(tmp_path / "j.sqlite")
+        code, result, said = finish(start(folder, tmp_path, out="other.safetensors"))
+        assert (code, result) == (4, None)
+        text = "journal j.sqlite is being written by another run: wait for it, or give another --journal"
+        assert said == f"s2o-calibrate: {text}"
+        assert entries(tmp_path / "j.sqlite") == before
+        assert not (tmp_path / "other.safetensors").exists()
+    finally:
+        first.send_signal(signal.SIGCONT)
+    assert_as_in_one_go(one_go, tmp_path, finish(first), 0)

@@ -1,0 +1,161 @@
+"""The first pass: curves of the whole model are those of its parts, and are measured once."""
+
+import dataclasses
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from calibrate.curves import measure, passes
+from calibrate.curves.curves import Ranking, Shape, mean_curve
+from calibrate.curves.measure import measure_model
+from calibrate.journal import Journal
+from calibrate.model import capture
+from calibrate.prompts.prompts import Prompt
+from calibrate.recipe import Recipe
+from support.models import save, stream
+
+SLOW = pytest.mark.slow(reason="measures a model several times, or starts a process of its own")
+
+LENGTHS = (450, 600)
+SHAPES = {450: (Shape(64, 128),), 600: (Shape(64, 128), Shape(64, 256))}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    return stream(save("llama", tmp_path_factory.mktemp("llama")), True)
+
+
+def make_prompts(seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    return {length: [Prompt(torch.randint(3, 128, (length,), generator=generator)) for _ in range(2)]
+            for length in LENGTHS}  # fmt: skip
+
+
+def recipe(**changes):
+    options = {"model": "tiny", "lengths": LENGTHS, "check_lengths": (), "out": Path("unused"), "segments": (64, 256)}
+    return Recipe.of(options | {"representatives": (1, 4), "grains": (4,)} | changes)
+
+
+@dataclasses.dataclass
+class Watched:
+    """What `measure_model` measures: (layer, length) for every prompt and segment, and its steps."""
+
+    loaded: object
+    path: Path
+    monkeypatch: pytest.MonkeyPatch
+    measured: list = dataclasses.field(default_factory=list)
+    steps: list = dataclasses.field(default_factory=list)
+    reused: int = 0
+
+    def __post_init__(self):
+        def watch(prompt, rankings, shapes):
+            self.measured.append((prompt.layer, int(prompt.q.shape[2])))
+            return passes.measure(prompt, rankings, shapes)
+
+        self.monkeypatch.setattr(measure, "measure", watch)
+
+    def run(self, prompts=None, shapes=SHAPES, **changes):
+        self.measured.clear()
+        self.steps.clear()
+        with Journal.open(self.path, {}) as journal:
+            found = measure_model(
+                self.loaded, prompts or make_prompts(), shapes, recipe(**changes), journal, lambda: self.steps.append(1)
+            )
+            self.reused = journal.reused
+        assert len(self.steps) == 4  # two layers at two lengths
+        return found
+
+
+@pytest.fixture
+def watched(loaded, tmp_path, monkeypatch):
+    return Watched(loaded, tmp_path / "journal", monkeypatch)
+
+
+def assert_same(one, other):
+    assert list(one) == list(other) == list(LENGTHS)
+    for length in LENGTHS:
+        for mine, theirs in zip(one[length], other[length], strict=True):
+            assert list(mine) == list(theirs)
+            for key, curve in mine.items():
+                assert torch.equal(curve.stacked(), theirs[key].stacked())
+                assert curve.dense_power == theirs[key].dense_power
+
+
+def test_the_model_is_measured_as_prompt_by_prompt(loaded, watched):
+    prompts = make_prompts()
+    found = watched.run(prompts)
+    for length in LENGTHS:
+        segments = (64,) if length == 450 else (64, 256)  # at least half of a prompt lies in some prefix
+        methods = [Ranking(segment, each, 4) for segment in segments for each in (1, 4)]
+        alone = [list(map(list, capture.layers(loaded, [prompt.ids]))) for prompt in prompts[length]]
+        for layer in range(2):
+            assert set(found[length][layer]) == {(method, shape) for method in methods for shape in SHAPES[length]}
+            for (method, shape), curve in found[length][layer].items():
+                of_prompts = [passes.measure(each[layer][0], [method], [shape])[method, shape] for each in alone]
+                expected = mean_curve(of_prompts)
+                torch.testing.assert_close(curve.stacked(), expected.stacked(), rtol=1e-4, atol=1e-9)
+                assert curve.dense_power == pytest.approx(expected.dense_power, rel=1e-5)
+            assert max(float(curve.mse.max()) for curve in found[length][layer].values()) > 1e-4
+
+
+def test_the_journal_answers_the_second_time_without_the_model(watched, monkeypatch):
+    first = watched.run()
+    assert watched.reused == 0
+    # four prompts, each once for every one of its segments
+    assert sorted(watched.measured) == sorted(
+        (layer, length) for layer in range(2) for length in (450, 450, 600, 600, 600, 600)
+    )
+    monkeypatch.setattr(capture, "DenseWalk", None)
+    assert_same(first, watched.run())
+    assert (watched.measured, watched.reused) == ([], 4)
+
+
+@pytest.mark.parametrize("missing", [(0, 600), (1, 450), (1, 600)])
+def test_only_what_is_missing_is_measured(missing, watched):
+    first = watched.run()
+    layer, length = missing
+    with sqlite3.connect(watched.path) as database:
+        segments = "[64]" if length == LENGTHS[0] else "[64,256]"
+        where = "json_extract(key, '$.layer') = ? AND json_extract(key, '$.segments') = ?"
+        assert database.execute(f"DELETE FROM entries WHERE {where}", (layer, segments)).rowcount == 1
+    database.close()
+    assert_same(first, watched.run())
+    assert set(watched.measured) == {missing}
+    assert watched.reused == 3
+
+
+@SLOW
+def test_what_is_not_the_same_measurement_is_made_again(watched):
+    watched.run()
+    of_600 = {(0, 600), (1, 600)}
+    prompts = make_prompts()
+    prompts[600] = [prompts[600][0], make_prompts(6)[600][0]]
+    watched.run(prompts)
+    assert set(watched.measured) == of_600
+    watched.run(shapes=SHAPES | {600: SHAPES[600][:1]})
+    assert watched.measured == []  # curves of more shapes have those of fewer
+    watched.run(shapes=SHAPES | {600: (*SHAPES[600], Shape(64, 512))})
+    assert set(watched.measured) == of_600
+    for change in ({"segments": (64,)}, {"representatives": (1,)}, {"grains": (2,)}):
+        watched.run(**change)
+        assert set(watched.measured) >= of_600
+    watched.run()
+    assert watched.measured == []
+
+
+def test_a_budget_is_not_part_of_a_measurement(watched):
+    first = watched.run()
+    changes = {"budget_mse": 1.0, "budget_scope": "model", "margin": 0.3, "worst_rows": 0.1, "trials": 3, "seed": 9}
+    assert_same(first, watched.run(**changes, tails=(False,), time_limit=9.0, needles=0.0))
+    assert watched.measured == []
+
+
+@SLOW
+def test_measuring_and_rebudgeting_need_no_optuna():
+    program = "import calibrate.curves.measure, calibrate.profiles.rebudget, sys; sys.exit('optuna' in sys.modules)"
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0

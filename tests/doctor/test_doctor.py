@@ -1,0 +1,607 @@
+"""s2o-doctor: what it says of an environment, a device, the kernels, a profile and a model, and the exit code."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import s2o_runtime
+from calibrate.commands.calibrate import main as calibrate
+from s2o_runtime import load_profile, save_profile
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.baselines.settings import PBS
+from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
+from s2o_runtime.config import HeadConfig, TileConfig
+from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.doctor import command, environment, prospect, self_test
+from s2o_runtime.doctor.command import examine, main
+from s2o_runtime.doctor.findings import Finding, Section, as_json, as_text, exit_code
+from s2o_runtime.reference import attention
+from s2o_runtime.reference.dense import dense_attention, exact_attention
+from s2o_runtime.serving.fit import ProfileFit, Rank
+from s2o_runtime.sglang import compat as sglang_compat
+from s2o_runtime.vllm import compat as vllm_compat
+
+ROOT = Path(__file__).parents[2]
+PROFILE = ROOT / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
+DEMO = ROOT / "calibrate" / "demo" / "model"
+CPU = torch.device("cpu")
+OPEN_DRIVER = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (root@host)\nGCC version:\n"
+)
+CLOSED_DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Thu Feb 15 00:41:08 UTC 2024\n"
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Without the self-test, which has tests of its own."""
+    monkeypatch.setattr(self_test, "self_test", lambda device: [Finding("kernel", "left out")])
+
+
+def doctor(capsys, *arguments, run=main):
+    """The exit code, and the findings by section and name."""
+    code = run([*map(str, arguments), "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert (document.pop("exit_code"), document.pop("ready")) == (code, code == OK)
+    return code, {
+        name: {finding["name"]: finding for finding in section["findings"]} for name, section in document.items()
+    }
+
+
+def by_name(findings):
+    return {finding.name: finding for finding in findings}
+
+
+def test_a_healthy_cpu_is_ready(capsys):
+    code, sections = doctor(capsys, "--device", "cpu")
+    assert code == OK
+    assert list(sections) == ["environment", "device", "self-test"]
+    assert sections["environment"]["s2o"]["value"] == s2o_runtime.__version__
+    assert sections["environment"]["torch"]["value"].startswith(torch.__version__)
+    reference = sections["self-test"]["reference"]
+    assert reference["verdict"] == "ok"
+    assert "no kernel" in reference["value"]
+    assert sections["device"]["device"]["verdict"] == "note"
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_text_marks_what_to_read(capsys):
+    assert main(["--profile", str(PROFILE), "--device", "cpu"]) == OK
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "ready"
+    assert max(map(len, lines)) <= 120
+    assert any(line.startswith("- device  cpu: the kernels need an NVIDIA GPU") for line in lines)
+    assert any(
+        "1024 tokens  4 of 6 layers run S2O (0 to 2, 4); dense: 3, 5, because every head" in line for line in lines
+    )
+
+
+def test_problems_decide_the_exit_code_bad_input_first():
+    fine, missing, wrong = (
+        Finding("a", "b"),
+        Finding("c", "d", "e", NO_RESOURCE),
+        Finding("f", "g\x1b[31m", "h", BAD_INPUT),
+    )
+    assert exit_code([Section("s", [fine])]) == OK
+    assert exit_code([Section("s", [fine, missing])]) == NO_RESOURCE
+    sections = [Section("s", [missing]), Section("t", [wrong, Finding("i", "j", "k")])]
+    assert exit_code(sections) == BAD_INPUT
+    assert as_json(sections)["t"]["findings"][0]["verdict"] == "problem"
+    assert as_text(sections) == "s\n! c  d: e\n\nt\n! f  g [31m: h\n- i  j: k\n\nnot ready: c, f (marked with !)"
+
+
+def test_nothing_heavy_is_imported_for_the_flags_and_no_host_for_a_run():
+    program = (
+        "import sys\nfrom s2o_runtime.doctor.command import main, parser\nparser()\nflags = set(sys.modules)\n"
+        "code = main(['--device', 'cpu', '--profile', sys.argv[1]])\n"
+        "heavy = {'transformers', 'vllm', 'sglang', 'calibrate', 'rich'}\n"
+        "print(code, 'torch' in flags, sorted(heavy & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", program, str(PROFILE)], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "0 False []"
+
+
+# the environment
+
+
+def test_without_torch_nothing_else_is_looked_at(monkeypatch):
+    monkeypatch.setattr(environment, "installed", lambda package: None)
+    (section,) = examine(PROFILE)
+    assert by_name(section.findings)["torch"].code == NO_RESOURCE
+    assert exit_code([section]) == NO_RESOURCE
+
+
+def test_a_torch_that_cannot_be_imported_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    finding = environment.torch_installation()
+    assert finding.code == NO_RESOURCE
+    assert "it cannot be imported (ModuleNotFoundError: " in finding.advice
+
+
+@pytest.mark.parametrize(("text", "version"), [(OPEN_DRIVER, "570.86.15"), (CLOSED_DRIVER, "535.161.08")])
+def test_a_driver_that_torch_cannot_use_is_a_problem(text, version, tmp_path, monkeypatch):
+    (tmp_path / "version").write_text(text)
+    monkeypatch.setattr(environment, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (finding,) = environment.driver()
+    assert finding == Finding(
+        "driver", f"NVIDIA {version}", "this torch is built without CUDA: install a CUDA build of it", NO_RESOURCE
+    )
+    assert next(environment.driver(wants_gpu=False)).verdict == "note"
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert "driver must be one for CUDA 12.8 or newer" in next(environment.driver()).advice
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES is ''" in next(environment.driver()).advice
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert next(environment.driver()) == Finding("driver", f"NVIDIA {version}")
+
+
+def test_no_driver_is_no_problem(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "DRIVER", tmp_path / "version")
+    assert list(environment.driver()) == [Finding("driver", "no NVIDIA driver is loaded")]
+
+
+def test_a_version_that_the_metadata_does_not_ask_for_is_a_note(monkeypatch):
+    requires = [
+        "torch>=2.6",
+        'triton>=3.6,<3.10; platform_system == "Linux"',
+        'transformers>=5.0; extra == "calibrate"',
+    ]
+    monkeypatch.setattr(environment.metadata, "requires", lambda package: requires)
+    versions = {"triton": "3.5.1", "transformers": "5.1.0"}
+    monkeypatch.setattr(environment, "installed", versions.get)
+    assert environment.transformers_installation() == Finding("transformers", "5.1.0")
+    assert environment.triton_installation().advice == (
+        "S2O is made for triton>=3.6,<3.10: install one of these versions"
+    )
+    assert environment.required("torch") == ">=2.6"
+    assert environment.required("numpy") is None
+
+
+def test_a_missing_compiler_is_a_note(monkeypatch, tmp_path):
+    monkeypatch.setattr(environment.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
+    monkeypatch.setattr(environment.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.delenv("CC", raising=False)
+    assert [(one.name, one.verdict) for one in environment.compiler()] == [("C compiler", "note"), ("headers", "note")]
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(environment.shutil, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
+    assert list(environment.compiler()) == []
+    monkeypatch.setenv("CC", "mycc")
+    assert "CC names mycc" in next(environment.compiler()).advice
+
+
+@pytest.fixture
+def installation_of(tmp_path, monkeypatch):
+    """Makes it look as if a server were installed whose sources are no file at all; gives what finds it."""
+    real = importlib.util.find_spec
+
+    def make(name, version):
+        spec = SimpleNamespace(origin=str(tmp_path / name / "__init__.py"))
+        monkeypatch.setattr(importlib.util, "find_spec", lambda package: spec if package == name else real(package))
+        monkeypatch.setattr(environment, "installed", {name: version}.get)
+        return getattr(environment, f"{name}_installation")
+
+    return make
+
+
+SERVERS = pytest.mark.parametrize(
+    ("name", "compat", "group", "variable", "sources"),
+    [
+        ("vllm", vllm_compat, "vllm.general_plugins", "VLLM_PLUGINS", "vllm"),
+        ("sglang", sglang_compat, "sglang.srt.plugins", "SGLANG_PLUGINS", "sglang/srt"),
+    ],
+)
+
+
+@SERVERS
+def test_a_server_is_known_by_its_sources_alone(
+    name, compat, group, variable, sources, installation_of, tmp_path, monkeypatch
+):
+    installation = installation_of(name, "0.33.0")
+    monkeypatch.delenv(variable, raising=False)
+    unknown = installation()
+    assert unknown.name == name
+    assert unknown.advice.startswith("S2O does not know it (its sources are not as expected: ")
+    assert str(tmp_path / sources) in unknown.advice
+    assert unknown.advice.endswith(f"use one of {', '.join(compat.READ)}")
+
+    looked_at, plugins = [], []
+    monkeypatch.setattr(compat, "interface_obstacle", looked_at.append)
+    entry_points = {group: plugins}
+    monkeypatch.setattr(environment.metadata, "entry_points", lambda group: entry_points.get(group, []))
+    assert "does not find S2O's plugin" in installation().advice
+    plugins.append(SimpleNamespace(name="s2o"))
+    assert installation() == Finding(name, "0.33.0, its interface is known and S2O is its plugin")
+    assert set(looked_at) == {tmp_path / sources}
+    monkeypatch.setenv(variable, "other")
+    assert installation().advice == f"{variable} is 'other', which leaves S2O out: add s2o"
+    assert name not in sys.modules
+
+
+def test_the_servers_are_named_whether_or_not_they_are_here(monkeypatch):
+    monkeypatch.setenv("S2O_SETTINGS", '{"profile": "p"}')
+    findings = environment.environment(wants_gpu=False)
+    assert {"vllm", "sglang"} <= set(by_name(findings))
+    assert Finding("variable", 'S2O_SETTINGS={"profile": "p"}') in findings
+
+
+def test_servers_are_looked_at_without_torch():
+    """It is the environment that a user without torch is shown."""
+    program = (
+        "import sys\nsys.modules['torch'] = None\nfrom s2o_runtime.doctor.environment import environment\n"
+        "print(*(finding.name for finding in environment()))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert {"torch", "vllm", "sglang"} <= set(run.stdout.split())
+
+
+# devices
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("name", "code", "advice"),
+    [
+        ("cuda:99", NO_RESOURCE, "it is not here"),
+        ("tpu", BAD_INPUT, "it is not known: use cuda, cuda:N or cpu"),
+        ("meta", BAD_INPUT, "it is not supported: use cuda or cpu"),
+    ],
+)
+def test_a_device_that_cannot_be_examined(name, code, advice, capsys):
+    found, sections = doctor(capsys, "--device", name)
+    assert found == code
+    assert advice in sections["device"]["device"]["advice"]
+
+
+# the self-test
+
+
+def test_a_wrong_reference_is_noticed(monkeypatch):
+    real = self_test.s2o_attention
+
+    def wrong(q, k, v, config, **options):
+        result = real(q, k, v, config, **options)
+        return result._replace(out=result.out * 1.001)
+
+    monkeypatch.setattr(self_test, "s2o_attention", wrong)
+    (finding,) = self_test.self_test(CPU)
+    assert finding.code == NO_RESOURCE
+    assert "expected an error of 1e-05 at most without stopping" in finding.advice
+
+
+def test_what_keeps_the_self_test_from_running_is_said(monkeypatch):
+    def broken(*arguments, **options):
+        raise RuntimeError("Failed to find C compiler.\nmore")
+
+    monkeypatch.setattr(self_test, "s2o_attention", broken)
+    (finding,) = self_test.self_test(CPU)
+    assert (finding.value, finding.code) == ("RuntimeError: Failed to find C compiler.", NO_RESOURCE)
+
+
+def test_naive_attention_is_softmax_row_by_row():
+    q, k, v = self_test.inputs(9, 8, torch.float64, CPU)
+    out = self_test.naive_attention(q, k, v)
+    for head, row in [(0, 0), (1, 4), (3, 8)]:
+        weights = torch.softmax(k[0, head // 2, : row + 1] @ q[0, head, row] / 8**0.5, 0)
+        torch.testing.assert_close(out[0, head, row], weights @ v[0, head // 2, : row + 1])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_doctor_gpu.py runs the compiled kernel")
+@pytest.mark.usefixtures("small_sample")
+def test_the_kernel_passes_in_the_interpreter_and_a_wrong_one_does_not(monkeypatch):
+    tile = TileConfig(64, 32, 2, 4, 1)
+    real, results = self_test.s2o_attention, {}
+
+    def wrong(head, factor):
+        """The real results, which are the same each time, with one head of the kernel's multiplied by a factor."""
+
+        def attention(q, k, v, config, backend, **options):
+            if backend not in results:
+                results[backend] = real(q, k, v, config, backend=backend, **options)
+            result = results[backend]
+            factors = torch.ones(4)
+            factors[head] = factor if backend == "triton" else 1.0
+            return result._replace(out=result.out * factors[None, :, None, None])
+
+        return attention
+
+    monkeypatch.setattr(self_test, "s2o_attention", wrong(0, 1.0))
+    assert self_test.kernel_test(CPU, tile, 573, torch.float32)[1] == ""
+    monkeypatch.setattr(self_test, "s2o_attention", wrong(2, 1.01))
+    assert self_test.kernel_test(CPU, tile, 573, torch.float32)[1].startswith(
+        "expected at most twice SDPA's error in head 2"
+    )
+    monkeypatch.setattr(self_test, "s2o_attention", wrong(3, 1.3))
+    assert "expected the reference's error in head 3" in self_test.kernel_test(CPU, tile, 573, torch.float32)[1]
+
+
+def test_every_gpu_has_a_tile_that_the_self_test_can_use(monkeypatch):
+    for gpu, kernels in [((8, 0), {False}), ((8, 9), {False}), ((9, 0), {True, False}), ((10, 0), {False})]:
+        monkeypatch.setattr(self_test, "capability", lambda device, gpu=gpu: gpu)
+        tiles = list(self_test.kernel_tiles(CPU))
+        assert {tile.specialized for tile in tiles} == kernels
+        for tile in tiles:
+            self_test.layer(tile).validate()
+
+
+GPU_TILES = {  # those of `kernel_tiles`, by their stride and height
+    "plain": TileConfig(128, 64, 4, 8, 3),
+    "specialised": TileConfig(64, 128, 4, 4, 2, True),
+    "narrow": TileConfig(128, 32, 8, 8, 3),
+}
+
+
+def test_these_are_the_tiles_of_every_gpu(monkeypatch):
+    tiles = set()
+    for gpu in [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]:
+        monkeypatch.setattr(self_test, "capability", lambda device, gpu=gpu: gpu)
+        tiles |= set(self_test.kernel_tiles(CPU))
+    assert tiles == set(GPU_TILES.values())
+
+
+def compared(tile, length, seed=0, dtype=torch.bfloat16):
+    """q, k and v of the self-test, and a function that judges a result for them as a kernel's."""
+    q, k, v = self_test.inputs(length, 128, dtype, CPU, seed)
+    theirs = s2o_attention(q, k, v, self_test.layer(tile), backend="reference", return_stats=True)
+    truth, dense = exact_attention(q, k, v), dense_attention(q, k, v)
+    return (q, k, v), lambda ours: self_test.judged_kernel(tile, ours, theirs, truth, dense)[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("tile", "length", "head_dim"),
+    [
+        *(
+            pytest.param(tile, length, 128, id=f"{name}-{length}")
+            for name, tile in GPU_TILES.items()
+            for length in (1021, 2045)
+        ),
+        pytest.param(self_test.CPU_TILE, 1021, 64, id="cpu"),
+    ],
+)  # fmt: skip
+def test_no_stop_of_the_self_test_is_near_its_threshold(tile, length, head_dim, seed, monkeypatch):
+    """Of every chunk whose stop says something: what it brings, over what the stop rule asks for."""
+    ratios, real = [], attention.stops
+
+    def stops(gain, begin, end, prefix, head, tile):
+        if head.tau > 0 and end < prefix:
+            ratios.append(gain * (prefix - end) / (head.tau * (end - begin)))
+        return real(gain, begin, end, prefix, head, tile)
+
+    monkeypatch.setattr(attention, "stops", stops)
+    q, k, v = self_test.inputs(length, head_dim, torch.bfloat16, CPU, seed)
+    result = s2o_attention(q, k, v, self_test.layer(tile), backend="reference", return_stats=True)
+    ratio = torch.cat(ratios)
+    assert not ((ratio > 0.5) & (ratio < 4)).any(), ratio
+    assert (ratio <= 0.5).any()
+    assert (ratio >= 4).any() == (length > 1024)  # what is looked for is in no prefix before
+    density = result.density.tolist()
+    assert density[0] == density[2] == 1.0
+    assert max(density[1], density[3]) < 0.9
+
+
+@pytest.mark.parametrize("length", [301, 1021, 2045])
+@pytest.mark.parametrize("tile", GPU_TILES.values(), ids=GPU_TILES)
+def test_the_verdict_does_not_depend_on_rounding(tile, length, monkeypatch):
+    """Scores of queries and keys that are off by roundings to bfloat16, and rankings off by much more, are no problem.
+
+    Values are read as they are: no kernel rounds them.
+    """
+    (q, k, v), judged = compared(tile, length)
+    real, generator = attention.part_means, torch.Generator().manual_seed(length)
+
+    def rounded(x):
+        off = (torch.rand(x.shape, generator=generator) * 2 - 1) * 2**-8
+        return (x.float() * (1 + off)).to(x.dtype)
+
+    def part_means(*arguments):
+        parts = real(*arguments)
+        return parts * (1 + 0.05 * torch.randn(parts.shape, generator=generator))
+
+    monkeypatch.setattr(attention, "part_means", part_means)
+    for _ in range(5):
+        off_q, off_k = rounded(q), rounded(k)
+        assert not torch.equal(off_q, q)
+        assert not torch.equal(off_k, k)
+        assert not judged(s2o_attention(off_q, off_k, v, self_test.layer(tile), backend="reference", return_stats=True))
+
+
+def with_heads(**changes):
+    """A kernel that computes the heads that stop with other settings."""
+
+    def kernel(q, k, v, config):
+        heads = tuple(replace(head, **changes) if head.tau else head for head in config.heads)
+        return s2o_attention(q, k, v, replace(config, heads=heads), backend="reference", return_stats=True)
+
+    return kernel
+
+
+def on_inputs(change):
+    """A kernel that reads other inputs."""
+    return lambda q, k, v, config: s2o_attention(*change(q, k, v), config, backend="reference", return_stats=True)
+
+
+def with_output(change):
+    """A kernel that writes another output."""
+
+    def kernel(q, k, v, config):
+        result = s2o_attention(q, k, v, config, backend="reference", return_stats=True)
+        change(result.out, q, k, v)
+        return result
+
+    return kernel
+
+
+def with_order(change):
+    """A kernel that visits the prefix in another order."""
+
+    def kernel(q, k, v, config):
+        with pytest.MonkeyPatch.context() as patch:
+            real = attention.rank
+            patch.setattr(attention, "rank", lambda *arguments: change(real(*arguments)))
+            return s2o_attention(q, k, v, config, backend="reference", return_stats=True)
+
+    return kernel
+
+
+def one_key_more(out, q, k, v):
+    """Rows of the heads that never stop see the key behind them too."""
+    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(2)
+    for head in (0, 2):
+        scores = q[0, head].float() @ k[0, head // 2].float().T / q.shape[3] ** 0.5
+        out[0, head] = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1).to(v.dtype) @ v[0, head // 2]
+
+
+def unwritten_row(out, q, k, v):
+    out[:, 3, -1] = torch.nan
+
+
+WRONG_KERNELS = {
+    "it never stops": (with_heads(tau=0.0), "density in head 1"),
+    "it stops at the first check": (with_heads(tau=1e6), "density in head 1"),
+    "its gains are ten times too large": (with_heads(tau=0.1), "density in head 1"),
+    "it estimates no tail": (with_heads(tail=False), "error in head 3"),
+    "it estimates a tail unasked": (with_heads(tail=True), "error in head 1"),
+    "it visits in ascending order": (with_order(lambda r: r._replace(order=r.order.sort().values)), "head 1"),
+    "it visits unimportant keys first": (with_order(lambda r: r._replace(order=r.order.flip(0))), "head 1"),
+    "it visits some keys twice": (
+        with_order(lambda r: r._replace(order=torch.cat([r.order[:64], r.order[:-64]]))), "error in head 0"
+    ),
+    "it reads the keys of another head": (on_inputs(lambda q, k, v: (q, k.flip(1), v)), "error in head 0"),
+    "it reads the next values": (on_inputs(lambda q, k, v: (q, k, v.roll(1, 2))), "error in head 0"),
+    "it scales scores by a percent more": (on_inputs(lambda q, k, v: (q * 1.01, k, v)), "error in head 0"),
+    "it sees a key of the future": (with_output(one_key_more), "error in head 0"),
+    "it leaves a row unwritten": (with_output(unwritten_row), "error in head 3"),
+    "it scales a head by a percent": (with_output(lambda out, *_: out[:, 2].mul_(1.01)), "error in head 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tile", GPU_TILES.values(), ids=GPU_TILES)
+@pytest.mark.parametrize(("kernel", "expected"), WRONG_KERNELS.values(), ids=WRONG_KERNELS)
+def test_a_wrong_kernel_does_not_pass(kernel, expected, tile):
+    tensors, judged = compared(tile, 2045)
+    assert expected in judged(kernel(*tensors, self_test.layer(tile)))
+
+
+# profiles and models
+
+
+def test_what_is_foreseen_is_what_a_patched_model_does(tmp_path):
+    """Layer by layer, at lengths that are too short, between buckets, calibrated and too long."""
+    profile = replace(load_profile(PROFILE), lengths=(256, 384))
+    profile = replace(profile, layers=(profile.layers[0], profile.layers[2]), record=profile.record)
+    save_profile(profile, tmp_path / "p.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+    seen = set()
+    for length in (200, 256, 300, 384, 577):
+        s2o_runtime.patch(model, tmp_path / "p.safetensors", strict=True)
+        with torch.no_grad():
+            model(torch.arange(length)[None] + 100, logits_to_keep=1)
+        ran = {(row["layer"], row["path"]): row["reason"] for row in s2o_runtime.explain(model)}
+        foreseen = prospect.outcomes(ProfileFit(profile, Rank(), CPU), length)
+        assert {(layer, path) for layer, path, _ in foreseen} == ran.keys()
+        assert all(ran[layer, path] == reason for layer, path, reason in foreseen if path == "dense")
+        seen |= {path for _, path, _ in foreseen}
+        s2o_runtime.unpatch(model)
+    assert seen == {"s2o", "dense"}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_profile_and_its_model(capsys):
+    code, sections = doctor(capsys, "--profile", PROFILE, "--model", DEMO)
+    assert code == OK
+    assert sections["profile"]["model"]["value"].endswith("is the profile's: weights compared")
+    assert sections["model"]["model"]["value"].endswith("llama, 6 layers, 8 query heads, 2 KV heads, head dim 128")
+    assert sections["profile"]["drift check"]["verdict"] == "ok"
+
+
+@pytest.mark.usefixtures("quick", "offline")
+def test_what_does_not_fit_is_bad_input(capsys, tmp_path):
+    config = json.loads((DEMO / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    code, sections = doctor(capsys, "--profile", PROFILE, "--model", tmp_path)
+    assert code == BAD_INPUT
+    assert "4 layers where the profile has 6" in sections["profile"]["model"]["advice"]
+
+    code, sections = doctor(capsys, "--profile", ROOT / "README.md", "--model", "no/such")
+    assert code == BAD_INPUT
+    assert sections["profile"]["profile"]["verdict"] == sections["model"]["model"]["verdict"] == "problem"
+    assert "give a local folder or a hub id" in sections["model"]["model"]["advice"]
+
+    code, sections = doctor(capsys, "--model", "demo")
+    assert code == BAD_INPUT
+    assert sections["model"]["model"]["advice"].endswith("give one, or an alias such as demo to s2o-calibrate doctor")
+
+
+@pytest.mark.usefixtures("quick")
+def test_random_weights_and_foreign_devices(capsys, monkeypatch, tmp_path):
+    profile = load_profile(PROFILE)
+    save_profile(replace(profile, fingerprint="random-1"), tmp_path / "p.safetensors")
+    code, sections = doctor(capsys, "--profile", tmp_path / "p.safetensors")
+    assert code == BAD_INPUT
+    assert "calibrated on random weights" in sections["profile"]["weights"]["advice"]
+
+    monkeypatch.setattr(prospect, "identify", lambda device: DeviceIdentity("rocm", "MI300"))
+    code, sections = doctor(capsys, "--profile", PROFILE)
+    assert code == NO_RESOURCE
+    assert sections["profile"]["made on"]["advice"] == "there is no kernel for rocm (MI300): the model stays dense"
+
+
+def test_a_server_runs_heads_of_baselines_densely(tmp_path):
+    profile = load_profile(PROFILE)
+    bucket = list(profile.layers[2])
+    heads = (HeadConfig(mode="baseline", baseline=PBS(keep=0.9)), *bucket[0].heads[1:])
+    bucket[0] = replace(bucket[0], heads=heads)
+    save_profile(replace(profile, layers=(*profile.layers[:2], tuple(bucket))), tmp_path / "p.safetensors")
+    findings = by_name(prospect.profile_section(tmp_path / "p.safetensors", CPU, None).findings)
+    assert findings["2048 tokens"].value == "6 of 6 layers run S2O"
+    assert "some layers run dense at [2048] tokens" in findings["in vLLM"].advice
+    assert "in vLLM" not in by_name(prospect.profile_section(PROFILE, CPU, None).findings)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0 to 2, 5"), ([1, 3, 4], "1, 3 to 4")]
+)
+def test_ranges_in_words(numbers, words):
+    assert prospect.ranges(numbers) == words
+
+
+@pytest.mark.usefixtures("quick", "offline")
+def test_the_calibrators_doctor_knows_aliases_and_what_a_calibration_would_find(capsys):
+    def run(arguments):
+        return calibrate(["doctor", *arguments])
+
+    code, sections = doctor(capsys, "--model", "demo", "--profile", PROFILE, run=run)
+    assert code == OK
+    assert sections["model"]["attention in them"]["value"] == "100% at 1024, 100% at 1536, 100% at 2048 tokens"
+    assert sections["profile"]["model"]["value"] == "demo is the profile's: weights compared"
+    code, sections = doctor(capsys, "--model", "demoo", run=run)
+    assert code == BAD_INPUT
+    assert "did you mean demo?" in sections["model"]["model"]["advice"]
+
+
+def test_transformers_is_needed_for_a_model_only(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(self_test, "self_test", lambda device: [])
+    sections = {section.name: section for section in examine(model="a/b", profile=PROFILE, device="cpu")}
+    assert by_name(sections["model"].findings)["model"].code == NO_RESOURCE
+    assert "1024 tokens" in by_name(sections["profile"].findings)
+
+
+def test_the_modules_are_commands(capsys):
+    assert importlib.util.find_spec("s2o_runtime.doctor.__main__") is not None
+    with pytest.raises(SystemExit) as left:
+        main(["--no-such-flag"])
+    assert left.value.code == BAD_INPUT
+    assert capsys.readouterr().err == "s2o-doctor: unrecognized arguments: --no-such-flag: --help lists what there is\n"
+    assert command.parser("x").prog == "x"

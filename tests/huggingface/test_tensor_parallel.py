@@ -1,0 +1,100 @@
+"""A patched model split over two processes by transformers' tp_plan: each rank runs its own heads of the profile."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from s2o_runtime import patch
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.errors import ModelError
+from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.huggingface.ranks import heads_here
+from s2o_runtime.profile import save_profile
+from support.models import make_profile, save
+
+ROOT = Path(__file__).parents[2]
+LENGTH = 300
+TILE = TileConfig(64, 32, 1, 4, 1)
+
+
+@pytest.mark.slow(reason="starts two processes that load a model")
+def test_two_ranks_give_what_one_process_gives(tmp_path):
+    """Every head has a threshold of its own, so a rank that took another's would compute other pairs."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed, which transformers needs for tp_plan")
+    folder = save("llama", tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    heads = model.config.num_attention_heads
+    config = LayerConfig.uniform(heads, tau=100.0, segment=64, tile=TILE)
+    config = replace(
+        config, heads=tuple(replace(head, tau=10.0 ** (number - 2)) for number, head in enumerate(config.heads))
+    )
+    made = make_profile(model, 1.0, min_length=10)
+    profile = replace(made, layers=((config,) * model.config.num_hidden_layers,) * len(made.lengths))
+    save_profile(profile, tmp_path / "p.safetensors")
+    patch(model, profile, strict=True)
+    ids = torch.randint(3, 100, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+    whole = [state.last.density for state in layer_states(model)]
+    assert len({round(float(density), 4) for density in whole[0].flatten()}) > 2  # the heads differ
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517"]
+    arguments = [str(ROOT / "tests" / "tensor_parallel.py"), str(folder), str(tmp_path / "p.safetensors")]
+    run = subprocess.run(
+        [*command, *arguments, str(LENGTH), str(out)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    for rank in range(2):
+        of_rank = torch.load(f"{out}.{rank}")
+        torch.testing.assert_close(of_rank["logits"], expected, rtol=1e-4, atol=1e-4)
+        half = slice(rank * heads // 2, (rank + 1) * heads // 2)
+        assert of_rank["heads"] == [(half.start, half.stop)] * len(whole)
+        for mine, of_all in zip(of_rank["densities"], whole, strict=True):
+            assert torch.equal(mine.flatten(), of_all.flatten()[half])
+        assert all(path == "s2o" for counts in of_rank["paths"] for path, _ in counts)
+        assert not [text for text in of_rank["said"] if "calibrated on" in text]  # the weights are known again
+
+
+def shard(ranks, rank):
+    """A module one of whose parameters says that it is split."""
+    module = torch.nn.Linear(2, 2)
+    module.weight.device_mesh = SimpleNamespace(size=lambda dimension: ranks, get_local_rank=lambda dimension: rank)
+    module.weight.placements = (SimpleNamespace(is_shard=lambda: True),)
+    return module
+
+
+def test_neighbouring_heads_belong_to_a_rank():
+    assert heads_here(torch.nn.Linear(2, 2), 8) is None
+    assert heads_here(shard(1, 0), 8) is None
+    assert [heads_here(shard(4, rank), 8) for rank in range(4)] == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+    with pytest.raises(ModelError, match="28 query heads cannot be shared by 8 ranks: use a number of processes"):
+        heads_here(shard(8, 0), 28)
+
+
+def test_layers_on_unlike_devices_get_tiles_of_their_own(monkeypatch, tmp_path):
+    """The fit is made once for every device that a layer is on."""
+    from s2o_runtime.huggingface import layers
+
+    model = AutoModelForCausalLM.from_pretrained(save("llama", tmp_path / "model"), dtype=torch.float32)
+    profile, asked = make_profile(model, 1.0), []
+    other = TileConfig(64, 64, 2, 8, 1)
+
+    def fitted(made, device):
+        asked.append(device)
+        if device.index != 1:
+            return made, None
+        moved = tuple(tuple(layer.with_tile(other) for layer in bucket) for bucket in made.layers)
+        return replace(made, layers=moved), None
+
+    monkeypatch.setattr(layers, "fitted", fitted)
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    states = layers.states_of(profile, devices)
+    assert asked == devices
+    tiles = [state.config(profile.lengths[0]).tile for state in states]
+    assert tiles == [profile.layers[0][0].tile, other]

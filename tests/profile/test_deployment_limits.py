@@ -1,0 +1,145 @@
+"""What a profile does where nothing was proven: another GPU, longer prompts, a model that is not quite its own."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import s2o_runtime.huggingface.layers as layers
+from s2o_runtime import explain, load_profile, patch
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.errors import ConfigError, ProfileError
+from s2o_runtime.identity import ROPE, fingerprint, fingerprint_mismatch
+from s2o_runtime.profile.device_fit import with_safe_tile
+from s2o_runtime.reference.attention import s2o_attention_reference
+from s2o_runtime.tiles import candidate_tiles
+from support.models import CONFIGS, make_profile, twin
+
+SHIPPED_H200 = Path(__file__).parents[2] / "profiles/demo/nvidia-h200/rel-mse-0.001.safetensors"
+CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 2048}
+
+
+@pytest.fixture(scope="module")
+def eager():
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="eager").eval()
+
+
+def reasons(model):
+    return {row["reason"] for row in explain(model) if row["path"] == "dense"}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_another_gpu_stops_heads_where_the_profile_was_proven_to(capability):
+    """Never more checks than the profile's, and the same rows stop together: else errors grow up to 72 times."""
+    profile = load_profile(SHIPPED_H200)
+    tiles = candidate_tiles(profile.geometry.head_dim, capability)
+    for config in (layer for bucket in profile.layers for layer in bucket if not layer.is_dense):
+        safe = with_safe_tile(config, tiles).validate()
+        assert safe.heads == config.heads
+        assert safe.tile.stride == config.tile.stride
+        assert safe.tile.block_m == config.tile.block_m
+        assert dataclasses.replace(safe.tile, chunk=1) in {dataclasses.replace(tile, chunk=1) for tile in tiles}
+
+
+def test_the_same_stride_and_height_give_the_same_errors_with_another_tile():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 4096, 64) for heads in (2, 1, 1))
+    k *= 4 * torch.rand(1, 1, 4096, 1).square()
+    mine = LayerConfig.uniform(2, tau=0.5, segment=512, tile=TileConfig(64, 128, 8, 4, 2, True), grain=4)
+    dense = s2o_attention_reference(q, k, v, LayerConfig.uniform(2, mode="dense")).out
+
+    def error(config):
+        return float((s2o_attention_reference(q, k, v, config).out - dense).square().mean())
+
+    proven, often = error(mine), error(mine.with_tile(TileConfig(64, 64, 2, 8, 3)))
+    for capability in ((8, 0), (9, 0), (12, 0)):
+        safe = with_safe_tile(mine, candidate_tiles(128, capability))
+        assert error(safe) == pytest.approx(proven, rel=0.02)  # windows of other tiles begin up to 127 keys apart
+    assert often > 1.5 * proven  # what the same tau does with more checks
+
+
+def test_a_layer_without_a_tile_that_fits_is_dense_and_one_without_any_tile_is_kept():
+    config = LayerConfig.uniform(2, tau=0.5, segment=64, tile=TileConfig(64, 64, 2))
+    tall = (TileConfig(128, 64, 4, 8, 2),)
+    assert with_safe_tile(config, tall).is_dense
+    assert with_safe_tile(config, ()) == config
+    mixed = dataclasses.replace(config, heads=(config.heads[0], HeadConfig(mode="dense", segment=64)))
+    assert with_safe_tile(mixed, candidate_tiles(64, (8, 0))).heads == mixed.heads
+
+
+@torch.no_grad()
+def test_prompts_far_beyond_the_longest_length_run_dense_unless_asked(eager, caplog):
+    profile = make_profile(twin(eager), 2.0)
+    profile = dataclasses.replace(profile, lengths=(100,), layers=profile.layers[:1])
+    ids = torch.randint(3, 128, (1, 200))
+    for beyond, dense_reasons in (
+        ("dense", {"longer than 150 keys, 1.5 times the longest calibrated length"}),
+        ("warn", set()),
+        ("s2o", set()),
+    ):
+        model = patch(twin(eager), profile, beyond=beyond)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
+            model(ids)
+        assert reasons(model) == dense_reasons
+        assert ("more than 150 keys" in caplog.text) == (beyond == "warn")
+        model(ids[:, :150])
+        assert any(row["path"] == "s2o" for row in explain(model))
+    with pytest.raises(ConfigError, match="beyond 'never' is not known: use one of"):
+        patch(twin(eager), profile, beyond="never")
+
+
+def test_one_line_of_the_log_says_where_s2o_runs(eager, caplog):
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        patch(twin(eager), make_profile(twin(eager), 0.0))
+    said = [record.message for record in caplog.records if "S2O runs" in record.message]
+    assert said == ["S2O runs from 100 to 12288 tokens (calibrated at 100, 8192), other prompts run dense"]
+
+
+@torch.no_grad()
+def test_another_number_of_heads_than_the_profiles_runs_dense(eager):
+    """A rank of tensor parallelism computes a part of the heads that the model's config names."""
+    model = patch(twin(eager), make_profile(twin(eager), 2.0))
+    two = [LayerConfig.uniform(2, tau=2.0, segment=128)] * 2
+    for state, config in zip(layers.layer_states(model), two, strict=True):
+        state.config_at = lambda length, config=config: config
+    ids = torch.randint(3, 128, (1, 200))
+    torch.testing.assert_close(model(ids).logits, eager(ids).logits, rtol=1e-4, atol=1e-4)
+    assert reasons(model) == {"the profile is of 2 query heads, the layer has 4 here"}
+
+
+def test_offloaded_weights_stay_dense_with_a_reason(eager, caplog):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="sdpa")
+    made = make_profile(twin(eager), 0.0)
+    with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
+        patch(model, made)
+    assert "the weights are offloaded (model.embed_tokens.weight is not in memory)" in caplog.text
+    assert all("offloaded" in state.rejected for state in layers.layer_states(model))
+    with pytest.raises(ProfileError, match="offloaded"):
+        patch(model, made, strict=True)
+
+
+def test_other_rope_parameters_are_another_model(eager, caplog):
+    made = make_profile(twin(eager), 0.0)
+    stretched = AutoModelForCausalLM.from_config(
+        type(eager.config)(**{**eager.config.to_dict(), "rope_parameters": YARN}), attn_implementation="sdpa"
+    )
+    stretched.load_state_dict(eager.state_dict())
+    with pytest.raises(ProfileError, match=r"the RoPE parameters .* are not those of tiny"):
+        patch(stretched, made, strict=True)
+    with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
+        patch(stretched, made)
+    assert "RoPE parameters" in caplog.text
+    earlier = fingerprint(eager).partition(ROPE)[0]  # as profiles of earlier versions have it
+    assert fingerprint_mismatch(fingerprint(eager), earlier, eager.config) is None
+    assert "RoPE" in fingerprint_mismatch(fingerprint(stretched), earlier, stretched.config)
+
+
+def test_the_rope_part_of_a_fingerprint_is_the_same_in_every_transformers(eager):
+    assert fingerprint(eager).partition(ROPE)[2] == "907973fa8095631b"

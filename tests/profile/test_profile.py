@@ -1,0 +1,619 @@
+import copy
+import dataclasses
+import math
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.errors import ProfileError
+from s2o_runtime.files import write_atomically
+from s2o_runtime.identity import Geometry
+from s2o_runtime.profile import SCHEMA, Profile, Record, load_profile, save_profile, serialize
+from s2o_runtime.profile import file as profile_file
+from support.golden_profiles import GOLDEN, field_paths, path_of
+from support.profiles import FORMAT, document_of, file_of, rewrite
+
+SLOW = pytest.mark.slow(reason="starts processes of its own, or tries hundreds of damaged files")
+
+GEOMETRY = Geometry("llama", 2, 3, 1, 64)
+
+
+def layer(tau, segment=256, block_m=128):
+    ranked = HeadConfig(tau * 4, segment, representatives=32, tail=True)
+    heads = (HeadConfig(tau, segment), ranked, HeadConfig(0.0, segment, "dense"))
+    return LayerConfig(heads, TileConfig(block_m, 64, 4, 8, 2), grain=4)
+
+
+def profile(**changes):
+    made = Profile(
+        "demo",
+        GEOMETRY,
+        "f" * 64,
+        DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 1 << 37),
+        (1024, 4096),
+        ((layer(0.25), layer(0.5, 512)), (layer(1.0), layer(2.0, 512))),
+        Record.from_json({"budget": {"kind": "mse", "value": 1e-4}, "note": "ü"}),
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def digested(document, tensors):
+    """The bytes of a profile that says this and has not been damaged."""
+    try:
+        digest = profile_file._digest(document, tensors)
+    except (ValueError, RuntimeError):  # not finite; a tensor without dimensions
+        digest = "0" * 64
+    return file_of(document | {"digest": digest}, tensors)
+
+
+def unchecked(made):
+    """The bytes of a profile as a program would write them that does not check anything."""
+    return digested(DOCUMENT, profile_file._tensors(made))
+
+
+DOCUMENT = document_of(serialize(profile()))  # of a profile that nobody changed, as are these tensors
+TENSORS = load(serialize(profile()))
+DATA = serialize(profile())
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_files_are_read_for_ever(name):
+    """Files that were written once: what is in them; those of the newest schema are written again byte for byte."""
+    data = path_of(name).read_bytes()
+    profile = load_profile(path_of(name))
+    assert profile == GOLDEN[name]()
+    assert (serialize(profile) == data) == name.startswith(f"schema{SCHEMA}")
+
+
+@pytest.mark.parametrize("name", [name for name in GOLDEN if not name.startswith(f"schema{SCHEMA}")])
+def test_files_of_older_schemas_are_written_back_as_the_newest(name, tmp_path):
+    """The same record and the same values in the tensors, under the new names."""
+    data, path = path_of(name).read_bytes(), tmp_path / "p.safetensors"
+    save_profile(load_profile(path_of(name)), path)
+    assert load_profile(path) == load_profile(path_of(name))
+    old, new = document_of(data), document_of(path.read_bytes())
+    former = old["schema"] < 4  # with squared errors of rows, and other names
+    assert (new["schema"], new["baselines"]) == (SCHEMA, old.get("methods" if former else "baselines", []))
+    for length in old["record"].get("held_out", []) if former else []:
+        for layer in length["layers"]:
+            layer["worst"] = math.sqrt(layer["worst"])
+    if former and "worst_rows" in old["record"].get("recipe", {}):
+        old["record"]["recipe"]["worst_rows"] **= 0.5
+    changed = ("schema", "digest", "methods", "baselines")
+    assert {key: old[key] for key in old if key not in changed} == {key: new[key] for key in new if key not in changed}
+    tensors = load(path.read_bytes())
+    for tensor_name, tensor in load(data).items():
+        tensor_after = tensors[{"threshold": "stop_rule"}.get(tensor_name, tensor_name)]
+        if tensor_name == "tile":  # min_queries and tail_keys, not measured
+            columns = tensor.shape[-1]
+            assert columns == (7 if old["schema"] < 5 else 8)
+            assert tensor_after[..., columns:].eq(0).all()
+            tensor_after = tensor_after[..., :columns]
+        assert tensor_after.equal(tensor)
+
+
+def test_the_format_names_every_field_and_tensor_and_no_other():
+    rows = {row.removesuffix("[]") for row in re.findall(r"^\| `([^`]+)` \|", FORMAT.read_text("utf-8"), re.MULTILINE)}
+    fields = field_paths(document_of(path_of("schema7-full").read_bytes()))
+    for others in ("schema7-baselines", "schema7-linear", "schema4-kl"):
+        fields |= field_paths(document_of(path_of(others).read_bytes()))
+    fields |= field_paths(document_of(path_of("schema4-mixed").read_bytes())) - {"record"}
+    fields = {re.sub(r"\.(versions|other_layers)\..*", r".\1", field) for field in fields}
+    parents = {row for row in rows if any(field.startswith((f"{row}.", f"{row}[]")) for field in fields)}
+    assert rows - parents == fields | set(profile_file.TENSORS)
+    for name in profile_file.TILE_FIELDS:
+        assert f"`{name}`" in FORMAT.read_text(encoding="utf-8")
+
+
+def test_the_formats_tables_are_of_the_records_fields():
+    command = [sys.executable, str(FORMAT.parent.parent / "scripts" / "docs" / "profile_format.py"), "--check"]
+    check = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (check.returncode, check.stdout) == (0, ""), check.stderr
+
+
+def test_round_trip(tmp_path):
+    path = tmp_path / "p.safetensors"
+    save_profile(profile(), path)
+    assert load_profile(path) == profile()
+    assert os.stat(path).st_mode & 0o777 == 0o644
+
+
+@SLOW
+def test_the_same_profile_gives_the_same_bytes_in_another_process(tmp_path):
+    program = (
+        "import sys; sys.path[:0] = sys.argv[1:]; import test_profile;"
+        "sys.stdout.buffer.write(test_profile.serialize(test_profile.profile()))"
+    )
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    runs = [
+        subprocess.run([sys.executable, "-c", program, *folders], capture_output=True, check=True) for _ in range(2)
+    ]
+    assert runs[0].stdout == runs[1].stdout == serialize(profile())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda d: d.update(schema=99),
+            "schema 99 is not supported, .* 2, 3, 4, 5, 6, 7: use a newer version",
+        ),
+        (lambda d: d.update(schema=1), "schema 1 is not supported, this version reads 2, .*, 6, 7: calibrate again"),
+        (lambda d: d.pop("model"), "field model is missing"),
+        (lambda d: d["model"].update(layers="2"), "field model.layers is a str: expected a int"),
+        (lambda d: d["model"].update(query_heads=10**9), "field model.query_heads is 1000000000"),
+        (lambda d: d["model"].update(layers=5), r"tensor tau is .* expected torch.float32 \(2, 5, 3\)"),
+        (lambda d: d["model"].update(name="other"), "the digest does not match"),
+        (lambda d: d["record"].update(note="tampered"), "the digest does not match"),
+        (lambda d: d.update(lengths=[]), "lengths is empty"),
+        (lambda d: d.update(lengths=[1.5, 2]), "are not integers"),
+        (lambda d: d["device"].update(capability=[9]), "field device.capability"),
+        (lambda d: d.update(digest=None), "field digest is a NoneType"),
+        (lambda d: [d], "its document is a list"),
+    ],
+)
+def test_a_changed_document_is_refused_by_name(tmp_path, change, message):
+    path = tmp_path / "p.safetensors"
+    save_profile(profile(), path)
+
+    def apply(document):
+        changed = change(document)
+        return changed if isinstance(changed, list) else None
+
+    rewrite(path, apply)
+    with pytest.raises(ProfileError, match=message):
+        load_profile(path)
+
+
+def test_changed_tensors_are_refused(tmp_path):
+    path = tmp_path / "p.safetensors"
+    save_profile(profile(), path)
+    data = bytearray(path.read_bytes())
+    tau = torch.tensor([0.25], dtype=torch.float32).numpy().tobytes()
+    data[data.index(tau) + 3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ProfileError, match="digest does not match"):
+        load_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("mode", 2, "(0, 1)"),
+        ("stop_rule", 3, "(0, 1, 2)"),
+        ("row_reduce", 2, "(0, 1)"),
+        ("representatives", 3, "(1, 2, 4, 8, 16, 32, 64)"),
+        ("representatives", 0, "(1, 2, 4, 8, 16, 32, 64)"),
+        ("tail", 3, "(0, 1, 2)"),
+        ("grain", 16, "(1, 2, 4, 8)"),
+        ("tile[specialized]", -1, "(0, 1)"),
+        ("tile[specialized]", 2, "(0, 1)"),
+    ],
+)
+def test_tensors_that_say_what_there_is_not_are_refused_by_name(tmp_path, monkeypatch, name, value, expected):
+    real = profile_file._tensors
+
+    def changed(made):
+        tensors = real(made)
+        if name == "tile[specialized]":
+            tensors["tile"][0, 0, profile_file.TILE_FIELDS.index("specialized")] = value
+        else:
+            tensors[name].flatten()[0] = value
+        return tensors
+
+    monkeypatch.setattr(profile_file, "_tensors", changed)
+    path = tmp_path / "p.safetensors"
+    path.write_bytes(unchecked(profile()))
+    for attempt in (load_profile, partial(save_profile, profile())):
+        with pytest.raises(ProfileError, match=re.escape(f"tensor {name} holds {value}: expected one of {expected}")):
+            attempt(path)
+
+
+def test_truncated_foreign_and_missing_files(tmp_path):
+    path = tmp_path / "p.safetensors"
+    data = serialize(profile())
+    for length in (0, 4, 100, len(data) - 1):
+        path.write_bytes(data[:length])
+        with pytest.raises(ProfileError, match="damaged or foreign"):
+            load_profile(path)
+    path.write_bytes(save({"weight": torch.zeros(3)}))
+    with pytest.raises(ProfileError, match="not an S2O profile"):
+        load_profile(path)
+    with pytest.raises(ProfileError, match=r"cannot be read \(No such file or directory\)"):
+        load_profile(tmp_path / "missing.safetensors")
+    with pytest.raises(ProfileError, match=str(tmp_path)):
+        load_profile(tmp_path)
+    odd = tmp_path / "{name}.safetensors"
+    odd.write_bytes(b"")
+    with pytest.raises(ProfileError, match=r"\{name\}\.safetensors is not a readable safetensors file"):
+        load_profile(odd)
+
+
+def outcome(data, folder):
+    """What loading bytes ends in: a profile, or the sentence of a ProfileError; anything else is a bug."""
+    path = folder / "fuzzed.safetensors"
+    path.write_bytes(data)
+    try:
+        return load_profile(path)
+    except ProfileError as error:
+        sentence = str(error)
+    assert sentence.startswith(str(path))
+    assert len(sentence) < 1000
+    return sentence.removeprefix(str(path))
+
+
+places = st.integers(0, len(DATA) - 1) | st.integers(0, 16) | st.integers(0, 10**9).map(lambda n: n % len(DATA))
+damages = st.one_of(
+    st.tuples(st.just("cut"), places, st.just(b"")),
+    st.tuples(st.just("flip"), places, st.binary(min_size=1, max_size=1)),
+    st.tuples(st.just("insert"), places, st.binary(min_size=1, max_size=12)),
+    st.tuples(st.just("insert"), places, st.sampled_from([b'"', b"{", b"[" * 9, b"9" * 30, b"1e999", b"null", b","])),
+    st.tuples(st.just("delete"), places, st.binary(min_size=1, max_size=12)),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(damage=st.lists(damages, min_size=1, max_size=3))
+def test_damaged_bytes_end_in_profile_errors_only(tmp_path_factory, damage):
+    data = bytearray(DATA)
+    for kind, place, piece in damage:
+        if kind == "cut":
+            del data[place:]
+        elif kind == "insert":
+            data[place:place] = piece
+        else:
+            data[place : place + len(piece)] = piece if kind == "flip" else b""
+    found = outcome(data, tmp_path_factory.getbasetemp())
+    assert isinstance(found, str) or found == profile()
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-2, 2**15)
+    | st.sampled_from([10**30, -(2**63), 2**63, 1 << 24])
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["\ud800", "\x00", "x" * 5000]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=6,
+)
+fields = st.sampled_from(
+    [(name,) for name in DOCUMENT if name != "digest"]
+    + [(outer, name) for outer in ("model", "device", "record") for name in DOCUMENT[outer]]
+    + [("lengths", 0), ("device", "capability", 1), ("record", "new"), ("new",)]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(field=fields, value=json_values, drop=st.booleans())
+def test_foreign_values_end_in_profile_errors_that_name_them(tmp_path_factory, field, value, drop):
+    """What is not refused is a profile that can be written and read again."""
+    document = copy.deepcopy(DOCUMENT)
+    *outer, last = field
+    holder = document
+    for name in outer:
+        holder = holder[name]
+    if drop and isinstance(holder, dict):
+        holder.pop(last, None)
+    else:
+        holder[last] = value
+    found = outcome(digested(document, TENSORS), tmp_path_factory.getbasetemp())
+    if isinstance(found, Profile):
+        path = tmp_path_factory.getbasetemp() / "again.safetensors"
+        save_profile(found, path)
+        assert load_profile(path) == found
+    else:
+        known = {*map(str, field), *TENSORS, "kv_heads"}  # sizes are found wrong by the tensors they do not fit
+        assert any(name in found for name in known), found
+
+
+numbers = st.sampled_from([0, 1, 2, 3, 64, 65, 127, 255, -1, 1 << 30, -(1 << 31), 1e-30, 2e6, 1e38])
+types = st.sampled_from([torch.float32, torch.int32, torch.uint8, torch.int64, torch.bool, torch.bfloat16])
+shapes = st.none() | st.lists(st.integers(0, 4), max_size=4)
+
+
+@SLOW
+@settings(max_examples=300, deadline=None)
+@given(
+    name=st.sampled_from(sorted(TENSORS)),
+    dtype=st.none() | types,
+    shape=shapes,
+    place=st.integers(0, 27),
+    value=numbers | st.sampled_from([float("nan"), float("inf")]),
+)
+def test_foreign_tensors_end_in_profile_errors_that_name_them(tmp_path_factory, name, dtype, shape, place, value):
+    tensor = TENSORS[name].clone() if shape is None else torch.zeros(shape, dtype=TENSORS[name].dtype)
+    if tensor.numel():
+        holds = torch.tensor([value], dtype=torch.float64).to(tensor.dtype)
+        tensor.view(-1)[place % tensor.numel()] = holds[0]
+    tensors = TENSORS | {name: tensor.to(dtype or tensor.dtype)}
+    found = outcome(digested(DOCUMENT, tensors), tmp_path_factory.getbasetemp())
+    if isinstance(found, Profile):
+        again = load(serialize(found))
+        assert all(again[each].equal(tensors[each]) for each in tensors)
+    else:
+        assert any(each in found for each in (name, *profile_file.TILE_FIELDS)), found
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f'{{"schema":2,"record":{DEEP}}}', "its document is not valid JSON"),
+        (f'{{"schema":2,"record":{"[" * 17}{"]" * 17}}}', r"field record\[0\].* is too deep: expected at most 16"),
+        ('{"schema":2,"schema":2}', "field 'schema' is given twice"),
+        ('{"schema":2,"record":{"a":{"b":1,"b":2}}}', "field 'b' is given twice"),
+        (f'{{"schema":{"9" * 5000}}}', "field schema is inf: expected a finite number"),
+        ('{"record":{"a":[0,1e999]}}', r"field record.a\[1\] is inf: expected a finite number"),
+        ('{"record":{"a":NaN}}', "field record.a is nan: expected a finite number"),
+        ('{"schema":9223372036854775808}', "field schema has 64 bits: expected an integer of at most 63"),
+        ('{"model":{"name":"\\ud800"}}', r"field model.name is '\\ud800': expected valid Unicode"),
+        ('{"\\udfff":1}', r"field '\\udfff' has a name that is no text"),
+        (" " * ((4 << 20) + 1), "its document has 4194305 characters: a profile's has at most 4194304"),
+        ("", "its document is not valid JSON"),
+        ("3", "its document is a int: expected an object"),
+    ],
+    ids=lambda case: case[:40],
+)
+def test_documents_are_bounded_and_strict(tmp_path, text, message):
+    assert re.search(message, outcome(file_of(text, TENSORS), tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d["model"].update(kv_heads=2), "field model.kv_heads is 2: expected a divisor of 3 query heads"),
+        (lambda d: d["device"].update(sm_count=-1), "field device.sm_count is -1: expected 0 to 65536"),
+        (lambda d: d["device"].update(memory_bytes=1 << 60), "field device.memory_bytes is 1152921504606846976"),
+        (lambda d: d["device"].update(capability=[True, 0]), r"field device.capability is \[True, 0\]: expected two"),
+        (lambda d: d["device"].update(capability=[9, 10**4]), "field device.capability"),
+        (lambda d: d.update(lengths=[True, 2]), r"lengths \[True, 2\] are not integers"),
+        (lambda d: d.update(lengths=list(range(1000))), "lengths has 1000 entries: expected at most 193"),
+        (lambda d: d["model"].update(layers=1 << 14, query_heads=1 << 14), "make 536870912 heads: at most 1048576"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name_although_the_digest_matches(tmp_path, change, message):
+    document = copy.deepcopy(DOCUMENT)
+    change(document)
+    assert re.search(message, outcome(digested(document, TENSORS), tmp_path))
+
+
+def test_fields_that_are_not_known_are_ignored(tmp_path):
+    """What later versions may add without another schema."""
+    document = DOCUMENT | {"new": [1], "device": DOCUMENT["device"] | {"driver": "x"}}
+    assert outcome(digested(document, TENSORS), tmp_path) == profile()
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ((1 << 40).to_bytes(8, "little"), "its header is cut off"),
+        ((10 << 20).to_bytes(8, "little") + bytes(10 << 20), "its header has 10485760 bytes, a profile's at most"),
+        (b"\x02" + bytes(7) + b"[]", "its header is no object"),
+        (b"\x02" + bytes(7) + b"\xff\xff", "can't decode"),
+    ],
+)
+def test_headers_are_bounded(tmp_path, header, message):
+    assert message in outcome(header, tmp_path)
+
+
+def test_a_tensor_that_claims_gigabytes_is_refused(tmp_path):
+    for numbers in (b"[1000000000000]", b"[4294967296,4294967296]"):
+        shape = b'"dtype":"F32","shape":%s,"data_offsets":[0,4000000000000]' % numbers
+        header = b'{"__metadata__":{"s2o_profile":"{\\"schema\\":6}"},%s}' % b",".join(
+            b'"%s":{%s}' % (name.encode(), shape) for name in TENSORS
+        )
+        data = len(header).to_bytes(8, "little") + header
+        assert "is not a readable safetensors file" in outcome(data, tmp_path)
+
+
+def test_files_that_are_endless_or_no_files_are_refused(tmp_path):
+    path = tmp_path / "p.safetensors"
+    path.write_bytes(b"")
+    os.truncate(path, 1 << 40)
+    with pytest.raises(ProfileError, match="is larger than 33554432 bytes: it is not a profile"):
+        load_profile(path)
+    os.mkfifo(tmp_path / "fifo")
+    for other in (tmp_path / "fifo", "/dev/zero"):
+        with pytest.raises(ProfileError, match="is not a file: check the path"):
+            load_profile(other)
+
+
+def test_missing_and_foreign_tensors_are_refused_by_name(tmp_path):
+    fewer = {name: tensor for name, tensor in TENSORS.items() if name != "tail"}
+    assert "tensor 'tail' is missing: expected ['grain'" in outcome(file_of(DOCUMENT, fewer), tmp_path)
+    more = TENSORS | {"x" * 100: torch.zeros(1)}
+    assert "xx.. is not part of a profile: expected ['grain'" in outcome(file_of(DOCUMENT, more), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), "field record.a is nan: expected a finite number"),
+        (10**5000, "field record.a has 16610 bits: expected an integer of at most 63"),
+        (Path("/x"), "field record.a is a PosixPath: expected a JSON value"),
+        ({1: 2}, "field record.a.1 has a name that is no text"),
+        ("\ud800", r"field record.a is '\\ud800': expected valid Unicode"),
+        ("x" * (4 << 20), "characters: a profile's has at most 4194304"),
+    ],
+    ids=lambda case: type(case).__name__,
+)
+def test_what_could_not_be_read_is_not_written(tmp_path, value, message):
+    with pytest.raises(ProfileError, match=message):
+        save_profile(profile(record=Record(extra={"a": value})), tmp_path / "p.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_sizes_that_could_not_be_read_are_not_written(tmp_path):
+    bad = profile(geometry=dataclasses.replace(GEOMETRY, kv_heads=2))
+    with pytest.raises(ProfileError, match=r"field model\.kv_heads is 2: expected a divisor"):
+        save_profile(bad, tmp_path / "p.safetensors")
+
+
+def test_illegal_contents_are_refused_on_writing_too(tmp_path):
+    path = tmp_path / "p.safetensors"
+    with pytest.raises(ProfileError, match="not ascending"):
+        save_profile(profile(lengths=(4096, 1024)), path)
+    bad = LayerConfig(layer(0.25).heads[:2])
+    with pytest.raises(ProfileError, match="layer 0 has 2 heads: expected 3"):
+        save_profile(profile(layers=((bad, bad),) * 2), path)
+    assert not path.exists()
+
+
+def test_thresholds_are_interpolated_in_log_length():
+    made = profile()
+    assert made.layer_config(0, 1024).heads[0].tau == 0.25
+    assert made.layer_config(0, 4096).heads[0].tau == 1.0
+    assert made.layer_config(0, 2048).heads[0].tau == pytest.approx(0.5)  # halfway in log length, geometric in tau
+    assert made.layer_config(0, 2048).heads[2].mode == "dense"
+    assert made.layer_config(0, 100).heads[0].tau == 0.25
+    assert made.layer_config(0, 1 << 20).heads[0].tau == 1.0
+    assert made.layer_config(0, 2040) == made.layer_config(0, 2050)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"representatives": 2}, {"tail": True}, {"segment": 512}],
+    ids=lambda change: next(iter(change)),
+)
+def test_thresholds_of_unlike_heads_are_not_mixed(change):
+    """One tau means another error with other settings, so the smaller one is taken: it errs on the careful side."""
+    for near_tau, far_tau in ((0.25, 1.0), (1.0, 0.25)):
+        near, far = layer(near_tau), layer(far_tau)
+        other = dataclasses.replace(far, heads=(dataclasses.replace(far.heads[0], **change), *far.heads[1:]))
+        mixed = profile(layers=((near, near), (other, far)))
+        assert mixed.layer_config(0, 2040).heads[0] == dataclasses.replace(near.heads[0], tau=0.25)
+        assert mixed.layer_config(0, 2040).heads[1].tau == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"mode": "dense"}, {"stop_rule": StopRule.SHARE}], ids=lambda change: next(iter(change))
+)
+def test_heads_that_another_bucket_runs_otherwise_keep_their_threshold(change):
+    near, far = layer(1.0), layer(0.25)
+    other = dataclasses.replace(far, heads=(dataclasses.replace(far.heads[0], **change), *far.heads[1:]))
+    assert profile(layers=((near, near), (other, far))).layer_config(0, 2040).heads[0] == near.heads[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"grain": 1}, {"tile": TileConfig(128, 64, 8, 8, 2)}, {"tile": TileConfig(64, 64, 4, 8, 2)}],
+    ids=["grain", "stride", "height"],
+)
+def test_buckets_that_check_the_stop_unlike_are_not_mixed(change):
+    near, far = layer(0.25), dataclasses.replace(layer(1.0), **change)
+    assert profile(layers=((near, near), (far, far))).layer_config(0, 2040) == near
+    assert [head.tau for head in profile(layers=((far, far), (near, near))).layer_config(0, 2040).heads[:2]] == [
+        0.25,
+        1.0,
+    ]
+
+
+def test_a_crash_while_writing_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "p.safetensors"
+    save_profile(profile(), path)
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, b"new")
+    assert load_profile(path) == profile()
+    assert os.listdir(tmp_path) == ["p.safetensors"]
+
+
+def test_who_reads_while_a_file_is_written_sees_the_old_one(tmp_path):
+    """Also on the way: the new content is in a file of its own until it is complete, and then takes the name."""
+    path = tmp_path / "p.safetensors"
+    save_profile(profile(), path)
+    old = path.read_bytes()
+    with path.open("rb", buffering=0) as reader:
+        begun = reader.read(10)
+        write_atomically(path, b"new")
+        assert begun + reader.read() == old
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["p.safetensors"]
+
+
+MIXED = Geometry("gemma3_text", 2, 3, 1, 64, (1, 3), (("linear_attention", 1), ("sliding_attention", 1)))
+
+
+def test_a_model_with_layers_of_other_kinds(tmp_path):
+    """The file says which layers its rows are of; that of another model does not mention it."""
+    mixed = profile(geometry=MIXED)
+    save_profile(mixed, tmp_path / "mixed.safetensors")
+    assert load_profile(tmp_path / "mixed.safetensors") == mixed
+    model = document_of(serialize(mixed))["model"]
+    assert model["layer_numbers"] == [1, 3]
+    assert model["other_layers"] == {"linear_attention": 1, "sliding_attention": 1}
+    assert not {"layer_numbers", "other_layers"} & DOCUMENT["model"].keys()
+    assert [MIXED.layer_number(row) for row in range(2)] == [1, 3]
+    assert [GEOMETRY.layer_number(row) for row in range(2)] == [0, 1]
+    assert [MIXED.row_of(number) for number in range(4)] == [None, 0, None, 1]
+    assert [GEOMETRY.row_of(number) for number in range(-1, 3)] == [None, 0, 1, None]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, None),
+        ({"architecture": "gemma3"}, "architecture gemma3_text where the profile has gemma3"),
+        ({"layers": 30}, "2 layers where the profile has 30"),
+        ({"kv_heads": 8}, "1 KV heads where the profile has 8"),
+        ({"head_dim": 128}, "head dim 64 where the profile has 128"),
+        (
+            {"layer_numbers": (0, 3)},
+            "full attention in layers 1, 3 where the profile has it in layers 0, 3",
+        ),
+        (
+            {"layer_numbers": ()},
+            "full attention in layers 1, 3 where the profile has it in all",
+        ),
+        (
+            {"others": ()},
+            "layers of other kinds (1 linear_attention, 1 sliding_attention) where the profile has others (none)",
+        ),
+    ],
+)
+def test_another_geometry_is_named_in_words(change, said):
+    """To follow "the model has"."""
+    assert MIXED.difference(dataclasses.replace(MIXED, **change)) == said
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_numbers": [1]}, r"model.layer_numbers is \[1\]: expected 2 ascending numbers below 4"),
+        ({"layer_numbers": [3, 1]}, "expected 2 ascending numbers below 4"),
+        ({"layer_numbers": [1, 1]}, "expected 2 ascending numbers below 4"),
+        ({"layer_numbers": [1, 4]}, "expected 2 ascending numbers below 4"),
+        ({"layer_numbers": [True, 3]}, "expected 2 ascending numbers below 4"),
+        ({"layer_numbers": 3}, "field model.layer_numbers is a int: expected a list"),
+        ({"other_layers": {}}, "field model.other_layers is {}: expected numbers of layers by their kinds"),
+        ({"other_layers": {"linear_attention": 0}}, "expected numbers of layers by their kinds"),
+        ({"other_layers": {"linear_attention": 1.5}}, "expected numbers of layers by their kinds"),
+    ],
+)
+def test_layers_of_other_kinds_are_checked(changes, message, tmp_path):
+    document = document_of(serialize(profile(geometry=MIXED)))
+    document["model"] |= changes
+    path = tmp_path / "foreign.safetensors"
+    path.write_bytes(digested(document, TENSORS))
+    with pytest.raises(ProfileError, match=message):
+        load_profile(path)

@@ -1,0 +1,512 @@
+"""s2o-profile on a real calibration of the demo model, in this process but for one start from cold."""
+
+import dataclasses
+import hashlib
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from calibrate.commands import calibrate as cli
+from calibrate.commands import profile as profile_cli
+from calibrate.profiles.card import card
+from calibrate.profiles.rebudget import rebudget
+from calibrate.profiles.retile import retile
+from calibrate.recipe import Budget
+from s2o_runtime.config import HeadConfig
+from s2o_runtime.profile import Record, load_profile, save_profile
+from s2o_runtime.profile.record import Retiling
+from support.golden_profiles import field_paths, path_of
+from support.profiles import CERTIFICATE, FORMAT, document_of
+
+SLOW = pytest.mark.slow(reason="shares a whole calibration of the demo model")
+
+ROOT = Path(__file__).parents[2]
+MINIMAL, FULL = path_of("schema2-minimal"), path_of("schema2-full")
+QUICK = "--model demo --device cpu --lengths 512 --num-prompts 1 --num-held-out 1 --trials 1 --segments 256"
+QUICK += " --representatives 1 --tails off --quiet"
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    """A profile with its report and journal beside it; tests do not change them."""
+    out = tmp_path_factory.mktemp("calibrated") / "demo.safetensors"
+    assert cli.main([*QUICK.split(), "--num-certify", "0", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory):
+    """The same with a certificate, which makes some layers more careful or dense."""
+    out = tmp_path_factory.mktemp("certified") / "demo.safetensors"
+    assert cli.main([*QUICK.split(), "--num-certify", "3", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a command; its exit code, and what it prints: parsed with --json."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        code = profile_cli.main(list(map(str, arguments)))
+        printed = capsys.readouterr()
+        if code != 0:
+            assert printed.err.startswith("s2o-profile: ")
+            assert printed.err.count("\n") == 1
+            return code, printed.err
+        return code, json.loads(printed.out) if "--json" in arguments else printed.out
+
+    return run
+
+
+@SLOW
+def test_every_field_of_a_real_profile_is_in_the_format(certified, tmp_path):
+    """Of a calibration, of a profile with another budget and of one with other tiles."""
+    rebudget(certified, Budget("rel_mse", 1e-2), certified.with_name("other.safetensors"))
+    retile(certified, "cpu", tmp_path / "retiled.safetensors")
+    text = FORMAT.read_text(encoding="utf-8")
+    for path in (certified, certified.with_name("other.safetensors"), tmp_path / "retiled.safetensors"):
+        for field in field_paths(document_of(path.read_bytes())):
+            known = re.sub(r"\.versions\..*", ".versions", field)
+            in_format = any(f"`{known}{end}" in text for end in ("`", "[]`", "[]."))  # the last for an empty list
+            assert in_format, known
+
+
+@SLOW
+def test_show_says_what_was_proven(calibrated, run):
+    profile = load_profile(calibrated)
+    code, found = run("show", calibrated, "--json")
+    assert code == 0
+    assert (found["model"], found["proof"], found["budget"]) == ("demo", "held out", "rel_mse 0.001 (layer)")
+    (length,) = found["lengths"]
+    layers = profile.record.held_out[0].layers
+    assert length["density"] == pytest.approx(sum(layer.density for layer in layers) / len(layers))
+    assert length["error_over_limit"] == max(layer.rel_mse / layer.limit for layer in layers)
+    assert length["dense_heads"] == sum(head.mode == "dense" for layer in profile.layers[0] for head in layer.heads)
+    assert length["needles"] == [1, 1]
+    code, table = run("show", calibrated)
+    assert f"{length['density']:.3f}   held out" in table
+    assert "prompts below 512 tokens stay dense" in table
+
+
+@pytest.mark.parametrize("path", [MINIMAL, FULL], ids=lambda path: path.stem)
+def test_show_takes_what_a_record_does_not_say(path, run):
+    assert run("show", path)[0] == 0
+    assert run("show", path, "--json")[1]["lengths"][0]["length"] == load_profile(path).lengths[0]
+
+
+@pytest.mark.parametrize(
+    "record", [{"held_out": 3}, {"held_out": [7, {"length": 512, "layers": [None]}]}, {"budget": []}]
+)
+def test_show_takes_a_foreign_record(record, run, tmp_path):
+    path = tmp_path / "p.safetensors"
+    profile = dataclasses.replace(load_profile(MINIMAL), model_name="\x1b[31mred\nname")
+    save_profile(dataclasses.replace(profile, record=Record.from_json(record)), path)
+    code, text = run("show", path)
+    assert code == 0
+    assert "\x1b" not in text
+    assert "density" in text
+
+
+@SLOW
+def test_a_head_is_explained_by_its_curve(calibrated, run):
+    """What a head's curve says is what the report says; what keeps it back follows from its points."""
+    report = json.loads(calibrated.with_name("demo.report.json").read_text())
+    rows = report["lengths"][0]["layers"]
+    seen = set()
+    for layer, row in enumerate(rows):
+        for head, expected in enumerate(row["heads"]):
+            _, found = run("show", calibrated, "--head", f"{layer}.{head}", "--json")
+            (length,) = found["lengths"]
+            assert length["mode"] == expected["mode"]
+            assert length["density"] == pytest.approx(expected["density"])
+            assert length["error"] == pytest.approx(expected["error"])
+            seen |= {phrase for phrase in ("guard on worst rows", "limited by the budget") if phrase in length["why"]}
+            assert length["why"].startswith("dense because ") == (expected["mode"] == "dense")
+    assert seen == {"guard on worst rows", "limited by the budget"}
+    code, text = run("show", calibrated, "--head", "0.0")
+    assert code == 0
+    assert text.startswith("512 tokens: ")
+
+
+def test_a_head_of_another_method_is_named_by_it(run):
+    path = path_of("schema3-methods")
+    code, text = run("show", path, "--head", "0.1")
+    assert code == 0
+    assert "512 tokens: pbs:keep=0.75,segment=512" in text
+    assert "tau" not in text.splitlines()[0]
+    _, found = run("show", path, "--head", "0.3", "--json")
+    assert found["lengths"][0]["baseline"].startswith("sparge:keep=0.5,similarity=0.25,skip=-4")
+    _, found = run("show", path, "--head", "0.0", "--json")
+    assert found["lengths"][0]["baseline"] is None
+
+
+def test_a_head_with_a_linear_tail_has_no_tau(run):
+    code, text = run("show", path_of("schema7-linear"), "--head", "1.0")
+    assert code == 0
+    assert "512 tokens: linear tail, segment 256, grain 1, tile 128x64x4 w8 s2\n" in text
+    assert "tau" not in text
+
+
+@SLOW
+def test_a_head_without_a_journal_is_said_to_have_no_curve(calibrated, run, tmp_path):
+    shutil.copy(calibrated, tmp_path)
+    _, found = run("show", tmp_path / calibrated.name, "--head", "0.0", "--json")
+    (length,) = found["lengths"]
+    assert length["density"] is None
+    assert length["why"].startswith(f"its curve is not there: journal {tmp_path}/demo.journal.sqlite does not exist")
+    _, found = run("show", FULL, "--head", "0.0", "--json")
+    assert all("its curve is not there" in length["why"] for length in found["lengths"])
+
+
+@SLOW
+def test_a_setting_that_was_not_measured_is_said_to_be_none(calibrated, run):
+    profile = load_profile(calibrated)
+    odd = HeadConfig(0.123, 256)
+    layers = tuple(dataclasses.replace(each, heads=(odd, *each.heads[1:])) for each in profile.layers[0])
+    path = calibrated.with_name("odd.safetensors")
+    save_profile(dataclasses.replace(profile, layers=(layers,)), path)
+    _, found = run("show", path, "--head", "2.0", "--json")
+    assert found["lengths"][0]["density"] is None
+    assert "its setting is none that its curve was measured at" in found["lengths"][0]["why"]
+
+
+@SLOW
+def test_diff_counts_what_differs(calibrated, run, tmp_path):
+    assert run("diff", calibrated, calibrated) == (0, "the profiles are the same\n")
+    profile = load_profile(calibrated)
+    first = profile.layers[0][0]
+    heads = (dataclasses.replace(first.heads[0], tau=9.0), dataclasses.replace(first.heads[1], tau=9.0, tail=True))
+    changed = dataclasses.replace(first, heads=heads + first.heads[2:])
+    record = json.loads(json.dumps(profile.record.to_json()))
+    record["recipe"]["seed"] = 7
+    record["held_out"][0]["layers"][1]["density"] = 0.25
+    other = dataclasses.replace(profile, layers=((changed, *profile.layers[0][1:]),))
+    other = dataclasses.replace(other, record=Record.from_json(record))
+    save_profile(other, tmp_path / "other.safetensors")
+    _, found = run("diff", calibrated, tmp_path / "other.safetensors", "--json")
+    assert found["fields"] == {"recipe.seed": [0, 7]}
+    assert found["lengths"] == {}
+    first_row, second_row = found["layers"]
+    assert first_row["heads"] == 2
+    assert first_row["changed"] == {"tau": 2, "tail": 1}
+    assert (second_row["layer"], second_row["heads"], second_row["densities"][1]) == (1, 0, 0.25)
+    code, text = run("diff", calibrated, tmp_path / "other.safetensors")
+    assert code == 0
+    assert "tau 2, tail 1" in text
+    _, found = run("diff", calibrated, FULL, "--json")
+    assert found["lengths"] == {"only_a": [512], "only_b": [1024, 8192, 131072]}
+
+
+def test_export_holds_everything(run, tmp_path):
+    profile = load_profile(FULL)
+    _, found = run("export", FULL)
+    found = json.loads(found)
+    assert found["record"] == profile.record.to_json()
+    assert found["lengths"] == list(profile.lengths)
+    for bucket, layers in zip(found["buckets"], profile.layers, strict=True):
+        expected = json.loads(json.dumps([dataclasses.asdict(layer) for layer in layers]))
+        for head in (head for layer in expected for head in layer["heads"]):
+            head["stop_rule"] = ["rest", "share", "paper"][head["stop_rule"]]  # the name, not the file's number
+        assert bucket["layers"] == expected
+    assert run("export", FULL, "--out", tmp_path / "p.json") == (0, f"wrote {tmp_path}/p.json\n")
+    assert json.loads((tmp_path / "p.json").read_text()) == found
+
+
+@SLOW
+def test_a_profile_is_given_another_budget_or_other_tiles(calibrated, run, tmp_path):
+    """The same files as s2o-calibrate's older flags write."""
+    budget = ("--budget-rel-mse", "5e-3", "--worst-rows", "0.8")
+    out = calibrated.with_name("rel-mse-0.005-rows-0.8.safetensors")
+    assert run("rebudget", calibrated, *budget) == (0, f"wrote {out}\n")
+    record = load_profile(out).record
+    assert record.budget.to_json() == {"kind": "rel_mse", "value": 5e-3, "scope": "layer"}
+    assert record.recipe["worst_rows"] == 0.8
+    older = tmp_path / "older.safetensors"
+    assert cli.main(["--rebudget", str(calibrated), *budget, "--out", str(older)]) == 0
+    assert older.read_bytes() == out.read_bytes()
+    code, written = run("retile", calibrated, "--device", "cpu", "--out", tmp_path / "here.safetensors", "--json")
+    assert (code, written) == (0, {"out": str(tmp_path / "here.safetensors")})
+    assert load_profile(tmp_path / "here.safetensors").layers == load_profile(calibrated).layers
+    code, sentence = run("rebudget", calibrated)
+    assert (code, sentence) == (
+        2,
+        "s2o-profile: rebudget needs the new budget: give --budget-mse, --budget-rel-mse or --budget-kl\n",
+    )
+    code, sentence = run("rebudget", calibrated, "--budget-mse", "1", "--journal", tmp_path / "none")
+    assert (code, "none does not exist: give --journal" in sentence) == (2, True)
+
+
+@SLOW
+def test_verify_makes_the_proof_again(calibrated, run):
+    """The same prompts, device and model give the same errors, to the bit on one machine or nearly."""
+    code, found = run("verify", calibrated, "--model", "demo", "--device", "cpu", "--json")
+    assert code == 0
+    assert found["problems"] == []
+    assert found["same_prompts"]
+    (length,), (recorded,) = found["lengths"], load_profile(calibrated).record.held_out
+    for layer, expected in zip(length["layers"], recorded.layers, strict=True):
+        assert layer["error"] == pytest.approx(expected.rel_mse, rel=1e-2)
+        assert layer["density"] == pytest.approx(expected.density, rel=1e-2)
+        assert layer["limit"] == expected.limit
+    assert tuple(length["needles"]) == recorded.needles
+
+
+@SLOW
+def test_verify_checks_the_certificate_on_other_prompts(certified, run, tmp_path):
+    code, found = run("verify", certified, "--model", "demo", "--device", "cpu", "--seed", "5", "--json")
+    assert code == 0, found
+    (length,), (stated,) = found["lengths"], load_profile(certified).record.certificate.lengths
+    assert (length["length"], length["prompts"], found["problems"]) == (512, 3, [])
+    assert length["kl_bound"] == stated.kl.value
+    assert {one["bound"] for one in length["bounds"]} <= {layer.bound for layer in stated.layers} | {
+        bound for layer in stated.layers for bound in (layer.bound_last, *(one.bound for one in layer.continued))
+    }
+    profile = load_profile(certified)
+    careless = tuple(dataclasses.replace(each, heads=(HeadConfig(1e6, 256),) * 8) for each in profile.layers[0])
+    save_profile(dataclasses.replace(profile, layers=(careless,)), tmp_path / "p.safetensors")
+    code, sentence = run("verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu", "--seed", "5")
+    assert code == 3
+    assert re.search(
+        r"the certificate does not hold \(layer \d at 512 tokens, .*: its mean error is .*certified", sentence
+    )
+
+
+def test_verify_says_that_there_is_no_certificate_to_check(run):
+    code, sentence = run("verify", FULL, "--model", "demo", "--device", "cpu", "--seed", "5")
+    assert (code, "is not certified, so there is nothing to compare with: leave --seed out" in sentence) == (2, True)
+
+
+def test_a_card_says_what_is_certified_and_what_is_not():
+    record = Record.from_json(
+        {"proof": "held out", "certificate": CERTIFICATE, "not_proven": ["a | b"], "budget": {"kind": "mse"}}
+    )
+    made = card(dataclasses.replace(load_profile(MINIMAL), record=record), "p.safetensors")
+    assert "**Certified on 19 prompts of each length that chose nothing (code, prose): with 95% confidence" in made
+    assert "| 8192 | prose | 9 | 2.0e-03 | 50% |" in made
+    assert "## Not proven\n\n- a \\| b" in made
+    old = card(dataclasses.replace(load_profile(MINIMAL), record=Record(proof="held out")), "p.safetensors")
+    assert "**Adjusted and checked on the same prompts; not certified.**" in old
+    assert "## Certified" not in old
+
+
+@SLOW
+def test_verify_fails_for_a_profile_that_skips_too_much(calibrated, run, tmp_path, caplog):
+    """The command is written in its old order."""
+    profile = load_profile(calibrated)
+    careless = tuple(dataclasses.replace(each, heads=(HeadConfig(1e6, 256),) * 8) for each in profile.layers[0])
+    save_profile(dataclasses.replace(profile, layers=(careless,)), tmp_path / "p.safetensors")
+    code, sentence = run("verify", "demo", tmp_path / "p.safetensors", "--device", "cpu")
+    assert code == 3
+    assert "verify MODEL PROFILE is verify PROFILE --model MODEL now: write that" in caplog.text
+    assert re.search(r"the proof failed \(layer 0 at 512 tokens has an error of .*, 1.00e-03 is allowed", sentence)
+
+
+@SLOW
+def test_verify_refuses_what_it_cannot_prove(calibrated, run, tmp_path):
+    other = dataclasses.replace(load_profile(calibrated), fingerprint="0" * 64)
+    save_profile(other, tmp_path / "p.safetensors")
+    code, sentence = run("verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu")
+    assert (code, "is not of demo: the weights are not those that were calibrated" in sentence) == (2, True)
+    code, sentence = run("verify", MINIMAL, "--model", "demo", "--device", "cpu")
+    assert (code, "does not say how it was calibrated" in sentence) == (2, True)
+
+
+def test_plot_draws_thresholds(run, tmp_path):
+    assert run("plot", FULL, "--out", tmp_path / "p.png")[0] == 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_in_a_folder_that_is_not_there_names_the_folder(run, tmp_path):
+    code, sentence = run("plot", FULL, "--out", tmp_path / "none" / "p.png")
+    assert code == 2
+    assert f"{tmp_path / 'none'} cannot be written or read (No such file or directory): check the path" in sentence
+
+
+@SLOW
+def test_push_and_pull_carry_a_profile_with_its_report(calibrated, run, tmp_path):
+    code, found = run("push", calibrated, tmp_path / "catalogue", "--json")
+    assert code == 0
+    names = [Path(file).name for file in found["files"]]
+    assert {"demo.md", "demo.report.md", "demo.report.json"} < set(names)
+    assert names[-1] == "demo.safetensors"
+    assert run("pull", tmp_path / "catalogue", "--out-dir", tmp_path / "here")[0] == 0
+    for name in names:
+        assert (tmp_path / "here" / name).read_bytes() == (tmp_path / "catalogue" / name).read_bytes()
+        if name != "demo.md":
+            assert (tmp_path / "here" / name).read_bytes() == calibrated.with_name(name).read_bytes()
+    assert (tmp_path / "here" / "demo.md").read_text() == card(load_profile(calibrated), "demo.safetensors")
+    shutil.copy(FULL, tmp_path / "catalogue")
+    code, sentence = run("pull", tmp_path / "catalogue", "--out-dir", tmp_path / "there")
+    assert (code, "holds 2 profiles (demo.safetensors, schema2-full.safetensors): name one" in sentence) == (2, True)
+    assert run("pull", tmp_path / "catalogue" / FULL.name, "--out-dir", tmp_path / "there")[0] == 0
+    assert load_profile(tmp_path / "there" / FULL.name) == load_profile(FULL)
+
+
+@SLOW
+def test_a_card_is_of_its_profile_alone(certified):
+    """What it says is what was proven; a foreign text in it is only text."""
+    made = card(load_profile(certified), "demo.safetensors")
+    assert made.startswith("# S2O profile of demo\n")
+    assert "**Certified on 3 prompts of each length that chose nothing" in made
+    assert "## Not proven" in made
+    assert 's2o_runtime.patch(model, "demo.safetensors")' in made
+    assert "made on cpu within rel_mse 0.001 (layer)" in made
+    foreign = {"proof": "failed", "problems": ["a | b\n# c"], "recipe": {"seed": "<b>"}, "versions": ["`x`"]}
+    made = card(
+        dataclasses.replace(load_profile(MINIMAL), record=Record.from_json(foreign), model_name="a\n|b"),
+        "p.safetensors",
+    )
+    assert made.startswith("# S2O profile of a \\|b\n")
+    assert "**Not proven** (failed).\n\n- a \\| b # c" in made
+    assert "| seed | \\<b\\> |" in made
+    assert "| seed | not recorded |" in card(load_profile(MINIMAL), MINIMAL.name)
+
+
+@SLOW
+def test_a_catalogue_follows_its_profiles(calibrated, run, tmp_path):
+    """By model, device and budget; index and table follow the files, and adding one again changes nothing."""
+    catalogue = tmp_path / "catalogue"
+    code, found = run("push", calibrated, catalogue, "--catalogue", "--json")
+    place = catalogue / "demo" / "cpu" / "rel-mse-0.001.safetensors"
+    assert (code, found["files"][1]) == (0, str(place))
+    assert place.read_bytes() == calibrated.read_bytes()
+    (entry,) = json.loads((catalogue / "index.json").read_text())["profiles"]
+    assert entry["sha256"] == hashlib.sha256(calibrated.read_bytes()).hexdigest()
+    assert (entry["file"], entry["budget"]) == ("demo/cpu/rel-mse-0.001.safetensors", "rel_mse 0.001 (layer)")
+    assert [each["length"] for each in entry["lengths"]] == [512]
+    readme = catalogue / "README.md"
+    readme.write_text(f"# Mine\n\n{readme.read_text()}\nafter\n")
+    before = {path: path.read_bytes() for path in catalogue.rglob("*") if path.is_file()}
+    assert run("push", place, catalogue, "--shelf")[0] == 0  # what the flag was called before
+    assert {path: path.read_bytes() for path in catalogue.rglob("*") if path.is_file()} == before
+    other = dataclasses.replace(load_profile(calibrated), model_name="other")
+    save_profile(other, tmp_path / "other.safetensors")
+    place.unlink()
+    assert run("push", tmp_path / "other.safetensors", catalogue, "--catalogue")[0] == 0
+    assert [each["model"] for each in json.loads((catalogue / "index.json").read_text())["profiles"]] == ["other"]
+    text = readme.read_text()
+    assert text.startswith("# Mine\n")
+    assert text.endswith("after\n")
+    (row,) = [line for line in text.splitlines() if ".safetensors" in line]
+    assert row.startswith("| [other](other/cpu/rel-mse-0.001.md) | cpu | rel_mse 0.001 (layer) | 512 |")
+    assert row.endswith("| not timed | - | [rel-mse-0.001](other/cpu/rel-mse-0.001.safetensors) |")
+    retiled = dataclasses.replace(other.record, retiled=Retiling(made_on="NVIDIA H200"))
+    save_profile(dataclasses.replace(other, record=retiled), tmp_path / "retiled.safetensors")
+    assert run("push", tmp_path / "retiled.safetensors", catalogue, "--catalogue")[0] == 0
+    assert "| not timed (on NVIDIA H200) |" in readme.read_text()
+    assert run("push", calibrated, catalogue, "--catalogue", "--name", "org/Model-1")[0] == 0
+    renamed = load_profile(catalogue / "org-model-1" / "cpu" / "rel-mse-0.001.safetensors")
+    assert renamed == dataclasses.replace(load_profile(calibrated), model_name="org/Model-1")
+    assert "| [org/Model-1](org-model-1/cpu/rel-mse-0.001.md) |" in readme.read_text()
+    assert "# S2O profile of org/Model-1" in (catalogue / "org-model-1" / "cpu" / "rel-mse-0.001.md").read_text()
+    code, sentence = run("push", calibrated, tmp_path / "folder", "--name", "other")
+    assert (code, "give --catalogue too" in sentence) == (2, True)
+    code, sentence = run("push", MINIMAL, catalogue, "--catalogue")
+    assert (code, "does not say what its budget is" in sentence) == (2, True)
+    assert run("push", calibrated, "hf://org/name", "--catalogue") == (
+        2,
+        "s2o-profile: hf://org/name is not a folder: a catalogue is one, so leave --catalogue out\n",
+    )
+
+
+def test_what_is_no_profile_is_neither_pushed_nor_pulled(run, tmp_path):
+    (tmp_path / "bad.safetensors").write_bytes(b"no")
+    for command in (
+        ("push", tmp_path / "bad.safetensors", tmp_path / "to"),
+        ("pull", tmp_path / "bad.safetensors", "--out-dir", tmp_path / "to"),
+        ("pull", tmp_path, "--out-dir", tmp_path / "to"),
+    ):
+        code, sentence = run(*command)
+        assert (code, "is not a readable safetensors file" in sentence) == (2, True)
+    assert not (tmp_path / "to").exists()
+
+
+class Hub:
+    """What huggingface_hub does, with a folder in its place."""
+
+    def __init__(self, folder):
+        self.folder, self.commits = folder, []
+        self.HfApi = lambda: self
+        self.CommitOperationAdd = SimpleNamespace
+
+    def create_repo(self, repository, exist_ok):
+        assert exist_ok
+        (self.folder / repository).mkdir(parents=True, exist_ok=True)
+
+    def create_commit(self, repository, operations, commit_message):
+        self.commits.append(commit_message)
+        for each in operations:
+            (self.folder / repository / each.path_in_repo).write_bytes(each.path_or_fileobj)
+
+    def snapshot_download(self, repository, local_dir, allow_patterns):
+        if not (self.folder / repository).is_dir():
+            raise OSError("404 Client Error\nmore")
+        for pattern in allow_patterns:
+            for file in (self.folder / repository).glob(pattern):
+                shutil.copy(file, local_dir)
+
+
+@SLOW
+def test_push_and_pull_a_hub_repository(calibrated, run, tmp_path, monkeypatch):
+    hub = Hub(tmp_path / "hub")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    code, found = run("push", calibrated, "hf://org/name", "--json")
+    assert code == 0
+    assert found["files"][-1] == "hf://org/name/demo.safetensors"
+    assert hub.commits == ["Add demo.safetensors"]  # one, so that nobody sees a part of it
+    for address in ("hf://org/name", "hf://org/name/demo.safetensors"):
+        shutil.rmtree(tmp_path / "here", ignore_errors=True)
+        assert run("pull", address, "--out-dir", tmp_path / "here")[0] == 0
+        assert (tmp_path / "here" / "demo.safetensors").read_bytes() == calibrated.read_bytes()
+        assert (tmp_path / "here" / "demo.report.md").exists()
+        assert (tmp_path / "here" / "demo.md").exists()
+    code, sentence = run("pull", "hf://org/other", "--out-dir", tmp_path)
+    said = "cannot be reached (404 Client Error): check the name and the network, or give a folder"
+    assert (code, sentence) == (4, f"s2o-profile: hf://org/other {said}\n")
+    assert run("push", calibrated, "hf://name")[0] == 2
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    code, sentence = run("push", calibrated, "hf://org/name")
+    assert (code, "hf:// needs huggingface_hub: pip install huggingface_hub" in sentence) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["show", "missing.safetensors"], "missing.safetensors cannot be read (No such file or directory)"),
+        (["show", MINIMAL, "--head", "3"], "'3' is not a layer and a head: try 3.7"),
+        (["show", MINIMAL, "--head", "0.1"], "head 0.1 does not exist: layers are 0 to 0, heads 0 to 0"),
+        (["export", MINIMAL, "--out", "missing/p.json"], "missing"),
+        (["verify", "demo", MINIMAL, "--device", "moon"], "device 'moon' is not known"),
+        (["verify", MINIMAL], "verify needs one profile and one model: give PROFILE --model MODEL"),
+        (["verify", "demo", MINIMAL, "--model", "demo"], "verify needs one profile and one model"),
+        (["rebudget", MINIMAL, "--budget-mse", "little"], "'little': expected a number above 0, such as 1e-4"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+    ids=lambda case: "-".join(map(str, case[:1])) if isinstance(case, list) else "",
+)
+def test_errors_are_one_sentence(arguments, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = profile_cli.main([str(argument) for argument in arguments])
+    except SystemExit as left:
+        code = left.code
+    said = capsys.readouterr().err
+    assert code == 2, said
+    assert sentence in said
+    assert said.startswith("s2o-profile")
+    assert said.count("\n") == 1
+
+
+@SLOW
+def test_verify_refuses_a_models_budget_whose_shares_are_not_recorded(calibrated, run, tmp_path):
+    profile = load_profile(calibrated)
+    record = dataclasses.replace(profile.record, recipe=profile.record.recipe | {"scope": "model"}, held_out=())
+    save_profile(dataclasses.replace(profile, record=record), tmp_path / "p.safetensors")
+    code, sentence = run("verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu")
+    assert (code, "does not say what each layer may have of the model's budget" in sentence) == (2, True)

@@ -1,0 +1,428 @@
+"""Prompts: exact lengths, three sets that share no document, domains, needles, and the user's files."""
+
+import json
+import logging
+import platform
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from calibrate.model.models import DEMO_FOLDER
+from calibrate.prompts import documents
+from calibrate.prompts.assembly import ASK, assembled
+from calibrate.prompts.documents import CERTIFY, PURPOSES, Document, built_in_documents
+from calibrate.prompts.files import read_documents
+from calibrate.prompts.prompts import load_prompts
+from calibrate.prompts.split import parts, split
+from calibrate.recipe import DOMAINS, Budget, Recipe
+from s2o_runtime.errors import ConfigError, InputError
+from s2o_runtime.profile import load_profile
+
+PROFILES = Path(__file__).parents[2] / "profiles" / "demo"
+CHATML = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content | trim }}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(DEMO_FOLDER)
+
+
+@pytest.fixture(scope="module")
+def with_bos(tmp_path_factory):
+    """The demo model's tokenizer, made to put its first token before every text, and with a chat template."""
+    from tokenizers import Tokenizer, processors
+    from transformers import PreTrainedTokenizerFast
+
+    plain = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
+    plain.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    made = PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<|endoftext|>", eos_token="<|endoftext|>")
+    made.chat_template = CHATML
+    return made
+
+
+def recipe(**changes):
+    settings = {"lengths": (512, 1024), "num_prompts": 4, "held_out": 2, "num_certify": 3, **changes}
+    return Recipe("demo", Budget("mse", 1e-4), out=Path("unused"), **settings).validate()
+
+
+def write(path, entries):
+    path.write_text("\n".join(entry if isinstance(entry, str) else json.dumps(entry) for entry in entries))
+    return path
+
+
+def words(number, count):
+    """A text whose words name it: about three tokens each."""
+    return " ".join(f"w{number}" for _ in range(count))
+
+
+def numbers_of(tokenizer, prompts):
+    """Which of the texts of `words` are in prompts."""
+    return {
+        int(word[1:])
+        for of_length in prompts.values()
+        for prompt in of_length
+        for word in tokenizer.decode(prompt.ids).split()
+        if word[0] == "w" and word[1:].isdigit() and len(word) == 4
+    }
+
+
+def test_built_in_prompts_are_exact_distinct_and_reproducible(tokenizer):
+    made = load_prompts(recipe(), tokenizer)
+    for length in (512, 1024):
+        prompts = made.calibration[length] + made.held_out[length] + made.certify[length]
+        assert [prompt.length for prompt in prompts] == [length] * 9
+        assert len({prompt.sha256 for prompt in prompts}) == 9
+    assert sorted(made.calibration) == [512, 1024]
+    assert sorted(made.held_out) == sorted(made.certify) == [512, 768, 1024]  # one between them is only checked
+    assert made.record() == load_prompts(recipe(), tokenizer).record()
+    assert made.record() != load_prompts(recipe(seed=1), tokenizer).record()
+
+
+def test_prompts_take_the_domains_in_turns(tokenizer):
+    made = load_prompts(recipe(num_certify=5), tokenizer)
+    assert [prompt.domain for prompt in made.calibration[512]] == list(DOMAINS)
+    assert [prompt.domain for prompt in made.certify[512]] == [*DOMAINS, "code"]
+    texts = [tokenizer.decode(prompt.ids) for prompt in made.calibration[1024]]
+    assert texts[0].startswith("# ")
+    assert texts[2].startswith("User: ")
+    assert sum("一" <= character <= "鿿" for character in texts[3]) > 100
+    assert not any("一" <= character <= "鿿" for text in texts[:3] for character in text)
+
+    chosen = load_prompts(recipe(domains=("prose", "code"), lengths=(512,)), tokenizer)
+    assert [prompt.domain for prompt in chosen.calibration[512]] == ["prose", "code"] * 2
+
+
+def test_domains_are_checked():
+    with pytest.raises(ConfigError, match=r"domains is .*'klingon'"):
+        recipe(domains=("klingon",))
+    with pytest.raises(ConfigError, match="name one twice"):
+        recipe(domains=("code", "code"))
+    with pytest.raises(ConfigError, match="cannot be mixed"):
+        recipe(domains=("code", "stdlib"))
+    with pytest.raises(ConfigError, match="are of the built-in text, but prompts are given"):
+        recipe(domains=("code",), prompts=(Path("p.jsonl"),))
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_the_sets_of_a_domain_share_no_group_and_no_document(domain):
+    by_purpose = built_in_documents(domain)
+    groups = {purpose: {document.group for document in by_purpose[purpose]} for purpose in PURPOSES}
+    digests = Counter(document.digest for purpose in PURPOSES for document in by_purpose[purpose])
+    assert all(groups.values())
+    assert sum(map(len, groups.values())) == len(set.union(*groups.values()))
+    assert set(digests.values()) == {1}
+
+
+def test_shipped_text_suffices_for_a_certificate_at_32768_tokens():
+    """Five prompts of a domain; a token is about four and a half characters of English; turns add tokens."""
+    for domain, characters in (("prose", 4.5), ("chat", 3.9), ("chinese", 1.3)):
+        total = sum(
+            len(document.text) + sum(len(content) for _, content in document.turns)
+            for document in built_in_documents(domain)[CERTIFY]
+        )
+        assert total > 5 * 32768 * characters, domain
+
+
+def test_a_domain_that_runs_out_says_so_and_stays_within_its_set(tokenizer, monkeypatch, caplog):
+    few = {
+        purpose: [Document("prose", purpose, words(start + number, 100)) for number in range(2)]
+        for start, purpose in zip((100, 200, 300), PURPOSES, strict=True)
+    }
+    monkeypatch.setattr("calibrate.prompts.prompts.built_in_documents", lambda domain: few)
+    made = load_prompts(recipe(domains=("prose",), lengths=(1024,)), tokenizer)
+    assert "prose at 1024" in caplog.text
+    assert [prompt.length for prompt in made.certify[1024]] == [1024] * 3
+    assert len({prompt.sha256 for prompt in made.certify[1024]}) == 3  # at other offsets
+    assert numbers_of(tokenizer, made.calibration) == {100, 101}
+    assert numbers_of(tokenizer, made.held_out) == {200, 201}
+    assert numbers_of(tokenizer, made.certify) == {300, 301}
+
+
+def test_no_file_of_the_library_is_in_two_sets(tokenizer):
+    made = load_prompts(recipe(lengths=(2048, 4096), domains=("code",)), tokenizer)
+    named = [
+        {
+            line
+            for prompts in of_length.values()
+            for prompt in prompts
+            for line in tokenizer.decode(prompt.ids).splitlines()
+            if line.startswith("# ") and line.endswith(".py")
+        }
+        for of_length in (made.calibration, made.held_out, made.certify)
+    ]
+    assert all(len(files) > 4 for files in named)
+    assert sum(map(len, named)) == len(set.union(*named))
+    assert not [name for name in set.union(*named) if "/test" in name]
+
+
+def test_every_prompt_asks_for_the_needles_that_it_hides(tokenizer, with_bos):
+    for reader in (tokenizer, with_bos):
+        for prompt in load_prompts(recipe(lengths=(2048,), num_certify=0), reader).calibration[2048]:
+            text = reader.decode(prompt.ids)
+            asked = [line for line in text.splitlines() if line.startswith("# What is the secret code for")]
+            assert len(asked) == 2
+            for line in asked:
+                word, code = line.split("?")[0].split()[-1], line.split()[-1]
+                assert text.count(f"# The secret code for {word} is {code}") == 1, prompt.domain
+            answered = [reader.decode(prompt.ids[first:end]).strip() for first, end in prompt.answers]
+            assert answered == [line.split()[-1].rstrip(".") for line in asked]
+
+
+def test_needles_can_be_left_out(tokenizer):
+    made = load_prompts(recipe(hide_needles=False, lengths=(512,)), tokenizer)
+    assert [prompt.length for prompt in made.calibration[512]] == [512] * 4
+    for prompt in made.calibration[512]:
+        assert not prompt.answers
+        assert "secret code" not in tokenizer.decode(prompt.ids)
+
+
+def test_the_first_token_is_the_tokenizers_own_and_not_doubled_by_a_chat_template(tokenizer, with_bos):
+    made = load_prompts(recipe(lengths=(512,)), with_bos)
+    for prompt in made.calibration[512]:
+        assert prompt.ids[0] == with_bos.bos_token_id, prompt.domain
+        assert prompt.ids[1] != with_bos.bos_token_id, prompt.domain
+    assert all(prompt.ids[0] != 0 for prompt in load_prompts(recipe(lengths=(512,)), tokenizer).calibration[512])
+    with_bos.chat_template = None
+    try:
+        chat = load_prompts(recipe(lengths=(512,), domains=("chat",)), with_bos).calibration[512][0]
+    finally:
+        with_bos.chat_template = CHATML
+    assert with_bos.decode(chat.ids).startswith("<|endoftext|>User: ")
+
+
+def test_conversations_are_laid_out_by_the_chat_template(with_bos):
+    text = with_bos.decode(load_prompts(recipe(lengths=(1024,)), with_bos).calibration[1024][2].ids)
+    assert text.startswith("<|endoftext|><|user|>\n")
+    before, asked, after = text.partition(f"<|endoftext|>\n<|user|>\n{ASK}<|endoftext|>\n<|assistant|>\n")
+    assert asked
+    assert "# The secret code for" in before
+    assert after.startswith("\n# What is the secret code for")
+
+
+def test_a_template_that_refuses_is_named(with_bos):
+    with_bos.chat_template = "{{ raise_exception('roles must please me') }}"
+    try:
+        with pytest.raises(InputError, match=r"does not take a conversation \(roles must please me\): use text"):
+            load_prompts(recipe(domains=("chat",)), with_bos)
+        with_bos.chat_template = "nothing at all"
+        with pytest.raises(InputError, match="leaves the last message out"):
+            load_prompts(recipe(domains=("chat",)), with_bos)
+    finally:
+        with_bos.chat_template = CHATML
+
+
+def test_few_prompts_to_calibrate_on_are_a_warning(tokenizer, caplog):
+    load_prompts(recipe(lengths=(512,)), tokenizer)
+    assert not caplog.text
+    load_prompts(recipe(lengths=(512,), num_prompts=3), tokenizer)
+    assert "3 prompts to calibrate on say little about others: use 4 or more" in caplog.text
+
+
+def test_older_profiles_get_the_prompts_that_they_were_made_of(tokenizer):
+    """Prompts are sources of Python, and those change with it: the same Python gives the same hashes."""
+    recorded = load_profile(PROFILES / "cpu" / "mse-0.0001.safetensors").record
+    old = Recipe.from_record(recorded.recipe, Path("unused"))
+    assert old.domains == ("stdlib",)
+    assert old.num_certify == 0
+    made = load_prompts(old, tokenizer)
+    texts = [tokenizer.decode(prompt.ids) for prompt in made.held_out[old.lengths[0]]]
+    assert all(text.count("# What is the secret code") == 1 for text in texts)
+    if recorded.versions["python"] == platform.python_version():
+        assert made.record().calibration == recorded.data.calibration
+        assert made.record().held_out == recorded.data.held_out
+
+    again = Recipe.from_record(old.record() | {"num_certify": 2}, Path("unused"))
+    certified = load_prompts(again, tokenizer)
+    assert certified.record().held_out == made.record().held_out
+    assert [prompt.length for prompt in certified.certify[old.lengths[0]]] == [old.lengths[0]] * 2
+
+
+def test_users_documents_have_one_purpose_at_all_lengths(tokenizer, tmp_path, caplog):
+    entries = [{"text": words(100 + index, 250 + 20 * index)} for index in range(12)]
+    path = write(tmp_path / "p.jsonl", [*entries, {"text": words(900, 20)}])
+    made = load_prompts(recipe(prompts=(path,), lengths=(400, 600)), tokenizer)
+    assert not caplog.text
+    sets = [numbers_of(tokenizer, prompts) for prompts in (made.calibration, made.held_out, made.certify)]
+    assert [len(numbers) for numbers in sets] == [4, 2, 3]
+    assert len(set.union(*sets)) == 9
+    assert {prompt.domain for prompts in made.calibration.values() for prompt in prompts} == {"p"}
+    assert made.record() == load_prompts(recipe(prompts=(path,), lengths=(400, 600)), tokenizer).record()
+
+
+def test_users_prompts_are_the_beginnings_of_texts_with_needles(tokenizer, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    path = write(tmp_path / "p.jsonl", [{"prompt": f"start{index} " + words(100 + index, 800)} for index in range(9)])
+    made = load_prompts(recipe(prompts=(path,), lengths=(600,)), tokenizer)
+    assert "9 documents are longer than their prompts" in caplog.text
+    for prompt in made.calibration[600]:
+        text = tokenizer.decode(prompt.ids)
+        assert prompt.length == 600
+        assert text.startswith("start")
+        assert text.count("# The secret code for") == 1
+        assert len(prompt.answers) == 1
+
+
+def test_groups_stay_together_and_duplicates_are_dropped(tokenizer, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    entries = [
+        {"text": words(100 + 10 * group + index, 250), "group": f"g{group}"} for group in range(9) for index in range(2)
+    ]
+    path = write(tmp_path / "p.jsonl", entries + entries[:5])
+    made = load_prompts(recipe(prompts=(path,), lengths=(512,)), tokenizer)
+    assert "5 of 23 documents occur before" in caplog.text
+    sets = [numbers_of(tokenizer, prompts) for prompts in (made.calibration, made.held_out, made.certify)]
+    groups = [{number // 10 for number in numbers} for numbers in sets]
+    assert [len(numbers) for numbers in sets] == [4, 2, 3]
+    assert sum(map(len, groups)) == len(set.union(*groups))
+
+
+@pytest.mark.parametrize(
+    ("texts", "counts"), [(2, [1, 1, 0]), (3, [2, 1, 0]), (6, [4, 2, 0]), (8, [4, 2, 2]), (20, [4, 2, 3])]
+)
+def test_too_few_texts_first_calibrate_and_adjust(tokenizer, tmp_path, caplog, texts, counts):
+    path = write(tmp_path / "p.jsonl", [{"text": words(100 + index, 250)} for index in range(texts)])
+    made = load_prompts(recipe(prompts=(path,), lengths=(512,)), tokenizer)
+    assert [len(prompts[512]) for prompts in (made.calibration, made.held_out, made.certify)] == counts
+    said = f"{counts[0]} to calibrate on, {counts[1]} to adjust on, {counts[2]} to certify on where 4, 2, 3"
+    assert (said in caplog.text) == (counts != [4, 2, 3])
+    assert ("so nothing is certified at 512 tokens" in caplog.text) == (counts[2] == 0)
+
+
+def test_the_split_comes_after_the_length_filter(tokenizer, tmp_path):
+    """Nine long texts among many short ones suffice, wherever they stand."""
+    entries = [{"text": words(100 + index, 250 if index % 4 == 0 else 10)} for index in range(36)]
+    made = load_prompts(recipe(prompts=(write(tmp_path / "p.jsonl", entries),), lengths=(512,)), tokenizer)
+    sets = [numbers_of(tokenizer, prompts) for prompts in (made.calibration, made.held_out, made.certify)]
+    assert [len(numbers) for numbers in sets] == [4, 2, 3]
+    assert {number % 4 for numbers in sets for number in numbers} == {0}
+
+
+def test_short_texts_of_one_domain_are_joined(tokenizer, tmp_path):
+    entries = [{"text": words(100 + index, 60), "domain": "ab"[index % 2]} for index in range(90)]
+    made = load_prompts(recipe(prompts=(write(tmp_path / "p.jsonl", entries),), lengths=(512,)), tokenizer)
+    assert [prompt.domain for prompt in made.calibration[512]] == ["a", "b", "a", "b"] or [
+        prompt.domain for prompt in made.calibration[512]
+    ] == ["b", "a", "b", "a"]
+    for prompt in made.calibration[512] + made.held_out[512] + made.certify[512]:
+        numbers = numbers_of(tokenizer, {512: [prompt]})
+        assert len(numbers) > 1
+        assert len({number % 2 for number in numbers}) == 1
+        assert prompt.length == 512
+
+
+def test_conversations_of_users(with_bos, tmp_path):
+    """A last message of the user is followed by the question for the needles; roles go on taking turns when joined."""
+    entries = [
+        {"messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": words(100 + index, 90)}]}
+        for index in range(40)
+    ]
+    made = load_prompts(recipe(prompts=(write(tmp_path / "chats.jsonl", entries),), lengths=(512,)), with_bos)
+    for prompt in made.calibration[512]:
+        text = with_bos.decode(prompt.ids)
+        assert prompt.length == 512
+        assert text.count("be kind") == text.count("<|system|>") == text.count("<|user|>") == 1
+        assert f"\n\n{ASK}<|endoftext|>\n<|assistant|>\n" in text
+        assert text.count("# The secret code for") == 1
+    one = Document("chats", "g", turns=(("user", words(100, 400)), ("assistant", words(101, 400))))
+    prompt = assembled(with_bos, iter([one]), 700, random.Random(0), needles=False)
+    assert with_bos.decode(prompt.ids).startswith("<|endoftext|><|user|>\nw100 w100")
+    assert prompt.length == 700
+
+
+def test_files_and_folders(tmp_path):
+    folder = tmp_path / "manuals"
+    (folder / "b").mkdir(parents=True)
+    (folder / "b" / "two.md").write_text("two")
+    (folder / "b" / "three.txt").write_text("three")
+    (folder / "one.md").write_text("one")
+    (folder / "skipped.py").write_text("code")
+    (folder / "empty.txt").write_text(" \n")
+    write(folder / "lines.jsonl", [{"text": "four", "group": 7, "domain": "d"}, '"five"'])
+    single = tmp_path / "single.txt"
+    single.write_text("six")
+    found = read_documents([folder, single])
+    assert [document.text for document in found] == ["three", "two", "four", "five", "one", "six"]
+    assert [document.domain for document in found] == ["manuals", "manuals", "d", "lines", "manuals", "single"]
+    three, two, four, five, one, six = (document.group for document in found)
+    assert three == two == str(folder / "b")
+    assert four == "7"
+    assert len({three, four, five, one, six}) == 5
+    shutil.rmtree(folder / "b")
+    (folder / "one.md").unlink()
+    (folder / "lines.jsonl").unlink()
+    (folder / "empty.txt").unlink()
+    with pytest.raises(InputError, match=r"manuals holds no \.jsonl, \.txt, \.md files"):
+        read_documents([folder])
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            ['{"text": "a"}', '{"text": '],
+            r"p.jsonl:2: this is not JSON \(Expecting value at column 10\): expected a string",
+        ),
+        (['{"text": "a"}', "bare"], r"p.jsonl:2: this is not JSON \(Expecting value at column 1\): expected a string"),
+        (['{"body": "a"}'], 'p.jsonl:1: this is {"body": "a"}: expected a string, or an object with "text"'),
+        (["[1]"], r"p.jsonl:1: this is \[1\]: expected a string"),
+        (['{"text": "a", "group": []}'], 'p.jsonl:1: "group" is '),
+        (['{"messages": [{"role": "user"}]}'], 'p.jsonl:1: expected "messages" with a "role" and a text'),
+        ([""], "holds no prompts"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, entries, message):
+    with pytest.raises(InputError, match=message):
+        read_documents([write(tmp_path / "p.jsonl", entries)])
+
+
+def test_unreadable_and_too_short_files(tokenizer, tmp_path):
+    with pytest.raises(InputError, match=r"cannot be read \(No such file or directory\)"):
+        read_documents([tmp_path / "none.jsonl"])
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="it is not UTF-8 text"):
+        read_documents([tmp_path / "binary.jsonl"])
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(InputError, match=r"empty.txt is empty"):
+        read_documents([tmp_path / "empty.txt"])
+    path = write(tmp_path / "short.jsonl", [{"text": "word " * 100}] * 5)
+    with pytest.raises(
+        InputError,
+        match=r"0 prompts to calibrate on of 512 tokens or more \(the longest of 1 documents has 101\): at least 1",
+    ):
+        load_prompts(recipe(prompts=(path,)), tokenizer)
+    path = write(tmp_path / "one.jsonl", [{"text": words(1, 400), "group": "g"}, {"text": words(2, 400), "group": "g"}])
+    with pytest.raises(InputError, match=r"0 prompts to adjust on of 512 tokens"):
+        load_prompts(recipe(prompts=(path,), lengths=(512,)), tokenizer)
+
+
+def test_a_split_says_where_each_group_is_at_once():
+    """Sizes are given: at 100 tokens long groups come first, at 50 what is free is added to where it lacks."""
+    made = [Document("d", f"g{index}", f"{index}") for index in range(8)]
+    sizes = {document: 120 if index < 3 else 60 for index, document in enumerate(made)}
+    wanted = {100: {"calibration": 2, "held_out": 1, "certify": 1}, 50: {"calibration": 2, "held_out": 1, "certify": 2}}
+    shared = split(made, sizes.__getitem__, wanted, random.Random(0))
+    assert {len(shared["calibration"]), len(shared["held_out"])} == {2, 1}
+    assert {sizes[document] for document in shared["calibration"] + shared["held_out"]} == {120}
+    assert [sizes[document] for document in shared["certify"]] == [60, 60]  # joined at 100, two prompts at 50
+    assert len(list(parts(shared["certify"], sizes.__getitem__, 100))) == 1
+    assert len(list(parts(shared["certify"], sizes.__getitem__, 50))) == 2
+
+
+def test_the_shipped_text_names_its_origin():
+    folder = Path(documents.__file__).parent / "texts"
+    said = (folder / "SOURCES.txt").read_text(encoding="utf-8")
+    packed = sorted(path.name for path in folder.glob("*.xz"))
+    assert packed == sorted(f"{domain}.jsonl.xz" for domain in DOMAINS if domain != "code")
+    assert all(name in said for name in packed)
+    assert "public domain" in said
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 2 << 20

@@ -1,0 +1,540 @@
+"""calibrate/report: the terminal, the page, the JSON file and the pictures say what the report says."""
+
+import copy
+import itertools
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from calibrate.report import contents, output, plots
+from s2o_runtime.profile.record import Certificate, Part
+from support.marks import all_but_first
+from support.profiles import CERTIFICATE
+
+SLOW = pytest.mark.slow(reason="draws large pictures, or starts a process of its own")
+
+ROOT = Path(__file__).resolve().parents[2]
+BUDGET = 1e-3
+SECONDS = ("seconds", "dense_seconds")
+LONG = (8192, 16384, 32768, 65536)
+PARTS = {  # of a report, by the fields that hold them
+    "budget": contents.BudgetReport,
+    "certificate": Certificate,
+    "journal": contents.JournalReport,
+    "lengths": contents.LengthReport,
+    "uniform": contents.UniformReport,
+    "layers": contents.LayerReport,
+    "heads": contents.HeadReport,
+}
+
+
+def made_head(rng, scale):
+    """A head: dense now and then, else as dense as its layer makes it, with an error to match."""
+    dense = rng.random() < 0.06
+    density = 1.0 if dense else min(0.98, scale * rng.lognormvariate(0, 0.6))
+    settings = {"tau": rng.choice([0.0047, 0.068, 1.5, 148.0]), "representatives": rng.choice([1, 1, 32])}
+    settings |= {"mode": "dense" if dense else "s2o", "tail": rng.random() < 0.5, "baseline": None, "density": density}
+    settings |= {"linear": False}
+    return settings | {"cost": 1.0 if dense else density + 0.05, "error": 0.0 if dense else BUDGET * rng.random()}
+
+
+def made_layer(rng, number, heads, length, on_gpu, dense):
+    """A layer whose numbers fit each other; a dense one says why."""
+    of_heads = [made_head(rng, 30 * rng.lognormvariate(0, 0.4) / math.sqrt(length)) for _ in range(heads)]
+    if dense:
+        of_heads = [head | {"mode": "dense", "density": 1.0, "cost": 1.0, "error": 0.0} for head in of_heads]
+    sparse = [head for head in of_heads if head["mode"] == "s2o"]
+    chosen = [head["representatives"] for head in sparse]
+    taus = [head["tau"] for head in sparse]
+    density = sum(head["density"] for head in of_heads) / heads
+    error = 2e-7 if dense else BUDGET * rng.uniform(0.5, 0.95)
+    steep, at = rng.uniform(0.8, 1.6), min(density, 0.9)
+    edge = error / ((1 / at - 1) ** steep)
+    frontier = [[d, edge * (1 / d - 1) ** steep] for d in (at * 2 ** (step / 4) for step in range(-8, 9)) if d < 1]
+    dense_seconds = 2e-13 * length**2 * heads * rng.uniform(0.95, 1.05) if on_gpu else None
+    seconds = dense_seconds and dense_seconds * (1.0 if dense else density / 0.8 + 0.05)
+    return {
+        "layer": number, "tau_min": min(taus, default=None), "tau_max": max(taus, default=None),
+        "dense_heads": heads - len(sparse), "methods": {"s2o": len(sparse), "dense": heads - len(sparse)},
+        "tails": sum(head["tail"] for head in sparse), "linear_tails": 0,
+        "representatives": {str(count): chosen.count(count) for count in sorted(set(chosen))},
+        "segment": 512, "grain": 4, "scores": "input", "tile": "64x128x16 ws s2",
+        "why_dense": "no tile beats dense" if dense else None,
+        "density": density, "error": error, "limit": BUDGET, "error_over_limit": error / BUDGET,
+        "predicted_error": 0.0 if dense else error * rng.uniform(0.8, 1.1), "held_out_mse": error / 7,
+        "held_out_rel_mse": error, "worst": rng.uniform(0.01, 0.4), "tightened": int(number == 3),
+        "predicted_seconds": seconds and seconds * rng.uniform(0.9, 1.1), "seconds": seconds,
+        "dense_seconds": dense_seconds, "heads": of_heads, "frontier": [[1.0, 0.0], *reversed(frontier)],
+    }  # fmt: skip
+
+
+def made(layers=6, heads=8, lengths=(8192, 16384, 32768), on_gpu=True, checked=(16384,), seed=0):
+    """A report as JSON, with made-up numbers that fit each other; layer 2 of the shortest length is dense."""
+    rng = random.Random(seed)
+    rows = []
+    for length in lengths:
+        of_length = [made_layer(rng, i, heads, length, on_gpu, (i, length) == (2, lengths[0])) for i in range(layers)]
+        if length in checked:
+            unknown = dict.fromkeys(("predicted_error", "predicted_seconds", "frontier", "why_dense"))
+            of_length = [layer | unknown | {"heads": []} for layer in of_length]
+        together = {name: sum(layer[name] for layer in of_length) if on_gpu else None for name in SECONDS}
+        uniform = {"tau": 0.15, "segment": 1024, "representatives": 32, "tail": True, "cost": 0.52}
+        rows.append({
+            "length": length, "calibrated": length not in checked, "kl": 1.25e-5, "top1": 0.99871,
+            "needles": [11, 12], "prefill_seconds": 0.0141, "dense_prefill_seconds": 0.0282,
+            "cost": None if length in checked else 0.4,
+            "uniform": uniform | {"seconds": together["seconds"] and together["seconds"] * 1.31},
+            "attention_seconds": together["seconds"], "dense_attention_seconds": together["dense_seconds"],
+            "groups": [] if length in checked else [[0, 1], list(range(2, layers))], "layers": of_length,
+            "kl_passes": [],
+        })  # fmt: skip
+    return {
+        "out": "profiles/demo/h200/rel-mse-0.001.safetensors", "met": True, "problems": [],
+        "model": "demo", "architecture": "llama", "device": "NVIDIA H200 (sm_90, 132 SMs)" if on_gpu else "cpu",
+        "random_weights": False, "budget": {"kind": "rel_mse", "value": BUDGET, "scope": "layer"}, "worst_rows": 0.5,
+        "calibration_seconds": 115.2, "phases": {"measuring": 35.4, "searching": 60.1, "proving": 19.7},
+        "trials": 288, "failed_trials": 3, "failures": {"out of resource [shared memory]": 2, "a\nb" * 200: 1},
+        "journal": {"path": "profiles/demo/h200/demo.journal.jsonl", "reused": 17},
+        "versions": {"s2o": "0.1.0", "torch": "2.11.0"}, "seed": 5, "data": "prompts.jsonl", "lengths": rows,
+        "command": "s2o-calibrate --model demo", "adjusted_on": 2, "certificate": None, "not_proven": [],
+        "plan": {"model": "demo (default)", "objective": "measured <latency>"},
+    }  # fmt: skip
+
+
+def typed(value, cls=contents.Report):
+    """The report that a value is the JSON of. A field that is missing or unknown is a TypeError."""
+    if value is None or cls is None:
+        return tuple(typed(each, None) for each in value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(typed(each, cls) for each in value)
+    if issubclass(cls, Part):
+        return cls.from_json(value)
+    return cls(**{name: typed(each, PARTS.get(name)) for name, each in value.items()})
+
+
+def write(summary, profile_path):
+    return output.write_report(typed(summary), profile_path)
+
+
+def printed(summary, width=120):
+    """What the terminal shows."""
+    console = Console(file=StringIO(), width=width)
+    output.print_report(typed(summary), console)
+    return console.file.getvalue()
+
+
+def bare(summary):
+    """The same with None, nothing and False wherever that may be: a failed run on a CPU that measured little."""
+    nothing = dict.fromkeys(("predicted_error", "predicted_seconds", "seconds", "dense_seconds", "frontier"))
+    nothing |= dict.fromkeys(("tau_min", "tau_max")) | {"representatives": {}, "error": 0.0, "why_dense": None}
+    lengths = [
+        length
+        | dict.fromkeys(("needles", "uniform", "attention_seconds", "dense_attention_seconds"))
+        | {"layers": [layer | nothing for layer in length["layers"]]}
+        for length in summary["lengths"]
+    ]
+    failed = {"out": None, "met": False, "problems": ["layer 3 is over its limit."], "worst_rows": None}
+    return summary | failed | {"lengths": lengths, "random_weights": True, "failed_trials": 0, "failures": {}}
+
+
+@pytest.fixture
+def summary():
+    return made()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """What is written of the report of `summary`, by name; tests only read it."""
+    folder = tmp_path_factory.mktemp("report") / "new"
+    return {path.name: path for path in write(made(), folder / "rel-mse-0.001.safetensors")}
+
+
+def test_a_layers_row_says_what_the_summary_says(summary):
+    layer = summary["lengths"][0]["layers"][0]
+    layer |= {"layer": 0, "tau_min": 0.001468, "tau_max": 146.8, "dense_heads": 3, "tails": 16, "segment": 1024}
+    layer |= {"representatives": {"1": 20, "32": 8}, "tile": "128x128x16 ws s2", "density": 0.1234, "worst": 0.256}
+    layer |= {"error": 9.5e-4, "error_over_limit": 0.95, "seconds": 0.001, "dense_seconds": 0.0123}
+    row = next(line for line in printed(summary).splitlines() if line.split()[:1] == ["0"])
+    expected = "0 0.0015 .. 150 3 16 1/32: 20/8 1024 4 128x128x16 ws s2 0.123 9.50e-04 95% 0.26 12.30x"
+    assert " ".join(row.split()) == expected
+    layer["linear_tails"] = 5
+    assert " ".join(printed(summary).split()).count(" 3 16+5 lin. 1/32: 20/8 1024 ") == 1
+
+
+def in_mse(power):
+    """The same report of a budget in mse, of layers whose output has these mean squares."""
+    summary = made() | {"budget": {"kind": "mse", "value": 1e-4, "scope": "layer"}}
+    layers = [layer for length in summary["lengths"] for layer in length["layers"]]
+    for layer, mean_square in itertools.zip_longest(layers, power, fillvalue=0.5):
+        layer |= {"error": 5e-5, "limit": 1e-4, "error_over_limit": 0.5, "why_dense": None}
+        layer |= {"held_out_mse": 5e-5, "held_out_rel_mse": 5e-5 / mean_square}
+    return summary
+
+
+def test_an_mse_stands_beside_what_it_is_of_the_output():
+    text = printed(in_mse((0.5, 0.004)))
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["0"], ["1"])]
+    assert rows[0][-4:-2] == ["1e-04", "50%"]
+    assert rows[1][-4:-2] == ["1e-02", "50%"]
+    said = "layer 1: this mse is up to 2.5% of the output's mean square, where 0.5% is much: --budget-rel-mse"
+    assert said in " ".join(text.split())
+    assert "is much" not in printed(in_mse((0.5, 0.5)))
+    assert "is much" not in printed(made())
+
+
+@pytest.mark.parametrize("width", [60, 120, 300])
+def test_tables_are_at_most_120_columns_and_complete(width):
+    summary = made(layers=80, heads=64)
+    for layer in summary["lengths"][0]["layers"]:
+        layer |= {"tau_min": 0.0016, "tau_max": 0.0025, "dense_heads": 12, "representatives": {"1": 40, "32": 12}}
+        layer |= {"tile": "128x128x16 ws s2", "segment": 65536, "worst": 0.0123, "dense_seconds": layer["seconds"] * 12}
+    text = printed(summary, width)
+    tables = [line for line in text.splitlines() if "12.00x" in line or "──" in line]
+    assert len(tables) == 80 + 4  # a rule for each length and the overview
+    assert max(map(len, tables)) <= 120
+    assert "0.0016 .. 0.0025    12" in text
+    assert "…" not in text
+
+
+def test_many_counts_of_representatives_wrap_and_nothing_else_does(summary):
+    summary["lengths"][0]["layers"][0]["representatives"] = dict.fromkeys(["1", "2", "4", "8", "16", "32", "64"], 1)
+    text = printed(summary)
+    assert max(map(len, text.partition("prefill of")[0].splitlines())) <= 120
+    assert "1/2/4" in text
+    assert "…" not in text
+
+
+def test_lines_below_a_table(summary):
+    length = summary["lengths"][0]
+    length["layers"][4]["why_dense"] = length["layers"][5]["why_dense"] = "slower [measured]"
+    text = printed(summary)
+    assert "prefill of 8192 tokens on NVIDIA H200 (sm_90, 132 SMs): 14.1 ms, dense 28.2 ms (2.00x)" in text
+    assert "KL 1.3e-05 nats, top-1 the same at 99.87% of positions, needles 11 of 12" in text
+    best = "1.31x faster than the best single threshold at the same error (tau 0.15, segment 1024, repr. 32, tail)"
+    assert f"attention: {best}\n" in text
+    assert "layer 2 dense: no tile beats dense\nlayers 4-5 dense: slower [measured]\nlayer 3 tightened" in text
+    assert "16384 tokens, as adjusted (checked only)" in text
+
+
+def test_where_one_threshold_is_better_that_is_said(summary):
+    summary["lengths"][0]["uniform"]["seconds"] = summary["lengths"][0]["attention_seconds"] / 1.25
+    assert "attention: 1.25x slower than the best" in printed(summary)
+    on_cpu = made(on_gpu=False)
+    assert "attention: predicted 1.30x faster than the best" in printed(on_cpu)  # 0.52 / 0.4
+
+
+def test_the_overview_has_the_largest_error_or_the_mean(summary):
+    layers = summary["lengths"][2]["layers"]
+    for index, layer in enumerate(layers):
+        layer |= {"error": 1e-4 * (index + 1), "error_over_limit": 0.1 * (index + 1), "density": 0.1 * (index + 1)}
+    summary["lengths"][2] |= {"attention_seconds": 1.0, "dense_attention_seconds": 2.5}
+
+    def row():
+        overview = printed(summary).partition("all lengths")[2].splitlines()
+        return " ".join(next(line for line in overview if line.split()[:1] == ["32768"]).split())
+
+    assert row() == "32768 0.001 6.00e-04 60% 0.350 2.50x 2.00x 11 of 12 1.3e-05"
+    summary["budget"]["scope"] = "model"
+    assert row() == "32768 0.001 3.50e-04 60% 0.350 2.50x 2.00x 11 of 12 1.3e-05"
+    summary["lengths"] = summary["lengths"][2:]
+    assert "all lengths" not in printed(summary)
+
+
+def test_the_largest_deviations_from_the_prediction(summary):
+    for length in summary["lengths"]:
+        for layer in length["layers"]:
+            layer |= {"predicted_error": layer["error"], "predicted_seconds": layer["seconds"]}
+    summary["lengths"][0]["layers"][1] |= {"predicted_error": 2e-4, "error": 7e-4}
+    summary["lengths"][2]["layers"][5] |= {"predicted_seconds": 0.002, "seconds": 0.001}
+    said = " ".join(printed(summary).split())
+    assert "error by 50% of the limit (layer 1 at 8192 tokens: 2.00e-04, held out 7.00e-04)" in said
+    assert "time by 50% (layer 5 at 32768 tokens: 2 ms, measured 1 ms)" in said
+
+
+def test_failures_and_problems_are_at_the_end(summary):
+    text = printed(summary | {"met": False, "problems": ["layer 3 at 8192 tokens is at 130% of its limit."]})
+    end = text.splitlines()[-4:]
+    assert end[0] == "3 of 288 trials failed and were left out:"
+    assert end[1] == "  2x out of resource [shared memory]"
+    assert end[2].startswith("  1x a ba ba")
+    assert end[2].endswith("[...]")
+    assert end[3] == "not proven: layer 3 at 8192 tokens is at 130% of its limit."
+
+
+def test_a_lower_bound_is_not_rounded_to_a_certainty(summary):
+    certificate = copy.deepcopy(CERTIFICATE)
+    certificate["lengths"][0]["retrieval"] |= {"found": 1021, "kept": 1021, "low": 0.99639, "high": 1.0}
+    text = " ".join(printed(summary | {"certificate": certificate}).split())
+    assert "1021 of 1021 needles kept (99.6% to 100%)" in text
+
+
+def test_what_is_certified_comes_first_and_what_is_not_proven_last(summary, tmp_path):
+    summary |= {"certificate": CERTIFICATE, "not_proven": ["retrieval at 8192 tokens: the prompts ask for no needles"]}
+    text = " ".join(printed(summary).split())
+    statement = (
+        "Certified on 19 prompts of each length that chose nothing (code, prose): with 95% confidence, a layer's mean "
+        "error over prompts like these is at most 80% of its limit."
+    )
+    following = (
+        "8192 tokens: with a probability of at least 90% the next prompt like these keeps the KL below 2.0e-03 nats "
+        "(two dense implementations: 1.0e-04), at least 98.50% of top-1 tokens, the error of every layer below "
+        "1.75 times its limit; 30 of 32 needles kept (79% to 99%) 1 of 3 bounds were within their limits at the first "
+        "look, 1 layers got less of their budget and 1 became dense not proven: retrieval at 8192 tokens"
+    )
+    assert f"{statement} {following}" in text
+    files = {path.name: path for path in write(summary, tmp_path / "p.safetensors")}
+    assert json.loads(files["p.report.json"].read_text()) == summary
+    page = files["p.report.md"].read_text()
+    assert page.index(f"**{statement}**") < page.index("## Certified") < page.index("## Target against achieved")
+    assert "| 8192 | 19 | 80% | 160% | 64: 300%, 512: 200% | 2.0e-03 | 1.0e-04 | 98.50% | 30 of 32 |" in page
+    assert "| 8192 | code | 10 | 1.0e-03 | 40% |" in page
+    assert "- Retrieval at 8192 tokens: the prompts ask for no needles." in page
+
+
+def test_the_card_has_every_layer_and_refers_to_files_that_exist(summary, files):
+    card = files["rel-mse-0.001.report.md"].read_text()
+    plots = [f"rel-mse-0.001.{name}.png" for name in ("density", "frontier", "time")]
+    pages = [f"rel-mse-0.001.report.{suffix}" for suffix in ("json", "md", "html")]
+    assert sorted(files) == sorted([*plots, *pages])
+    assert re.findall(r"!\[\w+\]\((.*)\)", card) == plots
+    assert all(path.is_file() for path in files.values())
+    for length in summary["lengths"]:
+        section = card.partition(f"\n## {length['length']} tokens")[2].partition("\n## ")[0]
+        rows = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| \d", line)]
+        assert [(row[0], row[8], row[9]) for row in rows] == [
+            (str(layer["layer"]), f"{layer['density']:.3f}", f"{layer['error']:.2e}") for layer in length["layers"]
+        ]
+    for part in (
+        '```python\nimport s2o_runtime\ns2o_runtime.patch(model, "profiles/demo/h200/rel-mse-0.001.safetensors")\n```',
+        "```sh\ns2o-calibrate --model demo\n```", "| data | prompts.jsonl |",
+        "**Adjusted and checked on the same 2 prompts of each length; not certified.**",
+        "| hardware | NVIDIA H200 (sm_90, 132 SMs) |", "| versions | s2o 0.1.0, torch 2.11.0 |", "17 measurements",
+        "| time | 115 s (measuring 35 s, searching 60 s, proving 20 s) |", "layers 0-1; layers 2-5",
+        "| 16384 (checked only) | 0.001 |", "- That 16384 tokens are served as well", "Prompts below 8192 tokens",
+    ):  # fmt: skip
+        assert part in card, part
+
+
+def test_the_json_is_the_report(summary, files):
+    assert json.loads(files["rel-mse-0.001.report.json"].read_text()) == summary
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "lengths", "on_gpu"),
+    all_but_first([(1, 1, (128,), True), (6, 8, (1024, 2048), False), (2, 3, LONG, True)], SLOW),
+)
+def test_plots_are_pictures_that_show_something(layers, heads, lengths, on_gpu, tmp_path):
+    written = write(made(layers, heads, lengths, on_gpu), tmp_path / "p.safetensors")
+    pictures = [path for path in written if path.suffix == ".png"]
+    assert len(pictures) == 3
+    for path in pictures:
+        with Image.open(path) as picture:
+            assert picture.format == "PNG"
+            pixels = np.asarray(picture.convert("RGB")).astype(float)
+        assert pixels.var() > 100, path.name
+        assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 20, path.name
+
+
+def drawn(draw, summary):
+    """The axes of a plot, a panel for each length first."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained")
+    draw(figure, typed(summary))
+    return figure.axes
+
+
+def test_the_heat_map_shows_densities_and_crosses_dense_heads(summary):
+    panels = drawn(plots.draw_density, summary)[:2]
+    assert [axes.get_title() for axes in panels] == ["8192 tokens", "32768 tokens"]
+    for axes, length in zip(panels, summary["lengths"][::2], strict=True):  # nothing is known of a checked one's heads
+        heads = [layer["heads"] for layer in length["layers"]]
+        shown = axes.images[0].get_array()
+        assert np.array_equal(shown, [[head["density"] for head in row] for row in heads])
+        dense = {(x, y) for y, row in enumerate(heads) for x, head in enumerate(row) if head["mode"] == "dense"}
+        assert {tuple(map(int, place)) for place in axes.collections[0].get_offsets()} == dense
+
+
+def test_the_frontier_shows_curves_chosen_points_and_the_budget(summary):
+    panels = drawn(plots.draw_frontier, summary)[:3]
+    for axes, length in zip(panels, summary["lengths"], strict=True):
+        lines = [line.get_xydata() for line in axes.lines if len(line.get_xdata())]
+        assert lines[0][:, 1].tolist() == [BUDGET, BUDGET]
+        points = [line[0].tolist() for line in lines if len(line) == 1]
+        assert points == [[layer["density"], layer["error"]] for layer in length["layers"]]
+        curves = [line.tolist() for line in lines[1:] if len(line) > 1]
+        assert curves == [layer["frontier"][1:] for layer in length["layers"] if layer["frontier"]]
+        low, high = axes.get_ylim()
+        assert all(low < error < high for _, error in points)
+
+
+def test_bars_are_times_and_on_a_cpu_predicted_costs(summary):
+    axes = drawn(plots.draw_time, summary)[0]
+    layers = summary["lengths"][0]["layers"]
+    heights = [bar.get_height() for bar in axes.patches]
+    assert heights == [1e3 * layer[name] for name in ("dense_seconds", "seconds") for layer in layers]
+    assert axes.get_ylabel() == "attention [ms]"
+
+    on_cpu = made(on_gpu=False, lengths=(512, 1024, 2048), checked=(512,))
+    assert re.search(r"512 \(checked only\) .* - +2\.00x", printed(on_cpu))
+    assert re.search(r" 1024 .* 2\.50x predicted +2\.00x", printed(on_cpu))
+    panels = drawn(plots.draw_time, on_cpu)
+    assert [axes.get_title() for axes in panels] == ["1024 tokens", "2048 tokens"]
+    axes = panels[0]
+    assert "predicted" in axes.get_ylabel()
+    assert {bar.get_height() for bar in axes.patches[:6]} == {1.0}
+    costs = [[head["cost"] for head in layer["heads"]] for layer in on_cpu["lengths"][1]["layers"]]
+    assert [bar.get_height() for bar in axes.patches[6:]] == pytest.approx([sum(row) / len(row) for row in costs])
+
+
+@pytest.mark.parametrize("lengths", [(8192,), (8192, 32768)], ids=str)
+def test_whatever_may_be_none_may_be(lengths, tmp_path):
+    summary = bare(made(lengths=lengths))
+    text = printed(summary)
+    assert "None" not in text
+    assert "nan" not in text
+    assert "not proven: layer 3 is over its limit." in text
+    (tmp_path / "p.safetensors").touch()
+    written = write(summary, tmp_path / "p.safetensors")
+    assert len(written) == 6
+    card = next(path for path in written if path.suffix == ".md").read_text()
+    assert "None" not in card
+    assert "**Not proven**: no profile was written" in card
+    assert "- layer 3 is over its limit." in card
+    assert "`p.safetensors` beside this file is of an earlier run" in card
+    assert "## Use" not in card
+    for part in ("the weights were random", "there was no GPU", "ask for none", "A limit on the worst rows"):
+        assert part in card
+
+
+def test_every_file_is_written_atomically(tmp_path, monkeypatch):
+    taken = {}
+    monkeypatch.setattr(output, "write_atomically", taken.__setitem__)
+    written = write(made(2, 2, (8192,), checked=()), tmp_path / "a b.safetensors")
+    assert list(tmp_path.iterdir()) == []
+    assert sorted(taken) == sorted(written)
+    *_, card, page = taken
+    assert (card.name, page.name) == ("a b.report.md", "a b.report.html")  # the card comes after what it refers to
+    assert "(a%20b.time.png)" in taken[card].decode()
+
+
+def test_drawing_changes_nothing_global(tmp_path):
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    write(made(2, 2, (8192,), checked=()), tmp_path / "p.safetensors")
+    assert dict(matplotlib.rcParams) == before
+
+
+@SLOW
+def test_matplotlib_is_loaded_only_to_draw():
+    program = (
+        "import sys, calibrate.report.output; print([name for name in sys.modules if name.startswith('matplotlib')])"
+    )
+    outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert outcome.stdout == "[]\n"
+
+
+class Structure(HTMLParser):
+    """What a browser sees of a page: its tables, its headings, and all that could be loaded from elsewhere."""
+
+    EMPTY = ("meta", "br", "img", "input", "use", "path", "rect", "line", "circle", "i")
+
+    def __init__(self, page):
+        super().__init__(convert_charrefs=True)
+        self.open, self.tables, self.headings, self.loaded, self.ids, self.anchors = [], [], [], [], [], []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.loaded += [given[name] for name in ("src", "href", "xlink:href", "data", "action") if name in given]
+        self.ids += [given["id"]] if "id" in given else []
+        if tag == "table":
+            self.tables.append({"class": given.get("class"), "rows": []})
+        elif tag == "tr":
+            self.tables[-1]["rows"].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1]["rows"][-1].append({"tag": tag, "text": "", **given})
+        elif tag in ("h1", "h2", "h3"):
+            self.headings.append("")
+        if tag not in ("meta", "br", "img", "link"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.tables[-1]["rows"][-1][-1]["text"] += data
+        elif self.open and self.open[-1] in ("h1", "h2", "h3"):
+            self.headings[-1] += data
+
+
+@pytest.fixture
+def web_page(files):
+    return files["rel-mse-0.001.report.html"].read_text()
+
+
+def test_the_html_page_is_whole_and_loads_nothing(web_page):
+    structure = Structure(web_page)
+    assert structure.open == []
+    assert structure.headings[0] == "S2O profile of demo"
+    assert len(structure.ids) == len(set(structure.ids))
+    links = [target for target in structure.loaded if target.startswith("#")]
+    assert {link[1:] for link in links} <= set(structure.ids)
+    assert all(target.startswith(("#", "data:")) for target in structure.loaded)
+    assert not re.search(r"url\((?!#|.?data:)|@import|fetch\(|XMLHttpRequest", web_page)
+    assert "default-src 'none'" in web_page
+    assert "measured &lt;latency&gt;" in web_page
+    assert web_page.count("<svg") == 2  # densities of heads are maps here
+
+
+def test_every_table_of_the_card_is_in_the_html_page(files, web_page):
+    """Cell by cell, so both say the same; rules of Markdown apart."""
+    card = files["rel-mse-0.001.report.md"].read_text()
+    lines = [line for line in card.splitlines() if line.startswith("| ") and not set(line) <= set("|:- ")]
+    in_card = {tuple(cell.replace("\\", "") for cell in line.strip("| ").split(" | ")) for line in lines}
+    tables = [table for table in Structure(web_page).tables if table["class"] != "map"]
+    shown = {tuple(cell["text"].strip() for cell in row) for table in tables for row in table["rows"]}
+    layers = {row for row in in_card if re.fullmatch(r"\d+", row[0])}
+    assert len(layers) >= 3 * 6  # and the rows of the overview
+    assert layers <= shown
+    assert ("hardware", "NVIDIA H200 (sm_90, 132 SMs)") in shown
+
+
+def test_cells_of_the_html_page_sort_by_the_numbers_of_the_json(summary, web_page):
+    tables = Structure(web_page).tables
+    densities = [
+        head["density"] for length in summary["lengths"] for layer in length["layers"] for head in layer["heads"]
+    ]
+    maps = [table for table in tables if (table["class"] or "").startswith("map")]
+    assert len(maps) == 3 * 2  # tau, density and error at the two lengths that have heads
+    cells = [float(cell["data-value"]) for row in maps[1]["rows"][1:] for cell in row[1:] if "data-value" in cell]
+    assert cells
+    assert set(cells) <= set(densities)
+    by_layer = next(table for table in tables if [cell["text"] for cell in table["rows"][0]][:1] == ["layer"])
+    names = [cell["text"] for cell in by_layer["rows"][0]]
+    shown = [float(row[names.index("density")]["data-value"]) for row in by_layer["rows"][1:]]
+    assert shown == [layer["density"] for layer in summary["lengths"][0]["layers"]]
+
+
+@SLOW
+def test_the_html_page_of_a_large_model_stays_small(tmp_path):
+    written = write(made(layers=30, heads=32, lengths=LONG[:3]), tmp_path / "p.safetensors")
+    assert next(path for path in written if path.suffix == ".html").stat().st_size < 3 << 20

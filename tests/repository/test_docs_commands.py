@@ -1,0 +1,168 @@
+"""Every command in the documentation runs here on the demo model, is one that CI runs, or says what it needs."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from calibrate.commands import calibrate, evaluate, profile
+from s2o_runtime.command_line import NOT_PROVEN, OK
+from s2o_runtime.doctor import command as doctor
+from support.pages import PAGES, ROOT, commands_of, name_of
+
+PROGRAMS = {
+    "s2o-calibrate": calibrate.main,
+    "s2o-eval": evaluate.main,
+    "s2o-profile": profile.main,
+    "s2o-doctor": doctor.main,
+}
+# how a need may begin
+NEEDS = ("an NVIDIA GPU", "several NVIDIA GPUs", "a cluster", "vLLM", "SGLang", "lm_eval", "an index", "half an hour")
+AS_TYPED = ROOT / "docs" / "results.md"  # its commands have the options of their day, and say on what they ran
+
+# other words for those that stand for something of the reader's
+STAND_INS = {
+    "MODEL": "demo",
+    "qwen2.5-7b": "demo",
+    "PROFILE": "p.safetensors",
+    "A": "p.safetensors",
+    "B": "demo.safetensors",
+    "FOLDER": "passed-on",
+    "FILE.json": "p.json",
+    "profiles": "catalogue",
+}
+# options that make the commands short; the last of two of a kind counts
+QUICKLY = (
+    "--lengths 1024 --segments 256 --num-prompts 1 --num-held-out 1 --num-certify 9 --budget-rel-mse 1e-3 "
+    "--allow-regression --device cpu --quiet"
+)
+SHORT = {
+    ("s2o-calibrate",): QUICKLY,
+    ("s2o-eval",): "--lengths 1024 --tasks needles --num-prompts 1 --num-depths 1 --device cpu --quiet",
+    ("s2o-profile", "retile"): "--device cpu",
+    ("s2o-profile", "verify"): "--device cpu --quiet",
+}
+PROGRAM_OF_THE_READER = """\
+import torch
+from calibrate.model.models import load
+model = load("demo", "cpu", resident=True).model
+with torch.no_grad():
+    model(torch.arange(1100)[None], use_cache=False)
+"""
+# what other tests do, by the beginning of the command: file and test, or a line of the Makefile or of .ci/run
+DONE_ELSEWHERE = {
+    "pip install -e .[calibrate]": ("Makefile", "--editable '.[calibrate,distributed,dev]'"),
+    "pip install .": ("Makefile", "pip install --quiet --no-deps ."),
+    "python examples/patch_and_generate.py": ("tests/repository/test_examples.py", "def test_a_patched_model_answers"),
+    "make demo": (".ci/run", "make demo"),
+    "make check": (".ci/run", "make test-all"),  # the same rule of the Makefile, with further tests
+    "make test": (".ci/run", "make test-all"),
+    "make test-all": (".ci/run", "make test-all"),
+    "make lint": ("Makefile", "check test-all: lint"),
+    "make aot": (".ci/run", "make --keep-going aot"),
+    "make transformers": (".ci/run", "make --keep-going transformers"),
+    "make bare": (".ci/run", "make bare"),
+    "make docs": (".ci/run", "make docs"),
+    "make mutants": ("tests/scripts/test_mutants.py", "def test_a_mutant_is_killed"),
+    "make tables": ("tests/repository/test_docs.py", "def test_tables_are_of_the_raw_data"),
+    "make architectures": ("tests/scripts/test_architecture_table.py", "def test_"),
+}
+
+
+def runs_here(command):
+    return command.needs is None and command.words[0] in (*PROGRAMS, "s2o-run")
+
+
+def pages_with(condition):
+    return [path for path in PAGES if path != AS_TYPED and any(map(condition, commands_of(path)))]
+
+
+@pytest.mark.parametrize("path", pages_with(lambda command: True), ids=name_of)
+def test_a_command_runs_here_or_in_ci_or_says_what_it_needs(path):
+    for command in commands_of(path):
+        text = " ".join(command.words)
+        if command.needs is not None:
+            assert command.needs.startswith(NEEDS), f"{text}: {command.needs!r} does not begin with one of {NEEDS}"
+        elif not runs_here(command):
+            beginning = max(
+                (known for known in DONE_ELSEWHERE if f"{text} ".startswith(f"{known} ")), key=len, default=None
+            )
+            assert beginning, f"{text}: nothing runs it; say what it needs, or run it"
+            file, line = DONE_ELSEWHERE[beginning]
+            assert line in (ROOT / file).read_text(encoding="utf-8"), f"{text}: {line!r} is not in {file}"
+
+
+def test_commands_of_results_are_said_to_be_as_they_were_typed():
+    text = AS_TYPED.read_text(encoding="utf-8")
+    assert "as they were typed" in text
+    for command in commands_of(AS_TYPED):
+        module = command.words[2] if command.words[:2] == ("python", "-m") else None
+        assert command.words[0] in PROGRAMS or (ROOT / f"{module.replace('.', '/')}.py").is_file(), command.words
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    """A folder with two profiles of the demo model, the journal of one, and a program that loads it."""
+    folder = tmp_path_factory.mktemp("reader")
+    assert calibrate.main(["--model", "demo", "--out", str(folder / "p.safetensors"), *QUICKLY.split()]) == OK
+    shutil.copy(ROOT / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors", folder / "demo.safetensors")
+    (folder / "generate.py").write_text(PROGRAM_OF_THE_READER)
+    question = {"prompt": "The code is 31. " * 300 + "The code is", "answer": " 31"}
+    (folder / "mine.jsonl").write_text(json.dumps(question))
+    return folder
+
+
+def shortened(words):
+    """A command of a page as it is run here: its words with stand-ins, and where its output goes."""
+    words = [STAND_INS.get(word, word) for word in words]
+    goes_to = None
+    if ">" in words:
+        goes_to = words[words.index(">") + 1]
+        words = words[: words.index(">")]
+    for beginning, options in SHORT.items():
+        if tuple(words[: len(beginning)]) == beginning and not {"--print-completion", "doctor"} & set(words):
+            if "--budget-mse" in words:
+                options = options.replace("--budget-rel-mse 1e-3", "")
+            words += shlex.split(options)
+    return words, goes_to
+
+
+@pytest.mark.slow(reason="calibrates and proves on the demo model; the parsers read the same commands in test_docs.py")
+@pytest.mark.parametrize("path", pages_with(runs_here), ids=name_of)
+def test_commands_run(path, calibrated, tmp_path, monkeypatch, capfd):
+    folder = tmp_path / "reader"
+    shutil.copytree(calibrated, folder)
+    monkeypatch.chdir(folder)
+    for command in filter(runs_here, commands_of(path)):
+        (program, *arguments), goes_to = shortened(command.words)
+        run = run_program if program == "s2o-run" else run_command
+        ended = run(program, arguments, capfd)
+        verdicts = (OK, NOT_PROVEN) if arguments[:1] == ["verify"] else (OK,)  # a rebudgeted profile may not hold
+        assert ended.returncode in verdicts, (
+            f"{shlex.join(command.words)}, run as {shlex.join([program, *arguments])}: {ended.stderr}"
+        )
+        assert goes_to is None or ended.stdout
+
+
+def run_command(program, arguments, capfd):
+    capfd.readouterr()
+    try:
+        code = PROGRAMS[program](arguments)
+    except SystemExit as end:
+        code = end.code
+    out, err = capfd.readouterr()
+    return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+
+
+def run_program(program, arguments, capfd):
+    arguments = [sys.executable if word == "python" else word for word in arguments]
+    command = [sys.executable, "-m", "s2o_runtime.huggingface.run", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "--explain" in arguments:
+        assert re.search(r"s2o +1 ", ended.stdout + ended.stderr), ended.stderr
+    return ended

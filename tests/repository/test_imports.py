@@ -1,0 +1,178 @@
+"""Which room may import which: down only, and no circle of files."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# From the bottom up: a file imports only from rooms before its own, or other files of its room.
+RUNTIME = [
+    "version",
+    "lazy",
+    "errors",
+    "fields",
+    "logs",
+    "completion",
+    "command_line",
+    "files",
+    "lengths",
+    "config",
+    "layer_kinds",
+    "identity",
+    "shapes",
+    "scoring",
+    "quantisation",
+    "pages",
+    "tiles",
+    "devices",
+    "reference",
+    "kernels",
+    "baselines",
+    "attention",
+    "profile",
+    "huggingface",
+    "serving",
+    "vllm",
+    "sglang",
+    "doctor",
+    "__init__",  # what users import: names from all rooms, loaded on first use
+]
+CALIBRATE = [
+    "versions",
+    "timing",
+    "compiling",
+    "tables",
+    "journal",
+    "options",
+    "recipe",
+    "machine",
+    "progress",
+    "model",
+    "prompts",
+    "work",
+    "curves",
+    "search",
+    "profiles",
+    "proof",
+    "pipeline",
+    "report",
+    "api",
+    "evaluation",
+    "commands",
+    "__init__",
+]
+ROOMS = [("s2o_runtime", room) for room in RUNTIME] + [("calibrate", room) for room in CALIBRATE]
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+
+
+MODULES = {
+    module_name(path): path
+    for package in ("s2o_runtime", "calibrate")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if path.name != "sitecustomize.py"  # found by Python itself, in programs that s2o-run starts
+}
+
+
+def room_of(module):
+    package, _, rest = module.partition(".")
+    return package, rest.partition(".")[0] or "__init__"
+
+
+def imports_of(module):
+    """The project's modules that a module imports anywhere in it: at its top, in functions, for its types."""
+    imported = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            names = {alias.name for alias in node.names}
+            imported |= submodules & set(MODULES)
+            if names - {name.rpartition(".")[2] for name in submodules & set(MODULES)}:
+                imported.add(node.module)
+    known = {name if name in MODULES else f"{name}.__init__" for name in imported}
+    return {name for name in known if name in MODULES and name != module}
+
+
+IMPORTS = {module: imports_of(module) for module in MODULES}
+
+
+def test_every_file_stands_in_a_room_of_the_list():
+    assert {room_of(module) for module in MODULES} == set(ROOMS)
+
+
+def test_no_file_imports_from_a_room_above_its_own():
+    upward = [
+        f"{module} -> {imported}"
+        for module, imports in IMPORTS.items()
+        for imported in sorted(imports)
+        if ROOMS.index(room_of(imported)) > ROOMS.index(room_of(module))
+    ]
+    assert not upward
+
+
+def test_no_circle_of_files():
+    state = dict.fromkeys(MODULES, "new")
+
+    def visit(module, trail):
+        assert state[module] != "open", " -> ".join([*trail[trail.index(module) :], module])
+        if state[module] == "new":
+            state[module] = "open"
+            for imported in sorted(IMPORTS[module]):
+                visit(imported, [*trail, module])
+            state[module] = "done"
+
+    for module in MODULES:
+        visit(module, [])
+
+
+HEAVY = ("optuna", "sklearn", "yaml", "transformers", "calibrate", "triton", "rich", "matplotlib")
+
+
+def modules_after(code: str) -> set[str]:
+    program = f"{code}\nimport sys, json\nprint(json.dumps(sorted(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return {name.split(".")[0] for name in json.loads(run.stdout)}
+
+
+def test_the_runtime_imports_nothing_heavy():
+    assert not modules_after("import s2o_runtime").intersection(HEAVY)
+
+
+def test_using_the_runtime_imports_torch_only():
+    loaded = modules_after("from s2o_runtime import s2o_attention, load_profile, LayerConfig, Profile")
+    assert "torch" in loaded
+    # torch itself brings triton where it is installed
+    assert not loaded.intersection(set(HEAVY) - modules_after("import torch"))
+
+
+def test_the_command_line_imports_no_torch():
+    commands = ("calibrate", "profile", "evaluate")
+    parsers = "; ".join(f"from calibrate.commands.{name} import parser; parser()" for name in commands)
+    loaded = modules_after(parsers)
+    assert not loaded.intersection({*HEAVY, "torch"} - {"calibrate"})
+
+
+def imported_by(path: Path) -> set[str]:
+    """The first names of the modules that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def test_no_test_file_imports_another():
+    """What several of them need is in tests/support."""
+    test_files = {path.stem: path for path in Path(__file__).parents[1].rglob("test_*.py")}
+    upward = {name: imported_by(path) & {*test_files, "conftest"} for name, path in test_files.items()}
+    assert not {name: modules for name, modules in upward.items() if modules}

@@ -1,0 +1,93 @@
+"""The wheel: what is in it, and that it runs from an empty folder with nothing of the checkout around it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+SLOW = pytest.mark.slow(reason="builds and installs the wheel")
+
+pytest.importorskip("build", reason="the wheel is built with build: pip install build")
+pytest.importorskip("setuptools", reason="building without an index needs setuptools here: pip install setuptools")
+
+ROOT = Path(__file__).parents[2]
+PROFILE = ROOT / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
+SOURCES = ("s2o_runtime", "calibrate", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from a copy of the sources by way of the sdist: what a checkout has lying about cannot get in."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in SOURCES:
+        kept = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=kept)
+        else:
+            shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(source)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    (sdist,) = (folder / "dist").glob("s2o-*.tar.gz")
+    with tarfile.open(sdist) as archive:  # the tests need more of the repository than belongs there
+        assert not [name for name in archive.getnames() if "/tests" in name]
+    (found,) = (folder / "dist").glob("s2o-*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """A folder with the wheel's files, and a function that runs a program there."""
+    home = tmp_path_factory.mktemp("installed")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(home)]
+    subprocess.run([*command, str(wheel)], check=True)
+    empty = tmp_path_factory.mktemp("empty")
+
+    def run(*arguments):
+        environment = os.environ | {"PYTHONPATH": str(home), "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(list(map(str, arguments)), capture_output=True, text=True, cwd=empty, env=environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    return home, run
+
+
+@SLOW
+def test_it_holds_the_packages_and_their_data_and_nothing_else(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"s2o_runtime", "calibrate", "s2o"}
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for package in ("s2o_runtime", "calibrate")
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and path.suffix not in (".pyc", ".md")
+    }
+    assert sources <= names
+    assert {"s2o_runtime/py.typed", "calibrate/py.typed", "calibrate/architectures/qwen2.5-7b.json"} <= names
+    assert {f"calibrate/prompts/texts/{name}.jsonl.xz" for name in ("prose", "chat", "chinese")} <= names
+    assert "calibrate/prompts/texts/SOURCES.txt" in names
+    assert any(name.startswith("calibrate/demo/model/") and name.endswith(".safetensors") for name in names)
+    stray = [
+        name for name in names if Path(name).name.startswith("test_") or "/tests/" in name or name.endswith(".pyc")
+    ]
+    assert not stray
+
+
+@SLOW
+def test_it_runs_from_an_empty_folder(installed):
+    home, run = installed
+    run(sys.executable, ROOT / "tests" / "smoke.py", home, PROFILE)
+
+
+@SLOW
+def test_its_commands_run(installed):
+    home, run = installed
+    assert "--budget-mse" in run(sys.executable, home / "bin" / "s2o-calibrate", "--help")
+    assert "model         demo" in run(sys.executable, home / "bin" / "s2o-profile", "show", PROFILE)

@@ -1,0 +1,321 @@
+"""What all commands share: examples in the help, completion scripts, logs as JSON, progress in a log file, colours."""
+
+import argparse
+import io
+import json
+import logging
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+
+from calibrate import tables
+from calibrate.commands import calibrate, evaluate, profile
+from calibrate.commands.common import run
+from calibrate.progress import ProgressLines, duration, progress_bar
+from calibrate.recipe import Recipe
+from s2o_runtime import logs
+from s2o_runtime.command_line import BAD_INPUT, EXIT_CODES, NO_RESOURCE, OK, Parser, add_information, failed
+from s2o_runtime.doctor import command as doctor
+from s2o_runtime.errors import ConfigError, ResourceError
+from s2o_runtime.huggingface import run as launcher
+
+COMMANDS = [calibrate, profile, evaluate, doctor, launcher]
+IDS = [command.PROGRAM for command in COMMANDS]
+
+
+@pytest.fixture(autouse=True)
+def _text_logs(monkeypatch):
+    monkeypatch.setenv(logs.VARIABLE, "")
+
+
+@pytest.fixture
+def json_logs(monkeypatch):
+    monkeypatch.setenv(logs.VARIABLE, "json")
+
+
+@pytest.fixture(autouse=True)
+def _level():
+    """Put back the root logger's level by setting it: loggers remember what they log until a level is set."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
+
+
+def without_pytests_handlers(monkeypatch):
+    """The root logger as a command finds it."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    logging.getLogger().setLevel(logging.WARNING)
+
+
+def lines_of(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=IDS)
+def test_the_help_has_an_example_for_each_task_and_each_is_understood(command, capsys):
+    parser = command.parser()
+    text = parser.format_help()
+    assert parser.examples
+    for task, arguments in parser.examples:
+        assert f"\n  {task}:\n    {f'{parser.prog} {arguments}'.strip()}\n" in text
+        if arguments != "doctor":  # a command of its own
+            parser.parse_args(shlex.split(arguments))
+    assert capsys.readouterr().err == ""
+
+
+def test_examples_of_calibrations_are_legal_recipes():
+    for _, arguments in calibrate.EXAMPLES:
+        if arguments != "doctor":
+            flags = vars(calibrate.parser().parse_args(shlex.split(arguments)))
+            options = {name: value for name, value in flags.items() if name in calibrate.OPTIONS}
+            Recipe.of({"lengths": (8192,), "out": Path("p")} | options)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=IDS)
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_scripts(command, shell, capsys):
+    pytest.importorskip("shtab", reason="completion scripts are made with shtab: pip install shtab")
+    with pytest.raises(SystemExit) as left:
+        command.parser().parse_args(["--print-completion", shell])
+    assert left.value.code == OK
+    script = capsys.readouterr().out
+    assert command.PROGRAM in script
+    for action in command.parser()._actions:
+        for flag in action.option_strings if shell != "tcsh" else ():
+            shown = action.help != argparse.SUPPRESS  # older names are understood and not offered
+            assert not flag.startswith("--") or (re.search(rf"{flag}\b(?!-)", script) is not None) == shown, flag
+
+
+def completions(module, program, folder):
+    """What a command's bash script offers behind some words, the last of which is being typed."""
+    pytest.importorskip("shtab", reason="completion scripts are made with shtab: pip install shtab")
+    command = [sys.executable, "-m", module, "--print-completion", "bash"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    script = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=folder).stdout
+    function = f"_shtab_{program.replace('-', '_')}"
+
+    def completed(*words):
+        listing = " ".join(map(shlex.quote, (program, *words)))
+        ask = f"COMP_WORDS=({listing}); COMP_CWORD={len(words)}; {function}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+        run = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, cwd=folder)
+        return run.stdout.split()
+
+    return completed
+
+
+def test_a_bash_script_completes_flags_and_files(tmp_path):
+    completed = completions("s2o_runtime.doctor", "s2o-doctor", tmp_path)
+    (tmp_path / "mine.safetensors").touch()
+    assert completed("--pro") == ["--profile"]
+    assert completed("--profile", "mi") == ["mine.safetensors"]
+    assert completed("--print-completion", "z") == ["zsh"]
+
+
+def test_a_bash_script_completes_the_calibrators_doctor(tmp_path):
+    completed = completions("calibrate.commands.calibrate", "s2o-calibrate", tmp_path)
+    assert completed("do") == ["doctor"]
+    assert "--model" in completed("--mod")
+    assert completed("doctor", "--pro") == ["--profile"]
+    assert completed("doctor", "--num") == []
+
+
+def test_without_shtab_completion_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit) as left:
+        doctor.parser().parse_args(["--print-completion", "bash"])
+    assert left.value.code == NO_RESOURCE
+    said = "s2o-doctor: shtab is not installed, which makes completion scripts: pip install 's2o[completion]'\n"
+    assert capsys.readouterr().err == said
+
+
+def test_values_of_an_option_are_completed_and_go_on_being_checked_by_it():
+    parser = Parser("x")
+    parser.add_argument("--scope", metavar="layer|model")
+    add_information(parser)
+    assert parser.parse_args(["--scope", "other"]).scope == "other"  # the option's own check comes later
+
+
+# logs
+
+
+def test_errors_are_lines_of_json_on_request(json_logs, capsys):
+    assert failed("s2o-x", BAD_INPUT, "two\n lines") == BAD_INPUT
+    with pytest.raises(SystemExit):
+        doctor.parser().parse_args(["--none"])
+    first, second = lines_of(capsys.readouterr().err)
+    assert (first["level"], first["logger"], first["message"]) == ("error", "s2o-x", "s2o-x: two lines")
+    assert first["exit_code"] == second["exit_code"] == BAD_INPUT
+    assert first["time"].endswith("+00:00")
+
+
+@pytest.mark.parametrize("by", ["flag", "variable"])
+def test_a_commands_whole_log_is_json(by, capsys, monkeypatch):
+    without_pytests_handlers(monkeypatch)
+    if by == "variable":
+        monkeypatch.setenv(logs.VARIABLE, "json")
+
+    def command(flags):
+        logging.getLogger("calibrate").info("a %s", "décision")
+        logging.getLogger("calibrate").debug("not shown")
+        try:
+            raise ValueError("seen")
+        except ValueError:
+            logging.getLogger("other").exception("failed")
+        tables.print_fields({"model": "demo", "lengths": 8192}, tables.terminal(stderr=True))
+        raise ResourceError("no room: free some")
+
+    terminate = signal.getsignal(signal.SIGTERM)
+    flags = {"verbose": True} | ({"log_json": True} if by == "flag" else {})
+    assert run("s2o-x", flags, command) == NO_RESOURCE
+    signal.signal(signal.SIGTERM, terminate)
+    output = capsys.readouterr()
+    decision, bug, model, lengths, error = lines_of(output.err)
+    assert (decision["level"], decision["logger"], decision["message"]) == ("info", "calibrate", "a décision")
+    assert bug["exception"].endswith("ValueError: seen")
+    assert (model["message"], lengths["message"]) == ("model    demo", "lengths  8192")
+    assert (error["level"], error["exit_code"]) == ("error", NO_RESOURCE)
+    assert output.out == ""
+
+
+def test_logs_are_text_by_default(capsys, monkeypatch):
+    without_pytests_handlers(monkeypatch)
+    logs.set_up(logging.INFO, as_json=False)
+    logging.getLogger("calibrate").info("a decision")
+    logs.say("x", "a line", {"not": "shown"})
+    assert capsys.readouterr().err == "calibrate: a decision\na line\n"
+
+
+def test_an_unknown_form_of_logs_is_refused(monkeypatch):
+    monkeypatch.setenv(logs.VARIABLE, "xml")
+    with pytest.raises(ConfigError, match=r"S2O_LOG 'xml' is not known: use one of \('text', 'json'\)"):
+        logs.set_up(logging.INFO, as_json=False)
+
+
+# progress
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self):
+        return self.seconds
+
+
+def test_progress_in_a_log_file_is_a_line_for_each_tenth(capsys):
+    clock = Clock()
+    lines = ProgressLines("proving", 40, "layer", clock)
+    for _ in range(40):
+        clock.seconds += 3
+        lines.step()
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 10
+    assert said[0] == "proving: 10% (4 of 40 layers), 108 s left"
+    assert said[-1] == "proving: 100% (40 of 40 layers), took 2 min"
+    assert not any("\r" in line or "\x1b" in line for line in said)
+
+
+def test_progress_is_never_silent_for_long(capsys):
+    clock = Clock()
+    lines = ProgressLines("proving", 1000, "layer", clock)
+    for _ in range(9):
+        clock.seconds += 10
+        lines.step()
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "proving: 0% (3 of 1000 layers), 2 h 46 min left",
+        "proving: 1% (6 of 1000 layers), 2 h 46 min left",
+        "proving: 1% (9 of 1000 layers), 2 h 45 min left",
+    ]
+
+
+def test_progress_of_unknown_length_says_what_was_done(capsys):
+    with progress_bar("searching", None, "trial", shown=True) as step:
+        step("ignored in a log")
+        step(steps=2)
+    assert capsys.readouterr().err == "searching: 3 trials, 0 s so far\n"
+
+
+def test_progress_as_json(json_logs, capsys):
+    with progress_bar("proving", 2, "layer", shown=True) as step:
+        step()
+        step()
+    first, last = lines_of(capsys.readouterr().err)
+    assert (first["phase"], first["done"], first["total"], first["percent"]) == ("proving", 1, 2, 50)
+    assert "seconds_left" in first
+    assert last["percent"] == 100
+
+
+def test_progress_that_is_not_shown_is_silent(capsys):
+    with progress_bar("proving", 2, "layer", shown=False) as step:
+        step("text")
+        step(steps=1)
+    assert capsys.readouterr().err == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_has_a_bar():
+    with redirect_stderr(Terminal()) as stream, progress_bar("proving", 2, "layer", shown=True) as step:
+        step("layer 0")
+        step()
+    assert "\r" in stream.getvalue()
+    assert "proving: 100%" in stream.getvalue()
+    assert "2/2" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.4, "0 s"), (119, "119 s"), (121, "2 min"), (7199, "2 h 0 min"), (9000, "2 h 30 min")]
+)
+def test_durations_in_words(seconds, words):
+    assert duration(seconds) == words
+
+
+# colours
+
+
+@pytest.mark.parametrize("variable", [None, "NO_COLOR"])
+def test_colours_are_for_terminals_without_no_color(variable, monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    console = tables.terminal()
+    console.print("[red]word[/red]")
+    assert ("\x1b[31m" in sys.stdout.getvalue()) == (variable is None)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    tables.print_table(tables.Table(("a",), [("b",)], "title"), tables.terminal())
+    assert "\x1b" not in sys.stdout.getvalue()
+
+
+def test_exit_codes_are_one_table():
+    text = (Path(__file__).parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
+    assert all(f"| {code} | {meaning} |" in text for code, meaning in EXIT_CODES.items())
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "remedy"),
+    [
+        (calibrate, ["--model", "demo", "--lenghts", "1024"], "--lenghts 1024: did you mean --lengths?"),
+        (calibrate, ["--random-wieghts=on"], "--random-wieghts=on: did you mean --random-weights?"),
+        (profile, ["show", "p.safetensors", "--haed", "1.2"], "--haed 1.2: did you mean --head?"),
+        (evaluate, ["--zzz"], "--zzz: --help lists what there is"),
+    ],
+)
+def test_a_misspelt_flag_is_told_the_nearest_one(command, arguments, remedy, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.parser().parse_args(arguments)
+    assert end.value.code == BAD_INPUT
+    assert capsys.readouterr().err == f"{command.PROGRAM}: unrecognized arguments: {remedy}\n"

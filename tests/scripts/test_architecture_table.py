@@ -1,0 +1,80 @@
+"""The table of architectures in docs/models.md agrees with the tests that there are."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from scripts.docs import architectures as script
+
+SLOW = pytest.mark.slow(reason="collects tests in a process of its own")
+
+ROOT = Path(__file__).parents[2]
+MODELS = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+
+
+def item(name, test, **params):
+    return SimpleNamespace(
+        nodeid=f"{test}[{name}]", originalname=test, callspec=SimpleNamespace(params={"name": name} | params)
+    )
+
+
+@SLOW
+def test_the_table_is_of_the_tests():
+    """Collected as they are now, in a process of their own: what `make architectures` ran may be older."""
+    command = [sys.executable, "-m", "scripts.docs.architectures", "--check"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stdout[-500:]
+    capabilities = {cell for (_, column), cell in script.shown(MODELS).items() if column != script.OTHERS}
+    assert script.PASSED in capabilities <= {script.PASSED, script.SKIPPED}
+
+
+def test_every_capability_has_a_test():
+    assert {capability for _, capability in script.shown(MODELS)} == set(script.COLUMNS)
+
+
+def test_a_cell_is_what_all_its_tests_did():
+    left, right = (item("llama", "test_padded_batch", side=side) for side in ("left", "right"))
+    static = item("llama", "test_generate_greedily", cache="static")
+    static.nodeid = "other"
+    chunks = item("llama", "test_chunked_prefill_and_decode", cuts=(90,), cache="static")
+    quantised = item("llama", "test_quantised_cache")
+    other = SimpleNamespace(nodeid="x", originalname="test_prefill")
+    kinds = item("llama", script.OTHERS_TEST, others="1 sliding_attention")
+    items = [left, right, chunks, static, quantised, other, kinds]
+    assert script.cells(items, {quantised.nodeid: "skipped"}) == {
+        ("llama", script.OTHERS): "1 sliding_attention",
+        ("llama", "left padding"): script.PASSED,
+        ("llama", "right padding"): script.PASSED,
+        ("llama", "2 chunks"): script.PASSED,
+        ("llama", "greedy"): script.PASSED,
+        ("llama", "static cache"): script.PASSED,
+        ("llama", "quantised cache"): script.SKIPPED,
+    }
+    assert script.cells([chunks, static], {"other": "skipped"})["llama", "static cache"] == script.SKIPPED
+
+
+def test_what_is_written_is_what_is_read():
+    tested = {("a", "beams"): script.PASSED, ("b", "compiled"): script.SKIPPED}
+    text = script.with_table(f"before\n{script.START}\nold\n{script.END}\nafter\n", script.as_table(tested))
+    assert script.shown(text) == tested
+    assert text.startswith("before\n")
+    assert text.endswith(f"{script.END}\nafter\n")
+    assert script.with_table(text, script.as_table(tested)) == text
+    assert script.difference(tested, script.shown(text)) is None
+    assert "lacks c greedy" in script.difference(tested | {("c", "greedy"): script.PASSED}, tested)
+    assert "has, without a test, b compiled" in script.difference({("a", "beams"): script.PASSED}, tested)
+    assert script.shown("no table") == {}
+    with pytest.raises(ValueError, match="put them where the table belongs"):
+        script.with_table("no marks", "")
+
+
+def test_the_worst_of_setup_call_and_teardown_counts():
+    recorder = script.Recorder()
+    for outcome in ("passed", "skipped", "passed"):
+        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid="a", outcome=outcome))
+    for outcome in ("passed", "passed", "failed"):
+        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid="b", outcome=outcome))
+    assert recorder.outcomes == {"a": "skipped", "b": "failed"}

@@ -1,0 +1,335 @@
+"""What a user says to S2O inside vLLM, and what S2O says of itself there."""
+
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from s2o_runtime.attention.paged import s2o_attention_paged
+from s2o_runtime.attention.result import AttentionStats
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.errors import ConfigError, InputError, ProfileError, S2OError
+from s2o_runtime.huggingface.drift import allowed_errors
+from s2o_runtime.profile import load_profile
+from s2o_runtime.serving.calls import cache_obstacle
+from s2o_runtime.serving.counters import SAMPLED_EVERY, Counters
+from s2o_runtime.serving.fit import Rank
+from s2o_runtime.serving.server import Process, Server, Site
+from s2o_runtime.serving.settings import Settings
+from s2o_runtime.shapes import CallShape
+from s2o_runtime.vllm import host
+from s2o_runtime.vllm.settings import settings_of
+
+DEMO = Path(__file__).parents[2] / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
+CPU = torch.device("cpu")
+TAKEN = 9009  # a port that another program has
+MODEL = Path(__file__).parents[2] / "calibrate" / "demo" / "model"
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    monkeypatch.delenv("S2O_PROFILE", raising=False)
+
+
+def test_settings_are_read_from_vllms_additional_config(monkeypatch):
+    assert settings_of({"s2o": {"profile": "p", "beyond": "s2o", "metrics_port": 9001}}) == Settings(
+        Path("p"), "s2o", metrics_port=9001
+    )
+    monkeypatch.setenv("S2O_PROFILE", "q")
+    assert settings_of({}) == settings_of(None) == Settings(Path("q"))
+    assert settings_of({"s2o": {"profile": "p"}}).profile == Path("p")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({}, InputError, 'the attention backend S2O needs a profile: add --additional-config \'{"s2o": {"profile"'),
+        ({"s2o": {}}, InputError, "needs a profile"),
+        ({"s2o": "p"}, ConfigError, "use an object"),
+        ({"s2o": {"profile": 5}}, ConfigError, "profile is 5: use the path of a file"),
+        ({"s2o": {"profile": ["p"]}}, ConfigError, r"profile is \['p'\]: use the path of a file"),
+        ({"s2o": {"profile": "p", "tau": 1}}, ConfigError, '"tau" is not a setting of "s2o": use beyond, drift'),
+        ({"s2o": {"profile": "p", "beyond": "warn"}}, ConfigError, "beyond 'warn' is not known"),
+        ({"s2o": {"profile": "p", "metrics_port": 0}}, ConfigError, "metrics_port 0 is out of range"),
+        ({"s2o": {"profile": "p", "metrics_host": ""}}, ConfigError, "metrics_host '' is no address: use 127.0.0.1"),
+        ({"s2o": {"profile": "p", "metrics_host": 9001}}, ConfigError, "metrics_host 9001 is no address"),
+        ({"s2o": {"profile": "p", "log_every": -1}}, ConfigError, "log_every -1 is out of range"),
+        ({"s2o": {"profile": "p", "drift": "loud"}}, ConfigError, "drift 'loud' is not known: use one of"),
+        ({"s2o": {"profile": "p", "strict": "no"}}, ConfigError, "strict is 'no': use true or false"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(given, error, said):
+    with pytest.raises(error, match=said):
+        settings_of(given)
+
+
+def site(**changes):
+    model = {"model_type": "llama", "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2}
+    known = {
+        "engine": "vLLM 0.32.0",
+        "stock": "STOCK",
+        "model_config": SimpleNamespace(**{**model, "head_dim": 64, **changes.pop("model", {})}),
+        "checkpoint": None,
+        "rank": Rank(1, 2),
+        "device": torch.device("cpu"),
+        "max_keys": 4096,
+    }
+    return Site(**{**known, **changes})
+
+
+def demo_sizes():
+    sizes = load_profile(DEMO).geometry
+    return {
+        "model_type": sizes.architecture,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.query_heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+    }
+
+
+def test_one_line_says_what_will_run_where(caplog):
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        Server(Settings(DEMO), site(model=demo_sizes()))
+    (line,) = (record.message for record in caplog.records if " in vLLM " in record.message)
+    assert "in vLLM 0.32.0: profile" in line
+    assert "6 of 6 layers sparse from 1024 to 3072 keys and from 2 new tokens on" in line
+    assert line.endswith("rank 1 of 2 holds query heads 4 to 7; all else goes to STOCK")
+
+
+def test_a_server_whose_layers_all_go_to_the_stock_backend_says_so(caplog):
+    """And takes no memory for calls that will not come."""
+    server = Server(Settings(DEMO), site(model=demo_sizes(), obstacle=cache_obstacle("fp8")))
+    assert caplog.messages[-1].endswith("in vLLM 0.32.0: all rows go to STOCK: the KV cache is fp8")
+    assert server.obstacle == "the KV cache is fp8"
+
+
+@pytest.mark.parametrize(
+    ("cache", "said"),
+    [
+        ({}, None),
+        ({"cache_dtype": "bfloat16", "block_size": 1024}, None),
+        ({"cache_dtype": "fp8"}, "the KV cache is fp8"),
+        ({"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}, None),
+        ({"block_size": 2048}, "pages have 2048 tokens, more than 1024"),
+        ({"block_size": 2048, "kv_cache_dtype_skip_layers": ["0"]}, "pages have 2048 tokens, more than 1024"),
+        ({"block_size": None}, None),
+    ],
+)
+def test_what_vllms_cache_keeps_from_all_layers(cache, said):
+    assert host._obstacle(SimpleNamespace(**{"cache_dtype": "auto", "block_size": 16, **cache})) == said
+
+
+def test_the_demos_limits_are_checked_on_one_rank(caplog):
+    server = Server(Settings(DEMO), site(model=demo_sizes(), rank=Rank()))
+    assert {layer.number for layer in server.fit.layers if layer.drift} == set(server.counters.drift) == set(range(6))
+    assert server.fit.layers[0].drift.check.action == "warn"
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        assert not Server(Settings(DEMO), site(model=demo_sizes())).counters.drift
+        assert not Server(Settings(DEMO, drift="off"), site(model=demo_sizes(), rank=Rank())).counters.drift
+    assert "a rank of several sees its own heads only" in caplog.text
+
+
+def test_decoder_layers_are_named_by_their_numbers(monkeypatch, caplog):
+    """Whose numbers are not those of rows, in a model that has layers of other kinds too."""
+    profile = load_profile(DEMO)
+    numbers, others = tuple(range(1, 12, 2)), (("sliding_attention", 6),)
+    profile = replace(profile, geometry=replace(profile.geometry, layer_numbers=numbers, others=others))
+    monkeypatch.setattr("s2o_runtime.serving.server.load_profile", lambda path: profile)
+    model = demo_sizes() | {"num_hidden_layers": 12, "sliding_window": 48}
+    model["layer_types"] = ["sliding_attention", "full_attention"] * 6
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        server = Server(Settings(DEMO), site(model=model, rank=Rank()))
+    assert "6 of 6 layers with full attention (6 sliding_attention stay) sparse from 1024" in caplog.text
+    assert {number: monitor.layer for number, monitor in server.counters.drift.items()} == {n: n for n in numbers}
+    geometry = profile.geometry
+    sizes = geometry.query_heads, geometry.kv_heads, geometry.head_dim
+    assert [server.fit.layer(number, *sizes).drift.allowed for number in numbers] == allowed_errors(profile)
+
+
+def test_every_configuration_that_is_compiled_alike_runs_once(monkeypatch):
+    """With no more rows than a batch has; here by the reference, since a CPU compiles nothing."""
+    calls = []
+
+    def small(q, k, v, config, **call):
+        assert call.pop("backend") == "triton"
+        s2o_attention_paged(q, k, v, config, **call, backend="dense")
+        calls.append((config.tile, len(q), call["max_k"]))
+
+    monkeypatch.setattr("s2o_runtime.serving.server.s2o_attention_paged", small)
+    server = Server(Settings(DEMO), site(model=demo_sizes()))
+    server.compile_kernels(torch.zeros(600, 4, 64))
+    configs = {layer.config(length) for layer in server.fit.layers for length in server.fit.profile.lengths}
+    assert {tile for tile, _, _ in calls} == {config.tile for config in configs if not config.is_dense}
+    assert 0 < len(calls) < 2 * len(configs)
+    assert max(rows for _, rows, _ in calls) == 600
+    assert all(keys > rows for _, rows, keys in calls)
+
+
+def test_layers_alike_but_for_their_segments_are_compiled_each(monkeypatch):
+    """Of short segments more are scored at once, by another kernel: a first request waited for it."""
+    calls = []
+
+    def small(q, k, v, config, **call):
+        calls.append((min(head.segment for head in config.heads), -(-len(q) // config.heads[0].segment)))
+
+    monkeypatch.setattr("s2o_runtime.serving.server.s2o_attention_paged", small)
+    server = Server(Settings(DEMO), site(model=demo_sizes()))
+    for number, layer in enumerate(server.fit.layers):
+        segment = 512 if number % 2 else 128
+        config = LayerConfig.uniform(4, tau=0.5, segment=segment, tile=TileConfig(64, 64, 2, 4, 2))
+        monkeypatch.setattr(layer, "config", lambda keys, config=config: config)
+    server.compile_kernels(torch.zeros(8192, 4, 64))
+    assert sorted(calls) == [(128, 2), (128, 20), (128, 64), (512, 2), (512, 16)]
+
+
+def test_layers_with_dense_heads_are_compiled_in_their_split_form_too(monkeypatch):
+    """And apart from layers that are alike but for these heads, whose kernels are others."""
+    calls = []
+
+    def small(q, k, v, config, **call):
+        calls.append((config.heads[0].mode, len(q), call["max_k"]))
+
+    monkeypatch.setattr("s2o_runtime.serving.server.s2o_attention_paged", small)
+    server = Server(Settings(DEMO), site(model=demo_sizes()))
+    alike = LayerConfig.uniform(4, tau=0.5, segment=128, tile=TileConfig(64, 64, 2, 4, 2))
+    mixed = LayerConfig((HeadConfig(mode="dense"), *alike.heads[1:]), alike.tile)
+    for number, layer in enumerate(server.fit.layers):
+        monkeypatch.setattr(layer, "config", lambda keys, config=(alike, mixed)[number % 2]: config)
+    server.compile_kernels(torch.zeros(256, 4, 64))
+    assert calls == [("s2o", 256, 384), ("dense", 256, 384), ("dense", 16, 8192)]
+
+
+def test_a_profile_that_does_not_fit_ends_the_start():
+    with pytest.raises(ProfileError, match="the served model has 7 layers where the profile has 6"):
+        Server(Settings(DEMO), site(model=demo_sizes() | {"num_hidden_layers": 7}))
+    with pytest.raises(ProfileError, match="8 query heads cannot be shared by 3 ranks"):
+        Server(Settings(DEMO), site(model=demo_sizes(), rank=Rank(0, 3)))
+    with pytest.raises(ProfileError, match=r"nowhere\.safetensors cannot be read"):
+        Server(Settings(Path("nowhere.safetensors")), site())
+
+
+@pytest.mark.parametrize("given", [{}, {"s2o": {"profile": "nowhere.safetensors"}}], ids=["nothing", "no file"])
+def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog):
+    group = SimpleNamespace(rank_in_group=0)
+    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_rank=0)
+    model = SimpleNamespace(hf_config=site().model_config, model=str(MODEL), max_model_len=4096)
+    config = SimpleNamespace(
+        model_config=model, parallel_config=parallel, speculative_config=None, additional_config=given,
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
+    )  # fmt: skip
+    names = {
+        "vllm": {"__version__": "0.32.0"},
+        "vllm.config": {"get_current_vllm_config": lambda: config},
+        "vllm.distributed": {
+            "get_pp_group": lambda: group,
+            "get_world_group": lambda: group,
+            "get_tensor_model_parallel_rank": lambda: 0,
+            "get_tensor_model_parallel_world_size": lambda: 1,
+        },
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
+    }
+    for name, attributes in names.items():
+        module = ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    host.server.cache_clear()
+    with pytest.raises(S2OError) as failure:
+        host.server()
+    (record,) = caplog.records
+    assert (record.levelname, record.message) == ("ERROR", f"S2O cannot start: {failure.value}")
+
+
+def test_counters_say_where_rows_went(caplog):
+    counters = Counters(log_every=1e-9)
+    assert counters.summary() == "no rows yet"
+    counters.add(0, "s2o", "long", 300)
+    counters.add(1, "s2o", "long", 500)
+    counters.add(1, "dense", "decode", 200)
+    assert counters.shares() == {("s2o", "long"): 0.8, ("dense", "decode"): 0.2}
+    shape = CallShape(1, 2, 1, 64, 64, 64, 64)
+    stats = AttentionStats("dense", "", LayerConfig.uniform(2, mode="dense"), shape, None, None)
+    wanted = [counters.is_sampled(1) for _ in range(2 * SAMPLED_EVERY)]
+    assert [index for index, sampled in enumerate(wanted) if sampled] == [0, SAMPLED_EVERY]
+    counters.keep(1, stats)
+    assert counters.densities() == {1: 1.0}
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        counters.say()
+    assert caplog.messages == ["S2O: 80.0% s2o (long); 20.0% dense (decode); mean density 1.000 of 1 layers"]
+
+
+@pytest.fixture
+def listening(monkeypatch):
+    """Where a fake of prometheus_client, which only servers bring, would listen: (address, port), in order."""
+    calls = []
+
+    def start_http_server(port, addr="0.0.0.0", registry=None):
+        if port == TAKEN:
+            raise OSError(98, "Address already in use")
+        calls.append((addr, port))
+
+    fake = ModuleType("prometheus_client")
+    fake.start_http_server = start_http_server
+    fake.CollectorRegistry = lambda: SimpleNamespace(register=lambda collector: None)
+    monkeypatch.setitem(sys.modules, "prometheus_client", fake)
+    return calls
+
+
+def test_counters_answer_on_this_machine_alone_unless_an_address_is_given(listening):
+    """The default of prometheus_client is every address of the machine, and there is no password."""
+    given = {"profile": str(DEMO), "metrics_port": 9001}
+    for section in (given, given | {"metrics_host": "10.0.0.7"}):
+        Server(settings_of({"s2o": section}), site(model=demo_sizes(), process=Process(1)))
+    assert listening == [("127.0.0.1", 9002), ("10.0.0.7", 9002)]  # behind process 0
+    Server(Settings(DEMO), site(model=demo_sizes()))
+    assert len(listening) == 2
+
+
+def test_every_process_of_vllm_has_a_port_of_its_own():
+    """On two pipeline stages of two ranks in three replicas, whose processes vLLM counts together or apart."""
+    for together in (True, False):
+        numbers = []
+        for replica in range(3):
+            for world_rank in range(4):
+                parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_rank=replica)
+                if not together:  # dense models: vLLM keeps the replica's number in another place
+                    parallel.data_parallel_rank, parallel.data_parallel_index = 0, replica
+                process = host._process(parallel, world_rank + 4 * replica * together, world_rank // 2)
+                numbers.append(process.number)
+                assert (process.stage, process.replica) == (world_rank // 2, replica)
+        assert numbers == list(range(12))
+
+
+def test_metrics_name_rank_stage_and_replica(monkeypatch):
+    served = []
+    monkeypatch.setattr("s2o_runtime.serving.server.serve_metrics", lambda *given: served.append(given[1:]))
+    Server(Settings(DEMO, metrics_port=9001), site(model=demo_sizes(), process=Process(7, stage=1, replica=1)))
+    assert served == [("127.0.0.1", 9008, {"rank": "1", "pp": "1", "dp": "1"})]
+
+
+def test_a_port_that_is_taken_is_said_with_its_address(listening, caplog):
+    place = site(model=demo_sizes(), process=Process(1))
+    Server(Settings(DEMO, metrics_port=TAKEN - 1, metrics_host="10.0.0.7"), place)
+    assert not listening
+    assert f"not served at 10.0.0.7, port {TAKEN} ([Errno 98] Address already in use)" in caplog.text
+
+
+def test_prometheus_collects_the_counters():
+    pytest.importorskip("prometheus_client", reason="vLLM brings it")
+    from s2o_runtime.serving.counters import PrometheusCollector
+
+    counters = Counters()
+    counters.add(3, "s2o", "long", 300)
+    counters.end(3, "s2o", counters.begin(3, "s2o", CPU), CPU)
+    rows, density, error, calls, seconds = PrometheusCollector(counters, {"rank": "1"}).collect()
+    (sample,) = rows.samples
+    assert (sample.name, sample.value) == ("s2o_rows_total", 300)
+    assert sample.labels == {"rank": "1", "layer": "3", "path": "s2o", "reason": "long"}
+    assert density.samples == error.samples == []
+    assert [(sample.name, sample.value) for sample in calls.samples] == [("s2o_calls_total", 1)]
+    assert seconds.samples[0].labels == {"rank": "1", "layer": "3", "path": "s2o"}
+    assert seconds.samples[0].value > 0

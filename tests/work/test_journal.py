@@ -1,0 +1,410 @@
+"""The journal keeps what was acknowledged: processes are really killed, files really damaged, disks really full."""
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from calibrate.journal import SCHEMA, Journal
+from s2o_runtime.errors import InputError, ResourceError
+
+ROOT = Path(__file__).parents[2]
+IDENTITY = {"model": {"name": "demo", "fingerprint": "a" * 64}, "device": {"name": "cpu"}, "version": "0.1"}
+# puts entries of many sizes, one after the other from the first that is missing, and says each once it is put
+WRITER = """
+import json, sys, time
+from pathlib import Path
+from calibrate.journal import Journal
+with Journal.open(Path(sys.argv[1]), json.loads(sys.argv[2])) as journal:
+    print("open", flush=True)
+    for index in range(len(journal.entries("curve")), 1_000_000):
+        journal.put("curve", {"index": index}, "x" * (index * 7919 % 20_000))
+        print(index, flush=True)
+        time.sleep(0.01)  # as if it measured something
+"""
+
+
+def value_of(index):
+    return "x" * (index * 7919 % 20_000)
+
+
+def start_writer(path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path), json.dumps(IDENTITY)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "open\n"
+    return process
+
+
+def kill(process):
+    """SIGKILL; returns the indices that were acknowledged."""
+    process.send_signal(signal.SIGKILL)
+    said = process.stdout.read().splitlines(keepends=True)
+    assert process.wait() == -signal.SIGKILL
+    return [int(line) for line in said if line.endswith("\n")]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "demo.journal.sqlite"
+
+
+def filled(path, count=3):
+    with Journal.open(path, IDENTITY) as journal:
+        for index in range(count):
+            journal.put("curve", {"layer": index, "segment": 256}, [index, 0.1])
+    return path.read_bytes()
+
+
+def test_measurements_are_found_again_and_counted_once(path):
+    with Journal.open(path, IDENTITY) as journal:
+        assert journal.get("curve", {"layer": 0}) is None
+        journal.put("curve", {"layer": 0, "segment": 256}, {"error": 0.1})
+        journal.put("time", {"layer": 0, "segment": 256}, 5e-324)
+        assert journal.get("curve", {"segment": 256, "layer": 0}) == {"error": 0.1}
+        assert journal.reused == 0
+    with Journal.open(path, IDENTITY) as journal:
+        journal.put("curve", {"layer": 1}, 2)
+        assert [journal.get("curve", {"layer": 1}) for _ in range(2)] == [2, 2]
+        assert [journal.get("time", {"segment": 256, "layer": 0}) for _ in range(2)] == [5e-324] * 2
+        assert journal.reused == 1
+        assert journal.entries("curve") == [({"layer": 0, "segment": 256}, {"error": 0.1}), ({"layer": 1}, 2)]
+        assert journal.identity == IDENTITY
+
+
+def test_the_last_of_two_values_counts(path):
+    with Journal.open(path, IDENTITY) as journal:
+        journal.put("time", {}, 1)
+        journal.put("time", {}, 2)
+        assert journal.get("time", {}) == 2
+    with Journal.read(path) as journal:
+        assert journal.entries("time") == [({}, 2)]
+
+
+def test_remember_measures_once_and_gives_what_a_resumed_run_gets(path):
+    calls = []
+
+    def measure():
+        calls.append(1)
+        return {"pair": (1, 0.1 + 0.2)}
+
+    with Journal.open(path, IDENTITY) as journal:
+        first = [journal.remember("time", {"tile": (64, 64)}, measure) for _ in range(2)]
+        assert journal.reused == 0
+    with Journal.open(path, IDENTITY) as journal:
+        assert journal.remember("time", {"tile": [64, 64]}, measure) == first[0] == first[1] == {"pair": [1, 0.1 + 0.2]}
+        assert journal.reused == 1
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), {"error": [-float("inf")]}, None])
+def test_what_json_cannot_say_is_refused_and_leaves_no_trace(value, path):
+    before = filled(path)
+    with Journal.open(path, IDENTITY) as journal, pytest.raises(ValueError, match=r"not JSON compliant|not measured"):
+        journal.put("curve", {}, value)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_kill_loses_nothing_that_was_acknowledged(seed, path):
+    """The same journal is killed and continued five times."""
+    rng = random.Random(seed)
+    acknowledged = []
+    for _ in range(5):
+        writer = start_writer(path)
+        time.sleep(rng.uniform(0, 0.2))
+        acknowledged += kill(writer)
+        with Journal.read(path) if rng.random() < 0.5 else Journal.open(path, IDENTITY) as journal:
+            entries = journal.entries("curve")
+        assert [key["index"] for key, _ in entries] == list(range(len(entries)))
+        # a kill between put and print leaves at most one entry a writer did not get to say
+        assert set(acknowledged) <= set(range(len(entries)))
+        assert len(entries) <= len(acknowledged) + 5
+        assert all(value == value_of(key["index"]) for key, value in entries)
+    assert len(acknowledged) > 5
+
+
+def test_a_transaction_that_was_cut_off_is_undone_by_whoever_opens_the_file(path, tmp_path):
+    """As a kill in the midst of a commit leaves it: pages written in part, and the rollback journal beside them."""
+    filled(path)
+    before = path.read_bytes()
+    program = """
+import os, sqlite3, sys
+database = sqlite3.connect(sys.argv[1], isolation_level=None)
+database.execute("PRAGMA cache_size = 1")  # pages are written before the commit
+database.execute("BEGIN IMMEDIATE")
+for index in range(100):
+    database.execute("INSERT INTO entries VALUES ('curve', ?, ?, NULL)", (str(index), "x" * 3000))
+os._exit(9)
+"""
+    for opened in (Journal.read, lambda path: Journal.open(path, IDENTITY)):
+        assert subprocess.run([sys.executable, "-c", program, str(path)], check=False).returncode == 9
+        assert path.read_bytes() != before
+        assert path.with_name(f"{path.name}-journal").exists()
+        with opened(path) as journal:
+            assert len(journal.entries("curve")) == 3
+        assert path.read_bytes() == before
+        assert sorted(each.name for each in tmp_path.iterdir()) == [path.name, f"{path.name}.lock"]
+
+
+def test_an_empty_file_starts_over(path):
+    path.touch()
+    with pytest.raises(InputError, match="is empty: calibrate first"):
+        Journal.read(path)
+    with Journal.open(path, IDENTITY) as journal:
+        assert journal.entries("curve") == []
+    with Journal.read(path) as journal:
+        assert journal.identity == IDENTITY
+
+
+OLD = b'{"s2o_journal": 1, "identity": {}}\n{"kind": "curve", "key": {}, "value": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"a text", "no database"), (b"\x80\0\0\n" * 1000, "no database"), (b'{"a": 1}\n', "no database"),
+        (OLD, "schema 1 of an older version"), (OLD * 1000, "schema 1 of an older version"),
+    ],
+    ids=["text", "bytes", "json", "old", "long"],
+)  # fmt: skip
+def test_a_foreign_file_is_left_alone(content, found, path):
+    path.write_bytes(content)
+    for attempt in (lambda: Journal.open(path, IDENTITY), lambda: Journal.read(path)):
+        with pytest.raises(
+            InputError, match=rf"is not a journal .* schema 2 \(found {found}\): give another --journal$"
+        ):
+            attempt()
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("statement", "found"),
+    [
+        (f"PRAGMA user_version = {SCHEMA + 5}", "schema 7"),
+        ("PRAGMA application_id = 0", "another program's database"),
+        ("PRAGMA application_id = 7", "another program's database"),
+    ],
+)
+def test_another_schema_and_another_programs_database_are_refused(statement, found, path):
+    filled(path)
+    with sqlite3.connect(path) as database:
+        database.execute(statement)
+    database.close()
+    before = path.read_bytes()
+    for attempt in (lambda: Journal.open(path, IDENTITY), lambda: Journal.read(path)):
+        with pytest.raises(InputError, match=rf"schema 2 \(found {found}\): give another --journal"):
+            attempt()
+    assert path.read_bytes() == before
+
+
+def cut(data):
+    return data[:-4096]
+
+
+def overwritten(data):
+    return data[:4096] + b"\xff" * 4096 + data[8192:]
+
+
+def header_only(data):
+    return data[:100]
+
+
+@pytest.mark.parametrize("damage", [cut, overwritten, header_only])
+def test_a_damaged_file_is_one_sentence(damage, path):
+    path.write_bytes(damage(filled(path, 200)))
+    before = path.read_bytes()
+    for attempt in (lambda: Journal.open(path, IDENTITY), lambda: Journal.read(path)):
+        with pytest.raises(InputError, match=r"is damaged \(.*\): give another --journal, or delete it") as raised:
+            attempt()
+        assert "\n" not in str(raised.value)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "value = '[1, {'",
+        "value = replace(value, '0', '1')",  # the name of a tensor that is not there
+        "tensors = substr(tensors, 1, length(tensors) - 1)",
+        "tensors = x'00'",
+        "tensors = NULL, value = 'x'",
+    ],
+)
+def test_a_damaged_entry_is_one_sentence(change, path):
+    with Journal.open(path, IDENTITY) as journal:
+        journal.put("curve", {}, torch.zeros(3))
+    with sqlite3.connect(path) as database:
+        database.execute(f"UPDATE entries SET {change}")
+    database.close()
+    with Journal.read(path) as journal:
+        for attempt in (lambda: journal.get("curve", {}), lambda: journal.entries("curve")):
+            with pytest.raises(InputError, match=r"is damaged \(.*\): give another --journal, or delete it"):
+                attempt()
+
+
+def changed(**changes):
+    return IDENTITY | changes
+
+
+@pytest.mark.parametrize(
+    ("identity", "message"),
+    [
+        (changed(model={"name": "demo", "fingerprint": "b" * 64}), r"model\.fingerprint a{20}\.\., this run has b{20}"),
+        (changed(device={"name": "H200"}, version="0.2"), r"device\.name cpu, this run has H200"),
+        (changed(version="0.2"), r"version 0\.1, this run has 0\.2"),
+        (changed(device={"name": "cpu", "count": 2}), r"device\.count null, this run has 2"),
+        (changed(device="cpu"), r'device {"name": "cpu"}, this run has cpu'),
+        ({"model": IDENTITY["model"], "version": "0.1"}, r'device {"name": "cpu"}, this run has null'),
+    ],
+)
+def test_another_identity_is_refused_by_its_first_change(identity, message, path):
+    before = filled(path)
+    advice = ": give another --journal, or delete it to start over"
+    with pytest.raises(InputError, match=message + ".*" + advice):
+        Journal.open(path, identity)
+    assert path.read_bytes() == before
+    Journal.open(path, IDENTITY).close()
+
+
+def test_two_runs_cannot_share_a_journal_until_the_first_is_dead(path):
+    writer = start_writer(path)
+    try:
+        for _ in range(20):  # while it writes as fast as it can
+            with pytest.raises(ResourceError, match="is being written by another run: wait for it, or give another"):
+                Journal.open(path, IDENTITY)
+    finally:
+        kill(writer)
+    assert not path.with_name(f"{path.name}.lock-journal").exists()
+    Journal.open(path, IDENTITY).close()
+
+
+def test_a_writer_keeps_others_out_between_its_measurements(path):
+    with Journal.open(path, IDENTITY) as journal:
+        for index in range(3):
+            with pytest.raises(ResourceError, match="is being written by another run"):
+                Journal.open(path, IDENTITY)
+            journal.put("curve", {"index": index}, 1)
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            journal.put("curve", {}, float("nan"))
+        with pytest.raises(ResourceError, match="is being written by another run"):
+            Journal.open(path, IDENTITY)
+    Journal.open(path, IDENTITY).close()
+
+
+def test_a_running_writer_can_be_read(path):
+    writer = start_writer(path)
+    try:
+        for _ in range(5):  # anywhere in its transactions
+            index = int(writer.stdout.readline())
+            with Journal.read(path) as journal:
+                assert journal.get("curve", {"index": index}) == value_of(index)
+                entries = journal.entries("curve")
+            assert [key["index"] for key, _ in entries] == list(range(len(entries)))
+            assert all(value == value_of(key["index"]) for key, value in entries)
+    finally:
+        kill(writer)
+
+
+def test_a_reader_cannot_write(path):
+    before = filled(path)
+    with Journal.read(path) as journal, pytest.raises(ValueError, match="opened to be read only"):
+        journal.put("curve", {}, 1)
+    assert path.read_bytes() == before
+    with pytest.raises(InputError, match=r"cannot be read \(unable to open database file\): check the path"):
+        Journal.read(path.with_name("none"))
+
+
+FULL = r"cannot be written \(database or disk is full\): free some space and run the same command again; what was"
+
+
+@pytest.mark.parametrize("room", [0, 3])
+def test_a_full_disk_is_one_sentence_and_nothing_half_written_stays(room, path):
+    """SQLite itself refuses to let the file grow by more than `room` pages."""
+    before = filled(path)
+    with Journal.open(path, IDENTITY) as journal:
+        ((pages,),) = journal._database.execute("PRAGMA page_count")  # how a disk gets full has no public name
+        journal._database.execute(f"PRAGMA max_page_count = {pages + room}")
+        with pytest.raises(ResourceError, match=FULL):
+            journal.put("curve", {"layer": 9}, "x" * 30_000)
+        assert journal.get("curve", {"layer": 9}) is None
+        assert path.read_bytes() == before
+        with pytest.raises(ResourceError, match="is being written by another run"):
+            Journal.open(path, IDENTITY)
+        journal._database.execute("PRAGMA max_page_count = 1000000")
+        journal.put("curve", {"layer": 9}, 2)
+    with Journal.read(path) as journal:
+        assert journal.get("curve", {"layer": 9}) == 2
+
+
+def test_a_file_that_may_not_grow(path):
+    """The system writes a part of the pages and refuses the rest; what was put before stays."""
+    limit = 50_000
+    program = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n{WRITER}"
+    unmeasured = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+    outcome = subprocess.run(  # coverage's own file could not grow either
+        [sys.executable, "-c", program, str(path), json.dumps(IDENTITY)],
+        cwd=ROOT, capture_output=True, text=True, check=False, env=unmeasured,
+    )  # fmt: skip
+    assert f"{path} cannot be written (disk I/O error): make it writable" in outcome.stderr.splitlines()[-1]
+    with Journal.open(path, IDENTITY) as journal:
+        assert [str(key["index"]) for key, _ in journal.entries("curve")] == outcome.stdout.split()[1:]
+        assert len(journal.entries("curve")) > 1
+
+
+def test_a_path_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match=r"cannot be written \(File exists\): make it writable"):
+        Journal.open(tmp_path / "file" / "journal", IDENTITY)
+    with pytest.raises(ResourceError, match=r"cannot be written \(unable to open database file\): make it writable"):
+        Journal.open(Path("/proc/journal"), IDENTITY)
+    for path in (Path("/dev/null"), tmp_path):
+        with pytest.raises(InputError, match=f"{path} is not a file"):
+            Journal.open(path, IDENTITY)
+
+
+TENSORS = [
+    torch.tensor([0.1, -0.0, float("nan"), float("inf"), 5e-324], dtype=torch.float64),
+    torch.tensor([0x7F800001, 1], dtype=torch.int32).view(torch.float32),  # a signalling NaN keeps its bits
+    torch.arange(24.0).reshape(2, 3, 4).transpose(0, 2),
+    torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    torch.tensor([True, False]),
+    torch.tensor(-(2**62)),
+    torch.empty(0, 3, dtype=torch.float16),
+    torch.ones(3, requires_grad=True),
+]
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}")
+def test_tensors_come_back_to_the_bit(tensor, path):
+    with Journal.open(path, IDENTITY) as journal:
+        journal.put("curve", {}, {"curves": [{"name": "a", "curve": tensor}, {"curve": torch.ones(2)}], "power": 1.5})
+    with Journal.read(path) as journal:
+        value = journal.get("curve", {})
+    back = value["curves"][0].pop("curve")
+    assert torch.equal(value["curves"][1].pop("curve"), torch.ones(2))
+    assert value == {"curves": [{"name": "a"}, {}], "power": 1.5}
+    assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+    as_bytes = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (back, tensor))
+    assert torch.equal(*as_bytes)
+    back.zero_()  # it is not read-only memory
+
+
+def test_what_is_neither_json_nor_a_tensor_is_refused(path):
+    before = filled(path)
+    with Journal.open(path, IDENTITY) as journal, pytest.raises(TypeError, match="a set is neither JSON nor a tensor"):
+        journal.put("curve", {}, {"a": {1, 2}})
+    assert path.read_bytes() == before
+
+
+def test_a_journal_of_numbers_needs_no_torch():
+    program = "import calibrate.journal, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
