@@ -34,8 +34,8 @@ LAST_ROWS = 8  # the last eighth of a prompt
 # times the mean.
 LAST_SHARE = 2.0
 
-# These numbers were chosen by simulation (tests/huggingface/test_drift.py), with errors of a prompt over the limit that are
-# lognormal: mean 0.8, a deviation of the logarithm of 0.75 to 0.85, as on SmolLM2, and 0.25 from sampling rows. Of
+# These numbers were chosen by simulation (tests/huggingface/test_drift.py), with errors of a prompt over the limit that
+# are lognormal: mean 0.8, a deviation of the logarithm of 0.75 to 0.85, as on SmolLM2, and 0.25 from sampling rows. Of
 # such layers 0.3% are warned about within 1000 checks. Where one prompt in six has 5.9 times the limit, half of the
 # layers are noticed within 60 checks and 95% within 140; where all prompts have, within 16.
 MEMORY = 64  # checks after which one counts a third of the newest in the running mean
