@@ -129,7 +129,7 @@ def calibrate_kinds(recipe: Recipe, *, progress: bool = True) -> Iterator[OfKind
     prompts = _prompts(recipe, None)
     done: list[DeviceIdentity] = []
     with (
-        cluster_executor(recipe, _of_run(prompts), progress=progress) as cluster,
+        cluster_executor(recipe, _of_run(prompts)) as cluster,
         _journal(recipe, cluster) as journal,
     ):
         while kinds := [kind for kind in cluster.kinds() if kind not in done]:
@@ -239,7 +239,7 @@ def _executor(
     if recipe.is_distributed:
         from calibrate.work.cluster import cluster_executor
 
-        with cluster_executor(recipe, _of_run(prompts), progress=progress) as executor:
+        with cluster_executor(recipe, _of_run(prompts)) as executor:
             yield executor
         return
     if loaded is None:

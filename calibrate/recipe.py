@@ -34,7 +34,7 @@ GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
     "many GPUs",
 )
 EVERY_KIND = "all"  # as the target: every kind of GPU that workers have
-SCHEDULER = re.compile(r"(tcp|tls|ucx|ws|wss)://\S+:\d+")
+SCHEDULER = re.compile(r"(tcp|ucx|ws)://\S+:\d+")
 
 
 @dataclass(frozen=True)
@@ -383,58 +383,6 @@ class Recipe:
         example="H200",
         plan_text=lambda recipe: text(recipe.target_gpu, ", ") if recipe.target_gpu else "the kind here",
     )
-    hidden_cache: Path | None = option(
-        Rule(Path, optional=True),
-        "a folder that all workers share, through which they pass hidden states",
-        WORKERS,
-        default=None,
-        metavar="FOLDER",
-        default_text="each worker computes its own",
-        plan_text=lambda recipe: str(recipe.hidden_cache or "not used"),
-    )
-    item_deadline: float = option(
-        Rule(float, low=0, above=True, unit=DURATION),
-        "time after which a worker that does not finish its measurement is given up",
-        WORKERS,
-        default=1800.0,
-        default_text="30m",
-        example="10m",
-        plan_text="{:g} s",
-    )
-    dashboard: str | None = option(
-        Rule(str, optional=True),
-        "port, or address and port, of Dask's dashboard with --gpus; a port alone is bound to this machine",
-        WORKERS,
-        default=None,
-        metavar="[HOST:]PORT",
-        default_text="off",
-        example="8787",
-        plan_text=lambda recipe: recipe.dashboard or "off",
-    )
-    tls_ca_file: Path | None = option(
-        Rule(Path, optional=True),
-        "certificate authority of Dask's connections, which are then encrypted and authenticated",
-        WORKERS,
-        default=None,
-        default_text="none",
-        plan_text=lambda recipe: str(recipe.tls_ca_file or "none"),
-    )
-    tls_cert: Path | None = option(
-        Rule(Path, optional=True),
-        "this side's certificate for them",
-        WORKERS,
-        default=None,
-        default_text="none",
-        plan_text=lambda recipe: str(recipe.tls_cert or "none"),
-    )
-    tls_key: Path | None = option(
-        Rule(Path, optional=True),
-        "and its key",
-        WORKERS,
-        default=None,
-        default_text="none",
-        plan_text=lambda recipe: str(recipe.tls_key or "none"),
-    )
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Recipe:
@@ -558,20 +506,10 @@ class Recipe:
             )
         if self.scheduler is not None and not SCHEDULER.fullmatch(self.scheduler):
             raise ConfigError(f"scheduler {self.scheduler!r} is no address: expected one like tcp://head-node:8786")
-        if not self.is_distributed:
-            for name in ("target_gpu", "hidden_cache"):
-                if getattr(self, name) is not None:
-                    raise ConfigError(f"{name} is for many workers: give gpus or scheduler too, or leave it out")
+        if not self.is_distributed and self.target_gpu is not None:
+            raise ConfigError("target_gpu is for many workers: give gpus or scheduler too, or leave it out")
         if self.target_gpu is not None and EVERY_KIND in self.target_gpu and len(self.target_gpu) > 1:
             raise ConfigError(f"target_gpu {text(self.target_gpu)}: {EVERY_KIND} names them all, leave the others out")
-        if self.dashboard is not None and self.gpus is None:
-            raise ConfigError("dashboard is of the workers that gpus starts: give gpus too, or leave it out")
-        tls = [name for name in ("tls_ca_file", "tls_cert", "tls_key") if getattr(self, name) is not None]
-        if tls and len(tls) < 3:
-            raise ConfigError(f"{tls[0]} needs the other two of tls_ca_file, tls_cert and tls_key: give all three")
-        for name in tls:
-            if not getattr(self, name).is_file():
-                raise ConfigError(f"{name} {getattr(self, name)} is not a file: check the path")
 
     def check_limit(self, limit: int) -> None:
         """Raises ConfigError if a length is beyond what the model can read."""

@@ -16,7 +16,6 @@ from calibrate.curves.ranking_cost import ranking_cost
 from calibrate.journal import Journal, taken_on
 from calibrate.model import capture
 from calibrate.model.capture import Captured
-from calibrate.model.hidden_states import HiddenStates
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
@@ -26,7 +25,6 @@ from calibrate.work.items import WorkerState
 from s2o_runtime.devices import DeviceIdentity
 
 STAGE = "curves"
-STARTS = 4  # layers of each length for every worker, of which hidden states are shared
 LayersCurves = dict[int, list[Curves]]  # length -> layer by layer
 
 
@@ -74,8 +72,6 @@ def measure_model(
                 on_step()
         for of_length in prompts.values():
             executor.know(of_length)
-        if recipe.hidden_cache is not None:
-            _share_hidden_states(executor, prompts, len(layers))
         parts = _Parts(prompts, keys, journal)
         tracks = [
             [
@@ -211,41 +207,6 @@ def _shares(executor: Executor, prompts: Sequence[Prompt]) -> list[tuple[tuple[s
     return [(hashes, number == 0) for number, hashes in enumerate(of_workers)]
 
 
-@dataclass(frozen=True)
-class PromptHiddenStates:
-    """One prompt's hidden states before some layers, left in the shared folder.
-
-    layers: rows of a profile's tables. Returns how many files were written.
-    """
-
-    prompt: str
-    length: int
-    layers: tuple[int, ...]
-    stage: str = "hidden states"
-    timed: bool = False
-
-    @property
-    def affinity(self) -> Hashable:
-        return self.prompt
-
-    def __str__(self) -> str:
-        return f"hidden states of a prompt of {self.length} tokens"
-
-    def run(self, worker: WorkerState) -> int:
-        assert worker.hidden_cache is not None
-        cache = HiddenStates(worker.hidden_cache, worker.loaded.fingerprint, [self.prompt])
-        numbers = [worker.loaded.geometry.layer_number(layer) for layer in self.layers]
-        missing = [number for number in numbers if not cache.has(0, number)]
-        weights = worker.loaded.weights
-        with within_memory(weights.device, self.length, weights.held, "making hidden states"):
-            walk = dense_walk(worker, (self.prompt,))
-            for number in missing:
-                walk.move_to(number)
-                cache.write(0, number, walk.hidden()[0])
-        worker.kept.pop((STAGE, (self.prompt,)), None)
-        return len(missing)
-
-
 def dense_walk(worker: WorkerState, prompts: tuple[str, ...]) -> capture.DenseWalk:
     """The walk of these prompts through the dense model that a worker keeps."""
     loaded = worker.loaded
@@ -253,24 +214,10 @@ def dense_walk(worker: WorkerState, prompts: tuple[str, ...]) -> capture.DenseWa
     worker.attend_with(capture.NAME)
 
     def begin() -> capture.DenseWalk:
-        folder = worker.hidden_cache
-        cache = None if folder is None else HiddenStates(folder, loaded.fingerprint, prompts)
         ids = [worker.prompts[prompt].ids for prompt in prompts]
-        return capture.DenseWalk(loaded, ids, cache, worker.keep("calls of dense layers", dict))
+        return capture.DenseWalk(loaded, ids, worker.keep("calls of dense layers", dict))
 
     return worker.keep((STAGE, prompts), begin)
-
-
-def _share_hidden_states(executor: Executor, prompts: Mapping[int, Sequence[Prompt]], layers: int) -> None:
-    """Let every prompt move through the model once, and leave its hidden states near where workers may begin."""
-    starts = tuple(range(0, layers, max(1, layers // (STARTS * executor.size))))[1:]
-    items = [
-        PromptHiddenStates(prompt.sha256, length, starts)
-        for length, of_length in prompts.items()
-        for prompt in of_length
-    ]
-    for pending in [executor.submit(item) for item in items]:
-        pending.result()
 
 
 def _of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe, timed: bool) -> Curves:

@@ -6,14 +6,13 @@ Attention is dense while inputs are captured, so what is measured at one layer d
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from calibrate.model.hidden_states import HiddenStates
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import (
     Calls,
@@ -97,7 +96,6 @@ class DenseWalk:
     Args:
         loaded: The model.
         prompts: Token ids, int64 [L] each.
-        cache: Hidden states that other walks of these prompts left; None without.
         calls: As `begin` takes them.
     """
 
@@ -105,10 +103,9 @@ class DenseWalk:
         self,
         loaded: LoadedModel,
         prompts: Sequence[Tensor],
-        cache: HiddenStates | None = None,
         calls: dict[int, Calls] | None = None,
     ) -> None:
-        self._loaded, self._prompts, self._cache, self._calls = loaded, prompts, cache, calls
+        self._loaded, self._prompts, self._calls = loaded, prompts, calls
         self._layers = decoder_layers(loaded.model)
         self._number_of_row = {layer.row: layer.number for layer in self._layers if layer.row is not None}
         self._streams: list[Stream] = []
@@ -140,15 +137,11 @@ class DenseWalk:
 
     @torch.no_grad()
     def move_to(self, number: int) -> None:
-        """Move to where a decoder layer comes next: on from here, from the cache, or from the model's beginning."""
+        """Move to where a decoder layer comes next: on from here, or from the model's beginning."""
         self._begin_before(number)
         for layer in self._layers[self._number : number]:
             for _ in self._through_next() if layer.attention is not None else self._past_next():
                 pass
-
-    def hidden(self) -> list[Tensor]:
-        """The hidden states of all prompts before the layer that comes next, [1, L, H] each."""
-        return [stream.hidden for stream in self._streams]
 
     def finish(self) -> None:
         """Let all prompts move through the layer whose inputs were asked for last."""
@@ -158,21 +151,11 @@ class DenseWalk:
 
     @torch.no_grad()
     def _begin_before(self, number: int) -> None:
-        """Be where a walk to a decoder layer begins: here, or where there are hidden states nearer to it."""
+        """Be where a walk to a decoder layer begins: here, or before the model."""
         self.finish()
-        known = -1 if self._cache is None else self._cache.nearest(number)
-        if known > self._number or not 0 <= self._number <= number:
-            self._restart(known)
-
-    def _restart(self, known: int) -> None:
-        self._streams = begin(self._loaded, self._prompts, self._calls)
-        self._number = 0
-        if self._cache is not None and known > 0:
-            device = self._loaded.weights.device
-            self._streams = [
-                replace(stream, hidden=self._cache.read(stream.prompt, known, device)) for stream in self._streams
-            ]
-            self._number = known
+        if not 0 <= self._number <= number:
+            self._streams = begin(self._loaded, self._prompts, self._calls)
+            self._number = 0
 
     @torch.no_grad()
     def _through_next(self) -> Iterator[Captured]:

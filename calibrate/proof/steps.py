@@ -254,7 +254,6 @@ class Step:
     runs: LayerRun
     stage: str = ""
     timed: bool = False
-    sticky: ClassVar[bool] = True
     tiled: ClassVar[bool] = True
 
     @property

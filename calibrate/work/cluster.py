@@ -1,8 +1,9 @@
-"""Items of work on many GPUs: dask.distributed starts processes, moves items and results, and sees who is gone.
+"""Items of work on many GPUs, scheduled by dask.distributed.
 
 The coordinator is this process. It decides, journals and needs no GPU. Each worker process has one GPU, loads the
-model itself and runs one item at a time; the coordinator tells each worker what to run (`board.py`). A worker that
-dies, hangs or joins late changes only who does what: items say everything that their results depend on.
+model itself and runs one item at a time. Every item is submitted with the workers that may run it; items that continue
+one another have one worker as their home. If all workers of an item are gone, it is submitted again to those that are
+left, so a lost worker costs time and changes no result: an item says everything that its result depends on.
 """
 
 from __future__ import annotations
@@ -11,15 +12,14 @@ import contextlib
 import logging
 import math
 import os
-import queue
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +28,6 @@ from calibrate.progress import showing
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import EVERY_KIND, Recipe
 from calibrate.versions import versions
-from calibrate.work.board import AHEAD, Board, Entry
 from calibrate.work.executor import Executor, Item, Pending, StageWork, Track
 from calibrate.work.items import WorkerState, WorkItem
 from s2o_runtime.devices import Accepted, DeviceIdentity, fit, identify
@@ -36,15 +35,16 @@ from s2o_runtime.errors import ConfigError, ResourceError, S2OError
 from s2o_runtime.identity import Geometry
 
 try:
-    from distributed import Client, Security, SpecCluster, WorkerPlugin, get_worker
+    import dask
+    from distributed import Client, KilledWorker, SpecCluster, WorkerPlugin, get_worker, wait
 except ImportError as error:
     raise ResourceError("--gpus and --scheduler need dask.distributed: pip install 's2o[distributed]'") from error
 
-ATTEMPTS = 3  # of an item; a worker that is lost with it counts as one
-
-POLL = 0.5  # seconds between two looks at who is there
+ATTEMPTS = 3  # of an item, whether it raised or its worker was lost
+POLL = 0.5  # seconds between two looks at which workers there are
+FETCH = 60.0  # seconds that moving a result may take
 CONNECT = 30.0  # seconds to wait for a scheduler
-FIRST_WORKER = 120.0  # seconds to wait for the first worker of a scheduler
+PATIENCE = 120.0  # seconds to wait for a worker that can run what is left to run
 THREADS = 512  # calls that wait beside one another
 
 log = logging.getLogger("calibrate")
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Hello:
+class WorkerInfo:
     """What a worker says of itself once its model is loaded."""
 
     name: str
@@ -82,24 +82,24 @@ class S2OWorker(WorkerPlugin):  # type: ignore[misc]
         self._lock = threading.Lock()  # a worker with several threads runs one item at a time all the same
         self._open = ExitStack()
         self._state: WorkerState | None = None
-        self._hello: Hello | None = None
+        self._info: WorkerInfo | None = None
 
     def setup(self, worker: Any) -> None:
         """Called by Dask when a worker gets this; the model is loaded later, or it would hold up heartbeats."""
         if self._recipe.gpus is not None:
-            _hush()
+            _quiet_logs()
 
     def run(self, item: WorkItem) -> Any:
         """Run an item, with the model that is loaded the first time."""
         with self._lock:
             return self._loaded().run(item)
 
-    def hello(self) -> Hello:
+    def info(self) -> WorkerInfo:
         """Load the model and say what it is, and which device it is on."""
         with self._lock:
             self._loaded()
-        assert self._hello is not None
-        return self._hello
+        assert self._info is not None
+        return self._info
 
     def teardown(self, worker: Any) -> None:
         with self._lock:
@@ -122,163 +122,337 @@ class S2OWorker(WorkerPlugin):  # type: ignore[misc]
             trust_remote_code=recipe.trust_remote_code,
         )
         self_test(loaded)
-        state = self._open.enter_context(WorkerState(loaded, hidden_cache=recipe.hidden_cache).working())
+        state = self._open.enter_context(WorkerState(loaded).working())
         state.know(self._prompts)
-        self._hello = Hello(
-            loaded.name, loaded.geometry, loaded.fingerprint, state.device, versions(), time.monotonic() - begin
-        )
+        seconds = time.monotonic() - begin
+        self._info = WorkerInfo(loaded.name, loaded.geometry, loaded.fingerprint, state.device, versions(), seconds)
         self._state = state
         return state
 
 
-def _hush() -> None:
+def _quiet_logs() -> None:
     """Let Dask say errors only: of workers that are started here, the coordinator says who comes and goes."""
     logging.getLogger("distributed").setLevel(logging.ERROR)
 
 
 def _run_item(plugin: str, item: WorkItem) -> tuple[Any, float]:
-    """Runs in a worker; returns the item's result and the seconds that it took."""
+    """Runs in a worker; returns the item's result, or what is wrong with the model, and the seconds that it took."""
     begin = time.monotonic()
-    value = get_worker().plugins[plugin].run(item)
+    try:
+        value = get_worker().plugins[plugin].run(item)
+    except S2OError as error:  # as a result, because Dask runs again what raises
+        value = error
     return value, time.monotonic() - begin
 
 
-def _say_hello(plugin: str) -> Hello:
+def _worker_info(plugin: str) -> WorkerInfo | S2OError:
     """Runs in a worker."""
-    hello: Hello = get_worker().plugins[plugin].hello()
-    return hello
+    try:
+        info: WorkerInfo = get_worker().plugins[plugin].info()
+    except S2OError as error:
+        return error
+    return info
 
 
-@dataclass(eq=False)
-class _Worker:
-    """A worker process as the coordinator knows it. hello: None while its model is loaded."""
+class _Submitted:
+    """The result of an item that is with the workers.
 
-    address: str
-    hello: Hello | None = None
-    greeting: Any = None  # Dask's future of it
-    running: dict[Any, Entry] = field(default_factory=dict)  # by Dask's future, in the order in which they run
-    last_sign: float = field(default_factory=time.monotonic)
+    Args:
+        executor: Whose work the item is.
+        item: What is run.
+        priority: Items with a higher one run first where both may run.
+    """
+
+    def __init__(self, executor: _KindExecutor, item: WorkItem, priority: int) -> None:
+        self._executor, self.item, self._priority = executor, item, priority
+        self._tries = 0
+        self._submit()
+
+    def _submit(self) -> None:
+        self._tries += 1
+        self._addresses = self._executor.addresses_for(self.item)
+        self.future = self._executor.workers.submit(
+            _run_item, self.item, self._addresses, retries=ATTEMPTS - self._tries, priority=self._priority
+        )
+
+    def look(self) -> None:
+        """Submit the item again if all workers that were to run it are gone, and its result with them.
+
+        Raises:
+            ResourceError: This happened too often, or there is no worker that may run it.
+        """
+        if self.future.status == "error" or self._executor.workers.ready.keys() & set(self._addresses):
+            return
+        self.future.cancel()
+        if self._tries == ATTEMPTS:
+            raise _gave_up(self.item, "its worker is gone")
+        log.warning("%s runs elsewhere: its worker is gone", self.item)
+        self._submit()
+
+    def result(self) -> Any:
+        while True:
+            self._executor.workers.look()
+            self.look()
+            try:
+                value, seconds = self.future.result(timeout=FETCH if self.future.done() else POLL)
+                break
+            except Exception as error:
+                if self.future.status != "error":
+                    continue  # it runs, or its worker is gone before the result was fetched
+                why = "its worker is gone" if isinstance(error, KilledWorker) else _text(error)
+                raise _gave_up(self.item, why) from error
+        if isinstance(value, S2OError):
+            raise value
+        self._executor.work.setdefault(self.item.stage, StageWork()).add(seconds)
+        return value
 
 
-class _OfKind:
+def _gave_up(item: WorkItem, why: str) -> ResourceError:
+    return ResourceError(f"{item} failed {ATTEMPTS} times ({why}): see the workers' logs")
+
+
+class _Workers:
+    """The workers of a Dask scheduler that have loaded the run's model.
+
+    Attributes:
+        ready: By address, what each said of itself; all have the same model and the same versions.
+        lost: How many of them are gone.
+    """
+
+    def __init__(self, client: Any, recipe: Recipe, prompts: Sequence[Prompt], plugin: type[S2OWorker]) -> None:
+        self._client, self._plugin = client, f"s2o-{uuid.uuid4().hex[:12]}"
+        self._scheduler = recipe.scheduler
+        client.register_plugin(plugin(self._plugin, recipe, prompts))
+        self.ready: dict[str, WorkerInfo] = {}
+        self._asked: dict[str, Any] = {}  # by address, the future of a worker's info; None if it is not used
+        self.lost = 0
+        self._lock = threading.Lock()
+        self._looked = 0.0
+
+    def wait_until_loaded(self, wanted: int | None) -> None:
+        """Until this many workers have loaded the model; with None, until all that there are have.
+
+        Raises:
+            ModelError: The model cannot be loaded or is not supported.
+            ResourceError: No worker came in time.
+        """
+        begun = time.monotonic()
+        while True:
+            self.look(at_once=True)
+            loading = any(future is not None for future in self._asked.values())
+            if len(self.ready) >= (wanted or math.inf):
+                return
+            if self.ready and not loading and len(self._asked) >= (wanted or 1):
+                return  # some cannot be used
+            if not loading and time.monotonic() - begun > PATIENCE:
+                raise ResourceError(f"no worker is there after {PATIENCE:g} s: start workers, one for each GPU")
+            time.sleep(POLL / 5)
+
+    def look(self, at_once: bool = False) -> None:
+        """See which workers are new and which are gone, unless somebody looked just now."""
+        with self._lock:
+            if not at_once and time.monotonic() - self._looked < POLL:
+                return
+            self._looked = time.monotonic()
+            try:
+                present = set(self._client.nthreads())
+            except Exception as error:  # whatever Dask raises when the scheduler is gone
+                raise ResourceError(
+                    f"the scheduler cannot be reached any more ({_text(error)}): run the same command again, what was "
+                    "measured so far is kept"
+                ) from error
+            for address in self.ready.keys() - present:
+                del self.ready[address]
+                self.lost += 1
+                log.warning("worker %s is gone: what it had runs elsewhere", address)
+            self._asked = {address: future for address, future in self._asked.items() if address in present}
+            for address in present - self.ready.keys():
+                if address not in self._asked:
+                    self._asked[address] = self._client.submit(
+                        _worker_info, self._plugin, workers=[address], pure=False
+                    )
+                elif (future := self._asked[address]) is not None and future.done():
+                    self._asked[address] = None
+                    self._meet(address, future)
+
+    def _meet(self, address: str, future: Any) -> None:
+        """Use a worker whose model is loaded, if it is like the others."""
+        try:
+            info = future.result()
+        except Exception as error:
+            log.warning("worker %s cannot be used: %s", address, _text(error))
+            return
+        if isinstance(info, S2OError):
+            raise info
+        reference = next(iter(self.ready.values()), info)
+        for name in ("fingerprint", "geometry", "versions"):
+            if getattr(info, name) != getattr(reference, name):
+                log.warning("worker %s is not used: its %s differ from the others'", address, name)
+                return
+        self.ready = {**self.ready, address: info}
+        log.info("worker %s: %s, model loaded in %.0f s", address, info.device, info.seconds)
+
+    def submit(
+        self, function: Callable[..., Any], item: WorkItem, addresses: Sequence[str], *, retries: int, priority: int
+    ) -> Any:
+        """A call in one of some workers. Returns Dask's future of it."""
+        return self._client.submit(
+            function, self._plugin, item, workers=list(addresses), pure=False, retries=retries, priority=priority
+        )
+
+    def wait_for_one_of(self, futures: Sequence[Any]) -> None:
+        """Until one of some calls ended, or it is time to look at the workers again."""
+        with self._client.as_current(), contextlib.suppress(TimeoutError):
+            wait(futures, timeout=POLL, return_when="FIRST_COMPLETED")
+
+    def close(self) -> None:
+        """Let the workers forget the run."""
+        with contextlib.suppress(Exception):  # a scheduler that is gone has nothing to forget
+            self._client.unregister_worker_plugin(self._plugin)
+
+
+class _KindExecutor:
     """Runs items on the workers of a cluster, for one kind of GPU, which times are taken on.
 
     Args:
-        cluster: whose workers.
-        device: the kind.
+        workers: Those of the cluster.
+        threads: Where calls wait beside one another.
+        known: The hashes of all prompts that items may name.
+        model: What the first worker said, with which all others agree.
+        device: The kind.
     """
 
-    def __init__(self, cluster: ClusterExecutor, device: DeviceIdentity) -> None:
-        self._cluster, self.device = cluster, device
+    def __init__(
+        self,
+        workers: _Workers,
+        threads: ThreadPoolExecutor,
+        known: frozenset[str],
+        model: WorkerInfo,
+        device: DeviceIdentity,
+    ) -> None:
+        self.workers, self.threads, self.known, self.model, self.device = workers, threads, known, model, device
+        self.work: dict[str, StageWork] = {}
+        self._homes: dict[Hashable, str] = {}  # of the present stage: the worker on which items of an affinity run
+        self._stage = ""
+        self._lock = threading.Lock()
 
     @property
     def name(self) -> str:
-        return self._cluster.model.name
+        return self.model.name
 
     @property
     def geometry(self) -> Geometry:
-        return self._cluster.model.geometry
+        return self.model.geometry
 
     @property
     def fingerprint(self) -> str:
-        return self._cluster.model.fingerprint
+        return self.model.fingerprint
 
     @property
     def size(self) -> int:
-        return max(1, self._cluster.ready)
-
-    @property
-    def work(self) -> Mapping[str, StageWork]:
-        return self._cluster.work_for.get(self.device, {})
+        return max(1, len(self.workers.ready))
 
     def know(self, prompts: Iterable[Prompt]) -> None:
-        unknown = [prompt for prompt in prompts if prompt.sha256 not in self._cluster.known]
+        unknown = [prompt for prompt in prompts if prompt.sha256 not in self.known]
         if unknown:
             raise ValueError(f"{len(unknown)} prompts are not those that the workers were given")
 
     def submit(self, item: WorkItem) -> Pending[Any]:
-        future: Future[Any] = Future()
-        self._cluster.add([item], [future], track=False, target=self.device)
-        return future
+        self.workers.look()
+        return _Submitted(self, item, priority=0)
 
     def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
-        done: queue.SimpleQueue[tuple[Item, Future[Any]]] = queue.SimpleQueue()
-        count = 0
+        self.workers.look()
+        waiting: dict[Any, tuple[Item, _Submitted]] = {}
         for track in tracks:
-            futures: list[Future[Any]] = []
-            for item in track:
-                future: Future[Any] = Future()
-                future.add_done_callback(partial(_put_finished, done, item))
-                futures.append(future)
-            count += len(track)
-            if track:
-                self._cluster.add(track, futures, track=True, target=self.device)
-        for _ in range(count):
-            item, finished = done.get()
-            yield item, finished.result()
+            for number, item in enumerate(track):  # the same layer of all lengths together, as in one process
+                submitted = _Submitted(self, item, priority=-number)
+                waiting[submitted.future] = item, submitted
+        while waiting:
+            self.workers.wait_for_one_of(list(waiting))
+            self.workers.look()
+            for _, submitted in waiting.values():
+                submitted.look()
+            finished = [future for future in waiting if future.done() and waiting[future][1].future is future]
+            for item, submitted in [waiting.pop(future) for future in finished]:
+                yield item, submitted.result()
+            waiting = {submitted.future: (item, submitted) for item, submitted in waiting.values()}
 
     def background(self, call: Callable[[], T]) -> Pending[T]:
-        return self._cluster.threads.submit(call)
+        return self.threads.submit(call)
+
+    def addresses_for(self, item: WorkItem) -> list[str]:
+        """The workers that may run an item: the home of its affinity, or all that may.
+
+        Raises:
+            ResourceError: No worker may, and none came in time.
+        """
+        with self._lock:
+            able = self._able(item)
+            if item.affinity is None:
+                return able
+            if item.stage != self._stage:
+                self._stage, self._homes = item.stage, {}
+            home = self._homes.get(item.affinity)
+            if home not in able:
+                count = Counter(self._homes.values())
+                home = self._homes[item.affinity] = min(able, key=lambda address: count[address])
+            return [home]
+
+    def _able(self, item: WorkItem) -> list[str]:
+        begun = time.monotonic()
+        while not (able := [address for address, info in self.workers.ready.items() if self._may(info, item)]):
+            if time.monotonic() - begun > PATIENCE:
+                raise ResourceError(
+                    f"no worker with {self.device} is there since {PATIENCE:.0f} s: start one and run the same command "
+                    "again, what was measured so far is kept"
+                )
+            time.sleep(POLL)
+            self.workers.look()
+        return able
+
+    def _may(self, info: WorkerInfo, item: WorkItem) -> bool:
+        return may_run(info.device, item, self.device)
 
 
-class ClusterExecutor(_OfKind):
+class ClusterExecutor(_KindExecutor):
     """The workers of a Dask scheduler, and what runs items on them for the kind of GPU that the recipe names first.
 
     `aimed_at` gives executors for other kinds, on the same workers.
 
     Args:
-        client: connected to it.
-        recipe: the run.
-        prompts: all that items are going to name.
-        wanted: how many workers to wait for before the first item; others join when they are there. With infinity,
-            for all that a scheduler has.
-        plugin: what runs the items in a worker.
+        client: Connected to the scheduler.
+        recipe: The run.
+        prompts: All that items are going to name.
+        plugin: What runs the items in a worker.
+
+    Raises:
+        ConfigError: No worker has a GPU that the recipe names, or it must name one of several.
+        ModelError: The model cannot be loaded or is not supported.
+        ResourceError: No worker came in time.
     """
 
     def __init__(
-        self,
-        client: Any,
-        recipe: Recipe,
-        prompts: Sequence[Prompt],
-        wanted: float,
-        plugin: type[S2OWorker] | None = None,
+        self, client: Any, recipe: Recipe, prompts: Sequence[Prompt], plugin: type[S2OWorker] | None = None
     ) -> None:
-        self._client, self._recipe = client, recipe
-        self._plugin = f"s2o-{uuid.uuid4().hex[:12]}"
-        self.known = {prompt.sha256 for prompt in prompts}
-        client.register_plugin((plugin or S2OWorker)(self._plugin, recipe, prompts))
-        self._board = Board()
-        self._futures: dict[Entry, Future[Any]] = {}
-        self._workers: dict[str, _Worker] = {}
-        self._given_up: set[str] = set()
-        self._events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self._closing = threading.Event()
-        self._failure: BaseException | None = None
-        self._reference: Hello | None = None
-        self._kinds: list[DeviceIdentity] = []
-        self._stranded: dict[Hashable, float] = {}  # targets that no worker can run items for, and since when
-        self._abandoned: dict[Hashable, S2OError] = {}
-        self._enough = threading.Event()
-        self._wanted = wanted
-        self._last_seen = time.monotonic()
-        self.lost = 0
-        self.work_for: dict[Hashable, dict[str, StageWork]] = {}  # by the kind of GPU
-        self.threads = ThreadPoolExecutor(THREADS, "s2o-wait")
-        self._loop = threading.Thread(target=self._run, name="s2o-coordinator", daemon=True)
-        self._loop.start()
+        workers = _Workers(client, recipe, prompts, plugin or S2OWorker)
         try:
-            self._wait_for_workers()
-            super().__init__(self, self._first_kind())
+            # all workers of a scheduler may be needed to know the kinds
+            workers.wait_until_loaded(recipe.gpus or (1 if recipe.target_gpu is None else None))
+            self._target, self._kinds = recipe.target_gpu, list[DeviceIdentity]()
+            self.workers = workers
+            model = next(iter(workers.ready.values()))
+            known = frozenset(prompt.sha256 for prompt in prompts)
+            super().__init__(workers, ThreadPoolExecutor(THREADS, "s2o-wait"), known, model, self._first_kind())
         except BaseException:
-            self.close()
+            workers.close()
             raise
 
     @property
     def status(self) -> str:
         """The workers in one line."""
-        running = sum(len(worker.running) for worker in list(self._workers.values()))
-        text = f"{self.size} workers, {running} items run, {self._board.waiting} wait"
-        return f"{text}, {self.lost} workers lost" if self.lost else text
+        text = f"{self.size} workers"
+        return f"{text}, {self.workers.lost} workers lost" if self.workers.lost else text
 
     def kinds(self) -> list[DeviceIdentity]:
         """The kinds of GPU to make profiles for: those that the recipe names, or all that workers have had so far.
@@ -286,55 +460,27 @@ class ClusterExecutor(_OfKind):
         Raises:
             ConfigError: no worker has a GPU that the recipe names.
         """
-        devices = [worker.hello.device for worker in list(self._workers.values()) if worker.hello]
+        devices = [info.device for info in self.workers.ready.values()]
         for device in sorted(devices, key=lambda device: (str(device), device.memory_bytes)):
             if not any(alike(kind, device) for kind in self._kinds):
                 self._kinds.append(device)
-        named = self._recipe.target_gpu
-        return list(
-            self._kinds if named in (None, (EVERY_KIND,)) else dict.fromkeys(map(self._kind_named, named or ()))
-        )
+        if self._target in (None, (EVERY_KIND,)):
+            return list(self._kinds)
+        return list(dict.fromkeys(map(self._kind_named, self._target or ())))
 
     def aimed_at(self, device: DeviceIdentity) -> Executor:
         """The same workers, which take times on GPUs of one kind."""
-        return _OfKind(self, device)
+        return _KindExecutor(self.workers, self.threads, self.known, self.model, device)
 
     def close(self) -> None:
-        """Give up what still runs and let the workers forget the run."""
-        self._closing.set()
-        self._events.put(("wake",))
-        self._loop.join()
+        """Let the workers forget the run."""
         self.threads.shutdown(wait=False, cancel_futures=True)
-        with contextlib.suppress(Exception):  # a scheduler that is gone has nothing to forget
-            self._client.unregister_worker_plugin(self._plugin)
-
-    @property
-    def model(self) -> Hello:
-        """What the first worker said, with which all others agree."""
-        assert self._reference is not None
-        return self._reference
-
-    @property
-    def ready(self) -> int:
-        """How many workers have loaded the model."""
-        return sum(worker.hello is not None for worker in list(self._workers.values()))
-
-    def add(
-        self, items: Sequence[WorkItem], futures: Sequence[Future[Any]], *, track: bool, target: DeviceIdentity
-    ) -> None:
-        """Have items run for a kind of GPU; `track`: they continue one another."""
-        self._events.put(("add", list(items), futures, track, target))
-
-    def _wait_for_workers(self) -> None:
-        """Until there are as many workers as wanted."""
-        self._enough.wait()
-        if self._failure is not None:
-            raise self._failure
+        self.workers.close()
 
     def _first_kind(self) -> DeviceIdentity:
         """The kind of GPU that times are taken on where nobody says for which."""
         kinds = self.kinds()
-        if self._recipe.target_gpu is not None:
+        if self._target is not None:
             return kinds[0]
         here = identify(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         for device in kinds:
@@ -353,221 +499,8 @@ class ClusterExecutor(_OfKind):
                 return device
         raise ConfigError(f"target_gpu {name!r} is no worker's: there are {', '.join(map(str, self._kinds))}")
 
-    # everything below runs in the coordinator's own thread
 
-    def _run(self) -> None:
-        looked = 0.0
-        begun = time.monotonic()
-        while not self._closing.is_set():
-            with contextlib.suppress(queue.Empty):
-                self._handle(self._events.get(timeout=POLL))
-                while True:
-                    self._handle(self._events.get_nowait())
-            try:
-                if time.monotonic() - looked > POLL:
-                    self._look()
-                    looked = time.monotonic()
-                if not self._enough.is_set():
-                    self._check_start(begun)
-                self._check_alone()
-                self._check_stranded()
-                self._feed()
-            except Exception as error:  # whatever Dask raises when the scheduler is gone
-                self._fail(_as_resource_error(error))
-        for worker in self._workers.values():
-            for future in worker.running:
-                with contextlib.suppress(Exception):
-                    future.cancel()
-
-    def _handle(self, event: tuple[Any, ...]) -> None:
-        if event[0] == "add":
-            _, items, futures, track, target = event
-            if target in self._abandoned:
-                for future in futures:
-                    future.set_exception(self._abandoned[target])
-                return
-            board = self._board
-            entries = board.add_track(items, target) if track else [board.add(item, target) for item in items]
-            self._futures.update(zip(entries, futures, strict=True))
-            if self._failure is not None:
-                self._fail(self._failure)
-        elif event[0] == "done":
-            self._finished(event[1], event[2])
-
-    def _look(self) -> None:
-        """Who is there, who is new, who is gone, who does not answer."""
-        present = set(self._client.nthreads())
-        for address in present - self._workers.keys() - self._given_up:
-            worker = self._workers[address] = _Worker(address)
-            worker.greeting = self._submit(worker, _say_hello, self._plugin)
-        now = time.monotonic()
-        for worker in list(self._workers.values()):
-            if worker.address not in present:
-                self._lose(worker, "is gone")
-            elif (worker.running or worker.hello is None) and now - worker.last_sign > self._recipe.item_deadline:
-                self._given_up.add(worker.address)
-                self._lose(worker, f"did not finish within {self._recipe.item_deadline:g} s")
-                threading.Thread(target=self._restart, args=(worker.address,), daemon=True).start()
-
-    def _check_start(self, begun: float) -> None:
-        ready = self.ready
-        greeting = any(worker.hello is None for worker in self._workers.values())
-        if ready >= self._wanted or (ready and not greeting and self._recipe.scheduler is not None):
-            self._enough.set()
-        elif not self._workers and time.monotonic() - begun > FIRST_WORKER:
-            self._fail(ResourceError(f"no worker is there after {FIRST_WORKER:g} s: start workers, one for each GPU"))
-
-    def _check_alone(self) -> None:
-        """End the run if no worker has been there for as long as an item may take."""
-        now = time.monotonic()
-        self._last_seen = now if self._workers else self._last_seen
-        if now - self._last_seen > max(self._recipe.item_deadline, FIRST_WORKER):
-            self._fail(
-                ResourceError(
-                    f"all workers are gone since {now - self._last_seen:.0f} s: start workers and run the same command "
-                    "again, what was measured so far is kept"
-                )
-            )
-
-    def _check_stranded(self) -> None:
-        """Give up the kinds of GPU of which no worker has been there for as long as an item may take."""
-        if not self._workers:
-            return  # of that `_check_alone` speaks
-        now = time.monotonic()
-        self._stranded = {target: self._stranded.get(target, now) for target in self._board.stranded()}
-        for target, since in self._stranded.items():
-            if now - since <= max(self._recipe.item_deadline, FIRST_WORKER):
-                continue
-            error = self._abandoned[target] = ResourceError(
-                f"no worker with {target} is there since {now - since:.0f} s: start one and run the same command "
-                "again, what was measured so far is kept"
-            )
-            self._board.drop(target)
-            for entry in [entry for entry in self._futures if entry.target == target]:
-                self._futures.pop(entry).set_exception(error)
-
-    def _submit(self, worker: _Worker, function: Callable[..., Any], *arguments: Any) -> Any:
-        future = self._client.submit(
-            function, *arguments, workers=[worker.address], allow_other_workers=False, pure=False, retries=0
-        )
-        future.add_done_callback(lambda finished: self._events.put(("done", worker, finished)))
-        return future
-
-    def _feed(self) -> None:
-        """Give every worker something to run, and something to go on with."""
-        for ahead in range(1, AHEAD + 1):
-            for address in self._board.workers:
-                worker = self._workers[str(address)]
-                if len(worker.running) >= ahead:
-                    continue
-                entry = self._board.take(worker.address)
-                if entry is None:
-                    continue
-                if not worker.running:
-                    worker.last_sign = time.monotonic()
-                worker.running[self._submit(worker, _run_item, self._plugin, entry.item)] = entry
-
-    def _finished(self, worker: _Worker, future: Any) -> None:
-        """A result, an error, or a future that Dask gave up because the worker is gone."""
-        if self._workers.get(worker.address) is not worker:
-            return
-        if future is worker.greeting and worker.hello is None:
-            self._greeted(worker, future)
-            return
-        entry = worker.running.get(future)
-        if entry is None or future.status not in ("finished", "error"):
-            return  # `_look` sees that the worker is gone
-        del worker.running[future]
-        worker.last_sign = time.monotonic()
-        if future.status == "finished":
-            try:
-                value, seconds = future.result(timeout=self._recipe.item_deadline)
-            except Exception as error:  # the worker went before its result was fetched
-                self._again(entry, error)
-                return
-            self._board.done(entry)
-            self.work_for.setdefault(entry.target, {}).setdefault(entry.item.stage, StageWork()).add(seconds)
-            if (waiting := self._futures.pop(entry, None)) is not None:
-                waiting.set_result(value)
-            return
-        raised = future.exception()
-        if isinstance(raised, S2OError):
-            self._end(entry, raised)
-        else:
-            self._again(entry, raised)
-
-    def _again(self, entry: Entry, error: BaseException) -> None:
-        """Let an item that failed wait again, unless it has been tried often enough."""
-        entry.tries += 1
-        if entry.tries < ATTEMPTS:
-            log.warning("%s failed (%s): it is run again", entry.item, _text(error))
-            self._board.put_back(entry)
-            return
-        self._end(entry, ResourceError(f"{entry.item} failed {ATTEMPTS} times ({_text(error)}): see the workers' logs"))
-
-    def _end(self, entry: Entry, error: BaseException) -> None:
-        """An item that is given up; nobody may wait for it any more."""
-        self._board.done(entry)
-        if (waiting := self._futures.pop(entry, None)) is not None:
-            waiting.set_exception(error)
-
-    def _lose(self, worker: _Worker, why: str) -> None:
-        """A worker that is gone or given up: what it had runs elsewhere."""
-        del self._workers[worker.address]
-        if worker.hello is not None or worker.running:
-            self.lost += 1
-            log.warning("worker %s %s: what it had runs elsewhere", worker.address, why)
-        again = []
-        for number, (future, entry) in enumerate(worker.running.items()):
-            with contextlib.suppress(Exception):
-                future.cancel()
-            entry.tries += number == 0  # the others only waited behind the first
-            if entry.tries < ATTEMPTS:
-                again.append(entry)
-            else:
-                self._end(
-                    entry,
-                    ResourceError(f"{entry.item} failed {ATTEMPTS} times (its worker {why}): see the workers' logs"),
-                )
-        self._board.leave(worker.address, again)
-
-    def _greeted(self, worker: _Worker, future: Any) -> None:
-        if future.status != "finished":
-            error = future.exception() if future.status == "error" else None
-            if isinstance(error, S2OError):
-                self._fail(error)
-            elif error is not None:
-                log.warning("worker %s cannot be used: %s", worker.address, _text(error))
-                self._given_up.add(worker.address)
-                del self._workers[worker.address]
-            return
-        hello = future.result()
-        reference = self._reference = self._reference or hello
-        for name in ("fingerprint", "geometry", "versions"):
-            if getattr(hello, name) != getattr(reference, name):
-                log.warning("worker %s is not used: its %s differ from the others'", worker.address, name)
-                self._given_up.add(worker.address)
-                del self._workers[worker.address]
-                return
-        worker.hello = hello
-        log.info("worker %s: %s, model loaded in %.0f s", worker.address, hello.device, hello.seconds)
-        self._board.join(worker.address, partial(may_run, hello.device))
-
-    def _restart(self, address: str) -> None:
-        """Ask a worker's nanny to end and start the process; where it has none, the worker is just not used."""
-        with contextlib.suppress(Exception):
-            self._client.restart_workers([address], timeout=30, raise_for_error=False)
-
-    def _fail(self, error: BaseException) -> None:
-        """End the run: everybody who waits gets this error."""
-        self._failure = self._failure or error
-        self._enough.set()
-        futures, self._futures = list(self._futures.values()), {}
-        for future in futures:
-            future.set_exception(self._failure)
-
-
-def may_run(device: DeviceIdentity, item: WorkItem, target: Any) -> bool:
+def may_run(device: DeviceIdentity, item: WorkItem, target: DeviceIdentity) -> bool:
     """Whether a worker on this device may run an item for a kind of GPU.
 
     Another kind of the same compute capability runs the same tiles; one of another runs layers dense whose tile it has
@@ -580,10 +513,6 @@ def may_run(device: DeviceIdentity, item: WorkItem, target: Any) -> bool:
     return True
 
 
-def _put_finished(done: queue.SimpleQueue[Any], item: WorkItem, finished: Future[Any]) -> None:
-    done.put((item, finished))
-
-
 def alike(one: DeviceIdentity, other: DeviceIdentity) -> bool:
     """Whether times taken on one device are times of the other."""
     accepted = fit(one, other)
@@ -591,17 +520,16 @@ def alike(one: DeviceIdentity, other: DeviceIdentity) -> bool:
 
 
 @contextmanager
-def cluster_executor(recipe: Recipe, prompts: Sequence[Prompt], *, progress: bool) -> Iterator[ClusterExecutor]:
+def cluster_executor(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[ClusterExecutor]:
     """The workers that a recipe names: started here, or those of a scheduler.
 
     Args:
-        recipe: names them, and the model that they load.
-        prompts: all that items are going to name.
-        progress: whether to print where Dask's dashboard is.
+        recipe: Names them, and the model that they load.
+        prompts: All that items are going to name.
 
     Raises:
-        ConfigError: the recipe does not fit the machine.
-        ResourceError: the scheduler or its workers cannot be reached.
+        ConfigError: The recipe does not fit the machine.
+        ResourceError: The scheduler or its workers cannot be reached.
     """
     with ExitStack() as stack:
         if recipe.gpus is not None:
@@ -609,15 +537,10 @@ def cluster_executor(recipe: Recipe, prompts: Sequence[Prompt], *, progress: boo
         else:
             address = recipe.scheduler
         try:
-            client = stack.enter_context(
-                Client(address, security=_security(recipe), set_as_default=False, timeout=CONNECT)
-            )
+            client = stack.enter_context(Client(address, set_as_default=False, timeout=CONNECT))
         except OSError as error:
             raise ResourceError(f"scheduler {recipe.scheduler} does not answer ({_text(error)}): check it") from error
-        if progress and recipe.dashboard is not None:
-            log.warning("dashboard: %s", client.dashboard_link)
-        wanted = recipe.gpus or (1 if recipe.target_gpu is None else math.inf)  # all may be needed to know the kinds
-        executor = ClusterExecutor(client, recipe, prompts, wanted)
+        executor = ClusterExecutor(client, recipe, prompts)
         stack.callback(executor.close)
         stack.enter_context(showing(lambda: executor.status))
         yield executor
@@ -628,30 +551,19 @@ def _local_cluster(recipe: Recipe, count: int) -> Iterator[Any]:
     """A scheduler and one worker process for each GPU, all of them reachable from this machine only."""
     from distributed import Nanny, Scheduler
 
-    _hush()
-    security = _security(recipe)
-    host, _, port = (recipe.dashboard or "").rpartition(":")
-    common = {"host": "127.0.0.1", "security": security, "protocol": "tls" if security else "tcp"}
+    _quiet_logs()
+    options = {"host": "127.0.0.1", "nthreads": 1, "memory_limit": 0, "silence_logs": logging.ERROR, "dashboard": False}
     workers = {
-        number: {
-            "cls": Nanny,
-            "options": {
-                **common,
-                "nthreads": 1,
-                "memory_limit": 0,
-                "silence_logs": logging.ERROR,
-                "dashboard": False,
-                "env": environment,
-            },
-        }
+        number: {"cls": Nanny, "options": {**options, "env": environment}}
         for number, environment in enumerate(_environments(recipe, count))
     }
-    dashboard = {"dashboard": recipe.dashboard is not None, "dashboard_address": f"{host or '127.0.0.1'}:{port}"}
-    if recipe.dashboard is None:
-        dashboard["dashboard_address"] = "127.0.0.1:0"
-    with SpecCluster(
-        workers, {"cls": Scheduler, "options": {**common, **dashboard}}, security=security, silence_logs=logging.ERROR
-    ) as cluster:
+    scheduler = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}
+    # what continues on a worker stays there; the third worker that dies with an item is the last
+    settings = {"distributed.scheduler.work-stealing": False, "distributed.scheduler.allowed-failures": ATTEMPTS - 1}
+    with (
+        dask.config.set(settings),
+        SpecCluster(workers, {"cls": Scheduler, "options": scheduler}, silence_logs=logging.ERROR) as cluster,
+    ):
         yield cluster
 
 
@@ -669,25 +581,6 @@ def _environments(recipe: Recipe, count: int) -> list[dict[str, str]]:
     if len(gpus) < count:
         raise ConfigError(f"gpus is {count}, but {len(gpus)} GPUs are here: give at most {len(gpus)}")
     return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:count]]
-
-
-def _security(recipe: Recipe) -> Any:
-    """Dask's TLS settings; None without."""
-    if recipe.tls_ca_file is None:
-        return None
-    ca, cert, key = map(str, (recipe.tls_ca_file, recipe.tls_cert, recipe.tls_key))
-    roles = {f"tls_{role}_{part}": path for role in ("client", "worker", "scheduler") for part, path in
-             (("cert", cert), ("key", key))}  # fmt: skip
-    return Security(tls_ca_file=ca, require_encryption=True, **roles)
-
-
-def _as_resource_error(error: BaseException) -> BaseException:
-    if isinstance(error, S2OError):
-        return error
-    return ResourceError(
-        f"the scheduler cannot be reached any more ({_text(error)}): run the same command again, what was measured so "
-        "far is kept"
-    )
 
 
 def _text(error: BaseException | None) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 from calibrate.model.models import LoadedModel
@@ -28,8 +27,6 @@ class WorkItem(Protocol):
         stage: what it is a part of; a worker forgets what it kept for another stage.
         affinity: items of one affinity continue one another, so they run on one worker where possible; None if not.
         timed: whether its result is a time, which only a GPU of the target kind may take.
-        sticky: (where an item has it) whether to go on elsewhere costs all that came before, so that items of one
-            affinity only move if their worker is gone.
         tiled: (where an item has it) whether it runs the tiles of the target kind, which only a GPU of the same compute
             capability may be able to.
     """
@@ -54,13 +51,11 @@ class WorkerState:
     Attributes:
         loaded: the model.
         prompts: those that items may name, by their hash.
-        hidden_cache: a folder in which processes share hidden states; None without one.
         kept: of the present stage, by a key of its own.
     """
 
     loaded: LoadedModel
     prompts: dict[str, Prompt] = field(default_factory=dict)
-    hidden_cache: Path | None = None
     kept: dict[Hashable, Any] = field(default_factory=dict)
     _stage: str = ""
     _attention: Mapping[str, str] | None = None  # the model's own implementations, while another is used

@@ -42,12 +42,6 @@ ALL = BASE | {
     "method": "auto",
     "gpus": 2,
     "target_gpu": ("H200", "L40S"),
-    "hidden_cache": Path("hidden"),
-    "item_deadline": 60.0,
-    "dashboard": "8787",
-    "tls_ca_file": Path(__file__),
-    "tls_cert": Path(__file__),
-    "tls_key": Path(__file__),
 }
 WITHOUT_WORKERS = {"journal": None, "storage": None} | {
     entry.field: entry.default for entry in OPTIONS.values() if entry.group == WORKERS

@@ -37,10 +37,10 @@ class Ran:
 class PretendingWorker(S2OWorker):
     """Its GPU's name is in the environment. One that dies does so at the first trial and cannot be started again."""
 
-    def hello(self):
+    def info(self):
         if Path(os.environ[RAN] + ".dead").exists() and os.environ.get(DIES):
             raise RuntimeError("the GPU has fallen off the bus")
-        return replace(super().hello(), device=GPUS[os.environ[NAME]])
+        return replace(super().info(), device=GPUS[os.environ[NAME]])
 
     def run(self, item):
         gpu = os.environ[NAME]

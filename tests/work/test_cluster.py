@@ -19,6 +19,8 @@ import torch
 
 pytest.importorskip("distributed", reason="dask.distributed is not installed (s2o[distributed])")
 
+import dask
+
 from calibrate import pipeline
 from calibrate.api import finished_kinds
 from calibrate.journal import Journal
@@ -33,7 +35,8 @@ from s2o_runtime.profile import load_profile
 from support.pretended_gpus import DIES, FAST_ROWS, GPUS, NAME, RAN, UNIT, PretendingWorker, ran
 from support.tiny import recipe, save_tiny
 
-SLOW = pytest.mark.slow(reason="starts worker processes for a whole calibration; test_board.py has the scheduling")
+SLOW = pytest.mark.slow(reason="starts worker processes for a whole calibration")
+EXHAUSTIVE = pytest.mark.exhaustive(reason="further ways in which workers come, go and differ, with processes for each")
 
 ROOT = Path(__file__).parents[2]
 LONG = 120  # seconds that nothing here should take
@@ -50,12 +53,20 @@ def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
 
 
+@pytest.fixture
+def short_silence():
+    """A worker that stands still is given up after seconds, where Dask's default is minutes."""
+    with dask.config.set({"distributed.scheduler.worker-ttl": "25s"}):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
     """In the workers too: with another number of threads torch adds up in another order."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+        "PYTHONPATH",
+        os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
     )
 
 
@@ -99,12 +110,12 @@ class Act:
 
 
 @pytest.fixture
-def workers(folder, tmp_path):
-    with cluster_executor(made(folder, tmp_path / "p", gpus=2, item_deadline=8.0), [], progress=False) as executor:
+def workers(folder, tmp_path, short_silence):
+    with cluster_executor(made(folder, tmp_path / "p", gpus=2), []) as executor:
         yield executor
 
 
-@SLOW
+@EXHAUSTIVE
 def test_items_that_kill_hang_or_fail_run_elsewhere_and_not_for_ever(workers, tmp_path):
     """One cluster for all of it, in the order in which it gets worse."""
     executor = workers
@@ -126,7 +137,7 @@ def test_items_that_kill_hang_or_fail_run_elsewhere_and_not_for_ever(workers, tm
     hung = tmp_path / "hung"
     executor.submit(Act("hang", hung)).result()
     assert hung.read_text() == "xx"
-    assert executor.lost == 2
+    assert executor.workers.lost == 2
     with pytest.raises(ResourceError, match=r"failed 3 times \(its worker is gone"):
         executor.submit(Act("always die", tmp_path / "poison")).result()
     assert (tmp_path / "poison").read_text() == "xxx"
@@ -139,17 +150,6 @@ def test_two_workers_make_the_bytes_of_one_process(folder, undisturbed, tmp_path
     assert result.written
     assert (tmp_path / "p.safetensors").read_bytes() == undisturbed
     assert {stage: done.items for stage, done in result.work.items()}["curves"] == 2 * 2 * 2  # halves of the prompts
-
-
-@SLOW
-@pytest.mark.parametrize("cache", [False, True], ids=["own", "shared"])
-def test_hidden_states_may_come_from_a_folder(cache, folder, undisturbed, tmp_path):
-    hidden = {"hidden_cache": tmp_path / "hidden"} if cache else {}
-    result = calibrate(made(folder, tmp_path / "p.safetensors", gpus=1, **hidden), progress=False)
-    assert (tmp_path / "p.safetensors").read_bytes() == undisturbed
-    files = sorted(path.name for path in (tmp_path / "hidden").rglob("*.safetensors")) if cache else []
-    assert files == ["1.safetensors"] * (4 if cache else 0)  # two prompts of two lengths before the second layer
-    assert result.work["curves"].items == 4
 
 
 def children():
@@ -165,9 +165,17 @@ def children():
 
 
 @SLOW
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
-@pytest.mark.parametrize("stage", ["curves", "proof"])
-def test_a_worker_that_is_lost_in_the_middle_changes_nothing(number, stage, folder, undisturbed, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "stage"),
+    [
+        pytest.param(signal.SIGKILL, "curves", id="killed"),
+        pytest.param(signal.SIGKILL, "proof", marks=EXHAUSTIVE, id="killed-later"),
+        pytest.param(signal.SIGSTOP, "curves", marks=EXHAUSTIVE, id="hung"),
+    ],
+)
+def test_a_worker_that_is_lost_in_the_middle_changes_nothing(
+    number, stage, folder, undisturbed, tmp_path, monkeypatch, short_silence
+):
     """It is lost as soon as something of the stage is in the journal."""
     lost = []
     real = Journal.put_all
@@ -181,7 +189,7 @@ def test_a_worker_that_is_lost_in_the_middle_changes_nothing(number, stage, fold
     monkeypatch.setattr(Journal, "put_all", put_all)
     seen = []
     monkeypatch.setattr(cluster.log, "warning", lambda text, *values: seen.append(text % values))
-    result = calibrate(made(folder, tmp_path / "p.safetensors", gpus=2, item_deadline=6.0), progress=False)
+    result = calibrate(made(folder, tmp_path / "p.safetensors", gpus=2), progress=False)
     assert lost
     assert result.written
     assert (tmp_path / "p.safetensors").read_bytes() == undisturbed
@@ -189,7 +197,7 @@ def test_a_worker_that_is_lost_in_the_middle_changes_nothing(number, stage, fold
     assert gone or stage == "proof"  # near the end nobody may need it any more
 
 
-@SLOW
+@EXHAUSTIVE
 def test_a_coordinator_that_is_killed_goes_on_where_it_was(folder, undisturbed, tmp_path):
     """Nothing that was in the journal is measured again."""
     path = tmp_path / "p.safetensors"
@@ -229,7 +237,7 @@ def entries(path, kind):
         return 0
 
 
-@SLOW
+@EXHAUSTIVE
 def test_a_scheduler_of_ones_own_with_a_worker_that_joins_late(folder, undisturbed, tmp_path):
     """Started as a user would: dask scheduler, dask worker; the second worker comes when work has begun."""
     port, log = 18786, (tmp_path / "dask.log").open("w")
@@ -263,12 +271,9 @@ def test_options_that_do_not_fit_are_named(tmp_path):
     for options, message in [
         ({"gpus": 2, "scheduler": "tcp://a:1"}, "leave one out"),
         ({"scheduler": "head-node"}, "is no address"),
-        ({"hidden_cache": tmp_path}, "give gpus or scheduler"),
         ({"target_gpu": ("H200",)}, "give gpus or scheduler"),
         ({"target_gpu": ("all",)}, "give gpus or scheduler"),
         ({"target_gpu": ("all", "H200"), "gpus": 2}, "leave the others out"),
-        ({"scheduler": "tls://a:1", "tls_cert": tmp_path / "c"}, "give all three"),
-        ({"scheduler": "tcp://a:1", "dashboard": "8787"}, "give gpus too"),
     ]:
         with pytest.raises(ConfigError, match=message):
             Recipe.of(base | options)
@@ -297,9 +302,8 @@ def test_times_are_taken_on_the_target_kind():
 
     def executor(*devices, target=None):
         made = object.__new__(cluster.ClusterExecutor)
-        made._workers = {number: SimpleNamespace(hello=SimpleNamespace(device=device))
-                         for number, device in enumerate(devices)}  # fmt: skip
-        made._recipe, made._kinds = SimpleNamespace(target_gpu=target), []
+        ready = {number: SimpleNamespace(device=device) for number, device in enumerate(devices)}
+        made.workers, made._target, made._kinds = SimpleNamespace(ready=ready), target, []
         return made
 
     assert executor(h100, h100)._first_kind() == h100
@@ -353,7 +357,7 @@ def mixed(folder, tmp_path, monkeypatch):
     return build
 
 
-@SLOW
+@EXHAUSTIVE
 def test_one_run_makes_a_profile_for_each_kind_of_gpu(mixed, tmp_path):
     outcomes = list(finished_kinds(mixed(), progress=False))
     assert [outcome.device for outcome in outcomes] == list(GPUS.values())
@@ -395,18 +399,18 @@ def test_one_run_makes_a_profile_for_each_kind_of_gpu(mixed, tmp_path):
     assert alone.out.read_bytes() == outcomes[1].recipe.out.read_bytes()
 
 
-@SLOW
+@EXHAUSTIVE
 def test_a_kind_whose_workers_are_gone_does_not_end_the_others(mixed, tmp_path, monkeypatch):
-    monkeypatch.setattr(cluster, "FIRST_WORKER", 1.0)
-    gone, other = calibrate_kinds(mixed(dies="H200", item_deadline=12.0), progress=False)
+    monkeypatch.setattr(cluster, "PATIENCE", 2.0)
+    gone, other = calibrate_kinds(mixed(dies="H200"), progress=False)
     assert isinstance(gone.result, ResourceError)
-    assert str(gone.result).startswith("no worker with NVIDIA H200 (sm_90, 132 SMs) is there since 1")
+    assert str(gone.result).startswith("no worker with NVIDIA H200 (sm_90, 132 SMs) is there since 2 s")
     assert not gone.recipe.out.exists()
     assert other.result.written
     assert load_profile(other.recipe.out).device == GPUS["L40S"]
 
 
-@SLOW
+@EXHAUSTIVE
 def test_a_scheduler_that_does_not_answer_is_one_sentence(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "CONNECT", 1)
     with pytest.raises(ResourceError, match=r"tcp://127.0.0.1:9 does not answer"):
