@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from calibrate.recipe import DEFAULT_LENGTHS, Budget, Recipe, default_out, several_gpus
 from s2o_runtime.config import MAX_SEGMENT
 from s2o_runtime.errors import ConfigError, ResourceError
+from s2o_runtime.files import destination
 
 if TYPE_CHECKING:
     from s2o_runtime.devices import DeviceIdentity
@@ -93,15 +94,15 @@ def check_writable(flag: str, path: Path) -> None:
     """Fail before the work, not after it, if a file cannot be written at a path.
 
     Raises:
-        ConfigError: the path cannot be a file's.
+        ConfigError: the path cannot be a file's (`files.destination`).
         ResourceError: the disk does not take it.
     """
-    if path.is_dir():
-        raise ConfigError(f"{flag} {path} is a folder: give a file name")
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
     try:
+        folder = next(parent for parent in destination(path).absolute().parents if parent.exists())
         with tempfile.TemporaryFile(dir=folder):
             pass
+    except ConfigError as error:
+        raise ConfigError(f"{flag} {error}") from None
     except OSError as error:
         kind = ResourceError if error.errno in CANNOT_WRITE else ConfigError
         raise kind(f"{flag} {path} cannot be written ({error.strerror}): choose another folder") from None

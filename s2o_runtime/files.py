@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from pathlib import Path
+
+from s2o_runtime.errors import ConfigError
+
+
+def destination(path: Path) -> Path:
+    """The file that a write to a path makes or replaces: the target of a symbolic link, else the path itself.
+
+    Raises:
+        ConfigError: there is something that is not a regular file, such as a folder, a pipe or a device.
+        OSError: the path cannot be followed.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG
+    if stat.S_ISDIR(mode):
+        raise ConfigError(f"{path} is a folder: give a file name")
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{path} is a pipe, a socket or a device, and no regular file: give another file name")
+    return path.resolve() if path.is_symlink() else path
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that a reader, or a crash at any moment, sees the old content or the new, never a part.
 
     Args:
-        path: the file; its folder must exist.
+        path: the file, or a symbolic link to it, which stays one; its folder must exist.
         data: the whole content.
 
     Raises:
+        ConfigError: there is something that is not a regular file. It stays as it is.
         OSError: the file cannot be written. The old content is then still there. If its folder is missing or takes no
             files, the error names the folder.
     """
+    path = destination(path)
     try:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:

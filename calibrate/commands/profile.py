@@ -54,9 +54,9 @@ REBUDGET = {
     "budget_kl": "",
     "worst_rows": "the profile's",
     "journal": "beside the profile",
-    "out": "<budget>.safetensors beside the profile",
+    "out": "<budget>.safetensors here",
 }
-RETILE = {"device": "a GPU if there is one", "out": "<profile>-<gpu>.safetensors beside the profile"}
+RETILE = {"device": "a GPU if there is one", "out": "<profile>-<gpu>.safetensors here"}
 VERIFY = {
     "model": "",
     "device": "a GPU if there is one",
@@ -106,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
     ).add_to(verify)
     verify.add_argument("profile", metavar="PROFILE", nargs="+", help="the profile")
     plot = command("plot", "A picture of every head's threshold.", "profile")
-    plot.add_argument("--out", type=Path, metavar="FILE.png", help="default <profile>.tau.png")
+    plot.add_argument("--out", type=Path, metavar="FILE.png", help="default <profile>.tau.png here")
     push = command("push", "Copy a profile, its card and its report to a folder or hf://org/name.", "profile", "to")
     push.add_argument("--catalogue", action="store_true", help="file it by model and device in a folder with an index")
     push.add_argument("--name", help="with --catalogue: what the model is called there (default as it was calibrated)")
@@ -212,8 +212,7 @@ def rebudget(flags: Flags, command: str = "rebudget") -> int:
     profile, budget = flags["profile"], Budget.of(flags)
     worst_rows = flags.get("worst_rows")
     guard = "" if worst_rows is None else f"-rows-{worst_rows:g}"
-    out = flags.get("out", profile.parent / f"{budget}{guard}.safetensors")
-    check_writable("--out", out)
+    out = _out(flags, f"{budget}{guard}.safetensors")
 
     from calibrate.profiles.rebudget import rebudget
 
@@ -226,13 +225,14 @@ def retile(flags: Flags) -> int:
     """Tune a profile's tiles for the device here; its thresholds stay. flags: "profile" and some of `RETILE`."""
     profile = flags["profile"]
     name, device = named_device(flags.get("device"))
-    out = flags.get("out", profile.parent / f"{profile.stem}-{slug(device.name)}.safetensors")
-    check_writable("--out", out)
+    out = _out(flags, f"{profile.stem}-{slug(device.name)}.safetensors")
 
     from calibrate.profiles.retile import retile
 
     with writing(out):
-        retile(profile, name, out)
+        retiled = retile(profile, name, out)
+    if device.kind == "cpu":
+        log.warning("%s", retiled.note)
     return _report_written(flags, out)
 
 
@@ -368,7 +368,7 @@ def plot(flags: Flags) -> int:
     from s2o_runtime.profile import load_profile
 
     profile = load_profile(flags["profile"])
-    out = flags.get("out", flags["profile"].with_suffix(".tau.png"))
+    out = _out(flags, f"{flags['profile'].stem}.tau.png")
     write_atomically(out, tau_picture(profile))
     return _report_written(flags, out)
 
@@ -393,6 +393,15 @@ def pull(flags: Flags) -> int:
     from calibrate.profiles.share import pull
 
     return _report_files(flags, pull(flags["source"], flags.get("out_dir", Path())))
+
+
+def _out(flags: Flags, name: str) -> Path:
+    """The file to write: `--out`, or one of this name in the current folder, which must not be the profile itself."""
+    out: Path = flags.get("out", Path(name))
+    check_writable("--out", out)
+    if "out" not in flags and out.exists() and out.samefile(flags["profile"]):
+        raise ConfigError(f"{out} is the profile that is read: give --out")
+    return out
 
 
 def _report_written(flags: Flags, out: Path) -> int:

@@ -65,11 +65,14 @@ class TimingKey:
 
 @dataclass(frozen=True)
 class Retiled:
-    """The profile that was written; timed: what was timed; dense_layers: how many layers became dense."""
+    """The profile that was written; timed: what was timed; dense_layers: how many layers became dense; note: a sentence
+    that says what was tuned and what was not.
+    """
 
     profile: Profile
     timed: tuple[RetiledLayers, ...]
     dense_layers: int
+    note: str
 
 
 _Layer = tuple[int, int]  # indices of its bucket and of the layer in it
@@ -85,7 +88,7 @@ def retile(profile: Path, device: str, out: Path) -> Retiled:
     stride more keys, and more important ones, are weighed together, and a head stops later. If this GPU has no such
     tile, its tiles are given the profile's stride. A tile of another height must be faster by `OTHER_HEIGHT`. Buckets
     beyond `LONGEST` keys are timed at that length. On a CPU, where the reference runs any tile, only the device's
-    identity changes.
+    identity changes, and the note says so.
 
     Args:
         profile: the file of a calibrated profile.
@@ -110,13 +113,16 @@ def retile(profile: Path, device: str, out: Path) -> Retiled:
         candidates = candidate_tiles(old.geometry.head_dim, here.capability)
         safe = default_tile(old.geometry.head_dim, here.capability)
         layers, timed, dense_layers = _tuned(old, _densities(old, profile), candidates, safe, where)
+    note = f"errors, densities and times elsewhere in this record are of {old.device}"
+    if here.kind == "cpu":
+        note = f"no tiles were tuned, because a CPU runs any: {note}"
     retiling = Retiling(
         made_on=str(old.device),
         tuned_for=str(here),
         versions=versions(),
         timed=timed,
         dense_layers=dense_layers,
-        note=f"errors, densities and times elsewhere in this record are of {old.device}",
+        note=note,
     )
     proof = old.record.proof
     proof = f"held out on {old.device}" if proof == "held out" else proof
@@ -125,7 +131,7 @@ def retile(profile: Path, device: str, out: Path) -> Retiled:
     new = replace(old, device=here, layers=layers, record=record)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_profile(new, out)
-    return Retiled(new, timed, dense_layers)
+    return Retiled(new, timed, dense_layers, note)
 
 
 def _tuned(

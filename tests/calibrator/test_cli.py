@@ -1,6 +1,7 @@
 """s2o-calibrate as a user meets it: a process with an exit code, one sentence for bad input, a profile at the end."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -345,30 +346,31 @@ def test_a_bug_is_not_taken_for_a_full_disk():
         (
             ["--rebudget", "a/p.x", "--budget-mse", "1e-3"],
             "'mse-0.001', 'OUT', 'None', 'None'",
-            "a/mse-0.001.safetensors",
+            "mse-0.001.safetensors",
         ),
         (
             ["--rebudget", "a/p.x", "--budget-kl", "5e-3"],
             "'kl-0.005', 'OUT', 'None', 'None'",
-            "a/kl-0.005.safetensors",
+            "kl-0.005.safetensors",
         ),
         (
             ["--rebudget", "a/p.x", "--budget-rel-mse", "0.5", "--worst-rows", "0.8"],
             "'rel-mse-0.5', 'OUT', 'None', '0.8'",
-            "a/rel-mse-0.5-rows-0.8.safetensors",
+            "rel-mse-0.5-rows-0.8.safetensors",
         ),
         (
             ["--rebudget", "a/p.x", "--budget-mse", "0.5", "--worst-rows", "0", "--journal", "j", "--out", "b/q"],
             "'mse-0.5', 'OUT', 'j', '0.0'",
             "b/q",
         ),
-        (["--retile", "a/p.x"], "'cpu', 'OUT'", "a/p-cpu.safetensors"),
+        (["--retile", "a/p.x"], "'cpu', 'OUT'", "p-cpu.safetensors"),
         (["--retile", "a/p.x", "--device", "cpu", "--out", "q"], "'cpu', 'OUT'", "q"),
     ],
 )
 def test_modes_that_change_a_profile(arguments, called, out, command, tmp_path, monkeypatch, caplog):
     def mode(*given):
         print("called with", [str(argument) for argument in given])
+        return SimpleNamespace(note="what was not tuned")
 
     for name in ("rebudget", "retile"):
         monkeypatch.setitem(sys.modules, f"calibrate.profiles.{name}", SimpleNamespace(**{name: mode}))
@@ -415,6 +417,7 @@ def bad_inputs():
     yield ["--out", "bad.jsonl/p.safetensors"], "--out bad.jsonl/p.safetensors cannot be written"
     yield ["--out", "/proc/p.safetensors"], "--out /proc/p.safetensors cannot be written"
     yield ["--out", "."], "--out . is a folder"
+    yield ["--out", "pipe"], "--out pipe is a pipe, a socket or a device, and no regular file: give another file name"
     yield ["--journal", "."], "--journal . is a folder"
     yield ["--journal", "bad.jsonl/j"], "--journal bad.jsonl/j cannot be written"
     yield ["--recipe", "none.yaml"], "recipe none.yaml cannot be read (No such file or directory): check the path"
@@ -452,6 +455,7 @@ def test_a_hub_out_of_reach_is_a_missing_resource(command):
 def test_bad_input_is_one_sentence_and_exit_code_2(arguments, message, unfit, command, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "short.jsonl").write_text('{"text": "a"}\n')
+    os.mkfifo(tmp_path / "pipe")
     before = sorted(tmp_path.iterdir())
     flags = dict(zip(GOOD[::2], GOOD[1::2], strict=True)) | dict([arguments])
     flags = {name: str(unfit.get(value, value)) for name, value in flags.items()}

@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.errors import ProfileError
+from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.files import write_atomically
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import SCHEMA, Profile, Record, load_profile, save_profile, serialize
@@ -549,6 +549,33 @@ def test_who_reads_while_a_file_is_written_sees_the_old_one(tmp_path):
         assert begun + reader.read() == old
     assert path.read_bytes() == b"new"
     assert os.listdir(tmp_path) == ["p.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [(os.mkfifo, "a pipe, a socket or a device"), (os.mkdir, "a folder")],
+    ids=["pipe", "folder"],
+)
+def test_what_is_no_regular_file_is_refused_and_stays(make, what, tmp_path):
+    make(tmp_path / "p")
+    (tmp_path / "link").symlink_to("p")
+    before = (tmp_path / "p").lstat()
+    for path in (tmp_path / "p", tmp_path / "link"):
+        with pytest.raises(ConfigError, match=f"{path} is {what}"):
+            write_atomically(path, b"new")
+    assert (tmp_path / "p").lstat() == before
+    assert sorted(os.listdir(tmp_path)) == ["link", "p"]
+
+
+def test_a_symbolic_link_stays_one(tmp_path):
+    """Also one whose target is not there yet."""
+    (tmp_path / "store").mkdir()
+    (tmp_path / "link").symlink_to("store/p")
+    for data in (b"old", b"new"):
+        write_atomically(tmp_path / "link", data)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "store" / "p").read_bytes() == data
+    assert os.listdir(tmp_path / "store") == ["p"]
 
 
 MIXED = Geometry("gemma3_text", 2, 3, 1, 64, (1, 3), (("linear_attention", 1), ("sliding_attention", 1)))

@@ -219,10 +219,11 @@ def test_export_holds_everything(run, tmp_path):
 
 
 @SLOW
-def test_a_profile_is_given_another_budget_or_other_tiles(calibrated, run, tmp_path):
+def test_a_profile_is_given_another_budget_or_other_tiles(calibrated, run, tmp_path, monkeypatch):
     """The same files as s2o-calibrate's older flags write."""
+    monkeypatch.chdir(tmp_path)
     budget = ("--budget-rel-mse", "5e-3", "--worst-rows", "0.8")
-    out = calibrated.with_name("rel-mse-0.005-rows-0.8.safetensors")
+    out = Path("rel-mse-0.005-rows-0.8.safetensors")
     assert run("rebudget", calibrated, *budget) == (0, f"wrote {out}\n")
     record = load_profile(out).record
     assert record.budget.to_json() == {"kind": "rel_mse", "value": 5e-3, "scope": "layer"}
@@ -317,9 +318,26 @@ def test_verify_refuses_what_it_cannot_prove(calibrated, run, tmp_path):
     assert (code, "does not say how it was calibrated" in sentence) == (2, True)
 
 
-def test_plot_draws_thresholds(run, tmp_path):
-    assert run("plot", FULL, "--out", tmp_path / "p.png")[0] == 0
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+def test_plot_draws_thresholds(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run("plot", FULL) == (0, f"wrote {FULL.stem}.tau.png\n")
+    assert Path(f"{FULL.stem}.tau.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_profile_that_is_read_is_not_what_is_written_unless_it_is_said(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mse-1.safetensors").write_bytes(FULL.read_bytes())
+    assert run("rebudget", "mse-1.safetensors", "--budget-mse", "1") == (
+        2,
+        "s2o-profile: mse-1.safetensors is the profile that is read: give --out\n",
+    )
+
+
+def test_without_a_gpu_retile_says_that_no_tiles_were_tuned(run, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    assert run("retile", FULL, "--device", "cpu") == (0, f"wrote {FULL.stem}-cpu.safetensors\n")
+    assert "no tiles were tuned, because a CPU runs any" in caplog.text
+    assert load_profile(f"{FULL.stem}-cpu.safetensors").record.retiled.note in caplog.text
 
 
 def test_a_plot_in_a_folder_that_is_not_there_names_the_folder(run, tmp_path):
