@@ -229,6 +229,18 @@ def with_rope(weights_hash: str, config: Any) -> str:
     return f"{weights_hash}{ROPE}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
+def not_finite(model: nn.Module) -> str | None:
+    """The first parameter that holds NaN or inf, in words; None if no plain one in memory does. All are read."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or type(parameter.data) is not Tensor or not parameter.is_floating_point():
+            continue  # not in memory, in a quantised type, or split over processes
+        values = parameter.detach() if parameter.element_size() > 1 else parameter.detach().float()
+        if not bool(values.isfinite().all()):
+            number = "NaN" if bool(values.isnan().any()) else "inf"
+            return f"{name} holds {number}: check that the model's weights are whole and meant for {parameter.dtype}"
+    return None
+
+
 def fingerprint_mismatch(model_fingerprint: str, profile_fingerprint: str, config: Any) -> str | None:
     """How a model differs from the one a profile was calibrated on, in words, or None if it is the same.
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.huggingface.layers import STATE
 from s2o_runtime.huggingface.obstacles import layer_obstacle
-from s2o_runtime.identity import Geometry
+from s2o_runtime.identity import Geometry, not_finite
 from s2o_runtime.layer_kinds import positions, text_config
 from s2o_runtime.tiles import DECODE, candidate_tiles
 
@@ -61,13 +62,14 @@ def self_test(loaded: LoadedModel) -> None:
     if config is None:  # no kernel for this head dim here: the search says so
         return
     length = min(SEGMENTS * config.heads[0].segment - 20, positions(loaded.model.config))
-    comparison = _Comparison(loaded.geometry)
+    comparison = _Comparison(loaded.geometry, loaded.model)
     AttentionInterface.register(NAME, comparison.attention)
     AttentionMaskInterface.register(NAME, comparison.mask)
     with (
         attention_implementation(loaded.model, NAME),
         _only(loaded, layers),
         _attached(layers, config),
+        _checked(layers, comparison),
     ):
         for case, calls in _cases(loaded.model, length, device).items():
             comparison.begin(case)
@@ -140,16 +142,34 @@ def _attached(layers: list[DecoderLayer], config: LayerConfig) -> Iterator[None]
             hf.detach(module)
 
 
+@contextmanager
+def _checked(layers: list[DecoderLayer], comparison: _Comparison) -> Iterator[None]:
+    """Inside the block a layer whose output is not finite is an error that names it, not the next layer."""
+
+    def check(number: int, module: nn.Module, arguments: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        comparison.check_finite(number, "output", comparison.without_padding(hidden))
+
+    handles = [layer.module.register_forward_hook(partial(check, layer.number)) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @dataclass
 class _Comparison:
     """The attention function and the mask function of the test, and what they saw.
 
-    geometry: What the configuration says of the layers. case: What is tested. real: Which positions are no padding,
+    geometry: What the configuration says of the layers. model: Its weights are looked at where numbers are not finite.
+    case: What is tested. real: Which positions are no padding,
     bool [B, L]; None if all are none. ran: The modules that ran S2O in this case. reasons: Why others did not. masks:
     Eager attention's masks of this case, and beside each what S2O gets instead.
     """
 
     geometry: Geometry
+    model: Any
     case: str = ""
     real: Tensor | None = None
     ran: set[nn.Module] = field(default_factory=set)
@@ -235,11 +255,23 @@ class _Comparison:
                 "model is not supported"
             )
 
+    def without_padding(self, tensor: Tensor) -> Tensor:
+        """A tensor [B, L, ...] without its positions that are padding."""
+        return tensor if self.real is None else tensor[self.real.to(tensor.device)]
+
+    def check_finite(self, number: int, what: str, tensor: Tensor) -> None:
+        """Raises ModelError if something that a layer computed holds NaN or inf; weights that do are named first."""
+        if not bool(tensor.isfinite().all()):
+            raise ModelError(
+                not_finite(self.model)
+                or f"layer {number}'s {what} holds NaN or inf ({self.case} prompt), none of its weights does: check "
+                f"that the model is meant for {tensor.dtype}"
+            )
+
     def _compare(self, number: int, ours: Tensor, out: Tensor) -> None:
         """Raises ModelError if two outputs [B, L, Hq, D] of a layer are not the same but for the rounding of `ours`."""
-        if self.real is not None:
-            real = self.real.to(out.device)
-            ours, out = ours[real], out[real]
+        ours, out = self.without_padding(ours), self.without_padding(out)
+        self.check_finite(number, "attention", out)
         difference = (ours.double() - out.double()).square().mean() / out.double().square().mean().clamp_min(1e-30)
         if not float(difference) <= ALLOWED.get(ours.dtype, ALLOWED_ROUNDED):
             raise ModelError(

@@ -47,6 +47,7 @@ from s2o_runtime.identity import (
     fingerprint,
     fingerprint_mismatch,
     geometry,
+    not_finite,
     offloaded,
 )
 from s2o_runtime.layer_kinds import chunk, positions, window
@@ -126,9 +127,11 @@ def patch(
     mismatch = rejected or fingerprint_mismatch(fingerprint(model), profile.fingerprint, model.config)
     if mismatch is not None:
         message = rejected or f"{mismatch} of {profile.model_name} that the profile was calibrated on"
+        broken = not_finite(model)
         if strict:
-            raise ProfileError(f"{message}: calibrate this model, or patch with strict=False")
-        log.warning("%s: %s", message, "the model stays dense" if rejected else "errors and densities may differ")
+            raise ProfileError(broken or f"{message}: calibrate this model, or patch with strict=False")
+        consequence = "the model stays dense" if rejected else broken or "errors and densities may differ"
+        log.warning("%s: %s", message, consequence)
     states = states_of(profile, list(map(device_of, modules)), drift, beyond, rejected)
     for module, state in zip(modules, states, strict=True):
         state.heads = heads_here(module, profile.geometry.query_heads)

@@ -41,6 +41,12 @@ class Keys(NamedTuple):
     middle: Tensor | None
 
 
+@triton.jit
+def _smallest(rows):
+    """The smallest entry of each column of float32 [R, D]; NaN if it has one, which `tl.min` drops."""
+    return tl.where(tl.max((rows != rows).to(tl.int32), 0) > 0, float("nan"), tl.min(rows, 0))
+
+
 @triton.jit(do_not_specialize=["kv_len"])
 def _channel_ranges(
     K, LOW, HIGH, KV_START, CU_K, kv_len, stride_kb, stride_kh, stride_kl,
@@ -71,11 +77,11 @@ def _channel_ranges(
     for t0 in tl.range(start + part * ROWS, kv_len, tl.num_programs(0) * ROWS, num_stages=3):
         t = tl.minimum(t0 + tl.arange(0, ROWS), kv_len - 1)
         k = tl.load(base + (k_first + t)[:, None].to(tl.int64) * stride_kl).to(tl.float32)
-        low = tl.minimum(low, k)
-        high = tl.maximum(high, k)
+        low = tl.minimum(low, k, propagate_nan=tl.PropagateNan.ALL)
+        high = tl.maximum(high, k, propagate_nan=tl.PropagateNan.ALL)
     at = ((b * tl.num_programs(1) + h).to(tl.int64) * tl.num_programs(0) + part) * D + offs_d
-    tl.store(LOW + at, tl.min(low, 0).to(LOW.dtype.element_ty))
-    tl.store(HIGH + at, tl.max(high, 0).to(HIGH.dtype.element_ty))
+    tl.store(LOW + at, _smallest(low).to(LOW.dtype.element_ty))
+    tl.store(HIGH + at, (-_smallest(-high)).to(HIGH.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["kv_len"])
@@ -108,15 +114,16 @@ def _quantise_keys(
         k = tl.load(keys, mask=inside[:, None], other=0.0).to(tl.float32)
         of_head = (b * tl.num_programs(1) + h).to(tl.int64)
         ranges = (of_head * PARTS + tl.arange(0, PARTS)[:, None]) * D + offs_d[None, :]
-        low = tl.min(tl.load(LOW + ranges).to(tl.float32), 0)
-        high = tl.max(tl.load(HIGH + ranges).to(tl.float32), 0)
-        counted = low <= high  # false where no key counts
-        low = tl.where(counted, low, 0.0)
-        high = tl.where(counted, high, 0.0)
+        low = _smallest(tl.load(LOW + ranges).to(tl.float32))
+        high = -_smallest(-tl.load(HIGH + ranges).to(tl.float32))
+        none = low > high  # where no key counts
+        low = tl.where(none, 0.0, low)
+        high = tl.where(none, 0.0, high)
         middle = (low + high) * 0.5
         half = (high - low) * 0.5
         widest = tl.maximum(tl.max(half, 0), SMALLEST)
-        unit = widest * tl.exp2(tl.log2(tl.maximum(half / widest, NARROWEST)) * SMOOTHING) * RCP_LEVELS
+        share = tl.maximum(half / widest, NARROWEST, propagate_nan=tl.PropagateNan.ALL)
+        unit = widest * tl.exp2(tl.log2(share) * SMOOTHING) * RCP_LEVELS
         levels = tl.minimum(tl.maximum((k - middle[None, :]) * (1.0 / unit)[None, :], -LEVELS), LEVELS)
         # as in `primitives.quantised`
         rounded = (levels + ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)

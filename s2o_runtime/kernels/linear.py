@@ -314,7 +314,9 @@ def _covariances(
         of_slice = (b * tl.num_programs(1) + i).to(tl.int64) * segments + n
         offs_span = of_slice * SPANS + tl.arange(0, SPANS)
         total = tl.sum(tl.load(MASS + offs_span), 0)
-        if total > SMALLEST_MASS:
+        if total <= SMALLEST_MASS:
+            tl.store(LOG_MASS + of_slice, float("-inf"))
+        else:  # also if it is NaN
             prefix = window_start(of_call, segment, offset, start, BN) - start
             offs_d = tl.arange(0, D)
             offs_c = block * BD + tl.arange(0, BD)
@@ -333,8 +335,6 @@ def _covariances(
                 log_sum = tl.load(LOG_SUM + b.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh + of_call)
                 tl.store(LOG_MASS + of_slice, log_sum + tl.log2(total))
                 tl.store(MEAN_KEY + of_slice * D + offs_d, mean_key)
-        else:
-            tl.store(LOG_MASS + of_slice, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "segments", "stride_eb", "stride_eh"])
@@ -378,7 +378,7 @@ def _add_linear(
         n = row0 // segment
         of_slice = (b * tl.num_programs(1) + i).to(tl.int64) * segments + n - row_begin // segment
         log_mass = tl.load(LOG_MASS + of_slice)
-        if log_mass > float("-inf"):
+        if log_mass != float("-inf"):
             offs_d = tl.arange(0, D)
             offs_row = tl.arange(0, BM)
             rows = row0 + offs_row

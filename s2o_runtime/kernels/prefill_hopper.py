@@ -300,6 +300,7 @@ def _consumer(
         # a copy of `primitives.quantised`, which Gluon code cannot call
         exact *= gl.load(sink[1] + copy_d)[None, :]
         q_scale = gl.maximum(gl.max(gl.abs(exact), 1), SMALLEST) * RCP_LEVELS
+        q_scale += gl.sum(exact * 0.0, 1)
         rounded = exact * (1.0 / q_scale)[:, None] + ROUNDING
         q.store(rounded.to(gl.int32, bitcast=True).to(gl.int8))
         qk_scale = gl.convert_layout(q_scale, ROWS) * qk_scale
@@ -364,7 +365,7 @@ def _consumer(
                     chunk_gain = gl.max(gain, 0) if ROW_MAX else gl.sum(gain, 0) / gl.maximum(rows, 1.0)
                     # the stop, as in `_prefill`
                     times = gl.where(stop % 4 == ALL_LEFT, total - i - 1, 1).to(gl.float32)
-                    running = (chunk_gain * times >= tau * (i + 1 - current_begin)) & (rows > 0.0)
+                    running = ~(chunk_gain * times < tau * (i + 1 - current_begin)) & (rows > 0.0)
                     if HAS_TAIL:
                         added = l - old
                         chunk_begin = current_begin
@@ -400,10 +401,10 @@ def _consumer(
             mass, edge, share = _behind(begins, masses, (i - near) * (BN // GRAIN), steps, EDGES, ONE)
             most = (total - i) / (i - chunk_begin)
             factor = gl.where((before - mass) * most > mass, mass / (before - mass), most)
-            tail = gl.where(mass > 0, factor, 0.0) * added
+            tail = gl.where(mass <= 0, 0.0, factor) * added
             sums = SUMS + edge * D + gl.arange(0, D, gl.SliceLayout(0, O))
             after = gl.where(edge + 1 < EDGES, gl.load(sums + gl.where(edge + 1 < EDGES, D, 0)), 0.0)
-            mean = (after + share * (gl.load(sums) - after)) / gl.where(mass > 0, mass, 1.0)
+            mean = (after + share * (gl.load(sums) - after)) / gl.where(mass <= 0, 1.0, mass)
             l += tail
             acc += gl.convert_layout(tail, O_ROWS)[:, None] * mean[None, :]
 
@@ -414,7 +415,7 @@ def _consumer(
             share_m = m + lost if INT8 and HAS_LSE else m
             share_lse = gl.where(real, (share_m + gl.log2(l)) * LN2, float("-inf"))
             gl.store(OUT[2] + HALF * BM + gl.arange(0, BM, ROWS), share_lse, mask=row < q_len)
-            of_row = gl.convert_layout(gl.where(real & (l > 0), 1.0 / gl.where(l > 0, l, 1.0), 0.0), O_ROWS)
+            of_row = gl.convert_layout(gl.where(real & (l != 0), 1.0 / gl.where(l != 0, l, 1.0), 0.0), O_ROWS)
             o_rows = HALF * BM + gl.arange(0, BM, O_ROWS)
             offs_d = gl.arange(0, D, gl.SliceLayout(0, O))
             share_out = OUT[1] + o_rows[:, None] * D + offs_d[None, :]
@@ -427,7 +428,7 @@ def _consumer(
             m += lost
         lse = (m + gl.log2(l)) * LN2
         gl.store(LSE + HALF * BM + gl.arange(0, BM, ROWS), gl.where(real, lse, float("-inf")), mask=row < q_len)
-    full = gl.convert_layout(gl.where(real & (l > 0), 1.0 / gl.where(l > 0, l, 1.0), 0.0), O_ROWS)
+    full = gl.convert_layout(gl.where(real & (l != 0), 1.0 / gl.where(l != 0, l, 1.0), 0.0), O_ROWS)
     out_tile.store((acc * full[:, None]).to(DTYPE))  # through shared memory, so that rows are written whole
     gl.store(OUT + copy_rows[:, None] * stride_ol + copy_d[None, :], out_tile.load(COPY), mask=inside)
 

@@ -142,6 +142,7 @@ def softmax_start(SINKS, h, BM: tl.constexpr, HAS_SINKS: tl.constexpr):
 def quantised(rows):
     """Rows float32 [R, D] as int8 [R, D] and their scales float32 [R]: the function `quantisation.quantised`."""
     scale = tl.maximum(tl.max(tl.abs(rows), 1), SMALLEST) * RCP_LEVELS
+    scale += tl.sum(rows * 0.0, 1)  # NaN for a row that holds NaN or inf: a maximum drops NaN, integers have none
     # adding 1.5 * 2^23 rounds to an integer, whose last 8 bits are those of the sum
     rounded = rows * (1.0 / scale)[:, None] + ROUNDING
     return rounded.to(tl.int32, bitcast=True).to(tl.int8), scale
@@ -307,7 +308,7 @@ def tail_factor(before, mass, most):
     chunk's, the ratio if all keys counted alike. 0 where the tail has no mass.
     """
     factor = tl.where((before - mass) * most > mass, mass / (before - mass), most)
-    return tl.where(mass > 0, factor, 0.0)
+    return tl.where(mass <= 0, 0.0, factor)
 
 
 @triton.jit
@@ -319,7 +320,7 @@ def tail_mean(sums, edge, share, mass, D: tl.constexpr, EDGES: tl.constexpr):
     offs_d = tl.arange(0, D)
     from_edge = sums + edge * D + offs_d
     after = tl.load(from_edge + D, mask=(edge + 1 < EDGES) & (offs_d < D), other=0.0)
-    return (after + share * (tl.load(from_edge) - after)) / tl.where(mass > 0, mass, 1.0)
+    return (after + share * (tl.load(from_edge) - after)) / tl.where(mass <= 0, 1.0, mass)
 
 
 @triton.jit

@@ -55,8 +55,8 @@ class State(NamedTuple):
     acc: Tensor
 
     def output(self) -> Tensor:
-        """[T, BM, Dv]; rows that saw no key are zero."""
-        return torch.where(self.l[..., None] > 0, self.acc / self.l[..., None], 0.0)
+        """[T, BM, Dv]; rows that saw no key are zero, those whose weights are NaN are NaN."""
+        return torch.where(self.l[..., None] == 0, 0.0, self.acc / self.l[..., None])
 
     def at(self, tiles: Tensor) -> State:
         """The state of some row tiles."""
@@ -324,8 +324,8 @@ def with_tail(before: State, after: State, ranking: RankedPrefix, begin: int, en
     most = (len(ranking.order) - end) / (end - begin)
     times = torch.where(chunk * most > mass, mass / chunk, most)
     brought = after.l - before.l * (before.m - after.m).exp()
-    added = torch.where(mass > 0, times, 0.0) * brought
-    mean = values / torch.where(mass > 0, mass, 1.0)
+    added = torch.where(mass == 0, 0.0, times) * brought
+    mean = values / torch.where(mass == 0, 1.0, mass)
     return State(after.m, after.l + added, after.acc + added[..., None] * mean)
 
 
@@ -348,6 +348,8 @@ def tile_gain(gain: Tensor, real: Tensor, config: LayerConfig) -> Tensor:
 
 def stops(gain: Tensor, begin: int, end: int, prefix: int, head: HeadConfig, tile: TileConfig) -> Tensor:
     """Whether row tiles stop at the end of a chunk (Algorithm 3, line 14, with the threshold of the head's stop rule).
+
+    With a gain that is NaN none does.
 
     Args:
         gain: [T], what the chunk added to the softmax denominator of each row tile, relative to it.

@@ -62,7 +62,9 @@ def log_weights(representatives: Tensor, k: Tensor, grain: int = 1, softcap: flo
     """The logarithm of the weight of each step of `grain` adjacent keys.
 
     Each representative gives a softmax over the prefix. The weight of a key is its largest one, the weight of a step
-    the sum over its keys. Sinks have no part in it: they say nothing of which key is more important.
+    the sum over its keys. Sinks have no part in it: they say nothing of which key is more important. A key with a score
+    that is NaN or infinite weighs infinitely much, and nothing in the softmax of others: rows that see it may be NaN,
+    so it must be visited.
 
     Args:
         representatives: [..., R, D], scaled.
@@ -74,7 +76,9 @@ def log_weights(representatives: Tensor, k: Tensor, grain: int = 1, softcap: flo
         [..., P / grain].
     """
     scores = capped(representatives @ k.transpose(-1, -2), softcap)
-    largest = (scores - scores.logsumexp(-1, keepdim=True)).amax(-2)
+    finite = scores.isfinite()
+    log_sum = scores.masked_fill(~finite, float("-inf")).logsumexp(-1, keepdim=True)
+    largest = torch.where(finite, scores - log_sum, float("inf")).amax(-2)
     return largest.view(*largest.shape[:-1], -1, grain).logsumexp(-1)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 from itertools import pairwise
 
 import pytest
@@ -202,6 +203,19 @@ def test_other_weights_warn_or_are_refused(eager, caplog):
     with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
         patch(model, made)
     assert "the weights are not those of tiny" in caplog.text
+
+
+@pytest.mark.parametrize(("bad", "name"), [(math.nan, "NaN"), (math.inf, "inf")])
+def test_weights_that_are_no_numbers_are_named(bad, name, eager, caplog):
+    model = twin(eager)
+    made = make_profile(model, 0.0)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight.fill_(bad)
+    sentence = f"model.layers.1.self_attn.k_proj.weight holds {name}: check that the model's weights are whole"
+    with pytest.raises(ProfileError, match=f"^{sentence}"):
+        patch(model, made, strict=True)
+    patch(model, made)
+    assert sentence in caplog.text
 
 
 def test_a_gpu_profile_runs_on_a_cpu_and_a_foreign_one_stays_dense(eager, ids, monkeypatch):

@@ -1,6 +1,7 @@
 """What shows that S2O can serve an architecture, and what it says of one that it cannot."""
 
 import copy
+import math
 import sys
 from dataclasses import replace
 
@@ -150,6 +151,30 @@ def test_a_layer_that_does_not_call_the_attention_function_is_refused(monkeypatc
     attention = held.model.model.layers[1].self_attn
     monkeypatch.setattr(attention, "forward", lambda hidden_states, **named: (hidden_states, None))
     with pytest.raises(ModelError, match=r"layer 1 cannot run S2O \(it does not call transformers' attention function"):
+        self_test(held)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("part", ["self_attn.k_proj", "mlp.down_proj"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_weights_that_are_no_numbers_are_named(number, part, bad):
+    """Not the layer behind them, and not as another kind of attention; also in the last layer."""
+    held = loaded()
+    with torch.no_grad():
+        held.model.get_parameter(f"model.layers.{number}.{part}.weight")[3, 5] = bad
+    name = "NaN" if math.isnan(bad) else "inf"
+    with pytest.raises(ModelError, match=rf"^model.layers.{number}.{part}.weight holds {name}: check that the model's"):
+        self_test(held)
+
+
+def test_numbers_that_overflow_are_blamed_on_the_layer_that_makes_them():
+    held = loaded()
+    with torch.no_grad():
+        held.model.model.layers[0].mlp.up_proj.weight.fill_(1e20)
+        held.model.model.layers[0].mlp.down_proj.weight.fill_(3e38)
+    with pytest.raises(
+        ModelError, match=r"^layer 0's output holds NaN or inf \(whole prompt\), none of its weights"
+    ):
         self_test(held)
 
 

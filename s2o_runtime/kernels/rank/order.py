@@ -19,11 +19,13 @@ from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.primitives import cache_rows, sequence, window_start
+from s2o_runtime.kernels.rank.scores import SCORE_LIMIT
 
 ORDER_WARPS = 4
 SAMPLES = 512  # with 256 or 1024 heads visit about as much; sorting 1024 took up to a third of the kernel's time
 BUCKETS = 32  # one for each lane of a warp
 FINEST, COARSEST = 1 / 256, 3 / 4  # shares of the row before the end of the first and of the last but one bucket
+LIMIT = tl.constexpr(SCORE_LIMIT)  # the score of a step with a key whose score is NaN or infinite
 JITTER = tl.constexpr(40503)  # an odd number near 2^16 over the golden ratio: its multiples' middle bits are spread
 RANK_BYTES = 6  # of workspace for each step of a row: a float16 score and an int32 index
 
@@ -184,6 +186,7 @@ def _order(
         # one of each stretch, and not always its first: text may have a period that the stretches share
         at = tl.minimum(index * every + ((index * JITTER) >> 7) % every, prefix - 1)
         sample = tl.load(score + at, mask=index < sampled, other=float("-inf")).to(tl.float32)
+        sample = tl.where(sample == LIMIT, -LIMIT, sample)  # no edge: such a step is above all edges, so it comes first
         sample = tl.sort(sample, descending=True)
         rank = (tl.load(SHARE_OF_RANK + tl.arange(0, BUCKETS)) * sampled.to(tl.float32)).to(tl.int32)
         edges = tl.gather(sample, tl.minimum(rank, tl.maximum(sampled - 1, 0)), 0)

@@ -40,9 +40,9 @@ def _log_sums(
 ):  # fmt: skip
     """LOG_SUM[b, h, n] = log-sum-exp in base 2 of part n's scores with its prefix, from about SAMPLE keys of all.
 
-    It is infinite for parts that hold only padding or have no prefix. Programs: (parts / BR, the last ones first; Hq;
-    B). BK: keys at once; BN: keys of a tile, a multiple of which a prefix has; CAP: the soft cap of scores in base 2, 0
-    for none. T is the input type.
+    It is infinite for parts that hold only padding or have no prefix. Scores that are NaN or infinite do not count.
+    Programs: (parts / BR, the last ones first; Hq; B). BK: keys at once; BN: keys of a tile, a multiple of which a
+    prefix has; CAP: the soft cap of scores in base 2, 0 for none. T is the input type.
 
         REP                 T [B, Hq, parts, D], strides r: as `_representatives` wrote it
         K                   T [B, Hkv, Lk, D], strides k
@@ -93,7 +93,7 @@ def _log_sums(
             s = tl.dot(r, k).to(tl.float32) * r_scale[:, None] if INT8 else tl.dot(r, k, input_precision="ieee")
             if CAP > 0:
                 s = capped(s, 1.0, CAP)
-            s = tl.where(t[None, :] < first[:, None], s, NOTHING)
+            s = tl.where((t[None, :] < first[:, None]) & (tl.abs(s) < float("inf")), s, NOTHING)
             smaller = tl.exp2(-tl.abs(s - m))  # of the two terms, over the larger one
             l = tl.where(s > m, l * smaller + 1.0, l + smaller)
             m = tl.maximum(m, s)
@@ -131,7 +131,8 @@ def _scores(
     """SCORE[b, h, n, g] = the logarithm in base 2 of what step g of the prefix weighs for segment n of the slice.
 
     For the keys t of step g and the representatives r of the segment: log2 sum_t 2^(max_r(r . k_t - LOG_SUM[r])), each
-    term limited to -limit .. limit, and each product soft-capped with CAP > 0. Programs: (blocks of 32 * WARPS keys,
+    term limited to -limit .. limit, and each product soft-capped with CAP > 0. A term that is NaN or infinite is limit:
+    rows that see such a key may be NaN, so it is visited first. Programs: (blocks of 32 * WARPS keys,
     Hq / HEADS, B). A program reads its keys once for those of its HEADS query heads, which share a KV head, that have R
     representatives, BS segments at once. Only entries of prefixes are written. T is the input type; N' counts the
     segments of the slice of rows row_begin .. rows_end.
@@ -212,7 +213,7 @@ def _scores(
                         s = capped(s, 1.0, CAP)
                     s -= tl.load(log_sum + p, mask=there, other=float("inf"))[None, :]
                     s = tl.max(tl.reshape(s, [BK, BS, R]), 2) if R > 1 else s
-                    s = tl.minimum(tl.maximum(s, -limit), limit)
+                    s = tl.where(tl.abs(s) < float("inf"), tl.minimum(tl.maximum(s, -limit), limit), limit)
                     if GRAIN > 1:
                         s = _together(s, WARPS, GRAIN)
                         most = tl.max(s, 1)

@@ -1,0 +1,51 @@
+"""NaN and inf in bf16: a row that is NaN in dense attention because of its query or a key is NaN in S2O."""
+
+import math
+
+import pytest
+import torch
+
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.kernels import prefill as prefill_module
+from s2o_runtime.tiles import tile_obstacle
+from support.gpu import inputs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+PLAIN, SPECIALIZED = TileConfig(64, 64, 2, 4, 2), TileConfig(64, 128, 1, 4, 2, True)
+LENGTH, SEGMENT, PADDING = 2000, 256, 300
+HEADS = (
+    HeadConfig(1e6, SEGMENT, representatives=32),
+    HeadConfig(1e6, SEGMENT, tail=True),
+    HeadConfig(mode="dense"),
+    HeadConfig(0.0, SEGMENT, linear=True),
+)
+
+
+@pytest.mark.parametrize("position", [100, 900, 1999])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["q", "k"])
+@pytest.mark.parametrize("path", ["kernels", "shares", "int8"])
+@pytest.mark.parametrize("tile", [PLAIN, SPECIALIZED], ids=str)
+def test_where_dense_attention_is_nan_s2o_is(tile, path, where, bad, position, monkeypatch):
+    """Every head here stops at its first chunk; rows beside one that is NaN may be NaN too, but not in padding."""
+    if obstacle := tile_obstacle(tile, 128, torch.cuda.get_device_capability()):
+        pytest.skip(obstacle)
+    heads = HEADS[:3] if path == "int8" else HEADS
+    q, k, v = inputs(2, len(heads), 1, LENGTH, LENGTH, 128, torch.bfloat16)
+    start = torch.tensor([0, PADDING], device="cuda")
+    {"q": q, "k": k}[where][0, 0, position, 3] = bad
+    config = LayerConfig(heads, tile, grain=4, scores="int8" if path == "int8" else "input")
+    if path == "shares":
+        monkeypatch.setattr(prefill_module, "key_shares", lambda *_: 3)
+    out, lse, _ = s2o_attention(q, k, v, config, kv_start=start, backend="triton", return_lse=True)
+    scores = q.double() @ k.double().mT
+    expected = ((scores.isnan() | (scores == math.inf)) & torch.ones_like(scores[0, 0], dtype=torch.bool).tril()).any(
+        -1
+    )
+    assert bool(expected.any())
+    assert bool(out[expected].isnan().any(-1).all())
+    assert not bool(lse[expected].isfinite().any())
+    assert bool(out[1].isfinite().all())
+    assert bool((out[1, :, :PADDING] == 0).all())
