@@ -213,7 +213,7 @@ def _prefill(
         gain = tl.where(real, added / tl.where(real, old, 1.0), 0.0)
         chunk_gain = tl.max(gain, 0) if ROW_MAX else tl.sum(gain, 0) / real_rows
         times = tl.where((flags & STOP_RULE_BITS) == REST, tiles - done, 1).to(tl.float32)
-        running = (done < tiles) & ~(chunk_gain * times < tau * length.to(tl.float32))  # with a NaN the tile goes on
+        running = (done < tiles) & (chunk_gain * times >= tau * length.to(tl.float32))
 
     if HAS_TAIL:  # noqa: SIM102
         if ((flags & TAIL) != 0) & (done < tiles):

@@ -365,7 +365,7 @@ def _consumer(
                     chunk_gain = gl.max(gain, 0) if ROW_MAX else gl.sum(gain, 0) / gl.maximum(rows, 1.0)
                     # the stop, as in `_prefill`
                     times = gl.where(stop % 4 == ALL_LEFT, total - i - 1, 1).to(gl.float32)
-                    running = ~(chunk_gain * times < tau * (i + 1 - current_begin)) & (rows > 0.0)
+                    running = (chunk_gain * times >= tau * (i + 1 - current_begin)) & (rows > 0.0)
                     if HAS_TAIL:
                         added = l - old
                         chunk_begin = current_begin
