@@ -172,9 +172,7 @@ def test_numbers_that_overflow_are_blamed_on_the_layer_that_makes_them():
     with torch.no_grad():
         held.model.model.layers[0].mlp.up_proj.weight.fill_(1e20)
         held.model.model.layers[0].mlp.down_proj.weight.fill_(3e38)
-    with pytest.raises(
-        ModelError, match=r"^layer 0's output holds NaN or inf \(whole prompt\), none of its weights"
-    ):
+    with pytest.raises(ModelError, match=r"^layer 0's output holds NaN or inf \(whole prompt\), none of its weights"):
         self_test(held)
 
 
