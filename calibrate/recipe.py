@@ -591,7 +591,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"recipe {path} is not YAML ({reason}): correct it") from error
-    if document is None:
+    if root is None:
         raise ConfigError(f"recipe {path} is empty: expected lines such as trials: 16")
     if not isinstance(document, dict):
         raise ConfigError(f"recipe {path} holds a {type(document).__name__}: expected lines such as trials: 16")

@@ -67,7 +67,7 @@ def sentences(certificate: Certificate | None) -> list[str]:
     less = sum(layer.rung is not None for layer in layers) - dense
     looks = f"{len(layers) - less - dense} of {len(layers)} bounds were within their limits at the first look"
     changed = f"{counted(less, 'layer')} got less of their budget and {dense} became dense" if less or dense else ""
-    first = [", ".join(filter(None, (looks, changed))), STATED] if layers else []
+    first = [", ".join(filter(None, (looks, changed)))] if layers else []
     return [_of_length(length) for length in lengths] + first
 
 

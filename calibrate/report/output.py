@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from calibrate.profiles.certified import domain_table, sentences, statement, table
+from calibrate.profiles.certified import STATED, domain_table, sentences, statement, table
 from calibrate.report.contents import Report
 from calibrate.report.html import html_page
 from calibrate.report.markdown import markdown_page
@@ -30,6 +30,8 @@ def print_report(report: Report, console: Console) -> None:
     for certified in (table(report.certificate), domain_table(report.certificate)):
         if certified is not None:
             print_table(certified, console)
+    if report.certificate is not None:
+        print_lines([STATED, ""], console)
     if report.met:
         print_lines([statement(report.certificate, report.adjusted_on), *sentences(report.certificate)], console)
     print_lines([f"not proven: {sentence}" for sentence in (*report.problems, *report.not_proven)], console)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from calibrate.profiles.certified import domain_table, sentences, statement, table
+from calibrate.profiles.certified import STATED, domain_table, sentences, statement, table
 from calibrate.report.contents import LengthReport, Report
 from calibrate.report.sections import closing_notes, gain, layer_ranges, layer_table, length_notes, overview_table
 from calibrate.tables import Table
@@ -162,7 +162,11 @@ def _certificate(report: Report) -> list[Block]:
     tables = [one for one in (table(report.certificate), domain_table(report.certificate)) if one is not None]
     if not tables:
         return []
-    return [Heading("Certified"), *(Grid(one, one.title) for one in tables), Bullets(sentences(report.certificate))]
+    return [
+        Heading("Certified"),
+        *(Grid(one, one.title) for one in tables),
+        Bullets([STATED, *sentences(report.certificate)]),
+    ]
 
 
 def _usage(report: Report) -> list[Block]:

@@ -313,8 +313,7 @@ def test_what_is_certified_comes_first_and_what_is_not_proven_last(summary, tmp_
         "8192 tokens: with a probability of at least 90% the next prompt like these keeps the KL below 2.0e-03 nats "
         "(two dense implementations: 1.0e-04), at least 98.50% of top-1 tokens, the error of every layer below "
         "1.75 times its limit; 30 of 32 needles kept (79% to 99%) 1 of 3 bounds were within their limits at the first "
-        "look, 1 layer got less of their budget and 1 became dense last eighth and continued are information: they are "
-        "stated as shares of the limit and not held to it not proven: retrieval at 8192 tokens"
+        "look, 1 layer got less of their budget and 1 became dense not proven: retrieval at 8192 tokens"
     )
     assert f"{statement} {following}" in text
     files = {path.name: path for path in write(summary, tmp_path / "p.safetensors")}
