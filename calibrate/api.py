@@ -52,7 +52,8 @@ def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **opt
         model: an alias such as "demo", a local folder, a GGUF file or a hub id; a `Recipe`, which is run as it is; or a
             transformers model in memory, quantised or not, with adapters or without, on one GPU or spread over several
             that are alike. That one is measured where it is and as it is.
-        tokenizer: of a model in memory; the processor of a model with further inputs will do.
+        tokenizer: of a model in memory; the processor of a model with further inputs will do. Of a model by name, the
+            folder or hub id of a tokenizer to use in place of the model's.
         progress: show progress bars on standard error.
         **options: by the names of the command's flags, with underscores: docs/options.md lists them with their
             defaults. Values are Python's own (lengths=(1024, 2048)) or the texts of the flags (time_limit="5m").
@@ -73,8 +74,9 @@ def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **opt
     """
     if not isinstance(model, (str, Recipe)):
         return _calibrate_loaded(model, tokenizer, options, progress)
-    if tokenizer is not None:
-        raise ConfigError("calibrate() got a tokenizer and a model by name, which has its own: leave the tokenizer out")
+    if tokenizer is not None and not (isinstance(tokenizer, str) and isinstance(model, str)):
+        raise ConfigError("calibrate() got a tokenizer and a model by name: give the tokenizer's folder or hub id")
+    options |= {"tokenizer": tokenizer} if tokenizer else {}
     return finished(_recipe(model, options, "calibrate()"), progress=progress).result
 
 
@@ -138,10 +140,17 @@ def planned(options: Mapping[str, Any]) -> Planned:
     recipe = draft(options)
 
     from calibrate.model.foresight import outlook
-    from calibrate.model.models import load_config
+    from calibrate.model.models import is_gguf, load_config, load_tokenizer
     from s2o_runtime.layer_kinds import positions
 
     config = load_config(recipe.model, random_weights=recipe.random_weights, trust_remote_code=recipe.trust_remote_code)
+    if recipe.tokenizer is not None or is_gguf(recipe.model):
+        load_tokenizer(
+            recipe.model,
+            random_weights=recipe.random_weights,
+            trust_remote_code=recipe.trust_remote_code,
+            tokenizer=recipe.tokenizer,
+        )
     recipe, device = on_this_machine(options)
     recipe.check_limit(positions(config))
     seen = outlook(

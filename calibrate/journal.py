@@ -65,11 +65,15 @@ class Journal:
         if path.exists() and not path.is_file():
             raise InputError(f"journal {path} is not a file: give another {option}")
         self._connections = ExitStack()
+        lock_path = path.with_name(f"{path.name}.lock")
+        new = self._writable and not lock_path.exists()
         with self._one_sentence(), self._connections:  # closed again if anything fails
             if self._writable:
-                lock = self._connect(path.with_name(f"{path.name}.lock"), "rwc", timeout=0)
+                lock = self._connect(lock_path, "rwc", timeout=0)
                 lock.execute("PRAGMA journal_mode = MEMORY")  # so that a kill leaves no third file
                 lock.execute("BEGIN EXCLUSIVE")
+                if new:
+                    self._connections.push(lambda refused, *_: lock_path.unlink() if refused else None)
             # readers too open the file for writing: they undo what a killed writer left half done
             self._database = self._connect(path, "rwc" if self._writable else "rw", timeout=PATIENCE)
             self._check(identity)

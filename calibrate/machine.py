@@ -71,7 +71,12 @@ def _elsewhere(options: Mapping[str, Any]) -> tuple[str, DeviceIdentity] | None:
 
 
 def named_device(name: str | None) -> tuple[str, DeviceIdentity]:
-    """A device's name, by default a GPU's if there is one, and which it is. Raises ConfigError if it is not here."""
+    """A device's name, by default a GPU's if there is one, and which it is.
+
+    Raises:
+        ConfigError: it is not known or not supported.
+        ResourceError: it is not here.
+    """
     import torch
 
     from s2o_runtime.devices import identify
@@ -84,7 +89,7 @@ def named_device(name: str | None) -> tuple[str, DeviceIdentity]:
     if device.type not in DEFAULT_LENGTHS:
         raise ConfigError(f"device {name!r} is not supported: use cuda or cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r} is not here ({torch.cuda.device_count()} GPUs found): use --device cpu")
+        raise ResourceError(f"device {name!r} is not here ({torch.cuda.device_count()} GPUs found): use --device cpu")
     if (identity := identify(device)).kind not in DEFAULT_LENGTHS:
         raise ConfigError(f"device {name!r} is a {identity.kind} device, which has no kernels yet: use --device cpu")
     return name, identity

@@ -99,10 +99,12 @@ def calibrate(recipe: Recipe, *, progress: bool = True, loaded: LoadedModel | No
             f"target_gpu {', '.join(recipe.target_gpu or ())} is several kinds of GPU, and calibrate() returns one "
             "result: call calibrate_kinds()"
         )
-    prompts = _prompts(recipe, loaded)
+    clock = PhaseClock()
+    with clock.phase("making prompts", progress):
+        prompts = _prompts(recipe, loaded)
     recipe.out.parent.mkdir(parents=True, exist_ok=True)
-    with _executor(recipe, loaded, prompts, progress) as executor, _journal(recipe, executor) as journal:
-        run = _Run(recipe, executor, prompts, journal, progress)
+    with _executor(recipe, loaded, prompts, clock, progress) as executor, _journal(recipe, executor) as journal:
+        run = _Run(recipe, executor, prompts, journal, progress, clock)
         tiles = _worthwhile_tiles(run)
         return _calibrated(run, tiles, _shapes([tiles]))
 
@@ -126,7 +128,9 @@ def calibrate_kinds(recipe: Recipe, *, progress: bool = True) -> Iterator[OfKind
     """
     from calibrate.work.cluster import cluster_executor
 
-    prompts = _prompts(recipe, None)
+    clock = PhaseClock()
+    with clock.phase("making prompts", progress):
+        prompts = _prompts(recipe, None)
     done: list[DeviceIdentity] = []
     with (
         cluster_executor(recipe, _of_run(prompts)) as cluster,
@@ -135,7 +139,14 @@ def calibrate_kinds(recipe: Recipe, *, progress: bool = True) -> Iterator[OfKind
         while kinds := [kind for kind in cluster.kinds() if kind not in done]:
             done += kinds
             runs = {
-                kind: _Run(recipe.for_gpu(_folder(kind, done)), cluster.aimed_at(kind), prompts, journal, progress)
+                kind: _Run(
+                    recipe.for_gpu(_folder(kind, done)),
+                    cluster.aimed_at(kind),
+                    prompts,
+                    journal,
+                    progress,
+                    PhaseClock(clock.seconds),
+                )
                 for kind in kinds
             }
             tiles: dict[DeviceIdentity, TilesByLength] = {}
@@ -165,9 +176,13 @@ def _folder(kind: DeviceIdentity, kinds: Sequence[DeviceIdentity]) -> str:
 
 def _prompts(recipe: Recipe, loaded: LoadedModel | None) -> PromptSet:
     """The run's prompts, after what is cheap to get wrong was tried, before the weights are loaded."""
-    trust = recipe.trust_remote_code
     if loaded is None:
-        tokenizer = load_tokenizer(recipe.model, random_weights=recipe.random_weights, trust_remote_code=trust)
+        tokenizer = load_tokenizer(
+            recipe.model,
+            random_weights=recipe.random_weights,
+            trust_remote_code=recipe.trust_remote_code,
+            tokenizer=recipe.tokenizer,
+        )
     else:
         tokenizer = loaded.tokenizer
     prompts = load_prompts(recipe, tokenizer)
@@ -233,8 +248,8 @@ def _calibrated(run: _Run, tiles: TilesByLength, shapes: ShapesByLength) -> Resu
 
 @contextmanager
 def _executor(
-    recipe: Recipe, loaded: LoadedModel | None, prompts: PromptSet, progress: bool
-) -> Iterator[Executor]:  # fmt: skip
+    recipe: Recipe, loaded: LoadedModel | None, prompts: PromptSet, clock: PhaseClock, progress: bool
+) -> Iterator[Executor]:
     """Who runs the recipe: the workers that it names, or this process."""
     if recipe.is_distributed:
         from calibrate.work.cluster import cluster_executor
@@ -243,14 +258,17 @@ def _executor(
             yield executor
         return
     if loaded is None:
-        loaded = load(
-            recipe.model,
-            recipe.device,
-            random_weights=recipe.random_weights,
-            seed=recipe.seed,
-            trust_remote_code=recipe.trust_remote_code,
-        )
-    self_test(loaded)
+        with clock.phase("loading the model", progress):
+            loaded = load(
+                recipe.model,
+                recipe.device,
+                random_weights=recipe.random_weights,
+                seed=recipe.seed,
+                trust_remote_code=recipe.trust_remote_code,
+                tokenizer=recipe.tokenizer,
+            )
+    with clock.phase("testing the model's attention", progress):
+        self_test(loaded)
     with local_executor(loaded) as executor:
         yield executor
 
@@ -273,7 +291,7 @@ class _Run:
     prompts: PromptSet
     journal: Journal
     progress: bool
-    clock: PhaseClock = field(default_factory=PhaseClock)
+    clock: PhaseClock
 
 
 def _worthwhile_tiles(run: _Run) -> TilesByLength:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 
 from tqdm import tqdm
 
@@ -32,12 +33,15 @@ def showing(status: Callable[[], str]) -> Iterator[None]:
 class PhaseClock:
     """The seconds that each phase of a run took, by the phase's name, in the order in which they first ended."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    def __init__(self, seconds: Mapping[str, float] = MappingProxyType({})) -> None:
+        """seconds: of the phases before."""
+        self.seconds = dict(seconds)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the block as the phase `name`."""
+    def phase(self, name: str, announced: bool = False) -> Iterator[None]:
+        """Time the block as the phase `name`, and say first that it begins if it is to be `announced`."""
+        if announced:
+            say("calibrate.progress", f"{name} ..", {"phase": name})
         start = time.monotonic()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
@@ -57,12 +61,18 @@ class ProgressLines:
         self, description: str, total: int | None, unit: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._description, self._total, self._unit, self._clock = description, total, unit, clock
-        self._done, self._tenths = 0, 0
+        self._done, self._known, self._tenths = 0, 0, 0
         self._start = self._last = clock()
 
-    def step(self, text: str = "", steps: int = 1) -> None:
-        """Count steps, and say so if it is time."""
+    def step(self, text: str = "", steps: int = 1, *, known: bool = False) -> None:
+        """Count steps, and say so if it is time. Steps that are `known` took no time, which `text` says."""
         self._done += steps
+        if known:
+            self._known += steps
+            counts = f"{self._done} of {self._total} {self._unit}s"
+            say("calibrate.progress", f"{self._description}: continuing: {counts} {text}", {"done": self._done})
+            self._tenths = 10 * self._done // self._total if self._total else 0
+            return
         tenths = 10 * self._done // self._total if self._total else 0
         if tenths > self._tenths or self._clock() - self._last >= SILENCE:
             self._tenths = tenths
@@ -83,7 +93,7 @@ class ProgressLines:
             if self._done >= self._total:
                 line += f"took {duration(seconds)}"
             else:
-                left = seconds * (self._total - self._done) / max(1, self._done)
+                left = seconds * (self._total - self._done) / max(1, self._done - self._known)
                 fields["seconds_left"] = round(left, 1)
                 line += f"{duration(left)} left"
         if (status := _status.get()) is not None and status():
@@ -111,7 +121,8 @@ def progress_bar(description: str, total: int | None, unit: str, *, shown: bool)
         shown: Whether progress is shown at all.
 
     Returns:
-        A function `step(text, steps=1)` that advances the bar; a text, if it is not empty, is shown behind the bar.
+        A function `step(text, steps=1, known=False)` that advances the bar; a text, if it is not empty, is shown behind
+        it. Steps that were done before are `known`, and left out of the rate.
     """
     if shown and (wants_json() or not sys.stderr.isatty()):
         lines = ProgressLines(description, total, unit)
@@ -121,7 +132,12 @@ def progress_bar(description: str, total: int | None, unit: str, *, shown: bool)
         return
     with tqdm(total=total, desc=description, unit=unit, disable=not shown) as bar:
 
-        def step(text: str = "", steps: int = 1) -> None:
+        def step(text: str = "", steps: int = 1, *, known: bool = False) -> None:
+            if known and shown:
+                tqdm.write(f"{description}: continuing: {steps} of {total} {unit}s {text}", sys.stderr)
+                bar.initial += steps
+                bar.n += steps
+                return
             status = _status.get()
             text = text or ("" if status is None else status())
             if text:

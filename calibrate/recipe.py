@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -121,7 +122,7 @@ class Recipe:
             plan_text=_budget_line,
         ),
         Option(
-            Rule(float, low=0, above=True),
+            Rule(float, low=0, high=1, above=True),
             "the same relative to the mean square of the dense output",
             PROOF,
             name="budget_rel_mse",
@@ -312,6 +313,14 @@ class Recipe:
         default=False,
         label="weights",
         plan_text=lambda recipe: "random" if recipe.random_weights else "the model's",
+    )
+    tokenizer: str | None = option(
+        Rule(str, optional=True),
+        "a local folder or hub id with the tokenizer, such as that of the model that a GGUF file was made of",
+        INPUT,
+        default=None,
+        default_text="the model's",
+        plan_text=lambda recipe: recipe.tokenizer or "the model's",
     )
     trust_remote_code: bool = option(
         Rule(bool),
@@ -578,12 +587,17 @@ def load_yaml(path: Path) -> dict[str, Any]:
     if len(data) > MAX_YAML_BYTES:
         raise ConfigError(f"recipe {path} is larger than {MAX_YAML_BYTES} bytes: it is not a recipe")
     try:
-        document = yaml.safe_load(data)
+        document, root = yaml.safe_load(data), yaml.compose(data)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"recipe {path} is not YAML ({reason}): correct it") from error
+    if root is None:
+        raise ConfigError(f"recipe {path} is empty: expected lines such as trials: 16")
     if not isinstance(document, dict):
         raise ConfigError(f"recipe {path} holds a {type(document).__name__}: expected lines such as trials: 16")
+    for key, count in Counter(key.value for key, _ in root.value).items():
+        if count > 1:
+            raise ConfigError(f"recipe {path} has {key} twice: give it once")
     return read_all(OPTIONS, document, f"recipe {path}")
 
 

@@ -7,6 +7,7 @@ through this module before anybody sees it. `print_table`, `print_lines` and `pr
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ def printable(text: str) -> str:
 
 
 def terminal(*, stderr: bool = False) -> Console:
-    """What the commands print to: as wide as the terminal, and `WIDTH` columns where the output is a file or a pipe.
+    """What the commands print to: as wide as the terminal or COLUMNS, `WIDTH` where neither says it, as in a pipe.
 
     Colours are for terminals only, and for none if NO_COLOR is set, as rich has it. On standard error each line is one
     of JSON if the log is.
@@ -131,7 +132,7 @@ def terminal(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     if stderr and wants_json():
         return Console(file=cast(IO[str], _LogLines()), width=WIDTH)
-    return Console(stderr=stderr, width=None if stream.isatty() else WIDTH)
+    return Console(stderr=stderr, width=None if stream.isatty() or "COLUMNS" in os.environ else WIDTH)
 
 
 class _LogLines(TextIOBase):
@@ -150,8 +151,8 @@ class _LogLines(TextIOBase):
 def print_table(table: Table, console: Console) -> None:
     """Print a table; one without rows is left out.
 
-    It is laid out for `WIDTH` columns whatever the console has, and for more where its cells need them, so that nothing
-    of it is ever cut off. Its columns stand closer where it is wide.
+    It is laid out for the console's columns, at most `WIDTH`, and for more where its cells need them, so that nothing
+    of it is ever cut off. Its columns stand closer where it is wide. A file gets no spaces at the ends of lines.
     """
     if not table.rows:
         return
@@ -167,11 +168,15 @@ def print_table(table: Table, console: Console) -> None:
     for row in table.rows:
         grid.add_row(*(Text(printable(cell)) for cell in row))
     unlimited = console.options.update_width(UNLIMITED)
-    if Measurement.get(console, unlimited, grid).maximum > WIDTH:
+    width = min(WIDTH, console.width)
+    if Measurement.get(console, unlimited, grid).maximum > width:
         grid.padding = (0, 0)
     needed = Measurement.get(console, unlimited, grid).minimum
-    segments = console.render(grid, console.options.update_width(max(WIDTH, needed)))
-    console.print(Segments(segments), soft_wrap=True, end="")
+    segments = console.render(grid, console.options.update_width(max(width, needed)))
+    if console.is_terminal:
+        console.print(Segments(segments), soft_wrap=True, end="")
+    else:
+        print_lines((line.rstrip() for line in "".join(one.text for one in segments).splitlines()), console)
 
 
 def print_lines(lines: Iterable[str], console: Console) -> None:

@@ -109,7 +109,9 @@ class Rule:
 
     def complaint(self, value: object, name: str, example: str = "") -> str:
         """The sentence for a value that is not admitted."""
-        return f"{name} is {shown(value)}: expected {self}" + (f", such as {example}" if example else "")
+        return f"{name} is {'empty' if value == () else shown(value)}: expected {self}" + (
+            f", such as {example}" if example else ""
+        )
 
     def __str__(self) -> str:
         if self.many:
@@ -171,6 +173,11 @@ def duration(text: str) -> float:
     if not parts:
         raise ValueError(f"{text!r} is not a duration")
     return float(parts[1]) * SECONDS[parts[2]]
+
+
+def counted(count: int, noun: str) -> str:
+    """A number and its noun: "1 layer", "2 layers"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def shown(value: object) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from s2o_runtime.errors import ModelError
+from s2o_runtime.fields import counted
 from s2o_runtime.layer_kinds import FULL, layer_kinds, text_config
 
 SAMPLES_PER_TENSOR = 64
@@ -46,12 +47,12 @@ class Geometry:
     others: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
-        layers = f"{self.layers} layers"
+        layers = counted(self.layers, "layer")
         if self.others:
             layers = f"{self.layers} of {self.decoder_layers} layers have full attention ({self.other_layers} stay)"
         return (
-            f"{self.architecture}, {layers}, {self.query_heads} query heads, {self.kv_heads} KV heads, "
-            f"head dim {self.head_dim}"
+            f"{self.architecture}, {layers}, {counted(self.query_heads, 'query head')}, "
+            f"{counted(self.kv_heads, 'KV head')}, head dim {self.head_dim}"
         )
 
     @property

@@ -6,6 +6,7 @@ import argparse
 import logging
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "s2o-calibrate"
 log = logging.getLogger(PROGRAM)
-DOCTOR = "doctor"  # the one command beside calibrating: s2o-doctor, which knows aliases too
+DOCTOR = "doctor"  # the one command beside calibrating: s2o-doctor
 EXAMPLES = (
     ("see whether this machine is ready", DOCTOR),
     ("see the plan for a model, with every default", "--model qwen2.5-7b --dry-run"),
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == [DOCTOR]:
         from calibrate.commands import doctor
 
-        return doctor.main(arguments[1:])
+        return doctor.main(arguments[1:], f"{PROGRAM} {DOCTOR}")
     return run(PROGRAM, vars(parser().parse_args(arguments)), _run, "nothing was written")
 
 
@@ -112,6 +113,7 @@ def _run(flags: Flags) -> int:
 
 
 def _calibrate(flags: Flags) -> int:
+    start = time.monotonic()
     if "yaml" in flags and "dry_run" not in flags:
         raise ConfigError("--yaml prints what --dry-run would run: give both")
     file = load_yaml(flags["recipe"]) if "recipe" in flags else {}
@@ -122,6 +124,7 @@ def _calibrate(flags: Flags) -> int:
         return OK
 
     from calibrate.report.output import print_report
+    from calibrate.report.page import patch_call
     from calibrate.report.plan import plan
     from calibrate.tables import print_fields, print_lines, terminal
 
@@ -151,8 +154,15 @@ def _calibrate(flags: Flags) -> int:
         print_report(report, console)
     if not result.written:
         return failed(PROGRAM, NOT_PROVEN, _not_proven(result))
-    written = f"wrote {recipe.out} in {report.calibration_seconds:.0f} s"
-    print_lines([written, f"wrote the report {report_files[-1]}"], console)
+    print_lines(
+        [
+            f"wrote {recipe.out} in {time.monotonic() - start:.0f} s",
+            f"wrote the report {report_files[-1]}",
+            f"look at it: s2o-profile show {shlex.quote(str(recipe.out))}",
+            f"deploy it: {patch_call(str(recipe.out))}",
+        ],
+        console,
+    )
     return OK
 
 

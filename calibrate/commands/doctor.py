@@ -1,23 +1,23 @@
-"""s2o-calibrate doctor: s2o-doctor, which also knows aliases here, and how a model would be calibrated."""
+"""s2o-doctor where the calibrator is: it knows aliases and GGUF files, and how a model would be calibrated."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from calibrate.recipe import DEFAULT_LENGTHS
+from s2o_runtime.doctor.command import PROGRAM
 from s2o_runtime.doctor.command import main as doctor
 
 if TYPE_CHECKING:
     from s2o_runtime.doctor.prospect import ModelView
 
-PROGRAM = "s2o-calibrate doctor"
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    return doctor(arguments, PROGRAM, model_view)
+def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
+    """Run the command under its name; returns its exit code."""
+    return doctor(arguments, program, model_view)
 
 
 def model_view(name: str, profile: Path | None) -> ModelView:
@@ -31,6 +31,11 @@ def model_view(name: str, profile: Path | None) -> ModelView:
         ModelError: its configuration cannot be loaded, or S2O can serve none of its layers.
         ProfileError: the profile cannot be read.
     """
+    if find_spec("transformers") is None:
+        from s2o_runtime.doctor import prospect
+
+        return prospect.model_view(name)  # which says so
+
     from calibrate.machine import named_device
     from calibrate.model.foresight import outlook
     from calibrate.model.models import load_config, resolve

@@ -73,7 +73,12 @@ def _run(flags: Flags) -> int:
     from calibrate.evaluation import own, report, tasks
     from calibrate.tables import print_lines, terminal
 
-    tokenizer = load_tokenizer(plan.model, random_weights=plan.random_weights, trust_remote_code=plan.trust_remote_code)
+    tokenizer = load_tokenizer(
+        plan.model,
+        random_weights=plan.random_weights,
+        trust_remote_code=plan.trust_remote_code,
+        tokenizer=plan.tokenizer,
+    )
     tasks.check(plan, tokenizer)
     user_prompts = [] if plan.prompts is None else own.read(plan.prompts, tokenizer, limit)
     lines = report.plan_lines(plan, str(geometry(config)), str(identity), len(tasks.cases(plan, user_prompts)))
@@ -88,16 +93,19 @@ def _run(flags: Flags) -> int:
     from calibrate.evaluation.run import evaluate
     from calibrate.evaluation.variants import variants
     from calibrate.model.models import load
+    from calibrate.progress import PhaseClock
     from calibrate.versions import now
 
-    loaded = load(
-        plan.model,
-        plan.device,
-        random_weights=plan.random_weights,
-        seed=plan.seed,
-        resident=True,
-        trust_remote_code=plan.trust_remote_code,
-    )
+    with PhaseClock().phase("loading the model", "quiet" not in flags):
+        loaded = load(
+            plan.model,
+            plan.device,
+            random_weights=plan.random_weights,
+            seed=plan.seed,
+            resident=True,
+            trust_remote_code=plan.trust_remote_code,
+            tokenizer=plan.tokenizer,
+        )
     compared = variants(plan, loaded)
     with open_journal(plan, loaded) as journal:
         evaluate(plan, loaded, compared, user_prompts, journal, progress="quiet" not in flags)

@@ -62,6 +62,7 @@ VERIFY = {
     "device": "a GPU if there is one",
     "prompts": "those of the profile's recipe",
     "chunk": "that of the profile's recipe",
+    "tokenizer": "the model's, whatever the profile's recipe says",
     "trust_remote_code": "it does not run, whatever the profile's recipe says",
 }
 
@@ -307,8 +308,7 @@ def verify(flags: Flags) -> int:
 
     from calibrate.proof.reprove import verified
 
-    trust = flags.get("trust_remote_code", False)
-    proof = verified(model, Path(profile), name, flags.get("prompts"), flags.get("chunk"), trust_remote_code=trust)
+    proof = verified(model, Path(profile), name, flags.get("prompts"), flags.get("chunk"), **_reading(flags))
     if "json" in flags:
         print_json(asdict(proof))
     else:
@@ -334,9 +334,8 @@ def verify(flags: Flags) -> int:
 def _check_certificate(flags: Flags, model: str, profile: Path, device: str) -> int:
     from calibrate.proof.recertify import recertified
 
-    trust = flags.get("trust_remote_code", False)
     check = recertified(
-        model, profile, device, flags["seed"], flags.get("prompts"), flags.get("chunk"), trust_remote_code=trust
+        model, profile, device, flags["seed"], flags.get("prompts"), flags.get("chunk"), **_reading(flags)
     )
     if "json" in flags:
         print_json(asdict(check))
@@ -359,6 +358,11 @@ def _check_certificate(flags: Flags, model: str, profile: Path, device: str) -> 
     if check.problems:
         return failed(PROGRAM, NOT_PROVEN, f"the certificate does not hold ({'; '.join(check.problems)})")
     return OK
+
+
+def _reading(flags: Flags) -> dict[str, Any]:
+    """What a model is read with."""
+    return {"trust_remote_code": flags.get("trust_remote_code", False), "tokenizer": flags.get("tokenizer")}
 
 
 def plot(flags: Flags) -> int:

@@ -34,7 +34,7 @@ def measure_model(
     shapes: Mapping[int, Sequence[Shape]],
     recipe: Recipe,
     journal: Journal,
-    on_step: Callable[[], object],
+    on_step: Callable[..., object],
 ) -> LayersCurves:
     """The mean curves over the prompts of every length, for every ranking and every tile shape.
 
@@ -47,7 +47,7 @@ def measure_model(
         shapes: of the tiles that may run, by length.
         recipe: says which segments, representatives, grains and baselines there are.
         journal: where curves are kept.
-        on_step: called for every layer and length.
+        on_step: called for every layer and length, and once for all that the journal has, as `progress_bar`'s step.
 
     Raises:
         ResourceError: the GPU's memory ran out, or the journal cannot be written.
@@ -69,7 +69,8 @@ def measure_model(
         for name, key in keys.items():
             if (known := _with_all_shapes(key, there)) and (entry := journal.get("curves", known)) is not None:
                 entries[name] = entry
-                on_step()
+        if entries:
+            on_step(f"are in {journal.path.name}", len(entries), known=True)
         for of_length in prompts.values():
             executor.know(of_length)
         parts = _Parts(prompts, keys, journal)

@@ -104,6 +104,7 @@ class Plan:
     seed: int = shared(CALIBRATION["seed"], default=0, help="seed of prompts and random weights", group=INPUT)
     device: str = shared(CALIBRATION["device"], default="cpu", group=COMPARED)
     random_weights: bool = shared(CALIBRATION["random_weights"], default=False, group=COMPARED)
+    tokenizer: str | None = shared(CALIBRATION["tokenizer"], default=None, group=COMPARED, plan_text="")
     trust_remote_code: bool = shared(CALIBRATION["trust_remote_code"], default=False, group=COMPARED)
 
     @property

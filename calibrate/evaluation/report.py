@@ -35,6 +35,7 @@ def plan_lines(plan: Plan, architecture: str, device: str, prompts: int) -> dict
         "model": plan.model,
         "architecture": architecture,
         "weights": "random" if plan.random_weights else "the model's",
+        "tokenizer": plan.tokenizer or "the model's",
         "device": device,
         "variants": list(plan.variant_names),
         "lengths": list(plan.lengths),

@@ -41,6 +41,7 @@ def open_journal(plan: Plan, loaded: LoadedModel) -> Journal:
         "model": {"name": loaded.name, "fingerprint": loaded.fingerprint},
         "device": {"kind": device.kind, "name": device.name, "sm_count": device.sm_count},
         "versions": {name: text for name, text in versions().items() if name != "optuna"},
+        "tokenizer": plan.tokenizer,
         "seed": plan.seed,
         "needles": plan.needles,
         "prompts": None if plan.prompts is None else digest(plan.prompts),

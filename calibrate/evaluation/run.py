@@ -49,9 +49,10 @@ def evaluate(
     """
     planned = cases(plan, user_prompts)
     with progress_bar("evaluating", len(planned) * len(compared), "prompt", shown=progress) as step:
-        for case in planned:
-            missing = [variant for variant in compared if _missing(case, variant, compared[0], journal)]
-            step(steps=len(compared) - len(missing))
+        to_do = [[one for one in compared if _missing(case, one, compared[0], journal)] for case in planned]
+        if known := sum(len(compared) - len(missing) for missing in to_do):
+            step(f"are in {journal.path.name}", known, known=True)
+        for case, missing in zip(planned, to_do, strict=True):
             if missing:
                 run = _CaseRun(case, build(case, plan, loaded.tokenizer, user_prompts), plan, loaded, compared, journal)
                 for _ in run.measure(missing):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from calibrate.model.models import resolve
+from calibrate.model.models import is_gguf, resolve
 from calibrate.model.streams import decoder_layers
 from calibrate.model.weights import INDEX, SINGLE, Checkpoint, skeleton, stays_resident
 from calibrate.model.whole import quantisation, streaming_obstacle
@@ -141,7 +141,7 @@ def loading(name: str, config: Any, model: Any, device: str, random_weights: boo
         if quantisation(config) == DECOMPRESSED:
             size += f", {parameters * 2 / GB:.3g} GB once it runs"
         return f"as a whole, {size}: {streaming_obstacle(config, model, None)}"
-    gguf = resolve(name).endswith(".gguf") if not random_weights else False
+    gguf = not random_weights and is_gguf(name)
     obstacle = "GGUF files are read by transformers" if gguf else None
     if not random_weights and not gguf:
         obstacle = streaming_obstacle(config, model, _names(name))

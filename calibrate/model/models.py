@@ -11,11 +11,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from calibrate.model import gguf
 from calibrate.model.weights import INDEX, SINGLE, Checkpoint, InMemory, RandomWeights, Weights, skeleton
 from calibrate.model.whole import check_quantisation, load_whole, quantisation, streaming_obstacle
 from s2o_runtime.errors import ModelError, ResourceError
@@ -43,9 +45,9 @@ ALIASES = {
 }
 
 
-GGUF = ".gguf"
 TRUST = "--trust-remote-code"
 TOKENIZER_FILES = "put tokenizer.json and what belongs to it beside the model's config.json"
+HUB_TIMEOUT = 5.0  # seconds for the first answer
 SAMPLE = "def read(path): return 12"  # every tokenizer makes several tokens of it
 
 log = logging.getLogger("calibrate")
@@ -77,7 +79,7 @@ def resolve(name: str) -> str:
     """
     if name in ALIASES:
         return ALIASES[name]
-    if Path(name).suffix == GGUF and Path(name).is_file():
+    if Path(name).suffix == gguf.SUFFIX and Path(name).is_file():
         return name
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
@@ -85,17 +87,22 @@ def resolve(name: str) -> str:
         return name
     if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/"):
         return name
-    if name.endswith(GGUF) and name.count("/") >= 2 and not name.startswith((".", "/", "~")):
+    if name.endswith(gguf.SUFFIX) and name.count("/") >= 2 and not name.startswith((".", "/", "~")):
         return name
     near = difflib.get_close_matches(name, ALIASES, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(ALIASES)}."
     raise ModelError(f"model {name!r} is not known: {hint} A local folder or a hub id (org/name) works too")
 
 
+def is_gguf(name: str) -> bool:
+    """Whether a name is that of a GGUF file, here or on the Hub."""
+    return name.endswith(gguf.SUFFIX) and not Path(name).is_dir()
+
+
 def _source(name: str) -> tuple[str, dict[str, Any]]:
     """What transformers' `from_pretrained` takes for a name: a folder or hub id, and for a GGUF file its name in it."""
     path = resolve(name)
-    if not path.endswith(GGUF) or Path(path).is_dir():
+    if not is_gguf(path):
         return path, {}
     if Path(path).is_file():
         return str(Path(path).parent), {"gguf_file": Path(path).name}
@@ -112,14 +119,17 @@ def load_config(name: str, *, random_weights: bool = False, trust_remote_code: b
         trust_remote_code: Whether code that comes with the model may run; else it never does.
 
     Raises:
-        ModelError: It cannot be loaded, has no layer of full attention, needs code of its own that is not trusted, or
-            is quantised in a format that a missing package reads.
+        ModelError: It cannot be loaded, has no layer of full attention, or needs code of its own that is not trusted.
+        ResourceError: The Hub cannot be reached, or a package that reads the weights is missing.
     """
     from transformers import AutoConfig
 
     shipped = _shipped(name) if random_weights else None
     source, options = (str(shipped), {}) if shipped else _source(name)
+    if options:
+        gguf.check_packages(name)
     with _loading(name, source):
+        _ask_hub(source, options.get("gguf_file", "config.json"))
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     geometry(config)
     if not random_weights:
@@ -127,17 +137,30 @@ def load_config(name: str, *, random_weights: bool = False, trust_remote_code: b
     return config
 
 
-def load_tokenizer(name: str, *, random_weights: bool = False, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(
+    name: str, *, random_weights: bool = False, trust_remote_code: bool = False, tokenizer: str | None = None
+) -> Any:
     """The model's tokenizer; the demo model's if the weights are random and the model has none at hand.
 
+    Args:
+        name: The model. A GGUF file's tokenizer is read once in a process, because that takes half a minute.
+        random_weights: Whether any tokenizer will do.
+        trust_remote_code: Whether code that comes with it may run; else it never does.
+        tokenizer: The folder or hub id of one to use in place of the model's.
+
     Raises:
-        ModelError: The name is not known, or the tokenizer cannot be loaded.
+        ModelError: The name is not known, the tokenizer cannot be loaded, or it makes other tokens than a GGUF file's.
     """
+    if random_weights and tokenizer is None and _shipped(name):
+        tokenizer = str(DEMO_FOLDER)
+    read = _read_once if is_gguf(name) else _read_tokenizer
+    return read(name, random_weights, trust_remote_code, tokenizer)
+
+
+def _read_tokenizer(name: str, random_weights: bool, trust_remote_code: bool, own: str | None) -> Any:
     from transformers import AutoTokenizer
 
-    if random_weights and _shipped(name):
-        return AutoTokenizer.from_pretrained(DEMO_FOLDER)
-    source, options = _source(name)
+    source, options = _source(name) if own is None else (ALIASES.get(own, own), {})
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
         problem = _unreadable(tokenizer)
@@ -149,11 +172,28 @@ def load_tokenizer(name: str, *, random_weights: bool = False, trust_remote_code
         if problem.rstrip().endswith("one of:"):  # and a list of what transformers tried
             problem = f"its files are missing: {TOKENIZER_FILES}"
     if problem is None:
+        if is_gguf(name) and not random_weights and (wrong := gguf.wrong_tokens(tokenizer, _vocabulary(name))):
+            raise ModelError(
+                f"the tokenizer that transformers {'makes' if own is None else 'loads'} for {name!r} is not the "
+                f"file's: {wrong}; give --tokenizer and the folder of the model that the file was made of"
+            )
         return tokenizer
-    if random_weights:
+    if random_weights and own is None:
         log.warning("the tokenizer of %r cannot be loaded: random weights read the demo model's tokens", name)
         return AutoTokenizer.from_pretrained(DEMO_FOLDER)
-    raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {problem}") from cause
+    raise ModelError(f"the tokenizer of {own or name!r} cannot be loaded: {problem}") from cause
+
+
+_read_once = lru_cache(maxsize=1)(_read_tokenizer)
+
+
+def _vocabulary(name: str) -> gguf.Vocabulary:
+    """What a GGUF file says of its tokens."""
+    from transformers.utils.hub import cached_file
+
+    source, options = _source(name)
+    with _loading(name, source):
+        return gguf.read_vocabulary(Path(cached_file(source, options["gguf_file"])))
 
 
 def _unreadable(tokenizer: Any) -> str | None:
@@ -177,6 +217,7 @@ def load(
     seed: int = 0,
     resident: bool | None = None,
     trust_remote_code: bool = False,
+    tokenizer: str | None = None,
 ) -> LoadedModel:
     """Load a model: in bfloat16 on a GPU, in float32 on a CPU; quantised weights as they are.
 
@@ -191,17 +232,20 @@ def load(
         resident: Whether all weights stay on the device, so that `model` can be called; None keeps them if they take
             a quarter of the memory or less, or cannot go layer by layer.
         trust_remote_code: Whether code that comes with the model may run; else it never does.
+        tokenizer: The folder or hub id of a tokenizer to use in place of the model's.
 
     Raises:
         ModelError: The model cannot be found, downloaded or read, or is not supported.
         ResourceError: It is loaded as a whole and memory does not suffice.
     """
     config = load_config(name, random_weights=random_weights, trust_remote_code=trust_remote_code)
-    tokenizer = load_tokenizer(name, random_weights=random_weights, trust_remote_code=trust_remote_code)
+    reader = load_tokenizer(
+        name, random_weights=random_weights, trust_remote_code=trust_remote_code, tokenizer=tokenizer
+    )
     vocabulary = text_config(config).vocab_size
-    if random_weights and len(tokenizer) > vocabulary:
+    if (random_weights or tokenizer is not None) and len(reader) > vocabulary:
         raise ModelError(
-            f"model {name!r} has a vocabulary of {vocabulary}, its prompts are made of {len(tokenizer)} tokens: "
+            f"model {name!r} has a vocabulary of {vocabulary}, its prompts are made of {len(reader)} tokens: "
             "give it a tokenizer of its own"
         )
     torch_device = torch.device(device)
@@ -211,14 +255,14 @@ def load(
         model = skeleton(config, torch.bfloat16 if torch_device.type == "cuda" else torch.float32, torch_device)
     if random_weights:
         weights = Weights(model, RandomWeights(model, seed), torch_device, resident)
-        return LoadedModel(name, model, tokenizer, geometry(config), weights.fingerprint, weights, True)
+        return LoadedModel(name, model, reader, geometry(config), weights.fingerprint, weights, True)
     checkpoint = None if model is None else _checkpoint(name, source, model)
     if model is not None and checkpoint is not None and streaming_obstacle(config, model, checkpoint.names) is None:
         weights = Weights(model, checkpoint, torch_device, resident)
-        return LoadedModel(name, model, tokenizer, geometry(config), weights.fingerprint, weights)
+        return LoadedModel(name, model, reader, geometry(config), weights.fingerprint, weights)
     with _loading(name, source):
         whole = load_whole(source, config, torch_device, name, trust_remote_code=trust_remote_code, **options)
-    return in_memory(whole, tokenizer, name)
+    return in_memory(whole, reader, name)
 
 
 def in_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedModel:
@@ -294,6 +338,24 @@ def _loading(name: str, source: str) -> Iterator[None]:
                 "(--random-weights)"
             ) from error
         raise ModelError(f"model {name!r} cannot be loaded from {source}: {_first_line(error)}") from error
+
+
+def _ask_hub(source: str, file: str) -> None:
+    """Say what is asked of the Hub, and try once: transformers would try for half a minute, without a word.
+
+    Raises:
+        ConnectionError: There is no way to the Hub. Nothing is asked of it for what is here already.
+    """
+    import httpx
+    from huggingface_hub import constants, get_session, try_to_load_from_cache
+
+    if Path(source).exists() or constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(source, file), str):
+        return
+    log.warning("asking the Hub for %s", source)
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
+    except httpx.TransportError as error:
+        raise ConnectionError(str(error)) from error
 
 
 def _is_unreachable(error: BaseException) -> bool:

@@ -29,7 +29,8 @@ def check_quantisation(config: Any, name: str) -> None:
         name: The model, as the user gave it.
 
     Raises:
-        ModelError: A package is missing, or transformers does not know the format.
+        ModelError: Transformers does not know the format.
+        ResourceError: A package is missing.
     """
     method = quantisation(config)
     if method is None:
@@ -43,7 +44,7 @@ def check_quantisation(config: Any, name: str) -> None:
     except ImportError as error:
         if "requires a GPU" in str(error):  # no package helps
             raise _not_on("cpu", name, config, error) from error
-        raise ModelError(
+        raise ResourceError(
             f"model {name!r} is quantised ({method}) and a package for that is missing ({_first_line(error)}): "
             "install it"
         ) from error
@@ -89,9 +90,8 @@ def load_whole(source: str, config: Any, device: torch.device, name: str, **opti
         **options: For `from_pretrained`, such as `gguf_file`.
 
     Raises:
-        ModelError: The checkpoint lacks parameters of the model, a package that reads it is missing, or its format
-            needs another device.
-        ResourceError: The device's memory does not suffice.
+        ModelError: The checkpoint lacks parameters of the model, or its format needs another device.
+        ResourceError: A package that reads it is missing, or the device's memory does not suffice.
         OSError, ValueError: What transformers says of files that it cannot read.
     """
     quantised = quantisation(config) is not None
@@ -106,7 +106,7 @@ def load_whole(source: str, config: Any, device: torch.device, name: str, **opti
         if "device_map" not in options:
             model = model.to(device)
     except ImportError as error:
-        raise ModelError(
+        raise ResourceError(
             f"model {name!r} needs a package that is missing ({_first_line(error)}): install it"
         ) from error
     except torch.OutOfMemoryError as error:

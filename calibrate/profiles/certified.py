@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterable
 
 from calibrate.tables import Number, Table, formatted, integer, kept_of
+from s2o_runtime.fields import counted
 from s2o_runtime.profile.record import Certificate, CertifiedLayer, CertifiedLength, NextPrompt, Record
 
 NAMES = ("length", "prompts", "bound /\nlimit", "last\neighth", "continued", "KL", "noise", "top-1", "kept")
 
+STATED = "last eighth and continued are information: they are stated as shares of the limit and not held to it"
 MOST = 100.0  # times its limit: a bound above it says only that there were too few prompts
 
 
@@ -64,7 +66,7 @@ def sentences(certificate: Certificate | None) -> list[str]:
     dense = sum(layer.rung == 0 for layer in layers)
     less = sum(layer.rung is not None for layer in layers) - dense
     looks = f"{len(layers) - less - dense} of {len(layers)} bounds were within their limits at the first look"
-    changed = f"{less} layers got less of their budget and {dense} became dense" if less or dense else ""
+    changed = f"{counted(less, 'layer')} got less of their budget and {dense} became dense" if less or dense else ""
     first = [", ".join(filter(None, (looks, changed)))] if layers else []
     return [_of_length(length) for length in lengths] + first
 

@@ -29,6 +29,7 @@ from calibrate.prompts.split import parts, split
 from calibrate.prompts.stdlib import stdlib_prompts
 from calibrate.recipe import OLD_DOMAIN, Recipe
 from s2o_runtime.errors import InputError
+from s2o_runtime.fields import counted
 
 __all__ = ["Prompt", "PromptSet", "load_prompts"]
 
@@ -68,7 +69,9 @@ def load_prompts(recipe: Recipe, tokenizer: Any) -> PromptSet:
     fewest = min(map(len, prompts.calibration.values()))
     if fewest < FEW_PROMPTS:
         log.warning(
-            "%d prompts to calibrate on say little about others: use %d or more (--num-prompts)", fewest, FEW_PROMPTS
+            "%s to calibrate on can say little about others: use %d or more (--num-prompts)",
+            counted(fewest, "prompt"),
+            FEW_PROMPTS,
         )
     return prompts
 

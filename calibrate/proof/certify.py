@@ -26,9 +26,9 @@ from calibrate.proof.tighten import NOT_FASTER, Proven, scaled
 from calibrate.proof.verify import prove
 from calibrate.work.executor import Executor
 
-OVER_BOUND = "its certified bound stayed over the limit"
+OVER_BOUND = "the certified bound stayed over the limit"
 HOPELESS = 1.5  # times the limit: a rung is passed over if the first bound says that its own would be above that
-SLOWER = "its attention was measured slower than dense"
+SLOWER = "attention was measured slower than dense"
 
 log = logging.getLogger("calibrate")
 

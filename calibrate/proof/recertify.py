@@ -74,6 +74,7 @@ def recertified(
     chunk: int | None = None,
     *,
     trust_remote_code: bool = False,
+    tokenizer: str | None = None,
 ) -> Recertified:
     """Check a profile's certificate on prompts drawn with another seed, or from other files.
 
@@ -88,6 +89,7 @@ def recertified(
         prompts: Files and folders to draw from instead of the recipe's text; None is what the recipe says.
         chunk: Tokens that layers are fed at once instead of the recipe's; None is what the recipe says.
         trust_remote_code: Whether code that comes with the model may run, whatever the recipe says.
+        tokenizer: The folder or hub id of a tokenizer in place of the model's, whatever the recipe says.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -98,7 +100,7 @@ def recertified(
     lengths = {entry.length: entry for entry in (certified and certified.lengths) or () if entry.length is not None}
     if not lengths:
         raise InputError(f"{path} is not certified, so there is nothing to compare with: leave --seed out")
-    opened = to_prove(model, path, device, trust_remote_code=trust_remote_code)
+    opened = to_prove(model, path, device, trust_remote_code=trust_remote_code, tokenizer=tokenizer)
     count = opened.recipe.num_certify or OPTIONS["num_certify"].default
     fresh = fresh_prompts(opened, replace(opened.recipe, seed=seed, num_certify=count), prompts)
     for length in lengths:

@@ -47,6 +47,7 @@ def verified(
     chunk: int | None = None,
     *,
     trust_remote_code: bool = False,
+    tokenizer: str | None = None,
 ) -> Verified:
     """Make the proof of a profile again, on the prompts that its recipe adjusted layers on.
 
@@ -58,13 +59,14 @@ def verified(
         chunk: tokens that layers are fed at once instead of the recipe's; None is what the recipe says.
         trust_remote_code: whether code that comes with the model may run; what the recipe says does not count, because
             a profile may be another's.
+        tokenizer: the folder or hub id of a tokenizer in place of the model's; the recipe's does not count.
 
     Raises:
         ModelError: the model cannot be loaded.
         ProfileError: the profile cannot be read.
         InputError: its record does not say how it was made, it is of another model, or this device cannot run it.
     """
-    opened = to_prove(model, path, device, trust_remote_code=trust_remote_code)
+    opened = to_prove(model, path, device, trust_remote_code=trust_remote_code, tokenizer=tokenizer)
     profile, recipe = opened.profile, on_other_text(opened.recipe, prompts)
     recipe = recipe if chunk is None else replace(recipe, chunk=chunk)
     data = load_prompts(recipe, opened.loaded.tokenizer)
@@ -91,10 +93,12 @@ class ToProve:
     loaded: LoadedModel
 
 
-def to_prove(model: str, path: Path, device: str, *, trust_remote_code: bool = False) -> ToProve:
+def to_prove(
+    model: str, path: Path, device: str, *, trust_remote_code: bool = False, tokenizer: str | None = None
+) -> ToProve:
     """Open a profile and the model it is of; raises what `verified` does."""
     profile = load_profile(path)
-    recipe = replace(recipe_of(profile, path), model=model, device=device)
+    recipe = replace(recipe_of(profile, path), model=model, device=device, tokenizer=tokenizer)
     if recipe.scope == "model" and not profile.record.held_out:
         raise InputError(f"{path} does not say what each layer may have of the model's budget: calibrate with it")
     profile, rejected = fitted(profile, torch.device(device))
@@ -106,6 +110,7 @@ def to_prove(model: str, path: Path, device: str, *, trust_remote_code: bool = F
         random_weights=recipe.random_weights,
         seed=recipe.seed,
         trust_remote_code=trust_remote_code,
+        tokenizer=tokenizer,
     )
     if difference := loaded.geometry.difference(profile.geometry):
         raise InputError(f"{path} is not of {model}, which has {difference}: calibrate this model")

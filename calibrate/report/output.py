@@ -7,19 +7,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from calibrate.profiles.certified import domain_table, sentences, statement, table
+from calibrate.profiles.certified import STATED, domain_table, sentences, statement, table
 from calibrate.report.contents import Report
 from calibrate.report.html import html_page
 from calibrate.report.markdown import markdown_page
 from calibrate.report.page import page
 from calibrate.report.plots import elements, pictures
-from calibrate.report.sections import closing_notes, layer_table, length_notes, overview_table
+from calibrate.report.sections import closing_notes, gain, layer_table, length_notes, overview_table
 from calibrate.tables import print_lines, print_table
 from s2o_runtime.files import write_atomically
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print target against achieved: a table and its notes for each length, all lengths together, the certificate."""
+    """Print the gain, and target against achieved: each length's table and notes, all together, the certificate."""
+    print_lines([gain(report), ""], console)
     for length in report.lengths:
         print_table(layer_table(report, length), console)
         print_lines([*length_notes(report, length), ""], console)
@@ -29,6 +30,8 @@ def print_report(report: Report, console: Console) -> None:
     for certified in (table(report.certificate), domain_table(report.certificate)):
         if certified is not None:
             print_table(certified, console)
+    if report.certificate is not None:
+        print_lines([STATED, ""], console)
     if report.met:
         print_lines([statement(report.certificate, report.adjusted_on), *sentences(report.certificate)], console)
     print_lines([f"not proven: {sentence}" for sentence in (*report.problems, *report.not_proven)], console)

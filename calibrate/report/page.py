@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from calibrate.profiles.certified import domain_table, sentences, statement, table
+from calibrate.profiles.certified import STATED, domain_table, sentences, statement, table
 from calibrate.report.contents import LengthReport, Report
-from calibrate.report.sections import closing_notes, layer_ranges, layer_table, length_notes, overview_table
+from calibrate.report.sections import closing_notes, gain, layer_ranges, layer_table, length_notes, overview_table
 from calibrate.tables import Table
 
 
@@ -117,6 +117,7 @@ def page(report: Report, profile_path: Path) -> list[Block]:
                 f"most {budget.value:g} {budget.kind} {scope} against dense attention."
             ]
         ),
+        Paragraph([gain(report)]),
         *_verdict(report, profile_path),
         *_certificate(report),
         *_usage(report),
@@ -161,17 +162,25 @@ def _certificate(report: Report) -> list[Block]:
     tables = [one for one in (table(report.certificate), domain_table(report.certificate)) if one is not None]
     if not tables:
         return []
-    return [Heading("Certified"), *(Grid(one, one.title) for one in tables), Bullets(sentences(report.certificate))]
+    return [
+        Heading("Certified"),
+        *(Grid(one, one.title) for one in tables),
+        Bullets([STATED, *sentences(report.certificate)]),
+    ]
 
 
 def _usage(report: Report) -> list[Block]:
     blocks: list[Block] = []
     if report.out:
-        call = f"s2o_runtime.patch(model, {json.dumps(report.out)})"
-        blocks += [Heading("Use"), Listing(f"import s2o_runtime\n{call}", "python")]
+        blocks += [Heading("Use"), Listing(f"import s2o_runtime\n{patch_call(report.out)}", "python")]
     if report.command:
         blocks += [Paragraph(["Made by"]), Listing(report.command, "sh")]
     return blocks
+
+
+def patch_call(profile: str) -> str:
+    """The line of Python that deploys a profile."""
+    return f"s2o_runtime.patch(model, {json.dumps(profile)})"
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:

@@ -9,9 +9,40 @@ from textwrap import shorten
 
 from calibrate.report.contents import LayerReport, LengthReport, Report
 from calibrate.tables import Number, Table, formatted, integer, kept_of
+from s2o_runtime.fields import counted
 
 LOOSE = 5e-3  # of its output's mean square; a budget in mse that allows a layer more is pointed out
+SHOWN_REASONS = 3  # of all for which no layer gains anything
+WORTHWHILE = 1.05  # times dense's speed
+GAIN_MORE = "Allow more error, or calibrate for longer prompts (--lengths)."
 SHOWN_REASON = 110  # characters of a failed trial's reason; the JSON file has all of them
+
+
+def gain(report: Report) -> str:
+    """How many layers run S2O and what is gained at each length, or why nothing is.
+
+    Prefill is measured on a GPU; elsewhere attention's time is predicted, at the lengths that are calibrated.
+    """
+    layers = [layer for length in report.lengths for layer in length.layers]
+    sparse = {layer.layer for layer in layers if layer.methods.keys() - {"dense"}}
+    total = counted(len({layer.layer for layer in layers}), "full-attention layer")
+    if not sparse:
+        reasons = Counter(layer.why_dense for layer in layers if layer.why_dense).most_common()
+        shown = [f"{reason} ({count}x)" for reason, count in reasons[:SHOWN_REASONS]]
+        shown += [f"{len(reasons) - SHOWN_REASONS} more below"] if len(reasons) > SHOWN_REASONS else []
+        return f"S2O runs in none of {total}, so nothing is gained: {'; '.join(shown)}. {GAIN_MORE}"
+    measured = all(length.attention_seconds is not None for length in report.lengths)
+    ratios = {
+        length.length: _ratio(length.dense_prefill_seconds, length.prefill_seconds)
+        if measured
+        else _ratio(1.0, length.cost)
+        for length in report.lengths
+    }
+    gains = ", ".join(f"{ratio:.2f}x at {length}" for length, ratio in ratios.items() if ratio)
+    what, how = ("prefill", "") if measured else ("attention", " (predicted)")
+    text = f"S2O runs in {len(sparse)} of {total}; {what} speedup {gains} tokens{how}."
+    poor = max(filter(None, ratios.values()), default=1.0) < WORTHWHILE
+    return f"{text} That is hardly worth deploying. {GAIN_MORE}" if poor else text
 
 
 def layer_table(report: Report, length: LengthReport) -> Table:

@@ -120,6 +120,7 @@ class S2OWorker(WorkerPlugin):  # type: ignore[misc]
             random_weights=recipe.random_weights,
             seed=recipe.seed,
             trust_remote_code=recipe.trust_remote_code,
+            tokenizer=recipe.tokenizer,
         )
         self_test(loaded)
         state = self._open.enter_context(WorkerState(loaded).working())

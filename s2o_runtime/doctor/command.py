@@ -47,7 +47,7 @@ def parser(program: str = PROGRAM) -> Parser:
         examples=EXAMPLES,
     )
     out.add_argument("--profile", type=Path, metavar="FILE", help="what this profile would run here")
-    out.add_argument("--model", metavar="NAME", help="a local folder or hub id: its layers, and if it is the profile's")
+    out.add_argument("--model", metavar="NAME", help="as of s2o-calibrate: its layers, and if it is the profile's")
     out.add_argument("--device", metavar="NAME", help="cuda, cuda:1 or cpu (default a GPU if there is one)")
     out.add_argument("--json", action="store_true", help="print the findings as JSON")
     add_information(out)

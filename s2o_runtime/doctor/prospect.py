@@ -60,7 +60,7 @@ def model_view(name: str) -> ModelView:
     if "/" not in name and not Path(name).is_dir():
         raise ModelError(
             f"model {name!r} is neither a folder nor a hub id (org/name): give one, or an alias such as demo to "
-            "s2o-calibrate doctor"
+            "s2o-doctor"
         )
     try:
         config = AutoConfig.from_pretrained(name)

@@ -57,7 +57,13 @@ def _become(args: argparse.Namespace) -> int:
     os.environ.update({variable: value for variable, value in flags.items() if value is not None})
     from s2o_runtime.huggingface.environment import STARTED, VARIABLE, environment_profile  # imports torch
 
-    if environment_profile() is None:
+    try:
+        profile = environment_profile()
+    except ProfileError as error:
+        if args.profile is None:
+            raise
+        raise ProfileError(f"--profile: {error.__cause__}") from error
+    if profile is None:
         raise ProfileError(f"{VARIABLE} is not set: set it to a profile's path, or give --profile FILE")
     environment = dict(os.environ) | {VARIABLE: os.path.abspath(os.environ[VARIABLE])}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))

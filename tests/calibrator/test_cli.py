@@ -62,7 +62,6 @@ def unfit(tmp_path_factory):
     configs = {
         "WINDOWS": MistralConfig(**SIZES, sliding_window=64).to_dict(),
         "CODE": {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}},
-        "GPTQ": plain | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
         "WIDE": LlamaConfig(**SIZES | {"head_dim": 288}).to_dict(),
         "SPEECHLESS": plain,
         "WORDLESS": Qwen2Config(**SIZES).to_dict(),
@@ -115,7 +114,7 @@ def test_a_calibration_writes_a_profile_that_meets_the_budget(calibrated):
     assert found == of == 1
     assert profile.record.recipe["representatives"] == [1, 32]
     assert profile.record.recipe["grains"] == [4]
-    assert result["phases"].keys() == {"measuring", "searching", "proving"}
+    assert list(result["phases"])[-3:] == ["measuring", "searching", "proving"]
     written = {path.name for path in (folder / "a").iterdir()}
     assert {"first.safetensors", "demo.journal.sqlite", "first.report.json", "first.report.md"} <= written
     assert json.loads((folder / "a" / "first.report.json").read_text()) == result
@@ -389,7 +388,6 @@ def bad_inputs():
     yield ["--model", "."], "folder . holds no config.json"
     yield ["--model", "WINDOWS"], "has no layer of full_attention, only 2 of sliding_attention"
     yield ["--model", "CODE"], "code of its own, which is not run: give --trust-remote-code if you have read and trust"
-    yield ["--model", "GPTQ"], "is quantised (gptq) and a package for that is missing ("
     yield ["--model", "WIDE"], "layer 0 cannot run S2O ("
     yield ["--model", "SPEECHLESS"], "cannot be loaded: its files are missing"
     yield ["--model", "WORDLESS"], "cannot be loaded: its files are missing or hold no words"
@@ -430,6 +428,7 @@ def bad_inputs():
         ["--check-lengths", "most"],
         "'most': expected an ascending list, each a whole number of tokens of at least 1, or none",
     )
+    yield ["--prompts", ""], "prompts is empty: expected a list, each a file name"
     yield ["--time-limit", "soon"], "'soon': expected a number of seconds above 0 or none, such as 90, 5m or 1h"
     yield ["--time-limit", "0m"], "time_limit is 0.0: expected a number of seconds above 0"
     yield ["--worst-rows", "-1"], "worst_rows is -1.0: expected a number of at least 0"
@@ -437,7 +436,6 @@ def bad_inputs():
     yield ["--segments", "1024"], "length 512 is shorter than one segment of 1024"
     yield ["--tails", "maybe"], "'maybe': expected an ascending list, each true or false, such as off,on"
     yield ["--device", "tpu"], "device 'tpu' is not known"
-    yield ["--device", "cuda:99"], "device 'cuda:99' is not here"
 
 
 @pytest.mark.usefixtures("offline")
@@ -448,6 +446,11 @@ def test_a_hub_out_of_reach_is_a_missing_resource(command):
     assert line.startswith(
         "s2o-calibrate: model 'some/thing' cannot be loaded from some/thing: the Hub cannot be reached"
     )
+
+
+def test_a_gpu_that_is_not_here_is_a_missing_resource(command):
+    outcome = command(*GOOD, "--device", "cuda:99", "--dry-run")
+    assert (outcome.returncode, "device 'cuda:99' is not here" in outcome.stderr) == (4, True)
 
 
 @pytest.mark.parametrize(("arguments", "message"), list(bad_inputs()), ids=lambda value: " ".join(value)[:40])

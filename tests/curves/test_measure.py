@@ -58,13 +58,14 @@ class Watched:
 
         self.monkeypatch.setattr(measure, "measure", watch)
 
+    def step(self, text="", steps=1, *, known=False):
+        self.steps += [known] * steps
+
     def run(self, prompts=None, shapes=SHAPES, **changes):
         self.measured.clear()
         self.steps.clear()
         with Journal.open(self.path, {}) as journal:
-            found = measure_model(
-                self.loaded, prompts or make_prompts(), shapes, recipe(**changes), journal, lambda: self.steps.append(1)
-            )
+            found = measure_model(self.loaded, prompts or make_prompts(), shapes, recipe(**changes), journal, self.step)
             self.reused = journal.reused
         assert len(self.steps) == 4  # two layers at two lengths
         return found

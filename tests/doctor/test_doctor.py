@@ -540,7 +540,7 @@ def test_what_does_not_fit_is_bad_input(capsys, tmp_path):
 
     code, sections = doctor(capsys, "--model", "demo")
     assert code == BAD_INPUT
-    assert sections["model"]["model"]["advice"].endswith("give one, or an alias such as demo to s2o-calibrate doctor")
+    assert sections["model"]["model"]["advice"].endswith("give one, or an alias such as demo to s2o-doctor")
 
 
 @pytest.mark.usefixtures("quick")

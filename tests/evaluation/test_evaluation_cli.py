@@ -186,7 +186,7 @@ def bad_inputs():
         ["--tasks", "needles,haystacks"],
         "tasks is ('needles', 'haystacks'): expected a list, each one of",
     )
-    yield ["--tasks", ","], "tasks is (): expected a list, each one of needles"
+    yield ["--tasks", ","], "tasks is empty: expected a list, each one of needles"
     yield ["--tasks", "prompts"], "the task 'prompts' and --prompts FILE.jsonl belong together"
     yield ["--lengths", "64"], "length 64 is too short for the task 'needles': use "
     yield (

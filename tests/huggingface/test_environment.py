@@ -506,7 +506,7 @@ def test_an_interpreter_without_s2o_says_so_and_goes_on(tmp_path):
     [
         (("true",), {}, "s2o-run: S2O_PROFILE is not set: set it to a profile's path, or give --profile FILE"),
         (("true",), {"S2O_PROFILE": "no/such"}, "s2o-run: S2O_PROFILE: no/such cannot be read (No such file or "),
-        (("--profile", "no/such", "true"), {}, "s2o-run: S2O_PROFILE: no/such cannot be read"),
+        (("--profile", "no/such", "true"), {}, "s2o-run: --profile: no/such cannot be read"),
     ],
 )
 def test_without_a_profile_nothing_is_started(arguments, variables, message):

@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import replace
+from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from calibrate import calibrate
 from calibrate.commands.profile import main as profile_command
 from calibrate.model import capture
+from calibrate.model import gguf as gguf_files
 from calibrate.model.logits import logits_on_device
-from calibrate.model.models import in_memory, load
+from calibrate.model.models import in_memory, load, load_config, load_tokenizer
 from calibrate.model.self_test import self_test
 from calibrate.model.streams import begin, decoder_layers, layer_on_device
 from calibrate.model.weights import InMemory, model_class
@@ -19,7 +22,7 @@ from calibrate.model.whole import streaming_obstacle
 from s2o_runtime import explain, load_profile, patch, patched
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.errors import ConfigError, ModelError, ProfileError
+from s2o_runtime.errors import ConfigError, ModelError, ProfileError, ResourceError
 from s2o_runtime.identity import fingerprint, geometry
 from s2o_runtime.profile import Profile
 from s2o_runtime.serving.fit import check_model
@@ -146,7 +149,7 @@ def test_what_is_said_of_a_model_in_memory_that_will_not_do(tmp_path):
         calibrate(model, OfImages(), out=tmp_path / "p.safetensors")
     with pytest.raises(ConfigError, match="got a model in memory and device, which it has already"):
         calibrate(model, tiny_tokenizer(), device="cpu", out=tmp_path / "p.safetensors")
-    with pytest.raises(ConfigError, match="got a tokenizer and a model by name"):
+    with pytest.raises(ConfigError, match="got a tokenizer and a model by name: give the tokenizer's folder"):
         calibrate("demo", tiny_tokenizer())
     with pytest.raises(ModelError, match="Linear is no transformers model"):
         calibrate(torch.nn.Linear(2, 2), tiny_tokenizer())
@@ -183,6 +186,48 @@ def test_adapters(tmp_path):
     assert in_memory(adapted.merge_and_unload(), tiny_tokenizer()).fingerprint != result.profile.fingerprint
 
 
+SPELLED = {letter: number for number, letter in enumerate(["<s>", *"abcdefghijklmnopqrstuvwxyzF"], 1)}
+VOCABULARY = SPELLED | {"▁people": 40, "Ġsystem": 41, "▁": 42}
+
+
+class Reader:
+    """A tokenizer that knows some words as one token and spells the others."""
+
+    bos_token_id = 1
+
+    def __init__(self, words, adds_bos):
+        self.words, self.adds_bos = words, adds_bos
+
+    def __call__(self, text, add_special_tokens=True):
+        first, *words = text.split(" ")
+        ids = [[self.words[word]] if word in self.words else [42, *map(SPELLED.get, word)] for word in words]
+        begin = [self.bos_token_id] if add_special_tokens and self.adds_bos else []
+        return SimpleNamespace(input_ids=[*begin, SPELLED[first], *chain(*ids)])
+
+
+@pytest.mark.parametrize(
+    ("words", "adds_bos", "file_adds_bos", "wrong"),
+    [
+        ({"people": 40, "system": 41}, True, True, None),
+        ({"people": 40, "system": 41}, False, None, None),
+        ({"people": 40}, True, True, "where the file has token 41 for the last word"),
+        ({"people": 41, "system": 41}, True, True, r"the tokens [2, 41] of 'a people', where the file has token 40"),
+        ({"people": 40, "system": 41}, False, True, "it puts no BOS before a text"),
+        ({"people": 40, "system": 41}, True, False, "it puts a BOS before a text"),
+    ],
+)
+def test_a_tokenizer_is_compared_with_the_vocabulary_of_a_gguf_file(words, adds_bos, file_adds_bos, wrong):
+    said = gguf_files.wrong_tokens(Reader(words, adds_bos), gguf_files.Vocabulary(VOCABULARY, file_adds_bos))
+    assert said is wrong is None or wrong in said
+
+
+def test_a_gguf_file_needs_packages(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_files, "find_spec", lambda package: None)
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(ResourceError, match=r"gguf and accelerate, .* pip install 's2o\[gguf\]'"):
+        load_config(str(tmp_path / "m.gguf"))
+
+
 def test_a_gguf_file(tmp_path):
     gguf = pytest.importorskip("gguf", reason="gguf is not installed")
     model = build("llama")
@@ -194,9 +239,14 @@ def test_a_gguf_file(tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(loaded.model(ids).logits, model(ids).logits, rtol=1e-3, atol=1e-3)
     assert json.loads(loaded.tokenizer.backend_tokenizer.to_str())["model"]["type"] in ("BPE", "Unigram")
+    demo = load_tokenizer("demo")
+    assert load_tokenizer(str(path), tokenizer="demo").get_vocab() == demo.get_vocab()
+    write_gguf(gguf, model, wrong := tmp_path / "wrong.gguf", adds_bos=demo("a").input_ids[0] != demo.bos_token_id)
+    with pytest.raises(ModelError, match=r"is not the file's: it puts .* BOS before a text.*; give --tokenizer"):
+        load_tokenizer(str(wrong), tokenizer="demo")
 
 
-def write_gguf(gguf, model, path):
+def write_gguf(gguf, model, path, adds_bos=None):
     """A Llama of `support.models` in llama.cpp's format, whose queries and keys have another order of dimensions."""
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
@@ -220,6 +270,8 @@ def write_gguf(gguf, model, path):
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
+    if adds_bos is not None:
+        writer.add_add_bos_token(adds_bos)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, parameter in model.state_dict().items():
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])

@@ -4,7 +4,10 @@ import json
 import logging
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
+import httpx
+import huggingface_hub
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
@@ -113,12 +116,29 @@ def test_models_that_cannot_be_calibrated_are_refused(tmp_path):
         load_config(str(tmp_path))
     quantised = CONFIGS["llama"].to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(quantised))
-    with pytest.raises(ModelError, match=r"is quantised \(gptq\) and a package for that is missing \(.*\): install it"):
+    with pytest.raises(ResourceError, match=r"is quantised \(gptq\) and a package for that is missing"):
         load_config(str(tmp_path))
     unknown = CONFIGS["llama"].to_dict() | {"quantization_config": {"quant_method": "own"}}
     (tmp_path / "config.json").write_text(json.dumps(unknown))
     with pytest.raises(ModelError, match="is quantised in a format that transformers does not know: own"):
         load_config(str(tmp_path))
+
+
+def test_the_hub_is_asked_once_and_briefly(monkeypatch, caplog, tmp_path):
+    asked = []
+
+    def head(url, timeout):
+        asked.append(timeout)
+        raise httpx.ConnectTimeout("no answer")
+
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: SimpleNamespace(head=head))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(ResourceError, match="from some/thing: the Hub cannot be reached"):
+        load_config("some/thing")
+    assert asked == [5.0]
+    assert caplog.messages == ["asking the Hub for some/thing"]
+    load_config("demo")
+    assert len(asked) == 1
 
 
 def test_errors_are_one_sentence(offline, tmp_path):

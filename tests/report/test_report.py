@@ -227,6 +227,29 @@ def test_lines_below_a_table(summary):
     assert "16384 tokens, as adjusted (checked only)" in text
 
 
+def test_the_first_line_says_what_is_gained(summary, tmp_path):
+    first = (
+        "S2O runs in 6 of 6 full-attention layers; prefill speedup 2.00x at 8192, 2.00x at 16384, 2.00x at 32768 tokens"
+    )
+    assert printed(summary).startswith(f"{first}.\n")
+    assert first in next(path for path in write(summary, tmp_path / "p") if path.name.endswith("md")).read_text()
+    on_cpu = printed(made(on_gpu=False)).splitlines()[0]
+    assert "; attention speedup 2.50x at 8192, 2.50x at 32768 tokens (predicted)." in on_cpu
+    for length in summary["lengths"]:
+        length["prefill_seconds"] = length["dense_prefill_seconds"] / 1.01
+    assert "That is hardly worth deploying. Allow more error, or calibrate" in printed(summary).splitlines()[0]
+
+
+def test_a_result_that_gains_nothing_says_why(summary):
+    for length in summary["lengths"]:
+        for layer in length["layers"]:
+            layer |= {"methods": {"dense": 8}, "why_dense": f"reason {min(layer['layer'], 3)}"}
+    assert printed(summary).splitlines()[0] == (
+        "S2O runs in none of 6 full-attention layers, so nothing is gained: reason 3 (9x); reason 0 (3x); "
+        "reason 1 (3x); 1 more below. Allow more error, or calibrate for longer prompts (--lengths)."
+    )
+
+
 def test_where_one_threshold_is_better_that_is_said(summary):
     summary["lengths"][0]["uniform"]["seconds"] = summary["lengths"][0]["attention_seconds"] / 1.25
     assert "attention: 1.25x slower than the best" in printed(summary)
@@ -290,7 +313,7 @@ def test_what_is_certified_comes_first_and_what_is_not_proven_last(summary, tmp_
         "8192 tokens: with a probability of at least 90% the next prompt like these keeps the KL below 2.0e-03 nats "
         "(two dense implementations: 1.0e-04), at least 98.50% of top-1 tokens, the error of every layer below "
         "1.75 times its limit; 30 of 32 needles kept (79% to 99%) 1 of 3 bounds were within their limits at the first "
-        "look, 1 layers got less of their budget and 1 became dense not proven: retrieval at 8192 tokens"
+        "look, 1 layer got less of their budget and 1 became dense not proven: retrieval at 8192 tokens"
     )
     assert f"{statement} {following}" in text
     files = {path.name: path for path in write(summary, tmp_path / "p.safetensors")}

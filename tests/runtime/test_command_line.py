@@ -236,6 +236,23 @@ def test_progress_is_never_silent_for_long(capsys):
     ]
 
 
+def test_what_was_done_before_is_said_and_no_part_of_the_rate(capsys):
+    clock = Clock()
+    lines = ProgressLines("measuring", 12, "layer", clock)
+    lines.step("are in d.sqlite", 6, known=True)
+    clock.seconds += 10
+    lines.step(steps=2)
+    assert capsys.readouterr().err.splitlines() == [
+        "measuring: continuing: 6 of 12 layers are in d.sqlite",
+        "measuring: 67% (8 of 12 layers), 20 s left",
+    ]
+    with redirect_stderr(Terminal()) as stream, progress_bar("measuring", 12, "layer", shown=True) as step:
+        step("are in d.sqlite", 6, known=True)
+        step(steps=6)
+    assert "measuring: continuing: 6 of 12 layers are in d.sqlite\n" in stream.getvalue()
+    assert "12/12" in stream.getvalue()
+
+
 def test_progress_of_unknown_length_says_what_was_done(capsys):
     with progress_bar("searching", None, "trial", shown=True) as step:
         step("ignored in a log")

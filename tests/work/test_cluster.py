@@ -285,7 +285,7 @@ def test_a_host_without_gpus_may_coordinate_those_that_have_some(tmp_path):
     made, device = on_this_machine(options | {"scheduler": "tcp://head:8786"})
     assert (made.device, made.lengths, device.name) == ("cuda", (8192, 32768), "NVIDIA H200")
     assert made.out == Path("profiles/demo/nvidia-h200/rel-mse-0.001.safetensors")
-    with pytest.raises(ConfigError, match="is not here"):
+    with pytest.raises(ResourceError, match="is not here"):
         on_this_machine(options | {"gpus": 2})
     several, _ = on_this_machine(options | {"scheduler": "tcp://head:8786", "target_gpu": ("all",)})
     assert several.out == Path("profiles/demo/rel-mse-0.001.safetensors")

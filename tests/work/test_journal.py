@@ -184,6 +184,7 @@ def test_a_foreign_file_is_left_alone(content, found, path):
         ):
             attempt()
     assert path.read_bytes() == content
+    assert list(path.parent.iterdir()) == [path]  # and no lock
 
 
 @pytest.mark.parametrize(
