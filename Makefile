@@ -15,9 +15,9 @@
 
 VENV := .venv
 TRITONS := 3.6.0 3.9.0
-TRANSFORMERS := 5.0.0 5.23.0
+TRANSFORMERS := 5.0.0 5.24.0
 TOKENIZERS_5.0.0 := 0.22.2
-TOKENIZERS_5.23.0 := 0.23.3
+TOKENIZERS_5.24.0 := 0.23.3
 QUANTISED := build/quantised
 QUANTISERS := optimum-quanto==0.2.7 ninja==1.13.2 bitsandbytes==0.50.2 torchao==0.18.0 compressed-tensors==0.20.0 loguru==0.7.3
 # of GPTQ and AWQ; gptqmodel and pypcre come as sources, which a C compiler makes into wheels: without one, their tests are skipped
@@ -87,7 +87,7 @@ transformers: $(OTHERS)
 $(TRANSFORMERS:%=transformers-%): transformers-%: build/transformers-%/.installed $(CACHES)
 	OMP_NUM_THREADS=1 PYTHONPATH=build/transformers-$*:$(QUANTISED) $(VENV)/bin/python -m pytest -p no:cacheprovider \
 		-n auto --maxprocesses 4 --dist load tests/huggingface/test_hf.py tests/huggingface/test_architectures.py tests/huggingface/test_continuous_batching.py \
-		$(LOADING_TESTS)
+		tests/huggingface/test_environment.py $(LOADING_TESTS)
 
 architectures: $(READY) $(CACHES)
 	PYTHONPATH=.:$(QUANTISED) OMP_NUM_THREADS=1 $(lastword $(RUN)) -m scripts.docs.architectures

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ def self_test(loaded: LoadedModel) -> None:
     if config is None:  # no kernel for this head dim here: the search says so
         return
     length = min(SEGMENTS * config.heads[0].segment - 20, positions(loaded.model.config))
+    decoder = decoder_of(loaded.model)
+    cache = "cache" if "cache" in signature(decoder.forward).parameters else "past_key_values"  # until 5.23
     comparison = _Comparison(loaded.geometry, loaded.model)
     AttentionInterface.register(NAME, comparison.attention)
     AttentionMaskInterface.register(NAME, comparison.mask)
@@ -76,7 +79,7 @@ def self_test(loaded: LoadedModel) -> None:
             memory = None
             for call, real in calls:
                 comparison.real = real
-                memory = decoder_of(loaded.model)(past_key_values=memory, **call).past_key_values
+                memory = getattr(decoder(**{cache: memory}, **call), cache)
             for layer in layers:
                 if layer.attention is not None and layer.attention not in comparison.ran:
                     reason = comparison.reason(layer.attention)

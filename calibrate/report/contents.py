@@ -226,6 +226,11 @@ class Report:
     not_proven: tuple[str, ...] = ()
     plan: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def layer_numbers(self) -> list[int]:
+        """The layers' numbers in the model; those of layers of other kinds, such as sliding ones, are left out."""
+        return [layer.layer for layer in self.lengths[0].layers]
+
     def to_json(self) -> dict[str, Any]:
         """The report as JSON takes it: what is in `<profile>.report.json`."""
         certificate = None if self.certificate is None else self.certificate.to_json()

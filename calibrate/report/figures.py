@@ -102,9 +102,15 @@ def panels(
     return grid[: len(titles)]
 
 
-def whole_numbers(*axes: Axis) -> None:
-    """Ticks at whole numbers only."""
+def whole_numbers(axis: Axis, numbers: Sequence[int] | None = None) -> None:
+    """Ticks at whole numbers only.
+
+    Args:
+        axis: Gets the ticks.
+        numbers: What stands at the ticks 0, 1, ...; None for these themselves.
+    """
     from matplotlib.ticker import MaxNLocator
 
-    for axis in axes:
-        axis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_major_locator(MaxNLocator(integer=True))
+    if numbers is not None:
+        axis.set_major_formatter(lambda place, _: str(dict(enumerate(numbers)).get(round(place), "")))

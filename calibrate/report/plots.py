@@ -55,7 +55,8 @@ def draw_density(figure: Figure, report: Report) -> None:
             if head.mode == "dense"
         ]
         axes.scatter([x for x, _ in dense], [y for _, y in dense], marker="x", color="black", lw=0.8, s=cross)
-        whole_numbers(axes.xaxis, axes.yaxis)
+        whole_numbers(axes.xaxis)
+        whole_numbers(axes.yaxis, report.layer_numbers)
     figure.colorbar(image, ax=all_axes, label="density (cross: dense head)", **BAR)
 
 
@@ -76,8 +77,8 @@ def draw_frontier(figure: Figure, report: Report) -> None:
     all_axes = panels(figure, titles, size, x="density", y=budget.kind, sharey=True)
     for axes, length in zip(all_axes, report.lengths, strict=True):
         axes.axhline(budget.value, color="black", lw=1, ls="--", label="budget")
-        for layer in length.layers:
-            colour = of_layer.cmap(layer.layer / max(1, last) * DARK)
+        for place, layer in enumerate(length.layers):
+            colour = of_layer.cmap(place / max(1, last) * DARK)
             curve = [point for point in layer.frontier or () if min(point) > 0]  # as the budget rises
             axes.plot([x for x, _ in curve], [y for _, y in curve], color=colour, lw=0.8, alpha=0.8)
             axes.plot(layer.density, max(layer.error, bottom), color=colour, **circle)
@@ -93,7 +94,7 @@ def draw_frontier(figure: Figure, report: Report) -> None:
     figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     bar = figure.colorbar(of_layer, ax=all_axes, label="layer", **BAR)
     bar.ax.set_ylim(0, max(1, last))
-    whole_numbers(bar.ax.yaxis)
+    whole_numbers(bar.ax.yaxis, report.layer_numbers)
 
 
 def draw_time(figure: Figure, report: Report) -> None:
@@ -111,10 +112,9 @@ def draw_time(figure: Figure, report: Report) -> None:
             dense = [1.0] * len(layers)
             sparse = [fmean(head.cost for head in layer.heads) for layer in layers]
             axes.set_ylabel("attention time,\npredicted, over dense")
-        numbers = [layer.layer for layer in layers]
-        axes.bar(numbers, dense, width=0.85, color="lightgrey", label="dense")
-        axes.bar(numbers, sparse, width=0.5, color="C0", label="S2O")
+        axes.bar(range(len(layers)), dense, width=0.85, color="lightgrey", label="dense")
+        axes.bar(range(len(layers)), sparse, width=0.5, color="C0", label="S2O")
         axes.set_xlim(-0.7, len(layers) - 0.3)
-        whole_numbers(axes.xaxis)
+        whole_numbers(axes.xaxis, report.layer_numbers)
     first = all_axes[0]
     figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)

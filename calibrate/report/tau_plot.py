@@ -37,5 +37,6 @@ def _draw(figure: Figure, profile: Profile) -> None:
             marked = [(x, y) for head, x, y in heads if not head.has_threshold and (head.mode == "dense") == is_dense]
             look: dict[str, Any] = {"color": "black"} if is_dense else {"edgecolors": "black", "facecolors": "none"}
             axes.scatter([x for x, _ in marked], [y for _, y in marked], marker=marker, lw=0.8, s=12, **look)
-        whole_numbers(axes.xaxis, axes.yaxis)
+        whole_numbers(axes.xaxis)
+        whole_numbers(axes.yaxis, [profile.geometry.layer_number(index) for index in range(len(layers))])
     figure.colorbar(image, ax=all_axes, label="tau (cross: dense head; ring: linear tail or baseline)", **BAR)

@@ -1,9 +1,13 @@
-"""Whether a model that should run S2O is dense nearly all the time: one warning, with the reason, for each model."""
+"""Whether a model that should run S2O is dense: one warning for each model, with the reason and what to do."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
 
 CALLS = 1000  # of every layer, after which it is judged
 MOST = 0.9  # of the calls: if more than this share is dense, it is said
@@ -23,9 +27,10 @@ log = logging.getLogger("s2o_runtime")
 class DenseWatch:
     """Counts the calls of one model's layers that have more than one query, which leaves out decode.
 
-    A call is long if it has at least as many keys as the shortest calibrated length. Two things are looked at, and
-    the first that is true is said once: after `CALLS` calls of every layer, whether nearly all of them were too short;
-    after `CALLS` long calls of every layer, whether nearly all of these were dense.
+    A call is long if it has at least as many keys as the shortest calibrated length. Said once is that a long call of a
+    model in eval mode is dense because gradients are enabled; that a long call does not reach S2O because the model has
+    another attention implementation; and the first of these that is true: after `CALLS` calls of every layer, nearly
+    all of them were too short; after `CALLS` long calls of every layer, nearly all of these were dense.
 
     Args:
         layers: of the model.
@@ -38,7 +43,7 @@ class DenseWatch:
         self.short = 0
         self.long = 0
         self.dense: Counter[str] = Counter()  # of the long calls, by reason
-        self.done = False
+        self.done = self.said_gradients = self.said_bypassed = False
 
     def see(self, path: str, reason: str, keys: int) -> None:
         """One call of one layer; only counts, until there are enough of them."""
@@ -54,6 +59,43 @@ class DenseWatch:
             self._say_short()
         elif self.long == self.calls:
             self._judge_long()
+
+    def see_gradients(self, keys: int) -> None:
+        """A long call of a model in eval mode that is dense because its gradients may be needed."""
+        if not self.said_gradients:
+            self.said_gradients = True
+            log.warning(
+                "S2O does not run: gradients are enabled for a prompt of %d keys although the model is in eval mode: "
+                "call it under torch.no_grad() or torch.inference_mode()",
+                keys,
+            )
+
+    def see_forward(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """A forward pre-hook of one attention layer, which sees calls that other attention functions compute.
+
+        Args:
+            module: transformers' attention module.
+            arguments, named: of its `forward`; the hidden states are [B, L, E].
+        """
+        if self.said_bypassed or torch.compiler.is_compiling():
+            return
+        from transformers import AttentionInterface
+
+        name: str = module.config._attn_implementation  # type: ignore[assignment, union-attr]
+        if getattr(AttentionInterface().get(name), "__module__", "").startswith("s2o_runtime."):
+            return
+        hidden = arguments[0] if arguments else named["hidden_states"]
+        longest = named.get("max_length_k", named.get("max_seqlen_k"))  # of a batch of continuous batching, by type
+        keys = max(longest.values()) if isinstance(longest, dict) else longest or hidden.shape[1]
+        if keys >= self.min_length:
+            self.said_bypassed = True
+            log.warning(
+                "S2O does not run: the patched model has the attention implementation %r for a prompt of %d keys: call "
+                'model.set_attn_implementation("s2o"), or for continuous batching do what docs/serving.md says of your '
+                "transformers",
+                name,
+                keys,
+            )
 
     def _say_short(self) -> None:
         self.done = True

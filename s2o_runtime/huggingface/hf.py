@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -30,6 +30,7 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.attention.windowed import window_attention
 from s2o_runtime.errors import ModelError, ProfileError
+from s2o_runtime.huggingface.dense_watch import DenseWatch
 from s2o_runtime.huggingface.drift import Drift, check_of
 from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, check_trained, environment_profile
 from s2o_runtime.huggingface.layers import NUMBER, STATE, Beyond, check_beyond, numbered, other_attention, states_of
@@ -109,12 +110,13 @@ def patch(
         ModelError: the architecture is not supported.
         ConfigError: `drift` or `beyond` is not known or illegal.
     """
+    _check_model(model, profile)
+    if not isinstance(profile, Profile | str | PathLike):
+        raise ProfileError(f"the profile is a {type(profile).__name__}, expected a Profile or the path of its file")
     if not isinstance(profile, Profile):
         profile = load_profile(profile)
     check_of(drift)
     check_beyond(beyond)
-    if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
-        raise ModelError(f"{type(model).__name__} is not a transformers model: load it with AutoModelForCausalLM")
     difference = geometry(model.config).difference(profile.geometry)
     if difference:
         raise ProfileError(
@@ -136,21 +138,46 @@ def patch(
     for module, state in zip(modules, states, strict=True):
         state.heads = heads_here(module, profile.geometry.query_heads)
     unpatch(model)
-    for module, state in zip(modules, states, strict=True):
-        attach(module, state)
-    for module, state in others:
-        attach(module, state)
+    _attach_all([*zip(modules, states, strict=True), *others])
     _register()
     setattr(model, PREVIOUS, implementations(model.config))
     model.set_attn_implementation(NAME)
     return model
 
 
+def _check_model(model: Any, profile: object = None) -> None:
+    """Raises ModelError for what is no transformers model; `profile` is what `patch` was given besides."""
+    if _is_model(model):
+        return
+    found = type(model).__name__
+    if _is_model(profile):
+        raise ModelError(
+            f"the model is a {found} and the profile a {type(profile).__name__}: swap them, patch(model, profile)"
+        )
+    raise ModelError(f"{found} is not a transformers model: load it with AutoModelForCausalLM")
+
+
+def _is_model(thing: object) -> bool:
+    return hasattr(thing, "config") and hasattr(thing, "set_attn_implementation")
+
+
+def _attach_all(layers: Iterable[tuple[nn.Module, LayerState]]) -> None:
+    """Give a model's attention modules their states, and its first layer of full attention the hook that watches it."""
+    watched: set[DenseWatch] = set()
+    for module, state in layers:
+        attach(module, state)
+        if state.watch is not None and state.watch not in watched:
+            watched.add(state.watch)
+            state.hook = module.register_forward_pre_hook(state.watch.see_forward, with_kwargs=True)
+
+
 def unpatch(model: Any) -> Any:
     """Undo `patch`: the attention implementation the model had before, and no trace of the profile.
 
-    A model that got its profile from S2O_PROFILE loses it, for good.
+    A model that got its profile from S2O_PROFILE loses it, for good. Raises ModelError for what is not a model of
+    transformers.
     """
+    _check_model(model)
     if PREVIOUS in model.__dict__:
         model.set_attn_implementation(model.__dict__.pop(PREVIOUS))
     for module in model.modules():
@@ -169,12 +196,20 @@ def patched(
 ) -> Iterator[Any]:
     """`patch` for the length of a block: `with patched(model, "profile.safetensors"): model.generate(...)`.
 
-    Whatever happens in the block, the model is unpatched after it.
+    Whatever happens in the block, the model is after it what it was before: unpatched, or patched with the profile that
+    it had.
     """
+    _check_model(model, profile)
+    layers = [(module, module.__dict__[STATE]) for module in model.modules() if STATE in module.__dict__]
+    previous, named = model.__dict__.get(PREVIOUS), implementations(model.config)
     try:
         yield patch(model, profile, strict=strict, drift=drift, beyond=beyond)
     finally:
         unpatch(model)
+        _attach_all(layers)
+        if previous is not None:
+            setattr(model, PREVIOUS, previous)
+            model.set_attn_implementation(named)
 
 
 def implementations(config: Any) -> dict[str, str]:
@@ -301,6 +336,8 @@ def s2o_attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] in; [B, Lq, Hq, D] out."""
+    if kwargs.get("output_attentions") and not torch.compiler.is_compiling():
+        _warn_attentions()
     number: int | None = getattr(module, NUMBER, None)
     unserved = layer_obstacle(query, key, value, kwargs)
     obstacle = unserved or _window_obstacle(kwargs, key.shape[2])
@@ -343,7 +380,7 @@ def s2o_attention_forward(
         _say_unpatched(type(module).__name__)
         out = fastest_dense_attention(query, key, value, kv_start=call.kv_start, **scoring.arguments())
     else:
-        out = _prefill(state, obstacle, query, key, value, scoring, call)
+        out = _prefill(state, obstacle, query, key, value, scoring, call, module.training)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -385,6 +422,7 @@ def _prefill(
     value: Tensor,
     scoring: Scoring,
     call: PrefillCall,
+    training: bool,
 ) -> Tensor:
     """A plain causal prefill of a patched layer, S2O or dense, and what is to be remembered of it: [B, Hq, Lq, D]."""
     if state.chunk is not None and query.shape[2] > state.chunk:
@@ -392,13 +430,14 @@ def _prefill(
 
         def compute(rows: slice, keys: int) -> Tensor:
             part = replace(call, q_offset=call.q_offset + rows.start)
-            return _prefill(state, obstacle, query[:, :, rows], key[:, :, :keys], value[:, :, :keys], scoring, part)
+            tensors = query[:, :, rows], key[:, :, :keys], value[:, :, :keys]
+            return _prefill(state, obstacle, *tensors, scoring, part, training)
 
         whole = prefill_in_chunks(state, query, key, call.q_offset, compute)
         if state.observer is not None and call.kv_start is None:
             state.observer(state.layer, query, key, value, scoring, whole)
         return whole
-    reason = state.other_kind or obstacle or _dense_reason(state, query, key)
+    reason = state.other_kind or obstacle or _dense_reason(state, query, key, training)
     config = state.config(key.shape[2]) if reason is None else None
     if config is not None and config.num_heads != query.shape[1]:
         reason = f"the profile is of {config.num_heads} query heads, the layer has {query.shape[1]} here"
@@ -485,6 +524,14 @@ def _say_unpatched(name: str) -> None:
     log.info("%s runs dense: the model has no profile, call s2o_runtime.patch(model, profile)", name)
 
 
+@lru_cache(maxsize=1)
+def _warn_attentions() -> None:
+    log.warning(
+        "S2O computes no attention weights, output_attentions=True gives none: unpatch the model and load it with "
+        'attn_implementation="eager" for them'
+    )
+
+
 @lru_cache(maxsize=64)
 def _warn_beyond(max_length: int) -> None:
     log.warning(
@@ -525,7 +572,7 @@ def _lost_mask() -> Tensor | None:
     raise ModelError("attention dropout in a sliding window over several devices is not supported: call model.eval()")
 
 
-def _dense_reason(state: LayerState, query: Tensor, key: Tensor) -> str | None:
+def _dense_reason(state: LayerState, query: Tensor, key: Tensor, training: bool) -> str | None:
     if state.rejected is not None:
         return state.rejected
     if reason := too_short(key.shape[2], state.min_length):
@@ -535,6 +582,8 @@ def _dense_reason(state: LayerState, query: Tensor, key: Tensor) -> str | None:
             return reason
         _warn_beyond(state.max_length)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        if state.watch is not None and not training:
+            state.watch.see_gradients(key.shape[2])
         return "gradients are enabled"
     if state.drift is not None and state.drift.verdict is not None and state.drift.check.action == "dense":
         return state.drift.verdict

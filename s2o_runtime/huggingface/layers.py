@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.config import LayerConfig
@@ -53,7 +54,7 @@ class LayerState:
     layers have the same one. other_kind: what is said of a layer that has no full attention and stays what it is.
     chunk: queries that a prefill is fed at once, as a server does; None for all. last_density: of the last prefill that
     was fed so, as a whole, where `last` is of its last chunk. heads: the query heads of the layer that this process
-    computes, where a model is split over processes; None for all.
+    computes, where a model is split over processes; None for all. hook: of its module, removed when it is detached.
     """
 
     layer: int
@@ -73,6 +74,7 @@ class LayerState:
     chunk: int | None = None
     last_density: float | None = None
     heads: range | None = None
+    hook: RemovableHandle | None = None
 
     @property
     def density(self) -> float:
@@ -115,8 +117,11 @@ def attach(module: nn.Module, state: LayerState) -> None:
 
 def detach(module: nn.Module) -> None:
     """Undo `attach`: the module has no profile, so it runs dense attention, whatever S2O_PROFILE says."""
-    if module.__dict__.pop(STATE, None) is not None:
+    state: LayerState | None = module.__dict__.pop(STATE, None)
+    if state is not None:
         _detached.add(module)
+        if state.hook is not None:
+            state.hook.remove()
     module.__dict__.pop(NUMBER, None)
 
 

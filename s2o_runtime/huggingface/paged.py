@@ -1,12 +1,13 @@
 """transformers' continuous batching: the requests of a server batch, each given to an attention function by itself.
 
 Continuous batching packs the new tokens of all requests into one row and keeps keys and values in pages. Its cache
-writes the new ones, and reads those of every request out of their pages, before attention is computed.
+writes the new ones, and reads those of every request out of their pages, before attention is computed: from
+transformers 5.24 on the layer asks it to, before that the attention function (`_updated`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import signature
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from s2o_runtime.errors import ModelError
 # returns [1, Lq, Hq, D]
 RequestAttention = Callable[[nn.Module, Tensor, Tensor, Tensor, int | None, float | None, dict[str, Any]], Tensor]
 
-EDGES = "s2o_edges"  # attribute of transformers' cache: of the batch at hand
+EDGES = "s2o_edges"  # attribute of a batch's `cu_seq_lens_q`, which is another tensor in every batch
 OF_BATCH = (
     "cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen_q", "max_seqlen_k", "max_length_q", "max_length_k", "read_index",
     "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal",
@@ -56,11 +57,11 @@ def one_by_one(attention: RequestAttention) -> Callable[..., tuple[Tensor, None]
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         cache = kwargs.pop("cache", None)
-        _check(cache, query, kwargs)
+        _check(query, kwargs)
         window: int | None = getattr(module, "sliding_window", None) or None
-        edges = _edges(cache, "full_attention" if window is None else "sliding_attention", kwargs)
+        edges = _edges("full_attention" if window is None else "sliding_attention", kwargs)
         rest = {name: given for name, given in kwargs.items() if name not in OF_BATCH}
-        k, v = _updated(cache, module, key, value, kwargs)
+        k, v = (key, value) if cache is None else _updated(cache, module, key, value, kwargs)
         out = query.new_zeros(1, query.shape[2], query.shape[1], v.shape[3])
         for (begin, end), (first, last) in zip(pairwise(edges.queries), pairwise(edges.keys), strict=True):
             if begin < end:
@@ -70,6 +71,11 @@ def one_by_one(attention: RequestAttention) -> Callable[..., tuple[Tensor, None]
         return out, None
 
     return paged_attention
+
+
+def is_batch(kwargs: Mapping[str, Any]) -> bool:
+    """Whether an attention function was called for a batch of continuous batching, by what it was given by name."""
+    return "read_index" in kwargs
 
 
 def _updated(cache: Any, module: nn.Module, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -82,9 +88,9 @@ def _updated(cache: Any, module: nn.Module, key: Tensor, value: Tensor, kwargs: 
     return tuple(tensor.transpose(0, 1)[None] for tensor in packed)
 
 
-def _check(cache: Any, query: Tensor, kwargs: dict[str, Any]) -> None:
+def _check(query: Tensor, kwargs: dict[str, Any]) -> None:
     """Raise ModelError for what is no batch of continuous batching, or one that S2O cannot be part of."""
-    if cache is None:
+    if not is_batch(kwargs):
         raise ModelError(
             'the attention implementation "paged|s2o" was called without a paged cache: it is for generate_batch; '
             'call model.set_attn_implementation("s2o") for all else'
@@ -100,19 +106,11 @@ def _check(cache: Any, query: Tensor, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _edges(cache: Any, layer_type: str, kwargs: dict[str, Any]) -> Edges:
-    """The edges of the batch at hand, read from the device once for all layers of a type.
-
-    Every batch has its own list of indices, by which those of the last batch are known.
-    """
-    batch, edges = cache.__dict__.get(EDGES, (None, {}))
-    if batch is not kwargs["read_index"]:
-        edges = {}
-        setattr(cache, EDGES, (kwargs["read_index"], edges))
+def _edges(layer_type: str, kwargs: dict[str, Any]) -> Edges:
+    """The edges of the batch at hand, read from the device once for all layers of a type."""
+    queries, keys = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+    edges: dict[str, Edges] = queries.__dict__.setdefault(EDGES, {})
     if layer_type not in edges:
-        keys = kwargs["cu_seq_lens_k"]
         keys = keys[layer_type] if isinstance(keys, dict) else keys
-        both = torch.stack((kwargs["cu_seq_lens_q"], keys)).tolist()
-        edges[layer_type] = Edges(*both)
-    of_type: Edges = edges[layer_type]
-    return of_type
+        edges[layer_type] = Edges(*torch.stack((queries, keys)).tolist())
+    return edges[layer_type]

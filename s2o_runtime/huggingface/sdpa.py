@@ -32,6 +32,7 @@ from s2o_runtime.huggingface.hf import (
     s2o_paged_forward,
 )
 from s2o_runtime.huggingface.layers import STATE, paths_taken
+from s2o_runtime.huggingface.paged import is_batch
 
 NAME = "sdpa"
 PAGED = "paged|sdpa"  # in continuous batching, before transformers 5.19
@@ -92,7 +93,7 @@ def attention_or_s2o(
 
     Calls that S2O's own function refuses, or that are not causal, get transformers' function and mask.
     """
-    if kwargs.get("cache") is not None:  # continuous batching, from transformers 5.19 on
+    if is_batch(kwargs):  # from transformers 5.19 on
         return _paged(sdpa_attention_forward, module, query, key, value, attention_mask, dropout=dropout, **kwargs)
     state = module.__dict__.get(STATE)
     ours = is_prefill_mask(attention_mask)
@@ -119,7 +120,7 @@ def _paged(
     other: Callable[..., tuple[Tensor, None]], module: nn.Module, query: Tensor, *tensors: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     state = module.__dict__.get(STATE) or environment.adopt(module, query.device)
-    if state is None or state.rejected is not None or "read_index" not in kwargs:
+    if state is None or state.rejected is not None or not is_batch(kwargs):
         return other(module, query, *tensors, **kwargs)
     return s2o_paged_forward(module, query, *tensors, **kwargs)
 

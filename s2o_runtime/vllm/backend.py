@@ -82,6 +82,10 @@ def mix_in(stock: type, name: str, host: Host) -> Classes:
         def supports_batch_invariance(cls) -> bool:
             return False  # how a prompt is cut into chunks moves its segments
 
+        @classmethod
+        def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+            return False  # a batch is planned and cut by the query lengths on the host; vLLM asks since 0.33
+
     return Classes(S2OBackend, S2OMetadataBuilder, S2OImpl)
 
 

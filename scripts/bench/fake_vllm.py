@@ -101,6 +101,10 @@ class Stock:
     def get_name() -> str:
         return "STOCK"
 
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return True
+
     @staticmethod
     def get_impl_cls() -> type:
         return StockImpl

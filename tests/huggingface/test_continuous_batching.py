@@ -215,7 +215,15 @@ def batch(cache, queries, keys, changes=None):
     return {"cache": cache, "read_index": [None], "write_index": [None], "block_table": None} | edges | (changes or {})
 
 
-def test_requests_are_cut_out_of_the_batch():
+def updated_by_the_layer(arguments, layer_type="full_attention"):
+    """The same call from transformers 5.24 on: the keys of the layer's type, no cache, and the keys of all requests."""
+    cache, keys = arguments["cache"], arguments["cu_seq_lens_k"][layer_type]
+    packed = (tensor.transpose(0, 1)[None] for tensor in cache.update(None, None, 0, None, None))
+    return *packed, {name: given for name, given in arguments.items() if name != "cache"} | {"cu_seq_lens_k": keys}
+
+
+@pytest.mark.parametrize("of_layer", [False, True], ids=["before-5.24", "from-5.24"])
+def test_requests_are_cut_out_of_the_batch(of_layer):
     """Each request comes with its own rows and keys; empty requests and rows that fill up the batch get nothing."""
     seen = []
 
@@ -227,8 +235,10 @@ def test_requests_are_cut_out_of_the_batch():
     rows = torch.arange(6.0)[None, None, :, None].expand(1, 4, 6, 8)
     cache = Cache(torch.arange(9.0)[:, None, None].expand(9, 2, 8), -torch.arange(9.0)[:, None, None].expand(9, 2, 8))
     module = SimpleNamespace(layer_idx=0)
-    arguments = batch(cache, [0, 3, 3, 4], [0, 5, 5, 7], {"softcap": 2.0})
-    out, _ = forward(module, rows, None, None, None, scaling=0.5, **arguments)
+    keys, values, arguments = None, None, batch(cache, [0, 3, 3, 4], [0, 5, 5, 7], {"softcap": 2.0})
+    if of_layer:
+        keys, values, arguments = updated_by_the_layer(arguments)
+    out, _ = forward(module, rows, keys, values, None, scaling=0.5, **arguments)
     assert seen == [
         ([0, 1, 2], [0, 1, 2, 3, 4], [0, -1, -2, -3, -4], None, 0.5, {"softcap": 2.0}),
         ([3], [5, 6], [-5, -6], None, 0.5, {"softcap": 2.0}),
@@ -239,14 +249,17 @@ def test_requests_are_cut_out_of_the_batch():
     arguments["cu_seq_lens_k"]["sliding_attention"] = torch.tensor([0, 2, 4], dtype=torch.int32)
     for window, ends in ((None, [0, 1]), (7, [1, 3])):
         seen.clear()
-        forward(SimpleNamespace(layer_idx=0, sliding_window=window), rows, None, None, None, **arguments)
+        call = (None, None, arguments)
+        if of_layer:
+            call = updated_by_the_layer(arguments, "full_attention" if window is None else "sliding_attention")
+        forward(SimpleNamespace(layer_idx=0, sliding_window=window), rows, *call[:2], None, **call[2])
         assert [(keys[-1], given) for _, keys, _, given, _, _ in seen] == [(end, window) for end in ends]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cache": None}, "it is for generate_batch"),
+        ("no batch", "it is for generate_batch"),
         ({"block_table": torch.zeros(1, 1, 1)}, "pass max_blocks_per_request=0"),
         ({"compiling": True}, "use_cuda_graph=False"),
     ],
@@ -254,7 +267,6 @@ def test_requests_are_cut_out_of_the_batch():
 def test_what_is_no_batch_for_s2o_is_refused(changes, message, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: "compiling" in changes)
     forward, query = one_by_one(lambda *_: None), torch.zeros(1, 1, 1, 1)
+    arguments = {} if changes == "no batch" else batch(Cache(None, None), [0, 1], [0, 1], changes)
     with pytest.raises(ModelError, match=message):
-        forward(
-            SimpleNamespace(layer_idx=0), query, None, None, None, **batch(Cache(None, None), [0, 1], [0, 1], changes)
-        )
+        forward(SimpleNamespace(layer_idx=0), query, None, None, None, **arguments)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from s2o_runtime import patch
+from s2o_runtime import patch, patched, unpatch
 from s2o_runtime.huggingface import dense_watch
 from s2o_runtime.huggingface.dense_watch import OTHERWISE, REMEDIES, DenseWatch, remedy
 from s2o_runtime.huggingface.hf import layer_states
@@ -120,3 +120,56 @@ def test_a_model_that_cannot_run_s2o_at_all_has_said_so_already(model, monkeypat
     monkeypatch.setattr("s2o_runtime.huggingface.hf.offloaded", lambda model: "the weights are offloaded")
     patch(model, make_profile(model, 0.5))
     assert [state.watch for state in layer_states(model)] == [None, None]
+
+
+GRADIENTS = (
+    "S2O does not run: gradients are enabled for a prompt of 200 keys although the model is in eval mode: "
+    "call it under torch.no_grad() or torch.inference_mode()"
+)
+
+
+def test_the_first_long_prompt_with_gradients_is_warned_about_once(model, caplog):
+    model(prompt(99))
+    model.train()(prompt(200))  # training is what gradients are for
+    model.eval()
+    with torch.no_grad():
+        model(prompt(200))
+    assert warnings(caplog) == []
+    for _ in range(2):
+        model(prompt(200))
+    assert warnings(caplog) == [GRADIENTS]
+
+
+@torch.no_grad()
+def test_the_first_long_prompt_that_another_implementation_computes_is_warned_about_once(model, caplog):
+    """As after a switch to FlashAttention by continuous batching, or to SDPA so that it takes the model."""
+    model(prompt(200))
+    model.set_attn_implementation("sdpa")
+    model(prompt(99))
+    assert warnings(caplog) == []
+    for _ in range(2):
+        model(prompt(200))
+    [warning] = warnings(caplog)
+    assert warning.startswith(
+        "S2O does not run: the patched model has the attention implementation 'sdpa' for a prompt of 200 keys: call "
+        'model.set_attn_implementation("s2o"), or for continuous batching '
+    )
+
+
+@pytest.mark.parametrize(("longest", "said"), [({"full_attention": 100}, 1), (100, 1), (99, 0)])
+def test_requests_of_a_batch_are_long_by_their_keys(model, caplog, longest, said):
+    """A batch of continuous batching has the new tokens of all requests in one row."""
+    model.set_attn_implementation("eager")
+    [attention] = [layer.self_attn for layer in model.model.layers if layer.self_attn._forward_pre_hooks]
+    layer_states(model)[0].watch.see_forward(attention, (torch.zeros(1, 300, 64),), {"max_length_k": longest})
+    assert len(warnings(caplog)) == said
+
+
+def test_a_model_that_was_patched_again_and_unpatched_is_not_watched(model):
+    profile = make_profile(model, 0.5)
+    with patched(patch(model, profile), profile):
+        pass
+    hooks = [len(layer.self_attn._forward_pre_hooks) for layer in model.model.layers]
+    assert hooks == [1, 0]
+    unpatch(model)
+    assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)

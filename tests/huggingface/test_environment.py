@@ -38,6 +38,7 @@ CONFIG = CONFIGS["llama"]
 
 
 def build(config=CONFIG, implementation="sdpa", kind=AutoModelForCausalLM):
+    """A model with an attention implementation; None for the one that transformers chooses."""
     return kind.from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
 
 
@@ -266,7 +267,7 @@ def test_other_models_are_untouched(name, named, caplog):
     """Outputs, bit for bit; padded, whole and one token. Of decoders it is said once."""
     config, kind = OTHERS[name]
     torch.manual_seed(2)
-    other = build(config, kind=kind)
+    other = build(config, None, kind)
     ids, mask = padded_batch()
     more = {"decoder_input_ids": ids[:, :50]} if name == "encoder-decoder" else {}
 
@@ -285,6 +286,8 @@ def test_other_models_are_untouched(name, named, caplog):
         "another-architecture": "it has architecture qwen2 where the profile has llama",
         "soft-capped": "the model caps its attention scores",
     }  # the sliding one has no layer that S2O could be for
+    if other.config._attn_implementation != "sdpa":  # soft-capped models since transformers 5.23
+        reasons = {}
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == (name in reasons)
     assert all(reasons[name] in message and message.endswith("it stays dense") for message in said)

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -59,6 +60,16 @@ def test_a_layer_whose_heads_are_all_dense_is_what_it_would_be_unpatched(eager, 
     close(model(ids).logits, eager(ids).logits)
     assert paths(model) == {("dense", "every head of the layer is dense")}
     assert all(state.last is None for state in layer_states(model))
+
+
+@torch.no_grad()
+def test_attention_weights_that_are_asked_for_are_said_to_be_none(patched, ids, caplog):
+    hf._warn_attentions.cache_clear()
+    for _ in range(2):
+        assert not patched(ids, output_attentions=True).attentions
+    assert [record.getMessage().partition(":")[0] for record in caplog.records if record.name == "s2o_runtime"] == [
+        "S2O computes no attention weights, output_attentions=True gives none"
+    ]
 
 
 @torch.no_grad()
@@ -176,6 +187,21 @@ def test_unpatch_restores_exactly(eager, ids):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("mistake", [False, True])
+def test_a_block_in_a_patched_model_gives_back_the_profile_before(eager, ids, mistake):
+    model = twin(eager)
+    implementation = model.config._attn_implementation
+    patch(model, make_profile(model, 2.0))
+    outer, states = model(ids).logits, layer_states(model)
+    wrong = dataclasses.replace(make_profile(model, 0.0), fingerprint="0" * 64)
+    with pytest.raises(ProfileError) if mistake else nullcontext(), hf.patched(model, wrong, strict=mistake):
+        assert not torch.equal(model(ids).logits, outer)
+    assert torch.equal(model(ids).logits, outer)
+    assert [id(state) for state in layer_states(model)] == [id(state) for state in states]  # with what they counted
+    assert unpatch(model).config._attn_implementation == implementation
+
+
+@torch.no_grad()
 def test_without_a_profile_the_implementation_is_dense(eager, ids):
     hf.register()
     model = AutoModelForCausalLM.from_config(eager.config, attn_implementation="s2o").eval()
@@ -242,6 +268,20 @@ def test_models_that_cannot_be_served_are_refused():
         patch(sliding, profile)
     with pytest.raises(ModelError, match="Linear is not a transformers model"):
         patch(torch.nn.Linear(2, 2), profile)
+
+
+def test_arguments_of_another_kind_are_named(eager):
+    model = twin(eager)
+    name = type(model).__name__
+    swapped = rf"the model is a str and the profile a {name}: swap them, patch\(model, profile\)"
+    with pytest.raises(ModelError, match=swapped):
+        patch("p.safetensors", model)
+    with pytest.raises(ModelError, match=swapped), hf.patched("p.safetensors", model):
+        pass
+    with pytest.raises(ProfileError, match="the profile is a NoneType, expected a Profile or the path of its file"):
+        patch(model, None)
+    with pytest.raises(ModelError, match="NoneType is not a transformers model"):
+        unpatch(None)
 
 
 def test_the_fingerprint_is_the_weights_and_not_their_type(eager):

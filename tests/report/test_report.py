@@ -402,6 +402,21 @@ def test_the_frontier_shows_curves_chosen_points_and_the_budget(summary):
         assert all(low < error < high for _, error in points)
 
 
+def test_layers_have_their_own_numbers_and_different_colours():
+    """In a model whose layers 5, 11 and 17 alone have full attention."""
+    summary = made(layers=3, lengths=(8192,), checked=())
+    for layer, number in zip(summary["lengths"][0]["layers"], (5, 11, 17), strict=True):
+        layer["layer"] = number
+    frontier, bar = drawn(plots.draw_frontier, summary)
+    circles = [line.get_color() for line in frontier.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    mappable = bar._colorbar.mappable
+    assert circles == [mappable.to_rgba(place) for place in range(3)]
+    assert len(set(circles)) == 3
+    density, time = drawn(plots.draw_density, summary)[0], drawn(plots.draw_time, summary)[0]
+    for axis in (bar.yaxis, density.yaxis, time.xaxis):
+        assert axis.get_major_formatter().format_ticks([-1, 0, 1, 2, 3]) == ["", "5", "11", "17", ""]
+
+
 def test_bars_are_times_and_on_a_cpu_predicted_costs(summary):
     axes = drawn(plots.draw_time, summary)[0]
     layers = summary["lengths"][0]["layers"]

@@ -383,6 +383,7 @@ def test_what_vllm_asks_of_the_backend():
     assert classes.backend.get_impl_cls() is classes.implementation
     assert classes.backend.get_builder_cls() is classes.builder
     assert not classes.backend.supports_batch_invariance()
+    assert not classes.backend.supports_device_cpu_query_lens_mismatch()  # the stock backend's would be inherited
     assert classes.builder.get_cudagraph_support() is Graphs.UNIFORM_BATCH
     assert not classes.builder().use_cascade_attention(1, 2, three=3)
 
