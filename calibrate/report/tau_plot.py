@@ -38,4 +38,4 @@ def _draw(figure: Figure, profile: Profile) -> None:
             look: dict[str, Any] = {"color": "black"} if is_dense else {"edgecolors": "black", "facecolors": "none"}
             axes.scatter([x for x, _ in marked], [y for _, y in marked], marker=marker, lw=0.8, s=12, **look)
         whole_numbers(axes.xaxis, axes.yaxis)
-    figure.colorbar(image, ax=all_axes, label="tau (cross: dense head; ring: linear tail or baseline)", **BAR)
+    figure.colorbar(image, ax=all_axes, label="tau (cross: dense head; ring: linear tail)", **BAR)
