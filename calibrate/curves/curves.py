@@ -152,10 +152,12 @@ def packed(curves: Curves, dtype: torch.dtype = torch.float32) -> list[dict[str,
 
 def unpacked(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[Ranking, Shape], Curve]:
     """The curves that `packed` packed."""
-    return {
-        (Ranking(*entry["ranking"]), Shape(*entry["shape"])): Curve(*entry["curve"].double(), float(entry["power"]))
-        for entry in entries
-    }
+    curves = {}
+    for entry in entries:
+        mse, tail_mse, worst, tail_worst, density = entry["curve"].double()
+        curve = Curve(mse, tail_mse, worst, tail_worst, density, float(entry["power"]))
+        curves[Ranking(*entry["ranking"]), Shape(*entry["shape"])] = curve
+    return curves
 
 
 def with_fixed_cost(curves: Curves, cost: float, linear: float) -> dict[tuple[Ranking, Shape], Curve]:
