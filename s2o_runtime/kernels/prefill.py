@@ -20,6 +20,7 @@ from s2o_runtime.kernels.keys import Keys, keys_of
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.linear import WEIGHT_BYTES, Linear, add_linear, linear_bytes, linear_sums, mask_visited
 from s2o_runtime.kernels.primitives import (
+    ELSEWHERE,
     LOG2E,
     MAX_REGISTERS,
     REST,
@@ -133,6 +134,7 @@ def _prefill(
     q_max = q_len
     q_first, k_first, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
     flags = tl.load(FLAGS + h)
+    q_len = tl.where((flags & ELSEWHERE) != 0, 0, q_len)
     row0 = row_begin + tile * BM
     n = row0 // tl.maximum(segment, 1)
     first = tl.where(segment > 0, window_start(n, segment, offset, start, BN), start)
