@@ -22,7 +22,6 @@ SEGMENTS = (256, 512, 1024, 2048)
 DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}  # tokens, by the kind of the device
 CHECK_STEP = 256  # tokens; a default check length is a multiple of it
 KINDS = BUDGET_KINDS
-METHODS = ("s2o", "flash-prefill", "prism", "pbs", "sparge", "skip-softmax", "auto")
 DOMAINS = ("code", "prose", "chat", "chinese")  # of the built-in text
 OLD_DOMAIN = "stdlib"  # the built-in text of profiles that name no domains: code with its tests, split by file
 SCOPES = BUDGET_SCOPES
@@ -356,12 +355,6 @@ class Recipe:
         default_text="kept in memory",
         plan_text=lambda recipe: recipe.storage or "in memory",
     )
-    method: str = option(
-        Rule(str, allowed=METHODS),
-        "what computes a head that is not dense; auto: what is cheapest",
-        SPACE,
-        default="s2o",
-    )
     gpus: int | None = option(
         Rule(int, low=1, optional=True),
         "GPUs of this machine to work on, each with a process of its own; without GPUs so many processes on the CPU",
@@ -405,10 +398,13 @@ class Recipe:
     @classmethod
     def from_record(cls, settings: Mapping[str, Any], out: Path) -> Recipe:
         """The recipe that made this `record`. Raises what reading a foreign one does: KeyError, TypeError, ..."""
+        settings = dict(settings)
+        if (method := settings.pop("method", "s2o")) != "s2o":
+            raise ValueError(f"heads could choose {method}, which only versions before this one let them")
         if "domains" not in settings:  # made when there was one built-in text, and no certificate
             own = settings.get("prompts") is not None
             older = {"domains": None if own else [OLD_DOMAIN], "hide_needles": not own, "num_certify": 0}
-            settings = older | dict(settings)
+            settings = older | settings
         by_field = {entry.field: entry for entry in OPTIONS.values()}
         budget = Budget(settings["budget"]["kind"], by_field["budget"].read(settings["budget"]["value"]))
         others = {name: by_field[name].read(value) for name, value in settings.items() if name != "budget"}
@@ -431,11 +427,6 @@ class Recipe:
         return tuple(
             check for shorter, check, longer in between if far_apart(shorter, check) and far_apart(check, longer)
         )
-
-    @property
-    def allows_s2o(self) -> bool:
-        """Whether heads may run S2O, or other methods only."""
-        return self.method in ("s2o", "auto")
 
     @property
     def prompt_source(self) -> str:
@@ -527,9 +518,8 @@ class Recipe:
             raise ConfigError(f"length {longest} is beyond the model's limit of {limit}: use a shorter one")
 
     def segments_for(self, length: int) -> tuple[int, ...]:
-        """Segments worth trying at a length: at least half of a prompt must lie in some prefix; one without S2O."""
-        fitting = tuple(segment for segment in self.segments if segment <= max(self.segments[0], length // 2))
-        return fitting if self.allows_s2o else fitting[:1]
+        """Segments worth trying at a length: at least half of a prompt must lie in some prefix."""
+        return tuple(segment for segment in self.segments if segment <= max(self.segments[0], length // 2))
 
     def record(self) -> dict[str, Any]:
         """The settings that decide the result, for the profile; where files are written does not."""

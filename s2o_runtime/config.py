@@ -10,11 +10,11 @@ import math
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from s2o_runtime.errors import ConfigError
 
-Mode = Literal["s2o", "dense", "baseline"]
+Mode = Literal["s2o", "dense"]
 RowReduce = Literal["mean", "max"]
 Scores = Literal["input", "int8"]
 
@@ -68,22 +68,6 @@ class StopRule(IntEnum):
         return format(str(self), spec)
 
 
-class BaselineSettings(Protocol):
-    """The settings of another paper's method, as a config needs them: frozen, hashable, with a text as `str`.
-
-    `s2o_runtime.baselines.settings` has the classes.
-    """
-
-    name: ClassVar[str]
-
-    @property
-    def block(self) -> int:
-        """Query rows that the method selects keys for at once."""
-
-    def validate(self) -> object:
-        """Raise ConfigError for an option that is out of its range."""
-
-
 @dataclass(frozen=True)
 class HeadConfig:
     """How one query head attends to its prefix.
@@ -91,13 +75,11 @@ class HeadConfig:
     Attributes:
         tau: the threshold of the stop rule; 0 never stops (exact attention).
         segment: queries that share one ranking; a multiple of 64.
-        mode: "s2o"; "dense" computes every causal pair and ignores all other fields; "baseline" computes what
-            `baseline`, another paper's method, selects, and ignores all others.
+        mode: "s2o"; "dense" computes every causal pair and ignores all other fields.
         stop_rule: which number stops the visit once it is below the threshold (`StopRule`).
         representatives: the segment is cut into this many parts, and the mean query of each ranks the keys with a
             softmax of its own; a key counts with its largest weight. 1 is the paper's mean of the whole segment.
         tail: add an estimate of what the keys behind the stop would bring (docs/method.md).
-        baseline: the settings of the baseline, with mode "baseline" only.
         linear: visit one chunk, whatever `tau` and `stop_rule` say, and estimate all keys behind it by an expansion to
             first order about the segment's mean query (docs/method.md); with one representative and without `tail`.
     """
@@ -108,7 +90,6 @@ class HeadConfig:
     stop_rule: StopRule = StopRule.REST
     representatives: int = 1
     tail: bool = False
-    baseline: BaselineSettings | None = None
     linear: bool = False
 
     @property
@@ -120,8 +101,7 @@ class HeadConfig:
         """Return the config itself.
 
         Raises:
-            ConfigError: a field is out of its range, there is a baseline in another mode than "baseline", or a linear
-                tail has another tail or several representatives.
+            ConfigError: a field is out of its range, or a linear tail has another tail or several representatives.
         """
         if self.mode not in get_args(Mode):
             raise ConfigError(f"mode {self.mode!r} is not known: use one of {get_args(Mode)}")
@@ -145,12 +125,6 @@ class HeadConfig:
             raise ConfigError(
                 f"a linear tail has tail {self.tail} and {self.representatives} representatives: use tail False and 1"
             )
-        if (self.mode == "baseline") != (self.baseline is not None):
-            raise ConfigError(
-                f'mode is "{self.mode}" and baseline {self.baseline}: give a baseline with mode "baseline" only'
-            )
-        if self.baseline is not None:
-            self.baseline.validate()
         return self
 
 
@@ -280,7 +254,7 @@ class LayerConfig:
         0.1
         """
         rule = stop_rule if isinstance(stop_rule, StopRule) else StopRule.parse(stop_rule)
-        head = HeadConfig(tau, segment, mode, rule, representatives, tail, linear=linear)
+        head = HeadConfig(tau, segment, mode, rule, representatives, tail, linear)
         return cls((head,) * num_heads, tile or TileConfig(), row_reduce, grain, scores).validate()
 
     @property
@@ -298,14 +272,9 @@ class LayerConfig:
         """Whether any head has a linear tail."""
         return any(head.linear for head in self.heads if head.mode == "s2o")
 
-    @cached_property
-    def baseline_heads(self) -> tuple[int, ...]:
-        """The indices of the heads that baselines compute."""
-        return tuple(index for index, head in enumerate(self.heads) if head.mode == "baseline")
-
     def as_dense(self) -> LayerConfig:
         """The same layer with every head dense, and scores in the type of the inputs."""
-        heads = tuple(replace(head, mode="dense", baseline=None) for head in self.heads)
+        heads = tuple(replace(head, mode="dense") for head in self.heads)
         return replace(self, heads=heads, scores="input")
 
     def with_tile(self, tile: TileConfig) -> LayerConfig:
@@ -347,7 +316,7 @@ class LayerConfig:
     def as_text(self) -> str:
         """The layer as JSON, of which `torch_op.config_from_text` makes it again."""
         distinct = list(dict.fromkeys(self.heads))
-        heads = [vars(head) | {"baseline": head.baseline and str(head.baseline)} for head in distinct]
+        heads = [vars(head) for head in distinct]
         fields: dict[str, Any] = {name: getattr(self, name) for name in ("row_reduce", "grain", "scores")}
         fields["tile"] = vars(self.tile)
         return json.dumps(fields | {"heads": heads, "head": [distinct.index(head) for head in self.heads]})

@@ -253,8 +253,7 @@ def pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: 
     """Count query-key pairs over sequences of one length.
 
     Args:
-        visited: integers [B, Hq, row tiles], the prefix keys that each row tile computed; for a head of a baseline
-            all keys that it computed.
+        visited: integers [B, Hq, row tiles], the prefix keys that each row tile computed.
         q_len: queries of each sequence.
         offset: the position of the first query.
         start: int64 [B], the first key of each sequence that counts.
@@ -270,8 +269,6 @@ def pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: 
     for index, head in enumerate(config.heads):
         first_position = row // head.segment * head.segment + offset
         window = (position - window_start(first_position, start[:, None], head, config.tile) + 1).clamp_min(0)
-        if head.mode == "baseline":  # all it computes counts as visited
-            window = torch.zeros_like(causal)
         prefix = visited[:, index, row // config.tile.block_m].long() * real
         per_head.append((window + prefix).sum().double())
     return torch.stack(per_head), causal.sum().double()

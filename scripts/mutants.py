@@ -292,10 +292,6 @@ MUTANTS = (
         "row = number if number in range(len(self.layers)) else None", FIT_TESTS,
     ),
     Mutant(
-        "layers alike but for a baseline's head share a plan",
-        FIT, "bool(config.baseline_heads),", "None,", FIT_TESTS,
-    ),
-    Mutant(
         "ranks that share a KV head take them in turns",
         FIT, "head = self.index * kv_heads // self.size", "head = self.index % kv_heads", FIT_TESTS,
     ),

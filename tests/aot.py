@@ -83,8 +83,6 @@ POINTERS = {
     "TRACED": "fp32",
     "BLOCKS": "i32",
     "COUNTS": "i32",
-    "COLUMNS": "i32",
-    "COLUMN_COUNTS": "i32",
     "KEY_ORDER": "i32",
     "ROW_ORDER": "i32",
     "HEADS": "i32",
@@ -182,12 +180,11 @@ FEATURE_KERNELS = ("prefill", "prefill_hopper", "trace", "log_sums", "scores")
 FEATURE_CAPABILITIES = (80, 90, 100)
 # The same for the kernel of the baselines.
 BLOCK_SPARSE_VARIANTS: dict[str, dict[str, object]] = {
-    "blocks": {"HAS_LSE": True},
+    "blocks": {},
     "keys-moved": {"KEYS_MOVED": True},
-    "all-moved": {"KEYS_MOVED": True, "ROWS_MOVED": True, "HAS_LSE": True},
-    "columns": {"HAS_COLUMNS": True, "HAS_LSE": True},
-    "skips": {"SKIPS": True, "HAS_LSE": True, "HAS_LEFT_OUT": True},
-    "skips-sum": {"SKIPS": True, "SKIPS_SUM": True, "HAS_LSE": True, "HAS_LEFT_OUT": True},
+    "all-moved": {"KEYS_MOVED": True, "ROWS_MOVED": True},
+    "skips": {"SKIPS": True, "HAS_LEFT_OUT": True},
+    "skips-sum": {"SKIPS": True, "SKIPS_SUM": True, "HAS_LEFT_OUT": True},
 }
 # And for XAttention's scores: what is usual, the most columns of a block, and the fewest.
 ANTIDIAGONAL_VARIANTS: dict[str, dict[str, object]] = {
@@ -291,7 +288,7 @@ def pipelined(case: Case, built: Compiled) -> str | None:
         if case.tile.specialized:  # two loops; the ring takes the place of a prologue
             copies, threads = 2 * 2, PRODUCER_THREADS
         else:  # k and v, at least one tile ahead
-            loops = 2 if case.kernel != "block_sparse" or case.variant == "columns" else 1
+            loops = 1 if case.kernel == "block_sparse" else 2
             copies, threads = loops * 2 * 2, 32 * case.tile.num_warps
     expected = copies * (tile_bytes // COPY_BYTES // threads)
     return f"{built.cp_async} cp.async, expected {expected} or more" if built.cp_async < expected else None

@@ -190,8 +190,6 @@ def _show_head(flags: Flags, profile: Profile) -> int:
 def _settings(row: Mapping[str, Any]) -> str:
     if row["mode"] == "dense":
         return "dense"
-    if row["baseline"] is not None:
-        return f"{row['baseline']}, tile {row['tile']}"
     if row["linear"]:
         return f"linear tail, segment {row['segment']}, grain {row['grain']}, tile {row['tile']}"
     tail = ", tail" if row["tail"] else ""

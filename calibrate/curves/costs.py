@@ -1,4 +1,4 @@
-"""What S2O and baselines cost beside the pairs they compute, in units of the time a head's dense attention takes.
+"""What S2O costs beside the pairs it computes, in units of the time a head's dense attention takes.
 
 The parts of `overhead` grow with the square of the length, as dense attention does, so the same share holds at every
 length. `fixed_cost` is what a head's ranking takes besides, whatever its settings: launches, and passes that grow with
@@ -6,8 +6,6 @@ the length. Its share falls as prompts get longer. On a GPU it is measured (`ran
 """
 
 from __future__ import annotations
-
-from torch import Tensor
 
 from calibrate.curves.curves import Ranking
 
@@ -31,18 +29,6 @@ EXPANSION_TOKENS = 2300.0  # what they take besides, times the length
 LINEAR = 225.0  # tokens
 QUADRATIC = 2036.0  # tokens
 RECORDED = 8192  # the shortest length that these are from: shorter ones are taken to have its share
-
-BASELINE_RATE = 0.7  # of block-sparse attention, as a share of dense attention's
-BASELINE_SELECTION = 0.03  # choosing blocks
-
-
-def baseline_cost(density: Tensor) -> Tensor:
-    """The time of heads that a baseline computes over their dense time, where it is not measured.
-
-    Args:
-        density: computed pairs over causal pairs, of any shape.
-    """
-    return density / BASELINE_RATE + BASELINE_SELECTION
 
 
 def overhead(ranking: Ranking, tail: bool) -> float:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s2o_runtime.baselines.settings import Baseline, parse
 from s2o_runtime.config import Scores, TileConfig
 
 TAUS = tuple(float(f"{10.0 ** (exponent / 5):.4g}") for exponent in range(-15, 16))  # 1e-3 .. 1e3, five a decade
@@ -47,14 +46,11 @@ class Shape:
         return cls(tile.block_m, tile.stride)
 
 
-Method = Ranking | Baseline  # what decides which keys a head visits: S2O's order, or another paper's method
-
-
 @dataclass(frozen=True)
 class Curve:
-    """Errors and density of every head at every threshold of `TAUS`; baselines and linear tails have one point.
+    """Errors and density of every head at every threshold of `TAUS`; linear tails have one point.
 
-    All tensors are float64 [Hq, len(TAUS)], of a baseline and of a linear tail [Hq, 1]. Thresholds are those of the
+    All tensors are float64 [Hq, len(TAUS)], of a linear tail [Hq, 1]. Thresholds are those of the
     stop rule "rest", and a tile's gain is the mean over its rows. The tail does not change where a head stops, so one
     density belongs to both errors.
 
@@ -65,8 +61,7 @@ class Curve:
             `row_errors` defines it; without and with a tail.
         density: computed query-key pairs over causal pairs.
         dense_power: mean square of the layer's dense output.
-        cost: of a baseline, a head's time over its dense time; None where it was not measured, and for a ranking.
-        fixed_cost: of a ranking, what it takes at this length beside `costs.overhead`, over a head's dense time.
+        fixed_cost: what its ranking takes at this length beside `costs.overhead`, over a head's dense time.
     """
 
     mse: Tensor
@@ -75,7 +70,6 @@ class Curve:
     tail_worst: Tensor
     density: Tensor
     dense_power: float
-    cost: Tensor | None = None
     fixed_cost: float = 0.0
 
     def stacked(self) -> Tensor:
@@ -86,27 +80,19 @@ class Curve:
         return torch.stack([self.mse, self.tail_mse, self.worst, self.tail_worst, self.density]).to(dtype)
 
 
-Curves = Mapping[tuple[Method, Shape | None], Curve]  # of one layer at one length; a baseline has no shape
+Curves = Mapping[tuple[Ranking, Shape], Curve]  # of one layer at one length
 
 
 def methods(
     curves: Curves, segment: int, grain: int, shape: Shape, scores: Scores = "input"
-) -> dict[Method, Curve]:  # fmt: skip
-    """The curves that heads choose among once segment, grain, tile shape and scores are fixed.
-
-    Returns:
-        The rankings of these, and all baselines; nothing if there is no such ranking.
-    """
+) -> dict[Ranking, Curve]:  # fmt: skip
+    """The curves that heads choose among once segment, grain, tile shape and scores are fixed."""
     wanted = segment, grain, scores
-    rankings: dict[Method, Curve] = {
-        method: curve
-        for (method, of_shape), curve in curves.items()
-        if isinstance(method, Ranking) and of_shape == shape and (method.segment, method.grain, method.scores) == wanted
+    return {
+        ranking: curve
+        for (ranking, of_shape), curve in curves.items()
+        if of_shape == shape and (ranking.segment, ranking.grain, ranking.scores) == wanted
     }
-    baselines: dict[Method, Curve] = {
-        method: curve for (method, _), curve in curves.items() if not isinstance(method, Ranking)
-    }
-    return rankings and rankings | baselines
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
@@ -122,7 +108,6 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     def careful(name: str) -> Tensor:
         return stacked(name).mean(0) + stacked(name).std(0, correction=0)
 
-    costs = [curve.cost for curve in curves if curve.cost is not None]
     return Curve(
         careful("mse"),
         careful("tail_mse"),
@@ -130,7 +115,6 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
         stacked("tail_worst").amax(0),
         stacked("density").mean(0),
         sum(curve.dense_power for curve in curves) / len(curves),
-        torch.stack(costs).mean(0) if costs else None,
     )
 
 
@@ -155,35 +139,27 @@ def window_pairs(length: int, segment: int, step: int) -> int:
 
 def packed(curves: Curves, dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
     """Curves as a journal keeps them: JSON with tensors of this type in it."""
-    entries = []
-    for (method, shape), curve in curves.items():
-        entry: dict[str, Any] = {"power": curve.dense_power, "curve": curve._stacked(dtype)}
-        if isinstance(method, Ranking):
-            assert shape is not None
-            entry |= {"ranking": astuple(method), "shape": astuple(shape)}
-        else:
-            entry |= {"baseline": str(method), "cost": None if curve.cost is None else curve.cost.to(dtype)}
-        entries.append(entry)
-    return entries
+    return [
+        {
+            "power": curve.dense_power,
+            "curve": curve._stacked(dtype),
+            "ranking": astuple(ranking),
+            "shape": astuple(shape),
+        }
+        for (ranking, shape), curve in curves.items()
+    ]
 
 
-def unpacked(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[Method, Shape | None], Curve]:
+def unpacked(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[Ranking, Shape], Curve]:
     """The curves that `packed` packed."""
-    curves: dict[tuple[Method, Shape | None], Curve] = {}
+    curves = {}
     for entry in entries:
         mse, tail_mse, worst, tail_worst, density = entry["curve"].double()
-        cost = None if entry.get("cost") is None else entry["cost"].double()
-        curve = Curve(mse, tail_mse, worst, tail_worst, density, float(entry["power"]), cost)
-        if "baseline" in entry:
-            curves[parse(entry["baseline"]), None] = curve
-        else:
-            curves[Ranking(*entry["ranking"]), Shape(*entry["shape"])] = curve
+        curve = Curve(mse, tail_mse, worst, tail_worst, density, float(entry["power"]))
+        curves[Ranking(*entry["ranking"]), Shape(*entry["shape"])] = curve
     return curves
 
 
-def with_fixed_cost(curves: Curves, cost: float, linear: float) -> dict[tuple[Method, Shape | None], Curve]:
+def with_fixed_cost(curves: Curves, cost: float, linear: float) -> dict[tuple[Ranking, Shape], Curve]:
     """The same curves, with what every ranking, and every linear tail, takes at their length beside `overhead`."""
-    return {
-        key: replace(curve, fixed_cost=cost + linear * key[0].linear) if isinstance(key[0], Ranking) else curve
-        for key, curve in curves.items()
-    }
+    return {key: replace(curve, fixed_cost=cost + linear * key[0].linear) for key, curve in curves.items()}

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from calibrate.curves import baselines, linear_pass
+from calibrate.curves import linear_pass
 from calibrate.curves.costs import linear_cost
-from calibrate.curves.curves import Curve, Curves, Method, Ranking, Shape, mean_curve, packed, unpacked, with_fixed_cost
+from calibrate.curves.curves import Curve, Curves, Ranking, Shape, mean_curve, packed, unpacked, with_fixed_cost
 from calibrate.curves.passes import measure
 from calibrate.curves.ranking_cost import ranking_cost
-from calibrate.journal import Journal, taken_on
+from calibrate.journal import Journal
 from calibrate.model import capture
 from calibrate.model.capture import Captured
 from calibrate.model.memory import within_memory
@@ -22,7 +22,6 @@ from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
 from calibrate.work.executor import Executor, executor_of, shares
 from calibrate.work.items import WorkerState
-from s2o_runtime.devices import DeviceIdentity
 
 STAGE = "curves"
 LayersCurves = dict[int, list[Curves]]  # length -> layer by layer
@@ -45,7 +44,7 @@ def measure_model(
         model: who runs it, or a loaded model, which then runs in this process.
         prompts: calibration prompts by length.
         shapes: of the tiles that may run, by length.
-        recipe: says which segments, representatives, grains and baselines there are.
+        recipe: says which segments, representatives and grains there are.
         journal: where curves are kept.
         on_step: called for every layer and length, and once for all that the journal has, as `progress_bar`'s step.
 
@@ -59,7 +58,7 @@ def measure_model(
                 "layer": layer,
                 "prompts": [prompt.sha256 for prompt in prompts[length]],
                 "shapes": [[shape.block_m, shape.stride] for shape in shapes[length]],
-                **recipe_key(recipe, length, executor.device),
+                **recipe_key(recipe, length),
             }
             for layer in layers
             for length in prompts
@@ -79,11 +78,12 @@ def measure_model(
                 item
                 for layer in layers
                 if (layer, length) not in entries
-                for item in [LayerCurves(layer, length, hashes, first, tuple(shapes[length]), recipe)]
+                for item in [LayerCurves(layer, length, hashes, tuple(shapes[length]), recipe)]
                 if not parts.has(item)
             ]
             for length, of_length in prompts.items()
-            for hashes, first in _shares(executor, of_length)
+            for share in shares(executor, of_length)
+            for hashes in [tuple(prompt.sha256 for prompt in share)]
         ]
         for layer, length in parts.complete():  # an earlier run was ended before it put them together
             entries[layer, length] = parts.whole(layer, length)
@@ -107,22 +107,17 @@ def measure_model(
 class LayerCurves:
     """The curves of one layer at one length for some of its calibration prompts.
 
-    layer: its row in a profile's tables. prompts: their hashes. first: whether the first one is the length's first, on
-    which baselines are timed. Its result is, for each prompt, the curves as `packed` packs them in float64.
+    layer: its row in a profile's tables. prompts: their hashes. Its result is, for each prompt, the curves as `packed`
+    packs them in float64.
     """
 
     layer: int
     length: int
     prompts: tuple[str, ...]
-    first: bool
     shapes: tuple[Shape, ...]
     recipe: Recipe
     stage: str = STAGE
-
-    @property
-    def timed(self) -> bool:
-        """Baselines are timed while they are measured."""
-        return bool(baselines.settings_of(self.recipe.method))
+    timed: bool = False
 
     @property
     def affinity(self) -> Hashable:
@@ -136,8 +131,8 @@ class LayerCurves:
         with within_memory(weights.device, self.length, weights.held, f"measuring layer {self.layer}"):
             walk = dense_walk(worker, self.prompts)
             of_prompts = [
-                packed(_of_prompt(captured, self.shapes, self.recipe, timed=self.first and index == 0), torch.float64)
-                for index, captured in enumerate(walk.inputs(self.layer))
+                packed(_of_prompt(captured, self.shapes, self.recipe), torch.float64)
+                for captured in walk.inputs(self.layer)
             ]
             walk.finish()
         return of_prompts
@@ -202,12 +197,6 @@ class _Parts:
         return {**self._keys[item.layer, item.length], "of": list(item.prompts)}
 
 
-def _shares(executor: Executor, prompts: Sequence[Prompt]) -> list[tuple[tuple[str, ...], bool]]:
-    """The hashes of the prompts that are measured together, and whether the first prompt is among them."""
-    of_workers = [tuple(prompt.sha256 for prompt in share) for share in shares(executor, prompts)]
-    return [(hashes, number == 0) for number, hashes in enumerate(of_workers)]
-
-
 def dense_walk(worker: WorkerState, prompts: tuple[str, ...]) -> capture.DenseWalk:
     """The walk of these prompts through the dense model that a worker keeps."""
     loaded = worker.loaded
@@ -221,9 +210,9 @@ def dense_walk(worker: WorkerState, prompts: tuple[str, ...]) -> capture.DenseWa
     return worker.keep((STAGE, prompts), begin)
 
 
-def _of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe, timed: bool) -> Curves:
-    """The curves of one layer on one prompt; timed: whether baselines are timed."""
-    curves: dict[tuple[Method, Shape | None], Curve] = {}
+def _of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe) -> Curves:
+    """The curves of one layer on one prompt."""
+    curves: dict[tuple[Ranking, Shape], Curve] = {}
     for segment in recipe.segments_for(int(prompt.q.shape[2])):
         rankings = [
             Ranking(segment, count, grain, scores)
@@ -231,14 +220,10 @@ def _of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe, timed:
             for count in recipe.representatives
             for grain in recipe.grains
         ]
-        for (ranking, shape), curve in measure(prompt, rankings, shapes).items():
-            curves[ranking, shape] = curve
+        curves |= measure(prompt, rankings, shapes)
         if recipe.linear_tails and "input" in recipe.scores:
             linear = [Ranking(segment, grain=grain, linear=True) for grain in recipe.grains]
-            for (ranking, shape), curve in linear_pass.measure(prompt, linear, shapes).items():
-                curves[ranking, shape] = curve
-    for setting, curve in baselines.measure(prompt, baselines.settings_of(recipe.method), timed=timed).items():
-        curves[setting, None] = curve
+            curves |= linear_pass.measure(prompt, linear, shapes)
     return curves
 
 
@@ -258,11 +243,11 @@ def _with_all_shapes(key: Mapping[str, Any], there: Sequence[dict[str, Any]]) ->
     return dict(key) if key in there else next(containing, None)
 
 
-def recipe_key(recipe: Recipe, length: int, device: DeviceIdentity) -> dict[str, Any]:
+def recipe_key(recipe: Recipe, length: int) -> dict[str, Any]:
     """What a key of curves says of the recipe.
 
     It says nothing of scores where they are in the type of the inputs, as they ever were, and nothing of linear tails
-    and baselines where heads may not choose any. With baselines it names the GPU, because those are timed.
+    where heads may not choose any.
     """
     key: dict[str, Any] = {
         "segments": list(recipe.segments_for(length)),
@@ -273,7 +258,4 @@ def recipe_key(recipe: Recipe, length: int, device: DeviceIdentity) -> dict[str,
         key["scores"] = list(recipe.scores)
     if recipe.linear_tails:
         key["linear_tails"] = True
-    if settings := baselines.settings_of(recipe.method):
-        key["baselines"] = [str(setting) for setting in settings]
-        key |= taken_on(device)
     return key

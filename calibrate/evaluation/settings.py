@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from s2o_runtime.baselines.settings import BASELINES, Baseline, parse
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.config import LayerConfig, StopRule, TileConfig
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import Rule
 
@@ -66,10 +66,10 @@ def named(text: str) -> str:
 
 
 def config_of(text: str, heads: int, tiles: tuple[TileConfig, ...]) -> LayerConfig:
-    """The setting for a whole layer.
+    """The setting of S2O for a whole layer.
 
     Args:
-        text: a setting.
+        text: a setting that names no baseline.
         heads: the layer's query heads.
         tiles: candidates, best first, of which the first that divides the segment is taken; empty where plain torch
             runs, which takes any tile.
@@ -77,11 +77,7 @@ def config_of(text: str, heads: int, tiles: tuple[TileConfig, ...]) -> LayerConf
     Raises:
         ConfigError: names the part of the text that is wrong.
     """
-    baseline = baseline_of(text)
-    if baseline is None:
-        config = LayerConfig.uniform(heads, tile=CPU_TILE, **parsed(text))
-    else:
-        config = LayerConfig((HeadConfig(mode="baseline", baseline=baseline),) * heads, CPU_TILE).validate()
+    config = LayerConfig.uniform(heads, tile=CPU_TILE, **parsed(text))
     segment = config.heads[0].segment
     fitting = (tile for tile in tiles if segment % tile.rows == 0)
     return config.with_tile(next(fitting, CPU_TILE))

@@ -1,24 +1,31 @@
-"""Variants of one model that an evaluation compares: dense, with a profile, with one setting for all heads."""
+"""Variants of one model that an evaluation compares: dense, with a profile, with one setting for all layers."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
 from calibrate.evaluation.plan import DENSE, Plan
-from calibrate.evaluation.settings import config_of
+from calibrate.evaluation.settings import baseline_of, config_of
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import attention_implementation
+from s2o_runtime.baselines.run import HEAD_DIM, BaselineStats, baseline_attention
+from s2o_runtime.baselines.settings import Baseline
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import identify
+from s2o_runtime.errors import InputError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.identity import attention_modules
 from s2o_runtime.tiles import candidate_tiles
 
 DIGEST = 16  # hexadecimal digits that name a profile's content
+BASELINE = "s2o_baseline"  # the attention function that runs one, and the attribute of a module that says which
 
 
 @dataclass(frozen=True)
@@ -30,11 +37,15 @@ class Variant:
         identity: What results are kept under in the journal; a profile's changes with its content.
         states: The state of each attention layer, in order. Without states the model is dense, with the fastest
             attention that torch has.
+        baseline: What computes every layer's prefill instead of S2O; then there are no states.
+        last: With a baseline, what each attention layer did in the last prefill.
     """
 
     name: str
     identity: str
     states: tuple[hf.LayerState, ...] = ()
+    baseline: Baseline | None = None
+    last: dict[nn.Module, BaselineStats] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,8 +78,12 @@ def variants(plan: Plan, loaded: LoadedModel) -> list[Variant]:
     device = identify(loaded.weights.device)
     tiles = candidate_tiles(loaded.geometry.head_dim, device.capability) if device.kind == "cuda" else ()
     for setting in plan.settings:
-        config = config_of(setting, loaded.geometry.query_heads, tiles)
-        compared.append(Variant(name := next(names), name, uniform_states(config, loaded.geometry.layers)))
+        name, baseline = next(names), baseline_of(setting)
+        if baseline is not None:
+            compared.append(Variant(name, name, baseline=baseline))
+        else:
+            config = config_of(setting, loaded.geometry.query_heads, tiles)
+            compared.append(Variant(name, name, uniform_states(config, loaded.geometry.layers)))
     return compared
 
 
@@ -79,11 +94,20 @@ def uniform_states(config: LayerConfig, layers: int) -> tuple[hf.LayerState, ...
 
 @contextmanager
 def running(model: Any, variant: Variant) -> Iterator[None]:
-    """Run the model as a variant inside the block; afterwards it is as it was."""
+    """Run the model as a variant inside the block; afterwards it is as it was.
+
+    Raises:
+        InputError: Inside the block, if the variant's baseline cannot compute a layer.
+    """
     hf.register()
     modules = attention_modules(model)
-    with attention_implementation(model, hf.NAME):
+    AttentionInterface.register(BASELINE, _baseline_forward)
+    AttentionMaskInterface.register(BASELINE, hf.s2o_mask)
+    with attention_implementation(model, hf.NAME if variant.baseline is None else BASELINE):
         try:
+            variant.last.clear()
+            for module in modules if variant.baseline else ():
+                setattr(module, BASELINE, variant)
             for module, state in zip(modules, variant.states, strict=False):  # dense has none
                 state.counts.clear()
                 state.last = None
@@ -92,11 +116,39 @@ def running(model: Any, variant: Variant) -> Iterator[None]:
         finally:
             for module in modules:
                 hf.detach(module)
+                module.__dict__.pop(BASELINE, None)
+
+
+def _baseline_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of transformers that runs the module's baseline for prompts, S2O's own for all else."""
+    variant: Variant | None = module.__dict__.get(BASELINE)
+    call: hf.PrefillCall | None = getattr(attention_mask, hf.CALL, None)
+    if variant is None or variant.baseline is None or call is None or call.window is not None:
+        return hf.s2o_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    obstacle = "padded prompts" if call.kv_start is not None else hf.scoring_of(scale, kwargs).beyond_sdpa
+    if query.shape[3] > HEAD_DIM:
+        obstacle = f"a head_dim of {query.shape[3]}, over {HEAD_DIM}"
+    if obstacle is not None:
+        raise InputError(f"{variant.name} cannot compute {obstacle}: leave this setting out")
+    keys = call.q_offset + query.shape[2]  # a static cache is longer than what it holds
+    out, stats = baseline_attention(query, key[:, :, :keys], value[:, :, :keys], variant.baseline, scale=scale)
+    variant.last[module] = stats
+    return out.transpose(1, 2).contiguous(), None
 
 
 def run_stats(variant: Variant) -> RunStats:
     """What a variant's layers did since `running` began."""
     densities = [1.0 if state.last is None else float(state.last.density.mean()) for state in variant.states]
+    densities += [float(stats.density.mean()) for stats in variant.last.values()]
     reasons: dict[str, int] = {}
     for state in variant.states:
         for (path, reason), _ in sorted(state.counts.items()):

@@ -46,8 +46,7 @@ def explain_head(
     rows = []
     for length, bucket in zip(profile.lengths, profile.layers, strict=True):
         config, settings = bucket[layer], bucket[layer].heads[head]
-        baseline = None if settings.baseline is None else str(settings.baseline)
-        row = {"length": length, **plain(settings), "baseline": baseline}
+        row = {"length": length, **plain(settings)}
         row |= {
             "grain": config.grain,
             "scores": config.scores,
@@ -126,8 +125,6 @@ def _alike(one: HeadConfig, other: HeadConfig) -> bool:
 
 def _point(point: Point) -> str:
     head = point.head
-    if head.baseline is not None:
-        return f"{head.baseline} (density {point.density:.3f})"
     if head.linear:
         return f"linear tail (density {point.density:.3f})"
     tail = " with a tail" if head.tail else ""

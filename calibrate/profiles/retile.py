@@ -107,8 +107,6 @@ def retile(profile: Path, device: str, out: Path) -> Retiled:
         raise InputError(f"{profile} cannot be tuned here: {verdict.reason}")
     layers, dense_layers = old.layers, 0
     timed: tuple[RetiledLayers, ...] = ()
-    if any(layer.baseline_heads for bucket in old.layers for layer in bucket):
-        raise InputError(f"{profile} has heads of baselines, whose time depends on the text: calibrate here")
     if here.kind == "cuda":
         candidates = candidate_tiles(old.geometry.head_dim, here.capability)
         safe = default_tile(old.geometry.head_dim, here.capability)

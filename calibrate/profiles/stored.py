@@ -11,7 +11,7 @@ from calibrate.curves.costs import linear_cost
 from calibrate.curves.curves import Curves, Shape, methods, unpacked, with_fixed_cost
 from calibrate.curves.measure import recipe_key
 from calibrate.curves.sensitivities import stored_sensitivity
-from calibrate.journal import Journal, taken_on
+from calibrate.journal import Journal
 from calibrate.model.sensitivity import Sensitivity
 from calibrate.recipe import Recipe
 from s2o_runtime.errors import InputError
@@ -49,11 +49,10 @@ class StoredCurves:
         wanted = {
             "layer": layer,
             "prompts": _prompt_hashes(self.profile, length),
-            **recipe_key(self.recipe, length, self.profile.device),
+            **recipe_key(self.recipe, length),
         }
-        gpu = taken_on(self.profile.device) if "gpu" in wanted else {}  # older journals, of one GPU, do not say it
         for key, value in reversed(self.entries):
-            if gpu | key == wanted | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
+            if key == wanted | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
                 cost = ranking_cost.stored_cost(
                     self.ranking_costs, self.profile.geometry, self.profile.device, length, self.recipe
                 )

@@ -31,16 +31,14 @@ FRONTIER = tuple(10 ** (step / 2) for step in range(-4, 5))  # multiples of a la
 class HeadReport:
     """What one query head does, and what it is predicted to do.
 
-    `cost` is its attention's time divided by the time of dense attention, `error` is in the budget's unit, and
-    `baseline` names the method of another paper that computes the head, if one does. With `linear` it has a linear
-    tail, and `tau` says nothing.
+    `cost` is its attention's time divided by the time of dense attention, and `error` is in the budget's unit. With
+    `linear` it has a linear tail, and `tau` says nothing.
     """
 
     mode: str
     tau: float
     representatives: int
     tail: bool
-    baseline: str | None
     density: float
     cost: float
     error: float
@@ -57,7 +55,6 @@ class LayerReport:
     Attributes:
         tau_min: The smallest threshold of the heads that have one; None without such heads.
         tau_max: Their largest threshold.
-        methods: How many heads each method computes: "s2o", "dense" or the name of a baseline.
         tails: How many heads estimate what the keys behind the stop would bring.
         linear_tails: How many others visit one chunk and estimate the rest to first order.
         representatives: How many heads have each number of representatives, which is the key.
@@ -74,7 +71,6 @@ class LayerReport:
     tau_min: float | None
     tau_max: float | None
     dense_heads: int
-    methods: dict[str, int]
     tails: int
     representatives: dict[str, int]
     segment: int
@@ -321,7 +317,6 @@ def _layer(recipe: Recipe, result: Result, length: int, index: int, proof: Layer
         tau_min=min(taus, default=None),
         tau_max=max(taus, default=None),
         dense_heads=sum(head.mode == "dense" for head in config.heads),
-        methods=dict(Counter(head.baseline.name if head.baseline else head.mode for head in config.heads)),
         tails=sum(head.tail for head in s2o_heads),
         linear_tails=sum(head.linear for head in s2o_heads),
         representatives={str(count): representatives[count] for count in sorted(representatives)},
@@ -367,7 +362,6 @@ def _heads(recipe: Recipe, choice: Choice) -> tuple[HeadReport, ...]:
             representatives=point.head.representatives,
             tail=point.head.tail,
             linear=point.head.linear,
-            baseline=None if point.head.baseline is None else str(point.head.baseline),
             density=point.density,
             cost=point.cost,
             error=_in_unit(recipe, choice, point.mse),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from statistics import fmean
 from textwrap import shorten
 
@@ -114,7 +114,6 @@ def length_notes(report: Report, length: LengthReport) -> list[str]:
     ]
     notes += [note] if (note := _kl_note(report, length)) else []
     notes += [note] if (note := _uniform_note(length)) else []
-    notes += [note] if (note := _methods_note(length.layers)) else []
     reasons: dict[str, list[int]] = {}
     for layer in length.layers:
         if layer.why_dense:
@@ -171,16 +170,6 @@ def _uniform_note(length: LengthReport) -> str | None:
         f"(tau {two_digits(uniform.tau)}, segment {uniform.segment}, repr. {uniform.representatives}"
         f"{', tail' if uniform.tail else ''})"
     )
-
-
-def _methods_note(layers: Sequence[LayerReport]) -> str | None:
-    """How many heads each method computes, where baselines compute some."""
-    counts: Counter[str] = Counter()
-    for layer in layers:
-        counts.update(layer.methods)
-    if not set(counts) - {"s2o", "dense"}:
-        return None
-    return "heads by method: " + ", ".join(f"{count} {name}" for name, count in counts.most_common())
 
 
 def closing_notes(report: Report) -> list[str]:

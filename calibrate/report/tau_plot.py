@@ -39,4 +39,4 @@ def _draw(figure: Figure, profile: Profile) -> None:
             axes.scatter([x for x, _ in marked], [y for _, y in marked], marker=marker, lw=0.8, s=12, **look)
         whole_numbers(axes.xaxis)
         whole_numbers(axes.yaxis, [profile.geometry.layer_number(index) for index in range(len(layers))])
-    figure.colorbar(image, ax=all_axes, label="tau (cross: dense head; ring: linear tail or baseline)", **BAR)
+    figure.colorbar(image, ax=all_axes, label="tau (cross: dense head; ring: linear tail)", **BAR)

@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, Method, Ranking
+from calibrate.curves.curves import TAUS, Curve, Ranking
 from s2o_runtime.config import HeadConfig, StopRule
 from s2o_runtime.profile.record import PredictedLayer
 
@@ -39,7 +39,7 @@ class Point(NamedTuple):
 
 
 # a point whose head is not made yet: mse, cost, density, worst, and what the head is made of
-_Candidate = tuple[float, float, float, float, Method, float, bool]
+_Candidate = tuple[float, float, float, float, Ranking, float, bool]
 _MSE_AND_COST = itemgetter(0, 1)
 
 
@@ -50,12 +50,10 @@ class Allowed:
     Attributes:
         tails: whether it may run without a tail, with one, or either.
         worst_rows: the largest `Point.worst` it may have; None does not look at rows.
-        s2o: whether it may run S2O; without, it is a baseline's or dense.
     """
 
     tails: tuple[bool, ...] = (False, True)
     worst_rows: float | None = None
-    s2o: bool = True
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ UNWEIGHTED = Weights()
 
 
 def allocate(
-    curves: Mapping[Method, Curve],
+    curves: Mapping[Ranking, Curve],
     budget_mse: float,
     allowed: Allowed = Allowed(),
     weights: Weights = UNWEIGHTED,
@@ -126,7 +124,7 @@ def allocate(
     """The heads' settings of a layer with the least mean cost whose mean error is at most `budget_mse`.
 
     Args:
-        curves: of every method that a head may choose.
+        curves: of every ranking that a head may choose.
         budget_mse: mean squared error; with weights of heads their weighted mean.
         allowed: which of their points it may choose.
         weights: of its heads; that of the layer does not count here.
@@ -135,7 +133,7 @@ def allocate(
 
 
 def allocate_each(
-    curves: Mapping[Method, Curve], budgets: Sequence[float], allowed: Allowed = Allowed()
+    curves: Mapping[Ranking, Curve], budgets: Sequence[float], allowed: Allowed = Allowed()
 ) -> list[Allocation]:  # fmt: skip
     """`allocate` of one layer with each of several budgets."""
     options = [points_of(curves, head, allowed) for head in range(_heads(curves))]
@@ -144,7 +142,7 @@ def allocate_each(
 
 
 def allocate_together(
-    layers: Sequence[Mapping[Method, Curve]], weights: Sequence[Weights], budget: float, allowed: Allowed = Allowed()
+    layers: Sequence[Mapping[Ranking, Curve]], weights: Sequence[Weights], budget: float, allowed: Allowed = Allowed()
 ) -> list[Allocation]:
     """The same for several layers with one budget.
 
@@ -168,20 +166,13 @@ def allocate_together(
     return [Allocation(tuple(next(chosen) for _ in range(_heads(curves)))) for curves in layers]
 
 
-def points_of(curves: Mapping[Method, Curve], head: int, allowed: Allowed) -> list[Point]:
+def points_of(curves: Mapping[Ranking, Curve], head: int, allowed: Allowed) -> list[Point]:
     """A head's useful points by rising error, the dense one first; each is cheaper than all before it."""
     segment = segment_of(curves)
     limit = math.inf if allowed.worst_rows is None else allowed.worst_rows
     candidates: list[_Candidate] = []
     for method, curve in curves.items():
         densities = curve.density[head].tolist()
-        if not isinstance(method, Ranking):
-            mse, row = float(curve.mse[head, 0]), float(curve.worst[head, 0])
-            if curve.cost is not None and row <= limit:
-                candidates.append((mse, float(curve.cost[head, 0]), densities[0], row, method, 0.0, False))
-            continue
-        if not allowed.s2o:
-            continue
         if method.linear:
             cost, row = densities[0] + overhead(method, False) + curve.fixed_cost, float(curve.worst[head, 0])
             if row <= limit:
@@ -199,24 +190,21 @@ def points_of(curves: Mapping[Method, Curve], head: int, allowed: Allowed) -> li
     points = [dense_point(segment, *rounding_error(curves, head))]
     for mse, cost, density, row, method, tau, tail in sorted(candidates, key=_MSE_AND_COST):
         if cost < points[-1].cost:
-            points.append(Point(mse, cost, density, row, _settings(method, segment, tau, tail)))
+            points.append(Point(mse, cost, density, row, _settings(method, tau, tail)))
     return points
 
 
-def _settings(method: Method, segment: int, tau: float, tail: bool) -> HeadConfig:
-    """A head that runs a method in a layer with this segment; a baseline has neither a threshold nor a tail."""
-    if not isinstance(method, Ranking):
-        return HeadConfig(segment=segment, mode="baseline", baseline=method)
-    return HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, tail, linear=method.linear)
+def _settings(ranking: Ranking, tau: float, tail: bool) -> HeadConfig:
+    return HeadConfig(tau, ranking.segment, "s2o", StopRule.REST, ranking.representatives, tail, ranking.linear)
 
 
-def rounding_error(curves: Mapping[Method, Curve], head: int) -> tuple[float, float]:
+def rounding_error(curves: Mapping[Ranking, Curve], head: int) -> tuple[float, float]:
     """What int8 scores cost a head that visits all keys: its mse, and the error of its worst rows; 0 for others.
 
     That is the least error of any threshold, with a tail or without, because a low one leaves next to nothing out; no
     point of the head has a smaller one.
     """
-    int8 = [curve for method, curve in curves.items() if isinstance(method, Ranking) and method.scores == "int8"]
+    int8 = [curve for method, curve in curves.items() if method.scores == "int8"]
     if not int8:
         return 0.0, 0.0
     return (
@@ -225,12 +213,12 @@ def rounding_error(curves: Mapping[Method, Curve], head: int) -> tuple[float, fl
     )
 
 
-def segment_of(curves: Mapping[Method, Curve]) -> int:
-    """The segment of the rankings among these, which all have the same."""
-    return next(method.segment for method in curves if isinstance(method, Ranking))
+def segment_of(curves: Mapping[Ranking, Curve]) -> int:
+    """The segment of these rankings, which all have the same."""
+    return next(iter(curves)).segment
 
 
-def _heads(curves: Mapping[Method, Curve]) -> int:
+def _heads(curves: Mapping[Ranking, Curve]) -> int:
     return len(next(iter(curves.values())).mse)
 
 

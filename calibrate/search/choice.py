@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import NamedTuple
 
-from calibrate.curves.curves import Curve, Curves, Method, Shape, dense_power, methods
+from calibrate.curves.curves import Curve, Curves, Ranking, Shape, dense_power, methods
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import UNWEIGHTED, Allocation, Allowed, Weights, allocate, allocate_together
 from calibrate.timing import Timing
@@ -39,7 +39,7 @@ class Choice:
 
     Attributes:
         segment, grain, tile: of the whole layer.
-        curves: of every method that a head could choose.
+        curves: of every ranking that a head could choose.
         budget_mse: what the heads may spend, as mean squared error, weighted as `weights` says.
         allocation: each head's settings.
         timing: of the layer's attention; None on a CPU, and after the allocation changed.
@@ -51,7 +51,7 @@ class Choice:
     segment: int
     grain: int
     tile: TileConfig
-    curves: Mapping[Method, Curve]
+    curves: Mapping[Ranking, Curve]
     budget_mse: float
     allocation: Allocation
     timing: Timing | None = None
@@ -122,7 +122,7 @@ def default_segment(segments: Sequence[int]) -> int:
 
 def allowed(recipe: Recipe) -> Allowed:
     """What a recipe lets heads choose."""
-    return Allowed(recipe.tails, recipe.worst_rows or None, recipe.allows_s2o)
+    return Allowed(recipe.tails, recipe.worst_rows or None)
 
 
 def weights_of(curves: Curves, recipe: Recipe, sensitivity: Sequence[float] | None = None, layers: int = 1) -> Weights:

@@ -17,7 +17,7 @@ import torch
 
 from calibrate.compiling import compile_ahead, form, with_tiles
 from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, Curves, Method, Ranking, Shape, methods
+from calibrate.curves.curves import TAUS, Curve, Curves, Ranking, Shape, methods
 from calibrate.curves.measure import LayersCurves, dense_walk
 from calibrate.journal import Journal, taken_on
 from calibrate.model.capture import Captured
@@ -417,13 +417,13 @@ class _LengthSearch:
 
 
 def _uniform(
-    layers: Sequence[Mapping[Method, Curve]], budgets: Sequence[float], tails: Sequence[bool]
+    layers: Sequence[Mapping[Ranking, Curve]], budgets: Sequence[float], tails: Sequence[bool]
 ) -> Uniform | None:
     """The cheapest setting for all heads of all layers whose error over its layer's budget is at most 1 on average."""
     best: Uniform | None = None
     over = torch.tensor(budgets, dtype=torch.float64)[:, None, None]
     for method in layers[0]:
-        if not isinstance(method, Ranking) or method.linear:
+        if method.linear:
             continue
         density = torch.stack([curves[method].density for curves in layers]).mean((0, 1))
         for tail in tails:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sklearn.cluster import AgglomerativeClustering
 
-from calibrate.curves.curves import Curve, Method
+from calibrate.curves.curves import Curve, Ranking
 from calibrate.search.allocate import Allowed, allocate_each
 
 BUDGETS = (0.1, 1.0, 10.0)  # times a layer's own
@@ -14,7 +14,7 @@ APART = 0.08  # of dense attention's time: layers whose costs differ by more tha
 
 
 def groups(
-    layers: Sequence[Mapping[int, Mapping[Method, Curve]]], budgets: Sequence[float], allowed: Allowed
+    layers: Sequence[Mapping[int, Mapping[Ranking, Curve]]], budgets: Sequence[float], allowed: Allowed
 ) -> list[list[int]]:
     """Layers grouped by complete linkage: no two layers of a group are further apart than `APART`.
 

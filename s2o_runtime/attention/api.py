@@ -172,7 +172,7 @@ def s2o_attention_varlen(
         cu_seqlens_k: int32 [N + 1] on the device of q, where the keys of each sequence begin, from 0 to Tk.
         max_seqlen_q: queries, at least as many as the longest sequence has.
         max_seqlen_k: keys, at least as many as the longest sequence has, and at least `max_seqlen_q`.
-        config: one `HeadConfig` for each query head; baselines do not take packed sequences.
+        config: one `HeadConfig` for each query head.
         scale, softcap, sinks: as for `s2o_attention`.
         backend: as for `s2o_attention`; "reference" and "dense" run the sequences one by one and wait for the device.
         return_stats: return what the call did as well.

@@ -39,13 +39,13 @@ def choose_backend(call: AttentionCall, backend: Backend) -> BackendChoice:
         raise InputError(f"backend {backend!r} is not known: use one of {get_args(Backend)}")
     if backend == "dense":
         return BackendChoice(backend, "asked for")
-    method_obstacle = _linear_obstacle(call) or _baseline_obstacle(call)
-    obstacle = method_obstacle or (None if backend == "reference" else _kernel_obstacle(call))
+    linear_obstacle = _linear_obstacle(call)
+    obstacle = linear_obstacle or (None if backend == "reference" else _kernel_obstacle(call))
     if backend != "auto":
         if obstacle:
             raise InputError(f'{obstacle}: run with backend="auto"')
         return BackendChoice(backend, "asked for")
-    choice = BackendChoice("dense", method_obstacle) if method_obstacle else _automatic(call, obstacle)
+    choice = BackendChoice("dense", linear_obstacle) if linear_obstacle else _automatic(call, obstacle)
     _log_once(choice)
     return choice
 
@@ -98,37 +98,15 @@ def is_decode(q: Tensor, k: Tensor) -> bool:
 
 
 def has_prefix(config: LayerConfig, shape: CallShape) -> bool:
-    """Whether there are keys before any segment of an S2O head, or before any row block of a baseline's head."""
-    rows = [
-        head.segment if head.baseline is None else head.baseline.block for head in config.heads if head.mode != "dense"
-    ]
-    return shape.offset > 0 or shape.q_len > min(rows, default=shape.q_len)
+    """Whether there are keys before any segment of an S2O head."""
+    segments = [head.segment for head in config.heads if head.mode == "s2o"]
+    return shape.offset > 0 or shape.q_len > min(segments, default=shape.q_len)
 
 
 def _linear_obstacle(call: AttentionCall) -> str | None:
     """Why heads with a linear tail cannot do a call, or None if they can or there are none."""
     if call.config.has_linear and call.scoring.softcap is not None:
         return "soft-capped scores cannot be estimated by a linear tail"
-    return None
-
-
-def _baseline_obstacle(call: AttentionCall) -> str | None:
-    """Why the heads of baselines cannot do a call, or None if they can or there are none."""
-    if not call.config.baseline_heads:
-        return None
-    shape, request = call.shape, call.scoring.beyond_sdpa
-    if call.is_packed:
-        request = "packed sequences"
-    elif call.with_lse:
-        request = "the log-sum-exp"
-    elif shape.value_dim != shape.head_dim:
-        request = f"head_dim {shape.head_dim} of keys with {shape.value_dim} of values"
-    if request is not None:
-        return f"{request} cannot be done by {call.config.heads[call.config.baseline_heads[0]].baseline}"
-    from s2o_runtime.baselines.run import HEAD_DIM
-
-    if call.shape.head_dim > HEAD_DIM:
-        return f"head_dim {call.shape.head_dim} is not supported by the baselines (up to {HEAD_DIM})"
     return None
 
 

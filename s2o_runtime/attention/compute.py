@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Outputs(NamedTuple):
 
 
 def compute(call: AttentionCall, backend: str, out: Tensor | None = None) -> Outputs:
-    """Run a call with "triton", "reference" or "dense", the heads of baselines included.
+    """Run a call with "triton", "reference" or "dense".
 
     Args:
         call: the call.
@@ -44,8 +44,6 @@ def compute(call: AttentionCall, backend: str, out: Tensor | None = None) -> Out
         outputs = _one_by_one(call, backend)
     else:
         outputs = _in_torch(call, backend)
-    if call.config.baseline_heads and outputs.visited is not None:
-        _add_baselines(call, backend, outputs.out, outputs.visited)
     if not call.is_packed:
         return outputs
     computed, visited, lse = outputs
@@ -121,20 +119,3 @@ def _one_by_one(call: AttentionCall, backend: str) -> Outputs:
         if lse is not None and sequence.lse is not None:
             lse[:, :, rows.start : rows.stop] = sequence.lse
     return Outputs(out, visited, lse)
-
-
-def _add_baselines(call: AttentionCall, backend: str, out: Tensor, visited: Tensor) -> None:
-    """Compute the heads of baselines into `out`; `visited` gets the keys that a row of each computes on average."""
-    from s2o_runtime.baselines.run import baseline_attention
-
-    config, shape, heads = call.config, call.shape, call.config.baseline_heads
-    settings = [head.baseline for head in config.heads if head.baseline is not None]
-    baseline_backend: Literal["triton", "reference"] = "triton" if backend == "triton" else "reference"
-    _, stats = baseline_attention(
-        call.q, call.k, call.v, settings, scale=call.scoring.scale, kv_start=call.kv_start, out=out, heads=heads,
-        backend=baseline_backend,
-    )  # fmt: skip
-    starts = torch.zeros(shape.batch, dtype=torch.int64, device=out.device) if call.kv_start is None else call.kv_start
-    rows = (shape.kv_len - starts).clamp(0, shape.q_len).sum()
-    keys = (stats.computed / rows.clamp_min(1)).round().to(visited.dtype)
-    visited[:, heads] = keys[:, None].expand(-1, visited.shape[2])

@@ -97,8 +97,6 @@ def repeated_call(
         is_decode: whether such calls go dense whatever the config.
         any_length: so many of the inputs, the first ones, may have any first size, which no launch depends on.
     """
-    if config.baseline_heads:  # torch selects a baseline's blocks
-        return None
     key: list[object] = [config.validate().num_heads if is_decode else config.identity, options]
     gradients = torch.is_grad_enabled()
     for tensor in inputs:

@@ -23,8 +23,7 @@ class AttentionStats:
         config: the config of the call.
         shape: the sizes of the call.
         kv_start: integers [B], the first key of each sequence that counts, as it was given.
-        visited: int32 [B, Hq, row tiles], the prefix keys that each row tile computed, or for the head of a baseline
-            the keys that a row computed on average; None when the call was dense.
+        visited: int32 [B, Hq, row tiles], the prefix keys that each row tile computed; None when the call was dense.
         cu_q, cu_k: int32 [N + 1], where packed sequences begin, as they were given.
     """
 

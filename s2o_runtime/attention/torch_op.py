@@ -93,9 +93,4 @@ def config_from_text(text: str) -> LayerConfig:
 
 
 def _head(settings: dict[str, Any]) -> HeadConfig:
-    settings = settings | {"stop_rule": StopRule(settings["stop_rule"])}
-    if settings["baseline"] is None:
-        return HeadConfig(**settings)
-    from s2o_runtime.baselines.settings import parse
-
-    return HeadConfig(**settings | {"baseline": parse(settings["baseline"])})
+    return HeadConfig(**settings | {"stop_rule": StopRule(settings["stop_rule"])})

@@ -1,7 +1,6 @@
-"""Sparse attention by other papers, behind one interface: each selects key blocks, one kernel computes them.
+"""Sparse attention of other papers: each selects key blocks for a whole layer, one kernel computes attention over them.
 
-They are in the runtime because a calibrated profile may give single heads to a baseline. docs/baselines.md describes
-each.
+They are what S2O is compared with, in evaluations and benches; docs/baselines.md describes each.
 Names are loaded on first use: settings need no torch, and only a call on a GPU imports triton.
 """
 
@@ -17,29 +16,23 @@ if TYPE_CHECKING:
         BASELINES,
         PBS,
         Antidiagonal,
-        AShape,
         Baseline,
         FlashPrefill,
-        Prism,
         SkipSoftmax,
         Sparge,
-        VerticalSlash,
         parse,
     )
 
 __all__ = [
     "BASELINES",
     "PBS",
-    "AShape",
     "Antidiagonal",
     "Baseline",
     "BaselineStats",
     "FlashPrefill",
-    "Prism",
     "Selection",
     "SkipSoftmax",
     "Sparge",
-    "VerticalSlash",
     "attend",
     "baseline_attention",
     "parse",

@@ -16,12 +16,9 @@ from s2o_runtime.baselines.selection import (
     CHUNK,
     Grid,
     Selection,
-    all_heads,
-    read_heads,
     score_type,
     select_blocks,
     split,
-    take,
 )
 from s2o_runtime.baselines.settings import FlashPrefill
 from s2o_runtime.devices import capability
@@ -29,10 +26,8 @@ from s2o_runtime.shapes import KERNEL_TYPES
 from s2o_runtime.tiles import BLOCK_SPARSE_HEAD_DIMS, family
 
 
-def select(
-    q: Tensor, k: Tensor, settings: FlashPrefill, *, scale: float, heads: Sequence[int] | None = None
-) -> Selection:
-    """The key blocks of `heads` (all by default).
+def select(q: Tensor, k: Tensor, settings: FlashPrefill, *, scale: float) -> Selection:
+    """The key blocks of a layer.
 
     Args:
         q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D].
@@ -40,10 +35,9 @@ def select(
 
     Source: FlashPrefill, the search of blocks and the thresholding by the largest score.
     """
-    heads = all_heads(q, heads)
+    group = q.shape[1] // k.shape[1]
     grid = Grid.plain(q, k, settings.block, settings.block)
-    kv_heads, slots = read_heads(heads, q.shape[1] // k.shape[1])
-    k_mean = block_means(take(k, kv_heads), settings.block).to(k.dtype)
+    k_mean = block_means(k, settings.block).to(k.dtype)
     column = torch.arange(grid.columns, device=q.device)
     row = torch.arange(grid.rows, device=q.device)[:, None]
     always = (column < settings.first) | (row >= grid.rows - settings.last)
@@ -51,11 +45,12 @@ def select(
     # the logarithm of a weight's share of the sum, which cancels: only what is left of the largest counts
     distance = math.log(settings.alpha) if settings.alpha else -math.inf
 
-    def wanted(part: range) -> Tensor:
-        mass = log_mass(q, k_mean, [heads[i] for i in part], [slots[i] for i in part], grid, scale)
+    def wanted(part: slice) -> Tensor:
+        heads = range(part.start, part.stop)
+        mass = log_mass(q, k_mean, heads, [head // group for head in heads], grid, scale)
         return (mass >= mass.amax(-1, keepdim=True) + distance).logical_or_(always)
 
-    return select_blocks(q, k, grid, heads, wanted)
+    return select_blocks(q, grid, wanted)
 
 
 def log_mass(
@@ -67,7 +62,7 @@ def log_mass(
 
     Args:
         q: [B, Hq, Lq, D].
-        k_mean: [B, kv_heads, key blocks, D] in the type of q.
+        k_mean: [B, Hkv, key blocks, D] in the type of q.
         heads: n query heads; slots: for each of them the index in `k_mean` of the KV head that it reads.
         scale: multiplies the scores.
 

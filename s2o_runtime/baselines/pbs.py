@@ -8,7 +8,6 @@ hurt causality.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,20 +17,17 @@ from s2o_runtime.baselines.pooling import block_means, heaviest_by_means
 from s2o_runtime.baselines.selection import (
     Grid,
     Selection,
-    all_heads,
-    as_slice,
+    of_query_heads,
     parts,
-    read_heads,
     score_type,
     select_blocks,
     split,
-    take,
 )
 from s2o_runtime.baselines.settings import PBS
 
 
-def select(q: Tensor, k: Tensor, settings: PBS, *, scale: float, heads: Sequence[int] | None = None) -> Selection:
-    """The key blocks of `heads` (all by default), and how keys (and queries) are permuted.
+def select(q: Tensor, k: Tensor, settings: PBS, *, scale: float) -> Selection:
+    """The key blocks of a layer, and how keys (and queries) are permuted.
 
     Query heads that share a KV head share the order of its keys.
 
@@ -41,54 +37,43 @@ def select(q: Tensor, k: Tensor, settings: PBS, *, scale: float, heads: Sequence
 
     Source: PBS-Attn, Algorithm 1.
     """
-    heads = all_heads(q, heads)
-    block, segment = settings.block, settings.segment
-    kv_heads, slots = read_heads(heads, q.shape[1] // k.shape[1])
-    grid = Grid(
-        q.shape[2], k.shape[2], block, block,
-        segment if settings.permute_queries else block, segment if settings.permute else block,
-    )  # fmt: skip
-    keys, key_order, rows, row_order = take(k, kv_heads), None, take(q, heads), None
-    if settings.permute:
-        key_order = sorted_keys(last_block_scores(q, k, heads, block, scale), segment)
-        keys = permuted(keys, key_order)
+    block, segment, group = settings.block, settings.segment, q.shape[1] // k.shape[1]
+    row_unit = segment if settings.permute_queries else block
+    grid = Grid(q.shape[2], k.shape[2], block, block, row_unit, segment)
+    key_order = sorted_keys(last_block_scores(q, k, block, scale), segment)
+    keys, rows, row_order = permuted(k, key_order), q, None
     k_mean = block_means(keys, block)
     if settings.permute_queries:
-        row_order = clustered_queries(rows, k_mean, slots, segment)
-        rows = permuted(rows, row_order)
-    permutes = settings.permute or settings.permute_queries
-    behind = grid.full(q.device) if permutes else grid.visible(q.device)  # mean pooling's softmax is over all it sees
-    candidates = torch.arange(grid.columns, device=q.device) < behind[:, None]
+        row_order = clustered_queries(q, k_mean, segment)
+        rows = permuted(q, row_order)
     q_mean = block_means(rows, block)
+    candidates = torch.arange(grid.columns, device=q.device) < grid.full(q.device)[:, None]
 
-    def wanted(part: range) -> Tensor:
-        keys_of_part = take(k_mean, [slots[i] for i in part])
-        mask = heaviest_by_means(q_mean[:, as_slice(part)], keys_of_part, scale, candidates, settings.keep)
+    def wanted(part: slice) -> Tensor:
+        keys_of_part = of_query_heads(k_mean, group, part)
+        mask = heaviest_by_means(q_mean[:, part], keys_of_part, scale, candidates, settings.keep)
         mask[..., : settings.first] = True
         return mask
 
-    chosen = select_blocks(q, k, grid, heads, wanted)
-    return replace(
-        chosen, key_order=key_order, keys=None if key_order is None else keys, row_order=row_order
-    )  # fmt: skip
+    return replace(select_blocks(q, grid, wanted), key_order=key_order, keys=keys, row_order=row_order)
 
 
-def last_block_scores(q: Tensor, k: Tensor, heads: Sequence[int], block: int, scale: float) -> Tensor:
-    """Equation 10: the mean softmax of the last `block` queries, summed over the `heads` that read a KV head.
+def last_block_scores(q: Tensor, k: Tensor, block: int, scale: float) -> Tensor:
+    """Equation 10: the mean softmax of the last `block` queries, summed over the heads that read a KV head.
 
     Returns:
-        float32 (float64 for float64) [B, kv_heads, Lk].
+        float32 (float64 for float64) [B, Hkv, Lk].
     """
-    group, (batch, _, q_len, _), kv_len = q.shape[1] // k.shape[1], q.shape, k.shape[2]
-    kv_heads, slots = read_heads(heads, group)
+    (batch, heads, q_len, _), (kv_heads, kv_len) = q.shape, k.shape[1:3]
     last = min(block, q_len)
-    scores = torch.zeros(batch, len(kv_heads), kv_len, dtype=score_type(q.dtype), device=q.device)
+    scores = torch.zeros(batch, kv_heads, kv_len, dtype=score_type(q.dtype), device=q.device)
     corner = torch.ones(last, last, dtype=torch.bool, device=q.device).triu_(1)
-    for head, slot in zip(heads, slots, strict=True):
-        raw = q[:, head, q_len - last :] @ k[:, kv_heads[slot]].transpose(1, 2)
+    for head in range(heads):
+        kv_head = head // (heads // kv_heads)
+        raw = q[:, head, q_len - last :] @ k[:, kv_head].transpose(1, 2)
         weights = raw.to(scores.dtype).mul_(scale)
         weights[..., kv_len - last :].masked_fill_(corner, float("-inf"))
-        scores[:, slot] += weights.softmax(-1).mean(1)  # a sum orders keys as the mean would
+        scores[:, kv_head] += weights.softmax(-1).mean(1)  # a sum orders keys as the mean would
     return scores
 
 
@@ -96,10 +81,10 @@ def sorted_keys(scores: Tensor, segment: int) -> Tensor:
     """Equation 11: keys by falling score inside each whole segment, keys behind the last one as they are.
 
     Args:
-        scores: [B, kv_heads, Lk].
+        scores: [B, Hkv, Lk].
 
     Returns:
-        int32 [B, kv_heads, Lk].
+        int32 [B, Hkv, Lk].
     """
     length = scores.shape[2]
     whole = length // segment * segment
@@ -111,29 +96,28 @@ def sorted_keys(scores: Tensor, segment: int) -> Tensor:
     return order.int()
 
 
-def clustered_queries(q: Tensor, k_mean: Tensor, slots: Sequence[int], segment: int) -> Tensor:
+def clustered_queries(q: Tensor, k_mean: Tensor, segment: int) -> Tensor:
     """Section 4.3: the queries of each whole segment by the key block whose mean they are most similar to.
 
     Args:
-        q: [B, n, Lq, D]; k_mean: [B, kv_heads, blocks, D].
-        slots: for each of the n heads the index of the KV head that it reads.
+        q: [B, Hq, Lq, D]; k_mean: [B, Hkv, blocks, D].
 
     Returns:
-        int32 [B, n, Lq]; queries behind the last whole segment stay.
+        int32 [B, Hq, Lq]; queries behind the last whole segment stay.
     """
-    batch, n, q_len, _ = q.shape
+    batch, heads, q_len, _ = q.shape
     whole = q_len // segment * segment
-    order = torch.arange(q_len, device=q.device).expand(batch, n, q_len).clone()
+    order = torch.arange(q_len, device=q.device).expand(batch, heads, q_len).clone()
     if not whole:
         return order.int()
     centroids = torch.nn.functional.normalize(k_mean, dim=-1).to(q.dtype)
     base = torch.arange(0, whole, segment, device=q.device)[:, None]
-    for part in parts(n, batch * whole * k_mean.shape[2]):
-        at = as_slice(part)
+    for part in parts(heads, batch * whole * k_mean.shape[2]):
         # the length of a query does not change which centroid is nearest in angle
-        cluster = (q[:, at, :whole] @ take(centroids, [slots[i] for i in part]).transpose(2, 3)).argmax(-1)
+        nearest = of_query_heads(centroids, heads // k_mean.shape[1], part)
+        cluster = (q[:, part, :whole] @ nearest.transpose(2, 3)).argmax(-1)
         local = split(cluster, 2, segment).sort(dim=-1, stable=True).indices
-        order[:, at, :whole] = (local + base).flatten(2)
+        order[:, part, :whole] = (local + base).flatten(2)
     return order.int()
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.baselines.selection import as_slice, parts, score_type, split, top_share
+from s2o_runtime.baselines.selection import parts, score_type, split, top_share
 
 
 class Pooled(NamedTuple):
@@ -35,12 +35,12 @@ def block_means(x: Tensor, block: int) -> Tensor:
     return torch.cat([mean, x[:, :, whole:].mean(2, keepdim=True, dtype=dtype)], 2)
 
 
-def heaviest_by_means(q_mean: Tensor, k_mean: Tensor, scale: float | Tensor, candidates: Tensor, keep: float) -> Tensor:
+def heaviest_by_means(q_mean: Tensor, k_mean: Tensor, scale: float, candidates: Tensor, keep: float) -> Tensor:
     """The fewest key blocks of each row block that hold the share `keep` of the softmax of pooled scores.
 
     Args:
         q_mean: [B, n, row blocks, D], means of queries; k_mean: [B, n, key blocks, D], means of the keys they read.
-        scale: multiplies the scores; a tensor broadcasts to them.
+        scale: multiplies the scores.
         candidates: bool that broadcasts to [B, n, row blocks, key blocks], the blocks that the softmax is over.
         keep: the share.
 
@@ -72,7 +72,7 @@ def pool(x: Tensor, block: int) -> Pooled:
 def pool_plain(x: Tensor, block: int) -> Pooled:
     """`pool` in plain torch."""
     directions = [
-        block_means(F.normalize(x[:, as_slice(part)].to(score_type(x.dtype)), dim=-1), block)
+        block_means(F.normalize(x[:, part].to(score_type(x.dtype)), dim=-1), block)
         for part in parts(x.shape[1], x[:, 0].numel())
     ]
     return Pooled(block_means(x, block), torch.cat(directions, 1).square().sum(-1))

@@ -16,30 +16,28 @@ def attend_reference(
     *,
     scale: float,
     out: Tensor,
-    lse: Tensor | None = None,
     left_out: Tensor | None = None,
 ) -> None:
-    """Attention of the selection's heads over the keys selected for them, in float32 (float64 for float64).
+    """Attention over the keys of a selection, in float32 (float64 for float64).
 
     Args:
         q: [B, Hq, Lq, D]; k, v: [B, Hkv, Lk, D], not permuted.
         scale: multiplies the scores.
-        out: [B, Hq, Lq, D], whose heads of the selection are written.
-        lse: [B, Hq, Lq], whose heads of the selection get the log-sum-exp of the scores in the denominator.
-        left_out: float64 [n], which gets the pairs that a skip leaves out of the product with v, among blocks that all
+        out: [B, Hq, Lq, D], to write.
+        left_out: float64 [Hq], which gets the pairs that a skip leaves out of the product with v, among blocks that all
             rows see.
     """
     if left_out is not None:
         left_out.zero_()
     dtype, device = score_type(q.dtype), q.device
     full = selection.grid.full(device) * selection.block_n
-    for n, head in enumerate(selection.heads):
-        kv_head = selection.kv_heads[selection.slots[n]]
+    for head in range(q.shape[1]):
+        kv_head = head // (q.shape[1] // k.shape[1])
         for b in range(q.shape[0]):
             keys, values = k[b, kv_head].to(dtype), v[b, kv_head].to(dtype)
             for i in range(selection.grid.rows):
-                rows = _rows(selection, b, n, i, device)
-                visited = _visited_keys(selection, b, n, i, device)
+                rows = _rows(selection, b, head, i, device)
+                visited = _visited_keys(selection, b, head, kv_head, i, device)
                 position = rows + selection.grid.offset
                 scores = q[b, head, rows].to(dtype) @ keys[visited].T * scale
                 scores.masked_fill_(visited > position[:, None], float("-inf"))
@@ -51,31 +49,27 @@ def attend_reference(
                 if skipped is not None:
                     weights = weights.masked_fill(skipped, 0.0)
                     if left_out is not None:
-                        left_out[n] += skipped[:, visited < int(full[i])].sum()
+                        left_out[head] += skipped[:, visited < int(full[i])].sum()
                 out[b, head, rows] = (weights @ values[visited]).to(out.dtype)
-                if lse is not None:
-                    lse[b, head, rows] = log_sums.to(lse.dtype)
 
 
-def _rows(selection: Selection, b: int, n: int, i: int, device: torch.device) -> Tensor:
-    """The queries of row block i of head n in sequence b."""
+def _rows(selection: Selection, b: int, head: int, i: int, device: torch.device) -> Tensor:
+    """The queries of row block i of a head in sequence b."""
     begin = i * selection.block_m
     end = min(begin + selection.block_m, selection.grid.q_len)
     if selection.row_order is not None:
-        return selection.row_order[b, n, begin:end].long()
+        return selection.row_order[b, head, begin:end].long()
     return torch.arange(begin, end, device=device)
 
 
-def _visited_keys(selection: Selection, b: int, n: int, i: int, device: torch.device) -> Tensor:
-    """The keys that a row block computes, in the order of the visit: those of its blocks, then single ones."""
+def _visited_keys(selection: Selection, b: int, head: int, kv_head: int, i: int, device: torch.device) -> Tensor:
+    """The keys that a row block computes, in the order of the visit."""
     grid = selection.grid
-    blocks = selection.blocks[b, n, i, : int(selection.counts[b, n, i])].long()
+    blocks = selection.blocks[b, head, i, : int(selection.counts[b, head, i])].long()
     keys = (blocks[:, None] * grid.block_n + torch.arange(grid.block_n, device=device)).flatten()
     keys = keys[keys < grid.kv_len]
     if selection.key_order is not None:
-        keys = selection.key_order[b, selection.slots[n], keys].long()
-    if selection.columns is not None and selection.column_counts is not None:
-        keys = torch.cat([keys, selection.columns[b, n, i, : int(selection.column_counts[b, n, i])].long()])
+        keys = selection.key_order[b, kv_head, keys].long()
     return keys
 
 

@@ -1,4 +1,4 @@
-"""What a baseline decided: for every block of query rows the key blocks, and single keys, that it computes.
+"""What a baseline decided: for every block of query rows the key blocks that it computes.
 
 Key blocks come in two kinds. Among those whose keys all rows of a row block see, the baseline chooses. Those behind
 them, which touch the diagonal, are always computed, with a mask. So every row sees at least one key.
@@ -6,8 +6,8 @@ them, which touch the diagonal, are always computed, with a mask. So every row s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -98,28 +98,24 @@ class Tally(NamedTuple):
     """How much each row block computes.
 
     Attributes:
-        counts: int32 [B, n, row blocks], key blocks.
-        column_counts: int32 [B, n, row blocks], single keys besides; None where there are none.
-        left_out: float64 [n], pairs whose score was computed and whose product with v a skip left out; None without
+        counts: int32 [B, Hq, row blocks], key blocks.
+        left_out: float64 [Hq], pairs whose score was computed and whose product with v a skip left out; None without
             a skip, or before attention ran.
     """
 
     grid: Grid
     counts: Tensor
-    column_counts: Tensor | None
     left_out: Tensor | None = None
 
     @property
     def computed(self) -> Tensor:
-        """Query-key pairs computed, float64 [n]; the diagonal counts its causal pairs only.
+        """Query-key pairs computed, float64 [Hq]; the diagonal counts its causal pairs only.
 
         A pair of which only the score was computed counts as half: it is one of two products.
         """
         grid, device = self.grid, self.counts.device
         full = grid.full(device)
         chosen = (self.counts - (grid.visible(device) - full)) * grid.block_n
-        if self.column_counts is not None:
-            chosen = chosen + self.column_counts
         unlisted = full * grid.block_n - chosen  # of the keys that all rows of a block see
         pairs = self.causal - (unlisted * grid.rows_of(device)).double().sum((0, 2))
         return pairs if self.left_out is None else pairs - self.left_out / 2
@@ -130,34 +126,29 @@ class Tally(NamedTuple):
         last, first = self.grid.kv_len, self.grid.offset
         return len(self.counts) * (last * (last + 1) - first * (first + 1)) / 2
 
+    @property
+    def density(self) -> Tensor:
+        """Query-key pairs computed over causal pairs, float64 [Hq]; 1.0 is dense."""
+        return self.computed / self.causal
+
 
 @dataclass(frozen=True)
 class Selection:
-    """The key blocks that each row block of some query heads computes.
+    """The key blocks that each row block of a layer computes.
 
     Attributes:
-        heads: the n query heads, in the order of the second dimension of all tensors.
-        kv_heads: the KV heads that they read, ascending.
-        slots: for each query head the index in `kv_heads` of the one that it reads.
         grid: where the blocks lie.
-        blocks: int32 [B, n, row blocks, capacity], the key blocks of each row block, ascending.
-        counts: int32 [B, n, row blocks], how many entries of `blocks` are valid.
-        columns: int32 [B, n, row blocks, capacity], single keys besides, ascending; None where there are none.
-        column_counts: int32 [B, n, row blocks], how many entries of `columns` are valid.
-        key_order: int32 [B, kv_heads, Lk], the keys in permuted order; None where they are not permuted.
-        keys: [B, kv_heads, Lk, D], k in that order.
-        row_order: int32 [B, n, Lq], the queries in permuted order; None where they are not permuted.
+        blocks: int32 [B, Hq, row blocks, capacity], the key blocks of each row block, ascending.
+        counts: int32 [B, Hq, row blocks], how many entries of `blocks` are valid.
+        key_order: int32 [B, Hkv, Lk], the keys in permuted order; None where they are not permuted.
+        keys: [B, Hkv, Lk, D], k in that order.
+        row_order: int32 [B, Hq, Lq], the queries in permuted order; None where they are not permuted.
         skip: which tiles of what is listed are left out while they are visited; None for none.
     """
 
-    heads: tuple[int, ...]
-    kv_heads: tuple[int, ...]
-    slots: tuple[int, ...]
     grid: Grid
     blocks: Tensor
     counts: Tensor
-    columns: Tensor | None = None
-    column_counts: Tensor | None = None
     key_order: Tensor | None = None
     keys: Tensor | None = None
     row_order: Tensor | None = None
@@ -173,58 +164,32 @@ class Selection:
 
     @property
     def tally(self) -> Tally:
-        """How much is computed, without the lists of blocks and keys, and before anything is skipped."""
-        return Tally(self.grid, self.counts, self.column_counts)
-
-    @property
-    def density(self) -> Tensor:
-        """Query-key pairs computed over causal pairs, float64 [n]; 1.0 is dense."""
-        return self.tally.computed / self.tally.causal
+        """How much is computed, without the lists of blocks, and before anything is skipped."""
+        return Tally(self.grid, self.counts)
 
 
-def select_blocks(
-    q: Tensor, k: Tensor, grid: Grid, heads: Sequence[int], wanted: Callable[[range], Tensor]
-) -> Selection:
+def select_blocks(q: Tensor, grid: Grid, wanted: Callable[[slice], Tensor]) -> Selection:
     """The selection of the blocks that a baseline wants, and of those that touch the diagonal.
 
     Args:
-        q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D].
-        heads: n query heads.
-        wanted: called with a range of n' indices into `heads`; returns bool [B, n', row blocks, key blocks]. What it
-            says of blocks that touch the diagonal, or that no row sees, is ignored.
+        q: [B, Hq, Lq, D].
+        wanted: called with a slice of n query heads; returns bool [B, n, row blocks, key blocks]. What it says of
+            blocks that touch the diagonal, or that no row sees, is ignored.
     """
-    batch, device = q.shape[0], q.device
+    (batch, heads), device = q.shape[:2], q.device
     column = torch.arange(grid.columns, device=device)
     boundary = column >= grid.full(device)[:, None]
     visible = column < grid.visible(device)[:, None]
-    blocks, counts = _empty_lists(batch, len(heads), grid.rows, grid.columns, device)
-    for part in parts(len(heads), batch * grid.rows * grid.columns):
+    # one entry more than there are blocks: what is not on a list is written there
+    blocks = torch.zeros(batch, heads, grid.rows, grid.columns + 1, dtype=torch.int32, device=device)
+    counts = torch.zeros(batch, heads, grid.rows, dtype=torch.int32, device=device)
+    for part in parts(heads, batch * grid.rows * grid.columns):
         mask = wanted(part).logical_or_(boundary).logical_and_(visible)
-        _write_list(mask, column.int(), blocks[:, as_slice(part)], counts[:, as_slice(part)])
-    kv_heads, slots = read_heads(heads, q.shape[1] // k.shape[1])
-    return Selection(tuple(heads), kv_heads, slots, grid, blocks[..., :-1], counts)
-
-
-def with_columns(chosen: Selection, columns: Tensor) -> Selection:
-    """Add single keys to a selection, for the row blocks that see the key whole and do not compute its block.
-
-    Args:
-        columns: int64 [B, n, V], the keys of each head, ascending.
-    """
-    grid, device = chosen.grid, columns.device
-    batch, n, width = columns.shape
-    keys, counts = _empty_lists(batch, n, grid.rows, width, device)
-    edge = (grid.full(device) * grid.block_n)[:, None]
-    entry = torch.arange(grid.columns, device=device)
-    for part in parts(n, batch * grid.rows * max(width, grid.columns)):
-        at = as_slice(part)
-        listed = chosen.blocks[:, at].long().masked_fill(entry >= chosen.counts[:, at, :, None], grid.columns)
-        computed = torch.zeros(*listed.shape[:3], grid.columns + 1, dtype=torch.bool, device=device)
-        computed.scatter_(-1, listed, True)
-        column = columns[:, at, None].expand(-1, -1, grid.rows, -1)
-        mask = ~computed.gather(-1, column // grid.block_n) & (column < edge)
-        _write_list(mask, column.int(), keys[:, at], counts[:, at])
-    return replace(chosen, columns=keys[..., :-1], column_counts=counts)
+        rank = mask.cumsum(-1, dtype=torch.int32)
+        counts[:, part] = rank[..., -1]
+        entry = torch.where(mask, rank - 1, grid.columns).long()
+        blocks[:, part].scatter_(-1, entry, column.int().expand(mask.shape))
+    return Selection(grid, blocks[..., :-1], counts)
 
 
 def top_share(weights: Tensor, keep: float, candidates: Tensor) -> Tensor:
@@ -248,41 +213,22 @@ def top_share(weights: Tensor, keep: float, candidates: Tensor) -> Tensor:
     return torch.zeros_like(kept).scatter_(-1, index, kept)
 
 
-def all_heads(q: Tensor, heads: Sequence[int] | None) -> tuple[int, ...]:
-    """These query heads, or for None all of q [B, Hq, Lq, D]."""
-    return tuple(range(q.shape[1])) if heads is None else tuple(heads)
-
-
-def read_heads(heads: Sequence[int], group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The KV heads that query heads read, ascending, and for each query head the index of its own among them."""
-    kv_heads = tuple(sorted({head // group for head in heads}))
-    return kv_heads, tuple(kv_heads.index(head // group) for head in heads)
-
-
-def take(x: Tensor, heads: Sequence[int], dim: int = 1) -> Tensor:
-    """Some heads of x along dimension `dim`; a view where they are adjacent."""
-    first = heads[0]
-    if list(heads) == list(range(first, first + len(heads))):
-        return x.narrow(dim, first, len(heads))
-    return x.index_select(dim, index_table(tuple(heads), x.device))
-
-
 @lru_cache(maxsize=4096)
 def index_table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 numbers on the device, copied there once."""
     return torch.tensor(numbers, dtype=torch.int32).to(device)
 
 
-def parts(n: int, elements: int) -> Iterator[range]:
-    """Cut n heads into ranges so that `elements` for each head stay below `CHUNK` in total, or into single heads."""
+def parts(n: int, elements: int) -> Iterator[slice]:
+    """Cut n heads into slices so that `elements` for each head stay below `CHUNK` in total, or into single heads."""
     step = max(1, CHUNK // max(1, elements))
     for begin in range(0, n, step):
-        yield range(begin, min(begin + step, n))
+        yield slice(begin, min(begin + step, n))
 
 
-def as_slice(part: range) -> slice:
-    """A range of step 1 as a slice."""
-    return slice(part.start, part.stop)
+def of_query_heads(x: Tensor, group: int, part: slice) -> Tensor:
+    """What some query heads read of x [B, Hkv, ...], whose KV heads are each read by `group` of them: [B, n, ...]."""
+    return x.repeat_interleave(group, 1)[:, part]
 
 
 def split(x: Tensor, dim: int, size: int) -> Tensor:
@@ -293,19 +239,3 @@ def split(x: Tensor, dim: int, size: int) -> Tensor:
 def score_type(dtype: torch.dtype) -> torch.dtype:
     """The type that scores are computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _empty_lists(batch: int, n: int, rows: int, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    # one entry more than needed: what is not on the list is written there
-    lists = torch.zeros(batch, n, rows, capacity + 1, dtype=torch.int32, device=device)
-    return lists, torch.zeros(batch, n, rows, dtype=torch.int32, device=device)
-
-
-def _write_list(mask: Tensor, values: Tensor, lists: Tensor, counts: Tensor) -> None:
-    """Write the values [.., C] under the mask [.., C] into lists [.., C + 1], in order, their number into counts."""
-    if mask.shape[-1] == 0:
-        return
-    rank = mask.cumsum(-1, dtype=torch.int32)
-    counts.copy_(rank[..., -1])
-    entry = torch.where(mask, rank - 1, mask.shape[-1]).long()
-    lists.scatter_(-1, entry, values.expand(mask.shape))

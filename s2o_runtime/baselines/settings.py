@@ -24,11 +24,6 @@ def _count(default: int, low: int = 0, high: int = MAX_COUNT) -> Any:
     return field(default=default, metadata={"rule": Rule(int, low, high)})
 
 
-def _count_once_absent(default: int) -> Any:
-    """A count that settings were once written without: its default is not written, so that they stay what they are."""
-    return field(default=default, metadata={"rule": Rule(int, 0, MAX_COUNT), "once_absent": True})
-
-
 def _one_of(default: int, allowed: tuple[int, ...]) -> Any:
     return field(default=default, metadata={"rule": Rule(int, allowed=allowed)})
 
@@ -59,9 +54,9 @@ class _Settings:
         """Raise ConfigError for options that do not fit one another."""
 
     def __str__(self) -> str:
-        values = ((option, getattr(self, option.name)) for option in fields(self))
-        written = (each for each in values if "once_absent" not in each[0].metadata or each[1] != each[0].default)
-        return f"{self.name}:{','.join(f'{option.name}={_text(value)}' for option, value in written)}"
+        return (
+            f"{self.name}:{','.join(f'{option.name}={_text(getattr(self, option.name))}' for option in fields(self))}"
+        )
 
 
 @dataclass(frozen=True)
@@ -85,37 +80,17 @@ class FlashPrefill(_Settings):
 
 
 @dataclass(frozen=True)
-class Prism(_Settings):
-    """Prism: blocks by the softmax of pooled queries and keys in two bands of RoPE's frequencies.
-
-    Attributes:
-        keep: the share of a row's mass, in each band, that the chosen blocks hold.
-        high, low: the share of the head dim that the band of high, and that of low frequencies has; they may overlap.
-        block: queries and keys of a block.
-        first: blocks at the beginning that are always computed.
-    """
-
-    name: ClassVar[str] = "prism"
-    keep: float = _share(0.95)
-    high: float = _share(0.5)
-    low: float = _share(0.75)
-    block: int = _one_of(128, BLOCKS)
-    first: int = _count(1)
-
-
-@dataclass(frozen=True)
 class PBS(_Settings):
-    """PBS-Attn: keys sorted inside each segment by the attention of the last block of queries, then mean pooling.
+    """PBS-Attn: keys sorted inside each segment by the attention of the last block of queries, then blocks by means.
 
-    Mean pooling chooses blocks by the softmax of pooled queries and keys. The segment that holds a row block's own
-    positions is always computed.
+    Blocks are chosen by the softmax of pooled queries and keys. The segment that holds a row block's own positions is
+    always computed.
 
     Attributes:
         keep: the share of a row's mass that the chosen blocks hold.
         segment: keys (and queries) that are permuted among themselves; a multiple of `block`.
         block: queries and keys of a block.
-        permute: sort keys.
-        permute_queries: cluster queries by the key block they are most similar to; with neither it is mean pooling.
+        permute_queries: cluster queries too, by the key block they are most similar to.
         first: blocks at the beginning that are always computed.
     """
 
@@ -123,7 +98,6 @@ class PBS(_Settings):
     keep: float = _share(0.9)
     segment: int = _count(256, 64, 1 << 16)
     block: int = _one_of(128, BLOCKS)
-    permute: bool = _switch(True)
     permute_queries: bool = _switch(False)
     first: int = _count(1)
 
@@ -151,41 +125,7 @@ class Sparge(_Settings):
     skip: float | None = _number(None, -1e4, -1e-6)
     block: int = _one_of(128, BLOCKS)
     block_k: int = _one_of(64, BLOCKS)
-    first: int = _count_once_absent(0)
-
-
-@dataclass(frozen=True)
-class AShape(_Settings):
-    """MInference's A-shape: the first keys and the last ones, rounded up to blocks.
-
-    Attributes:
-        sink: first keys.
-        local: last keys of each row.
-        block: queries and keys of a block.
-    """
-
-    name: ClassVar[str] = "a-shape"
-    sink: int = _count(1024)
-    local: int = _count(4096, 1)
-    block: int = _one_of(128, BLOCKS)
-
-
-@dataclass(frozen=True)
-class VerticalSlash(_Settings):
-    """MInference's vertical-slash: the columns and diagonals with the most attention from the last queries.
-
-    Attributes:
-        vertical: columns, single keys of all rows.
-        slash: diagonals, at block granularity.
-        queries: last queries whose attention decides.
-        block: queries and keys of a block.
-    """
-
-    name: ClassVar[str] = "vertical-slash"
-    vertical: int = _count(1000)
-    slash: int = _count(6096)
-    queries: int = _count(64, 1, 1024)
-    block: int = _one_of(64, BLOCKS)
+    first: int = _count(0)
 
 
 @dataclass(frozen=True)
@@ -203,7 +143,7 @@ class Antidiagonal(_Settings):
     keep: float = _share(0.9)
     stride: int = _one_of(16, (4, 8, 16, 32, 64))
     block: int = _one_of(128, BLOCKS)
-    first: int = _count_once_absent(0)
+    first: int = _count(0)
 
 
 @dataclass(frozen=True)
@@ -222,10 +162,9 @@ class SkipSoftmax(_Settings):
     block: int = _one_of(128, (64, 128))
 
 
-Baseline = FlashPrefill | Prism | PBS | Sparge | AShape | VerticalSlash | Antidiagonal | SkipSoftmax
+Baseline = FlashPrefill | PBS | Sparge | Antidiagonal | SkipSoftmax
 BASELINES: dict[str, type[Baseline]] = {
-    settings.name: settings
-    for settings in (FlashPrefill, Prism, PBS, Sparge, AShape, VerticalSlash, Antidiagonal, SkipSoftmax)
+    settings.name: settings for settings in (FlashPrefill, PBS, Sparge, Antidiagonal, SkipSoftmax)
 }
 
 

@@ -6,21 +6,18 @@ Nothing is selected before: every row block lists all key blocks that it sees, i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from s2o_runtime.baselines.selection import Grid, Selection, Skip, all_heads, read_heads
+from s2o_runtime.baselines.selection import Grid, Selection, Skip
 from s2o_runtime.baselines.settings import SkipSoftmax
 
 KEYS = 64  # of a tile: with 128 they would not fit the registers or the shared memory of every GPU
 
 
-def select(
-    q: Tensor, k: Tensor, settings: SkipSoftmax, *, scale: float, heads: Sequence[int] | None = None
-) -> Selection:
-    """All key blocks, for `heads` (all by default), with the skip.
+def select(q: Tensor, k: Tensor, settings: SkipSoftmax, *, scale: float) -> Selection:
+    """All key blocks, with the skip.
 
     The lists of all row blocks and heads are views of one row of numbers.
 
@@ -31,14 +28,12 @@ def select(
     Source: BLASST, the test exp(largest score of the tile - largest so far) < threshold, and the threshold's inverse
     proportion to the length of the context.
     """
-    heads = all_heads(q, heads)
-    kv_heads, slots = read_heads(heads, q.shape[1] // k.shape[1])
     grid = Grid.plain(q, k, settings.block, KEYS)
-    shape = q.shape[0], len(heads), grid.rows
+    shape = *q.shape[:2], grid.rows
     blocks = torch.arange(grid.columns, dtype=torch.int32, device=q.device).expand(*shape, -1)
     counts = grid.visible(q.device).int().expand(shape)
     # at 1 a tile is dropped unless it has a row's new maximum; above, nothing would be left
     threshold = min(1.0, settings.factor / grid.kv_len)
     limit = math.log(threshold) if threshold else -math.inf
     skip = Skip(limit, settings.block, KEYS, sum_too=True)
-    return Selection(heads, kv_heads, slots, grid, blocks, counts, skip=skip)
+    return Selection(grid, blocks, counts, skip=skip)

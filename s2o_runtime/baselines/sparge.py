@@ -5,31 +5,21 @@ Without quantisation (its section 3.5) and without the Hilbert curve (3.7), whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from s2o_runtime.baselines.pooling import heaviest_by_means, pool
-from s2o_runtime.baselines.selection import (
-    Grid,
-    Selection,
-    Skip,
-    all_heads,
-    as_slice,
-    read_heads,
-    select_blocks,
-    take,
-)
+from s2o_runtime.baselines.selection import Grid, Selection, Skip, of_query_heads, select_blocks
 from s2o_runtime.baselines.settings import Sparge
 
 SKIP_ROWS = 64  # of a tile whose product with v is skipped or not, on every GPU
 SKIP_KEYS = 64
 
 
-def select(q: Tensor, k: Tensor, settings: Sparge, *, scale: float, heads: Sequence[int] | None = None) -> Selection:
-    """The key blocks of `heads` (all by default).
+def select(q: Tensor, k: Tensor, settings: Sparge, *, scale: float) -> Selection:
+    """The key blocks of a layer.
 
     Args:
         q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D].
@@ -37,23 +27,20 @@ def select(q: Tensor, k: Tensor, settings: Sparge, *, scale: float, heads: Seque
 
     Source: SpargeAttn, Algorithm 1, lines 4 to 6.
     """
-    heads = all_heads(q, heads)
+    group = q.shape[1] // k.shape[1]
     grid = Grid.plain(q, k, settings.block, settings.block_k)
-    kv_heads, slots = read_heads(heads, q.shape[1] // k.shape[1])
-    queries = pool(take(q, heads), settings.block)
-    keys = pool(take(k, kv_heads), settings.block_k)
-    different_q = (queries.similarity < settings.similarity)[..., None]  # [B, n, row blocks, 1]
-    different_k = (keys.similarity < settings.similarity)[:, :, None]  # [B, kv_heads, 1, key blocks]
+    queries, keys = pool(q, settings.block), pool(k, settings.block_k)
+    different_q = (queries.similarity < settings.similarity)[..., None]  # [B, Hq, row blocks, 1]
+    different_k = (keys.similarity < settings.similarity)[:, :, None]  # [B, Hkv, 1, key blocks]
     columns = torch.arange(grid.columns, device=q.device)
     visible = columns < grid.visible(q.device)[:, None]
     first = columns < settings.first
 
-    def wanted(part: range) -> Tensor:
-        part_slots = [slots[i] for i in part]
-        always = take(different_k, part_slots)
-        means = queries.mean[:, as_slice(part)], take(keys.mean, part_slots)
+    def wanted(part: slice) -> Tensor:
+        always = of_query_heads(different_k, group, part)
+        means = queries.mean[:, part], of_query_heads(keys.mean, group, part)
         heaviest = heaviest_by_means(*means, scale, visible & ~always, settings.keep)
-        return heaviest | always | first | different_q[:, as_slice(part)]
+        return heaviest | always | first | different_q[:, part]
 
     skip = None if settings.skip is None else Skip(settings.skip, SKIP_ROWS, SKIP_KEYS, sum_too=False)
-    return replace(select_blocks(q, k, grid, heads, wanted), skip=skip)
+    return replace(select_blocks(q, grid, wanted), skip=skip)

@@ -17,7 +17,6 @@ from s2o_runtime.baselines.selection import (
     CHUNK,
     Grid,
     Selection,
-    all_heads,
     score_type,
     select_blocks,
     split,
@@ -29,10 +28,8 @@ from s2o_runtime.shapes import KERNEL_TYPES
 from s2o_runtime.tiles import family
 
 
-def select(
-    q: Tensor, k: Tensor, settings: Antidiagonal, *, scale: float, heads: Sequence[int] | None = None
-) -> Selection:
-    """The key blocks of `heads` (all by default).
+def select(q: Tensor, k: Tensor, settings: Antidiagonal, *, scale: float) -> Selection:
+    """The key blocks of a layer.
 
     Args:
         q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D].
@@ -40,16 +37,15 @@ def select(
 
     Source: XAttention, Algorithm 1.
     """
-    heads = all_heads(q, heads)
     grid = Grid.plain(q, k, settings.block, settings.block)
     columns = torch.arange(grid.columns, device=q.device)
     candidates = columns < grid.visible(q.device)[:, None]
 
-    def wanted(part: range) -> Tensor:
-        weights = head_weights(q, k, [heads[i] for i in part], grid, settings.stride, scale)
+    def wanted(part: slice) -> Tensor:
+        weights = head_weights(q, k, range(part.start, part.stop), grid, settings.stride, scale)
         return top_share(weights, settings.keep, candidates) | (columns < settings.first)
 
-    return select_blocks(q, k, grid, heads, wanted)
+    return select_blocks(q, grid, wanted)
 
 
 def head_weights(q: Tensor, k: Tensor, heads: Sequence[int], grid: Grid, stride: int, scale: float) -> Tensor:

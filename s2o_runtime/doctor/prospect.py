@@ -107,9 +107,6 @@ def profile_section(path: Path, device: torch.device, view: ModelView | None) ->
     on_device = ProfileFit(profile, Rank(), device)
     runs = {length: outcomes(on_device, length) for length in profile.lengths}
     findings += [Finding(f"{length} tokens", in_words(layers)) for length, layers in runs.items()]
-    if served_dense := [length for length in profile.lengths if differs_when_packed(on_device, length)]:
-        reason = f"heads of baselines take no packed sequences, so some layers run dense at {served_dense} tokens"
-        findings.append(Finding("in vLLM", "as above, but", reason))
     findings.append(
         Finding(
             "dense too",
@@ -123,17 +120,9 @@ def profile_section(path: Path, device: torch.device, view: ModelView | None) ->
 
 
 def outcomes(on_device: ProfileFit, length: int) -> list[Outcome]:
-    """What each layer of a profile runs for a whole prompt of `length` tokens, with transformers."""
-    reasons = ((layer.number, layer.why_dense(length, length, packed=False)) for layer in on_device.layers)
+    """What each layer of a profile runs for a whole prompt of `length` tokens."""
+    reasons = ((layer.number, layer.why_dense(length, length)) for layer in on_device.layers)
     return [Outcome(number, "s2o" if reason is None else "dense", reason) for number, reason in reasons]
-
-
-def differs_when_packed(on_device: ProfileFit, length: int) -> bool:
-    """Whether some layer that runs S2O on one prompt runs dense on packed ones, as a server has them."""
-    return any(
-        layer.why_dense(length, length, packed=False) is None and layer.why_dense(length, length) is not None
-        for layer in on_device.layers
-    )
 
 
 def in_words(layers: list[Outcome]) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.config import HeadConfig, LayerConfig, Mode, StopRule, config_obstacle
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, config_obstacle
 from s2o_runtime.errors import InputError
 from s2o_runtime.pages import PageTable
 from s2o_runtime.shapes import CallShape
@@ -19,9 +19,10 @@ from s2o_runtime.shapes import CallShape
 # A head's flags: its StopRule in the bits of the first, and one bit each for the others.
 STOP_RULE_BITS = 3
 TAIL = 4  # the head has a tail
-ELSEWHERE = 8  # a baseline computes the head: the prefill kernels leave its output alone
-FIRST_CHUNK = math.nan  # the threshold of such a head: no gain is >= nan, while an infinite one is >= inf
-BY_WORK: tuple[Mode, ...] = ("dense", "s2o", "baseline")  # which heads have the most work, and so start first
+# No head has this bit. The prefill kernels still test it: without the test ptxas orders their loops otherwise (Triton
+# 3.6), which is to be timed before the test goes.
+ELSEWHERE = 8
+FIRST_CHUNK = math.nan  # the threshold of a head with a linear tail: no gain is >= nan, while an infinite one is >= inf
 
 
 class HeadTables(NamedTuple):
@@ -30,7 +31,7 @@ class HeadTables(NamedTuple):
     tau: float32 [Hq], FIRST_CHUNK of a head with a linear tail; segment: int32 [Hq], 0 marks a head without a prefix;
     flags: int32 [Hq], see above; part: int32 [Hq], queries of a representative; representatives: int32 [Hq], of a
     segment; turns: int32 [Hq], the heads in the order in which their programs start, dense ones first, which have the
-    most work, and those of baselines last; None where all are of one mode.
+    most work; None where all are of one mode.
     dense: how many heads are dense; stopping: how many visit their prefix until their stop rule ends it, which those
     with a linear tail do not.
     counts: the different numbers of representatives; shortest: the shortest segment, 0 if there is none;
@@ -124,7 +125,7 @@ def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
 
     modes = {head.mode for head in config.heads}
     linear = [number for number, head in enumerate(config.heads) if _is_linear(head)]
-    turns = sorted(range(config.num_heads), key=lambda head: BY_WORK.index(config.heads[head].mode))
+    turns = sorted(range(config.num_heads), key=lambda head: config.heads[head].mode != "dense")
     return HeadTables(
         tau=table(lambda head: FIRST_CHUNK if _is_linear(head) else head.tau, torch.float32),
         segment=table(lambda head: head.segment if head.mode == "s2o" else 0),
@@ -146,7 +147,7 @@ def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
 def _flags(head: HeadConfig) -> int:
     if _is_linear(head):
         return int(StopRule.REST)
-    return int(head.stop_rule) | TAIL * head.tail | ELSEWHERE * (head.mode == "baseline")
+    return int(head.stop_rule) | TAIL * head.tail
 
 
 def _is_linear(head: HeadConfig) -> bool:

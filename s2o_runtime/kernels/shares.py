@@ -51,7 +51,7 @@ def key_shares(call: Call, programs: int, gpu: Resources) -> int:
     One, unless so many keys precede the queries that a dense program takes longer than the mean work of an SM. Shares
     are short enough to fill up what other heads' programs, which start before them, leave at their end. Their number is
     a power of two, so that calls of nearby lengths are launched alike. Heads with a linear tail, which visit one chunk,
-    and those of baselines, which visit nothing here, count as no work.
+    count as no work.
 
     Args:
         call: the call; its packed sequences count as if all were as long as the longest.

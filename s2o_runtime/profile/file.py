@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -37,18 +37,15 @@ from s2o_runtime.config import (
     TileConfig,
 )
 from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.errors import ConfigError, ProfileError
+from s2o_runtime.errors import ProfileError
 from s2o_runtime.files import write_atomically
 from s2o_runtime.identity import Geometry, tensor_bytes
 from s2o_runtime.lengths import length_step
-from s2o_runtime.profile.profile import MAX_BASELINES, MAX_LENGTH, Profile, baseline_settings
+from s2o_runtime.profile.profile import MAX_LENGTH, Profile
 from s2o_runtime.profile.record import Record
 
-if TYPE_CHECKING:
-    from s2o_runtime.baselines.settings import Baseline
-
 SCHEMA = 7  # of what is written
-SCHEMAS = (2, 3, 4, 5, 6, 7)  # that are read; schema 3 is 2 with heads of baselines
+SCHEMAS = (2, 3, 4, 5, 6, 7)  # that are read; schema 3 is 2 with a list of other methods
 FORMER_NAMES = {"stop_rule": "threshold", "baselines": "methods"}  # of a tensor and a field, in schemas 2 and 3
 WITH_SCORES = 6  # the first schema with this tensor
 RENAMED = 4  # the first schema with today's names, and with the errors of single rows as norms
@@ -60,7 +57,6 @@ MAX_DEPTH = 16  # of objects and lists inside one another
 MAX_BUCKETS = length_step(MAX_LENGTH) + 1  # as many as differ by an eighth of an octave
 MAX_HEADS = 1 << 20  # of all buckets and layers together
 MAX_COUNT = 1 << 14  # of layers, of heads, of a head's dimensions
-MAX_BASELINE_TEXT = 500  # characters
 SHOWN = 60  # characters of a foreign text in a message
 TILE_FIELDS = (
     "block_m", "block_n", "chunk", "num_warps", "num_stages", "specialized", "dense_below", "min_queries", "tail_keys",
@@ -77,12 +73,12 @@ HEAD_TENSORS = {
 LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8, "grain": torch.uint8, "scores": torch.uint8}
 TENSORS = HEAD_TENSORS | LAYER_TENSORS
 SIZES = ("layers", "query_heads", "kv_heads", "head_dim")  # of the model, as numbers
-MODES: tuple[Mode, ...] = ("s2o", "dense")  # numbers in the tensor `mode`; larger ones count through `baselines`
+MODES: tuple[Mode, ...] = ("s2o", "dense")  # numbers in the tensor `mode`
 LINEAR_TAIL = 2  # in the tensor `tail`
 ROW_REDUCES = get_args(RowReduce)
 SCORES = get_args(Scores)
 _INDEXED: dict[str, tuple[object, ...]] = {
-    "stop_rule": tuple(StopRule), "row_reduce": ROW_REDUCES, "scores": SCORES,
+    "mode": MODES, "stop_rule": tuple(StopRule), "row_reduce": ROW_REDUCES, "scores": SCORES,
 }  # fmt: skip
 _ALLOWED: dict[str, tuple[int, ...]] = {name: tuple(range(len(names))) for name, names in _INDEXED.items()}
 _ALLOWED |= {"tail": (0, 1, LINEAR_TAIL), "representatives": REPRESENTATIVES, "grain": GRAINS}
@@ -148,7 +144,7 @@ def described(profile: Profile) -> dict[str, Any]:
     """The JSON document of a profile's file without the digest: all of the profile but its layers."""
     return {
         "schema": SCHEMA,
-        "baselines": baseline_settings(profile.layers),
+        "baselines": [],  # versions that gave heads to other methods listed them here
         "model": {"name": profile.model_name, "fingerprint": profile.fingerprint, **profile.geometry.as_json()},
         "device": asdict(profile.device),
         "lengths": list(profile.lengths),
@@ -160,13 +156,10 @@ def _tensors(profile: Profile) -> dict[str, Tensor]:
     def table(dtype: torch.dtype, value: Any) -> Tensor:
         return torch.tensor([[value(layer) for layer in bucket] for bucket in profile.layers], dtype=dtype)
 
-    modes = [*MODES, *baseline_settings(profile.layers)]
     return {
         "tau": table(torch.float32, lambda layer: [head.tau for head in layer.heads]),
         "segment": table(torch.int32, lambda layer: [head.segment for head in layer.heads]),
-        "mode": table(
-            torch.uint8, lambda layer: [modes.index(str(head.baseline or head.mode)) for head in layer.heads]
-        ),
+        "mode": table(torch.uint8, lambda layer: [MODES.index(head.mode) for head in layer.heads]),
         "stop_rule": table(torch.uint8, lambda layer: [int(head.stop_rule) for head in layer.heads]),
         "representatives": table(torch.uint8, lambda layer: [head.representatives for head in layer.heads]),
         "tail": table(
@@ -356,7 +349,8 @@ def _parse(document: dict[str, Any], stored: dict[str, Tensor]) -> Profile:
     schema = _schema(document)
     tensors = {name: stored[name_there] for name, name_there in _tensors_in(schema).items()}
     tensors.setdefault("scores", torch.zeros_like(tensors["grain"]))
-    baselines = [] if schema == 2 else _parsed_baselines(document, _name_in(schema, "baselines"))
+    if schema > 2:
+        _check_methods(document, _name_in(schema, "baselines"))
     model = _field(document, "model", dict)
     rows, query_heads, kv_heads, head_dim = (_number(model, name, "model.", 1, MAX_COUNT) for name in SIZES)
     geometry = Geometry(_field(model, "architecture", str, "model."), rows, query_heads, kv_heads, head_dim)
@@ -371,7 +365,7 @@ def _parse(document: dict[str, Any], stored: dict[str, Tensor]) -> Profile:
     if heads > MAX_HEADS:
         raise ProfileError(f"lengths, model.layers and model.query_heads make {heads} heads: at most {MAX_HEADS}")
     tile_fields = [name for name in TILE_FIELDS if schema >= TILE_FIELDS_SINCE.get(name, 0)]
-    _check_tensors(tensors, expected, geometry.query_heads, len(baselines), len(tile_fields))
+    _check_tensors(tensors, expected, geometry.query_heads, len(tile_fields))
     device = _device(_field(document, "device", dict))
     model_name, fingerprint = (_field(model, name, str, "model.") for name in ("name", "fingerprint"))
     record = Record.from_json(_field(document, "record", dict))
@@ -380,8 +374,7 @@ def _parse(document: dict[str, Any], stored: dict[str, Tensor]) -> Profile:
     if _field(document, "digest", str) != _digest(document, stored):
         raise ProfileError("the digest does not match the contents: the file was changed or damaged, make it again")
     layers = tuple(
-        tuple(_layer(tensors, baselines, bucket, index) for index in range(geometry.layers))
-        for bucket in range(len(lengths))
+        tuple(_layer(tensors, bucket, index) for index in range(geometry.layers)) for bucket in range(len(lengths))
     )
     return Profile(model_name, geometry, fingerprint, device, lengths, layers, record)
 
@@ -437,21 +430,12 @@ def _number(document: dict[str, Any], name: str, parent: str, least: int, most: 
     return value
 
 
-def _parsed_baselines(document: dict[str, Any], name: str) -> list[Baseline]:
-    from s2o_runtime.baselines.settings import parse
-
-    texts = _field(document, name, list)
-    if len(texts) > MAX_BASELINES:
-        raise ProfileError(f"field {name} has {len(texts)} entries: expected at most {MAX_BASELINES}")
-    baselines = []
-    for index, text in enumerate(texts):
-        if not isinstance(text, str) or len(text) > MAX_BASELINE_TEXT:
-            raise ProfileError(f"field {name}[{index}] is {_shown(text)}: expected a baseline such as pbs:keep=0.9")
-        try:
-            baselines.append(parse(text))
-        except ConfigError as error:
-            raise ProfileError(f"field {name}[{index}]: {error}") from error
-    return baselines
+def _check_methods(document: dict[str, Any], name: str) -> None:
+    """Raise ProfileError for heads that other papers' methods compute, which versions before this one could write."""
+    if methods := _field(document, name, list):
+        raise ProfileError(
+            f"field {name} is {_shown(methods)}: this version has no heads that other methods compute, calibrate again"
+        )
 
 
 def _lengths(values: list[Any]) -> tuple[int, ...]:
@@ -477,9 +461,7 @@ def _device(device: dict[str, Any]) -> DeviceIdentity:
     )
 
 
-def _check_tensors(
-    tensors: dict[str, Tensor], outer: tuple[int, int], heads: int, baselines: int, tile_fields: int
-) -> None:
+def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: int, tile_fields: int) -> None:
     """Raise ProfileError for a type, a shape or a value that no profile has. outer: buckets and layers."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(HEAD_TENSORS, (*outer, heads))
     shapes |= {"tile": (*outer, tile_fields), "row_reduce": outer, "grain": outer, "scores": outer}
@@ -492,7 +474,6 @@ def _check_tensors(
     specialized = tensors["tile"][..., TILE_FIELDS.index("specialized")]
     for name, tensor, allowed in (
         *((name, tensors[name], allowed) for name, allowed in _ALLOWED.items()),
-        ("mode", tensors["mode"], tuple(range(len(MODES) + baselines))),
         ("tile[specialized]", specialized, (0, 1)),
     ):
         unknown = sorted(set(tensor.flatten().tolist()) - set(allowed))
@@ -500,20 +481,16 @@ def _check_tensors(
             raise ProfileError(f"tensor {name} holds {unknown[0]}: expected one of {allowed}")
 
 
-def _layer(tensors: dict[str, Tensor], baselines: Sequence[Baseline], bucket: int, layer: int) -> LayerConfig:
-    modes: list[Mode] = [*MODES]
-    modes += ["baseline"] * len(baselines)
-    baseline_of_mode = (*(None for _ in MODES), *baselines)
+def _layer(tensors: dict[str, Tensor], bucket: int, layer: int) -> LayerConfig:
     columns = (tensors[name][bucket, layer].tolist() for name in HEAD_TENSORS)
     heads = tuple(
         HeadConfig(
             tau,
             segment,
-            modes[mode],
+            MODES[mode],
             StopRule(stop_rule),
             representatives,
             tail == 1,
-            baseline_of_mode[mode],
             tail == LINEAR_TAIL,
         )
         for tau, segment, mode, stop_rule, representatives, tail in zip(*columns, strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -15,7 +14,6 @@ from s2o_runtime.lengths import STEPS_PER_OCTAVE, far_apart, length_step
 from s2o_runtime.profile.record import Record
 
 MAX_LENGTH = 1 << 24  # tokens
-MAX_BASELINES = 254  # different settings; a file names the two modes of S2O and these in one byte
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,6 @@ class Profile:
                 )
         if len(self.layers) != len(self.lengths):
             raise ProfileError(f"{len(self.layers)} tables for {len(self.lengths)} lengths: expected one each")
-        baselines = baseline_settings(self.layers)
-        if len(baselines) > MAX_BASELINES:
-            raise ProfileError(f"{len(baselines)} different settings of baselines: expected at most {MAX_BASELINES}")
         for length, bucket in zip(self.lengths, self.layers, strict=True):
             if len(bucket) != self.geometry.layers:
                 raise ProfileError(f"{len(bucket)} layers in a table: expected {self.geometry.layers}")
@@ -121,10 +116,3 @@ def _between(near: HeadConfig, far: HeadConfig, weight: float | None) -> HeadCon
     if weight is None or not alike or near.tau == 0.0 or far.tau == 0.0:
         return replace(near, tau=min(near.tau, far.tau))
     return replace(near, tau=math.exp((1 - weight) * math.log(near.tau) + weight * math.log(far.tau)))
-
-
-def baseline_settings(layers: Sequence[Sequence[LayerConfig]]) -> list[str]:
-    """The settings of baselines that heads have, as text, sorted, each once."""
-    return sorted(
-        {str(head.baseline) for bucket in layers for layer in bucket for head in layer.heads if head.baseline}
-    )

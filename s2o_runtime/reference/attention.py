@@ -98,7 +98,7 @@ def s2o_attention_reference(
     Args:
         q: [B, Hq, Lq, D], any floating type; k: [B, Hkv, Lk, D] and v: [B, Hkv, Lk, Dv], like it. Query i stands at
             position Lk - Lq + i.
-        config: one `HeadConfig` for each query head; heads of baselines are left out, their rows are zero.
+        config: one `HeadConfig` for each query head.
         scale, softcap, sinks: as in `scoring.Scoring`. A sink is part of the denominator from the start, so the gain is
             relative to it too.
         kv_start: int32 or int64 [B], the first key of each sequence that counts.
@@ -125,8 +125,6 @@ def s2o_attention_reference(
     lse = torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
     for b in range(shape.batch):
         for h, head in enumerate(config.heads):
-            if head.mode == "baseline":
-                continue
             keys, values = k[b, h // shape.group].to(dtype), v[b, h // shape.group].to(dtype)
             rows = q[b, h].to(dtype) * scoring.scale
             sink = None if sinks is None else sinks[h].to(dtype)

@@ -74,7 +74,6 @@ class LayerFit:
                 whole.has_linear,  # such a layer takes its longer bucket's configuration between two
                 config.is_dense,
                 config.scores,
-                bool(config.baseline_heads),
                 self._tile_obstacle(config),
                 config.tile.dense_below,
                 config.tile.tail_keys,
@@ -115,13 +114,12 @@ class LayerFit:
             return None
         return tile_obstacle(config.tile, fit.profile.geometry.head_dim, fit.capability)
 
-    def why_dense(self, queries: int, keys: int, *, packed: bool = True) -> str | None:
+    def why_dense(self, queries: int, keys: int) -> str | None:
         """Why a request of so many queries and keys is computed densely, by the stock backend; None if S2O does.
 
         Args:
             queries: new tokens of the request.
             keys: its tokens so far, the new ones included.
-            packed: whether requests are packed one behind another, as a server has them.
         """
         fit = self._fit
         if queries <= fit.decode_queries:
@@ -131,8 +129,6 @@ class LayerFit:
         if reason := too_short(keys, fit.profile.min_length) or too_long(keys, fit.max_length):
             return reason
         config = self.config(keys)
-        if packed and config.baseline_heads:
-            return "a baseline's head takes no packed sequences"
         if obstacle := self._tile_obstacle(config):
             return obstacle
         head_dim = fit.profile.geometry.head_dim

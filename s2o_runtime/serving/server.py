@@ -178,7 +178,7 @@ class Server:
             for length in self.fit.profile.lengths:
                 config = layer.config(length)
                 kind = _compiled_kind(config)
-                if not config.is_dense and not config.baseline_heads and kind not in done:
+                if not config.is_dense and kind not in done:
                     done.add(kind)
                     self._small_call(config, query)
 

@@ -3,12 +3,12 @@
 
     python -m scripts.bench.methods [--methods dense flash s2o published pbs:keep=0.9 ...] [--profile FILE]
 
-A method without options stands for a ladder of settings. "s2o" is one tau for all heads, and each --profile (one
-for each --method of s2o-calibrate); with --budgets and --worst-rows also the profiles with these budgets and guards,
-made from their journals: a layer that is then not faster than dense runs dense, as the calibrator would have it.
-"published" is S2O as published. Every layer of the model is one call for all prompts of the batch. Times are the
-GPU's, of all layers together, each call with a cold L2, all methods in turns; "selecting" is ranking or choosing
-blocks. Errors are against float32 dense attention in sampled rows.
+A method without options stands for a ladder of settings. "s2o" is one tau for all heads, and each --profile; with
+--budgets and --worst-rows also the profiles with these budgets and guards, made from their journals: a layer that is
+then not faster than dense runs dense, as the calibrator would have it. "published" is S2O as published. Every layer of
+the model is one call for all prompts of the batch. Times are the GPU's, of all layers together, each call with a cold
+L2, all methods in turns; "selecting" is ranking or choosing blocks. Errors are against float32 dense attention in
+sampled rows.
 """
 
 from __future__ import annotations
@@ -72,12 +72,9 @@ PUBLISHED_TAUS = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)
 KEEPS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 LADDERS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {  # forms of a setting, and the numbers in them
     "flash-prefill": (("alpha={}",), (0.3, 0.12, 0.03, 0.01, 0.003, 0.001)),
-    "prism": (("keep={}",), KEEPS),
     "pbs": (("keep={}",), KEEPS),
     "sparge": (("keep={},first=1", "keep={},similarity=0.2,first=1"), KEEPS),
     "xattention": (("keep={},first=1",), (0.7, 0.9, 0.95, 0.99)),
-    "a-shape": (("sink=128,local={}",), (512, 2048, 8192)),
-    "vertical-slash": (("vertical={0},slash={0}",), (256, 1024, 4096)),
     "skip-softmax": (("factor={}", "factor={},block=64"), (100, 1000, 5000, 20000, 100000)),
 }
 DEFAULT = ("dense", "flash", "s2o", "published", *BASELINES)
@@ -277,19 +274,14 @@ def profile_call(profile: Profile, length: int, inputs: Inputs) -> LayerCall:
 
 
 def config_call(config: LayerConfig, inputs: Inputs) -> LayerCall:
-    """S2O with this config; its selection is the ranking, and the choosing of each baseline that a head runs."""
+    """S2O with this config; its selection is the ranking."""
     q, k, v = inputs.q, inputs.k, inputs.v
     backend = choose_backend(AttentionCall.of(q, k, v, config), "auto").backend
-    steps: list[Callable[[], Any]] = []
-    if backend == "triton" and any(head.mode == "s2o" for head in config.heads):
-        steps.append(kernel_parts(q, k, v, [config])[0])
-    for baseline in dict.fromkeys(head.baseline for head in config.heads if head.baseline is not None):
-        heads = [index for index, head in enumerate(config.heads) if head.baseline == baseline]
-        steps.append(partial(select, q, k, baseline, heads=heads))
+    ranks = backend == "triton" and not config.is_dense
     return LayerCall(
         partial(s2o_attention, q, k, v, config),
         lambda: float(s2o_attention(q, k, v, config, return_stats=True).density.mean()),
-        (lambda: [step() for step in steps]) if steps else None,
+        kernel_parts(q, k, v, [config])[0] if ranks else None,
     )
 
 
@@ -301,11 +293,11 @@ def calibrated(args: argparse.Namespace) -> dict[Key, Profile]:
     profiles = {}
     for path in args.profile:
         profile = load_profile(path)
-        budget_record, recipe = profile.record.budget, profile.record.recipe or {}
+        budget_record = profile.record.budget
         if budget_record is None or budget_record.kind is None or budget_record.value is None:
             raise InputError(f"{path} does not say what its budget is: calibrate it again")
         kind, value = budget_record.kind, budget_record.value
-        method = CALIBRATED[recipe.get("method", "s2o")]
+        method = CALIBRATED["s2o"]
         profiles[method, f"{setting_name(kind, value)}, proven"] = profile
         for budget, guard in product(sorted({value, *args.budgets}), (None, *args.worst_rows)):
             if (budget, guard) == (value, None):

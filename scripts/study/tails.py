@@ -24,7 +24,7 @@ import torch
 
 from calibrate.curves import linear_pass
 from calibrate.curves.costs import fixed_cost, linear_cost, overhead
-from calibrate.curves.curves import Curve, Method, Ranking, Shape
+from calibrate.curves.curves import Curve, Ranking, Shape
 from calibrate.curves.passes import measure
 from calibrate.model.capture import Captured
 from calibrate.search.allocate import Allocation, Allowed, allocate
@@ -158,7 +158,7 @@ def outcomes(prompt: Captured, segments: Sequence[int], budgets: Sequence[float]
     return best
 
 
-def ways(prompt: Captured, segments: Sequence[int]) -> Iterator[tuple[str, Mapping[Method, Curve]]]:
+def ways(prompt: Captured, segments: Sequence[int]) -> Iterator[tuple[str, Mapping[Ranking, Curve]]]:
     """The curves that heads choose among, for every way and, where it has one, every segment."""
     length = prompt.q.shape[2]
     for segment in segments:
@@ -173,7 +173,7 @@ def ways(prompt: Captured, segments: Sequence[int]) -> Iterator[tuple[str, Mappi
     yield "two passes", {exact: replace(curve, fixed_cost=SCORING - overhead(exact, tail=True))}
 
 
-def _methods(curves: Mapping[tuple[Ranking, Shape], Curve], length: int) -> dict[Method, Curve]:
+def _methods(curves: Mapping[tuple[Ranking, Shape], Curve], length: int) -> dict[Ranking, Curve]:
     return {
         ranking: replace(curve, fixed_cost=fixed_cost(length) + linear_cost(length) * ranking.linear)
         for (ranking, _), curve in curves.items()

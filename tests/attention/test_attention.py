@@ -6,8 +6,7 @@ import torch
 
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.backend import _log_once
-from s2o_runtime.baselines.settings import PBS
-from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.reference.attention import s2o_attention_reference
@@ -209,14 +208,3 @@ def test_a_parameter_as_sinks_is_no_gradient_where_none_is_wanted():
     if interpreted():
         with pytest.raises(InputError, match="no backward pass"):
             s2o_attention(q, k, v, config(), sinks=sinks, backend="triton")
-
-
-@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"sinks": torch.ones(2)}], ids=["cap", "sinks"])
-def test_baselines_refuse_sinks_and_caps(options):
-    q, k, v = inputs()
-    layer = LayerConfig((HeadConfig(mode="baseline", baseline=PBS()),) * 2, TILE)
-    out, _, stats = s2o_attention(q, k, v, layer, return_stats=True, **options)
-    assert (stats.backend, "cannot be done by pbs" in stats.reason) == ("dense", True)
-    torch.testing.assert_close(out.double(), naive_attention(q, k, v, **options), rtol=1e-4, atol=1e-5)
-    stats = s2o_attention(q, k, v[..., :32], layer, return_stats=True).stats
-    assert "head_dim 64 of keys with 32 of values" in stats.reason

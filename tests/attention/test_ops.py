@@ -7,7 +7,6 @@ import torch
 
 from s2o_runtime import ConfigError, LayerConfig, TileConfig, s2o_attention
 from s2o_runtime.attention.torch_op import config_from_text
-from s2o_runtime.baselines.settings import PBS
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.huggingface.hf import s2o_attention_forward
 from s2o_runtime.huggingface.layers import NUMBER, LayerState, attach
@@ -19,7 +18,7 @@ MIXED = LayerConfig(
         HeadConfig(0.1, 256, representatives=4, tail=True),
         HeadConfig(mode="dense"),
         HeadConfig(0.1, 256, representatives=4, tail=True),
-        HeadConfig(mode="baseline", baseline=PBS(keep=0.5)),
+        HeadConfig(segment=256, linear=True),
     ),
     TileConfig(64, 32, 2, 4, 2, dense_below=4096),
     "max",

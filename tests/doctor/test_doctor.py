@@ -16,9 +16,8 @@ import s2o_runtime
 from calibrate.commands.calibrate import main as calibrate
 from s2o_runtime import load_profile, save_profile
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.baselines.settings import PBS
 from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
-from s2o_runtime.config import HeadConfig, TileConfig
+from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.doctor import command, environment, prospect, self_test
 from s2o_runtime.doctor.command import examine, main
@@ -555,18 +554,6 @@ def test_random_weights_and_foreign_devices(capsys, monkeypatch, tmp_path):
     code, sections = doctor(capsys, "--profile", PROFILE)
     assert code == NO_RESOURCE
     assert sections["profile"]["made on"]["advice"] == "there is no kernel for rocm (MI300): the model stays dense"
-
-
-def test_a_server_runs_heads_of_baselines_densely(tmp_path):
-    profile = load_profile(PROFILE)
-    bucket = list(profile.layers[2])
-    heads = (HeadConfig(mode="baseline", baseline=PBS(keep=0.9)), *bucket[0].heads[1:])
-    bucket[0] = replace(bucket[0], heads=heads)
-    save_profile(replace(profile, layers=(*profile.layers[:2], tuple(bucket))), tmp_path / "p.safetensors")
-    findings = by_name(prospect.profile_section(tmp_path / "p.safetensors", CPU, None).findings)
-    assert findings["2048 tokens"].value == "6 of 6 layers run S2O"
-    assert "some layers run dense at [2048] tokens" in findings["in vLLM"].advice
-    assert "in vLLM" not in by_name(prospect.profile_section(PROFILE, CPU, None).findings)
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,14 @@ from calibrate.evaluation.results import open_journal, summary
 from calibrate.evaluation.run import evaluate
 from calibrate.evaluation.settings import config_of, named, parsed
 from calibrate.evaluation.tasks import Case, build, cases, check
-from calibrate.evaluation.variants import run_stats, running, variants
+from calibrate.evaluation.variants import BASELINE, Variant, _baseline_forward, run_stats, running, variants
 from calibrate.journal import Journal
 from calibrate.model.models import load
 from calibrate.prompts.prompts import Prompt
 from s2o_runtime.baselines.settings import parse
 from s2o_runtime.config import TileConfig
 from s2o_runtime.errors import ConfigError, InputError, ModelError
+from s2o_runtime.huggingface import hf
 from s2o_runtime.profile import save_profile
 from support.models import make_profile
 from support.tiny import save_tiny
@@ -212,9 +213,40 @@ def test_answers_are_right_only_if_every_token_is_the_most_likely_one(demo):
     assert value["log_likelihood"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_setting_may_be_another_method():
-    config = config_of("pbs:keep=0.8", 4, ())
-    assert {str(head.baseline) for head in config.heads} == {str(parse("pbs:keep=0.8"))}
+@pytest.mark.parametrize(("keep", "same"), [(1.0, True), (0.3, False)])
+def test_a_baseline_computes_every_layer_of_full_attention(tiny, tmp_path, keep, same):
+    text = f"pbs:keep={keep},segment=128,block=64"
+    plan = Plan("tiny", tmp_path, (700,), settings=(text,)).validate()
+    dense, baseline = variants(plan, tiny)
+    assert baseline.name == text
+    ids, hidden = torch.randint(3, 99, (700,)), {}
+    for variant in (dense, baseline):
+        with running(tiny.model, variant):
+            hidden[variant.name] = score.ForwardPass(tiny, ids).hidden
+    assert torch.allclose(hidden["dense"], hidden[text], atol=1e-4) == same
+    layers = [float(stats.density.mean()) for stats in baseline.last.values()]
+    assert len(layers) == tiny.geometry.layers
+    assert run_stats(baseline).density == pytest.approx(sum(layers) / len(layers))
+    assert (run_stats(baseline).density == 1.0) == same
+    assert tiny.model.config._attn_implementation == "sdpa"
+    with running(tiny.model, dense):  # nothing of the baseline is left
+        assert torch.equal(score.ForwardPass(tiny, ids).hidden, hidden["dense"])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options", "obstacle"),
+    [(64, {"softcap": 2.0}, "scores that are soft-capped at 2"), (192, {}, "a head_dim of 192, over 128")],
+)
+def test_a_baseline_refuses_what_it_cannot_compute(head_dim, options, obstacle):
+    variant, module = Variant("pbs", "pbs", baseline=parse("pbs")), torch.nn.Module()
+    setattr(module, BASELINE, variant)
+    q, mask = torch.randn(1, 2, 300, head_dim), torch.zeros(1, 1, 1, 2, dtype=torch.int64)
+    setattr(mask, hf.CALL, hf.PrefillCall(0, None, lambda: None))
+    with pytest.raises(InputError, match=f"pbs cannot compute {obstacle}: leave this setting out"):
+        _baseline_forward(module, q, q, q, mask, **options)
+
+
+def test_a_baselines_setting_is_checked():
     assert named("pbs:keep=0.8") == "pbs:keep=0.8"
     with pytest.raises(ConfigError, match="keep"):
         named("pbs:keep=8")

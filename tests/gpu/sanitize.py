@@ -54,7 +54,6 @@ DENSE = 3  # which of them
 PLAIN, SPECIALIZED = TileConfig(64, 64, 2, 4, 2), TileConfig(64, 128, 1, 4, 2, True)
 BLOCK_SPARSE = (
     "pbs:keep=0.5,permute_queries=true",
-    "vertical-slash:vertical=64,slash=256",
     "sparge:keep=0.5,similarity=0.1,skip=-6",
     "skip-softmax:factor=500",
     "skip-softmax:factor=500,block=64",

@@ -9,7 +9,6 @@ import torch
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.warmup import SEGMENTS
-from s2o_runtime.baselines.settings import Sparge
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import Resources, interpreted
 from s2o_runtime.kernels import prefill as prefill_module
@@ -236,11 +235,11 @@ def test_the_order_in_which_heads_start_changes_nothing(starts, monkeypatch, nan
     agree(*run_both(q, k, v, call.config, call.kv_start, 0.125))
 
 
-def test_dense_heads_start_first_and_those_of_baselines_last():
-    kinds = (HeadConfig(1.0, 128), HeadConfig(mode="dense"), HeadConfig(mode="baseline", baseline=Sparge()))
-    config = LayerConfig(tuple(kinds[kind] for kind in (2, 0, 1, 0, 1)), TILE)
-    assert head_tables(config, torch.device("cpu")).turns.tolist() == [2, 4, 1, 3, 0]
-    alike = LayerConfig(tuple(kinds[kind] for kind in (0, 0, 0)), TILE)
+def test_dense_heads_start_first():
+    s2o, dense = HeadConfig(1.0, 128), HeadConfig(mode="dense")
+    config = LayerConfig((s2o, dense, s2o, dense), TILE)
+    assert head_tables(config, torch.device("cpu")).turns.tolist() == [1, 3, 0, 2]
+    alike = LayerConfig((s2o,) * 3, TILE)
     assert head_tables(alike, torch.device("cpu")).turns is None  # which needs no other kernel
 
 

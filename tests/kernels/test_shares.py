@@ -10,7 +10,6 @@ import torch
 from s2o_runtime.attention.api import s2o_attention_varlen
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.warmup import SPLIT_CALL, split_calls
-from s2o_runtime.baselines.settings import Sparge
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import Resources, interpreted
 from s2o_runtime.kernels import prefill as prefill_module
@@ -33,7 +32,6 @@ pytestmark = pytest.mark.usefixtures("small_sample")
 GPU = Resources(132, 50 << 20)
 HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
 LINEAR = HeadConfig(0.3, 64, linear=True)
-BASELINE = HeadConfig(mode="baseline", baseline=Sparge())
 HEADS = (
     HeadConfig(1.0, 64, representatives=4, tail=True),
     HeadConfig(mode="dense"),
@@ -63,13 +61,12 @@ def test_few_queries_behind_many_keys_are_split():
     assert shares_of(2048, 131072, gpu=Resources(1, 0)) == 1
 
 
-@pytest.mark.parametrize("others", [LINEAR, BASELINE], ids=["linear", "baseline"])
-def test_heads_that_stop_at_once_are_no_work_beside_dense_ones(others):
+def test_heads_that_stop_at_once_are_no_work_beside_dense_ones():
     """So that a dense program takes longer than the mean work of an SM, or more of it."""
     assert shares_of(4096, 131072) == 8
-    assert shares_of(4096, 131072, others=others) == 16
+    assert shares_of(4096, 131072, others=LINEAR) == 16
     assert shares_of(8192, 131072) == 1
-    assert shares_of(8192, 131072, others=others) == 8
+    assert shares_of(8192, 131072, others=LINEAR) == 8
 
 
 @pytest.mark.parametrize(("dense", "heads"), [(1, 4), (2, 8), (1, 32), (4, 32), (16, 32)])
@@ -251,16 +248,3 @@ def test_every_slice_of_rows_is_split(monkeypatch, nan_filled):
     assert combined == [1, 1, 1]
     torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, whole_lse, rtol=1e-4, atol=1e-4)
-
-
-@INTERPRETED
-def test_heads_of_baselines_are_left_alone(monkeypatch, nan_filled):
-    q, k, v = inputs(1, 4, 2, 60, 300, 64)
-    heads = (HEADS[0], HEADS[1], BASELINE, HEADS[3])
-    call = call_of(q, k, LayerConfig(heads, TILE, grain=4))
-    whole, _, _ = unsplit(q, k, v, call, monkeypatch)
-    split(monkeypatch, 4)
-    out, visited, _ = s2o_prefill(q, k, v, call, out=torch.full((1, 60, 4, 64), 7.0).transpose(1, 2))
-    assert (out[:, 2] == 7.0).all()
-    assert (visited[:, 2] == 0).all()
-    torch.testing.assert_close(out[:, [0, 1, 3]], whole[:, [0, 1, 3]], rtol=1e-4, atol=1e-5)

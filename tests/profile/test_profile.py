@@ -84,7 +84,7 @@ def test_files_of_older_schemas_are_written_back_as_the_newest(name, tmp_path):
     assert load_profile(path) == load_profile(path_of(name))
     old, new = document_of(data), document_of(path.read_bytes())
     former = old["schema"] < 4  # with squared errors of rows, and other names
-    assert (new["schema"], new["baselines"]) == (SCHEMA, old.get("methods" if former else "baselines", []))
+    assert (new["schema"], new["baselines"]) == (SCHEMA, [])
     for length in old["record"].get("held_out", []) if former else []:
         for layer in length["layers"]:
             layer["worst"] = math.sqrt(layer["worst"])
@@ -106,7 +106,7 @@ def test_files_of_older_schemas_are_written_back_as_the_newest(name, tmp_path):
 def test_the_format_names_every_field_and_tensor_and_no_other():
     rows = {row.removesuffix("[]") for row in re.findall(r"^\| `([^`]+)` \|", FORMAT.read_text("utf-8"), re.MULTILINE)}
     fields = field_paths(document_of(path_of("schema7-full").read_bytes()))
-    for others in ("schema7-baselines", "schema7-linear", "schema4-kl"):
+    for others in ("schema7-linear", "schema4-kl"):
         fields |= field_paths(document_of(path_of(others).read_bytes()))
     fields |= field_paths(document_of(path_of("schema4-mixed").read_bytes())) - {"record"}
     fields = {re.sub(r"\.(versions|other_layers)\..*", r".\1", field) for field in fields}
@@ -150,6 +150,10 @@ def test_the_same_profile_gives_the_same_bytes_in_another_process(tmp_path):
             "schema 99 is not supported, .* 2, 3, 4, 5, 6, 7: use a newer version",
         ),
         (lambda d: d.update(schema=1), "schema 1 is not supported, this version reads 2, .*, 6, 7: calibrate again"),
+        (
+            lambda d: d.update(baselines=["pbs:keep=0.9"]),
+            r"field baselines is \['pbs:keep=0.9'\]: this version has no heads that other methods compute, calibrate",
+        ),
         (lambda d: d.pop("model"), "field model is missing"),
         (lambda d: d["model"].update(layers="2"), "field model.layers is a str: expected a int"),
         (lambda d: d["model"].update(query_heads=10**9), "field model.query_heads is 1000000000"),

@@ -134,18 +134,6 @@ def test_a_head_is_explained_by_its_curve(calibrated, run):
     assert text.startswith("512 tokens: ")
 
 
-def test_a_head_of_another_method_is_named_by_it(run):
-    path = path_of("schema3-methods")
-    code, text = run("show", path, "--head", "0.1")
-    assert code == 0
-    assert "512 tokens: pbs:keep=0.75,segment=512" in text
-    assert "tau" not in text.splitlines()[0]
-    _, found = run("show", path, "--head", "0.3", "--json")
-    assert found["lengths"][0]["baseline"].startswith("sparge:keep=0.5,similarity=0.25,skip=-4")
-    _, found = run("show", path, "--head", "0.0", "--json")
-    assert found["lengths"][0]["baseline"] is None
-
-
 def test_a_head_with_a_linear_tail_has_no_tau(run):
     code, text = run("show", path_of("schema7-linear"), "--head", "1.0")
     assert code == 0

@@ -44,7 +44,7 @@ def made_head(rng, scale):
     dense = rng.random() < 0.06
     density = 1.0 if dense else min(0.98, scale * rng.lognormvariate(0, 0.6))
     settings = {"tau": rng.choice([0.0047, 0.068, 1.5, 148.0]), "representatives": rng.choice([1, 1, 32])}
-    settings |= {"mode": "dense" if dense else "s2o", "tail": rng.random() < 0.5, "baseline": None, "density": density}
+    settings |= {"mode": "dense" if dense else "s2o", "tail": rng.random() < 0.5, "density": density}
     settings |= {"linear": False}
     return settings | {"cost": 1.0 if dense else density + 0.05, "error": 0.0 if dense else BUDGET * rng.random()}
 
@@ -66,7 +66,7 @@ def made_layer(rng, number, heads, length, on_gpu, dense):
     seconds = dense_seconds and dense_seconds * (1.0 if dense else density / 0.8 + 0.05)
     return {
         "layer": number, "tau_min": min(taus, default=None), "tau_max": max(taus, default=None),
-        "dense_heads": heads - len(sparse), "methods": {"s2o": len(sparse), "dense": heads - len(sparse)},
+        "dense_heads": heads - len(sparse),
         "tails": sum(head["tail"] for head in sparse), "linear_tails": 0,
         "representatives": {str(count): chosen.count(count) for count in sorted(set(chosen))},
         "segment": 512, "grain": 4, "scores": "input", "tile": "64x128x16 ws s2",

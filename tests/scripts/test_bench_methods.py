@@ -10,11 +10,10 @@ from safetensors.torch import save_file
 
 from s2o_runtime.baselines import baseline_attention
 from s2o_runtime.baselines.settings import parse
-from s2o_runtime.config import HeadConfig, LayerConfig
+from s2o_runtime.config import LayerConfig
 from s2o_runtime.profile.record import Record, RecordedBudget
 from s2o_runtime.reference.dense import exact_attention
 from scripts.bench import methods as bench
-from scripts.bench.inputs import Inputs
 from scripts.bench.schema import LayerRow, MethodsFile, read
 
 LENGTH = 520
@@ -74,7 +73,7 @@ def test_names_stand_for_settings():
 
 
 def test_profiles_stand_with_every_budget_and_guard(monkeypatch):
-    record = Record(budget=RecordedBudget(kind="rel_mse", value=1e-3), recipe={"method": "auto"})
+    record = Record(budget=RecordedBudget(kind="rel_mse", value=1e-3))
     profile = types.SimpleNamespace(record=record)
     monkeypatch.setattr(bench, "load_profile", lambda path: profile)
     rebudget = lambda *given: types.SimpleNamespace(profile=(str(given[1]), given[3:]))  # noqa: E731
@@ -82,24 +81,13 @@ def test_profiles_stand_with_every_budget_and_guard(monkeypatch):
     args = bench.parser().parse_args(
         ["--profile", "p", "--budgets", "1e-4,1e-3", "--worst-rows", "0", "--journal", "j"]
     )
-    method = "the cheapest for each head, calibrated"
+    method = "S2O, calibrated"
     assert bench.calibrated(args) == {
         (method, "rel_mse 0.001, proven"): profile,
         (method, "rel_mse 0.0001"): ("rel-mse-0.0001", (Path("j"), None)),
         (method, "rel_mse 0.0001, rows 0"): ("rel-mse-0.0001", (Path("j"), 0.0)),
         (method, "rel_mse 0.001, rows 0"): ("rel-mse-0.001", (Path("j"), 0.0)),
     }
-
-
-def test_heads_that_run_baselines_select_too(qkv):
-    """As often as the layer has different settings, for the heads that have them."""
-    a, b = (HeadConfig(mode="baseline", baseline=parse(f"prism:keep={keep}")) for keep in (0.5, 0.9))
-    config = LayerConfig((a, b, HeadConfig(mode="dense"), a))
-    q, k, v = qkv.values()
-    inputs = Inputs(q, k, v, torch.arange(LENGTH), exact_attention(q, k, v))
-    assert [selection.heads for selection in bench.config_call(config, inputs).selection()] == [(0, 3), (1,)]
-    dense = LayerConfig.uniform(4, mode="dense")
-    assert bench.config_call(dense, inputs).selection is None
 
 
 def test_a_guard_that_changes_nothing_gets_no_row():

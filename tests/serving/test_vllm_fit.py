@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from s2o_runtime.baselines.settings import PBS
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ProfileError
@@ -92,24 +91,14 @@ def test_why_requests_are_dense():
     assert beyond.why_dense(500, 60000) is None
 
 
-def test_baselines_take_no_packed_sequences():
-    heads = [HeadConfig(0.1, 128)] * 7 + [HeadConfig(mode="baseline", baseline=PBS(keep=0.5))]
-    layer = ProfileFit(profile(heads=heads), Rank(), CPU).layers[0]
-    assert layer.why_dense(1024, 1024) == "a baseline's head takes no packed sequences"
-    half = ProfileFit(profile(heads=heads), Rank(0, 2), CPU).layers[0]  # the rank without that head
-    assert half.why_dense(1024, 1024) is None
-
-
 def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_backend(monkeypatch):
     """Also those that differ in nothing but one head's mode, the scores or the tile."""
     monkeypatch.setattr("s2o_runtime.serving.fit.capability", lambda device: (8, 0))
     tile = TileConfig(64, 64, 4, 4, 2, min_queries=200)
     stopping, linear = HeadConfig(0.1, 128), HeadConfig(segment=128, linear=True)
-    baseline = HeadConfig(segment=128, mode="baseline", baseline=PBS(keep=0.5))
     plain = LayerConfig((stopping,) * 8, tile)
     layers = [
         (plain, plain),
-        (replace(plain, heads=(stopping,) * 7 + (baseline,)),) * 2,
         (replace(plain, tile=TileConfig(64, 128, 4, 4, 2, specialized=True, min_queries=200)),) * 2,
         (replace(plain, heads=(HeadConfig(0.1, 256),) * 8),) * 2,
         (plain.as_dense(), plain.as_dense()),

@@ -1,7 +1,7 @@
 """The selections of the baselines with explicit loops, each from its own paper, sharing no code with the package.
 
-A selection is a dictionary: (batch, head, row block) to (sorted key blocks, sorted single keys, key order). Query i
-stands at position kv_len - q_len + i. Blocks that touch the diagonal are always computed, which the papers leave open.
+A selection is a dictionary: (batch, head, row block) to (sorted key blocks, key order). Query i stands at position
+kv_len - q_len + i. Blocks that touch the diagonal are always computed, which the papers leave open.
 """
 
 import math
@@ -57,17 +57,6 @@ def heaviest(weights, keep):
     return chosen
 
 
-def mean_pooling(q, k, s, scale):
-    found = {}
-    for b, h, i, u in every_block(q, k, s.block):
-        full, touched = key_blocks(k, s.block, *positions(q, k, s.block, i))
-        mean_q = q[b, h, i * s.block : (i + 1) * s.block].mean(0)
-        scores = {j: scale * float(mean_q @ k[b, u, j * s.block : (j + 1) * s.block].mean(0)) for j in full + touched}
-        chosen = heaviest(softmax(scores), s.keep) | set(full[: s.first]) | set(touched)
-        found[b, h, i] = sorted(chosen), [], None
-    return found
-
-
 def flash_prefill(q, k, s, scale):
     found = {}
     offset, row_blocks = k.shape[2] - q.shape[2], math.ceil(q.shape[2] / s.block)
@@ -83,37 +72,7 @@ def flash_prefill(q, k, s, scale):
         chosen |= set(touched) | set(full[: s.first]) | {j for j in seen if j > seen[-1] - s.window}
         if i >= row_blocks - s.last:
             chosen |= set(seen)
-        found[b, h, i] = sorted(chosen), [], None
-    return found
-
-
-def prism(q, k, s, scale):
-    """The scores of a band over the root of its dimensions and over its temperature, as the paper has them."""
-    head_dim = q.shape[3]
-    half = head_dim // 2
-    first, last = range(round(s.high * half)), range(half - round(s.low * half), half)
-    bands = [[*part, *(half + d for d in part)] for part in (first, last)]
-
-    def means(x):
-        return torch.stack([part.mean(0) for part in x.split(s.block)])
-
-    def root_mean_square(x):
-        return float(x.square().mean()) ** 0.5
-
-    found = {}
-    for b, h, i, u in every_block(q, k, s.block):
-        full, touched = key_blocks(k, s.block, *positions(q, k, s.block, i))
-        q_means, k_means = means(q[b, h]), means(k[b, u])
-        chosen = set(touched) | set(full[: s.first])
-        for dims in bands:
-            temperature = math.sqrt(len(dims) / head_dim)
-            for x in (q_means, k_means):
-                temperature *= root_mean_square(x[:, dims]) / root_mean_square(x)
-            # the paper divides by sqrt(len(dims)) where dense attention divides by sqrt(head_dim)
-            band_scale = scale * math.sqrt(head_dim) / math.sqrt(len(dims)) / temperature
-            scores = {j: band_scale * float(q_means[i, dims] @ k_means[j, dims]) for j in full + touched}
-            chosen |= heaviest(softmax(scores), s.keep)
-        found[b, h, i] = sorted(chosen), [], None
+        found[b, h, i] = sorted(chosen), None
     return found
 
 
@@ -121,7 +80,7 @@ def skip_softmax(q, k, s, scale):
     found = {}
     for b, h, i, _ in every_block(q, k, s.block):
         full, touched = key_blocks(k, 64, *positions(q, k, s.block, i))
-        found[b, h, i] = full + touched, [], None
+        found[b, h, i] = full + touched, None
     return found
 
 
@@ -141,7 +100,7 @@ def pbs(q, k, s, scale):
                 order[begin : begin + s.segment] = sorted(
                     range(begin, begin + s.segment), key=lambda t: -float(importance[t])
                 )
-            orders[b, u] = order if s.permute else list(range(kv_len))
+            orders[b, u] = order
             moved_keys[b, u] = k[b, u, orders[b, u]]
     rows, moved_q = {}, q.clone()
     if s.permute_queries:
@@ -162,12 +121,12 @@ def pbs(q, k, s, scale):
     found = {}
     for b, h, i, u in every_block(q, k, s.block):
         span = positions(q, k, s.block, i, s.segment if s.permute_queries else None)
-        full, touched = key_blocks(k, s.block, *span, s.segment if s.permute else None)
+        full, touched = key_blocks(k, s.block, *span, s.segment)
         mean_q = moved_q[b, h, i * s.block : (i + 1) * s.block].mean(0)
         means = {j: moved_keys[b, u, j * s.block : (j + 1) * s.block].mean(0) for j in full}
         scores = {j: scale * float(mean_q @ mean) for j, mean in means.items()}
         chosen = heaviest(softmax(scores), s.keep) | set(full[: s.first]) | set(touched)
-        found[b, h, i] = sorted(chosen), [], orders[b, u] if s.permute else None
+        found[b, h, i] = sorted(chosen), orders[b, u]
     return found, rows
 
 
@@ -192,43 +151,7 @@ def sparge(q, k, s, scale):
         chosen |= set(range(s.first)) & set(keys)
         if self_similarity(rows) < s.similarity:
             chosen |= set(keys)
-        found[b, h, i] = sorted(chosen), [], None
-    return found
-
-
-def a_shape(q, k, s, scale):
-    found = {}
-    for b, h, i, _ in every_block(q, k, s.block):
-        first, last = positions(q, k, s.block, i)
-        full, touched = key_blocks(k, s.block, first, last)
-        wanted = {key for row in range(first, last + 1) for key in range(max(0, row - s.local + 1), row + 1)}
-        wanted |= set(range(s.sink))
-        chosen = {j for j in full if wanted & set(range(j * s.block, (j + 1) * s.block))} | set(touched)
-        found[b, h, i] = sorted(chosen), [], None
-    return found
-
-
-def vertical_slash(q, k, s, scale):
-    q_len, kv_len = q.shape[2], k.shape[2]
-    found = {}
-    for b, h, i, u in every_block(q, k, s.block):
-        columns, diagonals = [0.0] * kv_len, [0.0] * kv_len
-        for row in range(max(0, q_len - s.queries), q_len):
-            at = kv_len - q_len + row
-            for key, weight in enumerate((scale * k[b, u, : at + 1] @ q[b, h, row]).softmax(0).tolist()):
-                columns[key] += weight
-                diagonals[at - key] += weight
-        vertical = sorted(range(kv_len), key=lambda t: -columns[t])[: s.vertical]
-        slash = set(sorted(range(kv_len), key=lambda d: -diagonals[d])[: s.slash])
-        first, last = positions(q, k, s.block, i)
-        full, touched = key_blocks(k, s.block, first, last)
-        chosen = set(touched)
-        for j in full:
-            keys = range(j * s.block, (j + 1) * s.block)
-            if any(row - key in slash for row in range(first, last + 1) for key in keys):
-                chosen.add(j)
-        single = sorted(t for t in vertical if t // s.block not in chosen and t // s.block in full)
-        found[b, h, i] = sorted(chosen), single, None
+        found[b, h, i] = sorted(chosen), None
     return found
 
 
@@ -252,7 +175,7 @@ def xattention(q, k, s, scale):
                 if key // s.block in mass:
                     mass[key // s.block] += weight
         chosen = heaviest(mass, s.keep) | set(touched) | set(range(s.first)) & set(mass)
-        found[b, h, i] = sorted(chosen), [], None
+        found[b, h, i] = sorted(chosen), None
     return found
 
 
@@ -264,11 +187,10 @@ def attention(q, k, v, found, block_m, block_n, scale, rows=None, skip=None):
     """
     out, pairs = torch.zeros_like(q), [0] * q.shape[1]
     q_len, kv_len = q.shape[2], k.shape[2]
-    for (b, h, i), (blocks, single, order) in found.items():
+    for (b, h, i), (blocks, order) in found.items():
         u = h // (q.shape[1] // k.shape[1])
         places = [t for j in blocks for t in range(j * block_n, min((j + 1) * block_n, kv_len))]
         keys = [order[t] for t in places] if order else places
-        keys = keys + single
         members = range(i * block_m, min((i + 1) * block_m, q_len))
         members = [rows[b, h][row] for row in members] if rows else list(members)
         scores = (q[b, h, members] @ k[b, u, keys].T) * scale

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from s2o_runtime.baselines.settings import PBS, Sparge
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
@@ -168,19 +167,6 @@ def _record(squared: bool = False) -> dict[str, Any]:
     }
 
 
-def baselines() -> Profile:
-    """Heads of baselines beside S2O's."""
-    heads = (
-        HeadConfig(0.25, 256),
-        HeadConfig(mode="baseline", baseline=PBS(0.75, 512, permute=False)),
-        HeadConfig(mode="dense"),
-        HeadConfig(mode="baseline", baseline=Sparge(0.5, 0.25, -4.0)),
-    )
-    layers = ((LayerConfig(heads, TileConfig(128, 64, 4, 8, 2), grain=4),),)
-    record = Record(recipe={"method": "auto"})
-    return replace(minimal(), geometry=Geometry("llama", 1, 4, 2, 128), layers=layers, record=record)
-
-
 def budget_in_kl() -> Profile:
     """What the record says of a budget in KL."""
     passes = [{"scale": 1.0, "predicted": 4e-3, "kl": 6e-3}, {"scale": 0.75, "predicted": 3e-3, "kl": 4e-3}]
@@ -205,21 +191,16 @@ def mixed() -> Profile:
 GOLDEN = {
     "schema2-minimal": minimal,
     "schema2-full": full,
-    "schema3-methods": baselines,
     "schema4-minimal": minimal,
     "schema4-full": newest,
-    "schema4-baselines": baselines,
     "schema4-kl": budget_in_kl,
     "schema4-mixed": mixed,
     "schema5-minimal": minimal,
     "schema5-full": tails,
-    "schema5-baselines": baselines,
     "schema6-minimal": minimal,
     "schema6-full": int8,
-    "schema6-baselines": baselines,
     "schema7-minimal": minimal,
     "schema7-full": measured_tails,
-    "schema7-baselines": baselines,
     "schema7-linear": linear_tails,
 }
 

@@ -1,7 +1,7 @@
 """Attention over lists of key blocks, for every baseline; and the pooling that SpargeAttn decides by.
 
 A program owns `BM` query rows of one head. It walks the row block's list of key blocks that all rows see whole, then
-single keys if there are any, then the blocks on the diagonal, with a mask. Blocks are contiguous in memory, so the
+the blocks on the diagonal, with a mask. Blocks are contiguous in memory, so the
 loads of the main loop are pipelined as in dense attention; only where they begin comes from the list.
 """
 
@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.baselines.selection import index_table
 from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.primitives import LOG2E, MAX_REGISTERS, absorb_or_skip, log_sum_exp
+from s2o_runtime.kernels.primitives import LOG2E, MAX_REGISTERS, absorb_or_skip
 from s2o_runtime.tiles import Capability, block_sparse_tile, skip_tile
 
 if TYPE_CHECKING:
@@ -28,50 +27,44 @@ NOWHERE = 1 << 30  # the position of a key that does not exist
 
 @triton.jit(
     do_not_specialize=[
-        "q_len", "kv_len", "row_unit", "key_unit", "stride_lb", "stride_lh", "stride_lr", "stride_cb", "stride_ch",
-        "stride_xb", "stride_xh", "stride_xr", "stride_pb", "stride_ph", "stride_rb", "stride_rh", "stride_eb",
-        "stride_eh",
+        "group", "q_len", "kv_len", "row_unit", "key_unit", "stride_lb", "stride_lh", "stride_lr", "stride_cb",
+        "stride_ch", "stride_pb", "stride_ph", "stride_rb", "stride_rh",
     ]
 )  # fmt: skip
 def _block_sparse(
-    Q, K, V, BLOCKS, COUNTS, COLUMNS, COLUMN_COUNTS, KEY_ORDER, ROW_ORDER, HEADS, SLOTS, OUT, LSE, LEFT_OUT,
-    qk_scale, limit, q_len, kv_len, row_unit, key_unit,
+    Q, K, V, BLOCKS, COUNTS, KEY_ORDER, ROW_ORDER, OUT, LEFT_OUT,
+    qk_scale, limit, group, q_len, kv_len, row_unit, key_unit,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
-    stride_ob, stride_oh, stride_ol, stride_lb, stride_lh, stride_lr, stride_cb, stride_ch,
-    stride_xb, stride_xh, stride_xr, stride_pb, stride_ph, stride_rb, stride_rh, stride_eb, stride_eh,
+    stride_ob, stride_oh, stride_ol, stride_lb, stride_lh, stride_lr, stride_cb, stride_ch, stride_pb, stride_ph,
+    stride_rb, stride_rh,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, KEYS_MOVED: tl.constexpr, ROWS_MOVED: tl.constexpr, HAS_COLUMNS: tl.constexpr,
-    SKIPS: tl.constexpr, SKIPS_SUM: tl.constexpr, HAS_LSE: tl.constexpr, HAS_LEFT_OUT: tl.constexpr,
-    NOWHERE: tl.constexpr,
+    STAGES: tl.constexpr, KEYS_MOVED: tl.constexpr, ROWS_MOVED: tl.constexpr, SKIPS: tl.constexpr,
+    SKIPS_SUM: tl.constexpr, HAS_LEFT_OUT: tl.constexpr, NOWHERE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one row tile over its row block's lists of key blocks and of single keys.
+    """Attention of one row tile over its row block's list of key blocks.
 
     The softmax is that of `primitives.absorb_or_skip`, which has SKIPS and SKIPS_SUM, over the listed keys, then over
-    the blocks on the diagonal with a causal mask. Programs: (row tiles, the last ones first; n; B), where n counts the
-    heads of the selection. T is the input type.
+    the blocks on the diagonal with a causal mask. Programs: (row tiles, the last ones first; Hq; B). T is the input
+    type.
 
         Q, OUT              T [B, Hq, Lq, D], strides q and o
-        K, V                T [B, slots, Lk, D], strides k and v: of each slot, permuted as KEY_ORDER says
-        BLOCKS              int32 [B, n, row blocks, width], strides l: key blocks of each row block, boundary ones last
-        COUNTS              int32 [B, n, row blocks], strides c: how many of them count
-        COLUMNS             int32 [B, n, row blocks, width], strides x: single keys (HAS_COLUMNS)
-        COLUMN_COUNTS       int32 [B, n, row blocks], strides c: how many of them count (HAS_COLUMNS)
-        KEY_ORDER           int32 [B, slots, Lk], strides p: the position of each permuted key (KEYS_MOVED)
-        ROW_ORDER           int32 [B, n, Lq], strides r: the query of each permuted row (ROWS_MOVED)
-        HEADS, SLOTS        int32 [n]: the query head and the slot of k and v of each head of the selection
-        LSE                 float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores (HAS_LSE)
-        LEFT_OUT            int32 [B, n, row tiles]: how many tiles of chosen blocks were left out of the product with v
-                            (HAS_LEFT_OUT)
+        K, V                T [B, Hkv, Lk, D], strides k and v, permuted as KEY_ORDER says
+        BLOCKS              int32 [B, Hq, row blocks, width], strides l: key blocks of each row block, boundary last
+        COUNTS              int32 [B, Hq, row blocks], strides c: how many of them count
+        KEY_ORDER           int32 [B, Hkv, Lk], strides p: the position of each permuted key (KEYS_MOVED)
+        ROW_ORDER           int32 [B, Hq, Lq], strides r: the query of each permuted row (ROWS_MOVED)
+        LEFT_OUT            int32 [B, Hq, row tiles]: how many tiles of chosen blocks were left out of the product with
+                            v (HAS_LEFT_OUT)
 
-    qk_scale: the scores' scale times log2(e); limit: of the skip, in base 2; row_unit, key_unit: rows and keys that are
-    permuted among one another (`selection.Grid`); BLOCK_M, BLOCK_N: a selection's blocks, multiples of BM and BN.
+    qk_scale: the scores' scale times log2(e); limit: of the skip, in base 2; group: query heads of a KV head; row_unit,
+    key_unit: rows and keys that are permuted among one another (`selection.Grid`); BLOCK_M, BLOCK_N: a selection's
+    blocks, multiples of BM and BN.
     """
     # the last rows have the longest lists, as a rule: they go first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    n = tl.program_id(1)
+    h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    h = tl.load(HEADS + n).to(tl.int64)
-    slot = tl.load(SLOTS + n).to(tl.int64)
+    kv_head = h // group
     row0 = tile * BM
     i = row0 // BLOCK_M
     offset = kv_len - q_len
@@ -80,12 +73,12 @@ def _block_sparse(
     offs_d = tl.arange(0, D)
     rows = row0 + tl.arange(0, BM)
     real = rows < q_len
-    query = tl.load(ROW_ORDER + b * stride_rb + n * stride_rh + rows, mask=real, other=0) if ROWS_MOVED else rows
+    query = tl.load(ROW_ORDER + b * stride_rb + h * stride_rh + rows, mask=real, other=0) if ROWS_MOVED else rows
     position = offset + query
     q_row = query.to(tl.int64)[:, None]
     q = tl.load(Q + b * stride_qb + h * stride_qh + q_row * stride_ql + offs_d[None, :], mask=real[:, None], other=0.0)
-    k_tile = K + b * stride_kb + slot * stride_kh + offs_n[None, :] * stride_kl + offs_d[:, None]
-    v_tile = V + b * stride_vb + slot * stride_vh + offs_n[:, None] * stride_vl + offs_d[None, :]
+    k_tile = K + b * stride_kb + kv_head * stride_kh + offs_n[None, :] * stride_kl + offs_d[:, None]
+    v_tile = V + b * stride_vb + kv_head * stride_vh + offs_n[:, None] * stride_vl + offs_d[None, :]
 
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
@@ -99,8 +92,8 @@ def _block_sparse(
     boundary = (end - begin + BLOCK_N - 1) // BLOCK_N
 
     # blocks that every row sees whole
-    chosen = tl.load(COUNTS + b * stride_cb + n * stride_ch + i) - boundary
-    blocks = BLOCKS + b * stride_lb + n * stride_lh + i * stride_lr
+    chosen = tl.load(COUNTS + b * stride_cb + h * stride_ch + i) - boundary
+    blocks = BLOCKS + b * stride_lb + h * stride_lh + i * stride_lr
     PER_BLOCK: tl.constexpr = BLOCK_N // BN
     left_out = 0
     for t in tl.range(0, chosen * PER_BLOCK, num_stages=STAGES):
@@ -113,27 +106,13 @@ def _block_sparse(
         if HAS_LEFT_OUT:
             left_out += low
 
-    if HAS_COLUMNS:  # single keys that every row sees
-        width = tl.load(COLUMN_COUNTS + b * stride_cb + n * stride_ch + i)
-        columns = COLUMNS + b * stride_xb + n * stride_xh + i * stride_xr
-        k_base = K + b * stride_kb + slot * stride_kh
-        v_base = V + b * stride_vb + slot * stride_vh
-        for c in tl.range(0, width, BN, num_stages=STAGES):
-            listed = c + offs_n < width
-            key = tl.load(columns + c + offs_n, mask=listed, other=0).to(tl.int64)
-            k = tl.load(k_base + key[None, :] * stride_kl + offs_d[:, None])
-            v = tl.load(v_base + key[:, None] * stride_vl + offs_d[None, :])
-            m, l, acc, _ = absorb_or_skip(
-                q, k, v, m, l, acc, qk_scale, listed[None, :], True, real, limit, SKIPS, SKIPS_SUM
-            )  # fmt: skip
-
     for t in tl.range(0, (end - begin + BN - 1) // BN, num_stages=1):
         j = begin + t * BN
         keys = j + offs_n
         exists = keys < kv_len
         key_position = keys
         if KEYS_MOVED:
-            key_position = tl.load(KEY_ORDER + b * stride_pb + slot * stride_ph + keys, mask=exists, other=NOWHERE)
+            key_position = tl.load(KEY_ORDER + b * stride_pb + kv_head * stride_ph + keys, mask=exists, other=NOWHERE)
         k = tl.load(k_tile + j.to(tl.int64) * stride_kl, mask=exists[None, :], other=0.0)
         v = tl.load(v_tile + j.to(tl.int64) * stride_vl, mask=exists[:, None], other=0.0)
         visible = key_position[None, :] <= position[:, None]
@@ -143,34 +122,30 @@ def _block_sparse(
 
     out = OUT + b * stride_ob + h * stride_oh + q_row * stride_ol + offs_d[None, :]
     tl.store(out, (acc / l[:, None]).to(OUT.dtype.element_ty), mask=real[:, None])
-    if HAS_LSE:
-        tl.store(LSE + b * stride_eb + h * stride_eh + query, log_sum_exp(m, l), mask=real)
     if HAS_LEFT_OUT:
-        tl.store(LEFT_OUT + (b * tl.num_programs(1) + n) * tl.num_programs(0) + tile, left_out)
+        tl.store(LEFT_OUT + (b * tl.num_programs(1) + h) * tl.num_programs(0) + tile, left_out)
 
 
 def block_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, out: Tensor, lse: Tensor | None,
-    left_out: Tensor | None, capability: Capability,
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, out: Tensor, left_out: Tensor | None,
+    capability: Capability,
 ) -> None:  # fmt: skip
-    """Attention of the heads of a selection over what it lists; other heads of the outputs are left alone.
+    """Attention of a layer over what a selection lists.
 
     Args:
         q: [B, Hq, Lq, D], bfloat16 or float16, D 64 or 128; the last dimension of every tensor is contiguous.
-        k, v: [B, slots, Lk, D], one entry for each number in `selection.slots`, permuted as `selection.key_order` says.
-        selection: heads, blocks and single keys.
+        k, v: [B, Hkv, Lk, D], permuted as `selection.key_order` says.
+        selection: of blocks.
         scale: multiplies the scores.
         out: [B, Hq, Lq, D], to write.
-        lse: float32 [B, Hq, Lq], to write; None if it is not wanted.
-        left_out: float64 [n], to write: the pairs that the selection's skip leaves out of the product with v, among
+        left_out: float64 [Hq], to write: the pairs that the selection's skip leaves out of the product with v, among
             blocks that all rows see; None if they are not wanted.
         capability: of the GPU, whose tile is used.
 
     Raises:
         InputError: the kernel has no tile for the head dim, the GPU or the selection's blocks.
     """
-    grid, n = selection.grid, len(selection.heads)
-    skip = selection.skip
+    grid, skip, heads = selection.grid, selection.skip, q.shape[1]
     if skip is None:
         tile = block_sparse_tile(q.shape[3], capability, grid.block_m, grid.block_n)
     else:  # it decides about tiles of one size, on every GPU
@@ -178,27 +153,24 @@ def block_sparse_attention(
     row_tiles = -(-grid.q_len // tile.block_m)
     counts = None
     if left_out is not None and skip is not None:
-        counts = torch.empty(q.shape[0], n, row_tiles, dtype=torch.int32, device=q.device)
-    heads, slots = (index_table(numbers, q.device) for numbers in (selection.heads, selection.slots))
+        counts = torch.empty(q.shape[0], heads, row_tiles, dtype=torch.int32, device=q.device)
     launch(
         _block_sparse,
-        (row_tiles, n, q.shape[0]),
+        (row_tiles, heads, q.shape[0]),
         {
             "Q": q, "K": k, "V": v, "BLOCKS": selection.blocks, "COUNTS": selection.counts,
-            "COLUMNS": selection.columns, "COLUMN_COUNTS": selection.column_counts,
-            "KEY_ORDER": selection.key_order, "ROW_ORDER": selection.row_order, "HEADS": heads, "SLOTS": slots,
-            "OUT": out, "LSE": lse, "LEFT_OUT": counts, "qk_scale": scale * LOG2E,
-            "limit": 0.0 if skip is None else skip.limit * LOG2E,
-            "q_len": grid.q_len, "kv_len": grid.kv_len, "row_unit": grid.row_unit, "key_unit": grid.key_unit,
-            **strides("bhl", q=q, k=k, v=v, o=out), **strides("bhr", l=selection.blocks, x=selection.columns),
-            **strides("bh", c=selection.counts, p=selection.key_order, r=selection.row_order, e=lse),
+            "KEY_ORDER": selection.key_order, "ROW_ORDER": selection.row_order, "OUT": out, "LEFT_OUT": counts,
+            "qk_scale": scale * LOG2E, "limit": 0.0 if skip is None else skip.limit * LOG2E,
+            "group": heads // k.shape[1], "q_len": grid.q_len, "kv_len": grid.kv_len, "row_unit": grid.row_unit,
+            "key_unit": grid.key_unit,
+            **strides("bhl", q=q, k=k, v=v, o=out), **strides("bhr", l=selection.blocks),
+            **strides("bh", c=selection.counts, p=selection.key_order, r=selection.row_order),
         },
         {
             "D": q.shape[3], "BM": tile.block_m, "BN": tile.block_n, "BLOCK_M": grid.block_m, "BLOCK_N": grid.block_n,
             "STAGES": tile.stages, "KEYS_MOVED": selection.key_order is not None,
-            "ROWS_MOVED": selection.row_order is not None, "HAS_COLUMNS": selection.columns is not None,
-            "SKIPS": skip is not None, "SKIPS_SUM": skip is not None and skip.sum_too, "HAS_LSE": lse is not None,
-            "HAS_LEFT_OUT": counts is not None, "NOWHERE": NOWHERE,
+            "ROWS_MOVED": selection.row_order is not None, "SKIPS": skip is not None,
+            "SKIPS_SUM": skip is not None and skip.sum_too, "HAS_LEFT_OUT": counts is not None, "NOWHERE": NOWHERE,
         },
         num_warps=tile.warps,
         num_stages=tile.stages,

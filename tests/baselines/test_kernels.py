@@ -1,0 +1,276 @@
+"""The baselines' kernels in the interpreter, against plain torch in float64."""
+
+import math
+
+import pytest
+import torch
+
+from s2o_runtime.baselines import PBS, Antidiagonal, FlashPrefill, SkipSoftmax, Sparge, attend, select
+from s2o_runtime.baselines.flash_prefill import head_mass, log_mass
+from s2o_runtime.baselines.kernels import antidiagonal
+from s2o_runtime.baselines.kernels.antidiagonal import antidiagonal_mass
+from s2o_runtime.baselines.kernels.block_sparse import pool_blocks
+from s2o_runtime.baselines.kernels.mean_keys import mean_key_mass
+from s2o_runtime.baselines.pooling import block_means, pool_plain
+from s2o_runtime.baselines.run import baseline_attention
+from s2o_runtime.baselines.selection import Grid
+from s2o_runtime.baselines.xattention import block_weights, head_weights
+from s2o_runtime.devices import interpreted
+from s2o_runtime.errors import InputError
+from s2o_runtime.tiles import SHARED_MEMORY, antidiagonal_tile, block_sparse_tile, skip_tile
+from support.kernels import fuse_products
+from support.naive import naive_attention
+
+SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
+
+SCALE = 0.2
+SM_90 = (9, 0)  # whose tile the interpreter runs
+GQA, SUFFIX, FEW, ONE, ODD = (  # batch, query heads, KV heads, queries, keys, head dim
+    (1, 4, 2, 300, 300, 64), (2, 2, 1, 140, 331, 128), (1, 1, 1, 5, 5, 64), (1, 2, 2, 1, 200, 64),
+    (1, 2, 1, 257, 257, 40),
+)  # fmt: skip
+
+
+def named(*case):
+    """A case whose id says everything: settings or numbers, dtype, and B-H-KV-q-k-D."""
+    *others, shape = case
+    text = "-".join(str(one).removeprefix("torch.") for one in others)
+    return "{}-B{}-H{}-KV{}-q{}-k{}-D{}".format(text, *shape)
+
+
+def cases(*table, fast=3):
+    """Parameters: the first `fast` cases of a table are for `make check`."""
+    return [pytest.param(*case, id=named(*case), marks=[] if n < fast else [SLOW]) for n, case in enumerate(table)]
+
+
+def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype=torch.float32):
+    """Tensors as transformers hands them over, views of [B, L, H, D]; the first keys weigh more than the others."""
+    q = torch.randn(batch, q_len, heads, head_dim) * 2 + 1
+    k, v = (torch.randn(batch, kv_len, kv_heads, head_dim) for _ in range(2))
+    k[:, :30] += 1.0
+    return [x.to(dtype).transpose(1, 2) for x in (q, k, v)]
+
+
+def masked_softmax(q, k, v, selection, scale):
+    """The output in float64 from one dense mask; and whether a skip changed it."""
+    out, skipped = torch.empty(q.shape, dtype=torch.float64), False
+    group, offset = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
+    causal = torch.arange(k.shape[2]) <= torch.arange(q.shape[2])[:, None] + offset
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            mask = torch.zeros(q.shape[2], k.shape[2], dtype=torch.bool)
+            for i in range(selection.counts.shape[2]):
+                rows = torch.arange(i * selection.block_m, min((i + 1) * selection.block_m, q.shape[2]))
+                if selection.row_order is not None:
+                    rows = selection.row_order[b, h, rows].long()
+                for block in selection.blocks[b, h, i, : selection.counts[b, h, i]].tolist():
+                    keys = torch.arange(block * selection.block_n, min((block + 1) * selection.block_n, k.shape[2]))
+                    if selection.key_order is not None:
+                        keys = selection.key_order[b, h // group, keys].long()
+                    mask[rows[:, None], keys] = True
+            scores = q[b, h].double() @ k[b, h // group].double().T * scale
+            scores.masked_fill_(~(mask & causal), -math.inf)
+            weights = scores.softmax(-1)
+            if (skip := selection.skip) is not None:
+                dropped = torch.zeros_like(mask)
+                best = torch.full((len(scores),), -math.inf).double()
+                for begin in range(0, k.shape[2], skip.keys):
+                    tile = slice(begin, begin + skip.keys)
+                    local = scores[:, tile].amax(1)
+                    best = torch.maximum(best, local)
+                    for first in range(0, len(scores), skip.rows):
+                        rows = slice(first, first + skip.rows)
+                        dropped[rows, tile] = not ((local - best)[rows] >= skip.limit).any()
+                skipped |= bool((weights * dropped).any())
+                if skip.sum_too:
+                    weights = scores.masked_fill(dropped, -math.inf).softmax(-1)
+                weights = weights.masked_fill(dropped, 0.0)
+            out[b, h] = weights @ v[b, h // group].double()
+    return out, skipped
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "shape"),
+    cases(
+        (PBS(0.6, 128, 64, permute_queries=True), torch.float32, GQA),
+        (SkipSoftmax(1e6, 64), torch.float16, (1, 2, 1, 300, 460, 64)),
+        (Sparge(0.5, 0.3), torch.float32, ODD),
+        (PBS(0.6, 128, 64), torch.float16, SUFFIX),
+        (PBS(0.6, 256, 128), torch.float32, ODD),
+        (PBS(0.6, 128, 64, permute_queries=True), torch.float32, ONE),
+        (Sparge(0.5, 0.3), torch.float32, SUFFIX),
+        (Sparge(0.8, 0.0, -1.0), torch.float32, (1, 2, 1, 300, 460, 64)),
+        (Sparge(0.8, 0.0, -3.0), torch.float16, GQA),
+        (Antidiagonal(0.6), torch.float32, GQA),
+        (FlashPrefill(0.6, 64, window=1, last=1), torch.float32, SUFFIX),
+        (FlashPrefill(0.6, 64, window=1, last=1), torch.float16, FEW),
+        (SkipSoftmax(30.0), torch.float32, SUFFIX),
+        (SkipSoftmax(30.0, 64), torch.float32, ODD),
+        (SkipSoftmax(1e6), torch.float32, (1, 1, 1, 1, 333, 64)),
+    ),
+)
+def test_the_kernel_computes_what_is_selected(settings, dtype, shape, nan_filled):
+    """And leaves out as many pairs as plain torch, which counts half of them as computed."""
+    q, k, v = inputs(*shape, dtype)
+    selection = select(q, k, settings, scale=SCALE)
+    left_out = {backend: torch.full((shape[1],), math.nan, dtype=torch.float64) for backend in ("triton", "reference")}
+    out = attend(q, k, v, selection, scale=SCALE, left_out=left_out["triton"], backend="triton")
+    expected, skipped = masked_softmax(q, k, v, selection, SCALE)
+    assert out.dtype == dtype
+    # in fp16 weights and output are each rounded to 11 bits, relative to values of |v| <= 4
+    tolerances = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-3, "atol": 4 * 2**-10}
+    torch.testing.assert_close(out.double(), expected, **tolerances)
+    attend(q, k, v, selection, scale=SCALE, left_out=left_out["reference"], backend="reference")
+    assert left_out["triton"].tolist() == left_out["reference"].tolist()
+    assert (float(left_out["triton"].sum()) > 0) == skipped == (selection.skip is not None)
+    density = selection.tally._replace(left_out=left_out["triton"]).density
+    assert torch.equal(density, baseline_attention(q, k, v, settings, scale=SCALE, backend="triton")[1].density)
+
+
+@pytest.mark.parametrize("settings", [PBS(1.0, permute_queries=True), pytest.param(SkipSoftmax(0.0), marks=SLOW)])
+def test_everything_kept_is_dense(settings, nan_filled):
+    """Whatever is permuted: the result is in the order of the queries, over all keys."""
+    q, k, v = inputs(1, 2, 1, 390, 400, 64)
+    out, stats = baseline_attention(q, k, v, settings, backend="triton")
+    torch.testing.assert_close(out.double(), naive_attention(q, k, v), rtol=1e-4, atol=1e-5)
+    assert stats.density.tolist() == [1.0, 1.0]
+    assert (stats.backend, stats.reason) == ("triton", "asked for")
+
+
+@pytest.mark.parametrize(("q_len", "kv_len", "block"), [(1, 333, 64), (129, 129, 128)], ids=["one", "tile-of-one-row"])
+def test_a_tile_with_a_new_maximum_is_kept_whatever_a_compiler_fuses(q_len, kv_len, block, nan_filled, monkeypatch):
+    """From a factor of the context's length on, tiles without a new maximum are left out, the first one never."""
+    q, k, v = inputs(1, 4, 2, q_len, kv_len, 64)
+    selection = select(q, k, SkipSoftmax(1e9, block))
+    fuse_products(monkeypatch)
+    out = attend(q, k, v, selection, scale=0.3, backend="triton")
+    torch.testing.assert_close(out.double(), masked_softmax(q, k, v, selection, 0.3)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("length", "head_dim", "block"), [(200, 64, 64), (130, 40, 128), (5, 128, 64)])
+def test_pooling_is_that_of_torch(length, head_dim, block, nan_filled):
+    x = inputs(2, 3, 1, length, length, head_dim)[0]
+    for ours, expected in zip(pool_blocks(x, block), pool_plain(x, block), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def by_torch(weights_of, q, k, heads, *arguments):
+    """[B, n, row blocks, key blocks] of some query heads in float64; k is read by equally many query heads each."""
+    group = q.shape[1] // k.shape[1]
+    return torch.stack([weights_of(q[:, h].double(), k[:, h // group].double(), *arguments) for h in heads], 1)
+
+
+@pytest.mark.parametrize(
+    ("block", "dtype", "shape"),
+    cases(
+        (64, torch.float16, SUFFIX),
+        (128, torch.float32, (1, 1, 1, 256, 256, 96)),
+        (64, torch.float32, (1, 4, 2, 100, 4500, 40)),
+        (64, torch.float16, (1, 1, 1, 5, 5, 8)),
+        (128, torch.float16, ONE),
+        (64, torch.float32, GQA),
+    ),
+)
+def test_flash_prefills_weights_are_those_of_torch(block, dtype, shape, nan_filled):
+    q, k, _ = inputs(*shape, dtype)
+    k_mean, grid = block_means(k, block).to(dtype), Grid.plain(q, k, block, block)
+    heads = list(range(shape[1]))[::-1]
+    ours = mean_key_mass(q, k_mean, heads, [h * shape[2] // shape[1] for h in heads], grid, SCALE)
+    # products of 16-bit numbers are exact in float32, so both types differ by float32's sums only
+    torch.testing.assert_close(ours.double(), by_torch(head_mass, q, k_mean, heads, grid, SCALE), rtol=1e-4, atol=1e-4)
+
+
+def test_flash_prefills_weights_are_sums_over_the_rows_that_see_a_whole_block():
+    """Written out for one pair of blocks: of 64 queries from position 100 on, 37 see all of keys 64 to 127."""
+    q, k, _ = inputs(1, 1, 1, 64, 164, 16, torch.float64)
+    k_mean = block_means(k, 64)
+    mass = log_mass(q, k_mean, [0], [0], Grid.plain(q, k, 64, 64), SCALE)
+    rows = [math.exp(SCALE * float(q[0, 0, r] @ k_mean[0, 0, 1])) for r in range(27, 64)]
+    assert float(mass[0, 0, 0, 1]) == pytest.approx(math.log(sum(rows)))
+    assert mass[0, 0, 0].isinf().tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("stride", "block_m", "block_n", "dtype", "shape"),
+    cases(
+        (8, 128, 128, torch.float16, SUFFIX),
+        (16, 64, 64, torch.float32, GQA),
+        (64, 64, 64, torch.float32, (1, 2, 1, 270, 1301, 96)),
+        (4, 64, 64, torch.float32, FEW),
+        (4, 256, 256, torch.float16, SUFFIX),
+        (8, 64, 256, torch.float16, (1, 4, 2, 1190, 1333, 64)),
+        (16, 128, 64, torch.float32, ODD),
+        (32, 64, 64, torch.float32, ONE),
+        (64, 256, 256, torch.float16, GQA),
+    ),
+)
+@pytest.mark.parametrize("capability", [SM_90, pytest.param((8, 0), marks=SLOW)], ids=["sm_90", "sm_80"])
+def test_xattentions_weights_are_those_of_torch(capability, stride, block_m, block_n, dtype, shape, nan_filled):
+    q, k, _ = inputs(*shape, dtype)
+    grid, heads = Grid.plain(q, k, block_m, block_n), range(shape[1])
+    ours = antidiagonal_mass(q, k, heads, grid, stride, SCALE, capability)
+    expected = by_torch(block_weights, q, k, heads, grid, stride, SCALE)
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_weights_of_other_layouts(nan_filled):
+    """The last dimension need not be the inner one."""
+    q, k, _ = inputs(1, 2, 1, 200, 260, 64)
+    strange_q, strange_k = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k))
+    assert strange_q.stride(3) != 1
+    grid = Grid.plain(q, k, 64, 64)
+    for weights in (
+        lambda q, k: antidiagonal_mass(q, k, (0, 1), grid, 16, SCALE, SM_90),
+        lambda q, k: mean_key_mass(q, block_means(k, 64).contiguous(), (0, 1), (0, 0), grid, SCALE),
+    ):
+        torch.testing.assert_close(weights(strange_q, strange_k), weights(q, k), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("workspace", "launches"), [(12_000, 2 * 2), pytest.param(1, 4 * 3, marks=SLOW)])
+def test_slices_of_xattentions_weights_change_nothing(workspace, launches, monkeypatch, nan_filled):
+    """1 byte: every row of tiles of every head by itself; otherwise two and then one head."""
+    q, k, _ = inputs(1, 3, 1, 1090, 1100, 64)
+    grid = Grid.plain(q, k, 128, 128)
+    expected = antidiagonal_mass(q, k, range(3), grid, 8, SCALE, SM_90)
+    counted, launch = [], antidiagonal.launch
+    monkeypatch.setattr(antidiagonal, "WORKSPACE_BYTES", workspace)
+    monkeypatch.setattr(antidiagonal, "launch", lambda *args, **kwargs: counted.append(launch(*args, **kwargs)))
+    assert torch.equal(antidiagonal_mass(q, k, range(3), grid, 8, SCALE, SM_90), expected)
+    assert len(counted) == launches
+
+
+def test_plain_torch_takes_the_rest():
+    """Without a GPU nothing is launched, and each head gets its own keys."""
+    q, k, _ = inputs(2, 4, 2, 150, 222, 64, torch.float64)
+    grid = Grid.plain(q, k, 64, 64)
+    ours = head_weights(q, k, (3, 1), grid, 16, SCALE)
+    torch.testing.assert_close(ours, by_torch(block_weights, q, k, (3, 1), grid, 16, SCALE), rtol=0, atol=0)
+
+
+def test_every_gpu_has_tiles():
+    for capability in (divmod(number, 10) for number in SHARED_MEMORY):
+        tile = antidiagonal_tile(capability)  # which holds whole blocks of rows and of keys, whatever the settings
+        assert tile.block_m % 64 == tile.block_n % 64 == 0
+        for head_dim in (64, 128):
+            for block_m in (64, 128, 256):
+                for block_n in (64, 128, 256):
+                    tile = block_sparse_tile(head_dim, capability, block_m, block_n)
+                    assert block_m % tile.block_m == block_n % tile.block_n == 0
+            for rows in (64, 128):
+                assert skip_tile(head_dim, capability, rows, 64)[:2] == (rows, 64)
+
+
+def test_what_has_no_tile_is_refused():
+    with pytest.raises(InputError, match="head_dim 128 on sm_75 has no block-sparse tile: run it with the reference"):
+        block_sparse_tile(128, (7, 5), 64, 64)
+    with pytest.raises(InputError, match="blocks of 32 x 64 have no block-sparse tile: use multiples of 64"):
+        block_sparse_tile(128, (9, 0), 32, 64)
+    with pytest.raises(InputError, match="sm_80 has no tile of 128 x 128 for a skip: use 128 x 64 or 64 x 64"):
+        skip_tile(128, (8, 0), 128, 128)
+    with pytest.raises(InputError, match="sm_75 has no tile for antidiagonal scores: select with plain torch"):
+        antidiagonal_tile((7, 5))
+    q, k, v = inputs(1, 1, 1, 20, 20, 192)
+    with pytest.raises(InputError, match=r'head_dim 192 is not supported by the block-sparse kernel .*"reference"'):
+        baseline_attention(q, k, v, PBS(), backend="triton")

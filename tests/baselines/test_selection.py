@@ -1,0 +1,216 @@
+"""What every baseline selects and computes in plain torch, against explicit loops of its paper; and its settings."""
+
+import math
+
+import pytest
+import torch
+
+from s2o_runtime.baselines import (
+    BASELINES,
+    PBS,
+    Antidiagonal,
+    FlashPrefill,
+    SkipSoftmax,
+    Sparge,
+    attend,
+    baseline_attention,
+    parse,
+    select,
+)
+from s2o_runtime.baselines.selection import top_share
+from s2o_runtime.errors import ConfigError, InputError
+from support import baseline_references as references
+from support.naive import naive_attention
+
+SLOW = pytest.mark.slow(reason="SpargeAttn's loops compare all pairs of a block's rows, seconds a case")
+
+ALL, MANY, SUFFIX, BATCH, FEW, ONE = (  # batch, query heads, KV heads, queries, keys
+    (1, 2, 1, 130, 130), (1, 4, 2, 450, 450), (1, 2, 1, 190, 471), (2, 2, 2, 256, 256), (1, 1, 1, 7, 7),
+    (1, 2, 2, 1, 300),
+)  # fmt: skip
+CASES = [  # every setting once, and every method with most shapes
+    (FlashPrefill(0.5, 64, first=1, window=2, last=1), MANY),
+    (FlashPrefill(0.1, 64, first=0, window=0, last=0), SUFFIX),
+    (FlashPrefill(0.5), BATCH),
+    (PBS(0.7, 128, 64), MANY),
+    (PBS(0.7, 64, 64, first=0), SUFFIX),
+    (PBS(0.7, 128, 64, permute_queries=True), BATCH),
+    (PBS(0.7, 128, 64, permute_queries=True), ONE),
+    (PBS(), FEW),
+    (Sparge(0.5, 0.38, block=64), ALL),
+    (Sparge(0.4, 0.3), SUFFIX),
+    (Sparge(0.9, -1.0, -2.0), BATCH),
+    (Sparge(0.7, 0.38, -0.5), SUFFIX),
+    (Sparge(0.3, -1.0, block=64, first=1), MANY),
+    (Antidiagonal(0.6, 16, 64), MANY),
+    (Antidiagonal(0.8, 8, 64), SUFFIX),
+    (Antidiagonal(0.2, 16, 64, first=2), BATCH),
+    (Antidiagonal(), ONE),
+    (SkipSoftmax(10.0), SUFFIX),
+    (SkipSoftmax(50.0, 64), BATCH),
+    (SkipSoftmax(1e6, 64), ONE),
+]
+LOOPS = {
+    "flash-prefill": references.flash_prefill,
+    "pbs": references.pbs,
+    "sparge": references.sparge,
+    "xattention": references.xattention,
+    "skip-softmax": references.skip_softmax,
+}
+
+
+def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim=16):
+    """Clustered keys and drifting queries, so that blocks differ in weight and in likeness; float64."""
+    topics = torch.randn(8, head_dim)
+    spread = torch.rand(kv_len, 1) * 1.5
+    k = torch.randn(batch, kv_heads, kv_len, head_dim) * spread + topics[torch.arange(kv_len) // 48 % 8]
+    near = topics[torch.arange(q_len) // 80 % 8] * (torch.arange(q_len) // 64 % 2 * 2 + 0.3)[:, None]
+    q = torch.randn(batch, heads, q_len, head_dim) + near
+    return q.double(), k.double(), torch.randn(batch, kv_heads, kv_len, head_dim).double()
+
+
+def listed(selection):
+    """A selection as the loops write it."""
+    batch, heads, rows = selection.counts.shape
+    found = {}
+    for b, h, i in torch.cartesian_prod(torch.arange(batch), torch.arange(heads), torch.arange(rows)).tolist():
+        order = None
+        if selection.key_order is not None:
+            order = selection.key_order[b, h * selection.key_order.shape[1] // heads].tolist()
+        found[b, h, i] = selection.blocks[b, h, i, : selection.counts[b, h, i]].tolist(), order
+    return found
+
+
+def case_of(settings, shape):
+    marks = [SLOW] if isinstance(settings, Sparge) and shape != ALL else []
+    return pytest.param(settings, shape, id=f"{settings}-B{{}}-H{{}}-KV{{}}-q{{}}-k{{}}".format(*shape), marks=marks)
+
+
+@pytest.mark.parametrize(("settings", "shape"), [case_of(*case) for case in CASES])
+def test_selection_and_attention_are_the_papers(settings, shape):
+    q, k, v = inputs(*shape)
+    chosen = select(q, k, settings, scale=0.3)
+    expected = LOOPS[settings.name](q, k, settings, 0.3)
+    expected, rows = expected if isinstance(expected, tuple) else (expected, None)
+    assert listed(chosen) == expected
+    if rows:
+        assert {(b, h): chosen.row_order[b, h].tolist() for b, h in rows} == rows
+    out, stats = baseline_attention(q, k, v, settings, scale=0.3)
+    truth, pairs = references.attention(q, k, v, expected, chosen.block_m, chosen.block_n, 0.3, rows, chosen.skip)
+    torch.testing.assert_close(out, truth, rtol=1e-9, atol=1e-9)
+    batch, _, _, q_len, kv_len = shape
+    causal = batch * sum(kv_len - q_len + i + 1 for i in range(q_len))
+    assert stats.density.tolist() == pytest.approx([count / causal for count in pairs])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        FlashPrefill(0.0, 64, first=0, window=0, last=0),
+        PBS(1.0, 128, 64, permute_queries=True),
+        Sparge(1.0),
+        Antidiagonal(1.0),
+        SkipSoftmax(0.0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [SUFFIX, BATCH, FEW, ONE], ids=["suffix", "batch", "few", "one-query"])
+def test_everything_kept_is_dense(shape, settings):
+    q, k, v = inputs(*shape)
+    out, stats = baseline_attention(q, k, v, settings)
+    torch.testing.assert_close(out, naive_attention(q, k, v), rtol=1e-9, atol=1e-9)
+    assert stats.density.tolist() == [1.0] * shape[1]
+    assert stats.backend == "reference"
+
+
+def test_skip_softmax_follows_the_length_of_the_context():
+    q, k, _ = inputs(1, 1, 1, 300, 400)
+    assert select(q, k, SkipSoftmax(40.0)).skip.limit == pytest.approx(math.log(40.0 / 400))
+    assert select(q[:, :, 100:], k[:, :, 200:], SkipSoftmax(40.0)).skip.limit == pytest.approx(math.log(40.0 / 200))
+    # at 1 a tile still joins if it has the largest score of a row; beyond, nothing would
+    assert select(q, k, SkipSoftmax(1e9)).skip.limit == 0.0
+    assert select(q, k, SkipSoftmax(0.0)).skip.limit == -math.inf
+
+
+def test_a_dropped_tile_is_no_part_of_the_sum():
+    """One tile of large scores and then one of small ones, which skip-softmax drops whole: weights sum to 1 without it.
+
+    SpargeAttn's skip keeps the small ones in the denominator.
+    """
+    q = torch.ones(1, 1, 1, 4, dtype=torch.float64)
+    k, v = torch.zeros(1, 1, 192, 4, dtype=torch.float64), torch.ones(1, 1, 192, 4, dtype=torch.float64)
+    k[:, :, :64] = 1.0  # scores of 4, then of 0
+    left_out = torch.zeros(1, dtype=torch.float64)
+    out = attend(q, k, v, select(q, k, SkipSoftmax(0.1 * 192, 64), scale=1.0), scale=1.0, left_out=left_out)
+    torch.testing.assert_close(out, torch.ones_like(out))
+    assert left_out.tolist() == [128.0]
+    kept_sum = attend(q, k, v, select(q, k, Sparge(1.0, -1.0, math.log(0.1)), scale=1.0), scale=1.0)
+    share = 64 * math.exp(4) / (64 * math.exp(4) + 128)
+    torch.testing.assert_close(kept_sum, torch.full_like(out, share))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [PBS(0.7, 128, 64, permute_queries=True), FlashPrefill(0.5, 64), Sparge(0.6, 0.38), Antidiagonal(0.6)],
+    ids=lambda settings: settings.name,
+)
+def test_small_chunks_change_nothing(settings, monkeypatch):
+    q, k, _ = inputs(2, 4, 2, 300, 300)
+    whole = select(q, k, settings)
+    for module in ("selection", "xattention", "flash_prefill"):
+        monkeypatch.setattr(f"s2o_runtime.baselines.{module}.CHUNK", 1)
+    sliced = select(q, k, settings)
+    assert listed(sliced) == listed(whole)
+    assert whole.row_order is None or torch.equal(sliced.row_order, whole.row_order)
+
+
+def test_the_share_counts_the_entry_that_reaches_it():
+    weights = torch.tensor([[0.5, 0.1, 0.25, 0.15], [0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
+    every = torch.tensor([True])
+    kept = [[1, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
+    assert top_share(weights, 0.75, every).int().tolist() == kept
+    assert top_share(weights, 0.51, every).int().tolist() == kept
+    assert top_share(weights, 0.5, every).int().tolist()[0] == [1, 0, 0, 0]
+    assert top_share(weights, 1.0, every).all()
+
+
+@pytest.mark.parametrize("settings", [*(kind() for kind in BASELINES.values()), PBS(0.7, 64, 64), Sparge(skip=-5)])
+def test_text_says_everything(settings):
+    assert parse(str(settings)) == settings
+    assert BASELINES[settings.name] is type(settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("best", "baseline 'best' is not known: use one of flash-prefill"),
+        ("prism", "baseline 'prism' is not known: use one of flash-prefill"),
+        ("pbs:keep", "option 'keep' of pbs has no value"),
+        ("pbs:tau=1", "pbs has no option 'tau': use keep, segment"),
+        ("pbs:keep=0.5,keep=0.6", "option keep of pbs is given twice"),
+        ("pbs:keep=much", "keep of pbs is 'much': expected a number from 1e-06 to 1"),
+        ("pbs:permute_queries=1", "permute_queries of pbs is '1': expected true or false"),
+        ("pbs:segment=192", "segment 192 of pbs is not a multiple of its block 128"),
+        ("sparge:skip=0", "skip of sparge is 0.0: expected a number from -10000 to -1e-06 or none"),
+        ("xattention:stride=12", "stride of xattention is 12"),
+        ("flash-prefill:alpha=2", "alpha of flash-prefill is 2.0: expected a number from 0 to 1"),
+        ("skip-softmax:factor=-1", "factor of skip-softmax is -1.0"),
+    ],
+)
+def test_wrong_text_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(text)
+
+
+def test_wrong_calls_are_refused():
+    q, k, v = inputs(1, 2, 1, 100, 100)
+    with pytest.raises(InputError, match="v has head_dim 8 but k 16: baselines need one for both"):
+        baseline_attention(q, k, v[..., :8], PBS())
+    with pytest.raises(InputError, match="scale is -1"):
+        select(q, k, PBS(), scale=-1)
+    with pytest.raises(InputError, match="backend 'cuda' is not known"):
+        baseline_attention(q, k, v, PBS(), backend="cuda")
+    with pytest.raises(InputError, match="select again"):
+        attend(q[:, :, 1:], k, v, select(q, k, PBS()))
+    with pytest.raises(ConfigError, match="keep of pbs is 2"):
+        select(q, k, PBS(keep=2))
