@@ -109,7 +109,7 @@ def to_prove(model: str, path: Path, device: str, *, trust_remote_code: bool = F
     )
     if difference := loaded.geometry.difference(profile.geometry):
         raise InputError(f"{path} is not of {model}, which has {difference}: calibrate this model")
-    if mismatch := fingerprint_mismatch(loaded.fingerprint, profile.fingerprint, loaded.model.config):
+    if mismatch := fingerprint_mismatch(loaded.fingerprint, profile.fingerprint):
         raise InputError(f"{path} is not of {model}: {mismatch} that were calibrated: calibrate this model")
     return ToProve(profile, recipe, loaded)
 
