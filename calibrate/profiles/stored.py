@@ -11,7 +11,7 @@ from calibrate.curves.costs import linear_cost
 from calibrate.curves.curves import Curves, Shape, methods, unpacked, with_fixed_cost
 from calibrate.curves.measure import recipe_key
 from calibrate.curves.sensitivities import stored_sensitivity
-from calibrate.journal import Journal, taken_on
+from calibrate.journal import Journal
 from calibrate.model.sensitivity import Sensitivity
 from calibrate.recipe import Recipe
 from s2o_runtime.errors import InputError
@@ -51,9 +51,8 @@ class StoredCurves:
             "prompts": _prompt_hashes(self.profile, length),
             **recipe_key(self.recipe, length, self.profile.device),
         }
-        gpu = taken_on(self.profile.device) if "gpu" in wanted else {}  # older journals, of one GPU, do not say it
         for key, value in reversed(self.entries):
-            if gpu | key == wanted | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
+            if key == wanted | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
                 cost = ranking_cost.stored_cost(
                     self.ranking_costs, self.profile.geometry, self.profile.device, length, self.recipe
                 )
@@ -122,19 +121,15 @@ def calibrate_command(recipe: Recipe) -> str:
 
 def _check_identity(journal: Journal, profile: Profile) -> None:
     """Raise InputError if the journal's measurements are of another model or kind of device than the profile."""
-    device: dict[str, Any] = {"kind": profile.device.kind}
-    if "name" in journal.identity.get("device", {}):  # an older journal, whose times do not say their GPU
-        device |= {"name": profile.device.name, "sm_count": profile.device.sm_count}
-    expected: dict[str, dict[str, Any]] = {"model": {"fingerprint": profile.fingerprint}, "device": device}
-    for part, fields in expected.items():
+    expected = {("model", "fingerprint"): profile.fingerprint, ("device", "kind"): profile.device.kind}
+    for (part, name), value in expected.items():
         measured = journal.identity.get(part)
-        for name, value in fields.items():
-            actual = measured.get(name) if isinstance(measured, dict) else None
-            if actual != value:
-                raise InputError(
-                    f"journal {journal.path} was made with {part}.{name} {actual}, the profile with {value}: "
-                    "give the profile's own --journal"
-                )
+        actual = measured.get(name) if isinstance(measured, dict) else None
+        if actual != value:
+            raise InputError(
+                f"journal {journal.path} was made with {part}.{name} {actual}, the profile with {value}: "
+                "give the profile's own --journal"
+            )
 
 
 def _prompt_hashes(profile: Profile, length: int) -> list[str | None]:
