@@ -24,7 +24,7 @@ def gain(report: Report) -> str:
     Prefill is measured on a GPU; elsewhere attention's time is predicted, at the lengths that are calibrated.
     """
     layers = [layer for length in report.lengths for layer in length.layers]
-    sparse = {layer.layer for layer in layers if layer.methods.keys() - {"dense"}}
+    sparse = {layer.layer for layer in layers if layer.representatives or layer.linear_tails}
     total = counted(len({layer.layer for layer in layers}), "full-attention layer")
     if not sparse:
         reasons = Counter(layer.why_dense for layer in layers if layer.why_dense).most_common()

@@ -51,7 +51,7 @@ def run(tmp_path, monkeypatch):
     failures = {}
 
     @contextmanager
-    def executor(recipe, prompts, *, progress):
+    def executor(recipe, prompts):
         yield workers
 
     def calibrated(run, tiles, shapes):
