@@ -77,9 +77,7 @@ def test_the_text_marks_what_to_read(capsys):
     assert lines[-1] == "ready"
     assert max(map(len, lines)) <= 120
     assert any(line.startswith("- device  cpu: the kernels need an NVIDIA GPU") for line in lines)
-    assert any(
-        "1024 tokens  4 of 6 layers run S2O (0 to 2, 4); dense: 3, 5, because every head" in line for line in lines
-    )
+    assert any("1024 tokens  5 of 6 layers run S2O (0 to 3, 5); dense: 4, because every head" in line for line in lines)
 
 
 def test_problems_decide_the_exit_code_bad_input_first():
