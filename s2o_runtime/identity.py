@@ -26,7 +26,6 @@ RANDOM = "random-"  # how the fingerprint of random weights starts
 ROPE = "+rope-"  # between the hash of the weights and that of the RoPE parameters in a fingerprint
 PACKED, SCALES = frozenset({"qweight", "qzeros"}), "scales"  # buffers of a linear layer in GPTQ's and AWQ's formats
 COUNTED = ("layers", "query_heads", "kv_heads")  # fields of a geometry
-PLAIN_ROPE = "default"  # what transformers calls RoPE without scaling
 
 
 @dataclass(frozen=True)
@@ -242,23 +241,19 @@ def not_finite(model: nn.Module) -> str | None:
     return None
 
 
-def fingerprint_mismatch(model_fingerprint: str, profile_fingerprint: str, config: Any) -> str | None:
+def fingerprint_mismatch(model_fingerprint: str, profile_fingerprint: str) -> str | None:
     """How a model differs from the one a profile was calibrated on, in words, or None if it is the same.
-
-    A profile of an earlier version names no RoPE parameters: it is taken to be of a model without RoPE scaling.
 
     Args:
         model_fingerprint: the model's, as `fingerprint` gives it.
         profile_fingerprint: the profile's.
-        config: the model's transformers configuration.
     """
-    (weights, _, rope), (calibrated, _, calibrated_rope) = (
-        text.partition(ROPE) for text in (model_fingerprint, profile_fingerprint)
-    )
+    if model_fingerprint == profile_fingerprint:
+        return None
+    weights, calibrated = (text.partition(ROPE)[0] for text in (model_fingerprint, profile_fingerprint))
     if weights != calibrated:
         return "the weights are not those"
-    same_rope = rope == calibrated_rope if calibrated_rope else not _scales_rope(config)
-    return None if same_rope else "the RoPE parameters (rope_parameters in the model's config) are not those"
+    return "the RoPE parameters (rope_parameters in the model's config) are not those"
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -291,13 +286,6 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
 
     parameters: dict[str, Any] = plain(dict(getattr(config, "rope_parameters", None) or {}))
     return parameters
-
-
-def _scales_rope(config: Any) -> bool:
-    """Whether any layer's RoPE is of another type than transformers' default."""
-    parameters = _rope_parameters(config)
-    of_layers = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
-    return any(part.get("rope_type", PLAIN_ROPE) != PLAIN_ROPE for part in of_layers)
 
 
 @torch.no_grad()

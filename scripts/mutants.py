@@ -233,10 +233,6 @@ MUTANTS = (
         PROFILE_FILE, "digest.update(tensor_bytes(tensor))", "pass", PROFILE_TESTS,
     ),
     Mutant(
-        "an older schema's squares are read as norms",
-        PROFILE_FILE, "math.sqrt(max(0.0, value))", "max(0.0, value)", PROFILE_TESTS,
-    ),
-    Mutant(
         "between unlike buckets the larger threshold is taken",
         PROFILE, "tau=min(near.tau, far.tau)", "tau=max(near.tau, far.tau)", PROFILE_TESTS,
     ),

@@ -22,12 +22,10 @@ from s2o_runtime.command_line import (
     NO_RESOURCE,
     NOT_PROVEN,
     OK,
-    Former,
     Parser,
     add_information,
     exit_codes,
     failed,
-    renamed,
 )
 from s2o_runtime.errors import ConfigError, InputError
 
@@ -98,23 +96,22 @@ def parser() -> argparse.ArgumentParser:
     command("diff", "What differs between two profiles.", "a", "b")
     export = command("export", "Everything in a profile as JSON.", "profile")
     export.add_argument("--out", type=Path, metavar="FILE.json", help="default standard output")
-    verify = command("verify", "Prove a profile here, on its own prompts or with --seed on others.", options=VERIFY)
+    verify = command(
+        "verify", "Prove a profile here, on its own prompts or with --seed on others.", "profile", options=VERIFY
+    )
     replace(
         OPTIONS["seed"],
         help="check the certificate on other prompts, drawn with this seed",
         default_text="prove again on the prompts that layers were adjusted on",
         required=False,
     ).add_to(verify)
-    verify.add_argument("profile", metavar="PROFILE", nargs="+", help="the profile")
     plot = command("plot", "A picture of every head's threshold.", "profile")
     plot.add_argument("--out", type=Path, metavar="FILE.png", help="default <profile>.tau.png here")
     push = command("push", "Copy a profile, its card and its report to a folder or hf://org/name.", "profile", "to")
     push.add_argument("--catalogue", action="store_true", help="file it by model and device in a folder with an index")
     push.add_argument("--name", help="with --catalogue: what the model is called there (default as it was calibrated)")
-    push.add_argument("--shelf", dest="catalogue", action=Former, successor="--catalogue", nargs=0, const=True)
     pull = command("pull", "Fetch a profile and its report from a folder, a file or hf://org/name.", "source")
     pull.add_argument("--out-dir", type=Path, metavar="FOLDER", help="default here")
-    pull.add_argument("--out", dest="out_dir", type=Path, action=Former, successor="--out-dir")
     return out
 
 
@@ -199,15 +196,13 @@ def _settings(row: Mapping[str, Any]) -> str:
     )
 
 
-def rebudget(flags: Flags, command: str = "rebudget") -> int:
+def rebudget(flags: Flags) -> int:
     """Spend another budget on what was measured for a profile; no model is loaded.
 
-    Args:
-        flags: "profile" and some of `REBUDGET`.
-        command: what the user called it, for the error.
+    flags: "profile" and some of `REBUDGET`.
     """
     if not {f"budget_{kind}" for kind in KINDS} & flags.keys():
-        raise ConfigError(f"{command} needs the new budget: give --budget-mse, --budget-rel-mse or --budget-kl")
+        raise ConfigError("rebudget needs the new budget: give --budget-mse, --budget-rel-mse or --budget-kl")
     profile, budget = flags["profile"], Budget.of(flags)
     worst_rows = flags.get("worst_rows")
     guard = "" if worst_rows is None else f"-rows-{worst_rows:g}"
@@ -294,19 +289,16 @@ def exported(profile: Profile) -> dict[str, Any]:
 
 def verify(flags: Flags) -> int:
     """Prove a profile on this machine: on its own prompts again, or its certificate on others."""
-    *models, profile = flags["profile"]
-    if len(models) + ("model" in flags) != 1:
-        raise ConfigError("verify needs one profile and one model: give PROFILE --model MODEL")
-    if models:
-        log.warning(renamed("verify MODEL PROFILE", "verify PROFILE --model MODEL"))
+    if "model" not in flags:
+        raise ConfigError("verify needs the profile's model: give --model MODEL")
+    profile, model = flags["profile"], str(flags["model"])
     name, _ = named_device(flags.get("device"))
-    model = str(flags["model"] if "model" in flags else models[0])
     if "seed" in flags:
-        return _check_certificate(flags, model, Path(profile), name)
+        return _check_certificate(flags, model, profile, name)
 
     from calibrate.proof.reprove import verified
 
-    proof = verified(model, Path(profile), name, flags.get("prompts"), flags.get("chunk"), **_reading(flags))
+    proof = verified(model, profile, name, flags.get("prompts"), flags.get("chunk"), **_reading(flags))
     if "json" in flags:
         print_json(asdict(proof))
     else:

@@ -83,7 +83,7 @@ def _prompt_source(recipe: Mapping[str, Any]) -> str:
     if recipe.get("prompts"):
         return _listed(recipe["prompts"])
     if not recipe.get("domains"):
-        return "the Python standard library, with needles"
+        return NOT_RECORDED
     return f"built-in {_listed(recipe['domains'])}{', with needles' if recipe.get('hide_needles') else ''}"
 
 

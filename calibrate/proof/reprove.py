@@ -114,7 +114,7 @@ def to_prove(
     )
     if difference := loaded.geometry.difference(profile.geometry):
         raise InputError(f"{path} is not of {model}, which has {difference}: calibrate this model")
-    if mismatch := fingerprint_mismatch(loaded.fingerprint, profile.fingerprint, loaded.model.config):
+    if mismatch := fingerprint_mismatch(loaded.fingerprint, profile.fingerprint):
         raise InputError(f"{path} is not of {model}: {mismatch} that were calibrated: calibrate this model")
     return ToProve(profile, recipe, loaded)
 

@@ -202,7 +202,7 @@ def _check_weights(models: list[Any], profile: Profile) -> str | None:
     if rejected is not None:
         say_dense(rejected)
         return rejected
-    mismatches = [fingerprint_mismatch(fingerprint(model), profile.fingerprint, model.config) for model in models]
+    mismatches = [fingerprint_mismatch(fingerprint(model), profile.fingerprint) for model in models]
     if None not in mismatches:
         _warn_once(
             f"{VARIABLE}: {mismatches[0]} of {profile.model_name} that the profile was calibrated on: "

@@ -126,7 +126,7 @@ def patch(
     modules = attention_modules(model)
     others = other_attention(model)
     rejected = offloaded(model)
-    mismatch = rejected or fingerprint_mismatch(fingerprint(model), profile.fingerprint, model.config)
+    mismatch = rejected or fingerprint_mismatch(fingerprint(model), profile.fingerprint)
     if mismatch is not None:
         message = rejected or f"{mismatch} of {profile.model_name} that the profile was calibrated on"
         broken = not_finite(model)

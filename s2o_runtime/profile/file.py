@@ -3,7 +3,7 @@
 Tensors hold what the runtime needs: one entry for each length bucket, layer and head. Everything else is one JSON
 document under one metadata key: with two keys safetensors files are not byte-reproducible. docs/profile-format.md
 specifies both. A file may come from anywhere: its sizes are bounded before it is read, and its values are checked
-before they are used. Files of older schemas are read too; what is written has the newest schema.
+before they are used. Files of `SCHEMAS` are read; what is written has the newest.
 """
 
 from __future__ import annotations
@@ -43,12 +43,10 @@ from s2o_runtime.identity import Geometry, tensor_bytes
 from s2o_runtime.lengths import length_step
 from s2o_runtime.profile.profile import MAX_LENGTH, Profile
 from s2o_runtime.profile.record import Record
+from s2o_runtime.version import __version__
 
 SCHEMA = 7  # of what is written
-SCHEMAS = (2, 3, 4, 5, 6, 7)  # that are read; schema 3 is 2 with a list of other methods
-FORMER_NAMES = {"stop_rule": "threshold", "baselines": "methods"}  # of a tensor and a field, in schemas 2 and 3
-WITH_SCORES = 6  # the first schema with this tensor
-RENAMED = 4  # the first schema with today's names, and with the errors of single rows as norms
+SCHEMAS = (6, 7)  # that are read; in schema 6 tiles have no `tail_keys`, which counts as not measured
 METADATA_KEY = "s2o_profile"
 MAX_BYTES = 32 << 20
 MAX_DOCUMENT = 4 << 20  # characters
@@ -61,7 +59,6 @@ SHOWN = 60  # characters of a foreign text in a message
 TILE_FIELDS = (
     "block_m", "block_n", "chunk", "num_warps", "num_stages", "specialized", "dense_below", "min_queries", "tail_keys",
 )  # fmt: skip
-TILE_FIELDS_SINCE = {"min_queries": 5, "tail_keys": 7}  # schemas; before them these count as not measured
 HEAD_TENSORS = {
     "tau": torch.float32,
     "segment": torch.int32,
@@ -112,7 +109,8 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
         raise ProfileError(f"{path} is a safetensors file but not an S2O profile: expected {METADATA_KEY!r}")
     with _errors_of(path):
         document = _document(text)
-        _check_tensor_names(set(header), _schema(document))
+        _schema(document)
+        _check_tensor_names(set(header))
     try:
         tensors = load(data)
     except (SafetensorError, ValueError, KeyError, OverflowError) as error:
@@ -320,37 +318,23 @@ def _shown(value: Any) -> str:
 def _schema(document: dict[str, Any]) -> int:
     schema: int = _field(document, "schema", int)
     if schema not in SCHEMAS:
-        advice = "calibrate again" if schema < SCHEMA else "use a newer version of S2O"
+        age, advice = ("an older", "calibrate again") if schema < SCHEMA else ("a newer", "install that")
         raise ProfileError(
-            f"schema {schema} is not supported, this version reads {', '.join(map(str, SCHEMAS))}: {advice}"
+            f"schema {schema} is of {age} version of S2O than {__version__}, which reads 6 and 7: {advice}"
         )
     return schema
 
 
-def _name_in(schema: int, name: str) -> str:
-    """What a file of this schema calls a tensor or a field that has this name today."""
-    return name if schema >= RENAMED else FORMER_NAMES.get(name, name)
-
-
-def _tensors_in(schema: int) -> dict[str, str]:
-    """What a file of this schema calls its tensors, by today's names."""
-    return {name: _name_in(schema, name) for name in TENSORS if name != "scores" or schema >= WITH_SCORES}
-
-
-def _check_tensor_names(names: set[str], schema: int) -> None:
-    expected = set(_tensors_in(schema).values())
-    for name in sorted(names ^ expected):
+def _check_tensor_names(names: set[str]) -> None:
+    for name in sorted(names ^ set(TENSORS)):
         wrong = "is not part of a profile" if name in names else "is missing"
-        raise ProfileError(f"tensor {_shown(name)} {wrong}: expected {sorted(expected)}")
+        raise ProfileError(f"tensor {_shown(name)} {wrong}: expected {sorted(TENSORS)}")
 
 
-def _parse(document: dict[str, Any], stored: dict[str, Tensor]) -> Profile:
-    """The profile in a document and its tensors, as the file names them."""
+def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
+    """The profile in a document and its tensors."""
     schema = _schema(document)
-    tensors = {name: stored[name_there] for name, name_there in _tensors_in(schema).items()}
-    tensors.setdefault("scores", torch.zeros_like(tensors["grain"]))
-    if schema > 2:
-        _check_methods(document, _name_in(schema, "baselines"))
+    _check_methods(document)
     model = _field(document, "model", dict)
     rows, query_heads, kv_heads, head_dim = (_number(model, name, "model.", 1, MAX_COUNT) for name in SIZES)
     geometry = Geometry(_field(model, "architecture", str, "model."), rows, query_heads, kv_heads, head_dim)
@@ -364,14 +348,11 @@ def _parse(document: dict[str, Any], stored: dict[str, Tensor]) -> Profile:
     heads = math.prod(expected) * geometry.query_heads
     if heads > MAX_HEADS:
         raise ProfileError(f"lengths, model.layers and model.query_heads make {heads} heads: at most {MAX_HEADS}")
-    tile_fields = [name for name in TILE_FIELDS if schema >= TILE_FIELDS_SINCE.get(name, 0)]
-    _check_tensors(tensors, expected, geometry.query_heads, len(tile_fields))
+    _check_tensors(tensors, expected, geometry.query_heads, len(TILE_FIELDS) - (schema < SCHEMA))
     device = _device(_field(document, "device", dict))
     model_name, fingerprint = (_field(model, name, str, "model.") for name in ("name", "fingerprint"))
     record = Record.from_json(_field(document, "record", dict))
-    if schema < RENAMED:
-        record = _with_row_norms(record)
-    if _field(document, "digest", str) != _digest(document, stored):
+    if _field(document, "digest", str) != _digest(document, tensors):
         raise ProfileError("the digest does not match the contents: the file was changed or damaged, make it again")
     layers = tuple(
         tuple(_layer(tensors, bucket, index) for index in range(geometry.layers)) for bucket in range(len(lengths))
@@ -399,22 +380,6 @@ def _with_other_layers(geometry: Geometry, model: dict[str, Any]) -> Geometry:
     return replace(geometry, layer_numbers=tuple(numbers), others=tuple(sorted(others.items())))
 
 
-def _with_row_norms(record: Record) -> Record:
-    """A record of an older schema, which states the errors of single rows squared, with their norms."""
-
-    def root(value: float | None) -> float | None:
-        return None if value is None else math.sqrt(max(0.0, value))
-
-    proven = tuple(
-        replace(length, layers=tuple(replace(layer, worst=root(layer.worst)) for layer in length.layers or ()))
-        for length in record.held_out or ()
-    )
-    recipe = dict(record.recipe or {})
-    if type(recipe.get("worst_rows")) in (int, float):
-        recipe["worst_rows"] = root(recipe["worst_rows"])
-    return replace(record, held_out=record.held_out and proven, recipe=record.recipe and recipe)
-
-
 def _field(document: dict[str, Any], name: str, expected: type, parent: str = "") -> Any:
     value = document.get(name)
     if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
@@ -430,11 +395,12 @@ def _number(document: dict[str, Any], name: str, parent: str, least: int, most: 
     return value
 
 
-def _check_methods(document: dict[str, Any], name: str) -> None:
+def _check_methods(document: dict[str, Any]) -> None:
     """Raise ProfileError for heads that other papers' methods compute, which versions before this one could write."""
-    if methods := _field(document, name, list):
+    if methods := _field(document, "baselines", list):
         raise ProfileError(
-            f"field {name} is {_shown(methods)}: this version has no heads that other methods compute, calibrate again"
+            f"field baselines is {_shown(methods)}: heads that other methods compute are of older versions of S2O, "
+            "calibrate again"
         )
 
 
@@ -495,7 +461,7 @@ def _layer(tensors: dict[str, Tensor], bucket: int, layer: int) -> LayerConfig:
         )
         for tau, segment, mode, stop_rule, representatives, tail in zip(*columns, strict=True)
     )
-    fields = dict(zip(TILE_FIELDS, tensors["tile"][bucket, layer].tolist(), strict=False))  # the newest may be missing
+    fields = dict(zip(TILE_FIELDS, tensors["tile"][bucket, layer].tolist(), strict=False))  # schema 6 lacks the last
     tile = TileConfig(**fields | {"specialized": bool(fields["specialized"])})
     row_reduce = ROW_REDUCES[int(tensors["row_reduce"][bucket, layer])]
     scores = SCORES[int(tensors["scores"][bucket, layer])]

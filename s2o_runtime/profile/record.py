@@ -216,9 +216,7 @@ class ProvenLayer(Part):
     mse: float | None = _recorded("mean over the held-out prompts", "output squared")
     rel_mse: float | None = _recorded("the same over the dense output's mean square")
     density: float | None = _recorded("mean over heads and held-out prompts", "share")
-    worst: float | None = _recorded(
-        "the 0.99 quantile over row tiles of the largest error of a row over its norm; squared before schema 4"
-    )
+    worst: float | None = _recorded("the 0.99 quantile over row tiles of the largest error of a row over its norm")
     limit: float | None = _recorded("the error the layer may have", "the budget's kind")
     tightened: int | None = _recorded("how often the layer was tightened at this length because it was over its limit")
     first_error: float | None = _recorded("the error before the layer was tightened", "the budget's kind")

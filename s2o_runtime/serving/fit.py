@@ -224,7 +224,7 @@ def check_model(profile: Profile, config: Any, checkpoint: Path | None, *, stric
     hashed = next((known for known in hashes if profile.fingerprint.startswith(known)), None)
     if hashed is None and not names_are_known(config, checkpoint):
         return "weights not compared: how transformers names those of such a model is not known"
-    mismatch = fingerprint_mismatch(with_rope(hashed or hashes[0], config), profile.fingerprint, config)
+    mismatch = fingerprint_mismatch(with_rope(hashed or hashes[0], config), profile.fingerprint)
     if mismatch and strict:
         raise ProfileError(
             f"{mismatch} of {profile.model_name}: calibrate the model that you serve, or say "

@@ -83,7 +83,7 @@ def bench(args: argparse.Namespace) -> None:
     loaded = load(args.model, args.device)
     for path, profile in opened.items():
         difference = loaded.geometry.difference(profile.geometry) or fingerprint_mismatch(
-            loaded.fingerprint, profile.fingerprint, loaded.model.config
+            loaded.fingerprint, profile.fingerprint
         )
         if difference:
             raise InputError(f"{path} is not of {args.model}, which differs: {difference}")

@@ -1,6 +1,5 @@
 import copy
 import dataclasses
-import math
 import os
 import re
 import subprocess
@@ -21,7 +20,15 @@ from s2o_runtime.files import write_atomically
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import SCHEMA, Profile, Record, load_profile, save_profile, serialize
 from s2o_runtime.profile import file as profile_file
-from support.golden_profiles import GOLDEN, field_paths, path_of
+from support.golden_profiles import (
+    GOLDEN,
+    budget_in_kl,
+    field_paths,
+    full,
+    linear_tails,
+    mixed,
+    path_of,
+)
 from support.profiles import FORMAT, document_of, file_of, rewrite
 
 SLOW = pytest.mark.slow(reason="starts processes of its own, or tries hundreds of damaged files")
@@ -69,46 +76,35 @@ DATA = serialize(profile())
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_files_are_read_for_ever(name):
-    """Files that were written once: what is in them; those of the newest schema are written again byte for byte."""
+    """Files that were written once: what is in them; the one of the newest schema is written again byte for byte."""
     data = path_of(name).read_bytes()
     profile = load_profile(path_of(name))
     assert profile == GOLDEN[name]()
-    assert (serialize(profile) == data) == name.startswith(f"schema{SCHEMA}")
+    assert (serialize(profile) == data) == (name == f"schema{SCHEMA}")
 
 
-@pytest.mark.parametrize("name", [name for name in GOLDEN if not name.startswith(f"schema{SCHEMA}")])
-def test_files_of_older_schemas_are_written_back_as_the_newest(name, tmp_path):
-    """The same record and the same values in the tensors, under the new names."""
-    data, path = path_of(name).read_bytes(), tmp_path / "p.safetensors"
-    save_profile(load_profile(path_of(name)), path)
-    assert load_profile(path) == load_profile(path_of(name))
-    old, new = document_of(data), document_of(path.read_bytes())
-    former = old["schema"] < 4  # with squared errors of rows, and other names
-    assert (new["schema"], new["baselines"]) == (SCHEMA, [])
-    for length in old["record"].get("held_out", []) if former else []:
-        for layer in length["layers"]:
-            layer["worst"] = math.sqrt(layer["worst"])
-    if former and "worst_rows" in old["record"].get("recipe", {}):
-        old["record"]["recipe"]["worst_rows"] **= 0.5
-    changed = ("schema", "digest", "methods", "baselines")
-    assert {key: old[key] for key in old if key not in changed} == {key: new[key] for key in new if key not in changed}
-    tensors = load(path.read_bytes())
-    for tensor_name, tensor in load(data).items():
-        tensor_after = tensors[{"threshold": "stop_rule"}.get(tensor_name, tensor_name)]
-        if tensor_name == "tile":  # min_queries and tail_keys, not measured
-            columns = tensor.shape[-1]
-            assert columns == (7 if old["schema"] < 5 else 8)
-            assert tensor_after[..., columns:].eq(0).all()
-            tensor_after = tensor_after[..., :columns]
-        assert tensor_after.equal(tensor)
+def test_a_file_of_schema_6_is_written_back_as_the_newest(tmp_path):
+    """The same record and the same values in the tensors; no tail was measured."""
+    data = path_of("schema6").read_bytes()
+    save_profile(load_profile(path_of("schema6")), tmp_path / "p.safetensors")
+    written = (tmp_path / "p.safetensors").read_bytes()
+    old, new = document_of(data), document_of(written)
+    assert (old.pop("schema"), new.pop("schema")) == (6, SCHEMA)
+    assert old.pop("digest") != new.pop("digest")
+    assert old == new
+    before, after = load(data), load(written)
+    assert after["tile"][..., -1].eq(0).all()
+    after["tile"] = after["tile"][..., :-1]
+    assert before.keys() == after.keys()
+    assert all(tensor.equal(after[name]) for name, tensor in before.items())
 
 
 def test_the_format_names_every_field_and_tensor_and_no_other():
     rows = {row.removesuffix("[]") for row in re.findall(r"^\| `([^`]+)` \|", FORMAT.read_text("utf-8"), re.MULTILINE)}
-    fields = field_paths(document_of(path_of("schema7-full").read_bytes()))
-    for others in ("schema7-linear", "schema4-kl"):
-        fields |= field_paths(document_of(path_of(others).read_bytes()))
-    fields |= field_paths(document_of(path_of("schema4-mixed").read_bytes())) - {"record"}
+    fields = set()
+    for made in (full, linear_tails, budget_in_kl):
+        fields |= field_paths(document_of(serialize(made())))
+    fields |= field_paths(document_of(serialize(mixed()))) - {"record"}
     fields = {re.sub(r"\.(versions|other_layers)\..*", r".\1", field) for field in fields}
     parents = {row for row in rows if any(field.startswith((f"{row}.", f"{row}[]")) for field in fields)}
     assert rows - parents == fields | set(profile_file.TENSORS)
@@ -145,14 +141,14 @@ def test_the_same_profile_gives_the_same_bytes_in_another_process(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda d: d.update(schema=99),
-            "schema 99 is not supported, .* 2, 3, 4, 5, 6, 7: use a newer version",
+        (lambda d: d.update(schema=8), r"schema 8 is of a newer version of S2O .* reads 6 and 7: install that"),
+        *(
+            (lambda d, old=old: d.update(schema=old), rf"schema {old} is of an older version .*: calibrate again")
+            for old in range(1, 6)
         ),
-        (lambda d: d.update(schema=1), "schema 1 is not supported, this version reads 2, .*, 6, 7: calibrate again"),
         (
             lambda d: d.update(baselines=["pbs:keep=0.9"]),
-            r"field baselines is \['pbs:keep=0.9'\]: this version has no heads that other methods compute, calibrate",
+            r"field baselines is \['pbs:keep=0.9'\]: heads that other methods compute are of older versions of S2O, cal",
         ),
         (lambda d: d.pop("model"), "field model is missing"),
         (lambda d: d["model"].update(layers="2"), "field model.layers is a str: expected a int"),
@@ -358,10 +354,10 @@ DEEP = "[" * 100_000 + "]" * 100_000
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f'{{"schema":2,"record":{DEEP}}}', "its document is not valid JSON"),
-        (f'{{"schema":2,"record":{"[" * 17}{"]" * 17}}}', r"field record\[0\].* is too deep: expected at most 16"),
-        ('{"schema":2,"schema":2}', "field 'schema' is given twice"),
-        ('{"schema":2,"record":{"a":{"b":1,"b":2}}}', "field 'b' is given twice"),
+        (f'{{"schema":7,"record":{DEEP}}}', "its document is not valid JSON"),
+        (f'{{"schema":7,"record":{"[" * 17}{"]" * 17}}}', r"field record\[0\].* is too deep: expected at most 16"),
+        ('{"schema":7,"schema":7}', "field 'schema' is given twice"),
+        ('{"schema":7,"record":{"a":{"b":1,"b":2}}}', "field 'b' is given twice"),
         (f'{{"schema":{"9" * 5000}}}', "field schema is inf: expected a finite number"),
         ('{"record":{"a":[0,1e999]}}', r"field record.a\[1\] is inf: expected a finite number"),
         ('{"record":{"a":NaN}}', "field record.a is nan: expected a finite number"),

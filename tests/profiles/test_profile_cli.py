@@ -20,13 +20,13 @@ from calibrate.recipe import Budget
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.profile import Record, load_profile, save_profile
 from s2o_runtime.profile.record import Retiling
-from support.golden_profiles import field_paths, path_of
+from support.golden_profiles import field_paths, full, linear_tails, minimal, path_of
 from support.profiles import CERTIFICATE, FORMAT, document_of
 
 SLOW = pytest.mark.slow(reason="shares a whole calibration of the demo model")
 
 ROOT = Path(__file__).parents[2]
-MINIMAL, FULL = path_of("schema2-minimal"), path_of("schema2-full")
+FULL = path_of("schema7")
 QUICK = "--model demo --device cpu --lengths 512 --num-prompts 1 --num-held-out 1 --trials 1 --segments 256"
 QUICK += " --representatives 1 --tails off --quiet"
 
@@ -94,10 +94,11 @@ def test_show_says_what_was_proven(calibrated, run):
     assert "prompts below 512 tokens stay dense" in table
 
 
-@pytest.mark.parametrize("path", [MINIMAL, FULL], ids=lambda path: path.stem)
-def test_show_takes_what_a_record_does_not_say(path, run):
+@pytest.mark.parametrize("made", [minimal, full])
+def test_show_takes_what_a_record_does_not_say(made, run, tmp_path):
+    save_profile(made(), path := tmp_path / "p.safetensors")
     assert run("show", path)[0] == 0
-    assert run("show", path, "--json")[1]["lengths"][0]["length"] == load_profile(path).lengths[0]
+    assert run("show", path, "--json")[1]["lengths"][0]["length"] == made().lengths[0]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_show_takes_what_a_record_does_not_say(path, run):
 )
 def test_show_takes_a_foreign_record(record, run, tmp_path):
     path = tmp_path / "p.safetensors"
-    profile = dataclasses.replace(load_profile(MINIMAL), model_name="\x1b[31mred\nname")
+    profile = dataclasses.replace(minimal(), model_name="\x1b[31mred\nname")
     save_profile(dataclasses.replace(profile, record=Record.from_json(record)), path)
     code, text = run("show", path)
     assert code == 0
@@ -134,8 +135,9 @@ def test_a_head_is_explained_by_its_curve(calibrated, run):
     assert text.startswith("512 tokens: ")
 
 
-def test_a_head_with_a_linear_tail_has_no_tau(run):
-    code, text = run("show", path_of("schema7-linear"), "--head", "1.0")
+def test_a_head_with_a_linear_tail_has_no_tau(run, tmp_path):
+    save_profile(linear_tails(), tmp_path / "p.safetensors")
+    code, text = run("show", tmp_path / "p.safetensors", "--head", "1.0")
     assert code == 0
     assert "512 tokens: linear tail, segment 256, grain 1, tile 128x64x4 w8 s2\n" in text
     assert "tau" not in text
@@ -206,9 +208,37 @@ def test_export_holds_everything(run, tmp_path):
     assert json.loads((tmp_path / "p.json").read_text()) == found
 
 
+@pytest.mark.parametrize(
+    ("arguments", "called", "out"),
+    [
+        ("rebudget a/p.x --budget-mse 1e-3", "mse-0.001 OUT None None", "mse-0.001.safetensors"),
+        ("rebudget a/p.x --budget-kl 5e-3", "kl-0.005 OUT None None", "kl-0.005.safetensors"),
+        (
+            "rebudget a/p.x --budget-rel-mse 0.5 --worst-rows 0.8",
+            "rel-mse-0.5 OUT None 0.8",
+            "rel-mse-0.5-rows-0.8.safetensors",
+        ),
+        ("rebudget a/p.x --budget-mse 0.5 --worst-rows 0 --journal j --out b/q", "mse-0.5 OUT j 0.0", "b/q"),
+        ("retile a/p.x --device cpu", "cpu OUT", "p-cpu.safetensors"),
+        ("retile a/p.x --device cpu --out q", "cpu OUT", "q"),
+    ],
+)
+def test_flags_become_the_arguments_of_rebudget_and_retile(arguments, called, out, run, tmp_path, monkeypatch):
+    calls = []
+
+    def called_with(*given):
+        calls.append(" ".join(map(str, given)))
+        return SimpleNamespace(note="what was not tuned")
+
+    for name in ("rebudget", "retile"):
+        monkeypatch.setitem(sys.modules, f"calibrate.profiles.{name}", SimpleNamespace(**{name: called_with}))
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments.split()) == (0, f"wrote {out}\n")
+    assert calls == [f"a/p.x {called.replace('OUT', out)}"]
+
+
 @SLOW
 def test_a_profile_is_given_another_budget_or_other_tiles(calibrated, run, tmp_path, monkeypatch):
-    """The same files as s2o-calibrate's older flags write."""
     monkeypatch.chdir(tmp_path)
     budget = ("--budget-rel-mse", "5e-3", "--worst-rows", "0.8")
     out = Path("rel-mse-0.005-rows-0.8.safetensors")
@@ -216,9 +246,6 @@ def test_a_profile_is_given_another_budget_or_other_tiles(calibrated, run, tmp_p
     record = load_profile(out).record
     assert record.budget.to_json() == {"kind": "rel_mse", "value": 5e-3, "scope": "layer"}
     assert record.recipe["worst_rows"] == 0.8
-    older = tmp_path / "older.safetensors"
-    assert cli.main(["--rebudget", str(calibrated), *budget, "--out", str(older)]) == 0
-    assert older.read_bytes() == out.read_bytes()
     code, written = run("retile", calibrated, "--device", "cpu", "--out", tmp_path / "here.safetensors", "--json")
     assert (code, written) == (0, {"out": str(tmp_path / "here.safetensors")})
     assert load_profile(tmp_path / "here.safetensors").layers == load_profile(calibrated).layers
@@ -266,8 +293,10 @@ def test_verify_checks_the_certificate_on_other_prompts(certified, run, tmp_path
     )
 
 
-def test_verify_says_that_there_is_no_certificate_to_check(run):
-    code, sentence = run("verify", FULL, "--model", "demo", "--device", "cpu", "--seed", "5")
+def test_verify_says_that_there_is_no_certificate_to_check(run, tmp_path):
+    record = dataclasses.replace(full().record, certificate=None)
+    save_profile(dataclasses.replace(full(), record=record), tmp_path / "p.safetensors")
+    code, sentence = run("verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu", "--seed", "5")
     assert (code, "is not certified, so there is nothing to compare with: leave --seed out" in sentence) == (2, True)
 
 
@@ -275,24 +304,22 @@ def test_a_card_says_what_is_certified_and_what_is_not():
     record = Record.from_json(
         {"proof": "held out", "certificate": CERTIFICATE, "not_proven": ["a | b"], "budget": {"kind": "mse"}}
     )
-    made = card(dataclasses.replace(load_profile(MINIMAL), record=record), "p.safetensors")
+    made = card(dataclasses.replace(minimal(), record=record), "p.safetensors")
     assert "**Certified on 19 prompts of each length that chose nothing (code, prose): with 95% confidence" in made
     assert "| 8192 | prose | 9 | 2.0e-03 | 50% |" in made
     assert "## Not proven\n\n- a \\| b" in made
-    old = card(dataclasses.replace(load_profile(MINIMAL), record=Record(proof="held out")), "p.safetensors")
+    old = card(dataclasses.replace(minimal(), record=Record(proof="held out")), "p.safetensors")
     assert "**Adjusted and checked on the same prompts; not certified.**" in old
     assert "## Certified" not in old
 
 
 @SLOW
-def test_verify_fails_for_a_profile_that_skips_too_much(calibrated, run, tmp_path, caplog):
-    """The command is written in its old order."""
+def test_verify_fails_for_a_profile_that_skips_too_much(calibrated, run, tmp_path):
     profile = load_profile(calibrated)
     careless = tuple(dataclasses.replace(each, heads=(HeadConfig(1e6, 256),) * 8) for each in profile.layers[0])
     save_profile(dataclasses.replace(profile, layers=(careless,)), tmp_path / "p.safetensors")
-    code, sentence = run("verify", "demo", tmp_path / "p.safetensors", "--device", "cpu")
+    code, sentence = run("verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu")
     assert code == 3
-    assert "verify MODEL PROFILE is verify PROFILE --model MODEL now: write that" in caplog.text
     assert re.search(r"the proof failed \(layer 0 at 512 tokens has an error of .*, 1.00e-03 is allowed", sentence)
 
 
@@ -302,7 +329,8 @@ def test_verify_refuses_what_it_cannot_prove(calibrated, run, tmp_path):
     save_profile(other, tmp_path / "p.safetensors")
     code, sentence = run("verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu")
     assert (code, "is not of demo: the weights are not those that were calibrated" in sentence) == (2, True)
-    code, sentence = run("verify", MINIMAL, "--model", "demo", "--device", "cpu")
+    save_profile(minimal(), tmp_path / "p.safetensors")
+    code, sentence = run("verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu")
     assert (code, "does not say how it was calibrated" in sentence) == (2, True)
 
 
@@ -349,7 +377,7 @@ def test_push_and_pull_carry_a_profile_with_its_report(calibrated, run, tmp_path
     assert (tmp_path / "here" / "demo.md").read_text() == card(load_profile(calibrated), "demo.safetensors")
     shutil.copy(FULL, tmp_path / "catalogue")
     code, sentence = run("pull", tmp_path / "catalogue", "--out-dir", tmp_path / "there")
-    assert (code, "holds 2 profiles (demo.safetensors, schema2-full.safetensors): name one" in sentence) == (2, True)
+    assert (code, "holds 2 profiles (demo.safetensors, schema7.safetensors): name one" in sentence) == (2, True)
     assert run("pull", tmp_path / "catalogue" / FULL.name, "--out-dir", tmp_path / "there")[0] == 0
     assert load_profile(tmp_path / "there" / FULL.name) == load_profile(FULL)
 
@@ -365,13 +393,13 @@ def test_a_card_is_of_its_profile_alone(certified):
     assert "made on cpu within rel_mse 0.001 (layer)" in made
     foreign = {"proof": "failed", "problems": ["a | b\n# c"], "recipe": {"seed": "<b>"}, "versions": ["`x`"]}
     made = card(
-        dataclasses.replace(load_profile(MINIMAL), record=Record.from_json(foreign), model_name="a\n|b"),
+        dataclasses.replace(minimal(), record=Record.from_json(foreign), model_name="a\n|b"),
         "p.safetensors",
     )
     assert made.startswith("# S2O profile of a \\|b\n")
     assert "**Not proven** (failed).\n\n- a \\| b # c" in made
     assert "| seed | \\<b\\> |" in made
-    assert "| seed | not recorded |" in card(load_profile(MINIMAL), MINIMAL.name)
+    assert "| seed | not recorded |" in card(minimal(), "p.safetensors")
 
 
 @SLOW
@@ -389,7 +417,7 @@ def test_a_catalogue_follows_its_profiles(calibrated, run, tmp_path):
     readme = catalogue / "README.md"
     readme.write_text(f"# Mine\n\n{readme.read_text()}\nafter\n")
     before = {path: path.read_bytes() for path in catalogue.rglob("*") if path.is_file()}
-    assert run("push", place, catalogue, "--shelf")[0] == 0  # what the flag was called before
+    assert run("push", place, catalogue, "--catalogue")[0] == 0
     assert {path: path.read_bytes() for path in catalogue.rglob("*") if path.is_file()} == before
     other = dataclasses.replace(load_profile(calibrated), model_name="other")
     save_profile(other, tmp_path / "other.safetensors")
@@ -413,7 +441,8 @@ def test_a_catalogue_follows_its_profiles(calibrated, run, tmp_path):
     assert "# S2O profile of org/Model-1" in (catalogue / "org-model-1" / "cpu" / "rel-mse-0.001.md").read_text()
     code, sentence = run("push", calibrated, tmp_path / "folder", "--name", "other")
     assert (code, "give --catalogue too" in sentence) == (2, True)
-    code, sentence = run("push", MINIMAL, catalogue, "--catalogue")
+    save_profile(minimal(), tmp_path / "minimal.safetensors")
+    code, sentence = run("push", tmp_path / "minimal.safetensors", catalogue, "--catalogue")
     assert (code, "does not say what its budget is" in sentence) == (2, True)
     assert run("push", calibrated, "hf://org/name", "--catalogue") == (
         2,
@@ -485,13 +514,16 @@ def test_push_and_pull_a_hub_repository(calibrated, run, tmp_path, monkeypatch):
     ("arguments", "sentence"),
     [
         (["show", "missing.safetensors"], "missing.safetensors cannot be read (No such file or directory)"),
-        (["show", MINIMAL, "--head", "3"], "'3' is not a layer and a head: try 3.7"),
-        (["show", MINIMAL, "--head", "0.1"], "head 0.1 does not exist: layers are 0 to 0, heads 0 to 0"),
-        (["export", MINIMAL, "--out", "missing/p.json"], "missing"),
-        (["verify", "demo", MINIMAL, "--device", "moon"], "device 'moon' is not known"),
-        (["verify", MINIMAL], "verify needs one profile and one model: give PROFILE --model MODEL"),
-        (["verify", "demo", MINIMAL, "--model", "demo"], "verify needs one profile and one model"),
-        (["rebudget", MINIMAL, "--budget-mse", "little"], "'little': expected a number above 0, such as 1e-4"),
+        (["show", FULL, "--head", "3"], "'3' is not a layer and a head: try 3.7"),
+        (["show", FULL, "--head", "0.4"], "head 0.4 does not exist: layers are 0 to 1, heads 0 to 3"),
+        (["export", FULL, "--out", "missing/p.json"], "missing"),
+        (["verify", FULL, "--model", "demo", "--device", "moon"], "device 'moon' is not known"),
+        (["verify", FULL], "verify needs the profile's model: give --model MODEL"),
+        (["rebudget", "none", "--budget-mse", "1"], "none cannot be read (No such file or directory)"),
+        (["retile", "none", "--device", "tpu"], "device 'tpu' is not known"),
+        (["retile", FULL, "--device", "cpu", "--out", "."], "--out . is a folder"),
+        (["push", FULL, "folder", "--shelf"], "unrecognized arguments: --shelf"),
+        (["rebudget", FULL, "--budget-mse", "little"], "'little': expected a number above 0, such as 1e-4"),
         ([], "the following arguments are required: COMMAND"),
     ],
     ids=lambda case: "-".join(map(str, case[:1])) if isinstance(case, list) else "",

@@ -82,7 +82,7 @@ def test_every_profile_is_in_its_place_with_its_card(path):
 def test_it_is_of_the_demo_model_and_keeps_its_budget(path, demo):
     """The held-out proof at the shortest length; where a CPU cannot afford that, its thresholds at a shorter one."""
     profile = load_profile(path)
-    assert fingerprint_mismatch(fingerprint(demo.model), profile.fingerprint, demo.model.config) is None
+    assert fingerprint_mismatch(fingerprint(demo.model), profile.fingerprint) is None
     shortest = profile.lengths[0]
     if shortest <= AFFORDABLE:
         recipe = recipe_of(profile, path)

@@ -27,6 +27,6 @@ def test_a_cpu_has_no_times():
 
 def test_a_profile_of_another_model_is_refused(capsys, tmp_path):
     out = tmp_path / "out.json"
-    assert profiles.main([str(path_of("schema4-full")), "--lengths", "1024", "--device", "cpu", "--out", str(out)]) == 2
+    assert profiles.main([str(path_of("schema7")), "--lengths", "1024", "--device", "cpu", "--out", str(out)]) == 2
     assert "is not of demo" in capsys.readouterr().err
     assert not out.exists()

@@ -11,10 +11,11 @@ from calibrate.proof.agreement import PromptAgreement
 from calibrate.proof.sample import LayerSample, LengthSample, PromptError
 from calibrate.recipe import Budget
 from s2o_runtime.config import LayerConfig
+from s2o_runtime.profile import save_profile
 from s2o_runtime.profile.record import Certificate
 from scripts.bench import coverage
 from scripts.bench.schema import CoverageCounts, CoverageFile, read
-from support.golden_profiles import path_of
+from support.golden_profiles import minimal
 from support.profiles import CERTIFICATE
 from support.tiny import recipe, save_tiny
 
@@ -63,7 +64,8 @@ def test_all_kinds_of_text_together_have_a_row():
 
 
 def test_a_profile_without_a_certificate_is_refused(capsys, tmp_path):
-    assert coverage.main([str(path_of("schema4-minimal")), "--out", str(tmp_path / "c.json")]) == 2
+    save_profile(minimal(), tmp_path / "p.safetensors")
+    assert coverage.main([str(tmp_path / "p.safetensors"), "--out", str(tmp_path / "c.json")]) == 2
     assert "is not certified: calibrate with --num-certify" in capsys.readouterr().err
 
 

@@ -1,11 +1,10 @@
-"""The profiles in tests/golden: files of every schema that is read, never made anew, and what must be found in them.
+"""The profiles in tests/golden: a file of every schema that is read, never made anew, and what must be found in it.
 
 `PYTHONPATH=.:tests python tests/support/golden_profiles.py` writes those that are missing.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,13 +41,16 @@ def full() -> Profile:
     ]
     tiles = [
         TileConfig(128, 64, 4, 8, 2),
-        TileConfig(64, 32, 64, 4, 6, dense_below=(1 << 31) - 1),
-        TileConfig(64, 128, 4, 4, 4, specialized=True, dense_below=2048),
+        TileConfig(64, 32, 64, 4, 6, dense_below=(1 << 31) - 1, min_queries=2, tail_keys=8192),
+        TileConfig(64, 128, 4, 4, 4, specialized=True, dense_below=2048, min_queries=768, tail_keys=(1 << 31) - 1),
     ]
     layers = (
         (LayerConfig(tuple(heads[:4]), tiles[0]), LayerConfig(tuple(heads[4:]), tiles[0], "max", 2)),
         (LayerConfig(tuple(heads[4:]), tiles[1], "mean", 4), LayerConfig(tuple(heads[:4]), tiles[1], "max", 8)),
-        (LayerConfig(tuple(heads[:4]), tiles[2], "mean", 8), LayerConfig(tuple(heads[4:]), tiles[2], "mean", 4)),
+        (
+            LayerConfig(tuple(heads[:4]), tiles[2], "mean", 8, "int8"),
+            LayerConfig(tuple(heads[4:]), tiles[2], "mean", 4, "int8"),
+        ),
     )
     return Profile(
         "org/model-ü",
@@ -57,68 +59,32 @@ def full() -> Profile:
         DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 150_000_000_000),
         (1024, 8192, 131072),
         layers,
-        Record.from_json(_record(squared=True)),
+        Record.from_json(_record()),
     )
 
 
-def newest() -> Profile:
-    """The same with the fields of a record that schema 4 began with."""
-    record = _record()
-    record["data"]["certify"] = record["data"]["held_out"]
-    record["recipe"] |= {"num_certify": 19, "prompts": ["a.jsonl"], "domains": None, "hide_needles": True}
-    record |= {"certificate": CERTIFICATE, "not_proven": ["nothing was left out"]}
-    del record["held_out"][1]["needles"]
-    for length in record["held_out"]:
-        length["layers"] = [length["layers"][0] | {"tightened": 1, "first_error": 2e-3}, length["layers"][1]]
-    return replace(full(), record=Record.from_json(record))
-
-
-def tails() -> Profile:
-    """The same with tiles whose shortest tail was measured, as schema 5 has them, proven under a server's chunk."""
-    profile = newest()
-    fewest = (0, 2, 768)  # of each bucket
+def without_tail_keys() -> Profile:
+    """The same with tiles whose tails were not measured, as schema 6 has them."""
     layers = tuple(
-        tuple(layer.with_tile(replace(layer.tile, min_queries=queries)) for layer in bucket)
-        for queries, bucket in zip(fewest, profile.layers, strict=True)
+        tuple(layer.with_tile(replace(layer.tile, tail_keys=0)) for layer in bucket) for bucket in full().layers
     )
-    record = replace(
-        profile.record, recipe={**(profile.record.recipe or {}), "chunk": 8192, "trust_remote_code": False}
-    )
-    return replace(profile, layers=layers, record=record)
-
-
-def int8() -> Profile:
-    """The same with a length whose layers have int8 scores, as schema 6 has them."""
-    profile = tails()
-    eight_bits = tuple(replace(layer, scores="int8") for layer in profile.layers[-1])
-    record = replace(profile.record, recipe={**(profile.record.recipe or {}), "scores": ["input", "int8"]})
-    return replace(profile, layers=(*profile.layers[:-1], eight_bits), record=record)
-
-
-def measured_tails() -> Profile:
-    """The same with tiles whose tails were measured from a number of keys on, as schema 7 has them."""
-    profile = int8()
-    layers = tuple(
-        tuple(layer.with_tile(replace(layer.tile, tail_keys=keys)) for layer in bucket)
-        for keys, bucket in zip((0, 8192, (1 << 31) - 1), profile.layers, strict=True)
-    )
-    return replace(profile, layers=layers)
+    return replace(full(), layers=layers)
 
 
 def linear_tails() -> Profile:
     """Heads with linear tails beside others."""
     (row,) = minimal().layers[0]
     linear = replace(row, heads=(HeadConfig(0.25, 256, linear=True),))
-    record = Record(recipe={"tails": [False, True], "linear_tails": True})
+    record = Record(recipe={"tails": [False, True], "linear_tails": True, "tokenizer": None})
     return replace(minimal(), geometry=Geometry("llama", 2, 1, 1, 64), layers=((row, linear),), record=record)
 
 
-def _record(squared: bool = False) -> dict[str, Any]:
-    """squared: as `load_profile` gives a file of schema 2, where errors of rows stand squared: as norms."""
+def _record() -> dict[str, Any]:
     budget: dict[str, Any] = {"kind": "rel_mse", "value": 1e-3}
-    proven = {"mse": 1e-6, "rel_mse": 5e-4, "density": 0.5, "worst": 0.5 if squared else 0.25, "limit": 1e-3}
+    proven = {"mse": 1e-6, "rel_mse": 5e-4, "density": 0.5, "worst": 0.25, "limit": 1e-3}
+    tightened = proven | {"tightened": 1, "first_error": 2e-3}
     predicted = {"mse": 2e-6, "density": 0.5, "cost": 0.625, "seconds": 1e-3, "dense_seconds": 2e-3}
-    length = {"calibrated": True, "kl": 1e-3, "top1": 0.99, "needles": [7, 8], "layers": [proven] * 2}
+    length = {"kl": 1e-3, "top1": 0.99, "layers": [tightened, proven]}
     times = {"prefill_seconds": 0.01, "dense_prefill_seconds": 0.02}
     kind = {"timed_at": 8192, "layers": [[8192, 0], [8192, 1]], "density": 0.5, "tile": "128x64x4 w8 s2"}
     return {
@@ -127,35 +93,43 @@ def _record(squared: bool = False) -> dict[str, Any]:
         "proof": "held out on NVIDIA H200 (sm_90, 132 SMs)",
         "problems": ["nothing was"],
         "versions": VERSIONS,
-        "data": {name: [{"length": 1024, "sha256": "ab" * 32}] for name in ("calibration", "held_out")},
+        "data": {name: [{"length": 1024, "sha256": "ab" * 32}] for name in ("calibration", "held_out", "certify")},
         "recipe": {
             "model": "org/model-ü",
             "budget": budget,
             "scope": "layer",
             "lengths": [1024, 131072],
             "check_lengths": [8192],
-            "prompts": None,
+            "chunk": 8192,
+            "prompts": ["a.jsonl"],
+            "domains": None,
+            "hide_needles": True,
             "num_prompts": 4,
             "held_out": 2,
+            "num_certify": 19,
+            "trust_remote_code": False,
             "seed": 0,
             "trials": 16,
             "margin": 0.8,
             "device": "cuda",
             "representatives": [1, 32],
             "grains": [4],
+            "scores": ["input", "int8"],
             "segments": [256, 512, 1024],
             "tails": [False, True],
             "time_limit": None,
-            "worst_rows": math.sqrt(0.5) if squared else 0.5,
+            "worst_rows": 0.5,
             "needles": 0.95,
             "random_weights": True,
             "allow_regression": False,
         },
         "predicted": [{"length": 1024, "layers": [predicted] * 2}],
         "held_out": [
-            {"length": 1024} | length | times,
-            {"length": 8192} | length | times | {"calibrated": False, "needles": None},
+            {"length": 1024, "calibrated": True, "needles": [7, 8]} | length | times,
+            {"length": 8192, "calibrated": False} | length | times,
         ],
+        "certificate": CERTIFICATE,
+        "not_proven": ["nothing was left out"],
         "retiled": {
             "from": "NVIDIA H200 (sm_90, 132 SMs)",
             "to": "NVIDIA A100 (sm_80, 108 SMs)",
@@ -188,21 +162,7 @@ def mixed() -> Profile:
     )
 
 
-GOLDEN = {
-    "schema2-minimal": minimal,
-    "schema2-full": full,
-    "schema4-minimal": minimal,
-    "schema4-full": newest,
-    "schema4-kl": budget_in_kl,
-    "schema4-mixed": mixed,
-    "schema5-minimal": minimal,
-    "schema5-full": tails,
-    "schema6-minimal": minimal,
-    "schema6-full": int8,
-    "schema7-minimal": minimal,
-    "schema7-full": measured_tails,
-    "schema7-linear": linear_tails,
-}
+GOLDEN = {"schema6": without_tail_keys, "schema7": full}
 
 
 def path_of(name: str) -> Path:
