@@ -25,8 +25,7 @@ from s2o_runtime.errors import InputError, ResourceError
 if TYPE_CHECKING:
     from s2o_runtime.devices import DeviceIdentity
 
-SCHEMA = 2
-FIRST_SCHEMA = b'{"s2o_journal"'  # how files of schema 1 begin: they are lines of JSON
+SCHEMA = 3  # of the tables and of what keys say
 APPLICATION_ID = 0x53324F4A  # "S2OJ", where SQLite's header has room for it
 TABLES = (
     f"PRAGMA application_id = {APPLICATION_ID}",
@@ -86,7 +85,7 @@ class Journal:
         option: the option of the command that names another file; error messages name it.
 
         Raises:
-            InputError: the file belongs to another identity, is not a journal of this schema, or is damaged.
+            InputError: the file belongs to another identity, is not a journal of this version of S2O, or is damaged.
             ResourceError: another run has it open, or it cannot be written.
         """
         try:
@@ -100,7 +99,7 @@ class Journal:
         """Open a journal to read it, even while another process writes it.
 
         Raises:
-            InputError: the file cannot be read, is empty, is not a journal of this schema, or is damaged.
+            InputError: the file cannot be read, is empty, is not a journal of this version of S2O, or is damaged.
         """
         return cls(path, None)
 
@@ -203,9 +202,14 @@ class Journal:
                 for statement in TABLES:
                     self._database.execute(statement)
                 self._database.execute("INSERT INTO meta VALUES ('identity', ?)", (json.dumps(identity),))
-            elif (application, schema) != (APPLICATION_ID, SCHEMA):
-                ours = application == APPLICATION_ID
-                raise self._foreign(f"schema {schema}" if ours else "another program's database")
+            elif application != APPLICATION_ID:
+                raise self._foreign("another program's database")
+            elif schema != SCHEMA:
+                age = "an older" if schema < SCHEMA else "a newer"
+                raise InputError(
+                    f"journal {self.path} is of {age} version of S2O (schema {schema}, this one has {SCHEMA}): "
+                    f"{self._start_over}"
+                )
             (problem,) = self._rows("PRAGMA quick_check(1)")[0]
             if problem != "ok":
                 raise sqlite3.DatabaseError(" ".join(problem.split()))
@@ -250,14 +254,10 @@ class Journal:
         except sqlite3.DatabaseError as error:
             if "not a database" not in str(error):
                 raise InputError(f"journal {self.path} is damaged ({error}): {self._start_over}") from error
-            with self.path.open("rb") as file:
-                first_schema = file.read(len(FIRST_SCHEMA)) == FIRST_SCHEMA
-            raise self._foreign("schema 1 of an older version" if first_schema else "no database") from error
+            raise self._foreign("no database") from error
 
     def _foreign(self, found: str) -> InputError:
-        return InputError(
-            f"{self.path} is not a journal of S2O with schema {SCHEMA} (found {found}): give another {self._option}"
-        )
+        return InputError(f"{self.path} is not a journal of S2O (found {found}): give another {self._option}")
 
 
 def taken_on(device: DeviceIdentity) -> dict[str, Any]:

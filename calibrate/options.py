@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from s2o_runtime.command_line import Former, renamed
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, NONE, Rule, shown
 
 _KEY = "options"  # of a field's metadata
-log = logging.getLogger("calibrate")
 _METAVARS = {int: "N", float: "X", str: "NAME", Path: "FILE", bool: "on|off"}
 
 
@@ -32,7 +29,6 @@ class Option:
         help: what it is, for --help and docs/options.md.
         group: the heading under which --help and docs/options.md list it.
         name: with underscores, as in a recipe file; the flag has dashes. By default the field's name.
-        aliases: former names, which are understood with a warning and not shown; of options with one value each.
         metavar: what stands for the value in --help; by default what its type suggests.
         default_text: the default in words, where it is not the field's own.
         example: a value for messages; by default the default.
@@ -47,7 +43,6 @@ class Option:
     help: str
     group: str
     name: str = ""
-    aliases: tuple[str, ...] = ()
     metavar: str = ""
     default_text: str = ""
     example: str = ""
@@ -100,7 +95,7 @@ class Option:
         return self.plan_text.format(value) if self.plan_text else text(value, ", ")
 
     def add_to(self, group: argparse._ActionsContainer) -> None:
-        """Add the flag to a parser or a group of one, and its aliases without help."""
+        """Add the flag to a parser or a group of one."""
         arguments: dict[str, Any] = {"dest": self.name}
         if self.rule.type is bool and not self.rule.many:
             arguments |= {"action": argparse.BooleanOptionalAction}
@@ -108,8 +103,6 @@ class Option:
             arguments |= {"type": self._from_text, "metavar": self.placeholder}
             arguments |= {"action": "append"} if self.repeatable else {}
         group.add_argument(self.flag, help=self.description.replace("%", "%%"), **arguments)
-        for alias in self.aliases:
-            group.add_argument(flag(alias), action=Former, successor=self.flag, **arguments)
 
     @property
     def _example(self) -> str:
@@ -166,34 +159,27 @@ def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> dic
     return groups
 
 
-def resolved(options: Mapping[str, Option], values: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """Values under the names of their options, where aliases may have been used; each is a warning.
+def read_all(options: Mapping[str, Option], values: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """Values by the names of their options, in the types of their fields.
 
     Args:
         options: by name.
-        values: by name or alias.
+        values: by name.
         where: what gives them, for messages, such as "recipe mine.yaml".
 
     Raises:
-        ConfigError: a name is no option's, or an option is given under two names.
+        ConfigError: a name is no option's, or a value is of another type.
     """
-    names = {alias: name for name, option in options.items() for alias in (name, *option.aliases)}
-    by_name: dict[str, Any] = {}
-    for given, value in values.items():
-        if given not in names:
-            near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{where} has {shown(given)}, which is no option: did you mean {names[near]}?")
-        if names[given] in by_name:
-            raise ConfigError(f"{where} has {names[given]} under two names: give it once")
-        if names[given] != given:
-            log.warning("%s: %s", where, renamed(given, names[given]))
-        by_name[names[given]] = value
-    return by_name
+    check_names(options, values, where)
+    return {name: options[name].read(value, f"{where}: ") for name, value in values.items()}
 
 
-def read_all(options: Mapping[str, Option], values: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """`resolved` values in the types of their fields. Raises ConfigError as that does, or for another type."""
-    return {name: options[name].read(value, f"{where}: ") for name, value in resolved(options, values, where).items()}
+def check_names(options: Mapping[str, Option], names: Iterable[Any], where: str) -> None:
+    """Raise ConfigError for a name that is no option's, with the nearest that is."""
+    for name in names:
+        if name not in options:
+            near = difflib.get_close_matches(str(name), options, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"{where} has {shown(name)}, which is no option: did you mean {near}?")
 
 
 def flag(name: str) -> str:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-from calibrate.options import Option, either, option, options_of, read_all, resolved, text
+from calibrate.options import Option, check_names, either, option, options_of, read_all, text
 from s2o_runtime.config import GRAINS, MAX_SEGMENT, MIN_SEGMENT, REPRESENTATIVES, SEGMENT_STEP, Scores
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, Rule
@@ -23,7 +23,6 @@ DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}  # tokens, by the
 CHECK_STEP = 256  # tokens; a default check length is a multiple of it
 KINDS = BUDGET_KINDS
 DOMAINS = ("code", "prose", "chat", "chinese")  # of the built-in text
-OLD_DOMAIN = "stdlib"  # the built-in text of profiles that name no domains: code with its tests, split by file
 SCOPES = BUDGET_SCOPES
 MAX_YAML_BYTES = 1 << 16
 GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
@@ -166,8 +165,8 @@ class Recipe:
         plan_text=lambda recipe: recipe.prompt_source,
     )
     domains: tuple[str, ...] | None = option(
-        Rule(str, allowed=(*DOMAINS, OLD_DOMAIN), optional=True, many=True),
-        f"kinds of built-in text to calibrate on, in turns; {OLD_DOMAIN}, alone, is the text of older profiles",
+        Rule(str, allowed=DOMAINS, optional=True, many=True),
+        "kinds of built-in text to calibrate on, in turns",
         INPUT,
         default=None,
         metavar="NAME,NAME",
@@ -190,7 +189,6 @@ class Recipe:
         PROOF,
         default=4,
         name="num_held_out",
-        aliases=("held_out",),
         plan_text="{} of each length",
     )
     num_certify: int = option(
@@ -302,7 +300,6 @@ class Recipe:
         PROOF,
         default=0.95,
         name="keep_needles",
-        aliases=("needles",),
         plan_text="{:.0%} of those that dense finds",
     )
     random_weights: bool = option(
@@ -389,7 +386,7 @@ class Recipe:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Recipe:
         """The validated recipe of `OPTIONS` in their fields' types; model, lengths and out must be among them."""
-        options = resolved(OPTIONS, options, "the recipe")
+        check_names(OPTIONS, options, "the recipe")
         settings = {OPTIONS[name].field: value for name, value in options.items()}
         budget = Budget.of(options)
         scope = {"scope": "model"} if budget.is_kl else {}
@@ -401,10 +398,8 @@ class Recipe:
         settings = dict(settings)
         if (method := settings.pop("method", "s2o")) != "s2o":
             raise ValueError(f"heads could choose {method}, which only versions before this one let them")
-        if "domains" not in settings:  # made when there was one built-in text, and no certificate
-            own = settings.get("prompts") is not None
-            older = {"domains": None if own else [OLD_DOMAIN], "hide_needles": not own, "num_certify": 0}
-            settings = older | settings
+        if "domains" not in settings:
+            raise ValueError("its prompts are built-in text of a version of S2O before 0.2, which this one has not")
         by_field = {entry.field: entry for entry in OPTIONS.values()}
         budget = Budget(settings["budget"]["kind"], by_field["budget"].read(settings["budget"]["value"]))
         others = {name: by_field[name].read(value) for name, value in settings.items() if name != "budget"}
@@ -492,8 +487,6 @@ class Recipe:
             )
         if len(set(self.used_domains)) < len(self.used_domains):
             raise ConfigError(f"domains {text(self.used_domains)} name one twice: leave one out")
-        if OLD_DOMAIN in self.used_domains and len(self.used_domains) > 1:
-            raise ConfigError(f"domain {OLD_DOMAIN} cannot be mixed with others: use code in its place")
         self._check_workers()
         if self.journal_path == self.out:
             raise ConfigError(f"{self.out} cannot be both the journal and the profile: give another --journal or --out")

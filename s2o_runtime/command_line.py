@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from s2o_runtime.completion import SHELLS, completion_script
 from s2o_runtime.errors import ResourceError, S2OError
 from s2o_runtime.logs import say
-from s2o_runtime.version import OLD_NAMES_GO_WITH, __version__
+from s2o_runtime.version import __version__
 
 OK, BAD_INPUT, NOT_PROVEN, NO_RESOURCE, INTERRUPTED = 0, 2, 3, 4, 130
 EXIT_CODES = {
@@ -100,34 +100,6 @@ class PrintCompletion(argparse.Action):
             return OK
 
         parser.exit(exit_code(parser.prog, command))
-
-
-class Former(argparse.Action):
-    """The former name of a flag: it does what the flag does, after a line that says the new name.
-
-    Args:
-        successor: the flag's name.
-        arguments: `argparse.Action`'s; with `nargs=0` the value is `const`.
-    """
-
-    def __init__(self, *arguments: Any, successor: str, **named: Any) -> None:
-        super().__init__(*arguments, **named | {"help": argparse.SUPPRESS})
-        self.successor = successor
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        say(parser.prog, f"{parser.prog}: {renamed(str(option_string), self.successor)}", level=logging.WARNING)
-        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
-
-
-def renamed(former: str, successor: str) -> str:
-    """The sentence about something that was called otherwise."""
-    return f"{former} is {successor} now: write that, because the old name goes with {OLD_NAMES_GO_WITH}"
 
 
 def exit_codes(*codes: int) -> str:

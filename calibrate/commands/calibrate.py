@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import shlex
 import sys
 import time
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from calibrate.api import finished, finished_kinds, planned
 from calibrate.commands.common import Flags, add_output_flags, print_json, run
-from calibrate.options import add_flags, flag
+from calibrate.options import add_flags
 from calibrate.recipe import INPUT, OPTIONS, OUTPUT, Recipe, load_yaml, merged
 from s2o_runtime.command_line import (
     BAD_INPUT,
@@ -26,7 +25,6 @@ from s2o_runtime.command_line import (
     exit_codes,
     failed,
     failure_code,
-    renamed,
 )
 from s2o_runtime.doctor.command import parser as doctor_parser
 from s2o_runtime.errors import ConfigError, S2OError
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from calibrate.pipeline import Result
 
 PROGRAM = "s2o-calibrate"
-log = logging.getLogger(PROGRAM)
 DOCTOR = "doctor"  # the one command beside calibrating: s2o-doctor
 EXAMPLES = (
     ("see whether this machine is ready", DOCTOR),
@@ -51,7 +48,6 @@ EXAMPLES = (
     ("rehearse a model's sizes without its weights", "--model llama-3.1-70b --random-weights --num-certify 0"),
     ("prove what a server runs that feeds prompts in chunks", "--model my/model --chunk 8192"),
 )
-MODES = ("rebudget", "retile")  # commands of s2o-profile that were flags here, and still are
 # what to change after a failed proof, by a phrase in the sentence that says what failed
 ADVICE = {
     "has an error of": "allow more error or calibrate on more prompts (--num-prompts)",
@@ -81,9 +77,6 @@ def parser() -> Parser:
     output.add_argument("--yaml", action="store_true", help="with --dry-run: print the plan as a file for --recipe")
     add_output_flags(output)
     add_information(output)
-    modes = out.add_mutually_exclusive_group()
-    for mode in MODES:
-        modes.add_argument(flag(mode), type=Path, help=argparse.SUPPRESS)
     return out
 
 
@@ -98,21 +91,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(flags: Flags) -> int:
-    if not flags.keys() & set(MODES):
-        return _calibrate(flags)
-
-    from calibrate.commands import profile
-
-    for mode in flags.keys() & set(MODES):
-        log.warning(renamed(f"{PROGRAM} {flag(mode)} PROFILE", f"{profile.PROGRAM} {mode} PROFILE"))
-    if "rebudget" in flags:
-        _check_mode("rebudget", tuple(profile.REBUDGET), flags)
-        return profile.rebudget({**flags, "profile": flags["rebudget"]}, "--rebudget")
-    _check_mode("retile", tuple(profile.RETILE), flags)
-    return profile.retile({**flags, "profile": flags["retile"]})
-
-
-def _calibrate(flags: Flags) -> int:
     start = time.monotonic()
     if "yaml" in flags and "dry_run" not in flags:
         raise ConfigError("--yaml prints what --dry-run would run: give both")
@@ -222,15 +200,6 @@ def advice(problems: Sequence[str]) -> str:
     if "needles that dense finds" in helpful:
         helpful.pop("has an error of", None)
     return "; ".join(helpful.values()) or "calibrate on more prompts (--num-prompts)"
-
-
-def _check_mode(mode: str, allowed: Sequence[str], flags: Flags) -> None:
-    """Raises ConfigError naming a flag that a mode does not take, or a profile that is not there."""
-    for name in ("recipe", "dry_run", "yaml", *OPTIONS):
-        if name in flags and name not in allowed:
-            raise ConfigError(f"{flag(mode)} takes only {', '.join(map(flag, allowed))}: leave {flag(name)} out")
-    if not flags[mode].is_file():
-        raise ConfigError(f"{flag(mode)} {flags[mode]} is not a file: check the path")
 
 
 if __name__ == "__main__":

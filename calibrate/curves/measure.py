@@ -244,18 +244,12 @@ def _with_all_shapes(key: Mapping[str, Any], there: Sequence[dict[str, Any]]) ->
 
 
 def recipe_key(recipe: Recipe, length: int) -> dict[str, Any]:
-    """What a key of curves says of the recipe.
-
-    It says nothing of scores where they are in the type of the inputs, as they ever were, and nothing of linear tails
-    where heads may not choose any.
-    """
+    """What a key of curves says of the recipe."""
     key: dict[str, Any] = {
         "segments": list(recipe.segments_for(length)),
         "representatives": list(recipe.representatives),
         "grains": list(recipe.grains),
+        "scores": list(recipe.scores),
+        "linear_tails": recipe.linear_tails,
     }
-    if recipe.scores != ("input",):
-        key["scores"] = list(recipe.scores)
-    if recipe.linear_tails:
-        key["linear_tails"] = True
     return key

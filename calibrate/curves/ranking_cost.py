@@ -80,8 +80,7 @@ def stored_cost(
 ) -> float:
     """The same from a journal's entries of `KIND`; `costs.fixed_cost` if there is none for this length and GPU."""
     key = key_of(geometry, device, length, recipe)
-    gpu = taken_on(device)  # which older journals do not say, because all their entries were of one
-    return next((float(value) for of_entry, value in entries if gpu | dict(of_entry) == key), fixed_cost(length))
+    return next((float(value) for of_entry, value in entries if of_entry == key), fixed_cost(length))
 
 
 def _measured(geometry: Geometry, device: torch.device, length: int, ranking: Ranking) -> float:

@@ -35,7 +35,6 @@ class Plan:
         "where results, report and pictures go",
         OUTPUT,
         name="out_dir",
-        aliases=("out",),
         metavar="FOLDER",
         example="evaluations/demo",
     )
@@ -82,7 +81,6 @@ class Plan:
         INPUT,
         default=5,
         name="num_depths",
-        aliases=("depths",),
     )
     samples: int = option(
         Rule(int, low=1),
@@ -90,7 +88,6 @@ class Plan:
         INPUT,
         default=4,
         name="num_prompts",
-        aliases=("samples",),
     )
     needles: int = option(
         Rule(int, 1, len(WORDS)),
@@ -98,7 +95,6 @@ class Plan:
         INPUT,
         default=8,
         name="num_needles",
-        aliases=("needles",),
     )
     repeats: int = option(Rule(int, low=1), "timed prefills, after one that is not", INPUT, default=5)
     seed: int = shared(CALIBRATION["seed"], default=0, help="seed of prompts and random weights", group=INPUT)

@@ -121,19 +121,15 @@ def calibrate_command(recipe: Recipe) -> str:
 
 def _check_identity(journal: Journal, profile: Profile) -> None:
     """Raise InputError if the journal's measurements are of another model or kind of device than the profile."""
-    device: dict[str, Any] = {"kind": profile.device.kind}
-    if "name" in journal.identity.get("device", {}):  # an older journal, whose times do not say their GPU
-        device |= {"name": profile.device.name, "sm_count": profile.device.sm_count}
-    expected: dict[str, dict[str, Any]] = {"model": {"fingerprint": profile.fingerprint}, "device": device}
-    for part, fields in expected.items():
+    expected = {("model", "fingerprint"): profile.fingerprint, ("device", "kind"): profile.device.kind}
+    for (part, name), value in expected.items():
         measured = journal.identity.get(part)
-        for name, value in fields.items():
-            actual = measured.get(name) if isinstance(measured, dict) else None
-            if actual != value:
-                raise InputError(
-                    f"journal {journal.path} was made with {part}.{name} {actual}, the profile with {value}: "
-                    "give the profile's own --journal"
-                )
+        actual = measured.get(name) if isinstance(measured, dict) else None
+        if actual != value:
+            raise InputError(
+                f"journal {journal.path} was made with {part}.{name} {actual}, the profile with {value}: "
+                "give the profile's own --journal"
+            )
 
 
 def _prompt_hashes(profile: Profile, length: int) -> list[str | None]:

@@ -26,8 +26,7 @@ from calibrate.prompts.documents import (
 from calibrate.prompts.files import read_documents
 from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.prompts.split import parts, split
-from calibrate.prompts.stdlib import stdlib_prompts
-from calibrate.recipe import OLD_DOMAIN, Recipe
+from calibrate.recipe import Recipe
 from s2o_runtime.errors import InputError
 from s2o_runtime.fields import counted
 
@@ -62,8 +61,6 @@ def load_prompts(recipe: Recipe, tokenizer: Any) -> PromptSet:
     }
     if recipe.prompts is not None:
         prompts = _of_files(recipe, tokenizer, wanted)
-    elif recipe.used_domains == (OLD_DOMAIN,):
-        prompts = stdlib_prompts(recipe, tokenizer)
     else:
         prompts = _built_in(recipe, tokenizer, wanted)
     fewest = min(map(len, prompts.calibration.values()))

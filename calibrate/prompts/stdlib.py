@@ -1,7 +1,6 @@
-"""Prompts of the standard library's sources alone: what is measured on, and what profiles were calibrated on before.
+"""Prompts of the standard library's sources alone, which benchmarks, examples and the evaluation read.
 
-Benchmarks, examples and the evaluation read these, and so does the recipe of a profile that was made when this was the
-only built-in text (the domain "stdlib"). Calibration's domain "code" leaves the files out that are held out here.
+Calibration's domain "code" leaves the files out that are held out here.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from typing import Any
 import torch
 
 from calibrate.prompts.needles import make_needles
-from calibrate.prompts.prompt import Prompt, PromptSet
+from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.retrieval import Retrieval, encode, needles_in
-from calibrate.recipe import Recipe
 from s2o_runtime.errors import InputError
 
 HELD_OUT_FILES = 3  # one of this many of the standard library's files is held out
@@ -46,35 +44,7 @@ def is_held_out(name: str) -> bool:
     return zlib.crc32(name.encode()) % HELD_OUT_FILES == 0
 
 
-def stdlib_prompts(recipe: Recipe, tokenizer: Any) -> PromptSet:
-    """The prompts of the domain "stdlib": those to calibrate and to adjust on are what they were in older versions.
-
-    Prompts to certify on are of held-out files that no prompt of these is of.
-
-    Raises:
-        InputError: The sources are too short.
-    """
-    lengths = (*recipe.lengths, *recipe.checked_lengths)
-    adjusted: set[str] = set()
-    held_out = {length: built_in(tokenizer, length, recipe.held_out, recipe.seed, True, adjusted) for length in lengths}
-    certify: dict[int, list[Prompt]] = {}
-    for length in lengths if recipe.num_certify else ():
-        rng, used = random.Random(f"{recipe.seed}/{length}/certify"), set(adjusted)
-        certify[length] = [
-            _with_needles(tokenizer, sources(rng, True, used), length, rng) for _ in range(recipe.num_certify)
-        ]
-    return PromptSet(
-        calibration={
-            length: built_in(tokenizer, length, recipe.num_prompts, recipe.seed, False) for length in recipe.lengths
-        },
-        held_out=held_out,
-        certify=certify,
-    )
-
-
-def built_in(
-    tokenizer: Any, length: int, count: int, seed: int, held_out: bool, read: set[str] | None = None
-) -> list[Prompt]:
+def built_in(tokenizer: Any, length: int, count: int, seed: int, held_out: bool) -> list[Prompt]:
     """Prompts of the standard library's sources, with needles.
 
     Args:
@@ -83,17 +53,13 @@ def built_in(
         count: How many prompts. No file is in two of them.
         seed: What draws the text and the needles.
         held_out: Whether the prompts are of the files that are held out, or of the others.
-        read: The names of the files that are in a prompt are added to it.
 
     Raises:
         InputError: The sources are too short.
     """
     rng = random.Random(f"{seed}/{length}/{'held out' if held_out else 'calibration'}")
     used: set[str] = set()
-    prompts = [_with_needles(tokenizer, sources(rng, held_out, used), length, rng) for _ in range(count)]
-    if read is not None:
-        read |= used
-    return prompts
+    return [_with_needles(tokenizer, sources(rng, held_out, used), length, rng) for _ in range(count)]
 
 
 def _with_needles(tokenizer: Any, files: Iterator[str], length: int, rng: random.Random) -> Prompt:

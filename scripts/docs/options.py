@@ -44,7 +44,7 @@ def options(stated: Mapping[str, Option]) -> str:
         groups.setdefault(option.group, []).append(option)
     parts = []
     for group, members in groups.items():
-        rows = [(Markup(_name(option)), str(option.rule), option.shown_default, option.help) for option in members]
+        rows = [(Markup(f"`{option.flag}`"), str(option.rule), option.shown_default, option.help) for option in members]
         parts.append(
             f"**{group[0].upper()}{group[1:]}**\n\n"
             + markdown(Table(("option", "value", "default", "what it is"), rows, align="l"))
@@ -69,11 +69,6 @@ def written(page: str, sections: Mapping[str, str]) -> str:
         body = f"{start}\n\n{text}\n\n{end}"
         page = page[: match.start()] + body + page[match.end() :]
     return page
-
-
-def _name(option: Option) -> str:
-    aliases = "".join(f"; also `--{alias.replace('_', '-')}`" for alias in option.aliases)
-    return f"`{option.flag}`{aliases}"
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from statistics import fmean
 import torch
 
 from calibrate.pipeline import calibrate
-from calibrate.recipe import OLD_DOMAIN, Budget, Recipe
+from calibrate.recipe import Budget, Recipe
 from calibrate.report.contents import report_of
 from calibrate.versions import now, versions
 from scripts.bench.common import Parser, add_device, bench_parser, check_device, checked, run_command
@@ -66,7 +66,7 @@ def study(args: argparse.Namespace) -> None:
             Budget("rel_mse", 1e-3),
             (args.length,),
             Path(folder) / "profile.safetensors",
-            domains=(OLD_DOMAIN,),
+            domains=("code",),
             held_out=args.held_out,
             num_certify=0,
             trials=args.trials,

@@ -13,7 +13,6 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from calibrate.commands.calibrate import main
 from s2o_runtime import load_profile
-from s2o_runtime.version import OLD_NAMES_GO_WITH
 from support.models import SIZES
 from support.tiny import save_tiny
 
@@ -231,21 +230,13 @@ def test_a_dry_run_writes_a_recipe_that_runs_the_same(tmp_path):
     assert first == second
 
 
-def test_older_flags_are_understood_with_a_warning_and_not_shown(capsys):
+@pytest.mark.parametrize("flag", ["--needles=1", "--held-out=3", "--rebudget=p", "--retile=p"])
+def test_flags_of_versions_before_02_are_unknown(flag, capsys):
     from calibrate.commands.calibrate import parser
 
-    assert vars(parser().parse_args(["--needles", "0.5", "--held-out", "3"])) == {
-        "keep_needles": 0.5,
-        "num_held_out": 3,
-    }
-    ending = f"write that, because the old name goes with {OLD_NAMES_GO_WITH}"
-    assert capsys.readouterr().err.splitlines() == [
-        f"s2o-calibrate: --needles is --keep-needles now: {ending}",
-        f"s2o-calibrate: --held-out is --num-held-out now: {ending}",
-    ]
-    text = parser().format_help()
-    assert "--keep-needles" in text
-    assert not any(f" {name} " in text for name in ("--needles", "--held-out", "--rebudget", "--retile"))
+    with pytest.raises(SystemExit):
+        parser().parse_args([flag])
+    assert f"s2o-calibrate: unrecognized arguments: {flag}: " in capsys.readouterr().err
 
 
 OVER = "layer 3 at 512 tokens has an error of 2.00e-03, 1.00e-03 is allowed"
@@ -337,49 +328,6 @@ def test_a_bug_is_not_taken_for_a_full_disk():
 
     with pytest.raises(FileNotFoundError, match="a bug"), writing(Path("p.safetensors")):
         raise FileNotFoundError("a bug")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "called", "out"),
-    [
-        (
-            ["--rebudget", "a/p.x", "--budget-mse", "1e-3"],
-            "'mse-0.001', 'OUT', 'None', 'None'",
-            "mse-0.001.safetensors",
-        ),
-        (
-            ["--rebudget", "a/p.x", "--budget-kl", "5e-3"],
-            "'kl-0.005', 'OUT', 'None', 'None'",
-            "kl-0.005.safetensors",
-        ),
-        (
-            ["--rebudget", "a/p.x", "--budget-rel-mse", "0.5", "--worst-rows", "0.8"],
-            "'rel-mse-0.5', 'OUT', 'None', '0.8'",
-            "rel-mse-0.5-rows-0.8.safetensors",
-        ),
-        (
-            ["--rebudget", "a/p.x", "--budget-mse", "0.5", "--worst-rows", "0", "--journal", "j", "--out", "b/q"],
-            "'mse-0.5', 'OUT', 'j', '0.0'",
-            "b/q",
-        ),
-        (["--retile", "a/p.x"], "'cpu', 'OUT'", "p-cpu.safetensors"),
-        (["--retile", "a/p.x", "--device", "cpu", "--out", "q"], "'cpu', 'OUT'", "q"),
-    ],
-)
-def test_modes_that_change_a_profile(arguments, called, out, command, tmp_path, monkeypatch, caplog):
-    def mode(*given):
-        print("called with", [str(argument) for argument in given])
-        return SimpleNamespace(note="what was not tuned")
-
-    for name in ("rebudget", "retile"):
-        monkeypatch.setitem(sys.modules, f"calibrate.profiles.{name}", SimpleNamespace(**{name: mode}))
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "p.x").touch()
-    outcome = command(*arguments)
-    assert outcome.stdout == f"called with ['a/p.x', {called.replace('OUT', out)}]\nwrote {out}\n", outcome.stderr
-    mode_name = arguments[0].removeprefix("--")
-    warning = f"s2o-calibrate {arguments[0]} PROFILE is s2o-profile {mode_name} PROFILE now: write that, because"
-    assert warning in caplog.text
 
 
 def bad_inputs():
@@ -492,23 +440,6 @@ def test_bad_input_ends_a_process_in_one_sentence(tmp_path):
             "budget_mse and budget_rel_mse are both given",
         ),
         (["--model", "demo", "--yaml"], "--yaml prints what --dry-run would run: give both"),
-        (["--rebudget", "p", "--retile", "p"], "not allowed with argument --rebudget"),
-        (
-            ["--rebudget", PROFILE],
-            "--rebudget needs the new budget: give --budget-mse, --budget-rel-mse or --budget-kl",
-        ),
-        (["--rebudget", ".", "--budget-mse", "1"], "--rebudget . is not a file: check the path"),
-        (["--retile", "none"], "--retile none is not a file: check the path"),
-        (
-            ["--rebudget", "p", "--budget-mse", "1", "--model", "demo"],
-            "--rebudget takes only --budget-mse, --budget-rel-mse, --budget-kl, --worst-rows, --journal, --out: "
-            "leave --model out",
-        ),
-        (["--retile", "p", "--recipe", "r.yaml"], "--retile takes only --device, --out: leave --recipe out"),
-        (["--retile", "p", "--dry-run"], "leave --dry-run out"),
-        (["--retile", "p", "--no-random-weights"], "leave --random-weights out"),
-        (["--retile", PROFILE, "--device", "tpu"], "device 'tpu' is not known"),
-        (["--retile", PROFILE, "--device", "cpu", "--out", "."], "--out . is a folder"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )

@@ -229,7 +229,7 @@ def test_another_budget_finds_what_was_measured(run, tmp_path, monkeypatch):
     before = curves_in(tmp_path / "j")
     monkeypatch.setattr(capture, "DenseWalk", None)
     monkeypatch.setattr(measure, "measure", None)
-    made, second = run("two", **mine, budget_rel_mse=1e-1, budget_scope="model", trials=3, held_out=2)
+    made, second = run("two", **mine, budget_rel_mse=1e-1, budget_scope="model", trials=3, num_held_out=2)
     assert_what_was_proven_is_written(made, second)
     assert second.journal_reused >= 4
     assert curves_in(tmp_path / "j") == before
@@ -372,7 +372,7 @@ def asked(monkeypatch):
     monkeypatch.setattr(agreement, "KEPT_WITHIN", -math.inf)  # these are kept only if they are found
 
 
-LOOSE = {"budget_rel_mse": 1.0, "worst_rows": 0.0, "lengths": (1024,), "needles": 1.0}
+LOOSE = {"budget_rel_mse": 1.0, "worst_rows": 0.0, "lengths": (1024,), "keep_needles": 1.0}
 
 
 @pytest.fixture
@@ -466,12 +466,12 @@ def test_a_regression_can_be_allowed_and_the_profile_says_so(asked, run):
 def test_needles_that_less_of_the_budget_keeps_are_kept(asked, attempts, run):
     """How few may be lost is set between what the first attempt finds and what the last one does."""
     less = LOOSE | {"budget_rel_mse": 0.4}
-    _, first = run(**less | {"needles": 0.0})
+    _, first = run(**less | {"keep_needles": 0.0})
     _, last = run(**less)
     (few, _), (many, _) = first.proofs[1024].needles, last.proofs[1024].needles
     assert few < many
     attempts.clear()
-    made, result = run(**less | {"needles": many / 20})
+    made, result = run(**less | {"keep_needles": many / 20})
     assert result.met
     assert 2 <= len(attempts) <= RETRIES + 1
     assert result.proofs[1024].needles[0] >= many

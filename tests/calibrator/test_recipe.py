@@ -87,7 +87,9 @@ def test_yaml_as_people_write_it(tmp_path):
     expected = {"model": "demo", "budget_mse": 1e-4, "lengths": (1024, 2048), "tails": (False, True)}
     expected |= {"time_limit": 5400.0, "margin": 1.0, "out": Path("~/p.safetensors")}
     assert load_yaml(written(tmp_path, text)) == expected
-    as_flags = 'lengths: 1024,2048\ntails: "off"\ncheck_lengths: none\nheld_out: 3\nneedles: 0.5\nworst_rows: none\n'
+    as_flags = (
+        'lengths: 1024,2048\ntails: "off"\ncheck_lengths: none\nnum_held_out: 3\nkeep_needles: 0.5\nworst_rows: none\n'
+    )
     expected = {"lengths": (1024, 2048), "tails": (False,), "check_lengths": (), "num_held_out": 3}
     assert load_yaml(written(tmp_path, as_flags)) == expected | {"keep_needles": 0.5, "worst_rows": None}
 
@@ -112,7 +114,7 @@ def test_yaml_as_people_write_it(tmp_path):
         ("lengths: [1k]", r"lengths is \['1k'\]: expected an ascending list"),
         ("tails: [maybe]", r"tails is \['maybe'\]: expected an ascending list, each true or false"),
         ("time_limit: 5 days", "time_limit is '5 days': expected a number of seconds above 0 or none, such as 90, 5m"),
-        ("needles: 0.5\nkeep_needles: 0.5", "has keep_needles under two names: give it once"),
+        ("held_out: 3", "has 'held_out', which is no option: did you mean"),
         ("random_weights: 1", "random_weights is 1: expected true or false"),
         ("model: 7", "model is 7: expected a name"),
         ("out: [a]", r"out is \['a'\]: expected a file name"),
@@ -277,14 +279,13 @@ def test_a_recipe_is_read_from_its_record():
         Recipe.from_record(older | {"method": "auto"}, made.out)
 
 
-def test_a_record_without_domains_is_of_the_text_of_its_time():
-    new = ("domains", "hide_needles", "num_certify")
-    older = {name: value for name, value in recipe().record().items() if name not in new}
-    made = Recipe.from_record(older, Path("p"))
-    assert (made.domains, made.hide_needles, made.num_certify) == (("stdlib",), True, 0)
-    made = Recipe.from_record(older | {"prompts": "mine.jsonl"}, Path("p"))
-    assert (made.prompts, made.domains) == ((Path("mine.jsonl"),), None)
-    assert (made.hide_needles, made.num_certify) == (False, 0)
+def test_a_record_of_text_that_is_gone_is_refused():
+    record = recipe().record()
+    with pytest.raises(ConfigError, match=r"domains is .*'stdlib'"):
+        Recipe.from_record(record | {"domains": ["stdlib"]}, Path("p"))
+    del record["domains"]
+    with pytest.raises(ValueError, match=r"built-in text of a version of S2O before 0\.2"):
+        Recipe.from_record(record, Path("p"))
 
 
 def test_one_file_of_prompts_may_be_given_as_it_is(tmp_path):

@@ -18,7 +18,7 @@ SLOW = pytest.mark.slow(reason="kills and resumes calibrations in processes of t
 ROOT = Path(__file__).parents[2]
 OPTIONS = ["--lengths", "512,1024", "--segments", "64,128", "--representatives", "1,4", "--num-prompts", "6"]
 OPTIONS += ["--num-certify", "0"]
-OPTIONS += ["--held-out", "1", "--trials", "2", "--budget-rel-mse", "1e-2", "--device", "cpu", "--quiet", "--json"]
+OPTIONS += ["--num-held-out", "1", "--trials", "2", "--budget-rel-mse", "1e-2", "--device", "cpu", "--quiet", "--json"]
 CURVES = 4  # of a whole journal: two layers at two lengths
 LONG = 120  # seconds that nothing here should take
 

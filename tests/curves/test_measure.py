@@ -151,7 +151,7 @@ def test_what_is_not_the_same_measurement_is_made_again(watched):
 def test_a_budget_is_not_part_of_a_measurement(watched):
     first = watched.run()
     changes = {"budget_mse": 1.0, "budget_scope": "model", "margin": 0.3, "worst_rows": 0.1, "trials": 3, "seed": 9}
-    assert_same(first, watched.run(**changes, tails=(False,), time_limit=9.0, needles=0.0))
+    assert_same(first, watched.run(**changes, tails=(False,), time_limit=9.0, keep_needles=0.0))
     assert watched.measured == []
 
 

@@ -18,7 +18,7 @@ from support.candidates import LENGTHS, candidate, proofs_of
 from support.tiny import recipe, save_tiny
 
 CHUNK, OTHER = 256, 128  # of the recipe, and of who proves it again
-SETTINGS = {"lengths": (512,), "budget_kl": 5e-4, "num_certify": 3, "trials": 2, "held_out": 2}
+SETTINGS = {"lengths": (512,), "budget_kl": 5e-4, "num_certify": 3, "trials": 2, "num_held_out": 2}
 
 
 class Chunks(dict):

@@ -147,30 +147,20 @@ def test_an_option_means_the_same_in_both_commands():
 
 @pytest.mark.parametrize("options", [OPTIONS, plan.OPTIONS], ids=["calibrate", "eval"])
 def test_a_default_survives_the_command_line(options):
-    """What a flag is given as text is what the field holds; aliases are flags too."""
+    """What a flag is given as text is what the field holds."""
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
     add_flags(parser, options.values())
     for option in options.values():
         if option.default in (None, ()) or (option.rule.type is bool and not option.rule.many):
             continue
-        for name in (option.name, *option.aliases):
-            arguments = [f"--{name.replace('_', '-')}", text(option.default)]
-            assert vars(parser.parse_args(arguments)) == {option.name: option.default}
-            assert read_all(options, {name: text(option.default)}, "test") == {option.name: option.default}
+        assert vars(parser.parse_args([option.flag, text(option.default)])) == {option.name: option.default}
+        assert read_all(options, {option.name: text(option.default)}, "test") == {option.name: option.default}
     assert vars(parser.parse_args([])) == {}
 
 
 def test_an_unknown_option_is_named_with_its_neighbour():
     with pytest.raises(ConfigError, match=r"calibrate\(\) has 'budget', which is no option: did you mean budget_"):
         read_all(OPTIONS, {"budget": 1}, "calibrate()")
-
-
-def test_a_former_name_in_a_recipe_is_a_warning(caplog):
-    assert read_all(OPTIONS, {"held_out": 3}, "recipe r.yaml") == {"num_held_out": 3}
-    assert "recipe r.yaml: held_out is num_held_out now: write that, because the old name goes with 0." in caplog.text
-    caplog.clear()
-    assert read_all(OPTIONS, {"num_held_out": 3}, "recipe r.yaml") == {"num_held_out": 3}
-    assert not caplog.text
 
 
 def test_docs_list_every_option_as_it_is():

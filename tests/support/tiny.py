@@ -13,7 +13,7 @@ QUICK = {
     "segments": (64, 128),
     "representatives": (1, 4),
     "num_prompts": 2,
-    "held_out": 1,
+    "num_held_out": 1,
     "num_certify": 0,
     "trials": 3,
 }
