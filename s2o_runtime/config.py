@@ -263,6 +263,11 @@ class LayerConfig:
         return len(self.heads)
 
     @property
+    def segment(self) -> int:
+        """The segment of the first head, which all heads of a calibrated layer share."""
+        return self.heads[0].segment
+
+    @property
     def is_dense(self) -> bool:
         """Whether every head is dense."""
         return all(head.mode == "dense" for head in self.heads)

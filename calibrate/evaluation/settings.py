@@ -78,6 +78,5 @@ def config_of(text: str, heads: int, tiles: tuple[TileConfig, ...]) -> LayerConf
         ConfigError: names the part of the text that is wrong.
     """
     config = LayerConfig.uniform(heads, tile=CPU_TILE, **parsed(text))
-    segment = config.heads[0].segment
-    fitting = (tile for tile in tiles if segment % tile.rows == 0)
+    fitting = (tile for tile in tiles if config.segment % tile.rows == 0)
     return config.with_tile(next(fitting, CPU_TILE))

@@ -62,7 +62,7 @@ def self_test(loaded: LoadedModel) -> None:
     config = _never_stops(loaded.geometry, device)
     if config is None:  # no kernel for this head dim here: the search says so
         return
-    length = min(SEGMENTS * config.heads[0].segment - 20, positions(loaded.model.config))
+    length = min(SEGMENTS * config.segment - 20, positions(loaded.model.config))
     decoder = decoder_of(loaded.model)
     cache = "cache" if "cache" in signature(decoder.forward).parameters else "past_key_values"  # until 5.23
     comparison = _Comparison(loaded.geometry, loaded.model)

@@ -71,7 +71,7 @@ def explain_head(
 
 def _limits(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> tuple[dict[str, Any], str]:
     """Density and error of a head as its curve predicts them, and what keeps it from the next cheaper setting."""
-    curves_of_methods = methods(curves, config.heads[0].segment, config.grain, Shape.of(config.tile), config.scores)
+    curves_of_methods = methods(curves, config.segment, config.grain, Shape.of(config.tile), config.scores)
     power = dense_power(curves_of_methods)
     choices = allowed(recipe)
     guarded = points_of(curves_of_methods, head, choices)

@@ -151,7 +151,7 @@ def _choice(
     weights: Weights,
 ) -> Choice:
     """A layer as it was in segment, grain and tile, with its new budget spent."""
-    segment, grain, tile = config.heads[0].segment, config.grain, config.tile
+    segment, grain, tile = config.segment, config.grain, config.tile
     budget = budget_mse(weights, after)
     of_point = methods(curves, segment, grain, Shape.of(tile), config.scores)
     unspent = Choice(segment, grain, tile, of_point, 0.0, Allocation(()), weights=weights, scores=config.scores)

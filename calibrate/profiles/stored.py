@@ -57,7 +57,7 @@ class StoredCurves:
                     self.ranking_costs, self.profile.geometry, self.profile.device, length, self.recipe
                 )
                 curves = with_fixed_cost(unpacked(value), cost, linear_cost(length))
-                there = methods(curves, config.heads[0].segment, config.grain, shape, config.scores)
+                there = methods(curves, config.segment, config.grain, shape, config.scores)
                 return curves if there else None
         return None
 

@@ -170,5 +170,5 @@ def corrected(chosen: Chosen, alone: Alone) -> Chosen:
 
 
 def _nothing_skipped(config: LayerConfig) -> LayerConfig:
-    head = HeadConfig(0.0, config.heads[0].segment)
+    head = HeadConfig(0.0, config.segment)
     return replace(config, heads=(head,) * len(config.heads))

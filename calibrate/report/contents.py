@@ -320,7 +320,7 @@ def _layer(recipe: Recipe, result: Result, length: int, index: int, proof: Layer
         tails=sum(head.tail for head in s2o_heads),
         linear_tails=sum(head.linear for head in s2o_heads),
         representatives={str(count): representatives[count] for count in sorted(representatives)},
-        segment=config.heads[0].segment,
+        segment=config.segment,
         grain=config.grain,
         scores=config.scores,
         tile=str(config.tile),

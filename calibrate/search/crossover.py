@@ -157,7 +157,7 @@ def crossovers(executor: Executor, layers: Mapping[Hashable, Layer], journal: Jo
 
 def _quickest(config: LayerConfig) -> HeadConfig:
     """A head that stops as early as it can, with the dearest ranking of the layer's heads."""
-    ranked = [head for head in config.heads if head.mode == "s2o"] or [HeadConfig(segment=config.heads[0].segment)]
+    ranked = [head for head in config.heads if head.mode == "s2o"] or [HeadConfig(segment=config.segment)]
     dearest = max(ranked, key=lambda head: (head.linear, head.representatives, head.tail))
     return replace(dearest, tau=MAX_TAU)
 
