@@ -21,7 +21,7 @@ from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
 from calibrate.work.executor import Executor, executor_of, shares
-from calibrate.work.items import WorkerState
+from calibrate.work.items import WorkerState, WorkItem
 from s2o_runtime.devices import DeviceIdentity
 
 STAGE = "curves"
@@ -103,7 +103,7 @@ def measure_model(
 
 
 @dataclass(frozen=True)
-class LayerCurves:
+class LayerCurves(WorkItem):
     """The curves of one layer at one length for some of its calibration prompts.
 
     layer: its row in a profile's tables. prompts: their hashes. first: whether the first one is the length's first, on

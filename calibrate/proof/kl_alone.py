@@ -27,7 +27,8 @@ from calibrate.proof.steps import KIND, LayerRun, PatchableLayer
 from calibrate.search.allocate import Weights
 from calibrate.search.choose import Chosen
 from calibrate.work.executor import Executor, executor_of, shares
-from calibrate.work.items import WorkerState
+from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.measured import measured
 from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.huggingface import hf
 
@@ -77,19 +78,13 @@ def kl_alone(
             AlonePrompts(prompts[0].length, tuple(prompt.sha256 for prompt in share), runs)
             for share in shares(executor, prompts)
         ]
-        known = {item: None if journal is None else journal.get(KIND, item.key) for item in items}
-        pending = {item: executor.submit(item) for item in items if known[item] is None}
-        for item, waiting in pending.items():
-            known[item] = waiting.result()
-            if journal is not None:
-                journal.put(KIND, item.key, known[item])
-    of_prompts = [kls for item in items for kls in known[item] or ()]
+        of_prompts = [kls for of_share in measured(items, executor, journal) for kls in of_share]
     means = [statistics.fmean(kls) for kls in zip(*of_prompts, strict=True)]
     return tuple(max(0.0, kl) for kl in means[:-1]), max(0.0, means[-1])
 
 
 @dataclass(frozen=True)
-class AlonePrompts:
+class AlonePrompts(WorkItem):
     """Some prompts with each group of layers patched by itself, as an item of work.
 
     Its result is, for each prompt, the KL of each group and that of rounding alone, in nats per token.
@@ -99,7 +94,7 @@ class AlonePrompts:
     prompts: tuple[str, ...]
     runs: tuple[LayerRun, ...]
     stage: str = "alone"
-    timed: bool = False
+    kind: ClassVar[str] = KIND
     tiled: ClassVar[bool] = True
 
     @property

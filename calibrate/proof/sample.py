@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ from calibrate.proof.steps import KIND, LayerRun, LockStep, PairWalk, Step
 from calibrate.proof.verify import Configured
 from calibrate.recipe import Budget
 from calibrate.work.executor import Executor, executor_of
-from calibrate.work.items import WorkerState
+from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.measured import measured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import LayerConfig
@@ -141,10 +142,10 @@ def sample(
             while revised is not None:
                 configured = revised
                 runs = LayerRun.of(configured, chunk, index, length)
-                measured = _layer_sample(walk.measured(runs))
-                revised = revise(configured, length, index, measured)
+                sample = _layer_sample(walk.measured(runs))
+                revised = revise(configured, length, index, sample)
             walk.accept(runs)
-            layers.append(measured)
+            layers.append(sample)
             on_step()
         agreements = tuple(walk.agreements())
         floor = _noise_floor(executor, length, prompts[:NOISE_PROMPTS], journal)
@@ -209,18 +210,12 @@ def _noise_floor(
 ) -> float | None:  # fmt: skip
     """The mean KL between two dense implementations; None where rounding is too small to say anything."""
     items = [NoiseFloor(length, prompt.sha256) for prompt in prompts]
-    known = {item: None if journal is None else journal.get(KIND, item.key) for item in items}
-    pending = {item: executor.submit(item) for item in items if known[item] is None}
-    for item in pending:
-        known[item] = pending[item].result()
-        if journal is not None:
-            journal.put(KIND, item.key, known[item])
-    kls = [(known[item] or {})["kl"] for item in items]
+    kls = [result["kl"] for result in measured(items, executor, journal)]
     return None if None in kls else max(0.0, statistics.fmean(kls))
 
 
 @dataclass(frozen=True)
-class NoiseFloor:
+class NoiseFloor(WorkItem):
     """The KL of one prompt between the dense model and the same with another implementation of dense attention.
 
     What two exact implementations differ by is what rounding does to a model's predictions: a KL of that size says
@@ -231,7 +226,7 @@ class NoiseFloor:
     length: int
     prompt: str
     stage: str = "noise"
-    timed: bool = False
+    kind: ClassVar[str] = KIND
 
     @property
     def affinity(self) -> Hashable:

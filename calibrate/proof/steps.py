@@ -24,8 +24,9 @@ from calibrate.model.streams import Calls, DecoderLayer, Stream, begin, decoder_
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import PromptAgreement, compare
 from calibrate.proof.chunks import ByLength, Chunks, chunks_of
-from calibrate.work.executor import Executor, Pending
-from calibrate.work.items import WorkerState
+from calibrate.work.executor import Executor
+from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.measured import Measuring
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface import hf
 from s2o_runtime.identity import device_of
@@ -240,7 +241,7 @@ class _OnDevice:
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(WorkItem):
     """One prompt at one layer, as an item of work; what is observed there is a subclass's.
 
     index: Which of its length's prompts it is. before: What the layers before ran. runs: What this one runs.
@@ -253,7 +254,7 @@ class Step:
     before: History
     runs: LayerRun
     stage: str = ""
-    timed: bool = False
+    kind: ClassVar[str] = KIND
     tiled: ClassVar[bool] = True
 
     @property
@@ -302,6 +303,10 @@ class Step:
 class LastStep(Step):
     """What both models predict of a prompt after all layers, which `before` has; `layer` and `runs` are not read."""
 
+    @property
+    def key(self) -> dict[str, Any]:
+        return {**super().key, "last": True}
+
     def __str__(self) -> str:
         return f"{self.stage}: predictions of prompt {self.index} of {self.length} tokens"
 
@@ -336,29 +341,19 @@ class LockStep:
         self.length, self.history = length, History()
         self._executor, self._journal, self._make, self._stage = executor, journal, make, stage
         self._prompts = [(prompt.sha256, index) for index, prompt in enumerate(prompts)]
-        self._begun: tuple[LayerRun, list[_Recorded]] | None = None
+        self._begun: tuple[LayerRun, Measuring] | None = None
         executor.know(prompts)
 
     def begin(self, runs: LayerRun) -> None:
         """Let the next layer run this on all prompts; the results come by `measured`."""
-        self._begun = (
-            runs,
-            [
-                _Recorded(
-                    self._executor,
-                    self._journal,
-                    self._make(self.length, sha256, index, len(self.history.runs), self.history, runs, self._stage),
-                )
-                for sha256, index in self._prompts
-            ],
-        )
+        self._begun = runs, self._measuring(self._make, len(self.history.runs), runs)
 
     def measured(self, runs: LayerRun) -> list[Any]:
         """Every prompt's result of the next layer; what was begun with another configuration is not waited for."""
         if self._begun is None or self._begun[0] != runs:
             self.begin(runs)
         assert self._begun is not None
-        return _results(self._begun[1], self._journal)
+        return self._begun[1].results()
 
     def accept(self, runs: LayerRun) -> None:
         """Move on, with what was measured last."""
@@ -366,34 +361,11 @@ class LockStep:
 
     def agreements(self) -> list[PromptAgreement]:
         """What both models predict of each prompt, after all layers."""
-        last = self.history.runs[-1]
+        last = self._measuring(LastStep, len(self.history.runs) - 1, self.history.runs[-1])
+        return [PromptAgreement(**result) for result in last.results()]
+
+    def _measuring(self, make: type[Step], layer: int, runs: LayerRun) -> Measuring:
         steps = [
-            _Recorded(
-                self._executor,
-                self._journal,
-                LastStep(self.length, sha256, index, len(self.history.runs) - 1, self.history, last, self._stage),
-            )
-            for sha256, index in self._prompts
+            make(self.length, sha256, index, layer, self.history, runs, self._stage) for sha256, index in self._prompts
         ]
-        return [PromptAgreement(**result) for result in _results(steps, self._journal)]
-
-
-class _Recorded:
-    """A step that is in the journal, or submitted."""
-
-    def __init__(self, executor: Executor, journal: Journal | None, step: Step) -> None:
-        self.key = {**step.key, "last": True} if isinstance(step, LastStep) else step.key
-        self.known = None if journal is None else journal.get(KIND, self.key)
-        self.pending: Pending[Any] | None = None if self.known is not None else executor.submit(step)
-
-
-def _results(steps: Sequence[_Recorded], journal: Journal | None) -> list[Any]:
-    """The steps' results; those that are new are put into the journal together."""
-    new = {}
-    for number, step in enumerate(steps):
-        if step.pending is not None:
-            new[number] = step.pending.result()
-    if journal is not None and new:
-        journal.put_all(KIND, [(steps[number].key, value) for number, value in new.items()])
-        new = {number: journal.get(KIND, steps[number].key) for number in new}
-    return [new.get(number, step.known) for number, step in enumerate(steps)]
+        return Measuring(steps, self._executor, self._journal)

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from calibrate.curves.row_errors import tile_worst, worst_of
-from calibrate.journal import Journal, taken_on
+from calibrate.journal import Journal
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import DecoderLayer, Stream, begin, layer_on_device
@@ -30,7 +30,8 @@ from calibrate.proof.steps import History, LayerRun, LockStep, PairWalk, Patchab
 from calibrate.recipe import Budget
 from calibrate.timing import medians
 from calibrate.work.executor import Executor, executor_of
-from calibrate.work.items import WorkerState
+from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.measured import measured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import LayerConfig
@@ -244,19 +245,13 @@ def _times(
     numbers = range(geometry.decoder_layers)
     items = {
         (length, number): LayerTime(length, prompt.sha256, number, ran[length])
+        for number in numbers  # a layer's weights are on the device for all lengths
         for length, prompt in prompts.items()
-        for number in numbers
     }
-    gpu = taken_on(executor.device)
-    known = {name: None if journal is None else journal.get(KIND, item.key | gpu) for name, item in items.items()}
-    tracks = [[items[length, number] for number in numbers if known[length, number] is None] for length in prompts]
-    for item, seconds in executor.spread(tracks):
-        if journal is not None:
-            journal.put(KIND, item.key | gpu, seconds)
-        known[item.length, item.number] = seconds
+    results = dict(zip(items, measured(list(items.values()), executor, journal), strict=True))
     times = {}
     for length in prompts:
-        of_decoder = [known[length, number] or {} for number in numbers]
+        of_decoder = [results[length, number] for number in numbers]
         attention = [of_decoder[geometry.layer_number(row)].get("attention") for row in range(geometry.layers)]
         times[length] = _Times(
             sum(seconds["patched"] for seconds in of_decoder),
@@ -267,7 +262,7 @@ def _times(
 
 
 @dataclass(frozen=True)
-class LayerTime:
+class LayerTime(WorkItem):
     """The times of one decoder layer on one prompt, as an item of work.
 
     number: Which decoder layer. ran: What all layers of full attention run. Its result has the seconds of the whole
@@ -280,7 +275,8 @@ class LayerTime:
     number: int
     ran: History
     stage: str = TIMING
-    timed: bool = True
+    kind: ClassVar[str] = KIND
+    timed: ClassVar[bool] = True
 
     @property
     def affinity(self) -> Hashable:
