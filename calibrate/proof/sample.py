@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -18,10 +17,11 @@ from torch.nn.attention import SDPBackend
 
 from calibrate.curves.row_errors import worst_of
 from calibrate.journal import Journal
+from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import begin, decoder_layers, layer_on_device
+from calibrate.model.streams import DecoderLayer, Stream, begin
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import PromptAgreement, compare
 from calibrate.proof.rows import errors_of_rows, evenly_drawn
@@ -253,12 +253,14 @@ def noise(worker: WorkerState, prompt: Prompt, backend: SDPBackend) -> float:
     loaded = worker.loaded
     hf.register()
     worker.attend_with(hf.NAME)
-    (dense,) = (other,) = begin(loaded, [prompt.ids])
-    for of_decoder in decoder_layers(loaded.model):
-        with layer_on_device(loaded, of_decoder) as module:
-            dense = dense.through(module, of_decoder.number)
-            # layers of other kinds are as they are in the dense model
-            with nullcontext() if of_decoder.attention is None else sdpa_backend(backend):
-                other = other.through(module, of_decoder.number)
+
+    def through_backend(layer: DecoderLayer, stream: Stream) -> Stream:
+        with sdpa_backend(backend):
+            return layer.dense(stream)
+
+    forward = LayerwiseForward(loaded, begin(loaded, [prompt.ids]) * 2)
+    for layer in forward.layers:  # those of other kinds are as they are in the dense model
+        forward.move([None, None if layer.attention is None else through_backend])
+    dense, other = forward.streams
     with logits_on_device(loaded) as logits:
         return compare(prompt, dense.hidden, other.hidden, logits).kl
