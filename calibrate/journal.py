@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import json
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from threading import RLock
@@ -167,14 +167,6 @@ class Journal:
                     "DELETE FROM entries WHERE kind = ? AND key = ?", (old_kind, _canonical(old_key))
                 )
         self._put |= {(kind, key) for _, key, *_ in rows}
-
-    def remember(self, kind: str, key: Mapping[str, Any], measure: Callable[[], T]) -> T:
-        """The value that `get` gives; where there is none, it is measured and put before."""
-        value = self.get(kind, key)
-        if value is None:
-            self.put(kind, key, measure())
-            value = self.get(kind, key)
-        return value  # type: ignore[return-value]  # there is one now
 
     def entries(self, kind: str) -> list[tuple[dict[str, Any], Any]]:
         """All keys and values of a kind, in the order in which they were first put."""

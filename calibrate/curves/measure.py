@@ -21,7 +21,7 @@ from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
 from calibrate.work.executor import Executor, executor_of, shares
-from calibrate.work.items import WorkerState
+from calibrate.work.items import WorkerState, WorkItem
 
 STAGE = "curves"
 LayersCurves = dict[int, list[Curves]]  # length -> layer by layer
@@ -104,7 +104,7 @@ def measure_model(
 
 
 @dataclass(frozen=True)
-class LayerCurves:
+class LayerCurves(WorkItem):
     """The curves of one layer at one length for some of its calibration prompts.
 
     layer: its row in a profile's tables. prompts: their hashes. Its result is, for each prompt, the curves as `packed`
@@ -117,7 +117,6 @@ class LayerCurves:
     shapes: tuple[Shape, ...]
     recipe: Recipe
     stage: str = STAGE
-    timed: bool = False
 
     @property
     def affinity(self) -> Hashable:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,7 +15,8 @@ from calibrate.journal import Journal, taken_on
 from calibrate.recipe import Recipe
 from calibrate.timing import FAILURES, medians
 from calibrate.work.executor import Executor
-from calibrate.work.items import WorkerState
+from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.measured import measured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import MAX_TAU, LayerConfig
 from s2o_runtime.devices import DeviceIdentity
@@ -27,17 +28,6 @@ KIND = "ranking cost"  # of entries in a journal
 ROUNDS = 5
 
 
-def key_of(geometry: Geometry, device: DeviceIdentity, length: int, recipe: Recipe) -> dict[str, Any]:
-    """What the measurement depends on."""
-    return {
-        "length": length,
-        "segment": recipe.segments_for(length)[-1],
-        "grain": recipe.grains[-1],
-        "heads": [geometry.query_heads, geometry.kv_heads, geometry.head_dim],
-        **taken_on(device),
-    }
-
-
 def ranking_cost(executor: Executor, length: int, recipe: Recipe, journal: Journal) -> float:
     """The share of dense attention's time that every head's ranking takes at a length beside `costs.overhead`.
 
@@ -46,23 +36,29 @@ def ranking_cost(executor: Executor, length: int, recipe: Recipe, journal: Journ
     """
     if executor.device.kind != "cuda":
         return fixed_cost(length)
-    key = key_of(executor.geometry, executor.device, length, recipe)
-    item = RankingCost(length, Ranking(key["segment"], grain=key["grain"]))
-    return float(journal.remember(KIND, key, lambda: executor.submit(item).result()))
+    return float(measured([_item(executor.geometry, length, recipe)], executor, journal)[0])
+
+
+def _item(geometry: Geometry, length: int, recipe: Recipe) -> RankingCost:
+    ranking = Ranking(recipe.segments_for(length)[-1], grain=recipe.grains[-1])
+    return RankingCost(length, ranking, (geometry.query_heads, geometry.kv_heads, geometry.head_dim))
 
 
 @dataclass(frozen=True)
-class RankingCost:
-    """The measurement of `ranking_cost` as an item of work."""
+class RankingCost(WorkItem):
+    """The measurement of `ranking_cost` as an item of work; heads: query heads, KV heads, head dim."""
 
     length: int
     ranking: Ranking
+    heads: tuple[int, int, int]
     stage: str = "ranking cost"
-    timed: bool = True
+    kind: ClassVar[str] = KIND
+    timed: ClassVar[bool] = True
 
     @property
-    def affinity(self) -> Hashable:
-        return None
+    def key(self) -> dict[str, Any]:
+        segment, grain = self.ranking.segment, self.ranking.grain
+        return {"length": self.length, "segment": segment, "grain": grain, "heads": list(self.heads)}
 
     def __str__(self) -> str:
         return f"cost of ranking {self.length} tokens"
@@ -79,7 +75,7 @@ def stored_cost(
     recipe: Recipe,
 ) -> float:
     """The same from a journal's entries of `KIND`; `costs.fixed_cost` if there is none for this length and GPU."""
-    key = key_of(geometry, device, length, recipe)
+    key = {**_item(geometry, length, recipe).key, **taken_on(device)}
     return next((float(value) for of_entry, value in entries if of_entry == key), fixed_cost(length))
 
 

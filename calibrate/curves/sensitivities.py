@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from calibrate.journal import Journal
 from calibrate.model.models import LoadedModel
@@ -12,7 +12,8 @@ from calibrate.model.sensitivity import Sensitivity, sensitivity
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
 from calibrate.work.executor import Executor, executor_of
-from calibrate.work.items import WorkerState
+from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.measured import measured
 
 KIND = "sensitivity"  # of entries in the journal
 PROMPTS = 4  # one of each kind of the built-in text; single prompts differ by a factor of two to three
@@ -37,35 +38,33 @@ def measured_sensitivity(
     """
     length = max((length for length in prompts if length <= TOKENS), default=min(prompts))
     of_length = prompts[length][:PROMPTS]
-    key = {"prompts": [prompt.sha256 for prompt in of_length], "tokens": min(length, TOKENS), "seed": recipe.seed}
-    item = PromptsSensitivity(tuple(prompt.sha256 for prompt in of_length), recipe.seed)
-
-    def measured() -> Any:
-        with executor_of(model) as executor:
-            executor.know(of_length)
-            return executor.submit(item).result()
-
-    return _typed(journal.remember(KIND, key, measured))
+    item = PromptsSensitivity(tuple(prompt.sha256 for prompt in of_length), min(length, TOKENS), recipe.seed)
+    with executor_of(model) as executor:
+        executor.know(of_length)
+        return _typed(measured([item], executor, journal)[0])
 
 
 @dataclass(frozen=True)
-class PromptsSensitivity:
-    """The sensitivity of every layer and head on the first `TOKENS` of some prompts, as an item of work."""
+class PromptsSensitivity(WorkItem):
+    """The sensitivity of every layer and head on the first tokens of some prompts, as an item of work."""
 
     prompts: tuple[str, ...]
+    tokens: int
     seed: int
     stage: str = "sensitivity"
-    timed: bool = False
+    kind: ClassVar[str] = KIND
 
     @property
-    def affinity(self) -> Hashable:
-        return None
+    def key(self) -> dict[str, Any]:
+        return {"prompts": list(self.prompts), "tokens": self.tokens, "seed": self.seed}
 
     def __str__(self) -> str:
         return "sensitivity of all layers"
 
     def run(self, worker: WorkerState) -> Sensitivity:
-        return sensitivity(worker.loaded, [worker.prompts[prompt].ids[:TOKENS] for prompt in self.prompts], self.seed)
+        return sensitivity(
+            worker.loaded, [worker.prompts[prompt].ids[: self.tokens] for prompt in self.prompts], self.seed
+        )
 
 
 def stored_sensitivity(

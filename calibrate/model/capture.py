@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import (
     Calls,
@@ -21,8 +22,6 @@ from calibrate.model.streams import (
     attention_implementation,
     begin,
     check_finite,
-    decoder_layers,
-    layer_on_device,
 )
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import s2o_attention_forward, s2o_mask, scoring_of
@@ -100,16 +99,10 @@ class DenseWalk:
     """
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        prompts: Sequence[Tensor],
-        calls: dict[int, Calls] | None = None,
-    ) -> None:
+        self, loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls] | None = None
+    ) -> None:  # fmt: skip
         self._loaded, self._prompts, self._calls = loaded, prompts, calls
-        self._layers = decoder_layers(loaded.model)
-        self._number_of_row = {layer.row: layer.number for layer in self._layers if layer.row is not None}
-        self._streams: list[Stream] = []
-        self._number = -1  # the decoder layer that comes next; -1 before the model
+        self._forward: LayerwiseForward | None = None
         self._open: Iterator[Captured] | None = None  # prompts of which some may not have moved through their layer
 
     def inputs(self, row: int) -> Iterator[Captured]:
@@ -117,8 +110,11 @@ class DenseWalk:
 
         A prompt runs when its inputs are asked for; those that were not asked for run before the next layer.
         """
-        self.move_to(self._number_of_row[row])
-        self._open = self._through_next()
+        forward = self._before(self._number(row))
+        while forward.number < self._number(row):
+            for _ in self._through_next(forward):
+                pass
+        self._open = self._through_next(forward)
         return self._open
 
     def inputs_up_to(self, row: int) -> Iterator[Captured]:
@@ -126,22 +122,9 @@ class DenseWalk:
 
         The last are those of that layer.
         """
-        number = self._number_of_row[row]
-        self._begin_before(number)
-        for layer in self._layers[self._number : number + 1]:
-            if layer.attention is not None:
-                yield from self._through_next()
-            else:
-                for _ in self._past_next():
-                    pass
-
-    @torch.no_grad()
-    def move_to(self, number: int) -> None:
-        """Move to where a decoder layer comes next: on from here, or from the model's beginning."""
-        self._begin_before(number)
-        for layer in self._layers[self._number : number]:
-            for _ in self._through_next() if layer.attention is not None else self._past_next():
-                pass
+        forward = self._before(self._number(row))
+        while forward.number <= self._number(row):
+            yield from self._through_next(forward)
 
     def finish(self) -> None:
         """Let all prompts move through the layer whose inputs were asked for last."""
@@ -149,32 +132,31 @@ class DenseWalk:
             pass
         self._open = None
 
+    def _number(self, row: int) -> int:
+        return self._loaded.geometry.layer_number(row)
+
     @torch.no_grad()
-    def _begin_before(self, number: int) -> None:
-        """Be where a walk to a decoder layer begins: here, or before the model."""
+    def _before(self, number: int) -> LayerwiseForward:
+        """The forward pass, before this decoder layer or one that comes earlier."""
         self.finish()
-        if not 0 <= self._number <= number:
-            self._streams = begin(self._loaded, self._prompts, self._calls)
-            self._number = 0
+        if self._forward is None or self._forward.number > number:
+            self._forward = LayerwiseForward(self._loaded, begin(self._loaded, self._prompts, self._calls))
+        return self._forward
 
-    @torch.no_grad()
-    def _through_next(self) -> Iterator[Captured]:
-        layer = self._layers[self._number]
-        self._number += 1
-        with layer_on_device(self._loaded, layer):
-            for prompt in range(len(self._streams)):
-                self._streams[prompt], captured = _through(layer, self._streams[prompt])
-                yield captured
-                del captured  # else it would live through the next prompt's turn
+    def _through_next(self, forward: LayerwiseForward) -> Iterator[Captured]:
+        """Move through the next layer; what reaches its attention, if that is full attention."""
+        if forward.next_layer.attention is None:
+            forward.move()
+            return
+        captured: list[Captured] = []
 
-    @torch.no_grad()
-    def _past_next(self) -> Iterator[None]:
-        layer = self._layers[self._number]
-        self._number += 1
-        with layer_on_device(self._loaded, layer):
-            for prompt, stream in enumerate(self._streams):
-                self._streams[prompt] = stream.through(layer.module, layer.number)
-                yield
+        def through(layer: DecoderLayer, stream: Stream) -> Stream:
+            stream, inputs = _through(layer, stream)
+            captured.append(inputs)
+            return stream
+
+        for _ in forward.moving(through):
+            yield captured.pop()
 
 
 def _through(layer: DecoderLayer, stream: Stream) -> tuple[Stream, Captured]:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from calibrate.model.forwards import replaced_forwards
 from calibrate.model.models import LoadedModel
 from s2o_runtime.errors import ModelError
+from s2o_runtime.huggingface import hf
 from s2o_runtime.huggingface.hf import implementations
-from s2o_runtime.identity import geometry, numbered_modules
+from s2o_runtime.identity import device_of, geometry, numbered_modules
 
 ROWS = 16384
 BY_ROWS = ("input_layernorm", "post_attention_layernorm", "mlp")  # parts of a decoder layer: [B, L, H] -> [B, L, H]
@@ -62,6 +63,24 @@ class DecoderLayer:
     row: int | None
     module: nn.Module
     attention: nn.Module | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer runs: the layers of a model may be on several GPUs."""
+        return device_of(self.module)
+
+    def dense(self, stream: Stream) -> Stream:
+        """The prompt after the layer as the model has it."""
+        return stream.through(self.module, self.number)
+
+    def patched(self, stream: Stream, state: hf.LayerState) -> Stream:
+        """The prompt after the layer with S2O in its attention, which the layer must have."""
+        assert self.attention is not None
+        hf.attach(self.attention, state)
+        try:
+            return stream.through(self.module, self.number)
+        finally:
+            hf.detach(self.attention)
 
 
 def decoder_layers(model: Any) -> list[DecoderLayer]:

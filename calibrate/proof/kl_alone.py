@@ -11,23 +11,26 @@ import hashlib
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import ClassVar
 
 import torch
 
 from calibrate.journal import Journal
+from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import Stream, begin, decoder_layers, layer_on_device
+from calibrate.model.streams import DecoderLayer, Stream, begin
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import compare
-from calibrate.proof.steps import KIND, LayerRun, PatchableLayer
+from calibrate.proof.steps import KIND, LayerRun, layer_state
 from calibrate.search.allocate import Weights
 from calibrate.search.choose import Chosen
 from calibrate.work.executor import Executor, executor_of, shares
-from calibrate.work.items import WorkerState
+from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.measured import measured
 from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.huggingface import hf
 
@@ -77,19 +80,13 @@ def kl_alone(
             AlonePrompts(prompts[0].length, tuple(prompt.sha256 for prompt in share), runs)
             for share in shares(executor, prompts)
         ]
-        known = {item: None if journal is None else journal.get(KIND, item.key) for item in items}
-        pending = {item: executor.submit(item) for item in items if known[item] is None}
-        for item, waiting in pending.items():
-            known[item] = waiting.result()
-            if journal is not None:
-                journal.put(KIND, item.key, known[item])
-    of_prompts = [kls for item in items for kls in known[item] or ()]
+        of_prompts = [kls for of_share in measured(items, executor, journal) for kls in of_share]
     means = [statistics.fmean(kls) for kls in zip(*of_prompts, strict=True)]
     return tuple(max(0.0, kl) for kl in means[:-1]), max(0.0, means[-1])
 
 
 @dataclass(frozen=True)
-class AlonePrompts:
+class AlonePrompts(WorkItem):
     """Some prompts with each group of layers patched by itself, as an item of work.
 
     Its result is, for each prompt, the KL of each group and that of rounding alone, in nats per token.
@@ -99,7 +96,7 @@ class AlonePrompts:
     prompts: tuple[str, ...]
     runs: tuple[LayerRun, ...]
     stage: str = "alone"
-    timed: bool = False
+    kind: ClassVar[str] = KIND
     tiled: ClassVar[bool] = True
 
     @property
@@ -120,34 +117,35 @@ class AlonePrompts:
         worker.attend_with(hf.NAME)
         loaded, configs = worker.loaded, [run.config for run in self.runs]
         prompts = [worker.prompts[prompt] for prompt in self.prompts]
-        device = loaded.weights.device
-        patched_by: list[Mapping[int, LayerConfig]] = [
+        groups: list[Mapping[int | None, LayerConfig]] = [
             {layer: configs[layer] for layer in group} for group in layer_groups(len(configs))
         ]
-        patched_by.append({0: _nothing_skipped(configs[0])})
-        dense = begin(loaded, [prompt.ids for prompt in prompts])
-        variants: list[list[Stream]] = [dense] * len(patched_by)
-        for of_decoder in decoder_layers(loaded.model):
-            number, row, attention = of_decoder.number, of_decoder.row, of_decoder.attention
-            with (
-                layer_on_device(loaded, of_decoder) as module,
-                within_memory(device, self.length, loaded.weights.held, f"measuring layer {number} by itself"),
-            ):
-                before, dense = dense, [stream.through(module, number) for stream in dense]
-                for variant, (streams, patched) in enumerate(zip(variants, patched_by, strict=True)):
-                    if row is not None and attention is not None and row in patched:
-                        layer = PatchableLayer(row, number, module, attention)
-                        state = layer.state(patched[row])
-                        variants[variant] = [layer.patched(stream, state) for stream in streams]
-                    elif streams is before:  # what is not patched yet is what the dense model is
-                        variants[variant] = dense
-                    else:
-                        variants[variant] = [stream.through(module, number) for stream in streams]
-        with logits_on_device(loaded) as logits:
-            return [
-                [compare(prompt, dense[index].hidden, streams[index].hidden, logits).kl for streams in variants]
-                for index, prompt in enumerate(prompts)
+        variants: list[Mapping[int | None, LayerConfig]] = [
+            {},
+            *groups,
+            {0: _nothing_skipped(configs[0])},
+        ]  # first the dense
+        begun = begin(loaded, [prompt.ids for prompt in prompts])
+        forward = LayerwiseForward(loaded, [stream for stream in begun for _ in variants])
+        for layer in forward.layers:
+            ways = [
+                partial(_patched, variant[layer.row]) if layer.row in variant else None
+                for _ in prompts
+                for variant in variants
             ]
+            what = f"measuring layer {layer.number} by itself"
+            with within_memory(loaded.weights.device, self.length, loaded.weights.held, what):
+                forward.move(ways)
+        results = []
+        with logits_on_device(loaded) as logits:
+            for index, prompt in enumerate(prompts):
+                dense, *others = forward.streams[index * len(variants) : (index + 1) * len(variants)]
+                results.append([compare(prompt, dense.hidden, other.hidden, logits).kl for other in others])
+        return results
+
+
+def _patched(config: LayerConfig, layer: DecoderLayer, stream: Stream) -> Stream:
+    return layer.patched(stream, layer_state(layer, LayerRun(config)))
 
 
 def corrected(chosen: Chosen, alone: Alone) -> Chosen:

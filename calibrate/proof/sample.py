@@ -8,9 +8,8 @@ from __future__ import annotations
 import statistics
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,10 +17,11 @@ from torch.nn.attention import SDPBackend
 
 from calibrate.curves.row_errors import worst_of
 from calibrate.journal import Journal
+from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import begin, decoder_layers, layer_on_device
+from calibrate.model.streams import DecoderLayer, Stream, begin
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import PromptAgreement, compare
 from calibrate.proof.rows import errors_of_rows, evenly_drawn
@@ -29,7 +29,8 @@ from calibrate.proof.steps import KIND, LayerRun, LockStep, PairWalk, Step
 from calibrate.proof.verify import Configured
 from calibrate.recipe import Budget
 from calibrate.work.executor import Executor, executor_of
-from calibrate.work.items import WorkerState
+from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.measured import measured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import LayerConfig
@@ -141,10 +142,10 @@ def sample(
             while revised is not None:
                 configured = revised
                 runs = LayerRun.of(configured, chunk, index, length)
-                measured = _layer_sample(walk.measured(runs))
-                revised = revise(configured, length, index, measured)
+                sample = _layer_sample(walk.measured(runs))
+                revised = revise(configured, length, index, sample)
             walk.accept(runs)
-            layers.append(measured)
+            layers.append(sample)
             on_step()
         agreements = tuple(walk.agreements())
         floor = _noise_floor(executor, length, prompts[:NOISE_PROMPTS], journal)
@@ -209,18 +210,12 @@ def _noise_floor(
 ) -> float | None:  # fmt: skip
     """The mean KL between two dense implementations; None where rounding is too small to say anything."""
     items = [NoiseFloor(length, prompt.sha256) for prompt in prompts]
-    known = {item: None if journal is None else journal.get(KIND, item.key) for item in items}
-    pending = {item: executor.submit(item) for item in items if known[item] is None}
-    for item in pending:
-        known[item] = pending[item].result()
-        if journal is not None:
-            journal.put(KIND, item.key, known[item])
-    kls = [(known[item] or {})["kl"] for item in items]
+    kls = [result["kl"] for result in measured(items, executor, journal)]
     return None if None in kls else max(0.0, statistics.fmean(kls))
 
 
 @dataclass(frozen=True)
-class NoiseFloor:
+class NoiseFloor(WorkItem):
     """The KL of one prompt between the dense model and the same with another implementation of dense attention.
 
     What two exact implementations differ by is what rounding does to a model's predictions: a KL of that size says
@@ -231,7 +226,7 @@ class NoiseFloor:
     length: int
     prompt: str
     stage: str = "noise"
-    timed: bool = False
+    kind: ClassVar[str] = KIND
 
     @property
     def affinity(self) -> Hashable:
@@ -258,12 +253,14 @@ def noise(worker: WorkerState, prompt: Prompt, backend: SDPBackend) -> float:
     loaded = worker.loaded
     hf.register()
     worker.attend_with(hf.NAME)
-    (dense,) = (other,) = begin(loaded, [prompt.ids])
-    for of_decoder in decoder_layers(loaded.model):
-        with layer_on_device(loaded, of_decoder) as module:
-            dense = dense.through(module, of_decoder.number)
-            # layers of other kinds are as they are in the dense model
-            with nullcontext() if of_decoder.attention is None else sdpa_backend(backend):
-                other = other.through(module, of_decoder.number)
+
+    def through_backend(layer: DecoderLayer, stream: Stream) -> Stream:
+        with sdpa_backend(backend):
+            return layer.dense(stream)
+
+    forward = LayerwiseForward(loaded, begin(loaded, [prompt.ids]) * 2)
+    for layer in forward.layers:  # those of other kinds are as they are in the dense model
+        forward.move([None, None if layer.attention is None else through_backend])
+    dense, other = forward.streams
     with logits_on_device(loaded) as logits:
         return compare(prompt, dense.hidden, other.hidden, logits).kl

@@ -11,24 +11,24 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from calibrate.journal import Journal
+from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
-from calibrate.model.streams import Calls, DecoderLayer, Stream, begin, decoder_layers, layer_on_device
+from calibrate.model.streams import DecoderLayer, Stream, begin, layer_on_device
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import PromptAgreement, compare
 from calibrate.proof.chunks import ByLength, Chunks, chunks_of
-from calibrate.work.executor import Executor, Pending
-from calibrate.work.items import WorkerState
+from calibrate.work.executor import Executor
+from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.measured import Measuring
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface import hf
-from s2o_runtime.identity import device_of
 
 KIND = "proof"  # of entries in a journal
 HISTORIES = 16  # that a process keeps unpacked
@@ -93,47 +93,23 @@ def _unpack(digest: str, packed: bytes) -> History:
     return _unpacked[digest]
 
 
-@dataclass(frozen=True)
-class PatchableLayer:
-    """One decoder layer, its parameters on the device, dense or with an S2O configuration.
+def layer_state(
+    layer: DecoderLayer, runs: LayerRun, observer: hf.Observer | None = None, chunks: bool = True
+) -> hf.LayerState:
+    """What patches a layer of full attention.
 
-    index: Its row in a profile's tables. number: Which decoder layer it is.
+    Args:
+        layer: The layer.
+        runs: What it runs.
+        observer: Sees its attention's inputs and output.
+        chunks: Whether it is fed as `runs` says; else whole.
     """
-
-    index: int
-    number: int
-    module: nn.Module
-    attention: nn.Module
-
-    @property
-    def device(self) -> torch.device:
-        """Where the layer runs: the layers of a model may be on several GPUs."""
-        return device_of(self.module)
-
-    def dense(self, stream: Stream) -> Stream:
-        return stream.through(self.module, self.number)
-
-    def patched(self, stream: Stream, state: hf.LayerState) -> Stream:
-        hf.attach(self.attention, state)
-        try:
-            return stream.through(self.module, self.number)
-        finally:
-            hf.detach(self.attention)
-
-    def state(
-        self, config: LayerConfig, observer: hf.Observer | None = None, chunks: Chunks | None = None
-    ) -> hf.LayerState:
-        # a state's first calls are all metered, which would be timed too
-        if chunks is None:
-            return hf.LayerState(self.index, lambda keys: config, min_length=0, observer=observer, meter=None)
-        return hf.LayerState(
-            self.index, chunks.config_at, min_length=0, observer=observer, meter=None, chunk=chunks.size
-        )
-
-
-def layers_of(worker: WorkerState) -> list[DecoderLayer]:
-    """The decoder's layers, which are looked up once."""
-    return worker.keep("decoder layers", lambda: decoder_layers(worker.loaded.model))
+    assert layer.row is not None
+    fed = runs.chunks if chunks else None
+    # a state's first calls are all metered, which would be timed too
+    if fed is None:
+        return hf.LayerState(layer.row, lambda keys: runs.config, min_length=0, observer=observer, meter=None)
+    return hf.LayerState(layer.row, fed.config_at, min_length=0, observer=observer, meter=None, chunk=fed.size)
 
 
 class PairWalk:
@@ -146,30 +122,19 @@ class PairWalk:
     """
 
     def __init__(self, worker: WorkerState, prompt: str, index: int) -> None:
-        self._worker, self._prompt, self._index = worker, prompt, index
-        self._layers = layers_of(worker)
-        self._calls: dict[int, Calls] = worker.keep("calls of patched layers", dict)
-        self._runs: tuple[LayerRun, ...] = ()
-        self._tried: tuple[LayerRun, Stream] | None = None
-        self._number = 0
-        self.patched: Stream
-        self.dense: Stream
+        self._worker, self._prompt, self._index = worker, worker.prompts[prompt], index
+        self._runs: tuple[LayerRun, ...]
+        self._tried: tuple[LayerRun, Stream] | None
         self._begin()
 
-    @torch.no_grad()
     def move_to(self, history: History) -> None:
         """Move to where these layers have run: on from here, or from the model's beginning."""
         if history.runs[: len(self._runs)] != self._runs:
             self._begin()
         for run in history.runs[len(self._runs) :]:
-            of_decoder = self._next()
-            with self._within(of_decoder) as layer:
-                if self._tried is None or self._tried[0] != run:
-                    self._tried = run, layer.patched(self.patched, layer.state(run.config, chunks=run.chunks))
-                self.patched, self._tried = self._tried[1], None
-                self.dense = layer.dense(self.dense)
-            self._number = of_decoder.number + 1
-            self._runs = (*self._runs, run)
+            self._pass()
+            self._forward.move([partial(self._accepted, run), None])
+            self._runs, self._tried = (*self._runs, run), None
 
     @torch.no_grad()
     def measure(self, run: LayerRun, observer: hf.Observer) -> float:
@@ -182,65 +147,40 @@ class PairWalk:
         Returns:
             The density.
         """
-        with self._within(self._next()) as layer:
-            state = layer.state(run.config, observer, run.chunks)
-            self._tried = run, layer.patched(self.patched, state)
-            return state.density
+        self._pass()
+        layer = self._forward.next_layer
+        with layer_on_device(self._worker.loaded, layer):
+            state = layer_state(layer, run, observer)
+            self._tried = run, layer.patched(self._forward.streams[0], state)
+        return state.density
 
     @torch.no_grad()
     def agreement(self) -> PromptAgreement:
         """What both models predict in the end, after all layers."""
-        self._pass(len(self._layers))
-        prompt = self._worker.prompts[self._prompt]
+        self._forward.move_to(len(self._forward.layers))
+        patched, dense = self._forward.streams
         with logits_on_device(self._worker.loaded) as logits:
-            return compare(prompt, self.dense.hidden, self.patched.hidden, logits)
+            return compare(self._prompt, dense.hidden, patched.hidden, logits)
 
     @torch.no_grad()
     def _begin(self) -> None:
-        prompt = self._worker.prompts[self._prompt]
-        (stream,) = begin(self._worker.loaded, [prompt.ids], self._calls)
-        self.patched = self.dense = replace(stream, prompt=self._index)
-        self._runs, self._tried, self._number = (), None, 0
+        (stream,) = begin(self._worker.loaded, [self._prompt.ids], self._worker.keep("calls of patched layers", dict))
+        self._forward = LayerwiseForward(self._worker.loaded, [replace(stream, prompt=self._index)] * 2)
+        self._runs, self._tried = (), None
 
-    def _next(self) -> DecoderLayer:
-        """The next layer of full attention, after those between that have none."""
-        number = next(layer.number for layer in self._layers[self._number :] if layer.row is not None)
-        self._pass(number)
-        return self._layers[number]
+    def _pass(self) -> None:
+        """Move to the next layer of full attention."""
+        while self._forward.next_layer.row is None:
+            self._forward.move()
 
-    def _pass(self, number: int) -> None:
-        """Move through layers without full attention."""
-        for of_decoder in self._layers[self._number : number]:
-            with layer_on_device(self._worker.loaded, of_decoder) as module:
-                alike = self.patched is self.dense  # before the first layer that S2O may change
-                self.patched = self.patched.through(module, of_decoder.number)
-                self.dense = self.patched if alike else self.dense.through(module, of_decoder.number)
-        self._number = number
-
-    def _within(self, of_decoder: DecoderLayer) -> _OnDevice:
-        return _OnDevice(self._worker, of_decoder)
-
-
-class _OnDevice:
-    """A context with a decoder layer that can be patched, its parameters on the device."""
-
-    def __init__(self, worker: WorkerState, of_decoder: DecoderLayer) -> None:
-        self._worker, self._of_decoder = worker, of_decoder
-        self._context = layer_on_device(worker.loaded, of_decoder)
-
-    def __enter__(self) -> PatchableLayer:
-        of_decoder = self._of_decoder
-        assert of_decoder.row is not None
-        assert of_decoder.attention is not None
-        module = self._context.__enter__()
-        return PatchableLayer(of_decoder.row, of_decoder.number, module, of_decoder.attention)
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
+    def _accepted(self, run: LayerRun, layer: DecoderLayer, stream: Stream) -> Stream:
+        if self._tried is not None and self._tried[0] == run:
+            return self._tried[1]
+        return layer.patched(stream, layer_state(layer, run))
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(WorkItem):
     """One prompt at one layer, as an item of work; what is observed there is a subclass's.
 
     index: Which of its length's prompts it is. before: What the layers before ran. runs: What this one runs.
@@ -253,7 +193,7 @@ class Step:
     before: History
     runs: LayerRun
     stage: str = ""
-    timed: bool = False
+    kind: ClassVar[str] = KIND
     tiled: ClassVar[bool] = True
 
     @property
@@ -302,6 +242,10 @@ class Step:
 class LastStep(Step):
     """What both models predict of a prompt after all layers, which `before` has; `layer` and `runs` are not read."""
 
+    @property
+    def key(self) -> dict[str, Any]:
+        return {**super().key, "last": True}
+
     def __str__(self) -> str:
         return f"{self.stage}: predictions of prompt {self.index} of {self.length} tokens"
 
@@ -336,29 +280,19 @@ class LockStep:
         self.length, self.history = length, History()
         self._executor, self._journal, self._make, self._stage = executor, journal, make, stage
         self._prompts = [(prompt.sha256, index) for index, prompt in enumerate(prompts)]
-        self._begun: tuple[LayerRun, list[_Recorded]] | None = None
+        self._begun: tuple[LayerRun, Measuring] | None = None
         executor.know(prompts)
 
     def begin(self, runs: LayerRun) -> None:
         """Let the next layer run this on all prompts; the results come by `measured`."""
-        self._begun = (
-            runs,
-            [
-                _Recorded(
-                    self._executor,
-                    self._journal,
-                    self._make(self.length, sha256, index, len(self.history.runs), self.history, runs, self._stage),
-                )
-                for sha256, index in self._prompts
-            ],
-        )
+        self._begun = runs, self._measuring(self._make, len(self.history.runs), runs)
 
     def measured(self, runs: LayerRun) -> list[Any]:
         """Every prompt's result of the next layer; what was begun with another configuration is not waited for."""
         if self._begun is None or self._begun[0] != runs:
             self.begin(runs)
         assert self._begun is not None
-        return _results(self._begun[1], self._journal)
+        return self._begun[1].results()
 
     def accept(self, runs: LayerRun) -> None:
         """Move on, with what was measured last."""
@@ -366,34 +300,11 @@ class LockStep:
 
     def agreements(self) -> list[PromptAgreement]:
         """What both models predict of each prompt, after all layers."""
-        last = self.history.runs[-1]
+        last = self._measuring(LastStep, len(self.history.runs) - 1, self.history.runs[-1])
+        return [PromptAgreement(**result) for result in last.results()]
+
+    def _measuring(self, make: type[Step], layer: int, runs: LayerRun) -> Measuring:
         steps = [
-            _Recorded(
-                self._executor,
-                self._journal,
-                LastStep(self.length, sha256, index, len(self.history.runs) - 1, self.history, last, self._stage),
-            )
-            for sha256, index in self._prompts
+            make(self.length, sha256, index, layer, self.history, runs, self._stage) for sha256, index in self._prompts
         ]
-        return [PromptAgreement(**result) for result in _results(steps, self._journal)]
-
-
-class _Recorded:
-    """A step that is in the journal, or submitted."""
-
-    def __init__(self, executor: Executor, journal: Journal | None, step: Step) -> None:
-        self.key = {**step.key, "last": True} if isinstance(step, LastStep) else step.key
-        self.known = None if journal is None else journal.get(KIND, self.key)
-        self.pending: Pending[Any] | None = None if self.known is not None else executor.submit(step)
-
-
-def _results(steps: Sequence[_Recorded], journal: Journal | None) -> list[Any]:
-    """The steps' results; those that are new are put into the journal together."""
-    new = {}
-    for number, step in enumerate(steps):
-        if step.pending is not None:
-            new[number] = step.pending.result()
-    if journal is not None and new:
-        journal.put_all(KIND, [(steps[number].key, value) for number, value in new.items()])
-        new = {number: journal.get(KIND, steps[number].key) for number in new}
-    return [new.get(number, step.known) for number, step in enumerate(steps)]
+        return Measuring(steps, self._executor, self._journal)

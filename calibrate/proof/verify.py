@@ -12,30 +12,30 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from calibrate.curves.row_errors import tile_worst, worst_of
-from calibrate.journal import Journal, taken_on
+from calibrate.journal import Journal
+from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import DecoderLayer, Stream, begin, layer_on_device
+from calibrate.model.streams import Calls, DecoderLayer, Stream, begin, layer_on_device
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.agreement import PromptAgreement
 from calibrate.proof.chunks import ByLength
 from calibrate.proof.rows import errors_of_rows
-from calibrate.proof.steps import History, LayerRun, LockStep, PairWalk, PatchableLayer, Step, layers_of
+from calibrate.proof.steps import History, LayerRun, LockStep, PairWalk, Step, layer_state
 from calibrate.recipe import Budget
 from calibrate.timing import medians
 from calibrate.work.executor import Executor, executor_of
-from calibrate.work.items import WorkerState
+from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.measured import measured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
-from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface import hf
-from s2o_runtime.identity import device_of
 from s2o_runtime.scoring import Scoring
 
 STAGE, TIMING = "proving", "timing"
@@ -244,19 +244,13 @@ def _times(
     numbers = range(geometry.decoder_layers)
     items = {
         (length, number): LayerTime(length, prompt.sha256, number, ran[length])
+        for number in numbers  # a layer's weights are on the device for all lengths
         for length, prompt in prompts.items()
-        for number in numbers
     }
-    gpu = taken_on(executor.device)
-    known = {name: None if journal is None else journal.get(KIND, item.key | gpu) for name, item in items.items()}
-    tracks = [[items[length, number] for number in numbers if known[length, number] is None] for length in prompts]
-    for item, seconds in executor.spread(tracks):
-        if journal is not None:
-            journal.put(KIND, item.key | gpu, seconds)
-        known[item.length, item.number] = seconds
+    results = dict(zip(items, measured(list(items.values()), executor, journal), strict=True))
     times = {}
     for length in prompts:
-        of_decoder = [known[length, number] or {} for number in numbers]
+        of_decoder = [results[length, number] for number in numbers]
         attention = [of_decoder[geometry.layer_number(row)].get("attention") for row in range(geometry.layers)]
         times[length] = _Times(
             sum(seconds["patched"] for seconds in of_decoder),
@@ -267,7 +261,7 @@ def _times(
 
 
 @dataclass(frozen=True)
-class LayerTime:
+class LayerTime(WorkItem):
     """The times of one decoder layer on one prompt, as an item of work.
 
     number: Which decoder layer. ran: What all layers of full attention run. Its result has the seconds of the whole
@@ -280,7 +274,8 @@ class LayerTime:
     number: int
     ran: History
     stage: str = TIMING
-    timed: bool = True
+    kind: ClassVar[str] = KIND
+    timed: ClassVar[bool] = True
 
     @property
     def affinity(self) -> Hashable:
@@ -306,70 +301,51 @@ class _TimedWalk:
     """A prompt on its way through the patched model, whose layers are timed with its hidden states."""
 
     def __init__(self, worker: WorkerState, prompt: str, ran: History) -> None:
-        self._worker, self._prompt, self._runs = worker, prompt, ran.runs
-        self._layers = layers_of(worker)
-        self._number = 0
+        self._worker, self._ids, self._runs = worker, worker.prompts[prompt].ids, ran.runs
         self._begin()
 
     @torch.no_grad()
     def timed(self, number: int) -> dict[str, Any]:
         """Time a decoder layer, and move through it."""
-        if number < self._number:
+        if number < self._forward.number:
             self._begin()
-        for of_decoder in self._layers[self._number : number]:
-            with layer_on_device(self._worker.loaded, of_decoder) as module:
-                layer = self._patchable(of_decoder, module)
-                self._stream = self._through(of_decoder, module) if layer is None else self._patched(layer)
-        of_decoder = self._layers[number]
-        with layer_on_device(self._worker.loaded, of_decoder) as module:
-            layer = self._patchable(of_decoder, module)
-            if layer is None:
-                seconds: dict[str, Any] = self._pass_seconds(of_decoder, module)
+        while self._forward.number < number:
+            self._forward.move(None if self._forward.next_layer.row is None else self._patched)
+        layer, (stream,) = self._forward.next_layer, self._forward.streams
+        runs = None if layer.row is None else self._runs[layer.row]
+        after: list[Stream] = []
+        with layer_on_device(self._worker.loaded, layer):
+            if runs is None:  # both prefills have it
+                seconds = _seconds({"layer": lambda: layer.dense(stream)}, layer.device)["layer"]
+                times: dict[str, Any] = {"patched": seconds, "dense": seconds}
             else:
-                config = self._runs[layer.index].config
-                seconds, after = _layer_seconds(layer, self._stream, config)
+                times = _layer_seconds(layer, stream, runs, after)
                 if layer.device.type == "cuda":
-                    seconds["attention"] = _attention_seconds(layer, self._stream, config)
-                self._stream = after if self._runs[layer.index].chunk is None else self._patched(layer)
-        self._number = number + 1
-        return seconds
+                    times["attention"] = _attention_seconds(layer, stream, runs)
+        if runs is not None and runs.chunk is None:
+            self._forward.move(lambda layer, stream: after[0])
+        else:
+            self._forward.move(None if runs is None else self._patched)
+        return times
 
-    def _patchable(self, of_decoder: DecoderLayer, module: nn.Module) -> PatchableLayer | None:
-        if of_decoder.row is None or of_decoder.attention is None:
-            return None
-        return PatchableLayer(of_decoder.row, of_decoder.number, module, of_decoder.attention)
-
-    def _patched(self, layer: PatchableLayer) -> Stream:
-        runs = self._runs[layer.index]
-        return layer.patched(self._stream, layer.state(runs.config, chunks=runs.chunks))
-
-    def _through(self, of_decoder: DecoderLayer, module: nn.Module) -> Stream:
-        return self._stream.through(module, of_decoder.number)
-
-    def _pass_seconds(self, of_decoder: DecoderLayer, module: nn.Module) -> dict[str, Any]:
-        """The seconds of a layer that has no full attention, which both prefills have."""
-        before, number = self._stream, of_decoder.number
-        seconds = _seconds({"layer": lambda: before.through(module, number)}, device_of(module))["layer"]
-        self._stream = self._through(of_decoder, module)
-        return {"patched": seconds, "dense": seconds}
+    def _patched(self, layer: DecoderLayer, stream: Stream) -> Stream:
+        assert layer.row is not None
+        return layer.patched(stream, layer_state(layer, self._runs[layer.row]))
 
     @torch.no_grad()
     def _begin(self) -> None:
-        ids = self._worker.prompts[self._prompt].ids
-        (self._stream,) = begin(self._worker.loaded, [ids], self._worker.keep("calls of patched layers", dict))
-        self._number = 0
+        calls: dict[int, Calls] = self._worker.keep("calls of patched layers", dict)
+        self._forward = LayerwiseForward(self._worker.loaded, begin(self._worker.loaded, [self._ids], calls))
 
 
-def _layer_seconds(layer: PatchableLayer, stream: Stream, config: LayerConfig) -> tuple[dict[str, Any], Stream]:
-    """Seconds of the whole decoder layer, patched and dense, and the prompt after the patched one."""
-    state = layer.state(config)
-    after: list[Stream] = []
+def _layer_seconds(layer: DecoderLayer, stream: Stream, runs: LayerRun, after: list[Stream]) -> dict[str, Any]:
+    """Seconds of the whole decoder layer, patched and dense; `after` gets the prompt after the patched one."""
+    state = layer_state(layer, runs, chunks=False)
 
     def patched() -> None:
         after[:] = [layer.patched(stream, state)]
 
-    seconds = _seconds({"patched": patched, "dense": lambda: layer.dense(stream)}, layer.device)
-    return {**seconds}, after[0]
+    return {**_seconds({"patched": patched, "dense": lambda: layer.dense(stream)}, layer.device)}
 
 
 def _seconds(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
@@ -388,15 +364,15 @@ def _clocked(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _attention_seconds(layer: PatchableLayer, stream: Stream, config: LayerConfig) -> tuple[float, float]:
+def _attention_seconds(layer: DecoderLayer, stream: Stream, runs: LayerRun) -> tuple[float, float]:
     """Median seconds of attention alone, S2O and dense, on the q, k, v that a prompt brings to the layer."""
     calls: dict[str, Callable[[], Any]] = {}
 
     def keep(index: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
-        calls["s2o"] = partial(s2o_attention, q, k, v, config, **scoring.arguments())
+        calls["s2o"] = partial(s2o_attention, q, k, v, runs.config, **scoring.arguments())
         calls["dense"] = partial(fastest_dense_attention, q, k, v, **scoring.arguments())
 
-    layer.patched(stream, layer.state(config, keep))
+    layer.patched(stream, layer_state(layer, runs, keep, chunks=False))
     times = medians(calls, layer.device, GPU_ROUNDS)
     if times["s2o"] > times["dense"]:  # that would make the layer dense, so it must be no hiccup
         again = medians(calls, layer.device, GPU_ROUNDS)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,7 +40,7 @@ from calibrate.search.groups import groups
 from calibrate.search.study import LayerSearch, Studies, Timer
 from calibrate.timing import FAILURES, HOPELESS, Timing, against_dense, reason
 from calibrate.work.executor import Executor, Pending, at_once
-from calibrate.work.items import WorkerState
+from calibrate.work.items import WorkerState, WorkItem
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
@@ -171,7 +171,7 @@ def choose(
 
 
 @dataclass(frozen=True)
-class CallTime:
+class CallTime(WorkItem):
     """The time of a configuration on one layer's inputs, as an item of work.
 
     best: the seconds of the best configuration so far. tiles: those that other trials try; when a layer that needs
@@ -186,11 +186,17 @@ class CallTime:
     best: float
     tiles: tuple[TileConfig, ...] = ()
     stage: str = "search"
-    timed: bool = True
+    kind: ClassVar[str] = "timing"
+    timed: ClassVar[bool] = True
 
     @property
     def affinity(self) -> Hashable:
         return self.length, self.layer
+
+    @property
+    def key(self) -> dict[str, Any]:
+        digest = hashlib.sha256(repr(self.config).encode()).hexdigest()
+        return {"layer": self.layer, "prompt": self.prompt, "config": digest}
 
     def __str__(self) -> str:
         return f"timing of layer {self.layer} at {self.length} tokens"
@@ -282,14 +288,14 @@ def _timed(
     Raises:
         RuntimeError: the GPU cannot run the configuration.
     """
-    digest = hashlib.sha256(repr(config).encode()).hexdigest()
-    key = {"layer": layer, "prompt": sha256, "config": digest, **taken_on(executor.device)}
-    known = journal.get("timing", key)
+    item = CallTime(layer, length, sha256, config, best, tiles)
+    key = {**item.key, **taken_on(executor.device)}
+    known = journal.get(item.kind, key)
     if known is None or (known["rejected"] and known["seconds"] <= HOPELESS * best):
-        known = executor.submit(CallTime(layer, length, sha256, config, best, tiles)).result()
+        known = executor.submit(item).result()
         if isinstance(known, str):
             raise RuntimeError(known)
-        journal.put("timing", key, known)
+        journal.put(item.kind, key, known)
     return Timing(**known)
 
 

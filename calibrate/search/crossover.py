@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from typing import ClassVar
 
 import torch
 
-from calibrate.journal import Journal, taken_on
+from calibrate.journal import Journal
 from calibrate.timing import medians
 from calibrate.work.executor import Executor
-from calibrate.work.items import WorkerState
+from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.measured import measured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, Scores, TileConfig
 from s2o_runtime.identity import Geometry
@@ -90,7 +92,7 @@ Case = tuple[float, int | None]  # the density, in hundredths, and `faster_at` o
 
 
 @dataclass(frozen=True)
-class Crossovers:
+class Crossovers(WorkItem):
     """The crossovers of layers that differ in their density only, as an item of work.
 
     tile: without crossovers. head: as `_quickest` says. Its result is `dense_below` and
@@ -103,11 +105,8 @@ class Crossovers:
     scores: Scores
     cases: tuple[Case, ...]
     stage: str = "crossovers"
-    timed: bool = True
-
-    @property
-    def affinity(self) -> Hashable:
-        return None
+    kind: ClassVar[str] = "crossover"
+    timed: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return f"crossover of {self.tile}"
@@ -141,15 +140,10 @@ def crossovers(executor: Executor, layers: Mapping[Hashable, Layer], journal: Jo
         cases_alike = alike.setdefault((_bare(config.tile), _quickest(config), config.grain, config.scores), {})
         cases_alike.setdefault(case, []).append(name)
     items = {group: Crossovers(*group, tuple(cases)) for group, cases in alike.items()}
-    keys = {group: item.key | taken_on(executor.device) for group, item in items.items()}
-    pending = {
-        group: executor.submit(item) for group, item in items.items() if journal.get("crossover", keys[group]) is None
-    }
     tiles: dict[Hashable, TileConfig] = {}
-    for group, item in items.items():
-        if group in pending:
-            journal.put("crossover", keys[group], pending[group].result())
-        for case, (below, fewest) in zip(item.cases, journal.get("crossover", keys[group]) or (), strict=True):
+    results = measured(list(items.values()), executor, journal)
+    for (group, item), of_cases in zip(items.items(), results, strict=True):
+        for case, (below, fewest) in zip(item.cases, of_cases, strict=True):
             for name in alike[group][case]:
                 tiles[name] = _with(layers[name].config.tile, below, fewest)
     return tiles

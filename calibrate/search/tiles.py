@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from calibrate.compiling import any_stride, compile_ahead, with_tiles
-from calibrate.journal import Journal, taken_on
+from calibrate.journal import Journal
 from calibrate.timing import FAILURES, medians, reason
 from calibrate.work.executor import Executor
-from calibrate.work.items import WorkerState
+from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.measured import measured, unmeasured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, InputError
@@ -99,17 +101,11 @@ def _times(
     """The seconds of every tile that runs, whatever its stride; `left_out` gets the reason why another failed."""
     first_of = {any_stride(tile): tile for tile in reversed(legal)}
     items = {timed: TileTime(first_of[timed], length, segment) for timed in dict.fromkeys(map(any_stride, legal))}
-    of_all = {"length": length, "segment": segment, **taken_on(executor.device)}
-    keys = {timed: {"tile": asdict(timed), **of_all} for timed in items}
-    unknown = [timed for timed in items if journal.get("tile", keys[timed]) is None]
+    unknown = unmeasured(list(items.values()), executor, journal)
     if len(unknown) > 1:
-        executor.submit(Compilation(tuple(items[timed].tile for timed in unknown), length, segment)).result()
-    pending = {timed: executor.submit(items[timed]) for timed in unknown}
+        executor.submit(Compilation(tuple(item.tile for item in unknown), length, segment)).result()
     seconds: dict[TileConfig, float] = {}
-    for timed, key in keys.items():
-        if timed in pending:
-            journal.put("tile", key, pending[timed].result())
-        tile_seconds, failed = journal.get("tile", key) or (0.0, "")
+    for timed, (tile_seconds, failed) in zip(items, measured(list(items.values()), executor, journal), strict=True):
         if failed:
             left_out[str(timed)] = failed
         else:
@@ -121,18 +117,19 @@ def _times(
 
 
 @dataclass(frozen=True)
-class TileTime:
+class TileTime(WorkItem):
     """The time of one tile for a whole prefix without any stop, as an item of work."""
 
     tile: TileConfig
     length: int
     segment: int
     stage: str = "tiles"
-    timed: bool = True
+    kind: ClassVar[str] = "tile"
+    timed: ClassVar[bool] = True
 
     @property
-    def affinity(self) -> Hashable:
-        return None
+    def key(self) -> dict[str, Any]:
+        return {"tile": asdict(any_stride(self.tile)), "length": self.length, "segment": self.segment}
 
     def __str__(self) -> str:
         return f"tile {self.tile} at {self.length} tokens"
@@ -143,18 +140,14 @@ class TileTime:
 
 
 @dataclass(frozen=True)
-class Compilation:
+class Compilation(WorkItem):
     """The kernels of several tiles that are timed next, compiled beside one another, as an item of work."""
 
     tiles: tuple[TileConfig, ...]
     length: int
     segment: int
     stage: str = "tiles"
-    timed: bool = True  # runs where they are timed
-
-    @property
-    def affinity(self) -> Hashable:
-        return None
+    timed: ClassVar[bool] = True  # runs where they are timed
 
     def __str__(self) -> str:
         return f"compilation of {len(self.tiles)} tiles"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import use_attention
@@ -20,28 +20,35 @@ from s2o_runtime.huggingface.hf import implementations
 T = TypeVar("T")
 
 
-class WorkItem(Protocol):
-    """One measurement.
+class WorkItem:
+    """One measurement; subclasses are frozen dataclasses.
 
     Attributes:
-        stage: what it is a part of; a worker forgets what it kept for another stage.
-        affinity: items of one affinity continue one another, so they run on one worker where possible; None if not.
-        timed: whether its result is a time, which only a GPU of the target kind may take.
-        tiled: (where an item has it) whether it runs the tiles of the target kind, which only a GPU of the same compute
-            capability may be able to.
+        stage: What it is a part of; a worker forgets what it kept for another stage.
+        kind: Of its entry in a journal.
+        timed: Whether its result is a time, which only a GPU of the target kind may take.
+        tiled: Whether it runs the tiles of the target kind, which only a GPU of the same compute capability may be
+            able to.
     """
 
-    @property
-    def stage(self) -> str: ...
+    stage: str
+    kind: ClassVar[str] = ""
+    timed: ClassVar[bool] = False
+    tiled: ClassVar[bool] = False
 
     @property
-    def affinity(self) -> Hashable: ...
+    def affinity(self) -> Hashable:
+        """Items of one affinity continue one another, so they run on one worker where possible; None if none do."""
+        return None
 
     @property
-    def timed(self) -> bool: ...
+    def key(self) -> Mapping[str, Any]:
+        """What its result depends on beside the model, and beside the GPU if it is timed; for a journal."""
+        raise NotImplementedError
 
     def run(self, worker: WorkerState) -> Any:
         """Measure; the result is JSON with tensors, or dataclasses of such."""
+        raise NotImplementedError
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 from calibrate.curves import ranking_cost
 from calibrate.curves.costs import RECORDED, fixed_cost, overhead
 from calibrate.curves.curves import Ranking
-from calibrate.curves.ranking_cost import beside, key_of, stored_cost
+from calibrate.curves.ranking_cost import beside, stored_cost
 from calibrate.journal import Journal
 from calibrate.recipe import Recipe
 from s2o_runtime.identity import geometry
@@ -58,7 +58,7 @@ def test_a_gpus_cost_is_measured_once_and_read_again(tmp_path, monkeypatch):
     assert stored_cost(entries, GEOMETRY, replace(GPU, name="another"), 8192, recipe()) == fixed_cost(8192)
     assert stored_cost(entries, GEOMETRY, GPU, 16384, recipe()) == fixed_cost(16384)
     assert stored_cost([], GEOMETRY, GPU, 8192, recipe()) == fixed_cost(8192)
-    assert key_of(GEOMETRY, GPU, 8192, recipe())["heads"] == [4, 2, 64]
+    assert [key["heads"] for key, _ in entries] == [[4, 2, 64]]
 
 
 def test_the_measured_call_stops_as_early_as_it_can(monkeypatch):

@@ -60,7 +60,7 @@ def recipe(**changes):
 @pytest.fixture(scope="module")
 def curves():
     shapes = [Shape.of(tile) for tile in TILES]
-    return [unpacked(combined([_of_prompt(layer, shapes, recipe(), timed=True)])) for layer in LAYERS]
+    return [unpacked(combined([_of_prompt(layer, shapes, recipe())])) for layer in LAYERS]
 
 
 @pytest.fixture

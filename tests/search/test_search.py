@@ -52,7 +52,7 @@ def recipe(kind="rel_mse", value=1e-2, **changes):
 
 def measured(prompts, **changes):
     shapes = sorted({Shape.of(tile) for tile in TILES}, key=str)
-    return unpacked(combined([_of_prompt(prompt, shapes, recipe(**changes), timed=False) for prompt in prompts]))
+    return unpacked(combined([_of_prompt(prompt, shapes, recipe(**changes)) for prompt in prompts]))
 
 
 @pytest.fixture(scope="module")

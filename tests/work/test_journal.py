@@ -89,22 +89,6 @@ def test_the_last_of_two_values_counts(path):
         assert journal.entries("time") == [({}, 2)]
 
 
-def test_remember_measures_once_and_gives_what_a_resumed_run_gets(path):
-    calls = []
-
-    def measure():
-        calls.append(1)
-        return {"pair": (1, 0.1 + 0.2)}
-
-    with Journal.open(path, IDENTITY) as journal:
-        first = [journal.remember("time", {"tile": (64, 64)}, measure) for _ in range(2)]
-        assert journal.reused == 0
-    with Journal.open(path, IDENTITY) as journal:
-        assert journal.remember("time", {"tile": [64, 64]}, measure) == first[0] == first[1] == {"pair": [1, 0.1 + 0.2]}
-        assert journal.reused == 1
-    assert len(calls) == 1
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {"error": [-float("inf")]}, None])
 def test_what_json_cannot_say_is_refused_and_leaves_no_trace(value, path):
     before = filled(path)
