@@ -55,32 +55,6 @@ def test_a_patched_model_answers():
     assert any(" s2o " in line and "the tensors are on the cpu" in line for line in lines)
 
 
-@pytest.fixture
-def notebook():
-    nbformat = pytest.importorskip("nbformat", reason="the notebook is read with nbformat: pip install nbclient")
-    return nbformat.read(ROOT / "examples" / "look_inside.ipynb", as_version=4)
-
-
-def test_the_notebook_is_kept_without_outputs(notebook):
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert code
-    assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
-
-
-@pytest.mark.exhaustive(reason="starts a kernel and calibrates in it")
-def test_every_cell_of_the_notebook_runs(notebook, tmp_path):
-    pytest.importorskip("ipykernel", reason="the notebook runs in ipykernel: pip install nbclient ipykernel")
-    from nbclient import NotebookClient
-
-    client = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute(env=os.environ | {"PYTHONPATH": PATHS})
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    printed = "".join(output.text for output in outputs if output.get("name") == "stdout")
-    assert "written: True; needles kept: 2 of 2" in printed
-    assert "S2O finds 2 of 2 codes" in printed
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
-
-
 @SLOW
 def test_the_api_writes_a_profile(tmp_path):
     lines = run("calibrate_api.py", tmp_path / "p.safetensors")
