@@ -5,8 +5,8 @@
 #   AOT_OPTIONS=--quick the largest configuration of each kernel only, as in continuous integration.
 # make transformers: its tests with the oldest and the newest supported transformers, and with the packages that quantised
 #   weights, adapters, GGUF files and models spread over devices are loaded with.
-# make architectures: the table of docs/models.md, from the tests that pass. make tables: those of README, docs/budgets.md and
-# docs/glossary.md, from docs/results. make docs: the site, in an environment of its own. make profile-format: the tables of
+# make architectures: the table of docs/models.md, from the tests that pass. make tables: those of README and
+# docs/budgets.md, from docs/results. make docs: the site, in an environment of its own. make profile-format: the tables of
 # docs/profile-format.md, from the record's fields. make wheel: sdist and wheel, and the wheel in empty environments: of
 # python3, or PYTHONS="python3.10 python3.14". make coverage: which lines the tests run. make mutants: which mistakes they notice.
 # make sglang: SGLang's engine on a CPU with S2O as its backend, in an environment of its own under build/sglang.
@@ -24,7 +24,7 @@ QUANTISERS := optimum-quanto==0.2.7 ninja==1.13.2 bitsandbytes==0.50.2 torchao==
 BUILT := gptqmodel==7.7.0 optimum==2.3.0 pypcre==0.6.4 tokenicer==0.0.14 logbar==0.4.15 device-smi==0.5.7 defuser==0.0.28
 BUILT += requests==2.34.2 urllib3==2.8.0 charset-normalizer==3.5.2 idna==3.20
 LOADERS := accelerate==1.15.0 psutil==7.2.2 peft==0.21.2 gguf==0.19.0
-LOADING_TESTS := tests/model/test_loading.py tests/model/test_quantised.py tests/attention/test_windowed.py tests/scripts/test_bench_rehearsals.py
+LOADING_TESTS := tests/model/test_loading.py tests/model/test_quantised.py tests/attention/test_windowed.py
 STAMP := $(VENV)/.installed
 ifdef PYTHON
   RUN := PYTHONPATH=. $(PYTHON)
@@ -178,7 +178,7 @@ coverage: $(READY)
 	mkdir -p build/coverage
 	OMP_NUM_THREADS=1 COVERAGE_FILE=build/coverage/data $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile \
 		-m "$(COVERAGE_MARKS)" --cov --cov-report=
-	COVERAGE_FILE=build/coverage/data $(RUN) -m scripts.docs.coverage "$(COVERAGE_MARKS)" > $(COVERAGE_SUMMARY)
+	COVERAGE_FILE=build/coverage/data $(RUN) -m coverage report --sort=cover > $(COVERAGE_SUMMARY)
 	cat $(COVERAGE_SUMMARY)
 
 mutants: $(READY)
@@ -219,10 +219,9 @@ $(QUANTISED)/.installed: Makefile | $(READY)
 		|| $(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) $(QUANTISERS) $(LOADERS)
 	touch $@
 
-# the tables that say what was measured, and the picture of how it works
+# the tables that say what was measured, and the picture of README
 tables: $(READY)
 	$(RUN) -m scripts.docs.tables
-	$(RUN) -m scripts.docs.how_it_works
 
 # the site, with warnings as errors, in an environment that has nothing but what builds it: no torch
 docs: build/docs/.installed

@@ -48,23 +48,6 @@ def add_device(add: Callable[..., None]) -> None:
     add("--device", "cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
 
 
-def add_op_options(out: Parser, add: Callable[..., None], rounds: int) -> None:
-    """The options of a bench that times the op: how it ranks, how often it is timed, and where.
-
-    Args:
-        out, add: what `bench_parser` gave.
-        rounds: the default of --rounds.
-    """
-    add("--segment", 1024, "queries that share a ranking", type=int, metavar="N")
-    add("--representatives", 1, type=int, metavar="N")
-    add("--grain", 4, "adjacent keys that are ranked and visited together", type=int, metavar="N")
-    out.add_argument("--tail", action=argparse.BooleanOptionalAction, default=True, help="estimate what is skipped")
-    add("--rounds", rounds, "turns that are timed, after one that is not", type=int, metavar="N")
-    add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
-    add("--seed", 0, type=int, metavar="N")
-    add_device(add)
-
-
 def check_device(args: argparse.Namespace) -> None:
     """Raises ConfigError if --device names a GPU that is not there."""
     if args.device == "cuda" and not torch.cuda.is_available():

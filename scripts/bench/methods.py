@@ -14,6 +14,7 @@ sampled rows.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import statistics
 import sys
 import tempfile
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from calibrate.curves.row_errors import row_errors, worst_of
+from calibrate.evaluation.variants import DIGEST
 from calibrate.timing import samples
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.backend import choose_backend
@@ -37,6 +39,7 @@ from s2o_runtime.baselines.settings import BASELINES, Baseline, parse
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
 from s2o_runtime.profile import Profile, load_profile
+from s2o_runtime.profile.record import BudgetKind
 from s2o_runtime.reference.dense import dense_attention
 from scripts.bench.calls import device_tile, flash_attention, kernel_parts, published_config
 from scripts.bench.common import (
@@ -128,7 +131,7 @@ def measure(args: argparse.Namespace) -> None:
     """Measure every length, print its table, and write what there is so far to --out."""
     check_device(args)
     device = torch.device(args.device)
-    profiles = calibrated(args)
+    profiles, digests = calibrated(args), digests_of(args.profile)
     options = {name: value for name, value in vars(args).items() if name != "out"}
     options |= {"profile": [path.name for path in args.profile], "journal": args.journal and args.journal.name}
     file = MethodsFile(settings=options, results=[], **machine(device))
@@ -138,7 +141,7 @@ def measure(args: argparse.Namespace) -> None:
             settings = settings_of(args.methods, profiles, length, device)
             for key, row in measure_layer(inputs, settings, args.rounds).items():
                 layers.setdefault(key, []).append(row)
-        file.results.append(MethodsEntry(length, all_layers(layers)))
+        file.results.append(MethodsEntry(length, all_layers(layers, digests)))
         print_table(file.results[-1])
         write(args.out, file)
 
@@ -183,7 +186,7 @@ def dense_where_slower(rows: dict[Key, LayerRow], calls: Mapping[Key, LayerCall]
     return rows | dict.fromkeys(slower, dense)
 
 
-def all_layers(layers: Mapping[Key, list[LayerRow]]) -> list[MethodRow]:
+def all_layers(layers: Mapping[Key, list[LayerRow]], digests: Mapping[Key, str]) -> list[MethodRow]:
     """A row for each setting: times are sums over the layers, errors and densities means, of worst rows the worst."""
     dense = sum(row.seconds for row in layers.get((DENSE, ""), ()))
     table = []
@@ -201,6 +204,7 @@ def all_layers(layers: Mapping[Key, list[LayerRow]]) -> list[MethodRow]:
                 rel_mse=statistics.fmean(row.rel_mse for row in rows),
                 worst=max(row.worst for row in rows),
                 layers=rows,
+                profile=digests.get((method, setting)),
             )
         )
     return table
@@ -293,20 +297,33 @@ def calibrated(args: argparse.Namespace) -> dict[Key, Profile]:
     profiles = {}
     for path in args.profile:
         profile = load_profile(path)
-        budget_record = profile.record.budget
-        if budget_record is None or budget_record.kind is None or budget_record.value is None:
-            raise InputError(f"{path} does not say what its budget is: calibrate it again")
-        kind, value = budget_record.kind, budget_record.value
-        method = CALIBRATED["s2o"]
-        profiles[method, f"{setting_name(kind, value)}, proven"] = profile
+        kind, value = budget_of(path, profile)
+        profiles[CALIBRATED, f"{setting_name(kind, value)}, proven"] = profile
         for budget, guard in product(sorted({value, *args.budgets}), (None, *args.worst_rows)):
             if (budget, guard) == (value, None):
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "profile.safetensors"
                 rebudgeted = rebudget(path, Budget(kind, budget), out, args.journal, guard).profile
-            profiles[method, setting_name(kind, budget, guard)] = rebudgeted
+            profiles[CALIBRATED, setting_name(kind, budget, guard)] = rebudgeted
     return profiles
+
+
+def digests_of(paths: Sequence[Path]) -> dict[Key, str]:
+    """The digests of the files that --profile names, as s2o-eval writes them; other budgets are of no file."""
+    digests = {}
+    for path in paths:
+        setting = f"{setting_name(*budget_of(path, load_profile(path)))}, proven"
+        digests[CALIBRATED, setting] = hashlib.sha256(path.read_bytes()).hexdigest()[:DIGEST]
+    return digests
+
+
+def budget_of(path: Path, profile: Profile) -> tuple[BudgetKind, float]:
+    """The kind and value of a profile's budget. Raises InputError if the profile does not state it."""
+    budget = profile.record.budget
+    if budget is None or budget.kind is None or budget.value is None:
+        raise InputError(f"{path} does not say what its budget is: calibrate it again")
+    return budget.kind, budget.value
 
 
 def print_table(entry: MethodsEntry) -> None:

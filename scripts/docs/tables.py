@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Write the tables of README and of docs/ that say what was measured, from the raw JSON in docs/results.
+"""Write the tables of README and of docs/ that say what was measured, from the raw files in docs/results.
 
-    python -m scripts.docs.tables            writes every table between its marker lines
+    python -m scripts.docs.tables            writes every table between its marker lines, and the picture of README
     python -m scripts.docs.tables --check    writes nothing, and fails if a table is not what it would write
 
 A block is named by its marker lines, `<!-- table NAME: make tables writes what is between these lines -->` and
-`<!-- /table NAME -->`. The glossary is written here too, from the words of DESIGN.md.
+`<!-- /table NAME -->`.
 """
 
 from __future__ import annotations
@@ -14,112 +14,76 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from s2o_runtime.errors import S2OError
 from s2o_runtime.files import write_atomically
 from scripts.bench.common import BAD_INPUT, OK, Parser
-from scripts.bench.schema import (
-    DENSE,
-    ONE_TAU,
-    AttentionEntry,
-    AttentionFile,
-    BudgetsFile,
-    CalibratedLength,
-    CalibrationFile,
-    EvaluationFile,
-    PrefillFile,
-)
+from scripts.bench.schema import AttentionEntry, AttentionFile, PrefillFile
 from scripts.docs.markdown import table
-from scripts.docs.results import POINT, measured
-from scripts.docs.results_data import (
-    S2O_CALIBRATED,
-    Bench,
-    Sources,
-    attending,
-    benches,
-    ms,
-    newest,
-    of_format,
-    read_sources,
-    relative_at,
-    small,
-    three,
-)
+from scripts.docs.methods_plot import PICTURE, draw_errors, svg
+from scripts.docs.raw import METHODS, PROVEN, ROOT, S2O, Bench, bench, flags, raw, result_file, retrieving, three
 
-ROOT = Path(__file__).resolve().parents[2]
 COMPARED_AT = 1e-3  # the rel_mse at which README compares methods; the calibrator's default budget
-DEFAULT_GUARD = 0.7  # --worst-rows, a norm
-NAMES = {
-    DENSE: "dense, cuDNN",
-    "dense (FlashAttention-2)": "dense, FlashAttention-2",
-    S2O_CALIBRATED: "**S2O, calibrated**",
-    ONE_TAU: "S2O, one threshold for all heads",
-    "mean-pooling": "mean pooling of blocks",
-    "flash-prefill": "FlashPrefill",
-    "prism": "Prism",
-    "pbs": "PBS-Attn",
-    "sparge": "SpargeAttn",
-    "a-shape": "A-shape",
-    "vertical-slash": "vertical-slash (MInference)",
-    "xattention": "XAttention",
-    "skip-softmax": "skip-softmax (BLASST)",
-}
-
-Tables = Mapping[str, Callable[[Sources], str]]
+RIVALS = tuple(f"bench-methods-rivals-{length}-h200.json" for length in ("8k", "32k", "128k"))
+DEFAULTS = tuple(f"bench-methods-{length}-h200.json" for length in ("8k", "32k", "128k"))  # of a default calibration
+CALIBRATION = "calibrate-demo-h200.json"  # of the profile in RIVALS
+CALIBRATIONS = {CALIBRATION: "the demo model", "calibrate-smollm2-h200.json": "SmolLM2-135M"}
+NEEDLES = "eval-multi-32k-h200.json"  # of the profiles in DEFAULTS: the same commit has both, and ships one of them
 
 
-def comparison(sources: Sources) -> str:
-    """README: every method's time over dense attention at one error, and the time in which it keeps the needles."""
-    compared = newest(benches(sources))
-    times = [relative_at(bench, COMPARED_AT) for bench in compared]
-    methods = compared[-1].methods
-    retrieving = fastest_retrieval(sources, compared)
+def comparison() -> str:
+    """README: how many times faster than cuDNN each method is at one error, and where it keeps the needles."""
+    newest, default = [bench(name) for name in RIVALS], [bench(name) for name in DEFAULTS]
+    evaluation = raw(NEEDLES)
+    timed, older = (next(run for run in runs if run.length == 32768) for runs in (newest, default))
+    found = retrieving(evaluation, timed)
+    kept = retrieving(evaluation, older, same_run=True)[S2O]
     rows = []
-    for method in methods:
-        cells = [_bold(str(of_length[method]), method) if method in of_length else "-" for of_length in times]
-        share = retrieving.get(method)
-        rows.append([NAMES.get(method, method), *cells, "-" if share is None else _bold(three(share), method)])
-    lengths = [f"{bench.length} tokens" for bench in compared]
-    return table(("method", *lengths, "needles at 32768"), rows, "lr")
+    for method, name in METHODS.items():
+        needles = timed.faster(found[method]) if method in found else "-"
+        cells = [*(_within(compared, method) for compared in newest), needles]
+        rows.append([name, *(f"**{cell}**" if method == S2O and cell != "-" else cell for cell in cells)])
+        if method == S2O:
+            cells = [*(_within(compared, S2O) for compared in default), older.faster(kept)]
+            rows.append(["S2O, calibrated by default, older kernels", *cells])
+    lengths = [f"{compared.length} tokens" for compared in newest]
+    caption = (
+        f"S2O as calibrated with {flags(raw(CALIBRATION)['command'])}, which are off by default, and with the default "
+        f"flags and the kernels of 2026-11-21; the needles of the latter at {_options(kept.setting)}. Of one threshold "
+        "and of the baselines the fastest measured setting counts."
+    )
+    return f"{table(('method', *lengths, 'needles at 32768'), rows, 'lr')}\n\n{caption}"
 
 
-def _bold(text: str, method: str) -> str:
-    return f"**{text}**" if method == S2O_CALIBRATED else text
+def _within(compared: Bench, method: str) -> str:
+    row = compared.within(method, COMPARED_AT)
+    return "-" if row is None else compared.faster(row)
 
 
-def fastest_retrieval(sources: Sources, compared: Sequence[Bench]) -> dict[str, float]:
-    """The least share of dense attention's time in which a method finds all needles but one in a hundred."""
-    shares: dict[str, float] = {}
-    for evaluation in of_format(sources, EvaluationFile):
-        same = [bench for bench in compared if bench.data == evaluation.file.model]
-        for row in evaluation.file.retrieval:
-            timed = measured(row.variant, row.length, same) if row.task == "multi" else None
-            if timed is None or row.found < row.dense_found - POINT * row.asked:
-                continue
-            bench, method_row = timed
-            share = method_row.seconds / bench.dense
-            shares[method_row.method] = min(share, shares.get(method_row.method, share))
-    return shares
+def _options(setting: str) -> str:
+    """The flags of a calibrated setting of `DEFAULTS`, whose guards are squares of what is a norm today."""
+    budget, guard = re.fullmatch(rf"rel_mse ([\d.e-]+)(?:, rows ([\d.]+))?(?:{PROVEN})?", setting).groups()  # type: ignore[union-attr]
+    options = f"--budget-rel-mse {budget}"
+    return f"`{options} --worst-rows {float(guard) ** 0.5:.2f}`" if guard else f"`{options}`"
 
 
-def crossovers(sources: Sources) -> str:
+def crossovers() -> str:
     """README: by length, what the kernel gains when half is computed, and what whole prefills gained."""
-    kernels = {entry.length: entry for entry in of_format(sources, AttentionFile)[-1].file.results}
+    kernels = {entry.length: entry for entry in result_file(AttentionFile, "bench-attention-h200.json").results}
     lengths = sorted(kernels)
     targets: tuple[tuple[str, float | str], ...] = (("every pair", "never stop"), ("half of the pairs", 0.5))
     rows = [
         [f"the kernel, {pairs} computed", *(_speedup(kernels[length], target) for length in lengths)]
         for pairs, target in targets
     ]
-    for source in of_format(sources, CalibrationFile):
-        of_length = {entry.length: entry for entry in source.file.lengths}
-        cells = [_prefill(of_length[length]) if length in of_length else "-" for length in lengths]
-        rows.append([f"prefill of {named(source.file.model)} as calibrated (dense layers)", *cells])
+    for name, model in CALIBRATIONS.items():
+        calibration = raw(name)
+        prefills = {entry["length"]: _prefill(entry) for entry in calibration["lengths"]}
+        made = flags(calibration["command"]) or "the default flags"
+        rows.append([f"prefill of {model} with {made} (dense layers)", *(prefills.get(n, "-") for n in lengths)])
     shares: dict[str, dict[int, float]] = {}
-    for prefills in of_format(sources, PrefillFile):
-        for entry in prefills.file.results:
-            shares.setdefault(entry.model, {})[entry.length] = entry.rows[0].share
+    for prefill in result_file(PrefillFile, "bench-prefill-h200.json").results:
+        shares.setdefault(prefill.model, {})[prefill.length] = prefill.rows[0].share
     for model, of_model in shares.items():
         cells = [f"{of_model[length]:.0%}" if length in of_model else "-" for length in lengths]
         rows.append([f"share of attention in the dense prefill of {model}", *cells])
@@ -131,81 +95,50 @@ def _speedup(entry: AttentionEntry, target: float | str) -> str:
     return f"{entry.dense.seconds.median / row.seconds.median:.2f}x"
 
 
-def _prefill(entry: CalibratedLength) -> str:
-    dense = sum(layer.density == 1.0 for layer in entry.layers)
-    return f"{entry.dense_prefill_seconds / entry.prefill_seconds:.2f}x ({dense} of {len(entry.layers)})"
+def _prefill(entry: Mapping[str, object]) -> str:
+    layers: Sequence[Mapping[str, float]] = entry["layers"]  # type: ignore[assignment]
+    dense = sum(layer["density"] == 1.0 for layer in layers)
+    return f"{_times(entry)} ({dense} of {len(layers)})"
 
 
-def named(model: str) -> str:
-    """What a reader calls a model that a calibration names by its folder."""
-    return {"build/smollm2": "SmolLM2-135M"}.get(model, f"the {model} model" if model == "demo" else model)
+def _times(entry: Mapping[str, object]) -> str:
+    """How many times faster a whole prefill became."""
+    return f"{entry['dense_prefill_seconds'] / entry['prefill_seconds']:.2f}x"  # type: ignore[operator]
 
 
-def quality(sources: Sources) -> str:
-    """docs/budgets.md: what budgets do to needles, KL, top-1 and speed, at one guard."""
-    names = ("budget, rel_mse", "guard", "needles kept", "KL", "top-1 the same", "density", "attention")
-    rows = []
-    for source in of_format(sources, BudgetsFile):
-        squared = "squares" in source.note  # older files have squares of what is a norm today
-        used = {row.worst_rows for row in source.file.rows if row.worst_rows}
-        guards = {guard: guard ** (0.5 if squared else 1) for guard in used}
-        shown = min(guards, key=lambda guard: abs(guards[guard] - DEFAULT_GUARD))
-        for row in source.file.rows:
-            if row.worst_rows not in (shown, None):
-                continue
-            guard = "off" if row.worst_rows is None else f"{guards[row.worst_rows]:.2f}"
-            kept = "{} of {}".format(*row.needles) if row.needles else "-"
-            dense, seconds = row.dense_attention_seconds, row.attention_seconds
-            speed = f"{dense / seconds:.2f}x" if dense and seconds else "-"
-            quality_cells = [kept, small(row.kl), f"{row.top1:.1%}", f"{row.density:.3f}", speed]
-            rows.append([f"{row.budget:.0e}", guard, *quality_cells])
-    return table(names, rows, "r")
-
-
-def speed(sources: Sources) -> str:
+def speed() -> str:
     """docs/budgets.md: what budgets do to error and speed, at every length that was benched."""
     names = ("tokens", "budget, rel_mse", "density", "rel_mse", "ranking ms", "attending ms", "attention")
     rows = []
-    for bench in newest(benches(sources)):
-        rows_of_s2o = bench.of(S2O_CALIBRATED)
-        budgets = [(re.fullmatch(r"rel_mse ([\d.e-]+)(, proven)?", row.setting), row) for row in rows_of_s2o]
-        ordered = sorted(((float(match[1]), row) for match, row in budgets if match), key=lambda pair: pair[0])
-        for budget, row in ordered:
-            errors = [f"{row.density:.3f}", small(row.rel_mse)]
-            times = [ms(row.selecting_seconds), ms(attending(row)), f"{bench.dense / row.seconds:.2f}x"]
-            rows.append([str(bench.length), f"{budget:.0e}", *errors, *times])
-    return table(names, rows, "r")
+    for compared in map(bench, RIVALS):
+        budgets = {float(row.setting.split()[1].rstrip(",")): row for row in compared.of(S2O)}
+        for budget, row in sorted(budgets.items()):
+            ranking = row.selecting_seconds
+            times = [three(1e3 * ranking), three(1e3 * (row.seconds - ranking)), compared.faster(row)]
+            errors = [f"{row.density:.3f}", f"{row.rel_mse:.1e}"]
+            rows.append([str(compared.length), f"{budget:.0e}", *errors, *times])
+    return f"{table(names, rows, 'r')}\n\nCalibrated with {flags(raw(CALIBRATION)['command'])}, off by default."
 
 
-def certified(sources: Sources) -> str:
+def certified() -> str:
     """docs/budgets.md: what was certified of whole models, beside the noise floor."""
     names = ("model", "tokens", "mean KL", "next KL below", "noise floor", "top-1 at least", "needles kept", "prefill")
     rows = []
-    for source in of_format(sources, CalibrationFile):
-        prefills = {entry.length: entry for entry in source.file.lengths}
-        for entry in (source.file.certificate or {"lengths": []})["lengths"]:
-            prefill = prefills[entry["length"]]
+    for name, model in CALIBRATIONS.items():
+        calibration = raw(name)
+        prefills = {entry["length"]: _times(entry) for entry in calibration["lengths"]}
+        for entry in calibration["certificate"]["lengths"]:
             found = entry["retrieval"]
-            cells = [small(entry[name]) for name in ("mean_kl",)]
-            cells += [small(entry["kl"]["value"]), small(entry["noise_floor"]), f"{entry['top1']['value']:.1%}"]
-            cells += [f"{found['kept']} of {found['found']}" if found else "-"]
-            cells += [f"{prefill.dense_prefill_seconds / prefill.prefill_seconds:.2f}x"]
-            rows.append([named(source.file.model), str(entry["length"]), *cells])
+            kls = [f"{value:.1e}" for value in (entry["mean_kl"], entry["kl"]["value"], entry["noise_floor"])]
+            kept = f"{found['kept']} of {found['found']}" if found else "-"
+            length = entry["length"]
+            rows.append([model, str(length), *kls, f"{entry['top1']['value']:.1%}", kept, prefills[length]])
     return table(names, rows, "lr")
 
 
-def glossary(_: Sources) -> str:
-    """docs/glossary.md: the words of DESIGN.md by their alphabet, without their former names."""
-    lines = (ROOT / "DESIGN.md").read_text(encoding="utf-8").partition("## Words")[2].partition("\n## ")[0].splitlines()
-    rows = [line.strip("|").split(" | ") for line in lines if line.startswith("| ")][1:]
-    words = sorted(([row[0].strip(), row[1].strip()] for row in rows), key=lambda row: row[0].lower())
-    return table(("word", "what it is"), words, "l")
-
-
-BLOCKS: Mapping[str, Tables] = {
+BLOCKS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "README.md": {"comparison": comparison, "crossovers": crossovers},
-    "docs/budgets.md": {"quality": quality, "speed": speed, "certified": certified},
-    "docs/glossary.md": {"glossary": glossary},
+    "docs/budgets.md": {"speed": speed, "certified": certified},
 }
 
 
@@ -223,10 +156,10 @@ def with_table(text: str, name: str, markdown: str) -> str:
     return f"{before}{start}\n\n{markdown}\n\n{end}{after}"
 
 
-def current(sources: Sources, page: str, text: str) -> str:
+def current(page: str, text: str) -> str:
     """A page's text with all its tables as the raw data has them."""
     for name, make in BLOCKS[page].items():
-        text = with_table(text, name, make(sources))
+        text = with_table(text, name, make())
     return text
 
 
@@ -236,10 +169,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     check = parser.parse_args(argv).check
     stale = 0
     try:
-        sources = read_sources(ROOT / "docs" / "results")
         for page in BLOCKS:
             text = (ROOT / page).read_text(encoding="utf-8")
-            written = current(sources, page, text)
+            written = current(page, text)
             if written == text:
                 continue
             stale += 1
@@ -248,6 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 write_atomically(ROOT / page, written.encode())
                 print(f"wrote {page}")
+        if not check:
+            benches = [bench(name) for name in RIVALS]
+            write_atomically(PICTURE, svg(lambda figure: draw_errors(benches, figure)))
     except S2OError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -16,7 +16,7 @@ from s2o_runtime.kernels.plan import Plan
 from s2o_runtime.pages import packed_starts
 from s2o_runtime.profile import Profile
 from s2o_runtime.serving.fit import Rank
-from scripts.bench.fake_vllm import FakeEngine, FakeServer
+from support.fake_vllm import FakeEngine, FakeServer
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),

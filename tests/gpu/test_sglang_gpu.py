@@ -13,8 +13,8 @@ from s2o_runtime.profile import Profile
 from s2o_runtime.serving.counters import Counters
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.tiles import candidate_tiles
-from scripts.bench.fake_vllm import FakeServer
 from support.fake_sglang import FakeEngine, Mode
+from support.fake_vllm import FakeServer
 from support.server_batches import alone, dense, joint_density
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

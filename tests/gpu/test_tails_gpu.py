@@ -1,58 +1,97 @@
 """Few queries behind many keys: whatever the op chooses by itself is no slower than dense attention."""
 
-import json
 import statistics
 import time
+from functools import partial
 
 import pytest
 import torch
 
+from calibrate.search.crossover import with_crossover
+from calibrate.timing import medians
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig
+from s2o_runtime.identity import Geometry
 from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.tiles import candidate_tiles
-from scripts.bench import tails
-from scripts.bench.schema import read
+from scripts.bench.calls import bisect, device_tile
+from scripts.bench.inputs import random_qkv
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
+DENSITY = 0.25  # of a whole prompt
+QUERIES = [1 << power for power in range(16)]
+KEYS = [1 << power for power in range(11, 18)]
+TIE = 0.98  # of dense attention's speed: less is slower than it
+TURNS = 8  # even, so that each call comes as often before another as after it
 TRIES = 3  # a median of few rounds may be off by more than a tie's 2%
 ROUNDS = 300
 HOST_MICROSECONDS = 3.0  # the op knows a call that comes again, and is a little faster than dense attention's checks
 
 
-def slower_every_time(path, arguments, limit):
-    """The ratio of the calls that are slower than this in each of the tries, by queries and keys; and all points."""
-    slower = None
+def longest_call(heads, keys):
+    """q, k, v of a whole prompt of random tensors, and a layer that computes a quarter of the pairs of 32768 tokens."""
+    device = torch.device("cuda")
+    size = {"length": keys, "batch": 1, "heads": heads, "head_dim": 128}
+    qkv = random_qkv(**size, dtype=torch.bfloat16, seed=0, device=device)
+    whole = last(qkv, min(keys, 32768), min(keys, 32768))
+    never_stop = LayerConfig.uniform(heads[0], segment=1024, grain=4, tail=True, tile=device_tile(128, device))
+    config = bisect(never_stop, DENSITY, 10, lambda c: s2o_attention(*whole, c, return_stats=True).density.cpu())
+    return qkv, config
+
+
+def measured(config, heads):
+    """The layer with what calibration measures of short calls: from how many queries on the kernels are worth it."""
+    geometry = Geometry("bench", 1, *heads, 128)
+    return config.with_tile(with_crossover(config, geometry, torch.device("cuda"), DENSITY))
+
+
+def last(qkv, queries, keys):
+    """The call of the last `queries` of the first `keys` positions."""
+    q, k, v = qkv
+    return q[:, :, keys - queries : keys], k[:, :, :keys], v[:, :, :keys]
+
+
+def slower_every_time(qkv, config, keys, limit):
+    """How fast dense attention is over the op, of the calls that are slower than `limit` in each of the tries."""
+    calls = [(queries, count) for count in keys for queries in QUERIES if queries <= count]
     for _ in range(TRIES):
-        assert tails.main([*arguments, "--chunks", "8192", "--out", str(path)]) == 0
-        points = read(tails.TailsFile, json.loads(path.read_text())).points
-        slow = {(point.queries, point.keys): point.ratio for point in points if not point.ratio > limit}
-        slower = slow if slower is None else {call: ratio for call, ratio in slow.items() if call in slower}
-        if not slower:
+        ratios = {}
+        for call in calls:
+            jobs = {"dense": partial(dense_attention, *last(qkv, *call))}
+            jobs["auto"] = partial(s2o_attention, *last(qkv, *call), config)
+            seconds = medians(jobs, qkv[0].device, TURNS)
+            ratios[call] = seconds["dense"] / seconds["auto"]
+        calls = [call for call, ratio in ratios.items() if not ratio > limit]
+        if not calls:
             break
-    return slower, points
+    return {call: ratios[call] for call in calls}
 
 
-@pytest.mark.parametrize("heads", ["8,2", "32,8"])
-def test_no_call_of_the_grid_is_slower_than_dense(tmp_path, heads):
-    slower, _ = slower_every_time(tmp_path / "tails.json", ["--heads", heads], tails.TIE)
-    assert not slower
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [(8, 2), (32, 8)], ids=["8/2", "32/8"])
+def test_no_call_of_the_grid_is_slower_than_dense(heads):
+    qkv, config = longest_call(heads, KEYS[-1])
+    assert not slower_every_time(qkv, measured(config, heads), KEYS, TIE)
 
 
-def test_the_gpus_default_is_on_the_safe_side(tmp_path):
-    arguments = ["--heads", "32,8", "--keys", "32768,131072", "--default-tile"]
-    slower, points = slower_every_time(tmp_path / "tails.json", arguments, 0.9)
-    assert {point.queries: point.backend for point in points}[1] == "dense"
-    assert not slower
+@torch.no_grad()
+def test_the_gpus_default_is_on_the_safe_side():
+    qkv, config = longest_call((32, 8), 131072)
+    assert s2o_attention(*last(qkv, 1, 131072), config, return_stats=True).stats.backend == "dense"
+    assert not slower_every_time(qkv, config, (32768, 131072), 0.9)
 
 
-def test_a_prompt_in_chunks_takes_little_longer_than_at_once(tmp_path):
-    path = tmp_path / "tails.json"
-    arguments = ["--heads", "32,8", "--queries", "8192", "--keys", "131072", "--chunks", "2048,8192"]
-    assert tails.main([*arguments, "--out", str(path)]) == 0
-    chunks = read(tails.TailsFile, json.loads(path.read_text())).chunks
-    seconds = {chunked.chunk: chunked.auto_seconds for chunked in chunks}
+@torch.no_grad()
+def test_a_prompt_in_chunks_takes_little_longer_than_at_once():
+    qkv, config = longest_call((32, 8), 131072)
+    config = measured(config, (32, 8))
+
+    def feed(chunk):
+        for end in range(chunk, 131073, chunk):
+            s2o_attention(*last(qkv, chunk, end), config)
+
+    seconds = medians({chunk: partial(feed, chunk) for chunk in (2048, 8192, 131072)}, qkv[0].device, TURNS)
     assert seconds[2048] < 1.5 * seconds[131072]  # 1.31 and 1.04 on an H200 (docs/results/bench-tails-h200.json)
     assert seconds[8192] < 1.1 * seconds[131072]
 

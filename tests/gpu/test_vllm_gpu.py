@@ -15,7 +15,7 @@ from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Server, Site
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.tiles import candidate_tiles
-from scripts.bench.fake_vllm import FakeEngine, FakeServer
+from support.fake_vllm import FakeEngine, FakeServer
 from support.server_batches import alone, dense, joint_density
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

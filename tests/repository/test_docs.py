@@ -1,4 +1,4 @@
-"""README and the pages of docs/: their commands, Python, links and numbers are what there is."""
+"""README and the pages of docs/: their commands, Python, links and tables are what there is."""
 
 import re
 
@@ -6,9 +6,10 @@ import pytest
 
 from calibrate.commands import calibrate, evaluate, profile
 from s2o_runtime.doctor import command as doctor
+from s2o_runtime.errors import InputError
 from s2o_runtime.huggingface import run
-from scripts.docs import how_it_works, tables
-from scripts.docs.results_data import S2O_CALIBRATED, benches, newest, read_sources
+from scripts.bench.schema import DENSE, MethodRow
+from scripts.docs import raw, tables
 from support.pages import FENCE, PAGES, ROOT, blocks, commands, commands_of, name_of
 
 PARSERS = {
@@ -19,8 +20,6 @@ PARSERS = {
     "s2o-doctor": doctor.parser,
 }
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-# results.md has the commands as they were typed, with the options of their day
-OLDER = "python -m scripts.docs.results"
 
 
 def understood(program, arguments):
@@ -39,9 +38,6 @@ def understood(program, arguments):
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_commands_are_understood(path):
     """What is typed is what the program's parser takes, a target of the Makefile, or a file that exists."""
-    if path.name == "results.md":
-        assert OLDER in path.read_text(encoding="utf-8")
-        return
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     for (program, *arguments), _ in commands_of(path):
         if program in PARSERS:
@@ -97,31 +93,81 @@ def test_every_page_is_in_the_navigation():
     assert set(re.findall(r"[\w-]+\.md", text)) == {path.name for path in (ROOT / "docs").glob("*.md")}
 
 
-def test_readme_is_short_and_shows_output_that_there_was():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 150
+def test_readme_shows_output_that_there_was():
     (shown,) = [block for block in blocks(ROOT / "README.md", "text") if "checked only" in block]
-    raw = (ROOT / "docs" / "results" / "calibrate-demo-h200.txt").read_text(encoding="utf-8").splitlines()
-    lines = shown.splitlines()
-    assert len(lines) == 10
-    assert set(lines) <= {line.rstrip() for line in raw}
+    (name,) = re.findall(r"^<!-- (calibrate-[\w-]+\.txt) -->$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    lines = (ROOT / "docs" / "results" / name).read_text(encoding="utf-8").splitlines()
+    assert set(shown.splitlines()) <= {line.rstrip() for line in lines}
 
 
 @pytest.mark.parametrize("page", tables.BLOCKS)
 def test_tables_are_of_the_raw_data(page):
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert tables.current(read_sources(ROOT / "docs" / "results"), page, text) == text
+    assert tables.current(page, text) == text
 
 
-def test_the_comparison_is_the_bench_at_one_error():
-    """Between two settings that are worked out here by hand, log-log, S2O's time is where README has it."""
-    sources = read_sources(ROOT / "docs" / "results")
-    bench = next(bench for bench in newest(benches(sources)) if bench.length == 131072)
-    settings = {row.setting.removesuffix(", proven"): row for row in bench.of(S2O_CALIBRATED)}
-    exact, fast = settings["rel_mse 0.001"], settings["rel_mse 0.003"]
-    (row,) = [line for line in tables.comparison(sources).splitlines() if "S2O, calibrated" in line]
-    shown = float(row.split("|")[4].strip(" *"))
-    assert fast.seconds / bench.dense < shown < exact.seconds / bench.dense
+def method_row(method, setting, seconds, rel_mse=1e-3, density=0.5, profile=None):
+    return MethodRow(method, setting, seconds, 0.0, None, density, 0.0, rel_mse, 0.0, [], profile)
+
+
+DENSE_ROW = method_row(DENSE, "", 1.0, rel_mse=3e-6, density=1.0)
+
+
+def test_a_method_is_compared_at_the_fastest_setting_that_was_measured_and_is_so_exact():
+    """Nothing is interpolated, and a profile's other budgets, which are not proven, do not count."""
+    pbs = [method_row("pbs", f"keep={rel_mse}", 1 / rel_mse, rel_mse) for rel_mse in (1e-4, 9e-4, 1.1e-3)]
+    s2o = [method_row(raw.S2O, setting, 0.2, 9e-4) for setting in ("rel_mse 0.003", "rel_mse 0.001, proven")]
+    everything = method_row("sparge", "keep=1", 0.1, rel_mse=0.0, density=1.0)
+    bench = raw.Bench("b.json", 32768, [DENSE_ROW, *pbs, *s2o, everything])
+    assert bench.within("pbs", 1e-3) == pbs[1]
+    assert bench.within("pbs", 1e-5) is None
+    assert bench.within(raw.S2O, 1e-3) == s2o[1]
+    assert bench.within("sparge", 1e-3) is None
+    assert bench.within(DENSE, 1e-3) == DENSE_ROW
+    assert bench.faster(s2o[1]) == "5.00x"
+
+
+def found(variant, kept):
+    common = {"task": "multi", "length": 32768, "asked": 200, "dense_found": 200}
+    return common | {"variant": variant, "found": kept}
+
+
+def test_needles_are_joined_with_the_times_of_the_same_profile_only():
+    """A profile with the same budget, and so the same name, is another one."""
+    variants = {"dense": "dense", "rel-mse-0.001": "digest1", "rel-mse-0.01": "digest2", "pbs:keep=0.9": "pbs:keep=0.9"}
+    evaluation = {
+        "variants": [{"name": name, "identity": identity} for name, identity in variants.items()],
+        "retrieval": [found("rel-mse-0.001", 198), found("rel-mse-0.01", 197), found("pbs:keep=0.9", 200)],
+    }
+    same = method_row(raw.S2O, "rel_mse 0.001, proven", 0.5, profile="digest1")
+    other = method_row(raw.S2O, "rel_mse 0.001, proven", 0.1, profile="digest3")
+    unknown = method_row(raw.S2O, "rel_mse 0.001, proven", 0.2)  # of a bench that is older than digests
+    lossy = method_row(raw.S2O, "rel_mse 0.01, proven", 0.1, profile="digest2")
+    pbs = method_row("pbs", "keep=0.9", 0.7)
+
+    def joined(*rows, **options):
+        return raw.retrieving(evaluation, raw.Bench("b.json", 32768, [DENSE_ROW, *rows]), **options)
+
+    assert joined(same, lossy, pbs) == {raw.S2O: same, "pbs": pbs}
+    assert joined(other, unknown, pbs) == {"pbs": pbs}
+    assert joined(unknown, pbs, same_run=True) == {raw.S2O: unknown, "pbs": pbs}
+    assert joined(other, same_run=True) == {}
+
+
+def test_the_flags_of_a_calibration_are_named():
+    assert raw.flags("s2o-calibrate --model demo --scores input,int8 --out p") == "`--scores input,int8`"
+    assert raw.flags("s2o-calibrate --linear-tails") == "`--linear-tails`"
+    assert raw.flags("s2o-calibrate --model demo") == ""
+
+
+def test_a_raw_file_that_cannot_be_used_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(raw, "RESULTS", tmp_path)
+    (tmp_path / "b.json").write_text("{}")
+    (tmp_path / "c.json").write_text("{")
+    with pytest.raises(InputError, match=r"b.json lacks device: make it again with python -m scripts.bench.methods"):
+        raw.bench("b.json")
+    with pytest.raises(InputError, match=r"c.json cannot be read \(it is not JSON\)"):
+        raw.raw("c.json")
 
 
 def test_a_page_without_marks_is_refused():
@@ -129,12 +175,3 @@ def test_a_page_without_marks_is_refused():
     assert tables.with_table(f"a\n{start}\nold\n{end}\nb", "x", "| new |") == f"a\n{start}\n\n| new |\n\n{end}\nb"
     with pytest.raises(ValueError, match="put them where the table belongs"):
         tables.with_table("nothing", "x", "")
-
-
-def test_the_picture_is_what_the_stop_rule_says():
-    assert how_it_works.main(["--check"]) == 0
-    visited = how_it_works.stop()
-    gains = how_it_works.gains()
-    left = [gain * (len(gains) - number) for number, gain in enumerate(gains, 1)]
-    assert left[visited - 1] < how_it_works.TAU <= min(left[: visited - 1])
-    assert 0 < visited < len(gains)

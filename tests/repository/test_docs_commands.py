@@ -23,7 +23,6 @@ PROGRAMS = {
 }
 # how a need may begin
 NEEDS = ("an NVIDIA GPU", "several NVIDIA GPUs", "a cluster", "vLLM", "SGLang", "lm_eval", "an index", "half an hour")
-AS_TYPED = ROOT / "docs" / "results.md"  # its commands have the options of their day, and say on what they ran
 
 # other words for those that stand for something of the reader's
 STAND_INS = {
@@ -79,7 +78,7 @@ def runs_here(command):
 
 
 def pages_with(condition):
-    return [path for path in PAGES if path != AS_TYPED and any(map(condition, commands_of(path)))]
+    return [path for path in PAGES if any(map(condition, commands_of(path)))]
 
 
 @pytest.mark.parametrize("path", pages_with(lambda command: True), ids=name_of)
@@ -95,14 +94,6 @@ def test_a_command_runs_here_or_in_ci_or_says_what_it_needs(path):
             assert beginning, f"{text}: nothing runs it; say what it needs, or run it"
             file, line = DONE_ELSEWHERE[beginning]
             assert line in (ROOT / file).read_text(encoding="utf-8"), f"{text}: {line!r} is not in {file}"
-
-
-def test_commands_of_results_are_said_to_be_as_they_were_typed():
-    text = AS_TYPED.read_text(encoding="utf-8")
-    assert "as they were typed" in text
-    for command in commands_of(AS_TYPED):
-        module = command.words[2] if command.words[:2] == ("python", "-m") else None
-        assert command.words[0] in PROGRAMS or (ROOT / f"{module.replace('.', '/')}.py").is_file(), command.words
 
 
 @pytest.fixture(scope="module")

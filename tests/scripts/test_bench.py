@@ -1,17 +1,24 @@
-"""scripts/bench/attention.py at a tiny size: what it records is consistent."""
+"""The benches of the kernel, of whole prefills and of several GPUs, and the study of unlike text, at tiny sizes."""
 
 import json
+import sqlite3
+from contextlib import closing
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig, StopRule, TileConfig
 from s2o_runtime.reference.dense import dense_attention, exact_attention
 from scripts.bench import attention as bench
+from scripts.bench import prefill
 from scripts.bench.calls import CPU_TILE, bisect, kernel_parts, published_config
 from scripts.bench.inputs import exact_rows, model_qkv, rel_mse, repeated_qkv
-from scripts.bench.schema import AttentionFile, read
+from scripts.bench.scaling import TIMES, _same_entries, _with_times_of, profile_differences
+from scripts.bench.schema import AttentionFile, PrefillFile, read
+from scripts.study import unlike
+from support.pages import ROOT
 
 pytestmark = pytest.mark.usefixtures("small_sample")
 
@@ -186,3 +193,85 @@ def test_linear_tails_have_a_row_of_their_own(tmp_path):
     assert (row.target, row.prefill_seconds) == ("one chunk", None)
     assert row.density == pytest.approx(lowest.density)
     assert 0 < row.rel_mse != lowest.rel_mse
+
+
+@SLOW
+def test_a_model_is_timed_dense_and_at_a_density(tmp_path, capsys):
+    out = tmp_path / "p.json"
+    arguments = ["--models", "demo", "--lengths", "512", "--densities", "0.8", "--segment", "128", "--device", "cpu"]
+    assert prefill.main([*arguments, "--rounds", "1", "--steps", "3", "--out", str(out)]) == 0
+    (entry,) = read(PrefillFile, json.loads(out.read_text())).results
+    assert (entry.model, entry.length) == ("demo", 512)
+    dense, sparse = entry.rows
+    assert (dense.name, dense.density) == ("dense, cuDNN", 1.0)
+    assert sparse.name == "S2O, density 0.8"
+    assert 0.5 < sparse.density < 1.0  # a window is an eighth of the prompt, and three steps are few
+    for row in (dense, sparse):
+        assert row.attention_seconds == pytest.approx(row.share * row.seconds.median)
+        assert row.share > 0.0
+    assert "attention" in capsys.readouterr().out
+
+
+def test_an_unknown_model_is_one_sentence(tmp_path, capsys):
+    assert prefill.main(["--models", "quantum", "--device", "cpu", "--out", str(tmp_path / "p.json")]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("scripts.bench.prefill: model 'quantum' is not known")
+
+
+def written(path, tau, **record):
+    save_file({"tau": torch.tensor([tau])}, path, {"s2o": json.dumps(record)})
+    return path
+
+
+def test_profiles_that_differ_in_times_alone_are_the_same(tmp_path):
+    one = written(tmp_path / "1", 1.0, layers=[{"mse": 1.0, "seconds": 0.5}])
+    assert profile_differences(one, written(tmp_path / "2", 1.0, layers=[{"mse": 1.0, "seconds": 0.7}])) == []
+    assert profile_differences(one, written(tmp_path / "3", 2.0, layers=[{"mse": 1.0}])) == ["tensor tau"]
+    assert profile_differences(one, written(tmp_path / "4", 1.0, layers=[{"mse": 2.0}])) == [
+        "s2o.layers[0].mse: 1.0 and 2.0"
+    ]
+    assert profile_differences(one, tmp_path / "none") == [f"{tmp_path / 'none'} was not written"]
+
+
+@pytest.fixture
+def journals(tmp_path):
+    """Two journals with the same curves but one, and times of their own."""
+    paths = [tmp_path / "one", tmp_path / "many"]
+    for number, path in enumerate(paths):
+        with closing(sqlite3.connect(path)) as database, database:
+            database.execute("CREATE TABLE entries (kind TEXT, key TEXT, value TEXT, tensors BLOB)")
+            rows = [("curves", "a", "same", b"1"), ("curves", "b", f"of {number}", b"2")]
+            rows += [(kind, f"{kind} {number}", "t", None) for kind in TIMES]
+            database.executemany("INSERT INTO entries VALUES (?, ?, ?, ?)", rows)
+    return paths
+
+
+def test_entries_are_compared_to_the_last_bit(journals):
+    assert _same_entries(*journals, "curves") == (1, 2)
+
+
+def test_a_replay_has_the_times_of_one_and_the_rest_of_many(journals, tmp_path):
+    _with_times_of(*journals, tmp_path / "replay")
+    with closing(sqlite3.connect(tmp_path / "replay")) as database:
+        rows = dict(database.execute("SELECT key, value FROM entries").fetchall())
+    assert rows == {"a": "same", "b": "of 1"} | {f"{kind} 0": "t" for kind in TIMES}
+
+
+@SLOW
+def test_what_profiles_err_by_on_unlike_text(capsys):
+    profile = str(ROOT / "profiles/demo/cpu/mse-0.0001.safetensors")
+    assert unlike.main([profile, profile, "--length", "512", "--settings-of", "2048", "--layers", "0,1"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0] == "demo, 512 tokens, settings of 2048: rel_mse"
+    rows = [line.rsplit(maxsplit=4) for line in err.splitlines() if line.startswith(("code", "half code"))]
+    assert [row[0] for row in rows] == ["code", "half code, half random tokens"]
+    for _, *errors in rows:
+        numbers = [float(error) for error in errors]
+        assert numbers[0] == numbers[1]  # the same profile
+        assert numbers[2] == numbers[3]
+        assert all(0 < number < 0.1 for number in numbers)
+
+
+def test_a_study_of_unlike_text_says_what_it_cannot_read(capsys):
+    assert unlike.main(["no-such-file.safetensors"]) == 2
+    assert capsys.readouterr().err.startswith("scripts.study.unlike: ")

@@ -1,5 +1,6 @@
 """scripts/bench/methods.py at a tiny size: what it says of a setting is what the setting does."""
 
+import hashlib
 import json
 import types
 from pathlib import Path
@@ -15,6 +16,7 @@ from s2o_runtime.profile.record import Record, RecordedBudget
 from s2o_runtime.reference.dense import exact_attention
 from scripts.bench import methods as bench
 from scripts.bench.schema import LayerRow, MethodsFile, read
+from support.pages import ROOT
 
 LENGTH = 520
 SETTING = "pbs:keep=0.6,segment=128,block=64"
@@ -88,6 +90,18 @@ def test_profiles_stand_with_every_budget_and_guard(monkeypatch):
         (method, "rel_mse 0.0001, rows 0"): ("rel-mse-0.0001", (Path("j"), 0.0)),
         (method, "rel_mse 0.001, rows 0"): ("rel-mse-0.001", (Path("j"), 0.0)),
     }
+
+
+def test_a_profile_is_told_by_the_digest_of_its_file():
+    """As s2o-eval tells it; the same profile with another budget is of no file."""
+    (shipped,) = (ROOT / "profiles/demo/cpu").glob("*.safetensors")
+    (digest,) = bench.digests_of([shipped]).values()
+    assert hashlib.sha256(shipped.read_bytes()).hexdigest().startswith(digest)
+    key, other = ("S2O, calibrated", "mse 0.0001, proven"), ("S2O, calibrated", "mse 0.001")
+    assert bench.digests_of([shipped]) == {key: digest}
+    layer = LayerRow(0, 0.5, 0.0, 0.0, 0.0, 1.0, 0.0)
+    rows = bench.all_layers({key: [layer], other: [layer]}, {key: digest})
+    assert [row.profile for row in rows] == [digest, None]
 
 
 def test_a_guard_that_changes_nothing_gets_no_row():

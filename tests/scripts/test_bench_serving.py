@@ -1,4 +1,4 @@
-"""scripts/bench/serving.py at a tiny size: the modelled server, and a server that answers at once."""
+"""scripts/bench/serving.py against a server that answers at once."""
 
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,19 +13,8 @@ from scripts.bench.schema import read
 
 def run(tmp_path, *arguments):
     out = tmp_path / "s.json"
-    code = bench.main([*arguments, "--device", "cpu", "--out", str(out)])
+    code = bench.main([*arguments, "--out", str(out)])
     return code, read(bench.ServingFile, json.loads(out.read_text())) if out.exists() else None
-
-
-def test_a_modelled_server(tmp_path, capsys):
-    arguments = ["--lengths", "800", "--chunks", "128,512", "--hits", "0,0.5", "--densities", "0.6"]
-    arguments += ["--heads", "2,1", "--head-dim", "64", "--segment", "64", "--rounds", "1", "--steps", "2"]
-    code, file = run(tmp_path, *arguments)
-    assert code == 0
-    rows = [(row.length, row.chunk, row.cached) for row in file.modelled]
-    assert rows == [(800, 128, 0.0), (800, 128, 0.5), (800, 512, 0.0), (800, 512, 0.5)]
-    assert all(0 < row.density < 1 for row in file.modelled)
-    assert "all chunks of a prompt" in capsys.readouterr().out
 
 
 class _Server(BaseHTTPRequestHandler):
@@ -133,8 +122,6 @@ def test_a_server_that_is_not_there_is_one_sentence(tmp_path, capsys):
     code, _ = run(tmp_path, "--url", "http://127.0.0.1:9/v1", "--model", "m", "--lengths", "100")
     assert code == 2
     assert "did not answer" in capsys.readouterr().err
-    assert run(tmp_path, "--url", "http://127.0.0.1:9/v1")[0] == 2
-    assert "give --model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile
 from s2o_runtime.serving.fit import Rank
-from scripts.bench.fake_vllm import FakeServer
 from support.fake_sglang import FakeEngine, Mode
+from support.fake_vllm import FakeServer
 from support.server_batches import alone, dense, joint_density
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64

@@ -20,7 +20,7 @@ from s2o_runtime.serving.calls import layer_obstacle
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.vllm.backend import BATCH
 from s2o_runtime.vllm.layouts import key_and_value_pages, layout_of
-from scripts.bench.fake_vllm import FakeEngine, FakeServer, Graphs, fake_backend
+from support.fake_vllm import FakeEngine, FakeServer, Graphs, fake_backend
 from support.server_batches import alone, dense, joint_density
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64

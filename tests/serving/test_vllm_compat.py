@@ -13,7 +13,7 @@ import pytest
 
 from s2o_runtime.vllm import plugin
 from s2o_runtime.vllm.compat import BACKEND, FLASH, INIT, READ, Interface, interface_obstacle
-from scripts.bench.fake_vllm import Common, fake_backend
+from support.fake_vllm import Common, fake_backend
 from support.vllm_interface import recorded
 
 INTERFACES = recorded()

@@ -16,7 +16,7 @@ from torch import Tensor
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.sglang.backend import Host, mix_in
-from scripts.bench.fake_vllm import Request
+from support.fake_vllm import Request
 
 NOWHERE = 1 << 28  # a slot that is not there: whoever reads a token behind a request's end, fails
 

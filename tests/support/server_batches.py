@@ -7,7 +7,7 @@ from s2o_runtime import LayerConfig, s2o_attention
 from s2o_runtime.attention.backend import Backend
 from s2o_runtime.attention.result import Attention
 from s2o_runtime.reference.dense import exact_attention
-from scripts.bench.fake_vllm import Request
+from support.fake_vllm import Request
 
 
 def alone(request: Request, count: int, config: LayerConfig, backend: Backend = "auto") -> Attention:
