@@ -5,7 +5,7 @@
     python -m scripts.docs.tables --check    writes nothing, and fails if a table is not what it would write
 
 A block is named by its marker lines, `<!-- table NAME: make tables writes what is between these lines -->` and
-`<!-- /table NAME -->`. The glossary is written here too, from the words of DESIGN.md.
+`<!-- /table NAME -->`.
 """
 
 from __future__ import annotations
@@ -194,18 +194,9 @@ def certified(sources: Sources) -> str:
     return table(names, rows, "lr")
 
 
-def glossary(_: Sources) -> str:
-    """docs/glossary.md: the words of DESIGN.md by their alphabet, without their former names."""
-    lines = (ROOT / "DESIGN.md").read_text(encoding="utf-8").partition("## Words")[2].partition("\n## ")[0].splitlines()
-    rows = [line.strip("|").split(" | ") for line in lines if line.startswith("| ")][1:]
-    words = sorted(([row[0].strip(), row[1].strip()] for row in rows), key=lambda row: row[0].lower())
-    return table(("word", "what it is"), words, "l")
-
-
 BLOCKS: Mapping[str, Tables] = {
     "README.md": {"comparison": comparison, "crossovers": crossovers},
     "docs/budgets.md": {"quality": quality, "speed": speed, "certified": certified},
-    "docs/glossary.md": {"glossary": glossary},
 }
 
 
