@@ -81,9 +81,10 @@ def _of_length(length: CertifiedLength) -> str:
     probability = (length.kl and length.kl.probability) or 0.0
     if changed := _changed(length):
         within = round(probability * ((length.prompts or 0) + 1))
+        layers = "1 layer" if changed == 1 else f"{changed} layers"
         text = (
-            f"{length.length} tokens: these prompts chose how much less of their budget {changed} layers got, so nothing "
-            f"is certified of the next prompt; of these, {within} had, each by itself, a KL of at most {kl}, {top1}, the "
+            f"{length.length} tokens: these prompts chose how much less of the budget {layers} got, so nothing is "
+            f"certified of the next prompt; of these, {within} had, each by itself, a KL of at most {kl}, {top1}, the "
             f"error of every layer at most {error}"
         )
     else:

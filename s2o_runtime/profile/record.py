@@ -169,7 +169,9 @@ class PromptHashes(Part):
 
     calibration: tuple[PromptHash, ...] | None = _recorded("the prompts that were calibrated on")
     held_out: tuple[PromptHash, ...] | None = _recorded("the prompts that layers were adjusted on")
-    certify: tuple[PromptHash, ...] | None = _recorded("the prompts of the certificate, none of which was calibrated or adjusted on")
+    certify: tuple[PromptHash, ...] | None = _recorded(
+        "the prompts of the certificate, none of which was calibrated or adjusted on"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

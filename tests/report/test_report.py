@@ -308,7 +308,7 @@ def test_the_next_prompt_is_certified_where_the_prompts_chose_nothing(summary):
     for layer in certificate["lengths"][0]["layers"]:
         layer.pop("rung", None)
     text = " ".join(printed(summary | {"certificate": certificate}).split())
-    assert "Certified on 19 prompts of each length that chose nothing (code, prose): with 95% confidence for each" in text
+    assert "Certified on 19 prompts of each length that chose nothing (code, prose): with 95% confidence" in text
     assert (
         "8192 tokens: with a probability of at least 90% each by itself, the next prompt like these keeps the KL below "
         "2.0e-03 nats (two dense implementations: 1.0e-04), at least 98.50% of top-1 tokens, the error of every layer "
