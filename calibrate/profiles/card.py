@@ -20,7 +20,7 @@ NOT_RECORDED = "not recorded"
 CERTIFIED = (
     "## Certified\n\nUpper bounds for the mean errors of the layers, as shares of their limits: over all rows of a "
     "prompt, over its last eighth, and of calls that bring so many new tokens behind a cached prefix; only the first "
-    "is held to the limit. KL and top-1 are what the next prompt keeps within; noise is the KL between two dense "
+    "is held to the limit. KL and top-1 are the numbers of the sentences below; noise is the KL between two dense "
     "implementations."
 )
 

@@ -16,7 +16,7 @@ MOST = 100.0  # times its limit: a bound above it says only that there were too 
 
 
 def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
-    """In one sentence what was shown.
+    """In one sentence what was shown of means: of each layer by itself, under the assumption of the bound.
 
     Args:
         certificate: Of the profile; None if it has none.
@@ -29,10 +29,12 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
     domains = sorted({one.domain for length in lengths for one in length.domains or () if one.domain})
     text = f" ({', '.join(domains)})" if domains else ""
     confidence = (certificate and certificate.confidence) or 0.0
+    changed = any(_changed(length) for length in lengths)
+    chose = "only how much less of its budget a layer got" if changed else "nothing"
     return (
-        f"Certified on {_range(length.prompts for length in lengths)} prompts of each length that chose nothing{text}: "
-        f"with {confidence:.0%} confidence, a layer's mean error over prompts like these is at most "
-        f"{_largest(lengths):.0%} of its limit."
+        f"Certified on {_range(length.prompts for length in lengths)} prompts of each length that chose {chose}{text}: "
+        f"with {confidence:.0%} confidence for each layer by itself, and if errors are lognormal, its mean error over "
+        f"prompts like these is at most {_largest(lengths):.0%} of its limit."
     )
 
 
@@ -60,7 +62,7 @@ def adjusted_on(record: Record) -> int | None:
 
 
 def sentences(certificate: Certificate | None) -> list[str]:
-    """What is certified of the next prompt at each length, and what the certificate changed."""
+    """What is certified of the next prompt at each length, or why nothing is, and what the certificate changed."""
     lengths = _lengths(certificate)
     layers = [layer for length in lengths for layer in length.layers or ()]
     dense = sum(layer.rung == 0 for layer in layers)
@@ -72,10 +74,24 @@ def sentences(certificate: Certificate | None) -> list[str]:
 
 
 def _of_length(length: CertifiedLength) -> str:
-    parts = [f"the KL below {_value(length.kl, '.1e')} nats" + _noise(length) + _mean_kl(length)]
-    parts.append(f"at least {_value(length.top1, '.2%')} of top-1 tokens")
-    parts.append(f"the error of every layer below {_value(length.error_over_limit, '.2f')} times its limit")
-    text = f"{length.length} tokens: {_probability(length.kl)} the next prompt like these keeps {', '.join(parts)}"
+    """Of the next prompt, unless these prompts chose a layer's config: then only what these prompts had."""
+    kl = f"{_value(length.kl, '.1e')} nats" + _noise(length) + _mean_kl(length)
+    top1 = f"at least {_value(length.top1, '.2%')} of top-1 tokens"
+    error = f"{_value(length.error_over_limit, '.2f')} times its limit"
+    probability = (length.kl and length.kl.probability) or 0.0
+    if changed := _changed(length):
+        within = round(probability * ((length.prompts or 0) + 1))
+        layers = "1 layer" if changed == 1 else f"{changed} layers"
+        text = (
+            f"{length.length} tokens: these prompts chose how much less of the budget {layers} got, so nothing is "
+            f"certified of the next prompt; of these, {within} had, each by itself, a KL of at most {kl}, {top1}, the "
+            f"error of every layer at most {error}"
+        )
+    else:
+        text = (
+            f"{length.length} tokens: with a probability of at least {probability:.0%} each by itself, the next prompt "
+            f"like these keeps the KL below {kl}, {top1}, the error of every layer below {error}"
+        )
     retrieval = length.retrieval
     if retrieval is None or not retrieval.found:
         return f"{text}; retrieval not proven"
@@ -83,6 +99,11 @@ def _of_length(length: CertifiedLength) -> str:
         f"{text}; {retrieval.kept} of {retrieval.found} needles kept ({_at_least(retrieval.low or 0)} to "
         f"{retrieval.high or 0:.0%})"
     )
+
+
+def _changed(length: CertifiedLength) -> int:
+    """How many layers the certify prompts themselves gave less of their budget, or made dense."""
+    return sum(layer.rung is not None for layer in length.layers or ())
 
 
 def _at_least(share: float) -> str:
@@ -187,11 +208,6 @@ def _count(count: int | None) -> str:
 
 def _value(bound: NextPrompt | None, form: str) -> str:
     return formatted(None if bound is None else bound.value, form)
-
-
-def _probability(bound: NextPrompt | None) -> str:
-    probability = (bound and bound.probability) or 0.0
-    return f"with a probability of at least {probability:.0%}"
 
 
 def _range(counts: Iterable[int | None]) -> str:

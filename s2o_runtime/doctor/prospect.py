@@ -167,8 +167,8 @@ def _proof_findings(profile: Profile) -> list[Finding]:
         findings.append(Finding("weights", "random", str(error), BAD_INPUT))
     certificate = record.certificate
     if certificate is not None and certificate.lengths:
-        counts = ", ".join(f"{one.prompts} of {one.length} tokens" for one in certificate.lengths)
-        certified = f"; certified on prompts that chose nothing: {counts}"
+        counts = ", ".join(f"{one.prompts} prompts of {one.length} tokens" for one in certificate.lengths)
+        certified = f"; certified on {counts}"
     else:
         certified = ""
     advice = "" if certified else "nothing is certified: s2o-calibrate certifies by default"

@@ -24,8 +24,8 @@ class Profile:
     geometry: the sizes of the model; fingerprint: a hash of its weights (`identity.fingerprint`).
     device: what the tiles were tuned on.
     lengths: the calibrated buckets in tokens, ascending; layers[bucket][layer] is that layer's configuration.
-    record: how it was made and what was shown. Only the drift check of the runtime reads it: the budget, and the
-        limits in the held-out proof.
+    record: how it was made and what was shown. Of it the runtime reads the budget and the limits of the
+        held-out proof (drift check), and `s2o-doctor` the proof, the certificate and the problems.
     """
 
     model_name: str

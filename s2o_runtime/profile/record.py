@@ -1,7 +1,7 @@
 """The record of a profile: how it was made, what was predicted of it and what was proven.
 
-The calibrator writes it. The runtime reads two things of it, for the drift check: the budget, and the limits in the
-held-out proof. `s2o-profile` and the commands that change a profile read the rest.
+The calibrator writes it. The runtime reads the budget and the limits of the held-out proof, for the drift check;
+`s2o-doctor` reads `proof`, `certificate` and `problems` too, to print them. `s2o-profile` reads the rest.
 
 Each part of the record is a frozen dataclass below `Part`, which has the one reader and the one writer. The reader
 follows three rules, because a record may come from an older version, from a newer one, or from somebody else:
@@ -169,7 +169,9 @@ class PromptHashes(Part):
 
     calibration: tuple[PromptHash, ...] | None = _recorded("the prompts that were calibrated on")
     held_out: tuple[PromptHash, ...] | None = _recorded("the prompts that layers were adjusted on")
-    certify: tuple[PromptHash, ...] | None = _recorded("the prompts of the certificate, which chose nothing")
+    certify: tuple[PromptHash, ...] | None = _recorded(
+        "the prompts of the certificate, none of which was calibrated or adjusted on"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -243,7 +243,7 @@ def test_the_first_line_says_what_is_gained(summary, tmp_path):
 def test_a_result_that_gains_nothing_says_why(summary):
     for length in summary["lengths"]:
         for layer in length["layers"]:
-            layer |= {"representatives": {}, "linear_tails": 0, "why_dense": f"reason {min(layer['layer'], 3)}"}
+            layer |= {"representatives": {}, "why_dense": f"reason {min(layer['layer'], 3)}"}
     assert printed(summary).splitlines()[0] == (
         "S2O runs in none of 6 full-attention layers, so nothing is gained: reason 3 (9x); reason 0 (3x); "
         "reason 1 (3x); 1 more below. Allow more error, or calibrate for longer prompts (--lengths)."
@@ -302,18 +302,34 @@ def test_a_lower_bound_is_not_rounded_to_a_certainty(summary):
     assert "1021 of 1021 needles kept (99.6% to 100%)" in text
 
 
+def test_the_next_prompt_is_certified_where_the_prompts_chose_nothing(summary):
+    """One probability for each of three statements, not for all of them together."""
+    certificate = copy.deepcopy(CERTIFICATE)
+    for layer in certificate["lengths"][0]["layers"]:
+        layer.pop("rung", None)
+    text = " ".join(printed(summary | {"certificate": certificate}).split())
+    assert "Certified on 19 prompts of each length that chose nothing (code, prose): with 95% confidence" in text
+    assert (
+        "8192 tokens: with a probability of at least 90% each by itself, the next prompt like these keeps the KL below "
+        "2.0e-03 nats (two dense implementations: 1.0e-04), at least 98.50% of top-1 tokens, the error of every layer "
+        "below 1.75 times its limit; 30 of 32 needles kept (79% to 99%)"
+    ) in text
+
+
 def test_what_is_certified_comes_first_and_what_is_not_proven_last(summary, tmp_path):
     summary |= {"certificate": CERTIFICATE, "not_proven": ["retrieval at 8192 tokens: the prompts ask for no needles"]}
     text = " ".join(printed(summary).split())
     statement = (
-        "Certified on 19 prompts of each length that chose nothing (code, prose): with 95% confidence, a layer's mean "
-        "error over prompts like these is at most 80% of its limit."
+        "Certified on 19 prompts of each length that chose only how much less of its budget a layer got (code, prose): "
+        "with 95% confidence for each layer by itself, and if errors are lognormal, its mean error over prompts like "
+        "these is at most 80% of its limit."
     )
     following = (
-        "8192 tokens: with a probability of at least 90% the next prompt like these keeps the KL below 2.0e-03 nats "
-        "(two dense implementations: 1.0e-04), at least 98.50% of top-1 tokens, the error of every layer below "
-        "1.75 times its limit; 30 of 32 needles kept (79% to 99%) 1 of 3 bounds were within their limits at the first "
-        "look, 1 layer got less of their budget and 1 became dense not proven: retrieval at 8192 tokens"
+        "8192 tokens: these prompts chose how much less of the budget 2 layers got, so nothing is certified of the "
+        "next prompt; of these, 18 had, each by itself, a KL of at most 2.0e-03 nats (two dense implementations: "
+        "1.0e-04), at least 98.50% of top-1 tokens, the error of every layer at most 1.75 times its limit; 30 of 32 "
+        "needles kept (79% to 99%) 1 of 3 bounds were within their limits at the first look, 1 layer got less of their "
+        "budget and 1 became dense not proven: retrieval at 8192 tokens"
     )
     assert f"{statement} {following}" in text
     files = {path.name: path for path in write(summary, tmp_path / "p.safetensors")}
