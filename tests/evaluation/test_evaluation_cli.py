@@ -8,35 +8,34 @@ import sys
 import time
 from contextlib import closing
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from calibrate.commands.evaluate import main
 from calibrate.model.models import load
+from support.processes import ROOT, command, environment
 from support.tiny import save_tiny
 
 SLOW = pytest.mark.slow(reason="shares a whole evaluation")
 
-ROOT = Path(__file__).parents[2]
 SMALL = ["--num-depths", 2, "--num-prompts", 1, "--repeats", 1, "--num-needles", 2, "--device", "cpu"]
 TASKS = ["--tasks", "needles,multi,perplexity,agreement,time"]
 COARSE = "tau=1000,segment=64"
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "calibrate.commands.evaluate", *map(str, arguments)]
-
-
-def environment(cwd):
-    return {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(cwd)}
+def start(*arguments, cwd):
+    return subprocess.Popen(
+        command("calibrate.commands.evaluate", *arguments),
+        cwd=cwd, env=environment(cwd), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 def run(*arguments, cwd):
-    return subprocess.run(
-        command(*arguments), cwd=cwd, env=environment(cwd), capture_output=True, text=True, check=False
-    )
+    process = start(*arguments, cwd=cwd)
+    output, errors = process.communicate()
+    return SimpleNamespace(returncode=process.returncode, stdout=output, stderr=errors)
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +103,7 @@ def test_the_users_prompts_are_scored_as_by_hand(evaluated, tiny):
 @SLOW
 def test_a_killed_run_continues_with_the_same_command(evaluated):
     folder, arguments, whole = evaluated
-    process = subprocess.Popen(
-        command(*arguments, "--out-dir", "killed", "--quiet", "--json"),
-        cwd=folder, env=environment(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    process = start(*arguments, "--out-dir", "killed", "--quiet", "--json", cwd=folder)
     results = folder / "killed" / "results.sqlite"
     wait_for(lambda: entries(results) > 2, process)
     process.kill()
@@ -124,10 +120,7 @@ def test_a_killed_run_continues_with_the_same_command(evaluated):
 @SLOW
 def test_an_interrupted_run_says_that_it_can_be_continued(evaluated):
     folder, arguments, _ = evaluated
-    process = subprocess.Popen(
-        command(*arguments, "--out-dir", "interrupted", "--quiet"),
-        cwd=folder, env=environment(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    process = start(*arguments, "--out-dir", "interrupted", "--quiet", cwd=folder)
     results = folder / "interrupted" / "results.sqlite"
     wait_for(lambda: entries(results) > 0, process)
     process.send_signal(signal.SIGINT)

@@ -21,7 +21,7 @@ from s2o_runtime.pages import packed_starts
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.shapes import CallShape, call_shape
 from support.kernels import TILE, inputs, ranking_of
-from support.marks import all_but_first
+from support.marks import all_but_first, pairwise
 from support.paging import paged
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
@@ -125,9 +125,10 @@ CASES = [
 
 
 @INTERPRETED
-@pytest.mark.parametrize("scores", all_but_first(["input", "int8"], SLOW))
-@pytest.mark.parametrize("shares", [4, pytest.param(16, marks=SLOW)])
-@pytest.mark.parametrize(("batch", "q_len", "kv_len", "starts", "features"), all_but_first(CASES, SLOW, 2))
+@pytest.mark.parametrize(
+    ("batch", "q_len", "kv_len", "starts", "features", "shares", "scores"),
+    pairwise(CASES, [4, 16], ["input", "int8"], mark=SLOW),
+)
 def test_a_split_call_equals_the_reference(
     batch, q_len, kv_len, starts, features, shares, scores, monkeypatch, nan_filled
 ):
@@ -174,7 +175,7 @@ def test_fp16_outputs_are_rounded_once(monkeypatch, nan_filled):
 
 
 @INTERPRETED
-@pytest.mark.parametrize("shares", [4, pytest.param(16, marks=SLOW)])
+@pytest.mark.parametrize("shares", all_but_first([4, 16], SLOW, 0))
 def test_packed_sequences_are_sequences_on_their_own(shares, monkeypatch, nan_filled):
     """One has no tokens, one so few keys that shares are empty, one no more keys than queries."""
     q_lens, k_lens = [70, 0, 1, 130], [171, 0, 40, 130]
@@ -199,8 +200,7 @@ def test_packed_sequences_are_sequences_on_their_own(shares, monkeypatch, nan_fi
 
 
 @INTERPRETED
-@pytest.mark.parametrize("shares", [4, pytest.param(16, marks=SLOW)])
-@pytest.mark.parametrize("page_size", all_but_first([16, 4], SLOW))
+@pytest.mark.parametrize(("page_size", "shares"), all_but_first([(16, 4), (4, 16)], SLOW, 0))
 def test_pages_change_nothing(page_size, shares, monkeypatch, nan_filled):
     """A share of keys in pages is what it is of the same keys one behind another, bit for bit."""
     q_lens, k_lens = [70, 1, 130], [171, 40, 130]
