@@ -109,7 +109,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_in_one_go(folder, one_go,
     assert_as_in_one_go(one_go, tmp_path, finish(start(folder, tmp_path)), len(after))
 
 
-@SLOW
+@pytest.mark.exhaustive(reason="two more processes; test_journal.py refuses a journal that another holds")
 def test_a_second_run_is_refused_while_the_first_goes_on(folder, one_go, tmp_path):
     first = start(folder, tmp_path)
     wait_for(first, tmp_path / "j.sqlite", 1)

@@ -8,14 +8,13 @@ import sys
 import time
 from contextlib import closing
 from datetime import datetime, timedelta, timezone
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from calibrate.commands.evaluate import main
 from calibrate.model.models import load
-from support.processes import ROOT, command, environment
+from support.processes import ROOT, called, command, environment
 from support.tiny import save_tiny
 
 SLOW = pytest.mark.slow(reason="shares a whole evaluation")
@@ -33,9 +32,7 @@ def start(*arguments, cwd):
 
 
 def run(*arguments, cwd):
-    process = start(*arguments, cwd=cwd)
-    output, errors = process.communicate()
-    return SimpleNamespace(returncode=process.returncode, stdout=output, stderr=errors)
+    return called(main, *arguments, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +156,6 @@ def test_changed_inputs_are_named(evaluated):
     assert "journal out/results.sqlite was made with prompts " in outcome.stderr
 
 
-@SLOW
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
     arguments = ["--model", "demo", "--setting", COARSE, "--device", "cpu", "--out-dir", "out", "--dry-run"]
     outcome = run(*arguments, "--json", cwd=tmp_path)

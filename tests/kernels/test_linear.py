@@ -220,7 +220,7 @@ def test_other_head_dims(head_dim, nan_filled):
 
 
 @SLOW
-@pytest.mark.parametrize("lse", [True, False])
+@pytest.mark.parametrize("lse", all_but_first([True, False], EXHAUSTIVE))
 def test_packed_sequences_are_sequences_on_their_own(lse, nan_filled):
     q_lens, k_lens = [130, 0, 70, 1], [130, 0, 271, 190]
     parts = [inputs(1, 3, 1, n, m, 64) for n, m in zip(q_lens, k_lens, strict=True) if n]
