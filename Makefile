@@ -1,10 +1,12 @@
 # make demo, make check, make test, make test-all: everything they need is set up first.
 #   PYTHON=python3   use an existing environment instead (nothing is installed)
 # make check: lint, types and the fast tests. make test: all tests but the exhaustive ones. make test-all: lint and all.
+#   TESTS="tests/kernels tests/proof" names the folders, with any of the three.
 # make aot: the kernels, compiled for all GPU generations with the oldest and the newest supported Triton; with
-#   AOT_OPTIONS=--quick the largest configuration of each kernel only, as in continuous integration.
+#   AOT_OPTIONS=--quick the largest configuration of each kernel only. make aot-quick: that with the newest Triton alone.
 # make transformers: its tests with the oldest and the newest supported transformers, and with the packages that quantised
-#   weights, adapters, GGUF files and models spread over devices are loaded with.
+#   weights, adapters, GGUF files and models spread over devices are loaded with. make transformers-quick: the fast ones,
+#   without those packages.
 # make architectures: the table of docs/models.md, from the tests that pass. make tables: those of README and
 # docs/budgets.md, from docs/results. make docs: the site, in an environment of its own. make profile-format: the tables of
 # docs/profile-format.md, from the record's fields. make wheel: sdist and wheel, and the wheel in empty environments: of
@@ -54,7 +56,7 @@ SGLANG_NEEDS := aiohttp anthropic apache-tvm-ffi==0.1.11 compressed-tensors==0.1
 	setproctitle soundfile tiktoken transformers==5.19.0 uvicorn uvloop watchfiles xgrammar==0.2.7 xxhash zstandard
 BARE_PROFILE := ../../profiles/demo/cpu/mse-0.0001.safetensors
 
-.PHONY: docs tables demo check test test-all aot $(AOT) transformers $(OTHERS) architectures profile-format wheel coverage mutants bare vllm $(ENGINES) sglang $(SGLANG_ENGINES) lint clean
+.PHONY: docs tables demo check test test-all aot aot-quick $(AOT) transformers transformers-quick $(OTHERS) architectures profile-format wheel coverage mutants bare vllm $(ENGINES) sglang $(SGLANG_ENGINES) lint clean
 
 demo: $(READY)
 	$(RUN) -m calibrate.commands.calibrate --model demo --budget-mse 1e-4 --num-held-out 2 --num-certify 9 --check-lengths none $(DEMO_LENGTHS) --out $(DEMO_PROFILE)
@@ -65,14 +67,16 @@ test: MARKS := not exhaustive
 test-all: MARKS :=
 check test-all: lint
 
-# one thread in every worker: threads of several processes that wait for one another on few cores stand still;
-# one file to one worker: what a file's tests share, often a whole calibration, is made once
+# one thread in every worker: threads of several processes that wait for one another on few cores stand still
 check test test-all: $(READY)
 	if $(RUN) -c "import xdist" 2> /dev/null; \
-	then OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile -m "$(MARKS)"; \
-	else $(RUN) -m pytest -m "$(MARKS)"; fi
+	then OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist worksteal --durations=10 -m "$(MARKS)" $(TESTS); \
+	else OMP_NUM_THREADS=1 $(RUN) -m pytest --durations=10 -m "$(MARKS)" $(TESTS); fi
 
 aot: $(AOT)
+
+aot-quick: AOT_OPTIONS := --quick
+aot-quick: $(lastword $(AOT))
 
 aot-installed:
 	mkdir -p build
@@ -84,9 +88,12 @@ $(TRITONS:%=aot-%): aot-%: build/triton-%/.installed
 # with PYTHON=... there is one transformers, whose tests are among those of `make test`
 transformers: $(OTHERS)
 
+transformers-quick:
+	$(MAKE) --keep-going transformers CACHES= TRANSFORMERS_OPTIONS='-m "not slow and not exhaustive"'
+
 $(TRANSFORMERS:%=transformers-%): transformers-%: build/transformers-%/.installed $(CACHES)
 	OMP_NUM_THREADS=1 PYTHONPATH=build/transformers-$*:$(QUANTISED) $(VENV)/bin/python -m pytest -p no:cacheprovider \
-		-n auto --maxprocesses 4 --dist load tests/huggingface/test_hf.py tests/huggingface/test_architectures.py tests/huggingface/test_continuous_batching.py \
+		-n auto --maxprocesses 4 --dist worksteal $(TRANSFORMERS_OPTIONS) tests/huggingface/test_hf.py tests/huggingface/test_architectures.py tests/huggingface/test_continuous_batching.py \
 		tests/huggingface/test_environment.py $(LOADING_TESTS)
 
 architectures: $(READY) $(CACHES)
@@ -176,7 +183,7 @@ COVERAGE_MARKS ?= not exhaustive
 coverage: $(READY)
 	rm -rf build/coverage
 	mkdir -p build/coverage
-	OMP_NUM_THREADS=1 COVERAGE_FILE=build/coverage/data $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile \
+	OMP_NUM_THREADS=1 COVERAGE_FILE=build/coverage/data $(RUN) -m pytest -n auto --maxprocesses 4 --dist worksteal \
 		-m "$(COVERAGE_MARKS)" --cov --cov-report=
 	COVERAGE_FILE=build/coverage/data $(RUN) -m coverage report --sort=cover > $(COVERAGE_SUMMARY)
 	cat $(COVERAGE_SUMMARY)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -101,6 +101,7 @@ def prove_and_tighten(
     journal: Journal | None = None,
     *,
     progress: bool,
+    prove: Callable[..., tuple[Candidate, dict[int, LengthProof]]] = prove,
 ) -> Proven:
     """Prove a candidate on held-out prompts, tightening it until the proof holds or the attempts are used up.
 
@@ -110,6 +111,7 @@ def prove_and_tighten(
         candidate: What the search chose.
         journal: Where measurements are kept; None if nowhere.
         progress: Whether to show a progress bar for each attempt.
+        prove: What measures a candidate, called as `verify.prove` is.
 
     Returns:
         The candidate as tightened, what was measured of it, and what is still wrong.

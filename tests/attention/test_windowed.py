@@ -17,6 +17,7 @@ from s2o_runtime.huggingface import hf
 from s2o_runtime.identity import fingerprint, geometry
 from s2o_runtime.profile import Profile
 from support.architectures import CASES, SLIDING, WINDOW, WINDOWED
+from support.marks import pairwise
 
 LENGTH, CUT, PADDING = 150, 90, 37
 
@@ -42,10 +43,10 @@ def loops(q, k, v, *, window, scale, softcap=None, sinks=None, starts=None):
     return out
 
 
-@pytest.mark.parametrize("rows", [16, 512])
-@pytest.mark.parametrize("window", [1, 7, 33, 64, 200])
-@pytest.mark.parametrize(("q_len", "kv_len"), [(65, 65), (20, 70)])
-@pytest.mark.parametrize("scoring", ["plain", "softcap", "sinks", "both"])
+@pytest.mark.parametrize(
+    ("window", "scoring", "q_len", "kv_len", "rows"),
+    pairwise([1, 7, 33, 64, 200], ["plain", "softcap", "sinks", "both"], [(65, 65), (20, 70)], [16, 512]),
+)
 def test_it_is_what_the_loops_give(scoring, q_len, kv_len, window, rows, monkeypatch):
     """A batch whose second sequence is padded up to the middle of its keys."""
     monkeypatch.setattr(windowed, "ROWS", rows)

@@ -5,32 +5,33 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
+from calibrate import pipeline
 from calibrate.commands.calibrate import main
+from calibrate.proof.tighten import RETRIES, prove_and_tighten
+from calibrate.proof.verify import prove
 from s2o_runtime import load_profile
 from support.models import SIZES
+from support.processes import ROOT, environment
+from support.processes import command as process_of
 from support.tiny import save_tiny
 
-ROOT = Path(__file__).parents[2]
 PROFILE = str(ROOT / "README.md")  # any file: flags are judged before it is read
 GOOD = ["--model", "demo", "--budget-mse", "1e-4", "--lengths", "512", "--device", "cpu"]
 
 
 def run(*arguments, cwd):
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(cwd)}
     return subprocess.run(
-        [sys.executable, "-m", "calibrate.commands.calibrate", *map(str, arguments)],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        process_of("calibrate.commands.calibrate", *arguments),
+        cwd=cwd, env=environment(cwd), capture_output=True, text=True, check=False,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -129,37 +130,25 @@ def test_what_is_said_is_in_the_right_stream(calibrated):
     assert "wrote the report a/first.report." in outcome.stderr
 
 
-# a calibration whose patched model finds none of the needles, whatever is tried
-LOST = """
-import sys
-from dataclasses import replace
-from calibrate.proof import tighten
-from calibrate.commands.calibrate import main
-real, attempts = tighten.prove, []
-def prove(*arguments, **named):
-    attempts.append(1)
-    candidate, proofs = real(*arguments, **named)
-    return candidate, {length: replace(proof, needles=(0, 3)) for length, proof in proofs.items()}
-tighten.prove = prove
-code = main(sys.argv[1:])
-print(len(attempts), "attempts", file=sys.stderr)
-sys.exit(code)
-"""
-
-
 @WHOLE_RUN
 @pytest.mark.parametrize("allow", [False, True])
-def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny, tmp_path):
+def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny, command, tmp_path, monkeypatch):
+    """The patched model finds none of the needles, whatever is tried."""
+    attempts = []
+
+    def loses(*arguments, **named):
+        attempts.append(1)
+        candidate, proofs = prove(*arguments, **named)
+        return candidate, {length: replace(proof, needles=(0, 3)) for length, proof in proofs.items()}
+
+    monkeypatch.setattr(pipeline, "prove_and_tighten", partial(prove_and_tighten, prove=loses))
     arguments = ["--model", tiny, "--lengths", 512, "--budget-rel-mse", "1e-2", "--segments", "64,128", "--trials", 1]
     arguments += ["--num-prompts", 1, "--num-held-out", 1, "--num-certify", 0]
     arguments += ["--device", "cpu", "--quiet", "--out", "no.safetensors"]
-    outcome = subprocess.run(
-        [sys.executable, "-c", LOST, *map(str, arguments), *["--allow-regression"] * allow],
-        cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    outcome = command(*arguments, *["--allow-regression"] * allow)
     lost = "at 512 tokens the patched model keeps 0 of the 3 needles that dense finds, 95% are asked for"
     assert outcome.returncode == (0 if allow else 3), outcome.stderr
-    assert outcome.stderr.endswith("3 attempts\n")
+    assert len(attempts) == 1 + RETRIES
     assert (tmp_path / "no.safetensors").exists() == allow
     if allow:
         record = load_profile(tmp_path / "no.safetensors").record
@@ -188,12 +177,11 @@ def test_dry_run_prints_the_plan_and_stops(command, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@WHOLE_RUN
-def test_flags_override_the_recipe_file_which_overrides_the_defaults(tmp_path):
+def test_flags_override_the_recipe_file_which_overrides_the_defaults(command, tmp_path):
     written = "model: demo\nbudget_mse: 1e-4\nlengths: [512, 1024]\ndevice: cpu\ntime_limit: 5m\ntails: [off]\n"
     (tmp_path / "mine.yaml").write_text(f"{written}worst_rows: null\nrandom_weights: true\nseed: 7\n")
     flags = ["--budget-rel-mse", "0.01", "--lengths", "1024", "--no-random-weights", "--check-lengths", "none"]
-    outcome = run("--recipe", "mine.yaml", *flags, "--trials", 2, "--dry-run", "--json", cwd=tmp_path)
+    outcome = command("--recipe", "mine.yaml", *flags, "--trials", 2, "--dry-run", "--json")
     assert outcome.returncode == 0, outcome.stderr
     plan = json.loads(outcome.stdout)
     names = ("model", "budget", "lengths", "check lengths", "time limit", "tails", "worst rows", "weights", "seed")
@@ -214,17 +202,16 @@ def test_the_help_states_the_defaults_of_the_recipe():
     assert vars(parser().parse_args([])) == {}
 
 
-@WHOLE_RUN
-def test_a_dry_run_writes_a_recipe_that_runs_the_same(tmp_path):
+def test_a_dry_run_writes_a_recipe_that_runs_the_same(command, tmp_path):
     """Without what the user gave, and with what depends on the machine."""
     given = [*GOOD, "--keep-needles", "0.5", "--tails", "on", "--check-lengths", "none"]
-    outcome = run(*given, "--dry-run", "--yaml", cwd=tmp_path)
+    outcome = command(*given, "--dry-run", "--yaml")
     assert outcome.returncode == 0, outcome.stderr
     assert "keep_needles: 0.5\n" in outcome.stdout
     (tmp_path / "again.yaml").write_text(outcome.stdout)
-    again = run("--recipe", "again.yaml", "--dry-run", "--yaml", cwd=tmp_path)
+    again = command("--recipe", "again.yaml", "--dry-run", "--yaml")
     assert again.stdout == outcome.stdout
-    plans = [json.loads(run(*arguments, "--dry-run", "--json", cwd=tmp_path).stdout)
+    plans = [json.loads(command(*arguments, "--dry-run", "--json").stdout)
              for arguments in (given, ["--recipe", "again.yaml"])]  # fmt: skip
     first, second = ({name: line.removesuffix(" (default)") for name, line in plan.items()} for plan in plans)
     assert first == second
@@ -291,7 +278,7 @@ def start(what, *arguments, cwd):
     return subprocess.Popen(
         [sys.executable, "-c", REPLACED, what, *map(str, arguments)],
         cwd=cwd,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        env=environment(cwd),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -63,16 +63,16 @@ LAYERS = {
 }
 
 
+@pytest.mark.usefixtures("small_sample")
 def test_layers_of_one_form_need_the_same_kernel(monkeypatch):
     """The constants of the launch of attention are those of the form, and those of different forms differ."""
-    constants, launch = [], prefill_module.launch
+    constants = []
 
     def recorded(kernel, grid, arguments, of_kernel, **options):
-        constants.append(tuple(of_kernel.items()))
-        launch(kernel, grid, arguments, of_kernel, **options)
+        constants.append(tuple(of_kernel.items()))  # and no launch: what would be computed is tested elsewhere
 
     monkeypatch.setattr(prefill_module, "launch", recorded)
-    q, k, v = inputs(1, 2, 1, 192, 192, 64)
+    q, k, v = inputs(1, 2, 1, 80, 144, 64)
     of_form = {}
     for config in LAYERS.values():
         constants.clear()

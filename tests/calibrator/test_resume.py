@@ -4,18 +4,16 @@ import json
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
+from support.processes import command, environment
 from support.tiny import save_tiny
 
 SLOW = pytest.mark.slow(reason="kills and resumes calibrations in processes of their own")
 
-ROOT = Path(__file__).parents[2]
 OPTIONS = ["--lengths", "512,1024", "--segments", "64,128", "--representatives", "1,4", "--num-prompts", "6"]
 OPTIONS += ["--num-certify", "0"]
 OPTIONS += ["--num-held-out", "1", "--trials", "2", "--budget-rel-mse", "1e-2", "--device", "cpu", "--quiet", "--json"]
@@ -31,26 +29,9 @@ def folder(tmp_path_factory):
 def start(folder, cwd, out="p.safetensors", journal="j.sqlite"):
     """`s2o-calibrate` as a process of its own."""
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "calibrate.commands.calibrate",
-            "--model",
-            folder,
-            *OPTIONS,
-            "--out",
-            out,
-            "--journal",
-            journal,
-        ],
+        command("calibrate.commands.calibrate", "--model", folder, *OPTIONS, "--out", out, "--journal", journal),
         cwd=cwd,
-        env={
-            "PYTHONPATH": str(ROOT),
-            "PATH": "/usr/bin:/bin",
-            "HF_HUB_OFFLINE": "1",
-            "HOME": str(folder.parent),
-            "OMP_NUM_THREADS": "1",  # several processes on few cores: threads that wait for one another are slow
-        },
+        env=environment(folder.parent),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -128,7 +109,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_in_one_go(folder, one_go,
     assert_as_in_one_go(one_go, tmp_path, finish(start(folder, tmp_path)), len(after))
 
 
-@SLOW
+@pytest.mark.exhaustive(reason="two more processes; test_journal.py refuses a journal that another holds")
 def test_a_second_run_is_refused_while_the_first_goes_on(folder, one_go, tmp_path):
     first = start(folder, tmp_path)
     wait_for(first, tmp_path / "j.sqlite", 1)

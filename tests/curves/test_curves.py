@@ -12,7 +12,7 @@ from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.shapes import call_shape, density
-from support.marks import all_but_first
+from support.marks import pairwise
 
 SLOW = pytest.mark.slow(reason="more tiles and rankings of the same")
 
@@ -29,17 +29,19 @@ INT8 = Ranking(256, 32, 4, "int8")
 TILES = [TileConfig(128, 64, 2), TileConfig(64, 64, 8), TileConfig(128, 128, 3)]
 
 
-@pytest.mark.parametrize("tail", [False, True], ids=["plain", "tail"])
-@pytest.mark.parametrize("tile", all_but_first(TILES, SLOW), ids=str)
 @pytest.mark.parametrize(
-    ("method", "features"),
-    [
-        *all_but_first(
-            [pytest.param(m, {}, id=f"S{m.segment}-R{m.representatives}-G{m.grain}") for m in METHODS], SLOW, count=2
-        ),
-        pytest.param(METHODS[2], {"softcap": 3.0, "sinks": torch.linspace(-1, 5, 4), "value_dim": 24}, id="cap-sinks"),
-        pytest.param(INT8, {"sinks": torch.linspace(-1, 5, 4), "value_dim": 24}, id="int8"),
-    ],
+    ("method", "features", "tile", "tail"),
+    pairwise(
+        [
+            pytest.param(METHODS[2], {"softcap": 3.0, "sinks": torch.linspace(-1, 5, 4), "value_dim": 24}, id="cap"),
+            pytest.param(INT8, {"sinks": torch.linspace(-1, 5, 4), "value_dim": 24}, id="int8"),
+            *(pytest.param(m, {}, id=f"S{m.segment}-R{m.representatives}-G{m.grain}") for m in METHODS),
+        ],
+        TILES,
+        [pytest.param(False, id="plain"), pytest.param(True, id="tail")],
+        mark=SLOW,
+        count=3,
+    ),
 )
 def test_a_curve_predicts_what_the_reference_does(method, features, tile, tail):
     captured = prompt(**features)

@@ -27,6 +27,7 @@ from s2o_runtime.reference.dense import dense_attention, exact_attention
 from s2o_runtime.serving.fit import ProfileFit, Rank
 from s2o_runtime.sglang import compat as sglang_compat
 from s2o_runtime.vllm import compat as vllm_compat
+from support.marks import pairwise
 
 ROOT = Path(__file__).parents[2]
 PROFILE = ROOT / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
@@ -331,6 +332,7 @@ def test_every_gpu_has_a_tile_that_the_self_test_can_use(monkeypatch):
             self_test.layer(tile).validate()
 
 
+EXHAUSTIVE = pytest.mark.exhaustive(reason="the same on further tiles and seeds, a second each")
 GPU_TILES = {  # those of `kernel_tiles`, by their stride and height
     "plain": TileConfig(128, 64, 4, 8, 3),
     "specialised": TileConfig(64, 128, 4, 4, 2, True),
@@ -354,18 +356,19 @@ def compared(tile, length, seed=0, dtype=torch.bfloat16):
     return (q, k, v), lambda ours: self_test.judged_kernel(tile, ours, theirs, truth, dense)[1]
 
 
-@pytest.mark.parametrize("seed", range(3))
+OF_TILES = [
+    *(
+        pytest.param(tile, length, 128, id=f"{name}-{length}")
+        for name, tile in GPU_TILES.items()
+        for length in (1021, 2045)
+    ),
+    pytest.param(self_test.CPU_TILE, 1021, 64, id="cpu"),
+]
+
+
 @pytest.mark.parametrize(
-    ("tile", "length", "head_dim"),
-    [
-        *(
-            pytest.param(tile, length, 128, id=f"{name}-{length}")
-            for name, tile in GPU_TILES.items()
-            for length in (1021, 2045)
-        ),
-        pytest.param(self_test.CPU_TILE, 1021, 64, id="cpu"),
-    ],
-)  # fmt: skip
+    ("tile", "length", "head_dim", "seed"), pairwise(OF_TILES, range(3), mark=EXHAUSTIVE, count=len(OF_TILES))
+)
 def test_no_stop_of_the_self_test_is_near_its_threshold(tile, length, head_dim, seed, monkeypatch):
     """Of every chunk whose stop says something: what it brings, over what the stop rule asks for."""
     ratios, real = [], attention.stops
@@ -387,8 +390,15 @@ def test_no_stop_of_the_self_test_is_near_its_threshold(tile, length, head_dim, 
     assert max(density[1], density[3]) < 0.9
 
 
-@pytest.mark.parametrize("length", [301, 1021, 2045])
-@pytest.mark.parametrize("tile", GPU_TILES.values(), ids=GPU_TILES)
+@pytest.mark.parametrize(
+    ("tile", "length"),
+    pairwise(
+        [pytest.param(tile, id=name) for name, tile in GPU_TILES.items()],
+        [301, 1021, 2045],
+        mark=EXHAUSTIVE,
+        count=3,
+    ),
+)
 def test_the_verdict_does_not_depend_on_rounding(tile, length, monkeypatch):
     """Scores of queries and keys that are off by roundings to bfloat16, and rankings off by much more, are no problem.
 
@@ -483,8 +493,15 @@ WRONG_KERNELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("tile", GPU_TILES.values(), ids=GPU_TILES)
-@pytest.mark.parametrize(("kernel", "expected"), WRONG_KERNELS.values(), ids=WRONG_KERNELS)
+@pytest.mark.parametrize(
+    ("kernel", "expected", "tile"),
+    pairwise(
+        [pytest.param(*case, id=name) for name, case in WRONG_KERNELS.items()],
+        [pytest.param(tile, id=name) for name, tile in GPU_TILES.items()],
+        mark=EXHAUSTIVE,
+        count=len(WRONG_KERNELS),
+    ),
+)
 def test_a_wrong_kernel_does_not_pass(kernel, expected, tile):
     tensors, judged = compared(tile, 2045)
     assert expected in judged(kernel(*tensors, self_test.layer(tile)))

@@ -29,6 +29,7 @@ from s2o_runtime.config import TileConfig
 from s2o_runtime.errors import ConfigError, InputError, ModelError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.profile import save_profile
+from support.artefacts import shared
 from support.models import make_profile
 from support.tiny import save_tiny
 
@@ -73,9 +74,12 @@ def lines(plan):
 @pytest.fixture(scope="module")
 def measured(demo, tmp_path_factory):
     """The demo model, dense, with a setting that never stops and with one that stops as early as it can."""
-    folder = tmp_path_factory.mktemp("measured")
-    plan = Plan("demo", folder, (512, 576), QUALITY, settings=(EXACT, COARSE), depths=2, samples=1, needles=8)
-    return plan, run(plan, demo)
+
+    def plan(folder):
+        return Plan("demo", folder, (512, 576), QUALITY, settings=(EXACT, COARSE), depths=2, samples=1, needles=8)
+
+    whole = plan(shared(tmp_path_factory, "demo-evaluated", lambda folder: run(plan(folder), demo)))
+    return whole, run(whole, demo)
 
 
 def rows(found, kind, variant):

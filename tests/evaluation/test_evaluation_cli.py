@@ -8,35 +8,31 @@ import sys
 import time
 from contextlib import closing
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 
 import pytest
 import torch
 
 from calibrate.commands.evaluate import main
 from calibrate.model.models import load
+from support.processes import ROOT, called, command, environment
 from support.tiny import save_tiny
 
 SLOW = pytest.mark.slow(reason="shares a whole evaluation")
 
-ROOT = Path(__file__).parents[2]
 SMALL = ["--num-depths", 2, "--num-prompts", 1, "--repeats", 1, "--num-needles", 2, "--device", "cpu"]
 TASKS = ["--tasks", "needles,multi,perplexity,agreement,time"]
 COARSE = "tau=1000,segment=64"
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "calibrate.commands.evaluate", *map(str, arguments)]
-
-
-def environment(cwd):
-    return {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(cwd)}
+def start(*arguments, cwd):
+    return subprocess.Popen(
+        command("calibrate.commands.evaluate", *arguments),
+        cwd=cwd, env=environment(cwd), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 def run(*arguments, cwd):
-    return subprocess.run(
-        command(*arguments), cwd=cwd, env=environment(cwd), capture_output=True, text=True, check=False
-    )
+    return called(main, *arguments, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +100,7 @@ def test_the_users_prompts_are_scored_as_by_hand(evaluated, tiny):
 @SLOW
 def test_a_killed_run_continues_with_the_same_command(evaluated):
     folder, arguments, whole = evaluated
-    process = subprocess.Popen(
-        command(*arguments, "--out-dir", "killed", "--quiet", "--json"),
-        cwd=folder, env=environment(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    process = start(*arguments, "--out-dir", "killed", "--quiet", "--json", cwd=folder)
     results = folder / "killed" / "results.sqlite"
     wait_for(lambda: entries(results) > 2, process)
     process.kill()
@@ -124,10 +117,7 @@ def test_a_killed_run_continues_with_the_same_command(evaluated):
 @SLOW
 def test_an_interrupted_run_says_that_it_can_be_continued(evaluated):
     folder, arguments, _ = evaluated
-    process = subprocess.Popen(
-        command(*arguments, "--out-dir", "interrupted", "--quiet"),
-        cwd=folder, env=environment(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    process = start(*arguments, "--out-dir", "interrupted", "--quiet", cwd=folder)
     results = folder / "interrupted" / "results.sqlite"
     wait_for(lambda: entries(results) > 0, process)
     process.send_signal(signal.SIGINT)
@@ -166,7 +156,6 @@ def test_changed_inputs_are_named(evaluated):
     assert "journal out/results.sqlite was made with prompts " in outcome.stderr
 
 
-@SLOW
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
     arguments = ["--model", "demo", "--setting", COARSE, "--device", "cpu", "--out-dir", "out", "--dry-run"]
     outcome = run(*arguments, "--json", cwd=tmp_path)

@@ -57,7 +57,7 @@ from support.architectures import (
 from support.marks import all_but_first
 from support.tiny import tiny_tokenizer
 
-SLOW = pytest.mark.slow(reason="further architectures, or compiles a model, seconds each")
+EXHAUSTIVE = pytest.mark.exhaustive(reason="further architectures, or compiles a model, seconds each")
 QUICK = ("llama", "qwen2-sliding", "gemma2")  # one that runs S2O everywhere, one with windows, one with capped scores
 
 SLIDES = "sliding_attention"
@@ -100,7 +100,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=[name if name in QUICK else pytest.param(name, marks=SLOW) for name in CASES])
+@pytest.fixture(params=[name if name in QUICK else pytest.param(name, marks=EXHAUSTIVE) for name in CASES])
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -362,7 +362,7 @@ def test_loaded_by_name_without_a_profile(name, eager, caplog):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", all_but_first(COMPILED, SLOW))
+@pytest.mark.parametrize("name", all_but_first(COMPILED, EXHAUSTIVE))
 def test_compiled(name, eager, model, monkeypatch):
     """One of each architecture; experts as a batched product, the only one that torch.compile follows in float32."""
     torch.compiler.reset()  # what was compiled of other models counts towards its limit
@@ -404,13 +404,13 @@ def check_calibration(model: Any, eager: Any, name: str, folder: Path) -> None:
             check_close(model(ids).logits, eager(ids).logits)
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in RUNNING])
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=EXHAUSTIVE) for name in RUNNING])
 def test_calibrates(name, tmp_path):
     eager, model = models(name)
     check_calibration(model, eager, name, tmp_path)
 
 
-@pytest.mark.parametrize("name", all_but_first(RUNNING, SLOW))
+@pytest.mark.parametrize("name", all_but_first(RUNNING, EXHAUSTIVE))
 def test_quantised_weights(name, tmp_path):
     """Weights in 8 bits: the quantised model's own eager attention is what the patched one must equal."""
     if not is_optimum_quanto_available():

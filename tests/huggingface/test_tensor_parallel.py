@@ -23,7 +23,7 @@ LENGTH = 300
 TILE = TileConfig(64, 32, 1, 4, 1)
 
 
-@pytest.mark.slow(reason="starts two processes that load a model")
+@pytest.mark.exhaustive(reason="starts two processes that load a model")
 def test_two_ranks_give_what_one_process_gives(tmp_path):
     """Every head has a threshold of its own, so a rank that took another's would compute other pairs."""
     pytest.importorskip("accelerate", reason="accelerate is not installed, which transformers needs for tp_plan")

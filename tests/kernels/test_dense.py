@@ -3,6 +3,7 @@ import torch
 
 from s2o_runtime.reference import dense
 from s2o_runtime.reference.dense import dense_attention, exact_attention
+from support.marks import pairwise
 from support.naive import naive_attention
 
 CASES = [
@@ -12,10 +13,11 @@ CASES = [
     pytest.param(3, 2, 1, 60, 60, [0, 25, 59], id="left-padded"),
     pytest.param(2, 2, 1, 20, 60, [50, 60], id="padded-chunk"),
 ]
+FUNCTIONS = [pytest.param(function, id=function.__name__) for function in (dense_attention, exact_attention)]
 
 
 @pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "starts"), CASES)
-@pytest.mark.parametrize("function", [dense_attention, exact_attention])
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_equals_naive_attention(function, batch, heads, kv_heads, q_len, kv_len, starts, monkeypatch):
     monkeypatch.setattr(dense, "EXACT_ROWS", 16)
     q = torch.randn(batch, heads, q_len, 32)
@@ -41,10 +43,10 @@ FEATURES = [
 ]
 
 
-@pytest.mark.parametrize("features", FEATURES)
-@pytest.mark.parametrize("value_dim", [32, 24, 48])
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "starts"), CASES)
-@pytest.mark.parametrize("function", [dense_attention, exact_attention])
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "q_len", "kv_len", "starts", "features", "value_dim", "function"),
+    pairwise(CASES, FEATURES, [32, 24, 48], FUNCTIONS),
+)
 def test_sinks_caps_and_other_value_dims(
     function, batch, heads, kv_heads, q_len, kv_len, starts, value_dim, features, monkeypatch
 ):  # fmt: skip

@@ -128,10 +128,11 @@ SHAPES = [
 
 @INTERPRETED
 @pytest.mark.usefixtures("small_sample")
-@pytest.mark.parametrize(("tau", "grain"), [(1.0, 4), (0.0, 1)])
 @pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), all_but_first(SHAPES, SLOW)
-)
+    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "tau", "grain"),
+    [pytest.param(*shape.values, tau, grain, id=f"{shape.id}-{tau}-{grain}", marks=SLOW if index else ())
+     for index, (shape, (tau, grain)) in enumerate(zip(SHAPES, [(1.0, 4), (0.0, 1)] * 2, strict=True))],
+)  # fmt: skip
 def test_the_kernels_equal_the_reference(
     batch, heads, kv_heads, q_len, kv_len, head_dim, starts, tau, grain, nan_filled
 ):

@@ -25,7 +25,7 @@ from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.ranking import log_weights, part_means
 from s2o_runtime.shapes import CallShape, call_shape
 from support.kernels import TILE, call_of, inputs, mixed_config, prefix_of, ranking_of
-from support.marks import all_but_first
+from support.marks import all_but_first, pairwise
 from support.naive import naive_attention
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
@@ -79,9 +79,12 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("tau", "grain"), all_but_first([(1.0, 4), (0.0, 4), (1.0, 1), (100.0, 8)], EXHAUSTIVE))
+TAUS_AND_GRAINS = [(1.0, 4), (0.0, 4), (1.0, 1), (100.0, 8)]
+
+
 @pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), all_but_first(SHAPES, SLOW)
+    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "tau", "grain"),
+    pairwise(SHAPES, TAUS_AND_GRAINS, mark=EXHAUSTIVE, count=7),
 )
 def test_prefill_equals_the_reference(
     batch, heads, kv_heads, q_len, kv_len, head_dim, starts, tau, grain, nan_filled
@@ -92,10 +95,15 @@ def test_prefill_equals_the_reference(
     agree(*run_both(q, k, v, config, kv_start))
 
 
-@pytest.mark.parametrize(("stop_rule", "tau"), [(StopRule.REST, 1.0), (StopRule.PAPER, 0.2)], ids=str)
-@pytest.mark.parametrize("row_reduce", all_but_first(["mean", "max"], SLOW))
 @pytest.mark.parametrize(
-    "tile", all_but_first([TILE, TileConfig(128, 64, 1, 8, 1), TileConfig(64, 128, 3, 4, 1)], EXHAUSTIVE), ids=str
+    ("tile", "stop_rule", "tau", "row_reduce"),
+    [
+        (TILE, StopRule.REST, 1.0, "mean"),
+        pytest.param(TILE, StopRule.PAPER, 0.2, "max", marks=SLOW),
+        pytest.param(TileConfig(128, 64, 1, 8, 1), StopRule.PAPER, 0.2, "mean", marks=SLOW),
+        pytest.param(TileConfig(64, 128, 3, 4, 1), StopRule.REST, 1.0, "max", marks=SLOW),
+    ],
+    ids=str,
 )
 def test_rules_and_tiles(stop_rule, tau, row_reduce, tile, nan_filled):
     q, k, v = inputs(1, 1, 1, 450, 450, 64)
@@ -168,7 +176,7 @@ def test_other_head_dims(head_dim, nan_filled):
 
 
 @SLOW
-@pytest.mark.parametrize(("heads", "head_dim"), all_but_first([(2, 40), (3, 64), (1, 64)], SLOW))
+@pytest.mark.parametrize(("heads", "head_dim"), all_but_first([(2, 40), (3, 64), (1, 64)], EXHAUSTIVE))
 def test_packed_sequences_are_sequences_on_their_own(heads, head_dim, nan_filled):
     q_lens, k_lens = [130, 0, 70, 200, 1], [130, 0, 171, 200, 90]
     parts = [inputs(1, heads, 1, n, m, head_dim) for n, m in zip(q_lens, k_lens, strict=True) if n]
@@ -222,12 +230,13 @@ def test_slicing_the_rows_changes_nothing(monkeypatch):
     assert torch.equal(whole[1], sliced[1])
 
 
-@pytest.mark.parametrize("starts", [[30, 0], None], ids=["left-padded", "whole"])
+@SLOW
+@pytest.mark.parametrize("starts", all_but_first([[30, 0], None], EXHAUSTIVE), ids=["left-padded", "whole"])
 def test_the_order_in_which_heads_start_changes_nothing(starts, monkeypatch, nan_filled):
-    q, k, v = inputs(2, 6, 2, 200, 230, 16)
-    call = call_of(q, k, mixed_config(6, 1.0), None if starts is None else torch.tensor(starts))
+    q, k, v = inputs(len(starts or [0]), 4, 2, 130, 160, 16)
+    call = call_of(q, k, mixed_config(4, 1.0), None if starts is None else torch.tensor(starts))
     outputs = []
-    for abreast in (1, 2, 3, 6):
+    for abreast in (1, 2, 4):
         monkeypatch.setattr(prefill_module, "heads_abreast", lambda *_, heads=abreast: heads)
         outputs.append(s2o_prefill(q, k, v, call, lse=True))
     for other in outputs[1:]:
@@ -258,13 +267,15 @@ def test_as_few_heads_take_turns_as_fill_the_gpu():
     assert abreast(512, 512) == 32  # no more than there are
 
 
-@pytest.mark.parametrize("starts", all_but_first([[30, 0], None], SLOW), ids=["left-padded", "whole"])
 @pytest.mark.parametrize(
     # of 64 representatives a program scores two of the four segments at once
-    ("grain", "representatives"),
-    all_but_first([(8, 16), (4, 64), (1, 1), (1, 16), (2, 2), (4, 1)], EXHAUSTIVE, 2),
+    ("grain", "representatives", "starts", "length"),
+    [
+        (8, 16, [30, 0], 330),
+        *all_but_first([(4, 64, None, 330), (1, 1, [30, 0], 2600), (2, 2, None, 330), (1, 16, [30, 0], 330)], SLOW, 0),
+        *all_but_first([(4, 1, None, 2600), (4, 64, [30, 0], 2600), (8, 16, None, 2600)], EXHAUSTIVE, 0),
+    ],
 )
-@pytest.mark.parametrize("length", all_but_first([330, 2600], SLOW), ids=["short", "long"])
 def test_rank_scores_and_orders_every_prefix(starts, length, grain, representatives, nan_filled, monkeypatch):
     monkeypatch.setattr(scores_module, "LOG_SUM_SAMPLE", 1 << 20)
     q, k, _ = inputs(2, 2, 1, 230, length, 64)
@@ -301,10 +312,10 @@ def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch, nan_filled):
 
 
 @SLOW
-@pytest.mark.parametrize("starts", all_but_first([None, [30, 0]], SLOW), ids=["whole", "left-padded"])
-@pytest.mark.parametrize("grain", all_but_first([4, 1], SLOW))
-@pytest.mark.parametrize("head_dim", all_but_first([64, 256], SLOW))
-@pytest.mark.parametrize("shares", all_but_first([3, 1], SLOW))
+@pytest.mark.parametrize(
+    ("shares", "starts", "grain", "head_dim"),
+    [(3, None, 4, 64), (1, [30, 0], 4, 64), (3, [30, 0], 1, 256), (1, None, 1, 64)],
+)
 def test_tail_sums_are_those_of_the_order(shares, starts, grain, head_dim, nan_filled, monkeypatch):
     monkeypatch.setattr(tail_module, "tail_shares", lambda programs, steps: shares)
     q, k, v = inputs(2, 4, 2, 230, 700, head_dim)
@@ -315,9 +326,9 @@ def test_tail_sums_are_those_of_the_order(shares, starts, grain, head_dim, nan_f
     assert_tail_sums(tail, ranked, v, call)
 
 
-@pytest.mark.parametrize("starts", all_but_first([[30], [30, 0], None], SLOW), ids=str)
-@pytest.mark.parametrize("head_dim", all_but_first([64, 128], SLOW))
-@pytest.mark.parametrize("shares", all_but_first([2, 1], SLOW))
+@pytest.mark.parametrize(
+    ("shares", "head_dim", "starts"), all_but_first([(2, 64, [30]), (1, 64, None), (2, 128, [30, 0])], SLOW)
+)
 def test_tail_sums_of_more_segments_at_once(shares, head_dim, starts, nan_filled, monkeypatch):
     """The last program has one segment, of the eight that it could have."""
     monkeypatch.setattr(tail_module, "tail_shares", lambda programs, steps: shares)

@@ -394,6 +394,7 @@ def test_a_replayed_call_is_the_call(interpreted_gpu, nan_filled, starts, option
     compare(again, without_plan(lambda: call(*tensors)))
 
 
+@SLOW
 @pytest.mark.parametrize("lse", [False, True])
 def test_a_replayed_call_with_a_linear_tail_is_the_call(interpreted_gpu, nan_filled, lse):
     """Whether the log-sum-exp, which the tail needs, is an output or workspace."""

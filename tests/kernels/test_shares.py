@@ -25,6 +25,7 @@ from support.marks import all_but_first
 from support.paging import paged
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
+EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
 INTERPRETED = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
 
 pytestmark = pytest.mark.usefixtures("small_sample")
@@ -124,10 +125,16 @@ CASES = [
 ]
 
 
+# shares and scores of each of them
+KINDS = [(4, "input"), (16, "int8"), (4, "int8"), (16, "input"), (4, "input")]
+
+
 @INTERPRETED
-@pytest.mark.parametrize("scores", all_but_first(["input", "int8"], SLOW))
-@pytest.mark.parametrize("shares", [4, pytest.param(16, marks=SLOW)])
-@pytest.mark.parametrize(("batch", "q_len", "kv_len", "starts", "features"), all_but_first(CASES, SLOW, 2))
+@pytest.mark.parametrize(
+    ("batch", "q_len", "kv_len", "starts", "features", "shares", "scores"),
+    [pytest.param(*case.values, *kind, id=f"{case.id}-{kind[0]}-{kind[1]}", marks=SLOW if index else ())
+     for index, (case, kind) in enumerate(zip(CASES, KINDS, strict=True))],
+)  # fmt: skip
 def test_a_split_call_equals_the_reference(
     batch, q_len, kv_len, starts, features, shares, scores, monkeypatch, nan_filled
 ):
@@ -174,7 +181,7 @@ def test_fp16_outputs_are_rounded_once(monkeypatch, nan_filled):
 
 
 @INTERPRETED
-@pytest.mark.parametrize("shares", [4, pytest.param(16, marks=SLOW)])
+@pytest.mark.parametrize("shares", [pytest.param(4, marks=SLOW), pytest.param(16, marks=EXHAUSTIVE)])
 def test_packed_sequences_are_sequences_on_their_own(shares, monkeypatch, nan_filled):
     """One has no tokens, one so few keys that shares are empty, one no more keys than queries."""
     q_lens, k_lens = [70, 0, 1, 130], [171, 0, 40, 130]
@@ -199,8 +206,9 @@ def test_packed_sequences_are_sequences_on_their_own(shares, monkeypatch, nan_fi
 
 
 @INTERPRETED
-@pytest.mark.parametrize("shares", [4, pytest.param(16, marks=SLOW)])
-@pytest.mark.parametrize("page_size", all_but_first([16, 4], SLOW))
+@pytest.mark.parametrize(
+    ("page_size", "shares"), [pytest.param(16, 4, marks=SLOW), pytest.param(4, 16, marks=EXHAUSTIVE)]
+)
 def test_pages_change_nothing(page_size, shares, monkeypatch, nan_filled):
     """A share of keys in pages is what it is of the same keys one behind another, bit for bit."""
     q_lens, k_lens = [70, 1, 130], [171, 40, 130]

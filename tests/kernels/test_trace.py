@@ -13,11 +13,12 @@ from s2o_runtime.reference.dense import exact_attention
 from support.kernels import call_of, inputs
 
 pytestmark = [
-    pytest.mark.slow(reason="runs the kernels in Triton's interpreter at every threshold and spacing"),
     pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu"),
     pytest.mark.usefixtures("small_sample"),
 ]
 
+SLOW = pytest.mark.slow(reason="runs the kernels in Triton's interpreter at every threshold and spacing")
+EXHAUSTIVE = pytest.mark.exhaustive(reason="further settings of that, half a minute each")
 TILE = TileConfig(block_m=64, block_n=32, chunk=1, num_warps=4, num_stages=1)
 TAUS = torch.tensor([0.01, 0.3, 2.0, 50.0])
 
@@ -25,12 +26,11 @@ TAUS = torch.tensor([0.01, 0.3, 2.0, 50.0])
 @pytest.mark.parametrize(
     ("length", "segment", "representatives", "grain", "softcap", "sinks", "scores"),
     [
-        (450, 128, 1, 1, None, None, "input"),
-        (301, 64, 4, 4, None, None, "input"),
-        (301, 64, 4, 4, 4.0, [2.0, 4.0], "input"),
-        (301, 64, 4, 4, None, [2.0, 4.0], "int8"),
+        pytest.param(230, 64, 4, 4, 4.0, [2.0, 4.0], "input", marks=SLOW, id="cap-sinks"),
+        pytest.param(450, 128, 1, 1, None, None, "input", marks=EXHAUSTIVE, id="S128"),
+        pytest.param(301, 64, 4, 4, None, None, "input", marks=EXHAUSTIVE, id="S64-r4-g4"),
+        pytest.param(301, 64, 4, 4, None, [2.0, 4.0], "int8", marks=EXHAUSTIVE, id="int8"),
     ],
-    ids=["S128", "S64-r4-g4", "cap-sinks", "int8"],
 )
 def test_a_trace_is_every_run_at_once(length, segment, representatives, grain, softcap, sinks, scores):
     q, k, v = inputs(1, 2, 1, length, length, 64)

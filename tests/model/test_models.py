@@ -20,7 +20,7 @@ from s2o_runtime.errors import ModelError, ProfileError, ResourceError
 from s2o_runtime.identity import Geometry, geometry
 from support.models import CONFIGS, make_profile, save
 
-SLOW = pytest.mark.slow(reason="makes a model of random weights in a process of its own")
+EXHAUSTIVE = pytest.mark.exhaustive(reason="makes a model of random weights in a process of its own")
 
 FIVE_OF_SIX = tuple(range(5, 48, 6)), (("sliding_attention", 40),)
 EVERY_OTHER = tuple(range(1, 24, 2)), (("sliding_attention", 12),)
@@ -63,7 +63,7 @@ def test_the_sizes_are_the_published_ones(name, offline):
     assert rope["rope_theta"] == THETA.get(name, 1e6 if name.startswith("qwen") else 5e5)
 
 
-@SLOW
+@EXHAUSTIVE
 @torch.no_grad()
 def test_an_alias_with_random_weights_needs_no_download(offline):
     loaded = load("llama-3.2-1b", "cpu", random_weights=True, resident=False)

@@ -23,7 +23,7 @@ from s2o_runtime.identity import fingerprint
 from support.models import build, make_profile, used_s2o
 from support.tiny import QUICK, save_tiny, tiny_tokenizer
 
-SLOW = pytest.mark.slow(reason="starts a process that loads a model")
+EXHAUSTIVE = pytest.mark.exhaustive(reason="starts a process that loads a model")
 QUICKEST = QUICK | {"num_prompts": 1, "lengths": (256,), "segments": (64,), "representatives": (1,), "trials": 1}
 IDS = torch.randint(8, 120, (1, 90), generator=torch.Generator().manual_seed(1))
 LONG_IDS = torch.randint(8, 120, (1, 200), generator=torch.Generator().manual_seed(2))
@@ -176,7 +176,7 @@ def test_it_is_loaded_as_a_whole_and_keeps_its_fingerprint(checkpoint):
     assert torch.equal(loaded.model(IDS).logits.float(), quantised)
 
 
-@SLOW
+@EXHAUSTIVE
 def test_another_process_gives_the_same_fingerprint(checkpoint):
     _, folder = checkpoint
     program = "import sys; from calibrate.model.models import load; print(load(sys.argv[1], 'cpu').fingerprint)"
@@ -184,7 +184,7 @@ def test_another_process_gives_the_same_fingerprint(checkpoint):
     assert process.stdout.split()[-1] == load(str(folder), "cpu").fingerprint
 
 
-@pytest.mark.slow(reason="loads a model of every format twice")
+@pytest.mark.exhaustive(reason="loads a model of every format twice")
 @torch.no_grad()
 def test_a_profile_that_never_stops_equals_eager_attention(checkpoint):
     """Patched at tau = 0 against its own eager attention: within 4 times what SDPA differs from that."""

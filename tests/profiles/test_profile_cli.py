@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from calibrate.recipe import Budget
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.profile import Record, load_profile, save_profile
 from s2o_runtime.profile.record import Retiling
+from support.artefacts import shared
 from support.golden_profiles import field_paths, full, linear_tails, minimal, path_of
 from support.profiles import CERTIFICATE, FORMAT, document_of
 
@@ -31,20 +33,20 @@ QUICK = "--model demo --device cpu --lengths 512 --num-prompts 1 --num-held-out 
 QUICK += " --representatives 1 --tails off --quiet"
 
 
+def calibrate_demo(certify, folder):
+    assert cli.main([*QUICK.split(), "--num-certify", str(certify), "--out", str(folder / "demo.safetensors")]) == 0
+
+
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
     """A profile with its report and journal beside it; tests do not change them."""
-    out = tmp_path_factory.mktemp("calibrated") / "demo.safetensors"
-    assert cli.main([*QUICK.split(), "--num-certify", "0", "--out", str(out)]) == 0
-    return out
+    return shared(tmp_path_factory, "demo-calibrated", partial(calibrate_demo, 0)) / "demo.safetensors"
 
 
 @pytest.fixture(scope="module")
 def certified(tmp_path_factory):
     """The same with a certificate, which makes some layers more careful or dense."""
-    out = tmp_path_factory.mktemp("certified") / "demo.safetensors"
-    assert cli.main([*QUICK.split(), "--num-certify", "3", "--out", str(out)]) == 0
-    return out
+    return shared(tmp_path_factory, "demo-certified", partial(calibrate_demo, 3)) / "demo.safetensors"
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from calibrate.recipe import Budget, default_out
 from s2o_runtime.identity import RANDOM, fingerprint, fingerprint_mismatch
 from s2o_runtime.profile import load_profile
 
-SLOW = pytest.mark.slow(reason="proves every shipped profile again")
+EXHAUSTIVE = pytest.mark.exhaustive(reason="proves every shipped profile again")
 
 CATALOGUE = Path(__file__).parents[2] / "profiles"
 SHIPPED = sorted(CATALOGUE.rglob("*.safetensors"))
@@ -77,7 +77,7 @@ def test_every_profile_is_in_its_place_with_its_card(path):
     assert str(Path.home()) not in json.dumps(profile.record.to_json())
 
 
-@SLOW
+@EXHAUSTIVE
 @pytest.mark.parametrize("path", OF_DEMO, ids=name_of)
 def test_it_is_of_the_demo_model_and_keeps_its_budget(path, demo):
     """The held-out proof at the shortest length; where a CPU cannot afford that, its thresholds at a shorter one."""
@@ -101,7 +101,7 @@ def test_it_is_of_the_demo_model_and_keeps_its_budget(path, demo):
         assert model(ids).logits.isfinite().all()
 
 
-@SLOW
+@EXHAUSTIVE
 @torch.no_grad()
 @pytest.mark.parametrize("path", OF_DEMO, ids=name_of)
 def test_patching_by_path_as_the_readme_has_it(path, demo):

@@ -1,17 +1,19 @@
 """--chunk reaches everything that proves: the search in KL, the proof, the certificate, and both made again."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
+from calibrate import pipeline
 from calibrate.commands.profile import main as profile_command
 from calibrate.pipeline import calibrate
 from calibrate.profiles.stored import recipe_of
 from calibrate.proof import certify, kl_search, recertify, reprove, tighten
 from calibrate.proof.certify import proven_again, with_dense
 from calibrate.proof.sample import sample
-from calibrate.proof.tighten import Proven
+from calibrate.proof.tighten import Proven, prove_and_tighten
 from calibrate.proof.verify import prove
 from s2o_runtime import load_profile
 from support.candidates import LENGTHS, candidate, proofs_of
@@ -45,6 +47,7 @@ def finished(tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch:
         chunks.watch(monkeypatch, kl_search, "prove", prove)
         chunks.watch(monkeypatch, tighten, "prove", prove)
+        monkeypatch.setattr(pipeline, "prove_and_tighten", partial(prove_and_tighten, prove=tighten.prove))
         chunks.watch(monkeypatch, certify, "sample", sample)
         calibrate(made, progress=False)
     return made.out, folder, chunks

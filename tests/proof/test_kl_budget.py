@@ -165,7 +165,7 @@ def test_without_sensitivities_another_budget_in_kl_is_one_sentence(finished, tm
         rebudget(made.out, Budget("kl", 1e-2), tmp_path / "p.safetensors", journal)
 
 
-@pytest.mark.slow(reason="calibrates the demo model twice, a minute")
+@pytest.mark.exhaustive(reason="calibrates the demo model twice, a minute")
 def test_the_demo_model_keeps_to_a_kl_at_less_cost_than_with_a_relative_error(tmp_path):
     """At the KL that a budget in rel_mse happens to reach; layers by themselves say within a third what all cost."""
     options = {"model": "demo", "lengths": (1024,), "check_lengths": (), "num_certify": 0, "trials": 4}

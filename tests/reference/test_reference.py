@@ -6,7 +6,7 @@ from s2o_runtime.reference.attention import State, query_order, s2o_attention_re
 from s2o_runtime.reference.dense import log_sum_exp
 from s2o_runtime.reference.ranking import log_weights, order_of, part_means, rank
 from s2o_runtime.shapes import call_shape, density
-from support.marks import all_but_first
+from support.marks import pairwise
 from support.naive import naive_attention, naive_s2o
 
 SLOW = pytest.mark.slow(reason="more shapes against explicit loops over rows and keys")
@@ -50,10 +50,10 @@ def test_tau_zero_is_dense_attention(batch, heads, kv_heads, q_len, kv_len, star
 TAU = {StopRule.REST: 1.0, StopRule.SHARE: 1.5, StopRule.PAPER: 0.4}
 
 
-@pytest.mark.parametrize("stop_rule", StopRule, ids=str)
-@pytest.mark.parametrize("row_reduce", ["mean", "max"])
-@pytest.mark.parametrize("paper_literal", [False, True])
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "starts"), all_but_first(SHAPES, SLOW))
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "q_len", "kv_len", "starts", "stop_rule", "row_reduce", "paper_literal"),
+    pairwise(SHAPES, StopRule, ["mean", "max"], [False, True], mark=SLOW, count=4),
+)
 def test_equals_the_naive_loop(batch, heads, kv_heads, q_len, kv_len, starts, stop_rule, row_reduce, paper_literal):
     q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len)
     kv_start = None if starts is None else torch.tensor(starts)
@@ -66,10 +66,10 @@ def test_equals_the_naive_loop(batch, heads, kv_heads, q_len, kv_len, starts, st
         torch.testing.assert_close(share, torch.tensor(pairs, dtype=torch.float64) / causal, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("representatives", [1, 8])
-@pytest.mark.parametrize("tail", [False, True])
-@pytest.mark.parametrize("grain", [1, 4])
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "starts"), all_but_first(SHAPES, SLOW))
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "q_len", "kv_len", "starts", "grain", "tail", "representatives"),
+    pairwise(SHAPES, [1, 4], [False, True], [1, 8], mark=SLOW, count=4),
+)
 def test_extensions_equal_the_naive_loop(
     batch, heads, kv_heads, q_len, kv_len, starts, grain, tail, representatives
 ):  # fmt: skip
@@ -85,10 +85,9 @@ def test_extensions_equal_the_naive_loop(
 
 
 @pytest.mark.parametrize(
-    ("sinks", "softcap", "value_dim"), [(True, None, 16), (False, 2.0, 16), (True, 2.0, 24)], ids=str
+    ("batch", "heads", "kv_heads", "q_len", "kv_len", "starts", "stop_rule", "sinks", "softcap", "value_dim"),
+    pairwise(SHAPES, StopRule, [(True, None, 16), (False, 2.0, 16), (True, 2.0, 24)], mark=SLOW, count=3),
 )
-@pytest.mark.parametrize("stop_rule", all_but_first(list(StopRule), SLOW), ids=str)
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "starts"), all_but_first(SHAPES, SLOW))
 def test_sinks_caps_and_scales_equal_the_naive_loop(
     batch, heads, kv_heads, q_len, kv_len, starts, stop_rule, sinks, softcap, value_dim
 ):  # fmt: skip

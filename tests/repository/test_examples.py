@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SLOW = pytest.mark.slow(reason="runs a whole calibration or generation in a process of its own")
+EXHAUSTIVE = pytest.mark.exhaustive(reason="runs a whole calibration or generation in a process of its own")
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -35,7 +35,7 @@ def test_an_example_is_short_and_says_how_to_run_it(path):
     assert f"    python examples/{path.name}" in "\n".join(lines[:5])
 
 
-@SLOW
+@EXHAUSTIVE
 def test_the_op_alone():
     lines = run("attention_op.py")
     densities = [float(line.split("density ")[1].split(",")[0]) for line in lines]
@@ -45,7 +45,7 @@ def test_the_op_alone():
     assert all("backend reference" in line for line in lines)
 
 
-@SLOW
+@EXHAUSTIVE
 def test_a_patched_model_answers():
     lines = run("patch_and_generate.py", PROFILE, 1024)
     answer = next(line for line in lines if line.startswith("code "))
@@ -55,20 +55,20 @@ def test_a_patched_model_answers():
     assert any(" s2o " in line and "the tensors are on the cpu" in line for line in lines)
 
 
-@SLOW
+@EXHAUSTIVE
 def test_the_api_writes_a_profile(tmp_path):
     lines = run("calibrate_api.py", tmp_path / "p.safetensors")
     assert lines[0] == "written"
     assert (tmp_path / "p.safetensors").is_file()
 
 
-@SLOW
+@EXHAUSTIVE
 def test_own_prompts_are_split_three_ways(tmp_path):
     lines = run("own_prompts.py", ROOT / "docs", tmp_path / "p.safetensors")
     assert lines[:2] == ["written", "2 prompts to calibrate on, 1 to adjust on, 4 to certify on"]
 
 
-@SLOW
+@EXHAUSTIVE
 def test_a_budget_in_kl_is_kept(tmp_path):
     lines = run("kl_budget.py", "2e-2", tmp_path / "p.safetensors")
     assert lines[0] == "written"
@@ -76,7 +76,7 @@ def test_a_budget_in_kl_is_kept(tmp_path):
     assert 0 < kl <= 2e-2
 
 
-@SLOW
+@EXHAUSTIVE
 def test_a_profile_of_another_gpu_keeps_its_thresholds(tmp_path):
     lines = run("new_gpu.py", H200_PROFILE, tmp_path / "p.safetensors")
     assert lines[0] == "as it is: the reference backend runs any tile"
@@ -84,7 +84,7 @@ def test_a_profile_of_another_gpu_keeps_its_thresholds(tmp_path):
     assert (tmp_path / "p.safetensors").is_file()
 
 
-@SLOW
+@EXHAUSTIVE
 def test_continuous_batching_answers_and_runs_s2o_in_the_long_prompts():
     import transformers
 
@@ -98,14 +98,14 @@ def test_continuous_batching_answers_and_runs_s2o_in_the_long_prompts():
     assert sum(" s2o " in line for line in lines) > 3  # most of the 6 layers
 
 
-@SLOW
+@EXHAUSTIVE
 def test_a_task_of_the_harness_runs_s2o():
     lines = run("harness_task.py", PROFILE, 1100, 1, needs="lm_eval")
     assert "needles: dense 100%, S2O 100% of 1 prompts" in lines
     assert sum(" s2o " in line for line in lines) > 3  # most of the 6 layers
 
 
-@SLOW
+@EXHAUSTIVE
 def test_without_vllm_one_sentence_says_so():
     """With vLLM on a CPU, `make vllm` runs what this example does."""
     if importlib.util.find_spec("vllm") is not None:

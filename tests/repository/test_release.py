@@ -58,6 +58,15 @@ def test_hosted_ci_runs_what_ci_runs_on_pythons_that_are_supported():
     assert sorted(minors) == [int(minor) for minor in re.findall(r"Python :: 3\.(\d+)", project())]
 
 
+def test_every_folder_of_tests_is_in_one_shard_of_the_night():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text(encoding="utf-8"))
+    shards = " ".join(workflow["jobs"]["tests"]["strategy"]["matrix"]["tests"]).split()
+    assert sorted(shards) == sorted({f"tests/{path.parent.name}" for path in (ROOT / "tests").rglob("test_*.py")})
+    targets = workflow["jobs"]["others"]["strategy"]["matrix"]["target"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
 def test_the_image_installs_an_extra_that_there_is():
     """And its entry point is a command that the package brings."""
     image = (ROOT / "Dockerfile").read_text(encoding="utf-8")

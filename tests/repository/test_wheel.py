@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SLOW = pytest.mark.slow(reason="builds and installs the wheel")
+EXHAUSTIVE = pytest.mark.exhaustive(reason="builds and installs the wheel")
 
 pytest.importorskip("build", reason="the wheel is built with build: pip install build")
 pytest.importorskip("setuptools", reason="building without an index needs setuptools here: pip install setuptools")
@@ -59,7 +59,7 @@ def installed(wheel, tmp_path_factory):
     return home, run
 
 
-@SLOW
+@EXHAUSTIVE
 def test_it_holds_the_packages_and_their_data_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"s2o_runtime", "calibrate", "s2o"}
@@ -80,13 +80,13 @@ def test_it_holds_the_packages_and_their_data_and_nothing_else(wheel):
     assert not stray
 
 
-@SLOW
+@EXHAUSTIVE
 def test_it_runs_from_an_empty_folder(installed):
     home, run = installed
     run(sys.executable, ROOT / "tests" / "smoke.py", home, PROFILE)
 
 
-@SLOW
+@EXHAUSTIVE
 def test_its_commands_run(installed):
     home, run = installed
     assert "--budget-mse" in run(sys.executable, home / "bin" / "s2o-calibrate", "--help")

@@ -17,7 +17,7 @@ from s2o_runtime import LayerConfig, Profile, TileConfig, patch, save_profile, u
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import fingerprint, geometry
 
-SLOW = pytest.mark.slow(reason="imports transformers in cold processes")
+SLOW = pytest.mark.slow(reason="imports torch or transformers in cold processes")
 
 IMPORT_SECONDS = 0.15
 PATCH_SECONDS = 0.1
@@ -47,6 +47,7 @@ print(json.dumps([time.process_time() - start, sorted(set(sys.modules) - known)]
     return min(seconds for seconds, _ in found), set(found[0][1])
 
 
+@SLOW
 def test_importing_the_runtime():
     seconds, modules = imported("from s2o_runtime import LayerConfig, load_profile, s2o_attention, warmup")
     assert seconds <= IMPORT_SECONDS

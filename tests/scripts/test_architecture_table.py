@@ -9,7 +9,7 @@ import pytest
 
 from scripts.docs import architectures as script
 
-SLOW = pytest.mark.slow(reason="collects tests in a process of its own")
+EXHAUSTIVE = pytest.mark.exhaustive(reason="collects tests in a process of its own")
 
 ROOT = Path(__file__).parents[2]
 MODELS = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
@@ -21,7 +21,7 @@ def item(name, test, **params):
     )
 
 
-@SLOW
+@EXHAUSTIVE
 def test_the_table_is_of_the_tests():
     """Collected as they are now, in a process of their own: what `make architectures` ran may be older."""
     command = [sys.executable, "-m", "scripts.docs.architectures", "--check"]

@@ -38,6 +38,7 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.exhaustive(reason="starts pytest several times")
 def test_a_mutant_is_killed_by_a_test_that_fails_and_by_nothing_else(project, capsys):
     for name, killed in (("edge", True), ("inside", False), ("missing", False)):
         mutant = Mutant("a limit", "limited.py", "<= 3", "< 3", (f"test_{name}.py",))

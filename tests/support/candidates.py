@@ -57,3 +57,54 @@ def proofs_of(begun, needles=None, seconds=0.1):
         )
         for length in begun.lengths
     }
+
+
+def error_of(config):
+    """The mean squared error that the curves of `choice` predict of a layer."""
+    slopes = zip((1e-7, 3e-7), config.heads, strict=True)
+    return sum(slope * head.tau * (2 if head.tail else 1) for slope, head in slopes if head.mode == "s2o") / 2
+
+
+class PretendedProof:
+    """Called as `verify.prove` is, without a model: layers have the errors that their curves predict, or other ones.
+
+    Args:
+        error: Of a layer, from (candidate, length, layer).
+        needles: Kept and found, from (candidate, length); None where no prompt asks for one.
+        seconds: Of the prefill, from (candidate, length); the dense one takes 0.1.
+
+    Attributes:
+        attempts: (lengths, candidate) that each call began with.
+    """
+
+    def __init__(
+        self,
+        error=lambda candidate, length, layer: error_of(candidate.layer_config(layer, length)),
+        needles=lambda candidate, length: None,
+        seconds=lambda candidate, length: 0.1,
+    ):
+        self._error, self._needles, self._seconds = error, needles, seconds
+        self.attempts = []
+
+    def __call__(self, executor, held_out, candidate, revise, on_step, *, chunk, journal):
+        assert chunk == candidate.recipe.chunk
+        self.attempts.append((sorted(held_out), candidate))
+        layers = {length: [] for length in held_out}
+        for layer in range(executor.geometry.layers):
+            for length, proofs in layers.items():
+                revised = candidate
+                while revised is not None:
+                    candidate, proof = revised, self._layer(revised, length, layer)
+                    revised = revise(candidate, length, layer, proof)
+                proofs.append(proof)
+                on_step()
+        return candidate, {
+            length: LengthProof(
+                tuple(proofs), 0.0, 1.0, self._needles(candidate, length), self._seconds(candidate, length), 0.1
+            )
+            for length, proofs in layers.items()
+        }
+
+    def _layer(self, candidate, length, layer):
+        error = self._error(candidate, length, layer)
+        return LayerProof(error, 1.0, 0.5, 0.0, of_prompts=((0.95 * error, 1.0), (1.05 * error, 1.0)))

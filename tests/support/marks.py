@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,3 +26,35 @@ def _marked(value: Any, mark: pytest.MarkDecorator) -> Any:
     if hasattr(value, "marks"):  # a pytest.param
         return pytest.param(*value.values, marks=[*value.marks, mark], id=value.id)
     return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)
+
+
+def pairwise(*lists: Iterable[Any], mark: pytest.MarkDecorator | None = None, count: int = 1) -> list[Any]:
+    """Rows for `pytest.mark.parametrize` in which every two values of different lists meet at least once.
+
+    Args:
+        lists: Values, tuples of values or `pytest.param`s, whose values follow one another in a row.
+        mark: For all rows but the first ones.
+        count: How many rows stay unmarked.
+    """
+    lists = [list(values) for values in lists]
+    rows = list(itertools.product(*(range(len(values)) for values in lists)))
+    unmet = set().union(*map(_meetings, rows))
+    chosen = []
+    while unmet:
+        chosen.append(max(rows, key=lambda row: len(unmet & _meetings(row))))
+        unmet -= _meetings(chosen[-1])
+    cases = [_joined([values[index] for values, index in zip(lists, row, strict=True)]) for row in chosen]
+    return cases if mark is None else all_but_first(cases, mark, count)
+
+
+def _meetings(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+    return set(itertools.combinations(enumerate(row), 2))
+
+
+def _joined(parts: list[Any]) -> Any:
+    values, names = [], []
+    for part in parts:
+        of_part = part.values if hasattr(part, "marks") else part if isinstance(part, tuple) else (part,)
+        values += of_part
+        names.append(getattr(part, "id", None) or ",".join(map(str, of_part)))
+    return pytest.param(*values, id="-".join(names))

@@ -1,0 +1,40 @@
+"""Commands as a user starts them: in this process, or, which takes seconds, in one of their own."""
+
+import contextlib
+import io
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment(home):
+    """Nothing of the user's, no hub, and one thread: several processes on few cores wait for one another's threads."""
+    return {
+        "PYTHONPATH": str(ROOT),
+        "PATH": "/usr/bin:/bin",
+        "HF_HUB_OFFLINE": "1",
+        "HOME": str(home),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def command(module, *arguments):
+    """The argument list that runs a module with this Python."""
+    return [sys.executable, "-m", module, *map(str, arguments)]
+
+
+def called(main, *arguments, cwd):
+    """What `main(argv)` returned in a folder, and what it wrote, as a finished process would have it."""
+    terminate = signal.getsignal(signal.SIGTERM)
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main([str(argument) for argument in arguments])
+    except SystemExit as left:
+        code = left.code
+    finally:
+        signal.signal(signal.SIGTERM, terminate)
+    return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
