@@ -243,7 +243,7 @@ def test_the_first_line_says_what_is_gained(summary, tmp_path):
 def test_a_result_that_gains_nothing_says_why(summary):
     for length in summary["lengths"]:
         for layer in length["layers"]:
-            layer |= {"representatives": {}, "why_dense": f"reason {min(layer['layer'], 3)}"}
+            layer |= {"representatives": {}, "linear_tails": 0, "why_dense": f"reason {min(layer['layer'], 3)}"}
     assert printed(summary).splitlines()[0] == (
         "S2O runs in none of 6 full-attention layers, so nothing is gained: reason 3 (9x); reason 0 (3x); "
         "reason 1 (3x); 1 more below. Allow more error, or calibrate for longer prompts (--lengths)."
