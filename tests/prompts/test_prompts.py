@@ -223,7 +223,7 @@ def test_few_prompts_to_calibrate_on_are_a_warning(tokenizer, caplog):
     load_prompts(recipe(lengths=(512,)), tokenizer)
     assert not caplog.text
     load_prompts(recipe(lengths=(512,), num_prompts=3), tokenizer)
-    assert "3 prompts to calibrate on say little about others: use 4 or more" in caplog.text
+    assert "3 prompts to calibrate on can say little about others: use 4 or more" in caplog.text
 
 
 def test_a_profiles_recipe_gives_the_prompts_that_it_was_made_of(tokenizer):
