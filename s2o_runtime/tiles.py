@@ -66,7 +66,8 @@ _PREFILL: dict[int, dict[int, list[_Shape]]] = {
 
 # The fewest queries behind a longer prefix that are worth ranking it for, by family, where no calibration measured it
 # for the tile (`TileConfig.min_queries`). On an H200 a layer that computes a quarter of its pairs ties with dense from
-# 256 queries on behind 8192 keys, from 512 behind 4096, and with 1024 behind 2048 it does not: docs/results.md.
+# 256 queries on behind 8192 keys, from 512 behind 4096, and with 1024 behind 2048 it does not
+# (docs/results/bench-tails-h200.json).
 _MIN_QUERIES = {80: 1024, 89: 1024, 90: 1024, 100: 1024, 120: 1024}
 DECODE = 2  # queries: fewer are a decode step, which never ranks
 
