@@ -155,7 +155,7 @@ def test_a_budget_is_not_part_of_a_measurement(watched):
     assert watched.measured == []
 
 
-@SLOW
+@pytest.mark.exhaustive(reason="imports the calibrator in a process of its own")
 def test_measuring_and_rebudgeting_need_no_optuna():
     program = "import calibrate.curves.measure, calibrate.profiles.rebudget, sys; sys.exit('optuna' in sys.modules)"
     root = Path(__file__).parents[2]

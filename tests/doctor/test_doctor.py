@@ -294,6 +294,7 @@ def test_naive_attention_is_softmax_row_by_row():
         torch.testing.assert_close(out[0, head, row], weights @ v[0, head // 2, : row + 1])
 
 
+@pytest.mark.slow(reason="runs the kernels in Triton's interpreter")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_doctor_gpu.py runs the compiled kernel")
 @pytest.mark.usefixtures("small_sample")
 def test_the_kernel_passes_in_the_interpreter_and_a_wrong_one_does_not(monkeypatch):

@@ -394,7 +394,7 @@ def test_one_foreign_prompt_in_six_is_noticed_and_calibrated_ones_are_not(monkey
     assert noticed(monkeypatch, 0.0, layers=4, checks=160) == [None] * 4
 
 
-@pytest.mark.slow(reason="many checks of many layers")
+@pytest.mark.exhaustive(reason="many checks of many layers")
 @torch.no_grad()
 def test_how_rare_false_alarms_are_and_how_late_true_ones(monkeypatch):
     """The numbers that drift.py states, from fewer layers."""
@@ -446,7 +446,7 @@ def manual(seed):
     return "\n".join(draw.choice(RUSSIAN).format(draw.choice(NAMES)) for _ in range(150))
 
 
-@pytest.mark.slow(reason="runs the demo model's first layer on prompts of 2048 tokens")
+@pytest.mark.exhaustive(reason="runs the demo model's first layer on prompts of 2048 tokens")
 @torch.no_grad()
 def test_one_russian_prompt_in_six_is_noticed(caplog):
     """The demo model's first layer as it was calibrated on Python sources for an mse of 1e-4."""

@@ -84,7 +84,7 @@ TAUS_AND_GRAINS = [(1.0, 4), (0.0, 4), (1.0, 1), (100.0, 8)]
 
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "tau", "grain"),
-    pairwise(SHAPES, TAUS_AND_GRAINS, mark=EXHAUSTIVE, count=7),
+    all_but_first(pairwise(SHAPES, TAUS_AND_GRAINS, mark=EXHAUSTIVE, count=7), SLOW),
 )
 def test_prefill_equals_the_reference(
     batch, heads, kv_heads, q_len, kv_len, head_dim, starts, tau, grain, nan_filled

@@ -130,10 +130,11 @@ KINDS = [(4, "input"), (16, "int8"), (4, "int8"), (16, "input"), (4, "input")]
 
 
 @INTERPRETED
+@SLOW
 @pytest.mark.parametrize(
     ("batch", "q_len", "kv_len", "starts", "features", "shares", "scores"),
-    [pytest.param(*case.values, *kind, id=f"{case.id}-{kind[0]}-{kind[1]}", marks=SLOW if index else ())
-     for index, (case, kind) in enumerate(zip(CASES, KINDS, strict=True))],
+    [pytest.param(*case.values, *kind, id=f"{case.id}-{kind[0]}-{kind[1]}")
+     for case, kind in zip(CASES, KINDS, strict=True)],
 )  # fmt: skip
 def test_a_split_call_equals_the_reference(
     batch, q_len, kv_len, starts, features, shares, scores, monkeypatch, nan_filled

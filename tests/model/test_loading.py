@@ -298,6 +298,7 @@ def test_a_model_that_accelerate_spreads_keeps_its_hooks(tmp_path):
     assert {part: part.__dict__["forward"] for part in model.modules() if "forward" in part.__dict__} == hooked
 
 
+@pytest.mark.slow(reason="watches every operation of a calibration for its devices")
 def test_a_model_that_is_spread_over_devices_mixes_no_tensors_of_two(tmp_path, monkeypatch):
     """Two devices that are pretended: calibrating and running a model keeps to what is on a layer's own."""
     model = build("llama")

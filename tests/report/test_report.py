@@ -22,6 +22,7 @@ from s2o_runtime.profile.record import Certificate, Part
 from support.marks import all_but_first
 from support.profiles import CERTIFICATE
 
+EXHAUSTIVE = pytest.mark.exhaustive(reason="draws larger pictures of the same kinds")
 SLOW = pytest.mark.slow(reason="draws large pictures, or starts a process of its own")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -371,7 +372,7 @@ def test_the_json_is_the_report(summary, files):
 
 @pytest.mark.parametrize(
     ("layers", "heads", "lengths", "on_gpu"),
-    all_but_first([(1, 1, (128,), True), (6, 8, (1024, 2048), False), (2, 3, LONG, True)], SLOW),
+    all_but_first([(1, 1, (128,), True), (6, 8, (1024, 2048), False), (2, 3, LONG, True)], EXHAUSTIVE),
 )
 def test_plots_are_pictures_that_show_something(layers, heads, lengths, on_gpu, tmp_path):
     written = write(made(layers, heads, lengths, on_gpu), tmp_path / "p.safetensors")

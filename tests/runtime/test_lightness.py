@@ -55,7 +55,7 @@ def test_importing_the_runtime():
     assert not [name for name in modules if name.partition(".")[0] in ("triton", "calibrate")]
 
 
-@SLOW
+@pytest.mark.exhaustive(reason="imports transformers in cold processes")
 def test_importing_what_patches_a_model():
     seconds, modules = imported("from s2o_runtime import patch", TRANSFORMERS)
     assert seconds <= IMPORT_SECONDS

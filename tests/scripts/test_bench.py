@@ -22,7 +22,7 @@ from support.pages import ROOT
 
 pytestmark = pytest.mark.usefixtures("small_sample")
 
-SLOW = pytest.mark.slow(reason="runs a whole benchmark")
+EXHAUSTIVE = pytest.mark.exhaustive(reason="runs a whole benchmark")
 
 TINY = ["--heads", "2/1", "--head-dim", "64", "--dtype", "float32", "--segment", "64", "--tile", "64x32x1:4:2"]
 TINY += ["--device", "cpu", "--rounds", "2", "--error-rows", "50"]
@@ -40,7 +40,7 @@ def measured(tmp_path_factory):
     return read(AttentionFile, json.loads(out.read_text()))
 
 
-@SLOW
+@EXHAUSTIVE
 def test_the_record_says_what_was_measured_and_where(measured):
     assert measured.device["name"] == "cpu"
     assert measured.versions["torch"] == torch.__version__
@@ -55,7 +55,7 @@ def of_form(entry, form):
     return [row for row in entry.rows if row.form == form]
 
 
-@SLOW
+@EXHAUSTIVE
 def test_densities_are_reached_and_rates_follow(measured):
     for entry in measured.results:
         rows, dense = of_form(entry, bench.S2O), entry.dense.seconds.median
@@ -74,7 +74,7 @@ def test_densities_are_reached_and_rates_follow(measured):
         assert max(errors[0], entry.dense.rel_mse) < 1e-10 < errors[1]  # float32 rounding, then what was left out
 
 
-@SLOW
+@EXHAUSTIVE
 def test_s2o_as_published_has_rows_of_its_own(measured):
     """It has one tau for all heads, and its mean density comes near the target."""
     for entry in measured.results:
@@ -96,7 +96,7 @@ def test_a_cpu_has_a_tile_of_its_own(tmp_path):
     assert TileConfig(**entry.tile) == CPU_TILE
 
 
-@SLOW
+@EXHAUSTIVE
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs the kernels on CPU tensors, in Triton's interpreter")
 def test_the_kernel_is_taken_apart(tmp_path):
     """Ranking and the kernel without it have times of their own."""
@@ -184,7 +184,7 @@ def test_bad_options_are_one_sentence_and_exit_code_2(arguments, message, tmp_pa
     assert not list(tmp_path.rglob("*.json"))
 
 
-@SLOW
+@EXHAUSTIVE
 def test_linear_tails_have_a_row_of_their_own(tmp_path):
     out = tmp_path / "b.json"
     assert run(*TINY, "--lengths", "256", "--densities", "0.01", "--linear", "--out", out) == 0
@@ -195,7 +195,7 @@ def test_linear_tails_have_a_row_of_their_own(tmp_path):
     assert 0 < row.rel_mse != lowest.rel_mse
 
 
-@SLOW
+@EXHAUSTIVE
 def test_a_model_is_timed_dense_and_at_a_density(tmp_path, capsys):
     out = tmp_path / "p.json"
     arguments = ["--models", "demo", "--lengths", "512", "--densities", "0.8", "--segment", "128", "--device", "cpu"]
@@ -257,7 +257,7 @@ def test_a_replay_has_the_times_of_one_and_the_rest_of_many(journals, tmp_path):
     assert rows == {"a": "same", "b": "of 1"} | {f"{kind} 0": "t" for kind in TIMES}
 
 
-@SLOW
+@EXHAUSTIVE
 def test_what_profiles_err_by_on_unlike_text(capsys):
     profile = str(ROOT / "profiles/demo/cpu/mse-0.0001.safetensors")
     assert unlike.main([profile, profile, "--length", "512", "--settings-of", "2048", "--layers", "0,1"]) == 0

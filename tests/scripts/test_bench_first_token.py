@@ -207,6 +207,7 @@ class LLM:
 """
 
 
+@pytest.mark.exhaustive(reason="starts processes of engines and kills them")
 def test_each_engine_has_a_process_of_its_own_and_one_that_is_killed_is_one_sentence(tmp_path):
     (tmp_path / "vllm.py").write_text(FAKE + textwrap.indent(GENERATE, "    "))
     environment = {

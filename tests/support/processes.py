@@ -28,13 +28,15 @@ def command(module, *arguments):
 
 def called(main, *arguments, cwd):
     """What `main(argv)` returned in a folder, and what it wrote, as a finished process would have it."""
-    terminate = signal.getsignal(signal.SIGTERM)
+    terminate, typed = signal.getsignal(signal.SIGTERM), sys.argv
+    sys.argv = [f"{main.__module__}.py", *map(str, arguments)]
     out, err = io.StringIO(), io.StringIO()
     try:
         with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main([str(argument) for argument in arguments])
+            code = main(sys.argv[1:])
     except SystemExit as left:
         code = left.code
     finally:
+        sys.argv = typed
         signal.signal(signal.SIGTERM, terminate)
     return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
