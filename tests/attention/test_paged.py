@@ -63,6 +63,7 @@ def test_every_key_is_found_in_its_page(name, page_size, nan_filled):
 
 
 @INTERPRETED
+@SLOW
 def test_a_linear_tail_is_of_keys_that_are_copied_out(nan_filled):
     config = replace(OF_ALL_KINDS, heads=(HeadConfig(segment=64, linear=True), *OF_ALL_KINDS.heads[1:]))
     ours, expected = call([171, 90], [40, 1], 16, LAYOUTS[0], "triton", config, return_lse=True, return_stats=True)

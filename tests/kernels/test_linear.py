@@ -112,6 +112,7 @@ def test_sinks_and_no_log_sum_exp(starts, nan_filled):
     agree(ours, expected)
 
 
+@SLOW
 def test_float16(nan_filled):
     """Views of [B, L, H, D], as transformers hands them over; errors within what fp16 weights and outputs allow."""
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs(1, 2, 1, 190, 190, 64, torch.float16))
@@ -122,9 +123,10 @@ def test_float16(nan_filled):
     assert covariance_type(torch.float16) == torch.float32
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("tile", "grain"),
-    all_but_first([(TileConfig(64, 64, 1, 4, 1), 2), (TileConfig(64, 128, 1, 4, 1), 4)], SLOW),
+    [(TileConfig(64, 64, 1, 4, 1), 2), (TileConfig(64, 128, 1, 4, 1), 4)],
     ids=str,
 )
 def test_other_tiles(tile, grain, nan_filled):
@@ -195,6 +197,7 @@ def test_inputs_that_would_lose_digits_or_overflow(change, tolerance, nan_filled
     agree(*run_both(q, k, v, LayerConfig((LINEAR,), TILE)), rtol=tolerance, atol=tolerance)
 
 
+@SLOW
 def test_a_linear_tail_is_nearer_to_dense_attention_than_what_stops_as_early(nan_filled):
     q, k, v = inputs(1, 3, 1, 256, 500, 64)
     q = 0.05 * q + q.mean(2, keepdim=True)  # of one direction, so that keys matter alike to a segment's rows
@@ -206,7 +209,8 @@ def test_a_linear_tail_is_nearer_to_dense_attention_than_what_stops_as_early(nan
     assert tail < nothing
 
 
-@pytest.mark.parametrize("head_dim", all_but_first([80, 40], SLOW))
+@SLOW
+@pytest.mark.parametrize("head_dim", [80, 40])
 def test_other_head_dims(head_dim, nan_filled):
     q, k, v = inputs(2, 2, 1, 100, 210, head_dim)
     config = mixed(2)
@@ -250,7 +254,8 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize(("starts", "q_len", "head_dim", "columns", "sliced"), all_but_first(SHARED, SLOW))
+@SLOW
+@pytest.mark.parametrize(("starts", "q_len", "head_dim", "columns", "sliced"), SHARED)
 def test_programs_share_the_keys_of_a_prefix(starts, q_len, head_dim, columns, sliced, monkeypatch, nan_filled):
     """Of the first two segments, whose products one program sums up, one has keys in two shares and one in three."""
     shares = use_shares_of_64_keys(monkeypatch)
@@ -325,6 +330,7 @@ def test_shares_of_a_prefix_are_whole_tiles_that_fit_their_workspace():
     assert share_keys(4096, 8, 131072, 128) == 131072  # another share would need 2 GiB
 
 
+@SLOW
 def test_slicing_the_rows_changes_nothing(monkeypatch, nan_filled):
     q, k, v = inputs(1, 3, 1, 250, 330, 64)
     call = call_of(q, k, mixed(3, grain=4))
