@@ -141,9 +141,9 @@ def softmax_start(SINKS, h, BM: tl.constexpr, HAS_SINKS: tl.constexpr):
 @triton.jit
 def quantised(rows):
     """Rows float32 [R, D] as int8 [R, D] and their scales float32 [R]: the function `quantisation.quantised`."""
-    # the bits of absolute values are in their order, with inf and NaN last: a maximum of numbers drops NaN
+    # bits of absolute values are in their order, NaN last, which a maximum of numbers drops: its row's scale is NaN
     widest = tl.max(tl.abs(rows).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
-    scale = tl.where(widest < float("inf"), tl.maximum(widest, SMALLEST) * RCP_LEVELS, float("nan"))
+    scale = tl.maximum(widest, SMALLEST, propagate_nan=tl.PropagateNan.ALL) * RCP_LEVELS
     # adding 1.5 * 2^23 rounds to an integer, whose last 8 bits are those of the sum
     rounded = rows * (1.0 / scale)[:, None] + ROUNDING
     return rounded.to(tl.int32, bitcast=True).to(tl.int8), scale
