@@ -196,7 +196,7 @@ def _trace(
                 tail = tl.where(done < tiles, tail_factor(before, mass, most), 0.0) * of_chunk
                 part = tail / tl.where(real, l + tail, 1.0)
                 tailed = squared + 2 * part * cross + part * part * to_mean_squared
-                tailed = tl.where(tailed < 0, 0.0, tailed)
+                tailed = tl.maximum(tailed, 0.0, propagate_nan=tl.PropagateNan.ALL)
                 stopped = tl.max(tl.where((s == i)[:, None], stops.to(tl.int32), 0), 0) > 0
                 to = TRACED + i * stride_os + (head * count + tile) * T + t
                 every = tl.zeros([T], tl.float32)
