@@ -17,8 +17,6 @@ from s2o_runtime.tiles import candidate_tiles
 from scripts.bench.calls import bisect, device_tile
 from scripts.bench.inputs import random_qkv
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
 DENSITY = 0.25  # of a whole prompt
 QUERIES = [1 << power for power in range(16)]
 KEYS = [1 << power for power in range(11, 18)]
