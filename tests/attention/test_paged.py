@@ -188,13 +188,6 @@ def test_the_kernels_read_keys_where_they_lie(config, page_size, copies, nan_fil
     assert len(copies) == (page_size == 48)
 
 
-@pytest.mark.parametrize("backend", ["reference", "dense"])
-def test_what_is_no_kernel_gets_a_copy(backend, copies):
-    ours, expected = call([171], [70], 16, LAYOUTS[1], backend)
-    assert torch.equal(ours, expected)
-    assert len(copies) == 1
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rows_of_a_cache_are_its_keys(name):
     lengths = [37, 1, 70]

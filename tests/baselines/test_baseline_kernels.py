@@ -19,7 +19,6 @@ from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import InputError
 from s2o_runtime.tiles import SHARED_MEMORY, antidiagonal_tile, block_sparse_tile, skip_tile
 from support.kernels import fuse_products
-from support.naive import naive_attention
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
 
@@ -127,16 +126,6 @@ def test_the_kernel_computes_what_is_selected(settings, dtype, shape, nan_filled
     assert (float(left_out["triton"].sum()) > 0) == skipped == (selection.skip is not None)
     density = selection.tally._replace(left_out=left_out["triton"]).density
     assert torch.equal(density, baseline_attention(q, k, v, settings, scale=SCALE, backend="triton")[1].density)
-
-
-@pytest.mark.parametrize("settings", [PBS(1.0, permute_queries=True), pytest.param(SkipSoftmax(0.0), marks=SLOW)])
-def test_everything_kept_is_dense(settings, nan_filled):
-    """Whatever is permuted: the result is in the order of the queries, over all keys."""
-    q, k, v = inputs(1, 2, 1, 390, 400, 64)
-    out, stats = baseline_attention(q, k, v, settings, backend="triton")
-    torch.testing.assert_close(out.double(), naive_attention(q, k, v), rtol=1e-4, atol=1e-5)
-    assert stats.density.tolist() == [1.0, 1.0]
-    assert (stats.backend, stats.reason) == ("triton", "asked for")
 
 
 @pytest.mark.parametrize(("q_len", "kv_len", "block"), [(1, 333, 64), (129, 129, 128)], ids=["one", "tile-of-one-row"])

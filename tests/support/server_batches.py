@@ -9,12 +9,26 @@ from s2o_runtime import LayerConfig, s2o_attention
 from s2o_runtime.attention.backend import Backend
 from s2o_runtime.attention.result import Attention
 from s2o_runtime.config import HeadConfig, TileConfig
-from s2o_runtime.devices import identify
+from s2o_runtime.devices import DeviceIdentity, identify
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.tiles import candidate_tiles
 from support.fake_vllm import Request
+
+FEWEST = 40  # queries
+
+
+def two_layers(tau: float = 1.0, lengths: tuple[int, ...] = (128, 512), layer_numbers: tuple[int, ...] = ()) -> Profile:
+    """Two layers, one of them dense; the heads of a layer differ. With layer numbers the model has two others."""
+    tile = TileConfig(64, 32, 2, 4, 1, min_queries=FEWEST)
+    heads = tuple(HeadConfig(tau * (1 + index), 64, representatives=1 + index % 2) for index in range(4))
+    config = LayerConfig(heads, tile, grain=4)
+    longer = LayerConfig(tuple(replace(head, tau=head.tau / 2) for head in heads), tile, grain=4)
+    others = (("sliding_attention", 2),) if layer_numbers else ()
+    geometry = Geometry("llama", 2, 4, 2, 64, layer_numbers, others)
+    buckets = ((config, config.as_dense()), (longer, longer.as_dense()))
+    return Profile("made", geometry, "", DeviceIdentity("cpu", "cpu"), lengths, buckets).validate()
 
 
 def served_profile(tile: TileConfig) -> Profile:
