@@ -379,10 +379,7 @@ def test_no_stop_of_the_self_test_is_near_its_threshold(tile, length, head_dim, 
 @pytest.mark.parametrize(
     ("tile", "length"),
     pairwise(
-        [pytest.param(tile, id=name) for name, tile in GPU_TILES.items()],
-        [301, 1021, 2045],
-        mark=EXHAUSTIVE,
-        count=3,
+        [pytest.param(tile, id=name) for name, tile in GPU_TILES.items()], [301, 1021, 2045], mark=EXHAUSTIVE, count=3
     ),
 )
 def test_the_verdict_does_not_depend_on_rounding(tile, length, monkeypatch):

@@ -42,8 +42,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize(
-    ("scales", "cache", "backend"),
-    pairwise([0, 1, 2], [torch.float8_e4m3fn, torch.float8_e5m2], ["triton", "dense"]),
+    ("scales", "cache", "backend"), pairwise([0, 1, 2], [torch.float8_e4m3fn, torch.float8_e5m2], ["triton", "dense"])
 )
 def test_a_cache_of_eight_bits_is_its_rounded_keys(backend, scales, cache, nan_filled):
     """The op on it is bit for bit the op on the keys and values that it stands for."""

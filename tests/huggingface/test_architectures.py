@@ -38,18 +38,7 @@ from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import Geometry, fingerprint, geometry
 from s2o_runtime.profile import Profile, load_profile
-from support.architectures import (
-    ALL_RUN,
-    CASES,
-    COMPILED,
-    LINEAR,
-    RUNNING,
-    RUNS,
-    SILENT,
-    SLIDING,
-    WINDOWED,
-    Case,
-)
+from support.architectures import ALL_RUN, CASES, COMPILED, LINEAR, RUNNING, RUNS, SILENT, SLIDING, WINDOWED, Case
 from support.marks import all_but_first
 from support.tiny import tiny_tokenizer
 

@@ -364,16 +364,6 @@ def test_one_foreign_prompt_in_six_is_noticed_and_calibrated_ones_are_not(monkey
     assert noticed(monkeypatch, 0.0, layers=4, checks=160) == [None] * 4
 
 
-@pytest.mark.exhaustive(reason="many checks of many layers")
-@torch.no_grad()
-def test_how_rare_false_alarms_are_and_how_late_true_ones(monkeypatch):
-    """The numbers that drift.py states, from fewer layers."""
-    assert sum(checks is not None for checks in noticed(monkeypatch, 0.0, layers=50, checks=500)) <= 1
-    found = sorted(checks or 1000 for checks in noticed(monkeypatch, 1 / 6, layers=100, checks=250))
-    assert found[50] <= 60
-    assert found[95] <= 150
-
-
 def test_high_checks_are_forgotten(monkeypatch):
     """Seven high ones are not enough, and after 64 more none of them counts."""
     shares = iter([100.0] * 7 + [0.1] * 70)

@@ -2,15 +2,7 @@
 
 import pytest
 
-from aot import (
-    RULES,
-    VARIANTS,
-    Case,
-    Compiled,
-    broken_rules,
-    cases,
-    largest,
-)
+from aot import RULES, VARIANTS, Case, Compiled, broken_rules, cases, largest
 from s2o_runtime.config import HEAD_DIMS, TileConfig
 from s2o_runtime.tiles import SHARED_MEMORY
 

@@ -101,9 +101,7 @@ def test_float16(nan_filled):
 
 @SLOW
 @pytest.mark.parametrize(
-    ("tile", "grain"),
-    [(TileConfig(64, 64, 1, 4, 1), 2), (TileConfig(64, 128, 1, 4, 1), 4)],
-    ids=str,
+    ("tile", "grain"), [(TileConfig(64, 64, 1, 4, 1), 2), (TileConfig(64, 128, 1, 4, 1), 4)], ids=str
 )
 def test_other_tiles(tile, grain, nan_filled):
     q, k, v = inputs(1, 1, 1, 200, 450, 64)

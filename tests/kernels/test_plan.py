@@ -1,7 +1,6 @@
 """Plans: recorded with kernels that only remember how they were called, or with interpreted ones that really run."""
 
 import ctypes
-import itertools
 import threading
 import types
 import weakref
@@ -392,23 +391,6 @@ def test_a_replayed_call_is_the_call(interpreted_gpu, nan_filled, starts, option
     again = call(*tensors)
     assert [done is None for done in interpreted_gpu] == [False]
     compare(again, without_plan(lambda: call(*tensors)))
-
-
-@SLOW
-def test_a_replayed_packed_call_is_the_call(interpreted_gpu, nan_filled):
-    def call(lengths, q, k, v):
-        edges = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-        return s2o_attention_varlen(
-            q, k, v, edges, edges.clone(), 100, 100, CONFIG,
-            backend="triton", return_stats=True, return_lse=True,
-        )  # fmt: skip
-
-    for _ in range(2):
-        call([100, 50], *(torch.randn(150, 1, 64) for _ in "qkv"))
-    tensors = [torch.randn(150, 1, 64) for _ in "qkv"]
-    again = call([81, 69], *tensors)
-    assert [done is None for done in interpreted_gpu] == [False]
-    compare(again, without_plan(lambda: call([81, 69], *tensors)))
 
 
 def paged_call(queries, lengths, out=None, q=None, config=CONFIG, **options):

@@ -20,15 +20,7 @@ from s2o_runtime.files import write_atomically
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import SCHEMA, Profile, Record, load_profile, save_profile, serialize
 from s2o_runtime.profile import file as profile_file
-from support.golden_profiles import (
-    GOLDEN,
-    budget_in_kl,
-    field_paths,
-    full,
-    linear_tails,
-    mixed,
-    path_of,
-)
+from support.golden_profiles import GOLDEN, budget_in_kl, field_paths, full, linear_tails, mixed, path_of
 from support.profiles import FORMAT, document_of, file_of, rewrite
 
 GEOMETRY = Geometry("llama", 2, 3, 1, 64)
@@ -422,9 +414,7 @@ def test_thresholds_are_interpolated_in_log_length():
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"representatives": 2}, {"tail": True}, {"segment": 512}],
-    ids=lambda change: next(iter(change)),
+    "change", [{"representatives": 2}, {"tail": True}, {"segment": 512}], ids=lambda change: next(iter(change))
 )
 def test_thresholds_of_unlike_heads_are_not_mixed(change):
     """One tau means another error with other settings, so the smaller one is taken: it errs on the careful side."""
@@ -487,9 +477,7 @@ def test_who_reads_while_a_file_is_written_sees_the_old_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "what"),
-    [(os.mkfifo, "a pipe, a socket or a device"), (os.mkdir, "a folder")],
-    ids=["pipe", "folder"],
+    ("make", "what"), [(os.mkfifo, "a pipe, a socket or a device"), (os.mkdir, "a folder")], ids=["pipe", "folder"]
 )
 def test_what_is_no_regular_file_is_refused_and_stays(make, what, tmp_path):
     make(tmp_path / "p")
@@ -539,14 +527,8 @@ def test_a_model_with_layers_of_other_kinds(tmp_path):
         ({"layers": 30}, "2 layers where the profile has 30"),
         ({"kv_heads": 8}, "1 KV heads where the profile has 8"),
         ({"head_dim": 128}, "head dim 64 where the profile has 128"),
-        (
-            {"layer_numbers": (0, 3)},
-            "full attention in layers 1, 3 where the profile has it in layers 0, 3",
-        ),
-        (
-            {"layer_numbers": ()},
-            "full attention in layers 1, 3 where the profile has it in all",
-        ),
+        ({"layer_numbers": (0, 3)}, "full attention in layers 1, 3 where the profile has it in layers 0, 3"),
+        ({"layer_numbers": ()}, "full attention in layers 1, 3 where the profile has it in all"),
         (
             {"others": ()},
             "layers of other kinds (1 linear_attention, 1 sliding_attention) where the profile has others (none)",
