@@ -74,6 +74,7 @@ def test_every_candidate_tile_of_this_gpu(head_dim, nan_filled):
 
 
 HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
+SPECIALISED = [HOPPER, replace(HOPPER, num_stages=3), replace(HOPPER, block_n=64, num_stages=4)]
 
 
 @pytest.mark.parametrize("tile", [TileConfig(128, 32, 4, 8, 3), HOPPER], ids=["plain", "specialised"])
@@ -96,7 +97,9 @@ def test_the_order_in_which_heads_start_changes_nothing(length, tile, monkeypatc
 
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "tile", "tau"),
-    pairwise(SHAPES, [HOPPER, replace(HOPPER, num_stages=3), replace(HOPPER, block_n=64, num_stages=4)], [0, 0.3, 1.0]),
+    pairwise(
+        SHAPES, [HOPPER, replace(HOPPER, num_stages=3), replace(HOPPER, block_n=64, num_stages=4)], [0.0, 0.3, 1.0]
+    ),
 )
 def test_the_hopper_kernel_is_the_plain_kernel(
     batch, heads, kv_heads, q_len, kv_len, head_dim, starts, tile, tau, nan_filled

@@ -54,19 +54,13 @@ def test_few_queries_behind_many_keys_are_split():
     assert [shares_of(2048, 1 << power) for power in range(11, 18)] == [1, 1, 4, 8, 16, 16, 16]
     assert shares_of(4096, 131072) == 8
     assert shares_of(8192, 131072) == 1  # a dense program takes 0.6 times the mean work of an SM
+    # beside heads that stop at once it takes longer than that, or more of it
+    assert [shares_of(q_len, 131072, others=LINEAR) for q_len in (4096, 8192)] == [16, 8]
     assert shares_of(2048, 131072, dense=0) == 1
     assert shares_of(2048, 131072, dense=8, heads=32) == 1
     assert shares_of(2048, 131072, dense=4, heads=32) == 8
     assert shares_of(2048, 131072, batch=4) == 1  # whose programs are enough
     assert shares_of(2048, 131072, gpu=Resources(1, 0)) == 1
-
-
-def test_heads_that_stop_at_once_are_no_work_beside_dense_ones():
-    """So that a dense program takes longer than the mean work of an SM, or more of it."""
-    assert shares_of(4096, 131072) == 8
-    assert shares_of(4096, 131072, others=LINEAR) == 16
-    assert shares_of(8192, 131072) == 1
-    assert shares_of(8192, 131072, others=LINEAR) == 8
 
 
 @pytest.mark.parametrize(("dense", "heads"), [(1, 4), (2, 8), (1, 32), (4, 32), (16, 32)])
