@@ -47,76 +47,21 @@ SCORE_SEGMENTS = (10, 20)  # segments of a call, one number for each form of the
 SCORE_REPRESENTATIVES = (4, 32)
 LOG_SUM_ROWS = (16, 64)
 TAIL_SEGMENTS = (40, 80)  # likewise, of the kernel `tail`
-POINTERS = {
-    "Q": "bf16",
-    "K": "bf16",
-    "V": "bf16",
-    "OUT": "bf16",
-    "REP": "bf16",
-    "SCORE": "fp16",
-    "SHARE_OF_RANK": "fp32",
-    "ORDER": "i32",
-    "VISITED": "i32",
-    "KV_START": "i64",
-    "CU_Q": "i32",
-    "CU_K": "i32",
-    "PAGES": "i32",
-    "LSE": "fp32",
-    "SINKS": "bf16",
-    "TAU": "fp32",
-    "SEGMENT": "i32",
-    "FLAGS": "i32",
-    "TURNS": "i32",
-    "PART": "i32",
-    "REPRESENTATIVES": "i32",
-    "LOG_SUM": "fp32",
-    "FIRST": "i32",
-    "EDGE": "fp32",
-    "MASS": "fp32",
-    "SUMS": "fp32",
-    "SHARES": "fp32",
-    "VALUES": "bf16",
-    "POOLED": "bf16",
-    "TRUTH": "bf16",
-    "FLOOR": "fp32",
-    "TAUS": "fp32",
-    "TRACED": "fp32",
-    "BLOCKS": "i32",
-    "COUNTS": "i32",
-    "KEY_ORDER": "i32",
-    "ROW_ORDER": "i32",
-    "HEADS": "i32",
-    "SLOTS": "i32",
-    "X": "bf16",
-    "MEAN": "fp32",
-    "K_MEAN": "bf16",
-    "LEFT_OUT": "i32",
-    "SIMILARITY": "fp32",
-    "LOCAL": "fp32",
-    "WEIGHTS": "fp32",
-    "OUT_K": "bf16",
-    "OUT_V": "bf16",
-    "BLOCK_TABLE": "i32",
-    "K_SCALE": "fp32",
-    "REP_SCALE": "fp32",
-    "LOW": "bf16",
-    "HIGH": "bf16",
-    "SHARE_OUT": "fp32",
-    "SHARE_LSE": "fp32",
-    "UNIT": "fp32",
-    "MIDDLE": "fp32",
-    "K_UNIT": "fp32",
-    "K_MIDDLE": "fp32",
-    "V_SCALE": "fp32",
-    "LOG_MASS": "fp32",
-    "MEAN_KEY": "fp32",
-    "MEAN_VALUE": "fp32",
-    "COVARIANCE": "bf16",
-    "WEIGHT": "fp32",
-    "KEY_SUMS": "fp32",
-    "VALUE_SUMS": "fp32",
-    "PRODUCTS": "fp32",
+POINTERS_OF = {  # by type
+    "bf16": "Q K V OUT REP SINKS VALUES POOLED TRUTH X K_MEAN OUT_K OUT_V LOW HIGH COVARIANCE",
+    "fp16": "SCORE",
+    "fp32": (
+        "SHARE_OF_RANK LSE TAU LOG_SUM EDGE MASS SUMS SHARES FLOOR TAUS TRACED MEAN SIMILARITY LOCAL WEIGHTS "
+        "K_SCALE REP_SCALE SHARE_OUT SHARE_LSE UNIT MIDDLE K_UNIT K_MIDDLE V_SCALE LOG_MASS MEAN_KEY "
+        "MEAN_VALUE WEIGHT KEY_SUMS VALUE_SUMS PRODUCTS"
+    ),
+    "i32": (
+        "ORDER VISITED CU_Q CU_K PAGES SEGMENT FLAGS TURNS PART REPRESENTATIVES FIRST BLOCKS COUNTS KEY_ORDER "
+        "ROW_ORDER HEADS SLOTS LEFT_OUT BLOCK_TABLE"
+    ),
+    "i64": "KV_START",
 }
+POINTERS = {name: kind for kind, names in POINTERS_OF.items() for name in names.split()}
 FLOATS = ("qk_scale", "limit")
 # Bytes that a thread may keep in local memory; meant for what is computed once, outside the loops.
 # The trace kernel, which only calibration runs, keeps what it writes down where thresholds stop. What _weights keeps
@@ -138,7 +83,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 # compiled for a GPU of each generation of tensor cores. CAP is Gemma 2's 50 in base 2.
 FEATURES = "features"
 FEATURE_VARIANTS: dict[str, dict[str, object]] = {
-    FEATURES: {"GRAIN": 4, "HAS_SINKS": True, "CAP": 72.13, "HAS_LSE": True, "HAS_TAIL": True, "HAS_TURNS": True},
+    FEATURES: {"GRAIN": 4, "HAS_SINKS": True, "CAP": 72.13, "HAS_LSE": True, "HAS_TAIL": True, "HAS_TURNS": True}
 }
 # Dense heads split over keys: every tile of the prefill with packed sequences and with keys in pages, as servers call
 # it, the largest with all else too, and what combines the shares.
@@ -158,21 +103,19 @@ SHARE_VARIANTS: dict[str, dict[str, object]] = {
 # Int8 scores: every tile of the prefill, and the largest configuration of the other kernels that read int8 keys.
 INT8 = "int8"
 INT8_VARIANTS: dict[str, dict[str, object]] = {
-    INT8: {"GRAIN": 4, "INT8": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True},
+    INT8: {"GRAIN": 4, "INT8": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True}
 }
 # Keys and values in the pages of a cache: likewise.
 PAGED = "paged"
 PAGED_VARIANTS: dict[str, dict[str, object]] = {
-    PAGED: {"GRAIN": 4, "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_TURNS": True},
+    PAGED: {"GRAIN": 4, "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_TURNS": True}
 }
 PAGED_KERNELS = ("log_sums", "scores", "order", "pool")
 INT8_KERNELS = ("representatives", "log_sums", "scores", "trace")
 INT8_POINTERS = {"K": "i8", "REP": "i8"}
 # Linear tails of float16: products in TF32 of twice as many bytes.
 FLOAT16 = "float16"
-FLOAT16_VARIANTS: dict[str, dict[str, object]] = {
-    FLOAT16: {"GRAIN": 4, "HAS_START": True},
-}
+FLOAT16_VARIANTS: dict[str, dict[str, object]] = {FLOAT16: {"GRAIN": 4, "HAS_START": True}}
 FLOAT16_KERNELS = ("weights", "products", "covariances", "add_linear")
 FLOAT16_POINTERS = {"Q": "fp16", "K": "fp16", "V": "fp16", "OUT": "fp16", "REP": "fp16", "COVARIANCE": "fp32"}
 LINEAR_KERNELS = ("mask_visited", *FLOAT16_KERNELS)
@@ -193,10 +136,7 @@ ANTIDIAGONAL_VARIANTS: dict[str, dict[str, object]] = {
     "stride64-block64": {"S": 64, "PER": 1},
 }
 # And for the copy out of pages: what a cache of 8 bits has is scaled, by KV head. The GPUs before sm_89 have none.
-PAGE_VARIANTS: dict[str, dict[str, object]] = {
-    "same-type": {},
-    "fp8": {"SCALED": True, "SCALE_STEP": 1},
-}
+PAGE_VARIANTS: dict[str, dict[str, object]] = {"same-type": {}, "fp8": {"SCALED": True, "SCALE_STEP": 1}}
 ALL_VARIANTS = (
     VARIANTS
     | FEATURE_VARIANTS

@@ -40,14 +40,6 @@ def test_auto_on_a_cpu_is_the_reference_and_says_so():
 
 
 @pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
-def test_triton_can_be_asked_for():
-    q, k, v = inputs()
-    out, _, stats = s2o_attention(q, k, v, config(), backend="triton", return_stats=True)
-    torch.testing.assert_close(out, s2o_attention_reference(q, k, v, config())[0], rtol=1e-4, atol=1e-5)
-    assert (stats.backend, stats.reason) == ("triton", "asked for")
-
-
-@pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
 def test_where_sequences_start_may_be_a_column_of_something_larger():
     q, k, v = (t.repeat(2, 1, 1, 1) for t in inputs(heads=1, q_len=70, kv_len=70))
     starts = torch.tensor([[0, 5], [0, 40]])[:, 1]

@@ -50,9 +50,9 @@ def close(out, expected):
     torch.testing.assert_close(out.double(), expected.double(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("value_dim", [32, 24, 48])
 @pytest.mark.parametrize(
-    ("queries", "keys", "config"), [(1, 100, CONFIG), (30, 100, DENSE), (100, 100, DENSE), (40, 40, CONFIG)]
+    ("queries", "keys", "config", "value_dim"),
+    [(1, 100, CONFIG, 32), (1, 100, CONFIG, 24), (30, 100, DENSE, 48), (100, 100, DENSE, 32), (40, 40, CONFIG, 24)],
 )
 def test_a_call_that_goes_dense_is_checked_once(queries, keys, config, value_dim, checks):
     for _ in range(3):

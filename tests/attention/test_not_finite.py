@@ -18,6 +18,7 @@ from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.reference.dense import dense_attention, exact_attention
+from support.marks import pairwise
 
 pytestmark = pytest.mark.usefixtures("small_sample")
 LENGTH, SEGMENT, HEADS, HEAD_DIM, PADDING = 250, 64, 2, 64, 170
@@ -60,10 +61,10 @@ def check(out, expected, start):
     assert bool((out[1, :, : int(start[1])] == 0).all())
 
 
-@pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("where", ["q", "k", "v"])
-@pytest.mark.parametrize("path", ["reference", "dense", "exact", "window", "soft-capped window"])
+@pytest.mark.parametrize(
+    ("path", "where", "bad", "position"),
+    pairwise(["reference", "dense", "exact", "window", "soft-capped window"], ["q", "k", "v"], BAD, POSITIONS),
+)
 def test_in_plain_torch(path, where, bad, position):
     q, k, v, start = inputs(where, bad, position)
     if path == "reference":
@@ -102,9 +103,9 @@ def drop_nan(monkeypatch):
 
 @pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
 @pytest.mark.usefixtures("drop_nan")
-@pytest.mark.parametrize("bad", [math.nan, pytest.param(math.inf, marks=SLOW), pytest.param(-math.inf, marks=SLOW)])
-@pytest.mark.parametrize("where", ["q", "k", "v"])
-@pytest.mark.parametrize("path", ["kernels", pytest.param("shares", marks=SLOW), pytest.param("int8", marks=SLOW)])
+@pytest.mark.parametrize(
+    ("bad", "path", "where"), pairwise(BAD, ["kernels", "shares", "int8"], ["q", "k", "v"], mark=SLOW, count=3)
+)
 def test_in_kernels(path, where, bad, monkeypatch):
     position = POSITIONS[1]
     heads = [OF_HEADS[name] for name in OF_HEADS if (path, name) != ("int8", "linear")]

@@ -17,8 +17,9 @@ from s2o_runtime.huggingface import hf
 from s2o_runtime.identity import fingerprint, geometry
 from s2o_runtime.profile import Profile
 from support.architectures import CASES, SLIDING, WINDOW, WINDOWED
-from support.marks import pairwise
+from support.marks import all_but_first, pairwise
 
+EXHAUSTIVE = pytest.mark.exhaustive(reason="further architectures, a second each")
 LENGTH, CUT, PADDING = 150, 90, 37
 
 
@@ -62,15 +63,21 @@ def test_it_is_what_the_loops_give(scoring, q_len, kv_len, window, rows, monkeyp
     torch.testing.assert_close(padded, loops(q, k, v, starts=starts, **options), **rounding)
 
 
-@pytest.fixture(params=WINDOWED)
-def pair(request, monkeypatch):
-    """The eager model and one with the same weights, in which no mask of windows is small."""
-    name = request.param
+def twins(name):
+    """The eager model of an architecture, and one with the same weights."""
     torch.manual_seed(1)
     config = CASES[name].config
     eager = model_class(config).from_config(config, attn_implementation="eager").eval()
     model = model_class(config).from_config(copy.deepcopy(config)).eval()
     model.load_state_dict(eager.state_dict())
+    return eager, model
+
+
+@pytest.fixture(params=all_but_first(WINDOWED, EXHAUSTIVE, count=4))
+def pair(request, monkeypatch):
+    """Twins in which no mask of windows is small, the second one patched."""
+    eager, model = twins(request.param)
+    config = model.config
     monkeypatch.setattr(hf, "SMALL_MASK", 0)
     monkeypatch.setattr(windowed, "ROWS", 32)  # several blocks of rows
     layer = LayerConfig.uniform(geometry(config).query_heads, tau=0.0, segment=64, tile=TileConfig(64, 32, 1, 4, 1))
@@ -125,11 +132,8 @@ def test_models_with_windows_equal_their_eager_attention(pair, monkeypatch):
 @pytest.mark.parametrize("length", [WINDOW, WINDOW + 1])
 def test_a_prompt_that_just_fits_a_window_and_one_that_does_not(length):
     """One token more than the window, and the last row must not see the first key."""
-    config = CASES["ministral"].config
-    torch.manual_seed(1)
-    eager = model_class(config).from_config(config, attn_implementation="eager").eval()
-    model = model_class(config).from_config(copy.deepcopy(config)).eval()
-    model.load_state_dict(eager.state_dict())
+    eager, model = twins("ministral")
+    config = eager.config
     hf.register()
     model.set_attn_implementation("s2o")
     ids = tokens(1, length)
@@ -142,11 +146,7 @@ def test_a_prompt_that_just_fits_a_window_and_one_that_does_not(length):
 def test_a_window_that_lost_its_attribute_is_recovered(monkeypatch):
     """As a tensor that was moved to another device has."""
     monkeypatch.setattr(hf, "SMALL_MASK", 0)
-    config = CASES["ministral"].config
-    torch.manual_seed(1)
-    eager = model_class(config).from_config(config, attn_implementation="eager").eval()
-    model = model_class(config).from_config(copy.deepcopy(config), attn_implementation="eager").eval()
-    model.load_state_dict(eager.state_dict())
+    eager, model = twins("ministral")
     hf.register()
     original = hf.s2o_mask
     monkeypatch.setattr(hf, "s2o_mask", lambda **call: original(**call).clone())

@@ -18,8 +18,7 @@ from s2o_runtime.baselines.pooling import block_means, pool, pool_plain
 from s2o_runtime.baselines.selection import Grid
 from s2o_runtime.baselines.xattention import block_weights, head_weights
 from s2o_runtime.reference.dense import dense_attention, exact_attention
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+from support.marks import pairwise
 
 SHAPES = [
     pytest.param((1, 4, 2, 1000, 1000, 128), id="H4-L1000-D128"),
@@ -39,7 +38,7 @@ SETTINGS = [
     SkipSoftmax(30.0),
     SkipSoftmax(1e4, 64),
 ]
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+DTYPES = [torch.bfloat16, torch.float16]
 LONG = 1 << 20
 
 
@@ -62,9 +61,7 @@ def relative_error(out, truth):
     return float((out.float() - truth.float()).norm() / truth.float().norm().clamp_min(1e-6))
 
 
-@DTYPES
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("settings", "shape", "dtype"), pairwise(SETTINGS, SHAPES, DTYPES))
 def test_the_kernel_is_plain_torch(shape, settings, dtype, nan_filled):
     """Scores on the edge of a skip may fall either way: then outputs and what is left out agree closely."""
     q, k, v = inputs(*shape, dtype)
@@ -102,9 +99,10 @@ def test_pooling_is_that_of_torch(head_dim, nan_filled):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
-@DTYPES
-@pytest.mark.parametrize("block", [64, 128])
-@pytest.mark.parametrize("shape", [*SHAPES, pytest.param((1, 2, 1, 5000, 8191, 128), id="q5000-kv8191")])
+@pytest.mark.parametrize(
+    ("shape", "block", "dtype"),
+    pairwise([*SHAPES, pytest.param((1, 2, 1, 5000, 8191, 128), id="q5000-kv8191")], [64, 128], DTYPES),
+)
 def test_block_weights_are_those_of_torch(shape, block, dtype, nan_filled, monkeypatch):
     """FlashPrefill's logarithms of weights, and XAttention's weights of strides 4 and 64.
 

@@ -1,14 +1,11 @@
 """transformers' continuous batching on a GPU: the demo model with its shipped profile, prompts in chunks."""
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
 
 import vllm_engine
 from calibrate.model.models import DEMO_FOLDER
 from s2o_runtime import explain, patch
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 PROFILE = DEMO_FOLDER.parents[2] / "profiles" / "demo" / "nvidia-h200" / "rel-mse-0.001.safetensors"
 KERNEL = ("s2o", "the kernel supports this call")

@@ -14,8 +14,7 @@ from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.shapes import call_shape
 from s2o_runtime.tiles import candidate_tiles
 from support.gpu import SHAPES, inputs, relative_error
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+from support.marks import pairwise
 
 PLAIN = TileConfig(128, 32, 4, 8, 3)
 
@@ -61,9 +60,7 @@ def test_never_stopping_is_the_reference(
     assert relative_error(expected, truth) <= 0.05
 
 
-@pytest.mark.parametrize("grain", [1, 2, 4, 8])
-@pytest.mark.parametrize("tau", [0.3, 1.0])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "tau", "grain"), pairwise([64, 128], [0.3, 1.0], [1, 2, 4, 8]))
 def test_every_tile_stops_where_the_plain_kernel_does(head_dim, tau, grain, nan_filled):
     q, k, v = inputs(1, 4, 2, 3000, 3000, head_dim, torch.bfloat16)
     kinds = (HeadConfig(tau, 256, representatives=8, tail=True), HeadConfig(tau, 128), HeadConfig(mode="dense"))

@@ -10,6 +10,7 @@ import torch
 
 from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen, warmup
 from s2o_runtime.config import HeadConfig, StopRule
+from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.call import Call, head_tables
 from s2o_runtime.kernels.keys import keys_of
@@ -19,8 +20,7 @@ from s2o_runtime.reference.dense import dense_attention, exact_attention, log_su
 from s2o_runtime.shapes import call_shape, density
 from s2o_runtime.tiles import candidate_tiles
 from support.gpu import SHAPES, inputs, relative_error
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+from support.marks import pairwise
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -74,14 +74,10 @@ def test_every_candidate_tile_of_this_gpu(head_dim, nan_filled):
 
 
 HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
-SM_90 = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
-)
+SPECIALISED = [HOPPER, replace(HOPPER, num_stages=3), replace(HOPPER, block_n=64, num_stages=4)]
 
 
-@pytest.mark.parametrize(
-    "tile", [TileConfig(128, 32, 4, 8, 3), pytest.param(HOPPER, marks=SM_90)], ids=["plain", "specialised"]
-)
+@pytest.mark.parametrize("tile", [TileConfig(128, 32, 4, 8, 3), HOPPER], ids=["plain", "specialised"])
 @pytest.mark.parametrize("length", [1333, 9000])
 def test_the_order_in_which_heads_start_changes_nothing(length, tile, monkeypatch, nan_filled):
     q, k, v = inputs(1, 6, 2, length, length, 128, torch.bfloat16)
@@ -99,25 +95,27 @@ def test_the_order_in_which_heads_start_changes_nothing(length, tile, monkeypatc
         assert torch.equal(visited, outputs[0][1])
 
 
-@SM_90
-@pytest.mark.parametrize("tau", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize(("block_n", "stages"), [(128, 2), (128, 3), (64, 4)])
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), SHAPES)
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "tile", "tau"),
+    pairwise(
+        SHAPES, [HOPPER, replace(HOPPER, num_stages=3), replace(HOPPER, block_n=64, num_stages=4)], [0.0, 0.3, 1.0]
+    ),
+)
 def test_the_hopper_kernel_is_the_plain_kernel(
-    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, block_n, stages, tau, nan_filled
+    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, tile, tau, nan_filled
 ):
     q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, torch.bfloat16)
     kv_start = None if starts is None else torch.tensor(starts, device="cuda")
     kinds = (HeadConfig(tau, 128), HeadConfig(tau, 256), HeadConfig(tau, 128, "dense"))
     heads_config = tuple(kinds[h % 3] for h in range(heads))
-    fast = LayerConfig(heads_config, replace(HOPPER, block_n=block_n, num_stages=stages))
-    plain = LayerConfig(heads_config, TileConfig(64, block_n, 2, 4, 1))
-    ours, lse, stats = s2o_attention(
-        q, k, v, fast, kv_start=kv_start, backend="triton", return_stats=True, return_lse=True
-    )
-    theirs, expected_lse, expected = s2o_attention(
-        q, k, v, plain, kv_start=kv_start, backend="triton", return_stats=True, return_lse=True
-    )
+    plain = TileConfig(64, tile.block_n, 2, 4, 1)
+    (ours, lse, stats), (theirs, expected_lse, expected) = (
+        s2o_attention(
+            q, k, v, LayerConfig(heads_config, each), kv_start=kv_start, backend="triton", return_stats=True,
+            return_lse=True,
+        )
+        for each in (tile, plain)
+    )  # fmt: skip
     # the same keys in the same order; weights are rounded to bf16 after a maximum that tiles reach in another order
     assert torch.equal(stats.visited, expected.visited)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-4)
@@ -126,8 +124,6 @@ def test_the_hopper_kernel_is_the_plain_kernel(
 
 @pytest.mark.parametrize("tile", [TileConfig(64, 64, 2, 4, 2), HOPPER], ids=str)
 def test_packed_sequences_are_sequences_on_their_own(tile, nan_filled):
-    if tile.specialized and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an sm_90 GPU")
     q_lens, k_lens = [700, 0, 129, 1500, 1], [700, 0, 640, 1500, 300]
     parts = [inputs(1, 4, 2, n, m, 128, torch.bfloat16) for n, m in zip(q_lens, k_lens, strict=True) if n]
     q, k, v = (torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3))
@@ -151,8 +147,6 @@ def test_packed_sequences_are_sequences_on_their_own(tile, nan_filled):
 
 @pytest.mark.parametrize("tile", [TileConfig(64, 64, 4, 4, 2), HOPPER], ids=str)
 def test_log_sum_exp_of_dense(tile, nan_filled):
-    if tile.specialized and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an sm_90 GPU")
     q, k, v = inputs(2, 4, 2, 500, 900, 128, torch.bfloat16)
     config = LayerConfig.uniform(4, tau=0.0, segment=128, tile=tile)
     _, lse, _ = s2o_attention(q, k, v, config, backend="triton", return_lse=True)
@@ -185,13 +179,12 @@ EXTENDED = (
 )
 
 
-@pytest.mark.parametrize("grain", [1, 2, 4, 8])
-@pytest.mark.parametrize("tile", [TileConfig(64, 64, 2, 4, 2), TileConfig(128, 64, 2, 8, 3), HOPPER], ids=str)
-@pytest.mark.parametrize("starts", [None, [300, 1700]], ids=["whole", "left-padded"])
+@pytest.mark.parametrize(
+    ("grain", "tile", "starts"),
+    pairwise([1, 2, 4, 8], [TileConfig(64, 64, 2, 4, 2), TileConfig(128, 64, 2, 8, 3), HOPPER], [None, [300, 1700]]),
+)
 def test_extensions_are_as_near_to_dense_as_the_reference(tile, grain, starts, nan_filled):
     """Representatives, tails and grains together: as many keys as the reference visits, with its error."""
-    if tile.specialized and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an sm_90 GPU")
     q, k, v = inputs(2, 4, 2, 1100, 2500, 128, torch.bfloat16)
     kv_start = None if starts is None else torch.tensor(starts, device="cuda")
     config = LayerConfig(EXTENDED, tile, grain=grain)
@@ -216,59 +209,35 @@ def test_non_contiguous_inputs_as_transformers_hands_them_over(nan_filled):
     assert torch.equal(s2o_attention(*views, config, backend="triton"), expected)
 
 
-def test_the_kernel_is_compiled_once_for_all_lengths():
-    from s2o_runtime.kernels.prefill import _prefill
-
-    config = LayerConfig.uniform(2, tau=0.5, segment=128, tile=TileConfig(64, 32, 4, 4, 3))
-    for length in (257, 512, 800, 1024, 1500):
-        q, k, v = inputs(1, 2, 1, length, length, 64, torch.bfloat16)
-        s2o_attention(q, k, v, config, backend="triton")
-        if length == 257:
-            first = compiled_count(_prefill)
-    assert compiled_count(_prefill) == first
+SIX = (HeadConfig(0.5, 128),) * 6
+WITH_LINEAR = (HeadConfig(0.3, 256, linear=True), *EXTENDED, HeadConfig(0.0, 128, linear=True))
 
 
-@pytest.mark.parametrize("tile", [TileConfig(64, 64, 2, 4, 2), HOPPER], ids=str)
-def test_after_warmup_nothing_compiles(tile):
-    if tile.specialized and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an sm_90 GPU")
-    from s2o_runtime.kernels import launch as launch_module
-
-    config = LayerConfig.uniform(6, tau=0.5, segment=128, tile=tile)
-    warmup(config, kv_heads=3, head_dim=64, padded=True)
-    known = len(launch_module._compiled)
+@pytest.mark.parametrize(
+    ("heads", "tile", "featured"),
+    [
+        (SIX, TileConfig(64, 64, 2, 4, 2), False),
+        (SIX, HOPPER, False),
+        (SIX, TileConfig(64, 64, 4, 4, 2), True),
+        (WITH_LINEAR, TileConfig(64, 64, 2, 4, 2), False),
+    ],
+    ids=["plain", "specialised", "cap-sinks", "linear"],
+)
+def test_after_warmup_nothing_compiles(heads, tile, featured):
+    config = LayerConfig(heads, tile, grain=1 if heads is SIX else 4)
+    launch_module._compiled.clear()
+    warmup(
+        config, kv_heads=3, head_dim=64, padded=True, **({"softcap": 8.0, "sinks": torch.bfloat16} if featured else {})
+    )
+    known = set(launch_module._compiled)
+    options = {"backend": "triton"}
+    if featured:
+        options |= {"softcap": 8.0, "sinks": torch.linspace(-2.0, 12.0, 6, device="cuda", dtype=torch.bfloat16)}
     for length in (129, 1000, 2048, 3333, 9999):
         q, k, v = (torch.randn(1, length, heads, 64, device="cuda").bfloat16().transpose(1, 2) for heads in (6, 3, 3))
-        s2o_attention(q, k, v, config, backend="triton")
-        s2o_attention(q, k, v, config, backend="triton", kv_start=torch.tensor([5], device="cuda"))
-    assert len(launch_module._compiled) == known
-
-
-@pytest.mark.parametrize("tile", [TileConfig(64, 64, 2, 4, 2), HOPPER], ids=str)
-def test_cuda_graphs_capture_a_call(tile):
-    if tile.specialized and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an sm_90 GPU")
-    q, k, v = inputs(1, 4, 2, 1500, 1500, 128, torch.bfloat16)
-    config = LayerConfig.uniform(4, tau=0.5, segment=256, tile=tile)
-    s2o_attention(q, k, v, config, backend="triton")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = s2o_attention(q, k, v, config, backend="triton")
-    other_q, other_k, other_v = inputs(1, 4, 2, 1500, 1500, 128, torch.bfloat16)
-    for tensor, other in ((q, other_q.flip(2)), (k, other_k.flip(2)), (v, other_v)):
-        tensor.copy_(other)
-    graph.replay()
-    assert torch.equal(out, s2o_attention(q, k, v, config, backend="triton"))
-
-
-def test_a_compiled_call_is_one_graph():
-    q, k, v = inputs(1, 4, 2, 1500, 1500, 128, torch.bfloat16)
-    config = LayerConfig.uniform(4, tau=0.5, segment=256, tile=TileConfig(64, 64, 2, 4, 2))
-
-    def call(q, k, v):
-        return s2o_attention(q, k, v, config) * 2
-
-    assert torch.equal(torch.compile(call, fullgraph=True)(q, k, v), call(q, k, v))
+        s2o_attention(q, k, v, config, **options)
+        s2o_attention(q, k, v, config, kv_start=torch.tensor([5], device="cuda"), **options)
+    assert set(launch_module._compiled) == known
 
 
 def test_dense_attention_leaves_the_default_backends_as_they_are():
@@ -287,7 +256,3 @@ def test_dense_attention_leaves_the_default_backends_as_they_are():
             subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
         )
     assert orders[0] == orders[1]
-
-
-def compiled_count(kernel):
-    return sum(len(caches[0]) for caches in kernel.device_caches.values())

@@ -7,21 +7,16 @@ import pytest
 import torch
 import triton
 
-from calibrate.curves import trace_pass as kernel_pass
-from calibrate.curves.curves import TAUS, Ranking, Shape
-from calibrate.model.capture import Captured
 from calibrate.timing import medians
-from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen, warmup
+from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.attention.replay import forget_plans
 from s2o_runtime.config import HeadConfig, StopRule
 from s2o_runtime.kernels import launch as launch_module
-from s2o_runtime.kernels.plan import Plan
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
-from s2o_runtime.tiles import candidate_tiles, tile_obstacle
-from support.gpu import inputs
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+from s2o_runtime.tiles import candidate_tiles
+from support.gpu import inputs, relative_error
+from support.marks import pairwise
 
 PLAIN = TileConfig(64, 64, 4, 4, 2)
 HOPPER = TileConfig(64, 128, 4, 4, 2, specialized=True)
@@ -44,15 +39,6 @@ def features_of(name, heads):
     }[name]
 
 
-def relative_error(out, truth):
-    return float((out.float() - truth).norm() / truth.norm().clamp_min(1e-6))
-
-
-def skip_if_illegal(tile, head_dim):
-    if obstacle := tile_obstacle(tile, head_dim, here()):
-        pytest.skip(obstacle)
-
-
 SHAPES = [
     pytest.param(1, 4, 2, 1001, 1001, 128, None, id="L1001-D128"),
     pytest.param(1, 8, 1, 777, 2049, 64, None, id="q777-kv2049-D64"),
@@ -61,11 +47,11 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("tile", [PLAIN, HOPPER], ids=str)
-@pytest.mark.parametrize("name", ["sinks", "cap", "all"])
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), SHAPES)
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "name", "tile"),
+    pairwise(SHAPES, ["sinks", "cap", "all"], [PLAIN, HOPPER]),
+)
 def test_tau_zero_is_exact(batch, heads, kv_heads, q_len, kv_len, head_dim, starts, name, tile, nan_filled):
-    skip_if_illegal(tile, head_dim)
     q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, torch.bfloat16)
     options = features_of(name, heads)
     options["kv_start"] = None if starts is None else torch.tensor(starts, device="cuda")
@@ -77,11 +63,11 @@ def test_tau_zero_is_exact(batch, heads, kv_heads, q_len, kv_len, head_dim, star
     torch.testing.assert_close(lse, log_sum_exp(q, k, **options), rtol=0, atol=4e-3)
 
 
-@pytest.mark.parametrize("name", ["sinks", "cap", "all"])
-@pytest.mark.parametrize("tile", [PLAIN, TileConfig(128, 64, 2, 8, 3), HOPPER], ids=str)
-@pytest.mark.parametrize("starts", [None, [300, 1700]], ids=["whole", "left-padded"])
+@pytest.mark.parametrize(
+    ("name", "tile", "starts"),
+    pairwise(["sinks", "cap", "all"], [PLAIN, TileConfig(128, 64, 2, 8, 3), HOPPER], [None, [300, 1700]]),
+)
 def test_heads_that_stop_are_as_near_to_dense_as_the_reference(tile, name, starts, nan_filled):
-    skip_if_illegal(tile, 128)
     q, k, v = inputs(2, 4, 2, 1100, 2500, 128, torch.bfloat16)
     options = features_of(name, 4)
     options["kv_start"] = None if starts is None else torch.tensor(starts, device="cuda")
@@ -120,13 +106,12 @@ def test_the_specialised_kernel_visits_what_the_plain_one_visits(head_dim, name,
     torch.testing.assert_close(our_lse[rows], plain_lse[rows], rtol=0, atol=4e-3)
 
 
-@pytest.mark.parametrize("name", ["sinks", "all"])
-def test_packed_sequences_have_sinks_too(name, nan_filled):
+def test_packed_sequences_have_sinks_too(nan_filled):
     parts = [inputs(1, 4, 2, length, length, 64, torch.bfloat16) for length in (700, 1301)]
     q, k, v = (torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3))
     edges = torch.tensor([0, 700, 2001], dtype=torch.int32, device="cuda")
     config = LayerConfig.uniform(4, tau=0.5, segment=128, representatives=8, tail=True, grain=4, tile=PLAIN)
-    options = features_of(name, 4)
+    options = features_of("all", 4)
     out = s2o_attention_varlen(q, k, v, edges, edges, 1301, 1301, config, backend="triton", **options)
     for (begin, end), part in zip(itertools.pairwise(edges.tolist()), parts, strict=True):
         expected = s2o_attention(*part, config, backend="triton", **options)
@@ -182,19 +167,11 @@ def test_dense_attention_with_a_cap_runs_in_the_kernel(head_dim, nan_filled):
 
 
 @pytest.mark.skipif(not launch_module._direct(triton.__version__), reason="no call becomes a plan with this Triton")
-def test_calls_with_sinks_become_plans(monkeypatch, nan_filled):
+def test_calls_with_sinks_become_plans(replays, nan_filled):
     """The sinks of a later call are its own: a pointer of the plan's inputs, not a constant of it."""
     q, k, v = inputs(1, 4, 2, 1500, 1500, 128, torch.bfloat16)
     config = LayerConfig.uniform(4, tau=0.5, segment=256, tile=PLAIN)
     sinks = [torch.nn.Parameter(sinks_of(4)), torch.nn.Parameter(sinks_of(4).flip(0).contiguous())]
-    used, replay = [], Plan.replay
-
-    def counted(plan, inputs):
-        outputs = replay(plan, inputs)
-        used.append(outputs is not None)
-        return outputs
-
-    monkeypatch.setattr(Plan, "replay", counted)
 
     @torch.no_grad()
     def call(index):
@@ -206,7 +183,7 @@ def test_calls_with_sinks_become_plans(monkeypatch, nan_filled):
         expected.append(call(index))
     forget_plans()
     assert all(torch.equal(call(index), expected[index]) for index in (0, 0, 0, 1, 0))
-    assert used == [True] * 3  # after the first call and the recorded one
+    assert replays == [True] * 3  # after the first call and the recorded one
     assert not torch.equal(*expected)
 
 
@@ -218,62 +195,3 @@ def test_a_compiled_call_takes_sinks_and_a_cap():
         return s2o_attention(q, k, v, config, sinks=sinks, softcap=CAP) * 2
 
     assert torch.equal(torch.compile(call, fullgraph=True)(q, k, v, sinks_of(4)), call(q, k, v, sinks_of(4)))
-
-
-def test_after_warmup_nothing_compiles():
-    config = LayerConfig.uniform(6, tau=0.5, segment=128, tile=PLAIN)
-    warmup(config, kv_heads=3, head_dim=64, padded=True, softcap=CAP, sinks=torch.bfloat16)
-    known = len(launch_module._compiled)
-    for length in (129, 2048, 3333):
-        q, k, v = (torch.randn(1, length, heads, 64, device="cuda").bfloat16().transpose(1, 2) for heads in (6, 3, 3))
-        options = {"softcap": CAP, "sinks": sinks_of(6), "backend": "triton"}
-        s2o_attention(q, k, v, config, **options)
-        s2o_attention(q, k, v, config, kv_start=torch.tensor([5], device="cuda"), **options)
-    assert len(launch_module._compiled) == known
-
-
-@pytest.mark.parametrize(("head_dim", "block_m"), [(64, 64), (128, 128)])
-def test_a_curve_with_sinks_and_a_cap_is_what_the_kernels_do(head_dim, block_m):
-    q, k, v = inputs(1, 8, 2, 4001, 4001, head_dim, torch.bfloat16)
-    captured = Captured(q, k, v, head_dim**-0.5 / 2, softcap=CAP, sinks=sinks_of(8))
-    tile = next(tile for tile in candidate_tiles(head_dim, here()) if tile.block_m == block_m)
-    method = Ranking(512, 4, 4)
-    curve = kernel_pass.measure(captured, [method], [Shape.of(tile)])[method, Shape.of(tile)]
-    truth = exact_attention(q, k, v, **captured.scoring.arguments())
-    power, compared = float(truth.square().mean()), 0
-    for index, tail in itertools.product(range(0, len(TAUS), 4), (False, True)):
-        head = HeadConfig(TAUS[index], method.segment, "s2o", StopRule.REST, method.representatives, tail)
-        config = LayerConfig((head,) * 8, tile, grain=method.grain)
-        out, _, stats = s2o_attention(
-            q, k, v, config, return_stats=True, backend="triton", **captured.scoring.arguments()
-        )  # fmt: skip
-        torch.testing.assert_close(curve.density[:, index], stats.density.cpu(), rtol=2e-3, atol=1e-3)
-        mse = (out.float() - truth).square().mean((0, 2, 3)).cpu().double()
-        predicted = (curve.tail_mse if tail else curve.mse)[:, index]
-        well_above_rounding = mse > 3e-4 * power
-        torch.testing.assert_close(predicted[well_above_rounding], mse[well_above_rounding], rtol=0.03, atol=0)
-        compared += int(well_above_rounding.sum())
-    assert compared >= 10
-
-
-@pytest.mark.parametrize("tile", [TileConfig(128, 64, 4, 8, 3), HOPPER], ids=str)
-def test_what_sinks_and_caps_cost(tile):
-    """Prints the times; sinks cost nothing in the loop, a cap one tanh a score."""
-    skip_if_illegal(tile, 128)
-    q, k, v = (
-        t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs(1, 16, 4, 16384, 16384, 128, torch.bfloat16)
-    )
-    config = LayerConfig.uniform(16, tau=0.0, segment=1024, grain=4, tile=tile)
-    calls = {
-        "neither": {}, "sinks": {"sinks": sinks_of(16)}, "cap": {"softcap": CAP},
-        "both": {"sinks": sinks_of(16), "softcap": CAP},
-    }  # fmt: skip
-
-    def job(options):
-        return lambda: s2o_attention(q, k, v, config, backend="triton", **options)
-
-    seconds = medians({name: job(options) for name, options in calls.items()}, torch.device("cuda"), 5)
-    times = ", ".join(f"{name} {1e3 * taken:.3f} ms" for name, taken in seconds.items())
-    print(f"16 heads, 16384 tokens, D 128, tile {tile}: {times}")
-    assert seconds["sinks"] < 1.05 * seconds["neither"]
-    assert seconds["cap"] < 3 * seconds["neither"]

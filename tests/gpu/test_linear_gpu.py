@@ -6,24 +6,19 @@ from functools import partial
 import pytest
 import torch
 
-from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen, warmup
-from s2o_runtime.attention.replay import forget_plans
+from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen
 from s2o_runtime.config import HeadConfig
-from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.call import Call, head_tables
 from s2o_runtime.kernels.keys import keys_of
-from s2o_runtime.kernels.plan import Plan
 from s2o_runtime.kernels.prefill import Ranker
 from s2o_runtime.kernels.tail import Tail
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.shapes import call_shape
-from s2o_runtime.tiles import tile_obstacle
 from support.gpu import inputs, relative_error
 from support.kernels import ranking_of
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+from support.marks import pairwise
 
 PLAIN = TileConfig(64, 64, 2, 4, 2)
 WIDE = TileConfig(128, 32, 4, 8, 3)
@@ -38,11 +33,6 @@ KINDS = (
 )
 # weights and outputs are rounded once each (6e-3 elsewhere too), outputs once more before the tail is merged (2^-9)
 BF16_ERROR = 8e-3
-
-
-def skip_if_illegal(tile, head_dim):
-    if obstacle := tile_obstacle(tile, head_dim, torch.cuda.get_device_capability()):
-        pytest.skip(obstacle)
 
 
 def mixed(heads, tile, grain=1):
@@ -71,22 +61,22 @@ def reference_of(q, k, v, config, kv_start=None, sinks=None):
 SHAPES = [
     pytest.param(1, 5, 1, 1001, 1001, 128, None, id="L1001-D128"),
     pytest.param(1, 4, 2, 777, 2049, 64, None, id="q777-kv2049-D64"),
-    pytest.param(1, 2, 1, 701, 1203, 256, None, id="q701-kv1203-D256"),
     pytest.param(3, 3, 1, 900, 900, 64, [0, 333, 899], id="left-padded"),
     pytest.param(2, 3, 1, 500, 1100, 128, [1100, 650], id="padded-chunk"),
     pytest.param(1, 1, 1, 1, 1500, 128, None, id="one-query"),
     pytest.param(1, 1, 1, 7, 7, 128, None, id="L7"),
 ]
+D256 = pytest.param(1, 2, 1, 701, 1203, 256, None, id="q701-kv1203-D256")  # has no specialised kernel
+KINDS_OF_CALL = [torch.bfloat16, torch.float16], [1, 4]
 
 
-@pytest.mark.parametrize("tile", [PLAIN, WIDE, HOPPER], ids=str)
-@pytest.mark.parametrize("grain", [1, 4])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), SHAPES)
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "tile", "dtype", "grain"),
+    pairwise(SHAPES, [PLAIN, WIDE, HOPPER], *KINDS_OF_CALL) + pairwise([D256], [PLAIN, WIDE], *KINDS_OF_CALL),
+)
 def test_prefill_equals_the_reference(
     batch, heads, kv_heads, q_len, kv_len, head_dim, starts, dtype, grain, tile, nan_filled
 ):
-    skip_if_illegal(tile, head_dim)
     q, k, v = diffuse(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype)
     kv_start = None if starts is None else torch.tensor(starts, device="cuda")
     config = mixed(heads, tile, grain)
@@ -105,7 +95,6 @@ def test_prefill_equals_the_reference(
 
 @pytest.mark.parametrize("tile", [PLAIN, HOPPER], ids=str)
 def test_sinks(tile, nan_filled):
-    skip_if_illegal(tile, 64)
     q, k, v = diffuse(1, 2, 1, 900, 1300, 64, torch.bfloat16)
     config = LayerConfig((LINEAR, LINEAR), tile, grain=4)
     sinks = torch.tensor([-2.0, 6.0], device="cuda", dtype=torch.bfloat16)
@@ -116,7 +105,6 @@ def test_sinks(tile, nan_filled):
 
 @pytest.mark.parametrize("tile", [PLAIN, HOPPER], ids=str)
 def test_of_diffuse_heads_it_is_nearer_to_dense_attention_than_other_tails(tile, nan_filled):
-    skip_if_illegal(tile, 128)
     q, k, v = inputs(1, 3, 1, 2048, 4096, 128, torch.bfloat16)
     q = 0.1 * q
     heads = (LINEAR, HeadConfig(1e6, 256, tail=True), HeadConfig(1e6, 256))
@@ -130,7 +118,6 @@ def test_of_diffuse_heads_it_is_nearer_to_dense_attention_than_other_tails(tile,
 
 @pytest.mark.parametrize("tile", [PLAIN, HOPPER], ids=str)
 def test_packed_sequences_are_sequences_on_their_own(tile, nan_filled):
-    skip_if_illegal(tile, 64)
     parts = [diffuse(1, 3, 1, length, length, 64, torch.bfloat16) for length in (700, 1301)]
     q, k, v = (torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3))
     edges = torch.tensor([0, 700, 700, 2001], dtype=torch.int32, device="cuda")
@@ -150,31 +137,3 @@ def test_slicing_the_rows_changes_nothing(monkeypatch, nan_filled):
     monkeypatch.setattr(prefill_module, "WORKSPACE_BYTES", 1)
     for ours, expected in zip(prefill_module.s2o_prefill(q, k, v, call, lse=True), whole, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-3)
-
-
-def test_a_replayed_call_is_the_call(monkeypatch, nan_filled):
-    if not launch_module._direct(launch_module.triton.__version__):
-        pytest.skip("this Triton's launcher is not called directly")
-    replays = []
-    replay = Plan.replay
-    monkeypatch.setattr(Plan, "replay", lambda plan, given: (done := replay(plan, given), replays.append(done))[0])
-    forget_plans()
-    config = mixed(5, PLAIN, 4)
-    q, k, v = diffuse(1, 5, 1, 1000, 1500, 128, torch.bfloat16)
-    results = [s2o_attention(q, k, v, config, backend="triton").clone() for _ in range(4)]
-    assert [done is None for done in replays][-1:] == [False]
-    assert all(torch.equal(result, results[0]) for result in results)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_nothing_is_compiled_after_a_warmup(padded):
-    config = mixed(5, PLAIN, 4)
-    launch_module._compiled.clear()
-    warmup(config, kv_heads=1, head_dim=64, padded=padded)
-    known = set(launch_module._compiled)
-    for length in (1001, 5000, 9000):
-        q, k, v = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in
-                   diffuse(1, 5, 1, length, length, 64, torch.bfloat16))  # fmt: skip
-        start = torch.tensor([3], device="cuda") if padded else None
-        s2o_attention(q, k, v, config, kv_start=start, backend="triton")
-    assert set(launch_module._compiled) == known

@@ -24,8 +24,6 @@ from s2o_runtime.tiles import default_tile
 from support.architectures import CASES, RUNNING
 from support.tiny import tiny_tokenizer
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
 BUDGET = {"budget_rel_mse": 0.3, "lengths": (2048,), "segments": (256, 512), "representatives": (1,), "trials": 2}
 QUICK = BUDGET | {"num_prompts": 1, "num_held_out": 1, "num_certify": 0, "worst_rows": 0, "hide_needles": False}
 

@@ -8,10 +8,8 @@ import torch
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.kernels import prefill as prefill_module
-from s2o_runtime.tiles import tile_obstacle
 from support.gpu import inputs
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+from support.marks import pairwise
 
 PLAIN, SPECIALIZED = TileConfig(64, 64, 2, 4, 2), TileConfig(64, 128, 1, 4, 2, True)
 LENGTH, SEGMENT, PADDING = 2000, 256, 300
@@ -23,15 +21,15 @@ HEADS = (
 )
 
 
-@pytest.mark.parametrize("position", [100, 900, 1999])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", ["q", "k"])
-@pytest.mark.parametrize("path", ["kernels", "shares", "int8"])
-@pytest.mark.parametrize("tile", [PLAIN, SPECIALIZED], ids=str)
+@pytest.mark.parametrize(
+    ("path", "bad", "position", "where", "tile"),
+    pairwise(
+        ["kernels", "shares", "int8"], [math.nan, math.inf, -math.inf], [100, 900, 1999], ["q", "k"],
+        [PLAIN, SPECIALIZED],
+    ),
+)  # fmt: skip
 def test_where_dense_attention_is_nan_s2o_is(tile, path, where, bad, position, monkeypatch):
     """Every head here stops at its first chunk; rows beside one that is NaN may be NaN too, but not in padding."""
-    if obstacle := tile_obstacle(tile, 128, torch.cuda.get_device_capability()):
-        pytest.skip(obstacle)
     heads = HEADS[:3] if path == "int8" else HEADS
     q, k, v = inputs(2, len(heads), 1, LENGTH, LENGTH, 128, torch.bfloat16)
     start = torch.tensor([0, PADDING], device="cuda")

@@ -8,10 +8,8 @@ from s2o_runtime.attention import paged as paged_op
 from s2o_runtime.attention.paged import gathered
 from s2o_runtime.kernels.pages import gather_pages
 from s2o_runtime.pages import PagedKeys, packed_starts
-from s2o_runtime.reference.pages import gather_pages_reference
+from support.marks import pairwise
 from support.paging import LAYOUTS, paged
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 LENGTHS, QUERIES = [1500, 333, 2049, 640], [1500, 1, 700, 129]
 HOPPER = TileConfig(64, 128, 4, 4, 2, specialized=True)
@@ -21,30 +19,15 @@ def keys(kv_heads, head_dim, dtype):
     return torch.randn(2, sum(LENGTHS), kv_heads, head_dim, device="cuda").to(dtype).unbind(0)
 
 
-@pytest.mark.parametrize("page_size", [16, 48, 1024])
-@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 128), (1, 80), (3, 256)])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "kv_heads", "head_dim", "page_size"), pairwise(LAYOUTS, [(2, 128), (1, 80), (3, 256)], [16, 48, 1024])
+)
 def test_every_key_is_found_in_its_page(name, kv_heads, head_dim, page_size, nan_filled):
     k, v = keys(kv_heads, head_dim, torch.bfloat16)
     *caches, table, cu_k = paged(k, v, LENGTHS, page_size, name)
     pages = PagedKeys(*caches, table, cu_k, max(LENGTHS), sum(LENGTHS)).validate(torch.bfloat16)
     for out, expected in zip(gather_pages(pages, torch.bfloat16), (k, v), strict=True):
         assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("scales", [1, 2], ids=["per-tensor", "per-head"])
-def test_keys_of_eight_bits_are_scaled(cache, scales, nan_filled):
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs a GPU with 8-bit floating point")
-    k, v = keys(2, 128, torch.bfloat16)
-    *caches, table, cu_k = paged(k, v, LENGTHS, 16, LAYOUTS[2], cache)
-    scale = torch.tensor([0.5, 0.3], device="cuda")[:scales]
-    pages = PagedKeys(*caches, table, cu_k, max(LENGTHS), sum(LENGTHS), k_scale=scale)
-    for ours, reference in zip(
-        gather_pages(pages, torch.bfloat16), gather_pages_reference(pages, torch.bfloat16), strict=True
-    ):
-        assert torch.equal(ours, reference)
 
 
 SCALES = {"k_scale": [0.5, 0.3], "v_scale": [0.7, 2.0]}
@@ -58,9 +41,9 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("scales", [0, 1, 2], ids=["plain", "per-tensor", "per-head"])
-@pytest.mark.parametrize("backend", ["triton", "dense"])
+@pytest.mark.parametrize(
+    ("scales", "cache", "backend"), pairwise([0, 1, 2], [torch.float8_e4m3fn, torch.float8_e5m2], ["triton", "dense"])
+)
 def test_a_cache_of_eight_bits_is_its_rounded_keys(backend, scales, cache, nan_filled):
     """The op on it is bit for bit the op on the keys and values that it stands for."""
     if torch.cuda.get_device_capability() < (8, 9):
@@ -84,13 +67,16 @@ def test_a_cache_of_eight_bits_is_its_rounded_keys(backend, scales, cache, nan_f
         assert torch.equal(ours, s2o_attention_varlen(q, k, v, cu_q, cu_k, *bounds, config, backend=backend))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("tile", [TileConfig(64, 64, 2, 4, 2), HOPPER], ids=str)
-@pytest.mark.parametrize(("heads", "page_size"), [("alike", 16), ("some dense", 64), ("alike", 48), ("alike", 1024)])
+@pytest.mark.parametrize(
+    ("name", "heads", "page_size", "tile"),
+    pairwise(
+        LAYOUTS,
+        [("alike", 16), ("some dense", 64), ("alike", 48), ("alike", 1024)],
+        [TileConfig(64, 64, 2, 4, 2), HOPPER],
+    ),
+)
 def test_pages_change_nothing(tile, name, heads, page_size, nan_filled, monkeypatch):
     """Bit for bit: the kernels read the same numbers, wherever they lie; in pages of 48 they want a copy."""
-    if tile.specialized and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an sm_90 GPU")
     copies = []
     monkeypatch.setattr(paged_op, "gathered", lambda *pages: copies.append(pages) or gathered(*pages))
     config = LayerConfig(HEADS[heads], grain=4, tile=tile)

@@ -7,24 +7,21 @@ import pytest
 import torch
 import triton
 
-from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_paged, s2o_attention_varlen
+from s2o_runtime import HeadConfig, LayerConfig, TileConfig, s2o_attention, s2o_attention_paged, s2o_attention_varlen
 from s2o_runtime.attention.replay import forget_plans
 from s2o_runtime.devices import identify
 from s2o_runtime.identity import Geometry
 from s2o_runtime.kernels import launch as launch_module
-from s2o_runtime.kernels.plan import Plan
 from s2o_runtime.pages import packed_starts
 from s2o_runtime.profile import Profile
 from s2o_runtime.serving.fit import Rank
 from support.fake_vllm import FakeEngine, FakeServer
+from support.gpu import laid_out
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-    pytest.mark.skipif(
-        not launch_module._direct(triton.__version__),
-        reason=f"no call becomes a plan with Triton {triton.__version__}: see TESTED_TRITONS and test_launch_gpu.py",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not launch_module._direct(triton.__version__),
+    reason=f"no call becomes a plan with Triton {triton.__version__}: see TESTED_TRITONS and test_launch_gpu.py",
+)
 
 HOST_MICROSECONDS = 100.0  # 43 to 47 on an idle host; tests may share theirs
 SERVER_MICROSECONDS = 200.0  # of a layer's call between vLLM and the launches, output's allocation included
@@ -37,35 +34,6 @@ def _no_plans():
     forget_plans()
 
 
-@pytest.fixture
-def replays(monkeypatch):
-    """For every call that had a plan, whether the plan was used."""
-    used = []
-    replay = Plan.replay
-
-    def counted(plan, inputs):
-        done = replay(plan, inputs)
-        used.append(done is not None)
-        return done
-
-    monkeypatch.setattr(Plan, "replay", counted)
-    return used
-
-
-def skip_unless_supported(tile):
-    if tile.specialized and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an sm_90 GPU")
-
-
-def inputs(length, heads=8, kv_heads=2, batch=1, seed=0):
-    """Laid out as transformers hands them over."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return [
-        torch.randn(batch, length, n, 128, generator=generator, device="cuda").bfloat16().transpose(1, 2)
-        for n in (heads, kv_heads, kv_heads)
-    ]
-
-
 def without_plan(call):
     forget_plans()
     return call()
@@ -75,11 +43,19 @@ def same(ours, theirs):
     return all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(ours, theirs, strict=True))
 
 
+PLAIN_HEADS = (HeadConfig(0.5, 256),) * 8
+WITH_LINEAR = (HeadConfig(0.3, 256, linear=True), HeadConfig(1.0, 256, representatives=4, tail=True))
+WITH_LINEAR += (HeadConfig(mode="dense"), HeadConfig(0.5, 128))
+
+
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("starts", [None, [7, 900]], ids=["", "left-padded"])
-def test_a_replay_is_the_call_bit_for_bit(tile, starts, replays, nan_filled):
-    skip_unless_supported(tile)
-    config = LayerConfig.uniform(8, tau=0.5, segment=256, tile=tile)
+@pytest.mark.parametrize(
+    ("heads", "starts"),
+    [(PLAIN_HEADS, None), (PLAIN_HEADS, [7, 900]), (2 * WITH_LINEAR, None)],
+    ids=["", "left-padded", "linear"],
+)
+def test_a_replay_is_the_call_bit_for_bit(tile, heads, starts, replays, nan_filled):
+    config = LayerConfig(heads, tile)
     batch = 1 if starts is None else len(starts)
 
     def call(q, k, v):
@@ -89,13 +65,13 @@ def test_a_replay_is_the_call_bit_for_bit(tile, starts, replays, nan_filled):
         )
         return out, lse, stats.visited
 
-    sets = [inputs(1500, batch=batch, seed=seed) for seed in range(4)]
+    sets = [laid_out(1500, batch=batch, seed=seed) for seed in range(4)]
     expected = [without_plan(lambda tensors=tensors: call(*tensors)) for tensors in sets]
     forget_plans()
     for tensors, results in zip(sets, expected, strict=True):
         assert same(call(*tensors), results)
         for length in (1200, 1501):  # other kinds in between
-            call(*inputs(length, batch=batch))
+            call(*laid_out(length, batch=batch))
     # the first two calls of each kind were no replays; every call after them was
     assert replays == [True] * (3 * 4 - 3 * 2)
     with torch.inference_mode():
@@ -112,9 +88,8 @@ def test_a_replay_is_the_call_bit_for_bit(tile, starts, replays, nan_filled):
 
 @pytest.mark.parametrize("tile", TILES)
 def test_packed_calls_are_replayed_for_other_edges(tile, replays, nan_filled):
-    skip_unless_supported(tile)
     config = LayerConfig.uniform(8, tau=0.5, segment=256, tile=tile)
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in inputs(3000))
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in laid_out(3000))
 
     def call(lengths):
         edges = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
@@ -148,7 +123,6 @@ def paged_call(cache, q, config, queries, lengths, plans=True):
 @pytest.mark.parametrize("tile", TILES)
 def test_paged_calls_are_replayed_for_other_lengths(tile, replays, nan_filled):
     """The copy out of pages is part of the plan, which writes the caller's output; bit for bit as without a plan."""
-    skip_unless_supported(tile)
     config = LayerConfig.uniform(8, tau=0.5, segment=256, representatives=8, tail=True, grain=4, tile=tile)
     cache = torch.randn(PAGES, 2, PAGE, 2, 128, device="cuda").bfloat16()
     calls = []
@@ -174,19 +148,18 @@ def test_paged_calls_are_replayed_for_other_lengths(tile, replays, nan_filled):
 
 
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("calls_before", [1, 2, 3], ids=["recorded", "replayed", "replayed-again"])
+@pytest.mark.parametrize("calls_before", [1, 3], ids=["recorded", "replayed"])
 def test_cuda_graphs_capture_a_replay(tile, calls_before, replays):
-    skip_unless_supported(tile)
     config = LayerConfig.uniform(8, tau=0.5, segment=256, tile=tile)
-    q, k, v = inputs(1500)
+    q, k, v = laid_out(1500)
     for _ in range(calls_before):
         s2o_attention(q, k, v, config, backend="triton")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = s2o_attention(q, k, v, config, backend="triton")
-    for tensor, other in zip((q, k, v), inputs(1500, seed=1), strict=True):
+    for tensor, other in zip((q, k, v), laid_out(1500, seed=1), strict=True):
         tensor.copy_(other)
-    s2o_attention(*inputs(1500, seed=2), config, backend="triton")  # memory of its own
+    s2o_attention(*laid_out(1500, seed=2), config, backend="triton")  # memory of its own
     graph.replay()
     assert replays
     assert torch.equal(out, without_plan(lambda: s2o_attention(q, k, v, config, backend="triton")))
@@ -194,7 +167,7 @@ def test_cuda_graphs_capture_a_replay(tile, calls_before, replays):
 
 def test_pointers_that_are_not_aligned_run_the_long_way(replays):
     config = LayerConfig.uniform(8, tau=0.5, segment=256, tile=TileConfig(64, 64, 2, 4, 2))
-    q, k, v = inputs(1500)
+    q, k, v = laid_out(1500)
     for _ in range(3):
         expected = s2o_attention(q, k, v, config, backend="triton")
     memory = torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:]
@@ -208,9 +181,8 @@ def test_pointers_that_are_not_aligned_run_the_long_way(replays):
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("return_stats", [False, True], ids=["", "stats"])
 def test_a_replayed_call_takes_little_time_on_the_host(tile, return_stats, capsys):
-    skip_unless_supported(tile)
     config = LayerConfig.uniform(32, tau=0.5, segment=256, tile=tile)
-    q, k, v = inputs(4096, heads=32, kv_heads=8)
+    q, k, v = laid_out(4096, heads=32, kv_heads=8)
 
     def call():
         s2o_attention(q, k, v, config, backend="triton", return_stats=return_stats)
@@ -242,7 +214,6 @@ def test_a_replayed_call_takes_little_time_on_the_host(tile, return_stats, capsy
 @pytest.mark.parametrize("tile", TILES)
 def test_a_layer_of_a_server_takes_little_time_on_the_host(tile, replays, capsys):
     """One prompt in one chunk, a little longer each time: all of S2O's backend between vLLM and the launches."""
-    skip_unless_supported(tile)
     geometry = Geometry("llama", 1, 8, 2, 128)
     config = LayerConfig.uniform(8, tau=0.5, segment=256, representatives=8, tail=True, grain=4, tile=tile)
     device = identify(torch.device("cuda"))

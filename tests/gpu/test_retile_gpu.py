@@ -15,8 +15,6 @@ from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile, Record, load_profile, save_profile
 from s2o_runtime.tiles import candidate_tiles
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
 GEOMETRY = Geometry("llama", 3, 16, 4, 128)
 LENGTHS = (8192, 32768)
 FORMER = TileConfig(128, 32, 16, 8, 3)

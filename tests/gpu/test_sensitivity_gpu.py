@@ -2,7 +2,6 @@
 
 from statistics import fmean
 
-import pytest
 import torch
 
 from calibrate.model.models import load
@@ -10,8 +9,6 @@ from calibrate.model.sensitivity import sensitivity
 from calibrate.pipeline import calibrate
 from calibrate.prompts.prompts import load_prompts
 from calibrate.recipe import Recipe
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 LENGTH = 1023  # no multiple of any tile
 NATS = 1e-2

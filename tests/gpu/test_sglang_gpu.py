@@ -1,51 +1,20 @@
 """S2O's backend for SGLang with the real kernels, between a fake of SGLang's classes and a dense backend."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from s2o_runtime import LayerConfig
-from s2o_runtime.config import HeadConfig, TileConfig
-from s2o_runtime.devices import identify
-from s2o_runtime.identity import Geometry
-from s2o_runtime.profile import Profile
 from s2o_runtime.serving.counters import Counters
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.tiles import candidate_tiles
 from support.fake_sglang import FakeEngine, Mode
 from support.fake_vllm import FakeServer
-from support.server_batches import alone, dense, joint_density
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
-HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
-FEWEST = 200  # queries
+from support.server_batches import alone, dense, joint_density, served_profile, served_tiles
 
 
-def profile(tile):
-    heads = tuple(HeadConfig(0.2 * (1 + index), 256, representatives=8, tail=index % 2 == 0) for index in range(HEADS))
-    config = LayerConfig(heads, tile, grain=4)
-    device = identify(torch.device("cuda"))
-    geometry = Geometry("llama", 2, HEADS, KV_HEADS, HEAD_DIM)
-    return Profile("made", geometry, "", device, (1024, 4096), ((config, config),) * 2).validate()
-
-
-def tiles():
-    if not torch.cuda.is_available():
-        return [TileConfig()]
-    shapes = {
-        (tile.block_m, tile.specialized): tile for tile in candidate_tiles(128, torch.cuda.get_device_capability())
-    }
-    # two tiles between stop checks, so that prefixes of 2000 keys can stop more than once
-    return [replace(tile, chunk=2, min_queries=FEWEST) for tile in shapes.values()]
-
-
-@pytest.mark.parametrize("tile", tiles(), ids=str)
+@pytest.mark.parametrize("tile", served_tiles(), ids=str)
 def test_mixed_batches_are_each_request_on_its_own(tile, monkeypatch):
     """Sparse rows bit for bit what the op gives on contiguous tensors; the others exact up to bf16."""
     monkeypatch.setattr(Counters, "is_sampled", lambda self, layer: True)
-    server = FakeServer(profile(tile), Rank(), "cuda", 16384)
+    server = FakeServer(served_profile(tile), Rank(), "cuda", 16384)
     engine = FakeEngine(server, slots=32768, width=4112, dtype=torch.bfloat16, device="cuda")
     requests = first, second, decoding, tailing = [engine.add(length) for length in (3000, 3010, 2000, 1501)]
     for _ in range(3):  # kernels are compiled, recorded and replayed
@@ -65,7 +34,7 @@ def test_mixed_batches_are_each_request_on_its_own(tile, monkeypatch):
     rows = {(path, reason.split(",")[0]): count for (_, path, reason), count in server.counters.rows.items()}
     assert rows == {
         ("dense", "decode"): 3,
-        ("dense", f"fewer than {FEWEST} queries behind a prefix"): 3 * 101,
+        ("dense", "fewer than 200 queries behind a prefix"): 3 * 101,
         ("dense", "shorter than the shortest calibrated length"): 3 * (1000 + 1010),
         ("s2o", "the kernel supports this call"): 3 * (1999 + 1400 + 2000 + 2000),
     }

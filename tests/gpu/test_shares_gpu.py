@@ -25,20 +25,16 @@ from s2o_runtime.pages import packed_starts
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.shapes import CallShape, call_shape
 from support.gpu import inputs, relative_error
+from support.marks import pairwise
 from support.paging import paged
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
-SM_90 = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
-)
 HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
 TILES = [
     pytest.param(TileConfig(64, 64, 2, 4, 2), id="plain"),
     pytest.param(TileConfig(128, 32, 4, 8, 3), id="plain-128"),
-    pytest.param(HOPPER, marks=SM_90, id="hopper"),
-    pytest.param(TileConfig(64, 128, 2, 4, 3, specialized=True), marks=SM_90, id="hopper-3"),
-    pytest.param(TileConfig(64, 64, 2, 4, 4, specialized=True), marks=SM_90, id="hopper-64"),
+    pytest.param(HOPPER, id="hopper"),
+    pytest.param(TileConfig(64, 128, 2, 4, 3, specialized=True), id="hopper-3"),
+    pytest.param(TileConfig(64, 64, 2, 4, 4, specialized=True), id="hopper-64"),
 ]
 HEADS = (
     HeadConfig(0.3, 256, representatives=4, tail=True),
@@ -76,12 +72,11 @@ def same_within_rounding(whole, split, exact=None):
         assert relative_error(split_out[:, DENSE], exact[:, DENSE]) <= 1.1 * unsplit_error
 
 
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("shares", [4, 16])
-@pytest.mark.parametrize(
-    ("batch", "q_len", "kv_len", "starts"),
-    [(1, 700, 9001, None), (1, 1, 3000, None), (2, 333, 700, None), (2, 500, 2500, [2300, 17]), (1, 2048, 20000, None)],
-)
+SHAPES = [(1, 700, 9001, None), (1, 1, 3000, None), (2, 333, 700, None), (2, 500, 2500, [2300, 17])]
+SHAPES += [(1, 2048, 20000, None)]
+
+
+@pytest.mark.parametrize(("batch", "q_len", "kv_len", "starts", "shares", "tile"), pairwise(SHAPES, [4, 16], TILES))
 def test_split_is_unsplit(batch, q_len, kv_len, starts, shares, tile, monkeypatch, nan_filled):
     q, k, v = inputs(batch, 8, 2, q_len, kv_len, 128, torch.bfloat16)
     kv_start = None if starts is None else torch.tensor(starts, device="cuda")
@@ -92,17 +87,12 @@ def test_split_is_unsplit(batch, q_len, kv_len, starts, shares, tile, monkeypatc
 
 
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("scores", ["input", "int8"])
-@pytest.mark.parametrize("cap", [None, 20.0])
+@pytest.mark.parametrize(("scores", "cap"), [("input", None), ("input", 20.0), ("int8", None)])
 def test_with_sinks_and_caps_and_int8_scores(cap, scores, tile, monkeypatch, nan_filled):
-    if cap is not None and scores == "int8":
-        pytest.skip("int8 scores have no cap")
     q, k, v = inputs(1, 8, 2, 600, 5000, 128, torch.bfloat16)
     config = config_of(tile, scores)
     sinks = torch.linspace(-2.0, 9.0, 8, device="cuda")
-    call = Call(
-        config, call_shape(q, k, v), 128**-0.5, head_tables(config, q.device), softcap=cap, sinks=sinks
-    )  # fmt: skip
+    call = Call(config, call_shape(q, k, v), 128**-0.5, head_tables(config, q.device), softcap=cap, sinks=sinks)
     same_within_rounding(*both(monkeypatch, q, k, v, call, 8))
 
 

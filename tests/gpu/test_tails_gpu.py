@@ -17,8 +17,6 @@ from s2o_runtime.tiles import candidate_tiles
 from scripts.bench.calls import bisect, device_tile
 from scripts.bench.inputs import random_qkv
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
 DENSITY = 0.25  # of a whole prompt
 QUERIES = [1 << power for power in range(16)]
 KEYS = [1 << power for power in range(11, 18)]
@@ -103,10 +101,7 @@ def test_a_call_that_goes_dense_takes_the_host_no_longer_than_dense_attention(qu
     config = LayerConfig.uniform(8, tau=0.5, segment=256, tile=tile)
     q = torch.randn(1, 8, queries, 128, dtype=torch.bfloat16, device="cuda")
     k, v = (torch.randn(1, 2, 4096, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv")
-    calls = {
-        "dense": lambda: dense_attention(q, k, v),
-        "auto": lambda: s2o_attention(q, k, v, config),
-    }
+    calls = {"dense": lambda: dense_attention(q, k, v), "auto": lambda: s2o_attention(q, k, v, config)}
     times = {name: [] for name in calls}
     with torch.no_grad():
         assert torch.equal(calls["dense"](), calls["auto"]())

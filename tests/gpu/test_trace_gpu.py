@@ -14,15 +14,14 @@ from s2o_runtime.config import HeadConfig, StopRule
 from s2o_runtime.reference.dense import dense_attention, exact_attention
 from s2o_runtime.tiles import candidate_tiles
 from support.gpu import inputs
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+from support.marks import pairwise
 
 METHODS = [Ranking(512, 1, 1), Ranking(256, 32, 4), Ranking(1024, 4, 4), Ranking(256, 32, 4, "int8")]
 
 
-def prompt(length, head_dim, heads=8, kv_heads=2):
+def prompt(length, head_dim, heads=8, kv_heads=2, **features):
     q, k, v = inputs(1, heads, kv_heads, length, length, head_dim, torch.bfloat16)
-    return Captured(q, k, v, head_dim**-0.5 / 2)  # flatter than usual, so that stopping leaves something out
+    return Captured(q, k, v, head_dim**-0.5 / 2, **features)  # flat, so that stopping leaves something out
 
 
 def tile_of(head_dim, block_m):
@@ -30,17 +29,20 @@ def tile_of(head_dim, block_m):
     return next(tile for tile in tiles if tile.block_m == block_m)
 
 
-@pytest.mark.parametrize("block_m", [64, 128])
-@pytest.mark.parametrize(("length", "head_dim"), [(5000, 128), (3333, 64), (4096, 96)])
-@pytest.mark.parametrize("method", METHODS, ids=str)
-def test_a_curve_is_what_the_kernels_do(method, length, head_dim, block_m):
+CASES = pairwise(METHODS, [(5000, 128, False), (3333, 64, False), (4096, 96, False)], [64, 128])
+CASES += [(Ranking(512, 4, 4), 4001, 64, True, 64), (Ranking(512, 4, 4), 4001, 128, True, 128)]
+
+
+@pytest.mark.parametrize(("method", "length", "head_dim", "featured", "block_m"), CASES)
+def test_a_curve_is_what_the_kernels_do(method, length, head_dim, featured, block_m):
     """At every fourth threshold: density to the pair, mean error within 3%, the worst tiles' error within 10%."""
-    captured = prompt(length, head_dim)
+    features = {"softcap": 8.0, "sinks": torch.linspace(-2.0, 12.0, 8, device="cuda", dtype=torch.bfloat16)}
+    captured = prompt(length, head_dim, **features if featured else {})
     tile = tile_of(head_dim, block_m)
     if method.segment % tile.rows:
         pytest.skip("the tile's rows do not divide the segment")
     curve = kernel_pass.measure(captured, [method], [Shape.of(tile)])[method, Shape.of(tile)]
-    truth = exact_attention(captured.q, captured.k, captured.v, scale=captured.scale)
+    truth = exact_attention(captured.q, captured.k, captured.v, **captured.scoring.arguments())
     power = float(truth.square().mean())
     assert curve.dense_power == pytest.approx(power, rel=1e-3)
     compared = 0
@@ -49,8 +51,9 @@ def test_a_curve_is_what_the_kernels_do(method, length, head_dim, block_m):
             head = HeadConfig(TAUS[index], method.segment, "s2o", StopRule.REST, method.representatives, tail)
             config = LayerConfig((head,) * 8, tile, grain=method.grain, scores=method.scores)
             out, _, stats = s2o_attention(
-                captured.q, captured.k, captured.v, config, scale=captured.scale, return_stats=True, backend="triton"
-            )
+                captured.q, captured.k, captured.v, config, return_stats=True, backend="triton",
+                **captured.scoring.arguments(),
+            )  # fmt: skip
             torch.testing.assert_close(curve.density[:, index], stats.density.cpu(), rtol=2e-3, atol=1e-3)
             mse = (out.float() - truth).square().mean((0, 2, 3)).cpu().double()
             predicted = (curve.tail_mse if tail else curve.mse)[:, index]

@@ -1,53 +1,23 @@
 """S2O's backend for vLLM with the real kernels, between a fake of vLLM's classes and the plain backend."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from s2o_runtime import LayerConfig
-from s2o_runtime.config import HeadConfig, TileConfig
-from s2o_runtime.devices import identify
-from s2o_runtime.identity import Geometry
-from s2o_runtime.profile import Profile, save_profile
+from s2o_runtime.profile import save_profile
 from s2o_runtime.serving.counters import Counters
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Server, Site
 from s2o_runtime.serving.settings import Settings
-from s2o_runtime.tiles import candidate_tiles
 from support.fake_vllm import FakeEngine, FakeServer
-from support.server_batches import alone, dense, joint_density
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
-HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
-FEWEST = 200  # queries
-
-
-def profile(tile):
-    heads = tuple(HeadConfig(0.2 * (1 + index), 256, representatives=8, tail=index % 2 == 0) for index in range(HEADS))
-    config = LayerConfig(heads, tile, grain=4)
-    device = identify(torch.device("cuda"))
-    geometry = Geometry("llama", 2, HEADS, KV_HEADS, HEAD_DIM)
-    return Profile("made", geometry, "", device, (1024, 4096), ((config, config),) * 2).validate()
-
-
-def tiles():
-    if not torch.cuda.is_available():
-        return [TileConfig()]
-    shapes = {
-        (tile.block_m, tile.specialized): tile for tile in candidate_tiles(128, torch.cuda.get_device_capability())
-    }
-    # two tiles between stop checks, so that prefixes of 2000 keys can stop more than once
-    return [replace(tile, chunk=2, min_queries=FEWEST) for tile in shapes.values()]
+from support.server_batches import alone, dense, joint_density, served_profile, served_tiles
 
 
 @pytest.mark.parametrize("layout", ["two caches", "pages of two", "side by side"])
-@pytest.mark.parametrize("tile", tiles(), ids=str)
+@pytest.mark.parametrize("tile", served_tiles(), ids=str)
 def test_mixed_batches_are_each_request_on_its_own(tile, layout, monkeypatch):
     """Sparse rows bit for bit what the op gives on contiguous tensors; the others exact up to bf16."""
     monkeypatch.setattr(Counters, "is_sampled", lambda self, layer: True)
-    server = FakeServer(profile(tile), Rank(), "cuda", 16384)
+    server = FakeServer(served_profile(tile), Rank(), "cuda", 16384)
     engine = FakeEngine(server, layout, pages=2048, dtype=torch.bfloat16, device="cuda")
     decoding, tailing, first, second = (engine.add(length) for length in (2000, 1501, 3000, 3010))
     for _ in range(3):  # kernels are compiled, recorded and replayed
@@ -56,12 +26,8 @@ def test_mixed_batches_are_each_request_on_its_own(tile, layout, monkeypatch):
         engine.feed([(decoding, 1999), (tailing, 1400), (first, 1000), (second, 1010)])
         out, _ = engine.feed([(decoding, 1), (tailing, 101), (first, 2000), (second, 2000)])
         config, begin = server.fit.layers[0].config(3010), 0
-        for request, count, sparse in (
-            (decoding, 1, False),
-            (tailing, 101, False),
-            (first, 2000, True),
-            (second, 2000, True),
-        ):
+        parts = [(decoding, 1, False), (tailing, 101, False), (first, 2000, True), (second, 2000, True)]
+        for request, count, sparse in parts:
             ours = out[begin : begin + count]
             if sparse:
                 assert torch.equal(ours, alone(request, count, config, "triton").out)
@@ -71,7 +37,7 @@ def test_mixed_batches_are_each_request_on_its_own(tile, layout, monkeypatch):
     rows = {(path, reason.split(",")[0]): count for (_, path, reason), count in server.counters.rows.items()}
     assert rows == {
         ("dense", "decode"): 3,
-        ("dense", f"fewer than {FEWEST} queries behind a prefix"): 3 * 101,
+        ("dense", "fewer than 200 queries behind a prefix"): 3 * 101,
         ("dense", "shorter than the shortest calibrated length"): 3 * (1000 + 1010),
         ("s2o", "the kernel supports this call"): 3 * (1999 + 1400 + 2000 + 2000),
     }
@@ -89,7 +55,7 @@ def test_mixed_batches_are_each_request_on_its_own(tile, layout, monkeypatch):
 
 
 def test_the_profiling_run_reserves_and_compiles(tmp_path):
-    made = profile(tiles()[0])
+    made = served_profile(served_tiles()[0])
     save_profile(made, tmp_path / "p.safetensors")
     sizes = made.geometry
     config = type("Config", (), {
@@ -100,7 +66,7 @@ def test_the_profiling_run_reserves_and_compiles(tmp_path):
     server = Server(Settings(tmp_path / "p.safetensors"), site)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    query = torch.empty(8192, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    query = torch.empty(8192, 8, 128, dtype=torch.bfloat16, device="cuda")
     server.reserve(query)
     taken = torch.cuda.max_memory_allocated() - before
     engine_server = FakeServer(made, Rank(), "cuda", 32768)

@@ -7,10 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-import vllm_engine
-from calibrate.model.models import DEMO_FOLDER
 from s2o_runtime import explain, patch, unpatch
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import sdpa
@@ -32,7 +30,6 @@ NAMED = pytest.mark.skipif(
     reason="this transformers' continuous batching takes SDPA and FlashAttention by their names only",
 )
 SLOW = pytest.mark.slow(reason="more models, or the demo model at 1600 tokens")
-DEMO_PROFILE = DEMO_FOLDER.parents[2] / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
 LENGTHS = (150, 97, 64, 20)  # of prompts
 SHORTEST = 32  # keys that S2O computes
 NEW = 3  # tokens
@@ -141,21 +138,6 @@ def test_work_is_skipped_and_measured():
     assert [result.logprobs for result in whole] != [result.logprobs for result in sparse]
     unpatch(model)
     assert model.config._attn_implementation == "eager"
-
-
-@SLOW
-@NAMED
-@torch.no_grad()
-def test_the_demo_model_finds_its_needles():
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
-    model = AutoModelForCausalLM.from_pretrained(DEMO_FOLDER, dtype=torch.bfloat16).eval()
-    questions, codes = vllm_engine.questions(tokenizer, length=1600, count=4)
-    prompts = [question["prompt_token_ids"] for question in questions]
-    results = generated(patch(model, DEMO_PROFILE), prompts, tokens=512, new=5)
-    texts = [tokenizer.decode(result.generated_tokens) for result in results]
-    assert all(code in text for code, text in zip(codes, texts, strict=True)), texts
-    densities = [row["density"] for row in explain(model) if row["path"] == "s2o"]
-    assert min(densities) < 0.5
 
 
 @pytest.fixture

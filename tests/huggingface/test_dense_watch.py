@@ -71,16 +71,6 @@ def test_prompts_that_are_too_short_are_warned_about_once(model, caplog):
     )
 
 
-@torch.no_grad()
-def test_one_s2o_call_in_five_is_enough(model, caplog):
-    model(prompt())
-    for _ in range(30):
-        with_holes(model)
-    assert warnings(caplog) == []
-    assert layer_states(model)[0].watch is layer_states(model)[1].watch
-    assert layer_states(model)[0].watch.done
-
-
 def test_more_than_nine_in_ten_and_the_most_frequent_reason(caplog):
     few, many = DenseWatch(1, 100), DenseWatch(1, 100)
     for watch, dense in ((few, 900), (many, 901)):

@@ -1,13 +1,8 @@
 """The drift check: its estimate against the true error, and what it says and does when a profile no longer fits."""
 
-# ruff: noqa: RUF001 -- the Cyrillic letters are meant
-
 import copy
 import dataclasses
 import logging
-import random
-import sysconfig
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +11,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from s2o_runtime import (
     DriftCheck,
-    HeadConfig,
     LayerConfig,
     TileConfig,
     explain,
@@ -42,7 +36,6 @@ from support.models import CONFIGS, LENGTH, make_profile, padded_batch, paths
 RUNS = "the tensors are on the cpu, the kernel needs a GPU"
 OFTEN = DriftCheck(every=1, rows=16, after=3)
 TILE = TileConfig(64, 32, 1, 4, 1)
-SHIPPED = Path(__file__).parents[2] / "profiles/demo/cpu/mse-0.0001.safetensors"
 
 
 def budgeted(profile, value, kind="rel_mse", scope="layer"):
@@ -87,16 +80,20 @@ def test_the_estimate_is_the_error_within_sampling_error(starts, q_len):
 
 
 @pytest.mark.parametrize(
-    "features", [{}, {"softcap": 1.5, "sinks": torch.linspace(-1, 5, 4), "scale": 0.4}], ids=["plain", "cap-sinks"]
+    ("value_dim", "features"),
+    [(24, {}), (32, {"softcap": 1.5, "sinks": torch.linspace(-1, 5, 4), "scale": 0.4})],
+    ids=["narrow-values", "cap-sinks"],
 )
-@pytest.mark.parametrize("value_dim", [32, 24])
-def test_all_rows_give_the_error_itself(value_dim, features):
-    """As many strata as rows, or a multiple, in both halves: nothing is left to chance."""
-    q, k, v = torch.randn(1, 4, 96, 32), torch.randn(1, 2, 200, 32), torch.randn(1, 2, 200, value_dim)
-    out = torch.randn(1, 4, 96, value_dim)
-    rows = 2 * 71 * 25  # 25 of the call's are of the last eighth
-    sampled = sampled_errors(q, k, v, out, rows, torch.Generator(), **features)
-    assert [float(error) for error in sampled] == pytest.approx(true_errors(q, k, v, out, **features), rel=1e-5)
+@pytest.mark.parametrize(("q_len", "rows"), [(96, 2 * 71 * 25), (20, 40)])  # of 96 rows, 25 are of the last eighth
+def test_all_rows_give_the_error_itself(q_len, rows, value_dim, features):
+    """As many strata as rows, or a multiple, in both halves: nothing is left to chance. A padded sequence is none."""
+    q, k, v = torch.randn(2, 4, q_len, 32), torch.randn(2, 2, 200, 32), torch.randn(2, 2, 200, value_dim)
+    out = torch.randn(2, 4, q_len, value_dim)
+    truth = true_errors(q[:1], k[:1], v[:1], out[:1], **features)
+    for batch, starts in ((1, None), (2, torch.tensor([0, 200]))):
+        given = (tensor[:batch] for tensor in (q, k, v, out))
+        sampled = sampled_errors(*given, rows, torch.Generator(), kv_start=starts, **features)
+        assert [float(error) for error in sampled] == pytest.approx(truth, rel=1e-5)
 
 
 def test_few_heads_at_a_time_give_the_same(monkeypatch):
@@ -107,20 +104,6 @@ def test_few_heads_at_a_time_give_the_same(monkeypatch):
         monkeypatch.setattr("s2o_runtime.huggingface.drift.SCORES", scores)
         again = sampled_errors(q, k, v, out, 8, torch.Generator().manual_seed(1), scale=0.3)
         assert [float(each) for each in again] == pytest.approx([float(each) for each in found], rel=1e-6)
-
-
-def test_a_sequence_of_padding_counts_for_nothing():
-    q, k, v = torch.randn(2, 2, 20, 32), torch.randn(2, 2, 80, 32), torch.randn(2, 2, 80, 32)
-    out = torch.randn_like(q)
-    both = sampled_errors(q, k, v, out, 20, torch.Generator(), kv_start=torch.tensor([0, 80]))
-    assert [float(each) for each in both] == pytest.approx(true_errors(q[:1], k[:1], v[:1], out[:1]), rel=1e-5)
-
-
-def test_a_call_behind_a_long_prefix_is_all_of_the_last_eighth():
-    q, k, v = torch.randn(1, 4, 20, 32), torch.randn(1, 2, 200, 32), torch.randn(1, 2, 200, 32)
-    found = sampled_errors(q, k, v, torch.randn_like(q), 40, torch.Generator())
-    assert float(found.error) == float(found.last_error) > 0
-    assert float(found.power) == float(found.last_power) > 0
 
 
 @pytest.mark.parametrize("kind", ["mse", "rel_mse"])
@@ -164,8 +147,7 @@ def test_what_keeps_to_the_budget_is_not_warned_about(plain, caplog):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("action", ["warn", "dense"])
-@pytest.mark.parametrize("how", ["plain", "padded", "chunked"])
+@pytest.mark.parametrize(("action", "how"), [("warn", "plain"), ("dense", "padded"), ("dense", "chunked")])
 def test_a_loosened_profile_is_noticed(plain, caplog, action, how):
     """It was proven to 1e-6 and skips nearly everything. Layer 0 warns once; layer 1 is within what it may have."""
     profile = budgeted(make_profile(plain, 1e3), 1e-6)
@@ -205,15 +187,6 @@ def test_a_loosened_profile_is_noticed(plain, caplog, action, how):
         torch.testing.assert_close(run(plain), run(dense), rtol=1e-4, atol=1e-4)
     unpatch(plain)
     assert all("s2o_layer" not in module.__dict__ for module in plain.modules())
-
-
-@torch.no_grad()
-def test_one_unlucky_prompt_decides_nothing(plain, caplog):
-    patch(plain, budgeted(make_profile(plain, 1e3), 1e-6), drift=DriftCheck(every=1, after=3))
-    with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
-        plain(torch.randint(3, 128, (1, LENGTH)))
-        plain(torch.randint(3, 128, (1, LENGTH)))
-    assert caplog.text == ""
 
 
 @torch.no_grad()
@@ -282,11 +255,8 @@ def test_allowed_errors_are_the_limits_of_the_proof(plain):
     [
         ({}, "names no budget that drift could be held to"),
         ({"budget": "much"}, "names no budget"),
-        (record(kind="love"), "names no budget"),
         (record(value=float("nan")), "names no budget"),
-        (record(value=0), "names no budget"),
         (record(scope="model"), "does not say what each layer may have of the model's budget"),
-        (record((128, (0.1,)), scope="model"), "does not say what each layer may have"),
         (record((-1, (0.1, 0.1)), (128, ("a", True)), scope="model"), "does not say what each layer may have"),
         ({"budget": {"kind": "mse", "value": 1, "scope": "model"}, "held_out": [3, {"layers": 4}]}, "does not say"),
     ],
@@ -394,16 +364,6 @@ def test_one_foreign_prompt_in_six_is_noticed_and_calibrated_ones_are_not(monkey
     assert noticed(monkeypatch, 0.0, layers=4, checks=160) == [None] * 4
 
 
-@pytest.mark.exhaustive(reason="many checks of many layers")
-@torch.no_grad()
-def test_how_rare_false_alarms_are_and_how_late_true_ones(monkeypatch):
-    """The numbers that drift.py states, from fewer layers."""
-    assert sum(checks is not None for checks in noticed(monkeypatch, 0.0, layers=50, checks=500)) <= 1
-    found = sorted(checks or 1000 for checks in noticed(monkeypatch, 1 / 6, layers=100, checks=250))
-    assert found[50] <= 60
-    assert found[95] <= 150
-
-
 def test_high_checks_are_forgotten(monkeypatch):
     """Seven high ones are not enough, and after 64 more none of them counts."""
     shares = iter([100.0] * 7 + [0.1] * 70)
@@ -423,82 +383,3 @@ def test_high_checks_are_forgotten(monkeypatch):
     assert high[63] == 7 / 64
     assert high[64:72] == [each / 64 for each in (6, 5, 4, 3, 2, 1, 0, 0)]
     assert monitor.verdict is None
-
-
-RUSSIAN = """Команда {} показывает список файлов в текущем каталоге.
-Параметр {} задаёт число строк, которые программа читает за один раз.
-Если файл {} не найден, программа завершает работу с кодом 2.
-По умолчанию {} выключен; чтобы включить его, добавьте строку в файл настроек.
-Внимание: значение {} не должно превышать размер памяти устройства.
-Чтобы отменить последнее действие, нажмите клавишу {} ещё раз.
-Смотрите также раздел {}, где описаны все сочетания клавиш.
-Результат записывается в переменную {} и остаётся там до конца работы.
-После установки пакета {} перезапустите систему.
-Ошибка: не удалось открыть соединение с узлом {}, повторите попытку позже.
-Имя {} уже занято другим пользователем.
-Для работы с кириллицей установите кодировку {} перед первым запуском.""".splitlines()
-NAMES = ("--verbose", "config.txt", ":help", "Ctrl-Z", "utf-8", "buffer_size", "example.org", "PATH", "$HOME", "-n")
-
-
-def manual(seed):
-    """Russian documentation."""
-    draw = random.Random(seed)
-    return "\n".join(draw.choice(RUSSIAN).format(draw.choice(NAMES)) for _ in range(150))
-
-
-@pytest.mark.exhaustive(reason="runs the demo model's first layer on prompts of 2048 tokens")
-@torch.no_grad()
-def test_one_russian_prompt_in_six_is_noticed(caplog):
-    """The demo model's first layer as it was calibrated on Python sources for an mse of 1e-4."""
-    from calibrate.model.models import load, load_tokenizer
-
-    length, limit = 2048, 1e-4
-    demo, tokenizer = load("demo", "cpu", resident=True), load_tokenizer("demo")
-    taus = (251.2, 251.2, 251.2, 25.12, 251.2, 63.1, 251.2, 1.0)
-    heads = tuple(HeadConfig(tau, 256, tail=head != 4) for head, tau in enumerate(taus))
-    config = LayerConfig(heads, TileConfig(64, 64, 2), grain=4)
-
-    def prompts(texts, count):
-        ids = (torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])[:length] for text in texts)
-        long = (each[None] for each in ids if len(each) == length)
-        return [call for _, call in zip(range(count), map(first_layer, long), strict=False)]
-
-    def first_layer(ids):
-        calls = []
-
-        def keep(layer, q, k, v, scoring, out):
-            calls.append((q, k, v, s2o_attention(q, k, v, config, **scoring.arguments()), scoring, None))
-            raise StopIteration
-
-        [state, *_] = layer_states(patch(demo.model, SHIPPED, drift="off"))
-        state.observer = keep
-        with pytest.raises(StopIteration):
-            demo.model(ids)
-        return calls[0]
-
-    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    random.Random(0).shuffle(sources)
-    code = prompts((path.read_text(encoding="utf-8", errors="replace") for path in sources), 10)
-    russian = prompts(map(manual, range(4)), 4)
-    unpatch(demo.model)
-
-    def monitored(calls, checks):
-        monitor = DriftMonitor(DriftCheck(every=1), 0, Allowed("mse", {length: limit}))
-        for _, call in zip(range(checks), calls, strict=False):
-            monitor.see(*call)
-            if monitor.verdict is not None:
-                break
-        return monitor
-
-    draw = random.Random(1)
-    mixed = (draw.choice(russian if draw.random() < 1 / 6 else code) for _ in iter(int, 1))
-    monitor = monitored(mixed, 140)
-    print(monitor.verdict, monitor.checks, monitor.numbers())
-    assert monitor.verdict is not None
-    assert monitor.numbers().mean < 2  # what was judged alone before
-    monitor = monitored((draw.choice(code) for _ in iter(int, 1)), 140)
-    print(monitor.numbers())
-    assert monitor.verdict is None
-    monitor = monitored((draw.choice(russian) for _ in iter(int, 1)), 16)
-    print(monitor.numbers())
-    assert monitor.verdict is not None

@@ -1,33 +1,11 @@
 """The rules that `make aot` holds compiled kernels to: each catches what it is for, and every kernel is compiled."""
 
-from dataclasses import replace
-
 import pytest
 
-from aot import (
-    FEATURE_CAPABILITIES,
-    FEATURE_KERNELS,
-    FEATURE_VARIANTS,
-    FLOAT16,
-    FLOAT16_KERNELS,
-    INT8,
-    INT8_KERNELS,
-    LINEAR_KERNELS,
-    RULES,
-    SHARE_VARIANTS,
-    SHARES,
-    SHARES_PAGED,
-    VARIANTS,
-    Case,
-    Compiled,
-    broken_rules,
-    cases,
-    largest,
-)
+from aot import RULES, VARIANTS, Case, Compiled, broken_rules, cases, largest
 from s2o_runtime.config import HEAD_DIMS, TileConfig
 from s2o_runtime.tiles import SHARED_MEMORY
 
-PREFILLS = ("prefill", "prefill_hopper")
 LANES = "#ttg.blocked<{sizePerThread = [1, 1], threadsPerWarp = [1, 32], warpsPerCTA = [4, 1], order = [1, 0]}>"
 
 
@@ -78,46 +56,6 @@ def test_all_kernels_are_compiled_for_all_targets():
         "block_sparse", "pool_blocks", "mean_key_mass", "antidiagonal", "gather_pages", "channel_ranges",
         "quantise_keys", "weights", "products", "covariances", "add_linear", "combine",
     }  # fmt: skip
-
-
-def test_sinks_and_caps_are_compiled_for_a_gpu_of_each_generation():
-    covered = {(case.kernel, case.capability) for case in cases() if case.variant in FEATURE_VARIANTS}
-    assert {capability for _, capability in covered} == set(FEATURE_CAPABILITIES)
-    for capability in FEATURE_CAPABILITIES:
-        kernels = {kernel for kernel, of in covered if of == capability}
-        # the trace kernel compiles for sm_100 with newer Tritons only, the specialised one is for sm_90
-        missing = {"prefill_hopper"} if capability != 90 else set()
-        assert set(FEATURE_KERNELS) - missing - kernels <= ({"trace"} if capability == 100 else set())
-
-
-def test_int8_scores_are_compiled_in_every_tile():
-    int8 = {case for case in cases() if case.variant == INT8}
-    assert {replace(case, variant=INT8) for case in cases() if case.kernel in PREFILLS} <= int8
-    for kernel in (*INT8_KERNELS, "channel_ranges", "quantise_keys"):
-        covered = {case.capability for case in int8 if case.kernel == kernel}
-        assert set(SHARED_MEMORY) - covered <= ({100} if kernel == "trace" else set())
-
-
-def test_linear_tails_are_compiled_for_all_targets():
-    covered = {(case.kernel, case.capability, case.variant) for case in cases() if case.kernel in LINEAR_KERNELS}
-    expected = {
-        (kernel, capability, variant)
-        for kernel in LINEAR_KERNELS
-        for capability in SHARED_MEMORY
-        for variant in VARIANTS
-    }
-    float16 = {(kernel, capability, FLOAT16) for kernel in FLOAT16_KERNELS for capability in SHARED_MEMORY}
-    assert covered == expected | float16
-
-
-def test_split_dense_heads_are_compiled_in_every_tile():
-    split = {case for case in cases() if case.variant in SHARE_VARIANTS}
-    for variant in (SHARES, SHARES_PAGED):
-        assert {replace(case, variant=variant) for case in cases() if case.kernel in PREFILLS} <= split
-    assert {case.capability for case in split if case.kernel == "combine"} == set(SHARED_MEMORY)
-    for variant in SHARE_VARIANTS:
-        covered = {(case.kernel, case.capability) for case in cases() if case.variant == variant}
-        assert covered >= {("prefill", capability) for capability in FEATURE_CAPABILITIES} | {("prefill_hopper", 90)}
 
 
 def test_quick_leaves_no_kernel_gpu_or_variant_out():

@@ -1,7 +1,6 @@
 """Int8 scores: the rule that rounds keys and queries, and the kernels in the interpreter against the reference."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -11,14 +10,11 @@ from s2o_runtime.attention.torch_op import config_from_text
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule
 from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import ConfigError, InputError
-from s2o_runtime.kernels.call import Call, head_tables
 from s2o_runtime.kernels.keys import keys_of
-from s2o_runtime.kernels.prefill import Ranker, s2o_prefill
 from s2o_runtime.quantisation import LEVELS, NARROWEST, SMOOTHING, quantised, quantised_keys
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
-from s2o_runtime.shapes import call_shape
-from support.kernels import TILE, call_of, inputs, mixed_config, ranking_of
+from support.kernels import TILE, call_of, inputs, mixed_config, run_both
 from support.marks import all_but_first
 
 SLOW = pytest.mark.slow(reason="more shapes of the kernels in Triton's interpreter, seconds each")
@@ -105,17 +101,6 @@ def test_the_log_sum_exp_has_what_keys_lost():
     sinks = torch.tensor([4.0])
     out, sunk = (s2o_attention_reference(q, k, v, config, sinks=sinks).out for config in (plain, int8))
     assert float((out - sunk).norm() / out.norm()) < 0.05
-
-
-def run_both(q, k, v, config, kv_start=None, sinks=None):
-    """The kernels, and the reference following the ranking that the kernels made."""
-    shape = call_shape(q, k, v, kv_start)
-    call = Call(config, shape, shape.head_dim**-0.5, head_tables(config, q.device), kv_start, sinks=sinks)
-    ranking = None
-    if not config.is_dense:
-        ranking = partial(ranking_of, call, *Ranker(q, keys_of(k, call), v, call).rank(range(shape.q_len)))
-    expected = s2o_attention_reference(q, k, v, config, kv_start=kv_start, sinks=sinks, ranking_of=ranking)
-    return s2o_prefill(q, k, v, call, lse=True), expected
 
 
 SHAPES = [

@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import Resources, interpreted
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels import tail as tail_module
-from s2o_runtime.kernels.call import Call, head_tables
+from s2o_runtime.kernels.call import head_tables
 from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.kernels.prefill import Ranker, heads_abreast, row_slices, s2o_prefill
 from s2o_runtime.kernels.primitives import LOG2E
@@ -23,8 +22,8 @@ from s2o_runtime.kernels.rank.order import BUCKETS, bucket_shares
 from s2o_runtime.kernels.tail import EDGES
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.ranking import log_weights, part_means
-from s2o_runtime.shapes import CallShape, call_shape
-from support.kernels import TILE, call_of, inputs, mixed_config, prefix_of, ranking_of
+from s2o_runtime.shapes import CallShape
+from support.kernels import TILE, agree, call_of, inputs, mixed_config, pack, prefix_of, run_both
 from support.marks import all_but_first, pairwise
 from support.naive import naive_attention
 
@@ -38,27 +37,6 @@ pytestmark = [
 
 BINS = 4 * BUCKETS  # linear bins of a row's scores, before they become buckets
 SHIPPED_SAMPLES = order_module.SAMPLES
-
-
-def run_both(q, k, v, config, kv_start=None, scale=None, softcap=None, sinks=None):
-    """The kernels, and the reference following the ranking that the kernels made."""
-    shape = call_shape(q, k, v, kv_start)
-    scale = shape.head_dim**-0.5 if scale is None else scale
-    call = Call(config, shape, scale, head_tables(config, q.device), kv_start, softcap=softcap, sinks=sinks)
-    ranking = None
-    if not config.is_dense:
-        ranking = partial(ranking_of, call, *Ranker(q, keys_of(k, call), v, call).rank(range(shape.q_len)))
-    expected = s2o_attention_reference(
-        q, k, v, config, kv_start=kv_start, scale=scale, softcap=softcap, sinks=sinks, ranking_of=ranking
-    )
-    return s2o_prefill(q, k, v, call, lse=True), expected
-
-
-def agree(ours, expected):
-    out, visited, lse = ours
-    torch.testing.assert_close(out, expected.out, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(lse, expected.lse, rtol=1e-4, atol=1e-4)
-    assert torch.equal(visited, expected.visited)
 
 
 def rank_of(q, k, config, kv_start=None):
@@ -179,9 +157,7 @@ def test_other_head_dims(head_dim, nan_filled):
 @pytest.mark.parametrize(("heads", "head_dim"), all_but_first([(2, 40), (3, 64), (1, 64)], EXHAUSTIVE))
 def test_packed_sequences_are_sequences_on_their_own(heads, head_dim, nan_filled):
     q_lens, k_lens = [130, 0, 70, 200, 1], [130, 0, 171, 200, 90]
-    parts = [inputs(1, heads, 1, n, m, head_dim) for n, m in zip(q_lens, k_lens, strict=True) if n]
-    q, k, v = (torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3))
-    cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32) for lens in (q_lens, k_lens))
+    parts, (q, k, v, cu_q, cu_k) = pack(q_lens, k_lens, heads, 1, head_dim)
     config = mixed_config(heads, 1.0)
     out, lse, stats = s2o_attention_varlen(
         q, k, v, cu_q, cu_k, 200, 220, config, backend="triton", return_stats=True, return_lse=True
@@ -361,15 +337,6 @@ def assert_tail_sums(tail, ranked, v, call):
                 mass, values = tail.mass[b, h, n, e].double(), tail.values[b, h, n, e].double()
                 torch.testing.assert_close(mass, weights[rest].sum(), rtol=1e-4, atol=on_the_border)
                 torch.testing.assert_close(values, weights[rest] @ means[rest], rtol=1e-4, atol=on_the_border * 4)
-
-
-def test_many_segments_are_added_up_more_at_once():
-    few, many = tail_module.TAIL_SEGMENTS
-    for segments in range(1, 200):
-        for head_dim in (64, 128):
-            expected = few if segments < tail_module.MANY_SEGMENTS else many
-            assert tail_module.tail_segments(segments, head_dim) == expected
-        assert tail_module.tail_segments(segments, 256) == few
 
 
 def test_few_long_segments_are_shared_and_many_or_short_ones_are_not():

@@ -13,7 +13,6 @@ import triton.language as tl
 from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels.launch import TESTED_TRITONS, launch, strides
-from s2o_runtime.kernels.tail import _pool
 
 needs_interpreter = pytest.mark.skipif(
     not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu"
@@ -50,22 +49,6 @@ def test_arguments_are_bound_by_name_whatever_their_order():
     torch.testing.assert_close(out, x * 2 + bias)
     run(x, out)  # without a bias
     torch.testing.assert_close(out, x * 2)
-
-
-@needs_interpreter
-def test_the_values_of_steps_are_pooled():
-    """A kernel of the package, with absent tensors."""
-    v, pooled = torch.randn(1, 2, 12, 64), torch.empty(1, 2, 3, 64)
-    launch(
-        _pool,
-        (1, 2, 1),
-        {
-            "V": v, "POOLED": pooled, "KV_START": None, "CU_K": None, "PAGES": None, "kv_len": 12, "steps": 3,
-            "page_shift": 0, "page_rows": 0, "stride_pb": 0, **strides("bhl", v=v),
-        },
-        {"D": 64, "GRAIN": 4, "ROWS": 32, "HAS_START": False, "PACKED": False, "PAGED": False},
-    )  # fmt: skip
-    torch.testing.assert_close(pooled, v.view(1, 2, 3, 4, 64).mean(3))
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first-launch", "later"])

@@ -7,14 +7,11 @@ from functools import partial
 import pytest
 import torch
 
-from s2o_runtime.attention import warmup as warmup_module
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import interpreted
-from s2o_runtime.errors import InputError
 from s2o_runtime.kernels import linear as linear_module
 from s2o_runtime.kernels import prefill as prefill_module
-from s2o_runtime.kernels.call import Call, head_tables
 from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.kernels.linear import (
     LARGEST_TILE,
@@ -31,13 +28,11 @@ from s2o_runtime.kernels.primitives import LOG2E
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.ranking import part_means
 from s2o_runtime.serving.server import _compiled_kind
-from s2o_runtime.shapes import call_shape
-from support.kernels import TILE, call_of, inputs, prefix_of, ranking_of
+from support.kernels import TILE, agree, call_of, inputs, pack, prefix_of, ranking_of, run_both
 from support.marks import all_but_first
 from support.naive import naive_attention
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
-EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
 
 pytestmark = [
     pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu"),
@@ -56,25 +51,6 @@ MIXED = (
 
 def mixed(heads, tile=TILE, grain=1):
     return LayerConfig(tuple(MIXED[h % 5] for h in range(heads)), tile, grain=grain)
-
-
-def run_both(q, k, v, config, kv_start=None, sinks=None, lse=True):
-    """The kernels, and the reference following the ranking that the kernels made."""
-    shape = call_shape(q, k, v, kv_start)
-    scale = 1.3 * shape.head_dim**-0.5
-    call = Call(config, shape, scale, head_tables(config, q.device), kv_start, sinks=sinks)
-    ranked = Ranker(q, keys_of(k, call), v, call).rank(range(shape.q_len))
-    ranking = partial(ranking_of, call, *ranked)
-    expected = s2o_attention_reference(q, k, v, config, kv_start=kv_start, scale=scale, sinks=sinks, ranking_of=ranking)
-    return s2o_prefill(q, k, v, call, lse=lse), expected
-
-
-def agree(ours, expected, rtol=1e-4, atol=1e-5):
-    out, visited, lse = ours
-    torch.testing.assert_close(out, expected.out, rtol=rtol, atol=atol)
-    if lse is not None:
-        torch.testing.assert_close(lse, expected.lse, rtol=rtol, atol=10 * atol)
-    assert torch.equal(visited, expected.visited)
 
 
 SHAPES = [
@@ -107,7 +83,7 @@ def test_sinks_and_no_log_sum_exp(starts, nan_filled):
     q, k, v = inputs(1 if starts is None else 2, 2, 1, 140, 211, 64)
     config = LayerConfig((LINEAR, MIXED[2]), TILE, grain=2)
     kv_start = None if starts is None else torch.tensor(starts)
-    ours, expected = run_both(q, k, v, config, kv_start, torch.tensor([1.0, 9.0]), lse=False)
+    ours, expected = run_both(q, k, v, config, kv_start, sinks=torch.tensor([1.0, 9.0]), lse=False)
     assert ours[2] is None
     agree(ours, expected)
 
@@ -125,9 +101,7 @@ def test_float16(nan_filled):
 
 @SLOW
 @pytest.mark.parametrize(
-    ("tile", "grain"),
-    [(TileConfig(64, 64, 1, 4, 1), 2), (TileConfig(64, 128, 1, 4, 1), 4)],
-    ids=str,
+    ("tile", "grain"), [(TileConfig(64, 64, 1, 4, 1), 2), (TileConfig(64, 128, 1, 4, 1), 4)], ids=str
 )
 def test_other_tiles(tile, grain, nan_filled):
     q, k, v = inputs(1, 1, 1, 200, 450, 64)
@@ -198,18 +172,6 @@ def test_inputs_that_would_lose_digits_or_overflow(change, tolerance, nan_filled
 
 
 @SLOW
-def test_a_linear_tail_is_nearer_to_dense_attention_than_what_stops_as_early(nan_filled):
-    q, k, v = inputs(1, 3, 1, 256, 500, 64)
-    q = 0.05 * q + q.mean(2, keepdim=True)  # of one direction, so that keys matter alike to a segment's rows
-    heads = (LINEAR, HeadConfig(1e6, 64, stop_rule=StopRule.PAPER, tail=True), HeadConfig(1e6, 64))
-    out, _, _ = s2o_prefill(q, k, v, call_of(q, k, LayerConfig(heads, TILE)))
-    truth = naive_attention(q, k, v, scale=0.125)
-    linear, tail, nothing = (float((out[:, h] - truth[:, h]).norm() / truth[:, h].norm()) for h in range(3))
-    assert linear < 0.1 * tail
-    assert tail < nothing
-
-
-@SLOW
 @pytest.mark.parametrize("head_dim", [80, 40])
 def test_other_head_dims(head_dim, nan_filled):
     q, k, v = inputs(2, 2, 1, 100, 210, head_dim)
@@ -221,29 +183,6 @@ def test_other_head_dims(head_dim, nan_filled):
     ranking = partial(ranking_of, call, *Ranker(whole[0], keys_of(whole[1], call), whole[2], call).rank(range(100)))
     expected = s2o_attention_reference(*whole, config, scale=head_dim**-0.5, ranking_of=ranking)
     agree((out, stats.visited, lse), expected._replace(out=expected.out[..., :head_dim]))
-
-
-@SLOW
-@pytest.mark.parametrize("lse", all_but_first([True, False], EXHAUSTIVE))
-def test_packed_sequences_are_sequences_on_their_own(lse, nan_filled):
-    q_lens, k_lens = [130, 0, 70, 1], [130, 0, 271, 190]
-    parts = [inputs(1, 3, 1, n, m, 64) for n, m in zip(q_lens, k_lens, strict=True) if n]
-    q, k, v = (torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3))
-    cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32) for lens in (q_lens, k_lens))
-    config = mixed(3)
-    out, packed_lse, stats = s2o_attention_varlen(
-        q, k, v, cu_q, cu_k, 140, 280, config, backend="triton", return_stats=True, return_lse=lse
-    )
-    assert (packed_lse is not None) == lse
-    begin = 0
-    for b, part in zip((0, 2, 3), parts, strict=True):
-        end = begin + part[0].shape[2]
-        own, own_lse, own_stats = s2o_attention(*part, config, backend="triton", return_stats=True, return_lse=True)
-        torch.testing.assert_close(out[begin:end].transpose(0, 1), own[0], rtol=1e-5, atol=1e-5)
-        if packed_lse is not None:
-            torch.testing.assert_close(packed_lse[:, begin:end], own_lse[0], rtol=1e-5, atol=1e-5)
-        assert torch.equal(stats.visited[b, :, : own_stats.visited.shape[2]], own_stats.visited[0])
-        begin = end
 
 
 SHARED = [
@@ -276,9 +215,7 @@ def test_programs_share_the_keys_of_a_prefix(starts, q_len, head_dim, columns, s
 def test_packed_sequences_share_the_keys_of_their_prefixes(monkeypatch, nan_filled):
     """Sequences of three, no, one and two segments are what they are on their own, where nothing is shared."""
     q_lens, k_lens = [180, 0, 50, 100], [280, 0, 240, 101]
-    parts = [inputs(1, 2, 1, n, m, 64) for n, m in zip(q_lens, k_lens, strict=True) if n]
-    q, k, v = (torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3))
-    cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32) for lens in (q_lens, k_lens))
+    parts, (q, k, v, cu_q, cu_k) = pack(q_lens, k_lens, 2, 1, 64)
     config = LayerConfig((LINEAR, MIXED[2]), TILE, grain=4)
     alone = [s2o_attention(*part, config, backend="triton", return_lse=True) for part in parts]
     shares = use_shares_of_64_keys(monkeypatch)
@@ -330,17 +267,6 @@ def test_shares_of_a_prefix_are_whole_tiles_that_fit_their_workspace():
     assert share_keys(4096, 8, 131072, 128) == 131072  # another share would need 2 GiB
 
 
-@SLOW
-def test_slicing_the_rows_changes_nothing(monkeypatch, nan_filled):
-    q, k, v = inputs(1, 3, 1, 250, 330, 64)
-    call = call_of(q, k, mixed(3, grain=4))
-    whole = s2o_prefill(q, k, v, call, lse=True)
-    monkeypatch.setattr(prefill_module, "WORKSPACE_BYTES", 1)
-    assert len(row_slices(call, 1)) == 2
-    for ours, expected in zip(s2o_prefill(q, k, v, call, lse=True), whole, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_slices_leave_room_for_the_sums():
     q, k, _ = inputs(1, 4, 1, 4096, 4096, 64)
     plain, linear = (call_of(q, k, LayerConfig.uniform(4, segment=64, tile=TILE, linear=on)) for on in (False, True))
@@ -362,31 +288,6 @@ def test_heads_without_a_linear_tail_launch_nothing_for_it(monkeypatch):
     _, _, lse = s2o_prefill(q, k, v, call)
     assert lse is None
     assert len(call.tables.linear) == 0
-
-
-def test_soft_capped_scores_have_a_reason():
-    q, k, v = inputs(1, 1, 1, 100, 200, 64)
-    config = LayerConfig((LINEAR,), TILE)
-    with pytest.raises(InputError, match="soft-capped scores cannot be estimated by a linear tail"):
-        s2o_attention(q, k, v, config, softcap=5.0, backend="triton")
-    out, _, stats = s2o_attention(q, k, v, config, softcap=5.0, return_stats=True)
-    assert (stats.backend, stats.reason) == ("dense", "soft-capped scores cannot be estimated by a linear tail")
-    torch.testing.assert_close(out.double(), naive_attention(q, k, v, softcap=5.0), rtol=1e-4, atol=1e-5)
-
-
-def test_a_warmup_launches_them_too(monkeypatch):
-    names = []
-    launch = linear_module.launch
-
-    def recorded(kernel, *arguments, **options):
-        names.append(kernel.__name__ if hasattr(kernel, "__name__") else kernel.fn.__name__)
-        launch(kernel, *arguments, **options)
-
-    monkeypatch.setattr(linear_module, "launch", recorded)
-    monkeypatch.setattr(warmup_module, "SEGMENTS", (2,))
-    config = LayerConfig.uniform(1, segment=64, tile=TILE, linear=True)
-    warmup_module.warmup(config, kv_heads=1, head_dim=64, dtype=torch.float32, device="cpu")
-    assert names == ["_mask_visited", "_weights", "_products", "_covariances", "_add_linear"]
 
 
 def test_a_server_compiles_layers_with_and_without_linear_tails():

@@ -1,7 +1,6 @@
 """Plans: recorded with kernels that only remember how they were called, or with interpreted ones that really run."""
 
 import ctypes
-import itertools
 import threading
 import types
 import weakref
@@ -14,7 +13,7 @@ from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.compute import takes_output
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.replay import PLANS, _calls, forget_plans, repeated_call
-from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import InputError
 from s2o_runtime.kernels import launch as launch_module
@@ -394,42 +393,6 @@ def test_a_replayed_call_is_the_call(interpreted_gpu, nan_filled, starts, option
     compare(again, without_plan(lambda: call(*tensors)))
 
 
-@SLOW
-@pytest.mark.parametrize("lse", [False, True])
-def test_a_replayed_call_with_a_linear_tail_is_the_call(interpreted_gpu, nan_filled, lse):
-    """Whether the log-sum-exp, which the tail needs, is an output or workspace."""
-    config = LayerConfig.uniform(1, segment=64, tile=CONFIG.tile, linear=True)
-
-    def call(q, k, v):
-        return s2o_attention(q, k, v, config, backend="triton", return_stats=True, return_lse=lse)
-
-    for _ in range(2):
-        call(*inputs(140))
-    tensors = inputs(140)
-    again = call(*tensors)
-    assert [done is None for done in interpreted_gpu] == [False]
-    assert (again.lse is not None) == lse
-    compare(again, without_plan(lambda: call(*tensors)))
-
-
-@SLOW
-@pytest.mark.parametrize("same_edges", [True, False])
-def test_a_replayed_packed_call_is_the_call(interpreted_gpu, nan_filled, same_edges):
-    def call(lengths, q, k, v):
-        edges = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-        return s2o_attention_varlen(
-            q, k, v, edges, edges if same_edges else edges.clone(), 100, 100, CONFIG,
-            backend="triton", return_stats=True, return_lse=True,
-        )  # fmt: skip
-
-    for _ in range(2):
-        call([100, 50], *(torch.randn(150, 1, 64) for _ in "qkv"))
-    tensors = [torch.randn(150, 1, 64) for _ in "qkv"]
-    again = call([81, 69], *tensors)
-    assert [done is None for done in interpreted_gpu] == [False]
-    compare(again, without_plan(lambda: call([81, 69], *tensors)))
-
-
 def paged_call(queries, lengths, out=None, q=None, config=CONFIG, **options):
     """A call of new random tensors, within bounds of 100 queries and keys a sequence; without its plan as well."""
     k, v = torch.randn(2, sum(lengths), 1, 64).unbind(0)
@@ -468,20 +431,6 @@ def test_a_replayed_paged_call_is_the_call_of_any_length(interpreted_gpu, nan_fi
         assert torch.equal(result.stats.density, stats.density)
 
 
-@SLOW
-def test_a_replay_splits_dense_heads_whatever_the_lengths(interpreted_gpu, nan_filled, monkeypatch):
-    """The workspace of the shares is that of the bounds, not of the recorded call."""
-    monkeypatch.setattr("s2o_runtime.kernels.prefill.key_shares", lambda *_: 4)
-    config = LayerConfig((HeadConfig(mode="dense"), CONFIG.heads[0]), CONFIG.tile)
-    for queries in ([30, 20], [10, 30]):  # compiled, recorded
-        paged_call(queries, [100, 90], config=config)
-    for queries, lengths in (([100, 90], [100, 90]), ([97, 1], [97, 96])):
-        result, fresh = paged_call(queries, lengths, config=config)
-        assert interpreted_gpu.pop() is not None
-        assert not interpreted_gpu
-        assert torch.equal(result.out, without_plan_of_its_own(fresh).out)
-
-
 def without_plan_of_its_own(call):
     """A call that leaves the plans that are there alone."""
     with pytest.MonkeyPatch.context() as patch:
@@ -490,18 +439,16 @@ def without_plan_of_its_own(call):
 
 
 @SLOW
-@pytest.mark.parametrize("lse", [True, False])
-def test_outputs_that_kernels_cannot_write_are_copied(interpreted_gpu, nan_filled, lse):
+def test_outputs_that_kernels_cannot_write_are_copied(interpreted_gpu, nan_filled):
     """One with gaps, and the queries themselves, which kernels read while they write."""
     with_gaps, itself = (lambda q: torch.full((*q.shape[:2], 128), float("nan"))[..., :64], lambda q: q)
     for output in (with_gaps, itself, with_gaps, itself):
         q = torch.randn(150, 1, 64)
         assert not takes_output(output(q), q)
-        result, fresh = paged_call([100, 50], [100, 90], out=output(q), q=q, return_lse=lse)
+        result, fresh = paged_call([100, 50], [100, 90], out=output(q), q=q, return_lse=True)
         expected = without_plan_of_its_own(fresh)
         assert torch.equal(result.out, expected.out)
-        if lse:
-            assert torch.equal(result.lse, expected.lse)
+        assert torch.equal(result.lse, expected.lse)
     assert [done is None for done in interpreted_gpu] == [False, False]  # the third and the fourth
 
 

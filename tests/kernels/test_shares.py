@@ -20,8 +20,7 @@ from s2o_runtime.kernels.shares import DENSITY, FEWEST_KEYS, LAST, SHARE_BYTES, 
 from s2o_runtime.pages import packed_starts
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.shapes import CallShape, call_shape
-from support.kernels import TILE, inputs, ranking_of
-from support.marks import all_but_first
+from support.kernels import TILE, inputs, pack, ranking_of
 from support.paging import paged
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
@@ -55,19 +54,13 @@ def test_few_queries_behind_many_keys_are_split():
     assert [shares_of(2048, 1 << power) for power in range(11, 18)] == [1, 1, 4, 8, 16, 16, 16]
     assert shares_of(4096, 131072) == 8
     assert shares_of(8192, 131072) == 1  # a dense program takes 0.6 times the mean work of an SM
+    # beside heads that stop at once it takes longer than that, or more of it
+    assert [shares_of(q_len, 131072, others=LINEAR) for q_len in (4096, 8192)] == [16, 8]
     assert shares_of(2048, 131072, dense=0) == 1
     assert shares_of(2048, 131072, dense=8, heads=32) == 1
     assert shares_of(2048, 131072, dense=4, heads=32) == 8
     assert shares_of(2048, 131072, batch=4) == 1  # whose programs are enough
     assert shares_of(2048, 131072, gpu=Resources(1, 0)) == 1
-
-
-def test_heads_that_stop_at_once_are_no_work_beside_dense_ones():
-    """So that a dense program takes longer than the mean work of an SM, or more of it."""
-    assert shares_of(4096, 131072) == 8
-    assert shares_of(4096, 131072, others=LINEAR) == 16
-    assert shares_of(8192, 131072) == 1
-    assert shares_of(8192, 131072, others=LINEAR) == 8
 
 
 @pytest.mark.parametrize(("dense", "heads"), [(1, 4), (2, 8), (1, 32), (4, 32), (16, 32)])
@@ -182,14 +175,12 @@ def test_fp16_outputs_are_rounded_once(monkeypatch, nan_filled):
 
 
 @INTERPRETED
-@pytest.mark.parametrize("shares", [pytest.param(4, marks=SLOW), pytest.param(16, marks=EXHAUSTIVE)])
-def test_packed_sequences_are_sequences_on_their_own(shares, monkeypatch, nan_filled):
+@SLOW
+def test_packed_sequences_are_sequences_on_their_own(monkeypatch, nan_filled):
     """One has no tokens, one so few keys that shares are empty, one no more keys than queries."""
     q_lens, k_lens = [70, 0, 1, 130], [171, 0, 40, 130]
-    parts = [inputs(1, 4, 2, n, m, 64) for n, m in zip(q_lens, k_lens, strict=True) if n]
-    q, k, v = (torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3))
-    cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32) for lens in (q_lens, k_lens))
-    combined = split(monkeypatch, shares)
+    parts, (q, k, v, cu_q, cu_k) = pack(q_lens, k_lens, 4, 2, 64)
+    combined = split(monkeypatch, 16)
     out, lse, _ = s2o_attention_varlen(
         q, k, v, cu_q, cu_k, 130, 200, CONFIG, backend="triton", return_stats=True, return_lse=True, scale=0.125
     )
@@ -207,16 +198,14 @@ def test_packed_sequences_are_sequences_on_their_own(shares, monkeypatch, nan_fi
 
 
 @INTERPRETED
-@pytest.mark.parametrize(
-    ("page_size", "shares"), [pytest.param(16, 4, marks=SLOW), pytest.param(4, 16, marks=EXHAUSTIVE)]
-)
-def test_pages_change_nothing(page_size, shares, monkeypatch, nan_filled):
+@SLOW
+def test_pages_change_nothing(monkeypatch, nan_filled):
     """A share of keys in pages is what it is of the same keys one behind another, bit for bit."""
     q_lens, k_lens = [70, 1, 130], [171, 40, 130]
     q, k, v = (torch.randn(sum(lens), heads, 64) for lens, heads in ((q_lens, 4), (k_lens, 2), (k_lens, 2)))
     cu_q = packed_starts(torch.tensor(q_lens, dtype=torch.int32))
-    *caches, table, cu_k = paged(k, v, k_lens, page_size)
-    combined = split(monkeypatch, shares)
+    *caches, table, cu_k = paged(k, v, k_lens, 16)
+    combined = split(monkeypatch, 4)
     monkeypatch.delattr("s2o_runtime.attention.paged.gathered")  # no copy is made
     ours = s2o_attention_paged(
         q, *caches, CONFIG,
@@ -229,20 +218,18 @@ def test_pages_change_nothing(page_size, shares, monkeypatch, nan_filled):
 
 
 @INTERPRETED
-@pytest.mark.parametrize("with_lse", all_but_first([False, True], SLOW))
-def test_linear_tails_are_added_to_their_heads_alone(with_lse, monkeypatch, nan_filled):
+def test_linear_tails_are_added_to_their_heads_alone(monkeypatch, nan_filled):
     """To outputs and log-sum-exps that the combination has left as they are; dense heads keep what it wrote."""
     q, k, v = inputs(1, 4, 2, 60, 400, 64)
     call = call_of(q, k, LayerConfig((HEADS[0], HEADS[1], LINEAR, HEADS[3]), TILE, grain=4))
     whole, _, whole_lse = unsplit(q, k, v, call, monkeypatch)
     combined = split(monkeypatch, 4)
-    out, _, lse = s2o_prefill(q, k, v, call, lse=with_lse)
+    out, _, lse = s2o_prefill(q, k, v, call, lse=True)
     assert combined == [1]
     assert torch.equal(out[:, [0, 2]], whole[:, [0, 2]])
     torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-5)
-    if with_lse:
-        assert torch.equal(lse[:, [0, 2]], whole_lse[:, [0, 2]])
-        torch.testing.assert_close(lse, whole_lse, rtol=1e-4, atol=1e-4)
+    assert torch.equal(lse[:, [0, 2]], whole_lse[:, [0, 2]])
+    torch.testing.assert_close(lse, whole_lse, rtol=1e-4, atol=1e-4)
 
 
 @INTERPRETED

@@ -20,18 +20,8 @@ from s2o_runtime.files import write_atomically
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import SCHEMA, Profile, Record, load_profile, save_profile, serialize
 from s2o_runtime.profile import file as profile_file
-from support.golden_profiles import (
-    GOLDEN,
-    budget_in_kl,
-    field_paths,
-    full,
-    linear_tails,
-    mixed,
-    path_of,
-)
+from support.golden_profiles import GOLDEN, budget_in_kl, field_paths, full, linear_tails, mixed, path_of
 from support.profiles import FORMAT, document_of, file_of, rewrite
-
-SLOW = pytest.mark.slow(reason="starts processes of its own, or tries hundreds of damaged files")
 
 GEOMETRY = Geometry("llama", 2, 3, 1, 64)
 
@@ -125,19 +115,6 @@ def test_round_trip(tmp_path):
     assert os.stat(path).st_mode & 0o777 == 0o644
 
 
-@SLOW
-def test_the_same_profile_gives_the_same_bytes_in_another_process(tmp_path):
-    program = (
-        "import sys; sys.path[:0] = sys.argv[1:]; import test_profile;"
-        "sys.stdout.buffer.write(test_profile.serialize(test_profile.profile()))"
-    )
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    runs = [
-        subprocess.run([sys.executable, "-c", program, *folders], capture_output=True, check=True) for _ in range(2)
-    ]
-    assert runs[0].stdout == runs[1].stdout == serialize(profile())
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -173,17 +150,6 @@ def test_a_changed_document_is_refused_by_name(tmp_path, change, message):
 
     rewrite(path, apply)
     with pytest.raises(ProfileError, match=message):
-        load_profile(path)
-
-
-def test_changed_tensors_are_refused(tmp_path):
-    path = tmp_path / "p.safetensors"
-    save_profile(profile(), path)
-    data = bytearray(path.read_bytes())
-    tau = torch.tensor([0.25], dtype=torch.float32).numpy().tobytes()
-    data[data.index(tau) + 3] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(ProfileError, match="digest does not match"):
         load_profile(path)
 
 
@@ -263,7 +229,7 @@ damages = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(damage=st.lists(damages, min_size=1, max_size=3))
 def test_damaged_bytes_end_in_profile_errors_only(tmp_path_factory, damage):
     data = bytearray(DATA)
@@ -321,31 +287,6 @@ def test_foreign_values_end_in_profile_errors_that_name_them(tmp_path_factory, f
 
 
 numbers = st.sampled_from([0, 1, 2, 3, 64, 65, 127, 255, -1, 1 << 30, -(1 << 31), 1e-30, 2e6, 1e38])
-types = st.sampled_from([torch.float32, torch.int32, torch.uint8, torch.int64, torch.bool, torch.bfloat16])
-shapes = st.none() | st.lists(st.integers(0, 4), max_size=4)
-
-
-@SLOW
-@settings(max_examples=300, deadline=None)
-@given(
-    name=st.sampled_from(sorted(TENSORS)),
-    dtype=st.none() | types,
-    shape=shapes,
-    place=st.integers(0, 27),
-    value=numbers | st.sampled_from([float("nan"), float("inf")]),
-)
-def test_foreign_tensors_end_in_profile_errors_that_name_them(tmp_path_factory, name, dtype, shape, place, value):
-    tensor = TENSORS[name].clone() if shape is None else torch.zeros(shape, dtype=TENSORS[name].dtype)
-    if tensor.numel():
-        holds = torch.tensor([value], dtype=torch.float64).to(tensor.dtype)
-        tensor.view(-1)[place % tensor.numel()] = holds[0]
-    tensors = TENSORS | {name: tensor.to(dtype or tensor.dtype)}
-    found = outcome(digested(DOCUMENT, tensors), tmp_path_factory.getbasetemp())
-    if isinstance(found, Profile):
-        again = load(serialize(found))
-        assert all(again[each].equal(tensors[each]) for each in tensors)
-    else:
-        assert any(each in found for each in (name, *profile_file.TILE_FIELDS)), found
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -412,16 +353,6 @@ def test_headers_are_bounded(tmp_path, header, message):
     assert message in outcome(header, tmp_path)
 
 
-def test_a_tensor_that_claims_gigabytes_is_refused(tmp_path):
-    for numbers in (b"[1000000000000]", b"[4294967296,4294967296]"):
-        shape = b'"dtype":"F32","shape":%s,"data_offsets":[0,4000000000000]' % numbers
-        header = b'{"__metadata__":{"s2o_profile":"{\\"schema\\":6}"},%s}' % b",".join(
-            b'"%s":{%s}' % (name.encode(), shape) for name in TENSORS
-        )
-        data = len(header).to_bytes(8, "little") + header
-        assert "is not a readable safetensors file" in outcome(data, tmp_path)
-
-
 def test_files_that_are_endless_or_no_files_are_refused(tmp_path):
     path = tmp_path / "p.safetensors"
     path.write_bytes(b"")
@@ -459,16 +390,12 @@ def test_what_could_not_be_read_is_not_written(tmp_path, value, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_sizes_that_could_not_be_read_are_not_written(tmp_path):
-    bad = profile(geometry=dataclasses.replace(GEOMETRY, kv_heads=2))
-    with pytest.raises(ProfileError, match=r"field model\.kv_heads is 2: expected a divisor"):
-        save_profile(bad, tmp_path / "p.safetensors")
-
-
 def test_illegal_contents_are_refused_on_writing_too(tmp_path):
     path = tmp_path / "p.safetensors"
     with pytest.raises(ProfileError, match="not ascending"):
         save_profile(profile(lengths=(4096, 1024)), path)
+    with pytest.raises(ProfileError, match=r"field model\.kv_heads is 2: expected a divisor"):
+        save_profile(profile(geometry=dataclasses.replace(GEOMETRY, kv_heads=2)), path)
     bad = LayerConfig(layer(0.25).heads[:2])
     with pytest.raises(ProfileError, match="layer 0 has 2 heads: expected 3"):
         save_profile(profile(layers=((bad, bad),) * 2), path)
@@ -487,9 +414,7 @@ def test_thresholds_are_interpolated_in_log_length():
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"representatives": 2}, {"tail": True}, {"segment": 512}],
-    ids=lambda change: next(iter(change)),
+    "change", [{"representatives": 2}, {"tail": True}, {"segment": 512}], ids=lambda change: next(iter(change))
 )
 def test_thresholds_of_unlike_heads_are_not_mixed(change):
     """One tau means another error with other settings, so the smaller one is taken: it errs on the careful side."""
@@ -552,9 +477,7 @@ def test_who_reads_while_a_file_is_written_sees_the_old_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "what"),
-    [(os.mkfifo, "a pipe, a socket or a device"), (os.mkdir, "a folder")],
-    ids=["pipe", "folder"],
+    ("make", "what"), [(os.mkfifo, "a pipe, a socket or a device"), (os.mkdir, "a folder")], ids=["pipe", "folder"]
 )
 def test_what_is_no_regular_file_is_refused_and_stays(make, what, tmp_path):
     make(tmp_path / "p")
@@ -604,14 +527,8 @@ def test_a_model_with_layers_of_other_kinds(tmp_path):
         ({"layers": 30}, "2 layers where the profile has 30"),
         ({"kv_heads": 8}, "1 KV heads where the profile has 8"),
         ({"head_dim": 128}, "head dim 64 where the profile has 128"),
-        (
-            {"layer_numbers": (0, 3)},
-            "full attention in layers 1, 3 where the profile has it in layers 0, 3",
-        ),
-        (
-            {"layer_numbers": ()},
-            "full attention in layers 1, 3 where the profile has it in all",
-        ),
+        ({"layer_numbers": (0, 3)}, "full attention in layers 1, 3 where the profile has it in layers 0, 3"),
+        ({"layer_numbers": ()}, "full attention in layers 1, 3 where the profile has it in all"),
         (
             {"others": ()},
             "layers of other kinds (1 linear_attention, 1 sliding_attention) where the profile has others (none)",
@@ -628,13 +545,11 @@ def test_another_geometry_is_named_in_words(change, said):
     [
         ({"layer_numbers": [1]}, r"model.layer_numbers is \[1\]: expected 2 ascending numbers below 4"),
         ({"layer_numbers": [3, 1]}, "expected 2 ascending numbers below 4"),
-        ({"layer_numbers": [1, 1]}, "expected 2 ascending numbers below 4"),
         ({"layer_numbers": [1, 4]}, "expected 2 ascending numbers below 4"),
         ({"layer_numbers": [True, 3]}, "expected 2 ascending numbers below 4"),
         ({"layer_numbers": 3}, "field model.layer_numbers is a int: expected a list"),
         ({"other_layers": {}}, "field model.other_layers is {}: expected numbers of layers by their kinds"),
         ({"other_layers": {"linear_attention": 0}}, "expected numbers of layers by their kinds"),
-        ({"other_layers": {"linear_attention": 1.5}}, "expected numbers of layers by their kinds"),
     ],
 )
 def test_layers_of_other_kinds_are_checked(changes, message, tmp_path):

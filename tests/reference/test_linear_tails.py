@@ -17,10 +17,8 @@ from calibrate.proof.tighten import scaled
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import Allowed, allocate, points_of
 from s2o_runtime import s2o_attention
-from s2o_runtime.attention.torch_op import config_from_text
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.errors import ConfigError, InputError
-from s2o_runtime.profile import load_profile, save_profile
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.reference.ranking import part_means, rank
@@ -138,15 +136,6 @@ def test_int8_scores_and_soft_caps_do_not_go_with_it():
         s2o_attention(q, k, v, layer(), softcap=5.0, backend="reference")
     stats = s2o_attention(q, k, v, layer(), softcap=5.0, return_stats=True).stats
     assert (stats.backend, stats.reason) == ("dense", why)
-
-
-def test_it_survives_a_profile_and_a_compiled_graph(tmp_path):
-    made = a_profile()
-    with_linear = replace(made.layers[0][0], heads=(HeadConfig(segment=512, linear=True), *made.layers[0][0].heads[1:]))
-    made = replace(made, layers=((with_linear, *made.layers[0][1:]), *made.layers[1:]))
-    save_profile(made, tmp_path / "p.safetensors")
-    assert load_profile(tmp_path / "p.safetensors") == made
-    assert config_from_text(with_linear.as_text()) == with_linear
 
 
 @pytest.mark.parametrize("shorter", [True, False])

@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-import os
 import re
 import shlex
 import signal
@@ -20,7 +19,7 @@ from calibrate.commands.common import run
 from calibrate.progress import ProgressLines, duration, progress_bar
 from calibrate.recipe import Recipe
 from s2o_runtime import logs
-from s2o_runtime.command_line import BAD_INPUT, EXIT_CODES, NO_RESOURCE, OK, Parser, add_information, failed
+from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK, Parser, add_information, failed
 from s2o_runtime.doctor import command as doctor
 from s2o_runtime.errors import ConfigError, ResourceError
 from s2o_runtime.huggingface import run as launcher
@@ -78,51 +77,43 @@ def test_examples_of_calibrations_are_legal_recipes():
             Recipe.of({"lengths": (8192,), "out": Path("p")} | options)
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=IDS)
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_completion_scripts(command, shell, capsys):
+def script_of(command, shell, capsys):
     pytest.importorskip("shtab", reason="completion scripts are made with shtab: pip install shtab")
     with pytest.raises(SystemExit) as left:
         command.parser().parse_args(["--print-completion", shell])
     assert left.value.code == OK
-    script = capsys.readouterr().out
-    assert command.PROGRAM in script
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=IDS)
+def test_completion_scripts(command, capsys):
+    bash, zsh = (script_of(command, shell, capsys) for shell in ("bash", "zsh"))
+    assert command.PROGRAM in script_of(command, "tcsh", capsys)
     for action in command.parser()._actions:
-        for flag in action.option_strings if shell != "tcsh" else ():
-            assert not flag.startswith("--") or re.search(rf"{flag}\b(?!-)", script), flag
+        for flag in action.option_strings:
+            found = [re.search(rf"{flag}\b(?!-)", script) for script in (bash, zsh)]
+            assert not flag.startswith("--") or all(found), flag
 
 
-def completions(module, program, folder):
-    """What a command's bash script offers behind some words, the last of which is being typed."""
-    pytest.importorskip("shtab", reason="completion scripts are made with shtab: pip install shtab")
-    command = [sys.executable, "-m", module, "--print-completion", "bash"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    script = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=folder).stdout
-    function = f"_shtab_{program.replace('-', '_')}"
-
-    def completed(*words):
-        listing = " ".join(map(shlex.quote, (program, *words)))
-        ask = f"COMP_WORDS=({listing}); COMP_CWORD={len(words)}; {function}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-        run = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, cwd=folder)
-        return run.stdout.split()
-
-    return completed
-
-
-def test_a_bash_script_completes_flags_and_files(tmp_path):
-    completed = completions("s2o_runtime.doctor", "s2o-doctor", tmp_path)
+@pytest.mark.parametrize(
+    ("command", "words", "offered"),
+    [
+        (doctor, ("--pro",), ["--profile"]),
+        (doctor, ("--profile", "mi"), ["mine.safetensors"]),
+        (doctor, ("--print-completion", "z"), ["zsh"]),
+        (calibrate, ("do",), ["doctor"]),
+        (calibrate, ("doctor", "--pro"), ["--profile"]),
+        (calibrate, ("doctor", "--num"), []),
+    ],
+)
+def test_a_bash_script_completes_flags_files_and_commands(command, words, offered, capsys, tmp_path):
     (tmp_path / "mine.safetensors").touch()
-    assert completed("--pro") == ["--profile"]
-    assert completed("--profile", "mi") == ["mine.safetensors"]
-    assert completed("--print-completion", "z") == ["zsh"]
-
-
-def test_a_bash_script_completes_the_calibrators_doctor(tmp_path):
-    completed = completions("calibrate.commands.calibrate", "s2o-calibrate", tmp_path)
-    assert completed("do") == ["doctor"]
-    assert "--model" in completed("--mod")
-    assert completed("doctor", "--pro") == ["--profile"]
-    assert completed("doctor", "--num") == []
+    function = f"_shtab_{command.PROGRAM.replace('-', '_')}"
+    listing = " ".join(map(shlex.quote, (command.PROGRAM, *words)))
+    ask = f"COMP_WORDS=({listing}); COMP_CWORD={len(words)}; {function}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    script = script_of(command, "bash", capsys)
+    run = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, cwd=tmp_path)
+    assert run.stdout.split() == offered
 
 
 def test_without_shtab_completion_says_what_to_install(monkeypatch, capsys):
@@ -313,11 +304,6 @@ def test_colours_are_for_terminals_without_no_color(variable, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     tables.print_table(tables.Table(("a",), [("b",)], "title"), tables.terminal())
     assert "\x1b" not in sys.stdout.getvalue()
-
-
-def test_exit_codes_are_one_table():
-    text = (Path(__file__).parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
-    assert all(f"| {code} | {meaning} |" in text for code, meaning in EXIT_CODES.items())
 
 
 @pytest.mark.parametrize(

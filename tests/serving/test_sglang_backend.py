@@ -6,34 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from s2o_runtime import LayerConfig
-from s2o_runtime.config import HeadConfig, TileConfig
-from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.identity import Geometry
-from s2o_runtime.profile import Profile
 from s2o_runtime.serving.fit import Rank
 from support.fake_sglang import FakeEngine, Mode
 from support.fake_vllm import FakeServer
-from support.server_batches import alone, dense, joint_density
+from support.server_batches import FEWEST, alone, dense, two_layers
 
-HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
-FEWEST = 40  # queries
-
-
-def profile(tau=1.0, layer_numbers=()):
-    """Two layers, one of them dense; the heads of a layer differ. With layer numbers the model has two others."""
-    tile = TileConfig(64, 32, 2, 4, 1, min_queries=FEWEST)
-    heads = tuple(HeadConfig(tau * (1 + index), 64, representatives=1 + index % 2) for index in range(HEADS))
-    config = LayerConfig(heads, tile, grain=4)
-    longer = LayerConfig(tuple(replace(head, tau=head.tau / 2) for head in heads), tile, grain=4)
-    others = (("sliding_attention", 2),) if layer_numbers else ()
-    geometry = Geometry("llama", 2, HEADS, KV_HEADS, HEAD_DIM, layer_numbers, others)
-    buckets = ((config, config.as_dense()), (longer, longer.as_dense()))
-    return Profile("made", geometry, "", DeviceIdentity("cpu", "cpu"), (128, 512), buckets).validate()
+HEADS = 4
 
 
-def engine(max_keys=2048, rank=None, tau=1.0, layer_numbers=(), **options):
-    return FakeEngine(FakeServer(profile(tau, layer_numbers), rank or Rank(), "cpu", max_keys), **options)
+def engine(max_keys=2048, rank=None, tau=1.0, **options):
+    return FakeEngine(FakeServer(two_layers(tau), rank or Rank(), "cpu", max_keys), **options)
 
 
 def counted(fake):
@@ -82,24 +64,14 @@ def test_a_part_is_a_batch_of_its_own():
     assert fake.backend.forward_metadata.cache_seqlens.tolist() == [60, 300, 50, 70]  # the whole batch's again
 
 
-@pytest.mark.parametrize("chunk", [512, 100, 64])
-def test_a_prompt_in_chunks_is_the_prompt_where_nothing_stops(chunk):
+def test_a_prompt_in_chunks_is_the_prompt_where_nothing_stops():
     fake = engine(tau=0.0)
     request = fake.add(500)
     outputs = []
     while request.done < 500:
-        outputs.append(fake.feed([(request, min(chunk, 500 - request.done))]))
+        outputs.append(fake.feed([(request, min(100, 500 - request.done))]))
     torch.testing.assert_close(torch.cat(outputs), dense(request, 500), rtol=1e-4, atol=1e-5)
     assert "s2o" in {path for path, _ in counted(fake)}
-
-
-def test_chunks_are_each_the_op_on_what_is_there():
-    fake = engine()
-    request = fake.add(500)
-    for _ in range(3):
-        out = fake.feed([(request, 128)])
-        expected = alone(request, 128, fake.server.fit.layers[0].config(request.done)).out
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_with_too_many_keys_for_one_call_is_several():
@@ -110,21 +82,6 @@ def test_a_step_with_too_many_keys_for_one_call_is_several():
     expected = torch.cat([alone(request, len(request), config).out for request in requests])
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     assert sum(run.is_sparse for run in fake.backend.s2o_batch.plan(fake.server.fit.layers[0]).runs) == 2
-
-
-def test_two_ranks_compute_the_halves_of_one():
-    whole = engine()
-    request = whole.add(300)
-    expected = whole.feed([(request, 300)])
-    for index in range(2):
-        half = engine(rank=Rank(index, 2))
-        part = half.add(300)
-        part.queries, part.keys, part.values = (
-            tensor[:, index * count : (index + 1) * count]
-            for tensor, count in ((request.queries, 2), (request.keys, 1), (request.values, 1))
-        )
-        out = half.feed([(part, 300)])
-        torch.testing.assert_close(out, expected[:, 2 * index : 2 * index + 2], rtol=1e-4, atol=1e-5)
 
 
 def test_keys_that_are_in_the_cache_already_are_not_written_again():
@@ -139,14 +96,6 @@ def test_keys_that_are_in_the_cache_already_are_not_written_again():
     torch.testing.assert_close(
         out, alone(request, 300, fake.server.fit.layers[0].config(300)).out, rtol=1e-4, atol=1e-5
     )
-
-
-def test_a_sampled_calls_density_is_kept():
-    fake = engine()
-    request = fake.add(300)
-    fake.feed([(request, 300)])
-    expected = joint_density([(request, 300)], fake.server.fit.layers[0].config(300))
-    torch.testing.assert_close(fake.server.counters.sampled[0].density, expected)
 
 
 def test_calls_are_timed_by_layer_and_path():
@@ -209,23 +158,6 @@ def test_what_s2o_cannot_do_is_one_call_of_the_stock_backend(options, call, reas
     assert said.startswith(reason.split(",")[0])
 
 
-def test_decoder_layers_get_their_own_rows_of_the_profile():
-    """In a model whose layers 1 and 3 alone have full attention."""
-    fake = engine(layer_numbers=(1, 3))
-    config = fake.server.fit.layers[0].config(300)
-    for number in range(4):
-        request = fake.add(300)
-        out = fake.feed([(request, 300)], layer={"layer_id": number})
-        expected = alone(request, 300, config).out if number == 1 else dense(request, 300)
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-    assert fake.server.counters.rows == {
-        (0, "dense", "the layer is none of the profile's"): 300,
-        (1, "s2o", "the tensors are on the cpu, the kernel needs a GPU"): 300,
-        (2, "dense", "the layer is none of the profile's"): 300,
-        (3, "dense", "every head of the layer is dense"): 300,
-    }
-
-
 @pytest.mark.parametrize(
     ("options", "number", "said"),
     [
@@ -243,8 +175,8 @@ def test_a_server_that_sends_all_rows_to_the_stock_backend_logs_them_too(options
 
 
 def test_a_profile_without_a_sparse_layer_is_the_stock_backends():
-    layers = tuple((dense_layer, dense_layer) for _, dense_layer in profile().layers)
-    fake = FakeEngine(FakeServer(replace(profile(), layers=layers), Rank(), "cpu", 2048))
+    layers = tuple((dense_layer, dense_layer) for _, dense_layer in two_layers().layers)
+    fake = FakeEngine(FakeServer(replace(two_layers(), layers=layers), Rank(), "cpu", 2048))
     fake.feed([(fake.add(300), 300)])
     assert counted(fake) == {("dense", "every layer of the profile is dense"): 300}
 

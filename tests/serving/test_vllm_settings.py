@@ -151,57 +151,48 @@ def test_decoder_layers_are_named_by_their_numbers(monkeypatch, caplog):
     assert [server.fit.layer(number, *sizes).drift.allowed for number in numbers] == allowed_errors(profile)
 
 
-def test_every_configuration_that_is_compiled_alike_runs_once(monkeypatch):
-    """With no more rows than a batch has; here by the reference, since a CPU compiles nothing."""
+def compiled(monkeypatch, rows, configs=()):
+    """The server, and (config, rows, keys) of the calls that compile kernels, which on a CPU are run dense.
+
+    configs: of the layers, in turns, whose calls are not run; the profile's own without them.
+    """
     calls = []
 
     def small(q, k, v, config, **call):
         assert call.pop("backend") == "triton"
-        s2o_attention_paged(q, k, v, config, **call, backend="dense")
-        calls.append((config.tile, len(q), call["max_k"]))
+        if not configs:
+            s2o_attention_paged(q, k, v, config, **call, backend="dense")
+        calls.append((config, len(q), call["max_k"]))
 
     monkeypatch.setattr("s2o_runtime.serving.server.s2o_attention_paged", small)
     server = Server(Settings(DEMO), site(model=demo_sizes()))
-    server.compile_kernels(torch.zeros(600, 4, 64))
+    for number, layer in enumerate(server.fit.layers if configs else ()):
+        monkeypatch.setattr(layer, "config", lambda keys, config=configs[number % 2]: config)
+    server.compile_kernels(torch.zeros(rows, 4, 64))
+    return server, calls
+
+
+def test_every_configuration_that_is_compiled_alike_runs_once(monkeypatch):
+    """With no more rows than a batch has."""
+    server, calls = compiled(monkeypatch, 600)
     configs = {layer.config(length) for layer in server.fit.layers for length in server.fit.profile.lengths}
-    assert {tile for tile, _, _ in calls} == {config.tile for config in configs if not config.is_dense}
+    assert {config.tile for config, _, _ in calls} == {config.tile for config in configs if not config.is_dense}
     assert 0 < len(calls) < 2 * len(configs)
     assert max(rows for _, rows, _ in calls) == 600
     assert all(keys > rows for _, rows, keys in calls)
 
 
-def test_layers_alike_but_for_their_segments_are_compiled_each(monkeypatch):
-    """Of short segments more are scored at once, by another kernel: a first request waited for it."""
-    calls = []
-
-    def small(q, k, v, config, **call):
-        calls.append((min(head.segment for head in config.heads), -(-len(q) // config.heads[0].segment)))
-
-    monkeypatch.setattr("s2o_runtime.serving.server.s2o_attention_paged", small)
-    server = Server(Settings(DEMO), site(model=demo_sizes()))
-    for number, layer in enumerate(server.fit.layers):
-        segment = 512 if number % 2 else 128
-        config = LayerConfig.uniform(4, tau=0.5, segment=segment, tile=TileConfig(64, 64, 2, 4, 2))
-        monkeypatch.setattr(layer, "config", lambda keys, config=config: config)
-    server.compile_kernels(torch.zeros(8192, 4, 64))
-    assert sorted(calls) == [(128, 2), (128, 20), (128, 64), (512, 2), (512, 16)]
-
-
-def test_layers_with_dense_heads_are_compiled_in_their_split_form_too(monkeypatch):
-    """And apart from layers that are alike but for these heads, whose kernels are others."""
-    calls = []
-
-    def small(q, k, v, config, **call):
-        calls.append((config.heads[0].mode, len(q), call["max_k"]))
-
-    monkeypatch.setattr("s2o_runtime.serving.server.s2o_attention_paged", small)
-    server = Server(Settings(DEMO), site(model=demo_sizes()))
-    alike = LayerConfig.uniform(4, tau=0.5, segment=128, tile=TileConfig(64, 64, 2, 4, 2))
-    mixed = LayerConfig((HeadConfig(mode="dense"), *alike.heads[1:]), alike.tile)
-    for number, layer in enumerate(server.fit.layers):
-        monkeypatch.setattr(layer, "config", lambda keys, config=(alike, mixed)[number % 2]: config)
-    server.compile_kernels(torch.zeros(256, 4, 64))
-    assert calls == [("s2o", 256, 384), ("dense", 256, 384), ("dense", 16, 8192)]
+def test_layers_alike_but_for_segments_or_dense_heads_are_compiled_each(monkeypatch):
+    """Of short segments more are scored at once, and dense heads may be split: by other kernels."""
+    tile = TileConfig(64, 64, 2, 4, 2)
+    short, long = (LayerConfig.uniform(4, tau=0.5, segment=segment, tile=tile) for segment in (128, 512))
+    _, calls = compiled(monkeypatch, 8192, (short, long))
+    segments = sorted((config.heads[0].segment, -(-rows // config.heads[0].segment)) for config, rows, _ in calls)
+    assert segments == [(128, 2), (128, 20), (128, 64), (512, 2), (512, 16)]
+    mixed = LayerConfig((HeadConfig(mode="dense"), *short.heads[1:]), tile)
+    _, calls = compiled(monkeypatch, 256, (short, mixed))
+    modes = [(config.heads[0].mode, rows, keys) for config, rows, keys in calls]
+    assert modes == [("s2o", 256, 384), ("dense", 256, 384), ("dense", 16, 8192)]
 
 
 def test_a_profile_that_does_not_fit_ends_the_start():

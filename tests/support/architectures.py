@@ -98,12 +98,7 @@ CASES = {
     "qwen3": Case("qwen3"),
     "qwen3-sliding": Case("qwen3", _QWEN_WINDOW, (RUNS, SLIDING)),
     "qwen3-moe": Case("qwen3_moe", _EXPERTS),
-    "qwen3-next": Case(
-        "qwen3_next",
-        _SHARED | _DELTA,
-        (LINEAR, RUNS),
-        broken=OLD and "a cache",
-    ),
+    "qwen3-next": Case("qwen3_next", _SHARED | _DELTA, (LINEAR, RUNS), broken=OLD and "a cache"),
     "qwen3-vl": Case("qwen3_vl", _SECTIONS, vision=True),
     "mistral": Case("mistral", {"sliding_window": None}),
     "mistral3": Case("mistral3", {"model_type": "mistral", "sliding_window": None}, vision=True),

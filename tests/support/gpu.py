@@ -29,6 +29,15 @@ def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype):
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+def laid_out(length, heads=8, kv_heads=2, batch=1, seed=0):
+    """q, k and v of 128 dimensions in bf16, laid out as transformers hands them over."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return [
+        torch.randn(batch, length, n, 128, generator=generator, device="cuda").bfloat16().transpose(1, 2)
+        for n in (heads, kv_heads, kv_heads)
+    ]
+
+
 def relative_error(out, truth):
     """|out - truth| / |truth|"""
     return float((out.float() - truth).norm() / truth.norm().clamp_min(1e-6))

@@ -1,13 +1,19 @@
 """Inputs and calls for the kernels in Triton's interpreter."""
 
+import itertools
+from functools import partial
+
 import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.kernels.call import Call, head_tables
+from s2o_runtime.kernels.keys import keys_of
+from s2o_runtime.kernels.prefill import Ranker, s2o_prefill
 from s2o_runtime.kernels.rank.order import BUCKETS
 from s2o_runtime.kernels.tail import EDGES
+from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.ranking import RankedPrefix
 from s2o_runtime.shapes import call_shape
 
@@ -60,6 +66,34 @@ def ranking_of(call, ranked, tail, b, h, n):
             mass[at] = masses[edge + 1] + share * (masses[edge] - masses[edge + 1])
             values[at] = sums[edge + 1] + share * (sums[edge] - sums[edge + 1])
     return RankedPrefix(order.flatten(), mass, values, grain)
+
+
+def run_both(q, k, v, config, kv_start=None, scale=None, lse=True, **features):
+    """The kernels, and the reference following the ranking that the kernels made."""
+    shape = call_shape(q, k, v, kv_start)
+    scale = shape.head_dim**-0.5 if scale is None else scale
+    call = Call(config, shape, scale, head_tables(config, q.device), kv_start, **features)
+    ranking = None
+    if not config.is_dense:
+        ranking = partial(ranking_of, call, *Ranker(q, keys_of(k, call), v, call).rank(range(shape.q_len)))
+    expected = s2o_attention_reference(q, k, v, config, kv_start=kv_start, scale=scale, ranking_of=ranking, **features)
+    return s2o_prefill(q, k, v, call, lse=lse), expected
+
+
+def agree(ours, expected, rtol=1e-4, atol=1e-5):
+    out, visited, lse = ours
+    torch.testing.assert_close(out, expected.out, rtol=rtol, atol=atol)
+    if lse is not None:
+        torch.testing.assert_close(lse, expected.lse, rtol=rtol, atol=10 * atol)
+    assert torch.equal(visited, expected.visited)
+
+
+def pack(q_lens, k_lens, heads, kv_heads, head_dim):
+    """(parts, (q, k, v, cu_q, cu_k)): sequences on their own, without the empty ones, and packed."""
+    parts = [inputs(1, heads, kv_heads, n, m, head_dim) for n, m in zip(q_lens, k_lens, strict=True) if n]
+    tensors = [torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3)]
+    edges = [torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32) for lens in (q_lens, k_lens)]
+    return parts, (*tensors, *edges)
 
 
 def fuse_products(monkeypatch):

@@ -1,0 +1,32 @@
+"""What every test of a compiled kernel needs: a GPU that its tile is for."""
+
+import pytest
+import torch
+
+from s2o_runtime.kernels.plan import Plan
+from s2o_runtime.tiles import tile_obstacle
+
+
+@pytest.fixture(autouse=True)
+def _gpu(request):
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    given = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    if "tile" in given:
+        obstacle = tile_obstacle(given["tile"], given.get("head_dim", 128), torch.cuda.get_device_capability())
+        if obstacle:
+            pytest.skip(obstacle)
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """For every call that had a plan, whether the plan was used."""
+    used, replay = [], Plan.replay
+
+    def counted(plan, inputs):
+        done = replay(plan, inputs)
+        used.append(done is not None)
+        return done
+
+    monkeypatch.setattr(Plan, "replay", counted)
+    return used
