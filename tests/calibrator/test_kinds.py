@@ -195,11 +195,3 @@ def test_its_json_has_all_kinds(main):
         "NVIDIA A (sm_90, 132 SMs)": {"met": True},
         "NVIDIA B (sm_90, 132 SMs)": {"error": "its workers are gone"},
     }
-
-
-def test_several_kinds_need_workers(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    terminate = signal.getsignal(signal.SIGTERM)
-    assert command.main(["--model", "demo", "--lengths", "512", "--device", "cpu", "--target-gpu", "all"]) == 2
-    signal.signal(signal.SIGTERM, terminate)
-    assert "target_gpu is for many workers: give gpus or scheduler too, or leave it out" in capsys.readouterr().err

@@ -107,21 +107,3 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_in_one_go(folder, one_go,
         assert len(after) >= count
         assert sorted(path.name for path in tmp_path.iterdir()) == ["j.sqlite", "j.sqlite.lock"]
     assert_as_in_one_go(one_go, tmp_path, finish(start(folder, tmp_path)), len(after))
-
-
-@pytest.mark.exhaustive(reason="two more processes; test_journal.py refuses a journal that another holds")
-def test_a_second_run_is_refused_while_the_first_goes_on(folder, one_go, tmp_path):
-    first = start(folder, tmp_path)
-    wait_for(first, tmp_path / "j.sqlite", 1)
-    first.send_signal(signal.SIGSTOP)  # so that it is not done too early
-    try:
-        before = entries(tmp_path / "j.sqlite")
-        code, result, said = finish(start(folder, tmp_path, out="other.safetensors"))
-        assert (code, result) == (4, None)
-        text = "journal j.sqlite is being written by another run: wait for it, or give another --journal"
-        assert said == f"s2o-calibrate: {text}"
-        assert entries(tmp_path / "j.sqlite") == before
-        assert not (tmp_path / "other.safetensors").exists()
-    finally:
-        first.send_signal(signal.SIGCONT)
-    assert_as_in_one_go(one_go, tmp_path, finish(first), 0)
