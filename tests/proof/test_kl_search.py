@@ -46,11 +46,6 @@ def test_three_passes_find_the_scale(factor, power):
     assert len(passes) == 1 or factor != 1.0
 
 
-def test_a_secant_through_two_passes_is_exact_on_a_power_law():
-    passes = [KlPass(1.0, 1.0, 3 * AIM), KlPass(0.5, 1.0, 3 * AIM * 0.5**1.4)]
-    assert 3 * next_scale(passes, AIM) ** 1.4 == pytest.approx(1.0)
-
-
 def test_steps_keep_to_their_range_where_measurements_say_nothing():
     assert next_scale([], AIM) == 1.0
     assert next_scale([KlPass(1.0, 1.0, 0.0)], AIM) == FURTHEST  # everything is dense

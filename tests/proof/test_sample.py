@@ -1,32 +1,19 @@
 """What certify prompts say, against the proof and against exact attention."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 from calibrate.curves.row_errors import row_errors
-from calibrate.prompts.prompts import Prompt
 from calibrate.proof import sample as sampling
 from calibrate.proof.sample import sample
 from calibrate.proof.verify import prove
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.reference.dense import exact_attention
 from support.models import save, stream
+from support.streamed import Layers, random_prompts, uniform
 
 LENGTH = 200
-SPARSE, LESS = (LayerConfig.uniform(4, tau=tau, segment=64, tile=TileConfig(64, 32, 1, 4, 1)) for tau in (100.0, 0.5))
-
-
-@dataclass(frozen=True)
-class Layers:
-    """What each layer runs."""
-
-    configs: tuple[LayerConfig, ...]
-
-    def layer_config(self, layer, length):
-        return self.configs[layer]
+SPARSE, LESS = uniform(100.0), uniform(0.5)
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +23,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prompts():
-    generator = torch.Generator().manual_seed(5)
-    return [Prompt(ids) for ids in torch.randint(3, 128, (2, LENGTH), generator=generator)]
+    return random_prompts(LENGTH)[LENGTH]
 
 
 def test_it_is_what_the_proof_finds(folder, prompts):

@@ -1,7 +1,6 @@
 """The streamed proof against what one sees by patching the whole model and watching it."""
 
-import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,51 +8,30 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from calibrate.curves.row_errors import row_errors, tile_worst
-from calibrate.model.models import DEMO_FOLDER, in_memory, load_tokenizer
-from calibrate.prompts.needles import make_needles
-from calibrate.prompts.prompts import Prompt, load_prompts
+from calibrate.model.models import in_memory
+from calibrate.prompts.prompts import Prompt
 from calibrate.proof import agreement
 from calibrate.proof.verify import LayerProof, prove
-from calibrate.recipe import Budget, Recipe
 from s2o_runtime import patch, patched, unpatch
-from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.reference.dense import exact_attention
 from support.architectures import CASES
-from support.marks import all_but_first
 from support.models import make_profile, save, stream
+from support.streamed import Layers, random_prompts, uniform
 from support.tiny import tiny_tokenizer
 
-SLOW = pytest.mark.slow(reason="further architectures")
 LENGTHS = (130, 200)
-TILE = TileConfig(64, 32, 1, 4, 1)
-EXACT, SPARSE = (LayerConfig.uniform(4, tau=tau, segment=64, tile=TILE) for tau in (0.0, 100.0))
+EXACT, SPARSE = uniform(0.0), uniform(100.0)
 
 
-@pytest.fixture(params=all_but_first(["llama", "qwen2", "tied"], SLOW), scope="module")
-def folder(request, tmp_path_factory):
-    return save(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def random_prompts(count=2):
-    generator = torch.Generator().manual_seed(5)
-    ids = {length: torch.randint(3, 128, (count, length), generator=generator) for length in LENGTHS}
-    return {length: [Prompt(each) for each in rows] for length, rows in ids.items()}
-
-
-@dataclass(frozen=True)
-class Layers:
-    """What each layer runs, the same at every length."""
-
-    configs: tuple[LayerConfig, ...]
-
-    def layer_config(self, layer, length):
-        return self.configs[layer]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save("llama", tmp_path_factory.mktemp("llama"))
 
 
 def prove_all(loaded, config, prompts=None):
-    return prove(loaded, prompts or random_prompts(), Layers((config, config)))[1]
+    return prove(loaded, prompts or random_prompts(*LENGTHS), Layers((config, config)))[1]
 
 
 def test_a_configuration_that_never_stops_changes_nothing(folder):
@@ -73,7 +51,7 @@ def test_a_configuration_that_never_stops_changes_nothing(folder):
 
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "streamed"])
 def test_the_proof_is_what_the_patched_model_shows(folder, resident):
-    prompts = random_prompts()
+    prompts = random_prompts(*LENGTHS)
     proofs = prove_all(stream(folder, resident), SPARSE, prompts)
     model = stream(folder, True).model
     for length in LENGTHS:
@@ -131,7 +109,7 @@ def test_what_was_revised_is_what_is_proven(folder):
     steps = []
     loaded = stream(folder, False)
     begun, revised = Layers((SPARSE, SPARSE)), Layers((EXACT, SPARSE))
-    proven, proofs = prove(loaded, random_prompts(), begun, revise, lambda: steps.append(1))
+    proven, proofs = prove(loaded, random_prompts(*LENGTHS), begun, revise, lambda: steps.append(1))
     assert proven == revised
     assert [(length, layer, configs) for length, layer, configs, _ in asked] == [
         (130, 0, begun.configs), (130, 0, revised.configs), (200, 0, revised.configs),
@@ -139,7 +117,7 @@ def test_what_was_revised_is_what_is_proven(folder):
     ]  # fmt: skip
     assert len(steps) == 4
     assert asked[0][3].mse > 1e-6
-    same, expected = prove(loaded, random_prompts(), revised)
+    same, expected = prove(loaded, random_prompts(*LENGTHS), revised)
     assert same is revised
     for length in LENGTHS:
         assert proofs[length].layers == expected[length].layers
@@ -162,13 +140,13 @@ def test_logits_in_pieces_give_the_same(folder, monkeypatch):
 def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(folder, monkeypatch):
     """Spans of what the dense model would say next, and one of what it would not."""
     loaded = stream(folder, True)
-    ids = random_prompts()[200][0].ids.clone()
+    ids = random_prompts(*LENGTHS)[200][0].ids.clone()
     spans = ((20, 22), (120, 123), (150, 154), (180, 184))
     for begin, end in spans[:3]:
         for place in range(begin, end):
             ids[place] = loaded.model(ids[None, :place], use_cache=False).logits[0, -1].argmax()
     ids[181] = (loaded.model(ids[None, :181], use_cache=False).logits[0, -1].argmax() + 1) % 128
-    prompts = {200: [Prompt(ids, spans), random_prompts()[200][1]]}
+    prompts = {200: [Prompt(ids, spans), random_prompts(*LENGTHS)[200][1]]}
     assert prove_all(loaded, EXACT, prompts)[200].needles == (3, 3)
 
     model = stream(folder, True).model
@@ -189,34 +167,11 @@ def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(folder, mo
     assert prove_all(loaded, SPARSE, prompts)[200].needles == (kept, 3)
 
 
-def test_built_in_prompts_say_where_their_codes_are():
-    tokenizer = load_tokenizer("demo")
-    recipe = Recipe("demo", Budget("mse", 1e-4), (512, 4096), DEMO_FOLDER, num_prompts=1, held_out=1, num_certify=0)
-    made = load_prompts(recipe, tokenizer)
-    for length, codes in ((512, 1), (4096, 4)):
-        prompt = made.held_out[length][0]
-        text = tokenizer.decode(prompt.ids)
-        asked = [line.split()[-1].rstrip(".") for line in text.splitlines() if "What is the secret code" in line]
-        assert [tokenizer.decode(prompt.ids[begin:end]).strip() for begin, end in prompt.answers] == asked
-        assert len(asked) == codes
-        assert prompt.sha256 == Prompt(prompt.ids).sha256
-    assert len(make_needles(1, random.Random(0))[0].code) == 5
-
-
 def test_nan_is_named(tmp_path):
     parameter = "model.layers.1.self_attn.v_proj.weight"
     folder = save("llama", tmp_path, lambda model: model.get_parameter(parameter).data[3, 5].fill_(torch.inf))
     with pytest.raises(ModelError, match="layer 1, prompt 0: the hidden state holds inf or NaN"):
         prove_all(stream(folder, False), EXACT)
-
-
-def test_the_model_is_left_as_it_was(folder):
-    loaded = stream(folder, False)
-    prove_all(loaded, SPARSE)
-    assert all(each.is_meta for each in loaded.model.parameters())
-    assert loaded.model.config._attn_implementation == "sdpa"
-    with pytest.raises(ModelError, match="the model is not patched"):
-        layer_states(loaded.model)
 
 
 def test_row_errors_are_relative_to_the_row_or_to_its_head():
