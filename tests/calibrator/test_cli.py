@@ -20,7 +20,6 @@ from calibrate.proof.verify import prove
 from s2o_runtime import load_profile
 from support.models import SIZES
 from support.processes import ROOT, called
-from support.tiny import save_tiny
 
 GOOD = ["--model", "demo", "--budget-mse", "1e-4", "--lengths", "512", "--device", "cpu"]
 
@@ -54,14 +53,9 @@ def unfit(tmp_path_factory):
     return folders
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
-
-
 @pytest.mark.slow(reason="calibrates a tiny model")
 @pytest.mark.parametrize("allow", [False, True])
-def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny, command, tmp_path, monkeypatch):
+def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny_folder, command, tmp_path, monkeypatch):
     """The patched model finds none of the needles, whatever is tried."""
 
     def loses(*arguments, **named):
@@ -71,7 +65,7 @@ def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny, c
     monkeypatch.setattr(pipeline, "prove_and_tighten", partial(prove_and_tighten, prove=loses))
     flags = "--lengths 512 --budget-rel-mse 1e-2 --segments 64,128 --trials 1 --num-prompts 1 --num-held-out 1"
     flags += " --num-certify 0 --device cpu --quiet --out no.safetensors" + " --allow-regression" * allow
-    outcome = command("--model", tiny, *flags.split())
+    outcome = command("--model", tiny_folder, *flags.split())
     lost = "at 512 tokens the patched model keeps 0 of the 3 needles that dense finds, 95% are asked for"
     assert outcome.returncode == (0 if allow else 3), outcome.stderr
     assert (tmp_path / "no.safetensors").exists() == allow

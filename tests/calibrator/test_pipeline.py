@@ -24,16 +24,9 @@ from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import InputError
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.reference.dense import exact_attention
-from support.tiny import recipe, save_tiny
+from support.tiny import recipe
 
 SLOW = pytest.mark.slow(reason="calibrates a tiny model, seconds each")
-
-LENGTHS, CHECK = (512, 1024), 768
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +36,9 @@ def journal(tmp_path_factory):
 
 
 @pytest.fixture
-def run(folder, journal, tmp_path):
+def run(tiny_folder, journal, tmp_path):
     def run(name="p.safetensors", **changes):
-        made = of(folder, tmp_path / name, **{"journal": journal} | changes)
+        made = of(tiny_folder, tmp_path / name, **{"journal": journal} | changes)
         return made, calibrate(made, progress=False)
 
     return run
@@ -109,12 +102,12 @@ def seen_from_outside(folder, made, profile):
     [{}, {"budget_scope": "model", "tails": (False,), "worst_rows": 0.22, "scores": ("int8",)}],
     ids=["defaults", "model-rows-int8"],
 )
-def test_the_profile_does_what_it_says(changes, folder, run):
+def test_the_profile_does_what_it_says(changes, tiny_folder, run):
     """Measured from outside, at the calibrated lengths and at the one that was only checked."""
     made, result = run(**changes)
     assert result.met
     profile = assert_what_was_proven_is_written(made, result)
-    found = seen_from_outside(folder, made, profile)
+    found = seen_from_outside(tiny_folder, made, profile)
     recorded = {proof.length: proof for proof in profile.record.held_out}
     assert {length: proof.calibrated for length, proof in recorded.items()} == {512: True, 1024: True, 768: False}
     assert len(found) == 6
@@ -146,9 +139,9 @@ CERTIFIED = {"num_certify": 3, "lengths": (512,), "budget_rel_mse": 2e-2}
 
 
 @pytest.fixture(scope="module")
-def certified(folder, journal, tmp_path_factory):
+def certified(tiny_folder, journal, tmp_path_factory):
     """The recipe of a calibration with a certificate, and its result."""
-    made = of(folder, tmp_path_factory.mktemp("certified") / "first", journal=journal, **CERTIFIED)
+    made = of(tiny_folder, tmp_path_factory.mktemp("certified") / "first", journal=journal, **CERTIFIED)
     return made, calibrate(made, progress=False)
 
 
@@ -197,8 +190,8 @@ def test_no_budget_at_all_gives_a_dense_profile(run):
     ],
     ids=["weights", "layers"],
 )
-def test_what_changed_is_named(change, said, folder, tmp_path):
-    loaded = load(str(folder), "cpu")
+def test_what_changed_is_named(change, said, tiny_folder, tmp_path):
+    loaded = load(str(tiny_folder), "cpu")
     device = DeviceIdentity("cpu", "cpu")
     Journal.open(tmp_path / "j", journal_identity(loaded, device)).close()
     if "geometry" in change:
@@ -233,8 +226,8 @@ def test_a_layers_time_is_predicted_as_a_share_of_dense_attentions():
     ("needles", "lost"),
     [((19, 20), False), ((18, 20), True), ((5, 6), False), ((4, 6), True), ((0, 0), False), (None, False)],
 )
-def test_how_many_needles_may_be_lost(needles, lost, folder, tmp_path):
-    made = of(folder, tmp_path / "p")  # 95% are to be kept
+def test_how_many_needles_may_be_lost(needles, lost, tiny_folder, tmp_path):
+    made = of(tiny_folder, tmp_path / "p")  # 95% are to be kept
     proofs = {512: LengthProof((), 0.0, 1.0, needles, 0.1, 0.1)}
     assert bool(judge.lost_needles(proofs, made)) is lost
     all_of_them = replace(made, needles=1.0)

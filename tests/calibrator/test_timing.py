@@ -106,13 +106,6 @@ def test_calls_take_turns_and_the_first_turn_is_not_counted(device):
     assert order == ["a", "b", "b", "a"] * 2
 
 
-def test_work_ahead_of_a_call_is_asked_for(monkeypatch):
-    asked = []
-    monkeypatch.setattr(timing, "_on_gpu", lambda device, flushes: asked.append(flushes) or (lambda call: call()))
-    assert samples({"a": lambda: 1.0}, GPU, 2, flushes=160) == {"a": [1.0, 1.0]}
-    assert asked == [160]
-
-
 def test_a_call_is_timed_on_its_own_gpu(monkeypatch):
     """Events of the current GPU's stream would not see what another one does: layers of a model may be on several."""
     second, recorded = torch.device("cuda", 1), []
@@ -136,15 +129,6 @@ def test_a_call_is_timed_on_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device: torch.zeros(size, dtype=dtype))
     assert medians({"a": lambda: recorded.append("call")}, second, 1) == {"a": 3e-3}
     assert recorded == [second, "call", second] * 2
-
-
-def test_the_clock_of_a_cpu():
-    """A real one: 20 ms of sleep are at least that and not ten times as much."""
-    import time
-
-    found = against_dense(lambda: time.sleep(0.02), lambda: time.sleep(0.04), CPU)
-    assert 0.02 <= found.seconds < 0.2
-    assert found.seconds < found.dense_seconds
 
 
 class PretendedGPU:

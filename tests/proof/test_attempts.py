@@ -16,10 +16,6 @@ def proven(begun, proof):
     return prove_and_tighten(executor, {length: [] for length in begun.lengths}, begun, progress=False, prove=proof)
 
 
-def times_the_prediction(factor):
-    return lambda candidate, length, layer: factor * error_of(candidate.layer_config(layer, length))
-
-
 def test_what_holds_is_proven_once_and_has_no_problems():
     proof = PretendedProof()
     result = proven(candidate(), proof)
@@ -28,29 +24,6 @@ def test_what_holds_is_proven_once_and_has_no_problems():
     assert not result.tightened
     for (length, layer), limit in result.limits.items():
         assert result.proofs[length].layers[layer].mse == error_of(result.configs[length, layer]) <= limit
-
-
-@pytest.mark.parametrize("factor", [3.0, 30.0])
-def test_a_layer_over_its_limit_is_tightened_by_what_it_is_over(factor):
-    """Errors that come out several times as large as predicted: so much less of the budget is what is left."""
-    begun = candidate()
-    result = proven(begun, PretendedProof(times_the_prediction(factor)))
-    assert result.met
-    assert result.tightened.keys() >= {(512, 0), (512, 1), (1024, 0)}
-    for place, times in result.tightened.items():
-        length, layer = place
-        assert 1 <= times <= TIGHTENINGS
-        assert 0.0 < result.proofs[length].layers[layer].mse <= result.limits[place] < result.first_errors[place]
-        pairs = zip(result.configs[place].heads, begun.configs[place].heads, strict=True)
-        assert all(mine.mode == "dense" or mine.tau <= theirs.tau for mine, theirs in pairs)
-        assert result.configs[place] != begun.configs[place]
-        if length in LENGTHS:
-            tightened = result.chosen[length].choices[layer]
-            over = result.first_errors[place] / result.limits[place]
-            assert tightened.allocation.mse <= begun.choice(layer, length).allocation.mse * 0.9 / over
-            assert tightened.config == result.configs[place]
-    checked = any(length not in LENGTHS for length, _ in result.tightened)
-    assert result.candidate.profile().lengths == (tuple(EVERY) if checked else LENGTHS)
 
 
 def test_lost_needles_are_tried_again_with_less_and_then_are_the_problem():
@@ -81,3 +54,30 @@ def test_lengths_that_are_slower_than_dense_become_dense(slow, again, dense):
         assert profile.layer_config(layer, length) == config
     if slow in LENGTHS:
         assert {choice.why_dense for choice in result.chosen[slow].choices} == {NOT_FASTER}
+
+
+def times_the_prediction(factor):
+    return lambda candidate, length, layer: factor * error_of(candidate.layer_config(layer, length))
+
+
+@pytest.mark.parametrize("factor", [3.0, 30.0])
+def test_a_layer_over_its_limit_is_tightened_by_what_it_is_over(factor):
+    """Errors that come out several times as large as predicted: so much less of the budget is what is left."""
+    begun = candidate()
+    result = proven(begun, PretendedProof(times_the_prediction(factor)))
+    assert result.met
+    assert result.tightened.keys() >= {(512, 0), (512, 1), (1024, 0)}
+    for place, times in result.tightened.items():
+        length, layer = place
+        assert 1 <= times <= TIGHTENINGS
+        assert 0.0 < result.proofs[length].layers[layer].mse <= result.limits[place] < result.first_errors[place]
+        pairs = zip(result.configs[place].heads, begun.configs[place].heads, strict=True)
+        assert all(mine.mode == "dense" or mine.tau <= theirs.tau for mine, theirs in pairs)
+        assert result.configs[place] != begun.configs[place]
+        if length in LENGTHS:
+            tightened = result.chosen[length].choices[layer]
+            over = result.first_errors[place] / result.limits[place]
+            assert tightened.allocation.mse <= begun.choice(layer, length).allocation.mse * 0.9 / over
+            assert tightened.config == result.configs[place]
+    checked = any(length not in LENGTHS for length, _ in result.tightened)
+    assert result.candidate.profile().lengths == (tuple(EVERY) if checked else LENGTHS)

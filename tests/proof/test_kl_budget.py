@@ -21,21 +21,16 @@ from s2o_runtime import load_profile, patch, unpatch
 from s2o_runtime.errors import InputError
 from s2o_runtime.huggingface.drift import allowed_errors
 from s2o_runtime.profile.record import Record
-from support.tiny import recipe, save_tiny
+from support.tiny import recipe
 
 NATS = 5e-4  # of the 9e-4 that this model has at the cheapest settings
 SETTINGS = {"lengths": (512,), "budget_kl": NATS, "num_certify": 3, "trials": 2, "num_held_out": 2}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def finished(folder, tmp_path_factory):
+def finished(tiny_folder, tmp_path_factory):
     """The recipe and its result; every test shares them."""
-    made = recipe(folder, tmp_path_factory.mktemp("calibrated") / "p.safetensors", **SETTINGS)
+    made = recipe(tiny_folder, tmp_path_factory.mktemp("calibrated") / "p.safetensors", **SETTINGS)
     return made, calibrate(made, progress=False)
 
 

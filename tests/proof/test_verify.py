@@ -5,37 +5,28 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
 
 from calibrate.curves.row_errors import row_errors, tile_worst
-from calibrate.model.models import in_memory
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof import agreement
 from calibrate.proof.verify import LayerProof, prove
-from s2o_runtime import patch, patched, unpatch
+from s2o_runtime import patch, unpatch
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.reference.dense import exact_attention
-from support.architectures import CASES
 from support.models import make_profile, save, stream
 from support.streamed import Layers, random_prompts, uniform
-from support.tiny import tiny_tokenizer
 
 LENGTHS = (130, 200)
 EXACT, SPARSE = uniform(0.0), uniform(100.0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save("llama", tmp_path_factory.mktemp("llama"))
 
 
 def prove_all(loaded, config, prompts=None):
     return prove(loaded, prompts or random_prompts(*LENGTHS), Layers((config, config)))[1]
 
 
-def test_a_configuration_that_never_stops_changes_nothing(folder):
-    for proof in prove_all(stream(folder, False), EXACT).values():
+def test_a_configuration_that_never_stops_changes_nothing(tiny_folder):
+    for proof in prove_all(stream(tiny_folder, False), EXACT).values():
         assert proof.kl < 1e-7  # float32 rounding
         assert proof.top1 == 1.0
         assert proof.needles is None
@@ -50,10 +41,10 @@ def test_a_configuration_that_never_stops_changes_nothing(folder):
 
 
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "streamed"])
-def test_the_proof_is_what_the_patched_model_shows(folder, resident):
+def test_the_proof_is_what_the_patched_model_shows(tiny_folder, resident):
     prompts = random_prompts(*LENGTHS)
-    proofs = prove_all(stream(folder, resident), SPARSE, prompts)
-    model = stream(folder, True).model
+    proofs = prove_all(stream(tiny_folder, resident), SPARSE, prompts)
+    model = stream(tiny_folder, True).model
     for length in LENGTHS:
         shown = [shown_by_patching(model, SPARSE, prompt.ids) for prompt in prompts[length]]
         proof = proofs[length]
@@ -99,7 +90,7 @@ def shown_by_patching(model, config, ids):
     return float(kl), float(top1), found
 
 
-def test_what_was_revised_is_what_is_proven(folder):
+def test_what_was_revised_is_what_is_proven(tiny_folder):
     asked = []
 
     def revise(layers, length, layer, proof):
@@ -107,7 +98,7 @@ def test_what_was_revised_is_what_is_proven(folder):
         return Layers((EXACT, SPARSE)) if layer == 0 and layers.configs[0] == SPARSE else None
 
     steps = []
-    loaded = stream(folder, False)
+    loaded = stream(tiny_folder, False)
     begun, revised = Layers((SPARSE, SPARSE)), Layers((EXACT, SPARSE))
     proven, proofs = prove(loaded, random_prompts(*LENGTHS), begun, revise, lambda: steps.append(1))
     assert proven == revised
@@ -127,19 +118,10 @@ def test_what_was_revised_is_what_is_proven(folder):
         assert isinstance(proofs[length].layers[0], LayerProof)
 
 
-def test_logits_in_pieces_give_the_same(folder, monkeypatch):
-    whole = prove_all(stream(folder, True), SPARSE)
-    monkeypatch.setattr(agreement, "ROWS", 7)
-    pieces = prove_all(stream(folder, True), SPARSE)
-    for length in LENGTHS:
-        assert pieces[length].kl == pytest.approx(whole[length].kl, rel=1e-4)
-        assert pieces[length].top1 == whole[length].top1
-
-
 @torch.no_grad()
-def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(folder, monkeypatch):
+def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(tiny_folder, monkeypatch):
     """Spans of what the dense model would say next, and one of what it would not."""
-    loaded = stream(folder, True)
+    loaded = stream(tiny_folder, True)
     ids = random_prompts(*LENGTHS)[200][0].ids.clone()
     spans = ((20, 22), (120, 123), (150, 154), (180, 184))
     for begin, end in spans[:3]:
@@ -149,7 +131,7 @@ def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(folder, mo
     prompts = {200: [Prompt(ids, spans), random_prompts(*LENGTHS)[200][1]]}
     assert prove_all(loaded, EXACT, prompts)[200].needles == (3, 3)
 
-    model = stream(folder, True).model
+    model = stream(tiny_folder, True).model
     patch(model, replace(make_profile(model, 0.0, min_length=10), layers=((SPARSE,) * 2,) * 2), strict=True)
     patched = model(ids[None], use_cache=False).logits[0]
     dense = loaded.model(ids[None], use_cache=False).logits[0]
@@ -193,28 +175,3 @@ def test_tiles_hold_their_largest_row(length):
     errors = torch.rand(2, 3, length)
     expected = torch.stack([errors[..., first : first + 64].amax(-1) for first in range(0, length, 64)], -1)
     assert torch.equal(tile_worst(errors), expected)
-
-
-@torch.no_grad()
-def test_a_mixed_model_is_proven_in_its_layers_of_full_attention(tmp_path):
-    """The whole model's predictions and time count; the layer with windows is proven nowhere."""
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(CASES["gemma3"].config).eval()
-    loaded = in_memory(model, tiny_tokenizer(), "tiny")
-    profile = make_profile(model, 0.4, min_length=10)
-    ids = torch.randint(3, 128, (200,))
-    _, proofs = prove(loaded, {200: [Prompt(ids)]}, profile)
-    (layer,) = proofs[200].layers
-    seen = {}
-    with patched(model, profile):
-        (state,) = layer_states(model)
-        state.observer = lambda number, q, k, v, scoring, out: seen.update({number: (q, k, v, scoring, out)})
-        logits = model(ids[None]).logits[0]
-    assert list(seen) == [1]
-    q, k, v, scoring, out = seen[1]
-    truth = exact_attention(q, k, v, **scoring.arguments())
-    assert layer.mse == pytest.approx(float((out - truth).square().mean()), rel=1e-4)
-    dense = model(ids[None]).logits[0]
-    kl = (dense.softmax(-1) * (dense.log_softmax(-1) - logits.log_softmax(-1))).sum(-1)
-    assert proofs[200].kl == pytest.approx(float(kl.mean()), rel=1e-3)
-    assert proofs[200].kl > 0
