@@ -31,10 +31,6 @@ def test_the_table_is_of_the_tests():
     assert script.PASSED in capabilities <= {script.PASSED, script.SKIPPED}
 
 
-def test_every_capability_has_a_test():
-    assert {capability for _, capability in script.shown(MODELS)} == set(script.COLUMNS)
-
-
 def test_a_cell_is_what_all_its_tests_did():
     left, right = (item("llama", "test_padded_batch", side=side) for side in ("left", "right"))
     static = item("llama", "test_generate_greedily", cache="static")
@@ -69,12 +65,3 @@ def test_what_is_written_is_what_is_read():
     assert script.shown("no table") == {}
     with pytest.raises(ValueError, match="put them where the table belongs"):
         script.with_table("no marks", "")
-
-
-def test_the_worst_of_setup_call_and_teardown_counts():
-    recorder = script.Recorder()
-    for outcome in ("passed", "skipped", "passed"):
-        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid="a", outcome=outcome))
-    for outcome in ("passed", "passed", "failed"):
-        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid="b", outcome=outcome))
-    assert recorder.outcomes == {"a": "skipped", "b": "failed"}

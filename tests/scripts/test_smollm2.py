@@ -1,10 +1,9 @@
 """The script that makes SmolLM2's checkpoint: what it keeps of a model, and how the context grows."""
 
-import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from scripts.smollm2 import main, plain_llama
+from scripts.smollm2 import plain_llama
 
 
 def small_llama():
@@ -36,10 +35,3 @@ def test_a_longer_context_is_yarn():
     assert plain.config.max_position_embeddings == 32768
     rope = plain.config.rope_parameters
     assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 4.0, 8192)
-
-
-def test_a_missing_file_is_one_sentence(capsys, tmp_path):
-    with pytest.raises(SystemExit) as exit:
-        main([str(tmp_path / "no.gguf"), "--out", str(tmp_path / "out")])
-    assert exit.value.code == 2
-    assert "no file" in capsys.readouterr().err
