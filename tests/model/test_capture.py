@@ -72,14 +72,6 @@ def test_the_layers_on_the_way_are_those_that_are_asked_for_one_by_one(folder):
             assert all(torch.equal(mine.q, theirs.q) for mine, theirs in zip(came_by, expected, strict=True))
 
 
-def test_rows_in_pieces_give_the_same(folder, monkeypatch):
-    whole = [list(captured) for captured in capture.layers(stream(folder, True), PROMPTS)]
-    monkeypatch.setattr(streams, "ROWS", 64)
-    pieces = [list(captured) for captured in capture.layers(stream(folder, True), PROMPTS)]
-    for mine, theirs in zip(pieces[1], whole[1], strict=True):
-        torch.testing.assert_close(mine.k, theirs.k, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("parameter", "message"),
     [

@@ -107,12 +107,3 @@ def test_how_a_checkpoint_is_loaded(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "transformers makes its tensors of others" in loading(folder, CONFIGS["llama"], model, "cpu", False)
-
-
-def test_layers_of_full_attention_may_have_heads_of_their_own():
-    if "gemma4_text" not in CONFIG_MAPPING:
-        pytest.skip("this version of transformers has no Gemma 4")
-    shape = geometry(CONFIG_MAPPING["gemma4_text"](head_dim=256, global_head_dim=512))
-    assert shape.head_dim == 512
-    assert shape.layers == 5
-    assert shape.other_layers == "25 sliding_attention"

@@ -228,19 +228,6 @@ def write_gguf(gguf, model, path, adds_bos=None):
     writer.close()
 
 
-def test_a_model_that_accelerate_spreads_keeps_its_hooks(tmp_path):
-    """Its hooks replace forward passes, as the calibrator does for a while."""
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    model = build("llama")
-    parts = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
-    accelerate.dispatch_model(model, dict.fromkeys(parts, "cpu"), force_hooks=True)
-    hooked = {part: part.__dict__["forward"] for part in model.modules() if "forward" in part.__dict__}
-    assert model.model.layers[1] in hooked
-    options = QUICKEST | {"budget_rel_mse": 1e-2, "out": tmp_path / "p.safetensors"}
-    assert calibrate(model, tiny_tokenizer(), progress=False, **options).written
-    assert {part: part.__dict__["forward"] for part in model.modules() if "forward" in part.__dict__} == hooked
-
-
 @pytest.mark.slow(reason="watches every operation of a calibration for its devices")
 def test_a_model_that_is_spread_over_devices_mixes_no_tensors_of_two(tmp_path, monkeypatch):
     """Two devices that are pretended: calibrating and running a model keeps to what is on a layer's own."""

@@ -143,15 +143,6 @@ def test_a_layer_that_does_not_call_the_attention_function_is_refused(monkeypatc
         self_test(held)
 
 
-def test_numbers_that_overflow_are_blamed_on_the_layer_that_makes_them():
-    held = loaded()
-    with torch.no_grad():
-        held.model.model.layers[0].mlp.up_proj.weight.fill_(1e20)
-        held.model.model.layers[0].mlp.down_proj.weight.fill_(3e38)
-    with pytest.raises(ModelError, match=r"^layer 0's output holds NaN or inf \(whole prompt\), none of its weights"):
-        self_test(held)
-
-
 def test_sizes_that_are_not_the_configurations_are_refused():
     config = CONFIG_MAPPING["gpt_neox"](**SIZES)  # which knows no KV heads and no head dim of its own
     with pytest.raises(ModelError, match="layer 0 has 4 query heads, 4 KV heads and a head dim of 16, its config"):

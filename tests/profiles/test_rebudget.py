@@ -169,15 +169,6 @@ def test_a_dense_layer_needs_a_larger_budget(times, stays, recipe, old, tmp_path
     assert not longest[1].is_dense
 
 
-@SLOW
-def test_lengths_that_were_only_checked_are_left_out(recipe, old, tmp_path):
-    middle = replace(old, lengths=(512, 768, 1024), layers=(old.layers[0], old.layers[0], old.layers[1]))
-    save_profile(middle, tmp_path / "old.safetensors")
-    done = rebudget(tmp_path / "old.safetensors", recipe.budget, tmp_path / "new.safetensors", recipe.journal_path)
-    assert done.profile.lengths == LENGTHS
-    assert done.profile.layers == rebudget(recipe.out, recipe.budget, tmp_path / "new.safetensors").profile.layers
-
-
 def edited(statement):
     """A change to a journal, as SQL."""
 

@@ -9,14 +9,14 @@ import torch
 from calibrate.curves.curves import TAUS, Ranking, Shape
 from calibrate.curves.passes import measure
 from calibrate.profiles import retile as module
-from calibrate.profiles.retile import ALIKE, LONGEST, OTHER_HEIGHT, legal_tiles, retile, tau_for
+from calibrate.profiles.retile import OTHER_HEIGHT, legal_tiles, retile, tau_for
 from calibrate.timing import Timing
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import InputError, ProfileError
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile, Record, load_profile, save_profile
-from s2o_runtime.profile.record import PredictedLayer, PredictedLength, ProvenLayer, ProvenLength, RecordedBudget
+from s2o_runtime.profile.record import ProvenLayer, ProvenLength, RecordedBudget
 from s2o_runtime.tiles import candidate_tiles
 
 GEOMETRY = Geometry("llama", 3, 4, 2, 64)
@@ -223,29 +223,6 @@ def test_what_was_not_proven_is_not_proven_now(proof, timed, tmp_path):
     made = profile([[layer()] * 3] * 2, [[0.6] * 3] * 2, proof=proof)
     save_profile(made, tmp_path / "old.safetensors")
     assert run(tmp_path).profile.record.proof == proof
-
-
-def test_predicted_densities_do_where_nothing_was_proven(old, timed, tmp_path):
-    predicted = tuple(
-        PredictedLength(
-            length=proof.length, layers=tuple(PredictedLayer(density=layer.density) for layer in proof.layers)
-        )
-        for proof in old.record.held_out
-    )
-    record = replace(old.record, predicted=predicted, held_out=())
-    save_profile(replace(old, record=record), tmp_path / "old.safetensors")
-    assert run(tmp_path).timed[0].density == DENSITY
-
-
-def test_long_buckets_are_timed_at_a_shorter_length(timed, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "LONGEST", 1024)
-    made = profile([[layer()] * 3] * 2, [[0.6] * 3, [0.6 + ALIKE / 4] * 3])
-    save_profile(made, tmp_path / "old.safetensors")
-    done = run(tmp_path)
-    assert LONGEST == 32768
-    assert {length for _, length in timed} == {1024}
-    assert len(done.timed) == 1
-    assert done.timed[0].layers == tuple((length, index) for length in (1024, 2048) for index in range(3))
 
 
 def test_a_cpu_takes_the_profile_as_it_is(old, tmp_path):

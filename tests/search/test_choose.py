@@ -1,7 +1,6 @@
 """From curves to what every layer does: groups that share a study, one budget over all layers, one setting for all."""
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -142,20 +141,6 @@ def test_a_layer_that_goes_without_says_so(curves, journal):
         assert (choice.why_dense is not None) == (shared.limits[index] == 0.0) == (index in dense)
 
 
-def test_spending_a_share(curves, journal):
-    chosen = run(curves, journal)
-    dense = replace(chosen, choices=[chosen.choices[0].as_dense("slow"), *chosen.choices[1:]])
-    half = dense.spending(0.5, allowed(recipe()))
-    assert half.choices[0] == dense.choices[0]
-    for before, after in zip(dense.choices[1:], half.choices[1:], strict=True):
-        assert after.point == before.point
-        assert after.allocation.mse <= after.budget_mse == before.budget_mse / 2
-        assert after.allocation.cost >= before.allocation.cost
-    quarter = half.spending(0.5, allowed(recipe()))
-    assert [choice.budget_mse for choice in quarter.choices[1:]] == [c.budget_mse / 4 for c in dense.choices[1:]]
-    assert (half.limits, half.groups, half.trials) == (chosen.limits, chosen.groups, chosen.trials)
-
-
 def random_curve(generator):
     mse, tail = (torch.rand(2, len(TAUS), generator=generator).double().cumsum(1) / 10 for _ in range(2))
     density = torch.rand(2, len(TAUS), generator=generator).double().sort(1, descending=True).values
@@ -219,17 +204,6 @@ class Walk:
         for number in range(first, layer + 1):
             Walk.moved.append(number)
             yield LAYERS[number]
-
-
-def test_on_a_gpu_every_layer_is_timed_on_its_own_inputs(curves, journal, monkeypatch):
-    seen = timings(monkeypatch, lambda layer, config: 0.5 + layer / 10 if layer != 2 else 1.5)
-    chosen = run(curves, journal, GPU)
-    assert {layer for layer, _ in seen} == set(range(4))
-    assert [choice.timing.seconds for choice in chosen.choices] == [0.5, 0.6, 1.5, 0.8]
-    assert [choice.why_dense for choice in chosen.choices] == [None, None, "1500.00 ms against 1000.00 ms dense", None]
-    assert chosen.uniform.seconds == pytest.approx(0.5 + 0.6 + 1.5 + 0.8)
-    uniform = LayerConfig((chosen.uniform.head,) * 2, TILES[0], grain=4)
-    assert sum(config == uniform for _, config in seen) == 4
 
 
 def test_layers_that_are_searched_beside_one_another_choose_the_same(curves, journal, tmp_path, monkeypatch):
@@ -304,20 +278,6 @@ def test_a_failure_is_dense_in_its_layer_only(curves, journal, monkeypatch):
     assert set(chosen.failures) <= {"CUDA out of memory"}
     assert sum(chosen.failures.values()) <= chosen.trials
     assert chosen.uniform.seconds is None  # there is no sum of what cannot be timed
-
-
-def test_times_come_from_the_journal_the_second_time(curves, tmp_path, monkeypatch):
-    seen = timings(monkeypatch, lambda layer, config: 0.3 + len(seen) / 1000)
-    found = []
-    for _ in range(2):
-        with Journal.open(tmp_path / "two", {}) as journal:
-            found.append(run(curves, journal, GPU))
-        if len(found) == 1:
-            assert seen
-            seen.clear()
-    assert seen == []
-    assert [choice.timing for choice in found[0].choices] == [choice.timing for choice in found[1].choices]
-    assert [choice.config for choice in found[0].choices] == [choice.config for choice in found[1].choices]
 
 
 def test_a_time_that_was_hopeless_against_a_better_one_is_taken_again(journal, monkeypatch):

@@ -107,15 +107,6 @@ def test_tails_of_less_work_than_the_shortest_prompt_are_not_compared(monkeypatc
     assert crossover.min_queries(TileConfig(dense_below=8192), head, 4, GEOMETRY, CPU, 0.0) == 1024
 
 
-def test_tails_are_timed_as_real_calls(monkeypatch):
-    monkeypatch.setattr(crossover, "TAIL_KEYS", (300,))
-    monkeypatch.setattr(crossover, "TAILS", (16, 64))
-    forget()
-    head = HeadConfig(MAX_TAU, 128, representatives=2, tail=True)
-    assert crossover.min_queries(TileConfig(), head, 4, GEOMETRY, CPU, 0.0) in (2, 64, 128)
-    assert 1 <= crossover.seconds.cache_info().misses <= 2
-
-
 def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, tmp_path):
     """Layers that differ in their density alone are one item, and the journal answers the second time."""
     monkeypatch.setattr(crossover, "dense_below", lambda tile, head, grain, *rest: 1000 * grain + head.segment)

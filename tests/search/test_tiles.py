@@ -76,20 +76,6 @@ def texts(shape):
             for t in CANDIDATES if shape_of(t) == shape}  # fmt: skip
 
 
-def test_the_journal_answers_the_second_time(timed, tmp_path, monkeypatch):
-    timed.seconds = [1.0, 1.5, RuntimeError("no"), 1.1]
-    with Journal.open(tmp_path / "two", {}) as journal:
-        first = find(journal)
-        assert journal.reused == 0
-    timed.compiled.clear()
-    monkeypatch.setattr(tiles, "medians", None)
-    with Journal.open(tmp_path / "two", {}) as journal:
-        assert find(journal) == first
-        assert journal.reused == len(SHAPES)
-    assert len(first.left_out) == 2
-    assert timed.compiled == []
-
-
 def test_another_length_or_segment_is_timed_again(timed, journal):
     for arguments in ({}, {"length": 640}, {"segments": (256,)}, {}):
         find(journal, **arguments)
