@@ -18,7 +18,7 @@ from calibrate.model.models import in_memory, load, load_config, load_tokenizer
 from calibrate.model.streams import begin, decoder_layers, layer_on_device
 from calibrate.model.weights import InMemory, model_class
 from calibrate.model.whole import streaming_obstacle
-from s2o_runtime import explain, load_profile, patch, patched
+from s2o_runtime import load_profile, patch
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, ModelError, ProfileError, ResourceError
@@ -27,7 +27,6 @@ from s2o_runtime.profile import Profile
 from s2o_runtime.serving.fit import check_model
 from support.architectures import CASES
 from support.models import CONFIGS, SIZES, build
-from support.spread import PretendedDevices, spread
 from support.tiny import QUICK, save_tiny, tiny_tokenizer
 
 PROMPTS = [torch.randint(8, 120, (90,), generator=torch.Generator().manual_seed(1))]
@@ -226,23 +225,6 @@ def write_gguf(gguf, model, path, adds_bos=None):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-@pytest.mark.slow(reason="watches every operation of a calibration for its devices")
-def test_a_model_that_is_spread_over_devices_mixes_no_tensors_of_two(tmp_path, monkeypatch):
-    """Two devices that are pretended: calibrating and running a model keeps to what is on a layer's own."""
-    model = build("llama")
-    decoder = model.model
-    spread(decoder.embed_tokens, decoder.rotary_emb, decoder.layers[0], device="first")
-    spread(decoder.layers[1], decoder.norm, model.lm_head, device="second")
-    with PretendedDevices() as devices:
-        options = QUICKEST | {"budget_rel_mse": 0.5, "lengths": (768,), "num_certify": 4, "out": tmp_path / "p"}
-        assert calibrate(model, tiny_tokenizer(), progress=False, **options).written
-        with torch.no_grad(), patched(model, tmp_path / "p", strict=True):
-            model(torch.randint(8, 120, (1, 768)))
-            assert {(row["layer"], row["path"]) for row in explain(model)} == {(0, "s2o"), (1, "s2o")}
-    assert devices.seen == {"first", "second"}
-    assert not devices.mixed
 
 
 CONFIGURATION = """

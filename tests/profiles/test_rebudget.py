@@ -52,7 +52,7 @@ def curves(recipe):
     identity = journal_identity(loaded, identify(torch.device("cpu")))
     with Journal.open(recipe.journal_path, identity) as journal:
         found = measure_model(
-            loaded, prompts.calibration, dict.fromkeys(LENGTHS, shapes), recipe, journal, lambda: None
+            loaded, prompts.calibration, dict.fromkeys(LENGTHS, shapes), recipe, journal, lambda *_, **__: None
         )
         assert journal.reused == len(LENGTHS) * 6
     return found

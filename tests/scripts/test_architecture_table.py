@@ -50,18 +50,3 @@ def test_a_cell_is_what_all_its_tests_did():
         ("llama", "quantised cache"): script.SKIPPED,
     }
     assert script.cells([chunks, static], {"other": "skipped"})["llama", "static cache"] == script.SKIPPED
-
-
-def test_what_is_written_is_what_is_read():
-    tested = {("a", "beams"): script.PASSED, ("b", "compiled"): script.SKIPPED}
-    text = script.with_table(f"before\n{script.START}\nold\n{script.END}\nafter\n", script.as_table(tested))
-    assert script.shown(text) == tested
-    assert text.startswith("before\n")
-    assert text.endswith(f"{script.END}\nafter\n")
-    assert script.with_table(text, script.as_table(tested)) == text
-    assert script.difference(tested, script.shown(text)) is None
-    assert "lacks c greedy" in script.difference(tested | {("c", "greedy"): script.PASSED}, tested)
-    assert "has, without a test, b compiled" in script.difference({("a", "beams"): script.PASSED}, tested)
-    assert script.shown("no table") == {}
-    with pytest.raises(ValueError, match="put them where the table belongs"):
-        script.with_table("no marks", "")

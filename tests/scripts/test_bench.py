@@ -11,7 +11,6 @@ from s2o_runtime.reference.dense import dense_attention
 from scripts.bench import attention as bench
 from scripts.bench import prefill
 from scripts.bench.calls import bisect, kernel_parts
-from scripts.bench.inputs import model_qkv, repeated_qkv
 from scripts.bench.schema import AttentionFile, PrefillFile, read
 
 pytestmark = pytest.mark.usefixtures("small_sample")
@@ -78,16 +77,6 @@ def test_bisection_finds_each_heads_tau():
 
     config = bisect(LayerConfig.uniform(3), 0.2, 20, density)
     assert [head.tau for head in config.heads] == pytest.approx((4 / sharpness).tolist(), rel=1e-3)
-
-
-def test_a_models_heads_are_repeated_to_fill_the_call():
-    """The demo model has 6 layers of 8 query and 2 KV heads: 13 KV heads need one of them twice."""
-    layers = model_qkv("demo", 128, 1, 0, torch.device("cpu"))
-    q, k, v = repeated_qkv(layers, (52, 13), 128, torch.float32)
-    assert (q.shape, k.shape, v.shape) == ((1, 52, 128, 128), (1, 13, 128, 128), (1, 13, 128, 128))
-    for t, heads in ((q, 4), (k, 1), (v, 1)):
-        torch.testing.assert_close(t[:, -heads:], t[:, :heads])
-        assert not torch.equal(t[:, :heads], t[:, 8 * heads : 9 * heads])
 
 
 @EXHAUSTIVE

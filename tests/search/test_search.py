@@ -275,32 +275,6 @@ def test_a_storage_keeps_every_trial_with_its_heads(in_storage, curves, tmp_path
     assert run(in_memory)[0].config == choice.config  # that it is kept changes nothing
 
 
-def test_the_same_run_replaces_its_study_also_after_a_kill(in_storage, tmp_path):
-    """So it ends as a run in one go; other layers and other recipes have studies of their own."""
-    trials = 3
-    whole, choice = in_storage(trials=trials)
-    (before,) = stored(tmp_path / "studies.db").values()
-
-    class Killed(BaseException):
-        pass
-
-    def dies(config, best):
-        raise Killed
-
-    with pytest.raises(Killed):
-        in_storage(dies, trials=trials)
-    (torn,) = stored(tmp_path / "studies.db").values()
-    assert len(torn.trials) < trials
-    again, same = in_storage(trials=trials)
-    (after,) = stored(tmp_path / "studies.db").values()
-    assert (after.study_name, same.config, list(again.tried)) == (before.study_name, choice.config, list(whole.tried))
-    for changes in ({"layer": 1}, {"seed": 7}):
-        in_storage(trials=trials, **changes)
-    names = list(stored(tmp_path / "studies.db"))
-    assert len(names) == 3
-    assert before.study_name in names
-
-
 @pytest.mark.parametrize("url", ["nonsense", "sqlite:////proc/none/studies.db", "none://user:secret@host/db"])
 def test_a_storage_that_cannot_be_opened_is_one_sentence(url):
     with pytest.raises(ResourceError, match=r"--storage cannot be opened \(.*\): give the URL of an Optuna") as raised:
