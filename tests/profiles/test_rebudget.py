@@ -190,8 +190,8 @@ def edited(statement):
             "was made with model.fingerprint another, the profile with [0-9a-f]{64}[^ ]*: give the profile's",
         ),
         (
-            edited("UPDATE meta SET value = json_set(value, '$.device.name', 'NVIDIA H200')"),
-            "was made with device.name NVIDIA H200, the profile with cpu: give the profile's own",
+            edited("UPDATE meta SET value = json_set(value, '$.device.kind', 'cuda')"),
+            "was made with device.kind cuda, the profile with cpu: give the profile's own",
         ),
         (
             edited("DELETE FROM entries WHERE json_extract(key, '$.layer') = 3"),
