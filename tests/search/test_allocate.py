@@ -140,3 +140,13 @@ def test_a_tail_may_err_less_than_all_keys_in_int8():
     assert errors == sorted(errors)
     assert errors[0] == 0.2
     assert allocate(curves, 0.75).density == 0.2
+
+
+def test_more_budget_is_never_denser():
+    torch.manual_seed(0)
+    mse = torch.rand(6, len(TAUS), dtype=torch.float64).cumsum(1)
+    density = torch.rand(6, len(TAUS), dtype=torch.float64).sort(1, descending=True).values
+    curves = {METHOD: Curve(mse, mse + 1, 0 * mse, 0 * mse, density, 1.0)}
+    shares = [allocate(curves, budget).cost for budget in (0.0, 0.1, 0.3, 1.0, 3.0, 100.0)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] == pytest.approx(float(density.min(1).values.mean()) + EXTRA)
