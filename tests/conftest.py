@@ -19,6 +19,14 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """A model and tokenizer that are calibrated in seconds; tests do not change them."""
+    from support.tiny import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
 @pytest.fixture
 def nan_filled():
     """Uninitialised memory is NaN, or the largest integer, so that an unwritten element shows."""

@@ -9,7 +9,8 @@ import pytest
 from calibrate.compiling import THREADS, any_stride, compile_ahead, form, with_tiles
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.kernels import prefill as prefill_module
+from s2o_runtime.kernels import keys, linear, prefill, shares, tail
+from s2o_runtime.kernels.rank import means, order, scores
 from s2o_runtime.tiles import candidate_tiles
 from support.kernels import inputs
 
@@ -63,7 +64,6 @@ LAYERS = {
 }
 
 
-@pytest.mark.usefixtures("small_sample")
 def test_layers_of_one_form_need_the_same_kernel(monkeypatch):
     """The constants of the launch of attention are those of the form, and those of different forms differ."""
     constants = []
@@ -71,7 +71,8 @@ def test_layers_of_one_form_need_the_same_kernel(monkeypatch):
     def recorded(kernel, grid, arguments, of_kernel, **options):
         constants.append(tuple(of_kernel.items()))  # and no launch: what would be computed is tested elsewhere
 
-    monkeypatch.setattr(prefill_module, "launch", recorded)
+    for module in (keys, linear, prefill, shares, tail, means, order, scores):
+        monkeypatch.setattr(module, "launch", recorded if module is prefill else lambda *_, **__: None)
     q, k, v = inputs(1, 2, 1, 66, 130, 64)
     of_form = {}
     for config in LAYERS.values():

@@ -3,7 +3,6 @@
 The kinds are made up here; test_cluster.py has whole runs on real workers.
 """
 
-import json
 import signal
 from contextlib import contextmanager
 from pathlib import Path
@@ -186,20 +185,3 @@ def test_its_exit_code_is_the_worst_of_them(ends, code, sentences, main, caplog)
     for line, sentence in zip(lines, sentences, strict=True):
         assert line.startswith(f"s2o-calibrate: {sentence}")
     assert said.out.count("wrote") == sum(isinstance(one, Finished) and one.result.written for one in ends)
-
-
-def test_its_json_has_all_kinds(main):
-    code, said = main(end(), ResourceError("its workers are gone"), flags=["--json"])
-    assert code == 4
-    assert json.loads(said.out) == {
-        "NVIDIA A (sm_90, 132 SMs)": {"met": True},
-        "NVIDIA B (sm_90, 132 SMs)": {"error": "its workers are gone"},
-    }
-
-
-def test_several_kinds_need_workers(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    terminate = signal.getsignal(signal.SIGTERM)
-    assert command.main(["--model", "demo", "--lengths", "512", "--device", "cpu", "--target-gpu", "all"]) == 2
-    signal.signal(signal.SIGTERM, terminate)
-    assert "target_gpu is for many workers: give gpus or scheduler too, or leave it out" in capsys.readouterr().err

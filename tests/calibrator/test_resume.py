@@ -10,7 +10,6 @@ from contextlib import closing
 import pytest
 
 from support.processes import command, environment
-from support.tiny import save_tiny
 
 SLOW = pytest.mark.slow(reason="kills and resumes calibrations in processes of their own")
 
@@ -19,11 +18,6 @@ OPTIONS += ["--num-certify", "0"]
 OPTIONS += ["--num-held-out", "1", "--trials", "2", "--budget-rel-mse", "1e-2", "--device", "cpu", "--quiet", "--json"]
 CURVES = 4  # of a whole journal: two layers at two lengths
 LONG = 120  # seconds that nothing here should take
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def start(folder, cwd, out="p.safetensors", journal="j.sqlite"):
@@ -75,10 +69,10 @@ def assert_as_in_one_go(one_go, cwd, outcome, reused):
 
 
 @pytest.fixture(scope="module")
-def one_go(folder, tmp_path_factory):
+def one_go(tiny_folder, tmp_path_factory):
     """Where a run that nothing disturbed left its files."""
     cwd = tmp_path_factory.mktemp("one")
-    code, result, said = finish(start(folder, cwd))
+    code, result, said = finish(start(tiny_folder, cwd))
     assert code == 0, said
     assert result["met"]
     assert result["journal"]["reused"] == 0
@@ -89,12 +83,12 @@ def one_go(folder, tmp_path_factory):
 
 
 @SLOW
-def test_a_run_that_is_stopped_again_and_again_ends_as_in_one_go(folder, one_go, tmp_path):
+def test_a_run_that_is_stopped_again_and_again_ends_as_in_one_go(tiny_folder, one_go, tmp_path):
     """Killed before the first measurement, interrupted between two, killed while the proof is running."""
     journal = tmp_path / "j.sqlite"
     for count, number in ((0, signal.SIGKILL), (2, signal.SIGINT), (CURVES + 1, signal.SIGKILL)):
         before = entries(journal) or []
-        process = start(folder, tmp_path)
+        process = start(tiny_folder, tmp_path)
         wait_for(process, journal, count)
         process.send_signal(number)
         code, result, said = finish(process)
@@ -106,22 +100,4 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_in_one_go(folder, one_go,
         assert after[: len(before)] == before
         assert len(after) >= count
         assert sorted(path.name for path in tmp_path.iterdir()) == ["j.sqlite", "j.sqlite.lock"]
-    assert_as_in_one_go(one_go, tmp_path, finish(start(folder, tmp_path)), len(after))
-
-
-@pytest.mark.exhaustive(reason="two more processes; test_journal.py refuses a journal that another holds")
-def test_a_second_run_is_refused_while_the_first_goes_on(folder, one_go, tmp_path):
-    first = start(folder, tmp_path)
-    wait_for(first, tmp_path / "j.sqlite", 1)
-    first.send_signal(signal.SIGSTOP)  # so that it is not done too early
-    try:
-        before = entries(tmp_path / "j.sqlite")
-        code, result, said = finish(start(folder, tmp_path, out="other.safetensors"))
-        assert (code, result) == (4, None)
-        text = "journal j.sqlite is being written by another run: wait for it, or give another --journal"
-        assert said == f"s2o-calibrate: {text}"
-        assert entries(tmp_path / "j.sqlite") == before
-        assert not (tmp_path / "other.safetensors").exists()
-    finally:
-        first.send_signal(signal.SIGCONT)
-    assert_as_in_one_go(one_go, tmp_path, finish(first), 0)
+    assert_as_in_one_go(one_go, tmp_path, finish(start(tiny_folder, tmp_path)), len(after))

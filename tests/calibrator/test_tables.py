@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from calibrate.tables import Markup, Table, bullets, escaped, markdown, print_fields, print_lines, print_table, terminal
+from calibrate.tables import Markup, Table, bullets, escaped, markdown, print_fields, print_lines, print_table
 
 FOREIGN = "a|b\n# c \x1b[31m[bold]`x`</td>"
 
@@ -24,11 +24,6 @@ def test_a_table_in_markdown():
         "| q | 9% | 64x64 |",
         "| k | 10% | 8 |",
     ]
-
-
-def test_the_last_letter_of_the_alignment_holds_for_what_follows():
-    rules = {align: markdown(Table("abc", [], align=align)).splitlines()[1] for align in ("r", "lc", "llr")}
-    assert rules == {"r": "| --: | --: | --: |", "lc": "| :-- | :-: | :-: |", "llr": "| :-- | :-- | --: |"}
 
 
 def test_foreign_text_is_neither_markup_nor_another_cell():
@@ -56,15 +51,6 @@ def test_nothing_of_a_table_is_cut_off(width):
     assert text.count("some") == text.count("words") == 10
     narrow = printed(print_table, Table(("a", "b"), [("x", "some words " * 20)], wrap="b"), width=width)
     assert max(map(len, narrow.splitlines())) <= 120
-
-
-def test_a_table_in_a_file_has_no_spaces_at_the_ends_of_lines_and_follows_columns(monkeypatch):
-    wide = Table(("a", "b"), [("x", "some words " * 20)], "title", "l", wrap="b")
-    for width in ("60", "90"):
-        monkeypatch.setenv("COLUMNS", width)
-        lines = printed(print_table, wide, width=terminal().width).splitlines()
-        assert int(width) - 20 < max(map(len, lines)) <= int(width)
-        assert lines == [line.rstrip() for line in lines]
 
 
 def test_a_table_without_rows_is_not_printed():

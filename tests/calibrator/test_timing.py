@@ -85,15 +85,6 @@ def test_timing_goes_on_until_the_median_is_certain(noise, device):
     assert found.seconds - found.low == pytest.approx(half(expected), rel=1e-3)
 
 
-def test_the_noise_above_ends_in_different_rounds(device):
-    rounds = {
-        against_dense(counted([1 + noise * (each - 1) for each in NOISY], 2)[0], counted([2.0], 1)[0], device).rounds
-        for noise in (0.1, 0.5, 5.0)
-    }
-    assert FEWEST_ROUNDS in rounds
-    assert ROUNDS in rounds
-
-
 def test_the_interval_holds_the_median_as_often_as_it_says():
     """Times whose median is 1, fifty of them: few enough take so many, but then the normal approximation holds."""
     drawn = torch.randn(2000, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 0.1 + 1.0
@@ -113,13 +104,6 @@ def test_calls_take_turns_and_the_first_turn_is_not_counted(device):
     found = samples({name: (lambda name=name: call(name)) for name in times}, device, 3)
     assert found == {"a": [1.0, 9.0, 2.0], "b": [5.0, 4.0, 3.0]}
     assert order == ["a", "b", "b", "a"] * 2
-
-
-def test_work_ahead_of_a_call_is_asked_for(monkeypatch):
-    asked = []
-    monkeypatch.setattr(timing, "_on_gpu", lambda device, flushes: asked.append(flushes) or (lambda call: call()))
-    assert samples({"a": lambda: 1.0}, GPU, 2, flushes=160) == {"a": [1.0, 1.0]}
-    assert asked == [160]
 
 
 def test_a_call_is_timed_on_its_own_gpu(monkeypatch):
@@ -145,20 +129,6 @@ def test_a_call_is_timed_on_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device: torch.zeros(size, dtype=dtype))
     assert medians({"a": lambda: recorded.append("call")}, second, 1) == {"a": 3e-3}
     assert recorded == [second, "call", second] * 2
-
-
-def test_medians(device):
-    calls = {"a": counted([3.0, 1.0, 2.0], 1)[0], "b": counted([7.0], 1)[0]}
-    assert medians(calls, device, 3) == {"a": 2.0, "b": 7.0}
-
-
-def test_the_clock_of_a_cpu():
-    """A real one: 20 ms of sleep are at least that and not ten times as much."""
-    import time
-
-    found = against_dense(lambda: time.sleep(0.02), lambda: time.sleep(0.04), CPU)
-    assert 0.02 <= found.seconds < 0.2
-    assert found.seconds < found.dense_seconds
 
 
 class PretendedGPU:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from calibrate.curves import ranking_cost
-from calibrate.curves.costs import RECORDED, fixed_cost, overhead
+from calibrate.curves.costs import fixed_cost, overhead
 from calibrate.curves.curves import Ranking
-from calibrate.curves.ranking_cost import beside, stored_cost
+from calibrate.curves.ranking_cost import stored_cost
 from calibrate.journal import Journal
 from calibrate.recipe import Recipe
 from s2o_runtime.identity import geometry
@@ -38,12 +38,6 @@ def test_what_ranking_takes_is_what_an_h200_took(file, length, most):
     selecting = [row["selecting_seconds"] for row in measured["rows"] if row["method"] == "S2O, one tau"]
     share = statistics.median(selecting) / dense
     assert 0.95 < (overhead(Ranking(1024, 1, 4), tail=True) + fixed_cost(length)) / share < most
-
-
-def test_the_fixed_part_falls_with_the_length_and_is_not_extrapolated_below_what_was_recorded():
-    costs = [fixed_cost(length) for length in (RECORDED, 16384, 32768, 131072)]
-    assert costs == sorted(costs, reverse=True)
-    assert fixed_cost(512) == fixed_cost(RECORDED)
 
 
 def test_a_gpus_cost_is_measured_once_and_read_again(tmp_path, monkeypatch):
@@ -76,9 +70,3 @@ def test_the_measured_call_stops_as_early_as_it_can(monkeypatch):
     assert [out.shape for out in ran] == [(1, 4, 1024, 64)] * 2
     density = 0.6 - overhead(ranking, tail=False) - cost
     assert 0.25 < density < 0.6  # windows of 256 have 0.25 of the pairs; to it comes one chunk for each row tile
-
-
-def test_what_is_left_of_a_call_beside_its_pairs_and_overhead():
-    ranking = Ranking(1024, 1, 4)
-    assert beside(0.5, 0.2, ranking) == pytest.approx(0.3 - overhead(ranking, tail=False))
-    assert beside(0.2, 0.3, ranking) == 0.0

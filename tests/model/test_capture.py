@@ -59,15 +59,6 @@ def test_one_layer_is_on_the_device_at_a_time_and_the_model_is_left_as_it_was(fo
     assert not any("forward" in module.__dict__ for module in loaded.model.modules())
 
 
-def test_prompts_that_nobody_asks_for_still_move_on(folder):
-    loaded = stream(folder, False)
-    whole = [list(captured) for captured in capture.layers(loaded, PROMPTS)]
-    for index, captured in enumerate(capture.layers(loaded, PROMPTS)):
-        if index == 1:
-            for mine, theirs in zip(captured, whole[1], strict=True):
-                assert torch.equal(mine.q, theirs.q)
-
-
 def test_the_layers_on_the_way_are_those_that_are_asked_for_one_by_one(folder):
     loaded = stream(folder, False)
     whole = [list(captured) for captured in capture.layers(loaded, PROMPTS)]
@@ -81,32 +72,6 @@ def test_the_layers_on_the_way_are_those_that_are_asked_for_one_by_one(folder):
             assert all(torch.equal(mine.q, theirs.q) for mine, theirs in zip(came_by, expected, strict=True))
 
 
-def test_a_prompt_runs_when_it_is_asked_for(folder, monkeypatch):
-    ran = []
-    original = streams.Stream.through
-
-    def through(self, layer, index):
-        ran.append((index, self.prompt))
-        return original(self, layer, index)
-
-    monkeypatch.setattr(streams.Stream, "through", through)
-    of_layers = capture.layers(stream(folder, False), PROMPTS)
-    first = next(of_layers)
-    assert ran == []
-    next(first)
-    assert ran == [(0, 0)]
-    next(of_layers)
-    assert ran == [(0, 0), (0, 1)]
-
-
-def test_rows_in_pieces_give_the_same(folder, monkeypatch):
-    whole = [list(captured) for captured in capture.layers(stream(folder, True), PROMPTS)]
-    monkeypatch.setattr(streams, "ROWS", 64)
-    pieces = [list(captured) for captured in capture.layers(stream(folder, True), PROMPTS)]
-    for mine, theirs in zip(pieces[1], whole[1], strict=True):
-        torch.testing.assert_close(mine.k, theirs.k, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("parameter", "message"),
     [
@@ -114,11 +79,10 @@ def test_rows_in_pieces_give_the_same(folder, monkeypatch):
         ("model.layers.0.mlp.up_proj.weight", "layer 0, prompt 0: the hidden state holds inf or NaN"),
     ],
 )
-@pytest.mark.parametrize("resident", [True, False], ids=["resident", "streamed"])
-def test_nan_is_named_by_layer_and_prompt(tmp_path, parameter, message, resident):
+def test_nan_is_named_by_layer_and_prompt(tmp_path, parameter, message):
     folder = save("llama", tmp_path, lambda model: model.get_parameter(parameter).data[3, 5].fill_(torch.nan))
     with pytest.raises(ModelError, match=message):
-        for _ in capture.layers(stream(folder, resident), PROMPTS):
+        for _ in capture.layers(stream(folder, False), PROMPTS):
             pass
 
 

@@ -15,13 +15,13 @@ from transformers import (
 )
 
 from calibrate.model import foresight
-from calibrate.model.foresight import attention_share, loading, outlook, served_layers
+from calibrate.model.foresight import attention_share, loading, outlook
 from calibrate.model.weights import skeleton
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import geometry
 from s2o_runtime.layer_kinds import UNLIMITED, layer_kinds, positions, visible_keys
 from support.architectures import CASES
-from support.models import CONFIGS, SIZES, save
+from support.models import CONFIGS, save
 
 CPU = torch.device("cpu")
 GEMMA = Gemma3TextConfig(sliding_window=1024)  # 22 of its 26 layers have windows
@@ -93,37 +93,6 @@ def test_the_share_of_attention():
     assert attention_share(chunks, 480) == pytest.approx(full / (full + chunked), rel=1e-9)
 
 
-def test_long_lists_of_layers_are_named():
-    assert served_layers(GEMMA) == "4 of 26 run S2O (5, 11, 17, 23); 22 sliding_attention stay as they are"
-
-
-def quantised(settings):
-    return LlamaConfig(**SIZES, quantization_config=settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "bits"),
-    [
-        ({"quant_method": "gptq", "bits": 4}, 4),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8),
-        ({"quant_method": "fp8"}, 8),
-        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4}}}}, 4),
-        ({"quant_method": "quanto"}, None),
-    ],
-    ids=lambda value: value["quant_method"] if isinstance(value, dict) else "",
-)
-def test_a_quantised_checkpoint_is_loaded_whole(settings, bits):
-    config = quantised(settings)
-    model = skeleton(CONFIGS["llama"], torch.bfloat16, CPU)
-    text = loading("org/name", config, model, "cpu", False)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    size = "of a size that its config does not tell" if bits is None else f"about {count * bits / 8e9:.3g} GB"
-    if settings["quant_method"] == "compressed-tensors":
-        size += f", {count * 2 / 1e9:.3g} GB once it runs"
-    assert text == f"as a whole, {size}: its weights are quantised ({settings['quant_method']})"
-    assert "quantised" not in loading("org/name", config, model, "cpu", True)
-
-
 def test_how_a_checkpoint_is_loaded(tmp_path, monkeypatch):
     folder = str(save("llama", tmp_path))
     model = skeleton(CONFIGS["llama"], torch.bfloat16, CPU)
@@ -138,12 +107,3 @@ def test_how_a_checkpoint_is_loaded(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "transformers makes its tensors of others" in loading(folder, CONFIGS["llama"], model, "cpu", False)
-
-
-def test_layers_of_full_attention_may_have_heads_of_their_own():
-    if "gemma4_text" not in CONFIG_MAPPING:
-        pytest.skip("this version of transformers has no Gemma 4")
-    shape = geometry(CONFIG_MAPPING["gemma4_text"](head_dim=256, global_head_dim=512))
-    assert shape.head_dim == 512
-    assert shape.layers == 5
-    assert shape.other_layers == "25 sliding_attention"

@@ -5,8 +5,6 @@ that run on every CPU.
 """
 
 import json
-import subprocess
-import sys
 from copy import deepcopy
 from importlib.util import find_spec
 
@@ -15,18 +13,16 @@ import torch
 
 from calibrate import calibrate
 from calibrate.commands import calibrate as command
-from calibrate.model.models import in_memory, load, load_config
+from calibrate.model.models import in_memory, load
 from calibrate.model.weights import InMemory
 from s2o_runtime import load_profile, patched
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import fingerprint
-from support.models import build, make_profile, used_s2o
+from support.models import build
 from support.tiny import QUICK, save_tiny, tiny_tokenizer
 
-EXHAUSTIVE = pytest.mark.exhaustive(reason="starts a process that loads a model")
 QUICKEST = QUICK | {"num_prompts": 1, "lengths": (256,), "segments": (64,), "representatives": (1,), "trials": 1}
 IDS = torch.randint(8, 120, (1, 90), generator=torch.Generator().manual_seed(1))
-LONG_IDS = torch.randint(8, 120, (1, 200), generator=torch.Generator().manual_seed(2))
 INT8_CHANNELS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 
 
@@ -176,32 +172,6 @@ def test_it_is_loaded_as_a_whole_and_keeps_its_fingerprint(checkpoint):
     assert torch.equal(loaded.model(IDS).logits.float(), quantised)
 
 
-@EXHAUSTIVE
-def test_another_process_gives_the_same_fingerprint(checkpoint):
-    _, folder = checkpoint
-    program = "import sys; from calibrate.model.models import load; print(load(sys.argv[1], 'cpu').fingerprint)"
-    process = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True)
-    assert process.stdout.split()[-1] == load(str(folder), "cpu").fingerprint
-
-
-@pytest.mark.exhaustive(reason="loads a model of every format twice")
-@torch.no_grad()
-def test_a_profile_that_never_stops_equals_eager_attention(checkpoint):
-    """Patched at tau = 0 against its own eager attention: within 4 times what SDPA differs from that."""
-    _, folder = checkpoint
-    model = load(str(folder), "cpu").model
-    logits = {}
-    for implementation in ("eager", "sdpa"):
-        model.set_attn_implementation(implementation)
-        logits[implementation] = model(LONG_IDS).logits.float()
-    with patched(model, make_profile(model, tau=0.0), strict=True):
-        never_stopped = model(LONG_IDS).logits.float()
-        assert used_s2o(model)
-    rounding = (logits["sdpa"] - logits["eager"]).abs().max()
-    assert rounding < 0.05 * logits["eager"].abs().max()
-    torch.testing.assert_close(never_stopped, logits["eager"], rtol=0, atol=max(4 * rounding.item(), 1e-5))
-
-
 def test_it_is_calibrated_and_runs(checkpoint, tmp_path):
     _, folder = checkpoint
     out = tmp_path / "p.safetensors"
@@ -254,10 +224,3 @@ def test_a_format_that_needs_a_gpu_is_one_sentence_on_a_cpu(method, tmp_path):
     with pytest.raises(ModelError, match=rf"is quantised \({method}\) in a format that cannot be loaded on a cpu") as e:
         load(str(folder), "cpu")
     assert "\n" not in str(e.value)
-
-
-def test_an_unknown_format_is_one_sentence(tmp_path):
-    folder = save_tiny(tmp_path)
-    write_settings(folder, {"quant_method": "own"})
-    with pytest.raises(ModelError, match="is quantised in a format that transformers does not know: own"):
-        load_config(str(folder))

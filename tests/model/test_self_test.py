@@ -37,7 +37,7 @@ def test_a_model_is_left_as_it_was():
         assert part.__dict__.keys() == attributes.keys()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
 def test_large_scores_in_16_bits_are_no_obstacle(name):
     """Eager attention in bfloat16 would be off by percents of its weights, as in models of large scores (Qwen2.5)."""
     held = loaded(CASES[name].config)
@@ -119,17 +119,6 @@ def change_attention(monkeypatch, change):
     monkeypatch.setattr(file, "eager_attention_forward", changed)
 
 
-def test_a_bias_that_s2o_does_not_know_is_noticed(monkeypatch):
-    def slopes(part, query, key, value, mask, named):  # as in ALiBi, of one layer only
-        if part.layer_idx == 1 and mask is not None:
-            mask = mask - 0.3 * torch.arange(key.shape[2]).flip(0)
-        return query, key, value, mask, named
-
-    change_attention(monkeypatch, slopes)
-    with pytest.raises(ModelError, match=r"layer 1 is not plain causal attention \(whole prompt: its output differs"):
-        self_test(loaded())
-
-
 def test_padding_that_is_ignored_is_noticed(monkeypatch):
     def unpadded(part, query, key, value, mask, named):
         return query, key, value, None if mask is None else mask[:1], named
@@ -154,9 +143,24 @@ def test_a_layer_that_does_not_call_the_attention_function_is_refused(monkeypatc
         self_test(held)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("part", ["self_attn.k_proj", "mlp.down_proj"])
-@pytest.mark.parametrize("number", [0, 1])
+def test_sizes_that_are_not_the_configurations_are_refused():
+    config = CONFIG_MAPPING["gpt_neox"](**SIZES)  # which knows no KV heads and no head dim of its own
+    with pytest.raises(ModelError, match="layer 0 has 4 query heads, 4 KV heads and a head dim of 16, its config"):
+        self_test(loaded(config))
+
+
+def test_a_bias_that_s2o_does_not_know_is_noticed(monkeypatch):
+    def slopes(part, query, key, value, mask, named):  # as in ALiBi, of one layer only
+        if part.layer_idx == 1 and mask is not None:
+            mask = mask - 0.3 * torch.arange(key.shape[2]).flip(0)
+        return query, key, value, mask, named
+
+    change_attention(monkeypatch, slopes)
+    with pytest.raises(ModelError, match=r"layer 1 is not plain causal attention \(whole prompt: its output differs"):
+        self_test(loaded())
+
+
+@pytest.mark.parametrize(("number", "part", "bad"), [(0, "self_attn.k_proj", math.nan), (1, "mlp.down_proj", math.inf)])
 def test_weights_that_are_no_numbers_are_named(number, part, bad):
     """Not the layer behind them, and not as another kind of attention; also in the last layer."""
     held = loaded()
@@ -167,26 +171,6 @@ def test_weights_that_are_no_numbers_are_named(number, part, bad):
         self_test(held)
 
 
-def test_numbers_that_overflow_are_blamed_on_the_layer_that_makes_them():
-    held = loaded()
-    with torch.no_grad():
-        held.model.model.layers[0].mlp.up_proj.weight.fill_(1e20)
-        held.model.model.layers[0].mlp.down_proj.weight.fill_(3e38)
-    with pytest.raises(ModelError, match=r"^layer 0's output holds NaN or inf \(whole prompt\), none of its weights"):
-        self_test(held)
-
-
-def test_sizes_that_are_not_the_configurations_are_refused():
-    config = CONFIG_MAPPING["gpt_neox"](**SIZES)  # which knows no KV heads and no head dim of its own
-    with pytest.raises(ModelError, match="layer 0 has 4 query heads, 4 KV heads and a head dim of 16, its config"):
-        self_test(loaded(config))
-
-
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "deepseek-v3"])
 def test_caps_sinks_and_other_value_head_dims_pass(name):
     self_test(loaded(CASES[name].config))
-
-
-def test_what_kernels_cannot_do_is_named():
-    with pytest.raises(ModelError, match=r"layer 0 cannot run S2O \(.*head.dim.*\): the model is not supported"):
-        self_test(loaded(LlamaConfig(**SIZES | {"head_dim": 288})))

@@ -9,14 +9,14 @@ import torch
 from calibrate.curves.curves import TAUS, Ranking, Shape
 from calibrate.curves.passes import measure
 from calibrate.profiles import retile as module
-from calibrate.profiles.retile import ALIKE, LONGEST, OTHER_HEIGHT, legal_tiles, retile, tau_for
+from calibrate.profiles.retile import OTHER_HEIGHT, legal_tiles, retile, tau_for
 from calibrate.timing import Timing
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import InputError, ProfileError
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile, Record, load_profile, save_profile
-from s2o_runtime.profile.record import PredictedLayer, PredictedLength, ProvenLayer, ProvenLength, RecordedBudget
+from s2o_runtime.profile.record import ProvenLayer, ProvenLength, RecordedBudget
 from s2o_runtime.tiles import candidate_tiles
 
 GEOMETRY = Geometry("llama", 3, 4, 2, 64)
@@ -111,25 +111,6 @@ def test_the_fastest_tile_is_taken_and_nothing_else_changes(old, timed, tmp_path
     assert new.record.budget == old.record.budget
 
 
-def test_alike_layers_are_timed_once_with_every_tile_that_may_be_taken(old, timed, tmp_path):
-    done = run(tmp_path)
-    assert {(length, config.tile) for config, length in timed} == {
-        (length, tile) for length in (1024, 2048) for tile in A100_TILES if tile.stride >= 512
-    }
-    assert len(timed) == 2 * sum(tile.stride >= 512 for tile in A100_TILES)
-    assert [alike.layers for alike in done.timed] == [((1024, 0), (1024, 1)), ((2048, 0), (2048, 1))]
-
-
-def test_every_kernel_that_is_timed_is_compiled_before_by_several_cores(old, timed, tmp_path):
-    run(tmp_path)
-    of_curves, *of_layers = timed.compiled
-    assert of_curves == []
-    kernels = {replace(config.tile, chunk=1) for config, _ in timed}
-    assert [{replace(config.tile, chunk=1) for config in together} for together in of_layers] == [kernels] * 2
-    assert all(len(together) == len(kernels) < len(timed) / 2 for together in of_layers)
-    assert {config.heads for together in of_layers for config in together} == {config.heads for config, _ in timed}
-
-
 def test_heads_are_timed_at_the_density_that_the_record_gives(old, timed, tmp_path):
     run(tmp_path)
     shape = Shape.of(FORMER)
@@ -172,18 +153,6 @@ def test_no_tile_checks_more_often_than_the_profile_did(timed, tmp_path):
         run(tmp_path)
         strides = {config.tile.stride for config, _ in timed}
         assert strides == {each for each in (256, 512, 1024) if each >= stride} or (stride, strides) == (2048, {2048})
-
-
-def test_tiles_that_do_not_divide_a_segment_are_never_timed(timed, tmp_path):
-    narrow = TileConfig(64, 64, 8, 8, 2)
-    made = profile([[layer(segment=192, tile=narrow)] * 3] * 2, [[0.6, 0.6, 0.6]] * 2)
-    save_profile(made, tmp_path / "old.safetensors")
-    for tile in A100_TILES:
-        if tile.block_m == 128:
-            timed.table[tile] = 0.01
-    run(tmp_path)
-    assert {config.tile.block_m for config, _ in timed} == {64}
-    assert {each.tile.block_m for each in load_profile(tmp_path / "new" / "new.safetensors").layers[0]} == {64}
 
 
 def test_a_layer_without_a_legal_tile_becomes_dense(timed, tmp_path, monkeypatch):
@@ -254,29 +223,6 @@ def test_what_was_not_proven_is_not_proven_now(proof, timed, tmp_path):
     made = profile([[layer()] * 3] * 2, [[0.6] * 3] * 2, proof=proof)
     save_profile(made, tmp_path / "old.safetensors")
     assert run(tmp_path).profile.record.proof == proof
-
-
-def test_predicted_densities_do_where_nothing_was_proven(old, timed, tmp_path):
-    predicted = tuple(
-        PredictedLength(
-            length=proof.length, layers=tuple(PredictedLayer(density=layer.density) for layer in proof.layers)
-        )
-        for proof in old.record.held_out
-    )
-    record = replace(old.record, predicted=predicted, held_out=())
-    save_profile(replace(old, record=record), tmp_path / "old.safetensors")
-    assert run(tmp_path).timed[0].density == DENSITY
-
-
-def test_long_buckets_are_timed_at_a_shorter_length(timed, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "LONGEST", 1024)
-    made = profile([[layer()] * 3] * 2, [[0.6] * 3, [0.6 + ALIKE / 4] * 3])
-    save_profile(made, tmp_path / "old.safetensors")
-    done = run(tmp_path)
-    assert LONGEST == 32768
-    assert {length for _, length in timed} == {1024}
-    assert len(done.timed) == 1
-    assert done.timed[0].layers == tuple((length, index) for length in (1024, 2048) for index in range(3))
 
 
 def test_a_cpu_takes_the_profile_as_it_is(old, tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import platform
 import random
 import shutil
 from collections import Counter
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from calibrate.model.models import DEMO_FOLDER
-from calibrate.prompts import documents
 from calibrate.prompts.assembly import ASK, assembled
 from calibrate.prompts.documents import CERTIFY, PURPOSES, Document, built_in_documents
 from calibrate.prompts.files import read_documents
@@ -19,9 +17,7 @@ from calibrate.prompts.prompts import load_prompts
 from calibrate.prompts.split import parts, split
 from calibrate.recipe import DOMAINS, Budget, Recipe
 from s2o_runtime.errors import ConfigError, InputError
-from s2o_runtime.profile import load_profile
 
-PROFILES = Path(__file__).parents[2] / "profiles" / "demo"
 CHATML = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content | trim }}<|endoftext|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -88,20 +84,6 @@ def test_built_in_prompts_are_exact_distinct_and_reproducible(tokenizer):
     assert made.record() != load_prompts(recipe(seed=1), tokenizer).record()
 
 
-def test_prompts_take_the_domains_in_turns(tokenizer):
-    made = load_prompts(recipe(num_certify=5), tokenizer)
-    assert [prompt.domain for prompt in made.calibration[512]] == list(DOMAINS)
-    assert [prompt.domain for prompt in made.certify[512]] == [*DOMAINS, "code"]
-    texts = [tokenizer.decode(prompt.ids) for prompt in made.calibration[1024]]
-    assert texts[0].startswith("# ")
-    assert texts[2].startswith("User: ")
-    assert sum("一" <= character <= "鿿" for character in texts[3]) > 100
-    assert not any("一" <= character <= "鿿" for text in texts[:3] for character in text)
-
-    chosen = load_prompts(recipe(domains=("prose", "code"), lengths=(512,)), tokenizer)
-    assert [prompt.domain for prompt in chosen.calibration[512]] == ["prose", "code"] * 2
-
-
 def test_domains_are_checked():
     with pytest.raises(ConfigError, match=r"domains is .*'klingon'"):
         recipe(domains=("klingon",))
@@ -146,23 +128,6 @@ def test_a_domain_that_runs_out_says_so_and_stays_within_its_set(tokenizer, monk
     assert numbers_of(tokenizer, made.certify) == {300, 301}
 
 
-def test_no_file_of_the_library_is_in_two_sets(tokenizer):
-    made = load_prompts(recipe(lengths=(2048, 4096), domains=("code",)), tokenizer)
-    named = [
-        {
-            line
-            for prompts in of_length.values()
-            for prompt in prompts
-            for line in tokenizer.decode(prompt.ids).splitlines()
-            if line.startswith("# ") and line.endswith(".py")
-        }
-        for of_length in (made.calibration, made.held_out, made.certify)
-    ]
-    assert all(len(files) > 4 for files in named)
-    assert sum(map(len, named)) == len(set.union(*named))
-    assert not [name for name in set.union(*named) if "/test" in name]
-
-
 def test_every_prompt_asks_for_the_needles_that_it_hides(tokenizer, with_bos):
     for reader in (tokenizer, with_bos):
         for prompt in load_prompts(recipe(lengths=(2048,), num_certify=0), reader).calibration[2048]:
@@ -174,14 +139,6 @@ def test_every_prompt_asks_for_the_needles_that_it_hides(tokenizer, with_bos):
                 assert text.count(f"# The secret code for {word} is {code}") == 1, prompt.domain
             answered = [reader.decode(prompt.ids[first:end]).strip() for first, end in prompt.answers]
             assert answered == [line.split()[-1].rstrip(".") for line in asked]
-
-
-def test_needles_can_be_left_out(tokenizer):
-    made = load_prompts(recipe(hide_needles=False, lengths=(512,)), tokenizer)
-    assert [prompt.length for prompt in made.calibration[512]] == [512] * 4
-    for prompt in made.calibration[512]:
-        assert not prompt.answers
-        assert "secret code" not in tokenizer.decode(prompt.ids)
 
 
 def test_the_first_token_is_the_tokenizers_own_and_not_doubled_by_a_chat_template(tokenizer, with_bos):
@@ -226,42 +183,6 @@ def test_few_prompts_to_calibrate_on_are_a_warning(tokenizer, caplog):
     assert "3 prompts to calibrate on can say little about others: use 4 or more" in caplog.text
 
 
-def test_a_profiles_recipe_gives_the_prompts_that_it_was_made_of(tokenizer):
-    """Code is of the sources of Python, and those change with it: the same Python gives the same hashes."""
-    recorded = load_profile(PROFILES / "cpu" / "mse-0.0001.safetensors").record
-    made = load_prompts(Recipe.from_record(recorded.recipe, Path("unused")), tokenizer).record()
-    assert [prompt.length for prompt in made.certify] == [prompt.length for prompt in recorded.data.certify]
-    if recorded.versions["python"] == platform.python_version():
-        assert (made.calibration, made.held_out, made.certify) == (
-            recorded.data.calibration, recorded.data.held_out, recorded.data.certify
-        )  # fmt: skip
-
-
-def test_users_documents_have_one_purpose_at_all_lengths(tokenizer, tmp_path, caplog):
-    entries = [{"text": words(100 + index, 250 + 20 * index)} for index in range(12)]
-    path = write(tmp_path / "p.jsonl", [*entries, {"text": words(900, 20)}])
-    made = load_prompts(recipe(prompts=(path,), lengths=(400, 600)), tokenizer)
-    assert not caplog.text
-    sets = [numbers_of(tokenizer, prompts) for prompts in (made.calibration, made.held_out, made.certify)]
-    assert [len(numbers) for numbers in sets] == [4, 2, 3]
-    assert len(set.union(*sets)) == 9
-    assert {prompt.domain for prompts in made.calibration.values() for prompt in prompts} == {"p"}
-    assert made.record() == load_prompts(recipe(prompts=(path,), lengths=(400, 600)), tokenizer).record()
-
-
-def test_users_prompts_are_the_beginnings_of_texts_with_needles(tokenizer, tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    path = write(tmp_path / "p.jsonl", [{"prompt": f"start{index} " + words(100 + index, 800)} for index in range(9)])
-    made = load_prompts(recipe(prompts=(path,), lengths=(600,)), tokenizer)
-    assert "9 documents are longer than their prompts" in caplog.text
-    for prompt in made.calibration[600]:
-        text = tokenizer.decode(prompt.ids)
-        assert prompt.length == 600
-        assert text.startswith("start")
-        assert text.count("# The secret code for") == 1
-        assert len(prompt.answers) == 1
-
-
 def test_groups_stay_together_and_duplicates_are_dropped(tokenizer, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     entries = [
@@ -286,15 +207,6 @@ def test_too_few_texts_first_calibrate_and_adjust(tokenizer, tmp_path, caplog, t
     said = f"{counts[0]} to calibrate on, {counts[1]} to adjust on, {counts[2]} to certify on where 4, 2, 3"
     assert (said in caplog.text) == (counts != [4, 2, 3])
     assert ("so nothing is certified at 512 tokens" in caplog.text) == (counts[2] == 0)
-
-
-def test_the_split_comes_after_the_length_filter(tokenizer, tmp_path):
-    """Nine long texts among many short ones suffice, wherever they stand."""
-    entries = [{"text": words(100 + index, 250 if index % 4 == 0 else 10)} for index in range(36)]
-    made = load_prompts(recipe(prompts=(write(tmp_path / "p.jsonl", entries),), lengths=(512,)), tokenizer)
-    sets = [numbers_of(tokenizer, prompts) for prompts in (made.calibration, made.held_out, made.certify)]
-    assert [len(numbers) for numbers in sets] == [4, 2, 3]
-    assert {number % 4 for numbers in sets for number in numbers} == {0}
 
 
 def test_short_texts_of_one_domain_are_joined(tokenizer, tmp_path):
@@ -408,11 +320,15 @@ def test_a_split_says_where_each_group_is_at_once():
     assert len(list(parts(shared["certify"], sizes.__getitem__, 50))) == 2
 
 
-def test_the_shipped_text_names_its_origin():
-    folder = Path(documents.__file__).parent / "texts"
-    said = (folder / "SOURCES.txt").read_text(encoding="utf-8")
-    packed = sorted(path.name for path in folder.glob("*.xz"))
-    assert packed == sorted(f"{domain}.jsonl.xz" for domain in DOMAINS if domain != "code")
-    assert all(name in said for name in packed)
-    assert "public domain" in said
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 2 << 20
+def test_prompts_take_the_domains_in_turns(tokenizer):
+    made = load_prompts(recipe(num_certify=5), tokenizer)
+    assert [prompt.domain for prompt in made.calibration[512]] == list(DOMAINS)
+    assert [prompt.domain for prompt in made.certify[512]] == [*DOMAINS, "code"]
+    texts = [tokenizer.decode(prompt.ids) for prompt in made.calibration[1024]]
+    assert texts[0].startswith("# ")
+    assert texts[2].startswith("User: ")
+    assert sum("一" <= character <= "鿿" for character in texts[3]) > 100
+    assert not any("一" <= character <= "鿿" for text in texts[:3] for character in text)
+
+    chosen = load_prompts(recipe(domains=("prose", "code"), lengths=(512,)), tokenizer)
+    assert [prompt.domain for prompt in chosen.calibration[512]] == ["prose", "code"] * 2

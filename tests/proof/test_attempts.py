@@ -1,25 +1,19 @@
 """The loop of the proof, without a model: prove, judge, tighten, and prove again what changed."""
 
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 
-from calibrate.proof.tighten import NOT_FASTER, OVER_LIMIT, RETRIES, TIGHTENINGS, prove_and_tighten
+from calibrate.proof.tighten import NOT_FASTER, RETRIES, TIGHTENINGS, prove_and_tighten
 from support.candidates import LENGTHS, PretendedProof, candidate, error_of
 
 EVERY = [512, 768, 1024, 1536, 2048]
-CALIBRATED = {(length, layer) for length in LENGTHS for layer in range(2)}
 
 
 def proven(begun, proof):
     """What comes of a candidate that is measured by a pretended proof."""
     executor = SimpleNamespace(geometry=begun.geometry)
     return prove_and_tighten(executor, {length: [] for length in begun.lengths}, begun, progress=False, prove=proof)
-
-
-def times_the_prediction(factor):
-    return lambda candidate, length, layer: factor * error_of(candidate.layer_config(layer, length))
 
 
 def test_what_holds_is_proven_once_and_has_no_problems():
@@ -30,6 +24,40 @@ def test_what_holds_is_proven_once_and_has_no_problems():
     assert not result.tightened
     for (length, layer), limit in result.limits.items():
         assert result.proofs[length].layers[layer].mse == error_of(result.configs[length, layer]) <= limit
+
+
+def test_lost_needles_are_tried_again_with_less_and_then_are_the_problem():
+    proof = PretendedProof(needles=lambda candidate, length: (3, 20) if length == 1024 else None)
+    result = proven(candidate(), proof)
+    assert [lengths for lengths, _ in proof.attempts] == [EVERY] + [[768, 1024, 1536]] * RETRIES
+    budgets = [[choice.budget_mse for choice in begun.chosen[1024].choices] for _, begun in proof.attempts]
+    for number, of_layers in enumerate(budgets):
+        assert of_layers == pytest.approx([budget / 2**number for budget in budgets[0]])
+    said = "at 1024 tokens the patched model keeps 3 of the 20 needles that dense finds, 95% are asked for"
+    assert result.problems == (said,)
+    assert not result.met
+
+
+@pytest.mark.parametrize(
+    ("slow", "again", "dense"),
+    [(512, [512, 768], {512}), (768, [768], {768}), (2048, [1536, 2048], {1536, 2048})],
+    ids=["shortest", "checked", "longest"],
+)
+def test_lengths_that_are_slower_than_dense_become_dense(slow, again, dense):
+    proof = PretendedProof(seconds=lambda candidate, length: 0.2 if length == slow else 0.1)
+    result = proven(candidate("cuda"), proof)
+    assert result.met
+    assert [lengths for lengths, _ in proof.attempts] == [EVERY, again]
+    profile = result.candidate.profile()
+    for (length, layer), config in result.configs.items():
+        assert config.is_dense == (length in dense)  # what is checked below a dense bucket follows it
+        assert profile.layer_config(layer, length) == config
+    if slow in LENGTHS:
+        assert {choice.why_dense for choice in result.chosen[slow].choices} == {NOT_FASTER}
+
+
+def times_the_prediction(factor):
+    return lambda candidate, length, layer: factor * error_of(candidate.layer_config(layer, length))
 
 
 @pytest.mark.parametrize("factor", [3.0, 30.0])
@@ -53,83 +81,3 @@ def test_a_layer_over_its_limit_is_tightened_by_what_it_is_over(factor):
             assert tightened.config == result.configs[place]
     checked = any(length not in LENGTHS for length, _ in result.tightened)
     assert result.candidate.profile().lengths == (tuple(EVERY) if checked else LENGTHS)
-
-
-def test_the_last_tightening_is_dense():
-    """Whatever S2O does comes out a little over the limit; only dense attention does not."""
-    budgets = {}
-
-    def over_limit(candidate, length, layer):
-        if choice := candidate.choice(layer, length):
-            budgets.setdefault((length, layer), []).append(choice.allocation.mse)
-        dense = candidate.layer_config(layer, length).is_dense
-        return 0.0 if dense else 1.05 * candidate.limits[length, layer]
-
-    result = proven(candidate(), PretendedProof(over_limit))
-    assert result.met
-    assert all(config.is_dense for config in result.configs.values())
-    assert set(result.tightened) == CALIBRATED  # checked lengths follow them
-    assert max(result.tightened.values()) == TIGHTENINGS
-    for (length, layer), times in result.tightened.items():
-        assert (result.chosen[length].choices[layer].why_dense == OVER_LIMIT) == (times == TIGHTENINGS)
-        of_layer = budgets[length, layer]
-        assert all(after <= before * 0.9 / 1.05 for before, after in pairwise(of_layer))
-        assert of_layer[-1] == 0.0
-
-
-def budgets_of(attempts, length=1024):
-    return [[choice.budget_mse for choice in begun.chosen[length].choices] for _, begun in attempts]
-
-
-def test_lost_needles_are_tried_again_with_less_and_then_are_the_problem():
-    proof = PretendedProof(needles=lambda candidate, length: (3, 20) if length == 1024 else None)
-    result = proven(candidate(), proof)
-    assert [lengths for lengths, _ in proof.attempts] == [EVERY] + [[768, 1024, 1536]] * RETRIES
-    budgets = budgets_of(proof.attempts)
-    for number, of_layers in enumerate(budgets):
-        assert of_layers == pytest.approx([budget / 2**number for budget in budgets[0]])
-    said = "at 1024 tokens the patched model keeps 3 of the 20 needles that dense finds, 95% are asked for"
-    assert result.problems == (said,)
-    assert not result.met
-
-
-def test_needles_that_less_of_the_budget_keeps_are_kept():
-    """They are found where a layer spends half of what it did."""
-    begun = candidate()
-    whole = begun.choice(0, 1024).budget_mse
-
-    def needles(candidate, length):
-        return (20 if length != 1024 or candidate.chosen[1024].choices[0].budget_mse <= whole / 2 else 3, 20)
-
-    proof = PretendedProof(needles=needles)
-    result = proven(begun, proof)
-    assert result.met
-    assert len(proof.attempts) == 2
-    assert result.proofs[1024].needles == (20, 20)
-    assert result.chosen[1024].choices[0].budget_mse == pytest.approx(whole / 2)
-    assert result.chosen[512].choices[0].budget_mse == begun.chosen[512].choices[0].budget_mse
-
-
-def test_what_is_lost_at_a_checked_length_costs_the_buckets_around_it():
-    lost = iter([True] + [False] * 9)
-    proof = PretendedProof(needles=lambda candidate, length: (0, 20) if length == 768 and next(lost) else None)
-    assert proven(candidate(), proof).met
-    assert [lengths for lengths, _ in proof.attempts] == [EVERY, [512, 768, 1024, 1536]]
-
-
-@pytest.mark.parametrize(
-    ("slow", "again", "dense"),
-    [(512, [512, 768], {512}), (768, [768], {768}), (2048, [1536, 2048], {1536, 2048})],
-    ids=["shortest", "checked", "longest"],
-)
-def test_lengths_that_are_slower_than_dense_become_dense(slow, again, dense):
-    proof = PretendedProof(seconds=lambda candidate, length: 0.2 if length == slow else 0.1)
-    result = proven(candidate("cuda"), proof)
-    assert result.met
-    assert [lengths for lengths, _ in proof.attempts] == [EVERY, again]
-    profile = result.candidate.profile()
-    for (length, layer), config in result.configs.items():
-        assert config.is_dense == (length in dense)  # what is checked below a dense bucket follows it
-        assert profile.layer_config(layer, length) == config
-    if slow in LENGTHS:
-        assert {choice.why_dense for choice in result.chosen[slow].choices} == {NOT_FASTER}

@@ -20,7 +20,6 @@ from calibrate.proof.certificate import (
     shares_of_limits,
 )
 from calibrate.proof.certify import (
-    HOPELESS,
     OVER_BOUND,
     SLOWER,
     Ladder,
@@ -89,47 +88,30 @@ def test_errors_next_to_nothing_do_not_blow_up_a_bound():
     assert look_bound([1e-13] * 3, 1.0, limit, config.as_dense()) == pytest.approx(1e-13)
 
 
-@pytest.mark.parametrize("rung", range(1, len(RUNGS) + 1))
-def test_a_layer_climbs_down_to_the_first_rung_that_holds(rung):
-    """The mean itself is within the limit: it is the bound that is not."""
+@pytest.mark.parametrize(
+    ("times", "rungs"),
+    [
+        *(([0.99] * rung + [0.1], RUNGS[:rung]) for rung in range(1, len(RUNGS) + 1)),  # the bound alone is over it
+        ([1.9, 0.5], RUNGS[:3]),  # the rungs that the first bound makes hopeless are passed over
+        ([9.0, 0.1], RUNGS),  # but the last one
+        ([2.0] * (2 + len(RUNGS)), (*RUNGS, 0.0)),  # below it a layer is dense whatever its rounding
+    ],
+)
+def test_a_layer_climbs_down_to_the_first_rung_that_holds(times, rungs):
+    """Looks find mean errors of `times` the limit."""
     begun = candidate()
-    limit = begun.limits[1024, 1]
-    left, looks = down(begun, 1024, 1, [0.99 * limit] * rung + [0.1 * limit])
-    assert [look.share for look in looks] == [1.0, *RUNGS[:rung]]
-    spent = begun.choice(1, 1024).allocation.mse
-    assert left.choice(1, 1024).budget_mse == pytest.approx(RUNGS[rung - 1] * spent)
-    assert left.layer_config(1, 1024) == left.choice(1, 1024).config
+    limit, spent = begun.limits[1024, 1], begun.choice(1, 1024).allocation.mse
+    left, looks = down(begun, 1024, 1, [each * limit for each in times])
+    assert [look.share for look in looks] == [1.0, *rungs]
+    choice = left.choice(1, 1024)
+    assert choice.budget_mse == pytest.approx(rungs[-1] * spent) or choice.why_dense == OVER_BOUND
+    config = left.layer_config(1, 1024)
+    assert config == choice.config or config.is_dense
+    assert config.is_dense == choice.config.is_dense == (rungs[-1] == 0.0)
     assert left.tightened[1024, 1].times == 0  # the certificate's doing, not the adjustment's
     changed = {place for place in begun.configs if left.configs[place] != begun.configs[place]}
     assert (1024, 1) in changed
     assert all(layer == 1 for _, layer in changed)
-
-
-def test_rungs_that_the_first_bound_makes_hopeless_are_passed_over():
-    begun = candidate()
-    limit, spent = begun.limits[1024, 1], begun.choice(1, 1024).allocation.mse
-    left, looks = down(begun, 1024, 1, [1.9 * limit, 0.5 * limit])
-    assert looks[0].bound > HOPELESS * limit / RUNGS[1]
-    assert [look.share for look in looks] == [1.0, *RUNGS[:3]]
-    assert left.choice(1, 1024).budget_mse == pytest.approx(RUNGS[2] * spent)
-
-
-def test_the_last_rung_is_tried_however_bad_the_first_bound_is():
-    begun = candidate()
-    limit, spent = begun.limits[1024, 1], begun.choice(1, 1024).allocation.mse
-    left, looks = down(begun, 1024, 1, [9 * limit, 0.1 * limit])
-    assert RUNGS[-1] * looks[0].bound > HOPELESS * limit
-    assert [look.share for look in looks] == [1.0, *RUNGS]
-    assert left.choice(1, 1024).budget_mse == pytest.approx(RUNGS[-1] * spent)
-
-
-def test_below_the_last_rung_a_layer_is_dense_whatever_its_rounding():
-    begun = candidate()
-    limit = begun.limits[512, 0]
-    left, looks = down(begun, 512, 0, [2 * limit] * (2 + len(RUNGS)))
-    assert [look.share for look in looks] == [1.0, *RUNGS, 0.0]
-    assert left.layer_config(0, 512).is_dense
-    assert left.choice(0, 512).why_dense == OVER_BOUND
 
 
 def test_at_a_checked_length_thresholds_are_lowered_from_what_they_were():
@@ -155,15 +137,6 @@ def test_a_rung_that_changes_no_head_is_not_looked_at(monkeypatch):
     left, looks = down(begun, 512, 0, [limit, 0.1 * limit])
     assert [look.share for look in looks] == [1.0, RUNGS[0], RUNGS[1]]
     assert left.choice(0, 512).budget_mse == pytest.approx(RUNGS[1] * begun.choice(0, 512).allocation.mse)
-
-
-def test_what_becomes_dense_afterwards_changes_nothing_else():
-    begun = candidate("cuda")
-    dense = with_dense(begun, frozenset({1024}))
-    for (length, layer), config in begun.configs.items():
-        assert dense.configs[length, layer] == (config.as_dense() if length == 1024 else config)
-        assert dense.profile().layer_config(layer, length) == dense.configs[length, layer]
-    assert with_dense(begun, frozenset()) is begun
 
 
 def test_layers_that_adjusting_left_slower_than_dense_become_dense():
@@ -320,20 +293,11 @@ def recorded(seen):
     return {512: certified_length(certified(seen), [1e-4, 2e-4])}
 
 
-def test_fresh_prompts_like_these_keep_the_certificate():
-    seen = length_sample()
-    check = compared(candidate().profile(), BUDGET, recorded(seen), {512: seen})
-    assert check.problems == ()
-    (length,) = check.lengths
-    whats = ("all rows", "the last eighth", "64 new tokens")
-    assert [(one.layer, one.what) for one in length.bounds] == [(layer, what) for layer in range(2) for what in whats]
-    assert (length.kl_above, length.kl_chance) == (0, pytest.approx(1.0))
-
-
 def test_a_broken_bound_is_named():
     """A mean that is a little above its bound is chance; one that is far above is not."""
     seen = length_sample()
     profile = candidate().profile()
+    assert compared(profile, BUDGET, recorded(seen), {512: seen}).problems == ()
     above = replace(seen, layers=(layer_sample(8e-5), seen.layers[1]))
     check = compared(profile, BUDGET, recorded(seen), {512: above})
     assert check.problems == ()

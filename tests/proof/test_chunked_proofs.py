@@ -9,13 +9,11 @@ import pytest
 from calibrate import pipeline
 from calibrate.commands.profile import main as profile_command
 from calibrate.pipeline import calibrate
-from calibrate.profiles.stored import recipe_of
 from calibrate.proof import certify, kl_search, recertify, reprove, tighten
 from calibrate.proof.certify import proven_again, with_dense
 from calibrate.proof.sample import sample
 from calibrate.proof.tighten import Proven, prove_and_tighten
 from calibrate.proof.verify import prove
-from s2o_runtime import load_profile
 from support.candidates import LENGTHS, candidate, proofs_of
 from support.tiny import recipe, save_tiny
 
@@ -58,11 +56,6 @@ def test_a_calibration_proves_in_the_recipes_chunks(finished):
     assert chunks == {"kl_search.prove": {CHUNK}, "tighten.prove": {CHUNK}, "certify.sample": {CHUNK}}
 
 
-def test_the_record_says_so(finished):
-    path, _, _ = finished
-    assert recipe_of(load_profile(path), path).chunk == CHUNK
-
-
 def test_what_changed_since_the_proof_is_measured_in_chunks(monkeypatch):
     begun = candidate()
     begun = replace(begun, recipe=replace(begun.recipe, chunk=CHUNK))
@@ -75,8 +68,9 @@ def test_what_changed_since_the_proof_is_measured_in_chunks(monkeypatch):
     assert chunks == {"certify.prove": {CHUNK}}
 
 
-@pytest.mark.parametrize("given", [None, OTHER], ids=["the recipe's", "another"])
-@pytest.mark.parametrize(("fresh", "place"), [((), "reprove.prove"), (("--seed", "5"), "recertify.sample")])
+@pytest.mark.parametrize(
+    ("fresh", "place", "given"), [((), "reprove.prove", None), (("--seed", "5"), "recertify.sample", OTHER)]
+)
 def test_verify_proves_in_chunks(finished, fresh, place, given, monkeypatch, capsys):
     path, folder, _ = finished
     chunks = Chunks()

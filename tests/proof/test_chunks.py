@@ -5,19 +5,18 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from calibrate.prompts.prompts import Prompt
 from calibrate.proof.chunks import chunks_of
 from calibrate.proof.sample import sample
 from calibrate.proof.verify import prove
 from s2o_runtime import s2o_attention
-from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface.hf import s2o_attention_forward, s2o_mask
 from s2o_runtime.huggingface.layers import LayerState, attach
 from s2o_runtime.reference.dense import dense_attention
-from support.models import save, stream
+from support.models import stream
+from support.streamed import random_prompts, uniform
 
-TILE = TileConfig(64, 32, 1, 4, 1)
-EXACT, SPARSE, SPARSER = (LayerConfig.uniform(4, tau=tau, segment=64, tile=TILE) for tau in (0.0, 0.5, 1e4))
+EXACT, SPARSE, SPARSER = map(uniform, (0.0, 0.5, 1e4))
 LENGTH, CHUNK = 300, 128
 
 
@@ -75,24 +74,15 @@ def test_a_prefill_in_chunks_is_the_calls_that_a_server_makes():
     assert not torch.allclose(whole, dense_attention(q, k, v), atol=1e-3)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save("llama", tmp_path_factory.mktemp("llama"))
-
-
-def prompts():
-    generator = torch.Generator().manual_seed(5)
-    return [Prompt(ids) for ids in torch.randint(3, 128, (2, LENGTH), generator=generator)]
-
-
-def test_a_proof_in_chunks(folder):
+def test_a_proof_in_chunks(tiny_folder):
     """Exact chunks prove exact; chunks that stop differ from the whole prompt, which ranks for other queries."""
-    exact = prove(stream(folder, True), {LENGTH: prompts()}, Layers(EXACT, EXACT), chunk=CHUNK)[1][LENGTH]
+    exact = prove(stream(tiny_folder, True), random_prompts(LENGTH), Layers(EXACT, EXACT), chunk=CHUNK)[1][LENGTH]
     assert exact.kl < 1e-7
     assert all(layer.rel_mse < 1e-10 and layer.density == pytest.approx(1.0) for layer in exact.layers)
     layers = Layers(SPARSER, SPARSER)
     chunked, whole = (
-        prove(stream(folder, True), {LENGTH: prompts()}, layers, chunk=chunk)[1][LENGTH] for chunk in (CHUNK, None)
+        prove(stream(tiny_folder, True), random_prompts(LENGTH), layers, chunk=chunk)[1][LENGTH]
+        for chunk in (CHUNK, None)
     )
     for of_chunks, of_whole in zip(chunked.layers, whole.layers, strict=True):
         assert 0 < of_chunks.density < 1
@@ -101,8 +91,10 @@ def test_a_proof_in_chunks(folder):
     assert chunked != whole
 
 
-def test_a_certificates_sample_in_chunks(folder):
-    exact = sample(stream(folder, True), LENGTH, prompts(), Layers(EXACT, EXACT), chunk=CHUNK)[1]
+def test_a_certificates_sample_in_chunks(tiny_folder):
+    exact = sample(
+        stream(tiny_folder, True), LENGTH, random_prompts(LENGTH)[LENGTH], Layers(EXACT, EXACT), chunk=CHUNK
+    )[1]
     for layer in exact.layers:
         assert len(layer.prompts) == 2
         assert layer.density == pytest.approx(1.0)

@@ -15,14 +15,8 @@ from s2o_runtime.config import LayerConfig
 from s2o_runtime.profile import Profile
 from support.candidates import candidate
 from support.models import make_profile
-from support.tiny import save_tiny
 
 LENGTH = 320
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def patched_kl(model, profile: Profile, prompts):
@@ -38,8 +32,8 @@ def patched_kl(model, profile: Profile, prompts):
     return sum(kls) / len(kls)
 
 
-def test_each_group_is_the_model_with_only_its_layers_patched(folder: Path):
-    loaded = load(str(folder), "cpu")
+def test_each_group_is_the_model_with_only_its_layers_patched(tiny_folder: Path):
+    loaded = load(str(tiny_folder), "cpu")
     generator = torch.Generator().manual_seed(0)
     prompts = [Prompt(torch.randint(3, 90, (LENGTH,), generator=generator)) for _ in range(2)]
     profile = make_profile(loaded.model, 300.0)

@@ -8,7 +8,7 @@ import pytest
 
 from calibrate.proof import kl_search
 from calibrate.proof.judge import judge
-from calibrate.proof.kl_pass import FURTHEST, KlPass, best_scale, next_scale, settled
+from calibrate.proof.kl_pass import KlPass, best_scale, next_scale, settled
 from calibrate.proof.kl_search import PASSES, within_kl
 from calibrate.proof.problems import kl_shown_over_budget
 from calibrate.proof.tighten import TIGHTEN_TO, tighten
@@ -44,19 +44,6 @@ def test_three_passes_find_the_scale(factor, power):
     assert law(scale) <= MOST
     assert passes[0].scale == 1.0
     assert len(passes) == 1 or factor != 1.0
-
-
-def test_a_secant_through_two_passes_is_exact_on_a_power_law():
-    passes = [KlPass(1.0, 1.0, 3 * AIM), KlPass(0.5, 1.0, 3 * AIM * 0.5**1.4)]
-    assert 3 * next_scale(passes, AIM) ** 1.4 == pytest.approx(1.0)
-
-
-def test_steps_keep_to_their_range_where_measurements_say_nothing():
-    assert next_scale([], AIM) == 1.0
-    assert next_scale([KlPass(1.0, 1.0, 0.0)], AIM) == FURTHEST  # everything is dense
-    assert next_scale([KlPass(1.0, 1.0, 1e3)], AIM) == 1 / FURTHEST
-    noise = [KlPass(1.0, 1.0, 2 * AIM), KlPass(0.5, 1.0, 2.2 * AIM)]  # less error, more KL
-    assert next_scale(noise, AIM) < 0.5
 
 
 def test_what_is_proven_is_within_the_budget_where_a_pass_was():

@@ -45,16 +45,6 @@ def test_the_worst_are_one_of_the_errors_at_the_nearest_rank(count):
     torch.testing.assert_close(worst_of(errors.square(), 1).sqrt(), expected.double(), rtol=1e-6, atol=0)
 
 
-def test_the_error_of_one_row_is_in_no_other():
-    dense, _, _, noise = tensors(48, 48)
-    out = dense.clone()
-    out[:, :, 7] += noise[:, :, 7]
-    errors = errors_of_rows(out, dense)
-    assert errors.squares.nonzero().flatten().tolist() == [7]
-    assert errors.off[:, 7].min() > 0
-    assert errors.mse_and_power(8)[0] == 0
-
-
 def test_rows_are_drawn_one_from_each_part():
     generator = torch.Generator().manual_seed(0)
     for first, end in ((0, 100), (64, 164), (10, 74)):

@@ -1,50 +1,31 @@
 """What certify prompts say, against the proof and against exact attention."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 from calibrate.curves.row_errors import row_errors
-from calibrate.prompts.prompts import Prompt
 from calibrate.proof import sample as sampling
 from calibrate.proof.sample import sample
 from calibrate.proof.verify import prove
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.reference.dense import exact_attention
-from support.models import save, stream
+from support.models import stream
+from support.streamed import Layers, random_prompts, uniform
 
 LENGTH = 200
-SPARSE, LESS = (LayerConfig.uniform(4, tau=tau, segment=64, tile=TileConfig(64, 32, 1, 4, 1)) for tau in (100.0, 0.5))
-
-
-@dataclass(frozen=True)
-class Layers:
-    """What each layer runs."""
-
-    configs: tuple[LayerConfig, ...]
-
-    def layer_config(self, layer, length):
-        return self.configs[layer]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save("llama", tmp_path_factory.mktemp("llama"))
+SPARSE, LESS = uniform(100.0), uniform(0.5)
 
 
 @pytest.fixture(scope="module")
 def prompts():
-    generator = torch.Generator().manual_seed(5)
-    return [Prompt(ids) for ids in torch.randint(3, 128, (2, LENGTH), generator=generator)]
+    return random_prompts(LENGTH)[LENGTH]
 
 
-def test_it_is_what_the_proof_finds(folder, prompts):
+def test_it_is_what_the_proof_finds(tiny_folder, prompts):
     both = Layers((SPARSE, SPARSE))
-    accepted, sampled = sample(stream(folder, False), LENGTH, prompts, both)
+    accepted, sampled = sample(stream(tiny_folder, False), LENGTH, prompts, both)
     assert accepted is both
-    proof = prove(stream(folder, False), {LENGTH: prompts}, both)[1][LENGTH]
+    proof = prove(stream(tiny_folder, False), {LENGTH: prompts}, both)[1][LENGTH]
     for layer, proven in zip(sampled.layers, proof.layers, strict=True):
         assert sum(one.mse for one in layer.prompts) / 2 == pytest.approx(proven.mse, rel=1e-3)
         assert sum(one.power for one in layer.prompts) / 2 == pytest.approx(proven.dense_power, rel=1e-3)
@@ -54,7 +35,7 @@ def test_it_is_what_the_proof_finds(folder, prompts):
     assert sampled.noise_floor is None
 
 
-def test_the_last_eighth_and_continued_calls(folder, prompts, monkeypatch):
+def test_the_last_eighth_and_continued_calls(tiny_folder, prompts, monkeypatch):
     """Of the first layer, whose inputs are those of any model."""
     seen = []
     real = sampling._errors
@@ -64,7 +45,7 @@ def test_the_last_eighth_and_continued_calls(folder, prompts, monkeypatch):
         return real(config, layer, prompt, q, k, v, scoring, out)
 
     monkeypatch.setattr(sampling, "_errors", watch)
-    _, sampled = sample(stream(folder, False), LENGTH, prompts[:1], Layers((SPARSE, SPARSE)))
+    _, sampled = sample(stream(tiny_folder, False), LENGTH, prompts[:1], Layers((SPARSE, SPARSE)))
     q, k, v, out, scoring = seen[0]
     truth = exact_attention(q, k, v, **scoring.arguments())
     (found,) = sampled.layers[0].prompts
@@ -79,32 +60,32 @@ def test_the_last_eighth_and_continued_calls(folder, prompts, monkeypatch):
     assert found.worst == pytest.approx(float(worst), rel=1e-3)
 
 
-def test_what_is_revised_runs_on_the_same_inputs_and_what_follows_sees_it(folder, prompts):
+def test_what_is_revised_runs_on_the_same_inputs_and_what_follows_sees_it(tiny_folder, prompts):
     asked = []
 
     def revise(layers, length, layer, seen):
         asked.append((layer, layers.configs, seen.prompts[0].mse))
         return Layers((LESS, SPARSE)) if layers.configs[0] == SPARSE else None
 
-    accepted, sampled = sample(stream(folder, False), LENGTH, prompts, Layers((SPARSE, SPARSE)), revise)
+    accepted, sampled = sample(stream(tiny_folder, False), LENGTH, prompts, Layers((SPARSE, SPARSE)), revise)
     assert accepted == Layers((LESS, SPARSE))
     assert [(layer, configs) for layer, configs, _ in asked] == [
         (0, (SPARSE, SPARSE)), (0, (LESS, SPARSE)), (1, (LESS, SPARSE)),
     ]  # fmt: skip
     assert asked[1][2] < asked[0][2]
-    _, expected = sample(stream(folder, False), LENGTH, prompts, accepted)
+    _, expected = sample(stream(tiny_folder, False), LENGTH, prompts, accepted)
     assert sampled.layers == expected.layers
     assert sampled.agreements == expected.agreements
 
 
-def test_the_noise_floor_is_what_two_dense_implementations_differ_by(folder, prompts, monkeypatch):
+def test_the_noise_floor_is_what_two_dense_implementations_differ_by(tiny_folder, prompts, monkeypatch):
     def on_cpu(item, worker):
         return {"kl": sampling.noise(worker, worker.prompts[item.prompt], sampling.SDPBackend.MATH)}
 
     monkeypatch.setattr(sampling.NoiseFloor, "run", on_cpu)
     floors = []
     for dtype in (torch.float32, torch.bfloat16):
-        _, sampled = sample(stream(folder, False, dtype), LENGTH, prompts, Layers((SPARSE, SPARSE)))
+        _, sampled = sample(stream(tiny_folder, False, dtype), LENGTH, prompts, Layers((SPARSE, SPARSE)))
         floors.append(sampled.noise_floor)
         assert sum(one.kl for one in sampled.agreements) / 2 > 10 * sampled.noise_floor
     assert 0 <= floors[0] < 1e-7

@@ -88,7 +88,3 @@ def test_how_many_exceed_a_bound_is_beta_binomial(rank, count, fresh):
 def test_the_interval_of_a_share(kept, found):
     exact = stats.binomtest(kept, found).proportion_ci(0.95, method="exact")
     assert share_interval(kept, found, 0.95) == pytest.approx((exact.low, exact.high))
-
-
-def test_without_trials_any_share_is_possible():
-    assert share_interval(0, 0, 0.95) == (0.0, 1.0)

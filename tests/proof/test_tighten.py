@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from calibrate.proof.candidate import Tightening
 from calibrate.proof.judge import judge, slower_than_dense
-from calibrate.proof.tighten import NOT_FASTER, OVER_LIMIT, TIGHTEN_TO, TIGHTENINGS, tighten, tighten_layer
+from calibrate.proof.tighten import OVER_LIMIT, TIGHTEN_TO, TIGHTENINGS, tighten, tighten_layer
 from support.candidates import CHECKS, LENGTHS, LIMITS, candidate, proof_of, proofs_of
 
 
@@ -116,21 +115,3 @@ def test_lost_needles_cost_half_the_budget(lost, halved, again):
         share = 0.5 if length in halved else 1.0
         for old, new in zip(begun.chosen[length].choices, after.chosen[length].choices, strict=True):
             assert new.budget_mse == share * old.budget_mse
-
-
-def test_what_is_slower_becomes_dense_and_what_changed_starts_again():
-    begun = candidate("cuda")
-    for length in begun.lengths:
-        begun = tighten_layer(begun, length, 0, proof_of(2 * begun.limits[length, 0]))
-    proofs = proofs_of(begun)
-    slow = {length: replace(proofs[length], prefill_seconds=0.2, needles=(0, 20)) for length in (512, 1536)}
-    after, lengths = tighten(begun, judge(begun, proofs | slow))
-    assert lengths == {512, 768, 1536}  # needles that a slow length lost cost nobody's budget
-    assert after.tightened.keys() == {(1024, 0), (2048, 0)}
-    assert {choice.why_dense for choice in after.chosen[512].choices} == {NOT_FASTER}
-    assert after.dense_lengths == {1536}
-    for length in after.lengths:
-        dense = [after.layer_config(layer, length).is_dense for layer in range(2)]
-        assert all(dense) == (length in (512, 1536))
-    assert after.profile().lengths == tuple(sorted(after.lengths))
-    assert isinstance(begun.tightened[512, 0], Tightening)  # as it was

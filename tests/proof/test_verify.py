@@ -1,63 +1,32 @@
 """The streamed proof against what one sees by patching the whole model and watching it."""
 
-import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
 
 from calibrate.curves.row_errors import row_errors, tile_worst
-from calibrate.model.models import DEMO_FOLDER, in_memory, load_tokenizer
-from calibrate.prompts.needles import make_needles
-from calibrate.prompts.prompts import Prompt, load_prompts
+from calibrate.prompts.prompts import Prompt
 from calibrate.proof import agreement
 from calibrate.proof.verify import LayerProof, prove
-from calibrate.recipe import Budget, Recipe
-from s2o_runtime import patch, patched, unpatch
-from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime import patch, unpatch
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.reference.dense import exact_attention
-from support.architectures import CASES
-from support.marks import all_but_first
 from support.models import make_profile, save, stream
-from support.tiny import tiny_tokenizer
+from support.streamed import Layers, random_prompts, uniform
 
-SLOW = pytest.mark.slow(reason="further architectures")
 LENGTHS = (130, 200)
-TILE = TileConfig(64, 32, 1, 4, 1)
-EXACT, SPARSE = (LayerConfig.uniform(4, tau=tau, segment=64, tile=TILE) for tau in (0.0, 100.0))
-
-
-@pytest.fixture(params=all_but_first(["llama", "qwen2", "tied"], SLOW), scope="module")
-def folder(request, tmp_path_factory):
-    return save(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def random_prompts(count=2):
-    generator = torch.Generator().manual_seed(5)
-    ids = {length: torch.randint(3, 128, (count, length), generator=generator) for length in LENGTHS}
-    return {length: [Prompt(each) for each in rows] for length, rows in ids.items()}
-
-
-@dataclass(frozen=True)
-class Layers:
-    """What each layer runs, the same at every length."""
-
-    configs: tuple[LayerConfig, ...]
-
-    def layer_config(self, layer, length):
-        return self.configs[layer]
+EXACT, SPARSE = uniform(0.0), uniform(100.0)
 
 
 def prove_all(loaded, config, prompts=None):
-    return prove(loaded, prompts or random_prompts(), Layers((config, config)))[1]
+    return prove(loaded, prompts or random_prompts(*LENGTHS), Layers((config, config)))[1]
 
 
-def test_a_configuration_that_never_stops_changes_nothing(folder):
-    for proof in prove_all(stream(folder, False), EXACT).values():
+def test_a_configuration_that_never_stops_changes_nothing(tiny_folder):
+    for proof in prove_all(stream(tiny_folder, False), EXACT).values():
         assert proof.kl < 1e-7  # float32 rounding
         assert proof.top1 == 1.0
         assert proof.needles is None
@@ -72,10 +41,10 @@ def test_a_configuration_that_never_stops_changes_nothing(folder):
 
 
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "streamed"])
-def test_the_proof_is_what_the_patched_model_shows(folder, resident):
-    prompts = random_prompts()
-    proofs = prove_all(stream(folder, resident), SPARSE, prompts)
-    model = stream(folder, True).model
+def test_the_proof_is_what_the_patched_model_shows(tiny_folder, resident):
+    prompts = random_prompts(*LENGTHS)
+    proofs = prove_all(stream(tiny_folder, resident), SPARSE, prompts)
+    model = stream(tiny_folder, True).model
     for length in LENGTHS:
         shown = [shown_by_patching(model, SPARSE, prompt.ids) for prompt in prompts[length]]
         proof = proofs[length]
@@ -121,7 +90,7 @@ def shown_by_patching(model, config, ids):
     return float(kl), float(top1), found
 
 
-def test_what_was_revised_is_what_is_proven(folder):
+def test_what_was_revised_is_what_is_proven(tiny_folder):
     asked = []
 
     def revise(layers, length, layer, proof):
@@ -129,9 +98,9 @@ def test_what_was_revised_is_what_is_proven(folder):
         return Layers((EXACT, SPARSE)) if layer == 0 and layers.configs[0] == SPARSE else None
 
     steps = []
-    loaded = stream(folder, False)
+    loaded = stream(tiny_folder, False)
     begun, revised = Layers((SPARSE, SPARSE)), Layers((EXACT, SPARSE))
-    proven, proofs = prove(loaded, random_prompts(), begun, revise, lambda: steps.append(1))
+    proven, proofs = prove(loaded, random_prompts(*LENGTHS), begun, revise, lambda: steps.append(1))
     assert proven == revised
     assert [(length, layer, configs) for length, layer, configs, _ in asked] == [
         (130, 0, begun.configs), (130, 0, revised.configs), (200, 0, revised.configs),
@@ -139,7 +108,7 @@ def test_what_was_revised_is_what_is_proven(folder):
     ]  # fmt: skip
     assert len(steps) == 4
     assert asked[0][3].mse > 1e-6
-    same, expected = prove(loaded, random_prompts(), revised)
+    same, expected = prove(loaded, random_prompts(*LENGTHS), revised)
     assert same is revised
     for length in LENGTHS:
         assert proofs[length].layers == expected[length].layers
@@ -149,29 +118,20 @@ def test_what_was_revised_is_what_is_proven(folder):
         assert isinstance(proofs[length].layers[0], LayerProof)
 
 
-def test_logits_in_pieces_give_the_same(folder, monkeypatch):
-    whole = prove_all(stream(folder, True), SPARSE)
-    monkeypatch.setattr(agreement, "ROWS", 7)
-    pieces = prove_all(stream(folder, True), SPARSE)
-    for length in LENGTHS:
-        assert pieces[length].kl == pytest.approx(whole[length].kl, rel=1e-4)
-        assert pieces[length].top1 == whole[length].top1
-
-
 @torch.no_grad()
-def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(folder, monkeypatch):
+def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(tiny_folder, monkeypatch):
     """Spans of what the dense model would say next, and one of what it would not."""
-    loaded = stream(folder, True)
-    ids = random_prompts()[200][0].ids.clone()
+    loaded = stream(tiny_folder, True)
+    ids = random_prompts(*LENGTHS)[200][0].ids.clone()
     spans = ((20, 22), (120, 123), (150, 154), (180, 184))
     for begin, end in spans[:3]:
         for place in range(begin, end):
             ids[place] = loaded.model(ids[None, :place], use_cache=False).logits[0, -1].argmax()
     ids[181] = (loaded.model(ids[None, :181], use_cache=False).logits[0, -1].argmax() + 1) % 128
-    prompts = {200: [Prompt(ids, spans), random_prompts()[200][1]]}
+    prompts = {200: [Prompt(ids, spans), random_prompts(*LENGTHS)[200][1]]}
     assert prove_all(loaded, EXACT, prompts)[200].needles == (3, 3)
 
-    model = stream(folder, True).model
+    model = stream(tiny_folder, True).model
     patch(model, replace(make_profile(model, 0.0, min_length=10), layers=((SPARSE,) * 2,) * 2), strict=True)
     patched = model(ids[None], use_cache=False).logits[0]
     dense = loaded.model(ids[None], use_cache=False).logits[0]
@@ -189,34 +149,11 @@ def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(folder, mo
     assert prove_all(loaded, SPARSE, prompts)[200].needles == (kept, 3)
 
 
-def test_built_in_prompts_say_where_their_codes_are():
-    tokenizer = load_tokenizer("demo")
-    recipe = Recipe("demo", Budget("mse", 1e-4), (512, 4096), DEMO_FOLDER, num_prompts=1, held_out=1, num_certify=0)
-    made = load_prompts(recipe, tokenizer)
-    for length, codes in ((512, 1), (4096, 4)):
-        prompt = made.held_out[length][0]
-        text = tokenizer.decode(prompt.ids)
-        asked = [line.split()[-1].rstrip(".") for line in text.splitlines() if "What is the secret code" in line]
-        assert [tokenizer.decode(prompt.ids[begin:end]).strip() for begin, end in prompt.answers] == asked
-        assert len(asked) == codes
-        assert prompt.sha256 == Prompt(prompt.ids).sha256
-    assert len(make_needles(1, random.Random(0))[0].code) == 5
-
-
 def test_nan_is_named(tmp_path):
     parameter = "model.layers.1.self_attn.v_proj.weight"
     folder = save("llama", tmp_path, lambda model: model.get_parameter(parameter).data[3, 5].fill_(torch.inf))
     with pytest.raises(ModelError, match="layer 1, prompt 0: the hidden state holds inf or NaN"):
         prove_all(stream(folder, False), EXACT)
-
-
-def test_the_model_is_left_as_it_was(folder):
-    loaded = stream(folder, False)
-    prove_all(loaded, SPARSE)
-    assert all(each.is_meta for each in loaded.model.parameters())
-    assert loaded.model.config._attn_implementation == "sdpa"
-    with pytest.raises(ModelError, match="the model is not patched"):
-        layer_states(loaded.model)
 
 
 def test_row_errors_are_relative_to_the_row_or_to_its_head():
@@ -238,28 +175,3 @@ def test_tiles_hold_their_largest_row(length):
     errors = torch.rand(2, 3, length)
     expected = torch.stack([errors[..., first : first + 64].amax(-1) for first in range(0, length, 64)], -1)
     assert torch.equal(tile_worst(errors), expected)
-
-
-@torch.no_grad()
-def test_a_mixed_model_is_proven_in_its_layers_of_full_attention(tmp_path):
-    """The whole model's predictions and time count; the layer with windows is proven nowhere."""
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(CASES["gemma3"].config).eval()
-    loaded = in_memory(model, tiny_tokenizer(), "tiny")
-    profile = make_profile(model, 0.4, min_length=10)
-    ids = torch.randint(3, 128, (200,))
-    _, proofs = prove(loaded, {200: [Prompt(ids)]}, profile)
-    (layer,) = proofs[200].layers
-    seen = {}
-    with patched(model, profile):
-        (state,) = layer_states(model)
-        state.observer = lambda number, q, k, v, scoring, out: seen.update({number: (q, k, v, scoring, out)})
-        logits = model(ids[None]).logits[0]
-    assert list(seen) == [1]
-    q, k, v, scoring, out = seen[1]
-    truth = exact_attention(q, k, v, **scoring.arguments())
-    assert layer.mse == pytest.approx(float((out - truth).square().mean()), rel=1e-4)
-    dense = model(ids[None]).logits[0]
-    kl = (dense.softmax(-1) * (dense.log_softmax(-1) - logits.log_softmax(-1))).sum(-1)
-    assert proofs[200].kl == pytest.approx(float(kl.mean()), rel=1e-3)
-    assert proofs[200].kl > 0

@@ -6,7 +6,6 @@ import pytest
 
 from calibrate.commands import calibrate, evaluate, profile
 from s2o_runtime.doctor import command as doctor
-from s2o_runtime.errors import InputError
 from s2o_runtime.huggingface import run
 from scripts.bench.schema import DENSE, MethodRow
 from scripts.docs import raw, tables
@@ -56,11 +55,6 @@ def test_an_unknown_option_is_no_command_of_a_page():
     assert not understood("s2o-profile", ["show", "p.safetensors", "--heads", "4.1"])
     assert understood("s2o-profile", ["show", "p.safetensors", "--head", "4.1"])
     assert list(commands("A=1 s2o-run --x \\\n  y # no\n\n# nothing")) == [(("s2o-run", "--x", "y"), None)]
-
-
-def test_what_a_command_needs_is_read():
-    text = "a # here; needs a GPU\n# needs vLLM\nb\nc # needs bokeh\n# anywhere\nd"
-    assert [needs for _, needs in commands(text)] == ["a GPU", "vLLM", "bokeh", None]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
@@ -151,26 +145,3 @@ def test_needles_are_joined_with_the_times_of_the_same_profile_only():
     assert joined(other, unknown, pbs) == {"pbs": pbs}
     assert joined(unknown, pbs, same_run=True) == {raw.S2O: unknown, "pbs": pbs}
     assert joined(other, same_run=True) == {}
-
-
-def test_the_flags_of_a_calibration_are_named():
-    assert raw.flags("s2o-calibrate --model demo --scores input,int8 --out p") == "`--scores input,int8`"
-    assert raw.flags("s2o-calibrate --linear-tails") == "`--linear-tails`"
-    assert raw.flags("s2o-calibrate --model demo") == ""
-
-
-def test_a_raw_file_that_cannot_be_used_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(raw, "RESULTS", tmp_path)
-    (tmp_path / "b.json").write_text("{}")
-    (tmp_path / "c.json").write_text("{")
-    with pytest.raises(InputError, match=r"b.json lacks device: make it again with python -m scripts.bench.methods"):
-        raw.bench("b.json")
-    with pytest.raises(InputError, match=r"c.json cannot be read \(it is not JSON\)"):
-        raw.raw("c.json")
-
-
-def test_a_page_without_marks_is_refused():
-    start, end = tables.marks("x")
-    assert tables.with_table(f"a\n{start}\nold\n{end}\nb", "x", "| new |") == f"a\n{start}\n\n| new |\n\n{end}\nb"
-    with pytest.raises(ValueError, match="put them where the table belongs"):
-        tables.with_table("nothing", "x", "")

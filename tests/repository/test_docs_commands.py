@@ -57,7 +57,7 @@ with torch.no_grad():
 DONE_ELSEWHERE = {
     "pip install -e .[calibrate]": ("Makefile", "--editable '.[calibrate,distributed,dev]'"),
     "pip install .": ("Makefile", "pip install --quiet --no-deps ."),
-    "python examples/patch_and_generate.py": ("tests/repository/test_examples.py", "def test_a_patched_model_answers"),
+    "python examples/patch_and_generate.py": ("tests/repository/test_examples.py", '"patch_and_generate.py": ('),
     "make demo": (".ci/run", "make demo"),
     "make check": (".ci/run", "make test"),  # the same rule of the Makefile, with further tests
     "make test": (".ci/run", "make test"),
@@ -67,7 +67,7 @@ DONE_ELSEWHERE = {
     "make transformers": (".github/workflows/nightly.yml", "[aot, transformers,"),
     "make bare": (".ci/run", "make bare"),
     "make docs": (".ci/run", "make docs"),
-    "make mutants": ("tests/scripts/test_mutants.py", "def test_a_mutant_is_killed"),
+    "make mutants": ("tests/scripts/test_mutants.py", "def test_it_fits_the_sources_of_today"),
     "make tables": ("tests/repository/test_docs.py", "def test_tables_are_of_the_raw_data"),
     "make architectures": ("tests/scripts/test_architecture_table.py", "def test_"),
 }

@@ -84,10 +84,3 @@ def test_it_holds_the_packages_and_their_data_and_nothing_else(wheel):
 def test_it_runs_from_an_empty_folder(installed):
     home, run = installed
     run(sys.executable, ROOT / "tests" / "smoke.py", home, PROFILE)
-
-
-@EXHAUSTIVE
-def test_its_commands_run(installed):
-    home, run = installed
-    assert "--budget-mse" in run(sys.executable, home / "bin" / "s2o-calibrate", "--help")
-    assert "model         demo" in run(sys.executable, home / "bin" / "s2o-profile", "show", PROFILE)

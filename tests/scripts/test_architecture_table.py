@@ -31,10 +31,6 @@ def test_the_table_is_of_the_tests():
     assert script.PASSED in capabilities <= {script.PASSED, script.SKIPPED}
 
 
-def test_every_capability_has_a_test():
-    assert {capability for _, capability in script.shown(MODELS)} == set(script.COLUMNS)
-
-
 def test_a_cell_is_what_all_its_tests_did():
     left, right = (item("llama", "test_padded_batch", side=side) for side in ("left", "right"))
     static = item("llama", "test_generate_greedily", cache="static")
@@ -54,27 +50,3 @@ def test_a_cell_is_what_all_its_tests_did():
         ("llama", "quantised cache"): script.SKIPPED,
     }
     assert script.cells([chunks, static], {"other": "skipped"})["llama", "static cache"] == script.SKIPPED
-
-
-def test_what_is_written_is_what_is_read():
-    tested = {("a", "beams"): script.PASSED, ("b", "compiled"): script.SKIPPED}
-    text = script.with_table(f"before\n{script.START}\nold\n{script.END}\nafter\n", script.as_table(tested))
-    assert script.shown(text) == tested
-    assert text.startswith("before\n")
-    assert text.endswith(f"{script.END}\nafter\n")
-    assert script.with_table(text, script.as_table(tested)) == text
-    assert script.difference(tested, script.shown(text)) is None
-    assert "lacks c greedy" in script.difference(tested | {("c", "greedy"): script.PASSED}, tested)
-    assert "has, without a test, b compiled" in script.difference({("a", "beams"): script.PASSED}, tested)
-    assert script.shown("no table") == {}
-    with pytest.raises(ValueError, match="put them where the table belongs"):
-        script.with_table("no marks", "")
-
-
-def test_the_worst_of_setup_call_and_teardown_counts():
-    recorder = script.Recorder()
-    for outcome in ("passed", "skipped", "passed"):
-        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid="a", outcome=outcome))
-    for outcome in ("passed", "passed", "failed"):
-        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid="b", outcome=outcome))
-    assert recorder.outcomes == {"a": "skipped", "b": "failed"}

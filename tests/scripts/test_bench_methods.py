@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 from s2o_runtime.baselines import baseline_attention
 from s2o_runtime.baselines.settings import parse
-from s2o_runtime.config import LayerConfig
 from s2o_runtime.profile.record import Record, RecordedBudget
 from s2o_runtime.reference.dense import exact_attention
 from scripts.bench import methods as bench
@@ -64,16 +63,6 @@ def test_times_are_of_all_layers_and_selecting_is_part_of_them(measured):
     assert measured.results[0].rows[0].speedup == 1.0
 
 
-def test_names_stand_for_settings():
-    device = torch.device("cpu")
-    keys = list(bench.settings_of(["sparge", "flash"], {}, 1024, device))
-    assert len(keys) == 12
-    assert ("sparge", "keep=0.9,similarity=0.2,first=1") in keys
-    assert {method for method, _ in keys} == {"sparge"}  # FlashAttention-2 needs a GPU
-    published = bench.settings_of(["published"], {}, 1024, device)
-    assert next(iter(published)) == ("S2O as published", "tau=1e-05")
-
-
 def test_profiles_stand_with_every_budget_and_guard(monkeypatch):
     record = Record(budget=RecordedBudget(kind="rel_mse", value=1e-3))
     profile = types.SimpleNamespace(record=record)
@@ -104,37 +93,9 @@ def test_a_profile_is_told_by_the_digest_of_its_file():
     assert [row.profile for row in rows] == [digest, None]
 
 
-def test_a_guard_that_changes_nothing_gets_no_row():
-    def profile(*taus):
-        layers = tuple(LayerConfig.uniform(4, tau=tau) for tau in taus)
-        return types.SimpleNamespace(layers=(layers,), layer_config=lambda index, length: layers[index])
-
-    profiles = {("a", "1"): profile(1.0, 2.0), ("a", "2"): profile(1.0, 3.0), ("a", "3"): profile(1.0, 2.0)}
-    profiles |= {("b", "1"): profile(1.0, 2.0)}
-    assert list(bench.distinct(profiles, 1024)) == [("a", "1"), ("a", "2"), ("b", "1")]
-
-
 def test_calibrated_layers_that_are_slower_run_dense():
     slow, fast, dense = (LayerRow(0, 0.5, 0.0, 0.0, 0.0, seconds, 0.0) for seconds in (2.0, 0.5, 1.0))
     calibrated = bench.LayerCall(lambda: None, lambda: 1.0, dense_if_slower=True)
     rows = {(bench.DENSE, ""): dense, ("a", ""): slow, ("b", ""): fast, ("c", ""): slow}
     calls = {("a", ""): calibrated, ("b", ""): calibrated, ("c", ""): bench.LayerCall(lambda: None, lambda: 1.0)}
     assert bench.dense_where_slower(rows, calls) == rows | {("a", ""): dense}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["quantum"], "baseline 'quantum' is not known"),
-        (["pbs:keep=7"], "keep"),
-        (["dense", "--data", "nothing.safetensors"], "nothing.safetensors"),
-        (["dense", "--data", "demo", "--lengths", "999999999"], "is beyond the model's limit"),
-    ],
-)
-def test_bad_input_is_one_sentence(arguments, message, tmp_path, capsys):
-    out = tmp_path / "out.json"
-    arguments = ["--lengths", "256", "--device", "cpu", "--rounds", "1", "--out", str(out), "--methods", *arguments]
-    assert bench.main(arguments) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("scripts.bench.methods: ")
-    assert message in line

@@ -43,12 +43,6 @@ def test_a_budget_may_be_spent_to_its_last_bit():
     assert (made.mse, made.density) == (0.5, 0.6)
 
 
-def test_nothing_is_spent_without_a_budget():
-    made = spend([[(1.0, 0.2)]], 0.0)
-    assert made.heads[0].mode == "dense"
-    assert (made.mse, made.density, made.cost) == (0.0, 1.0, 1.0)
-
-
 def test_a_head_whose_ranking_costs_more_than_it_saves_is_dense():
     assert spend([[(0.0, 1.0 - EXTRA / 2)]], 1.0).heads[0].mode == "dense"
     assert spend([[(0.0, 1.0 - EXTRA * 2)]], 1.0).heads[0].mode == "s2o"
@@ -66,26 +60,6 @@ def test_heads_choose_representatives_and_tail_where_they_pay():
     costs = [overhead(many, False), overhead(METHOD, True), overhead(METHOD, False)]
     assert min(costs) == costs[2]
     assert made.cost == pytest.approx(0.2 + sum(costs) / 3)
-
-
-def test_all_dense():
-    made = spend([[(1.0, 0.2)]] * 2, 1.0).as_dense()
-    assert (made.mse, made.density, made.cost) == (0.0, 1.0, 1.0)
-    assert {head.mode for head in made.heads} == {"dense"}
-
-
-def test_an_error_free_point_is_taken_without_a_budget():
-    assert spend([[(0.0, 0.4), (1.0, 0.1)]], 0.0).density == 0.4
-
-
-def test_more_budget_is_never_denser():
-    torch.manual_seed(0)
-    mse = torch.rand(6, len(TAUS), dtype=torch.float64).cumsum(1)
-    density = torch.rand(6, len(TAUS), dtype=torch.float64).sort(1, descending=True).values
-    curves = {METHOD: Curve(mse, mse + 1, 0 * mse, 0 * mse, density, 1.0)}
-    shares = [allocate(curves, budget).cost for budget in (0.0, 0.1, 0.3, 1.0, 3.0, 100.0)]
-    assert shares == sorted(shares, reverse=True)
-    assert shares[-1] == pytest.approx(float(density.min(1).values.mean()) + EXTRA)
 
 
 points = st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(0.05, 0.99)), min_size=1, max_size=4)
@@ -166,3 +140,13 @@ def test_a_tail_may_err_less_than_all_keys_in_int8():
     assert errors == sorted(errors)
     assert errors[0] == 0.2
     assert allocate(curves, 0.75).density == 0.2
+
+
+def test_more_budget_is_never_denser():
+    torch.manual_seed(0)
+    mse = torch.rand(6, len(TAUS), dtype=torch.float64).cumsum(1)
+    density = torch.rand(6, len(TAUS), dtype=torch.float64).sort(1, descending=True).values
+    curves = {METHOD: Curve(mse, mse + 1, 0 * mse, 0 * mse, density, 1.0)}
+    shares = [allocate(curves, budget).cost for budget in (0.0, 0.1, 0.3, 1.0, 3.0, 100.0)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] == pytest.approx(float(density.min(1).values.mean()) + EXTRA)

@@ -1,8 +1,6 @@
 """From curves to what every layer does: groups that share a study, one budget over all layers, one setting for all."""
 
 import itertools
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -20,7 +18,7 @@ from calibrate.recipe import Recipe
 from calibrate.search import choose as choose_module
 from calibrate.search.allocate import Weights, allocate_together
 from calibrate.search.choice import allowed
-from calibrate.search.choose import CallTime, CapturedLayers, Chosen, _timed, _uniform, choose
+from calibrate.search.choose import CallTime, CapturedLayers, _timed, _uniform, choose
 from calibrate.timing import Timing
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.reference.attention import s2o_attention_reference
@@ -134,25 +132,6 @@ def test_layers_share_one_budget(kind, curves, journal):
     assert costs[1] < costs[0]
 
 
-def test_what_a_dense_layer_does_not_spend_the_others_may(curves, journal, monkeypatch):
-    """Dense because it is slow, it counts in the mean all the same."""
-    timings(monkeypatch, lambda layer, config: 1.5 if layer == 1 else 0.5)
-    each, shared = (run(curves, journal, GPU, budget_scope=scope) for scope in ("layer", "model"))
-    live = [0, 2, 3]
-    assert [choice.why_dense is None for choice in each.choices] == [True, False, True, True]
-    powers = [next(iter(of_layer.values())).dense_power for of_layer in curves]
-    expected = allocate_together(
-        [each.choices[layer].curves for layer in live],
-        [Weights(1 / powers[layer]) for layer in live],
-        0.8e-2 * 4 / 3,
-        allowed(recipe()),
-    )
-    assert [shared.choices[layer].allocation for layer in live] == expected
-    assert shared.limits[1] == 0.0
-    errors = [error for _, error in true_errors(shared)]
-    assert 0.8e-2 * 3 / 4 < sum(errors) / 4 <= 0.8e-2 * (1 + 1e-3)
-
-
 def test_a_layer_that_goes_without_says_so(curves, journal):
     """With so little that one layer takes it all."""
     shared = run(curves, journal, budget_scope="model", budget_mse=2e-4)
@@ -162,45 +141,15 @@ def test_a_layer_that_goes_without_says_so(curves, journal):
         assert (choice.why_dense is not None) == (shared.limits[index] == 0.0) == (index in dense)
 
 
-def test_nothing_at_all_to_share(curves, journal):
-    shared = run(curves, journal, budget_scope="model", budget_mse=1e-12)
-    assert all(choice.config.is_dense for choice in shared.choices)
-    assert {choice.why_dense for choice in shared.choices} == {"no head gains anything within the budget"}
-    assert shared.limits == [1e-12] * 4
-
-
-def test_spending_a_share(curves, journal):
-    chosen = run(curves, journal)
-    dense = replace(chosen, choices=[chosen.choices[0].as_dense("slow"), *chosen.choices[1:]])
-    half = dense.spending(0.5, allowed(recipe()))
-    assert half.choices[0] == dense.choices[0]
-    for before, after in zip(dense.choices[1:], half.choices[1:], strict=True):
-        assert after.point == before.point
-        assert after.allocation.mse <= after.budget_mse == before.budget_mse / 2
-        assert after.allocation.cost >= before.allocation.cost
-    quarter = half.spending(0.5, allowed(recipe()))
-    assert [choice.budget_mse for choice in quarter.choices[1:]] == [c.budget_mse / 4 for c in dense.choices[1:]]
-    assert (half.limits, half.groups, half.trials) == (chosen.limits, chosen.groups, chosen.trials)
-
-
-def test_a_time_limit_leaves_one_trial_to_every_group(curves, journal):
-    chosen = run(curves, journal, time_limit=1e-9, trials=8)
-    assert chosen.tried == (1,) * len(chosen.groups)
-
-
-def test_trials_that_suffice_try_every_point_once(curves, journal):
-    chosen = run(curves, journal, trials=8)
-    assert chosen.tried == (4,) * len(chosen.groups)
-
-
 def random_curve(generator):
     mse, tail = (torch.rand(2, len(TAUS), generator=generator).double().cumsum(1) / 10 for _ in range(2))
     density = torch.rand(2, len(TAUS), generator=generator).double().sort(1, descending=True).values
     return Curve(mse, tail, mse, tail, density, 1.0)
 
 
-@pytest.mark.parametrize("tails", [(False,), (False, True)])
-@pytest.mark.parametrize("budget", [1e-3, 0.05, 0.2, 1.0])
+@pytest.mark.parametrize(
+    ("budget", "tails"), [(1e-3, (False,)), (0.05, (False, True)), (0.2, (False,)), (1.0, (False, True))]
+)
 def test_the_best_single_setting_by_trying_them_all(budget, tails):
     generator = torch.Generator().manual_seed(3)
     methods = (Ranking(512), Ranking(512, 8), Ranking(1024, 1, 4))
@@ -223,17 +172,6 @@ def test_the_best_single_setting_by_trying_them_all(budget, tails):
     else:
         assert found.head == best[1]
         assert found.cost == pytest.approx(best[0])
-
-
-def test_the_single_setting_of_a_model(curves, journal):
-    """Its error, from the reference: one times every layer's budget on average."""
-    chosen = run(curves, journal)
-    config = LayerConfig((chosen.uniform.head,) * 2, TILES[0], grain=4)
-    everywhere = [SimpleNamespace(config=config)] * 4
-    errors = [error for _, error in true_errors(SimpleNamespace(choices=everywhere))]
-    assert 2e-3 < sum(errors) / 4 <= 8e-3 * (1 + 1e-3)
-    assert chosen.uniform.seconds is None
-    assert sum(choice.allocation.cost for choice in chosen.choices) / 4 < chosen.uniform.cost < 1.0
 
 
 def timings(monkeypatch, seconds_of):
@@ -268,46 +206,21 @@ class Walk:
             yield LAYERS[number]
 
 
-def test_on_a_gpu_every_layer_is_timed_on_its_own_inputs(curves, journal, monkeypatch):
-    seen = timings(monkeypatch, lambda layer, config: 0.5 + layer / 10 if layer != 2 else 1.5)
-    chosen = run(curves, journal, GPU)
-    assert {layer for layer, _ in seen} == set(range(4))
-    assert [choice.timing.seconds for choice in chosen.choices] == [0.5, 0.6, 1.5, 0.8]
-    assert [choice.why_dense for choice in chosen.choices] == [None, None, "1500.00 ms against 1000.00 ms dense", None]
-    assert chosen.uniform.seconds == pytest.approx(0.5 + 0.6 + 1.5 + 0.8)
-    uniform = LayerConfig((chosen.uniform.head,) * 2, TILES[0], grain=4)
-    assert sum(config == uniform for _, config in seen) == 4
-
-
-@pytest.mark.parametrize("trials", [3, 8], ids=["some points", "all points"])
-def test_layers_that_are_searched_beside_one_another_choose_the_same(trials, curves, journal, tmp_path, monkeypatch):
+def test_layers_that_are_searched_beside_one_another_choose_the_same(curves, journal, tmp_path, monkeypatch):
     """With items from their pickles, and calls that wait in threads."""
     timings(
         monkeypatch, lambda layer, config: 0.5 + layer / 10 + config.tile.chunk / 100 + config.heads[0].segment / 1e4
     )
-    one = run(curves, journal, GPU, trials=trials)
+    one = run(curves, journal, GPU)
     with Journal.open(tmp_path / "other", {}) as other:
 
         def pickling(geometry, device):
             return Pickling(pretended(geometry)._worker, device)
 
-        many = run(curves, other, GPU, pickling, trials=trials)
+        many = run(curves, other, GPU, pickling)
     assert [choice.config for choice in many.choices] == [choice.config for choice in one.choices]
     assert [choice.timing for choice in many.choices] == [choice.timing for choice in one.choices]
     assert (many.uniform, many.tried, many.failures) == (one.uniform, one.tried, one.failures)
-
-
-def test_a_worker_that_searches_several_layers_moves_through_the_model_once(curves, journal, monkeypatch):
-    """Though their trials take turns on it."""
-    timings(monkeypatch, lambda layer, config: 0.5 + layer / 10 + config.tile.chunk / 100)
-    monkeypatch.setattr(choose_module, "free_memory", lambda device: 1 << 30)
-    monkeypatch.setattr(Walk, "moved", [])
-
-    def pickling(geometry, device):
-        return Pickling(pretended(geometry)._worker, device)
-
-    run(curves, journal, GPU, pickling, trials=8)
-    assert sorted(Walk.moved) == [0, 1, 2, 3]
 
 
 def captured_of(size, layer=0):
@@ -352,20 +265,6 @@ def test_inputs_that_are_kept_make_way_when_memory_runs_out(curves, journal, mon
     assert CallTime(3, LENGTH, "a", config, 1.0).run(worker) == "out of memory alone"
 
 
-def test_kernels_of_all_tiles_are_compiled_when_a_layer_first_needs_them(monkeypatch):
-    timings(monkeypatch, lambda layer, config: 0.5)
-    compiled = []
-    monkeypatch.setattr(choose_module, "compile_ahead", lambda calls: compiled.append([each.args[3] for each in calls]))
-    worker = pretended(SimpleNamespace(layers=4), GPU)._worker
-    one = LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0])
-    of_other_kernels = LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0], tail=True)
-    for config in (one, LayerConfig.uniform(2, tau=2.0, segment=128, tile=TILES[0]), of_other_kernels):
-        worker.run(CallTime(2, LENGTH, "a", config, 1.0, TILES))
-    kernels = len({replace(tile, chunk=1) for tile in TILES})
-    assert [len(together) for together in compiled] == [kernels] * 2
-    assert [together[0].heads for together in compiled] == [one.heads, of_other_kernels.heads]
-
-
 def test_a_failure_is_dense_in_its_layer_only(curves, journal, monkeypatch):
     def seconds_of(layer, config):
         if layer == 2 or config.tile == TILES[1]:
@@ -379,31 +278,6 @@ def test_a_failure_is_dense_in_its_layer_only(curves, journal, monkeypatch):
     assert set(chosen.failures) <= {"CUDA out of memory"}
     assert sum(chosen.failures.values()) <= chosen.trials
     assert chosen.uniform.seconds is None  # there is no sum of what cannot be timed
-
-
-def test_everything_failing_leaves_a_dense_model(curves, journal, monkeypatch):
-    def seconds_of(layer, config):
-        raise RuntimeError("no kernel image")
-
-    timings(monkeypatch, seconds_of)
-    chosen = run(curves, journal, GPU)
-    assert all(choice.config.is_dense and choice.why_dense for choice in chosen.choices)
-    assert chosen.failures == Counter({"no kernel image": chosen.trials})
-    assert chosen.trials == 3 * len(chosen.groups)
-
-
-def test_times_come_from_the_journal_the_second_time(curves, tmp_path, monkeypatch):
-    seen = timings(monkeypatch, lambda layer, config: 0.3 + len(seen) / 1000)
-    found = []
-    for _ in range(2):
-        with Journal.open(tmp_path / "two", {}) as journal:
-            found.append(run(curves, journal, GPU))
-        if len(found) == 1:
-            assert seen
-            seen.clear()
-    assert seen == []
-    assert [choice.timing for choice in found[0].choices] == [choice.timing for choice in found[1].choices]
-    assert [choice.config for choice in found[0].choices] == [choice.config for choice in found[1].choices]
 
 
 def test_a_time_that_was_hopeless_against_a_better_one_is_taken_again(journal, monkeypatch):
@@ -421,5 +295,33 @@ def test_a_time_that_was_hopeless_against_a_better_one_is_taken_again(journal, m
     assert len(seen) == 2
 
 
-def test_chosen_can_be_made_without_a_gpu_or_a_model():
-    assert Chosen([], [], [], Counter(), ()).spending(0.5, allowed(recipe())).choices == []
+def test_what_a_dense_layer_does_not_spend_the_others_may(curves, journal, monkeypatch):
+    """Dense because it is slow, it counts in the mean all the same."""
+    timings(monkeypatch, lambda layer, config: 1.5 if layer == 1 else 0.5)
+    each, shared = (run(curves, journal, GPU, budget_scope=scope) for scope in ("layer", "model"))
+    live = [0, 2, 3]
+    assert [choice.why_dense is None for choice in each.choices] == [True, False, True, True]
+    powers = [next(iter(of_layer.values())).dense_power for of_layer in curves]
+    expected = allocate_together(
+        [each.choices[layer].curves for layer in live],
+        [Weights(1 / powers[layer]) for layer in live],
+        0.8e-2 * 4 / 3,
+        allowed(recipe()),
+    )
+    assert [shared.choices[layer].allocation for layer in live] == expected
+    assert shared.limits[1] == 0.0
+    errors = [error for _, error in true_errors(shared)]
+    assert 0.8e-2 * 3 / 4 < sum(errors) / 4 <= 0.8e-2 * (1 + 1e-3)
+
+
+def test_a_worker_that_searches_several_layers_moves_through_the_model_once(curves, journal, monkeypatch):
+    """Though their trials take turns on it."""
+    timings(monkeypatch, lambda layer, config: 0.5 + layer / 10 + config.tile.chunk / 100)
+    monkeypatch.setattr(choose_module, "free_memory", lambda device: 1 << 30)
+    monkeypatch.setattr(Walk, "moved", [])
+
+    def pickling(geometry, device):
+        return Pickling(pretended(geometry)._worker, device)
+
+    run(curves, journal, GPU, pickling, trials=8)
+    assert sorted(Walk.moved) == [0, 1, 2, 3]

@@ -42,20 +42,6 @@ def test_the_first_length_that_wins(monkeypatch, faster_from, density, expected)
     assert seen[-1] == min(expected, crossover.LENGTHS[-1])
 
 
-def test_it_times_real_calls(monkeypatch):
-    monkeypatch.setattr(crossover, "LENGTHS", (256,))
-    forget()
-    head = HeadConfig(MAX_TAU, 128, representatives=2, tail=True)
-    assert crossover.dense_below(TileConfig(), head, 4, GEOMETRY, CPU, 0.0) in (256, 512)
-
-
-def test_a_prompt_of_one_segment_is_not_compared(monkeypatch):
-    """It runs dense on both sides, and either could win."""
-    monkeypatch.setattr(crossover, "medians", lambda *_: {"dense": 1.0, "s2o": 0.9})
-    forget()
-    assert crossover.dense_below(TileConfig(), HeadConfig(MAX_TAU, 1024), 1, GEOMETRY, CPU, 0.0) == 2048
-
-
 def test_a_layer_is_timed_with_its_dearest_ranking_even_if_all_dense(monkeypatch):
     calls = []
     monkeypatch.setattr(crossover, "dense_below", lambda tile, head, grain, *_: calls.append((tile, head, grain)) or 7)
@@ -121,39 +107,6 @@ def test_tails_of_less_work_than_the_shortest_prompt_are_not_compared(monkeypatc
     assert crossover.min_queries(TileConfig(dense_below=8192), head, 4, GEOMETRY, CPU, 0.0) == 1024
 
 
-def test_tails_with_a_prefix_as_long_as_their_queries_are_compared_however_little_they_are(monkeypatch):
-    timed = set()
-
-    def seconds(tile, head, grain, geometry, device, queries, keys, scores):
-        timed.add((queries, keys))
-        return (1.0 if queries <= 100 else 0.0), 0.5
-
-    monkeypatch.setattr(crossover, "seconds", seconds)
-    tile, head = TileConfig(dense_below=32768, tail_keys=8192), HeadConfig(MAX_TAU, 1024)
-    assert crossover.min_queries(tile, head, 4, GEOMETRY, CPU, 0.0) == 128
-    assert {(64, 8192), (4096, 8192), (64, 131072)} <= timed
-    assert (4097, 8192) not in timed  # with a shorter prefix, and of less work than a prompt of 32768 tokens
-
-
-def test_keys_that_do_not_fit_the_memory_are_left_out(monkeypatch):
-    def seconds(tile, head, grain, geometry, device, queries, keys, scores):
-        if keys > 32768:
-            raise torch.OutOfMemoryError
-        return (1.0 if queries <= 64 else 0.0), 0.5
-
-    monkeypatch.setattr(crossover, "seconds", seconds)
-    assert crossover.min_queries(TileConfig(), HeadConfig(MAX_TAU, 1024), 4, GEOMETRY, CPU, 0.0) == 128
-
-
-def test_tails_are_timed_as_real_calls(monkeypatch):
-    monkeypatch.setattr(crossover, "TAIL_KEYS", (300,))
-    monkeypatch.setattr(crossover, "TAILS", (16, 64))
-    forget()
-    head = HeadConfig(MAX_TAU, 128, representatives=2, tail=True)
-    assert crossover.min_queries(TileConfig(), head, 4, GEOMETRY, CPU, 0.0) in (2, 64, 128)
-    assert 1 <= crossover.seconds.cache_info().misses <= 2
-
-
 def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, tmp_path):
     """Layers that differ in their density alone are one item, and the journal answers the second time."""
     monkeypatch.setattr(crossover, "dense_below", lambda tile, head, grain, *rest: 1000 * grain + head.segment)
@@ -173,3 +126,20 @@ def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, tmp_path):
         assert executor.work["crossovers"].items == 2
         assert crossover.crossovers(executor, layers, journal) == tiles
         assert executor.work["crossovers"].items == 2
+
+
+def test_a_prompt_of_one_segment_is_not_compared(monkeypatch):
+    """It runs dense on both sides, and either could win."""
+    monkeypatch.setattr(crossover, "medians", lambda *_: {"dense": 1.0, "s2o": 0.9})
+    forget()
+    assert crossover.dense_below(TileConfig(), HeadConfig(MAX_TAU, 1024), 1, GEOMETRY, CPU, 0.0) == 2048
+
+
+def test_keys_that_do_not_fit_the_memory_are_left_out(monkeypatch):
+    def seconds(tile, head, grain, geometry, device, queries, keys, scores):
+        if keys > 32768:
+            raise torch.OutOfMemoryError
+        return (1.0 if queries <= 64 else 0.0), 0.5
+
+    monkeypatch.setattr(crossover, "seconds", seconds)
+    assert crossover.min_queries(TileConfig(), HeadConfig(MAX_TAU, 1024), 4, GEOMETRY, CPU, 0.0) == 128

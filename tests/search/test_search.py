@@ -10,17 +10,17 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from calibrate.curves.curves import Ranking, Shape, unpacked
+from calibrate.curves.curves import Shape, unpacked
 from calibrate.curves.measure import _of_prompt, combined
 from calibrate.curves.row_errors import row_errors, tile_worst
 from calibrate.model.capture import Captured
 from calibrate.recipe import Recipe
 from calibrate.search import study
-from calibrate.search.choice import SearchPoint, allowed, choice_at, default_segment
+from calibrate.search.choice import SearchPoint, allowed, choice_at
 from calibrate.search.study import LayerSearch, Studies
 from calibrate.timing import Timing
 from s2o_runtime.config import TileConfig
-from s2o_runtime.errors import ConfigError, ResourceError
+from s2o_runtime.errors import ResourceError
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from support.marks import all_but_first
@@ -99,24 +99,6 @@ def test_the_chosen_configuration_keeps_its_promises(kind, value, count):
     assert 0 < spent <= 0.8 * value  # the margin
 
 
-def test_another_budget_changes_the_heads_and_nothing_else(curves):
-    choice, _ = run(make_search(curves))
-    tighter = choice.spending(choice.allocation.mse / 2, allowed(recipe()))
-    assert tighter.point == choice.point
-    assert tighter.allocation.mse <= choice.allocation.mse / 2 == tighter.budget_mse
-    assert tighter.allocation.cost >= choice.allocation.cost
-    same = choice.spending(choice.budget_mse, allowed(recipe()))
-    assert same.config == choice.config
-
-
-def test_only_rankings_of_the_point_are_chosen_from(curves):
-    for point in POINTS:
-        choice = choice_at(point, curves, recipe())
-        assert set(choice.curves) == {Ranking(point.segment, count, point.grain) for count in (1, 4)}
-        assert {head.segment for head in choice.config.heads} == {point.segment}
-        assert (choice.config.grain, choice.config.tile, choice.config.scores) == point[1:]
-
-
 @pytest.mark.parametrize("trials", [6, 12])
 def test_the_same_seed_tries_the_same_in_the_same_order(trials, curves):
     first, second, other = (make_search(curves, trials=trials, seed=seed) for seed in (3, 3, 4))
@@ -126,44 +108,13 @@ def test_the_same_seed_tries_the_same_in_the_same_order(trials, curves):
     assert list(first.tried) != list(other.tried)
 
 
-@pytest.mark.parametrize("trials", range(1, 16))
+@pytest.mark.parametrize("trials", [1, 6, 12, 15])
 def test_no_point_is_tried_twice_and_all_of_them_if_trials_suffice(trials, curves):
     search = make_search(curves, trials=trials)
-    _, steps = run(search)
-    assert steps == search.trials == len(search.tried) == min(trials, ALL)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_every_seed_finds_the_best_of_a_space_that_fits_the_trials(seed, curves):
-    choice, _ = run(make_search(curves, trials=ALL, seed=seed))
-    assert choice.cost == min(choice_at(point, curves, recipe()).cost for point in POINTS)
-
-
-@SLOW
-def test_a_larger_space_is_searched_better_than_by_chance(curves):
-    """Of 48 points 16 are tried, so by chance the best is among them for a third of the seeds."""
-    tiles = tuple(TileConfig(64, 64, 2, warps, stages) for warps in (4, 8) for stages in range(1, 7))
-    best = 0
-    for seed in range(20):
-
-        def timer(config, _):
-            seconds = 1.0 + abs(tiles.index(config.tile) - 9) + 10 * (config.heads[0].segment != 128)
-            return Timing(seconds, seconds, seconds, 100.0, 3)
-
-        search = LayerSearch(0, 768, curves, recipe(trials=16, seed=seed), SEGMENTS, tiles, timer)
-        best += run(search)[0].seconds == 1.0
-        assert search.points == 48
-    assert best > 20 / 2
-
-
-def test_a_layer_of_one_point(curves):
-    search = LayerSearch(0, 768, curves, recipe(grains=(4,)), (256,), TILES[:1], None)
     choice, steps = run(search)
-    assert (choice.point, steps, search.points) == (DEFAULT, 1, 1)
-
-
-def test_the_default_segment_is_the_second_or_the_only_one():
-    assert [default_segment(segments) for segments in ((256,), (256, 512), (256, 512, 1024))] == [256, 512, 512]
+    assert steps == search.trials == len(search.tried) == min(trials, ALL)
+    best = min(choice_at(point, curves, recipe()).cost for point in POINTS)
+    assert choice.cost == best or trials < ALL
 
 
 def test_the_default_comes_first_and_then_what_was_best_for_neighbours(curves):
@@ -209,29 +160,28 @@ def test_a_layer_that_is_not_faster_than_dense_becomes_dense_and_says_why(curves
     assert choice.point == DEFAULT
 
 
-def test_a_layer_that_gains_nothing_within_its_budget_becomes_dense(curves):
-    choice, _ = run(make_search(curves, value=1e-12))
-    assert choice.config.is_dense
-    assert choice.why_dense == "no head gains anything within the budget"
-
-
-TOO_MUCH = "out of resource: shared memory, Required: 9, Hardware limit: 5"
-FAILURES = [
-    (RuntimeError("CUDA error: too many\nfurther advice"), "CUDA error: too many"),
-    (torch.OutOfMemoryError("CUDA out of memory. Tried"), "CUDA out of memory. Tried"),
-    (OutOfResources(9, 5, "shared memory"), TOO_MUCH),
-    (RuntimeError(), "RuntimeError"),
-]
-
-
-@pytest.mark.parametrize(("failure", "why"), FAILURES, ids=lambda value: type(value).__name__)
-def test_what_fails_is_counted_by_its_reason_and_left_out(failure, why, curves, caplog):
+@pytest.mark.parametrize(
+    ("failure", "why"),
+    [
+        (RuntimeError("CUDA error: too many\nfurther advice"), "CUDA error: too many"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "CUDA out of memory. Tried"),
+        (OutOfResources(9, 5, "shared memory"), "out of resource: shared memory, Required: 9, Hardware limit: 5"),
+        (KeyError("a bug"), None),
+        (ResourceError("a bug"), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_fails_is_counted_by_its_reason_and_left_out_unless_it_is_a_bug(failure, why, curves, caplog):
     def timer(config, best):
         if config.tile != TILES[1]:
             raise failure
         return Timing(0.5, 0.5, 0.5, 1.0, 3)
 
     search = make_search(curves, timer, trials=20)
+    if why is None:
+        with pytest.raises(type(failure), match="a bug"):
+            run(search)
+        return
     choice, steps = run(search)
     assert choice.tile == TILES[1]
     assert {point.tile for point in search.tried} == {TILES[1]}
@@ -239,16 +189,6 @@ def test_what_fails_is_counted_by_its_reason_and_left_out(failure, why, curves, 
     assert text.startswith(why)
     assert (count, steps) == (8, 12)
     assert why in caplog.text
-
-
-def test_reasons_are_told_apart(curves):
-    def timer(config, best):
-        raise RuntimeError(str(config.tile))
-
-    search = make_search(curves, timer, trials=12)
-    run(search)
-    assert search.failures == dict.fromkeys(map(str, TILES), 4)
-    assert search.trials == 12
 
 
 def test_all_failing_means_dense(curves):
@@ -261,17 +201,6 @@ def test_all_failing_means_dense(curves):
     assert (choice.point, choice.why_dense) == (DEFAULT, "no trial ran")
     assert choice.config.is_dense
     assert (choice.allocation.mse, choice.allocation.cost) == (0.0, 1.0)
-
-
-@pytest.mark.parametrize(
-    "bug", [ConfigError("a bug"), KeyError("a bug"), ResourceError("a bug")], ids=lambda bug: type(bug).__name__
-)
-def test_a_bug_is_not_a_failed_trial(bug, curves):
-    def timer(config, best):
-        raise bug
-
-    with pytest.raises(type(bug), match="a bug"):
-        run(make_search(curves, timer))
 
 
 def test_an_error_outside_the_timed_call_is_not_a_failed_trial(curves, monkeypatch):
@@ -305,16 +234,6 @@ def test_what_a_neighbour_found_best_is_taken_with_ones_own_budget(curves):
     )  # fmt: skip
     slow = make_search(curves, lambda config, best: Timing(0.002, 0.0, 1.0, 0.001, 7)).adopted(point)
     assert (slow.point, slow.why_dense) == (point, "2.00 ms against 1.00 ms dense")
-
-
-def test_a_neighbours_best_that_fails_here_means_dense(curves, caplog):
-    def timer(config, best):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    choice = make_search(curves, timer).adopted(DEFAULT)
-    assert choice.config.is_dense
-    assert choice.why_dense == "CUDA out of memory"
-    assert "segment 256, grain 4, 64x64x2 w8 s2, input scores failed: CUDA out of memory" in caplog.text
 
 
 def stored(path):
@@ -356,61 +275,12 @@ def test_a_storage_keeps_every_trial_with_its_heads(in_storage, curves, tmp_path
     assert run(in_memory)[0].config == choice.config  # that it is kept changes nothing
 
 
-def test_a_storage_keeps_why_a_trial_failed(in_storage, tmp_path):
-    def timer(config, best):
-        if config.tile != TILES[1]:
-            raise RuntimeError("too much shared memory")
-        return Timing(0.5, 0.5, 0.5, 1.0, 3)
-
-    in_storage(timer)
-    (kept,) = stored(tmp_path / "studies.db").values()
-    failed = [trial for trial in kept.trials if trial.state.name == "FAIL"]
-    assert len(failed) == 2
-    assert {trial.user_attrs["failed"] for trial in failed} == {"too much shared memory"}
-    assert all("failed" not in trial.user_attrs for trial in kept.trials if trial not in failed)
-
-
-@SLOW
-@pytest.mark.parametrize("trials", [3, 4], ids=["TPE", "exhaustive"])
-def test_the_same_run_replaces_its_study_also_after_a_kill(trials, in_storage, tmp_path):
-    """So it ends as a run in one go; other layers and other recipes have studies of their own."""
-    whole, choice = in_storage(trials=trials)
-    (before,) = stored(tmp_path / "studies.db").values()
-
-    class Killed(BaseException):
-        pass
-
-    def dies(config, best):
-        raise Killed
-
-    with pytest.raises(Killed):
-        in_storage(dies, trials=trials)
-    (torn,) = stored(tmp_path / "studies.db").values()
-    assert len(torn.trials) < trials
-    again, same = in_storage(trials=trials)
-    (after,) = stored(tmp_path / "studies.db").values()
-    assert (after.study_name, same.config, list(again.tried)) == (before.study_name, choice.config, list(whole.tried))
-    for changes in ({"layer": 1}, {"value": 2e-2}, {"seed": 7}):
-        in_storage(trials=trials, **changes)
-    names = list(stored(tmp_path / "studies.db"))
-    assert len(names) == 4
-    assert before.study_name in names
-
-
 @pytest.mark.parametrize("url", ["nonsense", "sqlite:////proc/none/studies.db", "none://user:secret@host/db"])
 def test_a_storage_that_cannot_be_opened_is_one_sentence(url):
     with pytest.raises(ResourceError, match=r"--storage cannot be opened \(.*\): give the URL of an Optuna") as raised:
         Studies(recipe(storage=url), "demo", "cpu")
     assert "\n" not in str(raised.value)
     assert "secret" not in str(raised.value)
-
-
-def test_a_storage_that_fails_on_the_way_is_one_sentence(in_storage):
-    def timer(config, best):
-        raise optuna.exceptions.StorageInternalError("connection lost\nadvice")
-
-    with pytest.raises(ResourceError, match=r"the Optuna storage failed \(connection lost\): run the same command"):
-        in_storage(timer)
 
 
 def test_int8_scores_are_taken_where_they_are_faster():

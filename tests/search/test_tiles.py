@@ -76,26 +76,6 @@ def texts(shape):
             for t in CANDIDATES if shape_of(t) == shape}  # fmt: skip
 
 
-def test_what_is_timed_is_compiled_before_by_several_cores(timed, journal):
-    find(journal)
-    assert [[shape_of(config.tile) for config in together] for together in timed.compiled] == [SHAPES]
-    assert [config.tile for config in timed.compiled[0]] == [tile for tile, _, _ in timed.seen]
-
-
-def test_the_journal_answers_the_second_time(timed, tmp_path, monkeypatch):
-    timed.seconds = [1.0, 1.5, RuntimeError("no"), 1.1]
-    with Journal.open(tmp_path / "two", {}) as journal:
-        first = find(journal)
-        assert journal.reused == 0
-    timed.compiled.clear()
-    monkeypatch.setattr(tiles, "medians", None)
-    with Journal.open(tmp_path / "two", {}) as journal:
-        assert find(journal) == first
-        assert journal.reused == len(SHAPES)
-    assert len(first.left_out) == 2
-    assert timed.compiled == []
-
-
 def test_another_length_or_segment_is_timed_again(timed, journal):
     for arguments in ({}, {"length": 640}, {"segments": (256,)}, {}):
         find(journal, **arguments)
@@ -112,12 +92,6 @@ def test_illegal_tiles_never_reach_timing(timed, journal):
     assert found.worthwhile == tuple(tile for tile in CANDIDATES if tile.rows == 64)
     assert set(found.left_out.values()) == {"its 128 rows do not divide segments of 64"}
     assert len(found.left_out) == len(SHAPES) - len(legal)
-
-
-def test_very_long_prompts_are_not_needed_to_compare_tiles(timed, journal, monkeypatch):
-    monkeypatch.setattr(tiles, "LONGEST", 256)
-    find(journal, segments=(128,), length=100_000)
-    assert {length for _, length, _ in timed.seen} == {256}
 
 
 def test_if_no_tile_runs_that_is_an_error_with_the_first_reason(timed, journal):

@@ -1,9 +1,7 @@
 """Dask workers on the CPU that say they have a GPU, make up what is timed there, and write down what they ran."""
 
 import os
-import signal
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from calibrate.curves.ranking_cost import RankingCost
 from calibrate.proof.steps import Step
@@ -15,7 +13,7 @@ from calibrate.timing import Timing
 from calibrate.work.cluster import S2OWorker
 from s2o_runtime.devices import DeviceIdentity
 
-NAME, RAN, DIES = "S2O_TEST_GPU", "S2O_TEST_RAN", "S2O_TEST_DIES"  # environment variables of the workers
+NAME, RAN = "S2O_TEST_GPU", "S2O_TEST_RAN"  # environment variables of the workers
 GPUS = {
     "H200": DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 140 << 30),
     "L40S": DeviceIdentity("cuda", "NVIDIA L40S", (8, 9), 142, 44 << 30),
@@ -35,20 +33,15 @@ class Ran:
 
 
 class PretendingWorker(S2OWorker):
-    """Its GPU's name is in the environment. One that dies does so at the first trial and cannot be started again."""
+    """Its GPU's name is in the environment."""
 
     def info(self):
-        if Path(os.environ[RAN] + ".dead").exists() and os.environ.get(DIES):
-            raise RuntimeError("the GPU has fallen off the bus")
         return replace(super().info(), device=GPUS[os.environ[NAME]])
 
     def run(self, item):
         gpu = os.environ[NAME]
         with open(os.environ[RAN], "a") as file:
             file.write(f"{type(item).__name__},{gpu},{int(item.timed)},{rows_of(item)}\n")
-        if os.environ.get(DIES) and isinstance(item, CallTime):
-            Path(os.environ[RAN] + ".dead").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
         return made_up(item, gpu) if item.timed else super().run(item)
 
 

@@ -8,9 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,32 +23,26 @@ from calibrate import pipeline
 from calibrate.api import finished_kinds
 from calibrate.journal import Journal
 from calibrate.machine import on_this_machine
-from calibrate.pipeline import calibrate, calibrate_kinds
+from calibrate.pipeline import calibrate
 from calibrate.recipe import Recipe
 from calibrate.work import cluster
 from calibrate.work.cluster import cluster_executor
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, ModelError, ResourceError
 from s2o_runtime.profile import load_profile
-from support.pretended_gpus import DIES, FAST_ROWS, GPUS, NAME, RAN, UNIT, PretendingWorker, ran
-from support.tiny import recipe, save_tiny
+from support.pretended_gpus import FAST_ROWS, GPUS, NAME, RAN, UNIT, PretendingWorker, ran
+from support.tiny import recipe
 
 SLOW = pytest.mark.slow(reason="starts worker processes for a whole calibration")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="further ways in which workers come, go and differ, with processes for each")
 
 ROOT = Path(__file__).parents[2]
-LONG = 120  # seconds that nothing here should take
 TIMES = {  # in the journal, and where the seconds are in an entry
     "tile": lambda value: value[0],
     "timing": lambda value: value["seconds"],
     "crossover": lambda value: value[0][0],
     "prefill": lambda value: value["patched"],
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture
@@ -75,10 +67,10 @@ def made(folder, out, **changes):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(folder, tmp_path_factory):
+def undisturbed(tiny_folder, tmp_path_factory):
     """The profile of a plain run, without Dask."""
     path = tmp_path_factory.mktemp("plain") / "p.safetensors"
-    assert calibrate(made(folder, path), progress=False).written
+    assert calibrate(made(tiny_folder, path), progress=False).written
     return path.read_bytes()
 
 
@@ -110,8 +102,8 @@ class Act:
 
 
 @pytest.fixture
-def workers(folder, tmp_path, short_silence):
-    with cluster_executor(made(folder, tmp_path / "p", gpus=2), []) as executor:
+def workers(tiny_folder, tmp_path, short_silence):
+    with cluster_executor(made(tiny_folder, tmp_path / "p", gpus=2), []) as executor:
         yield executor
 
 
@@ -144,14 +136,6 @@ def test_items_that_kill_hang_or_fail_run_elsewhere_and_not_for_ever(workers, tm
     assert executor.submit(Act("nothing", tmp_path / "after")).result()  # workers came back
 
 
-@SLOW
-def test_two_workers_make_the_bytes_of_one_process(folder, undisturbed, tmp_path):
-    result = calibrate(made(folder, tmp_path / "p.safetensors", gpus=2), progress=False)
-    assert result.written
-    assert (tmp_path / "p.safetensors").read_bytes() == undisturbed
-    assert {stage: done.items for stage, done in result.work.items()}["curves"] == 2 * 2 * 2  # halves of the prompts
-
-
 def children():
     """The worker processes of this one, by their numbers."""
     import psutil
@@ -174,7 +158,7 @@ def children():
     ],
 )
 def test_a_worker_that_is_lost_in_the_middle_changes_nothing(
-    number, stage, folder, undisturbed, tmp_path, monkeypatch, short_silence
+    number, stage, tiny_folder, undisturbed, tmp_path, monkeypatch, short_silence
 ):
     """It is lost as soon as something of the stage is in the journal."""
     lost = []
@@ -189,81 +173,12 @@ def test_a_worker_that_is_lost_in_the_middle_changes_nothing(
     monkeypatch.setattr(Journal, "put_all", put_all)
     seen = []
     monkeypatch.setattr(cluster.log, "warning", lambda text, *values: seen.append(text % values))
-    result = calibrate(made(folder, tmp_path / "p.safetensors", gpus=2), progress=False)
+    result = calibrate(made(tiny_folder, tmp_path / "p.safetensors", gpus=2), progress=False)
     assert lost
     assert result.written
     assert (tmp_path / "p.safetensors").read_bytes() == undisturbed
     gone = [text for text in seen if "what it had runs elsewhere" in text]
     assert gone or stage == "proof"  # near the end nobody may need it any more
-
-
-@EXHAUSTIVE
-def test_a_coordinator_that_is_killed_goes_on_where_it_was(folder, undisturbed, tmp_path):
-    """Nothing that was in the journal is measured again."""
-    path = tmp_path / "p.safetensors"
-    program = (
-        "import sys, pathlib\n"
-        "from calibrate.journal import Journal\n"
-        "from calibrate.pipeline import calibrate\n"
-        "from test_cluster import made\n"
-        "if __name__ == '__main__':\n"
-        "    calibrate(made(sys.argv[1], pathlib.Path(sys.argv[2]), gpus=2), progress=False)\n"
-    )
-    script = tmp_path / "run.py"
-    script.write_text(program)
-    process = subprocess.Popen([sys.executable, str(script), str(folder), str(path)], stderr=subprocess.DEVNULL)
-    journal, end = made(folder, path).journal_path, time.monotonic() + LONG
-    while entries(journal, "curves") < 2:
-        assert process.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    before = {kind: entries(journal, kind) for kind in ("curves", "curves of prompts", "proof")}
-    assert before["curves"] >= 2
-    assert not path.exists()
-    result = calibrate(made(folder, path, gpus=2), progress=False)
-    assert path.read_bytes() == undisturbed
-    assert result.journal_reused >= before["curves"]
-    done = result.work["curves"].items if "curves" in result.work else 0
-    assert done <= 8 - 2 * before["curves"] - before["curves of prompts"]
-
-
-def entries(path, kind):
-    try:
-        with Journal.read(path) as journal:
-            return len(journal.entries(kind))
-    except Exception:  # it is not there yet
-        return 0
-
-
-@EXHAUSTIVE
-def test_a_scheduler_of_ones_own_with_a_worker_that_joins_late(folder, undisturbed, tmp_path):
-    """Started as a user would: dask scheduler, dask worker; the second worker comes when work has begun."""
-    port, log = 18786, (tmp_path / "dask.log").open("w")
-    address = f"tcp://127.0.0.1:{port}"
-    common = {"stdout": log, "stderr": log, "cwd": tmp_path}
-    worker = [sys.executable, "-m", "dask", "worker", address, "--nthreads", "1", "--no-dashboard"]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "dask", "scheduler", "--host", "127.0.0.1", "--port", str(port), "--no-dashboard"],
-            **common,
-        ),
-        subprocess.Popen(worker, **common),
-    ]
-    late = threading.Timer(6.0, lambda: started.append(subprocess.Popen(worker, **common)))
-    late.start()
-    try:
-        result = calibrate(made(folder, tmp_path / "p.safetensors", scheduler=address), progress=False)
-        assert result.written
-        assert (tmp_path / "p.safetensors").read_bytes() == undisturbed
-    finally:
-        late.cancel()
-        for process in started:
-            process.terminate()
-        for process in started:
-            process.wait()
-        log.close()
 
 
 def test_options_that_do_not_fit_are_named(tmp_path):
@@ -339,20 +254,17 @@ def test_kinds_that_are_called_the_same_get_folders_of_their_own():
 
 
 @pytest.fixture
-def mixed(folder, tmp_path, monkeypatch):
+def mixed(tiny_folder, tmp_path, monkeypatch):
     """A recipe for two workers whose GPUs differ; what they ran is in the file `ran`."""
 
-    def environments(recipe, count, dies=""):
-        return [
-            {"OMP_NUM_THREADS": "1", NAME: gpu, RAN: str(tmp_path / "ran"), DIES: "1" if gpu == dies else ""}
-            for gpu in ("H200", "L40S")
-        ]
+    def environments(recipe, count):
+        return [{"OMP_NUM_THREADS": "1", NAME: gpu, RAN: str(tmp_path / "ran")} for gpu in ("H200", "L40S")]
 
-    def build(dies="", **changes):
-        monkeypatch.setattr(cluster, "_environments", partial(environments, dies=dies))
+    def build(**changes):
         options = {"gpus": 2, "segments": (128, 256), "num_certify": 0, "target_gpu": ("all",)} | changes
-        return made(folder, tmp_path / "p.safetensors", **options)
+        return made(tiny_folder, tmp_path / "p.safetensors", **options)
 
+    monkeypatch.setattr(cluster, "_environments", environments)
     monkeypatch.setattr(cluster, "S2OWorker", PretendingWorker)
     return build
 
@@ -400,18 +312,36 @@ def test_one_run_makes_a_profile_for_each_kind_of_gpu(mixed, tmp_path):
 
 
 @EXHAUSTIVE
-def test_a_kind_whose_workers_are_gone_does_not_end_the_others(mixed, tmp_path, monkeypatch):
-    monkeypatch.setattr(cluster, "PATIENCE", 2.0)
-    gone, other = calibrate_kinds(mixed(dies="H200"), progress=False)
-    assert isinstance(gone.result, ResourceError)
-    assert str(gone.result).startswith("no worker with NVIDIA H200 (sm_90, 132 SMs) is there since 2 s")
-    assert not gone.recipe.out.exists()
-    assert other.result.written
-    assert load_profile(other.recipe.out).device == GPUS["L40S"]
+def test_a_scheduler_of_ones_own_with_a_worker_that_joins_late(tiny_folder, undisturbed, tmp_path):
+    """Started as a user would: dask scheduler, dask worker; the second worker comes when work has begun."""
+    port, log = 18786, (tmp_path / "dask.log").open("w")
+    address = f"tcp://127.0.0.1:{port}"
+    common = {"stdout": log, "stderr": log, "cwd": tmp_path}
+    worker = [sys.executable, "-m", "dask", "worker", address, "--nthreads", "1", "--no-dashboard"]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "dask", "scheduler", "--host", "127.0.0.1", "--port", str(port), "--no-dashboard"],
+            **common,
+        ),
+        subprocess.Popen(worker, **common),
+    ]
+    late = threading.Timer(6.0, lambda: started.append(subprocess.Popen(worker, **common)))
+    late.start()
+    try:
+        result = calibrate(made(tiny_folder, tmp_path / "p.safetensors", scheduler=address), progress=False)
+        assert result.written
+        assert (tmp_path / "p.safetensors").read_bytes() == undisturbed
+    finally:
+        late.cancel()
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.wait()
+        log.close()
 
 
 @EXHAUSTIVE
-def test_a_scheduler_that_does_not_answer_is_one_sentence(folder, tmp_path, monkeypatch):
+def test_a_scheduler_that_does_not_answer_is_one_sentence(tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "CONNECT", 1)
     with pytest.raises(ResourceError, match=r"tcp://127.0.0.1:9 does not answer"):
-        calibrate(made(folder, tmp_path / "p", scheduler="tcp://127.0.0.1:9"), progress=False)
+        calibrate(made(tiny_folder, tmp_path / "p", scheduler="tcp://127.0.0.1:9"), progress=False)

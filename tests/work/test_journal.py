@@ -1,7 +1,6 @@
 """The journal keeps what was acknowledged: processes are really killed, files really damaged, disks really full."""
 
 import json
-import os
 import random
 import signal
 import sqlite3
@@ -76,28 +75,21 @@ def test_measurements_are_found_again_and_counted_once(path):
         assert [journal.get("curve", {"layer": 1}) for _ in range(2)] == [2, 2]
         assert [journal.get("time", {"segment": 256, "layer": 0}) for _ in range(2)] == [5e-324] * 2
         assert journal.reused == 1
-        assert journal.entries("curve") == [({"layer": 0, "segment": 256}, {"error": 0.1}), ({"layer": 1}, 2)]
+        journal.put("curve", {"layer": 1}, 3)  # the last of two values counts
+        assert journal.entries("curve") == [({"layer": 0, "segment": 256}, {"error": 0.1}), ({"layer": 1}, 3)]
         assert journal.identity == IDENTITY
 
 
-def test_the_last_of_two_values_counts(path):
-    with Journal.open(path, IDENTITY) as journal:
-        journal.put("time", {}, 1)
-        journal.put("time", {}, 2)
-        assert journal.get("time", {}) == 2
-    with Journal.read(path) as journal:
-        assert journal.entries("time") == [({}, 2)]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), {"error": [-float("inf")]}, None])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), {"error": [-float("inf")]}, None, {"a": {1, 2}}])
 def test_what_json_cannot_say_is_refused_and_leaves_no_trace(value, path):
     before = filled(path)
-    with Journal.open(path, IDENTITY) as journal, pytest.raises(ValueError, match=r"not JSON compliant|not measured"):
+    said = r"not JSON compliant|not measured|a set is neither JSON nor a tensor"
+    with Journal.open(path, IDENTITY) as journal, pytest.raises((ValueError, TypeError), match=said):
         journal.put("curve", {}, value)
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_kill_loses_nothing_that_was_acknowledged(seed, path):
     """The same journal is killed and continued five times."""
     rng = random.Random(seed)
@@ -114,29 +106,6 @@ def test_a_kill_loses_nothing_that_was_acknowledged(seed, path):
         assert len(entries) <= len(acknowledged) + 5
         assert all(value == value_of(key["index"]) for key, value in entries)
     assert len(acknowledged) > 5
-
-
-def test_a_transaction_that_was_cut_off_is_undone_by_whoever_opens_the_file(path, tmp_path):
-    """As a kill in the midst of a commit leaves it: pages written in part, and the rollback journal beside them."""
-    filled(path)
-    before = path.read_bytes()
-    program = """
-import os, sqlite3, sys
-database = sqlite3.connect(sys.argv[1], isolation_level=None)
-database.execute("PRAGMA cache_size = 1")  # pages are written before the commit
-database.execute("BEGIN IMMEDIATE")
-for index in range(100):
-    database.execute("INSERT INTO entries VALUES ('curve', ?, ?, NULL)", (str(index), "x" * 3000))
-os._exit(9)
-"""
-    for opened in (Journal.read, lambda path: Journal.open(path, IDENTITY)):
-        assert subprocess.run([sys.executable, "-c", program, str(path)], check=False).returncode == 9
-        assert path.read_bytes() != before
-        assert path.with_name(f"{path.name}-journal").exists()
-        with opened(path) as journal:
-            assert len(journal.entries("curve")) == 3
-        assert path.read_bytes() == before
-        assert sorted(each.name for each in tmp_path.iterdir()) == [path.name, f"{path.name}.lock"]
 
 
 def test_an_empty_file_starts_over(path):
@@ -180,19 +149,11 @@ def test_another_schema_and_another_programs_database_are_refused(statement, fou
     assert path.read_bytes() == before
 
 
-def cut(data):
-    return data[:-4096]
-
-
-def overwritten(data):
-    return data[:4096] + b"\xff" * 4096 + data[8192:]
-
-
-def header_only(data):
-    return data[:100]
-
-
-@pytest.mark.parametrize("damage", [cut, overwritten, header_only])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: data[:-4096], lambda data: data[:4096] + b"\xff" * 4096 + data[8192:], lambda data: data[:100]],
+    ids=["cut", "overwritten", "header"],
+)
 def test_a_damaged_file_is_one_sentence(damage, path):
     path.write_bytes(damage(filled(path, 200)))
     before = path.read_bytes()
@@ -225,26 +186,20 @@ def test_a_damaged_entry_is_one_sentence(change, path):
                 attempt()
 
 
-def changed(**changes):
-    return IDENTITY | changes
-
-
 @pytest.mark.parametrize(
-    ("identity", "message"),
+    ("changes", "message"),
     [
-        (changed(model={"name": "demo", "fingerprint": "b" * 64}), r"model\.fingerprint a{20}\.\., this run has b{20}"),
-        (changed(device={"name": "H200"}, version="0.2"), r"device\.name cpu, this run has H200"),
-        (changed(version="0.2"), r"version 0\.1, this run has 0\.2"),
-        (changed(device={"name": "cpu", "count": 2}), r"device\.count null, this run has 2"),
-        (changed(device="cpu"), r'device {"name": "cpu"}, this run has cpu'),
-        ({"model": IDENTITY["model"], "version": "0.1"}, r'device {"name": "cpu"}, this run has null'),
+        ({"model": {"name": "demo", "fingerprint": "b" * 64}}, r"model\.fingerprint a{20}\.\., this run has b{20}"),
+        ({"device": {"name": "H200"}, "version": "0.2"}, r"device\.name cpu, this run has H200"),
+        ({"device": {"name": "cpu", "count": 2}}, r"device\.count null, this run has 2"),
+        ({"device": "cpu"}, r'device {"name": "cpu"}, this run has cpu'),
     ],
 )
-def test_another_identity_is_refused_by_its_first_change(identity, message, path):
+def test_another_identity_is_refused_by_its_first_change(changes, message, path):
     before = filled(path)
     advice = ": give another --journal, or delete it to start over"
     with pytest.raises(InputError, match=message + ".*" + advice):
-        Journal.open(path, identity)
+        Journal.open(path, IDENTITY | changes)
     assert path.read_bytes() == before
     Journal.open(path, IDENTITY).close()
 
@@ -259,33 +214,6 @@ def test_two_runs_cannot_share_a_journal_until_the_first_is_dead(path):
         kill(writer)
     assert not path.with_name(f"{path.name}.lock-journal").exists()
     Journal.open(path, IDENTITY).close()
-
-
-def test_a_writer_keeps_others_out_between_its_measurements(path):
-    with Journal.open(path, IDENTITY) as journal:
-        for index in range(3):
-            with pytest.raises(ResourceError, match="is being written by another run"):
-                Journal.open(path, IDENTITY)
-            journal.put("curve", {"index": index}, 1)
-        with pytest.raises(ValueError, match="not JSON compliant"):
-            journal.put("curve", {}, float("nan"))
-        with pytest.raises(ResourceError, match="is being written by another run"):
-            Journal.open(path, IDENTITY)
-    Journal.open(path, IDENTITY).close()
-
-
-def test_a_running_writer_can_be_read(path):
-    writer = start_writer(path)
-    try:
-        for _ in range(5):  # anywhere in its transactions
-            index = int(writer.stdout.readline())
-            with Journal.read(path) as journal:
-                assert journal.get("curve", {"index": index}) == value_of(index)
-                entries = journal.entries("curve")
-            assert [key["index"] for key, _ in entries] == list(range(len(entries)))
-            assert all(value == value_of(key["index"]) for key, value in entries)
-    finally:
-        kill(writer)
 
 
 def test_a_reader_cannot_write(path):
@@ -317,21 +245,6 @@ def test_a_full_disk_is_one_sentence_and_nothing_half_written_stays(room, path):
         journal.put("curve", {"layer": 9}, 2)
     with Journal.read(path) as journal:
         assert journal.get("curve", {"layer": 9}) == 2
-
-
-def test_a_file_that_may_not_grow(path):
-    """The system writes a part of the pages and refuses the rest; what was put before stays."""
-    limit = 50_000
-    program = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n{WRITER}"
-    unmeasured = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
-    outcome = subprocess.run(  # coverage's own file could not grow either
-        [sys.executable, "-c", program, str(path), json.dumps(IDENTITY)],
-        cwd=ROOT, capture_output=True, text=True, check=False, env=unmeasured,
-    )  # fmt: skip
-    assert f"{path} cannot be written (disk I/O error): make it writable" in outcome.stderr.splitlines()[-1]
-    with Journal.open(path, IDENTITY) as journal:
-        assert [str(key["index"]) for key, _ in journal.entries("curve")] == outcome.stdout.split()[1:]
-        assert len(journal.entries("curve")) > 1
 
 
 def test_a_path_that_cannot_be_written(tmp_path):
@@ -370,15 +283,3 @@ def test_tensors_come_back_to_the_bit(tensor, path):
     as_bytes = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (back, tensor))
     assert torch.equal(*as_bytes)
     back.zero_()  # it is not read-only memory
-
-
-def test_what_is_neither_json_nor_a_tensor_is_refused(path):
-    before = filled(path)
-    with Journal.open(path, IDENTITY) as journal, pytest.raises(TypeError, match="a set is neither JSON nor a tensor"):
-        journal.put("curve", {}, {"a": {1, 2}})
-    assert path.read_bytes() == before
-
-
-def test_a_journal_of_numbers_needs_no_torch():
-    program = "import calibrate.journal, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,45 @@
+"""What a bench or a study cannot use is one sentence with its name, before anything is measured."""
+
+import pytest
+
+from scripts.bench import attention, first_token, methods, prefill, serving
+from scripts.study import unlike
+from support.pages import ROOT
+from support.processes import called
+
+PROFILE = str(ROOT / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors")
+CASES = [
+    (attention, "--lengths 8k", "'8k' is not understood: try 8192,32768"),
+    (attention, "--lengths 64 --segment 64", "length 64 is too short for --segment 64: try 65"),
+    (attention, "--densities 0.5,2", "density 2 is out of range"),
+    (attention, "--heads 4/3", "are not query heads and KV heads"),
+    (attention, "--tile 96x32x1:4:2", "block_m 96 is not supported"),
+    (attention, "--rounds 0", "--rounds is 0: use at least 1"),
+    (attention, "--data demmo", "did you mean demo"),
+    (first_token, "", "give either --profile FILE, or --density X"),
+    (first_token, f"--profile {PROFILE} --density 0.5", "give either --profile FILE, or --density X"),
+    (first_token, "--density 1.5", "--density is 1.5: use a number above 0, up to 1"),
+    (first_token, "--profile missing.safetensors", "missing.safetensors"),
+    (first_token, f"--profile {PROFILE} --chunk 0", "--chunk is 0: use at least 1"),
+    (methods, "--lengths 256 --methods quantum", "baseline 'quantum' is not known"),
+    (methods, "--lengths 256 --methods dense --data nothing.safetensors", "nothing.safetensors"),
+    (prefill, "--models quantum", "model 'quantum' is not known"),
+    (serving, "--url http://127.0.0.1:9/v1 --model m --lengths 100 --prompts 0", "use at least 1"),
+    (serving, "--url http://127.0.0.1:9/v1 --model m --lengths 100 --hits 0,1.5", "from 0 to 1"),
+    (serving, "--url http://127.0.0.1:9/v1 --model m --lengths 100", "did not answer"),
+    (unlike, "no-such-file.safetensors", "no-such-file.safetensors"),
+]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "said"), CASES, ids=lambda value: getattr(value, "__name__", value)[:40]
+)
+def test_bad_input_is_one_sentence(script, arguments, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(first_token, "find_spec", lambda name: object())  # vLLM, which is not asked for anything
+    where = [] if script in (serving, unlike) else ["--device", "cpu"]
+    out = [] if script is unlike else ["--out", "new.json"]
+    outcome = called(script.main, *arguments.split(), *where, *out, cwd=tmp_path)
+    assert outcome.returncode == 2, outcome
+    assert said in outcome.stderr
+    assert f"{script.__name__}: " in outcome.stderr
+    assert not list(tmp_path.iterdir())

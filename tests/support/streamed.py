@@ -1,0 +1,32 @@
+"""What tests of streamed proofs feed to a small model: random prompts, and layers with one configuration each."""
+
+from dataclasses import dataclass
+
+import torch
+
+from calibrate.prompts.prompts import Prompt
+from s2o_runtime.config import LayerConfig, TileConfig
+
+TILE = TileConfig(64, 32, 1, 4, 1)
+
+
+def uniform(tau):
+    """A layer of the models of `support.models` with one threshold."""
+    return LayerConfig.uniform(4, tau=tau, segment=64, tile=TILE)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What each layer runs, the same at every length."""
+
+    configs: tuple[LayerConfig, ...]
+
+    def layer_config(self, layer, length):
+        return self.configs[layer]
+
+
+def random_prompts(*lengths, count=2):
+    """Length -> prompts of random tokens, the same each time."""
+    generator = torch.Generator().manual_seed(5)
+    ids = {length: torch.randint(3, 128, (count, length), generator=generator) for length in lengths}
+    return {length: [Prompt(each) for each in rows] for length, rows in ids.items()}
