@@ -30,9 +30,7 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.attention.windowed import window_attention
 from s2o_runtime.errors import ModelError, ProfileError
-from s2o_runtime.huggingface.dense_watch import DenseWatch
-from s2o_runtime.huggingface.drift import Drift, check_of
-from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, check_trained, environment_profile
+from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, environment_profile
 from s2o_runtime.huggingface.layers import NUMBER, STATE, Beyond, check_beyond, numbered, other_attention, states_of
 from s2o_runtime.huggingface.layers import LayerState as LayerState
 from s2o_runtime.huggingface.layers import Observer as Observer
@@ -52,6 +50,8 @@ from s2o_runtime.identity import (
     offloaded,
 )
 from s2o_runtime.layer_kinds import chunk, positions, window
+from s2o_runtime.monitor.dense_watch import DenseWatch
+from s2o_runtime.monitor.drift import Drift, check_of
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.reach import too_long, too_short
 from s2o_runtime.scoring import Scoring, without_gradients
@@ -122,7 +122,7 @@ def patch(
         raise ProfileError(
             f"the profile of {profile.model_name} does not fit this model: it has {difference}; calibrate this model"
         )
-    check_trained(profile)
+    profile.check_trained()
     modules = attention_modules(model)
     others = other_attention(model)
     rejected = offloaded(model)

@@ -18,12 +18,12 @@ from torch.utils.hooks import RemovableHandle
 from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ConfigError, ModelError, ProfileError
-from s2o_runtime.huggingface.dense_watch import DenseWatch
-from s2o_runtime.huggingface.drift import Allowed, Drift, DriftCheck, DriftMonitor, allowed_errors, check_of
-from s2o_runtime.huggingface.meter import Meter
 from s2o_runtime.identity import attention_modules, decoder_attention
 from s2o_runtime.layer_kinds import kind_in_words, layer_kinds
 from s2o_runtime.lengths import length_step
+from s2o_runtime.monitor.dense_watch import DenseWatch
+from s2o_runtime.monitor.drift import Allowed, Drift, DriftCheck, DriftMonitor, allowed_errors, check_of
+from s2o_runtime.monitor.meter import Meter
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.device_fit import fitted
 from s2o_runtime.profile.reach import TRUSTED_BEYOND

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from s2o_runtime.attention.paged import gathered, s2o_attention_paged
 from s2o_runtime.lengths import shared_bound
+from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.pages import PagedKeys, packed_starts, page_obstacle
 from s2o_runtime.scoring import Scoring
-from s2o_runtime.serving.counters import Counters
 from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
 

@@ -12,9 +12,9 @@ from s2o_runtime.attention.backend import why_dense
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import capability
 from s2o_runtime.errors import ModelError, ProfileError
-from s2o_runtime.huggingface.drift import DriftMonitor
 from s2o_runtime.identity import RANDOM, fingerprint_mismatch, geometry, with_rope
 from s2o_runtime.lengths import length_step
+from s2o_runtime.monitor.drift import DriftMonitor
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.device_fit import fitted
 from s2o_runtime.profile.reach import TRUSTED_BEYOND, too_long, too_short

@@ -16,10 +16,10 @@ from s2o_runtime.attention.paged import gathered, s2o_attention_paged
 from s2o_runtime.attention.warmup import SEGMENTS, split_calls
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ProfileError, S2OError
-from s2o_runtime.huggingface.drift import DriftMonitor, allowed_errors, check_of
+from s2o_runtime.monitor.counters import Counters, serve_metrics
+from s2o_runtime.monitor.drift import DriftMonitor, allowed_errors, check_of
 from s2o_runtime.pages import PagedKeys, packed_starts
 from s2o_runtime.profile import load_profile
-from s2o_runtime.serving.counters import Counters, serve_metrics
 from s2o_runtime.serving.fit import ProfileFit, Rank, check_model
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.version import __version__

@@ -9,8 +9,8 @@ from s2o_runtime import LayerConfig
 from s2o_runtime.config import HeadConfig, TileConfig
 from s2o_runtime.devices import identify
 from s2o_runtime.identity import Geometry
+from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.profile import Profile
-from s2o_runtime.serving.counters import Counters
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.tiles import candidate_tiles
 from support.fake_sglang import FakeEngine, Mode

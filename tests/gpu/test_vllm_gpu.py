@@ -9,8 +9,8 @@ from s2o_runtime import LayerConfig
 from s2o_runtime.config import HeadConfig, TileConfig
 from s2o_runtime.devices import identify
 from s2o_runtime.identity import Geometry
+from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.profile import Profile, save_profile
-from s2o_runtime.serving.counters import Counters
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Server, Site
 from s2o_runtime.serving.settings import Settings

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from s2o_runtime import patch, patched, unpatch
-from s2o_runtime.huggingface import dense_watch
-from s2o_runtime.huggingface.dense_watch import OTHERWISE, REMEDIES, DenseWatch, remedy
 from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.monitor import dense_watch
+from s2o_runtime.monitor.dense_watch import OTHERWISE, REMEDIES, DenseWatch, remedy
 from support.models import CONFIGS, LENGTH, make_profile
 
 HOLES = "the mask is not a plain causal one"

@@ -15,7 +15,7 @@ from s2o_runtime.config import HeadConfig
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.explanation import explained
 from s2o_runtime.huggingface.hf import layer_states
-from s2o_runtime.huggingface.meter import SAMPLES, WARM, Meter
+from s2o_runtime.monitor.meter import SAMPLES, WARM, Meter
 from support.models import CONFIGS, LENGTH, make_profile, padded_batch
 
 RUNS = "the tensors are on the cpu, the kernel needs a GPU"

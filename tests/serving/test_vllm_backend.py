@@ -12,10 +12,10 @@ from s2o_runtime.attention.replay import repeated_call
 from s2o_runtime.config import HeadConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import InputError
-from s2o_runtime.huggingface.drift import Allowed, DriftCheck, DriftMonitor
 from s2o_runtime.identity import Geometry
+from s2o_runtime.monitor import counters
+from s2o_runtime.monitor.drift import Allowed, DriftCheck, DriftMonitor
 from s2o_runtime.profile import Profile
-from s2o_runtime.serving import counters
 from s2o_runtime.serving.calls import layer_obstacle
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.vllm.backend import BATCH

@@ -13,10 +13,10 @@ from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, InputError, ProfileError, S2OError
-from s2o_runtime.huggingface.drift import allowed_errors
+from s2o_runtime.monitor.counters import SAMPLED_EVERY, Counters
+from s2o_runtime.monitor.drift import allowed_errors
 from s2o_runtime.profile import load_profile
 from s2o_runtime.serving.calls import cache_obstacle
-from s2o_runtime.serving.counters import SAMPLED_EVERY, Counters
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, Site
 from s2o_runtime.serving.settings import Settings
@@ -320,7 +320,7 @@ def test_a_port_that_is_taken_is_said_with_its_address(listening, caplog):
 
 def test_prometheus_collects_the_counters():
     pytest.importorskip("prometheus_client", reason="vLLM brings it")
-    from s2o_runtime.serving.counters import PrometheusCollector
+    from s2o_runtime.monitor.counters import PrometheusCollector
 
     counters = Counters()
     counters.add(3, "s2o", "long", 300)
