@@ -120,7 +120,7 @@ def profile_section(path: Path, device: torch.device, view: ModelView | None) ->
 
 def outcomes(on_device: ProfileFit, length: int) -> list[Outcome]:
     """What each layer of a profile runs for a whole prompt of `length` tokens."""
-    reasons = ((layer.number, layer.why_dense(length, length)) for layer in on_device.layers)
+    reasons = ((layer.layer, layer.why_dense(length, length)) for layer in on_device.layers)
     return [Outcome(number, "s2o" if reason is None else "dense", reason) for number, reason in reasons]
 
 

@@ -130,8 +130,8 @@ class Server:
             log.info("S2O: drift is not checked: %s", error)
             return
         for layer, errors in zip(self.fit.layers, allowed, strict=True):
-            layer.drift = DriftMonitor(replace(check, every=1), layer.number, errors)
-            self.counters.drift[layer.number] = layer.drift
+            layer.drift = DriftMonitor(replace(check, every=1), layer.layer, errors)
+            self.counters.drift[layer.layer] = layer.drift
 
     def _say(self, settings: Settings, site: Site, compared: str) -> None:
         """One line that says what will run where."""

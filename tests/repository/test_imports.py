@@ -19,6 +19,7 @@ RUNTIME = [
     "command_line",
     "files",
     "lengths",
+    "dense_reason",
     "config",
     "layer_kinds",
     "identity",

@@ -126,7 +126,7 @@ def test_what_vllms_cache_keeps_from_all_layers(cache, said):
 
 def test_the_demos_limits_are_checked_on_one_rank(caplog):
     server = Server(Settings(DEMO), site(model=demo_sizes(), rank=Rank()))
-    assert {layer.number for layer in server.fit.layers if layer.drift} == set(server.counters.drift) == set(range(6))
+    assert {layer.layer for layer in server.fit.layers if layer.drift} == set(server.counters.drift) == set(range(6))
     assert server.fit.layers[0].drift.check.action == "warn"
     with caplog.at_level(logging.INFO, logger="s2o_runtime"):
         assert not Server(Settings(DEMO), site(model=demo_sizes())).counters.drift
