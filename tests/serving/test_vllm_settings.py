@@ -217,7 +217,7 @@ def test_a_profile_that_does_not_fit_ends_the_start():
 def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog):
     group = SimpleNamespace(rank_in_group=0)
     parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_rank=0)
-    model = SimpleNamespace(hf_config=site().model_config, model=str(MODEL), max_model_len=4096)
+    model = SimpleNamespace(hf_config=site().model_config, model=str(MODEL), revision=None, max_model_len=4096)
     config = SimpleNamespace(
         model_config=model, parallel_config=parallel, speculative_config=None, additional_config=given,
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
