@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from functools import lru_cache
 
 
 class DenseReason(str, Enum):
@@ -20,6 +21,7 @@ class DenseReason(str, Enum):
 
     __str__ = str.__str__
 
+    @lru_cache(maxsize=256)
     def about(self, *numbers: float) -> Sentence:
         """The sentence with these numbers in it."""
         return Sentence(self.value.format(*numbers), self)

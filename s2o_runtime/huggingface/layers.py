@@ -17,11 +17,11 @@ from torch.utils.hooks import RemovableHandle
 
 from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.errors import ConfigError, ModelError, ProfileError
+from s2o_runtime.errors import ConfigError, ModelError
 from s2o_runtime.identity import attention_modules, decoder_attention
 from s2o_runtime.layer_kinds import kind_in_words, layer_kinds
 from s2o_runtime.monitor.dense_watch import DenseWatch
-from s2o_runtime.monitor.drift import Allowed, Drift, DriftCheck, DriftMonitor, allowed_errors, check_of
+from s2o_runtime.monitor.drift import Drift, DriftMonitor, check_and_limits
 from s2o_runtime.monitor.meter import Meter
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.device_fit import fitted
@@ -184,7 +184,7 @@ def states_of(
         ConfigError: `beyond` or `drift` is not known or illegal.
     """
     check_beyond(beyond)
-    check, allowed = _drift_check(profile, drift)
+    check, allowed = check_and_limits(profile, drift)
     devices = [device] * profile.geometry.layers if isinstance(device, torch.device) else list(device)
     fits = {here: (profile, rejected) if rejected else fitted(profile, here) for here in dict.fromkeys(devices)}
     rejected = next((why for _, why in fits.values() if why is not None), None)
@@ -213,24 +213,6 @@ def check_beyond(beyond: str) -> None:
     """Raises ConfigError if `beyond` is not known."""
     if beyond not in get_args(Beyond):
         raise ConfigError(f"beyond {beyond!r} is not known: use one of {get_args(Beyond)}")
-
-
-def _drift_check(profile: Profile, drift: Drift) -> tuple[DriftCheck | None, list[Allowed]]:
-    """The drift check that is meant and what each layer may have.
-
-    Where nobody asked for a check ("auto") and the profile does not say what errors it allows, there is none, and a
-    line of the log says why.
-    """
-    check = check_of(drift)
-    if check is None:
-        return None, []
-    try:
-        return check, allowed_errors(profile)
-    except ProfileError as error:
-        if drift != "auto":
-            raise
-        log.info("drift is not checked: %s", error)
-        return None, []
 
 
 def _say_range(profile: Profile, longest: int, beyond: Beyond, rejected: str | None) -> None:
