@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from s2o_runtime.attention.warmup import warmup
     from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
     from s2o_runtime.errors import ConfigError, InputError, ModelError, ProfileError, ResourceError, S2OError
-    from s2o_runtime.huggingface.drift import DriftCheck
     from s2o_runtime.huggingface.explanation import Explanation, explain
     from s2o_runtime.huggingface.hf import patch, patched, register, unpatch
+    from s2o_runtime.monitor.drift import DriftCheck
     from s2o_runtime.profile import Profile, load_profile, save_profile
 
 __all__ = [
@@ -57,10 +57,10 @@ _HOMES = {
     "attention.result": ("Attention", "AttentionStats"),
     "config": ("HeadConfig", "LayerConfig", "TileConfig"),
     "errors": ("ConfigError", "InputError", "ModelError", "ProfileError", "ResourceError", "S2OError"),
-    "huggingface.drift": ("DriftCheck",),
     "huggingface.explanation": ("Explanation", "explain"),
     "huggingface.hf": ("patch", "patched", "register", "unpatch"),
     "attention.warmup": ("warmup",),
+    "monitor.drift": ("DriftCheck",),
     "profile": ("Profile", "load_profile", "save_profile"),
 }
 

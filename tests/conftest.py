@@ -1,5 +1,6 @@
 """Where there is no GPU, kernels run in Triton's interpreter; that must be said before triton is imported."""
 
+import logging
 import os
 import signal
 
@@ -25,6 +26,16 @@ def tiny_folder(tmp_path_factory):
     from support.tiny import save_tiny
 
     return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(autouse=True)
+def _log():
+    """Servers set the level of S2O's log and add handlers to it."""
+    log = logging.getLogger("s2o_runtime")
+    level, handlers = log.level, log.handlers[:]
+    yield
+    log.setLevel(level)
+    log.handlers[:] = handlers
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from calibrate.model.streams import attention_implementation
 from s2o_runtime.baselines.run import HEAD_DIM, BaselineStats, baseline_attention
 from s2o_runtime.baselines.settings import Baseline
 from s2o_runtime.config import LayerConfig
+from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import identify
 from s2o_runtime.errors import InputError
 from s2o_runtime.huggingface import hf
@@ -152,6 +153,6 @@ def run_stats(variant: Variant) -> RunStats:
     reasons: dict[str, int] = {}
     for state in variant.states:
         for (path, reason), _ in sorted(state.counts.items()):
-            if path == "dense" and reason != "decode":
+            if path == "dense" and reason != DenseReason.DECODE:
                 reasons[reason] = reasons.get(reason, 0) + 1
     return RunStats(sum(densities) / len(densities) if densities else 1.0, reasons)

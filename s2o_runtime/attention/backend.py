@@ -10,6 +10,7 @@ from torch import Tensor
 
 from s2o_runtime.attention.call import AttentionCall
 from s2o_runtime.config import HEAD_DIMS, LayerConfig, config_obstacle
+from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import capability, interpreted
 from s2o_runtime.errors import InputError
 from s2o_runtime.shapes import KERNEL_TYPES, CallShape, needs_gradients
@@ -76,15 +77,14 @@ def why_dense(config: LayerConfig, shape: CallShape, gpu: Capability) -> str | N
         gpu: the device's compute capability, (0, 0) for a CPU.
     """
     if config.is_dense and config.scores == "input":
-        return "every head of the layer is dense"
+        return DenseReason.NO_S2O_HEAD
     fewest = fewest_queries(config.tile, gpu)
     if shape.offset > 0 and shape.q_len < fewest:
-        return f"fewer than {fewest} queries behind a prefix, where dense is faster on this GPU"
+        return DenseReason.FEW_QUERIES.about(fewest)
     if not config.is_dense and not has_prefix(config, shape):
-        return "the whole prompt fits one segment"
+        return DenseReason.ONE_SEGMENT
     if shape.is_little_for(config.tile):
-        below = config.tile.dense_below
-        return f"shorter than {below} keys, or less work than a prompt of them, where dense is faster on this GPU"
+        return DenseReason.LITTLE_WORK.about(config.tile.dense_below)
     return None
 
 

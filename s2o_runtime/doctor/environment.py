@@ -11,13 +11,15 @@ import platform
 import re
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from s2o_runtime.command_line import NO_RESOURCE, OK
 from s2o_runtime.doctor.findings import Finding
+from s2o_runtime.serving.sources import interface_obstacle
 from s2o_runtime.version import __version__
 
 DRIVER = Path("/proc/driver/nvidia/version")  # which driver the kernel has loaded
@@ -157,33 +159,31 @@ SGLANG = _Server("sglang", ("sglang",), "sglang.srt.plugins", "SGLANG_PLUGINS", 
 
 def vllm_installation() -> Finding:
     """vLLM, by its sources: whether S2O knows its interface and is loaded by it."""
-    from s2o_runtime.vllm.compat import READ, interface_obstacle
+    from s2o_runtime.vllm.compat import READ, Interface
 
-    return _server_installation(VLLM, READ, interface_obstacle)
+    return _server_installation(VLLM, READ, Interface)
 
 
 def sglang_installation() -> Finding:
     """SGLang, by its sources: whether S2O knows its interface and is loaded by it."""
-    from s2o_runtime.sglang.compat import READ, interface_obstacle
+    from s2o_runtime.sglang.compat import READ, Interface
 
-    return _server_installation(SGLANG, READ, interface_obstacle)
+    return _server_installation(SGLANG, READ, Interface)
 
 
-def _server_installation(
-    server: _Server, versions_read: tuple[str, ...], interface_obstacle: Callable[[Path], str | None]
-) -> Finding:
+def _server_installation(server: _Server, versions_read: tuple[str, ...], interface: Any) -> Finding:
     """Whether S2O knows a server's interface and is loaded by it.
 
     Args:
         server: which.
         versions_read: of the server, those whose sources were read.
-        interface_obstacle: given the folder of the server's sources, what of its interface S2O does not know, or None.
+        interface: reads it in the server's sources, and says what of it S2O does not know.
     """
     spec = importlib.util.find_spec(server.package)
     if spec is None or spec.origin is None:
         return Finding(server.package, "not installed")
     version = next(filter(None, map(installed, server.distributions)), "of an unknown version")
-    if obstacle := interface_obstacle(Path(spec.origin).parent / server.folder):
+    if obstacle := interface_obstacle(interface, Path(spec.origin).parent / server.folder):
         advice = f"S2O does not know it ({obstacle}) and stays out: use one of {', '.join(versions_read)}"
         return Finding(server.package, version, advice)
     if not any(entry.name == PLUGIN for entry in metadata.entry_points(group=server.plugins)):

@@ -13,10 +13,9 @@ from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE
 from s2o_runtime.devices import Rejected, fit, identify
 from s2o_runtime.doctor.findings import Finding, Section
 from s2o_runtime.errors import ModelError, ProfileError, ResourceError
-from s2o_runtime.huggingface.drift import allowed_errors
-from s2o_runtime.huggingface.environment import check_trained
 from s2o_runtime.identity import geometry
 from s2o_runtime.layer_kinds import positions
+from s2o_runtime.monitor.drift import allowed_errors
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.serving.fit import ProfileFit, Rank, check_model
 
@@ -121,7 +120,7 @@ def profile_section(path: Path, device: torch.device, view: ModelView | None) ->
 
 def outcomes(on_device: ProfileFit, length: int) -> list[Outcome]:
     """What each layer of a profile runs for a whole prompt of `length` tokens."""
-    reasons = ((layer.number, layer.why_dense(length, length)) for layer in on_device.layers)
+    reasons = ((layer.layer, layer.why_dense(length, length)) for layer in on_device.layers)
     return [Outcome(number, "s2o" if reason is None else "dense", reason) for number, reason in reasons]
 
 
@@ -162,7 +161,7 @@ def _proof_findings(profile: Profile) -> list[Finding]:
         budget = f"{record.budget.kind} {record.budget.value:g} for every {record.budget.scope or 'layer'}"
     findings = []
     try:
-        check_trained(profile)
+        profile.check_trained()
     except ProfileError as error:
         findings.append(Finding("weights", "random", str(error), BAD_INPUT))
     certificate = record.certificate

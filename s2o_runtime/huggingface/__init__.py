@@ -1,1 +1,1 @@
-"""transformers: patching models, running programs unedited, metering and checking layers."""
+"""transformers: patching models, and running programs unedited."""

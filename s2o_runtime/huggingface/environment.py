@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from s2o_runtime.errors import ConfigError, ModelError, ProfileError
-from s2o_runtime.huggingface.drift import DriftChoice, allowed_errors
 from s2o_runtime.huggingface.layers import (
     STATE,
     Beyond,
@@ -29,7 +28,6 @@ from s2o_runtime.huggingface.layers import (
 )
 from s2o_runtime.huggingface.ranks import heads_here
 from s2o_runtime.identity import (
-    RANDOM,
     attention_modules,
     decoder_attention,
     fingerprint,
@@ -37,6 +35,7 @@ from s2o_runtime.identity import (
     geometry,
     offloaded,
 )
+from s2o_runtime.monitor.drift import DriftChoice, allowed_errors
 from s2o_runtime.profile import Profile, load_profile
 
 VARIABLE = "S2O_PROFILE"
@@ -65,7 +64,7 @@ def environment_profile() -> Profile | None:
     if not _read:
         path = os.environ.get(VARIABLE)
         try:
-            profile = check_trained(load_profile(path)) if path else None
+            profile = load_profile(path).check_trained() if path else None
             if profile is not None:
                 beyond()
                 if drift() in ("warn", "dense"):
@@ -91,16 +90,6 @@ def _choice(variable: str, choices: tuple[str, ...], default: str) -> str:
     if value not in choices:
         raise ConfigError(f"{variable} {value!r} is not known: use one of {choices}")
     return value
-
-
-def check_trained(profile: Profile) -> Profile:
-    """Raises ProfileError for a profile that a rehearsal made."""
-    if profile.fingerprint.startswith(RANDOM):
-        raise ProfileError(
-            f"the profile of {profile.model_name} was calibrated on random weights, expected ones of a trained model: "
-            "calibrate without --random-weights"
-        )
-    return profile
 
 
 def mismatch(config: Any, profile: Profile) -> str | None:

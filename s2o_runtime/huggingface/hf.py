@@ -29,10 +29,9 @@ from s2o_runtime.attention import torch_op
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.attention.windowed import window_attention
+from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.errors import ModelError, ProfileError
-from s2o_runtime.huggingface.dense_watch import DenseWatch
-from s2o_runtime.huggingface.drift import Drift, check_of
-from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, check_trained, environment_profile
+from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, environment_profile
 from s2o_runtime.huggingface.layers import NUMBER, STATE, Beyond, check_beyond, numbered, other_attention, states_of
 from s2o_runtime.huggingface.layers import LayerState as LayerState
 from s2o_runtime.huggingface.layers import Observer as Observer
@@ -52,8 +51,9 @@ from s2o_runtime.identity import (
     offloaded,
 )
 from s2o_runtime.layer_kinds import chunk, positions, window
+from s2o_runtime.monitor.dense_watch import DenseWatch
+from s2o_runtime.monitor.drift import Drift, check_of
 from s2o_runtime.profile import Profile, load_profile
-from s2o_runtime.profile.reach import too_long, too_short
 from s2o_runtime.scoring import Scoring, without_gradients
 
 NAME = "s2o"
@@ -122,7 +122,7 @@ def patch(
         raise ProfileError(
             f"the profile of {profile.model_name} does not fit this model: it has {difference}; calibrate this model"
         )
-    check_trained(profile)
+    profile.check_trained()
     modules = attention_modules(model)
     others = other_attention(model)
     rejected = offloaded(model)
@@ -364,7 +364,7 @@ def s2o_attention_forward(
         attention_mask, call = None if attention_mask is None else attention_mask[..., :kv_len], None
     if call is None:
         if state is not None:
-            other = "decode" if query.shape[2] == 1 else "the mask is not a plain causal one"
+            other = DenseReason.DECODE if query.shape[2] == 1 else DenseReason.MASK
             state.count("dense", state.other_kind or obstacle or other, query.shape[2], key.shape[2])
         if scoring.beyond_sdpa is not None:
             return _eager(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
@@ -443,17 +443,18 @@ def _prefill(
         reason = f"the profile is of {config.num_heads} query heads, the layer has {query.shape[1]} here"
         config = None
     if config is not None and config.is_dense:
-        config, reason = None, "every head of the layer is dense"
+        config, reason = None, DenseReason.NO_S2O_HEAD
     sample = None if state.meter is None else state.meter.begin(reason, query.device)
     if config is None:
         out = fastest_dense_attention(query, key, value, kv_start=call.kv_start, **scoring.arguments())
-        stats, path, reason = None, "dense", str(reason)
+        stats, path = None, "dense"
     else:
         options = {"kv_start": call.kv_start, **scoring.arguments()}
         result = s2o_attention(query, key, value, config, return_stats=True, **options)
         out, stats = result.out, result.stats
         assert stats is not None
         path, reason = "dense" if stats.backend == "dense" else "s2o", stats.reason
+    assert reason is not None
     state.last = stats
     state.count(path, reason, query.shape[2], key.shape[2])
     if state.meter is not None and sample is not None:
@@ -532,15 +533,6 @@ def _warn_attentions() -> None:
     )
 
 
-@lru_cache(maxsize=64)
-def _warn_beyond(max_length: int) -> None:
-    log.warning(
-        "a prompt has more than %d keys, 1.5 times the longest calibrated length: its errors were not proven, "
-        "calibrate with longer --lengths",
-        max_length,
-    )
-
-
 def is_prefill_mask(mask: Tensor | None) -> TypeGuard[Tensor]:
     """Whether a mask is the integer tensor that stands for a plain causal prefill, in windows or not."""
     return mask is not None and mask.dtype == torch.int64 and mask.shape[1:] in ((1, 1, 2), (1, 1, 3))
@@ -573,18 +565,11 @@ def _lost_mask() -> Tensor | None:
 
 
 def _dense_reason(state: LayerState, query: Tensor, key: Tensor, training: bool) -> str | None:
-    if state.rejected is not None:
-        return state.rejected
-    if reason := too_short(key.shape[2], state.min_length):
+    """Why a prefill of a layer is dense, whatever S2O could do with it; None if it is not."""
+    if reason := state.why_dense_at(key.shape[2]):
         return reason
-    if (reason := too_long(key.shape[2], state.max_length)) and state.max_length is not None:
-        if not state.warn_beyond:
-            return reason
-        _warn_beyond(state.max_length)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
         if state.watch is not None and not training:
             state.watch.see_gradients(key.shape[2])
-        return "gradients are enabled"
-    if state.drift is not None and state.drift.verdict is not None and state.drift.check.action == "dense":
-        return state.drift.verdict
+        return DenseReason.GRADIENTS
     return None

@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Literal, get_args
 
@@ -17,17 +17,16 @@ from torch.utils.hooks import RemovableHandle
 
 from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.errors import ConfigError, ModelError, ProfileError
-from s2o_runtime.huggingface.dense_watch import DenseWatch
-from s2o_runtime.huggingface.drift import Allowed, Drift, DriftCheck, DriftMonitor, allowed_errors, check_of
-from s2o_runtime.huggingface.meter import Meter
+from s2o_runtime.errors import ConfigError, ModelError
 from s2o_runtime.identity import attention_modules, decoder_attention
 from s2o_runtime.layer_kinds import kind_in_words, layer_kinds
-from s2o_runtime.lengths import length_step
+from s2o_runtime.monitor.dense_watch import DenseWatch
+from s2o_runtime.monitor.drift import Drift, DriftMonitor, check_and_limits
+from s2o_runtime.monitor.meter import Meter
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.device_fit import fitted
-from s2o_runtime.profile.reach import TRUSTED_BEYOND
 from s2o_runtime.scoring import Scoring
+from s2o_runtime.serving.layer import ServedLayer, longest_trusted
 
 STATE = "s2o_layer"  # attribute of a patched attention module
 Beyond = Literal["dense", "warn", "s2o"]
@@ -41,39 +40,26 @@ paths_taken: set[str] = set()  # by any layer of this process
 Observer = Callable[[int, Tensor, Tensor, Tensor, Scoring, Tensor], None]
 
 
-@dataclass
-class LayerState:
+@dataclass(eq=False)
+class LayerState(ServedLayer):
     """What one patched attention layer knows and has done.
 
-    config_at: the layer's configuration for a number of keys; min_length: fewer keys than this stay dense;
-    max_length: more keys than this stay dense too, or with warn_beyond run S2O after one warning; None for no limit.
-    rejected: why the layer cannot run S2O at all, if so.
     observer: called with the layer's index, q, k, v, their scoring and the output after every plain causal
     prefill of unpadded prompts, S2O or dense. meter: measures some of its calls, None does not.
-    drift: checks the layer's error, None does not. watch: sees whether most calls of the model are dense; all of its
-    layers have the same one. other_kind: what is said of a layer that has no full attention and stays what it is.
+    watch: sees whether most calls of the model are dense; all of its layers have the same one.
+    other_kind: what is said of a layer that has no full attention and stays what it is.
     chunk: queries that a prefill is fed at once, as a server does; None for all. last_density: of the last prefill that
-    was fed so, as a whole, where `last` is of its last chunk. heads: the query heads of the layer that this process
-    computes, where a model is split over processes; None for all. hook: of its module, removed when it is detached.
+    was fed so, as a whole, where `last` is of its last chunk. hook: of its module, removed when it is detached.
     """
 
-    layer: int
-    config_at: Callable[[int], LayerConfig]
-    min_length: int
-    rejected: str | None = None
-    max_length: int | None = None
-    warn_beyond: bool = False
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     last: AttentionStats | None = None
-    configs: dict[int, LayerConfig] = field(default_factory=dict)
     observer: Observer | None = None
     meter: Meter | None = field(default_factory=Meter)
-    drift: DriftMonitor | None = None
     watch: DenseWatch | None = None
     other_kind: str | None = None
     chunk: int | None = None
     last_density: float | None = None
-    heads: range | None = None
     hook: RemovableHandle | None = None
 
     @property
@@ -82,15 +68,6 @@ class LayerState:
         if self.last_density is not None:
             return self.last_density
         return 1.0 if self.last is None else float(self.last.density.mean())
-
-    def config(self, length: int) -> LayerConfig:
-        step = length_step(length)
-        if step not in self.configs:
-            config = self.config_at(length)
-            if self.heads is not None:
-                config = replace(config, heads=config.heads[self.heads.start : self.heads.stop])
-            self.configs[step] = config
-        return self.configs[step]
 
     def count(self, path: str, reason: str, queries: int = 1, keys: int = 0) -> None:
         """Remember a call, of so many queries and keys, and what became of it."""
@@ -199,7 +176,7 @@ def states_of(
         profile: of the model whose layers these are.
         device: where the model's attention runs; one for each layer where they are on several.
         drift: how the layers' errors are checked, as `patch` takes it.
-        beyond: what prompts longer than `TRUSTED_BEYOND` times the longest calibrated length run.
+        beyond: what prompts longer than 1.5 times the longest calibrated length run.
         rejected: why no layer may run S2O, if that is known already.
 
     Raises:
@@ -207,11 +184,11 @@ def states_of(
         ConfigError: `beyond` or `drift` is not known or illegal.
     """
     check_beyond(beyond)
-    check, allowed = _drift_check(profile, drift)
+    check, allowed = check_and_limits(profile, drift)
     devices = [device] * profile.geometry.layers if isinstance(device, torch.device) else list(device)
     fits = {here: (profile, rejected) if rejected else fitted(profile, here) for here in dict.fromkeys(devices)}
     rejected = next((why for _, why in fits.values() if why is not None), None)
-    longest = int(TRUSTED_BEYOND * profile.lengths[-1])
+    longest = longest_trusted(profile)
     watch = None if rejected else DenseWatch(profile.geometry.layers, profile.min_length)
     states = [
         LayerState(
@@ -236,24 +213,6 @@ def check_beyond(beyond: str) -> None:
     """Raises ConfigError if `beyond` is not known."""
     if beyond not in get_args(Beyond):
         raise ConfigError(f"beyond {beyond!r} is not known: use one of {get_args(Beyond)}")
-
-
-def _drift_check(profile: Profile, drift: Drift) -> tuple[DriftCheck | None, list[Allowed]]:
-    """The drift check that is meant and what each layer may have.
-
-    Where nobody asked for a check ("auto") and the profile does not say what errors it allows, there is none, and a
-    line of the log says why.
-    """
-    check = check_of(drift)
-    if check is None:
-        return None, []
-    try:
-        return check, allowed_errors(profile)
-    except ProfileError as error:
-        if drift != "auto":
-            raise
-        log.info("drift is not checked: %s", error)
-        return None, []
 
 
 def _say_range(profile: Profile, longest: int, beyond: Beyond, rejected: str | None) -> None:

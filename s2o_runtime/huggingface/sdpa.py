@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.huggingface import environment
 from s2o_runtime.huggingface.explanation import explained
 from s2o_runtime.huggingface.hf import (
@@ -147,7 +148,7 @@ def why_none_ran() -> str | None:
         return None
     prefills: Counter[str] = Counter()
     for state in environment.adopted:
-        prefills.update({reason: calls for (_, reason), calls in state.counts.items() if reason != "decode"})
+        prefills.update({reason: calls for (_, reason), calls in state.counts.items() if reason != DenseReason.DECODE})
     if environment.refused:
         return next(iter(environment.refused))
     if prefills:

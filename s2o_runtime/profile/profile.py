@@ -9,7 +9,7 @@ from itertools import pairwise
 from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, ProfileError
-from s2o_runtime.identity import Geometry
+from s2o_runtime.identity import RANDOM, Geometry
 from s2o_runtime.lengths import STEPS_PER_OCTAVE, far_apart, length_step
 from s2o_runtime.profile.record import Record
 
@@ -67,6 +67,15 @@ class Profile:
         weight = (position - logs[nearest]) / (logs[other] - logs[nearest]) if alike else None
         pairs = zip(config.heads, far_config.heads, strict=True)
         return replace(config, heads=tuple(_between(near, far, weight) for near, far in pairs))
+
+    def check_trained(self) -> Profile:
+        """The profile itself. Raises ProfileError if a rehearsal made it."""
+        if self.fingerprint.startswith(RANDOM):
+            raise ProfileError(
+                f"the profile of {self.model_name} was calibrated on random weights, expected ones of a trained model: "
+                "calibrate without --random-weights"
+            )
+        return self
 
     def validate(self) -> Profile:
         """The profile itself.

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from s2o_runtime.attention.paged import gathered, s2o_attention_paged
 from s2o_runtime.lengths import shared_bound
+from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.pages import PagedKeys, packed_starts, page_obstacle
 from s2o_runtime.scoring import Scoring
-from s2o_runtime.serving.counters import Counters
 from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
 
@@ -89,7 +89,7 @@ def compute(
         scale: of the scores.
         out: [T, Hq, D], written.
     """
-    sample = counters.begin(layer.number, "s2o", query.device)
+    sample = counters.begin(layer.layer, "s2o", query.device)
     attention = s2o_attention_paged(
         query, k_pages, v_pages, layer.config(run.max_k),
         cu_q=call.cu_q, seq_lens=call.seq_lens, block_table=call.block_table, max_q=call.max_q, max_k=call.max_k,
@@ -98,10 +98,10 @@ def compute(
     stats = attention.stats
     assert stats is not None
     path = "dense" if stats.backend == "dense" else "s2o"
-    counters.end(layer.number, path, sample, query.device)
-    counters.add(layer.number, path, stats.reason, run.end - run.begin)
-    if stats.backend != "dense" and counters.is_sampled(layer.number):
-        counters.keep(layer.number, stats)
+    counters.end(layer.layer, path, sample, query.device)
+    counters.add(layer.layer, path, stats.reason, run.end - run.begin)
+    if stats.backend != "dense" and counters.is_sampled(layer.layer):
+        counters.keep(layer.layer, stats)
         if layer.drift is not None and run.last == run.first + 1:
             pages = PagedKeys(k_pages, v_pages, call.block_table, call.cu_k, max_k=run.max_k, total_k=run.total_k)
             packed = (query, *gathered(pages, query.dtype), out)

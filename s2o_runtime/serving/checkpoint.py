@@ -105,6 +105,19 @@ def checkpoint_hashes(folder: Path, config: Any) -> tuple[str, ...]:
         raise ProfileError(f"the weights in {folder} cannot be read ({error}): download them again") from error
 
 
+def local_folder(model: object, revision: str | None = None) -> Path | None:
+    """The folder of a served model's weights, by its path or hub id; None if it is not on this machine."""
+    folder = Path(str(model))
+    if folder.is_dir():
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(model), revision=revision, local_files_only=True))
+    except (ImportError, OSError, ValueError):  # not downloaded, or by another way
+        return None
+
+
 def names_are_known(config: Any, folder: Path) -> bool:
     """Whether `checkpoint_hashes` knows how transformers names the parameters of such a model.
 

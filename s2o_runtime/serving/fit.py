@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,14 @@ import torch
 
 from s2o_runtime.attention.backend import why_dense
 from s2o_runtime.config import LayerConfig
+from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import capability
 from s2o_runtime.errors import ModelError, ProfileError
-from s2o_runtime.huggingface.drift import DriftMonitor
 from s2o_runtime.identity import RANDOM, fingerprint_mismatch, geometry, with_rope
-from s2o_runtime.lengths import length_step
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.device_fit import fitted
-from s2o_runtime.profile.reach import TRUSTED_BEYOND, too_long, too_short
 from s2o_runtime.serving.checkpoint import checkpoint_hashes, names_are_known
+from s2o_runtime.serving.layer import ServedLayer, longest_trusted
 from s2o_runtime.shapes import CallShape
 from s2o_runtime.tiles import fewest_queries, tile_obstacle
 
@@ -55,20 +55,17 @@ class Rank:
         return range(head, head + 1)
 
 
-class LayerFit:
-    """One layer of a profile on one rank.
-
-    Attributes:
-        number: of the decoder layer, which counters and logs name.
-        drift: checks the layer's error; None where nothing does.
-    """
+class LayerFit(ServedLayer):
+    """One layer of a profile on one rank."""
 
     def __init__(self, fit: ProfileFit, row: int) -> None:
-        self.number = fit.profile.geometry.layer_number(row)
-        self._fit, self._row = fit, row
-        self.drift: DriftMonitor | None = None
-        self._configs: dict[int, LayerConfig] = {}
-        of_buckets = [bucket[row] for bucket in fit.profile.layers]
+        profile = fit.profile
+        super().__init__(
+            profile.geometry.layer_number(row), partial(profile.layer_config, row), profile.min_length, fit.rejected,
+            max_length=fit.max_length, heads=fit.heads,
+        )  # fmt: skip
+        self._fit = fit
+        of_buckets = [bucket[row] for bucket in profile.layers]
         limits = tuple(  # all that `why_dense` looks at
             (
                 whole.has_linear,  # such a layer takes its longer bucket's configuration between two
@@ -80,7 +77,7 @@ class LayerFit:
                 fewest_queries(config.tile, fit.capability),
                 min((head.segment for head in config.heads if head.mode != "dense"), default=0),
             )
-            for whole, config in ((whole, self._sliced(whole)) for whole in of_buckets)
+            for whole, config in ((whole, self.of_heads(whole)) for whole in of_buckets)
         )
         self._limits = fit.kinds.setdefault(limits, len(fit.kinds))  # one number, which takes no time to hash
 
@@ -88,24 +85,6 @@ class LayerFit:
     def kind(self) -> object:
         """Equal for layers that send the same requests to the stock backend."""
         return self._limits, self.past_budget
-
-    @property
-    def past_budget(self) -> str | None:
-        """Why the layer runs dense because of its drift check; None if it does not."""
-        drift = self.drift
-        return drift.verdict if drift is not None and drift.check.action == "dense" else None
-
-    def config(self, keys: int) -> LayerConfig:
-        """The configuration of this rank's heads behind so many keys; one object for lengths that share it."""
-        step = length_step(keys)
-        if step not in self._configs:
-            config = self._sliced(self._fit.profile.layer_config(self._row, keys))
-            self._configs[step] = next((known for known in self._configs.values() if known == config), config)
-        return self._configs[step]
-
-    def _sliced(self, config: LayerConfig) -> LayerConfig:
-        heads = self._fit.heads
-        return replace(config, heads=config.heads[heads.start : heads.stop])
 
     def _tile_obstacle(self, config: LayerConfig) -> str | None:
         """Why the device cannot run a configuration's tile; None if it can, or is a CPU, which runs the reference."""
@@ -123,10 +102,8 @@ class LayerFit:
         """
         fit = self._fit
         if queries <= fit.decode_queries:
-            return "decode"
-        if fit.rejected or self.past_budget:
-            return fit.rejected or self.past_budget
-        if reason := too_short(keys, fit.profile.min_length) or too_long(keys, fit.max_length):
+            return DenseReason.DECODE
+        if reason := self.why_dense_at(keys):
             return reason
         config = self.config(keys)
         if obstacle := self._tile_obstacle(config):
@@ -155,7 +132,7 @@ class ProfileFit:
         self, profile: Profile, rank: Rank, device: torch.device, beyond: str = "dense", decode_queries: int = 1
     ) -> None:
         self.profile, self.rejected = fitted(profile, device)
-        self.max_length = int(TRUSTED_BEYOND * profile.lengths[-1]) if beyond == "dense" else None
+        self.max_length = longest_trusted(profile) if beyond == "dense" else None
         self.heads = rank.heads(profile.geometry.query_heads)
         self.kv_heads = rank.kv_heads(profile.geometry.kv_heads)
         self.capability, self.decode_queries = capability(device), decode_queries

@@ -15,11 +15,11 @@ from torch import Tensor
 from s2o_runtime.attention.paged import gathered, s2o_attention_paged
 from s2o_runtime.attention.warmup import SEGMENTS, split_calls
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.errors import ProfileError, S2OError
-from s2o_runtime.huggingface.drift import DriftMonitor, allowed_errors, check_of
+from s2o_runtime.errors import S2OError
+from s2o_runtime.monitor.counters import Counters, serve_metrics
+from s2o_runtime.monitor.drift import DriftMonitor, check_and_limits, check_of
 from s2o_runtime.pages import PagedKeys, packed_starts
 from s2o_runtime.profile import load_profile
-from s2o_runtime.serving.counters import Counters, serve_metrics
 from s2o_runtime.serving.fit import ProfileFit, Rank, check_model
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.version import __version__
@@ -116,22 +116,16 @@ class Server:
 
     def _check_drift(self, settings: Settings, rank: Rank) -> None:
         """Give the layers what checks their errors; a call that is sampled is checked."""
-        check = check_of(settings.drift)
+        if rank.size > 1:  # the profile states errors of whole layers
+            if check_of(settings.drift) is not None:
+                log.info("S2O: drift is not checked: a rank of several sees its own heads only")
+            return
+        check, allowed = check_and_limits(self.fit.profile, settings.drift, "S2O: ")
         if check is None:
             return
-        if rank.size > 1:  # the profile states errors of whole layers
-            log.info("S2O: drift is not checked: a rank of several sees its own heads only")
-            return
-        try:
-            allowed = allowed_errors(self.fit.profile)
-        except ProfileError as error:
-            if settings.drift != "auto":
-                raise
-            log.info("S2O: drift is not checked: %s", error)
-            return
         for layer, errors in zip(self.fit.layers, allowed, strict=True):
-            layer.drift = DriftMonitor(replace(check, every=1), layer.number, errors)
-            self.counters.drift[layer.number] = layer.drift
+            layer.drift = DriftMonitor(replace(check, every=1), layer.layer, errors)
+            self.counters.drift[layer.layer] = layer.drift
 
     def _say(self, settings: Settings, site: Site, compared: str) -> None:
         """One line that says what will run where."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from s2o_runtime.errors import ConfigError, InputError
-from s2o_runtime.huggingface.drift import DriftChoice
+from s2o_runtime.monitor.drift import DriftChoice
 
 PROFILE_VARIABLE = "S2O_PROFILE"
 Beyond = Literal["dense", "s2o"]

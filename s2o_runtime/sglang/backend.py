@@ -97,10 +97,10 @@ class _Backend:
         assert isinstance(fit, LayerFit)
         plan = batch.plan(fit)
         for reason, count in plan.dense_rows.items():
-            counters.add(fit.number, "dense", reason, count)
+            counters.add(fit.layer, "dense", reason, count)
         counters.say()
         if plan.is_dense:
-            return counters.stock(fit.number, q.device, stock, q, k, v, layer, forward_batch, save_kv_cache, **named)
+            return counters.stock(fit.layer, q.device, stock, q, k, v, layer, forward_batch, save_kv_cache, **named)
         if save_kv_cache and k is not None and v is not None:
             self.s2o_host.write(layer, forward_batch, k, v)
         k_slots, v_slots = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
@@ -122,7 +122,7 @@ class _Backend:
                 kept, self.forward_metadata = self.forward_metadata, metadata
                 try:
                     answer = counters.stock(
-                        fit.number, q.device, stock, q[rows], keys, values, layer, part, False, **named
+                        fit.layer, q.device, stock, q[rows], keys, values, layer, part, False, **named
                     )
                 finally:
                     self.forward_metadata = kept

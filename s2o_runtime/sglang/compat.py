@@ -7,10 +7,10 @@ above all that its FlashAttention backend reads nothing of a batch that a part o
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from s2o_runtime.serving.sources import fields, listed, method, named_classes, parameters
 from s2o_runtime.sglang.fields import COUNTS, OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
 
 READ = ("0.5.23",)  # the versions whose sources were read; its engine was run on a CPU
@@ -65,93 +65,50 @@ class Interface:
             OSError: a file is not there.
             ValueError: a class or function is not there, or a file is no Python.
         """
-        flash, batch, pool, radix = (_classes(folder / path) for path in (FLASH, BATCH, POOL, RADIX))
-        try:
-            backend, kv_pool, location = flash["FlashAttentionBackend"], pool["MHATokenToKVPool"], pool["KVWriteLoc"]
-            fields, modes, layer = batch["ForwardBatch"], batch["ForwardMode"], radix["RadixAttention"]
-        except KeyError as error:
-            raise ValueError(f"there is no class {error}") from error
-        methods = [_method(backend, name) for name in ("init_forward_metadata", "forward_extend")]
+        (backend,) = named_classes(folder / FLASH, "FlashAttentionBackend")
+        batch, modes = named_classes(folder / BATCH, "ForwardBatch", "ForwardMode")
+        kv_pool, location = named_classes(folder / POOL, "MHATokenToKVPool", "KVWriteLoc")
+        (layer,) = named_classes(folder / RADIX, "RadixAttention")
+        readers = [method(backend, name) for name in ("init_forward_metadata", "forward_extend")]
         return cls(
-            forward=_parameters(methods[1]),
-            reads=tuple(sorted(set().union(*(_attributes(method, "forward_batch") for method in methods)))),
-            batch=tuple(_annotated(fields)),
+            forward=parameters(backend, "forward_extend"),
+            reads=tuple(sorted(set().union(*(_attributes(reader, "forward_batch") for reader in readers)))),
+            batch=tuple(fields(batch)),
             modes=tuple(_assigned(modes)),
-            write=_parameters(_method(kv_pool, "set_kv_buffer")),
-            location=_parameters(_method(location, "for_layer")),
-            layer=tuple(sorted(_attributes(_method(layer, "__init__"), "self"))),
+            write=parameters(kv_pool, "set_kv_buffer"),
+            location=parameters(location, "for_layer"),
+            layer=tuple(sorted(_attributes(method(layer, "__init__"), "self"))),
         )
 
     def obstacle(self) -> str | None:
         """What of it the backend was not written for, or None."""
         if self.forward[: len(FORWARD)] != FORWARD:
-            return f"forward_extend takes {_listed(self.forward)}"
+            return f"forward_extend takes {listed(self.forward)}"
         if self.write[: len(WRITE)] != WRITE:
-            return f"set_kv_buffer takes {_listed(self.write)}"
+            return f"set_kv_buffer takes {listed(self.write)}"
         if self.location[:2] != ("forward_batch", "layer"):
-            return f"for_layer takes {_listed(self.location)}"
+            return f"for_layer takes {listed(self.location)}"
         if unknown := set(self.reads) - NEEDED - SHARED - set(WHOLE_ONLY):
-            return f"its FlashAttention reads {_listed(sorted(unknown))} of a batch, which S2O does not know"
+            return f"its FlashAttention reads {listed(sorted(unknown))} of a batch, which S2O does not know"
         for owner, names, needed in (
             ("ForwardBatch", self.batch, NEEDED),
             ("ForwardMode", self.modes, set(PROMPTS)),
             ("RadixAttention", self.layer, LAYER),
         ):
             if missing := needed - set(names):
-                return f"{owner} has no {_listed(sorted(missing))}"
+                return f"{owner} has no {listed(sorted(missing))}"
         return None
 
 
-def interface_obstacle(folder: Path) -> str | None:
-    """What of a SGLang's interface the backend was not written for; None if it was.
-
-    Args:
-        folder: of the package `sglang.srt`.
-    """
-    try:
-        return Interface.in_sources(folder).obstacle()
-    except (OSError, ValueError, SyntaxError) as error:
-        return f"its sources are not as expected: {error}"
-
-
-def _classes(path: Path) -> dict[str, ast.ClassDef]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _method(owner: ast.ClassDef, name: str) -> ast.FunctionDef:
-    definitions = [node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == name]
-    if not definitions:
-        raise ValueError(f"{owner.name} has no {name}")
-    return definitions[0]
-
-
-def _parameters(method: ast.FunctionDef) -> tuple[str, ...]:
-    """The parameters of a method, without the object or the class."""
-    arguments = method.args
-    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-    return tuple(name for name in names if name not in ("self", "cls"))
-
-
-def _attributes(method: ast.FunctionDef, owner: str) -> set[str]:
+def _attributes(definition: ast.FunctionDef, owner: str) -> set[str]:
     """The attributes of a parameter that a method names."""
     return {
         node.attr
-        for node in ast.walk(method)
+        for node in ast.walk(definition)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == owner
     }
-
-
-def _annotated(owner: ast.ClassDef) -> list[str]:
-    return [
-        node.target.id for node in owner.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    ]
 
 
 def _assigned(owner: ast.ClassDef) -> list[str]:
     targets = [target for node in owner.body if isinstance(node, ast.Assign) for target in node.targets]
     return [target.id for target in targets if isinstance(target, ast.Name)]
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)

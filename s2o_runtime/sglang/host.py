@@ -10,10 +10,12 @@ import torch
 
 from s2o_runtime.errors import ConfigError, ResourceError
 from s2o_runtime.serving.calls import cache_obstacle
+from s2o_runtime.serving.checkpoint import local_folder
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, Site, start_failures
+from s2o_runtime.serving.sources import interface_obstacle
 from s2o_runtime.sglang.backend import Host, mix_in
-from s2o_runtime.sglang.compat import READ, interface_obstacle
+from s2o_runtime.sglang.compat import READ, Interface
 from s2o_runtime.sglang.settings import settings_of_environment
 
 FLASH_ATTENTION_3 = (8, 9)  # major compute capabilities that SGLang runs it on
@@ -31,7 +33,7 @@ def create_backend(runner: Any) -> Any:
     import sglang
 
     stock = stock_class(runner)
-    obstacle = interface_obstacle(Path(str(sglang.__file__)).parent / "srt")
+    obstacle = interface_obstacle(Interface, Path(str(sglang.__file__)).parent / "srt")
     if obstacle is not None:
         log.warning(
             "S2O does not know SGLang %s (%s), only %s: the stock backend runs in its place",
@@ -90,7 +92,7 @@ def host_of(runner: Any) -> Host:
             engine=f"SGLang {sglang.__version__}",
             stock="torch_native" if on_cpu else "fa3",
             model_config=model.hf_config,
-            checkpoint=_folder(model.model_path),
+            checkpoint=local_folder(model.model_path),
             rank=Rank(parallel.attn_tp_rank, parallel.attn_tp_size),
             device=torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()),
             max_keys=int(model.context_len),
@@ -149,16 +151,3 @@ def _reserve(server: Server, runner: Any, schedule: Any) -> None:
         raise ResourceError(
             "S2O's calls need memory beside the KV cache that is not left: lower --mem-fraction-static"
         ) from error
-
-
-def _folder(model_path: Any) -> Path | None:
-    """The folder of the served model's weights; None if it is not on this machine."""
-    folder = Path(str(model_path))
-    if folder.is_dir():
-        return folder
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(str(model_path), local_files_only=True))
-    except (ImportError, OSError, ValueError):  # not downloaded, or by another way
-        return None

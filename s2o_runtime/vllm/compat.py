@@ -6,10 +6,10 @@ the recorded interfaces in tests/vllm_interfaces are of the versions that were r
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from s2o_runtime.serving.sources import fields, listed, named_classes, parameters
 
 BACKEND = Path("v1/attention/backend.py")
 FLASH = Path("v1/attention/backends/flash_attn.py")
@@ -65,72 +65,30 @@ class Interface:
             OSError: a file is not there.
             ValueError: a class or function is not there, or a file is no Python.
         """
-        flash, backend = (_classes(folder / path) for path in (FLASH, BACKEND))
-        try:
-            stock, common = flash["FlashAttentionBackend"], backend["CommonAttentionMetadata"]
-            implementation, builder = flash["FlashAttentionImpl"], flash["FlashAttentionMetadataBuilder"]
-        except KeyError as error:
-            raise ValueError(f"there is no class {error}") from error
+        stock, implementation, builder = named_classes(
+            folder / FLASH, "FlashAttentionBackend", "FlashAttentionImpl", "FlashAttentionMetadataBuilder"
+        )
+        (common,) = named_classes(folder / BACKEND, "CommonAttentionMetadata")
         return cls(
-            _parameters(implementation, "forward"),
-            _parameters(implementation, "__init__"),
-            _parameters(builder, "build"),
-            tuple(name for name, _ in _fields(common)),
-            dict(_fields(stock)).get("forward_includes_kv_cache_update") is not False,
+            parameters(implementation, "forward"),
+            parameters(implementation, "__init__"),
+            parameters(builder, "build"),
+            tuple(fields(common)),
+            fields(stock).get("forward_includes_kv_cache_update") is not False,
         )
 
     def obstacle(self) -> str | None:
         """What of it the backend was not written for, or None."""
         if self.forward[: len(FORWARD)] != FORWARD or set(self.forward[len(FORWARD) :]) - FORWARD_MORE:
-            return f"forward takes {_listed(self.forward)}"
+            return f"forward takes {listed(self.forward)}"
         if self.init[: len(INIT)] != INIT:
-            return f"an implementation is made with {_listed(self.init)}"
+            return f"an implementation is made with {listed(self.init)}"
         if self.build != BUILD:
-            return f"build takes {_listed(self.build)}"
+            return f"build takes {listed(self.build)}"
         if missing := COMMON - set(self.common):
-            return f"CommonAttentionMetadata has no {_listed(sorted(missing))}"
+            return f"CommonAttentionMetadata has no {listed(sorted(missing))}"
         if unknown := set(self.common) - COMMON - COMMON_MORE:
-            return f"CommonAttentionMetadata has {_listed(sorted(unknown))}, which S2O does not know"
+            return f"CommonAttentionMetadata has {listed(sorted(unknown))}, which S2O does not know"
         if self.cache_update:
             return "forward writes the KV cache"
         return None
-
-
-def interface_obstacle(folder: Path) -> str | None:
-    """What of a vLLM's interface the backend was not written for; None if it was.
-
-    Args:
-        folder: of the package `vllm`.
-    """
-    try:
-        return Interface.in_sources(folder).obstacle()
-    except (OSError, ValueError, SyntaxError) as error:
-        return f"its sources are not as expected: {error}"
-
-
-def _classes(path: Path) -> dict[str, ast.ClassDef]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _fields(owner: ast.ClassDef) -> list[tuple[str, object]]:
-    """The annotated names of a class, with their values where these are constants."""
-    return [
-        (node.target.id, node.value.value if isinstance(node.value, ast.Constant) else None)
-        for node in owner.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    ]
-
-
-def _parameters(owner: ast.ClassDef, function: str) -> tuple[str, ...]:
-    """The parameters of a method, without self."""
-    definitions = [node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == function]
-    if not definitions:
-        raise ValueError(f"{owner.name} has no {function}")
-    arguments = definitions[0].args
-    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-    return tuple(name for name in names if name != "self")
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)

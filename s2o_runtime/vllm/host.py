@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from s2o_runtime.pages import page_obstacle
 from s2o_runtime.serving.calls import cache_obstacle
+from s2o_runtime.serving.checkpoint import local_folder
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, Site, start_failures
 from s2o_runtime.vllm.backend import Host
@@ -61,7 +61,7 @@ def server() -> Server:
         engine=f"vLLM {vllm.__version__}",
         stock="the plain backend" if on_cpu else "FLASH_ATTN",
         model_config=model.hf_config,
-        checkpoint=_checkpoint(model),
+        checkpoint=local_folder(model.model, model.revision),
         rank=Rank(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()),
         device=torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()),
         max_keys=int(model.max_model_len),
@@ -104,19 +104,6 @@ def _obstacle(cache: Any) -> str | None:
     if getattr(cache, "kv_cache_dtype_skip_layers", None):
         return page_obstacle(page_size)
     return cache_obstacle(str(cache.cache_dtype), page_size)
-
-
-def _checkpoint(model: Any) -> Path | None:
-    """The folder of the served model's weights; None if it is not on this machine."""
-    folder = Path(str(model.model))
-    if folder.is_dir():
-        return folder
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(str(model.model), revision=model.revision, local_files_only=True))
-    except (ImportError, OSError, ValueError):  # not downloaded, or by another way
-        return None
 
 
 def _show_log() -> None:

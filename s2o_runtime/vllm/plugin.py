@@ -9,7 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from s2o_runtime.vllm.compat import interface_obstacle
+from s2o_runtime.serving.sources import interface_obstacle
+from s2o_runtime.vllm.compat import Interface
 
 NAME = "S2O"  # of the backend where vLLM lets plugins name one, else CUSTOM
 FLASH = "s2o_runtime.vllm.flash.S2OBackend"
@@ -31,7 +32,7 @@ def register() -> None:
     except ImportError as error:
         log.warning("S2O is not registered, this vLLM has no registry of backends (%s): use 0.23 or later", error)
         return
-    obstacle = interface_obstacle(_vllm_folder())
+    obstacle = interface_obstacle(Interface, _vllm_folder())
     if obstacle is not None:
         log.warning("S2O does not know this vLLM (%s): the stock backend runs in its place", obstacle)
     path = FLASH if obstacle is None else STOCK

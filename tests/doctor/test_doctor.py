@@ -215,13 +215,13 @@ def test_a_server_is_known_by_its_sources_alone(
     assert unknown.advice.endswith(f"use one of {', '.join(compat.READ)}")
 
     looked_at, plugins = [], []
-    monkeypatch.setattr(compat, "interface_obstacle", looked_at.append)
+    monkeypatch.setattr(environment, "interface_obstacle", lambda *arguments: looked_at.append(arguments))
     entry_points = {group: plugins}
     monkeypatch.setattr(environment.metadata, "entry_points", lambda group: entry_points.get(group, []))
     assert "does not find S2O's plugin" in installation().advice
     plugins.append(SimpleNamespace(name="s2o"))
     assert installation() == Finding(name, "0.33.0, its interface is known and S2O is its plugin")
-    assert set(looked_at) == {tmp_path / sources}
+    assert set(looked_at) == {(compat.Interface, tmp_path / sources)}
     monkeypatch.setenv(variable, "other")
     assert installation().advice == f"{variable} is 'other', which leaves S2O out: add s2o"
     assert name not in sys.modules

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from s2o_runtime.serving.counters import Counters
+from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.serving.fit import Rank
 from support.fake_sglang import FakeEngine, Mode
 from support.fake_vllm import FakeServer

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.profile import save_profile
-from s2o_runtime.serving.counters import Counters
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Server, Site
 from s2o_runtime.serving.settings import Settings
@@ -72,7 +72,8 @@ def test_the_profiling_run_reserves_and_compiles(tmp_path):
     engine_server = FakeServer(made, Rank(), "cuda", 32768)
     engine = FakeEngine(engine_server, pages=4096, dtype=torch.bfloat16, device="cuda")
     request = engine.add(32768)
-    engine_server.fit.max_length = None
+    for layer in engine_server.fit.layers:
+        layer.max_length = None
     engine.cache.normal_()  # what an earlier part of the prompt would have left
     request.done = 32768 - 8192
     torch.cuda.reset_peak_memory_stats()

@@ -1,18 +1,20 @@
 """The warning about a model that should run S2O and hardly does."""
 
 import logging
+import pickle
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from s2o_runtime import patch, patched, unpatch
-from s2o_runtime.huggingface import dense_watch
-from s2o_runtime.huggingface.dense_watch import OTHERWISE, REMEDIES, DenseWatch, remedy
+from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.monitor import dense_watch
+from s2o_runtime.monitor.dense_watch import OTHERWISE, REMEDIES, DenseWatch
 from support.models import CONFIGS, LENGTH, make_profile
 
-HOLES = "the mask is not a plain causal one"
+HOLES = DenseReason.MASK
 
 
 @pytest.fixture
@@ -92,7 +94,6 @@ def test_short_prompts_that_are_not_nearly_all_leave_the_long_ones_to_be_judged(
 
 @torch.no_grad()
 def test_reasons_that_have_a_remedy_are_those_that_layers_give(model):
-    """The beginnings of reasons are kept apart from where the reasons are made."""
     with_holes(model)
     state = layer_states(model)[0]
     state.max_length = 150
@@ -103,7 +104,15 @@ def test_reasons_that_have_a_remedy_are_those_that_layers_give(model):
     state.config_at = lambda length: make_profile(model, 0.5).layer_config(0, length).as_dense()
     model(prompt())
     given = {reason for path, reason in state.counts if path == "dense"}
-    assert {remedy(reason) for reason in given} == set(REMEDIES.values())
+    assert {DenseReason.of(reason) for reason in given} == set(REMEDIES)
+
+
+def test_a_reason_with_numbers_stays_what_it_is_in_another_process():
+    reason = DenseReason.TOO_LONG.about(150, 1.5)
+    assert reason == "longer than 150 keys, 1.5 times the longest calibrated length"
+    assert DenseReason.of(pickle.loads(pickle.dumps(reason))) is DenseReason.TOO_LONG
+    assert f"{DenseReason.DECODE}" == str(DenseReason.DECODE) == "decode"
+    assert DenseReason.of("decode") is None
 
 
 def test_a_model_that_cannot_run_s2o_at_all_has_said_so_already(model, monkeypatch):

@@ -20,14 +20,14 @@ from s2o_runtime import (
     unpatch,
 )
 from s2o_runtime.errors import ConfigError, ProfileError
-from s2o_runtime.huggingface.drift import (
+from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.monitor.drift import (
     Allowed,
     DriftMonitor,
     SampledErrors,
     allowed_errors,
     sampled_errors,
 )
-from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.profile.record import ProvenLayer, ProvenLength, Record, RecordedBudget
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.scoring import Scoring
@@ -101,7 +101,7 @@ def test_few_heads_at_a_time_give_the_same(monkeypatch):
     out = torch.randn_like(q)
     found = sampled_errors(q, k, v, out, 8, torch.Generator().manual_seed(1), scale=0.3)
     for scores in (1, 2 * 2 * 32 * 90 * 2):
-        monkeypatch.setattr("s2o_runtime.huggingface.drift.SCORES", scores)
+        monkeypatch.setattr("s2o_runtime.monitor.drift.SCORES", scores)
         again = sampled_errors(q, k, v, out, 8, torch.Generator().manual_seed(1), scale=0.3)
         assert [float(each) for each in again] == pytest.approx([float(each) for each in found], rel=1e-6)
 
@@ -342,7 +342,7 @@ def noticed(monkeypatch, foreign, layers, checks):
     tensor = torch.zeros(1, 1, 8, 1)
     found = []
     for layer in range(layers):
-        monkeypatch.setattr("s2o_runtime.huggingface.drift.sampled_errors", Shares(foreign, seed=layer))
+        monkeypatch.setattr("s2o_runtime.monitor.drift.sampled_errors", Shares(foreign, seed=layer))
         monitor = DriftMonitor(DriftCheck(every=1), layer, Allowed("mse", {8: 1.0}))
         while monitor.checks < checks and monitor.verdict is None:
             monitor.see(tensor, tensor, tensor, tensor, Scoring(), None)
@@ -369,7 +369,7 @@ def test_high_checks_are_forgotten(monkeypatch):
     shares = iter([100.0] * 7 + [0.1] * 70)
     one = torch.ones((), dtype=torch.float64)
     monkeypatch.setattr(
-        "s2o_runtime.huggingface.drift.sampled_errors",
+        "s2o_runtime.monitor.drift.sampled_errors",
         lambda *_, **__: SampledErrors(one * next(shares), one, one * 0, one),
     )
     monitor = DriftMonitor(DriftCheck(every=1, after=1000), 0, Allowed("mse", {8: 1.0}))

@@ -12,7 +12,7 @@ import s2o_runtime.huggingface.layers as layers
 from s2o_runtime import Explanation, LayerConfig, TileConfig, explain, patch, s2o_attention
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.huggingface.hf import layer_states
-from s2o_runtime.huggingface.meter import SAMPLES, WARM, Meter
+from s2o_runtime.monitor.meter import SAMPLES, WARM, Meter
 from support.models import CONFIGS, LENGTH, make_profile, padded_batch
 
 RUNS = "the tensors are on the cpu, the kernel needs a GPU"

@@ -19,7 +19,7 @@ from calibrate.recipe import Budget
 from calibrate.search.choice import HARMLESS
 from s2o_runtime import load_profile, patch, unpatch
 from s2o_runtime.errors import InputError
-from s2o_runtime.huggingface.drift import allowed_errors
+from s2o_runtime.monitor.drift import allowed_errors
 from s2o_runtime.profile.record import Record
 from support.tiny import recipe
 

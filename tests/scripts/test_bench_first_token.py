@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from calibrate.model.models import DEMO_FOLDER
+from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.profile import load_profile
-from s2o_runtime.serving.counters import Counters
 from s2o_runtime.vllm import host
 from scripts.bench import first_token as bench
 from scripts.bench.schema import Spread, read

@@ -1,9 +1,8 @@
 """Which SGLang is known, and what the plugin and the settings do in its processes; SGLang itself is not here."""
 
 import logging
-import re
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,28 +13,19 @@ import torch
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.sglang import host, plugin
-from s2o_runtime.sglang.compat import BATCH, FLASH, FORWARD, LAYER, POOL, RADIX, READ, Interface, interface_obstacle
+from s2o_runtime.sglang.compat import FORWARD, LAYER
 from s2o_runtime.sglang.fields import COUNTS, OF_REQUESTS, OF_TOKENS, WHOLE_ONLY
 from s2o_runtime.sglang.settings import settings_of_environment
 from support.fake_sglang import FakeEngine, ForwardBatch, Stock
-from support.sglang_interface import recorded
+from support.interfaces import recorded
 
-INTERFACES = recorded()
+INTERFACES = recorded("sglang")
 
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch):
     for name in ("S2O_PROFILE", "S2O_SETTINGS"):
         monkeypatch.delenv(name, raising=False)
-
-
-def test_the_versions_that_were_read_are_recorded():
-    assert set(INTERFACES) == set(READ)
-
-
-@pytest.mark.parametrize("version", INTERFACES)
-def test_recorded_interfaces_are_known(version):
-    assert INTERFACES[version].obstacle() is None
 
 
 def test_the_fakes_interface_is_part_of_the_newest():
@@ -48,86 +38,6 @@ def test_the_fakes_interface_is_part_of_the_newest():
     geometry = SimpleNamespace(head_dim=64)
     fit = SimpleNamespace(heads=range(4), kv_heads=range(2), profile=SimpleNamespace(geometry=geometry))
     assert set(vars(FakeEngine(SimpleNamespace(fit=fit)).layer())) == LAYER <= set(newest.layer)
-
-
-@pytest.mark.parametrize("version", INTERFACES)
-@pytest.mark.parametrize(
-    ("change", "obstacle"),
-    [
-        (lambda known: {"forward": known.forward[1:]}, "forward_extend takes k, v"),
-        (lambda known: {"write": known.write[::-1]}, "set_kv_buffer takes "),
-        (lambda known: {"location": ("layer",)}, "for_layer takes layer"),
-        (
-            lambda known: {"reads": (*known.reads, "tree")},
-            "its FlashAttention reads tree of a batch, which S2O does not know",
-        ),
-        (lambda known: {"batch": known.batch[1:]}, "ForwardBatch has no forward_mode"),
-        (lambda known: {"modes": ("DECODE",)}, "ForwardMode has no EXTEND, MIXED"),
-        (lambda known: {"layer": known.layer[1:]}, "RadixAttention has no attn_type"),
-    ],
-)
-def test_what_changed_is_named(version, change, obstacle):
-    known = INTERFACES[version]
-    said = replace(known, **change(known)).obstacle()
-    assert said is not None
-    assert re.match(obstacle, said)
-
-
-SOURCES = {
-    FLASH: """
-class FlashAttentionBackend:
-    def init_forward_metadata(self, forward_batch):
-        self.forward_metadata = forward_batch.seq_lens
-    def forward_extend(self, q, k, *, sinks=None, forward_batch=None):
-        return forward_batch.extend_seq_lens.sum()
-""",
-    BATCH: """
-class ForwardMode:
-    EXTEND = 1
-    def is_extend(self): ...
-
-class ForwardBatch:
-    batch_size: int
-    seq_lens: object = None
-""",
-    POOL: """
-class MHATokenToKVPool:
-    def set_kv_buffer(self, layer, loc_info): ...
-
-class KVWriteLoc:
-    @classmethod
-    def for_layer(cls, forward_batch, layer): ...
-""",
-    RADIX: """
-class RadixAttention:
-    def __init__(self, layer_id):
-        self.layer_id = layer_id
-""",
-}
-
-
-def test_an_interface_is_read_from_sources(tmp_path):
-    for path, source in SOURCES.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(source, encoding="utf-8")
-    assert Interface.in_sources(tmp_path) == Interface(
-        forward=("q", "k", "sinks", "forward_batch"),
-        reads=("extend_seq_lens", "seq_lens"),
-        batch=("batch_size", "seq_lens"),
-        modes=("EXTEND",),
-        write=("layer", "loc_info"),
-        location=("forward_batch", "layer"),
-        layer=("layer_id",),
-    )
-    assert interface_obstacle(tmp_path) == "forward_extend takes q, k, sinks, forward_batch"
-    for source, said in (
-        ("class A: ...", "there is no class 'FlashAttentionBackend'"),
-        ("class FlashAttentionBackend: ...", "FlashAttentionBackend has no init_forward_metadata"),
-        ("class", "invalid syntax"),
-    ):
-        (tmp_path / FLASH).write_text(source, encoding="utf-8")
-        assert f"its sources are not as expected: {said}" in interface_obstacle(tmp_path)
-    assert "its sources are not as expected" in interface_obstacle(tmp_path / "nowhere")
 
 
 def modules(monkeypatch, **contents):
@@ -186,7 +96,7 @@ def installed(monkeypatch, tmp_path, obstacle=None):
         sglang__srt__layers__attention__torch_native_backend={"TorchNativeAttnBackend": NativeBackend},
         sglang__srt__layers__attention__flashattention_backend={"FlashAttentionBackend": NativeBackend},
     )
-    monkeypatch.setattr(host, "interface_obstacle", lambda folder: obstacle)
+    monkeypatch.setattr(host, "interface_obstacle", lambda interface, folder: obstacle)
 
 
 def runner(**changes):

@@ -9,8 +9,8 @@ import torch
 from s2o_runtime.attention import paged
 from s2o_runtime.attention.replay import repeated_call
 from s2o_runtime.errors import InputError
-from s2o_runtime.huggingface.drift import Allowed, DriftCheck, DriftMonitor
-from s2o_runtime.serving import counters
+from s2o_runtime.monitor import counters
+from s2o_runtime.monitor.drift import Allowed, DriftCheck, DriftMonitor
 from s2o_runtime.serving.calls import layer_obstacle
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.vllm.backend import BATCH

@@ -2,9 +2,8 @@
 
 import logging
 import pickle
-import re
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from enum import Enum
 from inspect import signature
 from types import ModuleType
@@ -12,21 +11,12 @@ from types import ModuleType
 import pytest
 
 from s2o_runtime.vllm import plugin
-from s2o_runtime.vllm.compat import BACKEND, FLASH, INIT, READ, Interface, interface_obstacle
+from s2o_runtime.vllm.compat import INIT
 from support.fake_vllm import Common, fake_backend
-from support.vllm_interface import recorded
+from support.interfaces import recorded
 
-INTERFACES = recorded()
+INTERFACES = recorded("vllm")
 REGISTRY = "vllm.v1.attention.backends.registry"
-
-
-def test_the_versions_that_were_read_are_recorded():
-    assert {version.rpartition(".")[0] for version in INTERFACES} == set(READ)
-
-
-@pytest.mark.parametrize("version", INTERFACES)
-def test_recorded_interfaces_are_known(version):
-    assert INTERFACES[version].obstacle() is None
 
 
 def test_the_fakes_interface_is_part_of_the_newest():
@@ -37,68 +27,6 @@ def test_the_fakes_interface_is_part_of_the_newest():
     assert tuple(signature(classes.builder.build).parameters)[1:] == newest.build
     assert tuple(signature(classes.implementation.forward).parameters)[1:8] == newest.forward[:7]
     assert tuple(signature(classes.implementation).parameters)[: len(INIT)] == newest.init[: len(INIT)]
-
-
-@pytest.mark.parametrize("version", INTERFACES)
-@pytest.mark.parametrize(
-    ("change", "obstacle"),
-    [
-        (lambda known: {"forward": (*known.forward, "mask")}, "forward takes layer, query, .*mask"),
-        (lambda known: {"forward": known.forward[1:]}, "forward takes query, key"),
-        (lambda known: {"init": known.init[::-1]}, "an implementation is made with sinks"),
-        (lambda known: {"build": known.build[:2]}, "build takes common_prefix_len, common_attn_metadata"),
-        (
-            lambda known: {"common": (*known.common, "tree")},
-            "CommonAttentionMetadata has tree, which S2O does not know",
-        ),
-        (lambda known: {"common": known.common[1:]}, "CommonAttentionMetadata has no query_start_loc"),
-        (lambda known: {"cache_update": True}, "forward writes the KV cache"),
-    ],
-)
-def test_what_changed_is_named(version, change, obstacle):
-    known = INTERFACES[version]
-    said = replace(known, **change(known)).obstacle()
-    assert said is not None
-    assert re.match(obstacle, said)
-
-
-FLASH_SOURCE = """
-class FlashAttentionBackend(AttentionBackend):
-    head_size_v: int | None = None
-    forward_includes_kv_cache_update: bool = False
-
-class FlashAttentionMetadataBuilder:
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False): ...
-
-class FlashAttentionImpl:
-    def __init__(self, num_heads, head_size, *, sinks=None): ...
-    def forward(self, layer, query): ...
-"""
-COMMON_SOURCE = """
-@dataclass
-class CommonAttentionMetadata:
-    num_reqs: int
-    causal: bool = True
-    max_query_len = 1
-"""
-
-
-def test_an_interface_is_read_from_sources(tmp_path):
-    for path, source in ((FLASH, FLASH_SOURCE), (BACKEND, COMMON_SOURCE)):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(source, encoding="utf-8")
-    assert Interface.in_sources(tmp_path) == Interface(
-        forward=("layer", "query"),
-        init=("num_heads", "head_size", "sinks"),
-        build=("common_prefix_len", "common_attn_metadata", "fast_build"),
-        common=("num_reqs", "causal"),
-        cache_update=False,
-    )
-    assert interface_obstacle(tmp_path) == "forward takes layer, query"
-    for source, said in (("class A: ...", "there is no class 'FlashAttentionBackend'"), ("class", "invalid syntax")):
-        (tmp_path / FLASH).write_text(source, encoding="utf-8")
-        assert f"its sources are not as expected: {said}" in interface_obstacle(tmp_path)
-    assert "its sources are not as expected" in interface_obstacle(tmp_path / "nowhere")
 
 
 class _Registry:
@@ -132,7 +60,7 @@ def vllm(monkeypatch):
         sys.modules[REGISTRY].AttentionBackendEnum = registry.Enum
         sys.modules[REGISTRY].register_backend = registry.register_backend
         sys.modules["vllm"].__file__ = "vllm/__init__.py"
-        monkeypatch.setattr(plugin, "interface_obstacle", lambda folder: obstacle)
+        monkeypatch.setattr(plugin, "interface_obstacle", lambda interface, folder: obstacle)
         plugin.register.cache_clear()
         return registry
 

@@ -60,7 +60,7 @@ def test_layers_are_found_by_their_numbers_in_the_decoder():
     made = profile()
     others = {"layer_numbers": (1, 3), "others": (("sliding_attention", 2),)}
     fit = ProfileFit(replace(made, geometry=replace(made.geometry, **others)), Rank(), CPU)
-    assert [layer.number for layer in fit.layers] == [1, 3]
+    assert [layer.layer for layer in fit.layers] == [1, 3]
     found = [fit.layer(number, 8, 2, 64) for number in range(5)]
     none = "the layer is none of the profile's"
     assert found == [none, fit.layers[0], none, fit.layers[1], none]

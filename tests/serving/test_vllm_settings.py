@@ -13,10 +13,10 @@ from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, InputError, ProfileError, S2OError
-from s2o_runtime.huggingface.drift import allowed_errors
+from s2o_runtime.monitor.counters import SAMPLED_EVERY, Counters
+from s2o_runtime.monitor.drift import allowed_errors
 from s2o_runtime.profile import load_profile
 from s2o_runtime.serving.calls import cache_obstacle
-from s2o_runtime.serving.counters import SAMPLED_EVERY, Counters
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, Site
 from s2o_runtime.serving.settings import Settings
@@ -126,7 +126,7 @@ def test_what_vllms_cache_keeps_from_all_layers(cache, said):
 
 def test_the_demos_limits_are_checked_on_one_rank(caplog):
     server = Server(Settings(DEMO), site(model=demo_sizes(), rank=Rank()))
-    assert {layer.number for layer in server.fit.layers if layer.drift} == set(server.counters.drift) == set(range(6))
+    assert {layer.layer for layer in server.fit.layers if layer.drift} == set(server.counters.drift) == set(range(6))
     assert server.fit.layers[0].drift.check.action == "warn"
     with caplog.at_level(logging.INFO, logger="s2o_runtime"):
         assert not Server(Settings(DEMO), site(model=demo_sizes())).counters.drift
@@ -208,7 +208,7 @@ def test_a_profile_that_does_not_fit_ends_the_start():
 def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog):
     group = SimpleNamespace(rank_in_group=0)
     parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_rank=0)
-    model = SimpleNamespace(hf_config=site().model_config, model=str(MODEL), max_model_len=4096)
+    model = SimpleNamespace(hf_config=site().model_config, model=str(MODEL), revision=None, max_model_len=4096)
     config = SimpleNamespace(
         model_config=model, parallel_config=parallel, speculative_config=None, additional_config=given,
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
@@ -311,7 +311,7 @@ def test_a_port_that_is_taken_is_said_with_its_address(listening, caplog):
 
 def test_prometheus_collects_the_counters():
     pytest.importorskip("prometheus_client", reason="vLLM brings it")
-    from s2o_runtime.serving.counters import PrometheusCollector
+    from s2o_runtime.monitor.counters import PrometheusCollector
 
     counters = Counters()
     counters.add(3, "s2o", "long", 300)

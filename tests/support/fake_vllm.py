@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s2o_runtime.serving.counters import Counters
+from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.serving.fit import ProfileFit, Rank
 from s2o_runtime.vllm.backend import Host, mix_in
 from s2o_runtime.vllm.layouts import Layout

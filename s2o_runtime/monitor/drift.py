@@ -136,6 +136,24 @@ def allowed_errors(profile: Profile) -> list[Allowed]:
     return [Allowed(budget.unit, dict.fromkeys(profile.lengths, budget.value))] * layers
 
 
+def check_and_limits(profile: Profile, drift: Drift, speaker: str = "") -> tuple[DriftCheck | None, list[Allowed]]:
+    """The drift check that is meant and what each layer may have.
+
+    Where nobody asked for a check ("auto") and the profile does not say what errors it allows, there is none, and a
+    line of the log says why, which begins with `speaker`.
+    """
+    check = check_of(drift)
+    if check is None:
+        return None, []
+    try:
+        return check, allowed_errors(profile)
+    except ProfileError as error:
+        if drift != "auto":
+            raise
+        log.info("%sdrift is not checked: %s", speaker, error)
+        return None, []
+
+
 def _usable(limits: Mapping[int, float]) -> dict[int, float]:
     """The limits that can be compared with; a file that S2O did not write may have others."""
     return {length: limit for length, limit in limits.items() if length > 0 and 0 <= limit < math.inf}

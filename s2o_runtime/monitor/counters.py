@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from s2o_runtime.attention.result import AttentionStats
-from s2o_runtime.huggingface.drift import DriftMonitor
-from s2o_runtime.huggingface.meter import Meter, Sample
+from s2o_runtime.monitor.drift import DriftMonitor
+from s2o_runtime.monitor.meter import Meter, Sample
 
 SAMPLED_EVERY = 256  # sparse calls of a layer: the density of one of them is kept
 

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from s2o_runtime.dense_reason import DenseReason
+
 CALLS = 1000  # of every layer, after which it is judged
 MOST = 0.9  # of the calls: if more than this share is dense, it is said
 
-# what to do about a dense call, by the beginning of its reason
-REMEDIES = {
-    "longer than": 'calibrate with longer --lengths, or patch with beyond="warn"',
-    "the mask is not a plain causal one": "send prompts that are padded at one end only, and not packed",
-    "gradients are enabled": "run the model under torch.no_grad()",
-    "every head of the layer is dense": "calibrate with a larger budget or longer --lengths",
+REMEDIES: dict[DenseReason | None, str] = {  # what to do about a dense call
+    DenseReason.TOO_LONG: 'calibrate with longer --lengths, or patch with beyond="warn"',
+    DenseReason.MASK: "send prompts that are padded at one end only, and not packed",
+    DenseReason.GRADIENTS: "run the model under torch.no_grad()",
+    DenseReason.NO_S2O_HEAD: "calibrate with a larger budget or longer --lengths",
 }
 OTHERWISE = "s2o_runtime.explain(model) lists the calls of every layer"
 
@@ -121,10 +122,5 @@ class DenseWatch:
             self.min_length,
             count,
             reason,
-            remedy(reason),
+            REMEDIES.get(DenseReason.of(reason), OTHERWISE),
         )
-
-
-def remedy(reason: str) -> str:
-    """What to do about calls that are dense for this reason."""
-    return next((text for start, text in REMEDIES.items() if reason.startswith(start)), OTHERWISE)

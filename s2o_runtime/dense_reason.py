@@ -1,0 +1,46 @@
+"""Why a layer, or a call of it, is dense: what programs compare, and the sentence that users read."""
+
+from __future__ import annotations
+
+from enum import Enum
+from functools import lru_cache
+
+
+class DenseReason(str, Enum):
+    """The value is the sentence; where it has numbers, `about` fills them in."""
+
+    DECODE = "decode"
+    MASK = "the mask is not a plain causal one"
+    GRADIENTS = "gradients are enabled"
+    NO_S2O_HEAD = "every head of the layer is dense"
+    ONE_SEGMENT = "the whole prompt fits one segment"
+    TOO_SHORT = "shorter than the shortest calibrated length, {}"
+    TOO_LONG = "longer than {} keys, {:g} times the longest calibrated length"
+    FEW_QUERIES = "fewer than {} queries behind a prefix, where dense is faster on this GPU"
+    LITTLE_WORK = "shorter than {} keys, or less work than a prompt of them, where dense is faster on this GPU"
+
+    __str__ = str.__str__
+
+    @lru_cache(maxsize=256)
+    def about(self, *numbers: float) -> Sentence:
+        """The sentence with these numbers in it."""
+        return Sentence(self.value.format(*numbers), self)
+
+    @staticmethod
+    def of(reason: str) -> DenseReason | None:
+        """Which reason a sentence is; None for those of one device, type or model, which nothing compares."""
+        return reason if isinstance(reason, DenseReason) else getattr(reason, "reason", None)
+
+
+class Sentence(str):
+    """A reason's sentence with its numbers filled in. reason: which one it is."""
+
+    reason: DenseReason
+
+    def __new__(cls, text: str, reason: DenseReason) -> Sentence:
+        sentence = super().__new__(cls, text)
+        sentence.reason = reason
+        return sentence
+
+    def __getnewargs__(self) -> tuple[str, DenseReason]:  # type: ignore[override]
+        return str(self), self.reason
