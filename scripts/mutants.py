@@ -243,7 +243,7 @@ MUTANTS = (
     ),
     Mutant(
         "the shortest calibrated length itself is too short",
-        "s2o_runtime/profile/reach.py", "if keys < min_length", "if keys <= min_length", FIT_TESTS,
+        "s2o_runtime/serving/layer.py", "if keys < self.min_length", "if keys <= self.min_length", FIT_TESTS,
     ),
     # masks
     Mutant(
@@ -280,7 +280,8 @@ MUTANTS = (
     # who computes what in a server
     Mutant(
         "every rank runs the first rank's heads",
-        FIT, "config.heads[heads.start : heads.stop]", "config.heads[: len(heads)]", FIT_TESTS,
+        "s2o_runtime/serving/layer.py", "config.heads[self.heads.start : self.heads.stop]",
+        "config.heads[: len(self.heads)]", FIT_TESTS,
     ),
     Mutant(
         "a decoder layer's number is its row in the profile",
