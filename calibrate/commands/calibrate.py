@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from calibrate.pipeline import Result
+    from calibrate.proof.problems import Problem
 
 PROGRAM = "s2o-calibrate"
 DOCTOR = "doctor"  # the one command beside calibrating: s2o-doctor
@@ -48,12 +49,6 @@ EXAMPLES = (
     ("rehearse a model's sizes without its weights", "--model llama-3.1-70b --random-weights --num-certify 0"),
     ("prove what a server runs that feeds prompts in chunks", "--model my/model --chunk 8192"),
 )
-# what to change after a failed proof, by a phrase in the sentence that says what failed
-ADVICE = {
-    "has an error of": "allow more error or calibrate on more prompts (--num-prompts)",
-    "needles that dense finds": "allow less error, a smaller --worst-rows, or ask for fewer needles (--keep-needles)",
-    "the prefill of": "calibrate for longer prompts (--lengths), or leave these dense",
-}
 
 
 def parser() -> Parser:
@@ -185,21 +180,25 @@ def _not_proven(result: Result) -> str:
     )
 
 
-def advice(problems: Sequence[str]) -> str:
+def advice(problems: Sequence[Problem]) -> str:
     """What to change after a failed proof.
 
     Args:
-        problems: the sentences of `Result.problems`.
+        problems: `Result.problems`.
 
     Returns:
-        What helps against each kind of problem, once, in the order of `ADVICE`. Where layers are over their limit and
-        needles are lost too, only the advice about needles is given: less error is no help for the limit, and more
-        error would lose more needles.
+        What helps against each kind of problem, once. Where layers are over their limit and needles are lost too, only
+        the advice about needles is given: less error is no help for the limit, and more error would lose more needles.
+        The advice about a KL over its budget is given where there is no other.
     """
-    helpful = {phrase: text for phrase, text in ADVICE.items() if any(phrase in problem for problem in problems)}
-    if "needles that dense finds" in helpful:
-        helpful.pop("has an error of", None)
-    return "; ".join(helpful.values()) or "calibrate on more prompts (--num-prompts)"
+    from calibrate.proof.problems import ProblemKind
+
+    kinds = {problem.kind for problem in problems}
+    if ProblemKind.LOST_NEEDLES in kinds:
+        kinds.discard(ProblemKind.OVER_LIMIT)
+    if len(kinds) > 1:
+        kinds.discard(ProblemKind.OVER_KL)
+    return "; ".join(kind.value for kind in ProblemKind if kind in kinds)
 
 
 if __name__ == "__main__":

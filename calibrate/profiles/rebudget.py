@@ -12,7 +12,7 @@ from calibrate.profiles.record import budget_of, predicted_layers
 from calibrate.profiles.stored import StoredCurves, calibrate_command, recipe_of, stored_curves
 from calibrate.recipe import Budget, Recipe
 from calibrate.search.allocate import Allocation, Weights
-from calibrate.search.choice import NO_GAIN, Choice, allowed, budget_mse, predicted_kl, shared, weights_of
+from calibrate.search.choice import Choice, DenseReason, allowed, budget_mse, predicted_kl, shared, weights_of
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
 from s2o_runtime.profile import Profile, load_profile, save_profile
@@ -157,12 +157,12 @@ def _choice(
     unspent = Choice(segment, grain, tile, of_point, 0.0, Allocation(()), weights=weights, scores=config.scores)
     choice = unspent.spending(budget, allowed(after))
     if choice.config.is_dense:
-        return choice if choice.why_dense else choice.as_dense(NO_GAIN)
+        return choice if choice.why_dense else choice.as_dense(DenseReason.NO_GAIN)
     comparable = not (before.budget.is_kl or after.budget.is_kl)  # a layer's part of a KL says nothing by itself
     if config.is_dense and comparable and budget <= budget_mse(weights_of(curves, before), before):
-        return choice.as_dense("it was dense with no smaller budget")
+        return choice.as_dense(DenseReason.WAS_DENSE)
     if config.is_dense and choice.cost >= WINS:
-        return choice.as_dense("it was dense, and is not predicted to win clearly")
+        return choice.as_dense(DenseReason.NO_CLEAR_GAIN)
     return choice
 
 

@@ -20,15 +20,21 @@ from calibrate.prompts.prompts import Prompt
 from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
 from calibrate.proof.certificate import FEWEST, RUNGS, LengthCertificate, Look, certificate_of, look_bound
 from calibrate.proof.judge import layers_over_limit, slower_layers, slower_than_dense
-from calibrate.proof.problems import kl_over_budget, kl_shown_over_budget, lost_needles, retrieval_lost
+from calibrate.proof.problems import (
+    Problem,
+    kl_over_budget,
+    kl_shown_over_budget,
+    lengths_of,
+    lost_needles,
+    retrieval_lost,
+)
 from calibrate.proof.sample import LayerSample, sample
-from calibrate.proof.tighten import NOT_FASTER, Proven, scaled
+from calibrate.proof.tighten import Proven, scaled
 from calibrate.proof.verify import prove
+from calibrate.search.choice import DenseReason
 from calibrate.work.executor import Executor
 
-OVER_BOUND = "the certified bound stayed over the limit"
 HOPELESS = 1.5  # times the limit: a rung is passed over if the first bound says that its own would be above that
-SLOWER = "attention was measured slower than dense"
 
 log = logging.getLogger("calibrate")
 
@@ -68,7 +74,7 @@ def with_share(begun: Candidate, candidate: Candidate, length: int, layer: int, 
     key = length, layer
     before = begun.tightened.get(key)
     times, first_error = (0, None) if before is None else (before.times, before.first_error)
-    tightening = Tightening(times, *scaled(begun, length, layer, share, OVER_BOUND), first_error)
+    tightening = Tightening(times, *scaled(begun, length, layer, share, DenseReason.OVER_BOUND), first_error)
     return replace(candidate, tightened={**candidate.tightened, key: tightening})
 
 
@@ -99,7 +105,7 @@ def certify(
     """
     candidate, certificates, ladder = proven.candidate, dict[int, LengthCertificate](), Ladder()
     lengths = [length for length in candidate.lengths if len(prompts.get(length, ())) >= FEWEST]
-    problems: list[str | None] = []
+    problems: list[Problem | None] = []
     with progress_bar("certifying", executor.geometry.layers * len(lengths), "layer", shown=progress) as step:
         for length in lengths:  # one after another: the hidden states of all prompts are in memory
             candidate, seen = sample(
@@ -164,9 +170,9 @@ def proven_again(
         proofs |= measured
         layers = frozenset() if looked else slower_layers(candidate, measured)  # once: times that tie vary
         looked = True
-        candidate, lengths = _without_slower(candidate, layers, frozenset(slower_than_dense(candidate, measured)))
+        candidate, lengths = _without_slower(candidate, layers, lengths_of(slower_than_dense(candidate, measured)))
     recipe = candidate.recipe
-    problems = (*lost_needles(proofs, recipe).values(), *kl_over_budget(proofs, recipe).values())
+    problems = (*lost_needles(proofs, recipe), *kl_over_budget(proofs, recipe))
     return replace(certified, candidate=candidate, proofs=proofs, problems=(*certified.problems, *problems))
 
 
@@ -189,7 +195,7 @@ def without_slower_lengths(
         journal: Where measurements are kept; None if nowhere.
         progress: Whether to show a progress bar.
     """
-    slower = frozenset(slower_than_dense(proven.candidate, proven.proofs))
+    slower = lengths_of(slower_than_dense(proven.candidate, proven.proofs))
     if not slower:
         return proven
     candidate, _ = _without_slower(proven.candidate, slower_layers(proven.candidate, proven.proofs), slower)
@@ -211,15 +217,19 @@ def _without_slower(
     for length, layer in sorted(layers):
         log.info("layer %d at %d tokens is slower than dense: it becomes dense", layer, length)
     of_layers = frozenset(length for length, _ in layers)
-    return with_dense(with_dense_layers(candidate, layers, SLOWER), lengths - of_layers), of_layers | lengths
+    return with_dense(
+        with_dense_layers(candidate, layers, DenseReason.SLOWER_ATTENTION), lengths - of_layers
+    ), of_layers | lengths
 
 
 def with_dense(candidate: Candidate, lengths: frozenset[int]) -> Candidate:
     """The candidate with dense layers at these lengths; at all others every layer keeps what it was certified with."""
-    return with_dense_layers(candidate, {key for key in candidate.configs if key[0] in lengths}, NOT_FASTER)
+    return with_dense_layers(
+        candidate, {key for key in candidate.configs if key[0] in lengths}, DenseReason.SLOWER_PREFILL
+    )
 
 
-def with_dense_layers(candidate: Candidate, places: Collection[LengthAndLayer], why_dense: str) -> Candidate:
+def with_dense_layers(candidate: Candidate, places: Collection[LengthAndLayer], why_dense: DenseReason) -> Candidate:
     """The candidate with these layers dense at these lengths; at all others every layer keeps what it has."""
     if not places:
         return candidate

@@ -47,7 +47,7 @@ def record_of(recipe: Recipe, prompts: PromptSet, proven: Proven) -> Record:
         data=prompts.record(),
         versions=versions(),
         proof="held out" if proven.met else "failed",
-        problems=tuple(proven.problems),
+        problems=tuple(map(str, proven.problems)),
         predicted=tuple(
             PredictedLength(
                 length=length,

@@ -78,10 +78,10 @@ def verified(
         for layer in row["layers"]
         if layer["error"] > layer["limit"] and not layer["dense"]
     ]
-    problems += (*lost_needles(proofs, recipe).values(), *kl_over_budget(proofs, recipe).values())
+    problems += (*lost_needles(proofs, recipe), *kl_over_budget(proofs, recipe))
     recorded = profile.record.data
     same_prompts = recorded is not None and data.record().held_out == recorded.held_out
-    return Verified(lengths, problems, same_prompts)
+    return Verified(lengths, list(map(str, problems)), same_prompts)
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,18 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 from calibrate.journal import Journal
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
 from calibrate.proof.certificate import LengthCertificate
-from calibrate.proof.judge import Verdict, judge
+from calibrate.proof.judge import judge
 from calibrate.proof.kl_pass import KlPass
-from calibrate.proof.problems import over_limit
+from calibrate.proof.problems import Problem, ProblemKind, lengths_of, over_limit
 from calibrate.proof.spend import Spending
 from calibrate.proof.verify import LayerProof, LengthProof, prove
-from calibrate.search.choice import Choice, allowed
+from calibrate.search.choice import Choice, DenseReason, allowed
 from calibrate.search.choose import Chosen
 from calibrate.work.executor import Executor
 from s2o_runtime.config import LayerConfig
@@ -35,8 +34,6 @@ RETRIES = 2  # attempts after the first one, when every layer kept its limit but
 TIGHTENINGS = 4  # of one layer at one length in one attempt; the last one makes the layer dense
 TIGHTEN_TO = 0.9  # a layer that was over its limit is to come out this far under it
 TAU_FOR_ERROR = 0.7  # at a length without curves: an error grows roughly with this power of tau
-OVER_LIMIT = "its held-out error stayed over the limit"
-NOT_FASTER = "the prefill was not faster than dense"
 
 log = logging.getLogger("calibrate")
 
@@ -45,14 +42,14 @@ log = logging.getLogger("calibrate")
 class Proven:
     """A candidate after its last attempt at the proof.
 
-    candidate: What was proven. proofs: What was measured, by length in tokens. problems: Why the proof failed, one
-    sentence each; none if it holds. certificates: What is certified, by length in tokens; empty without a certificate.
+    candidate: What was proven. proofs: What was measured, by length in tokens. problems: Why the proof failed;
+    none if it holds. certificates: What is certified, by length in tokens; empty without a certificate.
     kl_passes: How a budget in KL was searched for, by length in tokens; empty with others.
     """
 
     candidate: Candidate
     proofs: dict[int, LengthProof]
-    problems: tuple[str, ...]
+    problems: tuple[Problem, ...]
     certificates: Mapping[int, LengthCertificate] = field(default_factory=dict)
     kl_passes: Mapping[int, Sequence[KlPass]] = field(default_factory=dict)
 
@@ -140,13 +137,14 @@ def prove_and_tighten(
                 journal=journal,
             )
         proofs |= measured
-        verdict = judge(candidate, proofs)
-        if not verdict.repairable or attempt == RETRIES:
+        problems = judge(candidate, proofs)
+        # single layers were tightened in the attempt itself
+        repairable = [problem for problem in problems if problem.kind != ProblemKind.OVER_LIMIT]
+        if not repairable or attempt == RETRIES:
             break
-        kls = {length: proofs[length].kl for length in verdict.over_kl}
-        candidate, lengths = tighten(candidate, verdict, kls)
-        log.info("%s: proving %s tokens again", "; ".join(verdict.repairable), sorted(lengths))
-    return Proven(candidate, proofs, verdict.problems)
+        candidate, lengths = tighten(candidate, repairable, proofs)
+        log.info("%s: proving %s tokens again", "; ".join(map(str, repairable)), sorted(lengths))
+    return Proven(candidate, proofs, problems)
 
 
 def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
@@ -174,12 +172,12 @@ def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerPro
     times = 1 if before is None else before.times + 1
     share = 0.0 if times == TIGHTENINGS else TIGHTEN_TO * limit / error
     first_error = error if before is None else before.first_error
-    tightening = Tightening(times, *scaled(candidate, length, layer, share, OVER_LIMIT), first_error)
+    tightening = Tightening(times, *scaled(candidate, length, layer, share, DenseReason.OVER_LIMIT), first_error)
     return replace(candidate, tightened={**candidate.tightened, (length, layer): tightening})
 
 
 def scaled(
-    candidate: Candidate, length: int, layer: int, share: float, why_dense: str
+    candidate: Candidate, length: int, layer: int, share: float, why_dense: DenseReason
 ) -> tuple[LayerConfig, Choice | None]:
     """A layer with a share of the error that it spends in a candidate.
 
@@ -191,7 +189,7 @@ def scaled(
         length: The prompts' length in tokens.
         layer: The layer's index.
         share: Of the error that is predicted of it; 0 makes the layer dense.
-        why_dense: The reason for that, in words.
+        why_dense: The reason for that.
 
     Returns:
         What the layer runs, and the choice behind it; None at a checked length.
@@ -211,7 +209,7 @@ def scaled(
 
 
 def tighten(
-    candidate: Candidate, verdict: Verdict, kls: Mapping[int, float] = MappingProxyType({})
+    candidate: Candidate, problems: Sequence[Problem], proofs: Mapping[int, LengthProof]
 ) -> tuple[Candidate, frozenset[int]]:
     """Change the lengths at which a proof failed as a whole.
 
@@ -221,23 +219,24 @@ def tighten(
 
     Args:
         candidate: What was proven.
-        verdict: What is wrong with it.
-        kls: What was measured at the lengths whose KL is over the budget, in nats per token.
+        problems: What is wrong with it.
+        proofs: What was measured of it, by length in tokens.
 
     Returns:
         The new candidate, and the lengths to prove again: those that changed, and those checked beside them.
     """
     chosen, buckets = dict(candidate.chosen), candidate.recipe.lengths
-    slower, lost = set(verdict.slower), set(verdict.lost_needles) - set(verdict.slower)
+    slower = lengths_of(problems, ProblemKind.SLOWER)
+    lost = lengths_of(problems, ProblemKind.LOST_NEEDLES) - slower
     halved = {bucket for length in lost for bucket in ([length] if length in chosen else neighbours(length, buckets))}
     shares = dict.fromkeys(halved, 0.5)
-    for length in set(verdict.over_kl) - slower:
-        share = TIGHTEN_TO * candidate.recipe.budget.value / kls[length]
+    for length in lengths_of(problems, ProblemKind.OVER_KL) - slower:
+        share = TIGHTEN_TO * candidate.recipe.budget.value / proofs[length].kl
         shares[length] = min(share, shares.get(length, 1.0))
     for length, share in shares.items():
         chosen[length] = chosen[length].spending(share, allowed(candidate.recipe))
     for length in slower & set(chosen):
-        choices = [choice.as_dense(NOT_FASTER) for choice in chosen[length].choices]
+        choices = [choice.as_dense(DenseReason.SLOWER_PREFILL) for choice in chosen[length].choices]
         chosen[length] = replace(chosen[length], choices=choices)
     changed = shares.keys() | slower
     changed |= {length for length in candidate.recipe.checked_lengths if changed & set(neighbours(length, buckets))}

@@ -245,7 +245,7 @@ def report_of(recipe: Recipe, result: Result, command: str | None = None) -> Rep
     return Report(
         out=str(recipe.out) if result.written else None,
         met=result.met,
-        problems=tuple(result.problems),
+        problems=tuple(map(str, result.problems)),
         model=recipe.model,
         architecture=str(result.profile.geometry),
         device=str(result.device),
@@ -324,7 +324,7 @@ def _layer(recipe: Recipe, result: Result, length: int, index: int, proof: Layer
         grain=config.grain,
         scores=config.scores,
         tile=str(config.tile),
-        why_dense=None if choice is None else choice.why_dense,
+        why_dense=choice and choice.dense_sentence,
         density=proof.density,
         error=error,
         limit=limit,

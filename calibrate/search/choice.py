@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from statistics import fmean
 from typing import NamedTuple
 
@@ -17,11 +18,26 @@ from calibrate.search.allocate import UNWEIGHTED, Allocation, Allowed, Weights, 
 from calibrate.timing import Timing
 from s2o_runtime.config import LayerConfig, Scores, TileConfig
 
-NO_GAIN = "no head gains anything within the budget"
-OTHERS_GAIN = "other layers gain more"
-ROUNDING_COSTS = "int8 scores alone cost more than the budget"
 HARMLESS = 0.5  # of an equal part of a budget in KL: an error that costs less than this needs no tightening
 FEWEST = 0.01  # of its layer's mean: what a head's error counts at least, so that none that hardly counted is free
+
+
+class DenseReason(Enum):
+    """Why a layer is dense as a whole, each with its sentence."""
+
+    NO_GAIN = "no head gains anything within the budget"
+    OTHERS_GAIN = "other layers gain more"
+    ROUNDING_COSTS = "int8 scores alone cost more than the budget"
+    PREDICTED_SLOWER = "predicted no faster than dense"
+    TIMED_SLOWER = "the layer was timed slower than dense"
+    FAILED = "the search point failed"
+    NO_TRIAL = "no trial ran"
+    WAS_DENSE = "it was dense with no smaller budget"
+    NO_CLEAR_GAIN = "it was dense, and is not predicted to win clearly"
+    OVER_LIMIT = "its held-out error stayed over the limit"
+    OVER_BOUND = "the certified bound stayed over the limit"
+    SLOWER_ATTENTION = "attention was measured slower than dense"
+    SLOWER_PREFILL = "the prefill was not faster than dense"
 
 
 class SearchPoint(NamedTuple):
@@ -44,6 +60,7 @@ class Choice:
         allocation: each head's settings.
         timing: of the layer's attention; None on a CPU, and after the allocation changed.
         why_dense: why the layer was made dense as a whole; None if it was not.
+        measured: what was measured that made it dense, as a sentence in place of the reason's own; empty if nothing.
         weights: what the errors of the layer and its heads count.
         scores: of the whole layer; "input" where it is dense as a whole.
     """
@@ -55,7 +72,8 @@ class Choice:
     budget_mse: float
     allocation: Allocation
     timing: Timing | None = None
-    why_dense: str | None = None
+    why_dense: DenseReason | None = None
+    measured: str = ""
     weights: Weights = UNWEIGHTED
     scores: Scores = "input"
 
@@ -90,28 +108,35 @@ class Choice:
         """The same search point with another budget; dense where int8 scores alone cost more than that."""
         allocation = allocate(self.curves, budget_mse, allowed, self.weights)
         spending = replace(self, budget_mse=budget_mse, allocation=allocation, timing=None)
-        return spending.as_dense(ROUNDING_COSTS) if spending._over_budget else spending
+        return spending.as_dense(DenseReason.ROUNDING_COSTS) if spending._over_budget else spending
 
     @property
     def _over_budget(self) -> bool:
         """Whether rounded scores cost more than there is; other errors are only allocated as far as the budget goes."""
         return self.scores != "input" and self.spent > self.budget_mse
 
-    def as_dense(self, why: str) -> Choice:
+    def as_dense(self, why: DenseReason, measured: str = "") -> Choice:
         """The same layer with every head dense."""
-        return replace(self, allocation=self.allocation.as_dense(), why_dense=why, scores="input")
+        dense = self.allocation.as_dense()
+        return replace(self, allocation=dense, why_dense=why, measured=measured, scores="input")
+
+    @property
+    def dense_sentence(self) -> str | None:
+        """Why the layer is dense as a whole, in words; None if it is not."""
+        return self.measured or (self.why_dense and self.why_dense.value)
 
     def settled(self) -> Choice:
         """The same choice, made dense where it gains nothing over dense attention."""
         if self.why_dense:
             return self
         if self.config.is_dense:  # with int8 scores too: no kernel of its own has shown to gain there
-            return self.as_dense(NO_GAIN)
+            return self.as_dense(DenseReason.NO_GAIN)
         timing = self.timing
         if timing is not None and timing.seconds >= timing.dense_seconds:
-            return self.as_dense(f"{timing.seconds * 1e3:.2f} ms against {timing.dense_seconds * 1e3:.2f} ms dense")
+            times = f"{timing.seconds * 1e3:.2f} ms against {timing.dense_seconds * 1e3:.2f} ms dense"
+            return self.as_dense(DenseReason.TIMED_SLOWER, times)
         if timing is None and self.cost >= 1.0:
-            return self.as_dense("predicted no faster than dense")
+            return self.as_dense(DenseReason.PREDICTED_SLOWER)
         return self
 
 
@@ -184,7 +209,7 @@ def shared(choices: Sequence[Choice], recipe: Recipe, scale: float = 1.0) -> tup
         at least `HARMLESS` of an equal part, because tightening a layer that costs next to nothing gains nothing.
     """
     # a KL is spent at several scales, and what was too little at one of them may do at the next
-    taking_part = (None, NO_GAIN, OTHERS_GAIN) if recipe.budget.is_kl else (None,)
+    taking_part = (None, DenseReason.NO_GAIN, DenseReason.OTHERS_GAIN) if recipe.budget.is_kl else (None,)
     live = [layer for layer, choice in enumerate(choices) if choice.why_dense in taking_part]
     if not live:
         return list(choices), [recipe.budget.value] * len(choices)
@@ -194,9 +219,9 @@ def shared(choices: Sequence[Choice], recipe: Recipe, scale: float = 1.0) -> tup
     )
     after, limits = list(choices), [0.0] * len(choices)
     for layer, allocation in zip(live, allocations, strict=True):
-        new = replace(after[layer], allocation=allocation, timing=None, why_dense=None)
+        new = replace(after[layer], allocation=allocation, timing=None, why_dense=None, measured="")
         new = replace(new, budget_mse=new.spent)
-        after[layer] = new.as_dense(OTHERS_GAIN) if new.config.is_dense else new
+        after[layer] = new.as_dense(DenseReason.OTHERS_GAIN) if new.config.is_dense else new
         if new.config.is_dense:
             continue
         limits[layer] = recipe.budget.error(allocation.mse, dense_power(new.curves)) / recipe.margin

@@ -27,7 +27,7 @@ from optuna.trial import FrozenTrial, TrialState
 from calibrate.curves.curves import Curves
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import Weights
-from calibrate.search.choice import Choice, SearchPoint, choice_at, default_segment
+from calibrate.search.choice import Choice, DenseReason, SearchPoint, choice_at, default_segment
 from calibrate.timing import FAILURES, Timing, reason
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ResourceError
@@ -220,7 +220,7 @@ class LayerSearch:
         study.optimize(objective, min(self.points, trials), catch=(TrialFailedError,), callbacks=[after])
         completed = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         if not completed:
-            return self._choice_at(default).as_dense("no trial ran")
+            return self._choice_at(default).as_dense(DenseReason.NO_TRIAL)
         # Optuna's best_trial does not say which of several equal ones it is
         best = min(completed, key=lambda trial: (trial.value, trial.number))
         return self.tried[point_of(best.params)].settled()
@@ -231,7 +231,7 @@ class LayerSearch:
         try:
             return self._timed(choice).settled()
         except FAILURES as failure:
-            return choice.as_dense(self._failed(point, failure))
+            return choice.as_dense(DenseReason.FAILED, self._failed(point, failure))
 
     def _choice_at(self, point: SearchPoint) -> Choice:
         return choice_at(point, self.curves, self.recipe, self.weights)

@@ -128,7 +128,7 @@ def _run_here(options: Mapping[str, Any], result_path: Path) -> int:
         "phases": {name: round(seconds, 3) for name, seconds in result.seconds.items()},
         "work": {stage: asdict(done) for stage, done in result.work.items()},
         "met": result.met,
-        "problems": list(result.problems),
+        "problems": list(map(str, result.problems)),
         "written": result.written,
         "journal_reused": result.journal_reused,
     }

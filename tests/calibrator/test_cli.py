@@ -131,20 +131,22 @@ SLOW = "the prefill of 512 tokens takes 3.0 ms, dense 2.0 ms"
 
 
 @pytest.mark.parametrize(
-    ("problems", "phrases", "never"),
+    ("kinds", "phrases", "never"),
     [
-        ([OVER], ["allow more error", "--num-prompts"], "less error"),
-        ([LESS], ["allow less error", "--worst-rows", "--keep-needles"], "more error"),
-        ([SLOW], ["longer prompts", "dense"], "error"),
-        ([OVER, LESS], ["allow less error"], "more error"),
-        ([OVER, OVER, SLOW], ["allow more error", "longer prompts"], "less error"),
-        (["something else"], ["--num-prompts"], "error"),
+        (["OVER_LIMIT"], ["allow more error", "--num-prompts"], "less error"),
+        (["LOST_NEEDLES"], ["allow less error", "--worst-rows", "--keep-needles"], "more error"),
+        (["SLOWER"], ["longer prompts", "dense"], "error"),
+        (["OVER_LIMIT", "LOST_NEEDLES"], ["allow less error"], "more error"),
+        (["OVER_LIMIT", "OVER_LIMIT", "SLOWER"], ["allow more error", "longer prompts"], "less error"),
+        (["OVER_KL"], ["--num-prompts"], "error"),
+        (["OVER_KL", "SLOWER"], ["longer prompts"], "--num-prompts"),
     ],
 )
-def test_what_helps_depends_on_what_failed(problems, phrases, never):
+def test_what_helps_depends_on_what_failed(kinds, phrases, never):
     from calibrate.commands.calibrate import advice
+    from calibrate.proof.problems import Problem, ProblemKind
 
-    text = advice(problems)
+    text = advice([Problem(ProblemKind[kind], 512, "a sentence") for kind in kinds])
     assert all(phrase in text for phrase in phrases)
     assert never not in text
     assert text.count("allow more error") <= 1

@@ -17,6 +17,7 @@ from calibrate.api import Finished, FinishedKind
 from calibrate.commands import calibrate as command
 from calibrate.curves.measure import _with_all_shapes
 from calibrate.pipeline import calibrate_kinds
+from calibrate.proof.problems import Problem, ProblemKind
 from calibrate.recipe import Recipe
 from calibrate.work import cluster
 from s2o_runtime.config import TileConfig
@@ -146,6 +147,7 @@ def main(tmp_path, monkeypatch, capsys):
 
 
 def end(*problems):
+    problems = [Problem(ProblemKind.OVER_LIMIT, 512, text) for text in problems]
     result = SimpleNamespace(written=not problems, problems=problems)
     return Finished(
         result, SimpleNamespace(calibration_seconds=7.2, to_json=lambda: {"met": not problems}), [Path("r")]

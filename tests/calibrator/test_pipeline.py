@@ -16,7 +16,7 @@ from calibrate.proof import certify, judge
 from calibrate.proof.verify import LengthProof
 from calibrate.report import contents
 from calibrate.search.allocate import Allocation, Point
-from calibrate.search.choice import Choice
+from calibrate.search.choice import Choice, DenseReason
 from calibrate.timing import Timing
 from s2o_runtime import load_profile, patch, unpatch
 from s2o_runtime.config import LayerConfig, TileConfig
@@ -156,7 +156,7 @@ def test_what_is_written_is_certified_on_prompts_of_its_own(certified, run):
         config = result.configs[512, layer]
         assert certified.limit == result.limits[512, layer]
         assert config.is_dense or certified.bound <= certified.limit
-        assert (certified.rung == 0) == (result.chosen[512].choices[layer].why_dense == certify.OVER_BOUND)
+        assert (certified.rung == 0) == (result.chosen[512].choices[layer].why_dense == DenseReason.OVER_BOUND)
         assert (certified.rung is None) == (certified.bound == certified.first_bound)
         assert [one.new_tokens for one in certified.continued] == [64]
         assert certified.density == pytest.approx(result.proofs[512].layers[layer].density, abs=0.1)

@@ -14,6 +14,7 @@ from calibrate.pipeline import calibrate
 from calibrate.profiles.rebudget import rebudget
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof import certify
+from calibrate.proof.problems import Problem, ProblemKind
 from calibrate.proof.reprove import verified
 from calibrate.recipe import Budget
 from calibrate.search.choice import HARMLESS
@@ -99,10 +100,14 @@ def test_it_is_proven_again(finished):
 
 def test_certify_prompts_that_show_a_broken_budget_write_nothing(finished, monkeypatch):
     made, _ = finished
-    monkeypatch.setattr(certify, "kl_shown_over_budget", lambda length, kls, recipe: f"{len(kls)} show it at {length}")
+    monkeypatch.setattr(
+        certify,
+        "kl_shown_over_budget",
+        lambda length, kls, recipe: Problem(ProblemKind.OVER_KL, length, f"{len(kls)} show it"),
+    )
     other = replace(made, out=made.out.with_name("broken.safetensors"), journal=made.journal_path)
     result = calibrate(other, progress=False)
-    assert (result.problems, result.written) == (("3 show it at 512",), False)
+    assert (result.problems, result.written) == ((Problem(ProblemKind.OVER_KL, 512, "3 show it"),), False)
 
 
 def test_another_kl_needs_no_model_if_the_sensitivities_are_stored(finished, tmp_path):

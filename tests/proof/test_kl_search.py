@@ -10,7 +10,7 @@ from calibrate.proof import kl_search
 from calibrate.proof.judge import judge
 from calibrate.proof.kl_pass import KlPass, best_scale, next_scale, settled
 from calibrate.proof.kl_search import PASSES, within_kl
-from calibrate.proof.problems import kl_shown_over_budget
+from calibrate.proof.problems import Problem, ProblemKind, kl_shown_over_budget
 from calibrate.proof.tighten import TIGHTEN_TO, tighten
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Budget
@@ -125,11 +125,12 @@ def test_each_length_is_passed_until_it_is_close(together, begun, monkeypatch):
 def test_a_length_over_its_kl_is_tightened_by_as_much(begun):
     proofs = {length: fake_proof(begun, length, (0.0, 0.0)) for length in begun.lengths if length in LENGTHS}
     over = replace(proofs[1024], kl=1.25 * MOST)
-    verdict = judge(begun, proofs | {1024: over, 768: replace(over, kl=1.0)})  # a checked length has no budget
+    problems = judge(begun, proofs | {1024: over, 768: replace(over, kl=1.0)})  # a checked length has no budget
     sentence = "at 1024 tokens the KL is 6.25e-03 nats per token, 5.00e-03 are allowed"
-    assert verdict.problems == verdict.repairable == (sentence,)
-    assert judge(begun, proofs | {1024: replace(over, kl=math.nan)}).problems == (sentence.replace("6.25e-03", "nan"),)
-    after, again = tighten(begun, verdict, {1024: over.kl})
+    assert problems == (Problem(ProblemKind.OVER_KL, 1024, sentence),)
+    (undefined,) = judge(begun, proofs | {1024: replace(over, kl=math.nan)})
+    assert str(undefined) == sentence.replace("6.25e-03", "nan")
+    after, again = tighten(begun, problems, {1024: over})
     assert again == {768, 1024, 1536}
     for length in LENGTHS:
         share = TIGHTEN_TO / 1.25 if length == 1024 else 1.0
@@ -144,7 +145,7 @@ def test_certify_prompts_break_a_kl_only_where_they_show_it(begun):
     assert sum(near) / len(near) > MOST
     assert kl_shown_over_budget(1024, near, begun.recipe) is None
     far = [3 * kl for kl in near]
-    sentence = kl_shown_over_budget(1024, far, begun.recipe)
+    sentence = str(kl_shown_over_budget(1024, far, begun.recipe))
     assert sentence.startswith("at 1024 tokens the mean KL of prompts like these is at least ")
     assert kl_shown_over_budget(768, far, begun.recipe) is None
     assert kl_shown_over_budget(1024, far, RECIPE) is None

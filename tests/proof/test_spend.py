@@ -12,6 +12,7 @@ from calibrate.proof.spend import AIM, CLOSE, ENOUGH, MOST, TRIES, Spending, gro
 from calibrate.proof.statistics import expected_mean_bound, mean_bound
 from calibrate.proof.verify import LayerProof
 from calibrate.recipe import Budget
+from calibrate.search.choice import DenseReason
 from support.candidates import candidate
 
 ALIKE, FAR_APART = (0.95, 1.0, 1.05, 1.0), (0.3, 0.4, 0.5, 2.8)
@@ -105,7 +106,7 @@ def test_what_cannot_or_must_not_change_stays():
     begun = candidate()
     low = proof(1e-9)
     assert Spending().revise(begun, 768, 0, low) is None  # no curves
-    dense = begun.with_choice(0, 512, begun.choice(0, 512).as_dense("for a test"))
+    dense = begun.with_choice(0, 512, begun.choice(0, 512).as_dense(DenseReason.NO_GAIN))
     assert Spending().revise(dense, 512, 0, low) is None
     tightened = with_share(begun, begun, 512, 0, 0.5)
     assert not tightened.layer_config(0, 512).is_dense

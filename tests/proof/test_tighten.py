@@ -63,30 +63,29 @@ def test_the_last_tightening_makes_a_layer_dense(length):
     assert begun.layer_config(0, length).is_dense
     assert tighten_layer(begun, length, 0, proof_of(1.0)) is None
     if length in LENGTHS:
-        assert begun.choices[length].choices[0].why_dense == OVER_LIMIT
+        assert begun.choices[length].choices[0].why_dense == DenseReason.OVER_LIMIT
 
 
 def test_an_error_that_is_no_number_is_over_every_limit():
     begun = candidate("cuda")
     proofs = proofs_of(begun)
     layers = (proof_of(math.nan), proofs[512].layers[1])
-    verdict = judge(begun, proofs | {512: replace(proofs[512], layers=layers)})
-    assert verdict.over_limit == ("layer 0 at 512 tokens has an error of nan, 1.00e-04 is allowed",)
+    (problem,) = judge(begun, proofs | {512: replace(proofs[512], layers=layers)})
+    assert str(problem) == "layer 0 at 512 tokens has an error of nan, 1.00e-04 is allowed"
 
 
 def test_a_proof_holds_or_says_why_not():
     begun = candidate("cuda")
     proofs = proofs_of(begun, needles=(19, 20))
-    assert judge(begun, proofs).problems == ()
+    assert judge(begun, proofs) == ()
     layers = (proof_of(2e-4), proofs[512].layers[1])
     bad = {512: replace(proofs[512], layers=layers), 1024: replace(proofs[1024], needles=(18, 20), prefill_seconds=0.2)}
-    verdict = judge(begun, proofs | bad)
-    assert verdict.over_limit == ("layer 0 at 512 tokens has an error of 2.00e-04, 1.00e-04 is allowed",)
-    assert verdict.repairable == (
-        "at 1024 tokens the patched model keeps 18 of the 20 needles that dense finds, 95% are asked for",
-        "the prefill of 1024 tokens takes 200.0 ms, dense 100.0 ms",
+    lost = "at 1024 tokens the patched model keeps 18 of the 20 needles that dense finds, 95% are asked for"
+    assert judge(begun, proofs | bad) == (
+        Problem(ProblemKind.OVER_LIMIT, 512, "layer 0 at 512 tokens has an error of 2.00e-04, 1.00e-04 is allowed"),
+        Problem(ProblemKind.LOST_NEEDLES, 1024, lost),
+        Problem(ProblemKind.SLOWER, 1024, "the prefill of 1024 tokens takes 200.0 ms, dense 100.0 ms"),
     )
-    assert verdict.problems == (*verdict.over_limit, *verdict.repairable)
 
 
 def test_slow_prefills_are_a_problem_on_a_gpu_only_and_where_not_all_is_dense():
@@ -95,9 +94,9 @@ def test_slow_prefills_are_a_problem_on_a_gpu_only_and_where_not_all_is_dense():
         length: replace(proof, prefill_seconds=seconds)
         for (length, proof), seconds in zip(proofs_of(begun).items(), (0.101, 0.103, 0.1, 0.103, 0.1), strict=True)
     }
-    slower = {1024: "the prefill of 1024 tokens takes 103.0 ms, dense 100.0 ms"}
-    assert slower_than_dense(begun, proofs) == slower
-    assert slower_than_dense(candidate("cpu"), proofs) == {}
+    slower = Problem(ProblemKind.SLOWER, 1024, "the prefill of 1024 tokens takes 103.0 ms, dense 100.0 ms")
+    assert slower_than_dense(begun, proofs) == (slower,)
+    assert slower_than_dense(candidate("cpu"), proofs) == ()
 
 
 @pytest.mark.parametrize(
@@ -108,8 +107,8 @@ def test_slow_prefills_are_a_problem_on_a_gpu_only_and_where_not_all_is_dense():
 def test_lost_needles_cost_half_the_budget(lost, halved, again):
     begun = candidate()
     proofs = proofs_of(begun)
-    verdict = judge(begun, proofs | {lost: replace(proofs[lost], needles=(0, 20))})
-    after, lengths = tighten(begun, verdict)
+    proofs[lost] = replace(proofs[lost], needles=(0, 20))
+    after, lengths = tighten(begun, judge(begun, proofs), proofs)
     assert lengths == again
     for length in LENGTHS:
         share = 0.5 if length in halved else 1.0

@@ -273,7 +273,7 @@ def test_a_failure_is_dense_in_its_layer_only(curves, journal, monkeypatch):
 
     timings(monkeypatch, seconds_of)
     chosen = run(curves, journal, GPU)
-    assert [choice.why_dense for choice in chosen.choices] == [None, None, "CUDA out of memory", None]
+    assert [choice.dense_sentence for choice in chosen.choices] == [None, None, "CUDA out of memory", None]
     assert {choice.tile for choice in chosen.choices} == {TILES[0]}
     assert set(chosen.failures) <= {"CUDA out of memory"}
     assert sum(chosen.failures.values()) <= chosen.trials

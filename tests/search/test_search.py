@@ -154,7 +154,7 @@ def test_on_a_gpu_time_decides(curves):
 def test_a_layer_that_is_not_faster_than_dense_becomes_dense_and_says_why(curves):
     choice, _ = run(make_search(curves, lambda config, best: Timing(0.0015, 0.0, 1.0, 0.001, 7)))
     assert choice.config.is_dense
-    assert choice.why_dense == "1.50 ms against 1.00 ms dense"
+    assert choice.dense_sentence == "1.50 ms against 1.00 ms dense"
     assert choice.allocation.mse == 0.0
     assert choice.seconds == 0.001  # what dense attention takes, not what lost against it
     assert choice.point == DEFAULT
@@ -198,7 +198,7 @@ def test_all_failing_means_dense(curves):
     search = make_search(curves, timer, trials=3)
     choice, _ = run(search)
     assert search.failures == {"no": 3}
-    assert (choice.point, choice.why_dense) == (DEFAULT, "no trial ran")
+    assert (choice.point, choice.dense_sentence) == (DEFAULT, "no trial ran")
     assert choice.config.is_dense
     assert (choice.allocation.mse, choice.allocation.cost) == (0.0, 1.0)
 
@@ -233,7 +233,7 @@ def test_what_a_neighbour_found_best_is_taken_with_ones_own_budget(curves):
         8e-3 * next(iter(curves.values())).dense_power
     )  # fmt: skip
     slow = make_search(curves, lambda config, best: Timing(0.002, 0.0, 1.0, 0.001, 7)).adopted(point)
-    assert (slow.point, slow.why_dense) == (point, "2.00 ms against 1.00 ms dense")
+    assert (slow.point, slow.dense_sentence) == (point, "2.00 ms against 1.00 ms dense")
 
 
 def stored(path):
@@ -306,7 +306,7 @@ def test_int8_scores_that_cost_more_than_the_budget_are_given_up():
     both = measured(make_prompts(1), scores=("int8",))
     point = DEFAULT._replace(scores="int8")
     choice = choice_at(point, both, recipe(value=1e-9, scores=("int8",)))
-    assert choice.why_dense == "int8 scores alone cost more than the budget"
+    assert choice.dense_sentence == "int8 scores alone cost more than the budget"
     assert (choice.config.scores, choice.config.is_dense, choice.spent) == ("input", True, 0.0)
     affordable = choice_at(point, both, recipe(value=0.1, scores=("int8",)))
     assert affordable.config.scores == "int8"
