@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibrate.machine import draft, on_this_machine, writing
@@ -14,8 +14,7 @@ from s2o_runtime.errors import ConfigError, S2OError
 if TYPE_CHECKING:
     from calibrate.model.foresight import Outlook
     from calibrate.model.models import LoadedModel
-    from calibrate.pipeline import Result
-    from calibrate.report.contents import Report
+    from calibrate.pipeline import OfKind, Result
     from s2o_runtime.devices import DeviceIdentity
 
 
@@ -25,22 +24,6 @@ class Planned(NamedTuple):
     recipe: Recipe
     device: DeviceIdentity
     outlook: Outlook
-
-
-class Finished(NamedTuple):
-    """A run that ended: its result, the report of it, and the report's files."""
-
-    result: Result
-    report: Report
-    report_files: list[Path]
-
-
-class FinishedKind(NamedTuple):
-    """A kind of GPU of a run for several: the recipe with its own file, and how it ended."""
-
-    device: DeviceIdentity
-    recipe: Recipe
-    end: Finished | S2OError
 
 
 def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **options: Any) -> Result:
@@ -77,7 +60,7 @@ def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **opt
     if tokenizer is not None and not (isinstance(tokenizer, str) and isinstance(model, str)):
         raise ConfigError("calibrate() got a tokenizer and a model by name: give the tokenizer's folder or hub id")
     options |= {"tokenizer": tokenizer} if tokenizer else {}
-    return finished(_recipe(model, options, "calibrate()"), progress=progress).result
+    return finished(_recipe(model, options, "calibrate()"), progress=progress)
 
 
 def calibrate_kinds(
@@ -99,10 +82,7 @@ def calibrate_kinds(
     """
     options = options if isinstance(model, Recipe) else {"target_gpu": EVERY_KIND, **options}
     outcomes = finished_kinds(_recipe(model, options, "calibrate_kinds()"), progress=progress)
-    return {
-        str(outcome.device): outcome.end if isinstance(outcome.end, S2OError) else outcome.end.result
-        for outcome in outcomes
-    }
+    return {str(outcome.device): outcome.result for outcome in outcomes}
 
 
 def _recipe(model: str | Recipe, options: Mapping[str, Any], call: str) -> Recipe:
@@ -125,7 +105,7 @@ def _calibrate_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any], pr
     draft(given)
     recipe, _ = on_this_machine(given)
     recipe.check_limit(positions(loaded.model.config))
-    return finished(recipe, progress=progress, loaded=loaded).result
+    return finished(recipe, progress=progress, loaded=loaded)
 
 
 def planned(options: Mapping[str, Any]) -> Planned:
@@ -161,7 +141,7 @@ def planned(options: Mapping[str, Any]) -> Planned:
 
 def finished(
     recipe: Recipe, *, progress: bool, command: str | None = None, loaded: LoadedModel | None = None
-) -> Finished:  # fmt: skip
+) -> Result:
     """Run a recipe and write the report beside its profile, or where the profile would be if the proof failed.
 
     Args:
@@ -176,7 +156,7 @@ def finished(
         return _reported(recipe, pipeline.calibrate(recipe, progress=progress, loaded=loaded), command)
 
 
-def finished_kinds(recipe: Recipe, *, progress: bool, command: str | None = None) -> Iterator[FinishedKind]:
+def finished_kinds(recipe: Recipe, *, progress: bool, command: str | None = None) -> Iterator[OfKind]:
     """Run a recipe for several kinds of GPU, and write a report beside each profile, as soon as it is done.
 
     Args:
@@ -185,15 +165,15 @@ def finished_kinds(recipe: Recipe, *, progress: bool, command: str | None = None
     from calibrate import pipeline
 
     with writing(recipe.out):
-        for device, own, result in pipeline.calibrate_kinds(recipe, progress=progress):
-            yield FinishedKind(
-                device, own, result if isinstance(result, S2OError) else _reported(own, result, command)
-            )  # fmt: skip
+        for outcome in pipeline.calibrate_kinds(recipe, progress=progress):
+            if not isinstance(outcome.result, S2OError):
+                outcome = outcome._replace(result=_reported(outcome.recipe, outcome.result, command))
+            yield outcome
 
 
-def _reported(recipe: Recipe, result: Result, command: str | None) -> Finished:
+def _reported(recipe: Recipe, result: Result, command: str | None) -> Result:
     from calibrate.report.contents import report_of
     from calibrate.report.output import write_report
 
     report = report_of(recipe, result, command=command)
-    return Finished(result, report, write_report(report, recipe.out))
+    return replace(result, report=report, report_files=tuple(write_report(report, recipe.out)))

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from calibrate.curves.curves import Shape
@@ -53,7 +54,8 @@ class Result(Proven):
 
     profile: With its record. written: Whether the profile was saved. seconds: What each phase took. journal_reused:
     How many measurements an earlier run had made. work: The measurements of this run by stage, and how long they took
-    of all workers together.
+    of all workers together. report, report_files: The `calibrate.report.contents.Report` and where it was written;
+    None and none where it was not.
     """
 
     profile: Profile
@@ -61,6 +63,8 @@ class Result(Proven):
     seconds: dict[str, float]
     journal_reused: int
     work: Mapping[str, StageWork] = field(default_factory=dict)
+    report: Any = None
+    report_files: tuple[Path, ...] = ()
 
 
 class OfKind(NamedTuple):
@@ -233,11 +237,7 @@ def _calibrated(run: _Run, tiles: TilesByLength, shapes: ShapesByLength) -> Resu
     if written:
         save_profile(profile, recipe.out)
     return Result(
-        candidate=proven.candidate,
-        proofs=proven.proofs,
-        problems=proven.problems,
-        certificates=proven.certificates,
-        kl_passes=proven.kl_passes,
+        **vars(proven),
         profile=profile,
         written=written,
         seconds=clock.seconds,

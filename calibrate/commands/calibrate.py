@@ -111,7 +111,7 @@ def _run(flags: Flags) -> int:
     try:
         if recipe.for_several_gpus:
             return _calibrate_kinds(recipe, flags, console)
-        result, report, report_files = finished(recipe, progress="quiet" not in flags, command=_command())
+        result = finished(recipe, progress="quiet" not in flags, command=_command())
     except KeyboardInterrupt:
         if not recipe.journal_path.exists():
             raise
@@ -122,15 +122,15 @@ def _run(flags: Flags) -> int:
             f"{recipe.journal_path}",
         )
     if "json" in flags:
-        print_json(report.to_json())
+        print_json(result.report.to_json())
     else:
-        print_report(report, console)
+        print_report(result.report, console)
     if not result.written:
         return failed(PROGRAM, NOT_PROVEN, _not_proven(result))
     print_lines(
         [
             f"wrote {recipe.out} in {time.monotonic() - start:.0f} s",
-            f"wrote the report {report_files[-1]}",
+            f"wrote the report {result.report_files[-1]}",
             f"look at it: s2o-profile show {shlex.quote(str(recipe.out))}",
             f"deploy it: {patch_call(str(recipe.out))}",
         ],
@@ -146,20 +146,20 @@ def _calibrate_kinds(recipe: Recipe, flags: Flags, console: Console) -> int:
 
     reports: dict[str, Any] = {}
     written, sentences, codes = [], [], [OK]
-    for gpu, own, end in finished_kinds(recipe, progress="quiet" not in flags, command=_command()):
-        if isinstance(end, S2OError):
-            reports[str(gpu)] = {"error": str(end)}
-            sentences.append(f"{gpu}: {end}")
-            codes.append(failure_code(end))
+    for gpu, own, result in finished_kinds(recipe, progress="quiet" not in flags, command=_command()):
+        if isinstance(result, S2OError):
+            reports[str(gpu)] = {"error": str(result)}
+            sentences.append(f"{gpu}: {result}")
+            codes.append(failure_code(result))
             continue
-        reports[str(gpu)] = end.report.to_json()
+        reports[str(gpu)] = result.report.to_json()
         if "json" not in flags:
             print_lines([f"{gpu}:"], console)
-            print_report(end.report, console)
-        if end.result.written:
-            written.append(f"{gpu}: wrote {own.out} in {end.report.calibration_seconds:.0f} s")
+            print_report(result.report, console)
+        if result.written:
+            written.append(f"{gpu}: wrote {own.out} in {result.report.calibration_seconds:.0f} s")
         else:
-            sentences.append(f"{gpu}: {_not_proven(end.result)}")
+            sentences.append(f"{gpu}: {_not_proven(result)}")
             codes.append(NOT_PROVEN)
     if "json" in flags:
         print_json(reports)

@@ -324,7 +324,7 @@ def _layer(recipe: Recipe, result: Result, length: int, index: int, proof: Layer
         grain=config.grain,
         scores=config.scores,
         tile=str(config.tile),
-        why_dense=choice and choice.dense_sentence,
+        why_dense=None if choice is None else choice.dense_sentence,
         density=proof.density,
         error=error,
         limit=limit,

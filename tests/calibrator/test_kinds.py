@@ -13,16 +13,15 @@ import pytest
 pytest.importorskip("distributed", reason="dask.distributed is not installed (s2o[distributed])")
 
 from calibrate import calibrate, pipeline
-from calibrate.api import Finished, FinishedKind
 from calibrate.commands import calibrate as command
 from calibrate.curves.measure import _with_all_shapes
-from calibrate.pipeline import calibrate_kinds
+from calibrate.pipeline import OfKind, calibrate_kinds
 from calibrate.proof.problems import Problem, ProblemKind
 from calibrate.recipe import Recipe
 from calibrate.work import cluster
 from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.errors import ConfigError, InputError, ResourceError
+from s2o_runtime.errors import ConfigError, InputError, ResourceError, S2OError
 from s2o_runtime.identity import Geometry
 
 A, B, LATE = (DeviceIdentity("cuda", f"NVIDIA {name}", (9, 0), 132, 1) for name in ("A", "B", "Late"))
@@ -134,7 +133,7 @@ def main(tmp_path, monkeypatch, capsys):
     def run(*ends, flags=()):
         def finished_kinds(recipe, *, progress, command):
             for device, end in zip((A, B), ends, strict=True):
-                yield FinishedKind(device, recipe.for_gpu(device.name[-1:].lower()), end)
+                yield OfKind(device, recipe.for_gpu(device.name[-1:].lower()), end)
 
         monkeypatch.setattr(command, "finished_kinds", finished_kinds)
         monkeypatch.setattr("calibrate.report.output.print_report", lambda report, console: print("the report"))
@@ -148,10 +147,8 @@ def main(tmp_path, monkeypatch, capsys):
 
 def end(*problems):
     problems = [Problem(ProblemKind.OVER_LIMIT, 512, text) for text in problems]
-    result = SimpleNamespace(written=not problems, problems=problems)
-    return Finished(
-        result, SimpleNamespace(calibration_seconds=7.2, to_json=lambda: {"met": not problems}), [Path("r")]
-    )
+    report = SimpleNamespace(calibration_seconds=7.2, to_json=lambda: {"met": not problems})
+    return SimpleNamespace(written=not problems, problems=problems, report=report, report_files=(Path("r"),))
 
 
 def test_the_command_lists_all_kinds_at_the_end(main):

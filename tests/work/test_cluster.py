@@ -273,13 +273,13 @@ def mixed(tiny_folder, tmp_path, monkeypatch):
 def test_one_run_makes_a_profile_for_each_kind_of_gpu(mixed, tmp_path):
     outcomes = list(finished_kinds(mixed(), progress=False))
     assert [outcome.device for outcome in outcomes] == list(GPUS.values())
-    assert all(outcome.end.result.written for outcome in outcomes)
+    assert all(outcome.result.written for outcome in outcomes)
     names = ["nvidia-h200", "nvidia-l40s"]
     assert [outcome.recipe.out for outcome in outcomes] == [tmp_path / name / "p.safetensors" for name in names]
     for outcome, name in zip(outcomes, GPUS, strict=True):
         profile = load_profile(outcome.recipe.out)
         assert profile.device == GPUS[name]
-        assert outcome.end.report_files[-1] == outcome.recipe.out.with_name("p.report.html")
+        assert outcome.result.report_files[-1] == outcome.recipe.out.with_name("p.report.html")
         tiles = {config.tile for bucket in profile.layers for config in bucket if not config.is_dense}
         assert {(tile.block_m, tile.dense_below) for tile in tiles} == {(FAST_ROWS[name], int(UNIT[name]))}
 
