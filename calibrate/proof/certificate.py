@@ -4,85 +4,26 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from calibrate.proof.sample import LayerSample, LengthSample
-from calibrate.proof.statistics import NextBound, mean_bound, next_bound, share_interval
+from calibrate.proof.statistics import mean_bound, next_bound, share_interval
 from calibrate.recipe import Budget
 from s2o_runtime.config import LayerConfig
+from s2o_runtime.profile.record import (
+    CertifiedDomain,
+    CertifiedLayer,
+    CertifiedLength,
+    CertifiedRetrieval,
+    ContinuedBound,
+)
 
 CONFIDENCE = 0.95  # of each bound for a layer's mean error, and of the interval for retrieval
 NEXT_PROMPT = 0.95  # asked for: the probability that the next prompt keeps within what is stated for prompts
 FEWEST = 2  # prompts of a length below which nothing can be bounded
 FLOOR = 0.1  # of its limit; an error below it counts as this much, so that rounding does not pass for spread
 RUNGS = (0.8, 0.65, 0.5, 0.35)  # shares of its budget that a layer over its limit is tried with
-
-
-@dataclass(frozen=True)
-class CertifiedLayerErrors:
-    """What is certified of one layer at one length, in the budget's unit.
-
-    Bounds are for the mean error over prompts like these; None where nothing can be bounded.
-
-    mean: Over the certify prompts. bound: Over all rows of a prompt. bound_last: Over the last eighth of the rows.
-    bounds_continued: Of calls that bring only so many new tokens behind a cached prefix, by their number.
-    first_bound: What the first look gave. rung: The share of its budget that the layer was left with, 0 if it became
-    dense; None if the first look held. density: The mean over heads and prompts.
-    """
-
-    mean: float
-    bound: float | None
-    bound_last: float | None
-    bounds_continued: Mapping[int, float | None]
-    first_bound: float | None
-    rung: float | None
-    density: float
-
-
-@dataclass(frozen=True)
-class Retrieval:
-    """Of the needles that the prompts ask for, how many dense finds, how many of these are kept, and the interval for
-    the share that is kept."""
-
-    found: int
-    kept: int
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class DomainErrors:
-    """One kind of text: its prompts, their mean KL, and the largest mean error of a layer over its limit."""
-
-    domain: str
-    prompts: int
-    kl: float
-    error_over_limit: float
-
-
-@dataclass(frozen=True)
-class LengthCertificate:
-    """What is certified of one length.
-
-    kl, top1, error_over_limit, worst: What the next prompt keeps within, with a probability (`NextBound`): its KL from
-    above, its share of like predictions from below, the largest error of a layer over its limit and the largest
-    quantile of row errors of a layer from above. mean_kl: The mean over the prompts. mean_kl_bound: With a budget in
-    KL, an upper bound for the mean over prompts like these; None with others. retrieval: None if no prompt asks.
-    """
-
-    length: int
-    prompts: int
-    layers: tuple[CertifiedLayerErrors, ...]
-    mean_kl: float
-    mean_kl_bound: float | None
-    kl: NextBound
-    top1: NextBound
-    error_over_limit: NextBound
-    worst: NextBound
-    retrieval: Retrieval | None
-    noise_floor: float | None
-    domains: tuple[DomainErrors, ...]
 
 
 @dataclass(frozen=True)
@@ -126,7 +67,7 @@ def certificate_of(
     limits: Sequence[float],
     configs: Sequence[LayerConfig],
     looks: Sequence[Sequence[Look]],
-) -> LengthCertificate:
+) -> CertifiedLength:
     """What a length's prompts certify.
 
     Args:
@@ -141,14 +82,15 @@ def certificate_of(
     kls = [max(0.0, agreement.kl) for agreement in seen.agreements]
     worst = [max(of_layers) for of_layers in zip(*_worst(seen), strict=True)]
     lowest = next_bound([-agreement.top1 for agreement in seen.agreements], NEXT_PROMPT)
-    return LengthCertificate(
+    return CertifiedLength(
         length=length,
         prompts=len(seen.prompts),
+        tokens=len(seen.prompts) * length,
         layers=layers,
         mean_kl=statistics.fmean(kls),
         mean_kl_bound=_mean_kl_bound(kls, budget),
         kl=next_bound(kls, NEXT_PROMPT),
-        top1=replace(lowest, value=-lowest.value),
+        top1=replace(lowest, value=None if lowest.value is None else -lowest.value),
         error_over_limit=next_bound([max(of_prompt, default=0.0) for of_prompt in shares], NEXT_PROMPT),
         worst=next_bound(worst, NEXT_PROMPT),
         retrieval=retrieval_of(seen),
@@ -169,29 +111,31 @@ def shares_of_limits(
     return [[of_layer[prompt] for of_layer in of_layers] for prompt in range(len(seen.prompts))]
 
 
-def retrieval_of(seen: LengthSample) -> Retrieval | None:
+def retrieval_of(seen: LengthSample) -> CertifiedRetrieval | None:
     """What became of the needles of a length's prompts; None if no prompt asks for any."""
     if not any(prompt.answers for prompt in seen.prompts):
         return None
     found, kept = (sum(getattr(agreement, name) for agreement in seen.agreements) for name in ("found", "kept"))
-    return Retrieval(found, kept, *share_interval(kept, found, CONFIDENCE))
+    low, high = share_interval(kept, found, CONFIDENCE)
+    return CertifiedRetrieval(found=found, kept=kept, low=low, high=high)
 
 
 def _layer(
     seen: LayerSample, looks: Sequence[Look], limit: float, config: LayerConfig, budget: Budget
-) -> CertifiedLayerErrors:
+) -> CertifiedLayer:
     share = looks[-1].share
-    return CertifiedLayerErrors(
+    return CertifiedLayer(
         mean=statistics.fmean(seen.errors(budget)),
         bound=_finite(looks[-1].bound),
         bound_last=_finite(look_bound(seen.last_errors(budget), share, limit, config)),
-        bounds_continued={
-            new_tokens: _finite(look_bound(errors, share, limit, config))
+        continued=tuple(
+            ContinuedBound(new_tokens=new_tokens, bound=_finite(look_bound(errors, share, limit, config)))
             for new_tokens, errors in seen.continued_errors(budget).items()
-        },
+        ),
         first_bound=_finite(looks[0].bound),
         rung=looks[-1].share if len(looks) > 1 else None,
         density=seen.density,
+        limit=limit,
     )
 
 
@@ -209,13 +153,13 @@ def _worst(seen: LengthSample) -> list[list[float]]:
     return [[prompt.worst for prompt in layer.prompts] for layer in seen.layers]
 
 
-def _domains(seen: LengthSample, shares: Sequence[Sequence[float]]) -> tuple[DomainErrors, ...]:
+def _domains(seen: LengthSample, shares: Sequence[Sequence[float]]) -> tuple[CertifiedDomain, ...]:
     """Each kind of text by itself, in alphabetical order."""
     by_domain: dict[str, list[int]] = {}
     for number, prompt in enumerate(seen.prompts):
         by_domain.setdefault(prompt.domain, []).append(number)
     return tuple(
-        DomainErrors(
+        CertifiedDomain(
             domain=domain,
             prompts=len(numbers),
             kl=max(0.0, statistics.fmean(seen.agreements[number].kl for number in numbers)),

@@ -18,7 +18,7 @@ from calibrate.journal import Journal
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
-from calibrate.proof.certificate import FEWEST, RUNGS, LengthCertificate, Look, certificate_of, look_bound
+from calibrate.proof.certificate import FEWEST, RUNGS, Look, certificate_of, look_bound
 from calibrate.proof.judge import layers_over_limit, slower_layers, slower_than_dense
 from calibrate.proof.problems import (
     Problem,
@@ -33,6 +33,7 @@ from calibrate.proof.tighten import Proven, scaled
 from calibrate.proof.verify import prove
 from calibrate.search.choice import DenseReason
 from calibrate.work.executor import Executor
+from s2o_runtime.profile.record import CertifiedLength
 
 HOPELESS = 1.5  # times the limit: a rung is passed over if the first bound says that its own would be above that
 
@@ -103,7 +104,7 @@ def certify(
         ModelError: inf or NaN came up in the model.
         ResourceError: The GPU's memory ran out.
     """
-    candidate, certificates, ladder = proven.candidate, dict[int, LengthCertificate](), Ladder()
+    candidate, certificates, ladder = proven.candidate, dict[int, CertifiedLength](), Ladder()
     lengths = [length for length in candidate.lengths if len(prompts.get(length, ())) >= FEWEST]
     problems: list[Problem | None] = []
     with progress_bar("certifying", executor.geometry.layers * len(lengths), "layer", shown=progress) as step:

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from calibrate.proof.certificate import CONFIDENCE, Retrieval
+from calibrate.proof.certificate import CONFIDENCE
 from calibrate.proof.statistics import mean_lower_bound
 from calibrate.proof.verify import LengthProof
 from calibrate.recipe import Recipe
+from s2o_runtime.profile.record import CertifiedRetrieval
 
 
 class ProblemKind(Enum):
@@ -106,9 +107,9 @@ def kl_shown_over_budget(length: int, kls: Sequence[float], recipe: Recipe) -> P
     )
 
 
-def retrieval_lost(length: int, retrieval: Retrieval | None, recipe: Recipe) -> Problem | None:
+def retrieval_lost(length: int, retrieval: CertifiedRetrieval | None, recipe: Recipe) -> Problem | None:
     """A length at which the certificate rules out that enough needles are kept; None otherwise."""
-    if retrieval is None or not retrieval.found or retrieval.high >= recipe.needles:
+    if retrieval is None or not retrieval.found or retrieval.high is None or retrieval.high >= recipe.needles:
         return None
     return Problem(
         ProblemKind.LOST_NEEDLES,

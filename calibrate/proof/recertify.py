@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from calibrate.prompts.prompts import Prompt, load_prompts
-from calibrate.proof.certificate import CONFIDENCE, FEWEST, Retrieval, retrieval_of
+from calibrate.proof.certificate import CONFIDENCE, FEWEST, retrieval_of
 from calibrate.proof.reprove import ToProve, on_other_text, to_prove
 from calibrate.proof.sample import LayerSample, LengthSample, sample
 from calibrate.proof.statistics import exceedance_probability, mean_lower_bound
@@ -16,7 +16,7 @@ from calibrate.proof.verify import Configured
 from calibrate.recipe import OPTIONS, Budget, Recipe
 from s2o_runtime.errors import InputError
 from s2o_runtime.profile import load_profile
-from s2o_runtime.profile.record import CertifiedLayer, CertifiedLength
+from s2o_runtime.profile.record import CertifiedLayer, CertifiedLength, CertifiedRetrieval
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class LengthRecertified:
     kl_bound: float | None
     kl_above: int
     kl_chance: float
-    retrieval: Retrieval | None
+    retrieval: CertifiedRetrieval | None
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _problems(fresh: LengthRecertified, certified: Mapping[int, CertifiedLength]
             f"{fresh.kl_bound:.1e}, which chance gives in {fresh.kl_chance:.1%} of cases"
         )
     before, now = certified[fresh.length].retrieval, fresh.retrieval
-    if before and before.low is not None and now and now.found and now.high < before.low:
+    if before and before.low is not None and now and now.found and now.high is not None and now.high < before.low:
         yield (
             f"at {fresh.length} tokens {now.kept} of {now.found} needles are kept, at least {before.low:.0%} is "
             "certified"

@@ -8,21 +8,14 @@ from dataclasses import replace
 from calibrate.profiles.record import budget_of, predicted_layers
 from calibrate.prompts.prompts import PromptSet
 from calibrate.proof import kl_pass
-from calibrate.proof.certificate import CONFIDENCE, CertifiedLayerErrors, LengthCertificate, Retrieval
+from calibrate.proof.certificate import CONFIDENCE
 from calibrate.proof.sample import CONTINUED
-from calibrate.proof.statistics import NextBound
 from calibrate.proof.tighten import Proven
 from calibrate.recipe import Recipe
 from calibrate.versions import versions
 from s2o_runtime.profile.record import (
     Certificate,
-    CertifiedDomain,
-    CertifiedLayer,
-    CertifiedLength,
-    CertifiedRetrieval,
-    ContinuedBound,
     KlPass,
-    NextPrompt,
     PredictedLength,
     ProvenLayer,
     ProvenLength,
@@ -57,7 +50,9 @@ def record_of(recipe: Recipe, prompts: PromptSet, proven: Proven) -> Record:
             for length, chosen in proven.chosen.items()
         ),
         held_out=tuple(_proven_length(proven, length) for length in proven.proofs),
-        certificate=_certificate(proven),
+        certificate=Certificate(confidence=CONFIDENCE, method=METHOD, lengths=tuple(proven.certificates.values()))
+        if proven.certificates
+        else None,
         not_proven=not_proven(recipe, proven),
     )
 
@@ -86,63 +81,6 @@ def not_proven(recipe: Recipe, proven: Proven) -> tuple[str, ...]:
             + (f"its bound is {bound:.1e}" if length in recipe.lengths else f"the length is only checked ({bound:.1e})")
         )
     return (*sentences, "single prompts and text unlike these: bounds are for means over prompts like these")
-
-
-def _certificate(proven: Proven) -> Certificate | None:
-    if not proven.certificates:
-        return None
-    lengths = tuple(
-        certified_length(certificate, [proven.limits[length, layer] for layer in range(len(certificate.layers))])
-        for length, certificate in proven.certificates.items()
-    )
-    return Certificate(confidence=CONFIDENCE, method=METHOD, lengths=lengths)
-
-
-def certified_length(certificate: LengthCertificate, limits: Sequence[float]) -> CertifiedLength:
-    """What is certified of a length, for the record. limits: The error each layer may have, in the budget's unit."""
-    return CertifiedLength(
-        length=certificate.length,
-        prompts=certificate.prompts,
-        tokens=certificate.prompts * certificate.length,
-        kl=_next_prompt(certificate.kl),
-        mean_kl=certificate.mean_kl,
-        mean_kl_bound=certificate.mean_kl_bound,
-        noise_floor=certificate.noise_floor,
-        top1=_next_prompt(certificate.top1),
-        error_over_limit=_next_prompt(certificate.error_over_limit),
-        worst=_next_prompt(certificate.worst),
-        retrieval=_retrieval(certificate.retrieval),
-        domains=tuple(
-            CertifiedDomain(domain=one.domain, prompts=one.prompts, kl=one.kl, error_over_limit=one.error_over_limit)
-            for one in certificate.domains
-        ),
-        layers=tuple(_certified_layer(layer, limit) for layer, limit in zip(certificate.layers, limits, strict=True)),
-    )
-
-
-def _certified_layer(layer: CertifiedLayerErrors, limit: float) -> CertifiedLayer:
-    return CertifiedLayer(
-        mean=layer.mean,
-        bound=layer.bound,
-        bound_last=layer.bound_last,
-        continued=tuple(
-            ContinuedBound(new_tokens=new_tokens, bound=bound) for new_tokens, bound in layer.bounds_continued.items()
-        ),
-        first_bound=layer.first_bound,
-        rung=layer.rung,
-        density=layer.density,
-        limit=limit,
-    )
-
-
-def _next_prompt(bound: NextBound) -> NextPrompt:
-    return NextPrompt(value=bound.value, probability=bound.probability)
-
-
-def _retrieval(retrieval: Retrieval | None) -> CertifiedRetrieval | None:
-    if retrieval is None:
-        return None
-    return CertifiedRetrieval(found=retrieval.found, kept=retrieval.kept, low=retrieval.low, high=retrieval.high)
 
 
 def _kl_passes(passes: Sequence[kl_pass.KlPass] | None) -> tuple[KlPass, ...] | None:

@@ -8,18 +8,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from s2o_runtime.profile.record import NextPrompt
 
 PIVOT_POINTS = 1000  # of the integral over a sample's spread
 USUAL_SPREAD, USUAL_WEIGHT = 0.35, 1  # of logarithms of errors between prompts; as good as so many values
-
-
-@dataclass(frozen=True)
-class NextBound:
-    """A bound that the next value does not exceed with at least this probability (`next_bound`)."""
-
-    value: float
-    probability: float
 
 
 def mean_bound(values: Sequence[float], confidence: float) -> float:
@@ -103,7 +96,7 @@ def _pivot_quantile(count: int, middle: float, deviation: float, probability: fl
     return math.exp(high) if high < 700 else math.inf
 
 
-def next_bound(values: Sequence[float], probability: float) -> NextBound:
+def next_bound(values: Sequence[float], probability: float) -> NextPrompt:
     """The smallest of the values that bounds the next one with at least this probability, whatever they are drawn from.
 
     Of n + 1 values in random order the last one is above the k-th largest of the others with a probability of at most
@@ -118,7 +111,7 @@ def next_bound(values: Sequence[float], probability: float) -> NextBound:
         The bound and its probability; where so few values cannot give what is asked for, the largest and its n/(n+1).
     """
     rank = bound_rank(len(values), probability)
-    return NextBound(sorted(values, reverse=True)[rank - 1], 1 - rank / (len(values) + 1))
+    return NextPrompt(value=sorted(values, reverse=True)[rank - 1], probability=1 - rank / (len(values) + 1))
 
 
 def bound_rank(count: int, probability: float) -> int:

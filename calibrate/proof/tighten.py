@@ -18,7 +18,6 @@ from calibrate.journal import Journal
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompts import Prompt
 from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
-from calibrate.proof.certificate import LengthCertificate
 from calibrate.proof.judge import judge
 from calibrate.proof.kl_pass import KlPass
 from calibrate.proof.problems import Problem, ProblemKind, lengths_of, over_limit
@@ -29,6 +28,7 @@ from calibrate.search.choose import Chosen
 from calibrate.work.executor import Executor
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.profile.record import CertifiedLength
 
 RETRIES = 2  # attempts after the first one, when every layer kept its limit but a whole length did not hold
 TIGHTENINGS = 4  # of one layer at one length in one attempt; the last one makes the layer dense
@@ -50,7 +50,7 @@ class Proven:
     candidate: Candidate
     proofs: dict[int, LengthProof]
     problems: tuple[Problem, ...]
-    certificates: Mapping[int, LengthCertificate] = field(default_factory=dict)
+    certificates: Mapping[int, CertifiedLength] = field(default_factory=dict)
     kl_passes: Mapping[int, Sequence[KlPass]] = field(default_factory=dict)
 
     @property

@@ -31,12 +31,12 @@ from calibrate.proof.certify import (
 from calibrate.proof.judge import judge, slower_layers
 from calibrate.proof.problems import retrieval_lost
 from calibrate.proof.recertify import compared
-from calibrate.proof.recorded import certified_length
 from calibrate.proof.sample import LayerSample, LengthSample, PromptError
 from calibrate.proof.statistics import mean_bound
 from calibrate.proof.tighten import TAU_FOR_ERROR, Proven
 from calibrate.recipe import Budget
 from calibrate.search.choice import DenseReason
+from s2o_runtime.profile.record import ContinuedBound
 from support.candidates import LENGTHS, RECIPE, candidate, proofs_of
 
 FACTORS = (0.8, 1.0, 1.25, 0.9, 1.1)  # of the mean error, by prompt
@@ -257,7 +257,7 @@ def test_what_prompts_certify():
         errors = [mean * factor for factor in FACTORS]
         assert layer.bound_last == pytest.approx(mean_bound([3 * e for e in errors], look_confidence(share)))
         expected = mean_bound([5 * error for error in errors], look_confidence(share))
-        assert layer.bounds_continued == {64: pytest.approx(expected)}
+        assert layer.continued == (ContinuedBound(new_tokens=64, bound=pytest.approx(expected)),)
     assert (made.kl.value, made.kl.probability) == (5e-3, pytest.approx(5 / 6))
     assert made.top1.value == pytest.approx(1 - 5e-3)  # the lowest
     assert made.mean_kl == pytest.approx(3e-3)
@@ -291,7 +291,7 @@ def test_retrieval_fails_only_where_chance_does_not_explain_it():
 
 
 def recorded(seen):
-    return {512: certified_length(certified(seen), [1e-4, 2e-4])}
+    return {512: certified(seen)}
 
 
 def test_a_broken_bound_is_named():
