@@ -22,7 +22,8 @@ from calibrate.model.models import LoadedModel, load, load_tokenizer
 from calibrate.model.self_test import self_test
 from calibrate.model.sensitivity import Sensitivity
 from calibrate.progress import PhaseClock, progress_bar
-from calibrate.prompts.prompts import Prompt, PromptSet, load_prompts
+from calibrate.prompts.prompt import Prompt, PromptSet
+from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.candidate import Candidate
 from calibrate.proof.certify import certify, proven_again, without_slower_layers, without_slower_lengths
 from calibrate.proof.kl_pass import KlPass
@@ -356,7 +357,10 @@ def _choices(
     return {
         length: replace(
             of_length,
-            choices=[replace(choice, tile=crossed[length, layer]) for layer, choice in enumerate(of_length.choices)],
+            choices=[
+                replace(choice, point=choice.point._replace(tile=crossed[length, layer]))
+                for layer, choice in enumerate(of_length.choices)
+            ],
         )
         for length, of_length in chosen.items()
     }

@@ -7,12 +7,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from calibrate.curves.curves import Curves, Shape, dense_power, methods
+from calibrate.curves.curves import Curves, dense_power
 from calibrate.profiles.record import budget_of, predicted_layers
 from calibrate.profiles.stored import StoredCurves, calibrate_command, recipe_of, stored_curves
 from calibrate.recipe import Budget, Recipe
-from calibrate.search.allocate import Allocation, Weights
-from calibrate.search.choice import Choice, DenseReason, allowed, budget_mse, predicted_kl, shared, weights_of
+from calibrate.search.allocate import Weights
+from calibrate.search.choice import (
+    Choice,
+    DenseReason,
+    SearchPoint,
+    budget_mse,
+    choice_at,
+    predicted_kl,
+    shared,
+    weights_of,
+)
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
 from s2o_runtime.profile import Profile, load_profile, save_profile
@@ -151,11 +160,8 @@ def _choice(
     weights: Weights,
 ) -> Choice:
     """A layer as it was in segment, grain and tile, with its new budget spent."""
-    segment, grain, tile = config.segment, config.grain, config.tile
     budget = budget_mse(weights, after)
-    of_point = methods(curves, segment, grain, Shape.of(tile), config.scores)
-    unspent = Choice(segment, grain, tile, of_point, 0.0, Allocation(()), weights=weights, scores=config.scores)
-    choice = unspent.spending(budget, allowed(after))
+    choice = choice_at(SearchPoint(config.segment, config.grain, config.tile, config.scores), curves, after, weights)
     if choice.config.is_dense:
         return choice if choice.why_dense else choice.as_dense(DenseReason.NO_GAIN)
     comparable = not (before.budget.is_kl or after.budget.is_kl)  # a layer's part of a KL says nothing by itself

@@ -30,8 +30,6 @@ from calibrate.recipe import Recipe
 from s2o_runtime.errors import InputError
 from s2o_runtime.fields import counted
 
-__all__ = ["Prompt", "PromptSet", "load_prompts"]
-
 FEW_PROMPTS = 4  # fewer to calibrate on say little about others
 WORDS = {CALIBRATION: "to calibrate on", HELD_OUT: "to adjust on", CERTIFY: "to certify on"}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from calibrate.model.predictions import ROWS, agreement
-from calibrate.prompts.prompts import Prompt
+from calibrate.prompts.prompt import Prompt
 
 KEPT_WITHIN = 1.0  # nats
 

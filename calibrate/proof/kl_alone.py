@@ -23,7 +23,7 @@ from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import DecoderLayer, Stream, begin
-from calibrate.prompts.prompts import Prompt
+from calibrate.prompts.prompt import Prompt
 from calibrate.proof.agreement import compare
 from calibrate.proof.steps import KIND, LayerRun, layer_state
 from calibrate.search.allocate import Weights

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from calibrate.journal import Journal
 from calibrate.progress import progress_bar
-from calibrate.prompts.prompts import Prompt
+from calibrate.prompts.prompt import Prompt
 from calibrate.proof.candidate import Candidate
 from calibrate.proof.kl_alone import corrected, kl_alone
 from calibrate.proof.kl_pass import KlPass, best_scale, next_scale, settled

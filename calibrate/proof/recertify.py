@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from calibrate.prompts.prompts import Prompt, load_prompts
+from calibrate.prompts.prompt import Prompt
+from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.certificate import CONFIDENCE, FEWEST, retrieval_of
 from calibrate.proof.reprove import ToProve, on_other_text, to_prove
 from calibrate.proof.sample import LayerSample, LengthSample, sample

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from calibrate.profiles.record import budget_of, predicted_layers
-from calibrate.prompts.prompts import PromptSet
+from calibrate.prompts.prompt import PromptSet
 from calibrate.proof import kl_pass
 from calibrate.proof.certificate import CONFIDENCE
 from calibrate.proof.sample import CONTINUED

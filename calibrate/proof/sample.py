@@ -22,7 +22,7 @@ from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import DecoderLayer, Stream, begin
-from calibrate.prompts.prompts import Prompt
+from calibrate.prompts.prompt import Prompt
 from calibrate.proof.agreement import PromptAgreement, compare
 from calibrate.proof.rows import errors_of_rows, evenly_drawn
 from calibrate.proof.steps import KIND, LayerRun, LockStep, PairWalk, Step

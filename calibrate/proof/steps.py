@@ -21,7 +21,7 @@ from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
 from calibrate.model.streams import DecoderLayer, Stream, begin, layer_on_device
-from calibrate.prompts.prompts import Prompt
+from calibrate.prompts.prompt import Prompt
 from calibrate.proof.agreement import PromptAgreement, compare
 from calibrate.proof.chunks import ByLength, Chunks, chunks_of
 from calibrate.work.executor import Executor

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from calibrate.journal import Journal
 from calibrate.progress import progress_bar
-from calibrate.prompts.prompts import Prompt
+from calibrate.prompts.prompt import Prompt
 from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
 from calibrate.proof.judge import judge
 from calibrate.proof.kl_pass import KlPass

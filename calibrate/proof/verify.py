@@ -23,7 +23,7 @@ from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import Calls, DecoderLayer, Stream, begin, layer_on_device
-from calibrate.prompts.prompts import Prompt
+from calibrate.prompts.prompt import Prompt
 from calibrate.proof.agreement import PromptAgreement
 from calibrate.proof.chunks import ByLength
 from calibrate.proof.rows import errors_of_rows

@@ -54,7 +54,7 @@ class Choice:
     """What was chosen for one layer at one length, and what it is predicted to do.
 
     Attributes:
-        segment, grain, tile: of the whole layer.
+        point: what the heads share; its scores are "input" where the layer is dense as a whole.
         curves: of every ranking that a head could choose.
         budget_mse: what the heads may spend, as mean squared error, weighted as `weights` says.
         allocation: each head's settings.
@@ -62,12 +62,9 @@ class Choice:
         why_dense: why the layer was made dense as a whole; None if it was not.
         measured: what was measured that made it dense, as a sentence in place of the reason's own; empty if nothing.
         weights: what the errors of the layer and its heads count.
-        scores: of the whole layer; "input" where it is dense as a whole.
     """
 
-    segment: int
-    grain: int
-    tile: TileConfig
+    point: SearchPoint
     curves: Mapping[Ranking, Curve]
     budget_mse: float
     allocation: Allocation
@@ -75,7 +72,6 @@ class Choice:
     why_dense: DenseReason | None = None
     measured: str = ""
     weights: Weights = UNWEIGHTED
-    scores: Scores = "input"
 
     @property
     def spent(self) -> float:
@@ -83,14 +79,10 @@ class Choice:
         return self.weights.mean(self.allocation)
 
     @property
-    def point(self) -> SearchPoint:
-        """What the heads share."""
-        return SearchPoint(self.segment, self.grain, self.tile, self.scores)
-
-    @property
     def config(self) -> LayerConfig:
         """The layer as the runtime takes it."""
-        return LayerConfig(self.allocation.heads, self.tile, grain=self.grain, scores=self.scores).validate()
+        _, grain, tile, scores = self.point
+        return LayerConfig(self.allocation.heads, tile, grain=grain, scores=scores).validate()
 
     @property
     def cost(self) -> float:
@@ -113,12 +105,12 @@ class Choice:
     @property
     def _over_budget(self) -> bool:
         """Whether rounded scores cost more than there is; other errors are only allocated as far as the budget goes."""
-        return self.scores != "input" and self.spent > self.budget_mse
+        return self.point.scores != "input" and self.spent > self.budget_mse
 
     def as_dense(self, why: DenseReason, measured: str = "") -> Choice:
         """The same layer with every head dense."""
-        dense = self.allocation.as_dense()
-        return replace(self, allocation=dense, why_dense=why, measured=measured, scores="input")
+        dense, point = self.allocation.as_dense(), self.point._replace(scores="input")
+        return replace(self, allocation=dense, why_dense=why, measured=measured, point=point)
 
     @property
     def dense_sentence(self) -> str | None:
@@ -184,10 +176,8 @@ def choice_at(point: SearchPoint, curves: Curves, recipe: Recipe, weights: Weigh
     """A layer's budget spent at one search point, not timed. weights: by default those of a budget that is no KL."""
     of_point = methods(curves, point.segment, point.grain, Shape.of(point.tile), point.scores)
     weights = weights_of(curves, recipe) if weights is None else weights
-    budget = budget_mse(weights, recipe)
-    segment, grain, tile, scores = point
-    unspent = Choice(segment, grain, tile, of_point, 0.0, Allocation(()), weights=weights, scores=scores)
-    return unspent.spending(budget, allowed(recipe))
+    unspent = Choice(point, of_point, 0.0, Allocation(()), weights=weights)
+    return unspent.spending(budget_mse(weights, recipe), allowed(recipe))
 
 
 def predicted_kl(choices: Sequence[Choice]) -> float:

@@ -16,7 +16,7 @@ from calibrate.proof import certify, judge
 from calibrate.proof.verify import LengthProof
 from calibrate.report import contents
 from calibrate.search.allocate import Allocation, Point
-from calibrate.search.choice import Choice, DenseReason
+from calibrate.search.choice import Choice, DenseReason, SearchPoint
 from calibrate.timing import Timing
 from s2o_runtime import load_profile, patch, unpatch
 from s2o_runtime.config import LayerConfig, TileConfig
@@ -206,7 +206,7 @@ def test_what_changed_is_named(change, said, tiny_folder, tmp_path):
 def choice(timing, mode="s2o", below=0):
     config = LayerConfig.uniform(2, tau=1.0, segment=512, mode=mode, tile=TileConfig(dense_below=below))
     allocation = Allocation(tuple(Point(0.0, 0.5, 0.5, 0.0, head) for head in config.heads))
-    return Choice(512, 1, config.tile, {}, 0.0, allocation, timing)
+    return Choice(SearchPoint(512, 1, config.tile), {}, 0.0, allocation, timing)
 
 
 def test_what_was_faster_than_dense_at_a_length_runs_there():

@@ -12,7 +12,7 @@ from calibrate.curves.curves import Ranking, Shape, mean_curve
 from calibrate.curves.measure import measure_model
 from calibrate.journal import Journal
 from calibrate.model import capture
-from calibrate.prompts.prompts import Prompt
+from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
 from support.models import save, stream
 

@@ -22,7 +22,7 @@ from calibrate.evaluation.tasks import build, cases, check
 from calibrate.evaluation.variants import BASELINE, Variant, _baseline_forward, run_stats, running, variants
 from calibrate.journal import Journal
 from calibrate.model.models import load
-from calibrate.prompts.prompts import Prompt
+from calibrate.prompts.prompt import Prompt
 from s2o_runtime.baselines.settings import parse
 from s2o_runtime.errors import ConfigError, InputError, ModelError
 from s2o_runtime.huggingface import hf

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from calibrate.prompts.prompts import Prompt
+from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify
 from calibrate.proof.agreement import PromptAgreement
 from calibrate.proof.certificate import (

@@ -13,7 +13,7 @@ from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, unpacked
 from calibrate.curves.measure import _of_prompt, combined
 from calibrate.journal import Journal
 from calibrate.model.capture import Captured
-from calibrate.prompts.prompts import Prompt, PromptSet
+from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.recipe import Recipe
 from calibrate.search import choose as choose_module
 from calibrate.search.allocate import Weights, allocate_together
@@ -274,7 +274,7 @@ def test_a_failure_is_dense_in_its_layer_only(curves, journal, monkeypatch):
     timings(monkeypatch, seconds_of)
     chosen = run(curves, journal, GPU)
     assert [choice.dense_sentence for choice in chosen.choices] == [None, None, "CUDA out of memory", None]
-    assert {choice.tile for choice in chosen.choices} == {TILES[0]}
+    assert {choice.point.tile for choice in chosen.choices} == {TILES[0]}
     assert set(chosen.failures) <= {"CUDA out of memory"}
     assert sum(chosen.failures.values()) <= chosen.trials
     assert chosen.uniform.seconds is None  # there is no sum of what cannot be timed

@@ -89,7 +89,7 @@ def test_the_chosen_configuration_keeps_its_promises(kind, value, count):
         truth = exact_attention(prompt.q, prompt.k, prompt.v, scale=prompt.scale)
         errors.append(float((out - truth).square().mean()))
         powers.append(float(truth.square().mean()))
-        worst = tile_worst(row_errors(out, truth), choice.tile.block_m)[0]
+        worst = tile_worst(row_errors(out, truth), choice.point.tile.block_m)[0]
         assert float(worst.quantile(0.9, dim=-1).max()) <= 0.5  # few tiles: their 0.99 quantile is above this one
     promised = choice.allocation.mse
     if count == 1:
@@ -183,7 +183,7 @@ def test_what_fails_is_counted_by_its_reason_and_left_out_unless_it_is_a_bug(fai
             run(search)
         return
     choice, steps = run(search)
-    assert choice.tile == TILES[1]
+    assert choice.point.tile == TILES[1]
     assert {point.tile for point in search.tried} == {TILES[1]}
     ((text, count),) = search.failures.items()
     assert text.startswith(why)
