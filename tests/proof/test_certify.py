@@ -36,7 +36,7 @@ from calibrate.proof.statistics import mean_bound
 from calibrate.proof.tighten import TAU_FOR_ERROR, Proven
 from calibrate.recipe import Budget
 from calibrate.search.choice import DenseReason
-from s2o_runtime.profile.record import ContinuedBound
+from s2o_runtime.profile.record import CertifiedLength, ContinuedBound
 from support.candidates import LENGTHS, RECIPE, candidate, proofs_of
 
 FACTORS = (0.8, 1.0, 1.25, 0.9, 1.1)  # of the mean error, by prompt
@@ -259,6 +259,8 @@ def test_what_prompts_certify():
         expected = mean_bound([5 * error for error in errors], look_confidence(share))
         assert layer.continued == (ContinuedBound(new_tokens=64, bound=pytest.approx(expected)),)
     assert (made.kl.value, made.kl.probability) == (5e-3, pytest.approx(5 / 6))
+    assert (made.tokens, first.limit, second.limit) == (5 * 512, 1e-4, 2e-4)
+    assert CertifiedLength.from_json(made.to_json()) == made
     assert made.top1.value == pytest.approx(1 - 5e-3)  # the lowest
     assert made.mean_kl == pytest.approx(3e-3)
     assert made.error_over_limit.value == pytest.approx(1.25 * 5e-5 / 1e-4)
