@@ -12,7 +12,7 @@ from calibrate.journal import Journal
 from calibrate.model.models import load
 from calibrate.pipeline import calibrate, journal_identity
 from calibrate.prompts.prompts import load_prompts
-from calibrate.proof import certify, judge
+from calibrate.proof import judge
 from calibrate.proof.verify import LengthProof
 from calibrate.report import contents
 from calibrate.search.allocate import Allocation, Point

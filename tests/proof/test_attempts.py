@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from calibrate.proof.tighten import NOT_FASTER, RETRIES, TIGHTENINGS, prove_and_tighten
+from calibrate.proof.problems import Problem, ProblemKind
+from calibrate.proof.tighten import RETRIES, TIGHTENINGS, prove_and_tighten
+from calibrate.search.choice import DenseReason
 from support.candidates import LENGTHS, PretendedProof, candidate, error_of
 
 EVERY = [512, 768, 1024, 1536, 2048]
@@ -34,7 +36,7 @@ def test_lost_needles_are_tried_again_with_less_and_then_are_the_problem():
     for number, of_layers in enumerate(budgets):
         assert of_layers == pytest.approx([budget / 2**number for budget in budgets[0]])
     said = "at 1024 tokens the patched model keeps 3 of the 20 needles that dense finds, 95% are asked for"
-    assert result.problems == (said,)
+    assert result.problems == (Problem(ProblemKind.LOST_NEEDLES, 1024, said),)
     assert not result.met
 
 
@@ -53,7 +55,7 @@ def test_lengths_that_are_slower_than_dense_become_dense(slow, again, dense):
         assert config.is_dense == (length in dense)  # what is checked below a dense bucket follows it
         assert profile.layer_config(layer, length) == config
     if slow in LENGTHS:
-        assert {choice.why_dense for choice in result.chosen[slow].choices} == {NOT_FASTER}
+        assert {choice.why_dense for choice in result.chosen[slow].choices} == {DenseReason.SLOWER_PREFILL}
 
 
 def times_the_prediction(factor):

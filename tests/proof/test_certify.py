@@ -20,8 +20,6 @@ from calibrate.proof.certificate import (
     shares_of_limits,
 )
 from calibrate.proof.certify import (
-    OVER_BOUND,
-    SLOWER,
     Ladder,
     proven_again,
     with_dense,
@@ -105,7 +103,7 @@ def test_a_layer_climbs_down_to_the_first_rung_that_holds(times, rungs):
     left, looks = down(begun, 1024, 1, [each * limit for each in times])
     assert [look.share for look in looks] == [1.0, *rungs]
     choice = left.choice(1, 1024)
-    assert choice.budget_mse == pytest.approx(rungs[-1] * spent) or choice.why_dense == OVER_BOUND
+    assert choice.budget_mse == pytest.approx(rungs[-1] * spent) or choice.why_dense == DenseReason.OVER_BOUND
     config = left.layer_config(1, 1024)
     assert config == choice.config or config.is_dense
     assert config.is_dense == choice.config.is_dense == (rungs[-1] == 0.0)

@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 
 from calibrate.proof.judge import judge, slower_than_dense
-from calibrate.proof.tighten import OVER_LIMIT, TIGHTEN_TO, TIGHTENINGS, tighten, tighten_layer
+from calibrate.proof.problems import Problem, ProblemKind
+from calibrate.proof.tighten import TIGHTEN_TO, TIGHTENINGS, tighten, tighten_layer
+from calibrate.search.choice import DenseReason
 from support.candidates import CHECKS, LENGTHS, LIMITS, candidate, proof_of, proofs_of
 
 

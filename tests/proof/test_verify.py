@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from calibrate.curves.row_errors import row_errors, tile_worst
-from calibrate.prompts.prompts import Prompt
+from calibrate.prompts.prompt import Prompt
 from calibrate.proof import agreement
 from calibrate.proof.verify import LayerProof, prove
 from s2o_runtime import patch, unpatch

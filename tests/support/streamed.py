@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from calibrate.prompts.prompts import Prompt
+from calibrate.prompts.prompt import Prompt
 from s2o_runtime.config import LayerConfig, TileConfig
 
 TILE = TileConfig(64, 32, 1, 4, 1)
