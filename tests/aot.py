@@ -72,7 +72,7 @@ KEPT_BYTES = {
 KEPT_BYTES_CAPPED = 48  # of the specialised kernel with a soft cap in Triton 3.9; with sinks alone it spills none
 KEPT_BYTES_RING = 72  # of the specialised kernel with three stages of head dim 128 in Triton 3.9; 16 in 3.6 and 3.7
 KEPT_BYTES_SHARES = 72  # with split dense heads, on sm_100 in Triton 3.9; 56 in 3.7, none in 3.6
-# of the block-sparse kernel: where permuted queries stand, it stores its rows there at the end; 8 on sm_90 in Triton 3.9
+# of the block-sparse kernel: it stores its rows at the end where permuted queries stand; 8 is of sm_90 in Triton 3.9
 KEPT_BYTES_MOVED = {"all-moved": 104, "keys-moved": 8}
 # The switches of a kernel that are on, all others are off, and its grain.
 VARIANTS: dict[str, dict[str, object]] = {
