@@ -1,5 +1,7 @@
 """What every test of a compiled kernel needs: a GPU that its tile is for."""
 
+import os
+
 import pytest
 import torch
 
@@ -16,6 +18,13 @@ def _gpu(request):
         obstacle = tile_obstacle(given["tile"], given.get("head_dim", 128), torch.cuda.get_device_capability())
         if obstacle:
             pytest.skip(obstacle)
+
+
+@pytest.fixture
+def alone():
+    """A limit on times holds where nothing else uses the GPU and its host."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("other tests run beside it: run it without -n")
 
 
 @pytest.fixture

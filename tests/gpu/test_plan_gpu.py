@@ -212,7 +212,7 @@ def test_a_replayed_call_takes_little_time_on_the_host(tile, return_stats, capsy
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_a_layer_of_a_server_takes_little_time_on_the_host(tile, replays, capsys):
+def test_a_layer_of_a_server_takes_little_time_on_the_host(tile, replays, capsys, alone):
     """One prompt in one chunk, a little longer each time: all of S2O's backend between vLLM and the launches."""
     geometry = Geometry("llama", 1, 8, 2, 128)
     config = LayerConfig.uniform(8, tau=0.5, segment=256, representatives=8, tail=True, grain=4, tile=tile)

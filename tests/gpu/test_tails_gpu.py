@@ -81,7 +81,7 @@ def test_the_gpus_default_is_on_the_safe_side():
 
 
 @torch.no_grad()
-def test_a_prompt_in_chunks_takes_little_longer_than_at_once():
+def test_a_prompt_in_chunks_takes_little_longer_than_at_once(alone):
     qkv, config = longest_call((32, 8), 131072)
     config = measured(config, (32, 8))
 
@@ -95,7 +95,7 @@ def test_a_prompt_in_chunks_takes_little_longer_than_at_once():
 
 
 @pytest.mark.parametrize("queries", [1, 64])
-def test_a_call_that_goes_dense_takes_the_host_no_longer_than_dense_attention(queries):
+def test_a_call_that_goes_dense_takes_the_host_no_longer_than_dense_attention(queries, alone):
     """The host is what a server without CUDA graphs waits for in a short call."""
     tile = candidate_tiles(128, torch.cuda.get_device_capability())[0]
     config = LayerConfig.uniform(8, tau=0.5, segment=256, tile=tile)
