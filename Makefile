@@ -89,7 +89,8 @@ $(TRITONS:%=aot-%): aot-%: build/triton-%/.installed
 transformers: $(OTHERS)
 
 transformers-quick:
-	$(MAKE) --keep-going transformers CACHES= TRANSFORMERS_OPTIONS='-m "not slow and not exhaustive"'
+	$(MAKE) --keep-going transformers CACHES= TRANSFORMERS_OPTIONS='-m "not slow and not exhaustive"' \
+		LOADING_TESTS="tests/model/test_loading.py tests/attention/test_windowed.py"
 
 $(TRANSFORMERS:%=transformers-%): transformers-%: build/transformers-%/.installed $(CACHES)
 	OMP_NUM_THREADS=1 PYTHONPATH=build/transformers-$*:$(QUANTISED) $(VENV)/bin/python -m pytest -p no:cacheprovider \
