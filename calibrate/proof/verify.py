@@ -243,7 +243,7 @@ def _times(
         journal = None
     numbers = range(geometry.decoder_layers)
     items = {
-        (length, number): LayerTime(length, prompt.sha256, number, ran[length])
+        (length, number): LayerTime(length, prompt.sha256, number, ran[length], number * executor.size // len(numbers))
         for number in numbers  # a layer's weights are on the device for all lengths
         for length, prompt in prompts.items()
     }
@@ -264,7 +264,8 @@ def _times(
 class LayerTime(WorkItem):
     """The times of one decoder layer on one prompt, as an item of work.
 
-    number: Which decoder layer. ran: What all layers of full attention run. Its result has the seconds of the whole
+    number: Which decoder layer. ran: What all layers of full attention run. part: Which of the parts of the model, one
+    for each worker, it is in; the parts are timed beside one another. Its result has the seconds of the whole
     layer as `patched` and `dense`, and on a GPU, for a layer of full attention, those of attention alone, S2O and
     dense, as `attention`.
     """
@@ -273,13 +274,14 @@ class LayerTime(WorkItem):
     prompt: str
     number: int
     ran: History
+    part: int
     stage: str = TIMING
     kind: ClassVar[str] = KIND
     timed: ClassVar[bool] = True
 
     @property
     def affinity(self) -> Hashable:
-        return self.length
+        return self.length, self.part
 
     @property
     def key(self) -> dict[str, Any]:

@@ -125,11 +125,6 @@ def test_a_dry_run_writes_a_recipe_that_runs_the_same(command, tmp_path):
     assert first == second
 
 
-OVER = "layer 3 at 512 tokens has an error of 2.00e-03, 1.00e-03 is allowed"
-LESS = "at 512 tokens the patched model keeps 0 of the 3 needles that dense finds, 95% are asked for"
-SLOW = "the prefill of 512 tokens takes 3.0 ms, dense 2.0 ms"
-
-
 @pytest.mark.parametrize(
     ("kinds", "phrases", "never"),
     [

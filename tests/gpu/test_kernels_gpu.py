@@ -74,7 +74,6 @@ def test_every_candidate_tile_of_this_gpu(head_dim, nan_filled):
 
 
 HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
-SPECIALISED = [HOPPER, replace(HOPPER, num_stages=3), replace(HOPPER, block_n=64, num_stages=4)]
 
 
 @pytest.mark.parametrize("tile", [TileConfig(128, 32, 4, 8, 3), HOPPER], ids=["plain", "specialised"])

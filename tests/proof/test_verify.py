@@ -1,6 +1,7 @@
 """The streamed proof against what one sees by patching the whole model and watching it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ import torch.nn.functional as F
 
 from calibrate.curves.row_errors import row_errors, tile_worst
 from calibrate.prompts.prompt import Prompt
-from calibrate.proof import agreement
+from calibrate.proof import agreement, verify
+from calibrate.proof.steps import History
 from calibrate.proof.verify import LayerProof, prove
 from s2o_runtime import patch, unpatch
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.reference.dense import exact_attention
+from support.executors import CPU
 from support.models import make_profile, save, stream
 from support.streamed import Layers, random_prompts, uniform
 
@@ -175,3 +178,19 @@ def test_tiles_hold_their_largest_row(length):
     errors = torch.rand(2, 3, length)
     expected = torch.stack([errors[..., first : first + 64].amax(-1) for first in range(0, length, 64)], -1)
     assert torch.equal(tile_worst(errors), expected)
+
+
+def test_layers_are_timed_in_as_many_parts_as_there_are_workers(monkeypatch):
+    """Each part is the affinity of its items, so that parts are timed beside one another."""
+    timed = []
+
+    def measured(items, executor, journal):
+        timed.extend(items)
+        return [{"patched": 1.0, "dense": 2.0}] * len(items)
+
+    monkeypatch.setattr(verify, "measured", measured)
+    geometry = SimpleNamespace(decoder_layers=5, layers=0)
+    executor = SimpleNamespace(size=2, device=CPU, geometry=geometry)
+    times = verify._times(executor, {512: SimpleNamespace(sha256="a")}, {512: History()}, None)
+    assert (times[512].patched, times[512].dense) == (5.0, 10.0)
+    assert [item.affinity for item in timed] == [(512, 0), (512, 0), (512, 0), (512, 1), (512, 1)]
