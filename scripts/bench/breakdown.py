@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+"""Where the attention of a profile spends its time: each layer's kernels, on prompts that chose nothing.
+
+    python -m scripts.bench.breakdown --data MODEL --profile FILE [--lengths 8192,32768]
+
+A layer is one call. "total" and "dense" (cuDNN) are medians with a cold L2, in turns. The parts are the kernels' own
+times, as torch's profiler has them: "rank" orders the keys, "far" estimates what is skipped, "pairs" computes the
+window and the keys that are visited, "other" is anything else, and "gaps" is the total less all parts. "even" is what
+the pairs would take at cuDNN's rate, of which "window" is inside the segments. "host" is the Python and launch time of
+a call that was seen before. All times are in milliseconds. Layers that run dense have no parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from calibrate.timing import medians
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.profile import load_profile
+from s2o_runtime.reference.dense import dense_attention
+from scripts.bench.common import Parser, add_device, bench_parser, check_device, int_list, print_table, run_command
+from scripts.bench.inputs import QKV, model_qkv
+from scripts.bench.methods import FLUSHES
+
+NAME = "scripts.bench.breakdown"
+PARTS = {  # the kernels' names, as they begin
+    "rank": ("_representatives", "_log_sums", "_scores", "_order", "_channel_ranges", "_quantise_keys", "_smallest"),
+    "far": ("_pool", "_tail", "_add", "_mask_visited", "_weights", "_products", "_covariances", "_add_linear"),
+    "pairs": ("_prefill", "_prefill_hopper", "_combine", "cudnn"),
+}
+CALLS = 3  # that the profiler sees
+HOST_CALLS = 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer's times in milliseconds; density: of all causal pairs; window: of `even`, the part inside segments."""
+
+    dense: float
+    total: float
+    rank: float
+    far: float
+    pairs: float
+    other: float
+    gaps: float
+    even: float
+    window: float
+    host: float
+    density: float
+
+
+def parser() -> Parser:
+    out, add = bench_parser(NAME, __doc__)
+    add("--lengths", "8192,32768", type=int_list("8192,32768"), metavar="N,N")
+    add("--data", "demo", "the model of the profile")
+    out.add_argument("--profile", type=Path, required=True)
+    add("--rounds", 3, "turns that are timed, after one that is not", type=int, metavar="N")
+    add("--seed", 1234, type=int, metavar="N")
+    add_device(add)
+    add("--out", Path("build/breakdown.txt"), type=Path, metavar="FILE")
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    return run_command(NAME, args.out, lambda: measure(args), "shorter --lengths")
+
+
+@torch.no_grad()
+def measure(args: argparse.Namespace) -> None:
+    """Measure every layer at every length; print the tables, and write the numbers to --out."""
+    check_device(args)
+    device, kept = torch.device(args.device), load_profile(args.profile)
+    names = [field.name for field in fields(Row)]
+    lines = ["\t".join(("length", "layer", *names))]
+    for length in args.lengths:
+        rows = [
+            layer_row(qkv, partial(s2o_attention, *qkv, kept.layer_config(layer, length)), args.rounds)
+            for layer, qkv in enumerate(model_qkv(args.data, length, 1, args.seed, device))
+        ]
+        sums = Row(**{name: sum(getattr(row, name) for row in rows) for name in names})
+        sums = replace(sums, density=sums.density / len(rows))
+        labelled = [*((str(layer), row) for layer, row in enumerate(rows)), ("all", sums)]
+        cells = [(label, *(f"{getattr(row, name):.3f}" for name in names)) for label, row in labelled]
+        print_table(f"{length} tokens, milliseconds", ("layer", *names), cells)
+        lines += ["\t".join((str(length), *row)) for row in cells]
+        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def layer_row(qkv: QKV, call: Callable[..., Any], rounds: int) -> Row:
+    """One layer.
+
+    Args:
+        qkv: q [1, Hq, L, D], k and v [1, Hkv, L, D].
+        call: its attention, which takes `return_stats`.
+        rounds: Turns that are timed.
+    """
+    q = qkv[0]
+    stats = call(return_stats=True).stats
+    dense = partial(dense_attention, *qkv)
+    seconds = medians({"total": call, "dense": dense}, q.device, rounds, FLUSHES)
+    parts = {} if stats.visited is None else kernel_seconds(call, q.device)
+    density = float(stats.density.mean())
+    length, segment = q.shape[2], stats.config.segment
+    pairs = length * (length + 1) / 2
+    inside = sum(n * (n + 1) / 2 for n in [segment] * (length // segment) + [length % segment]) / pairs
+    even = density * seconds["dense"]
+    times = {name: parts.get(name, 0.0) for name in (*PARTS, "other")}
+    return Row(
+        dense=seconds["dense"] * 1e3,
+        total=seconds["total"] * 1e3,
+        **{name: value * 1e3 for name, value in times.items()},
+        gaps=(seconds["total"] - sum(times.values())) * 1e3 if parts else 0.0,
+        even=even * 1e3,
+        window=min(inside * seconds["dense"], even) * 1e3,
+        host=host_seconds(call) * 1e3,
+        density=density,
+    )
+
+
+def kernel_seconds(call: Callable[[], Any], device: torch.device) -> dict[str, float]:
+    """The seconds that the kernels of one call take, by part; on a CPU none."""
+    if device.type != "cuda":
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(CALLS):
+            call()
+        torch.cuda.synchronize()
+    sums = dict.fromkeys((*PARTS, "other"), 0.0)
+    for event in profiler.key_averages():
+        part = next((name for name, begins in PARTS.items() if event.key.startswith(begins)), "other")
+        sums[part] += event.self_device_time_total / CALLS / 1e6
+    return sums
+
+
+def host_seconds(call: Callable[[], Any]) -> float:
+    """The time until a call returns, while the device may still be at work."""
+    taken = []
+    for _ in range(HOST_CALLS):
+        begin = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - begin)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    return statistics.median(taken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
