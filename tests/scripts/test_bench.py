@@ -1,6 +1,7 @@
 """The benches of the kernel, of whole prefills and of several GPUs, and the study of unlike text, at tiny sizes."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.reference.dense import dense_attention
 from scripts.bench import attention as bench
-from scripts.bench import prefill
+from scripts.bench import breakdown, prefill
 from scripts.bench.calls import bisect, kernel_parts
 from scripts.bench.schema import AttentionFile, PrefillFile, read
 
@@ -94,3 +95,15 @@ def test_a_model_is_timed_dense_and_at_a_density(tmp_path, capsys):
         assert row.attention_seconds == pytest.approx(row.share * row.seconds.median)
         assert row.share > 0.0
     assert "attention" in capsys.readouterr().out
+
+
+def test_a_layer_taken_apart_counts_what_is_computed():
+    q, k, v = (torch.randn(1, heads, 512, 64) for heads in (2, 1, 1))
+    config = LayerConfig.uniform(2, tau=1e6, segment=128, tile=TileConfig(64, 64, 1, 4, 1))
+    row = breakdown.layer_row((q, k, v), partial(s2o_attention, q, k, v, config), 1)
+    density = s2o_attention(q, k, v, config, return_stats=True).density.mean()
+    assert row.density == pytest.approx(float(density))
+    assert row.even == pytest.approx(row.density * row.dense)
+    window = 4 * 128 * 129 / (512 * 513)  # of four segments
+    assert row.window == pytest.approx(window * row.dense)
+    assert min(row.total, row.host) > 0
