@@ -11,10 +11,10 @@ from torch import Tensor
 
 from s2o_runtime.attention import torch_op
 from s2o_runtime.attention.backend import Backend, BackendChoice, choose_backend, is_decode
-from s2o_runtime.attention.call import AttentionCall
 from s2o_runtime.attention.compute import compute
 from s2o_runtime.attention.replay import Answer, Inputs, RepeatedCall, repeated_call
 from s2o_runtime.attention.result import Attention, AttentionStats
+from s2o_runtime.call import Call
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.scoring import Scoring, without_gradients
 
@@ -118,7 +118,7 @@ def s2o_attention(
         return torch_op.attention(q, k, v, kv_start=kv_start, config=text, backend=backend, scoring=scoring)
     if repeated is None or (answer := repeated.replay(inputs)) is None:
         scoring = Scoring(scale, softcap, sinks)
-        call = AttentionCall.of(q, k, v, config, scoring=scoring, kv_start=kv_start, with_lse=return_lse)
+        call = Call.of(q, k, v, config, scoring=scoring, kv_start=kv_start, with_lse=return_lse)
         choice = choose_backend(call, backend)
         answer = computed(call, choice, return_stats, repeated, recording(repeated, inputs))
     choice, shape, (out, visited, lse) = answer
@@ -196,7 +196,7 @@ def s2o_attention_varlen(
         options = (*numbers(scale, softcap), backend, return_stats, return_lse, *lengths)
         repeated = repeated_call(inputs, config, options)
     if repeated is None or (answer := repeated.replay(inputs)) is None:
-        call = AttentionCall.packed(
+        call = Call.of_packed(
             q, k, v, config, cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
             scoring=Scoring(scale, softcap, sinks), with_lse=return_lse,
         )  # fmt: skip
@@ -222,7 +222,7 @@ def recording(repeated: RepeatedCall | None, inputs: Inputs) -> Recorder | None:
 
 
 def computed(
-    call: AttentionCall, choice: BackendChoice, keep_visited: bool, repeated: RepeatedCall | None,
+    call: Call, choice: BackendChoice, keep_visited: bool, repeated: RepeatedCall | None,
     recorder: Recorder | None, out: Tensor | None = None,
 ) -> Answer:  # fmt: skip
     """Run the call; its launches are recorded if they are to be replayed for others like it.

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from s2o_runtime.attention.api import computed, numbers, recording
 from s2o_runtime.attention.backend import Backend, choose_backend
-from s2o_runtime.attention.call import AttentionCall
 from s2o_runtime.attention.compute import takes_output
 from s2o_runtime.attention.replay import repeated_call
 from s2o_runtime.attention.result import Attention, AttentionStats
+from s2o_runtime.call import Call
 from s2o_runtime.config import HEAD_DIMS, LayerConfig
 from s2o_runtime.devices import capability, interpreted, launching_on
 from s2o_runtime.errors import InputError
@@ -138,8 +138,8 @@ def s2o_attention_paged(
         pages = PagedKeys(k_cache, v_cache, block_table, cu_k, max_k, total_k, k_scale, v_scale).validate(q.dtype)
         recorder = recording(repeated, inputs)
 
-        def packed(k: Tensor, v: Tensor) -> AttentionCall:
-            return AttentionCall.packed(
+        def packed(k: Tensor, v: Tensor) -> Call:
+            return Call.of_packed(
                 q, k, v, config, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, scoring=Scoring(scale),
                 with_lse=return_lse,
             )  # fmt: skip

@@ -33,14 +33,13 @@ from s2o_runtime.baselines.run import attend, select
 from s2o_runtime.baselines.selection import Grid
 from s2o_runtime.baselines.settings import parse
 from s2o_runtime.baselines.xattention import block_weights, head_weights
+from s2o_runtime.call import Call
 from s2o_runtime.config import HeadConfig, LayerConfig, Scores, TileConfig
 from s2o_runtime.kernels import prefill as prefill_module
-from s2o_runtime.kernels.call import Call, head_tables
 from s2o_runtime.kernels.pages import gather_pages
 from s2o_runtime.pages import PagedKeys
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.reference.pages import gather_pages_reference
-from s2o_runtime.shapes import call_shape
 from support.paging import LAYOUTS, paged
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 1100, 4, 2, 128
@@ -174,10 +173,9 @@ def trace() -> float:
 
     q, k, v = inputs()
     config = LayerConfig.uniform(HEADS, segment=256, tail=True, representatives=4, grain=4, tile=PLAIN)
-    call = Call(config, call_shape(q, k, v, None), HEAD_DIM**-0.5, head_tables(config, q.device))
     truth = exact_attention(q, k, v).to(q.dtype)
     taus = torch.tensor([1e-2, 0.1, 1.0, 10.0], device="cuda")
-    (found,) = traced(q, k, v, truth, torch.ones(HEADS, device="cuda"), taus, call)
+    (found,) = traced(Call.of(q, k, v, config), truth, torch.ones(HEADS, device="cuda"), taus)
     grown = (found.visited[..., : len(taus)].diff(dim=-1) > 0).sum()
     return float(grown + sum(one[..., : len(taus)].isnan().sum() for one in found if isinstance(one, Tensor)))
 

@@ -152,7 +152,7 @@ def test_keys_are_rounded_as_the_rule_says(starts, nan_filled):
     k = k * torch.logspace(-3, 1, 64) + torch.randn(64)
     config = LayerConfig.uniform(1, tile=TILE, scores="int8")
     kv_start = None if starts is None else torch.tensor(starts)
-    rows, unit, middle = keys_of(k, call_of(k, k, config, kv_start))
+    rows, unit, middle = keys_of(call_of(k, k, k, config, kv_start))
     for b in range(2):
         start = 0 if starts is None else starts[b]
         expected = quantised_keys(k[b, 0], start)

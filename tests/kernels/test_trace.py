@@ -42,7 +42,7 @@ def test_a_trace_is_every_run_at_once(length, segment, representatives, grain, s
     truth = exact_attention(q, k, v, scale=0.125, **features)
     norms = truth.square().sum(-1)
     floor = norms.mean(-1)[0]
-    slices = list(trace(q, k, v, truth, floor, TAUS, replace(call_of(q, k, config), **features)))
+    slices = list(trace(call_of(q, k, v, config, **features), truth, floor, TAUS))
     assert [each.rows for each in slices] == [range(length)]
     traced = slices[0]
     tiles = -(-length // TILE.block_m)
@@ -52,7 +52,7 @@ def test_a_trace_is_every_run_at_once(length, segment, representatives, grain, s
         for t, tau in enumerate(TAUS.tolist()):
             for tail in (False, True):
                 run = LayerConfig.uniform(2, tau=tau, tail=tail, tile=replace(TILE, chunk=1 << s), **kind)
-                out, visited, _ = s2o_prefill(q, k, v, replace(call_of(q, k, run), **features))
+                out, visited, _ = s2o_prefill(call_of(q, k, v, run, **features))
                 off = (out - truth).square().sum(-1)
                 filled = torch.nn.functional.pad(torch.stack([off, off / size]), (0, tiles * 64 - length))
                 squared, worst = filled.view(2, 2, tiles, 64).unbind()
