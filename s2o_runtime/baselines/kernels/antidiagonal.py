@@ -7,7 +7,6 @@ log-sum-exp of each row and key block is stored. A second kernel turns these int
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.baselines.selection import index_table
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.primitives import LOG2E, MAX_REGISTERS
 from s2o_runtime.tiles import Capability, antidiagonal_tile
@@ -30,9 +28,9 @@ MASS_SCORES = 2048  # that the second kernel loads at once
 WORKSPACE_BYTES = 256 << 20
 
 
-@triton.jit(do_not_specialize=["group", "q_len", "kv_len", "first", "groups", "columns"])
+@triton.jit(do_not_specialize=["first_head", "group", "q_len", "kv_len", "first", "groups", "columns"])
 def _antidiagonal(
-    Q, K, HEADS, LOCAL, qk_scale, group, q_len, kv_len, first, groups, columns,
+    Q, K, LOCAL, qk_scale, first_head, group, q_len, kv_len, first, groups, columns,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl,
     D: tl.constexpr, DEPTH: tl.constexpr, S: tl.constexpr, PER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, SWEEP: tl.constexpr,
@@ -42,11 +40,10 @@ def _antidiagonal(
     The score of two groups is the sum of the products of query S - 1 - s of one and key s of the other, times qk_scale.
     A group sees key groups that begin at or before its last query: minus infinity in blocks where it sees none, and
     nothing is written in tiles where no row sees any. Programs: (tiles of BM x BN groups, n, B), where n counts the
-    chosen heads. T is the input type.
+    query heads from first_head on. T is the input type.
 
         Q                   T [B, Hq, Lq, D], strides q
         K                   T [B, Hkv, Lk, D], strides k
-        HEADS               int32 [n]: the query head of each chosen one
         LOCAL               float32 [B, n, groups, columns]
 
     group: query heads of a KV head; first, groups: the first query group and their number; columns: key blocks.
@@ -63,7 +60,7 @@ def _antidiagonal(
     offset = kv_len - q_len
     end = tl.minimum(offset + (first + tl.minimum(row0 + BM, groups)) * S, kv_len)
     if key0 * S < end:
-        h = tl.load(HEADS + n).to(tl.int64)
+        h = (first_head + n).to(tl.int64)
         rows = row0 + tl.arange(0, BM)
         queries = (first + rows) * S + S - 1
         keys = (key0 + tl.arange(0, BN)) * S
@@ -146,7 +143,7 @@ def _mass(
 
 
 def antidiagonal_mass(
-    q: Tensor, k: Tensor, heads: Sequence[int], grid: Grid, stride: int, scale: float, capability: Capability
+    q: Tensor, k: Tensor, part: slice, grid: Grid, stride: int, scale: float, capability: Capability
 ) -> Tensor:  # fmt: skip
     """Mean softmax mass of each block for some query heads.
 
@@ -156,14 +153,14 @@ def antidiagonal_mass(
     Args:
         q: [B, Hq, Lq, D], bfloat16 or float16, any D.
         k: [B, Hkv, Lk, D].
-        heads: query heads.
+        part: of the query heads, n of them.
         grid: of q and k; its blocks and `stride`, which divides them, are powers of two.
         stride: queries, and keys, of a group.
         scale: multiplies the scores.
         capability: of the GPU, whose tile is used.
 
     Returns:
-        float32 [B, len(heads), row blocks, key blocks].
+        float32 [B, n, row blocks, key blocks].
 
     Raises:
         InputError: the kernel has no tile for the GPU.
@@ -173,7 +170,7 @@ def antidiagonal_mass(
     """
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     tile = antidiagonal_tile(capability)
-    batch, n = q.shape[0], len(heads)
+    batch, n = q.shape[0], part.stop - part.start
     per_row, per_column = grid.block_m // stride, grid.block_n // stride
     weights = torch.empty(batch, n, grid.rows, grid.columns, dtype=torch.float32, device=q.device)
     row_bytes = 4 * batch * per_row * grid.columns  # of one row block
@@ -189,13 +186,13 @@ def antidiagonal_mass(
         columns = -(-seen // grid.block_n)
         tiles = -(-groups // tile.block_m) * -(-columns * per_column // tile.block_n)
         for n_first in range(0, n, at_once):
-            part = tuple(heads[n_first : n_first + at_once])
+            heads = min(at_once, n - n_first)
             launch(
                 _antidiagonal,
-                (tiles, len(part), batch),
+                (tiles, heads, batch),
                 {
-                    "Q": q, "K": k, "HEADS": index_table(part, q.device), "LOCAL": workspace,
-                    "qk_scale": scale / stride * LOG2E, "group": q.shape[1] // k.shape[1], "q_len": grid.q_len,
+                    "Q": q, "K": k, "LOCAL": workspace, "qk_scale": scale / stride * LOG2E,
+                    "first_head": part.start + n_first, "group": q.shape[1] // k.shape[1], "q_len": grid.q_len,
                     "kv_len": grid.kv_len, "first": first, "groups": groups, "columns": columns,
                     **strides("bhl", q=q, k=k),
                 },
@@ -209,7 +206,7 @@ def antidiagonal_mass(
             )  # fmt: skip
             launch(
                 _mass,
-                (end - begin, len(part), batch),
+                (end - begin, heads, batch),
                 {
                     "LOCAL": workspace, "WEIGHTS": weights, "q_len": grid.q_len, "kv_len": grid.kv_len, "begin": begin,
                     "groups": groups, "columns": columns, "n_first": n_first, "heads": n, "all_rows": grid.rows,
