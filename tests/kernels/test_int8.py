@@ -14,7 +14,7 @@ from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.quantisation import LEVELS, NARROWEST, SMOOTHING, quantised, quantised_keys
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
-from support.kernels import TILE, call_of, inputs, mixed_config, run_both
+from support.kernels import TILE, call_of, drawn, inputs, mixed_config, run_both
 from support.marks import all_but_first
 
 SLOW = pytest.mark.slow(reason="more shapes of the kernels in Triton's interpreter, seconds each")
@@ -104,27 +104,24 @@ def test_the_log_sum_exp_has_what_keys_lost():
 
 
 SHAPES = [
-    pytest.param(1, 2, 1, 200, 200, 64, None, id="B1-H2-L200-D64"),
-    pytest.param(1, 3, 3, 257, 257, 128, None, id="B1-H3-L257-D128"),
-    pytest.param(2, 4, 2, 100, 211, 64, None, id="q100-kv211"),
-    pytest.param(3, 2, 1, 150, 150, 64, [0, 67, 149], id="left-padded"),
+    pytest.param((1, 2, 1, 200, 200, 64, None), id="B1-H2-L200-D64"),
+    pytest.param((1, 3, 3, 257, 257, 128, None), id="B1-H3-L257-D128"),
+    pytest.param((2, 4, 2, 100, 211, 64, None), id="q100-kv211"),
+    pytest.param((3, 2, 1, 150, 150, 64, [0, 67, 149]), id="left-padded"),
 ]
 
 
 @INTERPRETED
 @pytest.mark.usefixtures("small_sample")
 @pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "tau", "grain"),
+    ("shape", "tau", "grain"),
     [pytest.param(*shape.values, tau, grain, id=f"{shape.id}-{tau}-{grain}", marks=SLOW if index else ())
      for index, (shape, (tau, grain)) in enumerate(zip(SHAPES, [(1.0, 4), (0.0, 1)] * 2, strict=True))],
 )  # fmt: skip
-def test_the_kernels_equal_the_reference(
-    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, tau, grain, nan_filled
-):
-    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim)
-    k = k + torch.randn(head_dim)
-    kv_start = None if starts is None else torch.tensor(starts)
-    config = replace(mixed_config(heads, tau, grain=grain), scores="int8")
+def test_the_kernels_equal_the_reference(shape, tau, grain, nan_filled):
+    q, k, v, kv_start = drawn(shape)
+    k = k + torch.randn(shape[5])
+    config = replace(mixed_config(shape[1], tau, grain=grain), scores="int8")
     (out, visited, lse), expected = run_both(q, k, v, config, kv_start)
     # a query whose entry lies between two levels may be rounded to the other one: its scale is multiplied in between
     torch.testing.assert_close(out, expected.out, rtol=2e-3, atol=2e-3)

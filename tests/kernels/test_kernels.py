@@ -21,7 +21,7 @@ from s2o_runtime.kernels.tail import EDGES
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.ranking import log_weights, part_means
 from s2o_runtime.shapes import CallShape
-from support.kernels import TILE, agree, call_of, inputs, kernel_ranking, mixed_config, pack, prefix_of, run_both
+from support.kernels import TILE, agree, call_of, drawn, inputs, kernel_ranking, mixed_config, pack, prefix_of, run_both
 from support.marks import all_but_first, pairwise
 from support.naive import naive_attention
 
@@ -44,13 +44,13 @@ def rank_of(q, k, config, kv_start=None):
 
 
 SHAPES = [
-    pytest.param(1, 2, 1, 200, 200, 64, None, id="B1-H2-L200-D64"),
-    pytest.param(1, 3, 3, 257, 257, 128, None, id="B1-H3-L257-D128"),
-    pytest.param(1, 1, 1, 5, 5, 64, None, id="shorter-than-a-tile"),
-    pytest.param(1, 1, 1, 1, 100, 64, None, id="one-query"),
-    pytest.param(2, 4, 2, 100, 211, 64, None, id="q100-kv211"),
-    pytest.param(3, 2, 1, 150, 150, 64, [0, 67, 149], id="left-padded"),
-    pytest.param(2, 3, 1, 100, 171, 64, [171, 33], id="padded-chunk"),
+    pytest.param((1, 2, 1, 200, 200, 64, None), id="B1-H2-L200-D64"),
+    pytest.param((1, 3, 3, 257, 257, 128, None), id="B1-H3-L257-D128"),
+    pytest.param((1, 1, 1, 5, 5, 64, None), id="shorter-than-a-tile"),
+    pytest.param((1, 1, 1, 1, 100, 64, None), id="one-query"),
+    pytest.param((2, 4, 2, 100, 211, 64, None), id="q100-kv211"),
+    pytest.param((3, 2, 1, 150, 150, 64, [0, 67, 149]), id="left-padded"),
+    pytest.param((2, 3, 1, 100, 171, 64, [171, 33]), id="padded-chunk"),
 ]
 
 
@@ -58,15 +58,12 @@ TAUS_AND_GRAINS = [(1.0, 4), (0.0, 4), (1.0, 1), (100.0, 8)]
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "tau", "grain"),
+    ("shape", "tau", "grain"),
     all_but_first(pairwise(SHAPES, TAUS_AND_GRAINS, mark=EXHAUSTIVE, count=7), SLOW),
 )
-def test_prefill_equals_the_reference(
-    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, tau, grain, nan_filled
-):  # fmt: skip
-    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim)
-    kv_start = None if starts is None else torch.tensor(starts)
-    config = mixed_config(heads, tau, grain=grain)
+def test_prefill_equals_the_reference(shape, tau, grain, nan_filled):
+    q, k, v, kv_start = drawn(shape)
+    config = mixed_config(shape[1], tau, grain=grain)
     agree(*run_both(q, k, v, config, kv_start))
 
 

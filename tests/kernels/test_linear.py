@@ -28,7 +28,7 @@ from s2o_runtime.kernels.primitives import LOG2E
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.ranking import part_means
 from s2o_runtime.serving.server import _compiled_kind
-from support.kernels import TILE, agree, call_of, inputs, kernel_ranking, pack, prefix_of, ranking_of, run_both
+from support.kernels import TILE, agree, call_of, drawn, inputs, kernel_ranking, pack, prefix_of, ranking_of, run_both
 from support.marks import all_but_first
 from support.naive import naive_attention
 
@@ -54,28 +54,25 @@ def mixed(heads, tile=TILE, grain=1):
 
 
 SHAPES = [
-    pytest.param(1, 5, 1, 200, 200, 64, None, id="B1-H5-L200-D64"),
-    pytest.param(1, 4, 2, 257, 257, 128, None, id="B1-H4-L257-D128"),
-    pytest.param(2, 2, 1, 100, 211, 64, None, id="q100-kv211"),
-    pytest.param(3, 2, 1, 250, 250, 64, [0, 67, 249], id="left-padded"),
-    pytest.param(2, 3, 1, 100, 271, 64, [271, 33], id="padded-chunk"),
-    pytest.param(1, 1, 1, 5, 5, 64, None, id="shorter-than-a-tile"),
-    pytest.param(1, 1, 1, 1, 200, 64, None, id="one-query"),
-    pytest.param(1, 2, 1, 130, 300, 256, None, id="D256"),
+    pytest.param((1, 5, 1, 200, 200, 64, None), id="B1-H5-L200-D64"),
+    pytest.param((1, 4, 2, 257, 257, 128, None), id="B1-H4-L257-D128"),
+    pytest.param((2, 2, 1, 100, 211, 64, None), id="q100-kv211"),
+    pytest.param((3, 2, 1, 250, 250, 64, [0, 67, 249]), id="left-padded"),
+    pytest.param((2, 3, 1, 100, 271, 64, [271, 33]), id="padded-chunk"),
+    pytest.param((1, 1, 1, 5, 5, 64, None), id="shorter-than-a-tile"),
+    pytest.param((1, 1, 1, 1, 200, 64, None), id="one-query"),
+    pytest.param((1, 2, 1, 130, 300, 256, None), id="D256"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "grain"),
+    ("shape", "grain"),
     [pytest.param(*shape.values, grain, id=f"{shape.id}-G{grain}", marks=SLOW if index else ())
      for index, (shape, grain) in enumerate(zip(SHAPES, (4, 1, 8, 1, 8, 4, 4, 4), strict=True))],
 )  # fmt: skip
-def test_prefill_equals_the_reference(
-    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, grain, nan_filled
-):  # fmt: skip
-    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim)
-    kv_start = None if starts is None else torch.tensor(starts)
-    agree(*run_both(q, k, v, mixed(heads, grain=grain), kv_start))
+def test_prefill_equals_the_reference(shape, grain, nan_filled):
+    q, k, v, kv_start = drawn(shape)
+    agree(*run_both(q, k, v, mixed(shape[1], grain=grain), kv_start))
 
 
 @pytest.mark.parametrize("starts", all_but_first([None, [40, 0]], SLOW), ids=str)

@@ -27,6 +27,12 @@ def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype=torch.float32)
     return q, k, v
 
 
+def drawn(shape, dtype=torch.float32):
+    """`inputs` of the sizes of a shape, and where its sequences start, its last entry: None, or a number for each."""
+    *sizes, starts = shape
+    return *inputs(*sizes, dtype), None if starts is None else torch.tensor(starts)
+
+
 def call_of(q, k, v, config, kv_start=None, scale=0.125, lse=False, **features):
     """What the kernels are launched with for these tensors."""
     return Call.of(q, k, v, config, scoring=Scoring(scale, **features), kv_start=kv_start, with_lse=lse)
