@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from s2o_runtime import HeadConfig, InputError, LayerConfig, TileConfig, s2o_attention_paged, s2o_attention_varlen
+from s2o_runtime import HeadConfig, InputError, LayerConfig, TileConfig, s2o_attention_paged
 from s2o_runtime.attention import paged as paged_op
 from s2o_runtime.attention.paged import gathered, in_place_obstacle
 from s2o_runtime.devices import interpreted
-from s2o_runtime.pages import PagedKeys, packed_starts
+from s2o_runtime.pages import PagedKeys
 from s2o_runtime.reference.pages import gather_pages_reference
 from support.marks import pairwise
-from support.paging import LAYOUTS, paged
+from support.paging import LAYOUTS, PagedBatch, paged
 
 pytestmark = pytest.mark.usefixtures("small_sample")
 
@@ -86,19 +86,11 @@ def test_keys_of_eight_bits_are_scaled(gather, scales, nan_filled):
 
 def call(lengths, queries, page_size, name, backend, config=CONFIG, **options):
     """The op on pages and on packed keys, and what else both were given."""
-    k, v = keys(lengths)
-    q = torch.randn(sum(queries), 4, 64) * 2
-    cu_q = packed_starts(torch.tensor(queries, dtype=torch.int32))
-    seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    k_cache, v_cache, table, cu_k = paged(k, v, lengths, page_size, name)
-    ours = s2o_attention_paged(
-        q, k_cache, v_cache, config,
-        cu_q=cu_q, seq_lens=seq_lens, block_table=table, max_q=max(queries), max_k=max(lengths), backend=backend,
-        **options,
-    )  # fmt: skip
+    batch = PagedBatch(queries, lengths, page_size, name)
+    batch.q *= 2
+    ours = batch.paged(config, backend=backend, **options)
     options = {option: value for option, value in options.items() if option.startswith("return")}
-    expected = s2o_attention_varlen(q, k, v, cu_q, cu_k, max(queries), max(lengths), config, backend=backend, **options)
-    return ours, expected
+    return ours, batch.packed(config, backend=backend, **options)
 
 
 @pytest.mark.parametrize(
@@ -127,23 +119,10 @@ def test_pages_change_nothing(backend, name, nan_filled):
 )
 def test_a_cache_of_eight_bits_is_its_rounded_keys(backend, scales, cache, nan_filled):
     """Bit for bit the op on the keys and values that the cache stands for."""
-    lengths, queries = [171, 130, 90], [70, 130, 1]
-    config = LayerConfig(OF_ALL_KINDS.heads, grain=4, tile=TILE)
-    k, v = keys(lengths)
-    k_cache, v_cache, table, cu_k = paged(k, v, lengths, 16, LAYOUTS[2], cache)
     given = {} if scales is None else {"k_scale": torch.tensor(scales), "v_scale": torch.tensor(scales[::-1])}
-    k, v = (
-        rows.to(cache).float() * given.get(name, torch.ones(1))[:, None]
-        for rows, name in ((k, "k_scale"), (v, "v_scale"))
-    )
-    q = torch.randn(sum(queries), 4, 64) * 2
-    cu_q = packed_starts(torch.tensor(queries, dtype=torch.int32))
-    bounds = max(queries), max(lengths)
-    ours = s2o_attention_paged(
-        q, k_cache, v_cache, config, cu_q=cu_q, seq_lens=cu_k.diff(), block_table=table, max_q=bounds[0],
-        max_k=bounds[1], backend=backend, return_stats=True, **given,
-    )  # fmt: skip
-    expected = s2o_attention_varlen(q, k, v, cu_q, cu_k, *bounds, config, backend=backend, return_stats=True)
+    batch = PagedBatch([70, 130, 1], [171, 130, 90], cache=cache, scales=given)
+    options = {"backend": backend, "return_stats": True}
+    ours, expected = batch.paged(OF_ALL_KINDS, **options), batch.packed(OF_ALL_KINDS, **options)
     assert torch.equal(ours.out, expected.out)
     assert torch.equal(ours.density, expected.density)
 

@@ -10,8 +10,6 @@ from s2o_runtime import (
     LayerConfig,
     TileConfig,
     s2o_attention,
-    s2o_attention_paged,
-    s2o_attention_varlen,
     warmup,
 )
 from s2o_runtime.attention.replay import forget_plans
@@ -21,13 +19,12 @@ from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.prefill import s2o_prefill
 from s2o_runtime.kernels.shares import key_shares
-from s2o_runtime.pages import packed_starts
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.scoring import Scoring
 from s2o_runtime.shapes import CallShape
 from support.gpu import inputs, relative_error
 from support.marks import pairwise
-from support.paging import paged
+from support.paging import PagedBatch
 
 HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
 TILES = [
@@ -124,29 +121,19 @@ def test_packed_sequences(head_dim, tile, monkeypatch, nan_filled):
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_pages_change_nothing(page_size, tile, monkeypatch, nan_filled):
     """Bit for bit, compiled, recorded and replayed: the kernels read the same numbers, wherever they lie."""
-    q_lens, k_lens = [700, 1, 300, 130], [9000, 40, 300, 2222]
-    q, k, v = (
-        torch.randn(sum(lengths), heads, 128, device="cuda").bfloat16()
-        for heads, lengths in ((8, q_lens), (2, k_lens), (2, k_lens))
-    )
-    cu_q = packed_starts(torch.tensor(q_lens, dtype=torch.int32)).cuda()
-    *caches, table, cu_k = paged(k, v, k_lens, page_size)
+    sizes = {"heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
+    batch = PagedBatch([700, 1, 300, 130], [9000, 40, 300, 2222], page_size, **sizes)
     config = config_of(tile)
     forget_plans()
     monkeypatch.setattr(prefill_module, "key_shares", lambda *_: 8)
     monkeypatch.delattr("s2o_runtime.attention.paged.gathered")  # no copy is made
     for _ in range(3):
-        out = torch.full_like(q, float("nan"))
-        s2o_attention_paged(
-            q, *caches, config,
-            cu_q=cu_q, seq_lens=cu_k.diff(), block_table=table, max_q=700, max_k=9000, total_k=sum(k_lens),
-            backend="triton", out=out,
-        )  # fmt: skip
-        expected = s2o_attention_varlen(q, k, v, cu_q, cu_k, 700, 9000, config, backend="triton")
-        assert torch.equal(out, expected)
+        out = torch.full_like(batch.q, float("nan"))
+        batch.paged(config, total_k=len(batch.k), backend="triton", out=out)
+        assert torch.equal(out, batch.packed(config, backend="triton"))
     forget_plans()
     for rows, keys in ((slice(0, 700), slice(0, 9000)), (slice(700, 701), slice(9000, 9040))):
-        exact = exact_attention(*(t.transpose(0, 1)[None] for t in (q[rows], k[keys], v[keys])))
+        exact = exact_attention(*(t.transpose(0, 1)[None] for t in (batch.q[rows], batch.k[keys], batch.v[keys])))
         assert relative_error(out[rows].transpose(0, 1)[None, DENSE], exact[:, DENSE]) <= 6e-3
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from s2o_runtime.attention.api import s2o_attention_varlen
-from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.warmup import SPLIT_CALL, split_calls
 from s2o_runtime.call import Call
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
@@ -16,10 +15,9 @@ from s2o_runtime.devices import Resources, interpreted
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.prefill import s2o_prefill
 from s2o_runtime.kernels.shares import DENSITY, FEWEST_KEYS, LAST, SHARE_BYTES, SHARES, key_shares
-from s2o_runtime.pages import packed_starts
 from s2o_runtime.reference.attention import s2o_attention_reference
 from support.kernels import TILE, call_of, inputs, kernel_ranking, pack, ranking_of
-from support.paging import paged
+from support.paging import PagedBatch
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
@@ -196,17 +194,11 @@ def test_packed_sequences_are_sequences_on_their_own(monkeypatch, nan_filled):
 @SLOW
 def test_pages_change_nothing(monkeypatch, nan_filled):
     """A share of keys in pages is what it is of the same keys one behind another, bit for bit."""
-    q_lens, k_lens = [70, 1, 130], [171, 40, 130]
-    q, k, v = (torch.randn(sum(lens), heads, 64) for lens, heads in ((q_lens, 4), (k_lens, 2), (k_lens, 2)))
-    cu_q = packed_starts(torch.tensor(q_lens, dtype=torch.int32))
-    *caches, table, cu_k = paged(k, v, k_lens, 16)
+    batch = PagedBatch([70, 1, 130], [171, 40, 130])
     combined = split(monkeypatch, 4)
     monkeypatch.delattr("s2o_runtime.attention.paged.gathered")  # no copy is made
-    ours = s2o_attention_paged(
-        q, *caches, CONFIG,
-        cu_q=cu_q, seq_lens=cu_k.diff(), block_table=table, max_q=130, max_k=171, backend="triton", return_lse=True,
-    )  # fmt: skip
-    expected = s2o_attention_varlen(q, k, v, cu_q, cu_k, 130, 171, CONFIG, backend="triton", return_lse=True)
+    ours = batch.paged(CONFIG, backend="triton", return_lse=True)
+    expected = batch.packed(CONFIG, backend="triton", return_lse=True)
     assert combined == [1, 1]
     assert torch.equal(ours.out, expected.out)
     assert torch.equal(ours.lse, expected.lse)
