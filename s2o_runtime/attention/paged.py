@@ -20,7 +20,6 @@ from s2o_runtime.config import HEAD_DIMS, LayerConfig
 from s2o_runtime.devices import capability, interpreted, launching_on
 from s2o_runtime.errors import InputError
 from s2o_runtime.pages import PagedKeys, packed_starts
-from s2o_runtime.reference.pages import gather_pages_reference
 from s2o_runtime.scoring import Scoring
 from s2o_runtime.shapes import KERNEL_TYPES
 from s2o_runtime.tiles import FP8_CAPABILITY, MIN_CAPABILITY
@@ -206,7 +205,7 @@ def gathered(pages: PagedKeys, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         least = FP8_CAPABILITY if pages.is_fp8 else MIN_CAPABILITY
         compiled = capability(device) >= least and dtype in KERNEL_TYPES
     if not compiled:
-        return gather_pages_reference(pages, dtype)
+        return pages.gathered(dtype)
     from s2o_runtime.kernels.pages import gather_pages  # imports triton
 
     with launching_on(device):

@@ -11,7 +11,6 @@ from s2o_runtime.attention import paged as paged_op
 from s2o_runtime.attention.paged import gathered, in_place_obstacle
 from s2o_runtime.devices import interpreted
 from s2o_runtime.pages import PagedKeys
-from s2o_runtime.reference.pages import gather_pages_reference
 from support.marks import pairwise
 from support.paging import LAYOUTS, PagedBatch, paged
 
@@ -51,7 +50,7 @@ def pages_of(lengths, page_size, name, dtype=torch.float32, cache=None, head_dim
 def test_every_key_is_found_in_its_page(name, page_size, nan_filled):
     lengths = [37, 1, 16, 70]
     k, v, pages = pages_of(lengths, page_size, name)
-    for gather in (gather_pages_reference, gathered):
+    for gather in (PagedKeys.gathered, gathered):
         assert all(torch.equal(*pair) for pair in zip(gather(pages, torch.float32), (k, v), strict=True))
 
 
@@ -71,10 +70,10 @@ def test_odd_head_dims_and_a_larger_output(nan_filled):
     k_out, _ = gathered(pages, torch.float16)
     assert k_out.shape == (64, 2, 80)
     assert torch.equal(k_out[:53], k)
-    assert gather_pages_reference(pages, torch.float16)[0][:53].equal(k)
+    assert pages.gathered(torch.float16)[0][:53].equal(k)
 
 
-@pytest.mark.parametrize("gather", [gather_pages_reference, pytest.param(gathered, marks=INTERPRETED)])
+@pytest.mark.parametrize("gather", [PagedKeys.gathered, pytest.param(gathered, marks=INTERPRETED)])
 @pytest.mark.parametrize("scales", [{}, {"k_scale": [0.5], "v_scale": [1.0, 2.0]}], ids=["plain", "scaled"])
 def test_keys_of_eight_bits_are_scaled(gather, scales, nan_filled):
     scales = {name: torch.tensor(values) for name, values in scales.items()}
@@ -239,6 +238,6 @@ def test_what_does_not_fit_is_one_sentence(change, said):
 
 def test_pages_may_not_be_larger_than_a_kernel_was_tried_with():
     k, _, pages = pages_of([37], 1024, LAYOUTS[0])
-    assert torch.equal(gather_pages_reference(pages, torch.float32)[0], k)
+    assert torch.equal(pages.gathered(torch.float32)[0], k)
     with pytest.raises(InputError, match="pages have 2048 tokens, more than 1024: use smaller ones"):
         pages_of([37], 2048, LAYOUTS[0])

@@ -41,7 +41,6 @@ from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.pages import gather_pages
 from s2o_runtime.pages import PagedKeys
 from s2o_runtime.reference.dense import exact_attention
-from s2o_runtime.reference.pages import gather_pages_reference
 from support.paging import LAYOUTS, paged
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 1100, 4, 2, 128
@@ -156,7 +155,7 @@ def paged_cache() -> float:
     for layout, dtype in ((LAYOUTS[0], k.dtype), (LAYOUTS[2], torch.float8_e4m3fn)):
         k_cache, v_cache, table, cu_k = paged(k, v, [300, LENGTH - 300], 16, layout, dtype)
         pages = PagedKeys(k_cache, v_cache, table, cu_k, max_k=LENGTH, total_k=LENGTH)
-        pairs = zip(gather_pages(pages, k.dtype), gather_pages_reference(pages, k.dtype), strict=True)
+        pairs = zip(gather_pages(pages, k.dtype), pages.gathered(k.dtype), strict=True)
         worst = max(worst, *(off(*pair) for pair in pairs))
     return worst
 
