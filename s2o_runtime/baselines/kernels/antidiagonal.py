@@ -28,9 +28,9 @@ MASS_SCORES = 2048  # that the second kernel loads at once
 WORKSPACE_BYTES = 256 << 20
 
 
-@triton.jit(do_not_specialize=["first_head", "group", "q_len", "kv_len", "first", "groups", "columns"])
+@triton.jit(do_not_specialize=["group", "q_len", "kv_len", "first", "groups", "columns"])
 def _antidiagonal(
-    Q, K, LOCAL, qk_scale, first_head, group, q_len, kv_len, first, groups, columns,
+    Q, K, HEADS, LOCAL, qk_scale, group, q_len, kv_len, first, groups, columns,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl,
     D: tl.constexpr, DEPTH: tl.constexpr, S: tl.constexpr, PER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, SWEEP: tl.constexpr,
@@ -40,10 +40,11 @@ def _antidiagonal(
     The score of two groups is the sum of the products of query S - 1 - s of one and key s of the other, times qk_scale.
     A group sees key groups that begin at or before its last query: minus infinity in blocks where it sees none, and
     nothing is written in tiles where no row sees any. Programs: (tiles of BM x BN groups, n, B), where n counts the
-    query heads from first_head on. T is the input type.
+    chosen heads. T is the input type.
 
         Q                   T [B, Hq, Lq, D], strides q
         K                   T [B, Hkv, Lk, D], strides k
+        HEADS               int32 [n]: the query head of each chosen one; a number would spill registers on sm_100
         LOCAL               float32 [B, n, groups, columns]
 
     group: query heads of a KV head; first, groups: the first query group and their number; columns: key blocks.
@@ -60,7 +61,7 @@ def _antidiagonal(
     offset = kv_len - q_len
     end = tl.minimum(offset + (first + tl.minimum(row0 + BM, groups)) * S, kv_len)
     if key0 * S < end:
-        h = (first_head + n).to(tl.int64)
+        h = tl.load(HEADS + n).to(tl.int64)
         rows = row0 + tl.arange(0, BM)
         queries = (first + rows) * S + S - 1
         keys = (key0 + tl.arange(0, BN)) * S
@@ -187,12 +188,14 @@ def antidiagonal_mass(
         tiles = -(-groups // tile.block_m) * -(-columns * per_column // tile.block_n)
         for n_first in range(0, n, at_once):
             heads = min(at_once, n - n_first)
+            first_head = part.start + n_first
+            numbers = torch.arange(first_head, first_head + heads, dtype=torch.int32, device=q.device)
             launch(
                 _antidiagonal,
                 (tiles, heads, batch),
                 {
-                    "Q": q, "K": k, "LOCAL": workspace, "qk_scale": scale / stride * LOG2E,
-                    "first_head": part.start + n_first, "group": q.shape[1] // k.shape[1], "q_len": grid.q_len,
+                    "Q": q, "K": k, "HEADS": numbers, "LOCAL": workspace,
+                    "qk_scale": scale / stride * LOG2E, "group": q.shape[1] // k.shape[1], "q_len": grid.q_len,
                     "kv_len": grid.kv_len, "first": first, "groups": groups, "columns": columns,
                     **strides("bhl", q=q, k=k),
                 },
