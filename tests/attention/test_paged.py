@@ -9,15 +9,13 @@ import torch
 from s2o_runtime import HeadConfig, InputError, LayerConfig, TileConfig, s2o_attention_paged
 from s2o_runtime.attention import paged as paged_op
 from s2o_runtime.attention.paged import gathered, in_place_obstacle
-from s2o_runtime.devices import interpreted
 from s2o_runtime.pages import PagedKeys
-from support.marks import pairwise
+from support.marks import INTERPRETED, pairwise
 from support.paging import LAYOUTS, PagedBatch, paged
 
 pytestmark = pytest.mark.usefixtures("small_sample")
 
 SLOW = pytest.mark.slow(reason="Triton's interpreter runs a kernel's programs one after another")
-INTERPRETED = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
 TILE = TileConfig(64, 32, 2, 4, 1)
 CONFIG = LayerConfig.uniform(4, tau=1.0, segment=64, grain=4, tile=TILE)
 OF_ALL_KINDS = LayerConfig(

@@ -15,14 +15,14 @@ from s2o_runtime.baselines.pooling import block_means, pool_plain
 from s2o_runtime.baselines.run import baseline_attention
 from s2o_runtime.baselines.selection import Grid
 from s2o_runtime.baselines.xattention import block_weights, head_weights
-from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import InputError
 from s2o_runtime.tiles import SHARED_MEMORY, antidiagonal_tile, block_sparse_tile, skip_tile
 from support.kernels import fuse_products
+from support.marks import INTERPRETED
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
 
-pytestmark = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
+pytestmark = INTERPRETED
 
 SCALE = 0.2
 SM_90 = (9, 0)  # whose tile the interpreter runs

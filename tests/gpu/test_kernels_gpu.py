@@ -17,7 +17,7 @@ from s2o_runtime.kernels.rank.order import order
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
 from s2o_runtime.shapes import density
 from s2o_runtime.tiles import candidate_tiles
-from support.gpu import SHAPES, drawn, inputs, relative_error
+from support.gpu import HOPPER, SHAPES, drawn, inputs, relative_error
 from support.kernels import kernel_ranking
 from support.marks import pairwise
 
@@ -65,9 +65,6 @@ def test_every_candidate_tile_of_this_gpu(head_dim, nan_filled):
         config = LayerConfig.uniform(4, tau=0.0, segment=256, tile=tile)
         out = s2o_attention(q, k, v, config, backend="triton")
         assert relative_error(out, truth) <= 6e-3, tile  # bf16 weights and output, each within 2^-8
-
-
-HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
 
 
 @pytest.mark.parametrize("tile", [TileConfig(128, 32, 4, 8, 3), HOPPER], ids=["plain", "specialised"])

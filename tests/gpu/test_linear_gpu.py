@@ -13,13 +13,12 @@ from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.tail import Tail
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
-from support.gpu import drawn, inputs, relative_error
+from support.gpu import HOPPER, drawn, inputs, relative_error
 from support.kernels import kernel_ranking, ranking_of
 from support.marks import pairwise
 
 PLAIN = TileConfig(64, 64, 2, 4, 2)
 WIDE = TileConfig(128, 32, 4, 8, 3)
-HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
 LINEAR = HeadConfig(0.3, 256, linear=True)
 KINDS = (
     LINEAR,

@@ -8,17 +8,15 @@ import torch
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.torch_op import config_from_text
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule
-from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.quantisation import LEVELS, NARROWEST, SMOOTHING, quantised, quantised_keys
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from support.kernels import TILE, call_of, drawn, inputs, mixed_config, run_both
-from support.marks import all_but_first
+from support.marks import INTERPRETED, all_but_first
 
 SLOW = pytest.mark.slow(reason="more shapes of the kernels in Triton's interpreter, seconds each")
-INTERPRETED = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
 
 
 def test_a_row_is_off_by_half_a_level_at_most():

@@ -9,7 +9,7 @@ from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.warmup import SEGMENTS
 from s2o_runtime.call import head_tables
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
-from s2o_runtime.devices import Resources, interpreted
+from s2o_runtime.devices import Resources
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels import tail as tail_module
 from s2o_runtime.kernels.prefill import heads_abreast, row_slices, s2o_prefill
@@ -22,16 +22,13 @@ from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.ranking import log_weights, part_means
 from s2o_runtime.shapes import CallShape
 from support.kernels import TILE, agree, call_of, drawn, inputs, kernel_ranking, mixed_config, pack, prefix_of, run_both
-from support.marks import all_but_first, pairwise
+from support.marks import INTERPRETED, all_but_first, pairwise
 from support.naive import naive_attention
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
 
-pytestmark = [
-    pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu"),
-    pytest.mark.usefixtures("small_sample"),
-]
+pytestmark = [INTERPRETED, pytest.mark.usefixtures("small_sample")]
 
 BINS = 4 * BUCKETS  # linear bins of a row's scores, before they become buckets
 SHIPPED_SAMPLES = order_module.SAMPLES

@@ -9,7 +9,6 @@ import torch
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels import linear as linear_module
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.keys import keys_of
@@ -29,15 +28,12 @@ from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.ranking import part_means
 from s2o_runtime.serving.server import _compiled_kind
 from support.kernels import TILE, agree, call_of, drawn, inputs, kernel_ranking, pack, prefix_of, ranking_of, run_both
-from support.marks import all_but_first
+from support.marks import INTERPRETED, all_but_first
 from support.naive import naive_attention
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
 
-pytestmark = [
-    pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu"),
-    pytest.mark.usefixtures("small_sample"),
-]
+pytestmark = [INTERPRETED, pytest.mark.usefixtures("small_sample")]
 
 LINEAR = HeadConfig(0.3, 64, linear=True)
 MIXED = (

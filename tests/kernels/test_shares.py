@@ -11,17 +11,17 @@ from s2o_runtime.attention.api import s2o_attention_varlen
 from s2o_runtime.attention.warmup import SPLIT_CALL, split_calls
 from s2o_runtime.call import Call
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
-from s2o_runtime.devices import Resources, interpreted
+from s2o_runtime.devices import Resources
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.prefill import s2o_prefill
 from s2o_runtime.kernels.shares import DENSITY, FEWEST_KEYS, LAST, SHARE_BYTES, SHARES, key_shares
 from s2o_runtime.reference.attention import s2o_attention_reference
 from support.kernels import TILE, call_of, inputs, kernel_ranking, pack, ranking_of
+from support.marks import INTERPRETED
 from support.paging import PagedBatch
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
-INTERPRETED = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
 
 pytestmark = pytest.mark.usefixtures("small_sample")
 

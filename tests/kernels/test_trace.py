@@ -6,16 +6,13 @@ import pytest
 import torch
 
 from s2o_runtime.config import LayerConfig, TileConfig
-from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels.prefill import s2o_prefill
 from s2o_runtime.kernels.trace import STRIDES, trace
 from s2o_runtime.reference.dense import exact_attention
 from support.kernels import call_of, inputs
+from support.marks import INTERPRETED
 
-pytestmark = [
-    pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu"),
-    pytest.mark.usefixtures("small_sample"),
-]
+pytestmark = [INTERPRETED, pytest.mark.usefixtures("small_sample")]
 
 SLOW = pytest.mark.slow(reason="runs the kernels in Triton's interpreter at every threshold and spacing")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="further settings of that, half a minute each")

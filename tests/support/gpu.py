@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from s2o_runtime.config import TileConfig
+
+HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
 SHAPES = [
     pytest.param((1, 4, 2, 1000, 1000, 128, None), id="B1-H4-L1000-D128"),
     pytest.param((1, 2, 2, 2049, 2049, 64, None), id="B1-H2-L2049-D64"),
