@@ -19,6 +19,7 @@ from s2o_runtime.kernels.rank import scores as scores_module
 from s2o_runtime.kernels.rank.order import BUCKETS, bucket_shares
 from s2o_runtime.kernels.tail import EDGES
 from s2o_runtime.reference.attention import s2o_attention_reference
+from s2o_runtime.reference.dense import log_sum_exp
 from s2o_runtime.reference.ranking import log_weights, part_means
 from s2o_runtime.shapes import CallShape
 from support.kernels import TILE, agree, call_of, drawn, inputs, kernel_ranking, mixed_config, pack, prefix_of, run_both
@@ -112,8 +113,11 @@ def test_a_cap_is_part_of_the_ranking(nan_filled):
     assert (expected - log_weights(means, k[0, 0, :256], 2) * LOG2E).abs().max() > 0.5
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), all_but_first([(48, 32), (192, 128), (64, 96)], SLOW))
-def test_values_may_have_a_head_dim_of_their_own(head_dim, value_dim, nan_filled):
+HEAD_DIMS = [(80, 80), (48, 32), (192, 128), (64, 96), (8, 8), (96, 96), (256, 256)]
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), all_but_first(HEAD_DIMS, SLOW, 2))
+def test_other_head_dims_and_values_with_one_of_their_own(head_dim, value_dim, nan_filled):
     """The op itself: it fills up, runs the kernel, and cuts the output; the scale is that of the keys' head dim.
 
     Packed, with everything else that a layer may ask for, on every backend.
@@ -121,8 +125,9 @@ def test_values_may_have_a_head_dim_of_their_own(head_dim, value_dim, nan_filled
     q, k, _ = inputs(1, 2, 1, 100, 150, head_dim)
     v = torch.randn(1, 1, 150, value_dim)
     config = LayerConfig.uniform(2, tau=0.0, segment=64, tile=TILE)
-    out = s2o_attention(q, k, v, config, backend="triton")
+    out, lse, _ = s2o_attention(q, k, v, config, backend="triton", return_lse=True)
     torch.testing.assert_close(out.double(), naive_attention(q, k, v), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, log_sum_exp(q, k), rtol=1e-4, atol=1e-4)
     packed = [tensor[0].transpose(0, 1) for tensor in (q, k, v)]
     edges = [torch.tensor([0, length], dtype=torch.int32) for length in (100, 150)]
     for backend in ("triton", "reference", "dense"):
@@ -130,17 +135,6 @@ def test_values_may_have_a_head_dim_of_their_own(head_dim, value_dim, nan_filled
         alone = s2o_attention_varlen(*packed, *edges, 100, 150, config, backend=backend, **options)
         expected = naive_attention(q, k, v, **options)[0]
         torch.testing.assert_close(alone.transpose(0, 1).double(), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("head_dim", all_but_first([80, 8, 96, 256], SLOW))
-def test_other_head_dims(head_dim, nan_filled):
-    q, k, v = inputs(2, 2, 1, 100, 150, head_dim)
-    config = LayerConfig.uniform(2, tau=0.0, segment=64, tile=TILE)
-    out, lse, _ = s2o_attention(q, k, v, config, backend="triton", return_lse=True, return_stats=True)
-    expected = s2o_attention_reference(q, k, v, config)
-    assert out.shape == q.shape
-    torch.testing.assert_close(out, expected.out, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(lse, expected.lse, rtol=1e-4, atol=1e-4)
 
 
 @SLOW
