@@ -11,9 +11,9 @@ from torch import Tensor
 from s2o_runtime.call import Call
 from s2o_runtime.config import HEAD_DIMS, LayerConfig, config_obstacle
 from s2o_runtime.dense_reason import DenseReason
-from s2o_runtime.devices import capability, interpreted
+from s2o_runtime.devices import capability, interpreted, tensor_obstacle
 from s2o_runtime.errors import InputError
-from s2o_runtime.shapes import KERNEL_TYPES, CallShape, needs_gradients
+from s2o_runtime.shapes import CallShape, needs_gradients
 from s2o_runtime.tiles import DECODE, MIN_CAPABILITY, Capability, fewest_queries, tile_obstacle
 
 Backend = Literal["auto", "triton", "reference", "dense"]
@@ -124,11 +124,7 @@ def _kernel_obstacle(call: Call) -> str | None:
         return tile_obstacle(tile, head_dim, MIN_CAPABILITY)
     if interpreted():
         return "the specialised kernel cannot be interpreted" if tile.specialized else None
-    if q.device.type != "cuda":
-        return f"the tensors are on {q.device.type}, the kernel needs a GPU"
-    if q.dtype not in KERNEL_TYPES:
-        return f"{q.dtype} is not supported by the kernel (bfloat16, float16)"
-    return tile_obstacle(tile, head_dim, capability(q.device))
+    return tensor_obstacle(q) or tile_obstacle(tile, head_dim, capability(q.device))
 
 
 @lru_cache(maxsize=64)

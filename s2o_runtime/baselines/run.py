@@ -12,10 +12,10 @@ from s2o_runtime.baselines import flash_prefill, pbs, skip_softmax, sparge, xatt
 from s2o_runtime.baselines.reference import attend_reference
 from s2o_runtime.baselines.selection import Grid, Selection
 from s2o_runtime.baselines.settings import PBS, Antidiagonal, Baseline, FlashPrefill, SkipSoftmax, Sparge
-from s2o_runtime.devices import capability, interpreted, launching_on
+from s2o_runtime.devices import capability, interpreted, launching_on, tensor_obstacle
 from s2o_runtime.errors import InputError
 from s2o_runtime.scoring import checked_scale
-from s2o_runtime.shapes import KERNEL_TYPES, CallShape, call_shape, laid_out, needs_gradients
+from s2o_runtime.shapes import CallShape, call_shape, laid_out, needs_gradients
 from s2o_runtime.tiles import BLOCK_SPARSE_HEAD_DIMS, MIN_CAPABILITY, family
 
 Backend = Literal["auto", "triton", "reference"]
@@ -195,10 +195,8 @@ def _kernel_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"head_dim {q.shape[3]} is not supported by the block-sparse kernel (up to {HEAD_DIM})"
     if interpreted():
         return None
-    if q.device.type != "cuda":
-        return f"the tensors are on {q.device.type}, the kernel needs a GPU"
-    if q.dtype not in KERNEL_TYPES:
-        return f"{q.dtype} is not supported by the kernel (bfloat16, float16)"
+    if obstacle := tensor_obstacle(q):
+        return obstacle
     here = capability(q.device)
     if here < MIN_CAPABILITY or family(here) is None:
         return f"compute capability {here[0]}.{here[1]} has no block-sparse kernel"
