@@ -12,7 +12,7 @@ from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.quantisation import quantised_keys
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.tiles import candidate_tiles
-from support.gpu import SHAPES, drawn, inputs, relative_error
+from support.gpu import SHAPES, inputs, relative_error
 from support.marks import pairwise
 
 PLAIN = TileConfig(128, 32, 4, 8, 3)
@@ -38,15 +38,18 @@ def test_keys_are_rounded_as_the_rule_says(kv_len, head_dim, starts, dtype, nan_
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_never_stopping_is_the_reference(shape, dtype, nan_filled):
-    q, k, v, kv_start = drawn(shape, dtype)
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), SHAPES)
+def test_never_stopping_is_the_reference(
+    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, dtype, nan_filled
+):  # fmt: skip
+    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype)
     k = k + 2 * k[:, :, -1:]
+    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
     kinds = (HeadConfig(0.0, 128), HeadConfig(0.0, 256, representatives=8), HeadConfig(0.0, 128, "dense"))
-    config = LayerConfig(tuple(kinds[h % 3] for h in range(shape[1])), PLAIN, scores="int8")
+    config = LayerConfig(tuple(kinds[h % 3] for h in range(heads)), PLAIN, scores="int8")
     options = {"kv_start": kv_start, "return_lse": True}
     expected, expected_lse, _ = s2o_attention(q, k, v, config, backend="reference", **options)
-    for tile in {replace(tile, chunk=2) for tile in candidate_tiles(shape[5], torch.cuda.get_device_capability())}:
+    for tile in {replace(tile, chunk=2) for tile in candidate_tiles(head_dim, torch.cuda.get_device_capability())}:
         ours, lse, _ = s2o_attention(q, k, v, config.with_tile(tile), backend="triton", **options)
         # bf16 weights and output, 2^-8 each, and a query between two levels that is rounded to the other one
         assert relative_error(ours, expected.float()) <= 8e-3, tile

@@ -15,19 +15,20 @@ from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.rank.order import order
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
-from s2o_runtime.shapes import density
+from s2o_runtime.shapes import call_shape, density
 from s2o_runtime.tiles import candidate_tiles
-from support.gpu import HOPPER, SHAPES, drawn, inputs, relative_error
+from support.gpu import SHAPES, inputs, relative_error
 from support.kernels import kernel_ranking
 from support.marks import pairwise
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_tau_zero_is_dense(shape, dtype, nan_filled):
-    q, k, v, kv_start = drawn(shape, dtype)
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), SHAPES)
+def test_tau_zero_is_dense(batch, heads, kv_heads, q_len, kv_len, head_dim, starts, dtype, nan_filled):
+    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype)
+    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
     kinds = (HeadConfig(0.0, 128), HeadConfig(0.0, 256), HeadConfig(0.0, 128, "dense"))
-    config = LayerConfig(tuple(kinds[h % 3] for h in range(shape[1])), TileConfig(128, 32, 8, 8, 3))
+    config = LayerConfig(tuple(kinds[h % 3] for h in range(heads)), TileConfig(128, 32, 8, 8, 3))
     truth = exact_attention(q, k, v, kv_start=kv_start)
     out, _, stats = s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton", return_stats=True)
     # one rounding of weights and one of the output: no worse than twice what SDPA makes of the same inputs
@@ -42,11 +43,15 @@ def test_tau_zero_is_dense(shape, dtype, nan_filled):
     [(StopRule.REST, 1.0), (StopRule.REST, 0.3), (StopRule.PAPER, 0.1), (StopRule.PAPER, 0.03)],
     ids=str,
 )
-@pytest.mark.parametrize("shape", SHAPES)
-def test_stopping_follows_the_reference(shape, stop_rule, tau, nan_filled):
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), SHAPES)
+def test_stopping_follows_the_reference(
+    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, stop_rule, tau, nan_filled
+):
     """Ranking in bf16 orders near-equal keys differently, so errors and densities agree closely, not exactly."""
-    q, k, v, kv_start = drawn(shape)
-    config = LayerConfig.uniform(shape[1], tau=tau, segment=256, stop_rule=stop_rule, tile=TileConfig(128, 32, 4, 8, 3))
+    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, torch.bfloat16)
+    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
+    config = LayerConfig.uniform(heads, tau=tau, segment=256, stop_rule=stop_rule, tile=TileConfig(128, 32, 4, 8, 3))
+    shape = call_shape(q, k, v, kv_start)
     truth = exact_attention(q, k, v, kv_start=kv_start)
     ours, _, stats = s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton", return_stats=True)
     theirs, _, expected = s2o_attention(q, k, v, config, kv_start=kv_start, backend="reference", return_stats=True)
@@ -54,7 +59,7 @@ def test_stopping_follows_the_reference(shape, stop_rule, tau, nan_filled):
     # a tenth of the error for tiles that stop a chunk earlier or later; 5e-3 is the rounding of bf16 outputs, 2^-8
     assert abs(ours_error - theirs_error) <= 0.1 * theirs_error + 5e-3
     torch.testing.assert_close(stats.density, expected.density, rtol=0.03, atol=0.005)
-    torch.testing.assert_close(stats.density, density(stats.visited, config, stats.shape, kv_start))
+    torch.testing.assert_close(stats.density, density(stats.visited, config, shape, kv_start))
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
@@ -65,6 +70,9 @@ def test_every_candidate_tile_of_this_gpu(head_dim, nan_filled):
         config = LayerConfig.uniform(4, tau=0.0, segment=256, tile=tile)
         out = s2o_attention(q, k, v, config, backend="triton")
         assert relative_error(out, truth) <= 6e-3, tile  # bf16 weights and output, each within 2^-8
+
+
+HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
 
 
 @pytest.mark.parametrize("tile", [TileConfig(128, 32, 4, 8, 3), HOPPER], ids=["plain", "specialised"])
@@ -86,15 +94,18 @@ def test_the_order_in_which_heads_start_changes_nothing(length, tile, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("shape", "tile", "tau"),
+    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "tile", "tau"),
     pairwise(
         SHAPES, [HOPPER, replace(HOPPER, num_stages=3), replace(HOPPER, block_n=64, num_stages=4)], [0.0, 0.3, 1.0]
     ),
 )
-def test_the_hopper_kernel_is_the_plain_kernel(shape, tile, tau, nan_filled):
-    q, k, v, kv_start = drawn(shape)
+def test_the_hopper_kernel_is_the_plain_kernel(
+    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, tile, tau, nan_filled
+):
+    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, torch.bfloat16)
+    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
     kinds = (HeadConfig(tau, 128), HeadConfig(tau, 256), HeadConfig(tau, 128, "dense"))
-    heads_config = tuple(kinds[h % 3] for h in range(shape[1]))
+    heads_config = tuple(kinds[h % 3] for h in range(heads))
     plain = TileConfig(64, tile.block_n, 2, 4, 1)
     (ours, lse, stats), (theirs, expected_lse, expected) = (
         s2o_attention(

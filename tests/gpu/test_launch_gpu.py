@@ -7,8 +7,8 @@ import triton
 from s2o_runtime import LayerConfig, TileConfig, s2o_attention
 from s2o_runtime.attention.warmup import warmup
 from s2o_runtime.kernels import launch as launch_module
-from support.gpu import HOPPER
 
+HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
 TILES = [pytest.param(TileConfig(64, 64, 2, 4, 2), id="plain"), pytest.param(HOPPER, id="hopper")]
 
 

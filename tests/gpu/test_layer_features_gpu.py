@@ -15,7 +15,7 @@ from s2o_runtime.config import HeadConfig, StopRule
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
 from s2o_runtime.tiles import candidate_tiles
-from support.gpu import drawn, inputs, relative_error
+from support.gpu import inputs, relative_error
 from support.marks import pairwise
 
 PLAIN = TileConfig(64, 64, 4, 4, 2)
@@ -40,22 +40,23 @@ def features_of(name, heads):
 
 
 SHAPES = [
-    pytest.param((1, 4, 2, 1001, 1001, 128, None), id="L1001-D128"),
-    pytest.param((1, 8, 1, 777, 2049, 64, None), id="q777-kv2049-D64"),
-    pytest.param((3, 4, 2, 900, 900, 64, [0, 333, 899]), id="left-padded"),
-    pytest.param((1, 2, 2, 7, 7, 128, None), id="L7"),
+    pytest.param(1, 4, 2, 1001, 1001, 128, None, id="L1001-D128"),
+    pytest.param(1, 8, 1, 777, 2049, 64, None, id="q777-kv2049-D64"),
+    pytest.param(3, 4, 2, 900, 900, 64, [0, 333, 899], id="left-padded"),
+    pytest.param(1, 2, 2, 7, 7, 128, None, id="L7"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("shape", "name", "tile"),
+    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "name", "tile"),
     pairwise(SHAPES, ["sinks", "cap", "all"], [PLAIN, HOPPER]),
 )
-def test_tau_zero_is_exact(shape, name, tile, nan_filled):
-    q, k, v, kv_start = drawn(shape)
-    options = {"kv_start": kv_start, **features_of(name, shape[1])}
+def test_tau_zero_is_exact(batch, heads, kv_heads, q_len, kv_len, head_dim, starts, name, tile, nan_filled):
+    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, torch.bfloat16)
+    options = features_of(name, heads)
+    options["kv_start"] = None if starts is None else torch.tensor(starts, device="cuda")
     kinds = (HeadConfig(0.0, 128), HeadConfig(0.0, 256, tail=True), HeadConfig(0.0, 128, "dense"))
-    config = LayerConfig(tuple(kinds[h % 3] for h in range(shape[1])), tile, grain=2)
+    config = LayerConfig(tuple(kinds[h % 3] for h in range(heads)), tile, grain=2)
     out, lse, _ = s2o_attention(q, k, v, config, backend="triton", return_lse=True, **options)
     truth = exact_attention(q, k, v, **options)
     assert relative_error(out, truth) < 6e-3  # one rounding of weights and one of the output, 2^-9 each

@@ -13,12 +13,13 @@ from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.tail import Tail
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
-from support.gpu import HOPPER, drawn, inputs, relative_error
+from support.gpu import inputs, relative_error
 from support.kernels import kernel_ranking, ranking_of
 from support.marks import pairwise
 
 PLAIN = TileConfig(64, 64, 2, 4, 2)
 WIDE = TileConfig(128, 32, 4, 8, 3)
+HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
 LINEAR = HeadConfig(0.3, 256, linear=True)
 KINDS = (
     LINEAR,
@@ -54,30 +55,32 @@ def reference_of(q, k, v, config, kv_start=None, sinks=None):
 
 
 SHAPES = [
-    pytest.param((1, 5, 1, 1001, 1001, 128, None), id="L1001-D128"),
-    pytest.param((1, 4, 2, 777, 2049, 64, None), id="q777-kv2049-D64"),
-    pytest.param((3, 3, 1, 900, 900, 64, [0, 333, 899]), id="left-padded"),
-    pytest.param((2, 3, 1, 500, 1100, 128, [1100, 650]), id="padded-chunk"),
-    pytest.param((1, 1, 1, 1, 1500, 128, None), id="one-query"),
-    pytest.param((1, 1, 1, 7, 7, 128, None), id="L7"),
+    pytest.param(1, 5, 1, 1001, 1001, 128, None, id="L1001-D128"),
+    pytest.param(1, 4, 2, 777, 2049, 64, None, id="q777-kv2049-D64"),
+    pytest.param(3, 3, 1, 900, 900, 64, [0, 333, 899], id="left-padded"),
+    pytest.param(2, 3, 1, 500, 1100, 128, [1100, 650], id="padded-chunk"),
+    pytest.param(1, 1, 1, 1, 1500, 128, None, id="one-query"),
+    pytest.param(1, 1, 1, 7, 7, 128, None, id="L7"),
 ]
-D256 = pytest.param((1, 2, 1, 701, 1203, 256, None), id="q701-kv1203-D256")  # has no specialised kernel
+D256 = pytest.param(1, 2, 1, 701, 1203, 256, None, id="q701-kv1203-D256")  # has no specialised kernel
 KINDS_OF_CALL = [torch.bfloat16, torch.float16], [1, 4]
 
 
 @pytest.mark.parametrize(
-    ("shape", "tile", "dtype", "grain"),
+    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "tile", "dtype", "grain"),
     pairwise(SHAPES, [PLAIN, WIDE, HOPPER], *KINDS_OF_CALL) + pairwise([D256], [PLAIN, WIDE], *KINDS_OF_CALL),
 )
-def test_prefill_equals_the_reference(shape, dtype, grain, tile, nan_filled):
-    q, k, v, kv_start = drawn(shape, dtype)
-    q = 0.4 * q
-    config = mixed(shape[1], tile, grain)
+def test_prefill_equals_the_reference(
+    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, dtype, grain, tile, nan_filled
+):
+    q, k, v = diffuse(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype)
+    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
+    config = mixed(heads, tile, grain)
     out, lse, stats = s2o_attention(
         q, k, v, config, kv_start=kv_start, backend="triton", return_lse=True, return_stats=True
     )
     expected = reference_of(q, k, v, config, kv_start)
-    for head in range(shape[1]):
+    for head in range(heads):
         if config.heads[head].linear or config.heads[head].mode == "dense":  # others may stop a chunk earlier or later
             assert relative_error(out[:, head].cpu(), expected.out[:, head]) < BF16_ERROR
             torch.testing.assert_close(lse[:, head].cpu(), expected.lse[:, head], rtol=0, atol=8e-3)

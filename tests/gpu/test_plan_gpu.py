@@ -16,7 +16,7 @@ from s2o_runtime.pages import packed_starts
 from s2o_runtime.profile import Profile
 from s2o_runtime.serving.fit import Rank
 from support.fake_vllm import FakeEngine, FakeServer
-from support.gpu import HOPPER, laid_out
+from support.gpu import laid_out
 
 pytestmark = pytest.mark.skipif(
     not launch_module._direct(triton.__version__),
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 HOST_MICROSECONDS = 100.0  # 43 to 47 on an idle host; tests may share theirs
 SERVER_MICROSECONDS = 200.0  # of a layer's call between vLLM and the launches, output's allocation included
+HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
 TILES = [pytest.param(TileConfig(64, 64, 2, 4, 2), id="plain"), pytest.param(HOPPER, id="hopper")]
 
 

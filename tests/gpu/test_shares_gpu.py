@@ -22,10 +22,11 @@ from s2o_runtime.kernels.shares import key_shares
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.scoring import Scoring
 from s2o_runtime.shapes import CallShape
-from support.gpu import HOPPER, inputs, relative_error
+from support.gpu import inputs, relative_error
 from support.marks import pairwise
 from support.paging import PagedBatch
 
+HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
 TILES = [
     pytest.param(TileConfig(64, 64, 2, 4, 2), id="plain"),
     pytest.param(TileConfig(128, 32, 4, 8, 3), id="plain-128"),
