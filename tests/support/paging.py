@@ -61,7 +61,7 @@ class PagedBatch:
     """
 
     def __init__(
-        self, queries, lengths, page_size=16, name=LAYOUTS[2], *, heads=4, kv_heads=2, head_dim=64, dtype=torch.float32,
+        self, queries, lengths, page_size=16, name="side by side", *, heads=4, kv_heads=2, head_dim=64, dtype=torch.float32,
         device="cpu", cache=None, scales=None, bounds=None,
     ):  # fmt: skip
         self.q = torch.randn(sum(queries), heads, head_dim, device=device).to(dtype)
