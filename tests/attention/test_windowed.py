@@ -27,7 +27,7 @@ LENGTH, CUT, PADDING = 150, 90, 37
     ("window", "scoring", "q_len", "kv_len", "rows"),
     pairwise([1, 7, 33, 64, 200], ["plain", "softcap", "sinks", "both"], [(65, 65), (20, 70)], [16, 512]),
 )
-def test_it_is_attention_under_an_explicit_mask(scoring, q_len, kv_len, window, rows, monkeypatch):
+def test_it_is_the_naive_attention_of_a_window(scoring, q_len, kv_len, window, rows, monkeypatch):
     """A batch whose second sequence is padded up to the middle of its keys."""
     monkeypatch.setattr(windowed, "ROWS", rows)
     rng = torch.Generator().manual_seed(window)
