@@ -101,21 +101,17 @@ def test_the_log_sum_exp_has_what_keys_lost():
     assert float((out - sunk).norm() / out.norm()) < 0.05
 
 
-SHAPES = [
-    pytest.param((1, 2, 1, 200, 200, 64, None), id="B1-H2-L200-D64"),
-    pytest.param((1, 3, 3, 257, 257, 128, None), id="B1-H3-L257-D128"),
-    pytest.param((2, 4, 2, 100, 211, 64, None), id="q100-kv211"),
-    pytest.param((3, 2, 1, 150, 150, 64, [0, 67, 149]), id="left-padded"),
+CASES = [
+    pytest.param((1, 2, 1, 200, 200, 64, None), 1.0, 4, id="B1-H2-L200-D64-1.0-4"),
+    pytest.param((1, 3, 3, 257, 257, 128, None), 0.0, 1, id="B1-H3-L257-D128-0.0-1"),
+    pytest.param((2, 4, 2, 100, 211, 64, None), 1.0, 4, id="q100-kv211-1.0-4"),
+    pytest.param((3, 2, 1, 150, 150, 64, [0, 67, 149]), 0.0, 1, id="left-padded-0.0-1"),
 ]
 
 
 @INTERPRETED
 @pytest.mark.usefixtures("small_sample")
-@pytest.mark.parametrize(
-    ("shape", "tau", "grain"),
-    [pytest.param(*shape.values, tau, grain, id=f"{shape.id}-{tau}-{grain}", marks=SLOW if index else ())
-     for index, (shape, (tau, grain)) in enumerate(zip(SHAPES, [(1.0, 4), (0.0, 1)] * 2, strict=True))],
-)  # fmt: skip
+@pytest.mark.parametrize(("shape", "tau", "grain"), all_but_first(CASES, SLOW))
 def test_the_kernels_equal_the_reference(shape, tau, grain, nan_filled):
     q, k, v, kv_start = drawn(shape)
     k = k + torch.randn(shape[5])

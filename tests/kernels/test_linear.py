@@ -49,23 +49,19 @@ def mixed(heads, tile=TILE, grain=1):
     return LayerConfig(tuple(MIXED[h % 5] for h in range(heads)), tile, grain=grain)
 
 
-SHAPES = [
-    pytest.param((1, 5, 1, 200, 200, 64, None), id="B1-H5-L200-D64"),
-    pytest.param((1, 4, 2, 257, 257, 128, None), id="B1-H4-L257-D128"),
-    pytest.param((2, 2, 1, 100, 211, 64, None), id="q100-kv211"),
-    pytest.param((3, 2, 1, 250, 250, 64, [0, 67, 249]), id="left-padded"),
-    pytest.param((2, 3, 1, 100, 271, 64, [271, 33]), id="padded-chunk"),
-    pytest.param((1, 1, 1, 5, 5, 64, None), id="shorter-than-a-tile"),
-    pytest.param((1, 1, 1, 1, 200, 64, None), id="one-query"),
-    pytest.param((1, 2, 1, 130, 300, 256, None), id="D256"),
+CASES = [
+    pytest.param((1, 5, 1, 200, 200, 64, None), 4, id="B1-H5-L200-D64-G4"),
+    pytest.param((1, 4, 2, 257, 257, 128, None), 1, id="B1-H4-L257-D128-G1"),
+    pytest.param((2, 2, 1, 100, 211, 64, None), 8, id="q100-kv211-G8"),
+    pytest.param((3, 2, 1, 250, 250, 64, [0, 67, 249]), 1, id="left-padded-G1"),
+    pytest.param((2, 3, 1, 100, 271, 64, [271, 33]), 8, id="padded-chunk-G8"),
+    pytest.param((1, 1, 1, 5, 5, 64, None), 4, id="shorter-than-a-tile-G4"),
+    pytest.param((1, 1, 1, 1, 200, 64, None), 4, id="one-query-G4"),
+    pytest.param((1, 2, 1, 130, 300, 256, None), 4, id="D256-G4"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("shape", "grain"),
-    [pytest.param(*shape.values, grain, id=f"{shape.id}-G{grain}", marks=SLOW if index else ())
-     for index, (shape, grain) in enumerate(zip(SHAPES, (4, 1, 8, 1, 8, 4, 4, 4), strict=True))],
-)  # fmt: skip
+@pytest.mark.parametrize(("shape", "grain"), all_but_first(CASES, SLOW))
 def test_prefill_equals_the_reference(shape, grain, nan_filled):
     q, k, v, kv_start = drawn(shape)
     agree(*run_both(q, k, v, mixed(shape[1], grain=grain), kv_start))

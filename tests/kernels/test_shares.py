@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.prefill import s2o_prefill
 from s2o_runtime.kernels.shares import DENSITY, FEWEST_KEYS, LAST, SHARE_BYTES, SHARES, key_shares
 from s2o_runtime.reference.attention import s2o_attention_reference
-from support.kernels import TILE, call_of, inputs, kernel_ranking, pack, ranking_of
+from support.kernels import TILE, call_of, drawn, inputs, pack, run_both
 from support.marks import INTERPRETED
 from support.paging import PagedBatch
 
@@ -102,42 +101,29 @@ def unsplit(call, monkeypatch):
         return s2o_prefill(call)
 
 
-CASES = [
-    pytest.param(1, 60, 211, {}, {}, id="q60-kv211"),
-    pytest.param(2, 100, 231, {"kv_start": [40, 0]}, {}, id="left-padded"),
-    pytest.param(2, 70, 171, {"kv_start": [171, 120]}, {"sinks": [1.0, 9.0, -2.0, 3.0]}, id="padded-chunk-sinks"),
-    pytest.param(1, 100, 211, {}, {"sinks": [1.0, 9.0, -2.0, 3.0], "softcap": 3.0}, id="sinks-cap"),
-    pytest.param(1, 1, 250, {}, {}, id="one-query"),
-]
-
-
-# shares and scores of each of them
-KINDS = [(4, "input"), (16, "int8"), (4, "int8"), (16, "input"), (4, "input")]
+SINKS = torch.tensor([1.0, 9.0, -2.0, 3.0])
 
 
 @INTERPRETED
 @SLOW
 @pytest.mark.parametrize(
-    ("batch", "q_len", "kv_len", "starts", "features", "shares", "scores"),
-    [pytest.param(*case.values, *kind, id=f"{case.id}-{kind[0]}-{kind[1]}")
-     for case, kind in zip(CASES, KINDS, strict=True)],
-)  # fmt: skip
-def test_a_split_call_equals_the_reference(
-    batch, q_len, kv_len, starts, features, shares, scores, monkeypatch, nan_filled
-):
+    ("shape", "features", "shares", "scores"),
+    [
+        pytest.param((1, 4, 2, 60, 211, 64, None), {}, 4, "input", id="q60-kv211"),
+        pytest.param((2, 4, 2, 100, 231, 64, [40, 0]), {}, 16, "int8", id="left-padded"),
+        pytest.param((2, 4, 2, 70, 171, 64, [171, 120]), {"sinks": SINKS}, 4, "int8", id="padded-chunk-sinks"),
+        pytest.param((1, 4, 2, 100, 211, 64, None), {"sinks": SINKS, "softcap": 3.0}, 16, "input", id="sinks-cap"),
+        pytest.param((1, 4, 2, 1, 250, 64, None), {}, 4, "input", id="one-query"),
+    ],
+)
+def test_a_split_call_equals_the_reference(shape, features, shares, scores, monkeypatch, nan_filled):
     """With 16 shares of at most 7 tiles, most are empty."""
-    q, k, v = inputs(batch, 4, 2, q_len, kv_len, 64)
+    q, k, v, kv_start = drawn(shape)
     config = replace(CONFIG, scores=scores)
-    kv_start = torch.tensor(starts["kv_start"]) if starts else None
-    options = dict(features)
-    if scores == "int8":
-        options.pop("softcap", None)  # which int8 scores do not have
-    if "sinks" in options:
-        options["sinks"] = torch.tensor(options["sinks"])
-    call = call_of(q, k, v, config, kv_start, lse=True, **options)
+    call = call_of(q, k, v, config, kv_start, lse=True, **features)
     whole, visited, whole_lse = unsplit(call, monkeypatch)
     combined = split(monkeypatch, shares)
-    out, split_visited, lse = s2o_prefill(call)
+    (out, split_visited, lse), expected = run_both(q, k, v, config, kv_start, 0.125, **features)
     assert combined == [1]
     assert torch.equal(split_visited, visited)
     others = [head for head in range(4) if head not in DENSE]
@@ -145,10 +131,6 @@ def test_a_split_call_equals_the_reference(
     assert torch.equal(lse[:, others], whole_lse[:, others])
     torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, whole_lse, rtol=1e-4, atol=1e-4)
-    ranking = partial(ranking_of, call, *kernel_ranking(call))
-    expected = s2o_attention_reference(
-        q, k, v, config, kv_start=kv_start, scale=0.125, ranking_of=ranking, **options
-    )  # fmt: skip
     torch.testing.assert_close(out[:, DENSE], expected.out[:, DENSE], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse[:, DENSE], expected.lse[:, DENSE], rtol=1e-4, atol=1e-4)
     alone, _, none = s2o_prefill(replace(call, with_lse=False))  # whose shares have a log-sum-exp all the same

@@ -61,8 +61,8 @@ class PagedBatch:
     """
 
     def __init__(
-        self, queries, lengths, page_size=16, name="side by side", *, heads=4, kv_heads=2, head_dim=64, dtype=torch.float32,
-        device="cpu", cache=None, scales=None, bounds=None,
+        self, queries, lengths, page_size=16, name="side by side", *, heads=4, kv_heads=2, head_dim=64,
+        dtype=torch.float32, device="cpu", cache=None, scales=None, bounds=None,
     ):  # fmt: skip
         self.q = torch.randn(sum(queries), heads, head_dim, device=device).to(dtype)
         k, v = torch.randn(2, sum(lengths), kv_heads, head_dim, device=device).to(dtype).unbind(0)
