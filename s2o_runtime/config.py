@@ -340,17 +340,15 @@ class LayerConfig:
         return self._hash
 
     def __reduce__(self) -> tuple[type[LayerConfig], tuple[object, ...]]:
-        return LayerConfig, (
-            self.heads,
-            self.tile,
-            self.row_reduce,
-            self.grain,
-            self.scores,
-        )  # a hash is valid in one process only
+        return LayerConfig, self._values  # without the hash, which is valid in one process only
 
     @cached_property
     def _hash(self) -> int:  # computed once: a config is the key of several caches
-        return hash((self.heads, self.tile, self.row_reduce, self.grain, self.scores))
+        return hash(self._values)
+
+    @property
+    def _values(self) -> tuple[object, ...]:
+        return self.heads, self.tile, self.row_reduce, self.grain, self.scores
 
 
 def config_obstacle(config: LayerConfig) -> str | None:

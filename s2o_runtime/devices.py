@@ -9,7 +9,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from s2o_runtime.shapes import KERNEL_TYPES
 from s2o_runtime.tiles import MIN_CAPABILITY, Capability, families, family, sm
 
 MEMORY_SLACK = 0.1  # of a GPU's memory: drivers and error correction take different parts of it
@@ -93,6 +95,15 @@ def launching_on(device: torch.device) -> AbstractContextManager[object]:
     """A context in which kernels are launched on this GPU; it does nothing on a CPU and where that is so anyway."""
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     return torch.cuda.device(device) if elsewhere else nullcontext()
+
+
+def tensor_obstacle(tensor: Tensor) -> str | None:
+    """Why no compiled kernel reads a tensor, by its device and type; None if kernels do."""
+    if tensor.device.type != "cuda":
+        return f"the tensors are on {tensor.device.type}, the kernel needs a GPU"
+    if tensor.dtype not in KERNEL_TYPES:
+        return f"{tensor.dtype} is not supported by the kernel (bfloat16, float16)"
+    return None
 
 
 def interpreted() -> bool:

@@ -88,6 +88,23 @@ class PagedKeys:
         k, v = (cache.as_strided((count, heads, head_dim), cache.stride()[1:]) for cache in (self.k, self.v))
         return k, v
 
+    def gathered(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A copy of keys and values, packed one sequence behind another, in plain torch: [total_k, Hkv, D] each.
+
+        It is what the kernel in kernels/pages.py is compared with. Rows behind the last key repeat it.
+
+        Args:
+            dtype: of the result; an fp8 cache is scaled in float32 and rounded to it.
+        """
+        edges = self.cu_k
+        token = torch.arange(self.total_k, device=self.k.device, dtype=torch.int32)
+        sequence = torch.searchsorted(edges[1:].contiguous(), token, right=True).clamp_max(len(edges) - 2)
+        position = torch.minimum(token - edges[sequence], edges[sequence + 1] - edges[sequence] - 1).clamp_min(0)
+        page = self.block_table[sequence, position // self.page_size].long()
+        slot = (position % self.page_size).long()
+        k, v = (_rows(cache, page, slot) for cache in (self.k, self.v))
+        return _scaled(k, self.k_scale, dtype), _scaled(v, self.v_scale, dtype)
+
     def rows_obstacle(self, dtype: torch.dtype) -> str | None:
         """Why the cache cannot be read as rows, the same for keys and values; None if it can.
 
@@ -155,6 +172,19 @@ class PagedKeys:
                     f"{name} is {scale.dtype} {tuple(scale.shape)}: expected float32 [1] or [{self.kv_heads}]"
                 )
         return self
+
+
+def _rows(cache: Tensor, page: Tensor, slot: Tensor) -> Tensor:
+    """[total_k, Hkv, D] of a cache; indexing knows no fp8, so such rows are moved as bytes."""
+    if cache.dtype.itemsize > 1:
+        return cache[page, slot]
+    return cache.view(torch.uint8)[page, slot].view(cache.dtype)
+
+
+def _scaled(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if rows.dtype == dtype:
+        return rows
+    return (rows.float() if scale is None else rows.float() * scale[:, None]).to(dtype)
 
 
 def packed_starts(lengths: Tensor) -> Tensor:

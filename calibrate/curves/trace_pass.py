@@ -12,9 +12,11 @@ from torch import Tensor
 from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, window_pairs
 from calibrate.curves.row_errors import worst_of
 from calibrate.model.capture import Captured
+from s2o_runtime.call import Call
 from s2o_runtime.config import HEAD_DIMS, LayerConfig
 from s2o_runtime.devices import capability
 from s2o_runtime.reference.dense import dense_attention
+from s2o_runtime.shapes import laid_out
 from s2o_runtime.tiles import MIN_CAPABILITY, padded_head_dim, trace_tile
 
 FIRST_TRITON_FOR_SM_100 = 3, 9  # older ones fail to compile the kernel there
@@ -60,9 +62,7 @@ def traced(
 
     dense: the dense output [1, Hq, L, Dv]; norms: its heads' mean squared row norms [Hq].
     """
-    from s2o_runtime.kernels.call import Call, head_tables
     from s2o_runtime.kernels.trace import STRIDES, trace
-    from s2o_runtime.shapes import call_shape, laid_out
 
     heads, length, value_dim = prompt.q.shape[1], *prompt.v.shape[2:]
     head_dim = _widest(prompt)
@@ -78,11 +78,10 @@ def traced(
     )  # fmt: skip
     q, k, v, truth = (laid_out(tensor, padded) for tensor in (prompt.q, prompt.k, prompt.v, dense))
     sinks = None if prompt.sinks is None else prompt.sinks.contiguous()
-    tables = head_tables(config, q.device)
-    call = Call(config, call_shape(q, k, v), prompt.scale, tables, softcap=prompt.softcap, sinks=sinks)
+    call = Call.of(q, k, v, config, scoring=prompt.scoring._replace(sinks=sinks))
     sums = torch.zeros(3, STRIDES, heads, len(TAUS), dtype=torch.float64, device=q.device)
     worst = []
-    for part in trace(q, k, v, truth, norms, _taus(q.device), call):
+    for part in trace(call, truth, norms, _taus(q.device)):
         edges = torch.arange(part.rows.start, part.rows.stop, tile.block_m, device=q.device)
         count = (part.rows.stop - edges).clamp_max(tile.block_m)[:, None]
         for total, of_tiles in zip(sums, (part.squared, part.tail_squared, part.visited * count), strict=True):

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from s2o_runtime.attention import torch_op
 from s2o_runtime.attention.backend import Backend, BackendChoice, choose_backend, is_decode
-from s2o_runtime.attention.call import AttentionCall
 from s2o_runtime.attention.compute import compute
 from s2o_runtime.attention.replay import Answer, Inputs, RepeatedCall, repeated_call
 from s2o_runtime.attention.result import Attention, AttentionStats
+from s2o_runtime.call import Call
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.scoring import Scoring, without_gradients
 
@@ -24,16 +24,6 @@ if TYPE_CHECKING:
     from s2o_runtime.kernels.plan import Recorder
 
 
-class Options(TypedDict, total=False):
-    """The optional arguments of `s2o_attention` that do not change the type of its result."""
-
-    scale: float | None
-    softcap: float | None
-    sinks: Tensor | None
-    kv_start: Tensor | None
-    backend: Backend
-
-
 class PackedOptions(TypedDict, total=False):
     """The optional arguments of `s2o_attention_varlen` that do not change the type of its result."""
 
@@ -41,6 +31,12 @@ class PackedOptions(TypedDict, total=False):
     softcap: float | None
     sinks: Tensor | None
     backend: Backend
+
+
+class Options(PackedOptions, total=False):
+    """The optional arguments of `s2o_attention` that do not change the type of its result."""
+
+    kv_start: Tensor | None
 
 
 @overload
@@ -113,14 +109,12 @@ def s2o_attention(
         plain = backend == "auto" and softcap is None and not (return_stats or return_lse)
         repeated = repeated_call(inputs, config, options, plain and is_decode(q, k))
     elif not (return_stats or return_lse):
-        scoring = Scoring(q.shape[3] ** -0.5 if scale is None else scale, softcap, sinks)
-        text = config.as_text()
-        return torch_op.attention(q, k, v, kv_start=kv_start, config=text, backend=backend, scoring=scoring)
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        return torch_op.node("attention", q, k, v, kv_start, sinks, config.as_text(), backend, scale, softcap)
     if repeated is None or (answer := repeated.replay(inputs)) is None:
         scoring = Scoring(scale, softcap, sinks)
-        call = AttentionCall.of(q, k, v, config, scoring=scoring, kv_start=kv_start, with_lse=return_lse)
-        choice = choose_backend(call, backend)
-        answer = computed(call, choice, return_stats, repeated, recording(repeated, inputs))
+        call = Call.of(q, k, v, config, scoring=scoring, kv_start=kv_start, with_lse=return_lse)
+        answer = computed(call, choose_backend(call, backend), return_stats, repeated, recording(repeated, inputs))
     choice, shape, (out, visited, lse) = answer
     if not (return_stats or return_lse):
         return out
@@ -196,12 +190,11 @@ def s2o_attention_varlen(
         options = (*numbers(scale, softcap), backend, return_stats, return_lse, *lengths)
         repeated = repeated_call(inputs, config, options)
     if repeated is None or (answer := repeated.replay(inputs)) is None:
-        call = AttentionCall.packed(
+        call = Call.of_packed(
             q, k, v, config, cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
             scoring=Scoring(scale, softcap, sinks), with_lse=return_lse,
         )  # fmt: skip
-        choice = choose_backend(call, backend)
-        answer = computed(call, choice, return_stats, repeated, recording(repeated, inputs))
+        answer = computed(call, choose_backend(call, backend), return_stats, repeated, recording(repeated, inputs))
     choice, shape, (out, visited, lse) = answer
     if not (return_stats or return_lse):
         return out
@@ -222,7 +215,7 @@ def recording(repeated: RepeatedCall | None, inputs: Inputs) -> Recorder | None:
 
 
 def computed(
-    call: AttentionCall, choice: BackendChoice, keep_visited: bool, repeated: RepeatedCall | None,
+    call: Call, choice: BackendChoice, keep_visited: bool, repeated: RepeatedCall | None,
     recorder: Recorder | None, out: Tensor | None = None,
 ) -> Answer:  # fmt: skip
     """Run the call; its launches are recorded if they are to be replayed for others like it.
@@ -248,16 +241,9 @@ def computed(
 
 
 def _compiled(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_start: Tensor | None,
-    sinks: Tensor | None,
-    config: str,
-    backend: Backend,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None, sinks: Tensor | None, config: str, backend: Backend,
+    scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
     """What the node of a compiled graph does."""
     layer = torch_op.config_from_text(config)
     return s2o_attention(

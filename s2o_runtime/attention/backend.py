@@ -8,12 +8,12 @@ from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
-from s2o_runtime.attention.call import AttentionCall
+from s2o_runtime.call import Call
 from s2o_runtime.config import HEAD_DIMS, LayerConfig, config_obstacle
 from s2o_runtime.dense_reason import DenseReason
-from s2o_runtime.devices import capability, interpreted
+from s2o_runtime.devices import capability, interpreted, tensor_obstacle
 from s2o_runtime.errors import InputError
-from s2o_runtime.shapes import KERNEL_TYPES, CallShape, needs_gradients
+from s2o_runtime.shapes import CallShape, needs_gradients
 from s2o_runtime.tiles import DECODE, MIN_CAPABILITY, Capability, fewest_queries, tile_obstacle
 
 Backend = Literal["auto", "triton", "reference", "dense"]
@@ -28,7 +28,7 @@ class BackendChoice(NamedTuple):
     reason: str
 
 
-def choose_backend(call: AttentionCall, backend: Backend) -> BackendChoice:
+def choose_backend(call: Call, backend: Backend) -> BackendChoice:
     """The backend for a call: the one asked for, or with "auto" the first that can do it and is not slower than dense.
 
     A choice of "auto" is logged once for each reason.
@@ -51,7 +51,7 @@ def choose_backend(call: AttentionCall, backend: Backend) -> BackendChoice:
     return choice
 
 
-def _automatic(call: AttentionCall, kernel_obstacle: str | None) -> BackendChoice:
+def _automatic(call: Call, kernel_obstacle: str | None) -> BackendChoice:
     on_cpu = call.q.device.type == "cpu"
     is_decode = call.shape.offset > 0 and call.shape.q_len < DECODE
     if kernel_obstacle is None and not on_cpu and not is_decode:
@@ -103,14 +103,14 @@ def has_prefix(config: LayerConfig, shape: CallShape) -> bool:
     return shape.offset > 0 or shape.q_len > min(segments, default=shape.q_len)
 
 
-def _linear_obstacle(call: AttentionCall) -> str | None:
+def _linear_obstacle(call: Call) -> str | None:
     """Why heads with a linear tail cannot do a call, or None if they can or there are none."""
     if call.config.has_linear and call.scoring.softcap is not None:
         return "soft-capped scores cannot be estimated by a linear tail"
     return None
 
 
-def _kernel_obstacle(call: AttentionCall) -> str | None:
+def _kernel_obstacle(call: Call) -> str | None:
     """Why the kernel cannot do a call, or None if it can."""
     q, tile, head_dim = call.q, call.config.tile, call.shape.widest
     sinks = () if call.scoring.sinks is None else (call.scoring.sinks,)
@@ -124,11 +124,7 @@ def _kernel_obstacle(call: AttentionCall) -> str | None:
         return tile_obstacle(tile, head_dim, MIN_CAPABILITY)
     if interpreted():
         return "the specialised kernel cannot be interpreted" if tile.specialized else None
-    if q.device.type != "cuda":
-        return f"the tensors are on {q.device.type}, the kernel needs a GPU"
-    if q.dtype not in KERNEL_TYPES:
-        return f"{q.dtype} is not supported by the kernel (bfloat16, float16)"
-    return tile_obstacle(tile, head_dim, capability(q.device))
+    return tensor_obstacle(q) or tile_obstacle(tile, head_dim, capability(q.device))
 
 
 @lru_cache(maxsize=64)

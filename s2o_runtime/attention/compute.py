@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention.call import AttentionCall
+from s2o_runtime.call import Call
 from s2o_runtime.config import HEAD_DIMS
 from s2o_runtime.devices import launching_on
 from s2o_runtime.reference.attention import s2o_attention_reference
@@ -30,7 +31,7 @@ class Outputs(NamedTuple):
     lse: Tensor | None
 
 
-def compute(call: AttentionCall, backend: str, out: Tensor | None = None) -> Outputs:
+def compute(call: Call, backend: str, out: Tensor | None = None) -> Outputs:
     """Run a call with "triton", "reference" or "dense".
 
     Args:
@@ -40,11 +41,11 @@ def compute(call: AttentionCall, backend: str, out: Tensor | None = None) -> Out
     """
     if backend == "triton":
         outputs = _with_kernels(call, out)
-    elif call.is_packed:
+    elif call.packed:
         outputs = _one_by_one(call, backend)
     else:
         outputs = _in_torch(call, backend)
-    if not call.is_packed:
+    if not call.packed:
         return outputs
     computed, visited, lse = outputs
     lse = None if lse is None else lse[0]
@@ -64,30 +65,27 @@ def takes_output(out: Tensor, q: Tensor) -> bool:
     return laid and out.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()
 
 
-def _with_kernels(call: AttentionCall, given: Tensor | None = None) -> Outputs:
+def _with_kernels(call: Call, given: Tensor | None = None) -> Outputs:
     """S2O's kernels; other head dims run as the next larger one that holds q, k and v, filled with zeros."""
-    from s2o_runtime.kernels.call import Call, head_tables
     from s2o_runtime.kernels.prefill import s2o_prefill
 
-    value_dim, device = call.shape.value_dim, call.q.device
+    value_dim = call.shape.value_dim
     shape = call.shape.with_head_dim(padded_head_dim(call.shape.widest))
     batched = (tensor.expand(shape.batch, -1, -1, -1) for tensor in (call.q, call.k, call.v))  # the packed ones
-    q, k, v = (laid_out(tensor, shape.head_dim, call.is_packed) for tensor in batched)
+    q, k, v = (laid_out(tensor, shape.head_dim, call.packed) for tensor in batched)
     # such as the column of a mask: kernels take one entry after the other
     positions = (call.kv_start, call.cu_q, call.cu_k)
     kv_start, cu_q, cu_k = (None if tensor is None else tensor.contiguous() for tensor in positions)
-    scale, softcap, sinks = call.scoring
-    assert scale is not None
-    sinks = None if sinks is None else sinks.contiguous()
-    tables = head_tables(call.config, device)
-    kernel_call = Call(call.config, shape, scale, tables, kv_start, cu_q, cu_k, softcap, sinks, call.pages)
+    sinks = None if call.sinks is None else call.sinks.contiguous()
+    scoring = call.scoring._replace(sinks=sinks)
+    call = replace(call, q=q, k=k, v=v, shape=shape, scoring=scoring, kv_start=kv_start, cu_q=cu_q, cu_k=cu_k)
     given = None if given is None else given.transpose(0, 1)[None]
-    with launching_on(device):
-        out, visited, lse = s2o_prefill(q, k, v, kernel_call, call.with_lse, given)
+    with launching_on(q.device):
+        out, visited, lse = s2o_prefill(call, given)
     return Outputs(out if shape.head_dim == value_dim else out[..., :value_dim], visited, lse)
 
 
-def _in_torch(call: AttentionCall, backend: str) -> Outputs:
+def _in_torch(call: Call, backend: str) -> Outputs:
     """The backends that need no kernel."""
     q, k, v, kv_start = call.q, call.k, call.v, call.kv_start
     scoring = call.scoring.arguments()
@@ -98,7 +96,7 @@ def _in_torch(call: AttentionCall, backend: str) -> Outputs:
     return Outputs(out, None, log_sum_exp(q, k, kv_start=kv_start, **scoring) if call.with_lse else None)
 
 
-def _one_by_one(call: AttentionCall, backend: str) -> Outputs:
+def _one_by_one(call: Call, backend: str) -> Outputs:
     """Packed sequences, each as a call of its own."""
     assert call.cu_q is not None
     assert call.cu_k is not None

@@ -12,15 +12,14 @@ from torch import Tensor
 
 from s2o_runtime.attention.api import computed, numbers, recording
 from s2o_runtime.attention.backend import Backend, choose_backend
-from s2o_runtime.attention.call import AttentionCall
 from s2o_runtime.attention.compute import takes_output
 from s2o_runtime.attention.replay import repeated_call
 from s2o_runtime.attention.result import Attention, AttentionStats
+from s2o_runtime.call import Call
 from s2o_runtime.config import HEAD_DIMS, LayerConfig
 from s2o_runtime.devices import capability, interpreted, launching_on
 from s2o_runtime.errors import InputError
 from s2o_runtime.pages import PagedKeys, packed_starts
-from s2o_runtime.reference.pages import gather_pages_reference
 from s2o_runtime.scoring import Scoring
 from s2o_runtime.shapes import KERNEL_TYPES
 from s2o_runtime.tiles import FP8_CAPABILITY, MIN_CAPABILITY
@@ -138,8 +137,8 @@ def s2o_attention_paged(
         pages = PagedKeys(k_cache, v_cache, block_table, cu_k, max_k, total_k, k_scale, v_scale).validate(q.dtype)
         recorder = recording(repeated, inputs)
 
-        def packed(k: Tensor, v: Tensor) -> AttentionCall:
-            return AttentionCall.packed(
+        def packed(k: Tensor, v: Tensor) -> Call:
+            return Call.of_packed(
                 q, k, v, config, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, scoring=Scoring(scale),
                 with_lse=return_lse,
             )  # fmt: skip
@@ -206,7 +205,7 @@ def gathered(pages: PagedKeys, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         least = FP8_CAPABILITY if pages.is_fp8 else MIN_CAPABILITY
         compiled = capability(device) >= least and dtype in KERNEL_TYPES
     if not compiled:
-        return gather_pages_reference(pages, dtype)
+        return pages.gathered(dtype)
     from s2o_runtime.kernels.pages import gather_pages  # imports triton
 
     with launching_on(device):

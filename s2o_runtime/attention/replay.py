@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.attention.backend import BackendChoice
-from s2o_runtime.attention.call import AttentionCall
+from s2o_runtime.call import Call
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.reference.dense import unchecked_attention
 from s2o_runtime.shapes import CallShape
@@ -58,11 +58,11 @@ class RepeatedCall:
         outputs = plan.replay(inputs)
         return None if outputs is None else (choice, shape, outputs)
 
-    def goes_dense(self, call: AttentionCall, choice: BackendChoice) -> None:
+    def goes_dense(self, call: Call, choice: BackendChoice) -> None:
         """Remember that these calls run dense attention, if that is all that they need."""
         scale, softcap, sinks = call.scoring
         plain = softcap is None and sinks is None and call.kv_start is None
-        if plain and not (call.is_packed or call.with_lse):
+        if plain and not (call.packed or call.with_lse):
             assert scale is not None
             self._dense = float(scale), choice, call.shape
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
-from s2o_runtime.scoring import Scoring
 
+Op = Literal["attention", "layer_attention"]
 _OPS = {
     "attention": "(Tensor q, Tensor k, Tensor v, Tensor? kv_start, Tensor? sinks, str config, str backend, "
     "float scale, float? softcap) -> Tensor",
@@ -28,38 +28,18 @@ _OPS = {
 _library = torch.library.Library("s2o", "DEF")  # type: ignore[no-untyped-call]
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, kv_start: Tensor | None, config: str, backend: str, scoring: Scoring
-) -> Tensor:  # fmt: skip
-    """The node of `s2o_attention`: its arguments and its output, laid out [B, Lq, Hq, Dv].
+def node(op: Op, *arguments: object) -> Tensor:
+    """Call an op, which is one node of a graph: its arguments in the order of its schema, its output [B, Hq, Lq, Dv].
 
-    Args:
-        config: a config as `LayerConfig.as_text` writes it.
-        scoring: with its scale filled in.
+    The output is laid out [B, Lq, Hq, Dv]. `scale` is filled in; `config` is as `LayerConfig.as_text` writes it; `mask`
+    is int64 [B, 1, 1, 2], where the queries stand and where each sequence starts; `layer` is the number of the layer's
+    module in this process.
     """
-    scale, softcap, sinks = scoring
-    out: Tensor = torch.ops.s2o.attention(q, k, v, kv_start, sinks, config, backend, scale, softcap)
+    out: Tensor = getattr(torch.ops.s2o, op)(*arguments)
     return out
 
 
-def layer_attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, layer: int, scoring: Scoring) -> Tensor:
-    """The node of a patched model's layer.
-
-    Args:
-        q, k, v: as `s2o_attention` takes them.
-        mask: int64 [B, 1, 1, 2], where the queries stand and where each sequence starts.
-        layer: the number of the layer's module in this process.
-        scoring: with its scale filled in.
-
-    Returns:
-        [B, Hq, Lq, Dv], laid out [B, Lq, Hq, Dv].
-    """
-    scale, softcap, sinks = scoring
-    out: Tensor = torch.ops.s2o.layer_attention(q, k, v, mask, sinks, layer, scale, softcap)
-    return out
-
-
-def implement(op: Literal["attention", "layer_attention"], run: Callable[..., Tensor]) -> None:
+def implement(op: Op, run: Callable[..., Tensor]) -> None:
     """Make `run` what the op does: it gets the op's arguments in their order and returns [B, Hq, Lq, Dv]."""
 
     def implementation(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:

@@ -6,8 +6,9 @@ Names are loaded on first use: settings need no torch, and only a call on a GPU 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from s2o_runtime.lazy import lazily
 
 if TYPE_CHECKING:
     from s2o_runtime.baselines.run import BaselineStats, attend, baseline_attention, select
@@ -42,11 +43,7 @@ __all__ = [
 _HOMES = {
     "run": ("BaselineStats", "attend", "baseline_attention", "select"),
     "selection": ("Selection",),
+    "settings": ("BASELINES", "PBS", "Antidiagonal", "Baseline", "FlashPrefill", "SkipSoftmax", "Sparge", "parse"),
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = next((home for home, names in _HOMES.items() if name in names), "settings")
-    return getattr(import_module(f"s2o_runtime.baselines.{home}"), name)
+__getattr__ = lazily(__name__, _HOMES)

@@ -6,20 +6,12 @@ No weights are sorted or summed up in order: a block is chosen by comparing it w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from s2o_runtime.baselines.pooling import block_means
-from s2o_runtime.baselines.selection import (
-    CHUNK,
-    Grid,
-    Selection,
-    score_type,
-    select_blocks,
-    split,
-)
+from s2o_runtime.baselines.selection import CHUNK, Grid, Selection, score_type, select_blocks, split
 from s2o_runtime.baselines.settings import FlashPrefill
 from s2o_runtime.devices import capability
 from s2o_runtime.shapes import KERNEL_TYPES
@@ -35,7 +27,6 @@ def select(q: Tensor, k: Tensor, settings: FlashPrefill, *, scale: float) -> Sel
 
     Source: FlashPrefill, the search of blocks and the thresholding by the largest score.
     """
-    group = q.shape[1] // k.shape[1]
     grid = Grid.plain(q, k, settings.block, settings.block)
     k_mean = block_means(k, settings.block).to(k.dtype)
     column = torch.arange(grid.columns, device=q.device)
@@ -46,16 +37,13 @@ def select(q: Tensor, k: Tensor, settings: FlashPrefill, *, scale: float) -> Sel
     distance = math.log(settings.alpha) if settings.alpha else -math.inf
 
     def wanted(part: slice) -> Tensor:
-        heads = range(part.start, part.stop)
-        mass = log_mass(q, k_mean, heads, [head // group for head in heads], grid, scale)
+        mass = log_mass(q, k_mean, part, grid, scale)
         return (mass >= mass.amax(-1, keepdim=True) + distance).logical_or_(always)
 
     return select_blocks(q, grid, wanted)
 
 
-def log_mass(
-    q: Tensor, k_mean: Tensor, heads: Sequence[int], slots: Sequence[int], grid: Grid, scale: float
-) -> Tensor:  # fmt: skip
+def log_mass(q: Tensor, k_mean: Tensor, part: slice, grid: Grid, scale: float) -> Tensor:
     """The logarithm of each block's weight, by a kernel where there is one for the device and the type.
 
     The weight is the sum of exp(scale q . mean of keys) over the queries of the row block that see the whole key block.
@@ -63,7 +51,7 @@ def log_mass(
     Args:
         q: [B, Hq, Lq, D].
         k_mean: [B, Hkv, key blocks, D] in the type of q.
-        heads: n query heads; slots: for each of them the index in `k_mean` of the KV head that it reads.
+        part: of the query heads, n of them.
         scale: multiplies the scores.
 
     Returns:
@@ -73,10 +61,9 @@ def log_mass(
     if fits and family(capability(q.device)) is not None:
         from s2o_runtime.baselines.kernels.mean_keys import mean_key_mass  # imports triton
 
-        return mean_key_mass(q, k_mean, heads, slots, grid, scale)
-    return torch.stack(
-        [head_mass(q[:, head], k_mean[:, slot], grid, scale) for head, slot in zip(heads, slots, strict=True)], 1
-    )
+        return mean_key_mass(q, k_mean, part, grid, scale)
+    group, heads = q.shape[1] // k_mean.shape[1], range(part.start, part.stop)
+    return torch.stack([head_mass(q[:, head], k_mean[:, head // group], grid, scale) for head in heads], 1)
 
 
 def head_mass(q: Tensor, k_mean: Tensor, grid: Grid, scale: float) -> Tensor:

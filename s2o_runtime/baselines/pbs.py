@@ -14,15 +14,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.baselines.pooling import block_means, heaviest_by_means
-from s2o_runtime.baselines.selection import (
-    Grid,
-    Selection,
-    of_query_heads,
-    parts,
-    score_type,
-    select_blocks,
-    split,
-)
+from s2o_runtime.baselines.selection import Grid, Selection, of_query_heads, parts, score_type, select_blocks, split
 from s2o_runtime.baselines.settings import PBS
 
 

@@ -30,7 +30,7 @@ def attend_reference(
     if left_out is not None:
         left_out.zero_()
     dtype, device = score_type(q.dtype), q.device
-    full = selection.grid.full(device) * selection.block_n
+    full = selection.grid.full(device) * selection.grid.block_n
     for head in range(q.shape[1]):
         kv_head = head // (q.shape[1] // k.shape[1])
         for b in range(q.shape[0]):
@@ -55,8 +55,8 @@ def attend_reference(
 
 def _rows(selection: Selection, b: int, head: int, i: int, device: torch.device) -> Tensor:
     """The queries of row block i of a head in sequence b."""
-    begin = i * selection.block_m
-    end = min(begin + selection.block_m, selection.grid.q_len)
+    begin = i * selection.grid.block_m
+    end = min(begin + selection.grid.block_m, selection.grid.q_len)
     if selection.row_order is not None:
         return selection.row_order[b, head, begin:end].long()
     return torch.arange(begin, end, device=device)

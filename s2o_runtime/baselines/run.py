@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from s2o_runtime.baselines import flash_prefill, pbs, skip_softmax, sparge, xattention
 from s2o_runtime.baselines.reference import attend_reference
-from s2o_runtime.baselines.selection import Selection, Tally
+from s2o_runtime.baselines.selection import Grid, Selection
 from s2o_runtime.baselines.settings import PBS, Antidiagonal, Baseline, FlashPrefill, SkipSoftmax, Sparge
-from s2o_runtime.devices import capability, interpreted, launching_on
+from s2o_runtime.devices import capability, interpreted, launching_on, tensor_obstacle
 from s2o_runtime.errors import InputError
 from s2o_runtime.scoring import checked_scale
-from s2o_runtime.shapes import KERNEL_TYPES, CallShape, call_shape, laid_out, needs_gradients
+from s2o_runtime.shapes import CallShape, call_shape, laid_out, needs_gradients
 from s2o_runtime.tiles import BLOCK_SPARSE_HEAD_DIMS, MIN_CAPABILITY, family
 
 Backend = Literal["auto", "triton", "reference"]
@@ -31,24 +30,37 @@ SELECTORS: dict[type, Callable[..., Selection]] = {  # called with q, k and the 
 }
 
 
-@dataclass(frozen=True)
-class BaselineStats:
+class BaselineStats(NamedTuple):
     """What one call did.
 
     Attributes:
         backend: the code that ran: "triton" or "reference".
         reason: why this backend was chosen.
-        tally: how much it computed.
+        grid: where the blocks lie.
+        counts: int32 [B, Hq, row blocks], the key blocks that each row block computed.
+        left_out: float64 [Hq], pairs whose score was computed and whose product with v a skip left out; None without
+            a skip.
     """
 
     backend: str
     reason: str
-    tally: Tally
+    grid: Grid
+    counts: Tensor
+    left_out: Tensor | None
 
     @property
     def density(self) -> Tensor:
-        """Query-key pairs computed over causal pairs, float64 [Hq]; 1.0 is dense, half a pair where only the score."""
-        return self.tally.density
+        """Query-key pairs computed over causal pairs, float64 [Hq]; 1.0 is dense. Of the diagonal causal pairs count.
+
+        A pair of which only the score was computed counts as half: it is one of two products.
+        """
+        grid, device = self.grid, self.counts.device
+        full = grid.full(device)
+        chosen = (self.counts - (grid.visible(device) - full)) * grid.block_n
+        unlisted = full * grid.block_n - chosen  # of the keys that all rows of a block see
+        causal = len(self.counts) * (grid.kv_len * (grid.kv_len + 1) - grid.offset * (grid.offset + 1)) / 2
+        computed = causal - (unlisted * grid.rows_of(device)).double().sum((0, 2))
+        return (computed if self.left_out is None else computed - self.left_out / 2) / causal
 
 
 def baseline_attention(
@@ -83,7 +95,7 @@ def baseline_attention(
     if selection.skip is not None:
         left_out = torch.zeros(q.shape[1], dtype=torch.float64, device=q.device)
     out = attend(q, k, v, selection, scale=scale, left_out=left_out, backend=used_backend)
-    return out, BaselineStats(used_backend, reason, selection.tally._replace(left_out=left_out))
+    return out, BaselineStats(used_backend, reason, selection.grid, selection.counts, left_out)
 
 
 def select(q: Tensor, k: Tensor, settings: Baseline, *, scale: float | None = None) -> Selection:
@@ -183,10 +195,8 @@ def _kernel_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"head_dim {q.shape[3]} is not supported by the block-sparse kernel (up to {HEAD_DIM})"
     if interpreted():
         return None
-    if q.device.type != "cuda":
-        return f"the tensors are on {q.device.type}, the kernel needs a GPU"
-    if q.dtype not in KERNEL_TYPES:
-        return f"{q.dtype} is not supported by the kernel (bfloat16, float16)"
+    if obstacle := tensor_obstacle(q):
+        return obstacle
     here = capability(q.device)
     if here < MIN_CAPABILITY or family(here) is None:
         return f"compute capability {here[0]}.{here[1]} has no block-sparse kernel"

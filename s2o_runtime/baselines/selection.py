@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -94,44 +93,6 @@ class Grid:
         return (self.q_len - row).clamp_max(self.block_m)
 
 
-class Tally(NamedTuple):
-    """How much each row block computes.
-
-    Attributes:
-        counts: int32 [B, Hq, row blocks], key blocks.
-        left_out: float64 [Hq], pairs whose score was computed and whose product with v a skip left out; None without
-            a skip, or before attention ran.
-    """
-
-    grid: Grid
-    counts: Tensor
-    left_out: Tensor | None = None
-
-    @property
-    def computed(self) -> Tensor:
-        """Query-key pairs computed, float64 [Hq]; the diagonal counts its causal pairs only.
-
-        A pair of which only the score was computed counts as half: it is one of two products.
-        """
-        grid, device = self.grid, self.counts.device
-        full = grid.full(device)
-        chosen = (self.counts - (grid.visible(device) - full)) * grid.block_n
-        unlisted = full * grid.block_n - chosen  # of the keys that all rows of a block see
-        pairs = self.causal - (unlisted * grid.rows_of(device)).double().sum((0, 2))
-        return pairs if self.left_out is None else pairs - self.left_out / 2
-
-    @property
-    def causal(self) -> float:
-        """All causal pairs of one head."""
-        last, first = self.grid.kv_len, self.grid.offset
-        return len(self.counts) * (last * (last + 1) - first * (first + 1)) / 2
-
-    @property
-    def density(self) -> Tensor:
-        """Query-key pairs computed over causal pairs, float64 [Hq]; 1.0 is dense."""
-        return self.computed / self.causal
-
-
 @dataclass(frozen=True)
 class Selection:
     """The key blocks that each row block of a layer computes.
@@ -153,19 +114,6 @@ class Selection:
     keys: Tensor | None = None
     row_order: Tensor | None = None
     skip: Skip | None = None
-
-    @property
-    def block_m(self) -> int:
-        return self.grid.block_m
-
-    @property
-    def block_n(self) -> int:
-        return self.grid.block_n
-
-    @property
-    def tally(self) -> Tally:
-        """How much is computed, without the lists of blocks, and before anything is skipped."""
-        return Tally(self.grid, self.counts)
 
 
 def select_blocks(q: Tensor, grid: Grid, wanted: Callable[[slice], Tensor]) -> Selection:
@@ -211,12 +159,6 @@ def top_share(weights: Tensor, keep: float, candidates: Tensor) -> Tensor:
     reached = falling.cumsum(-1)
     kept = reached - falling < keep * reached[..., -1:]
     return torch.zeros_like(kept).scatter_(-1, index, kept)
-
-
-@lru_cache(maxsize=4096)
-def index_table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """int32 numbers on the device, copied there once."""
-    return torch.tensor(numbers, dtype=torch.int32).to(device)
 
 
 def parts(n: int, elements: int) -> Iterator[slice]:

@@ -8,28 +8,13 @@ from typing import Any, ClassVar, TypeVar
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import Rule
 
-BLOCKS = (64, 128, 256)
-MAX_COUNT = 1 << 24
+SHARE = Rule(float, 1e-6, 1.0)
+COUNT = Rule(int, 0, 1 << 24)
+BLOCK = Rule(int, allowed=(64, 128, 256))
 
 
-def _share(default: float) -> Any:
-    return field(default=default, metadata={"rule": Rule(float, 1e-6, 1.0)})
-
-
-def _number(default: float | None, low: float, high: float) -> Any:
-    return field(default=default, metadata={"rule": Rule(float, low, high, optional=default is None)})
-
-
-def _count(default: int, low: int = 0, high: int = MAX_COUNT) -> Any:
-    return field(default=default, metadata={"rule": Rule(int, low, high)})
-
-
-def _one_of(default: int, allowed: tuple[int, ...]) -> Any:
-    return field(default=default, metadata={"rule": Rule(int, allowed=allowed)})
-
-
-def _switch(default: bool) -> Any:
-    return field(default=default, metadata={"rule": Rule(bool)})
+def _option(default: Any, rule: Rule) -> Any:
+    return field(default=default, metadata={"rule": rule})
 
 
 Self = TypeVar("Self", bound="_Settings")
@@ -46,7 +31,9 @@ class _Settings:
             ConfigError: an option is out of its range; the sentence names it.
         """
         for option in fields(self):
-            _admit(type(self), option, getattr(self, option.name))
+            rule, value = _rule(option), getattr(self, option.name)
+            if not rule.admits(value):
+                raise ConfigError(rule.complaint(value, f"{option.name} of {self.name}"))
         self._check()
         return self
 
@@ -54,9 +41,8 @@ class _Settings:
         """Raise ConfigError for options that do not fit one another."""
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}:{','.join(f'{option.name}={_text(getattr(self, option.name))}' for option in fields(self))}"
-        )
+        options = ",".join(f"{option.name}={_text(getattr(self, option.name))}" for option in fields(self))
+        return f"{self.name}:{options}"
 
 
 @dataclass(frozen=True)
@@ -72,11 +58,11 @@ class FlashPrefill(_Settings):
     """
 
     name: ClassVar[str] = "flash-prefill"
-    alpha: float = _number(0.12, 0.0, 1.0)
-    block: int = _one_of(128, (64, 128))
-    first: int = _count(2)
-    window: int = _count(4)
-    last: int = _count(2)
+    alpha: float = _option(0.12, Rule(float, 0.0, 1.0))
+    block: int = _option(128, Rule(int, allowed=(64, 128)))
+    first: int = _option(2, COUNT)
+    window: int = _option(4, COUNT)
+    last: int = _option(2, COUNT)
 
 
 @dataclass(frozen=True)
@@ -95,11 +81,11 @@ class PBS(_Settings):
     """
 
     name: ClassVar[str] = "pbs"
-    keep: float = _share(0.9)
-    segment: int = _count(256, 64, 1 << 16)
-    block: int = _one_of(128, BLOCKS)
-    permute_queries: bool = _switch(False)
-    first: int = _count(1)
+    keep: float = _option(0.9, SHARE)
+    segment: int = _option(256, Rule(int, 64, 1 << 16))
+    block: int = _option(128, BLOCK)
+    permute_queries: bool = _option(False, Rule(bool))
+    first: int = _option(1, COUNT)
 
     def _check(self) -> None:
         if self.segment % self.block:
@@ -120,12 +106,12 @@ class Sparge(_Settings):
     """
 
     name: ClassVar[str] = "sparge"
-    keep: float = _share(0.9)
-    similarity: float = _number(0.6, -1.0, 1.0)
-    skip: float | None = _number(None, -1e4, -1e-6)
-    block: int = _one_of(128, BLOCKS)
-    block_k: int = _one_of(64, BLOCKS)
-    first: int = _count(0)
+    keep: float = _option(0.9, SHARE)
+    similarity: float = _option(0.6, Rule(float, -1.0, 1.0))
+    skip: float | None = _option(None, Rule(float, -1e4, -1e-6, optional=True))
+    block: int = _option(128, BLOCK)
+    block_k: int = _option(64, BLOCK)
+    first: int = _option(0, COUNT)
 
 
 @dataclass(frozen=True)
@@ -140,10 +126,10 @@ class Antidiagonal(_Settings):
     """
 
     name: ClassVar[str] = "xattention"
-    keep: float = _share(0.9)
-    stride: int = _one_of(16, (4, 8, 16, 32, 64))
-    block: int = _one_of(128, BLOCKS)
-    first: int = _count(0)
+    keep: float = _option(0.9, SHARE)
+    stride: int = _option(16, Rule(int, allowed=(4, 8, 16, 32, 64)))
+    block: int = _option(128, BLOCK)
+    first: int = _option(0, COUNT)
 
 
 @dataclass(frozen=True)
@@ -158,8 +144,8 @@ class SkipSoftmax(_Settings):
     """
 
     name: ClassVar[str] = "skip-softmax"
-    factor: float = _number(1000.0, 0.0, 1e9)
-    block: int = _one_of(128, (64, 128))
+    factor: float = _option(1000.0, Rule(float, 0.0, 1e9))
+    block: int = _option(128, Rule(int, allowed=(64, 128)))
 
 
 Baseline = FlashPrefill | PBS | Sparge | Antidiagonal | SkipSoftmax
@@ -199,12 +185,6 @@ def parse(text: str) -> Baseline:
 def _rule(option: Field[Any]) -> Rule:
     rule: Rule = option.metadata["rule"]
     return rule
-
-
-def _admit(baseline: type[_Settings], option: Field[Any], value: object) -> None:
-    rule = _rule(option)
-    if not rule.admits(value):
-        raise ConfigError(rule.complaint(value, f"{option.name} of {baseline.name}"))
 
 
 def _text(value: object) -> str:

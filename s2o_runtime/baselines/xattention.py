@@ -7,21 +7,11 @@ attention to a block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.baselines.selection import (
-    CHUNK,
-    Grid,
-    Selection,
-    score_type,
-    select_blocks,
-    split,
-    top_share,
-)
+from s2o_runtime.baselines.selection import CHUNK, Grid, Selection, score_type, select_blocks, split, top_share
 from s2o_runtime.baselines.settings import Antidiagonal
 from s2o_runtime.devices import capability
 from s2o_runtime.shapes import KERNEL_TYPES
@@ -42,30 +32,31 @@ def select(q: Tensor, k: Tensor, settings: Antidiagonal, *, scale: float) -> Sel
     candidates = columns < grid.visible(q.device)[:, None]
 
     def wanted(part: slice) -> Tensor:
-        weights = head_weights(q, k, range(part.start, part.stop), grid, settings.stride, scale)
+        weights = head_weights(q, k, part, grid, settings.stride, scale)
         return top_share(weights, settings.keep, candidates) | (columns < settings.first)
 
     return select_blocks(q, grid, wanted)
 
 
-def head_weights(q: Tensor, k: Tensor, heads: Sequence[int], grid: Grid, stride: int, scale: float) -> Tensor:
+def head_weights(q: Tensor, k: Tensor, part: slice, grid: Grid, stride: int, scale: float) -> Tensor:
     """Mean softmax mass of each block, by a kernel where there is one for the device and the type.
 
     Args:
         q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D].
+        part: of the query heads, n of them.
         stride: the distance of the antidiagonals.
         scale: multiplies the scores.
 
     Returns:
-        [B, len(heads), row blocks, key blocks].
+        [B, n, row blocks, key blocks].
     """
     if q.is_cuda and q.dtype in KERNEL_TYPES:
         from s2o_runtime.baselines.kernels.antidiagonal import antidiagonal_mass  # imports triton
 
         here = capability(q.device)
         if family(here) is not None:
-            return antidiagonal_mass(q, k, heads, grid, stride, scale, here)
-    group = q.shape[1] // k.shape[1]
+            return antidiagonal_mass(q, k, part, grid, stride, scale, here)
+    group, heads = q.shape[1] // k.shape[1], range(part.start, part.stop)
     return torch.stack([block_weights(q[:, h], k[:, h // group], grid, stride, scale) for h in heads], 1)
 
 

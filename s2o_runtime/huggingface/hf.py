@@ -344,7 +344,8 @@ def s2o_attention_forward(
     scoring = scoring_of(query.shape[3] ** -0.5 if scaling is None else scaling, kwargs)
     compiling = torch.compiler.is_compiling() and obstacle is None
     if compiling and number is not None and is_prefill_mask(attention_mask) and not dropout:
-        out = torch_op.layer_attention(query, key, value, mask=attention_mask, layer=number, scoring=scoring)
+        scale, softcap, sinks = scoring
+        out = torch_op.node("layer_attention", query, key, value, attention_mask, sinks, number, scale, softcap)
         return out.transpose(1, 2), None
     state: LayerState | None = module.__dict__.get(STATE)
     if state is None and not torch.compiler.is_compiling():

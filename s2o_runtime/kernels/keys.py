@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime import quantisation
-from s2o_runtime.kernels.call import Call
+from s2o_runtime.call import Call
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.primitives import RCP_LEVELS, ROUNDING, SMALLEST
 
@@ -134,13 +134,9 @@ def _quantise_keys(
             tl.store(MIDDLE + of_head * D + offs_d, middle)
 
 
-def keys_of(k: Tensor, call: Call) -> Keys:
-    """The keys as the kernels of a call read them: rounded to 8 bits if its scores are int8.
-
-    Args:
-        k: [B, Hkv, Lk, D]. Packed sequences lie behind one another in one batch entry, which is expanded to B.
-        call: the call.
-    """
+def keys_of(call: Call) -> Keys:
+    """The keys as the kernels of a call read them: rounded to 8 bits if its scores are int8."""
+    k = call.k
     if call.config.scores != "int8":
         return Keys(k, None, None)
     shape = call.shape

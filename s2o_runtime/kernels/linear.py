@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.kernels.call import Call
+from s2o_runtime.call import Call
 from s2o_runtime.kernels.launch import Argument, launch, strides
 from s2o_runtime.kernels.primitives import LN2, LOG2E, RCP_LN2, log_sum_exp, sequence, window_start
 from s2o_runtime.kernels.rank.order import Ranked

@@ -76,28 +76,16 @@ def gather_pages(pages: PagedKeys, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         _gather_pages,
         (-(-pages.max_k // GATHER_ROWS), heads, len(pages.cu_k) - 1),
         {
-            "K": pages.k,
-            "V": pages.v,
-            "OUT_K": out_k,
-            "OUT_V": out_v,
-            "BLOCK_TABLE": pages.block_table,
-            "CU_K": pages.cu_k,
-            "K_SCALE": k_scale,
-            "V_SCALE": v_scale,
-            **strides("pnh", k=pages.k, v=pages.v),
-            "stride_tb": pages.block_table.stride(0),
-            "stride_oh": out_k.stride(0),
+            "K": pages.k, "V": pages.v, "OUT_K": out_k, "OUT_V": out_v, "BLOCK_TABLE": pages.block_table,
+            "CU_K": pages.cu_k, "K_SCALE": k_scale, "V_SCALE": v_scale, **strides("pnh", k=pages.k, v=pages.v),
+            "stride_tb": pages.block_table.stride(0), "stride_oh": out_k.stride(0),
         },
         {
-            "D": head_dim,
-            "WIDTH": triton.next_power_of_2(head_dim),
-            "PAGE": pages.page_size,
-            "ROWS": GATHER_ROWS,
-            "SCALED": pages.is_fp8,
-            "SCALE_STEP": int(k_scale is not None and len(k_scale) > 1),
+            "D": head_dim, "WIDTH": triton.next_power_of_2(head_dim), "PAGE": pages.page_size, "ROWS": GATHER_ROWS,
+            "SCALED": pages.is_fp8, "SCALE_STEP": int(k_scale is not None and len(k_scale) > 1),
         },
         num_warps=GATHER_WARPS,
-    )
+    )  # fmt: skip
     return out_k.transpose(0, 1), out_v.transpose(0, 1)
 
 

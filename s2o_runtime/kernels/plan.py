@@ -12,6 +12,7 @@ A call is recorded only if it does nothing but launch kernels: see `Recorder`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -51,41 +52,33 @@ class Layout(NamedTuple):
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
 class Plan:
     """The launches of calls that are alike, on one device.
 
     The addresses of a replay are those of the inputs that are there, of the outputs, and of the workspace if it
-    has one; then `derived` (index of one of these, offset in bytes); then the constants.
+    has one; then `derived` (index of one of these, offset in bytes); then those of the constants, which the plan keeps
+    alive.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        outputs: tuple[Layout | None, ...],
-        workspace: int,
-        derived: tuple[tuple[int, int], ...],
-        constants: tuple[Tensor, ...],
-        steps: tuple[Step, ...],
-    ) -> None:
-        self._device = device
-        self._outputs = outputs
-        self._workspace = workspace
-        self._derived = derived
-        self._constants = constants  # kept alive: their addresses are part of the plan
-        self._fixed = [constant.data_ptr() for constant in constants]
-        self._steps = steps
+    device: torch.device
+    outputs: tuple[Layout | None, ...]
+    workspace: int
+    derived: tuple[tuple[int, int], ...]
+    constants: dict[int, Tensor]  # by address
+    steps: tuple[Step, ...]
 
     def replay(self, inputs: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
         """The outputs for these inputs; None if the plan cannot be used: another device, unaligned tensors, a profiler.
 
         inputs: of the same layouts as the recorder's.
         """
-        device = self._device
+        device = self.device
         address = [tensor.data_ptr() for tensor in inputs if tensor is not None]
         if reduce(or_, address) & 15 or device.index != torch.cuda.current_device() or hooked():
             return None
         outputs: list[Tensor | None] = []
-        for layout in self._outputs:
+        for layout in self.outputs:
             if layout is None:
                 outputs.append(None)
                 continue
@@ -93,14 +86,14 @@ class Plan:
             output = torch.empty_strided(size, stride, dtype=dtype, device=device)
             outputs.append(output)
             address.append(output.data_ptr())
-        if self._workspace:
-            workspace = torch.empty(self._workspace, dtype=torch.uint8, device=device)
+        if self.workspace:
+            workspace = torch.empty(self.workspace, dtype=torch.uint8, device=device)
             address.append(workspace.data_ptr())
-        address += [address[base] + offset for base, offset in self._derived]
-        address += self._fixed
+        address += [address[base] + offset for base, offset in self.derived]
+        address += self.constants
         stream = torch._C._cuda_getCurrentRawStream(device.index)  # as in `launch`
         at = address.__getitem__
-        for (run, function, metadata), grid, pointers, rest in self._steps:
+        for (run, function, metadata), grid, pointers, rest in self.steps:
             run(*grid, stream, function, metadata, None, None, None, *map(at, pointers), *rest)
         return tuple(outputs)
 
@@ -232,7 +225,7 @@ class Recorder:
             for compiled, grid, used, rest in self._launches
         )
         device = self._inputs[0].device
-        return Plan(device, tuple(layouts), workspace, tuple(derived), tuple(constants.values()), steps)
+        return Plan(device, tuple(layouts), workspace, tuple(derived), constants, steps)
 
 
 def _is_whole(tensor: Tensor) -> bool:

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from s2o_runtime.call import Call
 from s2o_runtime.devices import Resources, resources
-from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.keys import Keys, keys_of
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.linear import WEIGHT_BYTES, Linear, add_linear, linear_bytes, linear_sums, mask_visited
@@ -253,53 +253,49 @@ def _prefill(
         tl.store(VISITED + b.to(tl.int64) * stride_cb + h.to(tl.int64) * stride_ch + row0 // BM, done * BN)
 
 
-def s2o_prefill(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, lse: bool = False, out: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def s2o_prefill(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     """S2O attention with Triton: the same function as `reference.s2o_attention_reference`.
 
     Args:
-        q: [B, Hq, Lq, D], bfloat16 or float16; D is one of `HEAD_DIMS`.
-        k, v: [B, Hkv, Lk, D], like q. The last dimension of each tensor is contiguous, other strides are free. Packed
-            sequences lie behind one another along the length of one batch entry, which is expanded to B (stride 0).
-        call: their shape, settings and, for packed or padded sequences, where these begin.
-        lse: return the log-sum-exp too.
+        call: in bfloat16 or float16, with one of `HEAD_DIMS` for all tensors. The last dimension of each tensor is
+            contiguous, other strides are free. Packed sequences lie behind one another along the length of one batch
+            entry, which is expanded to B (stride 0).
         out: the output, written and returned, [B, Hq, Lq, D] in q's type, the last dimension contiguous, of packed
             sequences one batch entry; a new tensor by default.
 
     Returns:
         The output [B, Hq, Lq, D], laid out as [B, Lq, Hq, D]; the prefix keys each row tile computed, int32
-        [B, Hq, row tiles]; and with `lse` the log-sum-exp of each row's scores and sink, float32 [B, Hq, Lq].
+        [B, Hq, row tiles]; and with `call.with_lse` the log-sum-exp of each row's scores and sink, float32 [B, Hq, Lq].
     """
-    shape = call.shape
+    q, shape = call.q, call.shape
     entries, rows_in_memory = (shape.batch, shape.q_len) if not call.packed else (1, q.shape[2])
     if out is None:
         out = q.new_empty(entries, rows_in_memory, shape.query_heads, shape.head_dim).transpose(1, 2)
     logs = None
-    if lse or len(call.tables.linear):  # a linear tail is merged by the log-sum-exp
+    if call.with_lse or len(call.tables.linear):  # a linear tail is merged by the log-sum-exp
         logs = q.new_empty(entries, shape.query_heads, rows_in_memory, dtype=torch.float32)
     visited = torch.empty(
         shape.batch, shape.query_heads, shape.row_tiles(call.config.tile.block_m), dtype=torch.int32, device=q.device
     )
-    keys = keys_of(k, call)
-    ranker = Ranker(q, keys, v, call) if call.tables.shortest else None
-    for rows in row_slices(call, WORKSPACE_BYTES, k.dtype):
+    keys = keys_of(call)
+    ranker = Ranker(call, keys) if call.tables.shortest else None
+    for rows in row_slices(call, WORKSPACE_BYTES, q.dtype):
         ranking = None if ranker is None else ranker.rank(rows)
         linear = None if ranker is None or ranking is None else ranker.linear(ranking[0], rows)
-        prefill(q, keys, v, ranking, out, visited, call, rows, logs)
+        prefill(call, keys, ranking, out, visited, rows, logs)
         if ranker is not None and linear is not None and logs is not None:
             add_linear(q, ranker.representative, linear, out, logs, call, rows)
-    return out, visited, logs if lse else None
+    return out, visited, logs if call.with_lse else None
 
 
 class Ranker:
     """Ranks the segments of one call, slice by slice; what all slices need is computed once."""
 
-    def __init__(self, q: Tensor, keys: Keys, v: Tensor, call: Call) -> None:
-        self._keys, self._values, self._call = keys, v, call
-        self._representative = representatives(q, keys, call)
+    def __init__(self, call: Call, keys: Keys) -> None:
+        self._keys, self._call = keys, call
+        self._representative = representatives(call.q, keys, call)
         self._log_sum = log_sums(self._representative, self._keys, call)
-        self._pooled = pooled_values(v, call) if call.tables.tail else None
+        self._pooled = pooled_values(call.v, call) if call.tables.tail else None
 
     def rank(self, rows: range) -> tuple[Ranked, Tail | None]:
         """The ranking of all segments that begin in `rows`, and their tail sums if any head has a tail."""
@@ -315,7 +311,7 @@ class Ranker:
             return None
         mask_visited(ranked, self._call, rows)
         k = self._keys.rows  # as they are: a layer with a linear tail has no int8 scores
-        return linear_sums(self.representative, self._log_sum, k, self._values, ranked, self._call, rows)
+        return linear_sums(self.representative, self._log_sum, k, self._call.v, ranked, self._call, rows)
 
     @property
     def representative(self) -> Tensor:
@@ -378,20 +374,20 @@ def heads_abreast(shape: CallShape, programs: int, pair_bytes: int, gpu: Resourc
 
 
 def prefill(
-    q: Tensor, keys: Keys, v: Tensor, ranking: tuple[Ranked, Tail | None] | None, out: Tensor, visited: Tensor,
-    call: Call, rows: range, lse: Tensor | None = None,
+    call: Call, keys: Keys, ranking: tuple[Ranked, Tail | None] | None, out: Tensor, visited: Tensor, rows: range,
+    lse: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Window and gathered prefix for the query rows in `rows`.
 
     Args:
-        q, v: as for `s2o_prefill`.
+        call: as for `s2o_prefill`.
         keys: as `keys_of` gave them.
         ranking: what `Ranker.rank` gave for these rows; None if no head has a prefix.
         out, visited, lse: tensors to write, as `s2o_prefill` returns them; of packed sequences one batch entry.
-        call: as for `s2o_prefill`.
         rows: query rows; they begin at a multiple of every segment.
     """
-    shape, tile, tables, k = call.shape, call.config.tile, call.tables, keys.rows
+    shape, tile, tables = call.shape, call.config.tile, call.tables
+    q, k, v = call.q, keys.rows, call.v
     rows_apart = k.shape[2] if call.pages is not None else shape.kv_len  # what offsets of one sequence span
     wide = rows_apart * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS
     kernel, switches, options = _prefill, {"WIDE": wide}, {"maxnreg": MAX_REGISTERS}

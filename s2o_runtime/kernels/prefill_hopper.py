@@ -30,8 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from s2o_runtime import call
 from s2o_runtime.config import StopRule
-from s2o_runtime.kernels import call, primitives
+from s2o_runtime.kernels import primitives
 
 # renamed in Triton 3.8, the old name went in 3.9
 _load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared

@@ -13,9 +13,8 @@ import math
 import triton
 import triton.language as tl
 
-from s2o_runtime import quantisation
+from s2o_runtime import call, quantisation
 from s2o_runtime.config import StopRule
-from s2o_runtime.kernels import call
 
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2))

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from s2o_runtime.call import Call
 from s2o_runtime.devices import Resources
-from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.primitives import LN2, RCP_LN2, sequence
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.kernels.call import Call
+from s2o_runtime.call import Call
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.primitives import TAIL, cache_rows, sequence, window_start
 from s2o_runtime.kernels.rank.order import BUCKETS, Ranked

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.kernels.call import Call
+from s2o_runtime.call import Call
 from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.prefill import WORKSPACE_BYTES, Ranker, row_slices
@@ -212,29 +212,25 @@ def _trace(
         running = (done < tiles) & (tl.max(lowest, 0) >= least)
 
 
-def trace(
-    q: Tensor, k: Tensor, v: Tensor, truth: Tensor, floor: Tensor, taus: Tensor, call: Call
-) -> Iterator[Traced]:  # fmt: skip
+def trace(call: Call, truth: Tensor, floor: Tensor, taus: Tensor) -> Iterator[Traced]:
     """Follow every head of a call through its prefix, slice by slice of the queries.
 
     Args:
-        q: [1, Hq, L, D], bfloat16 or float16; the last dimension of every tensor is contiguous.
-        k, v: [1, Hkv, L, D].
+        call: one sequence in bfloat16 or float16 whose heads are alike, with a tail; the last dimension of every tensor
+            is contiguous. Its tile says block_m, block_n and, with the chunk, the first of the spacings.
         truth: [1, Hq, L, D], the dense output.
         floor: float32 [Hq]; a row's squared norm counts at least so much.
         taus: float32 [T], ascending, above 0, of `StopRule.REST`.
-        call: the call, of heads that are alike, with a tail. Its tile says block_m, block_n and, with the chunk, the
-            first of the spacings.
 
     Yields:
         What was traced of each slice.
     """
-    shape, tile, tables = call.shape, call.config.tile, call.tables
+    q, v, shape, tile, tables = call.q, call.v, call.shape, call.config.tile, call.tables
     size = triton.next_power_of_2(len(taus))
     grid = torch.full((size,), -1.0, dtype=torch.float32, device=q.device)
     grid[: len(taus)] = taus
-    keys = keys_of(k, call)
-    ranker, k = Ranker(q, keys, v, call), keys.rows
+    keys = keys_of(call)
+    ranker, k = Ranker(call, keys), keys.rows
     for rows in row_slices(call, WORKSPACE_BYTES):
         ranked, tail = ranker.rank(rows)
         assert tail is not None

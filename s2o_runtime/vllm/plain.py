@@ -14,7 +14,6 @@ from torch import Tensor
 from s2o_runtime.attention.api import s2o_attention_varlen
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.pages import PagedKeys, packed_starts
-from s2o_runtime.reference.pages import gather_pages_reference
 from s2o_runtime.vllm.layouts import Layout, key_and_value_pages
 
 
@@ -93,7 +92,7 @@ class PlainImpl:
         k_pages, v_pages = key_and_value_pages(kv_cache, self.layout, self.head_size)
         cu_k, total_k = packed_starts(batch.seq_lens.int()), int(batch.seq_lens.sum())
         pages = PagedKeys(k_pages, v_pages, batch.block_table, cu_k, batch.max_seq_len, total_k)
-        k, v = gather_pages_reference(pages, query.dtype)  # of pages of any size, as stock backends take them
+        k, v = pages.gathered(query.dtype)  # of pages of any size, as stock backends take them
         out = s2o_attention_varlen(
             query[:rows], k, v, batch.query_start_loc, cu_k, batch.max_query_len, batch.max_seq_len,
             LayerConfig.uniform(self.num_heads, mode="dense"), scale=self.scale, backend="dense",

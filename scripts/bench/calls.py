@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import identify
-from s2o_runtime.shapes import call_shape
 from s2o_runtime.tiles import default_tile
 
 if TYPE_CHECKING:
@@ -80,24 +79,23 @@ def kernel_parts(q: Tensor, k: Tensor, v: Tensor, configs: list[LayerConfig]) ->
     scores are int8, counts as ranking. The ranking job keeps no slice
     longer than a real call does.
     """
+    from s2o_runtime.call import Call
     from s2o_runtime.kernels import prefill as kernel
-    from s2o_runtime.kernels.call import Call, head_tables
     from s2o_runtime.kernels.keys import keys_of
 
-    shape, scale = call_shape(q, k, v), q.shape[-1] ** -0.5
-    calls = [Call(config, shape, scale, head_tables(config, q.device)) for config in configs]
-    out, visited, _ = kernel.s2o_prefill(q, k, v, calls[0])  # the buffers that every call writes
+    calls = [Call.of(q, k, v, config) for config in configs]
+    out, visited, _ = kernel.s2o_prefill(calls[0])  # the buffers that every call writes
     slices = kernel.row_slices(calls[0], kernel.WORKSPACE_BYTES)
-    keys = keys_of(k, calls[0])
+    keys = keys_of(calls[0])
 
     def ranked_slices() -> Iterator[tuple[Ranked, Tail | None]]:
-        return map(kernel.Ranker(q, keys_of(k, calls[0]), v, calls[0]).rank, slices)
+        return map(kernel.Ranker(calls[0], keys_of(calls[0])).rank, slices)
 
     rankings = list(ranked_slices())
 
     def prefill(call: Call) -> Tensor:
         for rows, ranking in zip(slices, rankings, strict=True):
-            kernel.prefill(q, keys, v, ranking, out, visited, call, rows)
+            kernel.prefill(call, keys, ranking, out, visited, rows)
         return out
 
     return lambda: deque(ranked_slices(), maxlen=0), [partial(prefill, call) for call in calls]

@@ -33,9 +33,9 @@ from calibrate.evaluation.variants import DIGEST
 from calibrate.timing import samples
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.backend import choose_backend
-from s2o_runtime.attention.call import AttentionCall
 from s2o_runtime.baselines.run import attend, baseline_attention, select
 from s2o_runtime.baselines.settings import BASELINES, Baseline, parse
+from s2o_runtime.call import Call
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
 from s2o_runtime.profile import Profile, load_profile
@@ -280,7 +280,7 @@ def profile_call(profile: Profile, length: int, inputs: Inputs) -> LayerCall:
 def config_call(config: LayerConfig, inputs: Inputs) -> LayerCall:
     """S2O with this config; its selection is the ranking."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    backend = choose_backend(AttentionCall.of(q, k, v, config), "auto").backend
+    backend = choose_backend(Call.of(q, k, v, config), "auto").backend
     ranks = backend == "triton" and not config.is_dense
     return LayerCall(
         partial(s2o_attention, q, k, v, config),

@@ -10,6 +10,7 @@ from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.reference.attention import s2o_attention_reference
+from support.marks import INTERPRETED
 from support.naive import naive_attention
 
 pytestmark = pytest.mark.usefixtures("small_sample")
@@ -39,7 +40,7 @@ def test_auto_on_a_cpu_is_the_reference_and_says_so():
     assert (stats.backend, "cpu" in stats.reason) == ("reference", True)
 
 
-@pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
+@INTERPRETED
 def test_where_sequences_start_may_be_a_column_of_something_larger():
     q, k, v = (t.repeat(2, 1, 1, 1) for t in inputs(heads=1, q_len=70, kv_len=70))
     starts = torch.tensor([[0, 5], [0, 40]])[:, 1]

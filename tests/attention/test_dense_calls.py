@@ -31,13 +31,13 @@ def nothing_known():
 def checks(monkeypatch):
     """How often calls were checked."""
     seen = []
-    original = api.AttentionCall.of
+    original = api.Call.of
 
     def of(*arguments, **options):
         seen.append(arguments[0].shape)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(api.AttentionCall, "of", of)
+    monkeypatch.setattr(api.Call, "of", of)
     return seen
 
 

@@ -15,10 +15,9 @@ from triton.runtime.interpreter import InterpreterBuilder
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.windowed import window_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.reference.dense import dense_attention, exact_attention
-from support.marks import pairwise
+from support.marks import INTERPRETED, pairwise
 
 pytestmark = pytest.mark.usefixtures("small_sample")
 LENGTH, SEGMENT, HEADS, HEAD_DIM, PADDING = 250, 64, 2, 64, 170
@@ -101,7 +100,7 @@ def drop_nan(monkeypatch):
         )
 
 
-@pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
+@INTERPRETED
 @pytest.mark.usefixtures("drop_nan")
 @pytest.mark.parametrize(
     ("bad", "path", "where"), pairwise(BAD, ["kernels", "shares", "int8"], ["q", "k", "v"], mark=SLOW, count=3)

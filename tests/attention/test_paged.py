@@ -6,19 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from s2o_runtime import HeadConfig, InputError, LayerConfig, TileConfig, s2o_attention_paged, s2o_attention_varlen
+from s2o_runtime import HeadConfig, InputError, LayerConfig, TileConfig, s2o_attention_paged
 from s2o_runtime.attention import paged as paged_op
 from s2o_runtime.attention.paged import gathered, in_place_obstacle
-from s2o_runtime.devices import interpreted
-from s2o_runtime.pages import PagedKeys, packed_starts
-from s2o_runtime.reference.pages import gather_pages_reference
-from support.marks import pairwise
-from support.paging import LAYOUTS, paged
+from s2o_runtime.pages import PagedKeys
+from support.marks import INTERPRETED, pairwise
+from support.paging import LAYOUTS, PagedBatch, paged
 
 pytestmark = pytest.mark.usefixtures("small_sample")
 
 SLOW = pytest.mark.slow(reason="Triton's interpreter runs a kernel's programs one after another")
-INTERPRETED = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
 TILE = TileConfig(64, 32, 2, 4, 1)
 CONFIG = LayerConfig.uniform(4, tau=1.0, segment=64, grain=4, tile=TILE)
 OF_ALL_KINDS = LayerConfig(
@@ -51,7 +48,7 @@ def pages_of(lengths, page_size, name, dtype=torch.float32, cache=None, head_dim
 def test_every_key_is_found_in_its_page(name, page_size, nan_filled):
     lengths = [37, 1, 16, 70]
     k, v, pages = pages_of(lengths, page_size, name)
-    for gather in (gather_pages_reference, gathered):
+    for gather in (PagedKeys.gathered, gathered):
         assert all(torch.equal(*pair) for pair in zip(gather(pages, torch.float32), (k, v), strict=True))
 
 
@@ -71,10 +68,10 @@ def test_odd_head_dims_and_a_larger_output(nan_filled):
     k_out, _ = gathered(pages, torch.float16)
     assert k_out.shape == (64, 2, 80)
     assert torch.equal(k_out[:53], k)
-    assert gather_pages_reference(pages, torch.float16)[0][:53].equal(k)
+    assert pages.gathered(torch.float16)[0][:53].equal(k)
 
 
-@pytest.mark.parametrize("gather", [gather_pages_reference, pytest.param(gathered, marks=INTERPRETED)])
+@pytest.mark.parametrize("gather", [PagedKeys.gathered, pytest.param(gathered, marks=INTERPRETED)])
 @pytest.mark.parametrize("scales", [{}, {"k_scale": [0.5], "v_scale": [1.0, 2.0]}], ids=["plain", "scaled"])
 def test_keys_of_eight_bits_are_scaled(gather, scales, nan_filled):
     scales = {name: torch.tensor(values) for name, values in scales.items()}
@@ -86,19 +83,11 @@ def test_keys_of_eight_bits_are_scaled(gather, scales, nan_filled):
 
 def call(lengths, queries, page_size, name, backend, config=CONFIG, **options):
     """The op on pages and on packed keys, and what else both were given."""
-    k, v = keys(lengths)
-    q = torch.randn(sum(queries), 4, 64) * 2
-    cu_q = packed_starts(torch.tensor(queries, dtype=torch.int32))
-    seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    k_cache, v_cache, table, cu_k = paged(k, v, lengths, page_size, name)
-    ours = s2o_attention_paged(
-        q, k_cache, v_cache, config,
-        cu_q=cu_q, seq_lens=seq_lens, block_table=table, max_q=max(queries), max_k=max(lengths), backend=backend,
-        **options,
-    )  # fmt: skip
+    batch = PagedBatch(queries, lengths, page_size, name)
+    batch.q *= 2
+    ours = batch.paged(config, backend=backend, **options)
     options = {option: value for option, value in options.items() if option.startswith("return")}
-    expected = s2o_attention_varlen(q, k, v, cu_q, cu_k, max(queries), max(lengths), config, backend=backend, **options)
-    return ours, expected
+    return ours, batch.packed(config, backend=backend, **options)
 
 
 @pytest.mark.parametrize(
@@ -127,23 +116,10 @@ def test_pages_change_nothing(backend, name, nan_filled):
 )
 def test_a_cache_of_eight_bits_is_its_rounded_keys(backend, scales, cache, nan_filled):
     """Bit for bit the op on the keys and values that the cache stands for."""
-    lengths, queries = [171, 130, 90], [70, 130, 1]
-    config = LayerConfig(OF_ALL_KINDS.heads, grain=4, tile=TILE)
-    k, v = keys(lengths)
-    k_cache, v_cache, table, cu_k = paged(k, v, lengths, 16, LAYOUTS[2], cache)
     given = {} if scales is None else {"k_scale": torch.tensor(scales), "v_scale": torch.tensor(scales[::-1])}
-    k, v = (
-        rows.to(cache).float() * given.get(name, torch.ones(1))[:, None]
-        for rows, name in ((k, "k_scale"), (v, "v_scale"))
-    )
-    q = torch.randn(sum(queries), 4, 64) * 2
-    cu_q = packed_starts(torch.tensor(queries, dtype=torch.int32))
-    bounds = max(queries), max(lengths)
-    ours = s2o_attention_paged(
-        q, k_cache, v_cache, config, cu_q=cu_q, seq_lens=cu_k.diff(), block_table=table, max_q=bounds[0],
-        max_k=bounds[1], backend=backend, return_stats=True, **given,
-    )  # fmt: skip
-    expected = s2o_attention_varlen(q, k, v, cu_q, cu_k, *bounds, config, backend=backend, return_stats=True)
+    batch = PagedBatch([70, 130, 1], [171, 130, 90], cache=cache, scales=given)
+    options = {"backend": backend, "return_stats": True}
+    ours, expected = batch.paged(OF_ALL_KINDS, **options), batch.packed(OF_ALL_KINDS, **options)
     assert torch.equal(ours.out, expected.out)
     assert torch.equal(ours.density, expected.density)
 
@@ -260,6 +236,6 @@ def test_what_does_not_fit_is_one_sentence(change, said):
 
 def test_pages_may_not_be_larger_than_a_kernel_was_tried_with():
     k, _, pages = pages_of([37], 1024, LAYOUTS[0])
-    assert torch.equal(gather_pages_reference(pages, torch.float32)[0], k)
+    assert torch.equal(pages.gathered(torch.float32)[0], k)
     with pytest.raises(InputError, match="pages have 2048 tokens, more than 1024: use smaller ones"):
         pages_of([37], 2048, LAYOUTS[0])

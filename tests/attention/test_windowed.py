@@ -1,7 +1,6 @@
 """Layers with a sliding window in long prompts: computed some rows at a time, without a mask of rows by keys."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -18,37 +17,17 @@ from s2o_runtime.identity import fingerprint, geometry
 from s2o_runtime.profile import Profile
 from support.architectures import CASES, SLIDING, WINDOW, WINDOWED
 from support.marks import all_but_first, pairwise
+from support.naive import naive_attention
 
 EXHAUSTIVE = pytest.mark.exhaustive(reason="further architectures, a second each")
 LENGTH, CUT, PADDING = 150, 90, 37
-
-
-def loops(q, k, v, *, window, scale, softcap=None, sinks=None, starts=None):
-    """The definition, one query at a time, in float64."""
-    q, k, v = q.double(), k.double(), v.double()
-    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
-    for b in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            kv_head = h * k.shape[1] // q.shape[1]
-            for i in range(q.shape[2]):
-                position = k.shape[2] - q.shape[2] + i
-                first = max(0 if starts is None else int(starts[b]), position - window + 1)
-                if first > position:
-                    continue
-                scores = k[b, kv_head, first : position + 1] @ q[b, h, i] * scale
-                if softcap is not None:
-                    scores = softcap * torch.tanh(scores / softcap)
-                weights = scores.exp()
-                total = weights.sum() + (0 if sinks is None else math.exp(float(sinks[h])))
-                out[b, h, i] = weights @ v[b, kv_head, first : position + 1] / total
-    return out
 
 
 @pytest.mark.parametrize(
     ("window", "scoring", "q_len", "kv_len", "rows"),
     pairwise([1, 7, 33, 64, 200], ["plain", "softcap", "sinks", "both"], [(65, 65), (20, 70)], [16, 512]),
 )
-def test_it_is_what_the_loops_give(scoring, q_len, kv_len, window, rows, monkeypatch):
+def test_it_is_the_naive_attention_of_a_window(scoring, q_len, kv_len, window, rows, monkeypatch):
     """A batch whose second sequence is padded up to the middle of its keys."""
     monkeypatch.setattr(windowed, "ROWS", rows)
     rng = torch.Generator().manual_seed(window)
@@ -56,11 +35,10 @@ def test_it_is_what_the_loops_give(scoring, q_len, kv_len, window, rows, monkeyp
     options = {"window": window, "scale": 0.4}
     options |= {"softcap": 1.5} if scoring in ("softcap", "both") else {}
     options |= {"sinks": torch.linspace(-1, 2, 4)} if scoring in ("sinks", "both") else {}
-    starts = torch.tensor([0, 30])
-    rounding = {"rtol": 1e-4, "atol": 1e-5}  # of float32
-    torch.testing.assert_close(window_attention(q, k, v, **options).double(), loops(q, k, v, **options), **rounding)
-    padded = window_attention(q, k, v, kv_start=starts, **options).double()
-    torch.testing.assert_close(padded, loops(q, k, v, starts=starts, **options), **rounding)
+    for starts in (None, torch.tensor([0, 30])):
+        ours = window_attention(q, k, v, kv_start=starts, **options).double()
+        expected = naive_attention(q, k, v, kv_start=starts, **options)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)  # rounding of float32
 
 
 def twins(name):

@@ -90,13 +90,14 @@ def case_of(settings, shape):
 def test_selection_and_attention_are_the_papers(settings, shape):
     q, k, v = inputs(*shape)
     chosen = select(q, k, settings, scale=0.3)
+    grid = chosen.grid
     expected = LOOPS[settings.name](q, k, settings, 0.3)
     expected, rows = expected if isinstance(expected, tuple) else (expected, None)
     assert listed(chosen) == expected
     if rows:
         assert {(b, h): chosen.row_order[b, h].tolist() for b, h in rows} == rows
     out, stats = baseline_attention(q, k, v, settings, scale=0.3)
-    truth, pairs = references.attention(q, k, v, expected, chosen.block_m, chosen.block_n, 0.3, rows, chosen.skip)
+    truth, pairs = references.attention(q, k, v, expected, grid.block_m, grid.block_n, 0.3, rows, chosen.skip)
     torch.testing.assert_close(out, truth, rtol=1e-9, atol=1e-9)
     batch, _, _, q_len, kv_len = shape
     causal = batch * sum(kv_len - q_len + i + 1 for i in range(q_len))

@@ -16,6 +16,8 @@ tests run.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -33,14 +35,12 @@ from s2o_runtime.baselines.run import attend, select
 from s2o_runtime.baselines.selection import Grid
 from s2o_runtime.baselines.settings import parse
 from s2o_runtime.baselines.xattention import block_weights, head_weights
+from s2o_runtime.call import Call
 from s2o_runtime.config import HeadConfig, LayerConfig, Scores, TileConfig
 from s2o_runtime.kernels import prefill as prefill_module
-from s2o_runtime.kernels.call import Call, head_tables
 from s2o_runtime.kernels.pages import gather_pages
 from s2o_runtime.pages import PagedKeys
 from s2o_runtime.reference.dense import exact_attention
-from s2o_runtime.reference.pages import gather_pages_reference
-from s2o_runtime.shapes import call_shape
 from support.paging import LAYOUTS, paged
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 1100, 4, 2, 128
@@ -87,14 +87,18 @@ def prefill(tile: TileConfig, scores: Scores = "input") -> float:
 
 def packed(tile: TileConfig, scores: Scores = "input") -> float:
     """Three sequences, one of them empty."""
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs())
+    return off_dense(*packed_outputs(inputs(), LayerConfig(KINDS, tile, grain=4, scores=scores)))
+
+
+def packed_outputs(qkv: tuple[Tensor, ...], config: LayerConfig) -> tuple[Tensor, Tensor]:
+    """What kernels and reference make of three sequences, one of them empty: [Hq, L, D] each."""
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in qkv)
     begins = torch.tensor([0, 300, 300, LENGTH], dtype=torch.int32, device="cuda")
-    config = LayerConfig(KINDS, tile, grain=4, scores=scores)
     ours, theirs = (
         s2o_attention_varlen(q, k, v, begins, begins, LENGTH, LENGTH, config, backend=each)
         for each in ("triton", "reference")
     )
-    return off_dense(ours.transpose(0, 1), theirs.transpose(0, 1))
+    return ours.transpose(0, 1), theirs.transpose(0, 1)
 
 
 def linear(tile: TileConfig) -> float:
@@ -107,20 +111,14 @@ def linear(tile: TileConfig) -> float:
     q = 0.1 * q
     kinds = (HeadConfig(0.0, 256, linear=True), HeadConfig(0.0, 128, linear=True), *KINDS[2:])
     config = LayerConfig(kinds, tile, grain=4)
-    worst = 0.0
+    pairs = [packed_outputs((q, k, v), config)]
     for start in (None, torch.tensor([70], device="cuda")):
         ours, theirs = (
             s2o_attention(q, k, v, config, kv_start=start, backend=each) for each in ("triton", "reference")
         )
-        assert bool(ours.isfinite().all())
-        worst = max(worst, *(off(ours[:, head], theirs[:, head]) for head in (0, 1, DENSE)))
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
-    begins = torch.tensor([0, 300, 300, LENGTH], dtype=torch.int32, device="cuda")
-    ours, theirs = (
-        s2o_attention_varlen(q, k, v, begins, begins, LENGTH, LENGTH, config, backend=each)
-        for each in ("triton", "reference")
-    )
-    return max(worst, *(off(ours[:, head], theirs[:, head]) for head in (0, 1, DENSE)))
+        pairs.append((ours[0], theirs[0]))
+    assert all(bool(ours.isfinite().all()) for ours, _ in pairs)
+    return max(off(ours[head], theirs[head]) for ours, theirs in pairs for head in (0, 1, DENSE))
 
 
 def in_place(tile: TileConfig) -> float:
@@ -157,7 +155,7 @@ def paged_cache() -> float:
     for layout, dtype in ((LAYOUTS[0], k.dtype), (LAYOUTS[2], torch.float8_e4m3fn)):
         k_cache, v_cache, table, cu_k = paged(k, v, [300, LENGTH - 300], 16, layout, dtype)
         pages = PagedKeys(k_cache, v_cache, table, cu_k, max_k=LENGTH, total_k=LENGTH)
-        pairs = zip(gather_pages(pages, k.dtype), gather_pages_reference(pages, k.dtype), strict=True)
+        pairs = zip(gather_pages(pages, k.dtype), pages.gathered(k.dtype), strict=True)
         worst = max(worst, *(off(*pair) for pair in pairs))
     return worst
 
@@ -174,10 +172,9 @@ def trace() -> float:
 
     q, k, v = inputs()
     config = LayerConfig.uniform(HEADS, segment=256, tail=True, representatives=4, grain=4, tile=PLAIN)
-    call = Call(config, call_shape(q, k, v, None), HEAD_DIM**-0.5, head_tables(config, q.device))
     truth = exact_attention(q, k, v).to(q.dtype)
     taus = torch.tensor([1e-2, 0.1, 1.0, 10.0], device="cuda")
-    (found,) = traced(q, k, v, truth, torch.ones(HEADS, device="cuda"), taus, call)
+    (found,) = traced(Call.of(q, k, v, config), truth, torch.ones(HEADS, device="cuda"), taus)
     grown = (found.visited[..., : len(taus)].diff(dim=-1) > 0).sum()
     return float(grown + sum(one[..., : len(taus)].isnan().sum() for one in found if isinstance(one, Tensor)))
 
@@ -200,12 +197,12 @@ def pooling() -> float:
 def mean_keys() -> float:
     """How far the logarithms of FlashPrefill's block weights are off; infinite ones must be the same."""
     q, k, _ = inputs()
-    worst, scale, slots = 0.0, HEAD_DIM**-0.5, [h * KV_HEADS // HEADS for h in range(HEADS)]
+    worst, scale = 0.0, HEAD_DIM**-0.5
     for block in (64, 128):
         grid, k_mean = Grid.plain(q, k, block, block), block_means(k, block).to(k.dtype)
-        pairs = ((q[:, h].double(), k_mean[:, slot].double()) for h, slot in enumerate(slots))
+        pairs = ((q[:, h].double(), k_mean[:, h * KV_HEADS // HEADS].double()) for h in range(HEADS))
         plain = torch.stack([head_mass(*pair, grid, scale) for pair in pairs], 1)
-        ours = log_mass(q, k_mean, range(HEADS), slots, grid, scale)
+        ours = log_mass(q, k_mean, slice(0, HEADS), grid, scale)
         assert torch.equal(ours.isinf(), plain.isinf())
         worst = max(worst, float((ours - plain)[~ours.isinf()].abs().max()))
     return worst
@@ -218,7 +215,7 @@ def antidiagonal() -> float:
         grid = Grid.plain(q, k, block, block)
         pairs = ((q[:, h].double(), k[:, h * KV_HEADS // HEADS].double()) for h in range(HEADS))
         plain = [block_weights(*pair, grid, stride, scale) for pair in pairs]
-        worst = max(worst, off(head_weights(q, k, range(HEADS), grid, stride, scale), torch.stack(plain, 1)))
+        worst = max(worst, off(head_weights(q, k, slice(0, HEADS), grid, stride, scale), torch.stack(plain, 1)))
     return worst
 
 
@@ -228,28 +225,19 @@ def off(out: Tensor, wanted: Tensor) -> float:
 
 
 def main(names: list[str]) -> int:
-    kernels = {
-        "specialised": lambda: prefill(SPECIALIZED),
-        "specialised, packed": lambda: packed(SPECIALIZED),
-        "plain": lambda: prefill(PLAIN),
-        "plain, packed": lambda: packed(PLAIN),
-        "specialised, int8": lambda: prefill(SPECIALIZED, "int8"),
-        "specialised, int8, packed": lambda: packed(SPECIALIZED, "int8"),
-        "plain, int8": lambda: prefill(PLAIN, "int8"),
-        "plain, int8, packed": lambda: packed(PLAIN, "int8"),
-        "specialised, in pages": lambda: in_place(SPECIALIZED),
-        "plain, in pages": lambda: in_place(PLAIN),
-        "specialised, linear": lambda: linear(SPECIALIZED),
-        "plain, linear": lambda: linear(PLAIN),
-        "specialised, split": lambda: split(SPECIALIZED),
-        "plain, split": lambda: split(PLAIN),
-        "pages": paged_cache,
-        "trace": trace,
-        "block-sparse": block_sparse,
-        "pooling": pooling,
-        "mean keys": mean_keys,
-        "antidiagonal": antidiagonal,
-    }
+    kernels: dict[str, Callable[[], float]] = {}
+    for tiles, tile in (("specialised", SPECIALIZED), ("plain", PLAIN)):
+        kernels |= {
+            tiles: partial(prefill, tile),
+            f"{tiles}, packed": partial(packed, tile),
+            f"{tiles}, int8": partial(prefill, tile, "int8"),
+            f"{tiles}, int8, packed": partial(packed, tile, "int8"),
+            f"{tiles}, in pages": partial(in_place, tile),
+            f"{tiles}, linear": partial(linear, tile),
+            f"{tiles}, split": partial(split, tile),
+        }
+    kernels |= {"pages": paged_cache, "trace": trace, "block-sparse": block_sparse, "pooling": pooling}
+    kernels |= {"mean keys": mean_keys, "antidiagonal": antidiagonal}
     wrong = 0
     for name in names or kernels:
         difference = kernels[name]()

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen
+from s2o_runtime.call import Call
 from s2o_runtime.config import HeadConfig
-from s2o_runtime.kernels.call import Call, head_tables
 from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.quantisation import quantised_keys
 from s2o_runtime.reference.dense import exact_attention
-from s2o_runtime.shapes import call_shape
 from s2o_runtime.tiles import candidate_tiles
 from support.gpu import SHAPES, inputs, relative_error
 from support.marks import pairwise
@@ -23,11 +22,10 @@ PLAIN = TileConfig(128, 32, 4, 8, 3)
 @pytest.mark.parametrize(("kv_len", "head_dim", "starts"), [(5000, 128, None), (777, 64, [0, 300]), (64, 256, [64, 5])])
 def test_keys_are_rounded_as_the_rule_says(kv_len, head_dim, starts, dtype, nan_filled):
     batch = 1 if starts is None else 2
-    _, k, _ = inputs(batch, 4, 2, kv_len, kv_len, head_dim, dtype)
+    q, k, _ = inputs(batch, 4, 2, kv_len, kv_len, head_dim, dtype)
     kv_start = None if starts is None else torch.tensor(starts, device="cuda")
     config = LayerConfig.uniform(4, scores="int8")
-    call = Call(config, call_shape(k, k, k, kv_start), 0.1, head_tables(config, k.device), kv_start)
-    rows, unit, middle = keys_of(k, call)
+    rows, unit, middle = keys_of(Call.of(q, k, k, config, kv_start=kv_start))
     for b in range(batch):
         start = 0 if starts is None else starts[b]
         for h in range(2):

@@ -9,17 +9,16 @@ import pytest
 import torch
 
 from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen, warmup
+from s2o_runtime.call import Call
 from s2o_runtime.config import HeadConfig, StopRule
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import prefill as prefill_module
-from s2o_runtime.kernels.call import Call, head_tables
-from s2o_runtime.kernels.keys import keys_of
-from s2o_runtime.kernels.prefill import Ranker
 from s2o_runtime.kernels.rank.order import order
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
 from s2o_runtime.shapes import call_shape, density
 from s2o_runtime.tiles import candidate_tiles
 from support.gpu import SHAPES, inputs, relative_error
+from support.kernels import kernel_ranking
 from support.marks import pairwise
 
 
@@ -82,12 +81,12 @@ def test_the_order_in_which_heads_start_changes_nothing(length, tile, monkeypatc
     q, k, v = inputs(1, 6, 2, length, length, 128, torch.bfloat16)
     kinds = (HeadConfig(0.0, 256), HeadConfig(0.3, 512, tail=True), HeadConfig(0.0, mode="dense"))
     config = LayerConfig(tuple(kinds[head % 3] for head in range(6)), tile)
-    call = Call(config, call_shape(q, k, v), 128**-0.5, head_tables(config, q.device))
+    call = Call.of(q, k, v, config)
     expected = exact_attention(q, k, v)
     outputs = []
     for abreast in (1, 2, 3, 6):
         monkeypatch.setattr(prefill_module, "heads_abreast", lambda *_, heads=abreast: heads)
-        outputs.append(prefill_module.s2o_prefill(q, k, v, call))
+        outputs.append(prefill_module.s2o_prefill(call))
     for out, visited, _ in outputs:
         assert relative_error(out[:, [0, 2, 3, 5]], expected[:, [0, 2, 3, 5]]) <= 6e-3
         assert relative_error(out, outputs[0][0]) <= 1e-4
@@ -157,13 +156,11 @@ def test_the_order_with_ballots_is_the_portable_one(nan_filled):
     for length, grain in itertools.product((70, 1000, 2600, 5000), (1, 4)):
         q, k, _ = inputs(2, 4, 2, min(length, 700), length, 64, torch.bfloat16)
         config = LayerConfig.uniform(4, segment=128, tail=True, grain=grain, tile=TileConfig(64, 32, 4, 4, 1))
-        shape = call_shape(q, k, k)
-        call = Call(config, shape, 0.125, head_tables(config, q.device))
-        rows = range(shape.q_len)
-        fast, _ = Ranker(q, keys_of(k, call), k, call).rank(rows)
-        portable = order(fast.score, call, rows, portable=True)
+        call = Call.of(q, k, k, config)
+        fast, _ = kernel_ranking(call)
+        portable = order(fast.score, call, range(call.shape.q_len), portable=True)
         for n in range(fast.order.shape[2]):
-            steps = (shape.offset + n * 128) // 32 * 32 // grain
+            steps = (call.shape.offset + n * 128) // 32 * 32 // grain
             assert torch.equal(fast.order[:, :, n, :steps], portable.order[:, :, n, :steps])
             if steps:
                 assert torch.equal(fast.first[:, :, n], portable.first[:, :, n])

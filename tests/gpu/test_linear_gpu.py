@@ -7,17 +7,14 @@ import pytest
 import torch
 
 from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen
+from s2o_runtime.call import Call
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.kernels import prefill as prefill_module
-from s2o_runtime.kernels.call import Call, head_tables
-from s2o_runtime.kernels.keys import keys_of
-from s2o_runtime.kernels.prefill import Ranker
 from s2o_runtime.kernels.tail import Tail
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
-from s2o_runtime.shapes import call_shape
 from support.gpu import inputs, relative_error
-from support.kernels import ranking_of
+from support.kernels import kernel_ranking, ranking_of
 from support.marks import pairwise
 
 PLAIN = TileConfig(64, 64, 2, 4, 2)
@@ -47,9 +44,8 @@ def diffuse(*arguments):
 
 def reference_of(q, k, v, config, kv_start=None, sinks=None):
     """The reference on the CPU, in float32, following the ranking that the kernels made."""
-    shape = call_shape(q, k, v, kv_start)
-    call = Call(config, shape, shape.head_dim**-0.5, head_tables(config, q.device), kv_start)
-    ranked, tail = Ranker(q, keys_of(k, call), v, call).rank(range(shape.q_len))
+    call = Call.of(q, k, v, config, kv_start=kv_start)
+    ranked, tail = kernel_ranking(call)
     ranked = ranked._replace(order=ranked.order.cpu())
     tail = None if tail is None else Tail(*(part.cpu() for part in tail))
     q, k, v = (tensor.float().cpu() for tensor in (q, k, v))
@@ -131,9 +127,8 @@ def test_packed_sequences_are_sequences_on_their_own(tile, nan_filled):
 
 def test_slicing_the_rows_changes_nothing(monkeypatch, nan_filled):
     q, k, v = diffuse(1, 5, 1, 1333, 2000, 128, torch.bfloat16)
-    config = mixed(5, PLAIN, 4)
-    call = Call(config, call_shape(q, k, v), 128**-0.5, head_tables(config, q.device))
-    whole = prefill_module.s2o_prefill(q, k, v, call, lse=True)
+    call = Call.of(q, k, v, mixed(5, PLAIN, 4), with_lse=True)
+    whole = prefill_module.s2o_prefill(call)
     monkeypatch.setattr(prefill_module, "WORKSPACE_BYTES", 1)
-    for ours, expected in zip(prefill_module.s2o_prefill(q, k, v, call, lse=True), whole, strict=True):
+    for ours, expected in zip(prefill_module.s2o_prefill(call), whole, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-3)

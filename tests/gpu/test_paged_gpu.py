@@ -3,30 +3,31 @@
 import pytest
 import torch
 
-from s2o_runtime import HeadConfig, LayerConfig, TileConfig, s2o_attention_paged, s2o_attention_varlen
+from s2o_runtime import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.attention import paged as paged_op
 from s2o_runtime.attention.paged import gathered
 from s2o_runtime.kernels.pages import gather_pages
-from s2o_runtime.pages import PagedKeys, packed_starts
+from s2o_runtime.pages import PagedKeys
 from support.marks import pairwise
-from support.paging import LAYOUTS, paged
+from support.paging import LAYOUTS, PagedBatch
 
 LENGTHS, QUERIES = [1500, 333, 2049, 640], [1500, 1, 700, 129]
 HOPPER = TileConfig(64, 128, 4, 4, 2, specialized=True)
 
 
-def keys(kv_heads, head_dim, dtype):
-    return torch.randn(2, sum(LENGTHS), kv_heads, head_dim, device="cuda").to(dtype).unbind(0)
+def batch_of(page_size, name, kv_heads=2, head_dim=128, **cache):
+    """Eight query heads in bfloat16."""
+    sizes = {"heads": 8, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": torch.bfloat16, "device": "cuda"}
+    return PagedBatch(QUERIES, LENGTHS, page_size, name, **sizes, **cache)
 
 
 @pytest.mark.parametrize(
     ("name", "kv_heads", "head_dim", "page_size"), pairwise(LAYOUTS, [(2, 128), (1, 80), (3, 256)], [16, 48, 1024])
 )
 def test_every_key_is_found_in_its_page(name, kv_heads, head_dim, page_size, nan_filled):
-    k, v = keys(kv_heads, head_dim, torch.bfloat16)
-    *caches, table, cu_k = paged(k, v, LENGTHS, page_size, name)
-    pages = PagedKeys(*caches, table, cu_k, max(LENGTHS), sum(LENGTHS)).validate(torch.bfloat16)
-    for out, expected in zip(gather_pages(pages, torch.bfloat16), (k, v), strict=True):
+    batch = batch_of(page_size, name, kv_heads, head_dim)
+    pages = PagedKeys(*batch.caches, batch.table, batch.cu_k, max(LENGTHS), sum(LENGTHS)).validate(torch.bfloat16)
+    for out, expected in zip(gather_pages(pages, torch.bfloat16), (batch.k, batch.v), strict=True):
         assert torch.equal(out, expected)
 
 
@@ -49,22 +50,11 @@ def test_a_cache_of_eight_bits_is_its_rounded_keys(backend, scales, cache, nan_f
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU with 8-bit floating point")
     config = LayerConfig(HEADS["some dense"], grain=4, tile=TileConfig(64, 64, 2, 4, 2))
-    k, v = keys(2, 128, torch.bfloat16)
-    *caches, table, cu_k = paged(k, v, LENGTHS, 16, LAYOUTS[2], cache)
     factors = {name: torch.tensor(numbers, device="cuda")[:scales] for name, numbers in SCALES.items() if scales}
-    k, v = (
-        (rows.to(cache).float() * factors.get(name, torch.ones(1, device="cuda"))[:, None]).bfloat16()
-        for rows, name in ((k, "k_scale"), (v, "v_scale"))
-    )
-    q = torch.randn(sum(QUERIES), 8, 128, device="cuda", dtype=torch.bfloat16)
-    cu_q = packed_starts(torch.tensor(QUERIES, dtype=torch.int32)).cuda()
-    bounds = max(QUERIES), max(LENGTHS)
+    batch = batch_of(16, LAYOUTS[2], cache=cache, scales=factors)
     for _ in range(3):  # compiled, recorded, replayed
-        ours = s2o_attention_paged(
-            q, *caches, config, cu_q=cu_q, seq_lens=cu_k.diff(), block_table=table, max_q=bounds[0], max_k=bounds[1],
-            total_k=sum(LENGTHS), backend=backend, **factors,
-        )  # fmt: skip
-        assert torch.equal(ours, s2o_attention_varlen(q, k, v, cu_q, cu_k, *bounds, config, backend=backend))
+        ours = batch.paged(config, total_k=sum(LENGTHS), backend=backend)
+        assert torch.equal(ours, batch.packed(config, backend=backend))
 
 
 @pytest.mark.parametrize(
@@ -80,20 +70,11 @@ def test_pages_change_nothing(tile, name, heads, page_size, nan_filled, monkeypa
     copies = []
     monkeypatch.setattr(paged_op, "gathered", lambda *pages: copies.append(pages) or gathered(*pages))
     config = LayerConfig(HEADS[heads], grain=4, tile=tile)
-    k, v = keys(2, 128, torch.bfloat16)
-    q = torch.randn(sum(QUERIES), 8, 128, device="cuda", dtype=torch.bfloat16)
-    cu_q = packed_starts(torch.tensor(QUERIES, dtype=torch.int32)).cuda()
-    *caches, table, cu_k = paged(k, v, LENGTHS, page_size, name)
+    batch = batch_of(page_size, name)
     for _ in range(3):  # compiled, recorded, replayed
-        out = torch.full_like(q, float("nan"))
-        ours = s2o_attention_paged(
-            q, *caches, config,
-            cu_q=cu_q, seq_lens=cu_k.diff(), block_table=table, max_q=max(QUERIES), max_k=max(LENGTHS),
-            total_k=sum(LENGTHS), backend="triton", return_lse=True, out=out,
-        )  # fmt: skip
-        expected = s2o_attention_varlen(
-            q, k, v, cu_q, cu_k, max(QUERIES), max(LENGTHS), config, backend="triton", return_lse=True
-        )
+        out = torch.full_like(batch.q, float("nan"))
+        ours = batch.paged(config, total_k=sum(LENGTHS), backend="triton", return_lse=True, out=out)
+        expected = batch.packed(config, backend="triton", return_lse=True)
         assert torch.equal(out, expected.out)
         assert torch.equal(ours.lse, expected.lse)
     assert bool(copies) == (page_size == 48)

@@ -10,23 +10,21 @@ from s2o_runtime import (
     LayerConfig,
     TileConfig,
     s2o_attention,
-    s2o_attention_paged,
-    s2o_attention_varlen,
     warmup,
 )
 from s2o_runtime.attention.replay import forget_plans
+from s2o_runtime.call import Call
 from s2o_runtime.devices import resources
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import prefill as prefill_module
-from s2o_runtime.kernels.call import Call, head_tables
 from s2o_runtime.kernels.prefill import s2o_prefill
 from s2o_runtime.kernels.shares import key_shares
-from s2o_runtime.pages import packed_starts
 from s2o_runtime.reference.dense import exact_attention
-from s2o_runtime.shapes import CallShape, call_shape
+from s2o_runtime.scoring import Scoring
+from s2o_runtime.shapes import CallShape
 from support.gpu import inputs, relative_error
 from support.marks import pairwise
-from support.paging import paged
+from support.paging import PagedBatch
 
 HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
 TILES = [
@@ -49,12 +47,12 @@ def config_of(tile, scores="input"):
     return LayerConfig(HEADS * 2, tile, grain=4, scores=scores)
 
 
-def both(monkeypatch, q, k, v, call, shares):
+def both(monkeypatch, call, shares):
     """What the kernels give unsplit and split, each with its keys visited and its log-sum-exp."""
     outputs = []
     for count in (1, shares):
         monkeypatch.setattr(prefill_module, "key_shares", lambda *_, count=count: count)
-        outputs.append(s2o_prefill(q, k, v, call, lse=True))
+        outputs.append(s2o_prefill(call))
     return outputs
 
 
@@ -80,20 +78,18 @@ SHAPES += [(1, 2048, 20000, None)]
 def test_split_is_unsplit(batch, q_len, kv_len, starts, shares, tile, monkeypatch, nan_filled):
     q, k, v = inputs(batch, 8, 2, q_len, kv_len, 128, torch.bfloat16)
     kv_start = None if starts is None else torch.tensor(starts, device="cuda")
-    config = config_of(tile)
-    call = Call(config, call_shape(q, k, v, kv_start), 128**-0.5, head_tables(config, q.device), kv_start)
+    call = Call.of(q, k, v, config_of(tile), kv_start=kv_start, with_lse=True)
     exact = exact_attention(q, k, v, kv_start=kv_start)
-    same_within_rounding(*both(monkeypatch, q, k, v, call, shares), exact)
+    same_within_rounding(*both(monkeypatch, call, shares), exact)
 
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(("scores", "cap"), [("input", None), ("input", 20.0), ("int8", None)])
 def test_with_sinks_and_caps_and_int8_scores(cap, scores, tile, monkeypatch, nan_filled):
     q, k, v = inputs(1, 8, 2, 600, 5000, 128, torch.bfloat16)
-    config = config_of(tile, scores)
-    sinks = torch.linspace(-2.0, 9.0, 8, device="cuda")
-    call = Call(config, call_shape(q, k, v), 128**-0.5, head_tables(config, q.device), softcap=cap, sinks=sinks)
-    same_within_rounding(*both(monkeypatch, q, k, v, call, 8))
+    scoring = Scoring(softcap=cap, sinks=torch.linspace(-2.0, 9.0, 8, device="cuda"))
+    call = Call.of(q, k, v, config_of(tile, scores), scoring=scoring, with_lse=True)
+    same_within_rounding(*both(monkeypatch, call, 8))
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -108,11 +104,10 @@ def test_packed_sequences(head_dim, tile, monkeypatch, nan_filled):
     cu_q, cu_k = (
         torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device="cuda") for lens in (q_lens, k_lens)
     )
-    config = config_of(tile)
     shape = CallShape(5, 8, 2, 700, 9000, head_dim, head_dim)
-    call = Call(config, shape, head_dim**-0.5, head_tables(config, q.device), cu_q=cu_q, cu_k=cu_k)
     batched = [tensor.expand(5, -1, -1, -1) for tensor in (q, k, v)]
-    (out, _, lse), (split_out, _, split_lse) = both(monkeypatch, *batched, call, 8)
+    call = Call(*batched, config_of(tile), shape, Scoring(head_dim**-0.5), None, cu_q, cu_k, with_lse=True)
+    (out, _, lse), (split_out, _, split_lse) = both(monkeypatch, call, 8)
     assert split_out.isfinite().all()
     assert relative_error(split_out[:, DENSE], out[:, DENSE].float()) <= 4e-3
     assert relative_error(split_out[:, OTHERS], out[:, OTHERS].float()) <= 2e-2
@@ -126,29 +121,19 @@ def test_packed_sequences(head_dim, tile, monkeypatch, nan_filled):
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_pages_change_nothing(page_size, tile, monkeypatch, nan_filled):
     """Bit for bit, compiled, recorded and replayed: the kernels read the same numbers, wherever they lie."""
-    q_lens, k_lens = [700, 1, 300, 130], [9000, 40, 300, 2222]
-    q, k, v = (
-        torch.randn(sum(lengths), heads, 128, device="cuda").bfloat16()
-        for heads, lengths in ((8, q_lens), (2, k_lens), (2, k_lens))
-    )
-    cu_q = packed_starts(torch.tensor(q_lens, dtype=torch.int32)).cuda()
-    *caches, table, cu_k = paged(k, v, k_lens, page_size)
+    sizes = {"heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
+    batch = PagedBatch([700, 1, 300, 130], [9000, 40, 300, 2222], page_size, **sizes)
     config = config_of(tile)
     forget_plans()
     monkeypatch.setattr(prefill_module, "key_shares", lambda *_: 8)
     monkeypatch.delattr("s2o_runtime.attention.paged.gathered")  # no copy is made
     for _ in range(3):
-        out = torch.full_like(q, float("nan"))
-        s2o_attention_paged(
-            q, *caches, config,
-            cu_q=cu_q, seq_lens=cu_k.diff(), block_table=table, max_q=700, max_k=9000, total_k=sum(k_lens),
-            backend="triton", out=out,
-        )  # fmt: skip
-        expected = s2o_attention_varlen(q, k, v, cu_q, cu_k, 700, 9000, config, backend="triton")
-        assert torch.equal(out, expected)
+        out = torch.full_like(batch.q, float("nan"))
+        batch.paged(config, total_k=len(batch.k), backend="triton", out=out)
+        assert torch.equal(out, batch.packed(config, backend="triton"))
     forget_plans()
     for rows, keys in ((slice(0, 700), slice(0, 9000)), (slice(700, 701), slice(9000, 9040))):
-        exact = exact_attention(*(t.transpose(0, 1)[None] for t in (q[rows], k[keys], v[keys])))
+        exact = exact_attention(*(t.transpose(0, 1)[None] for t in (batch.q[rows], batch.k[keys], batch.v[keys])))
         assert relative_error(out[rows].transpose(0, 1)[None, DENSE], exact[:, DENSE]) <= 6e-3
 
 
@@ -157,18 +142,17 @@ def test_beside_linear_tails(tile, monkeypatch, nan_filled):
     """Which are added to their own heads behind the combination, and need the log-sum-exp of all."""
     q, k, v = inputs(1, 8, 2, 700, 9001, 128, torch.bfloat16)
     kinds = (HEADS[0], HEADS[1], HeadConfig(0.3, 256, linear=True), HEADS[3])
-    config = LayerConfig(kinds * 2, tile, grain=4)
-    call = Call(config, call_shape(q, k, v), 128**-0.5, head_tables(config, q.device))
-    same_within_rounding(*both(monkeypatch, q, k, v, call, 8), exact_attention(q, k, v))
+    call = Call.of(q, k, v, LayerConfig(kinds * 2, tile, grain=4), with_lse=True)
+    same_within_rounding(*both(monkeypatch, call, 8), exact_attention(q, k, v))
 
 
 def test_a_chunk_behind_a_long_prompt_is_split_here():
     """A dense head's programs, one for 128 rows, are an eighth of this GPU's SMs."""
     gpu = resources(torch.device("cuda"))
     programs = max(1, gpu.sm_count // 8)
-    shape = CallShape(1, 8, 2, 128 * programs, 256 * programs + 131072, 128, 128)
-    config = config_of(HOPPER)
-    assert key_shares(Call(config, shape, 1.0, head_tables(config, torch.device("cuda"))), programs, gpu) >= 4
+    sizes = (8, 128 * programs), (2, 256 * programs + 131072), (2, 256 * programs + 131072)
+    tensors = (torch.empty(1, *size, 128, device="meta") for size in sizes)
+    assert key_shares(Call.of(*tensors, config_of(HOPPER)), programs, gpu) >= 4
 
 
 @pytest.mark.parametrize("tile", [TILES[0], TILES[2]])

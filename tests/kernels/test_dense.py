@@ -7,22 +7,30 @@ from support.marks import pairwise
 from support.naive import naive_attention
 
 CASES = [
-    pytest.param(1, 2, 2, 70, 70, None, id="square"),
-    pytest.param(2, 4, 2, 33, 90, None, id="q33-kv90"),
-    pytest.param(2, 4, 1, 1, 40, None, id="decode"),
-    pytest.param(3, 2, 1, 60, 60, [0, 25, 59], id="left-padded"),
-    pytest.param(2, 2, 1, 20, 60, [50, 60], id="padded-chunk"),
+    pytest.param((1, 2, 2, 70, 70, None), id="square"),
+    pytest.param((2, 4, 2, 33, 90, None), id="q33-kv90"),
+    pytest.param((2, 4, 1, 1, 40, None), id="decode"),
+    pytest.param((3, 2, 1, 60, 60, [0, 25, 59]), id="left-padded"),
+    pytest.param((2, 2, 1, 20, 60, [50, 60]), id="padded-chunk"),
 ]
+
+
+def drawn(shape, value_dim=32):
+    """q, k and v of a shape, and where its sequences start."""
+    batch, heads, kv_heads, q_len, kv_len, starts = shape
+    q = torch.randn(batch, heads, q_len, 32)
+    k, v = (torch.randn(batch, kv_heads, kv_len, dim) for dim in (32, value_dim))
+    return q, k, v, None if starts is None else torch.tensor(starts)
+
+
 FUNCTIONS = [pytest.param(function, id=function.__name__) for function in (dense_attention, exact_attention)]
 
 
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "starts"), CASES)
+@pytest.mark.parametrize("shape", CASES)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_equals_naive_attention(function, batch, heads, kv_heads, q_len, kv_len, starts, monkeypatch):
+def test_equals_naive_attention(function, shape, monkeypatch):
     monkeypatch.setattr(dense, "EXACT_ROWS", 16)
-    q = torch.randn(batch, heads, q_len, 32)
-    k, v = torch.randn(batch, kv_heads, kv_len, 32), torch.randn(batch, kv_heads, kv_len, 32)
-    kv_start = None if starts is None else torch.tensor(starts)
+    q, k, v, kv_start = drawn(shape)
     out = function(q, k, v, scale=0.3, kv_start=kv_start)
     expected = naive_attention(q, k, v, scale=0.3, kv_start=kv_start)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
@@ -44,18 +52,15 @@ FEATURES = [
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "q_len", "kv_len", "starts", "features", "value_dim", "function"),
+    ("shape", "features", "value_dim", "function"),
     pairwise(CASES, FEATURES, [32, 24, 48], FUNCTIONS),
 )
-def test_sinks_caps_and_other_value_dims(
-    function, batch, heads, kv_heads, q_len, kv_len, starts, value_dim, features, monkeypatch
-):  # fmt: skip
+def test_sinks_caps_and_other_value_dims(function, shape, value_dim, features, monkeypatch):
     monkeypatch.setattr(dense, "EXACT_ROWS", 16)
-    q = torch.randn(batch, heads, q_len, 32)
-    k, v = torch.randn(batch, kv_heads, kv_len, 32), torch.randn(batch, kv_heads, kv_len, value_dim)
-    options = {"scale": 0.3, "kv_start": None if starts is None else torch.tensor(starts), **features}
+    q, k, v, kv_start = drawn(shape, value_dim)
+    options = {"scale": 0.3, "kv_start": kv_start, **features}
     if "sinks" in features:
-        options["sinks"] = torch.randn(heads) * 3
+        options["sinks"] = torch.randn(shape[1]) * 3
     out = function(q, k, v, **options)
     torch.testing.assert_close(out.double(), naive_attention(q, k, v, **options), rtol=1e-5, atol=1e-5)
 

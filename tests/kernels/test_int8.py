@@ -8,17 +8,15 @@ import torch
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.torch_op import config_from_text
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule
-from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.quantisation import LEVELS, NARROWEST, SMOOTHING, quantised, quantised_keys
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
-from support.kernels import TILE, call_of, inputs, mixed_config, run_both
-from support.marks import all_but_first
+from support.kernels import TILE, call_of, drawn, inputs, mixed_config, run_both
+from support.marks import INTERPRETED, all_but_first
 
 SLOW = pytest.mark.slow(reason="more shapes of the kernels in Triton's interpreter, seconds each")
-INTERPRETED = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
 
 
 def test_a_row_is_off_by_half_a_level_at_most():
@@ -103,28 +101,21 @@ def test_the_log_sum_exp_has_what_keys_lost():
     assert float((out - sunk).norm() / out.norm()) < 0.05
 
 
-SHAPES = [
-    pytest.param(1, 2, 1, 200, 200, 64, None, id="B1-H2-L200-D64"),
-    pytest.param(1, 3, 3, 257, 257, 128, None, id="B1-H3-L257-D128"),
-    pytest.param(2, 4, 2, 100, 211, 64, None, id="q100-kv211"),
-    pytest.param(3, 2, 1, 150, 150, 64, [0, 67, 149], id="left-padded"),
+CASES = [
+    pytest.param((1, 2, 1, 200, 200, 64, None), 1.0, 4, id="B1-H2-L200-D64-1.0-4"),
+    pytest.param((1, 3, 3, 257, 257, 128, None), 0.0, 1, id="B1-H3-L257-D128-0.0-1"),
+    pytest.param((2, 4, 2, 100, 211, 64, None), 1.0, 4, id="q100-kv211-1.0-4"),
+    pytest.param((3, 2, 1, 150, 150, 64, [0, 67, 149]), 0.0, 1, id="left-padded-0.0-1"),
 ]
 
 
 @INTERPRETED
 @pytest.mark.usefixtures("small_sample")
-@pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "tau", "grain"),
-    [pytest.param(*shape.values, tau, grain, id=f"{shape.id}-{tau}-{grain}", marks=SLOW if index else ())
-     for index, (shape, (tau, grain)) in enumerate(zip(SHAPES, [(1.0, 4), (0.0, 1)] * 2, strict=True))],
-)  # fmt: skip
-def test_the_kernels_equal_the_reference(
-    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, tau, grain, nan_filled
-):
-    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim)
-    k = k + torch.randn(head_dim)
-    kv_start = None if starts is None else torch.tensor(starts)
-    config = replace(mixed_config(heads, tau, grain=grain), scores="int8")
+@pytest.mark.parametrize(("shape", "tau", "grain"), all_but_first(CASES, SLOW))
+def test_the_kernels_equal_the_reference(shape, tau, grain, nan_filled):
+    q, k, v, kv_start = drawn(shape)
+    k = k + torch.randn(shape[5])
+    config = replace(mixed_config(shape[1], tau, grain=grain), scores="int8")
     (out, visited, lse), expected = run_both(q, k, v, config, kv_start)
     # a query whose entry lies between two levels may be rounded to the other one: its scale is multiplied in between
     torch.testing.assert_close(out, expected.out, rtol=2e-3, atol=2e-3)
@@ -152,7 +143,7 @@ def test_keys_are_rounded_as_the_rule_says(starts, nan_filled):
     k = k * torch.logspace(-3, 1, 64) + torch.randn(64)
     config = LayerConfig.uniform(1, tile=TILE, scores="int8")
     kv_start = None if starts is None else torch.tensor(starts)
-    rows, unit, middle = keys_of(k, call_of(k, k, config, kv_start))
+    rows, unit, middle = keys_of(call_of(k, k, k, config, kv_start))
     for b in range(2):
         start = 0 if starts is None else starts[b]
         expected = quantised_keys(k[b, 0], start)

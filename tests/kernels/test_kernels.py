@@ -1,39 +1,35 @@
 """The Triton kernels in the interpreter, against the reference. bf16 is wrong there: fp32 and fp16 only."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.warmup import SEGMENTS
+from s2o_runtime.call import head_tables
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
-from s2o_runtime.devices import Resources, interpreted
+from s2o_runtime.devices import Resources
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels import tail as tail_module
-from s2o_runtime.kernels.call import head_tables
-from s2o_runtime.kernels.keys import keys_of
-from s2o_runtime.kernels.prefill import Ranker, heads_abreast, row_slices, s2o_prefill
+from s2o_runtime.kernels.prefill import heads_abreast, row_slices, s2o_prefill
 from s2o_runtime.kernels.primitives import LOG2E
 from s2o_runtime.kernels.rank import order as order_module
 from s2o_runtime.kernels.rank import scores as scores_module
 from s2o_runtime.kernels.rank.order import BUCKETS, bucket_shares
 from s2o_runtime.kernels.tail import EDGES
 from s2o_runtime.reference.attention import s2o_attention_reference
+from s2o_runtime.reference.dense import log_sum_exp
 from s2o_runtime.reference.ranking import log_weights, part_means
 from s2o_runtime.shapes import CallShape
-from support.kernels import TILE, agree, call_of, inputs, mixed_config, pack, prefix_of, run_both
-from support.marks import all_but_first, pairwise
+from support.kernels import TILE, agree, call_of, drawn, inputs, kernel_ranking, mixed_config, pack, prefix_of, run_both
+from support.marks import INTERPRETED, all_but_first, pairwise
 from support.naive import naive_attention
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
 
-pytestmark = [
-    pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu"),
-    pytest.mark.usefixtures("small_sample"),
-]
+pytestmark = [INTERPRETED, pytest.mark.usefixtures("small_sample")]
 
 BINS = 4 * BUCKETS  # linear bins of a row's scores, before they become buckets
 SHIPPED_SAMPLES = order_module.SAMPLES
@@ -41,19 +37,18 @@ SHIPPED_SAMPLES = order_module.SAMPLES
 
 def rank_of(q, k, config, kv_start=None):
     """(scores, order) of a whole call, [B, Hq, N, P / grain] each."""
-    call = call_of(q, k, config, kv_start)
-    ranked, _ = Ranker(q, keys_of(k, call), k, call).rank(range(q.shape[2]))
-    return ranked.score.clone(), ranked.order
+    ranking, _ = kernel_ranking(call_of(q, k, k, config, kv_start))
+    return ranking.score.clone(), ranking.order
 
 
 SHAPES = [
-    pytest.param(1, 2, 1, 200, 200, 64, None, id="B1-H2-L200-D64"),
-    pytest.param(1, 3, 3, 257, 257, 128, None, id="B1-H3-L257-D128"),
-    pytest.param(1, 1, 1, 5, 5, 64, None, id="shorter-than-a-tile"),
-    pytest.param(1, 1, 1, 1, 100, 64, None, id="one-query"),
-    pytest.param(2, 4, 2, 100, 211, 64, None, id="q100-kv211"),
-    pytest.param(3, 2, 1, 150, 150, 64, [0, 67, 149], id="left-padded"),
-    pytest.param(2, 3, 1, 100, 171, 64, [171, 33], id="padded-chunk"),
+    pytest.param((1, 2, 1, 200, 200, 64, None), id="B1-H2-L200-D64"),
+    pytest.param((1, 3, 3, 257, 257, 128, None), id="B1-H3-L257-D128"),
+    pytest.param((1, 1, 1, 5, 5, 64, None), id="shorter-than-a-tile"),
+    pytest.param((1, 1, 1, 1, 100, 64, None), id="one-query"),
+    pytest.param((2, 4, 2, 100, 211, 64, None), id="q100-kv211"),
+    pytest.param((3, 2, 1, 150, 150, 64, [0, 67, 149]), id="left-padded"),
+    pytest.param((2, 3, 1, 100, 171, 64, [171, 33]), id="padded-chunk"),
 ]
 
 
@@ -61,15 +56,12 @@ TAUS_AND_GRAINS = [(1.0, 4), (0.0, 4), (1.0, 1), (100.0, 8)]
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "tau", "grain"),
+    ("shape", "tau", "grain"),
     all_but_first(pairwise(SHAPES, TAUS_AND_GRAINS, mark=EXHAUSTIVE, count=7), SLOW),
 )
-def test_prefill_equals_the_reference(
-    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, tau, grain, nan_filled
-):  # fmt: skip
-    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim)
-    kv_start = None if starts is None else torch.tensor(starts)
-    config = mixed_config(heads, tau, grain=grain)
+def test_prefill_equals_the_reference(shape, tau, grain, nan_filled):
+    q, k, v, kv_start = drawn(shape)
+    config = mixed_config(shape[1], tau, grain=grain)
     agree(*run_both(q, k, v, config, kv_start))
 
 
@@ -114,16 +106,18 @@ def test_sinks_caps_and_scales(features, starts, nan_filled):
 def test_a_cap_is_part_of_the_ranking(nan_filled):
     q, k, _ = inputs(1, 1, 1, 64, 330, 64)
     config = LayerConfig.uniform(1, segment=64, representatives=4, grain=2, tile=TILE)
-    call = replace(call_of(q, k, config), softcap=1.5)
-    ranked, _ = Ranker(q, keys_of(k, call), k, call).rank(range(64))
+    ranking, _ = kernel_ranking(call_of(q, k, k, config, softcap=1.5))
     means = part_means(q[0, 0] * 0.125, 16)
     expected = log_weights(means, k[0, 0, :256], 2, softcap=1.5) * LOG2E
-    torch.testing.assert_close(ranked.score[0, 0, 0, :128].float(), expected, rtol=2e-3, atol=1e-2)
+    torch.testing.assert_close(ranking.score[0, 0, 0, :128].float(), expected, rtol=2e-3, atol=1e-2)
     assert (expected - log_weights(means, k[0, 0, :256], 2) * LOG2E).abs().max() > 0.5
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), all_but_first([(48, 32), (192, 128), (64, 96)], SLOW))
-def test_values_may_have_a_head_dim_of_their_own(head_dim, value_dim, nan_filled):
+HEAD_DIMS = [(80, 80), (48, 32), (192, 128), (64, 96), (8, 8), (96, 96), (256, 256)]
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), all_but_first(HEAD_DIMS, SLOW, 2))
+def test_other_head_dims_and_values_with_one_of_their_own(head_dim, value_dim, nan_filled):
     """The op itself: it fills up, runs the kernel, and cuts the output; the scale is that of the keys' head dim.
 
     Packed, with everything else that a layer may ask for, on every backend.
@@ -131,8 +125,9 @@ def test_values_may_have_a_head_dim_of_their_own(head_dim, value_dim, nan_filled
     q, k, _ = inputs(1, 2, 1, 100, 150, head_dim)
     v = torch.randn(1, 1, 150, value_dim)
     config = LayerConfig.uniform(2, tau=0.0, segment=64, tile=TILE)
-    out = s2o_attention(q, k, v, config, backend="triton")
+    out, lse, _ = s2o_attention(q, k, v, config, backend="triton", return_lse=True)
     torch.testing.assert_close(out.double(), naive_attention(q, k, v), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, log_sum_exp(q, k), rtol=1e-4, atol=1e-4)
     packed = [tensor[0].transpose(0, 1) for tensor in (q, k, v)]
     edges = [torch.tensor([0, length], dtype=torch.int32) for length in (100, 150)]
     for backend in ("triton", "reference", "dense"):
@@ -140,17 +135,6 @@ def test_values_may_have_a_head_dim_of_their_own(head_dim, value_dim, nan_filled
         alone = s2o_attention_varlen(*packed, *edges, 100, 150, config, backend=backend, **options)
         expected = naive_attention(q, k, v, **options)[0]
         torch.testing.assert_close(alone.transpose(0, 1).double(), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("head_dim", all_but_first([80, 8, 96, 256], SLOW))
-def test_other_head_dims(head_dim, nan_filled):
-    q, k, v = inputs(2, 2, 1, 100, 150, head_dim)
-    config = LayerConfig.uniform(2, tau=0.0, segment=64, tile=TILE)
-    out, lse, _ = s2o_attention(q, k, v, config, backend="triton", return_lse=True, return_stats=True)
-    expected = s2o_attention_reference(q, k, v, config)
-    assert out.shape == q.shape
-    torch.testing.assert_close(out, expected.out, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(lse, expected.lse, rtol=1e-4, atol=1e-4)
 
 
 @SLOW
@@ -177,7 +161,7 @@ def test_fp16_and_strides_as_transformers_hands_them_over(nan_filled):
     """q, k, v as views of [B, L, H, D]; errors within what fp16 weights and outputs allow."""
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs(1, 4, 2, 190, 190, 64, torch.float16))
     config = mixed_config(4, 0.0)
-    out, _, _ = s2o_prefill(q, k, v, call_of(q, k, config))
+    out, _, _ = s2o_prefill(call_of(q, k, v, config))
     expected, _, _ = s2o_attention_reference(q.double(), k.double(), v.double(), config, scale=0.125)
     assert out.dtype == torch.float16
     # weights and output are each rounded to 11 bits, relative to values of |v| <= 4
@@ -195,13 +179,13 @@ def test_wide_strides_use_64_bit_offsets(monkeypatch, nan_filled):
 @SLOW
 def test_slicing_the_rows_changes_nothing(monkeypatch):
     q, k, v = inputs(1, 2, 1, 500, 530, 64)
-    call = call_of(q, k, mixed_config(2, 1.0))
-    whole = s2o_prefill(q, k, v, call)
+    call = call_of(q, k, v, mixed_config(2, 1.0))
+    whole = s2o_prefill(call)
     assert row_slices(call, workspace=1) == [range(0, 128), range(128, 256), range(256, 384), range(384, 500)]
     # 2 heads, segments of 64 rows or more, 6 bytes a key and 4416 for a tail: 4 segments of 286 keys fit, then 2 of 414
     assert row_slices(call, workspace=50000) == [range(0, 256), range(256, 384), range(384, 500)]
     monkeypatch.setattr(prefill_module, "WORKSPACE_BYTES", 1)
-    sliced = s2o_prefill(q, k, v, call)
+    sliced = s2o_prefill(call)
     torch.testing.assert_close(whole[0], sliced[0], rtol=1e-5, atol=1e-6)
     assert torch.equal(whole[1], sliced[1])
 
@@ -210,11 +194,11 @@ def test_slicing_the_rows_changes_nothing(monkeypatch):
 @pytest.mark.parametrize("starts", all_but_first([[30, 0], None], EXHAUSTIVE), ids=["left-padded", "whole"])
 def test_the_order_in_which_heads_start_changes_nothing(starts, monkeypatch, nan_filled):
     q, k, v = inputs(len(starts or [0]), 4, 2, 130, 160, 16)
-    call = call_of(q, k, mixed_config(4, 1.0), None if starts is None else torch.tensor(starts))
+    call = call_of(q, k, v, mixed_config(4, 1.0), None if starts is None else torch.tensor(starts), lse=True)
     outputs = []
     for abreast in (1, 2, 4):
         monkeypatch.setattr(prefill_module, "heads_abreast", lambda *_, heads=abreast: heads)
-        outputs.append(s2o_prefill(q, k, v, call, lse=True))
+        outputs.append(s2o_prefill(call))
     for other in outputs[1:]:
         assert all(torch.equal(one, two) for one, two in zip(outputs[0], other, strict=True))
     agree(*run_both(q, k, v, call.config, call.kv_start, 0.125))
@@ -257,8 +241,8 @@ def test_rank_scores_and_orders_every_prefix(starts, length, grain, representati
     q, k, _ = inputs(2, 2, 1, 230, length, 64)
     kv_start = None if starts is None else torch.tensor(starts)
     config = LayerConfig.uniform(2, segment=64, representatives=representatives, grain=grain, tile=TILE)
-    call = call_of(q, k, config, kv_start)
-    scores, ranked = rank_of(q, k, config, kv_start)
+    call = call_of(q, k, k, config, kv_start)
+    scores, order_of_steps = rank_of(q, k, config, kv_start)
     for b, h, n in itertools.product(range(2), range(2), range(4)):
         start, first = prefix_of(call, b, h, n)
         means = part_means(
@@ -269,7 +253,7 @@ def test_rank_scores_and_orders_every_prefix(starts, length, grain, representati
         ours = scores[b, h, n, :steps].float()
         torch.testing.assert_close(ours, expected, rtol=2e-3, atol=1e-2)  # fp16, and 1 of 1 keys in the denominator
         order, sure = bucket_order(ours)
-        found = (ranked[b, h, n, :steps].long() - start) // grain
+        found = (order_of_steps[b, h, n, :steps].long() - start) // grain
         assert torch.equal(found.sort().values, torch.arange(steps))
         assert torch.equal(found[sure[found]], order[sure[order]])
 
@@ -297,9 +281,9 @@ def test_tail_sums_are_those_of_the_order(shares, starts, grain, head_dim, nan_f
     q, k, v = inputs(2, 4, 2, 230, 700, head_dim)
     kv_start = None if starts is None else torch.tensor(starts)
     config = LayerConfig.uniform(4, segment=64, representatives=4, tail=True, grain=grain, tile=TILE)
-    call = call_of(q, k, config, kv_start)
-    ranked, tail = Ranker(q, keys_of(k, call), v, call).rank(range(230))
-    assert_tail_sums(tail, ranked, v, call)
+    call = call_of(q, k, v, config, kv_start)
+    ranking, tail = kernel_ranking(call)
+    assert_tail_sums(tail, ranking, call)
 
 
 @pytest.mark.parametrize(
@@ -311,26 +295,26 @@ def test_tail_sums_of_more_segments_at_once(shares, head_dim, starts, nan_filled
     q, k, v = inputs(len(starts or [0]), 2, 1, 560, 700, head_dim)
     kv_start = None if starts is None else torch.tensor(starts)
     heads = (HeadConfig(1.0, 64, representatives=4, tail=True), HeadConfig(1.0, 128, tail=True))
-    call = call_of(q, k, LayerConfig(heads, TILE, grain=4), kv_start)
-    ranked, four = Ranker(q, keys_of(k, call), v, call).rank(range(560))
+    call = call_of(q, k, v, LayerConfig(heads, TILE, grain=4), kv_start)
+    ranking, four = kernel_ranking(call)
     monkeypatch.setattr(tail_module, "MANY_SEGMENTS", 1)
     assert tail_module.tail_segments(9, head_dim) == 8
-    eight = tail_module.tail_sums(ranked, tail_module.pooled_values(v, call), call, range(560))
+    eight = tail_module.tail_sums(ranking, tail_module.pooled_values(v, call), call, range(560))
     for ours, expected in zip(eight, four, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
-    assert_tail_sums(eight, ranked, v, call)
+    assert_tail_sums(eight, ranking, call)
 
 
-def assert_tail_sums(tail, ranked, v, call):
-    """The sums of a whole call are those of its order, in plain torch; v: [B, Hkv, Lk, D]."""
+def assert_tail_sums(tail, ranking, call):
+    """The sums of a whole call are those of its order, in plain torch."""
     shape, grain = call.shape, call.config.grain
     for b, h in itertools.product(range(shape.batch), range(shape.query_heads)):
         for n in range(-(-shape.q_len // call.config.heads[h].segment)):
             start, first = prefix_of(call, b, h, n)
             steps = (first - start) // grain
-            weights = ranked.score[b, h, n, :steps].double().exp2()
-            means = v[b, h // shape.group, start:first].double().view(steps, grain, shape.head_dim).mean(1)
-            place = (ranked.order[b, h, n, :steps].long() - start) // grain
+            weights = ranking.score[b, h, n, :steps].double().exp2()
+            means = call.v[b, h // shape.group, start:first].double().view(steps, grain, shape.head_dim).mean(1)
+            place = (ranking.order[b, h, n, :steps].long() - start) // grain
             for e, begin in enumerate(tail.first[b, h, n, :: BUCKETS // EDGES].tolist()):
                 rest = place[begin:]
                 on_the_border = float(weights[rest].max()) * 2 if len(rest) else 1e-6  # may count for either bucket
@@ -415,7 +399,7 @@ def test_dense_heads_alone_give_the_kernel_an_order_of_the_type_it_expects(monke
         launch(kernel, grid, arguments, *rest, **options)
 
     monkeypatch.setattr(prefill_module, "launch", recorded)
-    out, _, _ = s2o_prefill(q, k, v, replace(call_of(q, k, config), softcap=1.5))
+    out, _, _ = s2o_prefill(call_of(q, k, v, config, softcap=1.5))
     assert types == [torch.int32]
     torch.testing.assert_close(out, naive_attention(q, k, v, scale=0.125, softcap=1.5).float(), rtol=1e-4, atol=1e-4)
 

@@ -10,13 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels.launch import TESTED_TRITONS, launch, strides
-
-needs_interpreter = pytest.mark.skipif(
-    not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu"
-)
+from support.marks import INTERPRETED
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -42,7 +38,7 @@ def run(x, out, bias=None):
     launch(scaled_rows, (len(x), 1, 1), arguments(x, out, bias), {"HAS_BIAS": bias is not None, "COLUMNS": 16})
 
 
-@needs_interpreter
+@INTERPRETED
 def test_arguments_are_bound_by_name_whatever_their_order():
     x, out, bias = torch.randn(16, 5).T, torch.full((5, 16), torch.nan), torch.randn(16)
     run(x, out, bias)

@@ -9,7 +9,6 @@ import torch
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels import linear as linear_module
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.keys import keys_of
@@ -28,16 +27,13 @@ from s2o_runtime.kernels.primitives import LOG2E
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.ranking import part_means
 from s2o_runtime.serving.server import _compiled_kind
-from support.kernels import TILE, agree, call_of, inputs, pack, prefix_of, ranking_of, run_both
-from support.marks import all_but_first
+from support.kernels import TILE, agree, call_of, drawn, inputs, kernel_ranking, pack, prefix_of, ranking_of, run_both
+from support.marks import INTERPRETED, all_but_first
 from support.naive import naive_attention
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
 
-pytestmark = [
-    pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu"),
-    pytest.mark.usefixtures("small_sample"),
-]
+pytestmark = [INTERPRETED, pytest.mark.usefixtures("small_sample")]
 
 LINEAR = HeadConfig(0.3, 64, linear=True)
 MIXED = (
@@ -53,29 +49,22 @@ def mixed(heads, tile=TILE, grain=1):
     return LayerConfig(tuple(MIXED[h % 5] for h in range(heads)), tile, grain=grain)
 
 
-SHAPES = [
-    pytest.param(1, 5, 1, 200, 200, 64, None, id="B1-H5-L200-D64"),
-    pytest.param(1, 4, 2, 257, 257, 128, None, id="B1-H4-L257-D128"),
-    pytest.param(2, 2, 1, 100, 211, 64, None, id="q100-kv211"),
-    pytest.param(3, 2, 1, 250, 250, 64, [0, 67, 249], id="left-padded"),
-    pytest.param(2, 3, 1, 100, 271, 64, [271, 33], id="padded-chunk"),
-    pytest.param(1, 1, 1, 5, 5, 64, None, id="shorter-than-a-tile"),
-    pytest.param(1, 1, 1, 1, 200, 64, None, id="one-query"),
-    pytest.param(1, 2, 1, 130, 300, 256, None, id="D256"),
+CASES = [
+    pytest.param((1, 5, 1, 200, 200, 64, None), 4, id="B1-H5-L200-D64-G4"),
+    pytest.param((1, 4, 2, 257, 257, 128, None), 1, id="B1-H4-L257-D128-G1"),
+    pytest.param((2, 2, 1, 100, 211, 64, None), 8, id="q100-kv211-G8"),
+    pytest.param((3, 2, 1, 250, 250, 64, [0, 67, 249]), 1, id="left-padded-G1"),
+    pytest.param((2, 3, 1, 100, 271, 64, [271, 33]), 8, id="padded-chunk-G8"),
+    pytest.param((1, 1, 1, 5, 5, 64, None), 4, id="shorter-than-a-tile-G4"),
+    pytest.param((1, 1, 1, 1, 200, 64, None), 4, id="one-query-G4"),
+    pytest.param((1, 2, 1, 130, 300, 256, None), 4, id="D256-G4"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "grain"),
-    [pytest.param(*shape.values, grain, id=f"{shape.id}-G{grain}", marks=SLOW if index else ())
-     for index, (shape, grain) in enumerate(zip(SHAPES, (4, 1, 8, 1, 8, 4, 4, 4), strict=True))],
-)  # fmt: skip
-def test_prefill_equals_the_reference(
-    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, grain, nan_filled
-):  # fmt: skip
-    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim)
-    kv_start = None if starts is None else torch.tensor(starts)
-    agree(*run_both(q, k, v, mixed(heads, grain=grain), kv_start))
+@pytest.mark.parametrize(("shape", "grain"), all_but_first(CASES, SLOW))
+def test_prefill_equals_the_reference(shape, grain, nan_filled):
+    q, k, v, kv_start = drawn(shape)
+    agree(*run_both(q, k, v, mixed(shape[1], grain=grain), kv_start))
 
 
 @pytest.mark.parametrize("starts", all_but_first([None, [40, 0]], SLOW), ids=str)
@@ -111,7 +100,7 @@ def test_other_tiles(tile, grain, nan_filled):
 def test_a_first_chunk_that_holds_the_prefix_is_dense_attention(nan_filled):
     q, k, v = inputs(1, 1, 1, 200, 330, 64)
     config = LayerConfig((LINEAR,), replace(TILE, chunk=16))
-    out, visited, _ = s2o_prefill(q, k, v, call_of(q, k, config))
+    out, visited, _ = s2o_prefill(call_of(q, k, v, config))
     torch.testing.assert_close(out.double(), naive_attention(q, k, v, scale=0.125), rtol=1e-4, atol=1e-5)
     assert visited.flatten().tolist() == [128, 192, 256, 320]
 
@@ -119,18 +108,18 @@ def test_a_first_chunk_that_holds_the_prefix_is_dense_attention(nan_filled):
 def test_the_estimate_is_that_of_the_kernels_own_representative(nan_filled):
     """The sums themselves, of a segment and of one whose keys the first chunk holds all."""
     q, k, v = inputs(1, 1, 1, 128, 180, 64)
-    call = call_of(q, k, LayerConfig((LINEAR,), TILE))
-    ranker = Ranker(q, keys_of(k, call), v, call)
-    ranked, _ = ranker.rank(range(128))
-    scores = ranked.score.clone()
-    sums = ranker.linear(ranked, range(128))
+    call = call_of(q, k, v, LayerConfig((LINEAR,), TILE))
+    ranker = Ranker(call, keys_of(call))
+    ranking, _ = ranker.rank(range(128))
+    scores = ranking.score.clone()
+    sums = ranker.linear(ranking, range(128))
     assert sums.log_mass[0, 0, 0] == float("-inf")  # 52 keys before it, of which 32 are whole tiles
     start, first = prefix_of(call, 0, 0, 1)
     left = torch.ones(first - start, dtype=torch.bool)
-    left[ranked.order[0, 0, 1, : TILE.stride].long()] = False
+    left[ranking.order[0, 0, 1, : TILE.stride].long()] = False
     assert left.sum() == 32
-    assert torch.equal(ranked.score[0, 0, 1, : first - start].isinf(), ~left)
-    assert torch.equal(ranked.score[0, 0, 1, : first - start][left], scores[0, 0, 1, : first - start][left])
+    assert torch.equal(ranking.score[0, 0, 1, : first - start].isinf(), ~left)
+    assert torch.equal(ranking.score[0, 0, 1, : first - start][left], scores[0, 0, 1, : first - start][left])
     keys, values = (tensor[0, 0, :first][left].double() for tensor in (k, v))
     center = part_means(q[0, 0, 64:].double() * 0.125, 64)[0]
     weights = (keys @ center).softmax(0)[:, None]
@@ -148,7 +137,7 @@ def test_nothing_but_the_first_chunk_is_visited_whatever_it_gains(nan_filled):
     direction = torch.nn.functional.normalize(torch.randn(64), dim=0)
     q = direction * 30 + 0.1 * q
     k[:, :, :200] += direction * 60
-    call = call_of(q, k, LayerConfig((LINEAR,), TILE))
+    call = call_of(q, k, v, LayerConfig((LINEAR,), TILE))
     assert call.tables.tau.isnan().all()
     ours, expected = run_both(q, k, v, call.config)
     agree(ours, expected, rtol=1e-3, atol=1e-3)  # scores of hundreds have 16 binary digits behind the point
@@ -179,8 +168,8 @@ def test_other_head_dims(head_dim, nan_filled):
     out, lse, stats = s2o_attention(q, k, v, config, backend="triton", return_lse=True, return_stats=True)
     width = 128 if head_dim > 64 else 64
     whole = [torch.nn.functional.pad(tensor, (0, width - head_dim)) for tensor in (q, k, v)]
-    call = call_of(*whole[:2], config, scale=head_dim**-0.5)
-    ranking = partial(ranking_of, call, *Ranker(whole[0], keys_of(whole[1], call), whole[2], call).rank(range(100)))
+    call = call_of(*whole, config, scale=head_dim**-0.5)
+    ranking = partial(ranking_of, call, *kernel_ranking(call))
     expected = s2o_attention_reference(*whole, config, scale=head_dim**-0.5, ranking_of=ranking)
     agree((out, stats.visited, lse), expected._replace(out=expected.out[..., :head_dim]))
 
@@ -201,7 +190,7 @@ def test_programs_share_the_keys_of_a_prefix(starts, q_len, head_dim, columns, s
     monkeypatch.setattr(linear_module, "product_columns", lambda head_dim, dtype: columns)
     q, k, v = inputs(len(starts), 2, 1, q_len, 100 + q_len, head_dim)
     kv_start = torch.tensor(starts) if any(starts) else None
-    call = call_of(q, k, LayerConfig((LINEAR, MIXED[2]), TILE, grain=4), kv_start)
+    call = call_of(q, k, v, LayerConfig((LINEAR, MIXED[2]), TILE, grain=4), kv_start)
     prefixes = (prefix_of(call, len(starts) - 1, 0, n) for n in (0, 1))
     assert [first - start for start, first in prefixes] == [96, 160]
     if sliced:
@@ -268,8 +257,8 @@ def test_shares_of_a_prefix_are_whole_tiles_that_fit_their_workspace():
 
 
 def test_slices_leave_room_for_the_sums():
-    q, k, _ = inputs(1, 4, 1, 4096, 4096, 64)
-    plain, linear = (call_of(q, k, LayerConfig.uniform(4, segment=64, tile=TILE, linear=on)) for on in (False, True))
+    qkv = inputs(1, 4, 1, 4096, 4096, 64)
+    plain, linear = (call_of(*qkv, LayerConfig.uniform(4, segment=64, tile=TILE, linear=on)) for on in (False, True))
     for dtype in (torch.bfloat16, torch.float16):
         slices = row_slices(linear, 1 << 22, dtype)
         for rows in slices[:-1]:  # as many as fit
@@ -281,11 +270,10 @@ def test_slices_leave_room_for_the_sums():
 
 
 def test_heads_without_a_linear_tail_launch_nothing_for_it(monkeypatch):
-    q, k, v = inputs(1, 2, 1, 130, 130, 64)
     dense_linear = HeadConfig(mode="dense", linear=True)  # which a dense head ignores
-    call = call_of(q, k, LayerConfig((HeadConfig(0.5, 64), dense_linear), TILE))
+    call = call_of(*inputs(1, 2, 1, 130, 130, 64), LayerConfig((HeadConfig(0.5, 64), dense_linear), TILE))
     monkeypatch.setattr(linear_module, "launch", None)
-    _, _, lse = s2o_prefill(q, k, v, call)
+    _, _, lse = s2o_prefill(call)
     assert lse is None
     assert len(call.tables.linear) == 0
 

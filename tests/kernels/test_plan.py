@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
+from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.compute import takes_output
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.replay import PLANS, _calls, forget_plans, repeated_call
@@ -20,8 +20,7 @@ from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import plan as plan_module
 from s2o_runtime.kernels.launch import hooked, launch, observed
 from s2o_runtime.kernels.plan import Recorder
-from s2o_runtime.pages import packed_starts
-from support.paging import LAYOUTS, paged
+from support.paging import LAYOUTS, PagedBatch
 
 SLOW = pytest.mark.slow(reason="runs kernels in Triton's interpreter, seconds each")
 
@@ -393,27 +392,17 @@ def test_a_replayed_call_is_the_call(interpreted_gpu, nan_filled, starts, option
     compare(again, without_plan(lambda: call(*tensors)))
 
 
-def paged_call(queries, lengths, out=None, q=None, config=CONFIG, **options):
+def paged_call(queries, lengths, out=None, q=None, **options):
     """A call of new random tensors, within bounds of 100 queries and keys a sequence; without its plan as well."""
-    k, v = torch.randn(2, sum(lengths), 1, 64).unbind(0)
-    q = torch.randn(sum(queries), config.num_heads, 64) if q is None else q
-    out = torch.full_like(q, float("nan")) if out is None else out
-    before = q.clone()
-    *caches, table, cu_k = paged(k, v, lengths, 16, LAYOUTS[1])  # 13 pages for all lengths of these tests
-    cu_q = packed_starts(torch.tensor(queries, dtype=torch.int32))
-    result = s2o_attention_paged(
-        q, *caches, config,
-        cu_q=cu_q, seq_lens=cu_k.diff(), block_table=table, max_q=100, max_k=100, total_k=200, cu_k=cu_k,
-        backend="triton", return_stats=True, out=out, **options,
-    )  # fmt: skip
+    batch = PagedBatch(queries, lengths, 16, LAYOUTS[1], heads=1, kv_heads=1, bounds=(100, 100))  # of 13 pages always
+    batch.q = batch.q if q is None else q
+    out = torch.full_like(batch.q, float("nan")) if out is None else out
+    before = batch.q.clone()
+    options |= {"backend": "triton", "return_stats": True}
+    result = batch.paged(CONFIG, total_k=200, out=out, **options)
     assert result.out is out
-
-    def fresh():
-        return s2o_attention_varlen(
-            before, k, v, cu_q, cu_k, 100, 100, config, backend="triton", return_stats=True, **options
-        )
-
-    return result, fresh
+    batch.q = before
+    return result, lambda: batch.packed(CONFIG, **options)
 
 
 @SLOW

@@ -2,30 +2,25 @@
 
 import itertools
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
 from s2o_runtime.attention.api import s2o_attention_varlen
-from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.warmup import SPLIT_CALL, split_calls
+from s2o_runtime.call import Call
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
-from s2o_runtime.devices import Resources, interpreted
+from s2o_runtime.devices import Resources
 from s2o_runtime.kernels import prefill as prefill_module
-from s2o_runtime.kernels.call import Call, head_tables
-from s2o_runtime.kernels.keys import keys_of
-from s2o_runtime.kernels.prefill import Ranker, s2o_prefill
+from s2o_runtime.kernels.prefill import s2o_prefill
 from s2o_runtime.kernels.shares import DENSITY, FEWEST_KEYS, LAST, SHARE_BYTES, SHARES, key_shares
-from s2o_runtime.pages import packed_starts
 from s2o_runtime.reference.attention import s2o_attention_reference
-from s2o_runtime.shapes import CallShape, call_shape
-from support.kernels import TILE, inputs, pack, ranking_of
-from support.paging import paged
+from support.kernels import TILE, call_of, drawn, inputs, pack, run_both
+from support.marks import INTERPRETED
+from support.paging import PagedBatch
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
-INTERPRETED = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
 
 pytestmark = pytest.mark.usefixtures("small_sample")
 
@@ -44,10 +39,11 @@ DENSE = [1, 3]
 
 def shares_of(q_len, kv_len, dense=2, heads=8, batch=1, gpu=GPU, others=HEADS[0]):
     """In a layer with so many dense heads, all others alike, and programs of 128 rows."""
+    others = replace(others, segment=HOPPER.rows)
     config = LayerConfig((HeadConfig(mode="dense"),) * dense + (others,) * (heads - dense), HOPPER)
-    shape = CallShape(batch, heads, heads // 4, q_len, kv_len, 128, 128)
-    call = Call(config, shape, 0.125, head_tables(config, torch.device("cpu")))
-    return key_shares(call, -(-q_len // HOPPER.rows), gpu)
+    sizes = (heads, q_len), (heads // 4, kv_len), (heads // 4, kv_len)
+    tensors = (torch.empty(batch, *size, 128, device="meta") for size in sizes)
+    return key_shares(Call.of(*tensors, config), -(-q_len // HOPPER.rows), gpu)
 
 
 def test_few_queries_behind_many_keys_are_split():
@@ -68,7 +64,7 @@ def test_few_queries_behind_many_keys_are_split():
 def test_shares_are_few_enough_and_short_enough(dense, heads, batch):
     fewest, most = SHARES
     for q_len, kv_len in itertools.product((1, 100, 500, 1000, 2048, 5000), (3000, 9000, 33000, 131072, 1 << 20)):
-        shares = shares_of(q_len, kv_len, dense, heads, batch)
+        shares = shares_of(q_len, kv_len, dense, heads, batch) if q_len <= kv_len else 1
         if shares == 1:
             continue
         assert shares in (4, 8, 16)
@@ -99,52 +95,35 @@ def split(monkeypatch, shares):
     return combined
 
 
-def call_of(q, k, config, **options):
-    return Call(config, call_shape(q, k, k, options.get("kv_start")), 0.125, head_tables(config, q.device), **options)
-
-
-def unsplit(q, k, v, call, monkeypatch):
+def unsplit(call, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(prefill_module, "key_shares", lambda *_: 1)
-        return s2o_prefill(q, k, v, call, lse=True)
+        return s2o_prefill(call)
 
 
-CASES = [
-    pytest.param(1, 60, 211, {}, {}, id="q60-kv211"),
-    pytest.param(2, 100, 231, {"kv_start": [40, 0]}, {}, id="left-padded"),
-    pytest.param(2, 70, 171, {"kv_start": [171, 120]}, {"sinks": [1.0, 9.0, -2.0, 3.0]}, id="padded-chunk-sinks"),
-    pytest.param(1, 100, 211, {}, {"sinks": [1.0, 9.0, -2.0, 3.0], "softcap": 3.0}, id="sinks-cap"),
-    pytest.param(1, 1, 250, {}, {}, id="one-query"),
-]
-
-
-# shares and scores of each of them
-KINDS = [(4, "input"), (16, "int8"), (4, "int8"), (16, "input"), (4, "input")]
+SINKS = torch.tensor([1.0, 9.0, -2.0, 3.0])
 
 
 @INTERPRETED
 @SLOW
 @pytest.mark.parametrize(
-    ("batch", "q_len", "kv_len", "starts", "features", "shares", "scores"),
-    [pytest.param(*case.values, *kind, id=f"{case.id}-{kind[0]}-{kind[1]}")
-     for case, kind in zip(CASES, KINDS, strict=True)],
-)  # fmt: skip
-def test_a_split_call_equals_the_reference(
-    batch, q_len, kv_len, starts, features, shares, scores, monkeypatch, nan_filled
-):
+    ("shape", "features", "shares", "scores"),
+    [
+        pytest.param((1, 4, 2, 60, 211, 64, None), {}, 4, "input", id="q60-kv211"),
+        pytest.param((2, 4, 2, 100, 231, 64, [40, 0]), {}, 16, "int8", id="left-padded"),
+        pytest.param((2, 4, 2, 70, 171, 64, [171, 120]), {"sinks": SINKS}, 4, "int8", id="padded-chunk-sinks"),
+        pytest.param((1, 4, 2, 100, 211, 64, None), {"sinks": SINKS, "softcap": 3.0}, 16, "input", id="sinks-cap"),
+        pytest.param((1, 4, 2, 1, 250, 64, None), {}, 4, "input", id="one-query"),
+    ],
+)
+def test_a_split_call_equals_the_reference(shape, features, shares, scores, monkeypatch, nan_filled):
     """With 16 shares of at most 7 tiles, most are empty."""
-    q, k, v = inputs(batch, 4, 2, q_len, kv_len, 64)
+    q, k, v, kv_start = drawn(shape)
     config = replace(CONFIG, scores=scores)
-    kv_start = torch.tensor(starts["kv_start"]) if starts else None
-    options = dict(features)
-    if scores == "int8":
-        options.pop("softcap", None)  # which int8 scores do not have
-    if "sinks" in options:
-        options["sinks"] = torch.tensor(options["sinks"])
-    call = call_of(q, k, config, kv_start=kv_start, **options)
-    whole, visited, whole_lse = unsplit(q, k, v, call, monkeypatch)
+    call = call_of(q, k, v, config, kv_start, lse=True, **features)
+    whole, visited, whole_lse = unsplit(call, monkeypatch)
     combined = split(monkeypatch, shares)
-    out, split_visited, lse = s2o_prefill(q, k, v, call, lse=True)
+    (out, split_visited, lse), expected = run_both(q, k, v, config, kv_start, 0.125, **features)
     assert combined == [1]
     assert torch.equal(split_visited, visited)
     others = [head for head in range(4) if head not in DENSE]
@@ -152,13 +131,9 @@ def test_a_split_call_equals_the_reference(
     assert torch.equal(lse[:, others], whole_lse[:, others])
     torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, whole_lse, rtol=1e-4, atol=1e-4)
-    ranking = partial(ranking_of, call, *Ranker(q, keys_of(k, call), v, call).rank(range(q_len)))
-    expected = s2o_attention_reference(
-        q, k, v, config, kv_start=kv_start, scale=0.125, ranking_of=ranking, **options
-    )  # fmt: skip
     torch.testing.assert_close(out[:, DENSE], expected.out[:, DENSE], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse[:, DENSE], expected.lse[:, DENSE], rtol=1e-4, atol=1e-4)
-    alone, _, none = s2o_prefill(q, k, v, call)  # whose shares have a log-sum-exp all the same
+    alone, _, none = s2o_prefill(replace(call, with_lse=False))  # whose shares have a log-sum-exp all the same
     assert none is None
     torch.testing.assert_close(alone, out, rtol=1e-5, atol=1e-6)
 
@@ -167,7 +142,7 @@ def test_a_split_call_equals_the_reference(
 def test_fp16_outputs_are_rounded_once(monkeypatch, nan_filled):
     q, k, v = inputs(1, 4, 2, 60, 400, 64, torch.float16)
     split(monkeypatch, 8)
-    out, _, _ = s2o_prefill(q, k, v, call_of(q, k, CONFIG))
+    out, _, _ = s2o_prefill(call_of(q, k, v, CONFIG))
     expected = s2o_attention_reference(q.double(), k.double(), v.double(), CONFIG, scale=0.125).out
     assert out.dtype == torch.float16
     # weights and output are each rounded to 11 bits, relative to values of |v| <= 4
@@ -192,7 +167,7 @@ def test_packed_sequences_are_sequences_on_their_own(monkeypatch, nan_filled):
         ours = out[begin:end].transpose(0, 1)
         torch.testing.assert_close(ours[DENSE], expected.out[0, DENSE], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(lse[DENSE, begin:end], expected.lse[0, DENSE], rtol=1e-4, atol=1e-4)
-        whole, _, _ = unsplit(*part, call_of(*part[:2], CONFIG), monkeypatch)
+        whole, _, _ = unsplit(call_of(*part, CONFIG), monkeypatch)
         torch.testing.assert_close(ours, whole[0], rtol=1e-4, atol=1e-5)
         begin = end
 
@@ -201,17 +176,11 @@ def test_packed_sequences_are_sequences_on_their_own(monkeypatch, nan_filled):
 @SLOW
 def test_pages_change_nothing(monkeypatch, nan_filled):
     """A share of keys in pages is what it is of the same keys one behind another, bit for bit."""
-    q_lens, k_lens = [70, 1, 130], [171, 40, 130]
-    q, k, v = (torch.randn(sum(lens), heads, 64) for lens, heads in ((q_lens, 4), (k_lens, 2), (k_lens, 2)))
-    cu_q = packed_starts(torch.tensor(q_lens, dtype=torch.int32))
-    *caches, table, cu_k = paged(k, v, k_lens, 16)
+    batch = PagedBatch([70, 1, 130], [171, 40, 130])
     combined = split(monkeypatch, 4)
     monkeypatch.delattr("s2o_runtime.attention.paged.gathered")  # no copy is made
-    ours = s2o_attention_paged(
-        q, *caches, CONFIG,
-        cu_q=cu_q, seq_lens=cu_k.diff(), block_table=table, max_q=130, max_k=171, backend="triton", return_lse=True,
-    )  # fmt: skip
-    expected = s2o_attention_varlen(q, k, v, cu_q, cu_k, 130, 171, CONFIG, backend="triton", return_lse=True)
+    ours = batch.paged(CONFIG, backend="triton", return_lse=True)
+    expected = batch.packed(CONFIG, backend="triton", return_lse=True)
     assert combined == [1, 1]
     assert torch.equal(ours.out, expected.out)
     assert torch.equal(ours.lse, expected.lse)
@@ -221,10 +190,10 @@ def test_pages_change_nothing(monkeypatch, nan_filled):
 def test_linear_tails_are_added_to_their_heads_alone(monkeypatch, nan_filled):
     """To outputs and log-sum-exps that the combination has left as they are; dense heads keep what it wrote."""
     q, k, v = inputs(1, 4, 2, 60, 400, 64)
-    call = call_of(q, k, LayerConfig((HEADS[0], HEADS[1], LINEAR, HEADS[3]), TILE, grain=4))
-    whole, _, whole_lse = unsplit(q, k, v, call, monkeypatch)
+    call = call_of(q, k, v, LayerConfig((HEADS[0], HEADS[1], LINEAR, HEADS[3]), TILE, grain=4), lse=True)
+    whole, _, whole_lse = unsplit(call, monkeypatch)
     combined = split(monkeypatch, 4)
-    out, _, lse = s2o_prefill(q, k, v, call, lse=True)
+    out, _, lse = s2o_prefill(call)
     assert combined == [1]
     assert torch.equal(out[:, [0, 2]], whole[:, [0, 2]])
     torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-5)
@@ -236,11 +205,11 @@ def test_linear_tails_are_added_to_their_heads_alone(monkeypatch, nan_filled):
 @SLOW
 def test_every_slice_of_rows_is_split(monkeypatch, nan_filled):
     q, k, v = inputs(1, 4, 2, 300, 700, 64)
-    call = call_of(q, k, CONFIG)
-    whole, _, whole_lse = unsplit(q, k, v, call, monkeypatch)
+    call = call_of(q, k, v, CONFIG, lse=True)
+    whole, _, whole_lse = unsplit(call, monkeypatch)
     combined = split(monkeypatch, 4)
     monkeypatch.setattr(prefill_module, "WORKSPACE_BYTES", 1)
-    out, _, lse = s2o_prefill(q, k, v, call, lse=True)
+    out, _, lse = s2o_prefill(call)
     assert combined == [1, 1, 1]
     torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, whole_lse, rtol=1e-4, atol=1e-4)

@@ -6,16 +6,13 @@ import pytest
 import torch
 
 from s2o_runtime.config import LayerConfig, TileConfig
-from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels.prefill import s2o_prefill
 from s2o_runtime.kernels.trace import STRIDES, trace
 from s2o_runtime.reference.dense import exact_attention
 from support.kernels import call_of, inputs
+from support.marks import INTERPRETED
 
-pytestmark = [
-    pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu"),
-    pytest.mark.usefixtures("small_sample"),
-]
+pytestmark = [INTERPRETED, pytest.mark.usefixtures("small_sample")]
 
 SLOW = pytest.mark.slow(reason="runs the kernels in Triton's interpreter at every threshold and spacing")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="further settings of that, half a minute each")
@@ -42,7 +39,7 @@ def test_a_trace_is_every_run_at_once(length, segment, representatives, grain, s
     truth = exact_attention(q, k, v, scale=0.125, **features)
     norms = truth.square().sum(-1)
     floor = norms.mean(-1)[0]
-    slices = list(trace(q, k, v, truth, floor, TAUS, replace(call_of(q, k, config), **features)))
+    slices = list(trace(call_of(q, k, v, config, **features), truth, floor, TAUS))
     assert [each.rows for each in slices] == [range(length)]
     traced = slices[0]
     tiles = -(-length // TILE.block_m)
@@ -52,7 +49,7 @@ def test_a_trace_is_every_run_at_once(length, segment, representatives, grain, s
         for t, tau in enumerate(TAUS.tolist()):
             for tail in (False, True):
                 run = LayerConfig.uniform(2, tau=tau, tail=tail, tile=replace(TILE, chunk=1 << s), **kind)
-                out, visited, _ = s2o_prefill(q, k, v, replace(call_of(q, k, run), **features))
+                out, visited, _ = s2o_prefill(call_of(q, k, v, run, **features))
                 off = (out - truth).square().sum(-1)
                 filled = torch.nn.functional.pad(torch.stack([off, off / size]), (0, tiles * 64 - length))
                 squared, worst = filled.view(2, 2, tiles, 64).unbind()

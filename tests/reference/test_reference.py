@@ -20,13 +20,19 @@ def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim=16, dtype=torch.float
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+def drawn(shape):
+    """`inputs` of the sizes of a shape, and where its sequences start."""
+    *sizes, starts = shape
+    return *inputs(*sizes), None if starts is None else torch.tensor(starts)
+
+
 SHAPES = [
-    pytest.param(1, 2, 1, 200, 200, None, id="B1-H2-L200"),
-    pytest.param(1, 1, 1, 3, 3, None, id="shorter-than-a-tile"),
-    pytest.param(1, 2, 2, 1, 150, None, id="one-query"),
-    pytest.param(1, 4, 2, 130, 211, None, id="q130-kv211"),
-    pytest.param(2, 2, 1, 150, 150, [0, 67], id="left-padded"),
-    pytest.param(2, 2, 2, 100, 171, [171, 5], id="one-row-of-padding-only"),
+    pytest.param((1, 2, 1, 200, 200, None), id="B1-H2-L200"),
+    pytest.param((1, 1, 1, 3, 3, None), id="shorter-than-a-tile"),
+    pytest.param((1, 2, 2, 1, 150, None), id="one-query"),
+    pytest.param((1, 4, 2, 130, 211, None), id="q130-kv211"),
+    pytest.param((2, 2, 1, 150, 150, [0, 67]), id="left-padded"),
+    pytest.param((2, 2, 2, 100, 171, [171, 5]), id="one-row-of-padding-only"),
 ]
 
 
@@ -35,74 +41,64 @@ def mixed_heads(count, tau, stop_rule):
     return tuple(HeadConfig(tau=tau, segment=segments[h % 2], stop_rule=stop_rule) for h in range(count))
 
 
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "starts"), SHAPES)
-def test_tau_zero_is_dense_attention(batch, heads, kv_heads, q_len, kv_len, starts):
-    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len)
-    kv_start = None if starts is None else torch.tensor(starts)
-    config = LayerConfig(mixed_heads(heads, 0.0, StopRule.SHARE), TILE)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tau_zero_is_dense_attention(shape):
+    q, k, v, kv_start = drawn(shape)
+    config = LayerConfig(mixed_heads(shape[1], 0.0, StopRule.SHARE), TILE)
     out, visited, _ = s2o_attention_reference(q, k, v, config, kv_start=kv_start)
     torch.testing.assert_close(out, naive_attention(q, k, v, kv_start=kv_start), rtol=1e-10, atol=1e-12)
     share = density(visited, config, call_shape(q, k, v), kv_start)
-    expected = torch.full((heads,), 1.0, dtype=torch.float64)
+    expected = torch.full((shape[1],), 1.0, dtype=torch.float64)
     torch.testing.assert_close(share, expected, rtol=0, atol=1e-12)
+
+
+def equals_the_naive_loop(q, k, v, config, **options):
+    out, visited, _ = s2o_attention_reference(q, k, v, config, **options)
+    expected, pairs, causal = naive_s2o(
+        q, k, v, config.heads, config.tile, config.row_reduce, grain=config.grain, **options
+    )
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
+    if not options.get("paper_literal"):  # permuted queries leave the tiles that density counts
+        share = density(visited, config, call_shape(q, k, v), options["kv_start"])
+        torch.testing.assert_close(share, torch.tensor(pairs, dtype=torch.float64) / causal, rtol=1e-12, atol=0)
 
 
 TAU = {StopRule.REST: 1.0, StopRule.SHARE: 1.5, StopRule.PAPER: 0.4}
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "q_len", "kv_len", "starts", "stop_rule", "row_reduce", "paper_literal"),
+    ("shape", "stop_rule", "row_reduce", "paper_literal"),
     pairwise(SHAPES, StopRule, ["mean", "max"], [False, True], mark=SLOW, count=4),
 )
-def test_equals_the_naive_loop(batch, heads, kv_heads, q_len, kv_len, starts, stop_rule, row_reduce, paper_literal):
-    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len)
-    kv_start = None if starts is None else torch.tensor(starts)
-    config = LayerConfig(mixed_heads(heads, TAU[stop_rule], stop_rule), TILE, row_reduce)
-    out, visited, _ = s2o_attention_reference(q, k, v, config, kv_start=kv_start, paper_literal=paper_literal)
-    expected, pairs, causal = naive_s2o(q, k, v, config.heads, TILE, row_reduce, kv_start, paper_literal)
-    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
-    if not paper_literal:  # permuted queries leave the tiles that density counts
-        share = density(visited, config, call_shape(q, k, v), kv_start)
-        torch.testing.assert_close(share, torch.tensor(pairs, dtype=torch.float64) / causal, rtol=1e-12, atol=0)
+def test_rules_equal_the_naive_loop(shape, stop_rule, row_reduce, paper_literal):
+    q, k, v, kv_start = drawn(shape)
+    config = LayerConfig(mixed_heads(shape[1], TAU[stop_rule], stop_rule), TILE, row_reduce)
+    equals_the_naive_loop(q, k, v, config, kv_start=kv_start, paper_literal=paper_literal)
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "q_len", "kv_len", "starts", "grain", "tail", "representatives"),
+    ("shape", "grain", "tail", "representatives"),
     pairwise(SHAPES, [1, 4], [False, True], [1, 8], mark=SLOW, count=4),
 )
-def test_extensions_equal_the_naive_loop(
-    batch, heads, kv_heads, q_len, kv_len, starts, grain, tail, representatives
-):  # fmt: skip
-    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len)
-    kv_start = None if starts is None else torch.tensor(starts)
+def test_extensions_equal_the_naive_loop(shape, grain, tail, representatives):
+    q, k, v, kv_start = drawn(shape)
     kinds = (HeadConfig(1.0, 64, representatives=representatives, tail=tail), HeadConfig(0.5, 128, tail=tail))
-    config = LayerConfig(tuple(kinds[h % 2] for h in range(heads)), TILE, grain=grain)
-    out, visited, _ = s2o_attention_reference(q, k, v, config, kv_start=kv_start)
-    expected, pairs, causal = naive_s2o(q, k, v, config.heads, TILE, kv_start=kv_start, grain=grain)
-    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
-    share = density(visited, config, call_shape(q, k, v), kv_start)
-    torch.testing.assert_close(share, torch.tensor(pairs, dtype=torch.float64) / causal, rtol=1e-12, atol=0)
+    config = LayerConfig(tuple(kinds[h % 2] for h in range(shape[1])), TILE, grain=grain)
+    equals_the_naive_loop(q, k, v, config, kv_start=kv_start)
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "q_len", "kv_len", "starts", "stop_rule", "sinks", "softcap", "value_dim"),
+    ("shape", "stop_rule", "sinks", "softcap", "value_dim"),
     pairwise(SHAPES, StopRule, [(True, None, 16), (False, 2.0, 16), (True, 2.0, 24)], mark=SLOW, count=3),
 )
-def test_sinks_caps_and_scales_equal_the_naive_loop(
-    batch, heads, kv_heads, q_len, kv_len, starts, stop_rule, sinks, softcap, value_dim
-):  # fmt: skip
-    q, k, _ = inputs(batch, heads, kv_heads, q_len, kv_len)
-    v = torch.randn(batch, kv_heads, kv_len, value_dim, dtype=torch.float64)
-    options = {"scale": 0.4, "softcap": softcap, "sinks": torch.randn(heads) * 2 + 3 if sinks else None}
-    kv_start = None if starts is None else torch.tensor(starts)
+def test_sinks_caps_and_scales_equal_the_naive_loop(shape, stop_rule, sinks, softcap, value_dim):
+    q, k, v, kv_start = drawn(shape)
+    v = torch.randn(*v.shape[:3], value_dim, dtype=torch.float64)
+    options = {"scale": 0.4, "softcap": softcap, "sinks": torch.randn(shape[1]) * 2 + 3 if sinks else None}
     kinds = (HeadConfig(0.7, 64, "s2o", stop_rule, 4, True), HeadConfig(0.4, 128, "s2o", stop_rule))
-    config = LayerConfig(tuple(kinds[h % 2] for h in range(heads)), TILE, grain=2)
-    out, visited, _ = s2o_attention_reference(q, k, v, config, kv_start=kv_start, **options)
-    expected, pairs, causal = naive_s2o(q, k, v, config.heads, TILE, kv_start=kv_start, grain=2, **options)
-    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
-    share = density(visited, config, call_shape(q, k, v), kv_start)
-    torch.testing.assert_close(share, torch.tensor(pairs, dtype=torch.float64) / causal, rtol=1e-12, atol=0)
-    exact = LayerConfig.uniform(heads, tau=0.0, segment=64, tile=TILE)
+    config = LayerConfig(tuple(kinds[h % 2] for h in range(shape[1])), TILE, grain=2)
+    equals_the_naive_loop(q, k, v, config, kv_start=kv_start, **options)
+    exact = LayerConfig.uniform(shape[1], tau=0.0, segment=64, tile=TILE)
     dense, _, lse = s2o_attention_reference(q, k, v, exact, kv_start=kv_start, **options)
     truth = naive_attention(q, k, v, kv_start=kv_start, **options)
     torch.testing.assert_close(dense, truth, rtol=1e-10, atol=1e-12)

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[2]
 # __init__ is what users import: names from all rooms, loaded on first use.
 RUNTIME = [
     "version", "lazy", "errors", "fields", "logs", "completion", "command_line", "files", "lengths", "dense_reason",
-    "config", "layer_kinds", "identity", "shapes", "scoring", "quantisation", "pages", "tiles", "devices", "reference",
-    "kernels", "baselines", "attention", "profile", "monitor", "serving", "huggingface", "vllm", "sglang", "doctor",
-    "__init__",
+    "config", "layer_kinds", "identity", "shapes", "scoring", "quantisation", "pages", "call", "tiles", "devices",
+    "reference", "kernels", "baselines", "attention", "profile", "monitor", "serving", "huggingface", "vllm", "sglang",
+    "doctor", "__init__",
 ]  # fmt: skip
 CALIBRATE = [
     "versions", "timing", "compiling", "tables", "journal", "options", "recipe", "machine", "progress", "model",

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from s2o_runtime import devices
+from s2o_runtime.call import head_tables
 from s2o_runtime.config import LayerConfig, TileConfig, config_obstacle
 from s2o_runtime.devices import Accepted, DeviceIdentity, Rejected, capability, fit, identify
 from s2o_runtime.errors import InputError
-from s2o_runtime.kernels.call import head_tables
 from s2o_runtime.tiles import candidate_tiles, default_tile, tile_obstacle
 
 H200 = DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 150 << 30)

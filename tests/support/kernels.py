@@ -7,15 +7,15 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
+from s2o_runtime.call import Call
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
-from s2o_runtime.kernels.call import Call, head_tables
 from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.kernels.prefill import Ranker, s2o_prefill
 from s2o_runtime.kernels.rank.order import BUCKETS
 from s2o_runtime.kernels.tail import EDGES
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.ranking import RankedPrefix
-from s2o_runtime.shapes import call_shape
+from s2o_runtime.scoring import Scoring
 
 TILE = TileConfig(block_m=64, block_n=32, chunk=2, num_warps=4, num_stages=1)
 
@@ -27,9 +27,20 @@ def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype=torch.float32)
     return q, k, v
 
 
-def call_of(q, k, config, kv_start=None, scale=0.125):
+def drawn(shape, dtype=torch.float32):
+    """`inputs` of the sizes of a shape, and where its sequences start, its last entry: None, or a number for each."""
+    *sizes, starts = shape
+    return *inputs(*sizes, dtype), None if starts is None else torch.tensor(starts)
+
+
+def call_of(q, k, v, config, kv_start=None, scale=0.125, lse=False, **features):
     """What the kernels are launched with for these tensors."""
-    return Call(config, call_shape(q, k, k, kv_start), scale, head_tables(config, q.device), kv_start)
+    return Call.of(q, k, v, config, scoring=Scoring(scale, **features), kv_start=kv_start, with_lse=lse)
+
+
+def kernel_ranking(call):
+    """The ranking of a whole call by the kernels, and its tail sums."""
+    return Ranker(call, keys_of(call)).rank(range(call.shape.q_len))
 
 
 def mixed_config(heads, tau, stop_rule=StopRule.REST, row_reduce="mean", tile=TILE, grain=1):
@@ -49,12 +60,12 @@ def prefix_of(call, b, h, n):
     return start, begin - (begin - start) % call.config.tile.block_n
 
 
-def ranking_of(call, ranked, tail, b, h, n):
+def ranking_of(call, ranking, tail, b, h, n):
     """What the kernels made of a segment's ranking, as the reference wants it."""
     grain = call.config.grain
     start, first = prefix_of(call, b, h, n)
     steps = (first - start) // grain
-    order = ranked.order[b, h, n, :steps].long()[:, None] + torch.arange(grain)
+    order = ranking.order[b, h, n, :steps].long()[:, None] + torch.arange(grain)
     mass, values = torch.zeros(steps + 1), torch.zeros(steps + 1, call.shape.head_dim)
     if call.config.heads[h].tail:
         begins = [*tail.first[b, h, n, :: BUCKETS // EDGES].tolist(), steps]
@@ -70,14 +81,10 @@ def ranking_of(call, ranked, tail, b, h, n):
 
 def run_both(q, k, v, config, kv_start=None, scale=None, lse=True, **features):
     """The kernels, and the reference following the ranking that the kernels made."""
-    shape = call_shape(q, k, v, kv_start)
-    scale = shape.head_dim**-0.5 if scale is None else scale
-    call = Call(config, shape, scale, head_tables(config, q.device), kv_start, **features)
-    ranking = None
-    if not config.is_dense:
-        ranking = partial(ranking_of, call, *Ranker(q, keys_of(k, call), v, call).rank(range(shape.q_len)))
+    call = call_of(q, k, v, config, kv_start, scale, lse, **features)
+    ranking = None if config.is_dense else partial(ranking_of, call, *kernel_ranking(call))
     expected = s2o_attention_reference(q, k, v, config, kv_start=kv_start, scale=scale, ranking_of=ranking, **features)
-    return s2o_prefill(q, k, v, call, lse=lse), expected
+    return s2o_prefill(call), expected
 
 
 def agree(ours, expected, rtol=1e-4, atol=1e-5):

@@ -1,4 +1,4 @@
-"""Marks for some of the cases of a parametrised test."""
+"""Marks that several files use, and marks for some of the cases of a parametrised test."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+from s2o_runtime.devices import interpreted
+
+INTERPRETED = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
 
 
 def all_but_first(values: Iterable[Any], mark: pytest.MarkDecorator, count: int = 1) -> list[Any]:

@@ -7,8 +7,11 @@ import torch
 from s2o_runtime.config import StopRule
 
 
-def naive_attention(q, k, v, *, kv_start=None, scale=None, softcap=None, sinks=None):
-    """Dense causal attention in float64 with an explicit mask; rows that see nothing are zero."""
+def naive_attention(q, k, v, *, kv_start=None, scale=None, softcap=None, sinks=None, window=None):
+    """Dense causal attention in float64 with an explicit mask; rows that see nothing are zero.
+
+    window: keys that a query sees, itself included; None for all up to its own.
+    """
     batch, heads, q_len, head_dim = q.shape
     kv_len = k.shape[2]
     group = heads // k.shape[1]
@@ -17,7 +20,9 @@ def naive_attention(q, k, v, *, kv_start=None, scale=None, softcap=None, sinks=N
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     position = torch.arange(kv_len - q_len, kv_len)[:, None]
-    visible = (torch.arange(kv_len) <= position).expand(batch, 1, q_len, kv_len).clone()
+    first = -1 if window is None else position - window
+    visible = (torch.arange(kv_len) <= position) & (torch.arange(kv_len) > first)
+    visible = visible.expand(batch, 1, q_len, kv_len).clone()
     for b in range(batch):
         visible[b, :, :, : 0 if kv_start is None else int(kv_start[b])] = False
     exponentials = torch.where(visible, scores, -math.inf).exp()

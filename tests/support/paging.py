@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 
+from s2o_runtime import s2o_attention_paged, s2o_attention_varlen
 from s2o_runtime.pages import packed_starts
 
 
@@ -46,3 +47,41 @@ def paged(k, v, lengths, page_size, name="side by side", dtype=None):
         cache.view(bits)[page, slot] = rows.to(dtype).view(bits)
     cu_k = packed_starts(torch.tensor(lengths, dtype=torch.int32))
     return *caches, block_table.to(k.device), cu_k.to(k.device)
+
+
+class PagedBatch:
+    """Random queries of some sequences, packed, and their keys and values: packed, and in the pages of a cache.
+
+    Args:
+        queries, lengths: Queries and keys of each sequence.
+        page_size, name: Of the pages and their layout.
+        cache: The type of the cache, if it is narrower; keys and values are what it stands for.
+        scales: `k_scale` and `v_scale` of such a cache.
+        bounds: The most queries and keys that a call tells of; those of the longest sequences by default.
+    """
+
+    def __init__(
+        self, queries, lengths, page_size=16, name="side by side", *, heads=4, kv_heads=2, head_dim=64,
+        dtype=torch.float32, device="cpu", cache=None, scales=None, bounds=None,
+    ):  # fmt: skip
+        self.q = torch.randn(sum(queries), heads, head_dim, device=device).to(dtype)
+        k, v = torch.randn(2, sum(lengths), kv_heads, head_dim, device=device).to(dtype).unbind(0)
+        *self.caches, self.table, self.cu_k = paged(k, v, lengths, page_size, name, cache)
+        self.scales = scales or {}
+        if cache is not None:
+            factors = (self.scales.get(name, torch.ones(1, device=device)) for name in ("k_scale", "v_scale"))
+            k, v = ((rows.to(cache).float() * by[:, None]).to(dtype) for rows, by in zip((k, v), factors, strict=True))
+        self.k, self.v = k, v
+        self.cu_q = packed_starts(torch.tensor(queries, dtype=torch.int32)).to(device)
+        self.bounds = bounds or (max(queries), max(lengths))
+
+    def paged(self, config, **options):
+        """The op on the pages."""
+        return s2o_attention_paged(
+            self.q, *self.caches, config, cu_q=self.cu_q, seq_lens=self.cu_k.diff(), block_table=self.table,
+            max_q=self.bounds[0], max_k=self.bounds[1], **self.scales, **options,
+        )  # fmt: skip
+
+    def packed(self, config, **options):
+        """The op on packed keys and values."""
+        return s2o_attention_varlen(self.q, self.k, self.v, self.cu_q, self.cu_k, *self.bounds, config, **options)

@@ -1,6 +1,8 @@
 """What the requests of a server batch come to, each computed on its own from contiguous tensors."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,3 +87,44 @@ def _tensors(request: Request, count: int) -> tuple[Tensor, Tensor, Tensor]:
     end = request.done
     q, k, v = request.queries[end - count : end], request.keys[:end], request.values[:end]
     return q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+
+
+def check_mixed_batches(engine: Any, order: Sequence[str], feed: Callable[[list[tuple[Request, int]]], Tensor]) -> None:
+    """Three rounds of two batches with the real kernels, which are compiled, recorded and replayed.
+
+    Sparse rows are bit for bit what the op gives on contiguous tensors; the others are exact up to bf16.
+
+    Args:
+        engine: A server's, without requests; its counters sample every call.
+        order: Of the requests in a batch: "first" and "second" are long prompts, "tailing" and "decoding" go on.
+        feed: What feeds the second batch and returns its rows.
+    """
+    server = engine.server
+    counts = {"first": (1000, 2000), "second": (1010, 2000), "decoding": (1999, 1), "tailing": (1400, 101)}
+    requests = {name: engine.add(sum(counts[name])) for name in order}
+    config = server.fit.layers[0].config(3010)
+    for _ in range(3):
+        for request in requests.values():
+            request.done = 0
+        engine.feed([(requests[name], counts[name][0]) for name in order])
+        out = feed([(requests[name], counts[name][1]) for name in order])
+        for name, ours in zip(order, out.split([counts[name][1] for name in order]), strict=True):
+            if name in ("first", "second"):
+                assert torch.equal(ours, alone(requests[name], len(ours), config, "triton").out)
+            else:
+                truth = dense(requests[name], len(ours)).float()
+                torch.testing.assert_close(ours.float(), truth, rtol=2e-2, atol=2e-2)
+    rows = {(path, reason.split(",")[0]): count for (_, path, reason), count in server.counters.rows.items()}
+    assert rows == {
+        ("dense", "decode"): 3,
+        ("dense", "fewer than 200 queries behind a prefix"): 3 * 101,
+        ("dense", "shorter than the shortest calibrated length"): 3 * (1000 + 1010),
+        ("s2o", "the kernel supports this call"): 3 * (1999 + 1400 + 2000 + 2000),
+    }
+    # the last sampled call is the run of the two long prompts
+    long_prompts = [(requests[name], 2000) for name in ("first", "second")]
+    kept = server.counters.sampled[0].density.cpu()
+    torch.testing.assert_close(kept, joint_density(long_prompts, config, "triton"), rtol=1e-9, atol=0)
+    assert kept[-1] < 0.8 * kept[0] < 0.8  # heads of a larger tau stop earlier
+    by_reference = joint_density(long_prompts, config, "reference")
+    torch.testing.assert_close(kept, by_reference, rtol=0.1, atol=0)  # the kernel's order is coarser

@@ -7,7 +7,6 @@ log-sum-exp of each row and key block is stored. A second kernel turns these int
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.baselines.selection import index_table
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.primitives import LOG2E, MAX_REGISTERS
 from s2o_runtime.tiles import Capability, antidiagonal_tile
@@ -46,7 +44,7 @@ def _antidiagonal(
 
         Q                   T [B, Hq, Lq, D], strides q
         K                   T [B, Hkv, Lk, D], strides k
-        HEADS               int32 [n]: the query head of each chosen one
+        HEADS               int32 [n]: the query head of each chosen one; a number would spill registers on sm_100
         LOCAL               float32 [B, n, groups, columns]
 
     group: query heads of a KV head; first, groups: the first query group and their number; columns: key blocks.
@@ -146,7 +144,7 @@ def _mass(
 
 
 def antidiagonal_mass(
-    q: Tensor, k: Tensor, heads: Sequence[int], grid: Grid, stride: int, scale: float, capability: Capability
+    q: Tensor, k: Tensor, part: slice, grid: Grid, stride: int, scale: float, capability: Capability
 ) -> Tensor:  # fmt: skip
     """Mean softmax mass of each block for some query heads.
 
@@ -156,14 +154,14 @@ def antidiagonal_mass(
     Args:
         q: [B, Hq, Lq, D], bfloat16 or float16, any D.
         k: [B, Hkv, Lk, D].
-        heads: query heads.
+        part: of the query heads, n of them.
         grid: of q and k; its blocks and `stride`, which divides them, are powers of two.
         stride: queries, and keys, of a group.
         scale: multiplies the scores.
         capability: of the GPU, whose tile is used.
 
     Returns:
-        float32 [B, len(heads), row blocks, key blocks].
+        float32 [B, n, row blocks, key blocks].
 
     Raises:
         InputError: the kernel has no tile for the GPU.
@@ -173,7 +171,7 @@ def antidiagonal_mass(
     """
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     tile = antidiagonal_tile(capability)
-    batch, n = q.shape[0], len(heads)
+    batch, n = q.shape[0], part.stop - part.start
     per_row, per_column = grid.block_m // stride, grid.block_n // stride
     weights = torch.empty(batch, n, grid.rows, grid.columns, dtype=torch.float32, device=q.device)
     row_bytes = 4 * batch * per_row * grid.columns  # of one row block
@@ -189,12 +187,14 @@ def antidiagonal_mass(
         columns = -(-seen // grid.block_n)
         tiles = -(-groups // tile.block_m) * -(-columns * per_column // tile.block_n)
         for n_first in range(0, n, at_once):
-            part = tuple(heads[n_first : n_first + at_once])
+            heads = min(at_once, n - n_first)
+            first_head = part.start + n_first
+            numbers = torch.arange(first_head, first_head + heads, dtype=torch.int32, device=q.device)
             launch(
                 _antidiagonal,
-                (tiles, len(part), batch),
+                (tiles, heads, batch),
                 {
-                    "Q": q, "K": k, "HEADS": index_table(part, q.device), "LOCAL": workspace,
+                    "Q": q, "K": k, "HEADS": numbers, "LOCAL": workspace,
                     "qk_scale": scale / stride * LOG2E, "group": q.shape[1] // k.shape[1], "q_len": grid.q_len,
                     "kv_len": grid.kv_len, "first": first, "groups": groups, "columns": columns,
                     **strides("bhl", q=q, k=k),
@@ -209,7 +209,7 @@ def antidiagonal_mass(
             )  # fmt: skip
             launch(
                 _mass,
-                (end - begin, len(part), batch),
+                (end - begin, heads, batch),
                 {
                     "LOCAL": workspace, "WEIGHTS": weights, "q_len": grid.q_len, "kv_len": grid.kv_len, "begin": begin,
                     "groups": groups, "columns": columns, "n_first": n_first, "heads": n, "all_rows": grid.rows,

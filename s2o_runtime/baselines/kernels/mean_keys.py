@@ -6,7 +6,6 @@ scores only the log-sum-exp of every column is stored, so the scores never reach
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.baselines.selection import index_table
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.primitives import LN2, LOG2E, MAX_REGISTERS
 
@@ -31,9 +29,9 @@ def mass_warps(block_m: int) -> int:
     return block_m // 16
 
 
-@triton.jit(do_not_specialize=["q_len", "kv_len", "columns"])
+@triton.jit(do_not_specialize=["first", "group", "q_len", "kv_len", "columns"])
 def _mean_key_mass(
-    Q, K_MEAN, HEADS, SLOTS, MASS, qk_scale, q_len, kv_len, columns,
+    Q, K_MEAN, MASS, qk_scale, first, group, q_len, kv_len, columns,
     stride_qb, stride_qh, stride_ql, stride_mb, stride_mh, stride_ml,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -41,18 +39,17 @@ def _mean_key_mass(
     """MASS[b, n, i, c] = log of the sum of exp(score) over the queries of row block i that see all of key block c.
 
     A score is the product of a query and a mean of keys times qk_scale, in base 2. Programs: (row blocks, the last ones
-    first; n; B), where n counts the chosen heads. T is the input type. DP: D filled up to a power of two.
+    first; n; B), where n counts the query heads from `first` on, of which `group` share a KV head. T is the input type.
+    DP: D filled up to a power of two.
 
         Q                   T [B, Hq, Lq, D], strides q
-        K_MEAN              T [B, slots, columns, D], strides m
-        HEADS, SLOTS        int32 [n]: the query head and the slot of K_MEAN of each chosen head
+        K_MEAN              T [B, Hkv, columns, D], strides m
         MASS                float32 [B, n, row blocks, columns]: minus infinity beforehand, and where no query sees all
     """
     i = tl.num_programs(0) - 1 - tl.program_id(0)
     n = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    h = tl.load(HEADS + n).to(tl.int64)
-    slot = tl.load(SLOTS + n).to(tl.int64)
+    h = (first + n).to(tl.int64)
     rows = i * BM + tl.arange(0, BM)
     real = rows < q_len
     position = tl.where(real, kv_len - q_len + rows, -1)
@@ -64,7 +61,7 @@ def _mean_key_mass(
         mask=real[:, None] & there[None, :],
         other=0.0,
     )
-    mean_tile = K_MEAN + b * stride_mb + slot * stride_mh + offs_c[None, :] * stride_ml + offs_d[:, None]
+    mean_tile = K_MEAN + b * stride_mb + h // group * stride_mh + offs_c[None, :] * stride_ml + offs_d[:, None]
     out = MASS + ((b * tl.num_programs(1) + n) * tl.num_programs(0) + i) * columns + offs_c
     # blocks that the last query sees whole
     seen = tl.minimum(kv_len - q_len + tl.minimum(i * BM + BM, q_len), kv_len) // BLOCK_N
@@ -80,15 +77,13 @@ def _mean_key_mass(
         tl.store(out + c, log * LN2, mask=column < seen)
 
 
-def mean_key_mass(
-    q: Tensor, k_mean: Tensor, heads: Sequence[int], slots: Sequence[int], grid: Grid, scale: float
-) -> Tensor:  # fmt: skip
+def mean_key_mass(q: Tensor, k_mean: Tensor, part: slice, grid: Grid, scale: float) -> Tensor:
     """The logarithm of each block's weight for some query heads, as `flash_prefill.log_mass` says.
 
     Args:
         q: [B, Hq, Lq, D], bfloat16 or float16, D up to 128.
-        k_mean: [B, slots, key blocks, D] in the type of q.
-        heads: n query heads; slots: the index in `k_mean` of the KV head that each of them reads.
+        k_mean: [B, Hkv, key blocks, D] in the type of q.
+        part: of the query heads, n of them.
         grid: of q and of the keys; its row blocks are a power of two.
         scale: multiplies the scores.
 
@@ -96,15 +91,16 @@ def mean_key_mass(
         float32 [B, n, row blocks, key blocks].
     """
     q, k_mean = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k_mean))
-    shape = q.shape[0], len(heads), grid.rows, grid.columns
+    heads = part.stop - part.start
+    shape = q.shape[0], heads, grid.rows, grid.columns
     mass = torch.full(shape, float("-inf"), dtype=torch.float32, device=q.device)
     launch(
         _mean_key_mass,
-        (grid.rows, len(heads), q.shape[0]),
+        (grid.rows, heads, q.shape[0]),
         {
-            "Q": q, "K_MEAN": k_mean, "HEADS": index_table(tuple(heads), q.device),
-            "SLOTS": index_table(tuple(slots), q.device), "MASS": mass, "qk_scale": scale * LOG2E,
-            "q_len": grid.q_len, "kv_len": grid.kv_len, "columns": grid.columns, **strides("bhl", q=q, m=k_mean),
+            "Q": q, "K_MEAN": k_mean, "MASS": mass, "qk_scale": scale * LOG2E, "first": part.start,
+            "group": q.shape[1] // k_mean.shape[1], "q_len": grid.q_len, "kv_len": grid.kv_len,
+            "columns": grid.columns, **strides("bhl", q=q, m=k_mean),
         },
         {
             "D": q.shape[3], "DP": max(LEAST_DEPTH, triton.next_power_of_2(q.shape[3])), "BM": grid.block_m,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.kernels.call import Call
+from s2o_runtime.call import Call
 from s2o_runtime.kernels.keys import Keys
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.primitives import LOG2E, quantised, sequence

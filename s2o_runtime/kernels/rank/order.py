@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from s2o_runtime.call import Call
 from s2o_runtime.devices import interpreted
-from s2o_runtime.kernels.call import Call
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.primitives import cache_rows, sequence, window_start
 from s2o_runtime.kernels.rank.scores import SCORE_LIMIT
@@ -233,77 +233,21 @@ def _order(
             n0, n1, n2, n3 = _four(score, mine + t + TURN, prefix)
             step = mine + t
             base = _write_one(
-                s0,
-                step,
-                prefix,
-                highest,
-                per_bin,
-                table,
-                base,
-                order,
-                start,
-                pages,
-                page_shift,
-                page_rows,
-                GRAIN,
-                BUCKETS,
-                PORTABLE,
-                PAGED,
-            )
+                s0, step, prefix, highest, per_bin, table, base, order, start, pages,
+                page_shift, page_rows, GRAIN, BUCKETS, PORTABLE, PAGED,
+            )  # fmt: skip
             base = _write_one(
-                s1,
-                step + 1,
-                prefix,
-                highest,
-                per_bin,
-                table,
-                base,
-                order,
-                start,
-                pages,
-                page_shift,
-                page_rows,
-                GRAIN,
-                BUCKETS,
-                PORTABLE,
-                PAGED,
-            )
+                s1, step + 1, prefix, highest, per_bin, table, base, order, start, pages,
+                page_shift, page_rows, GRAIN, BUCKETS, PORTABLE, PAGED,
+            )  # fmt: skip
             base = _write_one(
-                s2,
-                step + 2,
-                prefix,
-                highest,
-                per_bin,
-                table,
-                base,
-                order,
-                start,
-                pages,
-                page_shift,
-                page_rows,
-                GRAIN,
-                BUCKETS,
-                PORTABLE,
-                PAGED,
-            )
+                s2, step + 2, prefix, highest, per_bin, table, base, order, start, pages,
+                page_shift, page_rows, GRAIN, BUCKETS, PORTABLE, PAGED,
+            )  # fmt: skip
             base = _write_one(
-                s3,
-                step + 3,
-                prefix,
-                highest,
-                per_bin,
-                table,
-                base,
-                order,
-                start,
-                pages,
-                page_shift,
-                page_rows,
-                GRAIN,
-                BUCKETS,
-                PORTABLE,
-                PAGED,
-            )
+                s3, step + 3, prefix, highest, per_bin, table, base, order, start, pages,
+                page_shift, page_rows, GRAIN, BUCKETS, PORTABLE, PAGED,
+            )  # fmt: skip
             s0, s1, s2, s3 = n0, n1, n2, n3
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.kernels.call import Call
+from s2o_runtime.call import Call
 from s2o_runtime.kernels.keys import Keys
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.primitives import MAX_REGISTERS, cache_rows, capped, sequence, window_start

@@ -1,11 +1,11 @@
-"""What all kernels of one call share: its shape, and the per-head settings on the device."""
+"""One call of the op, checked, as every backend takes it; and the per-head settings that its kernels read."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,10 @@ from torch import Tensor
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, config_obstacle
 from s2o_runtime.errors import InputError
 from s2o_runtime.pages import PageTable
-from s2o_runtime.shapes import CallShape
+from s2o_runtime.scoring import Scoring
+from s2o_runtime.shapes import CallShape, call_shape, check_heads, packed_shape
+
+DEFAULT = Scoring()
 
 # A head's flags: its StopRule in the bits of the first, and one bit each for the others.
 STOP_RULE_BITS = 3
@@ -63,37 +66,109 @@ class HeadTables(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the op. For packed sequences batch, q_len and kv_len of `shape` are their number and their maxima.
+    """The tensors and settings of one call; `of` and `of_packed` make one.
 
-    scale: multiplies the scores; kv_start: int64 or int32 [B], the first key that counts, of a left-padded batch; cu_q,
-    cu_k: int32 [B + 1], where packed sequences begin; softcap: bounds the scores, None for no bound; sinks: [Hq], what
-    each head attends to beside its keys, any floating type, contiguous; pages: of packed
-    sequences whose keys and values are rows of a cache, where these lie, None for others.
+    Attributes:
+        q, k, v: [B, Hq, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv]. Packed sequences lie one behind another along
+            the length of a single batch entry, which kernels get expanded to B (stride 0).
+        config: of the layer.
+        shape: the sizes; for packed sequences batch, q_len and kv_len are their number and maxima.
+        scoring: the factor of the scores, which is filled in, their cap and the sinks.
+        kv_start: integers [B], the first key of each sequence that counts; None for 0.
+        cu_q, cu_k: int32 [B + 1], where packed sequences begin; None for a batch.
+        with_lse: whether the log-sum-exps are to be computed.
+        pages: where the keys of packed sequences are among k and v, which then are all rows of a cache; None where k
+            and v are the sequences' own. Only the kernels take such calls.
     """
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
     config: LayerConfig
     shape: CallShape
-    scale: float
-    tables: HeadTables
+    scoring: Scoring
     kv_start: Tensor | None = None
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
+    with_lse: bool = False
     pages: PageTable | None = None
 
-    @property
-    def cap(self) -> float:
-        """The constant CAP of a kernel: the soft cap of scores in base 2, 0 for none."""
-        return 0.0 if self.softcap is None else self.softcap * math.log2(math.e)
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        config: LayerConfig,
+        *,
+        scoring: Scoring = DEFAULT,
+        kv_start: Tensor | None = None,
+        with_lse: bool = False,
+    ) -> Call:
+        """A call of `s2o_attention`. Raises InputError and ConfigError as the op does."""
+        shape = call_shape(q, k, v, kv_start)
+        check_heads(config.validate(), shape)
+        return cls(q, k, v, config, shape, scoring.checked(shape, q), kv_start, with_lse=with_lse)
+
+    @classmethod
+    def of_packed(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        config: LayerConfig,
+        *,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        scoring: Scoring = DEFAULT,
+        with_lse: bool = False,
+    ) -> Call:
+        """A call of `s2o_attention_varlen`. Raises InputError and ConfigError as the op does."""
+        shape = packed_shape(q, k, v, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k)
+        check_heads(config.validate(), shape)
+        scoring = scoring.checked(shape, q)
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+        return cls(q, k, v, config, shape, scoring, None, cu_q, cu_k, with_lse)
+
+    def sequence(self, rows: range, keys: range) -> Call:
+        """One of the packed sequences as a call of its own, from its rows and keys."""
+        q = self.q[:, :, rows.start : rows.stop]
+        k, v = (tensor[:, :, keys.start : keys.stop] for tensor in (self.k, self.v))
+        shape = replace(self.shape, batch=1, q_len=len(rows), kv_len=len(keys))
+        return replace(self, q=q, k=k, v=v, shape=shape, cu_q=None, cu_k=None)
 
     @property
     def padded(self) -> bool:
+        """Whether sequences have keys in front that do not count."""
         return self.kv_start is not None
 
     @property
     def packed(self) -> bool:
+        """Whether the sequences are packed."""
         return self.cu_q is not None
+
+    @property
+    def scale(self) -> float:
+        """What multiplies the scores."""
+        assert self.scoring.scale is not None
+        return self.scoring.scale
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """[Hq], what each head attends to beside its keys."""
+        return self.scoring.sinks
+
+    @property
+    def cap(self) -> float:
+        """The constant CAP of a kernel: the soft cap of scores in base 2, 0 for none."""
+        return 0.0 if self.scoring.softcap is None else self.scoring.softcap * math.log2(math.e)
+
+    @cached_property
+    def tables(self) -> HeadTables:
+        """The settings of its heads on its device. Raises InputError: the kernels cannot compute such a layer."""
+        return head_tables(self.config, self.q.device)
 
     @property
     def starts(self) -> dict[str, Tensor | None]:
