@@ -43,7 +43,6 @@ EXAMPLES = (
     ("check its certificate on other prompts", "verify p.safetensors --model my/model --seed 1"),
     ("draw every head's threshold", "plot p.safetensors"),
     ("pass a profile on", "push p.safetensors hf://org/name"),
-    ("file a profile by model and device", "push p.safetensors profiles --catalogue --name org/model"),
 )
 # the options of s2o-calibrate that a command takes, and their defaults in it
 REBUDGET = {
@@ -107,9 +106,7 @@ def parser() -> argparse.ArgumentParser:
     ).add_to(verify)
     plot = command("plot", "A picture of every head's threshold.", "profile")
     plot.add_argument("--out", type=Path, metavar="FILE.png", help="default <profile>.tau.png here")
-    push = command("push", "Copy a profile, its card and its report to a folder or hf://org/name.", "profile", "to")
-    push.add_argument("--catalogue", action="store_true", help="file it by model and device in a folder with an index")
-    push.add_argument("--name", help="with --catalogue: what the model is called there (default as it was calibrated)")
+    command("push", "Copy a profile, its card and its report to a folder or hf://org/name.", "profile", "to")
     pull = command("pull", "Fetch a profile and its report from a folder, a file or hf://org/name.", "source")
     pull.add_argument("--out-dir", type=Path, metavar="FOLDER", help="default here")
     return out
@@ -138,9 +135,9 @@ def _head(text: str) -> tuple[int, int]:
 
 def show(flags: Flags) -> int:
     """The summary of a profile, or one head of it."""
-    from calibrate.profiles.card import COLUMNS, length_cells
-    from calibrate.profiles.certified import adjusted_on, statement
-    from calibrate.profiles.summary import summary
+    from calibrate.report.card import COLUMNS, length_cells
+    from calibrate.report.certified import adjusted_on, statement
+    from calibrate.report.summary import summary
     from s2o_runtime.profile import load_profile
 
     profile = load_profile(flags["profile"])
@@ -163,7 +160,7 @@ def show(flags: Flags) -> int:
 
 
 def _show_head(flags: Flags, profile: Profile) -> int:
-    from calibrate.profiles.explain import explain_head
+    from calibrate.report.explain import explain_head
 
     layer, head = flags["head"]
     geometry = profile.geometry
@@ -232,7 +229,7 @@ def retile(flags: Flags) -> int:
 
 def diff(flags: Flags) -> int:
     """What differs between two profiles."""
-    from calibrate.profiles.compare import differences
+    from calibrate.report.compare import differences
     from s2o_runtime.profile import load_profile
 
     changes = differences(load_profile(flags["a"]), load_profile(flags["b"]))
@@ -368,23 +365,15 @@ def plot(flags: Flags) -> int:
 
 
 def push(flags: Flags) -> int:
-    """Copy a profile, its card and the report beside it to a folder or a Hub repository, or add it to a catalogue."""
-    from calibrate.profiles.catalogue import add_to_catalogue
-    from calibrate.profiles.share import HUB, push
+    """Copy a profile, its card and the report beside it to a folder or a Hub repository."""
+    from calibrate.report.share import push
 
-    profile, to = flags["profile"], flags["to"]
-    if "catalogue" in flags and to.startswith(HUB):
-        raise ConfigError(f"{to} is not a folder: a catalogue is one, so leave --catalogue out")
-    if "name" in flags and "catalogue" not in flags:
-        raise ConfigError("--name renames the model of a profile in a catalogue: give --catalogue too")
-    filed = "catalogue" in flags
-    files = add_to_catalogue(profile, Path(to), flags.get("name")) if filed else push(profile, to)
-    return _report_files(flags, files)
+    return _report_files(flags, push(flags["profile"], flags["to"]))
 
 
 def pull(flags: Flags) -> int:
     """Fetch a profile, its card and the report beside it."""
-    from calibrate.profiles.share import pull
+    from calibrate.report.share import pull
 
     return _report_files(flags, pull(flags["source"], flags.get("out_dir", Path())))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from calibrate.profiles.certified import STATED, domain_table, sentences, statement, table
+from calibrate.report.certified import STATED, domain_table, sentences, statement, table
 from calibrate.report.contents import Report
 from calibrate.report.html import html_page
 from calibrate.report.markdown import markdown_page

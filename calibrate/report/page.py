@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from calibrate.profiles.certified import STATED, domain_table, sentences, statement, table
+from calibrate.report.certified import STATED, domain_table, sentences, statement, table
 from calibrate.report.contents import LengthReport, Report
 from calibrate.report.sections import closing_notes, gain, layer_ranges, layer_table, length_notes, overview_table
 from calibrate.tables import Table

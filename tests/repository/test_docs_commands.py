@@ -33,7 +33,6 @@ STAND_INS = {
     "B": "demo.safetensors",
     "FOLDER": "passed-on",
     "FILE.json": "p.json",
-    "profiles": "catalogue",
 }
 # options that make the commands short; the last of two of a kind counts
 QUICKLY = (
@@ -69,6 +68,7 @@ DONE_ELSEWHERE = {
     "make docs": (".ci/run", "make docs"),
     "make mutants": ("tests/scripts/test_mutants.py", "def test_it_fits_the_sources_of_today"),
     "make tables": ("tests/repository/test_docs.py", "def test_tables_are_of_the_raw_data"),
+    "python -m scripts.docs.catalogue": ("tests/profiles/test_shipped.py", "def test_a_profile_is_filed"),
     "make architectures": ("tests/scripts/test_architecture_table.py", "def test_"),
 }
 

@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from calibrate.profiles.certified import adjusted_on, domain_table, sentences, statement, table
-from calibrate.profiles.summary import summary
+from calibrate.report.certified import adjusted_on, domain_table, sentences, statement, table
+from calibrate.report.summary import summary
 from calibrate.tables import Table, bullets, escaped, markdown
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.record import Record
