@@ -221,8 +221,8 @@ def retile(flags: Flags) -> int:
     from calibrate.profiles.retile import retile
 
     with writing(out):
-        retiled = retile(profile, name, out)
-    if device.kind == "cpu":
+        retiled = retile(profile, name, out).record.retiled
+    if device.kind == "cpu" and retiled is not None:
         log.warning("%s", retiled.note)
     return _report_written(flags, out)
 

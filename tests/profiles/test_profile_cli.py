@@ -188,7 +188,7 @@ def test_flags_become_the_arguments_of_rebudget_and_retile(arguments, called, ou
 
     def call(*given):
         calls.append(" ".join(map(str, given)))
-        return SimpleNamespace(note="what was not tuned")
+        return minimal()
 
     for name in ("rebudget", "retile"):
         module = SimpleNamespace(**{name: call})
