@@ -1,181 +1,90 @@
-"""What the page beside a profile says, as blocks: markdown.py and html.py write the same blocks in their ways."""
+"""The page beside a profile, in Markdown and in HTML.
+
+`page.j2` says what is on it; `form.md.j2` and `form.html.j2` say how that is written. The page in HTML needs no other
+file and no network: style, script and pictures are inside.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from calibrate.report import sections
 from calibrate.report.certified import STATED, domain_table, sentences, statement, table
 from calibrate.report.contents import LengthReport, Report
-from calibrate.report.sections import closing_notes, gain, layer_ranges, layer_table, length_notes, overview_table
-from calibrate.tables import Table
+from calibrate.report.head_maps import colours, head_maps
+from calibrate.report.plots import CAPTIONS
+from calibrate.report.sections import layer_ranges
+from calibrate.tables import Number, Table, bullets, escaped, markdown, printable
+
+FOLDER = Path(__file__).parent
+WIDE = 16  # heads; maps with more have cells without visible numbers
 
 
-class Strong(str):
-    """Text of a paragraph that stands out."""
-
-    __slots__ = ()
-
-
-class Verbatim(str):
-    """Text of a paragraph that is code."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True)
-class Heading:
-    """A heading. Level 1 is the page's title."""
-
-    text: str
-    level: int = 2
-
-
-@dataclass(frozen=True)
-class Paragraph:
-    """Plain, `Strong` and `Verbatim` text, one after another."""
-
-    parts: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Bullets:
-    """A list; a line that is indented belongs to the one before it."""
-
-    lines: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table, and its caption where it has no heading of its own."""
-
-    table: Table
-    caption: str = ""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """A table of names and texts, without a head."""
-
-    rows: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Listing:
-    """Code in the named language."""
-
-    text: str
-    language: str
-
-
-@dataclass(frozen=True)
-class Picture:
-    """One of the pictures of plots.py, by its name, and what it shows."""
-
-    name: str
-    caption: str
-
-
-@dataclass(frozen=True)
-class HeadMaps:
-    """What is known of every head. Markdown shows a picture of the densities, HTML maps of tau, density and error."""
-
-    picture: Picture
-
-
-Block = Heading | Paragraph | Bullets | Grid | Facts | Listing | Picture | HeadMaps
-
-DENSITY = Picture(
-    "density", "The share of query-key pairs that every head computes, as calibrated; a cross marks dense heads."
-)
-FRONTIER = Picture(
-    "frontier",
-    "Error against density of every layer: curves are predicted for other budgets, circles are what was chosen, on the "
-    "prompts that layers were adjusted on.",
-)
-TIME = Picture(
-    "time", "Time of every layer's attention before that of dense attention; predicted where there was no GPU."
-)
-
-
-def page(report: Report, profile_path: Path) -> list[Block]:
-    """The page, from its title to what was not shown.
+def markdown_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str:
+    """The page in Markdown.
 
     Args:
         report: What it says.
         profile_path: Where the profile is, or would be if one had been written.
+        pictures: The file of each picture, a name beside the page, by the pictures' names.
     """
-    budget = report.budget
-    scope = "of every layer" if budget.scope == "layer" else "in the mean over the layers"
-    blocks = [
-        Heading(f"S2O profile of {report.model}", 1),
-        Paragraph(
-            [
-                f"Sparse attention for {report.model} ({report.architecture}), calibrated on {report.device} to at "
-                f"most {budget.value:g} {budget.kind} {scope} against dense attention."
-            ]
-        ),
-        Paragraph([gain(report)]),
-        *_verdict(report, profile_path),
-        *_certificate(report),
-        *_usage(report),
-        Heading("Target against achieved"),
-        Grid(overview_table(report)),
-        Paragraph(
-            [
-                "Error, density and needles are those of the prompts that layers were adjusted on. "
-                "Attention and prefill are speedups over dense."
-            ]
-        ),
-        Bullets(closing_notes(report)),
-        Heading("How it was made"),
-        Facts(_facts(report)),
-    ]
-    for length in report.lengths:
-        blocks += [Heading(length.label), Grid(layer_table(report, length))]
-        blocks.append(Bullets([*length_notes(report, length), *_shared_studies(length)]))
-    blocks += [Heading("Plots"), HeadMaps(DENSITY), FRONTIER, TIME]
-    blocks += [Heading("What was not shown"), Bullets(_not_shown(report))]
-    if report.plan:
-        blocks += [Heading("Plan"), Paragraph(["Every option of the run, given or by default."])]
-        blocks.append(Facts(list(report.plan.items())))
-    return blocks
+    environment = _environment(autoescape=False)
+    environment.filters |= {"text": escaped, "bullets": bullets, "markdown": markdown, "facts_table": _facts_table}
+    text = environment.get_template("page.j2").render(_said(report, profile_path), form="form.md.j2", pictures=pictures)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
-def _verdict(report: Report, profile_path: Path) -> list[Block]:
-    if report.met and report.out:
-        return [Paragraph([Strong(statement(report.certificate, report.adjusted_on))])]
-    subject = "the profile is" if report.out else "no profile was written, and what follows is"
-    blocks: list[Block] = [
-        Paragraph([Strong("Not proven"), f": {subject} not known to be within its budget."]),
-        Bullets(report.problems),
-    ]
-    if not report.out and profile_path.exists():
-        blocks.append(Paragraph([Verbatim(profile_path.name), " beside this file is of an earlier run."]))
-    return blocks
+def html_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str:
+    """The page in HTML, in which all text is escaped; `pictures` are SVG elements, all else as in `markdown_page`."""
+    environment = _environment(autoescape=True)
+    environment.filters |= {"text": printable, "anchor": _anchor, "nested": _nested, "sorted_by": _sorted_by}
+    return environment.get_template("page.html.j2").render(
+        _said(report, profile_path),
+        form="form.html.j2",
+        pictures=pictures,
+        headings=[],
+        maps=head_maps(report),
+        levels=colours(),
+        wide=WIDE,
+        style=(FOLDER / "page.css").read_text("utf-8"),
+        script=(FOLDER / "page.js").read_text("utf-8"),
+    )
 
 
-def _certificate(report: Report) -> list[Block]:
-    """The certificate's tables and sentences; nothing of a run without one."""
-    tables = [one for one in (table(report.certificate), domain_table(report.certificate)) if one is not None]
-    if not tables:
-        return []
-    return [
-        Heading("Certified"),
-        *(Grid(one, one.title) for one in tables),
-        Bullets([STATED, *sentences(report.certificate)]),
-    ]
+def _environment(*, autoescape: bool) -> Environment:
+    return Environment(
+        loader=FileSystemLoader(FOLDER), autoescape=autoescape, undefined=StrictUndefined, keep_trailing_newline=True
+    )
 
 
-def _usage(report: Report) -> list[Block]:
-    blocks: list[Block] = []
-    if report.out:
-        blocks += [Heading("Use"), Listing(f"import s2o_runtime\n{patch_call(report.out)}", "python")]
-    if report.command:
-        blocks += [Paragraph(["Made by"]), Listing(report.command, "sh")]
-    return blocks
+def _said(report: Report, profile_path: Path) -> dict[str, Any]:
+    """What page.j2 takes its text from."""
+    return {
+        "report": report,
+        "title": f"S2O profile of {report.model}",
+        "earlier": profile_path.name if profile_path.exists() else "",
+        "stated": STATED,
+        "captions": CAPTIONS,
+        "statement": statement,
+        "sentences": sentences,
+        "certificate_tables": lambda certificate: filter(None, (table(certificate), domain_table(certificate))),
+        "gain": sections.gain,
+        "overview_table": sections.overview_table,
+        "layer_table": sections.layer_table,
+        "length_notes": sections.length_notes,
+        "closing_notes": sections.closing_notes,
+        "patch_call": patch_call,
+        "facts": _facts,
+        "shared_studies": _shared_studies,
+        "not_shown": _not_shown,
+    }
 
 
 def patch_call(profile: str) -> str:
@@ -233,3 +142,28 @@ def _not_shown(report: Report) -> list[str]:
         notes.append(f"Prompts below {min(calibrated)} tokens: they stay dense.")
     longest = max(length.length for length in lengths)
     return [*notes, f"Prompts beyond {longest} tokens, and text unlike the held-out prompts."]
+
+
+def _facts_table(rows: Sequence[tuple[str, str]]) -> Table:
+    return Table(("", ""), list(rows), align="l")
+
+
+def _anchor(heading: str) -> str:
+    """A heading's name in links."""
+    return "-".join(re.findall(r"\w+", heading.lower()))
+
+
+def _nested(lines: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Each line of a list with the indented lines below it."""
+    items: list[tuple[str, list[str]]] = []
+    for line in lines:
+        if line.startswith(" ") and items:
+            items[-1][1].append(line.lstrip())
+        else:
+            items.append((line.lstrip(), []))
+    return items
+
+
+def _sorted_by(cell: str) -> Markup:
+    """The attribute with what a cell is sorted by; nothing where that is its text."""
+    return Markup(' data-value="{}"').format(repr(cell.value)) if isinstance(cell, Number) else Markup("")
