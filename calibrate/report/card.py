@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from calibrate.report.certified import adjusted_on, domain_table, sentences, statement, table
-from calibrate.report.summary import summary
+from calibrate.report.summary import COLUMNS, length_cells, summary, times
 from calibrate.tables import Table, bullets, escaped, markdown
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.record import Record
 
-COLUMNS = ("length", "tau", "dense heads", "tails", "density", "of", "error / limit", "worst row", "needles", "KL")
 NOT_RECORDED = "not recorded"
 CERTIFIED = (
     "## Certified\n\nUpper bounds for the mean errors of the layers, as shares of their limits: over all rows of a "
@@ -94,34 +93,3 @@ def _listed(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return NOT_RECORDED if value is None else str(value)
-
-
-def length_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The cells of `COLUMNS` for one of `summary`'s lengths."""
-
-    def shown(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    tau = (
-        "-"
-        if row["tau_min"] is None
-        else " .. ".join(f"{float(f'{row[end]:.2g}'):g}" for end in ("tau_min", "tau_max"))
-    )
-    needles = row["needles"]
-    return (
-        str(row["length"]),
-        tau,
-        f"{row['dense_heads']} of {row['heads']}",
-        f"{row['tails']}+{row['linear_tails']} lin." if row["linear_tails"] else str(row["tails"]),
-        shown(row["density"], ".3f"),
-        row["density_is"] or "-",
-        shown(row["error_over_limit"], ".0%"),
-        shown(row["worst"], ".2g"),
-        "-" if needles is None else f"{needles[0]} of {needles[1]}",
-        shown(row["kl"], ".1e"),
-    )
-
-
-def times(ratio: float | None) -> str:
-    """2.0 -> "2.00x"."""
-    return "-" if ratio is None else f"{ratio:.2f}x"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from calibrate.curves.curves import TAUS
 from calibrate.report.contents import HeadReport, Report
 from calibrate.report.figures import COLOURS
-from calibrate.report.sections import two_digits
+from calibrate.report.summary import two_digits
 
 LEVELS = 64  # colours of a map
 DECADES = 4  # below the largest error, where the colours of errors end

@@ -8,6 +8,7 @@ from statistics import fmean
 from textwrap import shorten
 
 from calibrate.report.contents import LayerReport, LengthReport, Report
+from calibrate.report.summary import ratio, tail_counts, tau_range, times, two_digits
 from calibrate.tables import Number, Table, formatted, integer, kept_of
 from s2o_runtime.fields import counted
 
@@ -33,12 +34,12 @@ def gain(report: Report) -> str:
         return f"S2O runs in none of {total}, so nothing is gained: {'; '.join(shown)}. {GAIN_MORE}"
     measured = all(length.attention_seconds is not None for length in report.lengths)
     ratios = {
-        length.length: _ratio(length.dense_prefill_seconds, length.prefill_seconds)
+        length.length: ratio(length.dense_prefill_seconds, length.prefill_seconds)
         if measured
-        else _ratio(1.0, length.cost)
+        else ratio(1.0, length.cost)
         for length in report.lengths
     }
-    gains = ", ".join(f"{ratio:.2f}x at {length}" for length, ratio in ratios.items() if ratio)
+    gains = ", ".join(f"{gained:.2f}x at {length}" for length, gained in ratios.items() if gained)
     what, how = ("prefill", "") if measured else ("attention", " (predicted)")
     text = f"S2O runs in {len(sparse)} of {total}; {what} speedup {gains} tokens{how}."
     poor = max(filter(None, ratios.values()), default=1.0) < WORTHWHILE
@@ -61,9 +62,9 @@ def layer_table(report: Report, length: LengthReport) -> Table:
 def _layer_cells(layer: LayerReport, relative: bool) -> tuple[str, ...]:
     return (
         integer(layer.layer),
-        _range_of_taus(layer.tau_min, layer.tau_max),
+        tau_range(layer.tau_min, layer.tau_max),
         integer(layer.dense_heads),
-        _tails(layer),
+        tail_counts(layer.tails, layer.linear_tails),
         _counts(layer.representatives),
         integer(layer.segment),
         integer(layer.grain),
@@ -160,11 +161,11 @@ def _uniform_note(length: LengthReport) -> str | None:
     uniform = length.uniform
     if uniform is None:
         return None
-    measured = _ratio(uniform.seconds, length.attention_seconds)
-    ratio = measured or _ratio(uniform.cost, length.cost)
-    if not ratio:
+    measured = ratio(uniform.seconds, length.attention_seconds)
+    gained = measured or ratio(uniform.cost, length.cost)
+    if not gained:
         return None
-    verdict = f"{ratio:.2f}x faster" if ratio >= 1 else f"{1 / ratio:.2f}x slower"
+    verdict = f"{gained:.2f}x faster" if gained >= 1 else f"{1 / gained:.2f}x slower"
     return (
         f"attention: {'' if measured else 'predicted '}{verdict} than the best single threshold at the same error "
         f"(tau {two_digits(uniform.tau)}, segment {uniform.segment}, repr. {uniform.representatives}"
@@ -184,7 +185,7 @@ def closing_notes(report: Report) -> list[str]:
 
 def _prediction_note(report: Report) -> str | None:
     """The layers that were furthest from what was predicted: of the error as a share of the limit, of the time."""
-    errors, times = [], []
+    errors, seconds = [], []
     for length in report.lengths:
         for layer in length.layers:
             where = f"layer {layer.layer} at {length.length} tokens"
@@ -193,9 +194,9 @@ def _prediction_note(report: Report) -> str | None:
                 errors.append((abs(layer.error - layer.predicted_error) / layer.limit, text))
             if layer.predicted_seconds and layer.seconds is not None:
                 text = f"{where}: {layer.predicted_seconds * 1e3:.3g} ms, measured {layer.seconds * 1e3:.3g} ms"
-                times.append((abs(layer.seconds - layer.predicted_seconds) / layer.predicted_seconds, text))
+                seconds.append((abs(layer.seconds - layer.predicted_seconds) / layer.predicted_seconds, text))
     largest = [(max(errors), "error by {:.0%} of the limit ({})")] if errors else []
-    largest += [(max(times), "time by {:.0%} ({})")] if times else []
+    largest += [(max(seconds), "time by {:.0%} ({})")] if seconds else []
     if not largest:
         return None
     return "furthest from what was predicted: " + ", ".join(form.format(*deviation) for deviation, form in largest)
@@ -217,38 +218,14 @@ def _attention_speedup(length: LengthReport) -> str:
     """Of the layers' attention together; where it was not measured, what is predicted."""
     if length.attention_seconds is not None:
         return _speedup(length.dense_attention_seconds, length.attention_seconds)
-    predicted = _ratio(1.0, length.cost)
+    predicted = ratio(1.0, length.cost)
     return "-" if predicted is None else Number(f"{predicted:.2f}x predicted", predicted)
 
 
 def _speedup(dense: float | None, sparse: float | None) -> str:
-    ratio = _ratio(dense, sparse)
-    return "-" if ratio is None else Number(f"{ratio:.2f}x", ratio)
-
-
-def _tails(layer: LayerReport) -> str:
-    """The heads with a tail, and beside them those with a linear one: "6+2 lin."."""
-    if not layer.linear_tails:
-        return integer(layer.tails)
-    return Number(f"{layer.tails}+{layer.linear_tails} lin.", layer.tails + layer.linear_tails)
-
-
-def _range_of_taus(smallest: float | None, largest: float | None) -> str:
-    """Both, of which the smallest is what tables are sorted by; "-" without thresholds."""
-    if smallest is None or largest is None:
-        return "-"
-    return Number(f"{two_digits(smallest)} .. {two_digits(largest)}", smallest)
-
-
-def _ratio(over: float | None, under: float | None) -> float | None:
-    return None if over is None or not under else over / under
+    return times(ratio(dense, sparse))
 
 
 def _counts(counts: dict[str, int]) -> str:
     """{"1": 6, "32": 2} -> "1/32: 6/2" """
     return f"{'/'.join(counts)}: {'/'.join(map(str, counts.values()))}" if counts else "-"
-
-
-def two_digits(tau: float) -> str:
-    """A threshold as it is shown."""
-    return f"{float(f'{tau:.2g}'):g}"  # 150, not 1.5e+02

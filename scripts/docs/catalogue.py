@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.recipe import Budget, default_out
-from calibrate.report.card import card, times
+from calibrate.report.card import card
 from calibrate.report.certified import in_short
-from calibrate.report.summary import summary
+from calibrate.report.summary import summary, times
 from calibrate.tables import Markup, Table, escaped, markdown
 from s2o_runtime.errors import InputError
 from s2o_runtime.files import write_atomically
