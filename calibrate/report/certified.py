@@ -22,7 +22,7 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
         certificate: Of the profile; None if it has none.
         adjusted_on: How many prompts of each length layers were adjusted on; None if that is not recorded.
     """
-    lengths = _lengths(certificate)
+    lengths = lengths_of(certificate)
     if not lengths:
         same = "the same prompts" if adjusted_on is None else f"the same {adjusted_on} prompts of each length"
         return f"Adjusted and checked on {same}; not certified."
@@ -32,27 +32,10 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
     changed = any(_changed(length) for length in lengths)
     chose = "only how much less of its budget a layer got" if changed else "nothing"
     return (
-        f"Certified on {_range(length.prompts for length in lengths)} prompts of each length that chose {chose}{text}: "
-        f"with {confidence:.0%} confidence for each layer by itself, and if errors are lognormal, its mean error over "
-        f"prompts like these is at most {_largest(lengths):.0%} of its limit."
+        f"Certified on {counted_range(length.prompts for length in lengths)} prompts of each length that "
+        f"chose {chose}{text}: with {confidence:.0%} confidence for each layer by itself, and if errors are lognormal, "
+        f"its mean error over prompts like these is at most {largest_bound(lengths):.0%} of its limit."
     )
-
-
-def in_short(certificate: Certificate | None) -> str:
-    """A few words for a table of profiles; "-" without a certificate."""
-    lengths = _lengths(certificate)
-    if not lengths:
-        return "-"
-    kls = [length.kl.value for length in lengths if length.kl is not None and length.kl.value is not None]
-    retrievals = [length.retrieval for length in lengths if length.retrieval is not None]
-    found, kept = (sum(getattr(one, name) or 0 for one in retrievals) for name in ("found", "kept"))
-    parts = [
-        f"{_range(length.prompts for length in lengths)} prompts",
-        f"bounds at most {_largest(lengths):.0%} of limits",
-        f"KL below {max(kls):.1e}" if kls else "",
-        f"needles {kept} of {found}" if found else "",
-    ]
-    return ", ".join(part for part in parts if part)
 
 
 def adjusted_on(record: Record) -> int | None:
@@ -63,7 +46,7 @@ def adjusted_on(record: Record) -> int | None:
 
 def sentences(certificate: Certificate | None) -> list[str]:
     """What is certified of the next prompt at each length, or why nothing is, and what the certificate changed."""
-    lengths = _lengths(certificate)
+    lengths = lengths_of(certificate)
     layers = [layer for length in lengths for layer in length.layers or ()]
     dense = sum(layer.rung == 0 for layer in layers)
     less = sum(layer.rung is not None for layer in layers) - dense
@@ -122,12 +105,30 @@ def _mean_kl(length: CertifiedLength) -> str:
     return f" (mean over prompts {length.mean_kl:.1e}, its bound {length.mean_kl_bound:.1e})"
 
 
-def table(certificate: Certificate | None) -> Table | None:
-    """One row a length: the largest bounds of its layers, as shares of their limits; None without a certificate."""
-    lengths = _lengths(certificate)
+def tables(certificate: Certificate | None) -> list[Table]:
+    """A table with a row for each length, and one with a row for each length and kind of text; none if not certified.
+
+    The first has the largest bounds of the length's layers, as shares of their limits.
+    """
+    lengths = lengths_of(certificate)
     if not lengths:
-        return None
-    return Table(NAMES, [_cells(length) for length in lengths], "certified")
+        return []
+    by_text = [
+        (
+            integer(length.length),
+            one.domain or "-",
+            integer(one.prompts),
+            formatted(one.kl, ".1e"),
+            formatted(one.error_over_limit, ".0%"),
+        )
+        for length in lengths
+        for one in length.domains or ()
+    ]
+    names = ("length", "text", "prompts", "mean KL", "error /\nlimit")
+    return [
+        Table(NAMES, [_cells(length) for length in lengths], "certified"),
+        Table(names, by_text, "by kind of text", align="rlr"),
+    ]
 
 
 def _cells(length: CertifiedLength) -> tuple[str, ...]:
@@ -139,8 +140,8 @@ def _cells(length: CertifiedLength) -> tuple[str, ...]:
     }
     retrieval = length.retrieval
     return (
-        _count(length.length),
-        _count(length.prompts),
+        integer(length.length),
+        integer(length.prompts),
         _share(_over_limit(layer, layer.bound) for layer in layers),
         _share(_over_limit(layer, layer.bound_last) for layer in layers),
         ", ".join(f"{new_tokens}: {_percent(share)}" for new_tokens, share in continued.items()) or "-",
@@ -151,26 +152,8 @@ def _cells(length: CertifiedLength) -> tuple[str, ...]:
     )
 
 
-def domain_table(certificate: Certificate | None) -> Table | None:
-    """One row for each length and kind of text; None without a certificate."""
-    lengths = _lengths(certificate)
-    if not lengths:
-        return None
-    rows = [
-        (
-            _count(length.length),
-            one.domain or "-",
-            _count(one.prompts),
-            formatted(one.kl, ".1e"),
-            formatted(one.error_over_limit, ".0%"),
-        )
-        for length in lengths
-        for one in length.domains or ()
-    ]
-    return Table(("length", "text", "prompts", "mean KL", "error /\nlimit"), rows, "by kind of text", align="rlr")
-
-
-def _lengths(certificate: Certificate | None) -> tuple[CertifiedLength, ...]:
+def lengths_of(certificate: Certificate | None) -> tuple[CertifiedLength, ...]:
+    """What is certified of each length; none without a certificate."""
     return (certificate and certificate.lengths) or ()
 
 
@@ -179,7 +162,8 @@ def _continued(layer: CertifiedLayer, new_tokens: int | None) -> float:
     return max((_over_limit(layer, bound) or 0.0 for bound in bounds), default=0.0)
 
 
-def _largest(lengths: Iterable[CertifiedLength]) -> float:
+def largest_bound(lengths: Iterable[CertifiedLength]) -> float:
+    """The largest bound of a layer that the certificate did not make dense, as a share of its limit."""
     shares = [
         _over_limit(layer, layer.bound)
         for length in lengths
@@ -202,14 +186,11 @@ def _percent(share: float) -> Number:
     return Number(f"{share:.0%}" if share < MOST else f"over {MOST:.0%}", share)
 
 
-def _count(count: int | None) -> str:
-    return "-" if count is None else integer(count)
-
-
 def _value(bound: NextPrompt | None, form: str) -> str:
     return formatted(None if bound is None else bound.value, form)
 
 
-def _range(counts: Iterable[int | None]) -> str:
+def counted_range(counts: Iterable[int | None]) -> str:
+    """[19, 32, 19] -> "19 to 32" """
     known = sorted({count for count in counts if count})
     return "-" if not known else str(known[0]) if len(known) == 1 else f"{known[0]} to {known[-1]}"

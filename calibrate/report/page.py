@@ -15,12 +15,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from calibrate.report import sections
-from calibrate.report.certified import STATED, domain_table, sentences, statement, table
-from calibrate.report.contents import LengthReport, Report
+from calibrate.report import certified, sections
+from calibrate.report.contents import Report
 from calibrate.report.head_maps import colours, head_maps
 from calibrate.report.plots import CAPTIONS
-from calibrate.report.sections import layer_ranges
 from calibrate.tables import Number, Table, bullets, escaped, markdown, printable
 
 FOLDER = Path(__file__).parent
@@ -65,83 +63,21 @@ def _environment(*, autoescape: bool) -> Environment:
 
 
 def _said(report: Report, profile_path: Path) -> dict[str, Any]:
-    """What page.j2 takes its text from."""
+    """The names of page.j2."""
     return {
         "report": report,
         "title": f"S2O profile of {report.model}",
         "earlier": profile_path.name if profile_path.exists() else "",
-        "stated": STATED,
         "captions": CAPTIONS,
-        "statement": statement,
-        "sentences": sentences,
-        "certificate_tables": lambda certificate: filter(None, (table(certificate), domain_table(certificate))),
-        "gain": sections.gain,
-        "overview_table": sections.overview_table,
-        "layer_table": sections.layer_table,
-        "length_notes": sections.length_notes,
-        "closing_notes": sections.closing_notes,
+        "sections": sections,
+        "certified": certified,
         "patch_call": patch_call,
-        "facts": _facts,
-        "shared_studies": _shared_studies,
-        "not_shown": _not_shown,
     }
 
 
 def patch_call(profile: str) -> str:
     """The line of Python that deploys a profile."""
     return f"s2o_runtime.patch(model, {json.dumps(profile)})"
-
-
-def _facts(report: Report) -> list[tuple[str, str]]:
-    """How the profile was made, by name."""
-    phases = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in report.phases.items())
-    return [
-        ("model", f"{report.model} ({report.architecture})"),
-        ("weights", "random" if report.random_weights else "the model's"),
-        ("hardware", report.device),
-        ("versions", ", ".join(f"{name} {version}" for name, version in report.versions.items())),
-        ("data", report.data),
-        ("seed", str(report.seed)),
-        ("lengths", ", ".join(str(length.length) for length in report.lengths if length.calibrated)),
-        ("worst row", "not limited" if report.worst_rows is None else f"at most {report.worst_rows:g}"),
-        ("time", f"{report.calibration_seconds:.0f} s ({phases})"),
-        ("trials", f"{report.trials}, of which {report.failed_trials} failed"),
-        ("journal", f"{report.journal.path}, {report.journal.reused} measurements reused"),
-    ]
-
-
-def _shared_studies(length: LengthReport) -> list[str]:
-    shared = [layer_ranges(group) for group in length.groups if len(group) > 1]
-    return [f"shared a study: {'; '.join(shared)}"] if shared else []
-
-
-def _not_shown(report: Report) -> list[str]:
-    """What a reader might take for shown although it is not."""
-    lengths = report.lengths
-    calibrated = [length.length for length in lengths if length.calibrated]
-    checked = [str(length.length) for length in lengths if not length.calibrated]
-    notes = [f"{sentence[:1].upper()}{sentence[1:]}." for sentence in report.not_proven]
-    if not report.met:
-        notes.append("That the error is within the budget: see the problems at the top.")
-    if report.random_weights:
-        notes.append(
-            "Anything about the trained model: the weights were random, so its errors and densities are others."
-        )
-    if checked:
-        notes.append(
-            f"That {', '.join(checked)} tokens are served as well as they could be: the settings there come from "
-            "other lengths."
-        )
-    if any(length.attention_seconds is None for length in lengths):
-        notes.append("How fast it is: there was no GPU, and a CPU runs the plain reference.")
-    if any(length.needles is None for length in lengths):
-        notes.append("Whether needles are found: the prompts of some lengths ask for none.")
-    if report.worst_rows is None:
-        notes.append("A limit on the worst rows: only means are limited.")
-    if calibrated:
-        notes.append(f"Prompts below {min(calibrated)} tokens: they stay dense.")
-    longest = max(length.length for length in lengths)
-    return [*notes, f"Prompts beyond {longest} tokens, and text unlike the held-out prompts."]
 
 
 def _facts_table(rows: Sequence[tuple[str, str]]) -> Table:

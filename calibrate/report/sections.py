@@ -183,6 +183,59 @@ def closing_notes(report: Report) -> list[str]:
     return notes
 
 
+def facts(report: Report) -> list[tuple[str, str]]:
+    """How the profile was made, by name."""
+    phases = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in report.phases.items())
+    return [
+        ("model", f"{report.model} ({report.architecture})"),
+        ("weights", "random" if report.random_weights else "the model's"),
+        ("hardware", report.device),
+        ("versions", ", ".join(f"{name} {version}" for name, version in report.versions.items())),
+        ("data", report.data),
+        ("seed", str(report.seed)),
+        ("lengths", ", ".join(str(length.length) for length in report.lengths if length.calibrated)),
+        ("worst row", "not limited" if report.worst_rows is None else f"at most {report.worst_rows:g}"),
+        ("time", f"{report.calibration_seconds:.0f} s ({phases})"),
+        ("trials", f"{report.trials}, of which {report.failed_trials} failed"),
+        ("journal", f"{report.journal.path}, {report.journal.reused} measurements reused"),
+    ]
+
+
+def shared_studies(length: LengthReport) -> list[str]:
+    """Which layers shared a study, as a sentence if any did."""
+    shared = [layer_ranges(group) for group in length.groups if len(group) > 1]
+    return [f"shared a study: {'; '.join(shared)}"] if shared else []
+
+
+def not_shown(report: Report) -> list[str]:
+    """What a reader might take for shown although it is not."""
+    lengths = report.lengths
+    calibrated = [length.length for length in lengths if length.calibrated]
+    checked = [str(length.length) for length in lengths if not length.calibrated]
+    notes = [f"{sentence[:1].upper()}{sentence[1:]}." for sentence in report.not_proven]
+    if not report.met:
+        notes.append("That the error is within the budget: see the problems at the top.")
+    if report.random_weights:
+        notes.append(
+            "Anything about the trained model: the weights were random, so its errors and densities are others."
+        )
+    if checked:
+        notes.append(
+            f"That {', '.join(checked)} tokens are served as well as they could be: the settings there come from "
+            "other lengths."
+        )
+    if any(length.attention_seconds is None for length in lengths):
+        notes.append("How fast it is: there was no GPU, and a CPU runs the plain reference.")
+    if any(length.needles is None for length in lengths):
+        notes.append("Whether needles are found: the prompts of some lengths ask for none.")
+    if report.worst_rows is None:
+        notes.append("A limit on the worst rows: only means are limited.")
+    if calibrated:
+        notes.append(f"Prompts below {min(calibrated)} tokens: they stay dense.")
+    longest = max(length.length for length in lengths)
+    return [*notes, f"Prompts beyond {longest} tokens, and text unlike the held-out prompts."]
+
+
 def _prediction_note(report: Report) -> str | None:
     """The layers that were furthest from what was predicted: of the error as a share of the limit, of the time."""
     errors, seconds = [], []
