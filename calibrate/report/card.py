@@ -9,57 +9,30 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from calibrate.report.certified import adjusted_on, sentences, statement, tables
+from calibrate.report import certified
 from calibrate.report.summary import COLUMNS, length_cells, summary, times
-from calibrate.tables import Table, bullets, escaped, markdown
+from calibrate.report.templates import in_markdown
+from calibrate.tables import Table
 from s2o_runtime.profile import Profile
-from s2o_runtime.profile.record import Record
 
 NOT_RECORDED = "not recorded"
-CERTIFIED = (
-    "## Certified\n\nUpper bounds for the mean errors of the layers, as shares of their limits: over all rows of a "
-    "prompt, over its last eighth, and of calls that bring so many new tokens behind a cached prefix; only the first "
-    "is held to the limit. KL and top-1 are the numbers of the sentences below; noise is the KL between two dense "
-    "implementations."
-)
 
 
 def card(profile: Profile, file: str) -> str:
-    """The card of a profile that is in `file`, a name beside the card."""
+    """The card of a profile that is in `file`, a name beside the card; card.j2 is its template."""
     summed = summary(profile)
-    call = f"s2o_runtime.patch(model, {json.dumps(file)})"
     rows = [(*length_cells(row), times(row["prefill_speedup"])) for row in summed["lengths"]]
-    parts = [
-        f"# S2O profile of {escaped(summed['model'])}",
-        f"Sparse attention for {escaped(summed['model'])} ({escaped(summed['architecture'])}), made on "
-        f"{escaped(summed['device'])} within {escaped(summed['budget'] or 'a budget that is not recorded')} of dense "
-        "attention.",
-        _proof(profile.record, summed),
-        f"```python\nimport s2o_runtime\n\n{call}\n```",
-        markdown(Table((*COLUMNS, "prefill"), rows)),
-        "Error, worst row, needles and KL are those of the prompts that layers were adjusted on, against the dense "
-        f"model; prefill is how many times faster it is. Prompts below {profile.min_length} tokens stay dense.",
-        *_certificate(profile.record),
-        markdown(Table(("", ""), _facts(profile, summed), align="l")),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _proof(record: Record, summed: Mapping[str, Any]) -> str:
-    """What was shown, then what was not."""
-    proof = summed["proof"] or NOT_RECORDED
-    if not proof.startswith("held out") or summed["problems"]:
-        problems = "".join(f"\n- {escaped(problem)}" for problem in summed["problems"])
-        return f"**Not proven** ({escaped(proof)})." + (f"\n{problems}" if problems else "")
-    where = "" if proof == "held out" else f" Proof: {escaped(proof)}."
-    return f"**{escaped(statement(record.certificate, adjusted_on(record)))}**{where}"
-
-
-def _certificate(record: Record) -> list[str]:
-    """The certificate's tables and sentences, and what was not proven; nothing of a profile that has neither."""
-    shown = [markdown(table) for table in tables(record.certificate)]
-    certified = [CERTIFIED, *shown, bullets(sentences(record.certificate))] if shown else []
-    return certified + (["## Not proven", bullets(record.not_proven)] if record.not_proven else [])
+    return in_markdown(
+        "card.j2",
+        summary=summed,
+        record=profile.record,
+        certified=certified,
+        not_recorded=NOT_RECORDED,
+        call=f"s2o_runtime.patch(model, {json.dumps(file)})",
+        lengths=Table((*COLUMNS, "prefill"), rows),
+        min_length=profile.min_length,
+        facts=_facts(profile, summed),
+    )
 
 
 def _facts(profile: Profile, summed: Mapping[str, Any]) -> list[tuple[str, str]]:

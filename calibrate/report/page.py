@@ -12,16 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from calibrate.report import certified, sections
 from calibrate.report.contents import Report
 from calibrate.report.head_maps import colours, head_maps
 from calibrate.report.plots import CAPTIONS
-from calibrate.tables import Number, Table, bullets, escaped, markdown, printable
+from calibrate.report.templates import FOLDER, environment, in_markdown
+from calibrate.tables import Number, printable
 
-FOLDER = Path(__file__).parent
 WIDE = 16  # heads; maps with more have cells without visible numbers
 
 
@@ -33,17 +32,14 @@ def markdown_page(report: Report, profile_path: Path, pictures: Mapping[str, str
         profile_path: Where the profile is, or would be if one had been written.
         pictures: The file of each picture, a name beside the page, by the pictures' names.
     """
-    environment = _environment(autoescape=False)
-    environment.filters |= {"text": escaped, "bullets": bullets, "markdown": markdown, "facts_table": _facts_table}
-    text = environment.get_template("page.j2").render(_said(report, profile_path), form="form.md.j2", pictures=pictures)
-    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    return in_markdown("page.j2", **_said(report, profile_path), form="form.md.j2", pictures=pictures)
 
 
 def html_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str:
     """The page in HTML, in which all text is escaped; `pictures` are SVG elements, all else as in `markdown_page`."""
-    environment = _environment(autoescape=True)
-    environment.filters |= {"text": printable, "anchor": _anchor, "nested": _nested, "sorted_by": _sorted_by}
-    return environment.get_template("page.html.j2").render(
+    templates = environment(autoescape=True)
+    templates.filters |= {"text": printable, "anchor": _anchor, "nested": _nested, "sorted_by": _sorted_by}
+    return templates.get_template("page.html.j2").render(
         _said(report, profile_path),
         form="form.html.j2",
         pictures=pictures,
@@ -53,12 +49,6 @@ def html_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -
         wide=WIDE,
         style=(FOLDER / "page.css").read_text("utf-8"),
         script=(FOLDER / "page.js").read_text("utf-8"),
-    )
-
-
-def _environment(*, autoescape: bool) -> Environment:
-    return Environment(
-        loader=FileSystemLoader(FOLDER), autoescape=autoescape, undefined=StrictUndefined, keep_trailing_newline=True
     )
 
 
@@ -78,10 +68,6 @@ def _said(report: Report, profile_path: Path) -> dict[str, Any]:
 def patch_call(profile: str) -> str:
     """The line of Python that deploys a profile."""
     return f"s2o_runtime.patch(model, {json.dumps(profile)})"
-
-
-def _facts_table(rows: Sequence[tuple[str, str]]) -> Table:
-    return Table(("", ""), list(rows), align="l")
 
 
 def _anchor(heading: str) -> str:
