@@ -84,9 +84,9 @@ class Number(str):
         return cell
 
 
-def integer(count: int | None) -> str:
-    """A whole number, as it is; "-" for None."""
-    return formatted(count, "d")
+def integer(count: int) -> Number:
+    """A whole number, as it is."""
+    return Number(str(count), count)
 
 
 def formatted(value: float | None, form: str) -> str:

@@ -135,7 +135,8 @@ def _head(text: str) -> tuple[int, int]:
 def show(flags: Flags) -> int:
     """The summary of a profile, or one head of it."""
     from calibrate.report.explain import explain_head, head_lines
-    from calibrate.report.summary import summary, summary_parts
+    from calibrate.report.shown import summary_parts
+    from calibrate.report.summary import summary
     from s2o_runtime.profile import load_profile
 
     profile = load_profile(flags["profile"])
@@ -198,7 +199,7 @@ def diff(flags: Flags) -> int:
 
 def export(flags: Flags) -> int:
     """Everything in a profile as JSON."""
-    from calibrate.report.summary import exported
+    from calibrate.report.shown import exported
     from s2o_runtime.profile import load_profile
 
     document = exported(load_profile(flags["profile"]))

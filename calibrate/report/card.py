@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from calibrate.report import certified
-from calibrate.report.summary import COLUMNS, length_cells, summary, times
+from calibrate.report.shown import COLUMNS, length_cells, times
+from calibrate.report.summary import summary
 from calibrate.report.templates import in_markdown
 from calibrate.tables import Table
 from s2o_runtime.profile import Profile

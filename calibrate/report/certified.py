@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from calibrate.tables import Number, Table, formatted, integer, kept_of
 from s2o_runtime.fields import counted
@@ -22,7 +22,7 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
         certificate: Of the profile; None if it has none.
         adjusted_on: How many prompts of each length layers were adjusted on; None if that is not recorded.
     """
-    lengths = lengths_of(certificate)
+    lengths = _lengths(certificate)
     if not lengths:
         same = "the same prompts" if adjusted_on is None else f"the same {adjusted_on} prompts of each length"
         return f"Adjusted and checked on {same}; not certified."
@@ -32,10 +32,27 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
     changed = any(_changed(length) for length in lengths)
     chose = "only how much less of its budget a layer got" if changed else "nothing"
     return (
-        f"Certified on {counted_range(length.prompts for length in lengths)} prompts of each length that "
-        f"chose {chose}{text}: with {confidence:.0%} confidence for each layer by itself, and if errors are lognormal, "
-        f"its mean error over prompts like these is at most {largest_bound(lengths):.0%} of its limit."
+        f"Certified on {_range(length.prompts for length in lengths)} prompts of each length that chose {chose}{text}: "
+        f"with {confidence:.0%} confidence for each layer by itself, and if errors are lognormal, its mean error over "
+        f"prompts like these is at most {_largest(lengths):.0%} of its limit."
     )
+
+
+def in_short(certificate: Certificate | None) -> str:
+    """A few words for a table of profiles; "-" without a certificate."""
+    lengths = _lengths(certificate)
+    if not lengths:
+        return "-"
+    kls = [length.kl.value for length in lengths if length.kl is not None and length.kl.value is not None]
+    retrievals = [length.retrieval for length in lengths if length.retrieval is not None]
+    found, kept = (sum(getattr(one, name) or 0 for one in retrievals) for name in ("found", "kept"))
+    parts = [
+        f"{_range(length.prompts for length in lengths)} prompts",
+        f"bounds at most {_largest(lengths):.0%} of limits",
+        f"KL below {max(kls):.1e}" if kls else "",
+        f"needles {kept} of {found}" if found else "",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def adjusted_on(record: Record) -> int | None:
@@ -46,7 +63,7 @@ def adjusted_on(record: Record) -> int | None:
 
 def sentences(certificate: Certificate | None) -> list[str]:
     """What is certified of the next prompt at each length, or why nothing is, and what the certificate changed."""
-    lengths = lengths_of(certificate)
+    lengths = _lengths(certificate)
     layers = [layer for length in lengths for layer in length.layers or ()]
     dense = sum(layer.rung == 0 for layer in layers)
     less = sum(layer.rung is not None for layer in layers) - dense
@@ -106,29 +123,16 @@ def _mean_kl(length: CertifiedLength) -> str:
 
 
 def tables(certificate: Certificate | None) -> list[Table]:
-    """A table with a row for each length, and one with a row for each length and kind of text; none if not certified.
-
-    The first has the largest bounds of the length's layers, as shares of their limits.
-    """
-    lengths = lengths_of(certificate)
+    """What is certified of each length, and of each kind of text; none without a certificate."""
+    lengths = _lengths(certificate)
     if not lengths:
         return []
-    by_text = [
-        (
-            integer(length.length),
-            one.domain or "-",
-            integer(one.prompts),
-            formatted(one.kl, ".1e"),
-            formatted(one.error_over_limit, ".0%"),
-        )
-        for length in lengths
-        for one in length.domains or ()
-    ]
-    names = ("length", "text", "prompts", "mean KL", "error /\nlimit")
-    return [
-        Table(NAMES, [_cells(length) for length in lengths], "certified"),
-        Table(names, by_text, "by kind of text", align="rlr"),
-    ]
+    return [_bounds_table(lengths), _domain_table(lengths)]
+
+
+def _bounds_table(lengths: Sequence[CertifiedLength]) -> Table:
+    """One row a length: the largest bounds of its layers, as shares of their limits."""
+    return Table(NAMES, [_cells(length) for length in lengths], "certified")
 
 
 def _cells(length: CertifiedLength) -> tuple[str, ...]:
@@ -140,8 +144,8 @@ def _cells(length: CertifiedLength) -> tuple[str, ...]:
     }
     retrieval = length.retrieval
     return (
-        integer(length.length),
-        integer(length.prompts),
+        _count(length.length),
+        _count(length.prompts),
         _share(_over_limit(layer, layer.bound) for layer in layers),
         _share(_over_limit(layer, layer.bound_last) for layer in layers),
         ", ".join(f"{new_tokens}: {_percent(share)}" for new_tokens, share in continued.items()) or "-",
@@ -152,8 +156,23 @@ def _cells(length: CertifiedLength) -> tuple[str, ...]:
     )
 
 
-def lengths_of(certificate: Certificate | None) -> tuple[CertifiedLength, ...]:
-    """What is certified of each length; none without a certificate."""
+def _domain_table(lengths: Sequence[CertifiedLength]) -> Table:
+    """One row for each length and kind of text."""
+    rows = [
+        (
+            _count(length.length),
+            one.domain or "-",
+            _count(one.prompts),
+            formatted(one.kl, ".1e"),
+            formatted(one.error_over_limit, ".0%"),
+        )
+        for length in lengths
+        for one in length.domains or ()
+    ]
+    return Table(("length", "text", "prompts", "mean KL", "error /\nlimit"), rows, "by kind of text", align="rlr")
+
+
+def _lengths(certificate: Certificate | None) -> tuple[CertifiedLength, ...]:
     return (certificate and certificate.lengths) or ()
 
 
@@ -162,8 +181,7 @@ def _continued(layer: CertifiedLayer, new_tokens: int | None) -> float:
     return max((_over_limit(layer, bound) or 0.0 for bound in bounds), default=0.0)
 
 
-def largest_bound(lengths: Iterable[CertifiedLength]) -> float:
-    """The largest bound of a layer that the certificate did not make dense, as a share of its limit."""
+def _largest(lengths: Iterable[CertifiedLength]) -> float:
     shares = [
         _over_limit(layer, layer.bound)
         for length in lengths
@@ -186,11 +204,14 @@ def _percent(share: float) -> Number:
     return Number(f"{share:.0%}" if share < MOST else f"over {MOST:.0%}", share)
 
 
+def _count(count: int | None) -> str:
+    return "-" if count is None else integer(count)
+
+
 def _value(bound: NextPrompt | None, form: str) -> str:
     return formatted(None if bound is None else bound.value, form)
 
 
-def counted_range(counts: Iterable[int | None]) -> str:
-    """[19, 32, 19] -> "19 to 32" """
+def _range(counts: Iterable[int | None]) -> str:
     known = sorted({count for count in counts if count})
     return "-" if not known else str(known[0]) if len(known) == 1 else f"{known[0]} to {known[-1]}"

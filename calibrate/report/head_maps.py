@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from calibrate.curves.curves import TAUS
 from calibrate.report.contents import HeadReport, Report
 from calibrate.report.figures import COLOURS
-from calibrate.report.summary import two_digits
+from calibrate.report.shown import two_digits
 
 LEVELS = 64  # colours of a map
 EQUAL_CONTRAST = math.sqrt(0.05 * 1.05) - 0.05  # the luminance on which black and white are as easy to read

@@ -8,7 +8,8 @@ from statistics import fmean
 from textwrap import shorten
 
 from calibrate.report.contents import LayerReport, LengthReport, Report
-from calibrate.report.summary import ratio, tail_counts, tau_range, times, two_digits
+from calibrate.report.shown import tail_counts, tau_range, times, two_digits
+from calibrate.report.summary import ratio
 from calibrate.tables import Number, Table, formatted, integer, kept_of
 from s2o_runtime.fields import counted
 

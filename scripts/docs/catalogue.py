@@ -19,14 +19,14 @@ from typing import Any
 
 from calibrate.recipe import Budget, default_out
 from calibrate.report.card import card
-from calibrate.report.certified import counted_range, largest_bound, lengths_of
-from calibrate.report.summary import summary, times
+from calibrate.report.certified import in_short
+from calibrate.report.shown import times
+from calibrate.report.summary import summary
 from calibrate.tables import Markup, Table, escaped, markdown
 from s2o_runtime.errors import InputError
 from s2o_runtime.files import write_atomically
 from s2o_runtime.profile import load_profile
 from s2o_runtime.profile.file import serialize
-from s2o_runtime.profile.record import Certificate
 from scripts.docs.markdown import between
 
 CATALOGUE = Path(__file__).resolve().parents[2] / "profiles"
@@ -104,29 +104,12 @@ def _entry(catalogue: Path, path: Path) -> dict[str, Any]:
         "measured_on": profile.record.retiled.made_on if profile.record.retiled else summed["device"],
         "budget": summed["budget"],
         "proof": summed["proof"],
-        "certified": _in_short(profile.record.certificate),
+        "certified": in_short(profile.record.certificate),
         "lengths": [
             {name: row[name] for name in ("length", "density", "prefill_speedup", "needles")}
             for row in summed["lengths"]
         ],
     }
-
-
-def _in_short(certificate: Certificate | None) -> str:
-    """A few words for a table of profiles; "-" without a certificate."""
-    lengths = lengths_of(certificate)
-    if not lengths:
-        return "-"
-    kls = [length.kl.value for length in lengths if length.kl is not None and length.kl.value is not None]
-    retrievals = [length.retrieval for length in lengths if length.retrieval is not None]
-    found, kept = (sum(getattr(one, name) or 0 for one in retrievals) for name in ("found", "kept"))
-    parts = [
-        f"{counted_range(length.prompts for length in lengths)} prompts",
-        f"bounds at most {largest_bound(lengths):.0%} of limits",
-        f"KL below {max(kls):.1e}" if kls else "",
-        f"needles {kept} of {found}" if found else "",
-    ]
-    return ", ".join(part for part in parts if part)
 
 
 def _cells(entry: dict[str, Any]) -> list[str]:
