@@ -23,7 +23,8 @@ from calibrate.report.certified import in_short
 from calibrate.report.shown import times
 from calibrate.report.summary import summary
 from calibrate.tables import Markup, Table, escaped, markdown
-from s2o_runtime.errors import InputError
+from s2o_runtime.command_line import OK, failed, failure_code
+from s2o_runtime.errors import InputError, S2OError
 from s2o_runtime.files import write_atomically
 from s2o_runtime.profile import load_profile
 from s2o_runtime.profile.file import serialize
@@ -42,11 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", help="what its model is called in the catalogue (default as it was calibrated)")
     parser.add_argument("--folder", type=Path, default=CATALOGUE, help="the catalogue (default profiles/)")
     arguments = parser.parse_args(argv)
-    if arguments.profile is not None:
-        print(f"wrote {file_profile(arguments.profile, arguments.folder, arguments.name)}")
-    for path, text in overviews(arguments.folder).items():
-        write_atomically(path, text.encode())
-    return 0
+    try:
+        if arguments.profile is not None:
+            print(f"wrote {file_profile(arguments.profile, arguments.folder, arguments.name)}")
+        for path, text in overviews(arguments.folder).items():
+            write_atomically(path, text.encode())
+    except S2OError as error:
+        return failed("scripts.docs.catalogue", failure_code(error), str(error))
+    return OK
 
 
 def file_profile(profile_path: Path, catalogue: Path, name: str | None = None) -> Path:

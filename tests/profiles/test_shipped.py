@@ -14,7 +14,6 @@ from calibrate.profiles.stored import recipe_of
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.verify import prove
 from calibrate.recipe import Budget, default_out
-from s2o_runtime.errors import InputError
 from s2o_runtime.identity import RANDOM, fingerprint, fingerprint_mismatch
 from s2o_runtime.profile import load_profile, save_profile
 from scripts.docs import catalogue
@@ -53,7 +52,7 @@ def test_cards_index_and_readme_are_of_what_lies_there():
     assert "demo/cpu/mse-0.0001.safetensors" in {entry["file"] for entry in entries}
 
 
-def test_a_profile_is_filed_by_model_device_and_budget(tmp_path):
+def test_a_profile_is_filed_by_model_device_and_budget(tmp_path, capsys):
     """Index and table follow the files; what else the README says stays."""
     shipped = CATALOGUE / "demo" / "cpu" / "mse-0.0001.safetensors"
     (tmp_path / "README.md").write_text(f"# Mine\n\n{catalogue.START}\n{catalogue.END}\nafter\n")
@@ -73,8 +72,8 @@ def test_a_profile_is_filed_by_model_device_and_budget(tmp_path):
     )
     assert [one["model"] for one in json.loads((tmp_path / "index.json").read_text())["profiles"]] == ["org/Model-1"]
     save_profile(minimal(), tmp_path / "minimal.safetensors")
-    with pytest.raises(InputError, match="does not say what its budget is"):
-        catalogue.file_profile(tmp_path / "minimal.safetensors", tmp_path)
+    assert catalogue.main([str(tmp_path / "minimal.safetensors"), "--folder", str(tmp_path)]) == 2
+    assert "does not say what its budget is" in capsys.readouterr().err
 
 
 def test_no_profile_is_of_random_weights_or_named_by_a_folder(path):
