@@ -101,7 +101,7 @@ architectures: $(READY) $(CACHES)
 	PYTHONPATH=.:$(QUANTISED) OMP_NUM_THREADS=1 $(lastword $(RUN)) -m scripts.docs.architectures
 
 profile-format: $(READY)
-	$(RUN) scripts/docs/profile_format.py
+	$(RUN) -m scripts.docs.profile_format
 
 # sdist and wheel, the wheel out of the sdist; then for each Python an environment with nothing in it but what the runtime
 # asks for, and after that with what the extra calibrate asks for. Torch first and exactly pinned, as above

@@ -28,17 +28,18 @@ def main(path: Path, out: Path) -> None:
     if isinstance(verdict, Rejected):
         return
     retiled = retile(path, device, out)
-    print(f"made on {profile.device}, tiles for {retiled.profile.device}: {out}")
-    for timed in retiled.timed:
+    print(f"made on {profile.device}, tiles for {retiled.device}: {out}")
+    tuning = retiled.record.retiled
+    for timed in tuning.timed:
         print(timed)
     same = all(
         old.heads[head].tau == new.heads[head].tau
-        for old_bucket, new_bucket in zip(profile.layers, retiled.profile.layers, strict=True)
+        for old_bucket, new_bucket in zip(profile.layers, retiled.layers, strict=True)
         for old, new in zip(old_bucket, new_bucket, strict=True)
         for head in range(len(old.heads))
         if new.heads[head].mode == old.heads[head].mode
     )
-    print(f"thresholds are {'the same' if same else 'others'}, {retiled.dense_layers} layers became dense")
+    print(f"thresholds are {'the same' if same else 'others'}, {tuning.dense_layers} layers became dense")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,7 @@ from s2o_runtime.command_line import (
 from s2o_runtime.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from s2o_runtime.profile import Profile
+    from calibrate.tables import Table
 
 PROGRAM = "s2o-profile"
 log = logging.getLogger(PROGRAM)
@@ -43,7 +42,6 @@ EXAMPLES = (
     ("check its certificate on other prompts", "verify p.safetensors --model my/model --seed 1"),
     ("draw every head's threshold", "plot p.safetensors"),
     ("pass a profile on", "push p.safetensors hf://org/name"),
-    ("file a profile by model and device", "push p.safetensors profiles --catalogue --name org/model"),
 )
 # the options of s2o-calibrate that a command takes, and their defaults in it
 REBUDGET = {
@@ -107,9 +105,7 @@ def parser() -> argparse.ArgumentParser:
     ).add_to(verify)
     plot = command("plot", "A picture of every head's threshold.", "profile")
     plot.add_argument("--out", type=Path, metavar="FILE.png", help="default <profile>.tau.png here")
-    push = command("push", "Copy a profile, its card and its report to a folder or hf://org/name.", "profile", "to")
-    push.add_argument("--catalogue", action="store_true", help="file it by model and device in a folder with an index")
-    push.add_argument("--name", help="with --catalogue: what the model is called there (default as it was calibrated)")
+    command("push", "Copy a profile, its card and its report to a folder or hf://org/name.", "profile", "to")
     pull = command("pull", "Fetch a profile and its report from a folder, a file or hf://org/name.", "source")
     pull.add_argument("--out-dir", type=Path, metavar="FOLDER", help="default here")
     return out
@@ -138,33 +134,14 @@ def _head(text: str) -> tuple[int, int]:
 
 def show(flags: Flags) -> int:
     """The summary of a profile, or one head of it."""
-    from calibrate.profiles.card import COLUMNS, length_cells
-    from calibrate.profiles.certified import adjusted_on, statement
-    from calibrate.profiles.summary import summary
+    from calibrate.report.explain import explain_head, head_lines
+    from calibrate.report.shown import summary_parts
+    from calibrate.report.summary import summary
     from s2o_runtime.profile import load_profile
 
     profile = load_profile(flags["profile"])
-    if "head" in flags:
-        return _show_head(flags, profile)
-    contents = summary(profile)
-    if "json" in flags:
-        return print_json(contents)
-    for name in ("model", "architecture", "device", "budget", "objective", "proof"):
-        _print(f"{name:<12}  {contents[name] or 'not recorded'}")
-    if (contents["proof"] or "").startswith("held out"):
-        _print(statement(profile.record.certificate, adjusted_on(profile.record)))
-    for sentence in (*contents["problems"], *(profile.record.not_proven or ())):
-        _print(f"not proven: {sentence}")
-    if contents["retiled"]:
-        _print(f"{contents['retiled']}")
-    _print_table("", COLUMNS, [length_cells(row) for row in contents["lengths"]])
-    _print(f"prompts below {profile.min_length} tokens stay dense")
-    return OK
-
-
-def _show_head(flags: Flags, profile: Profile) -> int:
-    from calibrate.profiles.explain import explain_head
-
+    if "head" not in flags:
+        return _say(flags, summary(profile), summary_parts(profile))
     layer, head = flags["head"]
     geometry = profile.geometry
     table_row = geometry.row_of(layer)
@@ -174,26 +151,7 @@ def _show_head(flags: Flags, profile: Profile) -> int:
             f"head {layer}.{head} does not exist: layers are {layers}, heads 0 to {geometry.query_heads - 1}"
         )
     rows = explain_head(profile, flags["profile"], table_row, head, flags.get("journal"))
-    if "json" in flags:
-        return print_json({"layer": layer, "head": head, "lengths": rows})
-    for row in rows:
-        _print(f"{row['length']} tokens: {_settings(row)}")
-        if row["density"] is not None:
-            _print(f"  predicted density {row['density']:.3f}, error {row['error']:.2e} {row['unit']}")
-        _print(f"  {row['why']}")
-    return OK
-
-
-def _settings(row: Mapping[str, Any]) -> str:
-    if row["mode"] == "dense":
-        return "dense"
-    if row["linear"]:
-        return f"linear tail, segment {row['segment']}, grain {row['grain']}, tile {row['tile']}"
-    tail = ", tail" if row["tail"] else ""
-    return (
-        f"tau {row['tau']:.3g} ({row['stop_rule']}), segment {row['segment']}, repr. {row['representatives']}{tail}, "
-        f"grain {row['grain']}, tile {row['tile']}{', int8 scores' if row['scores'] == 'int8' else ''}"
-    )
+    return _say(flags, {"layer": layer, "head": head, "lengths": rows}, head_lines(rows))
 
 
 def rebudget(flags: Flags) -> int:
@@ -212,7 +170,7 @@ def rebudget(flags: Flags) -> int:
 
     with writing(out):
         rebudget(profile, budget, out, flags.get("journal"), worst_rows)
-    return _report_written(flags, out)
+    return _written(flags, out)
 
 
 def retile(flags: Flags) -> int:
@@ -224,169 +182,82 @@ def retile(flags: Flags) -> int:
     from calibrate.profiles.retile import retile
 
     with writing(out):
-        retiled = retile(profile, name, out)
-    if device.kind == "cpu":
+        retiled = retile(profile, name, out).record.retiled
+    if device.kind == "cpu" and retiled is not None:
         log.warning("%s", retiled.note)
-    return _report_written(flags, out)
+    return _written(flags, out)
 
 
 def diff(flags: Flags) -> int:
     """What differs between two profiles."""
-    from calibrate.profiles.compare import differences
+    from calibrate.report.compare import difference_parts, differences
     from s2o_runtime.profile import load_profile
 
     changes = differences(load_profile(flags["a"]), load_profile(flags["b"]))
-    if "json" in flags:
-        return print_json(changes)
-    if not any(changes.values()):
-        _print("the profiles are the same")
-        return OK
-    fields = [[name, _short(a), _short(b)] for name, (a, b) in changes["fields"].items()]
-    _print_table("fields", ("field", "a", "b"), fields)
-    for name, lengths in changes["lengths"].items():
-        if lengths:
-            _print(f"lengths in {name.removeprefix('only_')} only: {', '.join(map(str, lengths))}")
-    rows = [
-        [
-            str(row["length"]),
-            str(row["layer"]),
-            str(row["heads"]),
-            ", ".join(f"{name} {count}" for name, count in row["changed"].items()),
-            *("-" if density is None else f"{density:.3f}" for density in row["densities"]),
-        ]
-        for row in changes["layers"]
-    ]
-    names = ("length", "layer", "heads that differ", "in", "density a", "density b")
-    _print_table("layers", names, rows, wrap="in")
-    return OK
+    return _say(flags, changes, difference_parts(changes))
 
 
 def export(flags: Flags) -> int:
     """Everything in a profile as JSON."""
-    from s2o_runtime.files import write_atomically
+    from calibrate.report.shown import exported
     from s2o_runtime.profile import load_profile
 
     document = exported(load_profile(flags["profile"]))
     if "out" not in flags:
         return print_json(document)
-    write_atomically(flags["out"], (json.dumps(document, indent=1) + "\n").encode())
-    return _report_written(flags, flags["out"])
-
-
-def exported(profile: Profile) -> dict[str, Any]:
-    """A profile as JSON: the fields of the file's document, and `buckets` with every layer in place of the tensors."""
-    from s2o_runtime.config import plain
-    from s2o_runtime.profile import described
-
-    buckets = [
-        {"length": length, "layers": [plain(layer) for layer in bucket]}
-        for length, bucket in zip(profile.lengths, profile.layers, strict=True)
-    ]
-    document = described(profile)
-    record = document.pop("record")
-    return document | {"buckets": buckets, "record": record}
+    return _written(flags, flags["out"], (json.dumps(document, indent=1) + "\n").encode())
 
 
 def verify(flags: Flags) -> int:
     """Prove a profile on this machine: on its own prompts again, or its certificate on others."""
     if "model" not in flags:
         raise ConfigError("verify needs the profile's model: give --model MODEL")
-    profile, model = flags["profile"], str(flags["model"])
     name, _ = named_device(flags.get("device"))
+    given = (str(flags["model"]), flags["profile"], name)
+    text = (flags.get("prompts"), flags.get("chunk"))
+    reading = {"trust_remote_code": flags.get("trust_remote_code", False), "tokenizer": flags.get("tokenizer")}
+
+    from calibrate.report.again import certificate_parts, proof_parts
+
     if "seed" in flags:
-        return _check_certificate(flags, model, profile, name)
+        from calibrate.proof.recertify import recertified
 
-    from calibrate.proof.reprove import verified
-
-    proof = verified(model, profile, name, flags.get("prompts"), flags.get("chunk"), **_reading(flags))
-    if "json" in flags:
-        print_json(asdict(proof))
+        check = recertified(*given, flags["seed"], *text, **reading)
+        _say(flags, asdict(check), certificate_parts(check))
+        problems, failure = check.problems, "the certificate does not hold"
     else:
-        rows = [
-            [
-                str(length["length"]),
-                f"{max(layer['error'] for layer in length['layers']):.2e}",
-                f"{max(layer['error'] / layer['limit'] if layer['limit'] else 0.0 for layer in length['layers']):.0%}",
-                f"{fmean(layer['density'] for layer in length['layers']):.3f}",
-                "-" if length["needles"] is None else "{} of {}".format(*length["needles"]),
-                f"{length['kl']:.1e}",
-            ]
-            for length in proof.lengths
-        ]
-        _print_table("proven here", ("length", "largest error", "error / limit", "density", "needles", "KL"), rows)
-        if not proof.same_prompts:
-            _print("the prompts are not those the profile was proven on")
-    if proof.problems:
-        return failed(PROGRAM, NOT_PROVEN, f"the proof failed ({'; '.join(proof.problems)})")
-    return OK
+        from calibrate.proof.reprove import verified
 
-
-def _check_certificate(flags: Flags, model: str, profile: Path, device: str) -> int:
-    from calibrate.proof.recertify import recertified
-
-    check = recertified(
-        model, profile, device, flags["seed"], flags.get("prompts"), flags.get("chunk"), **_reading(flags)
-    )
-    if "json" in flags:
-        print_json(asdict(check))
-    else:
-        rows = [
-            [
-                str(length.length),
-                str(length.prompts),
-                f"{sum(one.mean > one.bound for one in length.bounds)} of {len(length.bounds)}",
-                f"{sum(one.broken for one in length.bounds)}",
-                f"{length.mean_kl:.1e}",
-                f"{length.kl_above} of {length.prompts}",
-                "-" if length.retrieval is None else f"{length.retrieval.kept} of {length.retrieval.found}",
-            ]
-            for length in check.lengths
-        ]
-        names = ("length", "prompts", "means above", "broken", "mean KL", "KL above", "kept")
-        _print_table("the certificate on fresh prompts", names, rows)
-        _print("broken: a mean that is above its bound by more than chance explains, at 5% for all bounds together")
-    if check.problems:
-        return failed(PROGRAM, NOT_PROVEN, f"the certificate does not hold ({'; '.join(check.problems)})")
-    return OK
-
-
-def _reading(flags: Flags) -> dict[str, Any]:
-    """What a model is read with."""
-    return {"trust_remote_code": flags.get("trust_remote_code", False), "tokenizer": flags.get("tokenizer")}
+        proof = verified(*given, *text, **reading)
+        _say(flags, asdict(proof), proof_parts(proof))
+        problems, failure = tuple(proof.problems), "the proof failed"
+    return failed(PROGRAM, NOT_PROVEN, f"{failure} ({'; '.join(problems)})") if problems else OK
 
 
 def plot(flags: Flags) -> int:
     """A heat map of every head's threshold at every length."""
     from calibrate.report.tau_plot import tau_picture
-    from s2o_runtime.files import write_atomically
     from s2o_runtime.profile import load_profile
 
     profile = load_profile(flags["profile"])
     out = _out(flags, f"{flags['profile'].stem}.tau.png")
-    write_atomically(out, tau_picture(profile))
-    return _report_written(flags, out)
+    return _written(flags, out, tau_picture(profile))
 
 
 def push(flags: Flags) -> int:
-    """Copy a profile, its card and the report beside it to a folder or a Hub repository, or add it to a catalogue."""
-    from calibrate.profiles.catalogue import add_to_catalogue
-    from calibrate.profiles.share import HUB, push
+    """Copy a profile, its card and the report beside it to a folder or a Hub repository."""
+    from calibrate.report.share import push
 
-    profile, to = flags["profile"], flags["to"]
-    if "catalogue" in flags and to.startswith(HUB):
-        raise ConfigError(f"{to} is not a folder: a catalogue is one, so leave --catalogue out")
-    if "name" in flags and "catalogue" not in flags:
-        raise ConfigError("--name renames the model of a profile in a catalogue: give --catalogue too")
-    filed = "catalogue" in flags
-    files = add_to_catalogue(profile, Path(to), flags.get("name")) if filed else push(profile, to)
-    return _report_files(flags, files)
+    files = push(flags["profile"], flags["to"])
+    return _say(flags, {"files": files}, [f"wrote {file}" for file in files])
 
 
 def pull(flags: Flags) -> int:
     """Fetch a profile, its card and the report beside it."""
-    from calibrate.profiles.share import pull
+    from calibrate.report.share import pull
 
-    return _report_files(flags, pull(flags["source"], flags.get("out_dir", Path())))
+    files = pull(flags["source"], flags.get("out_dir", Path()))
+    return _say(flags, {"files": files}, [f"wrote {file}" for file in files])
 
 
 def _out(flags: Flags, name: str) -> Path:
@@ -398,36 +269,28 @@ def _out(flags: Flags, name: str) -> Path:
     return out
 
 
-def _report_written(flags: Flags, out: Path) -> int:
+def _written(flags: Flags, out: Path, data: bytes | None = None) -> int:
+    """Say that a file was written, after writing `data` to it if that is given."""
+    from s2o_runtime.files import write_atomically
+
+    if data is not None:
+        write_atomically(out, data)
+    return _say(flags, {"out": str(out)}, [f"wrote {out}"])
+
+
+def _say(flags: Flags, value: Any, parts: Iterable[Table | str]) -> int:
+    """Print a value as JSON with --json, otherwise the tables and lines that say the same."""
+    from calibrate.tables import Table, print_lines, print_table, terminal
+
     if "json" in flags:
-        return print_json({"out": str(out)})
-    _print(f"wrote {out}")
+        return print_json(value)
+    console = terminal()
+    for part in parts:
+        if isinstance(part, Table):
+            print_table(part, console)
+        else:
+            print_lines([part], console)
     return OK
-
-
-def _report_files(flags: Flags, files: Sequence[str]) -> int:
-    if "json" in flags:
-        return print_json({"files": files})
-    for file in files:
-        _print(f"wrote {file}")
-    return OK
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 36 else f"{text[:34]}.."
-
-
-def _print(line: str) -> None:
-    from calibrate.tables import print_lines, terminal
-
-    print_lines([line], terminal())
-
-
-def _print_table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]], wrap: str | None = None) -> None:
-    from calibrate.tables import Table, print_table, terminal
-
-    print_table(Table(names, rows, title, wrap=wrap), terminal())
 
 
 COMMANDS = {

@@ -1,1 +1,1 @@
-"""Calibrated profiles afterwards: described, compared, changed, explained, kept in a catalogue."""
+"""Calibrated profiles afterwards: another budget, and tiles for another GPU."""

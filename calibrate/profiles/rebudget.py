@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 
-from calibrate.curves.curves import Curves, dense_power
+from calibrate.curves.curves import Curves
 from calibrate.profiles.record import budget_of, predicted_layers
 from calibrate.profiles.stored import StoredCurves, calibrate_command, recipe_of, stored_curves
 from calibrate.recipe import Budget, Recipe
@@ -33,34 +31,9 @@ UNPROVEN = (
 )
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What one length is predicted to do.
-
-    length: in tokens.
-    error: in the budget's unit, of the worst layer; with the scope "model" the mean over the layers; of a budget in KL
-        the KL that the layers' sensitivities make of their errors.
-    density: computed pairs over causal pairs, mean over the layers.
-    cost: time over dense attention's, mean over the layers.
-    """
-
-    length: int
-    error: float
-    density: float
-    cost: float
-
-
-@dataclass(frozen=True)
-class Rebudgeted:
-    """The profile that was written, and what it is predicted to do at every length."""
-
-    profile: Profile
-    predicted: tuple[Prediction, ...]
-
-
 def rebudget(
     profile: Path, budget: Budget, out: Path, journal: Path | None = None, worst_rows: float | None = None
-) -> Rebudgeted:
+) -> Profile:
     """Write `profile` with another budget to `out`.
 
     Every layer keeps its segment, grain and tile; its heads' thresholds, representatives and tails are allocated
@@ -76,6 +49,9 @@ def rebudget(
         out: the file to write.
         journal: the measurements; None is where a calibration leaves them, beside the profile.
         worst_rows: another guard on single rows, 0 for none; None keeps the old one.
+
+    Returns:
+        The profile that was written; its record says what every length is predicted to do.
 
     Raises:
         ProfileError: the profile cannot be read.
@@ -93,20 +69,19 @@ def rebudget(
             f"journal {journal} has no sensitivities of the layers, which a budget in KL needs: measure them with "
             f"{calibrate_command(after)}"
         )
-    layers, predictions, recorded = [], [], []
+    layers, predicted = [], []
     for length in after.lengths:
         choices = _choices(stored, length, after, journal)
         layers.append(tuple(choice.config for choice in choices))
-        predictions.append(_prediction(length, choices, after))
-        kl = _predicted_kl(choices, after)
-        recorded.append(PredictedLength(length=length, kl=kl, layers=predicted_layers(choices)))
+        kl = predicted_kl(choices) if budget.is_kl else None
+        predicted.append(PredictedLength(length=length, kl=kl, layers=predicted_layers(choices)))
     record = replace(
         old.record,
         budget=budget_of(after),
         recipe=after.record(),
         proof="none",
         problems=(UNPROVEN,),
-        predicted=tuple(recorded),
+        predicted=tuple(predicted),
         held_out=(),
         certificate=None,
         not_proven=None,
@@ -114,7 +89,7 @@ def rebudget(
     new = replace(old, lengths=after.lengths, layers=tuple(layers), record=record)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_profile(new, out)
-    return Rebudgeted(new, tuple(predictions))
+    return new
 
 
 def _choices(stored: StoredCurves, length: int, after: Recipe, journal: Path) -> list[Choice]:
@@ -170,17 +145,3 @@ def _choice(
     if config.is_dense and choice.cost >= WINS:
         return choice.as_dense(DenseReason.NO_CLEAR_GAIN)
     return choice
-
-
-def _prediction(length: int, choices: Sequence[Choice], recipe: Recipe) -> Prediction:
-    errors = [recipe.budget.error(choice.allocation.mse, dense_power(choice.curves)) for choice in choices]
-    return Prediction(
-        length,
-        _predicted_kl(choices, recipe) or (fmean(errors) if recipe.scope == "model" else max(errors)),
-        fmean(choice.allocation.density for choice in choices),
-        fmean(choice.allocation.cost for choice in choices),
-    )
-
-
-def _predicted_kl(choices: Sequence[Choice], recipe: Recipe) -> float | None:
-    return predicted_kl(choices) if recipe.budget.is_kl else None

@@ -63,23 +63,11 @@ class TimingKey:
     scores: Scores = "input"
 
 
-@dataclass(frozen=True)
-class Retiled:
-    """The profile that was written; timed: what was timed; dense_layers: how many layers became dense; note: a sentence
-    that says what was tuned and what was not.
-    """
-
-    profile: Profile
-    timed: tuple[RetiledLayers, ...]
-    dense_layers: int
-    note: str
-
-
 _Layer = tuple[int, int]  # indices of its bucket and of the layer in it
 _Densities = list[list[float]]  # of every bucket and layer
 
 
-def retile(profile: Path, device: str, out: Path) -> Retiled:
+def retile(profile: Path, device: str, out: Path) -> Profile:
     """Write `profile` with tiles and crossovers for the GPU `device` to `out`; every threshold stays as it is.
 
     Layers alike are timed as one with every tile this GPU has for them and take the fastest; where not even that beats
@@ -94,6 +82,10 @@ def retile(profile: Path, device: str, out: Path) -> Retiled:
         profile: the file of a calibrated profile.
         device: torch's name of the device.
         out: the file to write.
+
+    Returns:
+        The profile that was written; its record's `retiled` says what was timed, what became dense, and what was not
+        tuned.
 
     Raises:
         ProfileError: the profile cannot be read.
@@ -129,7 +121,7 @@ def retile(profile: Path, device: str, out: Path) -> Retiled:
     new = replace(old, device=here, layers=layers, record=record)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_profile(new, out)
-    return Retiled(new, timed, dense_layers, note)
+    return new
 
 
 def _tuned(

@@ -19,6 +19,7 @@ from calibrate.proof.kl_pass import KlPass
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
 from calibrate.report.plan import option_lines
+from calibrate.report.summary import head_counts
 from calibrate.search.choice import Choice, allowed
 from calibrate.search.choose import Chosen
 from calibrate.versions import versions
@@ -308,17 +309,11 @@ def _layer(recipe: Recipe, result: Result, length: int, index: int, proof: Layer
     config = result.configs[length, index]
     choices = result.chosen[length].choices if length in result.chosen else None
     choice = None if choices is None else choices[index]
-    s2o_heads = [head for head in config.heads if head.mode == "s2o"]
-    taus = [head.tau for head in s2o_heads if head.has_threshold]
-    representatives = Counter(head.representatives for head in s2o_heads)
+    representatives = Counter(head.representatives for head in config.heads if head.mode == "s2o")
     error, limit = proof.error(recipe.budget), result.limits[length, index]
     return LayerReport(
         layer=result.profile.geometry.layer_number(index),
-        tau_min=min(taus, default=None),
-        tau_max=max(taus, default=None),
-        dense_heads=sum(head.mode == "dense" for head in config.heads),
-        tails=sum(head.tail for head in s2o_heads),
-        linear_tails=sum(head.linear for head in s2o_heads),
+        **head_counts(config.heads),
         representatives={str(count): representatives[count] for count in sorted(representatives)},
         segment=config.segment,
         grain=config.grain,

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from calibrate.curves.curves import TAUS
 from calibrate.report.contents import HeadReport, Report
 from calibrate.report.figures import COLOURS
-from calibrate.report.sections import two_digits
+from calibrate.report.shown import two_digits
 
 LEVELS = 64  # colours of a map
+EQUAL_CONTRAST = math.sqrt(0.05 * 1.05) - 0.05  # the luminance on which black and white are as easy to read
 DECADES = 4  # below the largest error, where the colours of errors end
 
 
@@ -63,17 +64,11 @@ def colours() -> list[tuple[str, str]]:
     from matplotlib.colors import to_hex
 
     backgrounds = [colormaps[COLOURS](level / (LEVELS - 1))[:3] for level in range(LEVELS)]
-    inks = {"#000000": (0.0,) * 3, "#ffffff": (1.0,) * 3}
-    return [(to_hex(rgb), max((contrast(rgb, of_ink), ink) for ink, of_ink in inks.items())[1]) for rgb in backgrounds]
-
-
-def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """The contrast ratio of two sRGB colours, 1 to 21, as the Web Content Accessibility Guidelines define it."""
-    darker, lighter = sorted(_luminance(colour) for colour in (one, other))
-    return (lighter + 0.05) / (darker + 0.05)
+    return [(to_hex(rgb), "#000000" if _luminance(rgb) > EQUAL_CONTRAST else "#ffffff") for rgb in backgrounds]
 
 
 def _luminance(colour: tuple[float, ...]) -> float:
+    """The relative luminance of an sRGB colour, as the Web Content Accessibility Guidelines define it."""
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour]
     return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 

@@ -7,11 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from calibrate.profiles.certified import STATED, domain_table, sentences, statement, table
+from calibrate.report.certified import STATED, sentences, statement, tables
 from calibrate.report.contents import Report
-from calibrate.report.html import html_page
-from calibrate.report.markdown import markdown_page
-from calibrate.report.page import page
+from calibrate.report.page import html_page, markdown_page
 from calibrate.report.plots import elements, pictures
 from calibrate.report.sections import closing_notes, gain, layer_table, length_notes, overview_table
 from calibrate.tables import print_lines, print_table
@@ -27,9 +25,8 @@ def print_report(report: Report, console: Console) -> None:
     if len(report.lengths) > 1:
         print_table(overview_table(report), console)
     print_lines(closing_notes(report), console)
-    for certified in (table(report.certificate), domain_table(report.certificate)):
-        if certified is not None:
-            print_table(certified, console)
+    for table in tables(report.certificate):
+        print_table(table, console)
     if report.certificate is not None:
         print_lines([STATED, ""], console)
     if report.met:
@@ -50,14 +47,13 @@ def write_report(report: Report, profile_path: Path) -> list[Path]:
         is written last.
     """
     profile_path.parent.mkdir(parents=True, exist_ok=True)
-    blocks = page(report, profile_path)
     drawn = {name: (f"{profile_path.stem}.{name}.png", picture) for name, picture in pictures(report).items()}
-    in_markdown = markdown_page(blocks, {name: file for name, (file, _) in drawn.items()})
+    in_markdown = markdown_page(report, profile_path, {name: file for name, (file, _) in drawn.items()})
     files = {
         f"{profile_path.stem}.report.json": (json.dumps(report.to_json(), indent=1) + "\n").encode(),
         **dict(drawn.values()),
         f"{profile_path.stem}.report.md": in_markdown.encode(),
-        f"{profile_path.stem}.report.html": html_page(report, blocks, elements(report)).encode(),
+        f"{profile_path.stem}.report.html": html_page(report, profile_path, elements(report)).encode(),
     }
     paths = [profile_path.with_name(name) for name in files]
     for path, data in zip(paths, files.values(), strict=True):

@@ -8,28 +8,32 @@ from typing import TYPE_CHECKING, Any
 
 from calibrate.report.contents import Report
 from calibrate.report.figures import BAR, COLOURS, panels, png, svg, whole_numbers
-from calibrate.report.page import DENSITY, FRONTIER, TIME
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CELL = 0.14  # inches of a cell of the heat map where there are many
 DARK = 0.88  # the share of the colours that thin lines use: the last ones are too light for them
+CAPTIONS = {
+    "density": "The share of query-key pairs that every head computes, as calibrated; a cross marks dense heads.",
+    "frontier": "Error against density of every layer: curves are predicted for other budgets, circles are what was "
+    "chosen, on the prompts that layers were adjusted on.",
+    "time": "Time of every layer's attention before that of dense attention; predicted where there was no GPU.",
+}
 LOWEST = 1e-5  # times the budget: where the axis of errors ends; smaller errors, as of a dense layer, lie on its edge
 
 
 def pictures(report: Report) -> dict[str, bytes]:
     """PNG files by the names "density", "frontier" and "time"."""
-    draws = {DENSITY.name: draw_density, FRONTIER.name: draw_frontier, TIME.name: draw_time}
+    draws = {"density": draw_density, "frontier": draw_frontier, "time": draw_time}
     return {name: png(partial(draw, report=report), _title(report)) for name, draw in draws.items()}
 
 
 def elements(report: Report) -> dict[str, str]:
     """SVG elements by the names "frontier" and "time"; instead of "density" a page of HTML has maps of its own."""
-    draws = {FRONTIER: draw_frontier, TIME: draw_time}
+    draws = {"frontier": draw_frontier, "time": draw_time}
     return {
-        picture.name: svg(partial(draw, report=report), _title(report), picture.name, picture.caption)
-        for picture, draw in draws.items()
+        name: svg(partial(draw, report=report), _title(report), name, CAPTIONS[name]) for name, draw in draws.items()
     }
 
 

@@ -8,6 +8,8 @@ from statistics import fmean
 from textwrap import shorten
 
 from calibrate.report.contents import LayerReport, LengthReport, Report
+from calibrate.report.shown import tail_counts, tau_range, times, two_digits
+from calibrate.report.summary import ratio
 from calibrate.tables import Number, Table, formatted, integer, kept_of
 from s2o_runtime.fields import counted
 
@@ -33,12 +35,12 @@ def gain(report: Report) -> str:
         return f"S2O runs in none of {total}, so nothing is gained: {'; '.join(shown)}. {GAIN_MORE}"
     measured = all(length.attention_seconds is not None for length in report.lengths)
     ratios = {
-        length.length: _ratio(length.dense_prefill_seconds, length.prefill_seconds)
+        length.length: ratio(length.dense_prefill_seconds, length.prefill_seconds)
         if measured
-        else _ratio(1.0, length.cost)
+        else ratio(1.0, length.cost)
         for length in report.lengths
     }
-    gains = ", ".join(f"{ratio:.2f}x at {length}" for length, ratio in ratios.items() if ratio)
+    gains = ", ".join(f"{gained:.2f}x at {length}" for length, gained in ratios.items() if gained)
     what, how = ("prefill", "") if measured else ("attention", " (predicted)")
     text = f"S2O runs in {len(sparse)} of {total}; {what} speedup {gains} tokens{how}."
     poor = max(filter(None, ratios.values()), default=1.0) < WORTHWHILE
@@ -61,9 +63,9 @@ def layer_table(report: Report, length: LengthReport) -> Table:
 def _layer_cells(layer: LayerReport, relative: bool) -> tuple[str, ...]:
     return (
         integer(layer.layer),
-        _range_of_taus(layer.tau_min, layer.tau_max),
+        tau_range(layer.tau_min, layer.tau_max),
         integer(layer.dense_heads),
-        _tails(layer),
+        tail_counts(layer.tails, layer.linear_tails),
         _counts(layer.representatives),
         integer(layer.segment),
         integer(layer.grain),
@@ -160,11 +162,11 @@ def _uniform_note(length: LengthReport) -> str | None:
     uniform = length.uniform
     if uniform is None:
         return None
-    measured = _ratio(uniform.seconds, length.attention_seconds)
-    ratio = measured or _ratio(uniform.cost, length.cost)
-    if not ratio:
+    measured = ratio(uniform.seconds, length.attention_seconds)
+    gained = measured or ratio(uniform.cost, length.cost)
+    if not gained:
         return None
-    verdict = f"{ratio:.2f}x faster" if ratio >= 1 else f"{1 / ratio:.2f}x slower"
+    verdict = f"{gained:.2f}x faster" if gained >= 1 else f"{1 / gained:.2f}x slower"
     return (
         f"attention: {'' if measured else 'predicted '}{verdict} than the best single threshold at the same error "
         f"(tau {two_digits(uniform.tau)}, segment {uniform.segment}, repr. {uniform.representatives}"
@@ -182,9 +184,62 @@ def closing_notes(report: Report) -> list[str]:
     return notes
 
 
+def facts(report: Report) -> list[tuple[str, str]]:
+    """How the profile was made, by name."""
+    phases = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in report.phases.items())
+    return [
+        ("model", f"{report.model} ({report.architecture})"),
+        ("weights", "random" if report.random_weights else "the model's"),
+        ("hardware", report.device),
+        ("versions", ", ".join(f"{name} {version}" for name, version in report.versions.items())),
+        ("data", report.data),
+        ("seed", str(report.seed)),
+        ("lengths", ", ".join(str(length.length) for length in report.lengths if length.calibrated)),
+        ("worst row", "not limited" if report.worst_rows is None else f"at most {report.worst_rows:g}"),
+        ("time", f"{report.calibration_seconds:.0f} s ({phases})"),
+        ("trials", f"{report.trials}, of which {report.failed_trials} failed"),
+        ("journal", f"{report.journal.path}, {report.journal.reused} measurements reused"),
+    ]
+
+
+def shared_studies(length: LengthReport) -> list[str]:
+    """Which layers shared a study, as a sentence if any did."""
+    shared = [layer_ranges(group) for group in length.groups if len(group) > 1]
+    return [f"shared a study: {'; '.join(shared)}"] if shared else []
+
+
+def not_shown(report: Report) -> list[str]:
+    """What a reader might take for shown although it is not."""
+    lengths = report.lengths
+    calibrated = [length.length for length in lengths if length.calibrated]
+    checked = [str(length.length) for length in lengths if not length.calibrated]
+    notes = [f"{sentence[:1].upper()}{sentence[1:]}." for sentence in report.not_proven]
+    if not report.met:
+        notes.append("That the error is within the budget: see the problems at the top.")
+    if report.random_weights:
+        notes.append(
+            "Anything about the trained model: the weights were random, so its errors and densities are others."
+        )
+    if checked:
+        notes.append(
+            f"That {', '.join(checked)} tokens are served as well as they could be: the settings there come from "
+            "other lengths."
+        )
+    if any(length.attention_seconds is None for length in lengths):
+        notes.append("How fast it is: there was no GPU, and a CPU runs the plain reference.")
+    if any(length.needles is None for length in lengths):
+        notes.append("Whether needles are found: the prompts of some lengths ask for none.")
+    if report.worst_rows is None:
+        notes.append("A limit on the worst rows: only means are limited.")
+    if calibrated:
+        notes.append(f"Prompts below {min(calibrated)} tokens: they stay dense.")
+    longest = max(length.length for length in lengths)
+    return [*notes, f"Prompts beyond {longest} tokens, and text unlike the held-out prompts."]
+
+
 def _prediction_note(report: Report) -> str | None:
     """The layers that were furthest from what was predicted: of the error as a share of the limit, of the time."""
-    errors, times = [], []
+    errors, seconds = [], []
     for length in report.lengths:
         for layer in length.layers:
             where = f"layer {layer.layer} at {length.length} tokens"
@@ -193,9 +248,9 @@ def _prediction_note(report: Report) -> str | None:
                 errors.append((abs(layer.error - layer.predicted_error) / layer.limit, text))
             if layer.predicted_seconds and layer.seconds is not None:
                 text = f"{where}: {layer.predicted_seconds * 1e3:.3g} ms, measured {layer.seconds * 1e3:.3g} ms"
-                times.append((abs(layer.seconds - layer.predicted_seconds) / layer.predicted_seconds, text))
+                seconds.append((abs(layer.seconds - layer.predicted_seconds) / layer.predicted_seconds, text))
     largest = [(max(errors), "error by {:.0%} of the limit ({})")] if errors else []
-    largest += [(max(times), "time by {:.0%} ({})")] if times else []
+    largest += [(max(seconds), "time by {:.0%} ({})")] if seconds else []
     if not largest:
         return None
     return "furthest from what was predicted: " + ", ".join(form.format(*deviation) for deviation, form in largest)
@@ -217,38 +272,14 @@ def _attention_speedup(length: LengthReport) -> str:
     """Of the layers' attention together; where it was not measured, what is predicted."""
     if length.attention_seconds is not None:
         return _speedup(length.dense_attention_seconds, length.attention_seconds)
-    predicted = _ratio(1.0, length.cost)
+    predicted = ratio(1.0, length.cost)
     return "-" if predicted is None else Number(f"{predicted:.2f}x predicted", predicted)
 
 
 def _speedup(dense: float | None, sparse: float | None) -> str:
-    ratio = _ratio(dense, sparse)
-    return "-" if ratio is None else Number(f"{ratio:.2f}x", ratio)
-
-
-def _tails(layer: LayerReport) -> str:
-    """The heads with a tail, and beside them those with a linear one: "6+2 lin."."""
-    if not layer.linear_tails:
-        return integer(layer.tails)
-    return Number(f"{layer.tails}+{layer.linear_tails} lin.", layer.tails + layer.linear_tails)
-
-
-def _range_of_taus(smallest: float | None, largest: float | None) -> str:
-    """Both, of which the smallest is what tables are sorted by; "-" without thresholds."""
-    if smallest is None or largest is None:
-        return "-"
-    return Number(f"{two_digits(smallest)} .. {two_digits(largest)}", smallest)
-
-
-def _ratio(over: float | None, under: float | None) -> float | None:
-    return None if over is None or not under else over / under
+    return times(ratio(dense, sparse))
 
 
 def _counts(counts: dict[str, int]) -> str:
     """{"1": 6, "32": 2} -> "1/32: 6/2" """
     return f"{'/'.join(counts)}: {'/'.join(map(str, counts.values()))}" if counts else "-"
-
-
-def two_digits(tau: float) -> str:
-    """A threshold as it is shown."""
-    return f"{float(f'{tau:.2g}'):g}"  # 150, not 1.5e+02

@@ -304,7 +304,7 @@ def calibrated(args: argparse.Namespace) -> dict[Key, Profile]:
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "profile.safetensors"
-                rebudgeted = rebudget(path, Budget(kind, budget), out, args.journal, guard).profile
+                rebudgeted = rebudget(path, Budget(kind, budget), out, args.journal, guard)
             profiles[CALIBRATED, setting_name(kind, budget, guard)] = rebudgeted
     return profiles
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from scripts.docs.markdown import table
+from scripts.docs.markdown import between, table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "models.md"
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         problem = difference(tested, shown(text))
         print(f"architectures: {problem or 'the table is of these tests'}")
         return 1 if problem else 0
-    PAGE.write_text(with_table(text, as_table(tested)), encoding="utf-8")
+    PAGE.write_text(between(text, START, END, as_table(tested)), encoding="utf-8")
     return 0
 
 
@@ -121,15 +121,6 @@ def as_table(tested: Cells) -> str:
     models = dict.fromkeys(model for model, _ in tested)
     rows = [[model, *(tested.get((model, name), UNTESTED) for name in COLUMNS)] for model in models]
     return table(("", *COLUMNS), rows, "lc")
-
-
-def with_table(text: str, markdown: str) -> str:
-    """A text with the table between its marks. Raises ValueError if it has no marks."""
-    before, start, rest = text.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"{PAGE.name} has no lines {START} and {END}: put them where the table belongs")
-    return f"{before}{START}\n\n{markdown}\n\n{END}{after}"
 
 
 def shown(text: str) -> dict[tuple[str, str], str]:

@@ -8,7 +8,6 @@ python -m scripts.docs.options --check   writes nothing, and fails if the tables
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from calibrate.options import Option
 from calibrate.recipe import OPTIONS
 from calibrate.tables import Markup, Table, markdown
 from s2o_runtime.command_line import EXIT_CODES
+from scripts.docs.markdown import between
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
 START, END = "<!-- {}: scripts/docs/options.py writes what is between these lines -->", "<!-- /{} -->"
@@ -28,7 +28,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(argv).check
     old = PAGE.read_text(encoding="utf-8")
-    new = written(old, {"s2o-calibrate": options(OPTIONS), "s2o-eval": options(plan.OPTIONS), "exit codes": codes()})
+    sections = {"s2o-calibrate": options(OPTIONS), "s2o-eval": options(plan.OPTIONS), "exit codes": codes()}
+    new = old
+    for name, text in sections.items():
+        new = between(new, START.format(name), END.format(name), text)
     if check and new != old:
         print(f"options: the tables of {PAGE.name} are not those of the code: run python -m scripts.docs.options")
         return 1
@@ -56,19 +59,6 @@ def codes() -> str:
     return markdown(
         Table(("code", "meaning"), [(str(code), meaning) for code, meaning in EXIT_CODES.items()], align="l")
     )
-
-
-def written(page: str, sections: Mapping[str, str]) -> str:
-    """The page with its sections between their marker lines. Raises ValueError if a marker is missing."""
-    for name, text in sections.items():
-        start, end = START.format(name), END.format(name)
-        pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
-        match = pattern.search(page)
-        if match is None:
-            raise ValueError(f"{PAGE.name} lacks the lines {start} and {end}: put them where the table belongs")
-        body = f"{start}\n\n{text}\n\n{end}"
-        page = page[: match.start()] + body + page[match.end() :]
-    return page
 
 
 if __name__ == "__main__":

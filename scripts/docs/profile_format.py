@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write the tables of docs/profile-format.md that describe a profile's record, from the fields of its dataclasses.
 
-python scripts/docs/profile_format.py           writes the tables
-python scripts/docs/profile_format.py --check   writes nothing, and fails if the tables are not of these fields
+python -m scripts.docs.profile_format           writes the tables
+python -m scripts.docs.profile_format --check   writes nothing, and fails if the tables are not of these fields
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import get_args, get_origin
 
 from s2o_runtime.profile.record import FieldFormat, Part, Record
+from scripts.docs.markdown import between
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "profile-format.md"
 START, END = "<!-- record: make profile-format writes what is between these lines -->", "<!-- /record -->"
@@ -28,22 +29,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(argv).check
     text = PAGE.read_text(encoding="utf-8")
-    current = with_tables(text)
+    current = between(text, START, END, tables())
     if check:
         if current != text:
             print(f"profile_format: the tables in {PAGE.name} are not of the record's fields: run make profile-format")
         return int(current != text)
     PAGE.write_text(current, encoding="utf-8")
     return 0
-
-
-def with_tables(text: str) -> str:
-    """The page with the tables between its marker lines. Raises ValueError if it has none."""
-    before, start, rest = text.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"{PAGE.name} has no lines {START} and {END}: put them where the tables belong")
-    return f"{before}{START}\n\n{tables()}\n\n{END}{after}"
 
 
 def tables() -> str:

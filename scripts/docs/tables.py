@@ -19,7 +19,7 @@ from s2o_runtime.errors import S2OError
 from s2o_runtime.files import write_atomically
 from scripts.bench.common import BAD_INPUT, OK, Parser
 from scripts.bench.schema import AttentionEntry, AttentionFile, PrefillFile
-from scripts.docs.markdown import table
+from scripts.docs.markdown import between, table
 from scripts.docs.methods_plot import PICTURE, draw_errors, svg
 from scripts.docs.raw import METHODS, PROVEN, ROOT, S2O, Bench, bench, flags, raw, result_file, retrieving, three
 
@@ -136,30 +136,17 @@ def certified() -> str:
     return table(names, rows, "lr")
 
 
+START, END = "<!-- table {}: make tables writes what is between these lines -->", "<!-- /table {} -->"
 BLOCKS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "README.md": {"comparison": comparison, "crossovers": crossovers},
     "docs/budgets.md": {"speed": speed, "certified": certified},
 }
 
 
-def marks(name: str) -> tuple[str, str]:
-    return f"<!-- table {name}: make tables writes what is between these lines -->", f"<!-- /table {name} -->"
-
-
-def with_table(text: str, name: str, markdown: str) -> str:
-    """A text with a table between its marks. Raises ValueError if it has no marks."""
-    start, end = marks(name)
-    before, opening, rest = text.partition(start)
-    _, closing, after = rest.partition(end)
-    if not opening or not closing:
-        raise ValueError(f"no lines {start} and {end}: put them where the table belongs")
-    return f"{before}{start}\n\n{markdown}\n\n{end}{after}"
-
-
 def current(page: str, text: str) -> str:
     """A page's text with all its tables as the raw data has them."""
     for name, make in BLOCKS[page].items():
-        text = with_table(text, name, make())
+        text = between(text, START.format(name), END.format(name), make())
     return text
 
 

@@ -43,7 +43,7 @@ def test_tiles_are_tuned_and_thresholds_kept(tmp_path):
     began = time.monotonic()
     done = retile(tmp_path / "old.safetensors", "cuda", tmp_path / "new.safetensors")
     seconds = time.monotonic() - began
-    print(f"{seconds:.0f} s", *done.timed, sep="\n")
+    print(f"{seconds:.0f} s", *done.record.retiled.timed, sep="\n")
     new = load_profile(tmp_path / "new.safetensors")
     here = identify(torch.device("cuda"))
     candidates = {replace(tile, chunk=1) for tile in candidate_tiles(128, here.capability)}

@@ -1,7 +1,6 @@
 """s2o-profile on a real calibration of the demo model, in this process but for one start from cold."""
 
 import dataclasses
-import hashlib
 import json
 import re
 import shutil
@@ -13,10 +12,10 @@ import pytest
 
 from calibrate.commands import calibrate as cli
 from calibrate.commands import profile as profile_cli
-from calibrate.profiles.card import card
 from calibrate.profiles.rebudget import rebudget
 from calibrate.profiles.retile import retile
 from calibrate.recipe import Budget
+from calibrate.report.card import card
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.profile import Record, load_profile, save_profile
 from support.artefacts import shared
@@ -189,7 +188,7 @@ def test_flags_become_the_arguments_of_rebudget_and_retile(arguments, called, ou
 
     def call(*given):
         calls.append(" ".join(map(str, given)))
-        return SimpleNamespace(note="what was not tuned")
+        return minimal()
 
     for name in ("rebudget", "retile"):
         module = SimpleNamespace(**{name: call})
@@ -288,48 +287,6 @@ def test_a_card_is_of_its_profile_alone(certified):
     assert "**Not proven** (failed).\n\n- a \\| b # c" in made
     assert "| seed | \\<b\\> |" in made
     assert "| seed | not recorded |" in card(minimal(), "p.safetensors")
-
-
-@SLOW
-def test_a_catalogue_follows_its_profiles(calibrated, run, tmp_path):
-    """By model, device and budget; index and table follow the files, and adding one again changes nothing."""
-    catalogue = tmp_path / "catalogue"
-    code, found = run("push", calibrated, catalogue, "--catalogue", "--json")
-    place = catalogue / "demo" / "cpu" / "rel-mse-0.001.safetensors"
-    assert (code, found["files"][1]) == (0, str(place))
-    assert place.read_bytes() == calibrated.read_bytes()
-    (entry,) = json.loads((catalogue / "index.json").read_text())["profiles"]
-    assert entry["sha256"] == hashlib.sha256(calibrated.read_bytes()).hexdigest()
-    assert (entry["file"], entry["budget"]) == ("demo/cpu/rel-mse-0.001.safetensors", "rel_mse 0.001 (layer)")
-    assert [each["length"] for each in entry["lengths"]] == [512]
-    readme = catalogue / "README.md"
-    readme.write_text(f"# Mine\n\n{readme.read_text()}\nafter\n")
-    before = {path: path.read_bytes() for path in catalogue.rglob("*") if path.is_file()}
-    assert run("push", place, catalogue, "--catalogue")[0] == 0
-    assert {path: path.read_bytes() for path in catalogue.rglob("*") if path.is_file()} == before
-    other = dataclasses.replace(load_profile(calibrated), model_name="other")
-    save_profile(other, tmp_path / "other.safetensors")
-    place.unlink()
-    assert run("push", tmp_path / "other.safetensors", catalogue, "--catalogue")[0] == 0
-    assert [each["model"] for each in json.loads((catalogue / "index.json").read_text())["profiles"]] == ["other"]
-    text = readme.read_text()
-    assert text.startswith("# Mine\n")
-    assert text.endswith("after\n")
-    (row,) = [line for line in text.splitlines() if ".safetensors" in line]
-    assert row.startswith("| [other](other/cpu/rel-mse-0.001.md) | cpu | rel_mse 0.001 (layer) | 512 |")
-    assert row.endswith("| not timed | - | [rel-mse-0.001](other/cpu/rel-mse-0.001.safetensors) |")
-    assert run("push", calibrated, catalogue, "--catalogue", "--name", "org/Model-1")[0] == 0
-    renamed = load_profile(catalogue / "org-model-1" / "cpu" / "rel-mse-0.001.safetensors")
-    assert renamed == dataclasses.replace(load_profile(calibrated), model_name="org/Model-1")
-    code, sentence = run("push", calibrated, tmp_path / "folder", "--name", "other")
-    assert (code, "give --catalogue too" in sentence) == (2, True)
-    save_profile(minimal(), tmp_path / "minimal.safetensors")
-    code, sentence = run("push", tmp_path / "minimal.safetensors", catalogue, "--catalogue")
-    assert (code, "does not say what its budget is" in sentence) == (2, True)
-    assert run("push", calibrated, "hf://org/name", "--catalogue") == (
-        2,
-        "s2o-profile: hf://org/name is not a folder: a catalogue is one, so leave --catalogue out\n",
-    )
 
 
 def test_what_is_no_profile_is_neither_pushed_nor_pulled(run, tmp_path):

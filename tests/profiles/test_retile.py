@@ -106,7 +106,7 @@ def test_the_fastest_tile_is_taken_and_nothing_else_changes(old, timed, tmp_path
         for was, config in zip(before, after, strict=True):
             assert config.heads == was.heads  # bit for bit: tau went through float32 in both
             assert (config.grain, config.row_reduce) == (was.grain, was.row_reduce)
-    assert done.dense_layers == 0
+    assert done.record.retiled.dense_layers == 0
     assert new.record.held_out == old.record.held_out
     assert new.record.budget == old.record.budget
 
@@ -160,9 +160,9 @@ def test_a_layer_without_a_legal_tile_becomes_dense(timed, tmp_path, monkeypatch
     made = profile([[layer(segment=192, tile=TileConfig(64, 64, 8, 8, 2)), layer(), layer()]] * 2, [[0.6] * 3] * 2)
     save_profile(made, tmp_path / "old.safetensors")
     done = run(tmp_path)
-    assert [config.is_dense for config in done.profile.layers[0]] == [True, False, False]
-    assert done.timed[0].tile is None
-    assert done.dense_layers == 2
+    assert [config.is_dense for config in done.layers[0]] == [True, False, False]
+    assert done.record.retiled.timed[0].tile is None
+    assert done.record.retiled.dense_layers == 2
 
 
 def test_layers_that_lose_to_dense_become_dense(timed, tmp_path, monkeypatch):
@@ -179,7 +179,7 @@ def test_layers_that_lose_to_dense_become_dense(timed, tmp_path, monkeypatch):
     for bucket in load_profile(tmp_path / "new" / "new.safetensors").layers:
         assert [config.is_dense for config in bucket] == [False, True, True]
         assert [head.tau for head in bucket[1].heads] == [0.125, 1.125, 2.125, 3.125]
-    assert done.dense_layers == done.profile.record.retiled.dense_layers == 4
+    assert done.record.retiled.dense_layers == 4
 
 
 @pytest.mark.parametrize("faster", [1.02, 1.1])
@@ -201,7 +201,7 @@ def test_tiles_that_fail_are_passed_over(old, timed, tmp_path, monkeypatch):
         return real(call, *rest)
 
     monkeypatch.setattr(module, "against_dense", failing)
-    assert {config.tile.block_m for config in run(tmp_path).profile.layers[0][:2]} == {128}
+    assert {config.tile.block_m for config in run(tmp_path).layers[0][:2]} == {128}
 
 
 def test_the_record_says_what_was_done(old, timed, tmp_path):
@@ -210,27 +210,27 @@ def test_the_record_says_what_was_done(old, timed, tmp_path):
     assert record.proof == f"held out on {H200}"
     assert (record.retiled.made_on, record.retiled.tuned_for) == (str(H200), str(A100))
     assert {"s2o", "torch", "triton"} <= set(record.retiled.versions)
-    assert record.retiled.timed == done.timed
-    alike = done.timed[0]
+    assert record.retiled == done.record.retiled
+    alike = done.record.retiled.timed[0]
     assert (alike.seconds, alike.dense_seconds, alike.density, alike.timed_at) == (0.5, 1.0, DENSITY, 1024)
     again = retile(tmp_path / "new" / "new.safetensors", "cpu", tmp_path / "again.safetensors")  # now its own GPU
-    assert again.profile.record.proof == f"held out on {H200}"
-    assert again.profile.layers == done.profile.layers
+    assert again.record.proof == f"held out on {H200}"
+    assert again.layers == done.layers
 
 
 @pytest.mark.parametrize("proof", ["none", "failed"])
 def test_what_was_not_proven_is_not_proven_now(proof, timed, tmp_path):
     made = profile([[layer()] * 3] * 2, [[0.6] * 3] * 2, proof=proof)
     save_profile(made, tmp_path / "old.safetensors")
-    assert run(tmp_path).profile.record.proof == proof
+    assert run(tmp_path).record.proof == proof
 
 
 def test_a_cpu_takes_the_profile_as_it_is(old, tmp_path):
     done = run(tmp_path)
-    assert done.profile.layers == old.layers
-    assert done.profile.device == load_profile(tmp_path / "new" / "new.safetensors").device == CPU
-    assert done.profile.record.proof == f"held out on {H200}"
-    assert (done.timed, done.dense_layers) == ((), 0)
+    assert done.layers == old.layers
+    assert done.device == load_profile(tmp_path / "new" / "new.safetensors").device == CPU
+    assert done.record.proof == f"held out on {H200}"
+    assert (done.record.retiled.timed, done.record.retiled.dense_layers) == ((), 0)
 
 
 def test_bad_input_is_one_sentence(old, timed, tmp_path, monkeypatch):

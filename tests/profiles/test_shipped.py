@@ -1,6 +1,7 @@
 """profiles/: every profile that is shipped is what its card and the index say, and does what it was proven to."""
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
@@ -9,14 +10,14 @@ import torch
 
 import s2o_runtime
 from calibrate.model.models import load, load_tokenizer
-from calibrate.profiles.card import card
-from calibrate.profiles.catalogue import INDEX, dump, index, with_table
 from calibrate.profiles.stored import recipe_of
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.verify import prove
 from calibrate.recipe import Budget, default_out
 from s2o_runtime.identity import RANDOM, fingerprint, fingerprint_mismatch
-from s2o_runtime.profile import load_profile
+from s2o_runtime.profile import load_profile, save_profile
+from scripts.docs import catalogue
+from support.golden_profiles import minimal
 
 EXHAUSTIVE = pytest.mark.exhaustive(reason="proves every shipped profile again")
 
@@ -40,17 +41,43 @@ def demo():
     return load("demo", "cpu", resident=True)
 
 
-def test_index_and_readme_are_of_what_lies_there():
-    entries = index(CATALOGUE)
-    assert {entry["file"] for entry in entries} == {path.relative_to(CATALOGUE).as_posix() for path in SHIPPED}
+def test_cards_index_and_readme_are_of_what_lies_there():
+    texts = catalogue.overviews(CATALOGUE)
+    assert {path: path.read_text(encoding="utf-8") for path in texts} == texts
+    entries = json.loads(texts[CATALOGUE / "index.json"])["profiles"]
+    assert {entry["file"] for entry in entries} == {name_of(path) for path in SHIPPED}
+    assert all(
+        entry["sha256"] == hashlib.sha256((CATALOGUE / entry["file"]).read_bytes()).hexdigest() for entry in entries
+    )
     assert "demo/cpu/mse-0.0001.safetensors" in {entry["file"] for entry in entries}
-    assert (CATALOGUE / INDEX).read_text(encoding="utf-8") == dump(entries)
-    readme = (CATALOGUE / "README.md").read_text(encoding="utf-8")
-    assert readme == with_table(readme, entries)
+
+
+def test_a_profile_is_filed_by_model_device_and_budget(tmp_path, capsys):
+    """Index and table follow the files; what else the README says stays."""
+    shipped = CATALOGUE / "demo" / "cpu" / "mse-0.0001.safetensors"
+    (tmp_path / "README.md").write_text(f"# Mine\n\n{catalogue.START}\n{catalogue.END}\nafter\n")
+    for options in ([], ["--name", "org/Model-1"]):
+        assert catalogue.main([str(shipped), "--folder", str(tmp_path), *options]) == 0
+    copy, renamed = (tmp_path / model / "cpu" / shipped.name for model in ("demo", "org-model-1"))
+    assert copy.read_bytes() == shipped.read_bytes()
+    assert load_profile(renamed) == dataclasses.replace(load_profile(shipped), model_name="org/Model-1")
+    copy.unlink()
+    assert catalogue.main(["--folder", str(tmp_path)]) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert readme.startswith("# Mine\n")
+    assert readme.endswith("after\n")
+    (row,) = [line for line in readme.splitlines() if ".safetensors" in line]
+    assert row.startswith(
+        "| [org/Model-1](org-model-1/cpu/mse-0.0001.md) | cpu | mse 0.0001 (layer) | 1024, 1536, 2048 |"
+    )
+    assert [one["model"] for one in json.loads((tmp_path / "index.json").read_text())["profiles"]] == ["org/Model-1"]
+    save_profile(minimal(), tmp_path / "minimal.safetensors")
+    assert catalogue.main([str(tmp_path / "minimal.safetensors"), "--folder", str(tmp_path)]) == 2
+    assert "does not say what its budget is" in capsys.readouterr().err
 
 
 def test_no_profile_is_of_random_weights_or_named_by_a_folder(path):
-    """A reader must be able to tell which model it is: s2o-profile push --name says so."""
+    """A reader must be able to tell which model it is: --name of scripts/docs/catalogue.py says so."""
     profile = load_profile(path)
     assert profile.fingerprint
     assert not profile.fingerprint.startswith(RANDOM)
@@ -58,11 +85,10 @@ def test_no_profile_is_of_random_weights_or_named_by_a_folder(path):
     assert not profile.model_name.startswith(("build/", "."))
 
 
-def test_every_profile_is_in_its_place_with_its_card(path):
+def test_every_profile_is_in_its_place(path):
     profile = load_profile(path)
     budget = Budget(profile.record.budget.kind, profile.record.budget.value)
     assert path == default_out(profile.model_name, profile.device.name, budget, CATALOGUE)
-    assert path.with_suffix(".md").read_text(encoding="utf-8") == card(profile, path.name)
     assert str(Path.home()) not in json.dumps(profile.record.to_json())
 
 

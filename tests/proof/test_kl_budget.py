@@ -115,15 +115,15 @@ def test_another_kl_needs_no_model_if_the_sensitivities_are_stored(finished, tmp
     made, result = finished
     out = tmp_path / "new.safetensors"
     outcomes = [rebudget(made.out, Budget("kl", NATS * times), out, made.journal_path) for times in (1e-4, 1.0, 2.0)]
-    densities = [one.predicted[0].density for one in outcomes]
+    densities = [fmean(layer.density for layer in one.record.predicted[0].layers) for one in outcomes]
     assert densities == sorted(densities, reverse=True)
     assert densities[0] > densities[-1]
-    record = outcomes[1].profile.record
+    record = outcomes[1].record
     before = result.profile.record
     ratio = before.predicted[0].kl / before.held_out[0].kl
     assert record.predicted[0].kl <= NATS * made.margin * ratio * (1 + 1e-9)
     assert (record.budget.kind, record.proof) == ("kl", "none")
-    relative = rebudget(made.out, Budget("rel_mse", 1e-2), out, made.journal_path).profile.record
+    relative = rebudget(made.out, Budget("rel_mse", 1e-2), out, made.journal_path).record
     assert (relative.budget.kind, relative.budget.scope) == ("rel_mse", "layer")
     assert relative.predicted[0].kl is None
 

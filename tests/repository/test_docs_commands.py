@@ -1,4 +1,4 @@
-"""Every command in the documentation runs here on the demo model, is one that CI runs, or says what it needs."""
+"""Every command of this project in the documentation runs here on the demo model, unless it says what it needs."""
 
 import json
 import re
@@ -21,9 +21,6 @@ PROGRAMS = {
     "s2o-profile": profile.main,
     "s2o-doctor": doctor.main,
 }
-# how a need may begin
-NEEDS = ("an NVIDIA GPU", "several NVIDIA GPUs", "a cluster", "vLLM", "SGLang", "lm_eval", "an index", "half an hour")
-
 # other words for those that stand for something of the reader's
 STAND_INS = {
     "MODEL": "demo",
@@ -33,7 +30,6 @@ STAND_INS = {
     "B": "demo.safetensors",
     "FOLDER": "passed-on",
     "FILE.json": "p.json",
-    "profiles": "catalogue",
 }
 # options that make the commands short; the last of two of a kind counts
 QUICKLY = (
@@ -53,24 +49,6 @@ model = load("demo", "cpu", resident=True).model
 with torch.no_grad():
     model(torch.arange(1100)[None], use_cache=False)
 """
-# what other tests do, by the beginning of the command: file and test, or a line of the Makefile or of .ci/run
-DONE_ELSEWHERE = {
-    "pip install -e .[calibrate]": ("Makefile", "--editable '.[calibrate,distributed,dev]'"),
-    "pip install .": ("Makefile", "pip install --quiet --no-deps ."),
-    "python examples/patch_and_generate.py": ("tests/repository/test_examples.py", '"patch_and_generate.py": ('),
-    "make demo": (".ci/run", "make demo"),
-    "make check": (".ci/run", "make test"),  # the same rule of the Makefile, with further tests
-    "make test": (".ci/run", "make test"),
-    "make test-all": (".github/workflows/nightly.yml", "make test-all"),
-    "make lint": (".ci/run", "make lint"),
-    "make aot": (".github/workflows/nightly.yml", "[aot, transformers,"),
-    "make transformers": (".github/workflows/nightly.yml", "[aot, transformers,"),
-    "make bare": (".ci/run", "make bare"),
-    "make docs": (".ci/run", "make docs"),
-    "make mutants": ("tests/scripts/test_mutants.py", "def test_it_fits_the_sources_of_today"),
-    "make tables": ("tests/repository/test_docs.py", "def test_tables_are_of_the_raw_data"),
-    "make architectures": ("tests/scripts/test_architecture_table.py", "def test_"),
-}
 
 
 def runs_here(command):
@@ -79,21 +57,6 @@ def runs_here(command):
 
 def pages_with(condition):
     return [path for path in PAGES if any(map(condition, commands_of(path)))]
-
-
-@pytest.mark.parametrize("path", pages_with(lambda command: True), ids=name_of)
-def test_a_command_runs_here_or_in_ci_or_says_what_it_needs(path):
-    for command in commands_of(path):
-        text = " ".join(command.words)
-        if command.needs is not None:
-            assert command.needs.startswith(NEEDS), f"{text}: {command.needs!r} does not begin with one of {NEEDS}"
-        elif not runs_here(command):
-            beginning = max(
-                (known for known in DONE_ELSEWHERE if f"{text} ".startswith(f"{known} ")), key=len, default=None
-            )
-            assert beginning, f"{text}: nothing runs it; say what it needs, or run it"
-            file, line = DONE_ELSEWHERE[beginning]
-            assert line in (ROOT / file).read_text(encoding="utf-8"), f"{text}: {line!r} is not in {file}"
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def test_profiles_stand_with_every_budget_and_guard(monkeypatch):
     record = Record(budget=RecordedBudget(kind="rel_mse", value=1e-3))
     profile = types.SimpleNamespace(record=record)
     monkeypatch.setattr(bench, "load_profile", lambda path: profile)
-    rebudget = lambda *given: types.SimpleNamespace(profile=(str(given[1]), given[3:]))  # noqa: E731
+    rebudget = lambda *given: (str(given[1]), given[3:])  # noqa: E731
     monkeypatch.setattr("calibrate.profiles.rebudget.rebudget", rebudget)
     args = bench.parser().parse_args(
         ["--profile", "p", "--budgets", "1e-4,1e-3", "--worst-rows", "0", "--journal", "j"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from s2o_runtime.config import LayerConfig
+from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.record import ProvenLength, RecordedBudget
 
@@ -41,17 +41,12 @@ def _budget(budget: RecordedBudget | None) -> str | None:
 
 def _length(profile: Profile, length: int, bucket: Sequence[LayerConfig]) -> dict[str, Any]:
     heads = [head for layer in bucket for head in layer.heads]
-    sparse = [head for head in heads if head.mode == "s2o"]
     source, densities = profile.record.densities(length, profile.geometry.layers)
     proven = profile.record.proven_at(length) or ProvenLength()
     return {
         "length": length,
-        "tau_min": min((head.tau for head in sparse if head.has_threshold), default=None),
-        "tau_max": max((head.tau for head in sparse if head.has_threshold), default=None),
         "heads": len(heads),
-        "dense_heads": len(heads) - len(sparse),
-        "tails": sum(head.tail for head in sparse),
-        "linear_tails": sum(head.linear for head in sparse),
+        **head_counts(heads),
         "density": fmean(densities) if densities else None,
         "density_is": source,
         "layer_densities": densities,
@@ -60,7 +55,20 @@ def _length(profile: Profile, length: int, bucket: Sequence[LayerConfig]) -> dic
         "needles": None if proven.needles is None else list(proven.needles),
         "kl": proven.kl,
         "top1": proven.top1,
-        "prefill_speedup": _ratio(proven.dense_prefill_seconds, proven.prefill_seconds),
+        "prefill_speedup": ratio(proven.dense_prefill_seconds, proven.prefill_seconds),
+    }
+
+
+def head_counts(heads: Sequence[HeadConfig]) -> dict[str, Any]:
+    """The range of the thresholds, None without any, and how many heads are dense and have tails of both kinds."""
+    sparse = [head for head in heads if head.mode == "s2o"]
+    taus = [head.tau for head in sparse if head.has_threshold]
+    return {
+        "tau_min": min(taus, default=None),
+        "tau_max": max(taus, default=None),
+        "dense_heads": len(heads) - len(sparse),
+        "tails": sum(head.tail for head in sparse),
+        "linear_tails": sum(head.linear for head in sparse),
     }
 
 
@@ -72,5 +80,5 @@ def _shares_of_limits(profile: Profile, proven: ProvenLength) -> list[float]:
     return [error / limit for error, limit in pairs if error is not None and limit]
 
 
-def _ratio(over: float | None, under: float | None) -> float | None:
+def ratio(over: float | None, under: float | None) -> float | None:
     return over / under if over and under and over > 0 < under else None

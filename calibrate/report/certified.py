@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from calibrate.tables import Number, Table, formatted, integer, kept_of
 from s2o_runtime.fields import counted
@@ -122,11 +122,16 @@ def _mean_kl(length: CertifiedLength) -> str:
     return f" (mean over prompts {length.mean_kl:.1e}, its bound {length.mean_kl_bound:.1e})"
 
 
-def table(certificate: Certificate | None) -> Table | None:
-    """One row a length: the largest bounds of its layers, as shares of their limits; None without a certificate."""
+def tables(certificate: Certificate | None) -> list[Table]:
+    """What is certified of each length, and of each kind of text; none without a certificate."""
     lengths = _lengths(certificate)
     if not lengths:
-        return None
+        return []
+    return [_bounds_table(lengths), _domain_table(lengths)]
+
+
+def _bounds_table(lengths: Sequence[CertifiedLength]) -> Table:
+    """One row a length: the largest bounds of its layers, as shares of their limits."""
     return Table(NAMES, [_cells(length) for length in lengths], "certified")
 
 
@@ -151,11 +156,8 @@ def _cells(length: CertifiedLength) -> tuple[str, ...]:
     )
 
 
-def domain_table(certificate: Certificate | None) -> Table | None:
-    """One row for each length and kind of text; None without a certificate."""
-    lengths = _lengths(certificate)
-    if not lengths:
-        return None
+def _domain_table(lengths: Sequence[CertifiedLength]) -> Table:
+    """One row for each length and kind of text."""
     rows = [
         (
             _count(length.length),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from calibrate.tables import Table, formatted
 from s2o_runtime.config import plain
 from s2o_runtime.profile import Profile, described
 
@@ -30,6 +32,34 @@ def differences(a: Profile, b: Profile) -> dict[str, Any]:
         "lengths": lengths if any(lengths.values()) else {},
         "layers": [row for length in common for row in _changed_layers(a, b, length)] if same_shape else [],
     }
+
+
+def difference_parts(changes: Mapping[str, Any]) -> Iterator[Table | str]:
+    """What `differences` returns, in tables and lines."""
+    if not any(changes.values()):
+        yield "the profiles are the same"
+        return
+    fields = [(name, _short(a), _short(b)) for name, (a, b) in changes["fields"].items()]
+    yield Table(("field", "a", "b"), fields, "fields")
+    for name, lengths in changes["lengths"].items():
+        if lengths:
+            yield f"lengths in {name.removeprefix('only_')} only: {', '.join(map(str, lengths))}"
+    rows = [
+        (
+            str(row["length"]),
+            str(row["layer"]),
+            str(row["heads"]),
+            ", ".join(f"{name} {count}" for name, count in row["changed"].items()),
+            *(formatted(density, ".3f") for density in row["densities"]),
+        )
+        for row in changes["layers"]
+    ]
+    yield Table(("length", "layer", "heads that differ", "in", "density a", "density b"), rows, "layers", wrap="in")
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 36 else f"{text[:34]}.."
 
 
 def _compared(profile: Profile) -> dict[str, Any]:

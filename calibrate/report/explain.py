@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,27 @@ def explain_head(
             row |= predicted
         rows.append(row | {"why": why})
     return rows
+
+
+def head_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """What `explain_head` returns, in lines."""
+    for row in rows:
+        yield f"{row['length']} tokens: {_settings(row)}"
+        if row["density"] is not None:
+            yield f"  predicted density {row['density']:.3f}, error {row['error']:.2e} {row['unit']}"
+        yield f"  {row['why']}"
+
+
+def _settings(row: Mapping[str, Any]) -> str:
+    if row["mode"] == "dense":
+        return "dense"
+    if row["linear"]:
+        return f"linear tail, segment {row['segment']}, grain {row['grain']}, tile {row['tile']}"
+    tail = ", tail" if row["tail"] else ""
+    return (
+        f"tau {row['tau']:.3g} ({row['stop_rule']}), segment {row['segment']}, repr. {row['representatives']}{tail}, "
+        f"grain {row['grain']}, tile {row['tile']}{', int8 scores' if row['scores'] == 'int8' else ''}"
+    )
 
 
 def _limits(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> tuple[dict[str, Any], str]:

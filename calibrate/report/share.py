@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from calibrate.profiles.card import card
+from calibrate.report.card import card
 from s2o_runtime.errors import ConfigError, InputError, ResourceError, S2OError
 from s2o_runtime.files import write_atomically
 from s2o_runtime.profile import load_profile

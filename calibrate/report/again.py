@@ -1,0 +1,48 @@
+"""A proof and a certificate that were checked again, as tables and sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import fmean
+
+from calibrate.proof.recertify import Recertified
+from calibrate.proof.reprove import Verified
+from calibrate.tables import Table, kept_of
+
+
+def proof_parts(proof: Verified) -> Iterator[Table | str]:
+    """What the prompts that layers were adjusted on say here: a row for each length."""
+    names = ("length", "largest error", "error / limit", "density", "needles", "KL")
+    rows = [
+        (
+            str(length["length"]),
+            f"{max(layer['error'] for layer in length['layers']):.2e}",
+            f"{max(layer['error'] / layer['limit'] if layer['limit'] else 0.0 for layer in length['layers']):.0%}",
+            f"{fmean(layer['density'] for layer in length['layers']):.3f}",
+            "-" if length["needles"] is None else kept_of(*length["needles"]),
+            f"{length['kl']:.1e}",
+        )
+        for length in proof.lengths
+    ]
+    yield Table(names, rows, "proven here")
+    if not proof.same_prompts:
+        yield "the prompts are not those the profile was proven on"
+
+
+def certificate_parts(check: Recertified) -> Iterator[Table | str]:
+    """What fresh prompts say of a certificate: a row for each length."""
+    names = ("length", "prompts", "means above", "broken", "mean KL", "KL above", "kept")
+    rows = [
+        (
+            str(length.length),
+            str(length.prompts),
+            f"{sum(one.mean > one.bound for one in length.bounds)} of {len(length.bounds)}",
+            f"{sum(one.broken for one in length.bounds)}",
+            f"{length.mean_kl:.1e}",
+            f"{length.kl_above} of {length.prompts}",
+            "-" if length.retrieval is None else f"{length.retrieval.kept} of {length.retrieval.found}",
+        )
+        for length in check.lengths
+    ]
+    yield Table(names, rows, "the certificate on fresh prompts")
+    yield "broken: a mean that is above its bound by more than chance explains, at 5% for all bounds together"

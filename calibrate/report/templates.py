@@ -1,0 +1,32 @@
+"""The templates of pages, which lie beside this file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from calibrate.tables import Table, bullets, escaped, markdown
+
+FOLDER = Path(__file__).parent
+
+
+def environment(*, autoescape: bool) -> Environment:
+    """Where templates are found; a name that none of them knows is an error."""
+    return Environment(
+        loader=FileSystemLoader(FOLDER), autoescape=autoescape, undefined=StrictUndefined, keep_trailing_newline=True
+    )
+
+
+def in_markdown(template: str, **names: Any) -> str:
+    """A template's text in Markdown, with one blank line between blocks. The filter `text` escapes foreign text."""
+    templates = environment(autoescape=False)
+    templates.filters |= {"text": escaped, "bullets": bullets, "markdown": markdown, "facts_table": _facts_table}
+    return re.sub(r"\n{3,}", "\n\n", templates.get_template(template).render(names)).strip() + "\n"
+
+
+def _facts_table(rows: Sequence[tuple[str, str]]) -> Table:
+    return Table(("", ""), list(rows), align="l")

@@ -1,0 +1,138 @@
+#!/usr/bin/env python3
+"""File a profile in profiles/ by model, device and budget, and write the cards, the index and the table in its README.
+
+python -m scripts.docs.catalogue [PROFILE] [--name org/model] [--folder profiles]
+
+Cards, index and table are made anew from the profiles in the folder, whatever was in them before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from calibrate.recipe import Budget, default_out
+from calibrate.report.card import card
+from calibrate.report.certified import in_short
+from calibrate.report.shown import times
+from calibrate.report.summary import summary
+from calibrate.tables import Markup, Table, escaped, markdown
+from s2o_runtime.command_line import OK, failed, failure_code
+from s2o_runtime.errors import InputError, S2OError
+from s2o_runtime.files import write_atomically
+from s2o_runtime.profile import load_profile
+from s2o_runtime.profile.file import serialize
+from scripts.docs.markdown import between
+
+CATALOGUE = Path(__file__).resolve().parents[2] / "profiles"
+INDEX, README = "index.json", "README.md"
+START = "<!-- profiles: scripts/docs/catalogue.py writes what is between these lines -->"
+END = "<!-- /profiles -->"
+NAMES = ("model", "device", "budget", "lengths", "density", "prefill", "certified", "file")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("profile", type=Path, nargs="?", help="the profile to file; none to write all else anew")
+    parser.add_argument("--name", help="what its model is called in the catalogue (default as it was calibrated)")
+    parser.add_argument("--folder", type=Path, default=CATALOGUE, help="the catalogue (default profiles/)")
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.profile is not None:
+            print(f"wrote {file_profile(arguments.profile, arguments.folder, arguments.name)}")
+        for path, text in overviews(arguments.folder).items():
+            write_atomically(path, text.encode())
+    except S2OError as error:
+        return failed("scripts.docs.catalogue", failure_code(error), str(error))
+    return OK
+
+
+def file_profile(profile_path: Path, catalogue: Path, name: str | None = None) -> Path:
+    """Copy a profile to where `s2o-calibrate` would write it below a catalogue.
+
+    Args:
+        profile_path: the file of a profile.
+        catalogue: a folder.
+        name: what its model is called in the copy, such as a hub id where it was calibrated from a folder; None for
+            the name that it has.
+
+    Raises:
+        ProfileError: the file is no profile.
+        InputError: the profile has no budget in its record.
+    """
+    profile, data = load_profile(profile_path), profile_path.read_bytes()
+    if name is not None:
+        profile = replace(profile, model_name=name)
+        data = serialize(profile.validate())
+    budget = profile.record.budget
+    if budget is None or budget.kind is None or budget.value is None:
+        raise InputError(
+            f"{profile_path} does not say what its budget is, which its file in a catalogue is named by: "
+            "calibrate it again"
+        )
+    copy = default_out(profile.model_name, profile.device.name, Budget(budget.kind, budget.value), catalogue)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(copy, data)
+    return copy
+
+
+def overviews(catalogue: Path) -> dict[Path, str]:
+    """The texts that follow from the profiles in a catalogue: each profile's card, the index, and the README."""
+    paths = sorted(catalogue.glob("*/*/*.safetensors"))
+    entries = [_entry(catalogue, path) for path in paths]
+    cards = {path.with_suffix(".md"): card(load_profile(path), path.name) for path in paths}
+    table = markdown(Table(NAMES, [_cells(entry) for entry in entries], align="l"))
+    readme = (catalogue / README).read_text(encoding="utf-8")
+    return cards | {
+        catalogue / README: between(readme, START, END, table),
+        catalogue / INDEX: json.dumps({"profiles": entries}, indent=1) + "\n",
+    }
+
+
+def _entry(catalogue: Path, path: Path) -> dict[str, Any]:
+    """What the index says of a profile: what it is for, its digest and what it saves."""
+    profile = load_profile(path)
+    summed = summary(profile)
+    return {
+        "file": path.relative_to(catalogue).as_posix(),
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "model": summed["model"],
+        "fingerprint": summed["fingerprint"],
+        "device": summed["device"],
+        "measured_on": profile.record.retiled.made_on if profile.record.retiled else summed["device"],
+        "budget": summed["budget"],
+        "proof": summed["proof"],
+        "certified": in_short(profile.record.certificate),
+        "lengths": [
+            {name: row[name] for name in ("length", "density", "prefill_speedup", "needles")}
+            for row in summed["lengths"]
+        ],
+    }
+
+
+def _cells(entry: dict[str, Any]) -> list[str]:
+    lengths = entry["lengths"]
+    densities = ("-" if row["density"] is None else f"{row['density']:.3f}" for row in lengths)
+    timed = any(row["prefill_speedup"] is not None for row in lengths)
+    elsewhere = f" (on {entry['measured_on']})" if entry["measured_on"] != entry["device"] else ""
+    file = str(entry["file"])
+    card_link = f"[{escaped(str(entry['model']))}]({file.removesuffix('.safetensors')}.md)"
+    return [
+        Markup(card_link),
+        *(str(entry[name] or "-") for name in ("device", "budget")),
+        ", ".join(str(row["length"]) for row in lengths),
+        ", ".join(densities),
+        (", ".join(times(row["prefill_speedup"]) for row in lengths) if timed else "not timed") + elsewhere,
+        entry["certified"],
+        Markup(f"[{Path(file).stem}]({file})"),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
