@@ -24,7 +24,8 @@ from s2o_runtime.version import __version__
 
 DRIVER = Path("/proc/driver/nvidia/version")  # which driver the kernel has loaded
 VARIABLES = (
-    "S2O_PROFILE", "S2O_SETTINGS", "S2O_BEYOND", "S2O_DRIFT", "S2O_LOG", "S2O_VLLM_CPU", "TRITON_INTERPRET",
+    "S2O_PROFILE", "S2O_PROFILES", "S2O_SETTINGS", "S2O_BEYOND", "S2O_DRIFT", "S2O_LOG", "S2O_VLLM_CPU",
+    "TRITON_INTERPRET",
 )  # fmt: skip
 COMPILERS = ("gcc", "clang", "cc")
 PLUGIN = "s2o"  # the name of S2O's entry points

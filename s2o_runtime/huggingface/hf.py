@@ -31,7 +31,7 @@ from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.attention.windowed import window_attention
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.errors import ModelError, ProfileError
-from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, environment_profile
+from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, available, weights_mismatch
 from s2o_runtime.huggingface.layers import NUMBER, STATE, Beyond, check_beyond, numbered, other_attention, states_of
 from s2o_runtime.huggingface.layers import LayerState as LayerState
 from s2o_runtime.huggingface.layers import Observer as Observer
@@ -54,6 +54,7 @@ from s2o_runtime.layer_kinds import chunk, positions, window
 from s2o_runtime.monitor.dense_watch import DenseWatch
 from s2o_runtime.monitor.drift import Drift, check_of
 from s2o_runtime.profile import Profile, load_profile
+from s2o_runtime.profile.find import find_profile
 from s2o_runtime.scoring import Scoring, without_gradients
 
 NAME = "s2o"
@@ -82,7 +83,7 @@ class PrefillCall:
 
 def patch(
     model: Any,
-    profile: Profile | str | PathLike[str],
+    profile: Profile | str | PathLike[str] | None = None,
     *,
     strict: bool = False,
     drift: Drift = "auto",
@@ -90,12 +91,14 @@ def patch(
 ) -> Any:
     """Make a transformers model use S2O for long prompts, as its profile says. Returns the model.
 
-    A line of the log (level INFO) says from where to where S2O runs. A model whose parameters are not all in memory
-    (offloaded ones) cannot be compared with the profile and stays dense.
+    A line of the log (level INFO) says from where to where S2O runs, and one before it which profile was found, if none
+    was given. A model whose parameters are not all in memory (offloaded ones) cannot be compared with the profile and
+    stays dense.
 
     Args:
         model: a transformers model.
-        profile: the model's profile, or the path of its file.
+        profile: the model's profile, or the path of its file; None for the one that `s2o_runtime.profile.find` finds in
+            the folders of S2O_PROFILES, in `profiles` of the current folder or in the catalogue of the package.
         strict: refuse a model whose weights or RoPE parameters are not the ones that were calibrated; otherwise that
             is a warning.
         drift: how it is checked now and then that the errors keep to the profile's budget: a `DriftCheck`; "warn" or
@@ -106,17 +109,19 @@ def patch(
 
     Raises:
         ProfileError: the profile does not fit the model's geometry, was made on random weights, or names no budget for
-            a drift check that was asked for.
+            a drift check that was asked for; or no profile is given, and none is found that fits the model and its GPU.
         ModelError: the architecture is not supported.
-        ConfigError: `drift` or `beyond` is not known or illegal.
+        ConfigError: `drift` or `beyond` is not known or illegal, or S2O_PROFILES names no folder.
     """
     _check_model(model, profile)
-    if not isinstance(profile, Profile | str | PathLike):
+    if not isinstance(profile, Profile | str | PathLike | None):
         raise ProfileError(f"the profile is a {type(profile).__name__}, expected a Profile or the path of its file")
-    if not isinstance(profile, Profile):
-        profile = load_profile(profile)
     check_of(drift)
     check_beyond(beyond)
+    if profile is None:
+        profile = _found(model)
+    if not isinstance(profile, Profile):
+        profile = load_profile(profile)
     difference = geometry(model.config).difference(profile.geometry)
     if difference:
         raise ProfileError(
@@ -143,6 +148,14 @@ def patch(
     setattr(model, PREVIOUS, implementations(model.config))
     model.set_attn_implementation(NAME)
     return model
+
+
+def _found(model: Any) -> Profile:
+    """The profile of a model that was given none; one line of the log says which."""
+    device = device_of(attention_modules(model)[0])
+    found = find_profile(model.config, device, lambda profile: weights_mismatch([model], profile))
+    log.info("S2O takes the profile %s", found)
+    return found.profile
 
 
 def _check_model(model: Any, profile: object = None) -> None:
@@ -188,7 +201,7 @@ def unpatch(model: Any) -> Any:
 @contextmanager
 def patched(
     model: Any,
-    profile: Profile | str | PathLike[str],
+    profile: Profile | str | PathLike[str] | None = None,
     *,
     strict: bool = False,
     drift: Drift = "auto",
@@ -225,7 +238,7 @@ def register() -> None:
     A model that is loaded with it gets the profile that the environment variable S2O_PROFILE names, or waits for
     `patch`. Raises ProfileError if S2O_PROFILE cannot be read.
     """
-    environment_profile()
+    available()
     _register()
 
 

@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, get_args
 
-from s2o_runtime.errors import ConfigError, InputError
+from s2o_runtime.errors import ConfigError
 from s2o_runtime.monitor.drift import DriftChoice
 
 PROFILE_VARIABLE = "S2O_PROFILE"
@@ -16,26 +17,11 @@ Beyond = Literal["dense", "s2o"]
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where a server's user gives the settings, for sentences about them.
-
-    Attributes:
-        name: what the settings are called.
-        whole: the same, with where they are given.
-        ask: how to give a profile, and what to do without one.
-    """
-
-    name: str
-    whole: str
-    ask: str
-
-
-@dataclass(frozen=True)
 class Settings:
     """The settings of a server.
 
     Attributes:
-        profile: the profile's file.
+        profile: the profile's file; None for the one that `s2o_runtime.profile.find` finds for the served model.
         beyond: what prompts of more than 1.5 times the longest calibrated length run.
         drift: what happens where sampled errors are past the profile's limits: "warn", "dense" (the layer runs dense
             from then on), "off", or "auto", which warns where the profile says what it allows.
@@ -46,7 +32,7 @@ class Settings:
         log_every: seconds between two lines of the log that say what ran; 0 for none.
     """
 
-    profile: Path
+    profile: Path | None = None
     beyond: Beyond = "dense"
     drift: DriftChoice = "auto"
     strict: bool = True
@@ -55,29 +41,26 @@ class Settings:
     log_every: float = 300.0
 
     @classmethod
-    def of(cls, section: Any, origin: Origin) -> Settings:
+    def of(cls, section: Any, name: str) -> Settings:
         """The settings that a user gave; without a profile among them, the environment's S2O_PROFILE.
 
         Args:
             section: a mapping of names to values, or what a user gave in its place.
-            origin: where it is from.
+            name: what it is called, and where it is from.
 
         Raises:
-            InputError: no profile is given.
             ConfigError: a setting is unknown or illegal.
         """
         if not isinstance(section, Mapping):
-            raise ConfigError(f'{origin.whole} is {section!r}: use an object, {{"profile": FILE}}')
+            raise ConfigError(f'{name} is {section!r}: use an object, {{"profile": FILE}}')
         known = {field.name for field in fields(cls)}
-        for name in section:
-            if name not in known:
-                raise ConfigError(f'"{name}" is not a setting of {origin.name}: use {", ".join(sorted(known))}')
-        profile = section.get("profile") or os.environ.get(PROFILE_VARIABLE)
-        if not profile:
-            raise InputError(f"the attention backend S2O needs a profile: {origin.ask}")
-        if not isinstance(profile, (str, os.PathLike)):
+        for setting in section:
+            if setting not in known:
+                raise ConfigError(f'"{setting}" is not a setting of {name}: use {", ".join(sorted(known))}')
+        profile = section.get("profile") or os.environ.get(PROFILE_VARIABLE) or None
+        if not isinstance(profile, (str, os.PathLike, NoneType)):
             raise ConfigError(f"profile is {profile!r}: use the path of a file")
-        settings = cls(**{**section, "profile": Path(profile)})
+        settings = cls(**{**section, "profile": None if profile is None else Path(profile)})
         if settings.beyond not in get_args(Beyond):
             raise ConfigError(f"beyond {settings.beyond!r} is not known: use one of {get_args(Beyond)}")
         if settings.drift not in get_args(DriftChoice):

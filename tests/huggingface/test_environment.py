@@ -434,11 +434,8 @@ def test_an_interpreter_without_s2o_says_so_and_goes_on(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
-        (
-            ("no-such-command",),
-            {},
-            "s2o-run: S2O_PROFILE is not set: set it to a profile's path, or give --profile FILE",
-        ),
+        ((NO,), {"S2O_PROFILES": "no/such"}, "s2o-run: S2O_PROFILES names no/such, which is no folder: name folders "),
+        ((NO,), {"S2O_BEYOND": "never"}, "s2o-run: S2O_BEYOND 'never' is not known: use one of "),
         (
             ("no-such-command",),
             {"S2O_PROFILE": "no/such"},

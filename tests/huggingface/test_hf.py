@@ -185,8 +185,8 @@ def test_arguments_of_another_kind_are_named(eager):
         patch("p.safetensors", model)
     with pytest.raises(ModelError, match=swapped), hf.patched("p.safetensors", model):
         pass
-    with pytest.raises(ProfileError, match="the profile is a NoneType, expected a Profile or the path of its file"):
-        patch(model, None)
+    with pytest.raises(ProfileError, match="the profile is a int, expected a Profile or the path of its file"):
+        patch(model, 5)
     with pytest.raises(ModelError, match="NoneType is not a transformers model"):
         unpatch(None)
 
