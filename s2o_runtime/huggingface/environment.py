@@ -16,7 +16,9 @@ from typing import Any, NamedTuple, cast, get_args
 import torch
 from torch import nn
 
-from s2o_runtime.errors import ConfigError, ModelError, ProfileError
+from s2o_runtime.errors import ModelError, ProfileError
+from s2o_runtime.fields import Rule
+from s2o_runtime.huggingface import layers
 from s2o_runtime.huggingface.layers import (
     STATE,
     Beyond,
@@ -97,19 +99,13 @@ def _named(path: str) -> Profile:
 
 def beyond() -> Beyond:
     """What S2O_BEYOND says; `patch`'s default if it is not set. Raises ConfigError if that is not known."""
-    return cast(Beyond, _choice(BEYOND, get_args(Beyond), "dense"))
+    return cast(Beyond, layers.BEYOND.checked(os.environ.get(BEYOND) or "dense", BEYOND))
 
 
 def drift() -> DriftChoice:
     """What S2O_DRIFT says; `patch`'s default if it is not set. Raises ConfigError if that is not known."""
-    return cast(DriftChoice, _choice(DRIFT, get_args(DriftChoice), "auto"))
-
-
-def _choice(variable: str, choices: tuple[str, ...], default: str) -> str:
-    value = os.environ.get(variable) or default
-    if value not in choices:
-        raise ConfigError(f"{variable} {value!r} is not known: use one of {choices}")
-    return value
+    rule = Rule(str, allowed=get_args(DriftChoice))
+    return cast(DriftChoice, rule.checked(os.environ.get(DRIFT) or "auto", DRIFT))
 
 
 def mismatch(config: Any) -> str | None:

@@ -5,8 +5,8 @@ import torch
 
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.serving.fit import Rank
+from support.fake_server import FakeServer
 from support.fake_sglang import FakeEngine, Mode
-from support.fake_vllm import FakeServer
 from support.server_batches import alone, dense, joint_density, served_profile, served_tiles
 
 
@@ -31,7 +31,7 @@ def test_mixed_batches_are_each_request_on_its_own(tile, monkeypatch):
             else:
                 torch.testing.assert_close(ours.float(), dense(request, count).float(), rtol=2e-2, atol=2e-2)
             begin += count
-    rows = {(path, reason.split(",")[0]): count for (_, path, reason), count in server.counters.rows.items()}
+    rows = engine.counted()
     assert rows == {
         ("dense", "decode"): 3,
         ("dense", "fewer than 200 queries behind a prefix"): 3 * 101,

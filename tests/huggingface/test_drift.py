@@ -281,6 +281,7 @@ def test_profiles_without_limits_are_refused_where_a_check_is_asked_for(plain, r
         ("every", 0),
         ("rows", 1),
         ("rows", 2.5),
+        ("rows", "16"),
         ("after", True),
         ("action", "stop"),
         ("margin", 0),
@@ -289,7 +290,7 @@ def test_profiles_without_limits_are_refused_where_a_check_is_asked_for(plain, r
 )
 def test_illegal_checks_are_refused(plain, field, value):
     check = dataclasses.replace(DriftCheck(), **{field: value})
-    with pytest.raises(ConfigError, match=f"{field} {value!r} of the drift check"):
+    with pytest.raises(ConfigError, match=f"{field} of the drift check is {value!r}: expected"):
         patch(plain, budgeted(make_profile(plain, 0.5), 1.0), drift=check)
 
 

@@ -149,8 +149,8 @@ def test_beyond_and_drift_are_those_of_the_environment(model, profile, named, mo
 @pytest.mark.parametrize(
     ("variable", "value", "error", "message"),
     [
-        ("S2O_BEYOND", "never", ConfigError, "S2O_BEYOND 'never' is not known: use one of "),
-        ("S2O_DRIFT", "64", ConfigError, "S2O_DRIFT '64' is not known: use one of "),
+        ("S2O_BEYOND", "never", ConfigError, "S2O_BEYOND is 'never': expected one of dense, warn, s2o"),
+        ("S2O_DRIFT", "64", ConfigError, "S2O_DRIFT is '64': expected one of "),
         ("S2O_DRIFT", "warn", ProfileError, "S2O_PROFILE: the profile's record names no budget"),
     ],
 )
@@ -435,7 +435,7 @@ def test_an_interpreter_without_s2o_says_so_and_goes_on(tmp_path):
     ("arguments", "variables", "message"),
     [
         ((NO,), {"S2O_PROFILES": "no/such"}, "s2o-run: S2O_PROFILES names no/such, which is no folder: name folders "),
-        ((NO,), {"S2O_BEYOND": "never"}, "s2o-run: S2O_BEYOND 'never' is not known: use one of "),
+        ((NO,), {"S2O_BEYOND": "never"}, "s2o-run: S2O_BEYOND is 'never': expected one of "),
         (
             ("no-such-command",),
             {"S2O_PROFILE": "no/such"},
@@ -445,7 +445,7 @@ def test_an_interpreter_without_s2o_says_so_and_goes_on(tmp_path):
         (
             ("no-such-command",),
             {"S2O_PROFILE": NAMED, "S2O_DRIFT": "loud"},
-            "s2o-run: S2O_DRIFT 'loud' is not known: use one of ",
+            "s2o-run: S2O_DRIFT is 'loud': expected one of ",
         ),
         ((NO, "--profile", "x"), {"S2O_PROFILE": NAMED}, "s2o-run: no-such-command cannot be run (No "),
     ],

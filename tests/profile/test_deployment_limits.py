@@ -90,7 +90,7 @@ def test_prompts_far_beyond_the_longest_length_run_dense_unless_asked(eager, cap
         assert ("more than 150 keys" in caplog.text) == (beyond == "warn")
         model(ids[:, :150])
         assert any(row["path"] == "s2o" for row in explain(model))
-    with pytest.raises(ConfigError, match="beyond 'never' is not known: use one of"):
+    with pytest.raises(ConfigError, match="beyond is 'never': expected one of"):
         patch(twin(eager), profile, beyond="never")
 
 

@@ -49,19 +49,22 @@ def test_settings_are_read_from_vllms_additional_config(monkeypatch):
     ("given", "said"),
     [
         ({"s2o": "p"}, "use an object"),
-        ({"s2o": {"profile": 5}}, "profile is 5: use the path of a file"),
-        ({"s2o": {"profile": ["p"]}}, r"profile is \['p'\]: use the path of a file"),
+        ({"s2o": {"profile": 5}}, "profile is 5: expected a file name"),
+        ({"s2o": {"profile": ["p"]}}, r"profile is \['p'\]: expected a file name"),
         (
             {"s2o": {"profile": "p", "tau": 1}},
             '"tau" is not a setting of "s2o" in --additional-config: use beyond, drift',
         ),
-        ({"s2o": {"profile": "p", "beyond": "warn"}}, "beyond 'warn' is not known"),
-        ({"s2o": {"profile": "p", "metrics_port": 0}}, "metrics_port 0 is out of range"),
+        ({"s2o": {"profile": "p", "beyond": "warn"}}, "beyond is 'warn': expected one of dense, s2o"),
+        (
+            {"s2o": {"profile": "p", "metrics_port": 0}},
+            "metrics_port is 0: expected a whole number from 1 to 65535 or none",
+        ),
         ({"s2o": {"profile": "p", "metrics_host": ""}}, "metrics_host '' is no address: use 127.0.0.1"),
-        ({"s2o": {"profile": "p", "metrics_host": 9001}}, "metrics_host 9001 is no address"),
-        ({"s2o": {"profile": "p", "log_every": -1}}, "log_every -1 is out of range"),
-        ({"s2o": {"profile": "p", "drift": "loud"}}, "drift 'loud' is not known: use one of"),
-        ({"s2o": {"profile": "p", "strict": "no"}}, "strict is 'no': use true or false"),
+        ({"s2o": {"profile": "p", "metrics_host": 9001}}, "metrics_host is 9001: expected a name"),
+        ({"s2o": {"profile": "p", "log_every": -1}}, "log_every is -1.0: expected a number of seconds of at least 0"),
+        ({"s2o": {"profile": "p", "drift": "loud"}}, "drift is 'loud': expected one of"),
+        ({"s2o": {"profile": "p", "strict": "no"}}, "strict is 'no': expected true or false"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(given, said):
