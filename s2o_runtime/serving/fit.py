@@ -41,8 +41,8 @@ class Rank:
         """
         if query_heads % self.size:
             raise ProfileError(
-                f"{query_heads} query heads cannot be shared by {self.size} ranks: use a tensor parallel size that "
-                "divides them"
+                f"{query_heads} query heads cannot be shared by {self.size} ranks: use a number of ranks that divides "
+                "them (--tensor-parallel-size, --tp, or the processes of tp_plan)"
             )
         count = query_heads // self.size
         return range(self.index * count, (self.index + 1) * count)
