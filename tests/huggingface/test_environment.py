@@ -27,21 +27,16 @@ from s2o_runtime.profile import save_profile
 from s2o_runtime.profile.record import RecordedBudget
 from support.architectures import CASES
 from support.environment import forget
-from support.models import CONFIGS, LENGTH, SIZES, make_profile, padded_batch, paths
+from support.models import CONFIGS, LENGTH, RUNS, SIZES, make_profile, padded_batch, paths, prompt
 
 SLOW = pytest.mark.slow(reason="starts processes that load a model")
 
-RUNS = "the tensors are on the cpu, the kernel needs a GPU"
 CONFIG = CONFIGS["llama"]
 
 
 def build(config=CONFIG, implementation="sdpa", kind=AutoModelForCausalLM):
     """A model with an attention implementation; None for the one that transformers chooses."""
     return kind.from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
-
-
-def prompt(length=LENGTH):
-    return torch.randint(3, 128, (1, length))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from s2o_runtime import explain, patch, patched, save_profile
 from s2o_runtime.devices import DeviceIdentity
@@ -19,7 +19,7 @@ from s2o_runtime.serving.server import Server, Site
 from s2o_runtime.sglang.settings import settings_of_environment
 from s2o_runtime.vllm.settings import settings_of
 from support.environment import forget
-from support.models import CONFIGS, CPU, LENGTH, make_profile, used_s2o
+from support.models import CONFIGS, CPU, make_profile, new_model, prompt, twin, used_s2o
 
 H200 = DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 150 << 30)
 ADVICE = "make one with s2o-calibrate --model MODEL, or name a profile's path"
@@ -27,8 +27,7 @@ ADVICE = "make one with s2o-calibrate --model MODEL, or name a profile's path"
 
 @pytest.fixture(scope="module")
 def weights():
-    torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval()
+    return new_model()
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +37,7 @@ def profile(weights):
 
 @pytest.fixture
 def model(weights):
-    model = AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="sdpa").eval()
-    model.load_state_dict(weights.state_dict())
-    return model
+    return twin(weights)
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +81,7 @@ def test_a_patched_model_takes_the_profile_of_its_weights_and_gpu(folder, model,
     with caplog.at_level(logging.INFO, logger="s2o_runtime"):
         patch(model)
     assert taken(caplog) == f"{path} of tiny (certified, mse 1.0)"
-    model(torch.randint(3, 128, (1, LENGTH)))
+    model(prompt())
     assert used_s2o(model)
     with patched(model):
         assert explain(model) == []
@@ -185,7 +182,7 @@ def started(monkeypatch):
 
 @torch.no_grad()
 def test_each_model_of_a_program_gets_its_own(model, profile, mine, monkeypatch, caplog):
-    other = AutoModelForCausalLM.from_config(CONFIGS["qwen2"], attn_implementation="sdpa").eval()
+    other = new_model("qwen2")
     paths = [
         write(recorded(make_profile(each, 0.5), "mse", value), mine / f"{value}.safetensors")
         for value, each in ((1.0, model), (2.0, other))
@@ -197,7 +194,7 @@ def test_each_model_of_a_program_gets_its_own(model, profile, mine, monkeypatch,
             caplog.clear()
             with caplog.at_level(logging.INFO, logger="s2o_runtime"):
                 for _ in range(2):
-                    each(torch.randint(3, 128, (1, LENGTH)))
+                    each(prompt())
             assert taken(caplog).startswith(str(path))
             assert used_s2o(each)
     finally:
@@ -211,7 +208,7 @@ def test_a_model_of_a_program_that_none_fits_stays_dense_and_says_so_once(name, 
     if change is not None:
         write(change(profile), mine / "p.safetensors")
     forget()
-    ids = torch.randint(3, 128, (1, LENGTH))
+    ids = prompt()
     dense = model(ids).logits
     sdpa.give_back()
     torch.testing.assert_close(model(ids).logits, dense, rtol=1e-5, atol=1e-5)
@@ -223,7 +220,7 @@ def test_a_model_of_a_program_that_none_fits_stays_dense_and_says_so_once(name, 
 @pytest.mark.slow(reason="compiles a model")
 @torch.no_grad()
 def test_a_compiled_model_that_none_fits_stays_one_graph(model, started):
-    ids, memory = torch.randint(3, 128, (1, LENGTH)), DynamicCache(config=CONFIGS["llama"])
+    ids, memory = prompt(), DynamicCache(config=CONFIGS["llama"])
     torch.compiler.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(ids, past_key_values=memory).logits
     torch.testing.assert_close(compiled, model(ids).logits, rtol=1e-5, atol=1e-5)

@@ -1,10 +1,9 @@
 """What a user says to S2O inside vLLM, and what S2O says of itself there."""
 
 import logging
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from s2o_runtime.serving.settings import Settings
 from s2o_runtime.shapes import CallShape
 from s2o_runtime.vllm import host
 from s2o_runtime.vllm.settings import settings_of
+from support.modules import put_modules
 
 DEMO = Path(__file__).parents[2] / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
 CPU = torch.device("cpu")
@@ -229,10 +229,7 @@ def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog
         },
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
     }
-    for name, attributes in names.items():
-        module = ModuleType(name)
-        vars(module).update(attributes)
-        monkeypatch.setitem(sys.modules, name, module)
+    put_modules(monkeypatch, names)
     host.server.cache_clear()
     with pytest.raises(S2OError) as failure:
         host.server()
@@ -268,10 +265,9 @@ def listening(monkeypatch):
             raise OSError(98, "Address already in use")
         calls.append((addr, port))
 
-    fake = ModuleType("prometheus_client")
-    fake.start_http_server = start_http_server
-    fake.CollectorRegistry = lambda: SimpleNamespace(register=lambda collector: None)
-    monkeypatch.setitem(sys.modules, "prometheus_client", fake)
+    registry = lambda: SimpleNamespace(register=lambda collector: None)  # noqa: E731
+    fake = {"start_http_server": start_http_server, "CollectorRegistry": registry}
+    put_modules(monkeypatch, {"prometheus_client": fake})
     return calls
 
 
