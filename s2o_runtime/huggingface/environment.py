@@ -112,12 +112,9 @@ def mismatch(config: Any) -> str | None:
     """Why a model with this transformers configuration gets no profile, as far as its sizes say; None if it may."""
     named, found = available()
     try:
-        if named is None:
-            return none_like(found or (), config)
-        difference = geometry(config).difference(named.geometry)
+        return none_like(found or (), config) if named is None else named.misfit(geometry(config))
     except (ModelError, ValueError, AttributeError) as error:  # anybody's configuration
         return str(error)
-    return f"the profile of {named.model_name} does not fit this model: it has {difference}" if difference else None
 
 
 def obstacle(config: Any) -> str | None:

@@ -44,13 +44,11 @@ from s2o_runtime.huggingface.ranks import heads_here
 from s2o_runtime.identity import (
     attention_modules,
     device_of,
-    fingerprint,
-    fingerprint_mismatch,
     geometry,
     not_finite,
     offloaded,
 )
-from s2o_runtime.layer_kinds import chunk, positions, window
+from s2o_runtime.layer_kinds import chunk, positions, sees_window, window
 from s2o_runtime.monitor.dense_watch import DenseWatch
 from s2o_runtime.monitor.drift import Drift, check_of
 from s2o_runtime.profile import Profile, load_profile
@@ -122,18 +120,14 @@ def patch(
         profile = _found(model)
     if not isinstance(profile, Profile):
         profile = load_profile(profile)
-    difference = geometry(model.config).difference(profile.geometry)
-    if difference:
-        raise ProfileError(
-            f"the profile of {profile.model_name} does not fit this model: it has {difference}; calibrate this model"
-        )
+    if misfit := profile.misfit(geometry(model.config)):
+        raise ProfileError(f"{misfit}; calibrate this model")
     profile.check_trained()
     modules = attention_modules(model)
     others = other_attention(model)
     rejected = offloaded(model)
-    mismatch = rejected or fingerprint_mismatch(fingerprint(model), profile.fingerprint)
-    if mismatch is not None:
-        message = rejected or f"{mismatch} of {profile.model_name} that the profile was calibrated on"
+    if mismatch := weights_mismatch([model], profile):
+        message = rejected or f"{mismatch} that the profile was calibrated on"
         broken = not_finite(model)
         if strict:
             raise ProfileError(broken or f"{message}: calibrate this model, or patch with strict=False")
@@ -353,7 +347,8 @@ def s2o_attention_forward(
         _warn_attentions()
     number: int | None = getattr(module, NUMBER, None)
     unserved = layer_obstacle(query, key, value, kwargs)
-    obstacle = unserved or _window_obstacle(kwargs, key.shape[2])
+    seen = kwargs.get("sliding_window")
+    obstacle = unserved or (None if seen is None or key.shape[2] <= seen else sees_window(seen))
     scoring = scoring_of(query.shape[3] ** -0.5 if scaling is None else scaling, kwargs)
     compiling = torch.compiler.is_compiling() and obstacle is None
     if compiling and number is not None and is_prefill_mask(attention_mask) and not dropout:
@@ -369,7 +364,7 @@ def s2o_attention_forward(
     if windowed and not dropout and kwargs.get("position_bias") is None:
         assert call is not None
         if state is not None:
-            state.count("dense", state.other_kind or _sees_window(call.window), query.shape[2], key.shape[2])
+            state.count("dense", state.other_kind or sees_window(call.window), query.shape[2], key.shape[2])
         return _in_window(query, key, value, scoring, call).transpose(1, 2).contiguous(), None
     if call is not None and (windowed or unserved is not None):
         kv_len = call.q_offset + query.shape[2]
@@ -477,17 +472,6 @@ def _prefill(
     if state.observer is not None and call.kv_start is None:
         state.observer(state.layer, query, key, value, scoring, out)
     return out
-
-
-def _window_obstacle(kwargs: dict[str, Any], keys: int) -> str | None:
-    """Why a layer with a sliding window does not run S2O for so many keys; None if they fit the window."""
-    if kwargs.get("sliding_window") is not None and kwargs["sliding_window"] < keys:
-        return _sees_window(kwargs["sliding_window"])
-    return None
-
-
-def _sees_window(keys: int | None) -> str:
-    return f"the layer sees a sliding window of {keys} keys"
 
 
 def _in_window(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, call: PrefillCall) -> Tensor:
