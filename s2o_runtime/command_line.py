@@ -6,10 +6,9 @@ import argparse
 import difflib
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from s2o_runtime.completion import SHELLS, completion_script
 from s2o_runtime.errors import ResourceError, S2OError
 from s2o_runtime.logs import say
 from s2o_runtime.version import __version__
@@ -30,21 +29,12 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         examples: pairs of a task, in words, and the arguments that do it.
-        commands: first words that the program hands to other parsers before it asks this one, and makers of those. Only
-            completion reads them.
         arguments: `argparse.ArgumentParser`'s.
     """
 
-    def __init__(
-        self,
-        *arguments: Any,
-        examples: Sequence[tuple[str, str]] = (),
-        commands: Mapping[str, Callable[[], argparse.ArgumentParser]] | None = None,
-        **named: Any,
-    ) -> None:
+    def __init__(self, *arguments: Any, examples: Sequence[tuple[str, str]] = (), **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.examples = tuple(examples)
-        self.commands = dict(commands or {})
 
     def error(self, message: str) -> NoReturn:
         self.exit(failed(self.prog, BAD_INPUT, message + self._remedy(message)))
@@ -74,32 +64,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_information(parser: argparse._ActionsContainer) -> None:
-    """Add --version and --print-completion, which print something and stop."""
+    """Add --version, which prints the version and stops."""
     parser.add_argument("--version", action="version", version=f"s2o {__version__}", help="print the version")
-    parser.add_argument(
-        "--print-completion",
-        action=PrintCompletion,
-        choices=SHELLS,
-        default=argparse.SUPPRESS,
-        help="print a script that completes this command in a shell",
-    )
-
-
-class PrintCompletion(argparse.Action):
-    """Prints a command's completion script for one shell and stops."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        def command() -> int:
-            print(completion_script(parser, str(values)))
-            return OK
-
-        parser.exit(exit_code(parser.prog, command))
 
 
 def exit_codes(*codes: int) -> str:

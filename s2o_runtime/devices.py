@@ -126,7 +126,7 @@ def fit(made_on: DeviceIdentity, here: DeviceIdentity) -> Fit:
         return Rejected(f"{here} is older than sm_80, the oldest the kernels support: the model stays dense")
     if family(here.capability) is None:
         return Rejected(f"{here} is none of {families()}, which the kernels are made for: the model stays dense")
-    if _same_product(made_on, here):
+    if same_product(made_on, here):
         return Accepted("profile", "the profile was made on this GPU")
     return Accepted(
         "safe",
@@ -136,7 +136,7 @@ def fit(made_on: DeviceIdentity, here: DeviceIdentity) -> Fit:
     )
 
 
-def _same_product(one: DeviceIdentity, other: DeviceIdentity) -> bool:
+def same_product(one: DeviceIdentity, other: DeviceIdentity) -> bool:
     """Whether two GPUs are alike: by name, compute capability and SMs exactly, and nearly by memory."""
     exact = ("kind", "name", "capability", "sm_count")
     apart = abs(one.memory_bytes - other.memory_bytes)

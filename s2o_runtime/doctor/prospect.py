@@ -17,7 +17,7 @@ from s2o_runtime.identity import geometry
 from s2o_runtime.layer_kinds import positions
 from s2o_runtime.monitor.drift import allowed_errors
 from s2o_runtime.profile import Profile, load_profile
-from s2o_runtime.serving.fit import ProfileFit, Rank, check_model
+from s2o_runtime.serving.fit import COMPARED, ProfileFit, Rank, check_model
 
 
 @dataclass(frozen=True)
@@ -164,12 +164,8 @@ def _proof_findings(profile: Profile) -> list[Finding]:
         profile.check_trained()
     except ProfileError as error:
         findings.append(Finding("weights", "random", str(error), BAD_INPUT))
-    certificate = record.certificate
-    if certificate is not None and certificate.lengths:
-        counts = ", ".join(f"{one.prompts} prompts of {one.length} tokens" for one in certificate.lengths)
-        certified = f"; certified on {counts}"
-    else:
-        certified = ""
+    counts = ", ".join(f"{one.prompts} prompts of {one.length} tokens" for one in record.certified_lengths)
+    certified = f"; certified on {counts}" if counts else ""
     advice = "" if certified else "nothing is certified: s2o-calibrate certifies by default"
     findings.append(Finding("proof", f"{budget}, {record.proof or 'not proven'}{certified}", advice))
     findings += [Finding("not proven", sentence, "see the report") for sentence in record.problems or ()]
@@ -189,6 +185,6 @@ def _match_finding(profile: Profile, view: ModelView) -> Finding:
         compared = check_model(profile, view.config, view.folder)
     except ProfileError as error:
         return Finding("model", view.name, str(error), BAD_INPUT)
-    if compared == "weights compared":
+    if compared == COMPARED:
         return Finding("model", f"{view.name} is the profile's: {compared}")
     return Finding("model", f"{view.name} has the profile's sizes", compared)

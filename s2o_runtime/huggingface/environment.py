@@ -1,7 +1,8 @@
 """S2O_PROFILE: the profile for programs that cannot be edited; S2O_BEYOND and S2O_DRIFT: two arguments of `patch`.
 
 A model that runs S2O and was given no profile gets this one at its first plain causal prefill, if it has the
-geometry that was calibrated; others stay dense, and that is said once.
+geometry that was calibrated; others stay dense, and that is said once. In programs that `s2o-run` starts without
+S2O_PROFILE, each model gets the profile that is found for it.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import gc
 import logging
 import os
 from functools import lru_cache
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import nn
 
-from s2o_runtime.errors import ConfigError, ModelError, ProfileError
+from s2o_runtime.errors import ModelError, ProfileError
+from s2o_runtime.fields import Rule
+from s2o_runtime.huggingface import layers
 from s2o_runtime.huggingface.layers import (
     STATE,
     Beyond,
@@ -37,129 +40,151 @@ from s2o_runtime.identity import (
 )
 from s2o_runtime.monitor.drift import DriftChoice, allowed_errors
 from s2o_runtime.profile import Profile, load_profile
+from s2o_runtime.profile.find import Found, fitting_profile, none_like, profiles
 
 VARIABLE = "S2O_PROFILE"
 BEYOND = "S2O_BEYOND"
 DRIFT = "S2O_DRIFT"
 STARTED = "S2O_STARTED"  # the id of the process that `s2o-run` became
+NO_MODEL = "the model that the layers belong to was not found"
 SOFT_CAP = "attn_logit_softcapping"  # what transformers calls a model's bound on its attention scores
 
 log = logging.getLogger("s2o_runtime")
 
-adopted: list[LayerState] = []  # all layers that S2O_PROFILE was meant for, kept for a table at the very end
+adopted: list[LayerState] = []  # all layers that a profile was meant for, kept for a table at the very end
 refused: dict[str, None] = {}  # why models stayed dense, in the order in which it was said
 
 
-_read: list[Profile | None] = []  # what S2O_PROFILE names, once it was read; torch.compile can look at a list
+class Available(NamedTuple):
+    """What the models of this process may get.
+
+    named: the profile that S2O_PROFILE names. found: without one, in a program that `s2o-run` started, the profiles in
+    the folders where `s2o_runtime.profile.find` looks; None in other programs.
+    """
+
+    named: Profile | None = None
+    found: tuple[Found, ...] | None = None
 
 
-def environment_profile() -> Profile | None:
-    """What S2O_PROFILE names, read once; None if it is not set.
+_read: list[Available] = []  # what `available` returns; torch.compile can look at a list
+
+
+def available() -> Available:
+    """What the models of this process may get, read once.
 
     Raises:
-        ProfileError: it cannot be read, was made on random weights, or names no budget for the drift check that
-            S2O_DRIFT asks for.
-        ConfigError: S2O_BEYOND or S2O_DRIFT has a value that is not known.
+        ProfileError: the named profile cannot be read, was made on random weights, or names no budget for the drift
+            check that S2O_DRIFT asks for.
+        ConfigError: S2O_BEYOND or S2O_DRIFT has a value that is not known, or S2O_PROFILES names no folder.
     """
     if not _read:
-        path = os.environ.get(VARIABLE)
-        try:
-            profile = load_profile(path).check_trained() if path else None
-            if profile is not None:
-                beyond()
-                if drift() in ("warn", "dense"):
-                    allowed_errors(profile)
-            _read.append(profile)
-        except ProfileError as error:
-            raise ProfileError(f"{VARIABLE}: {error}") from error
+        beyond()
+        drift()
+        if path := os.environ.get(VARIABLE):
+            _read.append(Available(named=_named(path)))
+        else:
+            _read.append(Available(found=tuple(profiles()) if STARTED in os.environ else None))
     return _read[0]
+
+
+def _named(path: str) -> Profile:
+    try:
+        profile = load_profile(path).check_trained()
+        if drift() in ("warn", "dense"):
+            allowed_errors(profile)
+    except ProfileError as error:
+        raise ProfileError(f"{VARIABLE}: {error}") from error
+    return profile
 
 
 def beyond() -> Beyond:
     """What S2O_BEYOND says; `patch`'s default if it is not set. Raises ConfigError if that is not known."""
-    return cast(Beyond, _choice(BEYOND, get_args(Beyond), "dense"))
+    return cast(Beyond, layers.BEYOND.checked(os.environ.get(BEYOND) or "dense", BEYOND))
 
 
 def drift() -> DriftChoice:
     """What S2O_DRIFT says; `patch`'s default if it is not set. Raises ConfigError if that is not known."""
-    return cast(DriftChoice, _choice(DRIFT, get_args(DriftChoice), "auto"))
+    rule = Rule(str, allowed=get_args(DriftChoice))
+    return cast(DriftChoice, rule.checked(os.environ.get(DRIFT) or "auto", DRIFT))
 
 
-def _choice(variable: str, choices: tuple[str, ...], default: str) -> str:
-    value = os.environ.get(variable) or default
-    if value not in choices:
-        raise ConfigError(f"{variable} {value!r} is not known: use one of {choices}")
-    return value
-
-
-def mismatch(config: Any, profile: Profile) -> str | None:
-    """Why a model with this transformers configuration cannot have the profile, or None if it can."""
+def mismatch(config: Any) -> str | None:
+    """Why a model with this transformers configuration gets no profile, as far as its sizes say; None if it may."""
+    named, found = available()
     try:
-        difference = geometry(config).difference(profile.geometry)
+        return none_like(found or (), config) if named is None else named.misfit(geometry(config))
     except (ModelError, ValueError, AttributeError) as error:  # anybody's configuration
         return str(error)
-    return f"the profile of {profile.model_name} does not fit this model: it has {difference}" if difference else None
 
 
 def obstacle(config: Any) -> str | None:
-    """Why a model with this configuration, which could as well run SDPA, is not one for the profile; None if it is.
+    """Why a model with this configuration, which could as well run SDPA, is not one for a profile; None if it is.
 
     SDPA does not cap scores, and a model that caps them is left as it is.
     """
-    profile = environment_profile()
-    if profile is None:
+    if available() == (None, None):
         return f"{VARIABLE} is not set"
     if getattr(config, SOFT_CAP, None) is not None:
         return "the model caps its attention scores"
-    return mismatch(config, profile)
+    return mismatch(config)
 
 
 def say_dense(reason: str) -> None:
     """Warn once that a model stays as it is."""
     refused[reason] = None
-    _warn_once(f"{VARIABLE}: {reason}; it stays dense")
+    speaker = "" if available().named is None else f"{VARIABLE}: "
+    _warn_once(f"{speaker}{reason}; it stays dense")
 
 
 def adopt(module: nn.Module, device: torch.device) -> LayerState | None:
-    """The state of an attention module that has none: with it all of its model gets the profile.
+    """The state of an attention module that has none: with it all of its model gets a profile.
 
-    None if S2O_PROFILE is not set, the module is no decoder's attention, or it was unpatched.
+    None if there is no profile, the module is no decoder's attention, or it was unpatched.
     """
-    profile = environment_profile()
-    if profile is None or was_detached(module) or not hasattr(module, "layer_idx") or not hasattr(module, "config"):
+    is_attention = hasattr(module, "layer_idx") and hasattr(module, "config")
+    if available() == (None, None) or was_detached(module) or not is_attention:
         return None
-    reason = mismatch(module.config, profile)
+    modules, states, query_heads = [module], dict[int, LayerState](), 0
+    reason = mismatch(module.config)
+    if reason is None:
+        modules, models = _siblings(module)
+        try:
+            profile, rejected = _profile_of(models, module.config, device)
+            states = {state.layer: state for state in states_of(profile, device, drift(), beyond(), rejected)}
+            query_heads = profile.geometry.query_heads
+        except ProfileError as error:
+            reason = str(error)
     if reason is not None:
         say_dense(reason)
-        number = int(module.layer_idx)  # type: ignore[arg-type]
-        states = {number: LayerState(number, no_config, 0, reason)}
-        modules = [module]
-    else:
-        modules, rejected = _siblings(module, profile)
-        states = {state.layer: state for state in states_of(profile, device, drift(), beyond(), rejected)}
+        states = {number: LayerState(number, no_config, 0, reason) for number in map(_number, modules)}
     for member in modules:
-        number = int(member.layer_idx)  # type: ignore[arg-type]
+        number = _number(member)
         if number not in states:
             states[number] = other_state(number, module.config)
         elif reason is None:
-            states[number].heads = heads_here(member, profile.geometry.query_heads)
+            states[number].heads = heads_here(member, query_heads)
         attach(member, states[number])
         adopted.append(states[number])
     state: LayerState = module.__dict__[STATE]
     return state
 
 
-def _siblings(module: nn.Module, profile: Profile) -> tuple[list[nn.Module], str | None]:
-    """All attention modules of the model that holds this one, and why they must stay dense, if so.
+def _number(module: nn.Module) -> int:
+    return int(module.layer_idx)  # type: ignore[arg-type]
 
-    Only this module if no such model is found.
+
+def _siblings(module: nn.Module) -> tuple[list[nn.Module], list[Any]]:
+    """All attention modules of the model that holds this one, and the models that hold them.
+
+    These are the one that was loaded, and what it consists of or is a part of. If none is found, it is only this
+    module, and no model.
 
     A module does not know its model, but the garbage collector knows both. It is asked once for each model.
     """
     from transformers import PreTrainedModel
 
     if id(module.config) in _searched:
-        return [module], None
+        return [module], []
     models: list[Any] = [
         model
         for model in gc.get_objects()
@@ -173,31 +198,56 @@ def _siblings(module: nn.Module, profile: Profile) -> tuple[list[nn.Module], str
             continue
         modules = [each for of_layer in decoder_attention(model).values() for each in of_layer]
         if any(each is module for each in modules):
-            return [each for each in modules if STATE not in each.__dict__], _check_weights(models, profile)
+            return [each for each in modules if STATE not in each.__dict__], models
     _searched.add(id(module.config))
-    _warn_once(f"{VARIABLE}: the model of {type(module).__name__} was not found: its weights are not checked")
-    return [module], None
+    return [module], []
 
 
 _searched: set[int] = set()  # configurations (their ids) whose model was not found
 
 
-def _check_weights(models: list[Any], profile: Profile) -> str | None:
-    """Compare weights with the profile's, with a warning if they differ. Returns why the model must stay dense, if so.
+def _profile_of(models: list[Any], config: Any, device: torch.device) -> tuple[Profile, str | None]:
+    """The profile that a model of a fitting geometry gets, and why it must stay dense with it, if so.
 
-    models: the one that was loaded, and what it consists of or is a part of.
+    A profile that was found is of the model's weights, and one line of the log says which it is; of the one that
+    S2O_PROFILE names, other weights are a warning.
+
+    Args:
+        models: as `_siblings` gives them.
+        config: the transformers configuration of the model.
+        device: where its attention runs.
+
+    Raises:
+        ProfileError: no profile that was found fits.
     """
+    profile, profiles_found = available()
+    if profile is None:
+        found = fitting_profile(profiles_found or (), config, device, lambda one: weights_mismatch(models, one))
+        log.info("S2O takes the profile %s", found)
+        return found.profile, None
     rejected = next(filter(None, map(offloaded, models)), None)
     if rejected is not None:
         say_dense(rejected)
+    elif not models:
+        _warn_once(f"{VARIABLE}: {NO_MODEL}: its weights are not checked")
+    elif mismatch := weights_mismatch(models, profile):
+        _warn_once(f"{VARIABLE}: {mismatch} that the profile was calibrated on: errors and densities may differ")
+    return profile, rejected
+
+
+def weights_mismatch(models: list[Any], profile: Profile) -> str | None:
+    """How a model's weights or RoPE parameters differ from a profile's, or why that is not known; None if they do not.
+
+    Args:
+        models: the one that was loaded, and what it consists of or is a part of; empty if they are not known.
+        profile: the profile.
+    """
+    if not models:
+        return NO_MODEL
+    if rejected := next(filter(None, map(offloaded, models)), None):
         return rejected
     mismatches = [fingerprint_mismatch(fingerprint(model), profile.fingerprint) for model in models]
-    if None not in mismatches:
-        _warn_once(
-            f"{VARIABLE}: {mismatches[0]} of {profile.model_name} that the profile was calibrated on: "
-            "errors and densities may differ"
-        )
-    return None
+    return None if None in mismatches else f"{mismatches[0]} of {profile.model_name}"
 
 
 @lru_cache(maxsize=64)

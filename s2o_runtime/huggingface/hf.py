@@ -31,7 +31,7 @@ from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.attention.windowed import window_attention
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.errors import ModelError, ProfileError
-from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, environment_profile
+from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, available, weights_mismatch
 from s2o_runtime.huggingface.layers import NUMBER, STATE, Beyond, check_beyond, numbered, other_attention, states_of
 from s2o_runtime.huggingface.layers import LayerState as LayerState
 from s2o_runtime.huggingface.layers import Observer as Observer
@@ -44,16 +44,15 @@ from s2o_runtime.huggingface.ranks import heads_here
 from s2o_runtime.identity import (
     attention_modules,
     device_of,
-    fingerprint,
-    fingerprint_mismatch,
     geometry,
     not_finite,
     offloaded,
 )
-from s2o_runtime.layer_kinds import chunk, positions, window
+from s2o_runtime.layer_kinds import chunk, positions, sees_window, window
 from s2o_runtime.monitor.dense_watch import DenseWatch
 from s2o_runtime.monitor.drift import Drift, check_of
 from s2o_runtime.profile import Profile, load_profile
+from s2o_runtime.profile.find import find_profile
 from s2o_runtime.scoring import Scoring, without_gradients
 
 NAME = "s2o"
@@ -82,7 +81,7 @@ class PrefillCall:
 
 def patch(
     model: Any,
-    profile: Profile | str | PathLike[str],
+    profile: Profile | str | PathLike[str] | None = None,
     *,
     strict: bool = False,
     drift: Drift = "auto",
@@ -90,12 +89,14 @@ def patch(
 ) -> Any:
     """Make a transformers model use S2O for long prompts, as its profile says. Returns the model.
 
-    A line of the log (level INFO) says from where to where S2O runs. A model whose parameters are not all in memory
-    (offloaded ones) cannot be compared with the profile and stays dense.
+    A line of the log (level INFO) says from where to where S2O runs, and one before it which profile was found, if none
+    was given. A model whose parameters are not all in memory (offloaded ones) cannot be compared with the profile and
+    stays dense.
 
     Args:
         model: a transformers model.
-        profile: the model's profile, or the path of its file.
+        profile: the model's profile, or the path of its file; None for the one that `s2o_runtime.profile.find` finds in
+            the folders of S2O_PROFILES, in `profiles` of the current folder or in the catalogue of the package.
         strict: refuse a model whose weights or RoPE parameters are not the ones that were calibrated; otherwise that
             is a warning.
         drift: how it is checked now and then that the errors keep to the profile's budget: a `DriftCheck`; "warn" or
@@ -106,29 +107,27 @@ def patch(
 
     Raises:
         ProfileError: the profile does not fit the model's geometry, was made on random weights, or names no budget for
-            a drift check that was asked for.
+            a drift check that was asked for; or no profile is given, and none is found that fits the model and its GPU.
         ModelError: the architecture is not supported.
-        ConfigError: `drift` or `beyond` is not known or illegal.
+        ConfigError: `drift` or `beyond` is not known or illegal, or S2O_PROFILES names no folder.
     """
     _check_model(model, profile)
-    if not isinstance(profile, Profile | str | PathLike):
+    if not isinstance(profile, Profile | str | PathLike | None):
         raise ProfileError(f"the profile is a {type(profile).__name__}, expected a Profile or the path of its file")
-    if not isinstance(profile, Profile):
-        profile = load_profile(profile)
     check_of(drift)
     check_beyond(beyond)
-    difference = geometry(model.config).difference(profile.geometry)
-    if difference:
-        raise ProfileError(
-            f"the profile of {profile.model_name} does not fit this model: it has {difference}; calibrate this model"
-        )
+    if profile is None:
+        profile = _found(model)
+    if not isinstance(profile, Profile):
+        profile = load_profile(profile)
+    if misfit := profile.misfit(geometry(model.config)):
+        raise ProfileError(f"{misfit}; calibrate this model")
     profile.check_trained()
     modules = attention_modules(model)
     others = other_attention(model)
     rejected = offloaded(model)
-    mismatch = rejected or fingerprint_mismatch(fingerprint(model), profile.fingerprint)
-    if mismatch is not None:
-        message = rejected or f"{mismatch} of {profile.model_name} that the profile was calibrated on"
+    if mismatch := weights_mismatch([model], profile):
+        message = rejected or f"{mismatch} that the profile was calibrated on"
         broken = not_finite(model)
         if strict:
             raise ProfileError(broken or f"{message}: calibrate this model, or patch with strict=False")
@@ -143,6 +142,14 @@ def patch(
     setattr(model, PREVIOUS, implementations(model.config))
     model.set_attn_implementation(NAME)
     return model
+
+
+def _found(model: Any) -> Profile:
+    """The profile of a model that was given none; one line of the log says which."""
+    device = device_of(attention_modules(model)[0])
+    found = find_profile(model.config, device, lambda profile: weights_mismatch([model], profile))
+    log.info("S2O takes the profile %s", found)
+    return found.profile
 
 
 def _check_model(model: Any, profile: object = None) -> None:
@@ -188,7 +195,7 @@ def unpatch(model: Any) -> Any:
 @contextmanager
 def patched(
     model: Any,
-    profile: Profile | str | PathLike[str],
+    profile: Profile | str | PathLike[str] | None = None,
     *,
     strict: bool = False,
     drift: Drift = "auto",
@@ -225,7 +232,7 @@ def register() -> None:
     A model that is loaded with it gets the profile that the environment variable S2O_PROFILE names, or waits for
     `patch`. Raises ProfileError if S2O_PROFILE cannot be read.
     """
-    environment_profile()
+    available()
     _register()
 
 
@@ -340,7 +347,8 @@ def s2o_attention_forward(
         _warn_attentions()
     number: int | None = getattr(module, NUMBER, None)
     unserved = layer_obstacle(query, key, value, kwargs)
-    obstacle = unserved or _window_obstacle(kwargs, key.shape[2])
+    seen = kwargs.get("sliding_window")
+    obstacle = unserved or (None if seen is None or key.shape[2] <= seen else sees_window(seen))
     scoring = scoring_of(query.shape[3] ** -0.5 if scaling is None else scaling, kwargs)
     compiling = torch.compiler.is_compiling() and obstacle is None
     if compiling and number is not None and is_prefill_mask(attention_mask) and not dropout:
@@ -357,7 +365,7 @@ def s2o_attention_forward(
     if windowed and not dropout and kwargs.get("position_bias") is None:
         assert call is not None
         if state is not None:
-            state.count("dense", state.other_kind or _sees_window(call.window), query.shape[2], key.shape[2])
+            state.count("dense", state.other_kind or sees_window(call.window), query.shape[2], key.shape[2])
         return _in_window(query, key, value, scoring, call).transpose(1, 2).contiguous(), None
     if call is not None and (windowed or unserved is not None):
         kv_len = call.q_offset + query.shape[2]
@@ -465,17 +473,6 @@ def _prefill(
     if state.observer is not None and call.kv_start is None:
         state.observer(state.layer, query, key, value, scoring, out)
     return out
-
-
-def _window_obstacle(kwargs: dict[str, Any], keys: int) -> str | None:
-    """Why a layer with a sliding window does not run S2O for so many keys; None if they fit the window."""
-    if kwargs.get("sliding_window") is not None and kwargs["sliding_window"] < keys:
-        return _sees_window(kwargs["sliding_window"])
-    return None
-
-
-def _sees_window(keys: int | None) -> str:
-    return f"the layer sees a sliding window of {keys} keys"
 
 
 def _in_window(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, call: PrefillCall) -> Tensor:

@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.errors import ConfigError, ModelError
+from s2o_runtime.errors import ModelError
+from s2o_runtime.fields import Rule
 from s2o_runtime.identity import attention_modules, decoder_attention
 from s2o_runtime.layer_kinds import kind_in_words, layer_kinds
 from s2o_runtime.monitor.dense_watch import DenseWatch
@@ -30,6 +31,7 @@ from s2o_runtime.serving.layer import ServedLayer, longest_trusted
 
 STATE = "s2o_layer"  # attribute of a patched attention module
 Beyond = Literal["dense", "warn", "s2o"]
+BEYOND = Rule(str, allowed=get_args(Beyond))
 
 NUMBER = "s2o_number"  # attribute of a patched attention module: what stands for it in a compiled graph
 
@@ -211,8 +213,7 @@ def states_of(
 
 def check_beyond(beyond: str) -> None:
     """Raises ConfigError if `beyond` is not known."""
-    if beyond not in get_args(Beyond):
-        raise ConfigError(f"beyond {beyond!r} is not known: use one of {get_args(Beyond)}")
+    BEYOND.checked(beyond, "beyond")
 
 
 def _say_range(profile: Profile, longest: int, beyond: Beyond, rejected: str | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from s2o_runtime.errors import ModelError
+from s2o_runtime.serving.fit import Rank
 
 
 def heads_here(attention: nn.Module, query_heads: int) -> range | None:
@@ -18,19 +18,12 @@ def heads_here(attention: nn.Module, query_heads: int) -> range | None:
         query_heads: of the whole model.
 
     Raises:
-        ModelError: the ranks cannot share so many heads.
+        ProfileError: the ranks cannot share so many heads.
     """
     for parameter in attention.parameters():
         mesh = getattr(parameter, "device_mesh", None)
         for dimension, placement in enumerate(getattr(parameter, "placements", ())):
             if mesh is None or not placement.is_shard() or mesh.size(dimension) == 1:
                 continue
-            ranks, rank = mesh.size(dimension), mesh.get_local_rank(dimension)
-            if query_heads % ranks:
-                raise ModelError(
-                    f"{query_heads} query heads cannot be shared by {ranks} ranks: use a number of processes that "
-                    "divides them"
-                )
-            count = query_heads // ranks
-            return range(rank * count, (rank + 1) * count)
+            return Rank(mesh.get_local_rank(dimension), mesh.size(dimension)).heads(query_heads)
     return None

@@ -33,7 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     """The flags before the command, and the command with its own."""
     out = Parser(PROGRAM, description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False, examples=EXAMPLES)
-    out.add_argument("--profile", metavar="FILE", help="default: what the environment variable S2O_PROFILE names")
+    out.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="default: what the environment variable S2O_PROFILE names, "
+        "or for each model the one that is found in the folders of S2O_PROFILES, in profiles/ or in S2O's catalogue",
+    )
     out.add_argument(
         "--beyond",
         metavar="dense|warn|s2o",
@@ -55,17 +60,19 @@ def parser() -> Parser:
 def _become(args: argparse.Namespace) -> int:
     flags = {"S2O_PROFILE": args.profile, "S2O_BEYOND": args.beyond, "S2O_DRIFT": args.drift}
     os.environ.update({variable: value for variable, value in flags.items() if value is not None})
-    from s2o_runtime.huggingface.environment import STARTED, VARIABLE, environment_profile  # imports torch
+    from s2o_runtime.huggingface.environment import STARTED, VARIABLE, available  # imports torch
+    from s2o_runtime.profile.find import VARIABLE as FOLDERS
+    from s2o_runtime.profile.find import folders
 
     try:
-        profile = environment_profile()
+        available()
     except ProfileError as error:
         if args.profile is None:
             raise
         raise ProfileError(f"--profile: {error.__cause__}") from error
-    if profile is None:
-        raise ProfileError(f"{VARIABLE} is not set: set it to a profile's path, or give --profile FILE")
-    environment = dict(os.environ) | {VARIABLE: os.path.abspath(os.environ[VARIABLE])}
+    environment = dict(os.environ) | {FOLDERS: os.pathsep.join(map(str, folders()))}  # the command may go elsewhere
+    if os.environ.get(VARIABLE):
+        environment[VARIABLE] = os.path.abspath(os.environ[VARIABLE])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
     environment[STARTED] = str(os.getpid())  # which the command keeps
     if args.explain:

@@ -134,27 +134,20 @@ class PrometheusCollector:
         """The metrics, read when they are asked for."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        names, values = [*self._labels], [*self._labels.values()]
-        rows = CounterMetricFamily("s2o_rows", "Query rows by layer, path and reason", labels=[*names, *PER_ROW])
-        for (layer, path, reason), count in list(self._counters.rows.items()):
-            rows.add_metric([*values, str(layer), path, reason], count)
-        density = GaugeMetricFamily("s2o_density", "Pairs computed over causal pairs", labels=[*names, "layer"])
-        for layer, mean in self._counters.densities().items():
-            density.add_metric([*values, str(layer)], mean)
-        error = GaugeMetricFamily("s2o_error", "Sampled error over what is allowed", labels=[*names, "layer"])
-        for layer, share in self._counters.errors().items():
-            error.add_metric([*values, str(layer)], share)
-        calls = CounterMetricFamily("s2o_calls", "Calls of attention", labels=[*names, *PER_CALL])
-        for (layer, path), count in list(self._counters.timed.items()):
-            calls.add_metric([*values, str(layer), path], count)
-        seconds = GaugeMetricFamily("s2o_call_seconds", "Mean time of a sampled call", labels=[*names, *PER_CALL])
-        for (layer, path), mean in self._counters.seconds().items():
-            seconds.add_metric([*values, str(layer), path], mean)
-        yield from (rows, density, error, calls, seconds)
-
-
-PER_ROW = ("layer", "path", "reason")
-PER_CALL = ("layer", "path")
+        counters, layer, call = self._counters, ("layer",), ("layer", "path")
+        metrics = (
+            (CounterMetricFamily, "s2o_rows", "Query rows by layer, path and reason", (*call, "reason"), counters.rows),
+            (GaugeMetricFamily, "s2o_density", "Pairs computed over causal pairs", layer, counters.densities()),
+            (GaugeMetricFamily, "s2o_error", "Sampled error over what is allowed", layer, counters.errors()),
+            (CounterMetricFamily, "s2o_calls", "Calls of attention", call, counters.timed),
+            (GaugeMetricFamily, "s2o_call_seconds", "Mean time of a sampled call", call, counters.seconds()),
+        )
+        for family, name, meaning, labels, numbers in metrics:
+            metric = family(name, meaning, labels=[*self._labels, *labels])
+            for key, number in list(numbers.items()):
+                parts = key if isinstance(key, tuple) else (key,)
+                metric.add_metric([*self._labels.values(), *map(str, parts)], number)
+            yield metric
 
 
 def serve_metrics(counters: Counters, host: str, port: int, labels: dict[str, str]) -> None:

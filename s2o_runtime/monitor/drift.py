@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.errors import ConfigError, ProfileError
+from s2o_runtime.fields import Rule
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.record import ErrorUnit
 from s2o_runtime.scoring import Scoring, capped, softmax
@@ -66,19 +67,19 @@ class DriftCheck:
 
     def validate(self) -> DriftCheck:
         """Raises ConfigError naming what is out of range."""
-        for name, least in (("every", 1), ("rows", 2), ("after", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(
-                    f"{name} {value!r} of the drift check is out of range: use an integer of at least {least}"
-                )
-        if self.action not in get_args(Action):
-            raise ConfigError(f"action {self.action!r} of the drift check is not known: use one of {get_args(Action)}")
-        if not isinstance(self.margin, (int, float)) or not 0 < self.margin < math.inf:
-            raise ConfigError(f"margin {self.margin!r} of the drift check is out of range: use a positive number")
+        for name, rule in RULES.items():
+            if not rule.admits(getattr(self, name)):
+                raise ConfigError(rule.complaint(getattr(self, name), f"{name} of the drift check"))
         return self
 
 
+RULES = {
+    "every": Rule(int, low=1),
+    "rows": Rule(int, low=2),
+    "action": Rule(str, allowed=get_args(Action)),
+    "margin": Rule(float, low=0, above=True),
+    "after": Rule(int, low=1),
+}
 Drift = DriftCheck | DriftChoice | None
 
 

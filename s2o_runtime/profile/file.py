@@ -201,13 +201,14 @@ def _foreign(path: Path, error: Exception) -> ProfileError:
 def _bytes(path: Path) -> bytes:
     """The whole file, read once, because another program may change it between two reads."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise ProfileError(f"{path} is not a file: check the path")
         with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            data = b"" if status.st_size > MAX_BYTES else file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ProfileError(f"{path} cannot be read ({error.strerror}): check the path") from error
-    if len(data) > MAX_BYTES:
+    if max(status.st_size, len(data)) > MAX_BYTES:
         raise ProfileError(f"{path} is larger than {MAX_BYTES} bytes: it is not a profile")
     return data
 

@@ -68,6 +68,11 @@ class Profile:
         pairs = zip(config.heads, far_config.heads, strict=True)
         return replace(config, heads=tuple(_between(near, far, weight) for near, far in pairs))
 
+    def misfit(self, model: Geometry) -> str | None:
+        """Why the profile is not of a model with this geometry; None if it may be."""
+        difference = model.difference(self.geometry)
+        return f"the profile of {self.model_name} does not fit this model: it has {difference}" if difference else None
+
     def check_trained(self) -> Profile:
         """The profile itself. Raises ProfileError if a rehearsal made it."""
         if self.fingerprint.startswith(RANDOM):

@@ -394,6 +394,11 @@ class Record(Part):
     not_proven: tuple[str, ...] | None = _recorded("one sentence for each thing that a reader might take for shown")
     retiled: Retiling | None = _recorded("only in a profile that was given the tiles of another GPU")
 
+    @property
+    def certified_lengths(self) -> tuple[CertifiedLength, ...]:
+        """What is certified of each length; empty if nothing is."""
+        return (self.certificate and self.certificate.lengths) or ()
+
     def predicted_at(self, length: int) -> PredictedLength | None:
         """What the curves say of a calibrated length; None if nothing is recorded."""
         return next((entry for entry in self.predicted or () if entry.length == length), None)

@@ -9,6 +9,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from s2o_runtime.attention.paged import gathered, s2o_attention_paged
+from s2o_runtime.layer_kinds import sees_window
 from s2o_runtime.lengths import shared_bound
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.pages import PagedKeys, packed_starts, page_obstacle
@@ -116,7 +117,7 @@ def layer_obstacle(
     if attn_type != "decoder":
         return f"the layer's attention is of type {attn_type}"
     if sliding_window is not None:
-        return f"the layer sees a sliding window of {sliding_window} keys"
+        return sees_window(sliding_window)
     if soft_cap:
         return f"the scores are soft-capped at {soft_cap:g}"
     if sinks:

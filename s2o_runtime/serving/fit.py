@@ -23,6 +23,7 @@ from s2o_runtime.shapes import CallShape
 from s2o_runtime.tiles import fewest_queries, tile_obstacle
 
 NO_GPU = (0, 0)  # the capability of a CPU
+COMPARED = "weights compared"  # what `check_model` answers if the weights are the profile's
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Rank:
         """
         if query_heads % self.size:
             raise ProfileError(
-                f"{query_heads} query heads cannot be shared by {self.size} ranks: use a tensor parallel size that "
-                "divides them"
+                f"{query_heads} query heads cannot be shared by {self.size} ranks: use a number of ranks that divides "
+                "them (--tensor-parallel-size, --tp, or the processes of tp_plan)"
             )
         count = query_heads // self.size
         return range(self.index * count, (self.index + 1) * count)
@@ -137,8 +138,10 @@ class ProfileFit:
         self.kv_heads = rank.kv_heads(profile.geometry.kv_heads)
         self.capability, self.decode_queries = capability(device), decode_queries
         self.kinds: dict[object, int] = {}
-        self.layers = tuple(LayerFit(self, row) for row in range(profile.geometry.layers))
-        self.obstacle = self.rejected or (None if self.sparse_layers else "every layer of the profile is dense")
+        self.layers: tuple[LayerFit, ...] = tuple(LayerFit(self, row) for row in range(profile.geometry.layers))
+        self.obstacle: str | None = self.rejected or (
+            None if self.sparse_layers else "every layer of the profile is dense"
+        )
 
     @property
     def min_queries(self) -> int:
@@ -165,6 +168,23 @@ class ProfileFit:
         if row is None or (num_heads, num_kv_heads, head_dim) != expected:
             return "the layer is none of the profile's"
         return self.layers[row]
+
+
+class NoFit(ProfileFit):
+    """What stands for a profile where none was found: every request is the stock backend's, for this reason."""
+
+    def __init__(self, obstacle: str, decode_queries: int) -> None:
+        self.obstacle, self.decode_queries, self.layers = obstacle, decode_queries, ()
+
+    @property
+    def min_queries(self) -> int:
+        """Fewer queries than this are decoding's, and not counted."""
+        return self.decode_queries + 1
+
+    def layer(self, number: int, num_heads: int, num_kv_heads: int, head_dim: int) -> str:
+        """Why no layer of the served model has a profile."""
+        assert self.obstacle is not None
+        return self.obstacle
 
 
 def check_model(profile: Profile, config: Any, checkpoint: Path | None, *, strict: bool = True) -> str:
@@ -207,4 +227,13 @@ def check_model(profile: Profile, config: Any, checkpoint: Path | None, *, stric
             f"{mismatch} of {profile.model_name}: calibrate the model that you serve, or say "
             '"strict": false to serve it unproven'
         )
-    return f"{mismatch} of {profile.model_name}: nothing is proven" if mismatch else "weights compared"
+    return f"{mismatch} of {profile.model_name}: nothing is proven" if mismatch else COMPARED
+
+
+def weights_mismatch(profile: Profile, config: Any, checkpoint: Path | None) -> str | None:
+    """Why a profile that was found is not known to be of the served model; None if it is. Args: `check_model`'s."""
+    try:
+        compared = check_model(profile, config, checkpoint)
+    except ProfileError as error:
+        return str(error)
+    return None if compared == COMPARED else compared

@@ -15,12 +15,13 @@ from torch import Tensor
 from s2o_runtime.attention.paged import gathered, s2o_attention_paged
 from s2o_runtime.attention.warmup import SEGMENTS, split_calls
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.errors import S2OError
+from s2o_runtime.errors import ModelError, ProfileError, S2OError
 from s2o_runtime.monitor.counters import Counters, serve_metrics
 from s2o_runtime.monitor.drift import DriftMonitor, check_and_limits, check_of
 from s2o_runtime.pages import PagedKeys, packed_starts
 from s2o_runtime.profile import load_profile
-from s2o_runtime.serving.fit import ProfileFit, Rank, check_model
+from s2o_runtime.profile.find import find_profile
+from s2o_runtime.serving.fit import NoFit, ProfileFit, Rank, check_model, weights_mismatch
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.version import __version__
 
@@ -91,12 +92,11 @@ class Server:
 
     Raises:
         ProfileError: the profile cannot be read, or is of another model or for another number of ranks.
+        ConfigError: S2O_PROFILES names no folder.
     """
 
     def __init__(self, settings: Settings, site: Site) -> None:
-        profile = load_profile(settings.profile)
-        compared = check_model(profile, site.model_config, site.checkpoint, strict=settings.strict)
-        self.fit = ProfileFit(profile, site.rank, site.device, settings.beyond, site.decode_queries)
+        self.fit, taken = _fit_of(settings, site)
         self.obstacle = self.fit.obstacle or site.obstacle
         self.max_keys = site.max_keys
         self.counters = Counters(settings.log_every)
@@ -112,10 +112,12 @@ class Server:
                     host, port, error,
                 )  # fmt: skip
         self._reserved_rows = 0
-        self._say(settings, site, compared)
+        self._say(site, taken)
 
     def _check_drift(self, settings: Settings, rank: Rank) -> None:
         """Give the layers what checks their errors; a call that is sampled is checked."""
+        if not self.fit.layers:
+            return
         if rank.size > 1:  # the profile states errors of whole layers
             if check_of(settings.drift) is not None:
                 log.info("S2O: drift is not checked: a rank of several sees its own heads only")
@@ -127,20 +129,19 @@ class Server:
             layer.drift = DriftMonitor(replace(check, every=1), layer.layer, errors)
             self.counters.drift[layer.layer] = layer.drift
 
-    def _say(self, settings: Settings, site: Site, compared: str) -> None:
-        """One line that says what will run where."""
-        profile, fit = self.fit.profile, self.fit
+    def _say(self, site: Site, taken: str) -> None:
+        """One line that says what will run where; `taken` names the profile."""
         if self.obstacle:
             log.warning("S2O %s in %s: all rows go to %s: %s", __version__, site.engine, site.stock, self.obstacle)
             return
+        profile, fit = self.fit.profile, self.fit
         until = "on" if fit.max_length is None else f"to {fit.max_length}"
         others = f"with full attention ({profile.geometry.other_layers} stay) " if profile.geometry.others else ""
         log.info(
-            "S2O %s in %s: profile %s of %s (%s), %d of %d layers %ssparse from %d %s keys and from %d new tokens "
+            "S2O %s in %s: profile %s, %d of %d layers %ssparse from %d %s keys and from %d new tokens "
             "on; rank %d of %d holds query heads %d to %d; all else goes to %s",
-            __version__, site.engine, settings.profile, profile.model_name, compared, fit.sparse_layers,
-            len(fit.layers), others, profile.min_length, until, fit.min_queries, site.rank.index, site.rank.size,
-            fit.heads.start, fit.heads.stop - 1, site.stock,
+            __version__, site.engine, taken, fit.sparse_layers, len(fit.layers), others, profile.min_length, until,
+            fit.min_queries, site.rank.index, site.rank.size, fit.heads.start, fit.heads.stop - 1, site.stock,
         )  # fmt: skip
 
     def reserve(self, query: Tensor) -> None:
@@ -192,6 +193,25 @@ class Server:
                 block_table=table, max_q=queries, max_k=keys, total_k=keys, cu_k=cu_k, backend="triton",
             )  # fmt: skip
             gathered(PagedKeys(cache[0], cache[1], table, cu_k, keys, keys), query.dtype)  # what a check of drift reads
+
+
+def _fit_of(settings: Settings, site: Site) -> tuple[ProfileFit, str]:
+    """The profile that the settings name, or else the one that is found, and what the log says of it.
+
+    If none is found, nothing runs S2O, for that reason.
+    """
+    model, decode_queries = site.model_config, site.decode_queries
+    if settings.profile is not None:
+        profile = load_profile(settings.profile)
+        compared = check_model(profile, model, site.checkpoint, strict=settings.strict)
+        taken = f"{settings.profile} of {profile.model_name} ({compared})"
+    else:
+        try:
+            found = find_profile(model, site.device, lambda one: weights_mismatch(one, model, site.checkpoint))
+        except (ProfileError, ModelError) as error:
+            return NoFit(str(error), decode_queries), ""
+        profile, taken = found.profile, str(found)
+    return ProfileFit(profile, site.rank, site.device, settings.beyond, decode_queries), taken
 
 
 def _labels(site: Site) -> dict[str, str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from s2o_runtime.errors import ConfigError, InputError
+from s2o_runtime.errors import ConfigError
+from s2o_runtime.fields import DURATION, Rule
 from s2o_runtime.monitor.drift import DriftChoice
 
 PROFILE_VARIABLE = "S2O_PROFILE"
@@ -16,26 +17,11 @@ Beyond = Literal["dense", "s2o"]
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where a server's user gives the settings, for sentences about them.
-
-    Attributes:
-        name: what the settings are called.
-        whole: the same, with where they are given.
-        ask: how to give a profile, and what to do without one.
-    """
-
-    name: str
-    whole: str
-    ask: str
-
-
-@dataclass(frozen=True)
 class Settings:
     """The settings of a server.
 
     Attributes:
-        profile: the profile's file.
+        profile: the profile's file; None for the one that `s2o_runtime.profile.find` finds for the served model.
         beyond: what prompts of more than 1.5 times the longest calibrated length run.
         drift: what happens where sampled errors are past the profile's limits: "warn", "dense" (the layer runs dense
             from then on), "off", or "auto", which warns where the profile says what it allows.
@@ -46,7 +32,7 @@ class Settings:
         log_every: seconds between two lines of the log that say what ran; 0 for none.
     """
 
-    profile: Path
+    profile: Path | None = None
     beyond: Beyond = "dense"
     drift: DriftChoice = "auto"
     strict: bool = True
@@ -55,43 +41,37 @@ class Settings:
     log_every: float = 300.0
 
     @classmethod
-    def of(cls, section: Any, origin: Origin) -> Settings:
+    def of(cls, section: Any, name: str) -> Settings:
         """The settings that a user gave; without a profile among them, the environment's S2O_PROFILE.
 
         Args:
             section: a mapping of names to values, or what a user gave in its place.
-            origin: where it is from.
+            name: what it is called, and where it is from.
 
         Raises:
-            InputError: no profile is given.
             ConfigError: a setting is unknown or illegal.
         """
         if not isinstance(section, Mapping):
-            raise ConfigError(f'{origin.whole} is {section!r}: use an object, {{"profile": FILE}}')
-        known = {field.name for field in fields(cls)}
-        for name in section:
-            if name not in known:
-                raise ConfigError(f'"{name}" is not a setting of {origin.name}: use {", ".join(sorted(known))}')
-        profile = section.get("profile") or os.environ.get(PROFILE_VARIABLE)
-        if not profile:
-            raise InputError(f"the attention backend S2O needs a profile: {origin.ask}")
-        if not isinstance(profile, (str, os.PathLike)):
-            raise ConfigError(f"profile is {profile!r}: use the path of a file")
-        settings = cls(**{**section, "profile": Path(profile)})
-        if settings.beyond not in get_args(Beyond):
-            raise ConfigError(f"beyond {settings.beyond!r} is not known: use one of {get_args(Beyond)}")
-        if settings.drift not in get_args(DriftChoice):
-            raise ConfigError(f"drift {settings.drift!r} is not known: use one of {get_args(DriftChoice)}")
-        if not isinstance(settings.strict, bool):
-            raise ConfigError(f"strict is {settings.strict!r}: use true or false")
-        port = settings.metrics_port
-        if port is not None and (type(port) is not int or not 0 < port < 1 << 16):
-            raise ConfigError(f"metrics_port {port!r} is out of range: use 1 to 65535")
-        if not isinstance(settings.metrics_host, str) or not settings.metrics_host:
+            raise ConfigError(f'{name} is {section!r}: use an object, {{"profile": FILE}}')
+        for setting in section:
+            if setting not in RULES:
+                raise ConfigError(f'"{setting}" is not a setting of {name}: use {", ".join(sorted(RULES))}')
+        given = dict(section) | {"profile": section.get("profile") or os.environ.get(PROFILE_VARIABLE) or None}
+        settings = cls(**{setting: RULES[setting].checked(value, setting) for setting, value in given.items()})
+        if not settings.metrics_host:
             raise ConfigError(
                 f"metrics_host {settings.metrics_host!r} is no address: use 127.0.0.1 for this machine alone, or "
                 "0.0.0.0 for all who reach it"
             )
-        if type(settings.log_every) not in (int, float) or settings.log_every < 0:
-            raise ConfigError(f"log_every {settings.log_every!r} is out of range: use seconds, or 0")
         return settings
+
+
+RULES = {
+    "profile": Rule(Path, optional=True),
+    "beyond": Rule(str, allowed=get_args(Beyond)),
+    "drift": Rule(str, allowed=get_args(DriftChoice)),
+    "strict": Rule(bool),
+    "metrics_port": Rule(int, low=1, high=65535, optional=True),
+    "metrics_host": Rule(str),
+    "log_every": Rule(float, low=0, unit=DURATION),
+}

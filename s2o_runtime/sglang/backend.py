@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from s2o_runtime.serving.batch import planned
 from s2o_runtime.serving.calls import compute, layer_obstacle, say_once
 from s2o_runtime.serving.fit import LayerFit
-from s2o_runtime.serving.plan import Run
 from s2o_runtime.serving.server import Server
 from s2o_runtime.sglang.batch import Batch, whole_only
 
@@ -76,7 +76,8 @@ class _Backend:
         elif self.s2o_host.is_split(forward_batch):
             self.s2o_batch = "the context is shared by several ranks"
         else:
-            self.s2o_batch = Batch(forward_batch, self.req_to_token_pool.req_to_token, self.s2o_host.server.max_keys)
+            slots, max_keys = self.req_to_token_pool.req_to_token, self.s2o_host.server.max_keys
+            self.s2o_batch = Batch(forward_batch, slots, max_keys, self._part)
 
     def forward_extend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any,
@@ -85,30 +86,17 @@ class _Backend:
         """SGLang's call of one layer for rows of prompts; see its AttentionBackend."""
         stock = super().forward_extend  # type: ignore[misc]
         counters = self.s2o_host.server.counters
-        batch, fit = self.s2o_batch, self._layer(layer)
-        reason = self._why_whole(q, fit, forward_batch, named)
-        if reason is not None:
-            counters.add(layer.layer_id, "dense", reason, len(q))
-            counters.say()
-            return counters.stock(
-                layer.layer_id, q.device, stock, q, k, v, layer, forward_batch, save_kv_cache, **named
-            )
-        assert isinstance(batch, Batch)
-        assert isinstance(fit, LayerFit)
-        plan = batch.plan(fit)
-        for reason, count in plan.dense_rows.items():
-            counters.add(fit.layer, "dense", reason, count)
-        counters.say()
-        if plan.is_dense:
-            return counters.stock(fit.layer, q.device, stock, q, k, v, layer, forward_batch, save_kv_cache, **named)
+        number, device = layer.layer_id, q.device
+        taken = planned(self._sharable(q, forward_batch, named), self._layer(layer), number, len(q), counters)
+        if taken is None:
+            return counters.stock(number, device, stock, q, k, v, layer, forward_batch, save_kv_cache, **named)
+        fit, batch, runs = taken
         if save_kv_cache and k is not None and v is not None:
             self.s2o_host.write(layer, forward_batch, k, v)
         k_slots, v_slots = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         heads, head_dim = layer.tp_q_head_num, layer.qk_head_dim
         output = q.new_empty(len(q), heads * head_dim)
-        for run in plan.runs:
-            if run.begin == run.end:
-                continue
+        for run in runs:
             if run.is_sparse:
                 compute(
                     run, batch.sparse_call(run), fit, counters, query=q[run.rows].view(-1, heads, head_dim),
@@ -118,22 +106,18 @@ class _Backend:
             else:
                 rows = run.rows
                 keys, values = (None if tensor is None else tensor[rows] for tensor in (k, v))
-                part, metadata = self._part(batch, run)
+                part, metadata = batch.part(run)
                 kept, self.forward_metadata = self.forward_metadata, metadata
                 try:
-                    answer = counters.stock(
-                        fit.layer, q.device, stock, q[rows], keys, values, layer, part, False, **named
-                    )
+                    answer = counters.stock(number, device, stock, q[rows], keys, values, layer, part, False, **named)
                 finally:
                     self.forward_metadata = kept
                 output[rows] = answer.reshape(len(answer), -1)
         return output
 
-    def _why_whole(self, q: Tensor, fit: LayerFit | str, forward_batch: Any, named: dict[str, Any]) -> str | None:
-        """Why a call is the stock backend's as a whole; None if its rows may be shared."""
+    def _sharable(self, q: Tensor, forward_batch: Any, named: dict[str, Any]) -> Batch | str:
+        """The batch that a call is of, or why the call is the stock backend's as a whole."""
         batch = self.s2o_batch
-        if isinstance(fit, str):
-            return fit
         if isinstance(batch, str):
             return batch
         if batch is None or batch.source is not forward_batch or len(q) != batch.rows:
@@ -141,7 +125,7 @@ class _Backend:
         if getattr(self.forward_metadata, "image_token_ranges", None) is not None:
             return "rows of an image see one another"
         given = sorted(name for name, value in named.items() if value is not None and value is not False)
-        return f"the layer is called with {', '.join(given)}" if given else None
+        return f"the layer is called with {', '.join(given)}" if given else batch
 
     def _layer(self, layer: Any) -> LayerFit | str:
         """The profile's layer, or why there is none."""
@@ -158,14 +142,12 @@ class _Backend:
             )
         return self.s2o_layers[index]
 
-    def _part(self, batch: Batch, run: Run) -> tuple[Any, Any]:
-        """The stock backend's batch and metadata of a run."""
-        if run not in batch.parts:
-            part, kept = batch.part_of(run), self.forward_metadata
-            super().init_forward_metadata(part)  # type: ignore[misc]
-            batch.parts[run] = part, self.forward_metadata
-            self.forward_metadata = kept
-        return batch.parts[run]
+    def _part(self, part: Any) -> tuple[Any, Any]:
+        """The ForwardBatch of a run, and the stock backend's metadata of it."""
+        kept = self.forward_metadata
+        super().init_forward_metadata(part)  # type: ignore[misc]
+        metadata, self.forward_metadata = self.forward_metadata, kept
+        return part, metadata
 
 
 def attention_obstacle(layer: Any, kv_cache_dtype: str) -> str | None:

@@ -1,80 +1,66 @@
-"""One batch of SGLang: its requests, and what S2O's calls and the stock backend's parts of it need."""
+"""One batch of SGLang: the tensors that S2O's calls and the stock backend's parts of it need."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from s2o_runtime.serving.calls import SparseCall
-from s2o_runtime.serving.fit import LayerFit
-from s2o_runtime.serving.plan import Plan, Run, plan
+from s2o_runtime.serving import batch
+from s2o_runtime.serving.plan import Run
 from s2o_runtime.sglang.fields import OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
 
 
-class Batch:
+class Batch(batch.Batch):
     """A ForwardBatch of prompts, some of which S2O may compute.
 
-    What depends on a layer only through the requests that it computes itself is made once and kept: the plan, the
-    tensors of sparse runs, and what the stock backend made of the runs between them.
-
     Args:
-        source: SGLang's `ForwardBatch`.
+        source: SGLang's `ForwardBatch`; an attribute too.
         req_to_token: int32 [requests, N], the slots of the cache where each request's tokens are.
         max_keys: of one sparse run.
-
-    Attributes:
-        source: as given.
-        parts: the stock backend's batch and metadata of each run that it computes.
+        build_part: makes what the stock backend needs of the ForwardBatch of a run.
     """
 
-    def __init__(self, source: Any, req_to_token: Tensor, max_keys: int) -> None:
-        self.source, self._req_to_token, self._max_keys = source, req_to_token, max_keys
+    def __init__(self, source: Any, req_to_token: Tensor, max_keys: int, build_part: Callable[[Any], Any]) -> None:
         queries = [int(count) for count in source.extend_seq_lens_cpu]
         prefixes = [int(count) for count in source.extend_prefix_lens_cpu]
-        self._starts = [0, *accumulate(queries)]
-        self._lengths = [prefix + count for prefix, count in zip(prefixes, queries, strict=True)]
+        lengths = [prefix + count for prefix, count in zip(prefixes, queries, strict=True)]
+        super().__init__(
+            [0, *accumulate(queries)], lengths, max_keys, lambda run: build_part(part_of(source, lengths, run))
+        )
+        self.source, self._req_to_token = source, req_to_token
         self._edges: Tensor | None = None
-        self._plans: dict[object, Plan] = {}
-        self._calls: dict[Run, SparseCall] = {}
-        self.parts: dict[Run, tuple[Any, Any]] = {}
 
-    @property
-    def rows(self) -> int:
-        """Query rows of all requests."""
-        return self._starts[-1]
+    def tensors_of(self, run: Run) -> tuple[Tensor, Tensor, Tensor]:
+        """Where queries begin, how many keys there are, and their slots, which are pages of one token."""
+        if self._edges is None:
+            counts = self.source.extend_seq_lens
+            self._edges = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        edges, seq_lens = self._edges[run.first : run.last + 1], self.source.seq_lens[run.requests].int()
+        return edges, seq_lens, self._req_to_token[self.source.req_pool_indices[run.requests]].int()
 
-    def plan(self, layer: LayerFit) -> Plan:
-        """What becomes of the batch's requests in a layer."""
-        if layer.kind not in self._plans:
-            self._plans[layer.kind] = plan(self._starts, self._lengths, layer.why_dense, self._max_keys)
-        return self._plans[layer.kind]
 
-    def sparse_call(self, run: Run) -> SparseCall:
-        """The arguments of a sparse run, over a cache with pages of one token."""
-        if run not in self._calls:
-            if self._edges is None:
-                counts = self.source.extend_seq_lens
-                self._edges = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-            edges, seq_lens = self._edges[run.first : run.last + 1], self.source.seq_lens[run.requests].int()
-            slots = self._req_to_token[self.source.req_pool_indices[run.requests]]
-            self._calls[run] = SparseCall.of(run, edges, seq_lens, slots.int(), 1)
-        return self._calls[run]
+def part_of(source: Any, lengths: Sequence[int], run: Run) -> Any:
+    """The ForwardBatch of a run, as if the batch had no other requests.
 
-    def part_of(self, run: Run) -> Any:
-        """The ForwardBatch of a run, as if the batch had no other requests."""
-        part = copy.copy(self.source)
-        for name in (*OF_REQUESTS, *OF_TOKENS):
-            whole = getattr(self.source, name, None)
-            if whole is not None:
-                setattr(part, name, whole[run.requests if name in OF_REQUESTS else run.rows])
-        part.batch_size = run.last - run.first
-        part.extend_num_tokens = run.end - run.begin
-        part.seq_lens_sum = sum(self._lengths[run.requests])
-        return part
+    Args:
+        source: the whole ForwardBatch.
+        lengths: the keys of each of its requests.
+        run: neighbouring requests.
+    """
+    part = copy.copy(source)
+    for name in (*OF_REQUESTS, *OF_TOKENS):
+        whole = getattr(source, name, None)
+        if whole is not None:
+            setattr(part, name, whole[run.requests if name in OF_REQUESTS else run.rows])
+    part.batch_size = run.last - run.first
+    part.extend_num_tokens = run.end - run.begin
+    part.seq_lens_sum = sum(lengths[run.requests])
+    return part
 
 
 def whole_only(source: Any) -> str | None:

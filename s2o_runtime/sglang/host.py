@@ -140,7 +140,7 @@ def _reserve(server: Server, runner: Any, schedule: Any) -> None:
     Raises:
         ResourceError: so much is not left.
     """
-    if runner.device == "cpu":
+    if runner.device == "cpu" or server.obstacle:
         return
     chunk = schedule.chunked_prefill_size
     rows = chunk if chunk is not None and chunk > 0 else server.max_keys

@@ -6,19 +6,15 @@ import json
 import os
 
 from s2o_runtime.errors import ConfigError
-from s2o_runtime.serving.settings import Origin, Settings
+from s2o_runtime.serving.settings import Settings
 
 VARIABLE = "S2O_SETTINGS"  # a JSON object
-ORIGIN = Origin(
-    name=VARIABLE, whole=VARIABLE, ask="set S2O_PROFILE=FILE, or serve with another --prefill-attention-backend"
-)
 
 
 def settings_of_environment() -> Settings:
     """The settings in the environment's S2O_SETTINGS; without a profile there, its S2O_PROFILE.
 
     Raises:
-        InputError: no profile is given.
         ConfigError: a setting is unknown or illegal.
     """
     text = os.environ.get(VARIABLE) or "{}"
@@ -26,4 +22,4 @@ def settings_of_environment() -> Settings:
         section = json.loads(text)
     except ValueError as error:
         raise ConfigError(f'{VARIABLE} is no JSON ({error}): use an object, {{"profile": FILE}}') from error
-    return Settings.of(section, ORIGIN)
+    return Settings.of(section, VARIABLE)

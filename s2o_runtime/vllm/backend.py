@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from s2o_runtime.pages import page_obstacle
+from s2o_runtime.serving.batch import Batch as AnyBatch
+from s2o_runtime.serving.batch import planned
 from s2o_runtime.serving.calls import compute, layer_obstacle, say_once
 from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
@@ -181,26 +183,17 @@ class _Implementation:
         server = self.s2o_server
         if attn_metadata is None:
             server.reserve(query)
-        batch: Batch | str | None = getattr(attn_metadata, BATCH, None)
+        batch: AnyBatch | str | None = getattr(attn_metadata, BATCH, None)
         if batch is None:
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)  # type: ignore[no-any-return]
         counters, device = server.counters, query.device
         number, fit = self._layer(layer, kv_cache)
         whole = layer, query, key, value, kv_cache, attn_metadata, output, *scales
-        if isinstance(fit, str) or isinstance(batch, str):
-            reason = fit if isinstance(fit, str) else str(batch)
-            counters.add(number, "dense", reason, attn_metadata.num_actual_tokens)
-            counters.say()
+        taken = planned(batch, fit, number, attn_metadata.num_actual_tokens, counters)
+        if taken is None:
             return counters.stock(number, device, stock, *whole, **named)  # type: ignore[no-any-return]
-        plan = batch.plan(fit)
-        for reason, count in plan.dense_rows.items():
-            counters.add(number, "dense", reason, count)
-        counters.say()
-        if plan.is_dense:
-            return counters.stock(number, device, stock, *whole, **named)  # type: ignore[no-any-return]
-        for run in plan.runs:
-            if run.begin == run.end:
-                continue
+        fit, batch, runs = taken
+        for run in runs:
             if run.is_sparse:
                 self._sparse(fit, run, batch, query, kv_cache, output)
             else:
@@ -225,7 +218,9 @@ class _Implementation:
             self.s2o_layers[name] = number, fit
         return self.s2o_layers[name]
 
-    def _sparse(self, fit: LayerFit, run: Run, batch: Batch, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
+    def _sparse(
+        self, fit: LayerFit, run: Run, batch: AnyBatch, query: Tensor, kv_cache: Tensor, output: Tensor
+    ) -> None:
         """Compute one run with S2O."""
         k, v = key_and_value_pages(kv_cache, self.s2o_host.layout, self.head_size)
         compute(

@@ -1,7 +1,8 @@
-"""One batch of a server: its requests, and the tensors that S2O's calls and the stock backend's parts of it need."""
+"""One batch of vLLM: the tensors that S2O's calls and the stock backend's parts of it need."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -9,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s2o_runtime.serving.calls import SparseCall
-from s2o_runtime.serving.fit import LayerFit
-from s2o_runtime.serving.plan import Plan, Run, plan
+from s2o_runtime.serving import batch
+from s2o_runtime.serving.plan import Run
 
 EDGES = ("query_start_loc", "query_start_loc_cpu")  # fields with one entry more than there are requests
 OF_TOKENS = ("slot_mapping", "positions")  # fields with one entry for each query row
@@ -26,11 +26,8 @@ WHOLE_ONLY = {
 }
 
 
-class Batch:
+class Batch(batch.Batch):
     """One batch, as a metadata builder was given it.
-
-    What depends on a layer only through the requests that it computes itself is made once and kept: the plan, the
-    tensors of sparse runs, and the stock backend's metadata for the runs between them.
 
     Args:
         common: vLLM's `CommonAttentionMetadata`.
@@ -39,42 +36,24 @@ class Batch:
     """
 
     def __init__(self, common: Any, build_part: Callable[[Any], Any], max_keys: int) -> None:
-        self._common, self._build_part, self._max_keys = common, build_part, max_keys
-        self._starts: list[int] = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-        self._lengths: list[int] = lengths_on_host(common)[: common.num_reqs].tolist()
-        self._plans: dict[object, Plan] = {}
-        self._calls: dict[Run, SparseCall] = {}
-        self._parts: dict[Run, Any] = {}
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+        lengths = lengths_on_host(common)[: common.num_reqs].tolist()
+        super().__init__(starts, lengths, max_keys, lambda run: build_part(part_of(common, run)))
+        self._common, self._build = common, build_part
 
-    def plan(self, layer: LayerFit) -> Plan:
-        """What becomes of the batch's requests in a layer."""
-        if layer.kind not in self._plans:
-            self._plans[layer.kind] = plan(self._starts, self._lengths, layer.why_dense, self._max_keys)
-        return self._plans[layer.kind]
-
-    def sparse_call(self, run: Run, page_size: int) -> SparseCall:
-        """The arguments of a sparse run, whose cache has pages of so many tokens."""
-        if run not in self._calls:
-            common = self._common
-            edges = common.query_start_loc[run.first : run.last + 1]
-            seq_lens, table = common.seq_lens[run.requests].int(), common.block_table_tensor[run.requests]
-            self._calls[run] = SparseCall.of(run, edges, seq_lens, table, page_size)
-        return self._calls[run]
-
-    def part(self, run: Run) -> Any:
-        """The stock backend's metadata of a run."""
-        if run not in self._parts:
-            self._parts[run] = self._build_part(part_of(self._common, run))
-        return self._parts[run]
+    def tensors_of(self, run: Run) -> tuple[Tensor, Tensor, Tensor]:
+        """Where queries begin, how many keys there are, and their pages."""
+        common = self._common
+        edges = common.query_start_loc[run.first : run.last + 1]
+        return edges, common.seq_lens[run.requests].int(), common.block_table_tensor[run.requests]
 
     def with_block_table(self, block_table: Tensor, slot_mapping: Tensor) -> Batch:
         """The same batch of another group of layers, whose keys lie in other pages."""
         common = replace(self._common, block_table_tensor=block_table, slot_mapping=slot_mapping)
-        batch = Batch.__new__(Batch)
-        batch._common, batch._build_part, batch._max_keys = common, self._build_part, self._max_keys
-        batch._starts, batch._lengths, batch._plans = self._starts, self._lengths, self._plans
-        batch._calls, batch._parts = {}, {}
-        return batch
+        other, build_part = copy.copy(self), self._build
+        other._common, other._build_part = common, lambda run: build_part(part_of(common, run))
+        other._calls, other._parts = {}, {}
+        return other
 
 
 def lengths_on_host(common: Any) -> Tensor:

@@ -1,8 +1,7 @@
 """Views of vLLM's KV cache, whose layout differs between versions, as the paged op takes them.
 
-One layer's cache is [2, pages, page size, Hkv, D] up to 0.19, [pages, 2, page size, Hkv, D] up to 0.28, and
-[pages, Hkv, page size, 2 D] from 0.29 on, keys before values. What lies next to what in memory is a matter of strides,
-which a user may set too; a view keeps them.
+One layer's cache is [pages, 2, page size, Hkv, D] up to 0.28 and [pages, Hkv, page size, 2 D] from 0.29 on, keys before
+values. What lies next to what in memory is a matter of strides, which a user may set too; a view keeps them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from s2o_runtime.errors import InputError
 
-Layout = Literal["two caches", "pages of two", "side by side"]
+Layout = Literal["pages of two", "side by side"]
 PROBED = (3, 16, 1, 16)  # pages, page size, KV heads and head dim, none of which is 2
 
 
@@ -32,7 +31,6 @@ def layout_of(cache_shape: Callable[..., Sequence[int]] | None) -> Layout:
     shape = tuple(cache_shape(*PROBED))
     pages, page_size, kv_heads, head_dim = PROBED
     known: dict[tuple[int, ...], Layout] = {
-        (2, pages, page_size, kv_heads, head_dim): "two caches",
         (pages, 2, page_size, kv_heads, head_dim): "pages of two",
         (pages, kv_heads, page_size, 2 * head_dim): "side by side",
     }
@@ -65,5 +63,5 @@ def key_and_value_pages(cache: Tensor, layout: Layout, head_dim: int) -> tuple[T
         by_tokens = cache.transpose(1, 2)
         k, v = by_tokens[..., :head_dim], by_tokens[..., head_dim:]
     else:
-        k, v = cache.unbind(0 if layout == "two caches" else 1)
+        k, v = cache.unbind(1)
     return k, v

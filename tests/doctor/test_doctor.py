@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -188,7 +189,8 @@ def installation_of(tmp_path, monkeypatch):
         spec = SimpleNamespace(origin=str(tmp_path / name / "__init__.py"))
         monkeypatch.setattr(importlib.util, "find_spec", lambda package: spec if package == name else real(package))
         monkeypatch.setattr(environment, "installed", {name: version}.get)
-        return getattr(environment, f"{name}_installation")
+        (server,) = (server for server in environment.SERVERS if server.package == name)
+        return partial(environment.server_installation, server)
 
     return make
 

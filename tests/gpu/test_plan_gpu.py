@@ -15,7 +15,8 @@ from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.pages import packed_starts
 from s2o_runtime.profile import Profile
 from s2o_runtime.serving.fit import Rank
-from support.fake_vllm import FakeEngine, FakeServer
+from support.fake_server import FakeServer
+from support.fake_vllm import FakeEngine
 from support.gpu import laid_out
 
 pytestmark = pytest.mark.skipif(

@@ -5,8 +5,8 @@ import torch
 
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.serving.fit import Rank
+from support.fake_server import FakeServer
 from support.fake_sglang import FakeEngine, Mode
-from support.fake_vllm import FakeServer
 from support.server_batches import check_mixed_batches, served_profile, served_tiles
 
 

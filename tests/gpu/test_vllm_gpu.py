@@ -8,11 +8,12 @@ from s2o_runtime.profile import save_profile
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Server, Site
 from s2o_runtime.serving.settings import Settings
-from support.fake_vllm import FakeEngine, FakeServer
+from support.fake_server import FakeServer
+from support.fake_vllm import FakeEngine
 from support.server_batches import check_mixed_batches, served_profile, served_tiles
 
 
-@pytest.mark.parametrize("layout", ["two caches", "pages of two", "side by side"])
+@pytest.mark.parametrize("layout", ["pages of two", "side by side"])
 @pytest.mark.parametrize("tile", served_tiles(), ids=str)
 def test_mixed_batches_are_each_request_on_its_own(tile, layout, monkeypatch):
     monkeypatch.setattr(Counters, "is_sampled", lambda self, layer: True)

@@ -17,7 +17,7 @@ from s2o_runtime.profile import save_profile
 from support.architectures import CASES, RUNS
 from support.environment import forget
 from support.marks import all_but_first
-from support.models import CONFIGS, make_profile, twin
+from support.models import make_profile, new_model, twin
 
 if not hasattr(transformers, "ContinuousBatchingConfig"):
     pytest.skip("this transformers has another form of continuous batching", allow_module_level=True)
@@ -101,10 +101,8 @@ def test_a_model_that_never_stops_generates_what_it_would(name):
 
 @NAMED
 @torch.no_grad()
-def test_a_prompt_that_shares_its_prefix_brings_a_tail():
+def test_a_prompt_that_shares_its_prefix_brings_a_tail(eager):
     """The second's first blocks are the first's; its few new tokens stand behind them."""
-    torch.manual_seed(1)
-    eager = AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="eager").eval()
     model = patch(twin(eager), make_profile(eager, 0.0, min_length=SHORTEST))
     first, rest = prompts_of((160, 20))
     prompts = [first, first[:128] + rest]
@@ -127,8 +125,7 @@ def test_a_prompt_that_shares_its_prefix_brings_a_tail():
 @NAMED
 @torch.no_grad()
 def test_work_is_skipped_and_measured():
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="eager").eval()
+    model = new_model(implementation="eager")
     prompts = prompts_of((300, 250))
     whole = generated(patch(model, make_profile(model, 0.0)), prompts, tokens=300)
     sparse = generated(patch(model, make_profile(model, 2.0)), prompts, tokens=300)
@@ -138,12 +135,6 @@ def test_work_is_skipped_and_measured():
     assert [result.logprobs for result in whole] != [result.logprobs for result in sparse]
     unpatch(model)
     assert model.config._attn_implementation == "eager"
-
-
-@pytest.fixture
-def eager():
-    torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="eager").eval()
 
 
 @pytest.fixture

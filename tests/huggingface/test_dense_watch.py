@@ -5,14 +5,14 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from s2o_runtime import patch, patched, unpatch
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.monitor import dense_watch
 from s2o_runtime.monitor.dense_watch import OTHERWISE, REMEDIES, DenseWatch
-from support.models import CONFIGS, LENGTH, make_profile
+from support.models import LENGTH, make_profile, new_model, prompt
 
 HOLES = DenseReason.MASK
 
@@ -21,12 +21,8 @@ HOLES = DenseReason.MASK
 def model(monkeypatch):
     """Two layers; judged after five calls of each."""
     monkeypatch.setattr(dense_watch, "CALLS", 5)
-    plain = AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="sdpa").eval()
+    plain = new_model()
     return patch(plain, make_profile(plain, 0.5), drift="off")
-
-
-def prompt(length=LENGTH):
-    return torch.randint(3, 128, (1, length))
 
 
 def with_holes(model):

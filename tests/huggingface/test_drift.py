@@ -7,33 +7,17 @@ import logging
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
-from s2o_runtime import (
-    DriftCheck,
-    LayerConfig,
-    TileConfig,
-    explain,
-    patch,
-    patched,
-    s2o_attention,
-    unpatch,
-)
+from s2o_runtime import DriftCheck, LayerConfig, TileConfig, explain, patch, patched, s2o_attention, unpatch
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.huggingface.hf import layer_states
-from s2o_runtime.monitor.drift import (
-    Allowed,
-    DriftMonitor,
-    SampledErrors,
-    allowed_errors,
-    sampled_errors,
-)
+from s2o_runtime.monitor.drift import Allowed, DriftMonitor, SampledErrors, allowed_errors, sampled_errors
 from s2o_runtime.profile.record import ProvenLayer, ProvenLength, Record, RecordedBudget
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.scoring import Scoring
-from support.models import CONFIGS, LENGTH, make_profile, padded_batch, paths
+from support.models import LENGTH, RUNS, make_profile, new_model, padded_batch, paths, prompt
 
-RUNS = "the tensors are on the cpu, the kernel needs a GPU"
 OFTEN = DriftCheck(every=1, rows=16, after=3)
 TILE = TileConfig(64, 32, 1, 4, 1)
 
@@ -44,9 +28,7 @@ def budgeted(profile, value, kind="rel_mse", scope="layer"):
 
 @pytest.fixture
 def plain():
-    config = copy.deepcopy(CONFIGS["llama"])
-    config.initializer_range = 0.2  # else all scores are alike, and what is skipped does not matter
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    return new_model(initializer_range=0.2)  # else all scores are alike, and what is skipped does not matter
 
 
 def true_errors(q, k, v, out, kv_start=None, **features):
@@ -194,14 +176,14 @@ def test_every_nth_call_is_checked_and_layers_take_turns(plain):
     patch(plain, budgeted(make_profile(plain, 0.5), 1.0), drift=DriftCheck(every=4))
     checks = []
     for _ in range(8):
-        plain(torch.randint(3, 128, (1, LENGTH)))
+        plain(prompt())
         checks.append([state.drift.checks for state in layer_states(plain)])
     assert checks == [[0, 0], [0, 0], [0, 1], [1, 1], [1, 1], [1, 1], [1, 2], [2, 2]]
 
 
 @torch.no_grad()
 def test_what_a_program_draws_and_computes_stays_the_same(plain):
-    profile, ids = budgeted(make_profile(plain, 0.5), 1.0), torch.randint(3, 128, (1, LENGTH))
+    profile, ids = budgeted(make_profile(plain, 0.5), 1.0), prompt()
 
     def run(drift):
         with patched(plain, profile, drift=drift):
@@ -213,7 +195,7 @@ def test_what_a_program_draws_and_computes_stays_the_same(plain):
 
 def test_it_works_in_and_out_of_inference_mode(plain):
     patch(plain, budgeted(make_profile(plain, 0.5), 1.0), drift=OFTEN)
-    ids = torch.randint(3, 128, (1, LENGTH))
+    ids = prompt()
     with torch.inference_mode():
         plain(ids)
     with torch.no_grad():
@@ -281,6 +263,7 @@ def test_profiles_without_limits_are_refused_where_a_check_is_asked_for(plain, r
         ("every", 0),
         ("rows", 1),
         ("rows", 2.5),
+        ("rows", "16"),
         ("after", True),
         ("action", "stop"),
         ("margin", 0),
@@ -289,14 +272,14 @@ def test_profiles_without_limits_are_refused_where_a_check_is_asked_for(plain, r
 )
 def test_illegal_checks_are_refused(plain, field, value):
     check = dataclasses.replace(DriftCheck(), **{field: value})
-    with pytest.raises(ConfigError, match=f"{field} {value!r} of the drift check"):
+    with pytest.raises(ConfigError, match=f"{field} of the drift check is {value!r}: expected"):
         patch(plain, budgeted(make_profile(plain, 0.5), 1.0), drift=check)
 
 
 def test_copies_start_anew(plain):
     patch(plain, budgeted(make_profile(plain, 0.5), 1.0), drift=OFTEN)
     with torch.no_grad():
-        plain(torch.randint(3, 128, (1, LENGTH)))
+        plain(prompt())
     again = [state.drift for state in layer_states(copy.deepcopy(plain))]
     assert [(each.check, each.layer, each.checks) for each in again] == [(OFTEN, 0, 0), (OFTEN, 1, 0)]
 

@@ -27,21 +27,16 @@ from s2o_runtime.profile import save_profile
 from s2o_runtime.profile.record import RecordedBudget
 from support.architectures import CASES
 from support.environment import forget
-from support.models import CONFIGS, LENGTH, SIZES, make_profile, padded_batch, paths
+from support.models import CONFIGS, LENGTH, RUNS, SIZES, make_profile, padded_batch, paths, prompt
 
 SLOW = pytest.mark.slow(reason="starts processes that load a model")
 
-RUNS = "the tensors are on the cpu, the kernel needs a GPU"
 CONFIG = CONFIGS["llama"]
 
 
 def build(config=CONFIG, implementation="sdpa", kind=AutoModelForCausalLM):
     """A model with an attention implementation; None for the one that transformers chooses."""
     return kind.from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
-
-
-def prompt(length=LENGTH):
-    return torch.randint(3, 128, (1, length))
 
 
 @pytest.fixture
@@ -149,8 +144,8 @@ def test_beyond_and_drift_are_those_of_the_environment(model, profile, named, mo
 @pytest.mark.parametrize(
     ("variable", "value", "error", "message"),
     [
-        ("S2O_BEYOND", "never", ConfigError, "S2O_BEYOND 'never' is not known: use one of "),
-        ("S2O_DRIFT", "64", ConfigError, "S2O_DRIFT '64' is not known: use one of "),
+        ("S2O_BEYOND", "never", ConfigError, "S2O_BEYOND is 'never': expected one of dense, warn, s2o"),
+        ("S2O_DRIFT", "64", ConfigError, "S2O_DRIFT is '64': expected one of "),
         ("S2O_DRIFT", "warn", ProfileError, "S2O_PROFILE: the profile's record names no budget"),
     ],
 )
@@ -434,11 +429,8 @@ def test_an_interpreter_without_s2o_says_so_and_goes_on(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
-        (
-            ("no-such-command",),
-            {},
-            "s2o-run: S2O_PROFILE is not set: set it to a profile's path, or give --profile FILE",
-        ),
+        ((NO,), {"S2O_PROFILES": "no/such"}, "s2o-run: S2O_PROFILES names no/such, which is no folder: name folders "),
+        ((NO,), {"S2O_BEYOND": "never"}, "s2o-run: S2O_BEYOND is 'never': expected one of "),
         (
             ("no-such-command",),
             {"S2O_PROFILE": "no/such"},
@@ -448,7 +440,7 @@ def test_an_interpreter_without_s2o_says_so_and_goes_on(tmp_path):
         (
             ("no-such-command",),
             {"S2O_PROFILE": NAMED, "S2O_DRIFT": "loud"},
-            "s2o-run: S2O_DRIFT 'loud' is not known: use one of ",
+            "s2o-run: S2O_DRIFT is 'loud': expected one of ",
         ),
         ((NO, "--profile", "x"), {"S2O_PROFILE": NAMED}, "s2o-run: no-such-command cannot be run (No "),
     ],

@@ -6,28 +6,22 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import s2o_runtime.huggingface.layers as layers
 from s2o_runtime import Explanation, LayerConfig, TileConfig, explain, patch, s2o_attention
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.monitor.meter import SAMPLES, WARM, Meter
-from support.models import CONFIGS, LENGTH, make_profile, padded_batch
+from support.models import LENGTH, RUNS, make_profile, new_model, padded_batch, prompt
 
-RUNS = "the tensors are on the cpu, the kernel needs a GPU"
 SHORT = "shorter than the shortest calibrated length, 100"
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def model():
-    plain = AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="sdpa").eval()
+    plain = new_model()
     return patch(plain, make_profile(plain, 0.5))
-
-
-def prompt(length=LENGTH):
-    return torch.randint(3, 128, (1, length))
 
 
 @torch.no_grad()

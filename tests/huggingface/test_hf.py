@@ -18,14 +18,8 @@ from s2o_runtime.huggingface import layers
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.identity import fingerprint
 from s2o_runtime.profile import device_fit, save_profile
-from support.models import CONFIGS, LENGTH, SIZES, close, make_profile, padded_batch, paths, twin, used_s2o
+from support.models import LENGTH, SIZES, close, make_profile, new_model, padded_batch, paths, prompt, twin, used_s2o
 from support.naive import naive_attention
-
-
-@pytest.fixture(scope="module")
-def eager():
-    torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="eager").eval()
 
 
 @pytest.fixture
@@ -36,7 +30,7 @@ def patched(eager):
 
 @pytest.fixture
 def ids():
-    return torch.randint(3, 128, (1, LENGTH))
+    return prompt()
 
 
 @torch.no_grad()
@@ -166,7 +160,7 @@ def test_a_gpu_profile_runs_on_a_cpu_and_a_foreign_one_stays_dense(eager, ids, m
 
 
 def test_models_that_cannot_be_served_are_refused():
-    profile = make_profile(AutoModelForCausalLM.from_config(CONFIGS["llama"]), 0.0)
+    profile = make_profile(new_model(), 0.0)
     other = AutoModelForCausalLM.from_config(GPTNeoXConfig(**SIZES))
     with pytest.raises(ProfileError, match="it has architecture gpt_neox where the profile has llama"):
         patch(other, profile)
@@ -185,8 +179,8 @@ def test_arguments_of_another_kind_are_named(eager):
         patch("p.safetensors", model)
     with pytest.raises(ModelError, match=swapped), hf.patched("p.safetensors", model):
         pass
-    with pytest.raises(ProfileError, match="the profile is a NoneType, expected a Profile or the path of its file"):
-        patch(model, None)
+    with pytest.raises(ProfileError, match="the profile is a int, expected a Profile or the path of its file"):
+        patch(model, 5)
     with pytest.raises(ModelError, match="NoneType is not a transformers model"):
         unpatch(None)
 

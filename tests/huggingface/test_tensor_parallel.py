@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from s2o_runtime import patch
 from s2o_runtime.config import LayerConfig, TileConfig
-from s2o_runtime.errors import ModelError
+from s2o_runtime.errors import ProfileError
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.huggingface.ranks import heads_here
 from s2o_runtime.profile import save_profile
@@ -73,7 +73,9 @@ def test_neighbouring_heads_belong_to_a_rank():
     assert heads_here(torch.nn.Linear(2, 2), 8) is None
     assert heads_here(shard(1, 0), 8) is None
     assert [heads_here(shard(4, rank), 8) for rank in range(4)] == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
-    with pytest.raises(ModelError, match="28 query heads cannot be shared by 8 ranks: use a number of processes"):
+    with pytest.raises(
+        ProfileError, match="28 query heads cannot be shared by 8 ranks: use a number of ranks that div"
+    ):
         heads_here(shard(8, 0), 28)
 
 

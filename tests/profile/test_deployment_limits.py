@@ -16,7 +16,7 @@ from s2o_runtime.identity import ROPE, fingerprint, fingerprint_mismatch
 from s2o_runtime.profile.device_fit import with_safe_tile
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.tiles import candidate_tiles
-from support.models import CONFIGS, make_profile, twin
+from support.models import make_profile, new_model, twin
 
 SHIPPED_H200 = Path(__file__).parents[2] / "profiles/demo/nvidia-h200/rel-mse-0.001.safetensors"
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
@@ -26,7 +26,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max
 @pytest.fixture(scope="module")
 def eager():
     torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="eager").eval()
+    return new_model(implementation="eager")
 
 
 def reasons(model):
@@ -90,7 +90,7 @@ def test_prompts_far_beyond_the_longest_length_run_dense_unless_asked(eager, cap
         assert ("more than 150 keys" in caplog.text) == (beyond == "warn")
         model(ids[:, :150])
         assert any(row["path"] == "s2o" for row in explain(model))
-    with pytest.raises(ConfigError, match="beyond 'never' is not known: use one of"):
+    with pytest.raises(ConfigError, match="beyond is 'never': expected one of"):
         patch(twin(eager), profile, beyond="never")
 
 
@@ -115,7 +115,7 @@ def test_another_number_of_heads_than_the_profiles_runs_dense(eager):
 
 def test_offloaded_weights_stay_dense_with_a_reason(eager, caplog):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="sdpa")
+        model = new_model()
     made = make_profile(twin(eager), 0.0)
     with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
         patch(model, made)

@@ -79,7 +79,7 @@ def shortened(words):
         goes_to = words[words.index(">") + 1]
         words = words[: words.index(">")]
     for beginning, options in SHORT.items():
-        if tuple(words[: len(beginning)]) == beginning and not {"--print-completion", "doctor"} & set(words):
+        if tuple(words[: len(beginning)]) == beginning and "doctor" not in words:
             if "--budget-mse" in words:
                 options = options.replace("--budget-rel-mse 1e-3", "")
             words += shlex.split(options)

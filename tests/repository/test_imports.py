@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 # From the bottom up: a file imports only from rooms before its own, or other files of its room.
 # __init__ is what users import: names from all rooms, loaded on first use.
 RUNTIME = [
-    "version", "lazy", "errors", "fields", "logs", "completion", "command_line", "files", "lengths", "dense_reason",
+    "version", "lazy", "errors", "fields", "logs", "command_line", "files", "lengths", "dense_reason",
     "config", "layer_kinds", "identity", "shapes", "scoring", "quantisation", "pages", "call", "tiles", "devices",
     "reference", "kernels", "baselines", "attention", "profile", "monitor", "serving", "huggingface", "vllm", "sglang",
     "doctor", "__init__",

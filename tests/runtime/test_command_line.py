@@ -1,12 +1,10 @@
-"""What all commands share: examples in the help, completion scripts, logs as JSON, progress in a log file, colours."""
+"""What all commands share: examples in the help, logs as JSON, progress in a log file, colours."""
 
 import io
 import json
 import logging
-import re
 import shlex
 import signal
-import subprocess
 import sys
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -19,7 +17,7 @@ from calibrate.commands.common import run
 from calibrate.progress import ProgressLines, duration, progress_bar
 from calibrate.recipe import Recipe
 from s2o_runtime import logs
-from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK, Parser, add_information, failed
+from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, failed
 from s2o_runtime.doctor import command as doctor
 from s2o_runtime.errors import ConfigError, ResourceError
 from s2o_runtime.huggingface import run as launcher
@@ -75,61 +73,6 @@ def test_examples_of_calibrations_are_legal_recipes():
             flags = vars(calibrate.parser().parse_args(shlex.split(arguments)))
             options = {name: value for name, value in flags.items() if name in calibrate.OPTIONS}
             Recipe.of({"lengths": (8192,), "out": Path("p")} | options)
-
-
-def script_of(command, shell, capsys):
-    pytest.importorskip("shtab", reason="completion scripts are made with shtab: pip install shtab")
-    with pytest.raises(SystemExit) as left:
-        command.parser().parse_args(["--print-completion", shell])
-    assert left.value.code == OK
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=IDS)
-def test_completion_scripts(command, capsys):
-    bash, zsh = (script_of(command, shell, capsys) for shell in ("bash", "zsh"))
-    assert command.PROGRAM in script_of(command, "tcsh", capsys)
-    for action in command.parser()._actions:
-        for flag in action.option_strings:
-            found = [re.search(rf"{flag}\b(?!-)", script) for script in (bash, zsh)]
-            assert not flag.startswith("--") or all(found), flag
-
-
-@pytest.mark.parametrize(
-    ("command", "words", "offered"),
-    [
-        (doctor, ("--pro",), ["--profile"]),
-        (doctor, ("--profile", "mi"), ["mine.safetensors"]),
-        (doctor, ("--print-completion", "z"), ["zsh"]),
-        (calibrate, ("do",), ["doctor"]),
-        (calibrate, ("doctor", "--pro"), ["--profile"]),
-        (calibrate, ("doctor", "--num"), []),
-    ],
-)
-def test_a_bash_script_completes_flags_files_and_commands(command, words, offered, capsys, tmp_path):
-    (tmp_path / "mine.safetensors").touch()
-    function = f"_shtab_{command.PROGRAM.replace('-', '_')}"
-    listing = " ".join(map(shlex.quote, (command.PROGRAM, *words)))
-    ask = f"COMP_WORDS=({listing}); COMP_CWORD={len(words)}; {function}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-    script = script_of(command, "bash", capsys)
-    run = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, cwd=tmp_path)
-    assert run.stdout.split() == offered
-
-
-def test_without_shtab_completion_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    with pytest.raises(SystemExit) as left:
-        doctor.parser().parse_args(["--print-completion", "bash"])
-    assert left.value.code == NO_RESOURCE
-    said = "s2o-doctor: shtab is not installed, which makes completion scripts: pip install 's2o[completion]'\n"
-    assert capsys.readouterr().err == said
-
-
-def test_values_of_an_option_are_completed_and_go_on_being_checked_by_it():
-    parser = Parser("x")
-    parser.add_argument("--scope", metavar="layer|model")
-    add_information(parser)
-    assert parser.parse_args(["--scope", "other"]).scope == "other"  # the option's own check comes later
 
 
 # logs

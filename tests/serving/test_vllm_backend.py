@@ -1,6 +1,5 @@
-"""S2O's backend between a fake of vLLM's classes and the plain backend: mixed batches, caches, counters."""
+"""S2O's backend between a fake of vLLM's classes and the plain backend: what is vLLM's alone."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,8 @@ from s2o_runtime.serving.calls import layer_obstacle
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.vllm.backend import BATCH
 from s2o_runtime.vllm.layouts import key_and_value_pages, layout_of
-from support.fake_vllm import FakeEngine, FakeServer, Graphs, fake_backend
+from support.fake_server import FakeServer
+from support.fake_vllm import FakeEngine, Graphs, fake_backend
 from support.server_batches import FEWEST, alone, dense, joint_density, two_layers
 
 HEADS, HEAD_DIM = 4, 64
@@ -23,43 +23,6 @@ HEADS, HEAD_DIM = 4, 64
 
 def server(max_keys=2048, rank=None, **options):
     return FakeServer(two_layers(**options), rank or Rank(), "cpu", max_keys)
-
-
-@pytest.mark.parametrize("layout", ["two caches", "pages of two", "side by side"])
-def test_a_mixed_batch_is_each_request_on_its_own(layout):
-    """Decodes, a short tail and two long prompts of one length step, as vLLM sorts them."""
-    made = server()
-    engine = FakeEngine(made, layout)
-    decoding, tailing, first, second, short = (engine.add(length) for length in (200, 300, 300, 305, 64))
-    engine.feed([(decoding, 199), (tailing, 280)])
-    out, metadata = engine.feed([(decoding, 1), (tailing, 20), (first, 300), (second, 305), (short, 64)])
-    config = made.fit.layers[0].config(300)
-    begin = 0
-    parts = [(decoding, 1, False), (tailing, 20, False), (first, 300, True), (second, 305, True), (short, 64, False)]
-    for request, count, sparse in parts:
-        expected = alone(request, count, config).out if sparse else dense(request, count)
-        torch.testing.assert_close(out[begin : begin + count], expected, rtol=1e-4, atol=1e-5)
-        begin += count
-    runs = getattr(metadata, BATCH).plan(made.fit.layers[0]).runs
-    assert [(run.first, run.last, run.is_sparse) for run in runs] == [(0, 2, False), (2, 4, True), (4, 5, False)]
-    rows = {(path, reason.split(",")[0]): count for (_, path, reason), count in made.counters.rows.items()}
-    assert rows == {
-        ("dense", "decode"): 1,
-        ("dense", f"fewer than {FEWEST} queries behind a prefix"): 20,
-        ("dense", "shorter than the shortest calibrated length"): 64,
-        ("s2o", "the tensors are on the cpu"): 199 + 280 + 300 + 305,
-    }
-
-
-def test_a_prompt_in_chunks_is_the_prompt_where_nothing_stops():
-    engine = FakeEngine(server(tau=0.0))
-    request = engine.add(500)
-    outputs = []
-    while request.done < 500:
-        outputs.append(engine.feed([(request, min(100, 500 - request.done))])[0])
-    torch.testing.assert_close(torch.cat(outputs), dense(request, 500), rtol=1e-4, atol=1e-5)
-    paths = {path for _, path, _ in engine.server.counters.rows}
-    assert "s2o" in paths
 
 
 def test_chunks_that_end_segments_are_each_the_op_on_what_is_there():
@@ -142,24 +105,6 @@ def test_the_density_of_a_sampled_call_is_that_of_its_requests():
     torch.testing.assert_close(engine.server.counters.sampled[0].density, expected)
 
 
-def test_calls_are_timed_by_layer_and_path():
-    """Of a batch with a sparse run between two of the stock backend, and of a dense layer's whole batch."""
-    engine = FakeEngine(server())
-    requests = [engine.add(length) for length in (200, 300, 64)]
-    engine.feed([(requests[0], 199)])
-    engine.server.counters = engine.impl.s2o_server.counters = type(engine.server.counters)()
-    prepared = engine.prepare([(requests[0], 1), (requests[1], 300), (requests[2], 64)])
-    began = time.perf_counter()
-    for layer in (0, 1):
-        prepared.forward(layer)
-    took = time.perf_counter() - began
-    counters = engine.server.counters
-    assert counters.timed == {(0, "s2o"): 1, (0, "dense"): 2, (1, "dense"): 1}
-    seconds = counters.seconds()
-    assert set(seconds) == set(counters.timed)
-    assert 0 < sum(counters.timed[key] * mean for key, mean in seconds.items()) <= took
-
-
 def test_batches_without_a_long_tail_are_the_stock_backends_untouched():
     engine = FakeEngine(server())
     requests = [engine.add(300), engine.add(200)]
@@ -223,31 +168,6 @@ def test_batches_that_cannot_be_shared_are_the_stock_backends_and_counted(change
         assert engine.server.counters.rows[layer, path, said] == 300
 
 
-@pytest.mark.parametrize("kind", ["dense layer", "dense profile", "fp8", "whole batch"])
-def test_a_server_that_sends_all_rows_to_the_stock_backend_logs_them_too(kind, caplog):
-    made = server()
-    if kind == "dense profile":
-        dense_profile = replace(two_layers(), layers=tuple((layers[1], layers[1]) for layers in two_layers().layers))
-        made = FakeServer(dense_profile, Rank(), "cpu", 2048)
-    made.counters.log_every = 1e-9
-    engine = FakeEngine(made)
-    if kind == "fp8":
-        engine.impl = engine.classes.implementation(HEADS, HEAD_DIM, HEAD_DIM**-0.5, 2, kv_cache_dtype="fp8")
-    prepared = engine.prepare([(engine.add(300), 300)])
-    if kind == "whole batch":
-        prepared.metadata = engine.builder.build(0, replace(engine.builder.built[0], causal=False))
-    caplog.clear()
-    with caplog.at_level("INFO", logger="s2o_runtime"):
-        prepared.forward(layer=1 if kind == "dense layer" else 0)
-    said = {
-        "dense layer": "every head of the layer is dense",
-        "dense profile": "every layer of the profile is dense",
-        "fp8": "the KV cache is fp8",
-        "whole batch": "the batch is not causal",
-    }
-    assert caplog.messages == [f"S2O: 100.0% dense ({said[kind]})"]
-
-
 def test_batches_that_decode_are_not_planned_even_where_all_is_dense():
     dense_profile = replace(two_layers(), layers=tuple((layers[1], layers[1]) for layers in two_layers().layers))
     engine = FakeEngine(FakeServer(dense_profile, Rank(), "cpu", 2048))
@@ -256,14 +176,6 @@ def test_batches_that_decode_are_not_planned_even_where_all_is_dense():
     _, metadata = engine.feed([(request, 1)])
     assert not hasattr(metadata, BATCH)
     assert engine.server.counters.rows == {(0, "dense", "every layer of the profile is dense"): 299}
-
-
-def test_layers_that_are_none_of_the_profiles_are_counted():
-    engine = FakeEngine(server())
-    request = engine.add(300)
-    out, _ = engine.feed([(request, 300)], layer=7)
-    torch.testing.assert_close(out, dense(request, 300), rtol=1e-4, atol=1e-5)
-    assert engine.server.counters.rows == {(7, "dense", "the layer is none of the profile's"): 300}
 
 
 def test_decoder_layers_get_their_own_rows_of_the_profile():
@@ -356,11 +268,10 @@ def test_what_vllm_asks_of_the_backend():
     assert not classes.builder().use_cascade_attention(1, 2, three=3)
 
 
-@pytest.mark.parametrize("layout", ["two caches", "pages of two", "side by side"])
+@pytest.mark.parametrize("layout", ["pages of two", "side by side"])
 def test_layouts_are_known_by_the_shape_that_a_backend_gives(layout):
     def shape(pages, page_size, kv_heads, head_dim):
         return {
-            "two caches": (2, pages, page_size, kv_heads, head_dim),
             "pages of two": (pages, 2, page_size, kv_heads, head_dim),
             "side by side": (pages, kv_heads, page_size, 2 * head_dim),
         }[layout]

@@ -14,6 +14,7 @@ from s2o_runtime.vllm import plugin
 from s2o_runtime.vllm.compat import INIT
 from support.fake_vllm import Common, fake_backend
 from support.interfaces import recorded
+from support.modules import put_modules
 
 INTERFACES = recorded("vllm")
 REGISTRY = "vllm.v1.attention.backends.registry"
@@ -54,12 +55,8 @@ def vllm(monkeypatch):
 
     def installed(names_backends=True, obstacle=None):
         registry = _Registry(names_backends)
-        names = REGISTRY.split(".")
-        for depth in range(1, len(names) + 1):
-            monkeypatch.setitem(sys.modules, ".".join(names[:depth]), ModuleType(".".join(names[:depth])))
-        sys.modules[REGISTRY].AttentionBackendEnum = registry.Enum
-        sys.modules[REGISTRY].register_backend = registry.register_backend
-        sys.modules["vllm"].__file__ = "vllm/__init__.py"
+        content = {"AttentionBackendEnum": registry.Enum, "register_backend": registry.register_backend}
+        put_modules(monkeypatch, {"vllm": {"__file__": "vllm/__init__.py"}, REGISTRY: content})
         monkeypatch.setattr(plugin, "interface_obstacle", lambda interface, folder: obstacle)
         plugin.register.cache_clear()
         return registry

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig
 
+from support.models import RUNS
 from support.models import SIZES as TINY
 
 # Before it got this attribute, hybrid models wanted caches of their own classes, and a mask of windows with a static
@@ -19,7 +20,6 @@ OLD = "" if hasattr(DynamicCache, "has_previous_state") else "old"
 SIZES = TINY | {"head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.2}
 WINDOW, CAP = 48, 2.0
 
-RUNS = "the tensors are on the cpu, the kernel needs a GPU"  # which is why the reference runs, not the kernel
 SLIDING = f"the layer sees a sliding window of {WINDOW} keys"
 CHUNKED = f"the layer sees chunks of {WINDOW} keys"
 LINEAR, CONVOLUTION = "linear", "convolution"  # layers without softmax attention, of which `explain` has no rows

@@ -16,7 +16,7 @@ from torch import Tensor
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.sglang.backend import Host, mix_in
-from support.fake_vllm import Request
+from support.fake_server import Request, Requests, take
 
 NOWHERE = 1 << 28  # a slot that is not there: whoever reads a token behind a request's end, fails
 
@@ -117,7 +117,7 @@ def write(pool: Pool, batch: ForwardBatch, keys: Tensor, values: Tensor) -> None
 
 
 @dataclass
-class FakeEngine:
+class FakeEngine(Requests):
     """Requests of random queries, keys and values that share a cache, fed batch by batch to one layer."""
 
     server: Any
@@ -130,10 +130,9 @@ class FakeEngine:
     split: bool = False
     requests: list[Request] = field(default_factory=list)
     writes: int = 0
+    page_size: int = 1
 
     def __post_init__(self) -> None:
-        geometry = self.server.fit.profile.geometry
-        self.sizes = len(self.server.fit.heads), len(self.server.fit.kv_heads), geometry.head_dim
         _, kv_heads, head_dim = self.sizes
         self.pool = Pool(self.slots, kv_heads, head_dim, dtype=self.dtype, device=self.device)
         self.table = torch.full((16, self.width), NOWHERE, dtype=torch.int32, device=self.device)
@@ -148,18 +147,12 @@ class FakeEngine:
         self.free = torch.randperm(self.slots).tolist()
         self.rows: dict[int, int] = {}  # of the table, by the request's id
 
-    def add(self, length: int) -> Request:
-        """A new prompt of random numbers, with its slots, which lie anywhere."""
-        heads, kv_heads, head_dim = self.sizes
-
-        def normal(count: int) -> Tensor:
-            return torch.randn(length, count, head_dim, device=self.device).to(self.dtype)
-
-        slots = [self.free.pop() for _ in range(length)]
-        self.requests.append(Request(normal(kv_heads), normal(kv_heads), normal(heads) * 2, slots))
-        row = self.rows[id(self.requests[-1])] = len(self.requests)
-        self.table[row, :length] = torch.tensor(slots, dtype=torch.int32)
-        return self.requests[-1]
+    def add_prompt(self, queries: Tensor, keys: Tensor, values: Tensor) -> Request:
+        """A new prompt, with its slots, which are pages of one token."""
+        request = super().add_prompt(queries, keys, values)
+        row = self.rows[id(request)] = len(self.requests)
+        self.table[row, : len(request)] = torch.tensor(request.pages, dtype=torch.int32)
+        return request
 
     def layer(self, **changes: Any) -> Any:
         """SGLang's RadixAttention of the only layer."""
@@ -209,13 +202,7 @@ class FakeEngine:
         batch = self.batch(parts, mode)
         for name, value in call.items():
             setattr(batch, name, value)
-        new = [(request, slice(request.done, request.done + count)) for request, count in parts]
-        query, key, value = (
-            torch.cat([getattr(request, name)[tokens] for request, tokens in new])
-            for name in ("queries", "keys", "values")
-        )
-        for request, count in parts:
-            request.done += count
+        query, key, value = take(parts)
         self.backend.init_forward_metadata(batch)
         heads, _, head_dim = self.sizes
         # as models split them off their projections: rows lie further apart than they are long

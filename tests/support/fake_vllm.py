@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s2o_runtime.monitor.counters import Counters
-from s2o_runtime.serving.fit import ProfileFit, Rank
 from s2o_runtime.vllm.backend import Host, mix_in
 from s2o_runtime.vllm.layouts import Layout
 from s2o_runtime.vllm.plain import PlainBuilder, PlainImpl
+from support.fake_server import Request, Requests, take
 
 
 class Graphs(Enum):
@@ -47,17 +46,6 @@ class Common:
     seq_lens_cpu_upper_bound: Tensor | None = None
     mm_req_doc_ranges: Any = None
     _num_computed_tokens_cache: Tensor | None = None
-
-
-class FakeServer:
-    """A server with a profile, which reserves nothing."""
-
-    def __init__(self, profile: Any, rank: Rank, device: Any, max_keys: int) -> None:
-        self.fit, self.max_keys, self.counters = ProfileFit(profile, rank, torch.device(device)), max_keys, Counters()
-        self.reserved = 0
-
-    def reserve(self, query: Tensor) -> None:
-        self.reserved += 1
 
 
 class StockBuilder(PlainBuilder):
@@ -124,7 +112,6 @@ def fake_backend(server: Any, layout: Layout = "side by side") -> Any:
 def cache_of(layout: str, pages: int, page_size: int, kv_heads: int, head_dim: int, **like: Any) -> Tensor:
     """An empty KV cache of NaN in one of vLLM's layouts."""
     shapes = {
-        "two caches": (2, pages, page_size, kv_heads, head_dim),
         "pages of two": (pages, 2, page_size, kv_heads, head_dim),
         "side by side": (pages, kv_heads, page_size, 2 * head_dim),
     }
@@ -132,21 +119,7 @@ def cache_of(layout: str, pages: int, page_size: int, kv_heads: int, head_dim: i
 
 
 @dataclass
-class Request:
-    """A prompt, and how much of it the cache holds."""
-
-    keys: Tensor
-    values: Tensor
-    queries: Tensor
-    pages: list[int]
-    done: int = 0
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-
-@dataclass
-class FakeEngine:
+class FakeEngine(Requests):
     """Requests of random queries, keys and values that share a cache, fed batch by batch to one layer.
 
     Attributes:
@@ -161,33 +134,19 @@ class FakeEngine:
     pages: int = 256
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    kv_cache_dtype: str = "auto"
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        geometry = self.server.fit.profile.geometry
-        self.sizes = len(self.server.fit.heads), len(self.server.fit.kv_heads), geometry.head_dim
         heads, kv_heads, head_dim = self.sizes
         self.classes = fake_backend(self.server, self.layout)
         self.builder = self.classes.builder()
-        self.impl = self.classes.implementation(heads, head_dim, head_dim**-0.5, kv_heads)
+        self.impl = self.classes.implementation(
+            heads, head_dim, head_dim**-0.5, kv_heads, kv_cache_dtype=self.kv_cache_dtype
+        )
         like = {"dtype": self.dtype, "device": self.device}
         self.cache = cache_of(self.layout, self.pages, self.page_size, kv_heads, head_dim, **like)
         self.free = torch.randperm(self.pages).tolist()
-
-    def add(self, length: int) -> Request:
-        """A new prompt of random numbers, with its pages."""
-        heads, kv_heads, head_dim = self.sizes
-
-        def normal(count: int) -> Tensor:
-            return torch.randn(length, count, head_dim, device=self.device).to(self.dtype)
-
-        return self.add_prompt(normal(heads) * 2, normal(kv_heads), normal(kv_heads))
-
-    def add_prompt(self, queries: Tensor, keys: Tensor, values: Tensor) -> Request:
-        """A new prompt of these queries [L, Hq, D], keys and values [L, Hkv, D], with its pages."""
-        pages = [self.free.pop() for _ in range(-(-len(keys) // self.page_size))]
-        self.requests.append(Request(keys, values, queries, pages))
-        return self.requests[-1]
 
     def feed(self, parts: list[tuple[Request, int]], layer: int = 0, padding: int = 0) -> tuple[Tensor, Any]:
         """Feed so many tokens of each request; returns their outputs [T, Hq, D] and the batch's metadata.
@@ -223,14 +182,8 @@ class FakeEngine:
             seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
             is_prefilling=torch.tensor([True] * len(counts)),
         )
-        new = [(request, slice(request.done, request.done + count)) for request, count in parts]
-        query, key, value = (
-            torch.cat([getattr(request, name)[tokens] for request, tokens in new])
-            for name in ("queries", "keys", "values")
-        )
+        query, key, value = take(parts)
         self.impl.do_kv_cache_update(None, key, value, self.cache, common.slot_mapping)
-        for request, count in parts:
-            request.done += count
         query = torch.cat([query, query.new_full((padding, *query.shape[1:]), float("nan"))])
         return Prepared(self, self.builder.build(0, common), query, key, value)
 

@@ -42,11 +42,25 @@ MODELS = _Fresh(CONFIGS, tied=LlamaConfig(**SIZES, tie_word_embeddings=True, rop
 ARCHITECTURES = tuple(sorted(MODELS))
 CPU = torch.device("cpu")
 LENGTH = 200  # tokens of a prompt
+RUNS = "the tensors are on the cpu, the kernel needs a GPU"  # which is why the reference runs, not the kernel
+
+
+def new_model(name="llama", implementation="sdpa", **changes):
+    """The model of `CONFIGS` with that name and random weights, and with changes of its configuration."""
+    config = CONFIGS[name]
+    for field, value in changes.items():
+        setattr(config, field, value)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+
+
+def prompt(length=LENGTH, batch=1):
+    """Random tokens [batch, length], none of which is special."""
+    return torch.randint(3, 128, (batch, length))
 
 
 def twin(eager):
     """A model with the same weights that runs SDPA."""
-    model = AutoModelForCausalLM.from_config(eager.config, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(eager.config), attn_implementation="sdpa").eval()
     model.load_state_dict(eager.state_dict())
     return model
 
@@ -62,7 +76,7 @@ def make_profile(model, tau, min_length=100):
 
 def padded_batch():
     """Three prompts of 200, 143 and 10 tokens with padding at their left, and their mask."""
-    ids = torch.randint(3, 128, (3, LENGTH))
+    ids = prompt(batch=3)
     mask = torch.ones_like(ids)
     mask[1, :57] = 0
     mask[2, :190] = 0

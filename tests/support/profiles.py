@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from safetensors.torch import load, save
+from safetensors.torch import save
 
 from s2o_runtime.profile import METADATA_KEY
 
@@ -53,9 +53,3 @@ def file_of(document, tensors):
     """The bytes of a profile with this document, or text in its place, and these tensors, whatever they are."""
     text = document if isinstance(document, str) else json.dumps(document)
     return save(tensors, metadata={METADATA_KEY: text})
-
-
-def rewrite(path, change):
-    """Change a profile's document behind its back and keep the tensors."""
-    document = document_of(path.read_bytes())
-    path.write_bytes(file_of(change(document) or document, load(path.read_bytes())))

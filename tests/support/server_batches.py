@@ -16,7 +16,7 @@ from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.tiles import candidate_tiles
-from support.fake_vllm import Request
+from support.fake_server import Request
 
 FEWEST = 40  # queries
 

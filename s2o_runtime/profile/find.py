@@ -1,0 +1,147 @@
+"""A profile that nobody named, found by the model and the GPU that it is of.
+
+It is looked for in the folders of the environment variable S2O_PROFILES, in `profiles` of the current folder, where
+s2o-calibrate writes by default, and in the catalogue that comes with the package, all with their subfolders. A profile
+fits if it is of this model (its geometry, its weights and its RoPE parameters) and its tiles are for this GPU.
+
+If several fit, the first folder that has one of them decides. In it a certified profile comes before one that is not,
+and a smaller budget before a larger one; budgets in rel_mse come before those in mse, and these before those in KL.
+Of equal ones the longest calibrated length and then the path decide.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from s2o_runtime.devices import identify, same_product
+from s2o_runtime.errors import ConfigError, ProfileError
+from s2o_runtime.identity import geometry
+from s2o_runtime.profile.file import load_profile
+from s2o_runtime.profile.profile import Profile
+from s2o_runtime.profile.record import BudgetKind
+
+VARIABLE = "S2O_PROFILES"  # folders, separated as in PATH
+WRITTEN = Path("profiles")  # where s2o-calibrate writes by default, in the folder that it runs in
+CATALOGUE = Path(__file__).parents[1] / "catalogue"
+KINDS: tuple[BudgetKind, ...] = ("rel_mse", "mse", "kl")  # of budgets, in the order in which profiles are taken
+
+log = logging.getLogger("s2o_runtime")
+
+
+class Found(NamedTuple):
+    """A profile and the file that it is in."""
+
+    path: Path
+    profile: Profile
+
+    def __str__(self) -> str:
+        record = self.profile.record
+        certified = "certified" if record.certified_lengths else "not certified"
+        budget = "" if record.budget is None else f", {record.budget.kind} {record.budget.value}"
+        return f"{self.path} of {self.profile.model_name} ({certified}{budget})"
+
+
+def folders() -> list[Path]:
+    """Where profiles are looked for, in this order, as absolute paths.
+
+    Raises:
+        ConfigError: S2O_PROFILES names something that is no folder.
+    """
+    named = [Path(name) for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name]
+    for folder in named:
+        if not folder.is_dir():
+            raise ConfigError(f"{VARIABLE} names {folder}, which is no folder: name folders that hold profiles")
+    others = [folder for folder in (WRITTEN, CATALOGUE) if folder.is_dir()]
+    return list(dict.fromkeys(folder.absolute() for folder in (*named, *others)))
+
+
+def profiles() -> list[Found]:
+    """All profiles in these folders, in the order in which they are taken.
+
+    A file that is none is left out, and a line of the log says why.
+
+    Raises:
+        ConfigError: as `folders` does.
+    """
+    found = []
+    for folder in folders():
+        of_folder = []
+        for path in sorted(folder.rglob("*.safetensors")):
+            try:
+                of_folder.append(Found(path, load_profile(path)))
+            except ProfileError as error:
+                log.warning("left out of the search for a profile: %s", error)
+        found += sorted(of_folder, key=_rank)
+    return found
+
+
+def _rank(found: Found) -> tuple[object, ...]:
+    """What the profiles of one folder are sorted by."""
+    record, lengths = found.profile.record, found.profile.lengths
+    kind, value = (None, None) if record.budget is None else (record.budget.kind, record.budget.value)
+    order = len(KINDS) if kind is None or value is None else KINDS.index(kind)
+    return not record.certified_lengths, order, value or 0.0, -lengths[-1]
+
+
+def none_like(found: Sequence[Found], config: Any) -> str | None:
+    """Why none of some profiles fits a model, if none has its geometry; None if one has.
+
+    Args:
+        found: profiles.
+        config: the model's transformers configuration.
+
+    Raises:
+        ModelError: the architecture is not supported.
+    """
+    model = geometry(config)
+    if any(one.profile.geometry == model for one in found):
+        return None
+    return f"no profile is of a model like this one ({model}): {_advice(config)}"
+
+
+def fitting_profile(
+    found: Sequence[Found], config: Any, device: torch.device, mismatch: Callable[[Profile], str | None]
+) -> Found:
+    """The first of some profiles that is of a model and for a device.
+
+    Args:
+        found: profiles, as `profiles` sorts them.
+        config: the model's transformers configuration.
+        device: where its attention runs.
+        mismatch: says how the model's weights and RoPE parameters differ from a profile's, or why they cannot be
+            compared; None if they are the same.
+
+    Raises:
+        ModelError: the architecture is not supported.
+        ProfileError: none fits; the sentence says what the first that has the model's geometry is of, and how to make
+            one that does.
+    """
+    if reason := none_like(found, config):
+        raise ProfileError(reason)
+    nearest, here, model = "", identify(device), geometry(config)
+    for one in (one for one in found if one.profile.geometry == model):
+        elsewhere = not same_product(one.profile.device, here)
+        difference = f"it is for {one.profile.device}" if elsewhere else mismatch(one.profile)
+        if difference is None:
+            return one
+        nearest = nearest or f"{one.path}: {difference}"
+    raise ProfileError(f"no profile fits this model on {here} ({nearest}): {_advice(config)}")
+
+
+def find_profile(config: Any, device: torch.device, mismatch: Callable[[Profile], str | None]) -> Found:
+    """The profile of a model and a device in the folders where profiles are looked for.
+
+    Args, Raises: as `fitting_profile`; ConfigError as `folders`.
+    """
+    return fitting_profile(profiles(), config, device, mismatch)
+
+
+def _advice(config: Any) -> str:
+    name = getattr(config, "_name_or_path", None) or "MODEL"
+    return f"make one with s2o-calibrate --model {name}, or name a profile's path"

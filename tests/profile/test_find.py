@@ -1,0 +1,287 @@
+"""A profile that nobody named is found by its model and its GPU, in a patched model, under s2o-run and in servers."""
+
+import logging
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from s2o_runtime import explain, patch, patched, save_profile
+from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.errors import ConfigError, ProfileError
+from s2o_runtime.huggingface import run, sdpa
+from s2o_runtime.profile import find
+from s2o_runtime.profile.record import Certificate, CertifiedLength, Record, RecordedBudget
+from s2o_runtime.serving.fit import Rank
+from s2o_runtime.serving.server import Server, Site
+from s2o_runtime.sglang.settings import settings_of_environment
+from s2o_runtime.vllm.settings import settings_of
+from support.environment import forget
+from support.models import CONFIGS, CPU, make_profile, new_model, prompt, twin, used_s2o
+
+H200 = DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 150 << 30)
+ADVICE = "make one with s2o-calibrate --model MODEL, or name a profile's path"
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return new_model()
+
+
+@pytest.fixture(scope="module")
+def profile(weights):
+    return recorded(make_profile(weights, 0.5), "mse", 1.0)
+
+
+@pytest.fixture
+def model(weights):
+    return twin(weights)
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path, monkeypatch):
+    """The folder that S2O_PROFILES names, in an empty current folder; the package's catalogue is empty too."""
+    for name in ("S2O_PROFILE", "S2O_SETTINGS", "S2O_STARTED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "catalogue"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("S2O_PROFILES", str(tmp_path / "mine"))
+    monkeypatch.setattr(find, "CATALOGUE", tmp_path / "catalogue")
+    forget()
+    yield tmp_path / "mine"
+    forget()
+
+
+def recorded(profile, kind, value, certified=True):
+    """The profile with a budget, and with a certificate."""
+    certificate = Certificate(lengths=(CertifiedLength(length=100, prompts=2),)) if certified else None
+    budget = RecordedBudget(kind=kind, value=value, scope="layer")
+    return replace(profile, record=Record(budget=budget, certificate=certificate))
+
+
+def write(profile, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_profile(profile, path)
+    return path
+
+
+def taken(caplog):
+    """What the log says was taken: exactly one line."""
+    (line,) = (message for message in caplog.messages if message.startswith("S2O takes the profile "))
+    return line.removeprefix("S2O takes the profile ")
+
+
+@pytest.mark.parametrize("folder", ["mine", "mine/llama/cpu", "profiles/llama/cpu", "catalogue/llama/cpu"])
+@torch.no_grad()
+def test_a_patched_model_takes_the_profile_of_its_weights_and_gpu(folder, model, profile, tmp_path, caplog):
+    path = write(profile, tmp_path / folder / "p.safetensors")
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        patch(model)
+    assert taken(caplog) == f"{path} of tiny (certified, mse 1.0)"
+    model(prompt())
+    assert used_s2o(model)
+    with patched(model):
+        assert explain(model) == []
+
+
+def test_the_catalogue_of_the_package_holds_the_shipped_profiles(monkeypatch):
+    monkeypatch.undo()
+    shipped = [found for found in find.profiles() if find.CATALOGUE in found.path.parents]
+    assert {found.profile.model_name for found in shipped} >= {"demo"}
+    assert {found.profile.device.kind for found in shipped} == {"cpu", "cuda"}
+
+
+def test_of_several_the_folder_the_certificate_the_budget_and_the_length_decide(profile, model, tmp_path, caplog):
+    longer = replace(profile, lengths=(100, 16384))
+    in_order = [
+        ("mine/b", recorded(profile, "rel_mse", 1e-3)),
+        ("mine/a", recorded(profile, "rel_mse", 1e-2)),
+        ("mine/y", recorded(longer, "mse", 1e-4)),
+        ("mine/x", recorded(profile, "mse", 1e-4)),
+        ("mine/0", recorded(profile, "kl", 1e-6)),
+        ("mine/1", recorded(profile, "rel_mse", 1e-6, certified=False)),
+        ("mine/2", replace(profile, record=Record())),
+        ("profiles/a", recorded(profile, "rel_mse", 1e-9)),
+        ("catalogue/a", recorded(profile, "rel_mse", 1e-9)),
+    ]
+    for name, one in in_order:
+        write(one, tmp_path / f"{name}.safetensors")
+    found = find.profiles()
+    assert [one.path.relative_to(tmp_path).with_suffix("").as_posix() for one in found] == [
+        name for name, _ in in_order
+    ]
+    assert [one.profile for one in found] == [one for _, one in in_order]
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        patch(model)
+    assert "b.safetensors of tiny (certified, rel_mse 0.001)" in taken(caplog)
+
+
+def test_a_file_that_is_no_profile_is_left_out_with_a_line(model, profile, mine, caplog):
+    (mine / "a.safetensors").write_bytes(b"\x00" * 9)
+    with (mine / "b.safetensors").open("wb") as weights:
+        weights.truncate(find.load_profile.__globals__["MAX_BYTES"] + 1)  # a model's, not read
+    write(profile, mine / "c.safetensors")
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        patch(model)
+    assert "c.safetensors" in taken(caplog)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [line.split(": ")[0] for line in said] == ["left out of the search for a profile"] * 2
+    assert "a.safetensors is not a readable safetensors file" in said[0]
+    assert "b.safetensors is larger than" in said[1]
+
+
+MISFITS = {
+    "none": (None, "no profile is of a model like this one (llama, 2 layers, 4 query heads, 2 KV heads, head dim 64)"),
+    "another model": (
+        lambda one: replace(one, geometry=replace(one.geometry, architecture="qwen2")),
+        "no profile is of a model like this one",
+    ),
+    "another gpu": (lambda one: replace(one, device=H200), "it is for NVIDIA H200 (sm_90, 132 SMs)"),
+    "other weights": (lambda one: replace(one, fingerprint="0" * 64), "the weights are not those of tiny"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_where_none_fits_the_sentence_says_why_and_what_makes_one(name, model, profile, mine):
+    change, said = MISFITS[name]
+    if change is not None:
+        write(change(profile), mine / "p.safetensors")
+    with pytest.raises(ProfileError) as failure:
+        patch(model)
+    sentence = str(failure.value)
+    assert said in sentence
+    assert sentence.endswith(ADVICE)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_model_is_named_in_the_command(model, mine):
+    model.config._name_or_path = "my/model"
+    with pytest.raises(ProfileError, match="s2o-calibrate --model my/model"):
+        patch(model)
+
+
+def test_a_folder_that_is_none_is_refused(model, monkeypatch, tmp_path, mine):
+    monkeypatch.setenv("S2O_PROFILES", os.pathsep.join([str(mine), "nowhere"]))
+    with pytest.raises(ConfigError, match="S2O_PROFILES names nowhere, which is no folder"):
+        patch(model)
+    with pytest.raises(ConfigError, match="S2O_PROFILES names nowhere"):
+        Server(settings_of({}), site(model, tmp_path))
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """A process of s2o-run without a profile."""
+    monkeypatch.setenv("S2O_STARTED", "1")
+    sdpa.take_over()
+    yield
+    sdpa.give_back()
+
+
+@torch.no_grad()
+def test_each_model_of_a_program_gets_its_own(model, profile, mine, monkeypatch, caplog):
+    other = new_model("qwen2")
+    paths = [
+        write(recorded(make_profile(each, 0.5), "mse", value), mine / f"{value}.safetensors")
+        for value, each in ((1.0, model), (2.0, other))
+    ]
+    monkeypatch.setenv("S2O_STARTED", "1")
+    sdpa.take_over()
+    try:
+        for each, path in zip((model, other), paths, strict=True):
+            caplog.clear()
+            with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+                for _ in range(2):
+                    each(prompt())
+            assert taken(caplog).startswith(str(path))
+            assert used_s2o(each)
+    finally:
+        sdpa.give_back()
+
+
+@pytest.mark.parametrize("name", MISFITS)
+@torch.no_grad()
+def test_a_model_of_a_program_that_none_fits_stays_dense_and_says_so_once(name, model, profile, mine, caplog, started):
+    change, said = MISFITS[name]
+    if change is not None:
+        write(change(profile), mine / "p.safetensors")
+    forget()
+    ids = prompt()
+    dense = model(ids).logits
+    sdpa.give_back()
+    torch.testing.assert_close(model(ids).logits, dense, rtol=1e-5, atol=1e-5)
+    (line,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert said in line
+    assert line.endswith(f"{ADVICE}; it stays dense")
+
+
+@pytest.mark.slow(reason="compiles a model")
+@torch.no_grad()
+def test_a_compiled_model_that_none_fits_stays_one_graph(model, started):
+    ids, memory = prompt(), DynamicCache(config=CONFIGS["llama"])
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(ids, past_key_values=memory).logits
+    torch.testing.assert_close(compiled, model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_s2o_run_hands_the_folders_on(monkeypatch, tmp_path, mine):
+    """The program may change its folder before it runs a model."""
+    (tmp_path / "profiles").mkdir()
+    monkeypatch.setenv("S2O_PROFILES", "mine")
+    environments = []
+    monkeypatch.setattr(os, "execvpe", lambda command, arguments, environment: environments.append(environment))
+    with pytest.raises(TypeError):  # a command that is become does not return
+        run.main(["python"]) + None
+    (environment,) = environments
+    folders = [str(tmp_path / name) for name in ("mine", "profiles", "catalogue")]
+    assert environment["S2O_PROFILES"].split(os.pathsep) == folders
+    assert "S2O_PROFILE" not in environment
+
+
+def site(model, folder, **changes):
+    """A server of the model, whose weights are in a folder."""
+    known = {
+        "engine": "vLLM 0.32.0", "stock": "STOCK", "model_config": model.config, "checkpoint": folder, "rank": Rank(),
+        "device": CPU, "max_keys": 4096,
+    }  # fmt: skip
+    return Site(**{**known, **changes})
+
+
+@pytest.mark.parametrize("settings", [lambda: settings_of({}), settings_of_environment], ids=["vllm", "sglang"])
+def test_a_server_takes_the_profile_of_the_model_that_it_serves(settings, model, profile, mine, tmp_path, caplog):
+    model.save_pretrained(tmp_path / "model")
+    path = write(profile, mine / "p.safetensors")
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        server = Server(settings(), site(model, tmp_path / "model"))
+    assert server.obstacle is None
+    assert server.fit.profile == profile
+    (line,) = (message for message in caplog.messages if str(path) in message)
+    assert f"in vLLM 0.32.0: profile {path} of tiny (certified, mse 1.0), 2 of 2 layers sparse from 100 " in line
+    assert set(server.counters.drift) == {0, 1}
+
+
+@pytest.mark.parametrize("settings", [lambda: settings_of({}), settings_of_environment], ids=["vllm", "sglang"])
+@pytest.mark.parametrize("name", [*MISFITS, "quantised", "unsupported"])
+def test_a_server_for_which_none_fits_is_dense_with_one_line(
+    name, settings, model, profile, mine, tmp_path, caplog, monkeypatch
+):
+    model.save_pretrained(tmp_path / "model")
+    change, said = MISFITS.get(name, (lambda one: one, "weights not compared: their types differ"))
+    if change is not None:
+        write(change(profile), mine / "p.safetensors")
+    if name == "quantised":
+        model.config.quantization_config = {}
+    if name == "unsupported":
+        model.config.is_encoder_decoder, said = True, "an encoder with a decoder, expected a decoder alone"
+    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
+        server = Server(settings(), site(model, tmp_path / "model", decode_queries=3))
+        server.reserve(torch.zeros(4, 4, 64))
+    assert len(caplog.messages) == 1
+    assert "S2O " in caplog.text
+    assert "in vLLM 0.32.0: all rows go to STOCK: " in caplog.text
+    assert said in caplog.text
+    assert name == "unsupported" or caplog.messages[0].endswith(ADVICE)
+    assert server.obstacle == server.fit.obstacle == server.fit.layer(0, 4, 2, 64)
+    assert server.fit.min_queries == 4

@@ -1,0 +1,155 @@
+"""What S2O's backends do in vLLM and in SGLang alike, between fakes of their classes and a dense stock backend."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from s2o_runtime.serving.fit import Rank
+from s2o_runtime.vllm.backend import BATCH
+from support import fake_sglang, fake_vllm
+from support.fake_server import FakeServer
+from support.server_batches import FEWEST, alone, dense, two_layers
+
+
+class VllmEngine(fake_vllm.FakeEngine):
+    order = (0, 1, 2, 3, 4)  # in which vLLM sorts decodes, tails and prompts
+
+    def outputs(self, parts, layer=0):
+        out, self.metadata = self.feed(parts, layer)
+        return out
+
+    def runs(self):
+        return getattr(self.metadata, BATCH).plan(self.server.fit.layers[0]).runs
+
+    @property
+    def stock_rows(self):
+        return self.impl.stock_rows
+
+
+class SglangEngine(fake_sglang.FakeEngine):
+    order = (2, 3, 0, 1, 4)
+
+    def outputs(self, parts, layer=0):
+        return self.feed(parts, fake_sglang.Mode.MIXED, layer={"layer_id": layer})
+
+    def runs(self):
+        return self.backend.s2o_batch.plan(self.server.fit.layers[0]).runs
+
+    @property
+    def stock_rows(self):
+        return self.backend.stock_rows
+
+
+ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine}
+
+
+@pytest.fixture(params=ENGINES)
+def made(request):
+    """Makes an engine for a profile of two layers, the second of which is dense."""
+
+    def make(profile=None, max_keys=2048, **options):
+        server = FakeServer(profile or two_layers(), Rank(), "cpu", max_keys)
+        return ENGINES[request.param](server, **options)
+
+    return make
+
+
+def check_close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def check_mixed_batch(engine):
+    decoding, tailing, first, second, short = (engine.add(length) for length in (200, 300, 300, 305, 64))
+    engine.outputs([(decoding, 199), (tailing, 280), (first, 150)])
+    before = engine.stock_rows
+    parts = [(decoding, 1, False), (tailing, 20, False), (first, 150, True), (second, 305, True), (short, 64, False)]
+    parts = [parts[index] for index in engine.order]
+    out = engine.outputs([(request, count) for request, count, _ in parts])
+    config, begin = engine.server.fit.layers[0].config(300), 0
+    for request, count, sparse in parts:
+        expected = alone(request, count, config).out if sparse else dense(request, count)
+        check_close(out[begin : begin + count], expected)
+        begin += count
+    assert engine.stock_rows - before == 1 + 20 + 64
+    sparse = [part[2] for part in parts]
+    assert [sparse[run.first : run.last] for run in engine.runs()] == [
+        [run.is_sparse] * (run.last - run.first) for run in engine.runs()
+    ]
+    assert [run.last - run.first for run in engine.runs() if run.is_sparse] == [2]
+    assert engine.counted() == {
+        ("dense", "decode"): 1,
+        ("dense", f"fewer than {FEWEST} queries behind a prefix"): 20,
+        ("dense", "shorter than the shortest calibrated length"): 64,
+        ("s2o", "the tensors are on the cpu"): 199 + 280 + 150 + 150 + 305,
+    }
+
+
+def test_a_mixed_batch_is_each_request_on_its_own(made):
+    """A decode, a short tail, a chunk behind a prefix, a long and a short prompt."""
+    check_mixed_batch(made())
+
+
+def test_a_mixed_batch_of_vllms_older_caches():
+    check_mixed_batch(VllmEngine(FakeServer(two_layers(), Rank(), "cpu", 2048), "pages of two"))
+
+
+def test_a_prompt_in_chunks_is_the_prompt_where_nothing_stops(made):
+    engine = made(two_layers(tau=0.0))
+    request = engine.add(500)
+    out = torch.cat([engine.outputs([(request, 100)]) for _ in range(5)])
+    check_close(out, dense(request, 500))
+    assert "s2o" in {path for path, _ in engine.counted()}
+
+
+def test_a_step_with_too_many_keys_for_one_call_is_several(made):
+    engine = made(max_keys=400)
+    requests = [engine.add(300), engine.add(305)]
+    out = engine.outputs([(request, len(request)) for request in requests])
+    config = engine.server.fit.layers[0].config(300)
+    check_close(out, torch.cat([alone(request, len(request), config).out for request in requests]))
+    assert [run.is_sparse for run in engine.runs()] == [True, True]
+
+
+def test_calls_are_timed_by_layer_and_path(made):
+    """Of a batch with a run of each path, of a dense layer, and of one that is none of the profile's."""
+    engine = made()
+    batches = [([engine.add(300), engine.add(64)], 0), ([engine.add(300)], 1), ([engine.add(300)], 2)]
+    began = time.perf_counter()
+    for requests, layer in batches:
+        engine.outputs([(request, len(request)) for request in requests], layer)
+    took = time.perf_counter() - began
+    counters = engine.server.counters
+    assert counters.timed == {(0, "s2o"): 1, (0, "dense"): 1, (1, "dense"): 1, (2, "dense"): 1}
+    seconds = counters.seconds()
+    assert set(seconds) == set(counters.timed)
+    assert min(seconds.values()) > 0
+    assert sum(counters.timed[key] * mean for key, mean in seconds.items()) <= took
+
+
+def all_dense():
+    profile = two_layers()
+    return replace(profile, layers=tuple((layers[1], layers[1]) for layers in profile.layers))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer", "said"),
+    [
+        ("dense layer", 1, "every head of the layer is dense"),
+        ("dense profile", 0, "every layer of the profile is dense"),
+        ("none of the profile's", 7, "the layer is none of the profile's"),
+        ("fp8", 0, "the KV cache is fp8"),
+    ],
+)
+def test_a_layer_that_is_the_stock_backends_is_one_call_counted_and_logged(kind, layer, said, made, caplog):
+    options = {"kv_cache_dtype": "fp8"} if kind == "fp8" else {}
+    engine = made(all_dense() if kind == "dense profile" else None, **options)
+    engine.server.counters.log_every = 1e-9
+    requests = [engine.add(300), engine.add(200)]
+    with caplog.at_level("INFO", logger="s2o_runtime"):
+        out = engine.outputs([(request, len(request)) for request in requests], layer)
+    check_close(out, torch.cat([dense(request, len(request)) for request in requests]))
+    assert engine.server.counters.rows == {(layer, "dense", said): 500}
+    assert engine.server.counters.timed == {(layer, "dense"): 1}
+    assert caplog.messages[-1] == f"S2O: 100.0% dense ({said})"
