@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from calibrate.commands.common import Flags, add_output_flags, print_json, run
 from calibrate.machine import check_writable, named_device, writing
-from calibrate.recipe import KINDS, OPTIONS, Budget, slug
+from calibrate.recipe import DEFAULT_CEILING, KINDS, OPTIONS, Budget, slug
 from s2o_runtime.command_line import (
     BAD_INPUT,
     INTERRUPTED,
@@ -48,6 +48,7 @@ EXAMPLES = (
 # the options of s2o-calibrate that a command takes, and their defaults in it
 REBUDGET = {
     "budget_mse": "",
+    "ceiling_rel_mse": f"{DEFAULT_CEILING:g}",
     "budget_rel_mse": "",
     "budget_kl": "",
     "worst_rows": "the profile's",
@@ -206,7 +207,8 @@ def rebudget(flags: Flags) -> int:
     profile, budget = flags["profile"], Budget.of(flags)
     worst_rows = flags.get("worst_rows")
     guard = "" if worst_rows is None else f"-rows-{worst_rows:g}"
-    out = _out(flags, f"{budget}{guard}.safetensors")
+    ceiling = f"-ceiling-{budget.ceiling or 0:g}" if "ceiling_rel_mse" in flags else ""
+    out = _out(flags, f"{budget}{ceiling}{guard}.safetensors")
 
     from calibrate.profiles.rebudget import rebudget
 
@@ -306,6 +308,7 @@ def verify(flags: Flags) -> int:
             [
                 str(length["length"]),
                 f"{max(layer['error'] for layer in length['layers']):.2e}",
+                f"{max(layer['rel_mse'] for layer in length['layers']):.2e}",
                 f"{max(layer['error'] / layer['limit'] if layer['limit'] else 0.0 for layer in length['layers']):.0%}",
                 f"{fmean(layer['density'] for layer in length['layers']):.3f}",
                 "-" if length["needles"] is None else "{} of {}".format(*length["needles"]),
@@ -313,7 +316,8 @@ def verify(flags: Flags) -> int:
             ]
             for length in proof.lengths
         ]
-        _print_table("proven here", ("length", "largest error", "error / limit", "density", "needles", "KL"), rows)
+        names = ("length", "largest error", "rel_mse", "error / limit", "density", "needles", "KL")
+        _print_table("proven here", names, rows)
         if not proof.same_prompts:
             _print("the prompts are not those the profile was proven on")
     if proof.problems:

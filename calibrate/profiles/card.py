@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from calibrate.profiles.certified import adjusted_on, domain_table, sentences, statement, table
+from calibrate.profiles.certified import adjusted_on, sentences, statement, tables
 from calibrate.profiles.summary import summary
 from calibrate.tables import Table, bullets, escaped, markdown
 from s2o_runtime.profile import Profile
@@ -58,8 +58,8 @@ def _proof(record: Record, summed: Mapping[str, Any]) -> str:
 
 def _certificate(record: Record) -> list[str]:
     """The certificate's tables and sentences, and what was not proven; nothing of a profile that has neither."""
-    tables = [markdown(one) for one in (table(record.certificate), domain_table(record.certificate)) if one is not None]
-    certified = [CERTIFIED, *tables, bullets(sentences(record.certificate))] if tables else []
+    shown = [markdown(one) for one in tables(record.certificate)]
+    certified = [CERTIFIED, *shown, bullets(sentences(record.certificate))] if shown else []
     return certified + (["## Not proven", bullets(record.not_proven)] if record.not_proven else [])
 
 

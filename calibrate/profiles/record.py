@@ -12,8 +12,7 @@ from s2o_runtime.profile.record import PredictedLayer, RecordedBudget
 
 def budget_of(recipe: Recipe) -> RecordedBudget:
     """The budget of a recipe, and what it holds for."""
-    budget = recipe.budget
-    return RecordedBudget.from_json({"kind": budget.kind, "value": budget.value, "scope": recipe.scope})
+    return RecordedBudget.from_json(recipe.budget.as_json() | {"scope": recipe.scope})
 
 
 def predicted_layers(choices: Sequence[Choice]) -> tuple[PredictedLayer, ...]:

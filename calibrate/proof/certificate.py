@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from calibrate.proof.sample import LayerSample, LengthSample
 from calibrate.proof.statistics import mean_bound, next_bound, share_interval
-from calibrate.recipe import Budget
+from calibrate.recipe import Budget, Recipe
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.profile.record import (
     CertifiedDomain,
@@ -63,7 +63,7 @@ def certificate_of(
     length: int,
     seen: LengthSample,
     *,
-    budget: Budget,
+    recipe: Recipe,
     limits: Sequence[float],
     configs: Sequence[LayerConfig],
     looks: Sequence[Sequence[Look]],
@@ -73,11 +73,12 @@ def certificate_of(
     Args:
         length: In tokens.
         seen: What was measured of what the layers were left with.
-        budget: The unit of errors.
+        recipe: Its budget, which has the unit of errors.
         limits, configs: The error each layer may have, and what it was left with.
         looks: At each layer, the first one first; the last is what is in `seen`.
     """
-    layers = tuple(_layer(*of_layer, budget) for of_layer in zip(seen.layers, looks, limits, configs, strict=True))
+    budget = recipe.budget
+    layers = tuple(_layer(*of_layer, recipe) for of_layer in zip(seen.layers, looks, limits, configs, strict=True))
     shares = shares_of_limits(seen, budget, limits, configs)
     kls = [max(0.0, agreement.kl) for agreement in seen.agreements]
     worst = [max(of_layers) for of_layers in zip(*_worst(seen), strict=True)]
@@ -121,9 +122,9 @@ def retrieval_of(seen: LengthSample) -> CertifiedRetrieval | None:
 
 
 def _layer(
-    seen: LayerSample, looks: Sequence[Look], limit: float, config: LayerConfig, budget: Budget
+    seen: LayerSample, looks: Sequence[Look], limit: float, config: LayerConfig, recipe: Recipe
 ) -> CertifiedLayer:
-    share = looks[-1].share
+    budget, share = recipe.budget, looks[-1].share
     return CertifiedLayer(
         mean=statistics.fmean(seen.errors(budget)),
         bound=_finite(looks[-1].bound),
@@ -136,6 +137,8 @@ def _layer(
         rung=looks[-1].share if len(looks) > 1 else None,
         density=seen.density,
         limit=limit,
+        rel_mse=seen.rel_mse if budget.kind == "mse" else None,
+        binds=recipe.binds(limit),
     )
 
 

@@ -116,7 +116,7 @@ def certify(
             certificates[length] = certificate_of(
                 length,
                 seen,
-                budget=candidate.recipe.budget,
+                recipe=candidate.recipe,
                 limits=[candidate.limits[length, layer] for layer in layers],
                 configs=[candidate.layer_config(layer, length) for layer in layers],
                 looks=[ladder.looks[length, layer] for layer in layers],

@@ -98,6 +98,7 @@ def _proven_length(proven: Proven, length: int) -> ProvenLength:
             density=layer.density,
             worst=layer.worst,
             limit=proven.limits[length, index],
+            binds=proven.candidate.recipe.binds(proven.limits[length, index]),
             tightened=proven.tightened[length, index],
             first_error=proven.first_errors.get((length, index)),
         )

@@ -16,7 +16,7 @@ from calibrate.model.models import LoadedModel, load
 from calibrate.profiles.stored import recipe_of
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.problems import kl_over_budget, lost_needles, over_limit
-from calibrate.proof.verify import LengthProof, prove
+from calibrate.proof.verify import LayerProof, LengthProof, prove
 from calibrate.recipe import Recipe
 from s2o_runtime.errors import InputError
 from s2o_runtime.identity import fingerprint_mismatch
@@ -29,7 +29,8 @@ class Verified:
     """A proof that was made again.
 
     lengths: for each length what the prompts say of the model and, under "layers", of each layer: its error and its
-        limit in the budget's unit, its density, and whether it is dense.
+        limit in the budget's unit, its rel_mse, which limit binds (`Recipe.binds`), its density, and whether it is
+        dense.
     problems: one sentence each, none if the proof holds.
     same_prompts: whether the prompts are those in the profile's record.
     """
@@ -127,9 +128,13 @@ def on_other_text(recipe: Recipe, prompts: tuple[Path, ...] | None) -> Recipe:
 def _compared(profile: Profile, recipe: Recipe, length: int, proof: LengthProof) -> dict[str, Any]:
     """One length's new proof beside the limits in the record.
 
-    A layer without one there has the budget for a limit; with a budget in KL it has none.
+    A layer without one there has what the budget allows it for a limit; with a budget in KL it has none.
     """
-    default = math.inf if recipe.budget.is_kl else recipe.budget.value
+
+    def limit(index: int, layer: LayerProof) -> float:
+        default = math.inf if recipe.budget.is_kl else recipe.budget.limit(layer.dense_power)
+        return profile.record.limits(index).get(length, default)
+
     return {
         "length": length,
         "kl": proof.kl,
@@ -139,7 +144,9 @@ def _compared(profile: Profile, recipe: Recipe, length: int, proof: LengthProof)
             {
                 "layer": profile.geometry.layer_number(index),
                 "error": layer.error(recipe.budget),
-                "limit": profile.record.limits(index).get(length, default),
+                "limit": limit(index, layer),
+                "rel_mse": layer.rel_mse,
+                "binds": recipe.binds(limit(index, layer)),
                 "density": layer.density,
                 "dense": profile.layer_config(index, length).is_dense,
             }

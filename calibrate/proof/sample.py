@@ -75,6 +75,12 @@ class LayerSample:
         """Each prompt's error in the budget's unit."""
         return [budget.error(prompt.mse, prompt.power) for prompt in self.prompts]
 
+    @property
+    def rel_mse(self) -> float:
+        """The mean error over the dense output's mean square, both means over the prompts."""
+        power = sum(prompt.power for prompt in self.prompts)
+        return sum(prompt.mse for prompt in self.prompts) / max(power, 1e-30)
+
     def last_errors(self, budget: Budget) -> list[float]:
         """Each prompt's error over the last eighth of its rows."""
         return [budget.error(*prompt.last) for prompt in self.prompts]

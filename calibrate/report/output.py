@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from calibrate.profiles.certified import STATED, domain_table, sentences, statement, table
+from calibrate.profiles.certified import STATED, sentences, statement, tables
 from calibrate.report.contents import Report
 from calibrate.report.html import html_page
 from calibrate.report.markdown import markdown_page
@@ -27,9 +27,8 @@ def print_report(report: Report, console: Console) -> None:
     if len(report.lengths) > 1:
         print_table(overview_table(report), console)
     print_lines(closing_notes(report), console)
-    for certified in (table(report.certificate), domain_table(report.certificate)):
-        if certified is not None:
-            print_table(certified, console)
+    for certified in tables(report.certificate):
+        print_table(certified, console)
     if report.certificate is not None:
         print_lines([STATED, ""], console)
     if report.met:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from calibrate.profiles.certified import STATED, domain_table, sentences, statement, table
+from calibrate.profiles.certified import STATED, sentences, statement, tables
 from calibrate.report.contents import LengthReport, Report
 from calibrate.report.sections import closing_notes, gain, layer_ranges, layer_table, length_notes, overview_table
 from calibrate.tables import Table
@@ -109,12 +109,13 @@ def page(report: Report, profile_path: Path) -> list[Block]:
     """
     budget = report.budget
     scope = "of every layer" if budget.scope == "layer" else "in the mean over the layers"
+    ceiling = "" if budget.ceiling is None else f" and {budget.ceiling:g} rel_mse"
     blocks = [
         Heading(f"S2O profile of {report.model}", 1),
         Paragraph(
             [
                 f"Sparse attention for {report.model} ({report.architecture}), calibrated on {report.device} to at "
-                f"most {budget.value:g} {budget.kind} {scope} against dense attention."
+                f"most {budget.value:g} {budget.kind}{ceiling} {scope} against dense attention."
             ]
         ),
         Paragraph([gain(report)]),
@@ -159,12 +160,11 @@ def _verdict(report: Report, profile_path: Path) -> list[Block]:
 
 def _certificate(report: Report) -> list[Block]:
     """The certificate's tables and sentences; nothing of a run without one."""
-    tables = [one for one in (table(report.certificate), domain_table(report.certificate)) if one is not None]
-    if not tables:
+    if report.certificate is None:
         return []
     return [
         Heading("Certified"),
-        *(Grid(one, one.title) for one in tables),
+        *(Grid(one, one.title) for one in tables(report.certificate)),
         Bullets([STATED, *sentences(report.certificate)]),
     ]
 

@@ -145,8 +145,9 @@ def allowed(recipe: Recipe) -> Allowed:
 def weights_of(curves: Curves, recipe: Recipe, sensitivity: Sequence[float] | None = None, layers: int = 1) -> Weights:
     """What the errors of one layer count against a recipe's budget.
 
-    With a budget in KL the mean over the layers is to be the model's KL, so that layer and head weights together are
-    the heads' sensitivities times the number of layers.
+    An error counts in the budget's unit, and more where a ceiling allows the layer less than the budget's value. With
+    a budget in KL the mean over the layers is to be the model's KL, so that layer and head weights together are the
+    heads' sensitivities times the number of layers.
 
     Args:
         curves: of the layer.
@@ -154,8 +155,9 @@ def weights_of(curves: Curves, recipe: Recipe, sensitivity: Sequence[float] | No
         sensitivity: of each head (`calibrate.model.sensitivity`); needed for a budget in KL only.
         layers: how many the model has.
     """
-    if not recipe.budget.is_kl:
-        return Weights(1.0 if recipe.budget.unit == "mse" else 1.0 / max(dense_power(curves), 1e-30))
+    budget, power = recipe.budget, dense_power(curves)
+    if not budget.is_kl:
+        return Weights(budget.error(1.0, power) * (budget.value / budget.limit(power)))
     if sensitivity is None:
         raise ValueError("a budget in KL needs the layer's sensitivity")
     mean = max(sum(sensitivity) / len(sensitivity), 1e-30)

@@ -84,7 +84,7 @@ def test_dry_run_prints_the_plan_and_stops(command, tmp_path):
     plan = json.loads(outcome.stdout)
     assert plan["lengths"] == "512"
     assert plan["device"] == "cpu"
-    assert plan["budget"] == "mse 0.0001"
+    assert plan["budget"] == "mse 0.0001 and rel_mse 0.01, whichever allows a layer less"
     assert plan["out"] == "profiles/demo/cpu/mse-0.0001.safetensors (default)"
     assert plan["journal"] == "profiles/demo/cpu/demo.journal.sqlite (default)"
     assert (plan["representatives"], plan["grains"]) == ("1, 32 (default)", "4 (default)")
@@ -200,6 +200,8 @@ BAD_INPUT = [
     ("--prompts", "bad.jsonl", "bad.jsonl:2: "),
     ("--prompts", "short.jsonl", "0 prompts to calibrate on of 512 tokens or more"),
     ("--budget-mse", "0", "budget_mse is 0.0: expected a number above 0, such as 1e-4"),
+    ("--ceiling-rel-mse", "-1", "ceiling_rel_mse is -1.0: expected a number from 0 to 1 or none, such as 1e-2"),
+    ("--ceiling-rel-mse", "nan", "ceiling_rel_mse is nan: expected a number from 0 to 1 or none, such as 1e-2"),
     ("--budget-mse", "little", "argument --budget-mse: 'little': expected a number above 0, such as 1e-4"),
     ("--lengths", "262144", "length 262144 is beyond the model's limit of 131072"),
     ("--lengths", "8k", "'8k': expected an ascending list, each a whole number of tokens"),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from calibrate.profiles.certified import tables
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify
 from calibrate.proof.agreement import PromptAgreement
@@ -34,7 +35,7 @@ from calibrate.proof.statistics import mean_bound
 from calibrate.proof.tighten import TAU_FOR_ERROR, Proven
 from calibrate.recipe import Budget
 from calibrate.search.choice import DenseReason
-from s2o_runtime.profile.record import CertifiedLength, ContinuedBound
+from s2o_runtime.profile.record import Certificate, CertifiedLength, ContinuedBound
 from support.candidates import LENGTHS, RECIPE, candidate, proofs_of
 
 FACTORS = (0.8, 1.0, 1.25, 0.9, 1.1)  # of the mean error, by prompt
@@ -239,7 +240,7 @@ def certified(seen, begun=None):
     return certificate_of(
         length,
         seen,
-        budget=BUDGET,
+        recipe=begun.recipe,
         limits=[begun.limits[length, layer] for layer in range(2)],
         configs=[begun.layer_config(layer, length) for layer in range(2)],
         looks=[[Look(1.0, 7e-5)], [Look(1.0, 3e-4), Look(RUNGS[0], 4e-5)]],
@@ -269,6 +270,24 @@ def test_what_prompts_certify():
     assert [(one.domain, one.prompts) for one in made.domains] == [("code", 3), ("prose", 2)]
     assert (code.kl, prose.kl) == (pytest.approx(3e-3), pytest.approx(3e-3))
     assert prose.error_over_limit == pytest.approx(0.95 * 5e-5 / 1e-4)
+
+
+def test_a_certificate_states_both_units_of_an_mse_and_which_limit_binds():
+    begun = replace(candidate(), recipe=replace(RECIPE, budget=replace(BUDGET, ceiling=1e-2)))
+    begun = replace(begun, chosen={**begun.chosen, 512: replace(begun.chosen[512], limits=[6e-5, 1e-4])})
+    made = certified(length_sample(), begun)
+    first, second = made.layers
+    assert [(one.limit, one.binds) for one in made.layers] == [(6e-5, "rel_mse"), (1e-4, "mse")]
+    assert (first.rel_mse, second.rel_mse) == (pytest.approx(5.05e-5), pytest.approx(2.02e-5))  # the power is 1
+    assert first.rel_bound == pytest.approx(first.bound)
+    half = replace(first, rel_mse=2 * first.mean)  # of outputs with half the mean square
+    assert half.rel_bound == pytest.approx(2 * first.bound)
+    _, units, _ = tables(Certificate(lengths=(made,)))
+    assert units.rows == [("512", "7.00e-05", "7.00e-05", "1 of 2 layers")]
+    without = certified(length_sample())
+    assert [(one.rel_mse is None, one.binds) for one in without.layers] == [(False, None)] * 2
+    in_rel_mse = replace(begun, recipe=replace(RECIPE, budget=Budget("rel_mse", 1e-4)))
+    assert [one.rel_mse for one in certified(length_sample(), in_rel_mse).layers] == [None] * 2
 
 
 def test_dense_layers_have_no_share_of_a_limit():
