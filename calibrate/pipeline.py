@@ -24,12 +24,11 @@ from calibrate.model.sensitivity import Sensitivity
 from calibrate.progress import PhaseClock, progress_bar
 from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.prompts.prompts import load_prompts
-from calibrate.proof.candidate import Candidate
+from calibrate.proof.adjust import Proven, prove_and_tighten
 from calibrate.proof.certify import certify, proven_again, without_slower_layers, without_slower_lengths
-from calibrate.proof.kl_pass import KlPass
-from calibrate.proof.kl_search import within_kl
-from calibrate.proof.recorded import record_of
-from calibrate.proof.tighten import Proven, prove_and_tighten
+from calibrate.proof.kl import within_kl
+from calibrate.proof.record import record_of
+from calibrate.proof.state import Candidate, KlPass
 from calibrate.recipe import Recipe, slug
 from calibrate.search.choice import Choice
 from calibrate.search.choose import Chosen, choose

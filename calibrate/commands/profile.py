@@ -298,7 +298,7 @@ def verify(flags: Flags) -> int:
     if "seed" in flags:
         return _check_certificate(flags, model, profile, name)
 
-    from calibrate.proof.reprove import verified
+    from calibrate.proof.again import verified
 
     proof = verified(model, profile, name, flags.get("prompts"), flags.get("chunk"), **_reading(flags))
     if "json" in flags:
@@ -326,7 +326,7 @@ def verify(flags: Flags) -> int:
 
 
 def _check_certificate(flags: Flags, model: str, profile: Path, device: str) -> int:
-    from calibrate.proof.recertify import recertified
+    from calibrate.proof.again import recertified
 
     check = recertified(
         model, profile, device, flags["seed"], flags.get("prompts"), flags.get("chunk"), **_reading(flags)

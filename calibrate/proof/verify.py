@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,10 +24,17 @@ from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import Calls, DecoderLayer, Stream, begin, layer_on_device
 from calibrate.prompts.prompt import Prompt
-from calibrate.proof.agreement import PromptAgreement
-from calibrate.proof.chunks import ByLength
-from calibrate.proof.rows import errors_of_rows
-from calibrate.proof.steps import History, LayerRun, LockStep, PairWalk, Step, layer_state
+from calibrate.proof.layers import (
+    C,
+    History,
+    LayerRun,
+    Passed,
+    Step,
+    accept,
+    errors_of_rows,
+    layer_state,
+    through_layers,
+)
 from calibrate.recipe import Budget
 from calibrate.timing import medians
 from calibrate.work.executor import Executor, executor_of
@@ -38,7 +45,6 @@ from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.huggingface import hf
 from s2o_runtime.scoring import Scoring
 
-STAGE, TIMING = "proving", "timing"
 KIND = "prefill"  # of entries in a journal: times of decoder layers
 GPU_ROUNDS = 3
 LAYER_FLUSHES = 96  # work ahead of a whole layer, about 4 ms: in a prefill the GPU is busy while a layer is launched
@@ -96,17 +102,6 @@ class LengthProof:
     dense_prefill_seconds: float
 
 
-class Configured(ByLength, Protocol):
-    """What can be proven: a profile, or a candidate for one."""
-
-
-C = TypeVar("C", bound=Configured)
-
-
-def accept(configured: Configured, length: int, layer: int, proof: LayerProof) -> None:
-    """Accept what was proven, whatever came out."""
-
-
 def prove(
     model: LoadedModel | Executor,
     held_out: Mapping[int, Sequence[Prompt]],
@@ -142,31 +137,15 @@ def prove(
         ResourceError: The GPU's memory ran out.
     """
     with executor_of(model) as executor:
-        walks = [
-            LockStep(executor, journal, AdjustStep, STAGE, length, prompts) for length, prompts in held_out.items()
-        ]
-        layers: dict[int, list[LayerProof]] = {length: [] for length in held_out}
-        for index in range(executor.geometry.layers):
-            for walk in walks:  # so that the lengths are measured beside one another where there are workers
-                walk.begin(LayerRun.of(configured, chunk, index, walk.length))
-            for walk in walks:
-                revised: C | None = configured
-                while revised is not None:
-                    configured = revised
-                    runs = LayerRun.of(configured, chunk, index, walk.length)
-                    proof = _layer_proof(walk.measured(runs))
-                    revised = revise(configured, walk.length, index, proof)
-                layers[walk.length].append(proof)
-                walk.accept(runs)
-                on_step()
-        agreements = {walk.length: walk.agreements() for walk in walks}
+        configured, passed = through_layers(
+            executor, held_out, configured, AdjustStep, _layer_proof, revise, on_step, chunk, journal
+        )
         times = dict.fromkeys(held_out, _UNTIMED)
         if timed:
-            ran = {walk.length: walk.history for walk in walks}
+            ran = {length: of_length.ran for length, of_length in passed.items()}
             times = _times(executor, {length: prompts[0] for length, prompts in held_out.items()}, ran, journal)
     return configured, {
-        length: _length_proof(layers[length], agreements[length], times[length], prompts)
-        for length, prompts in held_out.items()
+        length: _length_proof(passed[length], times[length], prompts) for length, prompts in held_out.items()
     }
 
 
@@ -175,21 +154,12 @@ class AdjustStep(Step):
     """What one prompt says of one layer: a mapping with `mse`, `power` and `density` as in `LayerProof`, and `tiles`:
     the largest relative error of a row in each tile of rows, float32 [tiles]."""
 
-    def measured(self, walk: PairWalk) -> dict[str, Any]:
-        errors: dict[str, Any] = {}
+    stage: str = "proving"
 
-        def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
-            errors.update(_errors(q, k, v, scoring, out))
-
-        density = walk.measure(self.runs, observe)
-        return {**errors, "density": density}
-
-
-def _errors(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> dict[str, Any]:
-    """What one layer's output is off by for one prompt."""
-    errors = errors_of_rows(out, fastest_dense_attention(q, k, v, **scoring.arguments()))
-    mse, power = errors.mse_and_power()
-    return {"mse": mse, "power": power, "tiles": tile_worst(errors.off, TILE_ROWS).flatten().cpu()}
+    def errors(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> dict[str, Any]:
+        errors = errors_of_rows(out, fastest_dense_attention(q, k, v, **scoring.arguments()))
+        mse, power = errors.mse_and_power()
+        return {"mse": mse, "power": power, "tiles": tile_worst(errors.off, TILE_ROWS).flatten().cpu()}
 
 
 def _layer_proof(of_prompts: Sequence[Mapping[str, Any]]) -> LayerProof:
@@ -215,9 +185,8 @@ class _Times:
 _UNTIMED = _Times()
 
 
-def _length_proof(
-    layers: Sequence[LayerProof], agreements: Sequence[PromptAgreement], times: _Times, prompts: Sequence[Prompt]
-) -> LengthProof:
+def _length_proof(passed: Passed[LayerProof], times: _Times, prompts: Sequence[Prompt]) -> LengthProof:
+    layers, agreements = passed.layers, passed.agreements
     of_attention = times.attention or (None,) * len(layers)
     return LengthProof(
         tuple(
@@ -275,7 +244,7 @@ class LayerTime(WorkItem):
     number: int
     ran: History
     part: int
-    stage: str = TIMING
+    stage: str = "timing"
     kind: ClassVar[str] = KIND
     timed: ClassVar[bool] = True
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from calibrate.curves.curves import dense_power
 from calibrate.pipeline import Result
-from calibrate.proof.kl_pass import KlPass
+from calibrate.proof.state import KlPass
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
 from calibrate.report.plan import option_lines

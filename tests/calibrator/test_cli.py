@@ -15,7 +15,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from calibrate import pipeline
 from calibrate.commands.calibrate import main
-from calibrate.proof.tighten import prove_and_tighten
+from calibrate.proof.adjust import prove_and_tighten
 from calibrate.proof.verify import prove
 from s2o_runtime import load_profile
 from support.models import SIZES
@@ -139,7 +139,7 @@ def test_a_dry_run_writes_a_recipe_that_runs_the_same(command, tmp_path):
 )
 def test_what_helps_depends_on_what_failed(kinds, phrases, never):
     from calibrate.commands.calibrate import advice
-    from calibrate.proof.problems import Problem, ProblemKind
+    from calibrate.proof.state import Problem, ProblemKind
 
     text = advice([Problem(ProblemKind[kind], 512, "a sentence") for kind in kinds])
     assert all(phrase in text for phrase in phrases)

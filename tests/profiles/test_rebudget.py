@@ -16,7 +16,7 @@ from calibrate.model import models
 from calibrate.pipeline import calibrate, journal_identity
 from calibrate.profiles.rebudget import UNPROVEN, rebudget
 from calibrate.prompts.prompts import load_prompts
-from calibrate.proof import tighten
+from calibrate.proof import adjust
 from calibrate.recipe import Budget, Recipe
 from calibrate.search.choice import SearchPoint, budget_mse, choice_at, weights_of
 from calibrate.search.tiles import CPU_TILES
@@ -44,7 +44,7 @@ def recipe(tmp_path_factory):
 def curves(recipe):
     """One real calibration of the demo model, and its curves as a second one would find them in the journal."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tighten, "TIGHTENINGS", 1)  # a layer over its limit becomes dense at once: shorter
+        patch.setattr(adjust, "TIGHTENINGS", 1)  # a layer over its limit becomes dense at once: shorter
         assert calibrate(recipe, progress=False).written
     loaded = models.load("demo", "cpu")
     prompts = load_prompts(recipe, loaded.tokenizer)

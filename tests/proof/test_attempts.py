@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from calibrate.proof.problems import Problem, ProblemKind
-from calibrate.proof.tighten import RETRIES, TIGHTENINGS, prove_and_tighten
+from calibrate.proof.adjust import RETRIES, TIGHTENINGS, prove_and_tighten
+from calibrate.proof.state import Problem, ProblemKind
 from calibrate.search.choice import DenseReason
 from support.candidates import LENGTHS, PretendedProof, candidate, error_of
 

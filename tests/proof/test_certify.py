@@ -9,30 +9,21 @@ import torch
 from calibrate.profiles.certified import tables
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify
+from calibrate.proof.adjust import TAU_FOR_ERROR, Proven
+from calibrate.proof.again import compared
 from calibrate.proof.agreement import PromptAgreement
-from calibrate.proof.certificate import (
-    CONFIDENCE,
-    FLOOR,
-    RUNGS,
-    Look,
-    certificate_of,
-    look_bound,
-    look_confidence,
-    shares_of_limits,
-)
+from calibrate.proof.bounds import CONFIDENCE, FLOOR, RUNGS, Look, look_bound, look_confidence, mean_bound
 from calibrate.proof.certify import (
     Ladder,
+    certificate_of,
     proven_again,
+    shares_of_limits,
     with_dense,
     without_slower_layers,
     without_slower_lengths,
 )
-from calibrate.proof.judge import judge, slower_layers
-from calibrate.proof.problems import retrieval_lost
-from calibrate.proof.recertify import compared
+from calibrate.proof.judge import judge, retrieval_lost, slower_layers
 from calibrate.proof.sample import LayerSample, LengthSample, PromptError
-from calibrate.proof.statistics import mean_bound
-from calibrate.proof.tighten import TAU_FOR_ERROR, Proven
 from calibrate.recipe import Budget
 from calibrate.search.choice import DenseReason
 from s2o_runtime.profile.record import Certificate, CertifiedLength, ContinuedBound
@@ -45,10 +36,10 @@ BUDGET = Budget("mse", 1e-4)
 def layer_sample(mean, factors=FACTORS, density=0.5):
     """Prompts whose last eighth is off by three times as much, and continued calls by five times."""
     errors = tuple(
-        PromptError(mean * factor, 1.0, (3 * mean * factor, 1.0), {64: (5 * mean * factor, 1.0)}, 0.1 * factor)
+        PromptError(mean * factor, 1.0, (3 * mean * factor, 1.0), [(64, 5 * mean * factor, 1.0)], 0.1 * factor, density)
         for factor in factors
     )
-    return LayerSample(errors, density)
+    return LayerSample(errors)
 
 
 def down(begun, length, layer, means):

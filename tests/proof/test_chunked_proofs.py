@@ -9,10 +9,10 @@ import pytest
 from calibrate import pipeline
 from calibrate.commands.profile import main as profile_command
 from calibrate.pipeline import calibrate
-from calibrate.proof import certify, kl_search, recertify, reprove, tighten
+from calibrate.proof import adjust, again, certify, kl
+from calibrate.proof.adjust import Proven, prove_and_tighten
 from calibrate.proof.certify import proven_again, with_dense
 from calibrate.proof.sample import sample
-from calibrate.proof.tighten import Proven, prove_and_tighten
 from calibrate.proof.verify import prove
 from support.candidates import LENGTHS, candidate, proofs_of
 from support.tiny import recipe, save_tiny
@@ -43,9 +43,9 @@ def finished(tmp_path_factory):
     made = recipe(folder, tmp_path_factory.mktemp("calibrated") / "p.safetensors", **SETTINGS, chunk=CHUNK)
     chunks = Chunks()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        chunks.watch(monkeypatch, kl_search, "prove", prove)
-        chunks.watch(monkeypatch, tighten, "prove", prove)
-        monkeypatch.setattr(pipeline, "prove_and_tighten", partial(prove_and_tighten, prove=tighten.prove))
+        chunks.watch(monkeypatch, kl, "prove", prove)
+        chunks.watch(monkeypatch, adjust, "prove", prove)
+        monkeypatch.setattr(pipeline, "prove_and_tighten", partial(prove_and_tighten, prove=adjust.prove))
         chunks.watch(monkeypatch, certify, "sample", sample)
         calibrate(made, progress=False)
     return made.out, folder, chunks
@@ -53,7 +53,7 @@ def finished(tmp_path_factory):
 
 def test_a_calibration_proves_in_the_recipes_chunks(finished):
     _, _, chunks = finished
-    assert chunks == {"kl_search.prove": {CHUNK}, "tighten.prove": {CHUNK}, "certify.sample": {CHUNK}}
+    assert chunks == {"kl.prove": {CHUNK}, "adjust.prove": {CHUNK}, "certify.sample": {CHUNK}}
 
 
 def test_what_changed_since_the_proof_is_measured_in_chunks(monkeypatch):
@@ -69,13 +69,13 @@ def test_what_changed_since_the_proof_is_measured_in_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fresh", "place", "given"), [((), "reprove.prove", None), (("--seed", "5"), "recertify.sample", OTHER)]
+    ("fresh", "place", "given"), [((), "again.prove", None), (("--seed", "5"), "again.sample", OTHER)]
 )
 def test_verify_proves_in_chunks(finished, fresh, place, given, monkeypatch, capsys):
     path, folder, _ = finished
     chunks = Chunks()
-    chunks.watch(monkeypatch, reprove, "prove", prove)
-    chunks.watch(monkeypatch, recertify, "sample", sample)
+    chunks.watch(monkeypatch, again, "prove", prove)
+    chunks.watch(monkeypatch, again, "sample", sample)
     option = () if given is None else ("--chunk", str(given))
     code = profile_command(["verify", str(path), "--model", str(folder), "--device", "cpu", *fresh, *option])
     assert code in (0, 3), capsys.readouterr().err  # in other chunks than those of the proof it may fail

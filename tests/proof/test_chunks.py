@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from calibrate.proof.chunks import chunks_of
+from calibrate.model.streams import DecoderLayer
+from calibrate.proof.layers import LayerRun, layer_state
 from calibrate.proof.sample import sample
 from calibrate.proof.verify import prove
 from s2o_runtime import s2o_attention
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface.hf import s2o_attention_forward, s2o_mask
-from s2o_runtime.huggingface.layers import LayerState, attach
+from s2o_runtime.huggingface.layers import attach
 from s2o_runtime.reference.dense import dense_attention
 from support.models import stream
 from support.streamed import random_prompts, uniform
@@ -33,23 +34,21 @@ class Layers:
 
 
 def test_what_each_chunk_runs():
-    chunks = chunks_of(Layers(SPARSE, SPARSER), CHUNK, 0, LENGTH)
-    assert chunks.size == CHUNK
-    assert chunks.config_at(128) == SPARSE
-    assert chunks.config_at(256) == SPARSER
-    assert chunks.config_at(99).is_dense
-    assert chunks_of(Layers(SPARSE, SPARSER), CHUNK, 0, CHUNK) is None
-    assert chunks_of(Layers(SPARSE, SPARSER), None, 0, LENGTH) is None
+    layers = Layers(SPARSE, SPARSER)
+    in_chunks = LayerRun.of(layers, CHUNK, 0, LENGTH)
+    assert (in_chunks.chunk, in_chunks.by_keys) == (CHUNK, ((128, SPARSE), (256, SPARSER), (300, SPARSER)))
+    short = LayerRun.of(layers, 64, 0, 150)  # below the shortest calibrated length a chunk is dense
+    assert [(keys, config.is_dense) for keys, config in short.by_keys] == [(64, True), (128, False), (150, False)]
+    assert LayerRun.of(layers, CHUNK, 0, CHUNK) == LayerRun(SPARSE)
+    assert LayerRun.of(layers, None, 0, LENGTH) == LayerRun(SPARSER)
 
 
 def test_a_prefill_in_chunks_is_the_calls_that_a_server_makes():
     module = torch.nn.Module()
     observed = []
     layers = Layers(SPARSE, SPARSER)
-    chunks = chunks_of(layers, CHUNK, 3, LENGTH)
-    state = LayerState(
-        3, chunks.config_at, 0, observer=lambda *call: observed.append(call), chunk=chunks.size, meter=None
-    )
+    runs = LayerRun.of(layers, CHUNK, 3, LENGTH)
+    state = layer_state(DecoderLayer(5, 3, module, module), runs, lambda *call: observed.append(call))
     attach(module, state)
     q, k, v = (torch.randn(1, heads, LENGTH, 64) for heads in (4, 2, 2))
     mask = s2o_mask(batch_size=1, q_length=LENGTH, q_offset=0, kv_length=LENGTH)

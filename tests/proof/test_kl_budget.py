@@ -14,8 +14,8 @@ from calibrate.pipeline import calibrate
 from calibrate.profiles.rebudget import rebudget
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof import certify
-from calibrate.proof.problems import Problem, ProblemKind
-from calibrate.proof.reprove import verified
+from calibrate.proof.again import verified
+from calibrate.proof.state import Problem, ProblemKind
 from calibrate.recipe import Budget
 from calibrate.search.choice import HARMLESS
 from s2o_runtime import load_profile, patch, unpatch

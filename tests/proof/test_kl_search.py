@@ -6,12 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from calibrate.proof import kl_search
-from calibrate.proof.judge import judge
-from calibrate.proof.kl_pass import KlPass, best_scale, next_scale, settled
-from calibrate.proof.kl_search import PASSES, within_kl
-from calibrate.proof.problems import Problem, ProblemKind, kl_shown_over_budget
-from calibrate.proof.tighten import TIGHTEN_TO, tighten
+from calibrate.proof import kl
+from calibrate.proof.adjust import TIGHTEN_TO, tighten
+from calibrate.proof.judge import judge, kl_shown_over_budget
+from calibrate.proof.kl import PASSES, best_scale, next_scale, settled, within_kl
+from calibrate.proof.state import KlPass, Problem, ProblemKind
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Budget
 from calibrate.search.allocate import Weights
@@ -96,14 +95,14 @@ def test_each_length_is_passed_until_it_is_close(together, begun, monkeypatch):
     def prove(executor, held_out, candidate, revise, on_step, timed, chunk, journal):
         assert chunk is None
         passed.append((set(held_out), timed))
-        assert revise is kl_search.tighten_layer
+        assert revise is kl.tighten_layer
         return candidate, {length: proof(candidate, length) for length in held_out}
 
     def proof(candidate, length):
         return fake_proof(candidate, length, [together * factor for factor in factors[length]])
 
-    monkeypatch.setattr(kl_search, "prove", prove)
-    monkeypatch.setattr(kl_search, "kl_alone", alone)
+    monkeypatch.setattr(kl, "prove", prove)
+    monkeypatch.setattr(kl, "kl_alone", alone)
     loaded = type("Loaded", (), {"geometry": begun.geometry})
     found, passes = within_kl(loaded, {length: [length] for length in begun.lengths}, begun, progress=False)
     assert passed[0] == (set(LENGTHS), False)

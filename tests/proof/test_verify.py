@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from calibrate.curves.row_errors import row_errors, tile_worst
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import agreement, verify
-from calibrate.proof.steps import History
+from calibrate.proof.layers import History
 from calibrate.proof.verify import LayerProof, prove
 from s2o_runtime import patch, unpatch
 from s2o_runtime.errors import ModelError

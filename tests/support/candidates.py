@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from calibrate.curves.curves import TAUS, Curve, Ranking
-from calibrate.proof.candidate import Candidate
+from calibrate.proof.state import Candidate
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Budget, Recipe
 from calibrate.search.allocate import allocate

@@ -1,9 +1,10 @@
-"""One state of the whole choice: what a proof runs, judges and tightens."""
+"""What a proof runs, judges and tightens: one state of the whole choice. And what it can find wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 
 from calibrate.recipe import Recipe
@@ -138,3 +139,42 @@ class Candidate:
     @property
     def _lengths_and_layers(self) -> list[LengthAndLayer]:
         return [(length, layer) for length in self.lengths for layer in range(self.geometry.layers)]
+
+
+class ProblemKind(Enum):
+    """What did not hold, each with what to change, by the command's flags."""
+
+    OVER_LIMIT = "allow more error or calibrate on more prompts (--num-prompts)"
+    LOST_NEEDLES = "allow less error, a smaller --worst-rows, or ask for fewer needles (--keep-needles)"
+    SLOWER = "calibrate for longer prompts (--lengths), or leave these dense"
+    OVER_KL = "calibrate on more prompts (--num-prompts)"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that a proof found wrong at a length in tokens; as text it is the sentence that says so."""
+
+    kind: ProblemKind
+    length: int
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def lengths_of(problems: Iterable[Problem], kind: ProblemKind | None = None) -> frozenset[int]:
+    """The lengths that problems are at, of one kind or of all."""
+    return frozenset(problem.length for problem in problems if kind in (None, problem.kind))
+
+
+@dataclass(frozen=True)
+class KlPass:
+    """One allocation that was tried for a budget in KL.
+
+    scale: How much of the budget without its margin was predicted to be spent. predicted: The KL that sensitivities
+    give for the allocation, in nats per token. kl: What was measured on the adjust prompts.
+    """
+
+    scale: float
+    predicted: float
+    kl: float

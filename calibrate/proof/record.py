@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from calibrate.profiles.record import budget_of, predicted_layers
 from calibrate.prompts.prompt import PromptSet
-from calibrate.proof import kl_pass
-from calibrate.proof.certificate import CONFIDENCE
+from calibrate.proof import state
+from calibrate.proof.adjust import Proven
+from calibrate.proof.bounds import CONFIDENCE
 from calibrate.proof.sample import CONTINUED
-from calibrate.proof.tighten import Proven
 from calibrate.recipe import Recipe
 from calibrate.versions import versions
 from s2o_runtime.profile.record import (
@@ -83,7 +83,7 @@ def not_proven(recipe: Recipe, proven: Proven) -> tuple[str, ...]:
     return (*sentences, "single prompts and text unlike these: bounds are for means over prompts like these")
 
 
-def _kl_passes(passes: Sequence[kl_pass.KlPass] | None) -> tuple[KlPass, ...] | None:
+def _kl_passes(passes: Sequence[state.KlPass] | None) -> tuple[KlPass, ...] | None:
     if passes is None:
         return None
     return tuple(KlPass(scale=one.scale, predicted=one.predicted, kl=one.kl) for one in passes)
