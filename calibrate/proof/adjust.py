@@ -19,20 +19,16 @@ import logging
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from calibrate.journal import Journal
-from calibrate.progress import progress_bar
-from calibrate.prompts.prompt import Prompt
 from calibrate.proof.bounds import FLOOR, expected_mean_bound, look_confidence
 from calibrate.proof.judge import judge, over_limit
 from calibrate.proof.state import Candidate, KlPass, LengthAndLayer, Problem, ProblemKind, Tightening, lengths_of
-from calibrate.proof.verify import LayerProof, LengthProof, prove
+from calibrate.proof.verify import LayerProof, LengthProof, Prover
 from calibrate.recipe import Recipe
 from calibrate.search.choice import Choice, DenseReason, allowed
 from calibrate.search.choose import Chosen
-from calibrate.work.executor import Executor
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.profile.record import CertifiedLength
@@ -103,24 +99,8 @@ class Proven:
         return self.candidate.device
 
 
-def prove_and_tighten(
-    executor: Executor,
-    held_out: Mapping[int, Sequence[Prompt]],
-    candidate: Candidate,
-    journal: Journal | None = None,
-    *,
-    progress: bool,
-    prove: Callable[..., tuple[Candidate, dict[int, LengthProof]]] = prove,
-) -> Proven:
-    """Prove a candidate on held-out prompts, tightening it until the proof holds or the attempts are used up.
-
-    Args:
-        executor: Who runs it.
-        held_out: The prompts to prove on, by length in tokens; every length of the candidate.
-        candidate: What the search chose.
-        journal: Where measurements are kept; None if nowhere.
-        progress: Whether to show a progress bar for each attempt.
-        prove: What measures a candidate, called as `verify.prove` is.
+def prove_and_tighten(prover: Prover, candidate: Candidate) -> Proven:
+    """Prove what the search chose, tightening it until the proof holds or the attempts are used up.
 
     Returns:
         The candidate as tightened, what was measured of it, and what is still wrong.
@@ -130,24 +110,14 @@ def prove_and_tighten(
         ResourceError: The GPU's memory ran out.
     """
     proofs: dict[int, LengthProof] = {}
-    lengths, spending = frozenset(held_out), Spending()
+    lengths, spending = frozenset(prover.held_out), Spending()
 
     def revise(candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
         return spending.revise(candidate, length, layer, proof) or tighten_layer(candidate, length, layer, proof)
 
     for attempt in range(RETRIES + 1):
-        prompts = {length: prompts for length, prompts in held_out.items() if length in lengths}
-        steps = executor.geometry.layers * len(prompts)
-        with progress_bar("proving on held-out prompts", steps, "layer", shown=progress) as step:
-            candidate, measured = prove(
-                executor,
-                prompts,
-                candidate,
-                tighten_layer if attempt else revise,
-                step,
-                chunk=candidate.recipe.chunk,
-                journal=journal,
-            )
+        title = "proving on held-out prompts"
+        candidate, measured = prover.prove(title, lengths, candidate, tighten_layer if attempt else revise)
         proofs |= measured
         problems = judge(candidate, proofs)
         # single layers were tightened in the attempt itself

@@ -16,8 +16,6 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from calibrate.journal import Journal
-from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.adjust import Proven, scaled
 from calibrate.proof.bounds import CONFIDENCE, FLOOR, RUNGS, Look, look_bound, mean_bound, next_bound, share_interval
@@ -32,10 +30,9 @@ from calibrate.proof.judge import (
 )
 from calibrate.proof.sample import LayerSample, LengthSample, sample
 from calibrate.proof.state import Candidate, LengthAndLayer, Problem, Tightening, lengths_of
-from calibrate.proof.verify import prove
+from calibrate.proof.verify import Prover
 from calibrate.recipe import Budget, Recipe
 from calibrate.search.choice import DenseReason
-from calibrate.work.executor import Executor
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.profile.record import (
     CertifiedDomain,
@@ -91,22 +88,13 @@ def with_share(begun: Candidate, candidate: Candidate, length: int, layer: int, 
     return replace(candidate, tightened={**candidate.tightened, key: tightening})
 
 
-def certify(
-    executor: Executor,
-    prompts: Mapping[int, Sequence[Prompt]],
-    proven: Proven,
-    journal: Journal | None = None,
-    *,
-    progress: bool,
-) -> Proven:
+def certify(prover: Prover, prompts: Mapping[int, Sequence[Prompt]], proven: Proven) -> Proven:
     """Certify what was proven, and make layers more careful whose bound is over their limit.
 
     Args:
-        executor: Who runs it.
+        prover: What measures it.
         prompts: The certify prompts by length; lengths with fewer than `FEWEST` are not certified.
         proven: A proof that holds.
-        journal: Where measurements are kept; None if nowhere.
-        progress: Whether to show a progress bar.
 
     Returns:
         What is left of the candidate, with the certificate, and with a problem for each length where retrieval does
@@ -119,12 +107,19 @@ def certify(
     candidate, certificates, ladder = proven.candidate, dict[int, CertifiedLength](), Ladder()
     lengths = [length for length in candidate.lengths if len(prompts.get(length, ())) >= FEWEST]
     problems: list[Problem | None] = []
-    with progress_bar("certifying", executor.geometry.layers * len(lengths), "layer", shown=progress) as step:
+    with prover.bar("certifying", len(lengths)) as step:
         for length in lengths:  # one after another: the hidden states of all prompts are in memory
             candidate, seen = sample(
-                executor, length, prompts[length], candidate, ladder.revise, step, candidate.recipe.chunk, journal
+                prover.executor,
+                length,
+                prompts[length],
+                candidate,
+                ladder.revise,
+                step,
+                chunk=candidate.recipe.chunk,
+                journal=prover.journal,
             )
-            layers = range(executor.geometry.layers)
+            layers = range(prover.geometry.layers)
             certificates[length] = certificate_of(
                 length,
                 seen,
@@ -146,15 +141,7 @@ def certify(
     )
 
 
-def proven_again(
-    executor: Executor,
-    held_out: Mapping[int, Sequence[Prompt]],
-    proven: Proven,
-    certified: Proven,
-    journal: Journal | None = None,
-    *,
-    progress: bool,
-) -> Proven:
+def proven_again(prover: Prover, proven: Proven, certified: Proven) -> Proven:
     """Measure the lengths again that changed since the proof; layers, and then lengths, that became slower than dense
     become dense.
 
@@ -164,11 +151,8 @@ def proven_again(
     `s2o-profile verify` would find them.
 
     Args:
-        executor: Who runs it.
-        held_out: The prompts that layers were adjusted on.
+        prover: What measures them.
         proven, certified: As the proof left it, and as it is after the certificate and `without_slower_layers`.
-        journal: Where measurements are kept; None if nowhere.
-        progress: Whether to show a progress bar.
     """
     lengths = frozenset(
         length for (length, layer), config in certified.configs.items() if config != proven.configs[length, layer]
@@ -176,10 +160,7 @@ def proven_again(
     candidate, proofs = certified.candidate, dict(certified.proofs)
     looked = False
     while lengths:
-        steps = executor.geometry.layers * len(lengths)
-        again = {length: prompts for length, prompts in held_out.items() if length in lengths}
-        with progress_bar("measuring what changed since", steps, "layer", shown=progress) as step:
-            _, measured = prove(executor, again, candidate, on_step=step, chunk=candidate.recipe.chunk, journal=journal)
+        _, measured = prover.prove("measuring what changed since", lengths, candidate)
         proofs |= measured
         layers = frozenset() if looked else slower_layers(candidate, measured)  # once: times that tie vary
         looked = True
@@ -189,31 +170,17 @@ def proven_again(
     return replace(certified, candidate=candidate, proofs=proofs, problems=(*certified.problems, *problems))
 
 
-def without_slower_lengths(
-    executor: Executor,
-    held_out: Mapping[int, Sequence[Prompt]],
-    proven: Proven,
-    journal: Journal | None = None,
-    *,
-    progress: bool,
-) -> Proven:
+def without_slower_lengths(prover: Prover, proven: Proven) -> Proven:
     """Time is no reason to fail: what the last attempt at the proof left slower than dense becomes dense.
 
     Of a length whose prefill is slower those layers become dense whose attention is; all, if no layer alone is slower.
-
-    Args:
-        executor: Who runs it.
-        held_out: The prompts that layers were adjusted on.
-        proven: As the proof left it.
-        journal: Where measurements are kept; None if nowhere.
-        progress: Whether to show a progress bar.
     """
     slower = lengths_of(slower_than_dense(proven.candidate, proven.proofs))
     if not slower:
         return proven
     candidate, _ = _without_slower(proven.candidate, slower_layers(proven.candidate, proven.proofs), slower)
     left = replace(proven, candidate=candidate, problems=layers_over_limit(proven.candidate, proven.proofs))
-    return proven_again(executor, held_out, proven, left, journal, progress=progress)
+    return proven_again(prover, proven, left)
 
 
 def without_slower_layers(proven: Proven) -> Proven:

@@ -36,7 +36,7 @@ from calibrate.proof.adjust import tighten_layer
 from calibrate.proof.agreement import compare
 from calibrate.proof.layers import KIND, LayerRun, layer_state
 from calibrate.proof.state import Candidate, KlPass
-from calibrate.proof.verify import prove
+from calibrate.proof.verify import Prover
 from calibrate.search.allocate import Weights
 from calibrate.search.choose import Chosen
 from calibrate.work.executor import Executor, executor_of, shares
@@ -60,22 +60,12 @@ Alone = tuple[tuple[float, ...], float]  # KL of each group in nats per token, a
 log = logging.getLogger("calibrate")
 
 
-def within_kl(
-    executor: Executor,
-    held_out: Mapping[int, Sequence[Prompt]],
-    candidate: Candidate,
-    journal: Journal | None = None,
-    *,
-    progress: bool,
-) -> tuple[Candidate, dict[int, tuple[KlPass, ...]]]:
+def within_kl(prover: Prover, candidate: Candidate) -> tuple[Candidate, dict[int, tuple[KlPass, ...]]]:
     """Find the allocation whose KL on the adjust prompts is the budget less its margin.
 
     Args:
-        executor: Who runs it.
-        held_out: The prompts that layers are adjusted on, by length in tokens.
+        prover: What measures it.
         candidate: What the search chose, for a budget in KL.
-        journal: Where measurements are kept; None if nowhere.
-        progress: Whether to show a progress bar for each pass.
 
     Returns:
         The candidate to prove, whose calibrated lengths spend what the passes found, and the passes of each length.
@@ -85,7 +75,7 @@ def within_kl(
         ResourceError: The GPU's memory ran out.
     """
     recipe = candidate.recipe
-    begun = _weighed(executor, held_out, candidate, journal, progress=progress)
+    begun = _weighed(prover, candidate)
     most, aim = recipe.budget.value, recipe.budget.value * recipe.margin
     passes: dict[int, list[KlPass]] = {length: [] for length in recipe.lengths}
     ended: set[int] = set()
@@ -98,19 +88,8 @@ def within_kl(
         if not tried:
             break
         candidate = replace(candidate, chosen={**candidate.chosen, **tried})
-        prompts = {length: held_out[length] for length in tried}
-        steps = executor.geometry.layers * len(prompts)
-        with progress_bar(f"searching for the KL, pass {number}", steps, "layer", shown=progress) as step:
-            _, proofs = prove(
-                executor,
-                prompts,
-                candidate,
-                tighten_layer,
-                step,
-                timed=False,
-                chunk=candidate.recipe.chunk,
-                journal=journal,
-            )
+        title = f"searching for the KL, pass {number}"
+        _, proofs = prover.prove(title, tried, candidate, tighten_layer, timed=False)
         for length, chosen in tried.items():
             passes[length].append(KlPass(scales[length], chosen.predicted_kl, proofs[length].kl))
             log.info("%d tokens: %s, aimed at %.2e", length, passes[length][-1], aim)
@@ -121,21 +100,14 @@ def within_kl(
     return replace(candidate, chosen=final), {length: tuple(of_length) for length, of_length in passes.items()}
 
 
-def _weighed(
-    executor: Executor,
-    held_out: Mapping[int, Sequence[Prompt]],
-    candidate: Candidate,
-    journal: Journal | None,
-    *,
-    progress: bool,
-) -> dict[int, Chosen]:
+def _weighed(prover: Prover, candidate: Candidate) -> dict[int, Chosen]:
     """What was chosen at each calibrated length, with layers weighed by what they cost by themselves."""
     weighed = dict(candidate.chosen)
     for length in candidate.recipe.lengths:
         for _ in range(WEIGHINGS):  # the first one may be at errors far from those that the budget allows
             configs = [choice.config for choice in weighed[length].choices]
-            with progress_bar(f"weighing layers at {length} tokens", 1, "pass", shown=progress) as step:
-                alone = kl_alone(executor, held_out[length], configs, journal)
+            with progress_bar(f"weighing layers at {length} tokens", 1, "pass", shown=prover.progress) as step:
+                alone = kl_alone(prover.executor, prover.held_out[length], configs, prover.journal)
                 step()
             log.info("%d tokens: groups of layers by themselves have a KL of %s, rounding %.1e", length, *alone)
             ratio = sum(alone[0]) / max(weighed[length].predicted_kl, 1e-30)

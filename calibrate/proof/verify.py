@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import Calls, DecoderLayer, Stream, begin, layer_on_device
+from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.layers import (
     C,
@@ -35,6 +37,7 @@ from calibrate.proof.layers import (
     layer_state,
     through_layers,
 )
+from calibrate.proof.state import Candidate
 from calibrate.recipe import Budget
 from calibrate.timing import medians
 from calibrate.work.executor import Executor, executor_of
@@ -43,6 +46,7 @@ from calibrate.work.measured import measured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.huggingface import hf
+from s2o_runtime.identity import Geometry
 from s2o_runtime.scoring import Scoring
 
 KIND = "prefill"  # of entries in a journal: times of decoder layers
@@ -147,6 +151,43 @@ def prove(
     return configured, {
         length: _length_proof(passed[length], times[length], prompts) for length, prompts in held_out.items()
     }
+
+
+@dataclass(frozen=True)
+class Prover:
+    """What measures candidates on the prompts that layers are adjusted on.
+
+    executor: Who runs it. held_out: The prompts, by length in tokens; every length of the candidates. journal: Where
+    measurements are kept; None if nowhere. progress: Whether to show progress bars.
+    """
+
+    executor: Executor
+    held_out: Mapping[int, Sequence[Prompt]]
+    journal: Journal | None = None
+    progress: bool = False
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of the model."""
+        return self.executor.geometry
+
+    def bar(self, title: str, lengths: int) -> AbstractContextManager[Callable[[], object]]:
+        """A progress bar of every layer at so many lengths; what it gives is called after each."""
+        return progress_bar(title, self.geometry.layers * lengths, "layer", shown=self.progress)
+
+    def prove(
+        self,
+        title: str,
+        lengths: Container[int],
+        candidate: Candidate,
+        revise: Callable[[Candidate, int, int, LayerProof], Candidate | None] = accept,
+        timed: bool = True,
+    ) -> tuple[Candidate, dict[int, LengthProof]]:
+        """`prove` a candidate at some lengths, fed in its recipe's chunks, under a progress bar with this title."""
+        prompts = {length: prompts for length, prompts in self.held_out.items() if length in lengths}
+        with self.bar(title, len(prompts)) as step:
+            chunk = candidate.recipe.chunk
+            return prove(self.executor, prompts, candidate, revise, step, timed, chunk, self.journal)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from calibrate import pipeline
 from calibrate.commands.calibrate import main
-from calibrate.proof.adjust import prove_and_tighten
+from calibrate.proof import verify
 from calibrate.proof.verify import prove
 from s2o_runtime import load_profile
 from support.models import SIZES
@@ -62,7 +62,7 @@ def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny_fo
         candidate, proofs = prove(*arguments, **named)
         return candidate, {length: replace(proof, needles=(0, 3)) for length, proof in proofs.items()}
 
-    monkeypatch.setattr(pipeline, "prove_and_tighten", partial(prove_and_tighten, prove=loses))
+    monkeypatch.setattr(verify, "prove", loses)
     flags = "--lengths 512 --budget-rel-mse 1e-2 --segments 64,128 --trials 1 --num-prompts 1 --num-held-out 1"
     flags += " --num-certify 0 --device cpu --quiet --out no.safetensors" + " --allow-regression" * allow
     outcome = command("--model", tiny_folder, *flags.split())

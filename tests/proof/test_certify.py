@@ -151,7 +151,7 @@ def test_layers_that_adjusting_left_slower_than_dense_become_dense():
 
 
 @pytest.mark.parametrize("slow_layers", [{1}, set()], ids=["a-layer", "no-layer-alone"])
-def test_a_length_that_stayed_slower_than_dense_is_no_failure(monkeypatch, slow_layers):
+def test_a_length_that_stayed_slower_than_dense_is_no_failure(slow_layers):
     """After the last attempt, when nothing else would make it dense; what is over its limit stays a problem."""
     begun = candidate("cuda")
     proofs = proofs_of(begun)
@@ -162,22 +162,19 @@ def test_a_length_that_stayed_slower_than_dense_is_no_failure(monkeypatch, slow_
     proofs[1024] = replace(proofs[1024], layers=tuple(layers), prefill_seconds=3.0, dense_prefill_seconds=2.0)
     quick = replace(proofs[1024], prefill_seconds=2.0)
     again = []
-    monkeypatch.setattr(
-        certify, "prove", lambda _, prompts, *__, **___: again.append(set(prompts)) or (begun, {1024: quick})
-    )
+    prover = SimpleNamespace(prove=lambda _, lengths, *__: again.append(set(lengths)) or (begun, {1024: quick}))
     proven = Proven(begun, proofs, judge(begun, proofs))
     assert not proven.met
-    held_out = {length: [] for length in proofs}
-    left = without_slower_lengths(SimpleNamespace(geometry=begun.geometry), held_out, proven, progress=False)
+    left = without_slower_lengths(prover, proven)
     assert left.met
     assert again == [{1024}]
     became_dense = {(1024, layer) for layer in slow_layers or {0, 1}}
     for place, config in begun.configs.items():
         assert left.configs[place] == (config.as_dense() if place in became_dense else config)
-    assert without_slower_lengths(None, {}, left, progress=False) is left
+    assert without_slower_lengths(prover, left) is left
 
 
-def test_a_layer_that_the_certificate_left_slower_than_dense_becomes_dense_too(monkeypatch):
+def test_a_layer_that_the_certificate_left_slower_than_dense_becomes_dense_too():
     begun = candidate("cuda")
     proofs = proofs_of(begun)
     timed = {
@@ -186,11 +183,10 @@ def test_a_layer_that_the_certificate_left_slower_than_dense_becomes_dense_too(m
     }
     slow = replace(timed[512].layers[1], seconds=3e-3)
     measured = iter([{512: replace(timed[512], layers=(timed[512].layers[0], slow))}, {512: timed[512]}])
-    monkeypatch.setattr(certify, "prove", lambda *_, **__: (begun, next(measured)))
+    prover = SimpleNamespace(prove=lambda *_: (begun, next(measured)))
     changed = certify.with_dense_layers(begun, {(512, 0)}, DenseReason.OVER_BOUND)
     proven = Proven(begun, timed, ())
-    executor = SimpleNamespace(geometry=begun.geometry)
-    left = proven_again(executor, {512: []}, proven, replace(proven, candidate=changed), progress=False)
+    left = proven_again(prover, proven, replace(proven, candidate=changed))
     assert [left.configs[512, layer].is_dense for layer in range(2)] == [True, True]
     assert left.candidate.choice(1, 512).why_dense == DenseReason.SLOWER_ATTENTION
     assert left.proofs[512] == timed[512]  # as it is at the end
@@ -204,11 +200,9 @@ def test_needles_that_the_certificate_lost_are_a_problem(monkeypatch, needles, p
     proven = Proven(begun, {}, ())
     changed = replace(proven, candidate=with_dense(begun, frozenset({LENGTHS[0]})))
     measured = {LENGTHS[0]: SimpleNamespace(needles=needles, kl=1e-3)}
-    monkeypatch.setattr(certify, "prove", lambda *_, **__: (None, measured))
     monkeypatch.setattr(certify, "slower_than_dense", lambda *_: ())
     monkeypatch.setattr(certify, "slower_layers", lambda *_: frozenset())
-    executor = SimpleNamespace(geometry=SimpleNamespace(layers=2))
-    again = proven_again(executor, {LENGTHS[0]: []}, proven, changed, progress=False)
+    again = proven_again(SimpleNamespace(prove=lambda *_: (None, measured)), proven, changed)
     assert len(again.problems) == problems
     assert all("keeps 0 of the 2 needles" in str(problem) for problem in again.problems)
 

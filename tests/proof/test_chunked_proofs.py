@@ -1,20 +1,12 @@
 """--chunk reaches everything that proves: the search in KL, the proof, the certificate, and both made again."""
 
-from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
-
 import pytest
 
-from calibrate import pipeline
 from calibrate.commands.profile import main as profile_command
 from calibrate.pipeline import calibrate
-from calibrate.proof import adjust, again, certify, kl
-from calibrate.proof.adjust import Proven, prove_and_tighten
-from calibrate.proof.certify import proven_again, with_dense
+from calibrate.proof import again, certify, verify
 from calibrate.proof.sample import sample
 from calibrate.proof.verify import prove
-from support.candidates import LENGTHS, candidate, proofs_of
 from support.tiny import recipe, save_tiny
 
 CHUNK, OTHER = 256, 128  # of the recipe, and of who proves it again
@@ -29,7 +21,7 @@ class Chunks(dict):
         place = f"{module.__name__.rpartition('.')[2]}.{name}"
 
         def watched(*arguments, **named):
-            given = named["chunk"] if "chunk" in named else arguments[6]  # of `sample`, as the certificate calls it
+            given = named["chunk"] if "chunk" in named else arguments[6]  # of `prove`, as `Prover` calls it
             self.setdefault(place, set()).add(given)
             return function(*arguments, **named)
 
@@ -43,9 +35,7 @@ def finished(tmp_path_factory):
     made = recipe(folder, tmp_path_factory.mktemp("calibrated") / "p.safetensors", **SETTINGS, chunk=CHUNK)
     chunks = Chunks()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        chunks.watch(monkeypatch, kl, "prove", prove)
-        chunks.watch(monkeypatch, adjust, "prove", prove)
-        monkeypatch.setattr(pipeline, "prove_and_tighten", partial(prove_and_tighten, prove=adjust.prove))
+        chunks.watch(monkeypatch, verify, "prove", prove)
         chunks.watch(monkeypatch, certify, "sample", sample)
         calibrate(made, progress=False)
     return made.out, folder, chunks
@@ -53,19 +43,7 @@ def finished(tmp_path_factory):
 
 def test_a_calibration_proves_in_the_recipes_chunks(finished):
     _, _, chunks = finished
-    assert chunks == {"kl.prove": {CHUNK}, "adjust.prove": {CHUNK}, "certify.sample": {CHUNK}}
-
-
-def test_what_changed_since_the_proof_is_measured_in_chunks(monkeypatch):
-    begun = candidate()
-    begun = replace(begun, recipe=replace(begun.recipe, chunk=CHUNK))
-    proven, chunks = Proven(begun, proofs_of(begun), ()), Chunks()
-    changed = replace(proven, candidate=with_dense(begun, frozenset({LENGTHS[0]})))
-    measured = proofs_of(begun)[LENGTHS[0]]
-    chunks.watch(monkeypatch, certify, "prove", lambda *_, **__: (None, {LENGTHS[0]: measured}))
-    executor = SimpleNamespace(geometry=begun.geometry)
-    proven_again(executor, {LENGTHS[0]: []}, proven, changed, progress=False)
-    assert chunks == {"certify.prove": {CHUNK}}
+    assert chunks == {"verify.prove": {CHUNK}, "certify.sample": {CHUNK}}  # the passes in KL and the proof
 
 
 @pytest.mark.parametrize(
