@@ -16,7 +16,14 @@ from s2o_runtime.config import GRAINS, MAX_SEGMENT, MIN_SEGMENT, REPRESENTATIVES
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, Rule
 from s2o_runtime.lengths import far_apart
-from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES, BudgetKind, ErrorUnit, error_unit
+from s2o_runtime.profile.record import (
+    BUDGET_KINDS,
+    BUDGET_SCOPES,
+    BudgetKind,
+    ErrorUnit,
+    RecordedBudget,
+    error_unit,
+)
 
 SEGMENTS = (256, 512, 1024, 2048)
 DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}  # tokens, by the kind of the device
@@ -447,6 +454,11 @@ class Recipe:
         """The recipe with another budget: the scope stays, unless one of the two is a KL, which is of the model."""
         scope = "model" if budget.is_kl else "layer" if self.budget.is_kl else self.scope
         return replace(self, budget=budget, scope=scope)
+
+    @property
+    def recorded_budget(self) -> RecordedBudget:
+        """The budget as a profile records it, and what it holds for."""
+        return RecordedBudget.from_json(self.budget.as_json() | {"scope": self.scope})
 
     def binds(self, limit: float) -> ErrorUnit | None:
         """Which of the two limits of an mse with a ceiling a layer's limit is; None where it is neither's."""

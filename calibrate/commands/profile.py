@@ -30,6 +30,7 @@ from s2o_runtime.command_line import (
 from s2o_runtime.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
+    from calibrate.proof.again import Opened
     from s2o_runtime.profile import Profile
 
 PROGRAM = "s2o-profile"
@@ -293,14 +294,27 @@ def verify(flags: Flags) -> int:
     """Prove a profile on this machine: on its own prompts again, or its certificate on others."""
     if "model" not in flags:
         raise ConfigError("verify needs the profile's model: give --model MODEL")
-    profile, model = flags["profile"], str(flags["model"])
     name, _ = named_device(flags.get("device"))
-    if "seed" in flags:
-        return _check_certificate(flags, model, profile, name)
 
+    from calibrate.proof.again import opened
+
+    profile = opened(
+        str(flags["model"]),
+        flags["profile"],
+        name,
+        flags.get("prompts"),
+        flags.get("chunk"),
+        needs_certificate="seed" in flags,
+        trust_remote_code=flags.get("trust_remote_code", False),
+        tokenizer=flags.get("tokenizer"),
+    )
+    return _check_certificate(flags, profile) if "seed" in flags else _prove(flags, profile)
+
+
+def _prove(flags: Flags, profile: Opened) -> int:
     from calibrate.proof.again import verified
 
-    proof = verified(model, profile, name, flags.get("prompts"), flags.get("chunk"), **_reading(flags))
+    proof = verified(profile)
     if "json" in flags:
         print_json(asdict(proof))
     else:
@@ -325,12 +339,10 @@ def verify(flags: Flags) -> int:
     return OK
 
 
-def _check_certificate(flags: Flags, model: str, profile: Path, device: str) -> int:
+def _check_certificate(flags: Flags, profile: Opened) -> int:
     from calibrate.proof.again import recertified
 
-    check = recertified(
-        model, profile, device, flags["seed"], flags.get("prompts"), flags.get("chunk"), **_reading(flags)
-    )
+    check = recertified(profile, flags["seed"])
     if "json" in flags:
         print_json(asdict(check))
     else:
@@ -352,11 +364,6 @@ def _check_certificate(flags: Flags, model: str, profile: Path, device: str) -> 
     if check.problems:
         return failed(PROGRAM, NOT_PROVEN, f"the certificate does not hold ({'; '.join(check.problems)})")
     return OK
-
-
-def _reading(flags: Flags) -> dict[str, Any]:
-    """What a model is read with."""
-    return {"trust_remote_code": flags.get("trust_remote_code", False), "tokenizer": flags.get("tokenizer")}
 
 
 def plot(flags: Flags) -> int:

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import fmean
 
 from calibrate.curves.curves import Curves, dense_power
-from calibrate.profiles.record import budget_of, predicted_layers
 from calibrate.profiles.stored import StoredCurves, calibrate_command, recipe_of, stored_curves
 from calibrate.recipe import Budget, Recipe
 from calibrate.search.allocate import Weights
@@ -99,10 +98,11 @@ def rebudget(
         layers.append(tuple(choice.config for choice in choices))
         predictions.append(_prediction(length, choices, after))
         kl = _predicted_kl(choices, after)
-        recorded.append(PredictedLength(length=length, kl=kl, layers=predicted_layers(choices)))
+        predicted = tuple(choice.predicted(len(choices)) for choice in choices)
+        recorded.append(PredictedLength(length=length, kl=kl, layers=predicted))
     record = replace(
         old.record,
-        budget=budget_of(after),
+        budget=after.recorded_budget,
         recipe=after.record(),
         proof="none",
         problems=(UNPROVEN,),

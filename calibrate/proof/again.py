@@ -35,81 +35,53 @@ from s2o_runtime.profile.record import CertifiedLayer, CertifiedLength, Certifie
 
 
 @dataclass(frozen=True)
-class Verified:
-    """A proof that was made again.
+class Opened:
+    """A profile that can be measured here, the recipe that made it, and its model.
 
-    lengths: for each length what the prompts say of the model and, under "layers", of each layer: its error and its
-        limit in the budget's unit, its rel_mse, which limit binds (`Recipe.binds`), its density, and whether it is
-        dense.
-    problems: one sentence each, none if the proof holds.
-    same_prompts: whether the prompts are those in the profile's record.
+    prompts: Files and folders to draw prompts from instead of the recipe's text; None is what the recipe says.
     """
 
-    lengths: list[dict[str, Any]]
-    problems: list[str]
-    same_prompts: bool
+    profile: Profile
+    recipe: Recipe
+    loaded: LoadedModel
+    prompts: tuple[Path, ...] | None
 
 
-def verified(
+def opened(
     model: str,
     path: Path,
     device: str,
     prompts: tuple[Path, ...] | None = None,
     chunk: int | None = None,
     *,
+    needs_certificate: bool = False,
     trust_remote_code: bool = False,
     tokenizer: str | None = None,
-) -> Verified:
-    """Make the proof of a profile again, on the prompts that its recipe adjusted layers on.
+) -> Opened:
+    """Open a profile and the model it is of.
 
     Args:
-        model: alias, local folder or hub id.
-        path: the profile's file.
-        device: torch's name of the device to prove it on.
-        prompts: files and folders to prove on instead of the recipe's text; None is what the recipe says.
-        chunk: tokens that layers are fed at once instead of the recipe's; None is what the recipe says.
-        trust_remote_code: whether code that comes with the model may run; what the recipe says does not count, because
+        model: Alias, local folder or hub id.
+        path: The profile's file.
+        device: Torch's name of the device to measure on.
+        prompts: Files and folders to draw prompts from instead of the recipe's text; None is what the recipe says.
+        chunk: Tokens that layers are fed at once instead of the recipe's; None is what the recipe says.
+        needs_certificate: Whether a profile without one is refused, before anything is loaded.
+        trust_remote_code: Whether code that comes with the model may run; what the recipe says does not count, because
             a profile may be another's.
-        tokenizer: the folder or hub id of a tokenizer in place of the model's; the recipe's does not count.
+        tokenizer: The folder or hub id of a tokenizer in place of the model's; the recipe's does not count.
 
     Raises:
-        ModelError: the model cannot be loaded.
-        ProfileError: the profile cannot be read.
-        InputError: its record does not say how it was made, it is of another model, or this device cannot run it.
+        ModelError: The model cannot be loaded.
+        ProfileError: The profile cannot be read.
+        InputError: Its record does not say how it was made, it is of another model, this device cannot run it, or it
+            has no certificate.
     """
-    opened = to_prove(model, path, device, trust_remote_code=trust_remote_code, tokenizer=tokenizer)
-    profile, recipe = opened.profile, on_other_text(opened.recipe, prompts)
-    recipe = recipe if chunk is None else replace(recipe, chunk=chunk)
-    data = load_prompts(recipe, opened.loaded.tokenizer)
-    _, proofs = prove(opened.loaded, data.held_out, profile, chunk=recipe.chunk)
-    lengths = [_compared(profile, recipe, length, proof) for length, proof in sorted(proofs.items())]
-    problems = [
-        over_limit(row["length"], layer["layer"], layer["error"], layer["limit"])
-        for row in lengths
-        for layer in row["layers"]
-        if layer["error"] > layer["limit"] and not layer["dense"]
-    ]
-    problems += (*lost_needles(proofs, recipe), *kl_over_budget(proofs, recipe))
-    recorded = profile.record.data
-    same_prompts = recorded is not None and data.record().held_out == recorded.held_out
-    return Verified(lengths, list(map(str, problems)), same_prompts)
-
-
-@dataclass(frozen=True)
-class ToProve:
-    """A profile that can be proven here, the recipe that made it, and its model."""
-
-    profile: Profile
-    recipe: Recipe
-    loaded: LoadedModel
-
-
-def to_prove(
-    model: str, path: Path, device: str, *, trust_remote_code: bool = False, tokenizer: str | None = None
-) -> ToProve:
-    """Open a profile and the model it is of; raises what `verified` does."""
     profile = load_profile(path)
+    if needs_certificate and not certified_lengths(profile):
+        raise InputError(f"{path} is not certified, so there is nothing to compare with: leave --seed out")
     recipe = replace(recipe_of(profile, path), model=model, device=device, tokenizer=tokenizer)
+    recipe = recipe if chunk is None else replace(recipe, chunk=chunk)
     if recipe.scope == "model" and not profile.record.held_out:
         raise InputError(f"{path} does not say what each layer may have of the model's budget: calibrate with it")
     profile, rejected = fitted(profile, torch.device(device))
@@ -127,7 +99,47 @@ def to_prove(
         raise InputError(f"{path} is not of {model}, which has {difference}: calibrate this model")
     if mismatch := fingerprint_mismatch(loaded.fingerprint, profile.fingerprint):
         raise InputError(f"{path} is not of {model}: {mismatch} that were calibrated: calibrate this model")
-    return ToProve(profile, recipe, loaded)
+    return Opened(profile, recipe, loaded, prompts)
+
+
+def certified_lengths(profile: Profile) -> dict[int, CertifiedLength]:
+    """What a profile's record certifies, by length in tokens; nothing without a certificate."""
+    certificate = profile.record.certificate
+    lengths = (certificate.lengths if certificate else None) or ()
+    return {certified.length: certified for certified in lengths if certified.length is not None}
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A proof that was made again.
+
+    lengths: For each length what the prompts say of the model and, under "layers", of each layer: its error and its
+    limit in the budget's unit, its rel_mse, which limit binds (`Recipe.binds`), its density, and whether it is dense.
+    problems: One sentence each, none if the proof holds. same_prompts: Whether the prompts are those in the profile's
+    record.
+    """
+
+    lengths: list[dict[str, Any]]
+    problems: list[str]
+    same_prompts: bool
+
+
+def verified(opened: Opened) -> Verified:
+    """Make the proof of a profile again, on the prompts that its recipe adjusted layers on, or on other text."""
+    profile, recipe = opened.profile, on_other_text(opened.recipe, opened.prompts)
+    data = load_prompts(recipe, opened.loaded.tokenizer)
+    _, proofs = prove(opened.loaded, data.held_out, profile, chunk=recipe.chunk)
+    lengths = [_compared(profile, recipe, length, proof) for length, proof in sorted(proofs.items())]
+    problems = [
+        over_limit(row["length"], layer["layer"], layer["error"], layer["limit"])
+        for row in lengths
+        for layer in row["layers"]
+        if layer["error"] > layer["limit"] and not layer["dense"]
+    ]
+    problems += (*lost_needles(proofs, recipe), *kl_over_budget(proofs, recipe))
+    recorded = profile.record.data
+    same_prompts = recorded is not None and data.record().held_out == recorded.held_out
+    return Verified(lengths, list(map(str, problems)), same_prompts)
 
 
 def on_other_text(recipe: Recipe, prompts: tuple[Path, ...] | None) -> Recipe:
@@ -211,55 +223,33 @@ class Recertified:
     problems: tuple[str, ...]
 
 
-def recertified(
-    model: str,
-    path: Path,
-    device: str,
-    seed: int,
-    prompts: tuple[Path, ...] | None = None,
-    chunk: int | None = None,
-    *,
-    trust_remote_code: bool = False,
-    tokenizer: str | None = None,
-) -> Recertified:
+def recertified(opened: Opened, seed: int) -> Recertified:
     """Check a profile's certificate on prompts drawn with another seed, or from other files.
 
     A bound is broken if a lower bound for the mean over the fresh prompts is above it: a mean that is above it by
     chance alone is none. What is certified of single prompts is broken if more of them exceed it than chance explains.
 
     Args:
-        model: Alias, local folder or hub id.
-        path: The profile's file.
-        device: Torch's name of the device to measure on.
+        opened: A profile with a certificate.
         seed: What draws the prompts.
-        prompts: Files and folders to draw from instead of the recipe's text; None is what the recipe says.
-        chunk: Tokens that layers are fed at once instead of the recipe's; None is what the recipe says.
-        trust_remote_code: Whether code that comes with the model may run, whatever the recipe says.
-        tokenizer: The folder or hub id of a tokenizer in place of the model's, whatever the recipe says.
 
     Raises:
-        ModelError: The model cannot be loaded.
-        ProfileError: The profile cannot be read.
-        InputError: It has no certificate, it cannot be proven here, or there are too few fresh prompts.
+        InputError: There are too few fresh prompts.
     """
-    certified = load_profile(path).record.certificate
-    lengths = {entry.length: entry for entry in (certified and certified.lengths) or () if entry.length is not None}
-    if not lengths:
-        raise InputError(f"{path} is not certified, so there is nothing to compare with: leave --seed out")
-    opened = to_prove(model, path, device, trust_remote_code=trust_remote_code, tokenizer=tokenizer)
-    count = opened.recipe.num_certify or OPTIONS["num_certify"].default
-    fresh = fresh_prompts(opened, replace(opened.recipe, seed=seed, num_certify=count), prompts)
+    profile, recipe = opened.profile, opened.recipe
+    lengths = certified_lengths(profile)
+    count = recipe.num_certify or OPTIONS["num_certify"].default
+    fresh = fresh_prompts(opened, replace(recipe, seed=seed, num_certify=count))
     for length in lengths:
         if len(fresh.get(length, ())) < FEWEST:
             raise InputError(
                 f"there are {len(fresh.get(length, ()))} fresh prompts of {length} tokens, expected at least {FEWEST}: "
                 "give another --seed, or --prompts with more text"
             )
-    chunk = opened.recipe.chunk if chunk is None else chunk
     samples = {
-        length: sample(opened.loaded, length, fresh[length], opened.profile, chunk=chunk)[1] for length in lengths
+        length: sample(opened.loaded, length, fresh[length], profile, chunk=recipe.chunk)[1] for length in lengths
     }
-    return compared(opened.profile, opened.recipe.budget, lengths, samples)
+    return compared(profile, recipe.budget, lengths, samples)
 
 
 def compared(
@@ -297,16 +287,15 @@ def compared(
     return Recertified(lengths, tuple(problem for length in lengths for problem in _problems(length, certified)))
 
 
-def fresh_prompts(opened: ToProve, recipe: Recipe, prompts: tuple[Path, ...] | None) -> dict[int, list[Prompt]]:
+def fresh_prompts(opened: Opened, recipe: Recipe) -> dict[int, list[Prompt]]:
     """The certify prompts of a recipe, by length in tokens, without those that took part in the profile.
 
     Args:
-        opened: The profile, whose record names what took part, and its model.
+        opened: The profile, whose record names what took part, its model, and where prompts are drawn from.
         recipe: What to draw: the lengths, how many prompts and the seed, and the kinds of text.
-        prompts: Files and folders to draw from instead; None is what the recipe says.
     """
-    drawn = on_other_text(recipe, prompts)
-    if prompts is not None:  # of the user's text as much as possible is for the certificate
+    drawn = on_other_text(recipe, opened.prompts)
+    if opened.prompts is not None:  # of the user's text as much as possible is for the certificate
         drawn = replace(drawn, num_prompts=1, held_out=1)
     recorded = opened.profile.record.data
     parts = (recorded.calibration, recorded.held_out, recorded.certify) if recorded else ()

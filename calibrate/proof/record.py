@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from calibrate.profiles.record import budget_of, predicted_layers
 from calibrate.prompts.prompt import PromptSet
 from calibrate.proof import state
 from calibrate.proof.adjust import Proven
@@ -34,7 +33,7 @@ def record_of(recipe: Recipe, prompts: PromptSet, proven: Proven) -> Record:
     Times are recorded only where they were the objective, on a GPU: without them the same inputs give the same bytes.
     """
     return Record(
-        budget=budget_of(recipe),
+        budget=recipe.recorded_budget,
         objective="latency" if proven.device.kind == "cuda" else "predicted latency",
         recipe=recipe.record(),
         data=prompts.record(),
@@ -45,7 +44,7 @@ def record_of(recipe: Recipe, prompts: PromptSet, proven: Proven) -> Record:
             PredictedLength(
                 length=length,
                 kl=chosen.predicted_kl if recipe.budget.is_kl else None,
-                layers=predicted_layers(chosen.choices),
+                layers=tuple(choice.predicted(len(chosen.choices)) for choice in chosen.choices),
             )
             for length, chosen in proven.chosen.items()
         ),

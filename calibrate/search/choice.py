@@ -17,6 +17,7 @@ from calibrate.recipe import Recipe
 from calibrate.search.allocate import UNWEIGHTED, Allocation, Allowed, Weights, allocate, allocate_together
 from calibrate.timing import Timing
 from s2o_runtime.config import LayerConfig, Scores, TileConfig
+from s2o_runtime.profile.record import PredictedLayer
 
 HARMLESS = 0.5  # of an equal part of a budget in KL: an error that costs less than this needs no tightening
 FEWEST = 0.01  # of its layer's mean: what a head's error counts at least, so that none that hardly counted is free
@@ -116,6 +117,19 @@ class Choice:
     def dense_sentence(self) -> str | None:
         """Why the layer is dense as a whole, in words; None if it is not."""
         return self.measured or (self.why_dense and self.why_dense.value)
+
+    def predicted(self, layers: int) -> PredictedLayer:
+        """What a profile keeps of it, in a model of so many layers: what the curves say, and the times if there are."""
+        of_heads, timing = self.allocation, self.timing
+        return PredictedLayer(
+            mse=of_heads.mse,
+            density=of_heads.density,
+            cost=of_heads.cost,
+            seconds=self.seconds,
+            dense_seconds=timing.dense_seconds if timing else None,
+            # of a budget in KL, where layers' weights are for a mean over them
+            sensitivity=self.weights.layer / layers if self.weights.heads is not None else None,
+        )
 
     def settled(self) -> Choice:
         """The same choice, made dense where it gains nothing over dense attention."""
