@@ -128,11 +128,7 @@ def sample(
         length: Tokens of every prompt.
         prompts: At least one.
         configured: What each layer runs.
-        revise: Given what was measured, the length, the layer's index and its sample: what to measure instead on the
-            same inputs, or None to accept this one. The layers that follow see what the accepted one gave.
-        on_step: Called after each layer.
-        chunk: Tokens that a layer is fed at once, as a server does; None for whole prompts.
-        journal: Where measurements are kept, and found again; None if nowhere.
+        revise, on_step, chunk, journal: As `through_layers` takes them.
 
     Returns:
         What was accepted in the end, and what was measured of it.

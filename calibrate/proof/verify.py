@@ -74,6 +74,17 @@ class LayerProof:
     dense_seconds: float | None = None
     of_prompts: tuple[tuple[float, float], ...] = ()
 
+    @classmethod
+    def of(cls, of_prompts: Sequence[Mapping[str, Any]]) -> LayerProof:
+        """From the results of a layer's steps, without times."""
+        return cls(
+            mse=statistics.fmean(one["mse"] for one in of_prompts),
+            dense_power=statistics.fmean(one["power"] for one in of_prompts),
+            density=statistics.fmean(one["density"] for one in of_prompts),
+            worst=float(worst_of(torch.cat([one["tiles"] for one in of_prompts]))),
+            of_prompts=tuple((one["mse"], one["power"]) for one in of_prompts),
+        )
+
     @property
     def rel_mse(self) -> float:
         return self.mse / max(self.dense_power, 1e-30)
@@ -102,8 +113,20 @@ class LengthProof:
     kl: float
     top1: float
     needles: tuple[int, int] | None
-    prefill_seconds: float
-    dense_prefill_seconds: float
+    prefill_seconds: float = 0.0
+    dense_prefill_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, passed: Passed[LayerProof], prompts: Sequence[Prompt]) -> LengthProof:
+        """From what prompts showed on their way, without times."""
+        agreements = passed.agreements
+        needles = sum(prompt.kept for prompt in agreements), sum(prompt.found for prompt in agreements)
+        return cls(
+            layers=passed.layers,
+            kl=max(0.0, statistics.fmean(prompt.kl for prompt in agreements)),
+            top1=statistics.fmean(prompt.top1 for prompt in agreements),
+            needles=needles if any(prompt.answers for prompt in prompts) else None,
+        )
 
 
 def prove(
@@ -142,15 +165,14 @@ def prove(
     """
     with executor_of(model) as executor:
         configured, passed = through_layers(
-            executor, held_out, configured, AdjustStep, _layer_proof, revise, on_step, chunk, journal
+            executor, held_out, configured, AdjustStep, LayerProof.of, revise, on_step, chunk, journal
         )
-        times = dict.fromkeys(held_out, _UNTIMED)
+        proofs = {length: LengthProof.of(passed[length], prompts) for length, prompts in held_out.items()}
         if timed:
+            first = {length: prompts[0] for length, prompts in held_out.items()}
             ran = {length: of_length.ran for length, of_length in passed.items()}
-            times = _times(executor, {length: prompts[0] for length, prompts in held_out.items()}, ran, journal)
-    return configured, {
-        length: _length_proof(passed[length], times[length], prompts) for length, prompts in held_out.items()
-    }
+            proofs = _with_times(executor, first, ran, proofs, journal)
+    return configured, proofs
 
 
 @dataclass(frozen=True)
@@ -203,51 +225,14 @@ class AdjustStep(Step):
         return {"mse": mse, "power": power, "tiles": tile_worst(errors.off, TILE_ROWS).flatten().cpu()}
 
 
-def _layer_proof(of_prompts: Sequence[Mapping[str, Any]]) -> LayerProof:
-    """The proof of a layer, without times, from what each prompt says."""
-    return LayerProof(
-        mse=statistics.fmean(one["mse"] for one in of_prompts),
-        dense_power=statistics.fmean(one["power"] for one in of_prompts),
-        density=statistics.fmean(one["density"] for one in of_prompts),
-        worst=float(worst_of(torch.cat([one["tiles"] for one in of_prompts]))),
-        of_prompts=tuple((one["mse"], one["power"]) for one in of_prompts),
-    )
-
-
-@dataclass(frozen=True)
-class _Times:
-    """Seconds of one length's first prompt: of all decoder layers, and of each layer's attention as (S2O, dense)."""
-
-    patched: float = 0.0
-    dense: float = 0.0
-    attention: tuple[tuple[float, float] | None, ...] = ()
-
-
-_UNTIMED = _Times()
-
-
-def _length_proof(passed: Passed[LayerProof], times: _Times, prompts: Sequence[Prompt]) -> LengthProof:
-    layers, agreements = passed.layers, passed.agreements
-    of_attention = times.attention or (None,) * len(layers)
-    return LengthProof(
-        tuple(
-            proof if of_layer is None else replace(proof, seconds=of_layer[0], dense_seconds=of_layer[1])
-            for proof, of_layer in zip(layers, of_attention, strict=True)
-        ),
-        max(0.0, statistics.fmean(prompt.kl for prompt in agreements)),
-        statistics.fmean(prompt.top1 for prompt in agreements),
-        (sum(prompt.kept for prompt in agreements), sum(prompt.found for prompt in agreements))
-        if any(prompt.answers for prompt in prompts)
-        else None,
-        times.patched,
-        times.dense,
-    )
-
-
-def _times(
-    executor: Executor, prompts: Mapping[int, Prompt], ran: Mapping[int, History], journal: Journal | None
-) -> dict[int, _Times]:
-    """The times of every decoder layer at every length, by length; ran: what all layers run."""
+def _with_times(
+    executor: Executor,
+    prompts: Mapping[int, Prompt],
+    ran: Mapping[int, History],
+    proofs: Mapping[int, LengthProof],
+    journal: Journal | None,
+) -> dict[int, LengthProof]:
+    """The proofs with the times of every decoder layer on one prompt of each length; ran: what all layers run."""
     geometry = executor.geometry
     if executor.device.kind != "cuda":  # there they are no objective, and no run takes them from another
         journal = None
@@ -257,17 +242,20 @@ def _times(
         for number in numbers  # a layer's weights are on the device for all lengths
         for length, prompt in prompts.items()
     }
-    results = dict(zip(items, measured(list(items.values()), executor, journal), strict=True))
-    times = {}
-    for length in prompts:
-        of_decoder = [results[length, number] for number in numbers]
-        attention = [of_decoder[geometry.layer_number(row)].get("attention") for row in range(geometry.layers)]
-        times[length] = _Times(
-            sum(seconds["patched"] for seconds in of_decoder),
-            sum(seconds["dense"] for seconds in of_decoder),
-            tuple(None if pair is None else (pair[0], pair[1]) for pair in attention),
+    seconds = dict(zip(items, measured(list(items.values()), executor, journal), strict=True))
+    timed = {}
+    for length, proof in proofs.items():
+        layers = []
+        for row, layer in enumerate(proof.layers):
+            s2o, dense = seconds[length, geometry.layer_number(row)].get("attention") or (None, None)
+            layers.append(replace(layer, seconds=s2o, dense_seconds=dense))
+        timed[length] = replace(
+            proof,
+            layers=tuple(layers),
+            prefill_seconds=sum(seconds[length, number]["patched"] for number in numbers),
+            dense_prefill_seconds=sum(seconds[length, number]["dense"] for number in numbers),
         )
-    return times
+    return timed
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import torch
 
 from calibrate.model.streams import DecoderLayer
 from calibrate.proof.layers import LayerRun, layer_state
-from calibrate.proof.sample import sample
 from calibrate.proof.verify import prove
 from s2o_runtime import s2o_attention
 from s2o_runtime.config import LayerConfig
@@ -88,13 +87,3 @@ def test_a_proof_in_chunks(tiny_folder):
         assert of_chunks.rel_mse > 1e-6
         assert of_chunks.dense_power == pytest.approx(of_whole.dense_power, rel=0.05)
     assert chunked != whole
-
-
-def test_a_certificates_sample_in_chunks(tiny_folder):
-    exact = sample(
-        stream(tiny_folder, True), LENGTH, random_prompts(LENGTH)[LENGTH], Layers(EXACT, EXACT), chunk=CHUNK
-    )[1]
-    for layer in exact.layers:
-        assert len(layer.prompts) == 2
-        assert layer.density == pytest.approx(1.0)
-        assert all(prompt.mse < 1e-10 for prompt in layer.prompts)
