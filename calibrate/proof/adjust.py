@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 
 from calibrate.proof.bounds import FLOOR, expected_mean_bound, look_confidence
 from calibrate.proof.judge import judge, over_limit
-from calibrate.proof.state import Candidate, KlPass, LengthAndLayer, Problem, ProblemKind, Tightening, lengths_of
+from calibrate.proof.state import Candidate, KlPass, LengthAndLayer, Problem, ProblemKind, lengths_of
 from calibrate.proof.verify import LayerProof, LengthProof, Prover
 from calibrate.recipe import Recipe
 from calibrate.search.choice import Choice, DenseReason, allowed
@@ -153,9 +153,9 @@ def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerPro
     before = candidate.tightened.get((length, layer))
     times = 1 if before is None else before.times + 1
     share = 0.0 if times == TIGHTENINGS else TIGHTEN_TO * limit / error
-    first_error = error if before is None else before.first_error
-    tightening = Tightening(times, *scaled(candidate, length, layer, share, DenseReason.OVER_LIMIT), first_error)
-    return replace(candidate, tightened={**candidate.tightened, (length, layer): tightening})
+    return candidate.with_layer(
+        layer, length, *scaled(candidate, length, layer, share, DenseReason.OVER_LIMIT), error=error
+    )
 
 
 def scaled(

@@ -29,7 +29,7 @@ from calibrate.proof.judge import (
     slower_than_dense,
 )
 from calibrate.proof.sample import LayerSample, LengthSample, sample
-from calibrate.proof.state import Candidate, LengthAndLayer, Problem, Tightening, lengths_of
+from calibrate.proof.state import Candidate, LengthAndLayer, Problem, lengths_of
 from calibrate.proof.verify import Prover
 from calibrate.recipe import Budget, Recipe
 from calibrate.search.choice import DenseReason
@@ -81,11 +81,7 @@ class Ladder:
 
 def with_share(begun: Candidate, candidate: Candidate, length: int, layer: int, share: float) -> Candidate:
     """The candidate in which a layer spends a share of what it spent in `begun`; with none it is dense."""
-    key = length, layer
-    before = begun.tightened.get(key)
-    times, first_error = (0, None) if before is None else (before.times, before.first_error)
-    tightening = Tightening(times, *scaled(begun, length, layer, share, DenseReason.OVER_BOUND), first_error)
-    return replace(candidate, tightened={**candidate.tightened, key: tightening})
+    return candidate.with_layer(layer, length, *scaled(begun, length, layer, share, DenseReason.OVER_BOUND))
 
 
 def certify(prover: Prover, prompts: Mapping[int, Sequence[Prompt]], proven: Proven) -> Proven:
@@ -213,15 +209,13 @@ def with_dense_layers(candidate: Candidate, places: Collection[LengthAndLayer], 
     """The candidate with these layers dense at these lengths; at all others every layer keeps what it has."""
     if not places:
         return candidate
-    pinned = dict(candidate.tightened)
+    changed = candidate
     for (length, layer), config in candidate.configs.items():
-        if length not in candidate.chosen:  # or it would be interpolated from other buckets now
-            pinned.setdefault((length, layer), Tightening(0, config, None))
         if (length, layer) in places:
-            before = pinned.get((length, layer), Tightening(0, config, None))
-            settings = scaled(candidate, length, layer, 0.0, why_dense)
-            pinned[length, layer] = Tightening(before.times, *settings, before.first_error)
-    return replace(candidate, tightened=pinned)
+            changed = changed.with_layer(layer, length, *scaled(candidate, length, layer, 0.0, why_dense))
+        elif length not in candidate.chosen and (length, layer) not in candidate.tightened:
+            changed = changed.with_layer(layer, length, config, None)  # or other buckets would be interpolated now
+    return changed
 
 
 def certificate_of(

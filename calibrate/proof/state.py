@@ -87,6 +87,21 @@ class Candidate:
         choices = [choice if index == layer else other for index, other in enumerate(chosen.choices)]
         return replace(self, chosen={**self.chosen, length: replace(chosen, choices=choices)})
 
+    def with_layer(
+        self, layer: int, length: int, config: LayerConfig, choice: Choice | None, error: float | None = None
+    ) -> Candidate:
+        """The candidate in which a layer runs something else at one length.
+
+        Args:
+            layer, length: Which layer, and at how many tokens.
+            config, choice: What it runs instead, and the choice behind it.
+            error: What it had been over its limit with, if that is why: it counts as one more tightening.
+        """
+        before = self.tightened.get((length, layer))
+        times, first_error = (0, error) if before is None else (before.times, before.first_error)
+        tightening = Tightening(times + (error is not None), config, choice, first_error)
+        return replace(self, tightened={**self.tightened, (length, layer): tightening})
+
     @cached_property
     def configs(self) -> dict[LengthAndLayer, LayerConfig]:
         """What every layer runs at every length that is proven."""
