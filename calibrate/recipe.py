@@ -52,7 +52,7 @@ class Budget:
             the same divided by the dense output's mean square, which carries over between models. "kl" is of the whole
             model: KL(dense || patched) of the next token, the mean over the positions of the adjust prompts.
         value: above 0, in the kind's unit; of a KL nats per token.
-        ceiling: the largest rel_mse beside an mse, so that a layer of small outputs keeps them; None: no ceiling.
+        ceiling: the largest rel_mse beside an mse, so that a layer of small outputs keeps them; None or 0: no ceiling.
     """
 
     kind: BudgetKind
@@ -70,8 +70,8 @@ class Budget:
         if len(kinds) > 1:
             raise ConfigError(f"budget_{kinds[0]} and budget_{kinds[1]} are both given: choose one")
         kind = kinds[0] if kinds else DEFAULT_BUDGET.kind
-        ceiling = options.get("ceiling_rel_mse", DEFAULT_CEILING if kind == "mse" else None)
-        return cls(kind, options.get(f"budget_{kind}", DEFAULT_BUDGET.value), ceiling or None).validate()
+        ceiling = options.get("ceiling_rel_mse", DEFAULT_CEILING if kind == "mse" else None) or None
+        return cls(kind, options.get(f"budget_{kind}", DEFAULT_BUDGET.value), ceiling).validate()
 
     def validate(self) -> Budget:
         """Returns itself. Raises ConfigError for an unknown kind, a value out of its range, or a ceiling that is none
@@ -80,7 +80,7 @@ class Budget:
             raise ConfigError(f"budget kind is {self.kind!r}: expected {' or '.join(KINDS)}")
         OPTIONS[f"budget_{self.kind}"].check(self.value)
         OPTIONS["ceiling_rel_mse"].check(self.ceiling)
-        if self.ceiling is not None and self.kind != "mse":
+        if self.ceiling and self.kind != "mse":
             raise ConfigError(
                 f"ceiling_rel_mse {self.ceiling:g} goes with budget_mse only, but the budget is {self.kind} "
                 f"{self.value:g}: leave it out, or give a budget_mse"
@@ -102,13 +102,12 @@ class Budget:
 
     def limit(self, dense_power: float) -> float:
         """The error that a layer may have, in the budget's `unit`, by the mean square of its dense output."""
-        return self.value if self.ceiling is None else min(self.value, self.ceiling * max(dense_power, 1e-30))
+        return min(self.value, self.ceiling * max(dense_power, 1e-30)) if self.ceiling else self.value
 
     def as_json(self) -> dict[str, Any]:
         """What a profile says of it."""
-        return {"kind": self.kind, "value": self.value} | (
-            {} if self.ceiling is None else {"ceiling_rel_mse": self.ceiling}
-        )
+        ceiling = {"ceiling_rel_mse": self.ceiling} if self.ceiling else {}
+        return {"kind": self.kind, "value": self.value} | ceiling
 
     def __str__(self) -> str:
         return f"{self.kind.replace('_', '-')}-{self.value:g}"
@@ -122,7 +121,7 @@ def _budget_line(recipe: Recipe) -> str:
     budget = recipe.budget
     if budget.is_kl:
         return f"KL {budget.value:g} nats per token, of the whole model on the adjust prompts"
-    ceiling = "" if budget.ceiling is None else f" and rel_mse {budget.ceiling:g}, whichever allows a layer less"
+    ceiling = "" if not budget.ceiling else f" and rel_mse {budget.ceiling:g}, whichever allows a layer less"
     return f"{budget.kind} {budget.value:g}{ceiling}"
 
 
@@ -462,7 +461,7 @@ class Recipe:
 
     def binds(self, limit: float) -> ErrorUnit | None:
         """Which of the two limits of an mse with a ceiling a layer's limit is; None where it is neither's."""
-        if self.budget.ceiling is None or self.scope == "model":  # layers share what the model may spend
+        if not self.budget.ceiling or self.scope == "model":  # layers share what the model may spend
             return None
         return "mse" if limit >= self.budget.value else "rel_mse"
 

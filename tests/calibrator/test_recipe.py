@@ -187,6 +187,7 @@ def test_a_budget_in_mse_has_a_ceiling_unless_it_is_switched_off():
 
 def test_a_layer_may_have_the_smaller_of_the_two_limits():
     both, alone = Budget("mse", 1e-4, 1e-2), Budget("mse", 1e-4)
+    assert Budget("mse", 1e-4, 0.0).limit(5e-4) == alone.limit(5e-4) == 1e-4
     powers = (5e-4, 1e-2, 0.5)
     assert [both.limit(power) for power in powers] == pytest.approx([5e-6, 1e-4, 1e-4])
     assert [alone.limit(power) for power in powers] == [1e-4] * 3
