@@ -259,8 +259,8 @@ class Spending:
 
         Returns:
             What to prove instead; None if the layer spends about as much as it may, or nothing can be changed: it is
-            dense, or is at a length without curves. A layer whose first error is over its limit is for `tighten`, and
-            a budget in KL is spent by a search of its own.
+            dense, or is at a length without curves. A layer whose first error is over its limit is for
+            `tighten_layer`, and a budget in KL is spent by a search of its own.
         """
         key, choice = (length, layer), candidate.choice(layer, length)
         if choice is None or choice.config.is_dense or key in candidate.tightened or candidate.recipe.budget.is_kl:

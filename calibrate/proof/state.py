@@ -35,12 +35,12 @@ class Tightening:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """What every layer shall do at every length. It never changes: `spend`, `tighten` and `certify` return a new one.
+    """What every layer shall do at every length. It never changes: `adjust` and `certify` return new ones.
 
     recipe: The lengths, the budget and what heads may be given. model_name, geometry, fingerprint, device: What the
-    profile will be of. chosen: What was chosen at each calibrated length (bucket), with what `spend` gave its layers;
-    an attempt at the proof that failed gives a bucket half its budget, or makes it dense. tightened: What a layer runs
-    instead of its choice. dense_lengths: Checked lengths that are dense as a whole.
+    profile will be of. chosen: What was chosen at each calibrated length (bucket), with what `Spending` gave its
+    layers; an attempt at the proof that failed gives a bucket half its budget, or makes it dense. tightened: What a
+    layer runs instead of its choice. dense_lengths: Checked lengths that are dense as a whole.
     """
 
     recipe: Recipe
@@ -76,7 +76,7 @@ class Candidate:
         return config.as_dense() if length in self.dense_lengths else config
 
     def choice(self, layer: int, length: int) -> Choice | None:
-        """A layer's choice, with what `spend` gave it, as tightened; None at a length that is not calibrated."""
+        """A layer's choice, with what `Spending` gave it, as tightened; None at a length that is not calibrated."""
         if (length, layer) in self.tightened:
             return self.tightened[length, layer].choice
         return self.chosen[length].choices[layer] if length in self.chosen else None

@@ -1,7 +1,7 @@
 """The adjust stage's measurement: the patched model, as it will run, on prompts that it was not calibrated on.
 
 The prompts move through the patched model and through the dense one together, one layer at a time; times are taken
-afterwards. This module says what comes out of that; `judge` says whether it is good enough, and `tighten` what to do if
+afterwards. This module says what comes out of that; `judge` says whether it is good enough, and `adjust` what to do if
 it is not.
 """
 

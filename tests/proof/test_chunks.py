@@ -1,12 +1,16 @@
-"""Proofs under a server's chunk: layers are fed in parts, and errors are of the whole prompt."""
+"""Proofs under a server's chunk: layers are fed in parts, errors are of the whole prompt, and everything proves so."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
 
+from calibrate.commands.profile import main as profile_command
 from calibrate.model.streams import DecoderLayer
+from calibrate.pipeline import calibrate
+from calibrate.proof import again, certify, verify
 from calibrate.proof.layers import LayerRun, layer_state
+from calibrate.proof.sample import sample
 from calibrate.proof.verify import prove
 from s2o_runtime import s2o_attention
 from s2o_runtime.config import LayerConfig
@@ -15,9 +19,12 @@ from s2o_runtime.huggingface.layers import attach
 from s2o_runtime.reference.dense import dense_attention
 from support.models import stream
 from support.streamed import random_prompts, uniform
+from support.tiny import recipe, save_tiny
 
 EXACT, SPARSE, SPARSER = map(uniform, (0.0, 0.5, 1e4))
 LENGTH, CHUNK = 300, 128
+RECIPE_CHUNK, OTHER = 256, 128  # of a calibration's recipe, and of who proves its profile again
+SETTINGS = {"lengths": (512,), "budget_kl": 5e-4, "num_certify": 3, "trials": 2, "num_held_out": 2}
 
 
 @dataclass(frozen=True)
@@ -87,3 +94,53 @@ def test_a_proof_in_chunks(tiny_folder):
         assert of_chunks.rel_mse > 1e-6
         assert of_chunks.dense_power == pytest.approx(of_whole.dense_power, rel=0.05)
     assert chunked != whole
+
+
+class Chunks(dict):
+    """The chunks that each module's proofs were called with, by the module's name."""
+
+    def watch(self, monkeypatch, module, name, function):
+        """Keep those of a function that a module calls."""
+        place = f"{module.__name__.rpartition('.')[2]}.{name}"
+
+        def watched(*arguments, **named):
+            given = named["chunk"] if "chunk" in named else arguments[6]  # of `prove`, as `Prover` calls it
+            self.setdefault(place, set()).add(given)
+            return function(*arguments, **named)
+
+        monkeypatch.setattr(module, name, watched)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A calibration with chunks: the profile, the model's folder and what proved with which chunks."""
+    folder = save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+    made = recipe(folder, tmp_path_factory.mktemp("calibrated") / "p.safetensors", **SETTINGS, chunk=RECIPE_CHUNK)
+    chunks = Chunks()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        chunks.watch(monkeypatch, verify, "prove", prove)
+        chunks.watch(monkeypatch, certify, "sample", sample)
+        calibrate(made, progress=False)
+    return made.out, folder, chunks
+
+
+def test_a_calibration_proves_in_the_recipes_chunks(finished):
+    _, _, chunks = finished
+    assert chunks == {
+        "verify.prove": {RECIPE_CHUNK},
+        "certify.sample": {RECIPE_CHUNK},
+    }  # the passes in KL and the proof
+
+
+@pytest.mark.parametrize(
+    ("fresh", "place", "given"), [((), "again.prove", None), (("--seed", "5"), "again.sample", OTHER)]
+)
+def test_verify_proves_in_chunks(finished, fresh, place, given, monkeypatch, capsys):
+    path, folder, _ = finished
+    chunks = Chunks()
+    chunks.watch(monkeypatch, again, "prove", prove)
+    chunks.watch(monkeypatch, again, "sample", sample)
+    option = () if given is None else ("--chunk", str(given))
+    code = profile_command(["verify", str(path), "--model", str(folder), "--device", "cpu", *fresh, *option])
+    assert code in (0, 3), capsys.readouterr().err  # in other chunks than those of the proof it may fail
+    assert chunks == {place: {given or RECIPE_CHUNK}}
