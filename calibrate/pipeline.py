@@ -24,12 +24,12 @@ from calibrate.model.sensitivity import Sensitivity
 from calibrate.progress import PhaseClock, progress_bar
 from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.prompts.prompts import load_prompts
-from calibrate.proof.candidate import Candidate
+from calibrate.proof.adjust import Proven, prove_and_tighten
 from calibrate.proof.certify import certify, proven_again, without_slower_layers, without_slower_lengths
-from calibrate.proof.kl_pass import KlPass
-from calibrate.proof.kl_search import within_kl
-from calibrate.proof.recorded import record_of
-from calibrate.proof.tighten import Proven, prove_and_tighten
+from calibrate.proof.kl import within_kl
+from calibrate.proof.record import record_of
+from calibrate.proof.state import Candidate, KlPass
+from calibrate.proof.verify import Prover
 from calibrate.recipe import Recipe, slug
 from calibrate.search.choice import Choice
 from calibrate.search.choose import Chosen, choose
@@ -208,7 +208,7 @@ def _calibrated(run: _Run, tiles: TilesByLength, shapes: ShapesByLength) -> Resu
         shapes: Of which curves are measured: at least those of the tiles.
     """
     recipe, executor, prompts, journal, progress = run.recipe, run.executor, run.prompts, run.journal, run.progress
-    clock = run.clock
+    clock, prover = run.clock, Prover(executor, prompts.held_out, journal, progress)
     with clock.phase("measuring"):
         curves = _curves(run, shapes)
         sensitivity = (
@@ -218,20 +218,20 @@ def _calibrated(run: _Run, tiles: TilesByLength, shapes: ShapesByLength) -> Resu
         candidate = _candidate(run, _choices(run, curves, tiles, sensitivity))
         kl_passes: dict[int, tuple[KlPass, ...]] = {}
         if recipe.budget.is_kl:
-            candidate, kl_passes = within_kl(executor, prompts.held_out, candidate, journal, progress=progress)
+            candidate, kl_passes = within_kl(prover, candidate)
     with clock.phase("proving"):
-        proven = prove_and_tighten(executor, prompts.held_out, candidate, journal, progress=progress)
-        proven = without_slower_lengths(executor, prompts.held_out, proven, journal, progress=progress)
+        proven = prove_and_tighten(prover, candidate)
+        proven = without_slower_lengths(prover, proven)
         proven = replace(proven, kl_passes=kl_passes)
     if proven.met:
         careful = without_slower_layers(proven)
         if prompts.certify:
             with clock.phase("certifying"):
-                careful = certify(executor, prompts.certify, careful, journal, progress=progress)
-                proven = proven_again(executor, prompts.held_out, proven, careful, journal, progress=progress)
+                careful = certify(prover, prompts.certify, careful)
+                proven = proven_again(prover, proven, careful)
         elif careful.candidate is not proven.candidate:
             with clock.phase("measuring again"):
-                proven = proven_again(executor, prompts.held_out, proven, careful, journal, progress=progress)
+                proven = proven_again(prover, proven, careful)
 
     profile = replace(proven.candidate.profile(), record=record_of(recipe, prompts, proven))
     written = proven.met or recipe.allow_regression

@@ -16,7 +16,14 @@ from s2o_runtime.config import GRAINS, MAX_SEGMENT, MIN_SEGMENT, REPRESENTATIVES
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, Rule
 from s2o_runtime.lengths import far_apart
-from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES, BudgetKind, ErrorUnit, error_unit
+from s2o_runtime.profile.record import (
+    BUDGET_KINDS,
+    BUDGET_SCOPES,
+    BudgetKind,
+    ErrorUnit,
+    RecordedBudget,
+    error_unit,
+)
 
 SEGMENTS = (256, 512, 1024, 2048)
 DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}  # tokens, by the kind of the device
@@ -45,26 +52,39 @@ class Budget:
             the same divided by the dense output's mean square, which carries over between models. "kl" is of the whole
             model: KL(dense || patched) of the next token, the mean over the positions of the adjust prompts.
         value: above 0, in the kind's unit; of a KL nats per token.
+        ceiling: the largest rel_mse beside an mse, so that a layer of small outputs keeps them; None or 0: no ceiling.
     """
 
     kind: BudgetKind
     value: float
+    ceiling: float | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Budget:
-        """From budget_mse, budget_rel_mse or budget_kl; without any the default. Raises ConfigError for two."""
+        """From budget_mse with ceiling_rel_mse, budget_rel_mse or budget_kl; without any the default.
+
+        Raises:
+            ConfigError: two budgets are given, or a ceiling beside another budget than an mse.
+        """
         kinds = [kind for kind in KINDS if f"budget_{kind}" in options]
-        if not kinds:
-            return DEFAULT_BUDGET
         if len(kinds) > 1:
             raise ConfigError(f"budget_{kinds[0]} and budget_{kinds[1]} are both given: choose one")
-        return cls(kinds[0], options[f"budget_{kinds[0]}"]).validate()
+        kind = kinds[0] if kinds else DEFAULT_BUDGET.kind
+        ceiling = options.get("ceiling_rel_mse", DEFAULT_CEILING if kind == "mse" else None) or None
+        return cls(kind, options.get(f"budget_{kind}", DEFAULT_BUDGET.value), ceiling).validate()
 
     def validate(self) -> Budget:
-        """Returns itself. Raises ConfigError for an unknown kind or a value that is not above 0."""
+        """Returns itself. Raises ConfigError for an unknown kind, a value out of its range, or a ceiling that is none
+        of an mse."""
         if self.kind not in KINDS:
             raise ConfigError(f"budget kind is {self.kind!r}: expected {' or '.join(KINDS)}")
         OPTIONS[f"budget_{self.kind}"].check(self.value)
+        OPTIONS["ceiling_rel_mse"].check(self.ceiling)
+        if self.ceiling and self.kind != "mse":
+            raise ConfigError(
+                f"ceiling_rel_mse {self.ceiling:g} goes with budget_mse only, but the budget is {self.kind} "
+                f"{self.value:g}: leave it out, or give a budget_mse"
+            )
         return self
 
     @property
@@ -80,18 +100,29 @@ class Budget:
         """A layer's error in the budget's `unit`, from a mean squared error and the dense output's mean square."""
         return mse if self.unit == "mse" else mse / max(dense_power, 1e-30)
 
+    def limit(self, dense_power: float) -> float:
+        """The error that a layer may have, in the budget's `unit`, by the mean square of its dense output."""
+        return min(self.value, self.ceiling * max(dense_power, 1e-30)) if self.ceiling else self.value
+
+    def as_json(self) -> dict[str, Any]:
+        """What a profile says of it."""
+        ceiling = {"ceiling_rel_mse": self.ceiling} if self.ceiling else {}
+        return {"kind": self.kind, "value": self.value} | ceiling
+
     def __str__(self) -> str:
         return f"{self.kind.replace('_', '-')}-{self.value:g}"
 
 
 DEFAULT_BUDGET = Budget("rel_mse", 1e-3)
+DEFAULT_CEILING = 1e-2
 
 
 def _budget_line(recipe: Recipe) -> str:
     budget = recipe.budget
     if budget.is_kl:
         return f"KL {budget.value:g} nats per token, of the whole model on the adjust prompts"
-    return f"{budget.kind} {budget.value:g}"
+    ceiling = "" if not budget.ceiling else f" and rel_mse {budget.ceiling:g}, whichever allows a layer less"
+    return f"{budget.kind} {budget.value:g}{ceiling}"
 
 
 def _segments_line(recipe: Recipe) -> str:
@@ -102,8 +133,8 @@ def _segments_line(recipe: Recipe) -> str:
 class Recipe:
     """One calibration run: every field is an option of s2o-calibrate, which its `Option` describes.
 
-    The field `budget` is one of the options budget_mse, budget_rel_mse and budget_kl, `scope` is the option
-    budget_scope and `needles` the option keep_needles. docs/options.md lists all of them.
+    The field `budget` is one of the options budget_mse (with ceiling_rel_mse), budget_rel_mse and budget_kl, `scope`
+    is the option budget_scope and `needles` the option keep_needles. docs/options.md lists all of them.
     """
 
     model: str = option(
@@ -116,6 +147,17 @@ class Recipe:
             PROOF,
             name="budget_mse",
             example="1e-4",
+            label="budget",
+            plan_text=_budget_line,
+        ),
+        Option(
+            Rule(float, low=0, high=1, optional=True),
+            "with budget_mse, what a layer's error may be relative to the mean square of its dense output, so that a "
+            "layer of small outputs keeps them; 0: no ceiling",
+            PROOF,
+            name="ceiling_rel_mse",
+            default_text=f"{DEFAULT_CEILING:g}",
+            example="1e-2",
             label="budget",
             plan_text=_budget_line,
         ),
@@ -401,7 +443,9 @@ class Recipe:
         if "domains" not in settings:
             raise ValueError("its prompts are built-in text of a version of S2O before 0.2, which this one has not")
         by_field = {entry.field: entry for entry in OPTIONS.values()}
-        budget = Budget(settings["budget"]["kind"], by_field["budget"].read(settings["budget"]["value"]))
+        allowed = settings["budget"]
+        ceiling = OPTIONS["ceiling_rel_mse"].read(allowed.get("ceiling_rel_mse"))  # none before there was one
+        budget = Budget(allowed["kind"], OPTIONS["budget_mse"].read(allowed["value"]), ceiling)
         others = {name: by_field[name].read(value) for name, value in settings.items() if name != "budget"}
         return cls(**others | {"budget": budget, "out": out}).validate()
 
@@ -409,6 +453,17 @@ class Recipe:
         """The recipe with another budget: the scope stays, unless one of the two is a KL, which is of the model."""
         scope = "model" if budget.is_kl else "layer" if self.budget.is_kl else self.scope
         return replace(self, budget=budget, scope=scope)
+
+    @property
+    def recorded_budget(self) -> RecordedBudget:
+        """The budget as a profile records it, and what it holds for."""
+        return RecordedBudget.from_json(self.budget.as_json() | {"scope": self.scope})
+
+    def binds(self, limit: float) -> ErrorUnit | None:
+        """Which of the two limits of an mse with a ceiling a layer's limit is; None where it is neither's."""
+        if not self.budget.ceiling or self.scope == "model":  # layers share what the model may spend
+            return None
+        return "mse" if limit >= self.budget.value else "rel_mse"
 
     @property
     def checked_lengths(self) -> tuple[int, ...]:
@@ -516,7 +571,7 @@ class Recipe:
 
     def record(self) -> dict[str, Any]:
         """The settings that decide the result, for the profile; where files are written does not."""
-        settings = asdict(self)
+        settings = asdict(self) | {"budget": self.budget.as_json()}
         for entry in OPTIONS.values():
             if entry.group in (OUTPUT, WORKERS):  # where it is written and who measures it
                 settings.pop(entry.field, None)
@@ -531,6 +586,8 @@ class Recipe:
 
         options = {name: getattr(self, entry.field) for name, entry in OPTIONS.items() if entry.field != "budget"}
         options[f"budget_{self.budget.kind}"] = self.budget.value
+        if self.budget.kind == "mse":
+            options["ceiling_rel_mse"] = self.budget.ceiling
         plain = {name: _plain(options[name]) for name in OPTIONS if name in options}
         return str(yaml.safe_dump(plain, sort_keys=False, default_flow_style=None))
 
@@ -585,10 +642,13 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def merged(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a recipe file, overridden by flags; a budget among the flags replaces one of either kind."""
+    """The options of a recipe file, overridden by flags; a budget among the flags replaces one of either kind, and
+    takes a ceiling with it if it is no mse."""
     budgets = {f"budget_{kind}" for kind in KINDS}
-    kept = {name: value for name, value in file.items() if not (name in budgets and budgets & set(flags))}
-    return kept | dict(flags)
+    replaced = budgets if budgets & set(flags) else set()
+    if replaced and "budget_mse" not in flags:
+        replaced = replaced | {"ceiling_rel_mse"}
+    return {name: value for name, value in file.items() if name not in replaced} | dict(flags)
 
 
 def _plain(value: Any) -> Any:

@@ -57,10 +57,9 @@ class Mutant:
 
 
 ALLOCATE, ALLOCATE_TESTS = "calibrate/search/allocate.py", ("tests/search/test_allocate.py",)
-STATISTICS, STATISTICS_TESTS = "calibrate/proof/statistics.py", ("tests/proof/test_statistics.py",)
-CERTIFICATE, CERTIFY_TESTS = "calibrate/proof/certificate.py", ("tests/proof/test_certify.py",)
-CERTIFY = "calibrate/proof/certify.py"
-SPEND, SPEND_TESTS = "calibrate/proof/spend.py", ("tests/proof/test_spend.py",)
+BOUNDS, BOUNDS_TESTS = "calibrate/proof/bounds.py", ("tests/proof/test_bounds.py",)
+CERTIFY, CERTIFY_TESTS = "calibrate/proof/certify.py", ("tests/proof/test_certify.py",)
+ADJUST, SPEND_TESTS = "calibrate/proof/adjust.py", ("tests/proof/test_spend.py",)
 PROFILE, PROFILE_TESTS = "s2o_runtime/profile/profile.py", ("tests/profile/test_profile.py",)
 PROFILE_FILE = "s2o_runtime/profile/file.py"
 HF, HF_TESTS = "s2o_runtime/huggingface/hf.py", ("tests/huggingface/test_hf.py", "-m", "not slow and not exhaustive")
@@ -106,37 +105,37 @@ MUTANTS = (
     # the bounds of the certificate
     Mutant(
         "the rank of the order statistic is counted among n instead of n + 1",
-        STATISTICS, "math.floor((1 - probability) * (count + 1) + 1e-9)",
-        "math.floor((1 - probability) * count + 1e-9)", STATISTICS_TESTS,
+        BOUNDS, "math.floor((1 - probability) * (count + 1) + 1e-9)",
+        "math.floor((1 - probability) * count + 1e-9)", BOUNDS_TESTS,
     ),
     Mutant(
         "the order statistic is the next smaller one",
-        STATISTICS, "sorted(values, reverse=True)[rank - 1]", "sorted(values, reverse=True)[rank]", STATISTICS_TESTS,
+        BOUNDS, "sorted(values, reverse=True)[rank - 1]", "sorted(values, reverse=True)[rank]", BOUNDS_TESTS,
     ),
     Mutant(
         "the upper bound is for the median instead of the mean",
-        STATISTICS, "centres = middle + deviation**2 / (2 * w_squared)", "centres = middle + 0 * w_squared",
-        STATISTICS_TESTS,
+        BOUNDS, "centres = middle + deviation**2 / (2 * w_squared)", "centres = middle + 0 * w_squared",
+        BOUNDS_TESTS,
     ),
     Mutant(
         "the lower bound is an upper one",
-        STATISTICS, "variance / 2 - quantile * spread", "variance / 2 + quantile * spread", STATISTICS_TESTS,
+        BOUNDS, "variance / 2 - quantile * spread", "variance / 2 + quantile * spread", BOUNDS_TESTS,
     ),
     Mutant(
         "a two-sided interval has the whole risk on each side",
-        STATISTICS, "tail = (1 - confidence) / 2", "tail = 1 - confidence", STATISTICS_TESTS,
+        BOUNDS, "tail = (1 - confidence) / 2", "tail = 1 - confidence", BOUNDS_TESTS,
     ),
     Mutant(
         "each rung of the ladder spends the risk that the rungs share",
-        CERTIFICATE, "risk / len(RUNGS)", "risk", CERTIFY_TESTS,
+        BOUNDS, "risk / len(RUNGS)", "risk", CERTIFY_TESTS,
     ),
     Mutant(
         "the first look spends the whole risk, and the rungs theirs on top",
-        CERTIFICATE, "risk = (1 - CONFIDENCE) / 2", "risk = 1 - CONFIDENCE", CERTIFY_TESTS,
+        BOUNDS, "risk = (1 - CONFIDENCE) / 2", "risk = 1 - CONFIDENCE", CERTIFY_TESTS,
     ),
     Mutant(
         "errors that are rounding count as they are",
-        CERTIFICATE, "[max(error, floor) for error in errors]", "list(errors)", CERTIFY_TESTS,
+        BOUNDS, "[max(error, floor) for error in errors]", "list(errors)", CERTIFY_TESTS,
     ),
     Mutant(
         "a rung of the ladder is left out",
@@ -162,7 +161,7 @@ MUTANTS = (
     ),
     Mutant(
         "the bound that is recorded is the first look's",
-        CERTIFICATE, "bound=_finite(looks[-1].bound)", "bound=_finite(looks[0].bound)", CERTIFY_TESTS,
+        CERTIFY, "bound=_finite(looks[-1].bound)", "bound=_finite(looks[0].bound)", CERTIFY_TESTS,
     ),
     Mutant(
         "a group of documents is split between the sets",
@@ -171,56 +170,56 @@ MUTANTS = (
     # what a layer may spend
     Mutant(
         "a layer is given its whole limit, without the margin",
-        SPEND, "times = recipe.margin * limit / mean", "times = limit / mean", SPEND_TESTS,
+        ADJUST, "times = recipe.margin * limit / mean", "times = limit / mean", SPEND_TESTS,
     ),
     Mutant(
         "a layer is given what brings its bound to the limit itself",
-        SPEND, "AIM * limit / expected_mean_bound", "limit / expected_mean_bound", SPEND_TESTS,
+        ADJUST, "AIM * limit / expected_mean_bound", "limit / expected_mean_bound", SPEND_TESTS,
     ),
     Mutant(
         "the bound that is expected is not looked at",
-        SPEND, "if recipe.num_certify >= ENOUGH:", "if recipe.num_certify < 0:", SPEND_TESTS,
+        ADJUST, "if recipe.num_certify >= ENOUGH:", "if recipe.num_certify < 0:", SPEND_TESTS,
     ),
     Mutant(
         "the bounds of a few certify prompts decide",
-        SPEND, "if recipe.num_certify >= ENOUGH:", "if recipe.num_certify > 0:", SPEND_TESTS,
+        ADJUST, "if recipe.num_certify >= ENOUGH:", "if recipe.num_certify > 0:", SPEND_TESTS,
     ),
     Mutant(
         "errors next to nothing spread the expected bound",
-        SPEND, "counted = [max(error, FLOOR * limit) for error in errors]", "counted = list(errors)", SPEND_TESTS,
+        ADJUST, "counted = [max(error, FLOOR * limit) for error in errors]", "counted = list(errors)", SPEND_TESTS,
     ),
     Mutant(
         "a change may be as large as the curves say",
-        SPEND, "choice.spent * min(times, MOST)", "choice.spent * times", SPEND_TESTS,
+        ADJUST, "choice.spent * min(times, MOST)", "choice.spent * times", SPEND_TESTS,
     ),
     Mutant(
         "more is taken back than was given",
-        SPEND, "moved = first if spent <= first.spent else choice", "moved = choice", SPEND_TESTS,
+        ADJUST, "moved = first if spent <= first.spent else choice", "moved = choice", SPEND_TESTS,
     ),
     Mutant(
         "a layer over its limit from the start is given or taken something",
-        SPEND, "if not self.tries[key] and proof.error", "if self.tries[key] and proof.error", SPEND_TESTS,
+        ADJUST, "if not self.tries[key] and proof.error", "if self.tries[key] and proof.error", SPEND_TESTS,
     ),
     Mutant(
         "rows at the guard exactly are off too far",
-        SPEND, "if proof.worst > (candidate.recipe.worst_rows", "if proof.worst >= (candidate.recipe.worst_rows",
+        ADJUST, "if proof.worst > (candidate.recipe.worst_rows", "if proof.worst >= (candidate.recipe.worst_rows",
         SPEND_TESTS,
     ),
     Mutant(
         "rows that are off too far let a layer be given more",
-        SPEND, "1 / CLOSE**2 if self.tries[key] else 1.0", "times", SPEND_TESTS,
+        ADJUST, "1 / CLOSE**2 if self.tries[key] else 1.0", "times", SPEND_TESTS,
     ),
     Mutant(
         "a layer's spending is changed once more than it may",
-        SPEND, "self.tries[key] == TRIES", "self.tries[key] > TRIES", SPEND_TESTS,
+        ADJUST, "self.tries[key] == TRIES", "self.tries[key] > TRIES", SPEND_TESTS,
     ),
     Mutant(
         "a layer that was tightened is given more again",
-        SPEND, " or key in candidate.tightened", "", SPEND_TESTS,
+        ADJUST, " or key in candidate.tightened", "", SPEND_TESTS,
     ),
     Mutant(
         "layers under a budget in KL are given more too",
-        SPEND, " or candidate.recipe.budget.is_kl", "", SPEND_TESTS,
+        ADJUST, " or candidate.recipe.budget.is_kl", "", SPEND_TESTS,
     ),
     # profiles
     Mutant(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from calibrate.pipeline import Result
-    from calibrate.proof.problems import Problem
+    from calibrate.proof.state import Problem
 
 PROGRAM = "s2o-calibrate"
 DOCTOR = "doctor"  # the one command beside calibrating: s2o-doctor
@@ -189,7 +189,7 @@ def advice(problems: Sequence[Problem]) -> str:
         the advice about needles is given: less error is no help for the limit, and more error would lose more needles.
         The advice about a KL over its budget is given where there is no other.
     """
-    from calibrate.proof.problems import ProblemKind
+    from calibrate.proof.state import ProblemKind
 
     kinds = {problem.kind for problem in problems}
     if ProblemKind.LOST_NEEDLES in kinds:

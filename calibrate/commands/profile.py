@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from calibrate.commands.common import Flags, add_output_flags, print_json, run
 from calibrate.machine import check_writable, named_device, writing
-from calibrate.recipe import KINDS, OPTIONS, Budget, slug
+from calibrate.recipe import DEFAULT_CEILING, KINDS, OPTIONS, Budget, slug
 from s2o_runtime.command_line import (
     BAD_INPUT,
     INTERRUPTED,
@@ -46,6 +46,7 @@ EXAMPLES = (
 # the options of s2o-calibrate that a command takes, and their defaults in it
 REBUDGET = {
     "budget_mse": "",
+    "ceiling_rel_mse": f"{DEFAULT_CEILING:g}",
     "budget_rel_mse": "",
     "budget_kl": "",
     "worst_rows": "the profile's",
@@ -164,7 +165,8 @@ def rebudget(flags: Flags) -> int:
     profile, budget = flags["profile"], Budget.of(flags)
     worst_rows = flags.get("worst_rows")
     guard = "" if worst_rows is None else f"-rows-{worst_rows:g}"
-    out = _out(flags, f"{budget}{guard}.safetensors")
+    ceiling = f"-ceiling-{budget.ceiling or 0:g}" if "ceiling_rel_mse" in flags else ""
+    out = _out(flags, f"{budget}{ceiling}{guard}.safetensors")
 
     from calibrate.profiles.rebudget import rebudget
 
@@ -213,22 +215,26 @@ def verify(flags: Flags) -> int:
     if "model" not in flags:
         raise ConfigError("verify needs the profile's model: give --model MODEL")
     name, _ = named_device(flags.get("device"))
-    given = (str(flags["model"]), flags["profile"], name)
-    text = (flags.get("prompts"), flags.get("chunk"))
-    reading = {"trust_remote_code": flags.get("trust_remote_code", False), "tokenizer": flags.get("tokenizer")}
 
+    from calibrate.proof.again import opened, recertified, verified
     from calibrate.report.again import certificate_parts, proof_parts
 
+    profile = opened(
+        str(flags["model"]),
+        flags["profile"],
+        name,
+        flags.get("prompts"),
+        flags.get("chunk"),
+        needs_certificate="seed" in flags,
+        trust_remote_code=flags.get("trust_remote_code", False),
+        tokenizer=flags.get("tokenizer"),
+    )
     if "seed" in flags:
-        from calibrate.proof.recertify import recertified
-
-        check = recertified(*given, flags["seed"], *text, **reading)
+        check = recertified(profile, flags["seed"])
         _say(flags, asdict(check), certificate_parts(check))
         problems, failure = check.problems, "the certificate does not hold"
     else:
-        from calibrate.proof.reprove import verified
-
-        proof = verified(*given, *text, **reading)
+        proof = verified(profile)
         _say(flags, asdict(proof), proof_parts(proof))
         problems, failure = tuple(proof.problems), "the proof failed"
     return failed(PROGRAM, NOT_PROVEN, f"{failure} ({'; '.join(problems)})") if problems else OK

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from calibrate.curves.curves import Curves
-from calibrate.profiles.record import budget_of, predicted_layers
 from calibrate.profiles.stored import StoredCurves, calibrate_command, recipe_of, stored_curves
 from calibrate.recipe import Budget, Recipe
 from calibrate.search.allocate import Weights
@@ -73,11 +72,12 @@ def rebudget(
     for length in after.lengths:
         choices = _choices(stored, length, after, journal)
         layers.append(tuple(choice.config for choice in choices))
+        predicted_layers = tuple(choice.predicted(len(choices)) for choice in choices)
         kl = predicted_kl(choices) if budget.is_kl else None
-        predicted.append(PredictedLength(length=length, kl=kl, layers=predicted_layers(choices)))
+        predicted.append(PredictedLength(length=length, kl=kl, layers=predicted_layers))
     record = replace(
         old.record,
-        budget=budget_of(after),
+        budget=after.recorded_budget,
         recipe=after.record(),
         proof="none",
         problems=(UNPROVEN,),

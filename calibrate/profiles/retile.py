@@ -22,7 +22,7 @@ from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, Ranking, Shape
 from calibrate.curves.passes import measure
 from calibrate.model.capture import Captured
-from calibrate.search.crossover import with_crossover
+from calibrate.search.crossover import Layer, with_crossover
 from calibrate.timing import FAILURES, Timing, against_dense, reason
 from calibrate.versions import versions
 from s2o_runtime.attention.api import s2o_attention
@@ -141,7 +141,8 @@ def _tuned(
         else:
             for i, j in alike:
                 tuned = profile.layers[i][j].with_tile(tile)
-                new_layers[i][j] = tuned.with_tile(with_crossover(tuned, profile.geometry, where, density, key.length))
+                crossing = Layer(tuned, density, key.length)
+                new_layers[i][j] = tuned.with_tile(with_crossover(crossing, profile.geometry, where))
         timed.append(
             RetiledLayers(
                 timed_at=key.length,

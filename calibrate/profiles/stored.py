@@ -13,7 +13,7 @@ from calibrate.curves.measure import recipe_key
 from calibrate.curves.sensitivities import stored_sensitivity
 from calibrate.journal import Journal
 from calibrate.model.sensitivity import Sensitivity
-from calibrate.recipe import Recipe
+from calibrate.recipe import DEFAULT_CEILING, Recipe
 from s2o_runtime.errors import InputError
 from s2o_runtime.profile import Profile
 
@@ -116,6 +116,8 @@ def stored_curves(profile: Profile, recipe: Recipe, journal: Path, command: str)
 def calibrate_command(recipe: Recipe) -> str:
     """The command that calibrates with a recipe's model, budget and lengths."""
     budget = f"--budget-{recipe.budget.kind.replace('_', '-')} {recipe.budget.value:g}"
+    if recipe.budget.kind == "mse" and recipe.budget.ceiling != DEFAULT_CEILING:
+        budget += f" --ceiling-rel-mse {recipe.budget.ceiling or 0:g}"
     return f"s2o-calibrate --model {recipe.model} {budget} --lengths {','.join(map(str, recipe.lengths))}"
 
 

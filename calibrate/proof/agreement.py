@@ -19,9 +19,8 @@ class PromptAgreement:
     """How alike the dense and the patched model predict one prompt.
 
     kl: The mean over positions of KL(dense || patched) of the next token, in nats; rounding can leave a little less
-    than nothing. top1: The share of positions where
-    both find the same token most likely. found: How many of the prompt's answers the dense model finds. kept: How
-    many of these the patched model keeps.
+    than nothing. top1: The share of positions where both find the same token most likely. found: How many of the
+    prompt's answers the dense model finds. kept: How many of these the patched model keeps.
 
     An answer is found if each of its tokens is the most likely one after those before it. It is kept if the patched
     model finds it too, or if its log-probability fell by less than `KEPT_WITHIN`: where a model is undecided, any

@@ -11,31 +11,40 @@ begin at the top, where most layers stop.
 from __future__ import annotations
 
 import logging
+import math
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from calibrate.journal import Journal
-from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
-from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
-from calibrate.proof.certificate import FEWEST, RUNGS, Look, certificate_of, look_bound
-from calibrate.proof.judge import layers_over_limit, slower_layers, slower_than_dense
-from calibrate.proof.problems import (
-    Problem,
+from calibrate.proof.adjust import Proven, scaled
+from calibrate.proof.bounds import CONFIDENCE, FLOOR, RUNGS, Look, look_bound, mean_bound, next_bound, share_interval
+from calibrate.proof.judge import (
     kl_over_budget,
     kl_shown_over_budget,
-    lengths_of,
+    layers_over_limit,
     lost_needles,
     retrieval_lost,
+    slower_layers,
+    slower_than_dense,
 )
-from calibrate.proof.sample import LayerSample, sample
-from calibrate.proof.tighten import Proven, scaled
-from calibrate.proof.verify import prove
+from calibrate.proof.sample import LayerSample, LengthSample, sample
+from calibrate.proof.state import Candidate, LengthAndLayer, Problem, lengths_of
+from calibrate.proof.verify import Prover
+from calibrate.recipe import Budget, Recipe
 from calibrate.search.choice import DenseReason
-from calibrate.work.executor import Executor
-from s2o_runtime.profile.record import CertifiedLength
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.profile.record import (
+    CertifiedDomain,
+    CertifiedLayer,
+    CertifiedLength,
+    CertifiedRetrieval,
+    ContinuedBound,
+)
 
 HOPELESS = 1.5  # times the limit: a rung is passed over if the first bound says that its own would be above that
+NEXT_PROMPT = 0.95  # asked for: the probability that the next prompt keeps within what is stated for prompts
+FEWEST = 2  # prompts of a length below which nothing can be bounded
 
 log = logging.getLogger("calibrate")
 
@@ -72,29 +81,16 @@ class Ladder:
 
 def with_share(begun: Candidate, candidate: Candidate, length: int, layer: int, share: float) -> Candidate:
     """The candidate in which a layer spends a share of what it spent in `begun`; with none it is dense."""
-    key = length, layer
-    before = begun.tightened.get(key)
-    times, first_error = (0, None) if before is None else (before.times, before.first_error)
-    tightening = Tightening(times, *scaled(begun, length, layer, share, DenseReason.OVER_BOUND), first_error)
-    return replace(candidate, tightened={**candidate.tightened, key: tightening})
+    return candidate.with_layer(layer, length, *scaled(begun, length, layer, share, DenseReason.OVER_BOUND))
 
 
-def certify(
-    executor: Executor,
-    prompts: Mapping[int, Sequence[Prompt]],
-    proven: Proven,
-    journal: Journal | None = None,
-    *,
-    progress: bool,
-) -> Proven:
+def certify(prover: Prover, prompts: Mapping[int, Sequence[Prompt]], proven: Proven) -> Proven:
     """Certify what was proven, and make layers more careful whose bound is over their limit.
 
     Args:
-        executor: Who runs it.
+        prover: What measures it.
         prompts: The certify prompts by length; lengths with fewer than `FEWEST` are not certified.
         proven: A proof that holds.
-        journal: Where measurements are kept; None if nowhere.
-        progress: Whether to show a progress bar.
 
     Returns:
         What is left of the candidate, with the certificate, and with a problem for each length where retrieval does
@@ -107,16 +103,23 @@ def certify(
     candidate, certificates, ladder = proven.candidate, dict[int, CertifiedLength](), Ladder()
     lengths = [length for length in candidate.lengths if len(prompts.get(length, ())) >= FEWEST]
     problems: list[Problem | None] = []
-    with progress_bar("certifying", executor.geometry.layers * len(lengths), "layer", shown=progress) as step:
+    with prover.bar("certifying", len(lengths)) as step:
         for length in lengths:  # one after another: the hidden states of all prompts are in memory
             candidate, seen = sample(
-                executor, length, prompts[length], candidate, ladder.revise, step, candidate.recipe.chunk, journal
+                prover.executor,
+                length,
+                prompts[length],
+                candidate,
+                ladder.revise,
+                step,
+                chunk=candidate.recipe.chunk,
+                journal=prover.journal,
             )
-            layers = range(executor.geometry.layers)
+            layers = range(prover.geometry.layers)
             certificates[length] = certificate_of(
                 length,
                 seen,
-                budget=candidate.recipe.budget,
+                recipe=candidate.recipe,
                 limits=[candidate.limits[length, layer] for layer in layers],
                 configs=[candidate.layer_config(layer, length) for layer in layers],
                 looks=[ladder.looks[length, layer] for layer in layers],
@@ -134,15 +137,7 @@ def certify(
     )
 
 
-def proven_again(
-    executor: Executor,
-    held_out: Mapping[int, Sequence[Prompt]],
-    proven: Proven,
-    certified: Proven,
-    journal: Journal | None = None,
-    *,
-    progress: bool,
-) -> Proven:
+def proven_again(prover: Prover, proven: Proven, certified: Proven) -> Proven:
     """Measure the lengths again that changed since the proof; layers, and then lengths, that became slower than dense
     become dense.
 
@@ -152,11 +147,8 @@ def proven_again(
     `s2o-profile verify` would find them.
 
     Args:
-        executor: Who runs it.
-        held_out: The prompts that layers were adjusted on.
+        prover: What measures them.
         proven, certified: As the proof left it, and as it is after the certificate and `without_slower_layers`.
-        journal: Where measurements are kept; None if nowhere.
-        progress: Whether to show a progress bar.
     """
     lengths = frozenset(
         length for (length, layer), config in certified.configs.items() if config != proven.configs[length, layer]
@@ -164,10 +156,7 @@ def proven_again(
     candidate, proofs = certified.candidate, dict(certified.proofs)
     looked = False
     while lengths:
-        steps = executor.geometry.layers * len(lengths)
-        again = {length: prompts for length, prompts in held_out.items() if length in lengths}
-        with progress_bar("measuring what changed since", steps, "layer", shown=progress) as step:
-            _, measured = prove(executor, again, candidate, on_step=step, chunk=candidate.recipe.chunk, journal=journal)
+        _, measured = prover.prove("measuring what changed since", lengths, candidate)
         proofs |= measured
         layers = frozenset() if looked else slower_layers(candidate, measured)  # once: times that tie vary
         looked = True
@@ -177,31 +166,17 @@ def proven_again(
     return replace(certified, candidate=candidate, proofs=proofs, problems=(*certified.problems, *problems))
 
 
-def without_slower_lengths(
-    executor: Executor,
-    held_out: Mapping[int, Sequence[Prompt]],
-    proven: Proven,
-    journal: Journal | None = None,
-    *,
-    progress: bool,
-) -> Proven:
+def without_slower_lengths(prover: Prover, proven: Proven) -> Proven:
     """Time is no reason to fail: what the last attempt at the proof left slower than dense becomes dense.
 
     Of a length whose prefill is slower those layers become dense whose attention is; all, if no layer alone is slower.
-
-    Args:
-        executor: Who runs it.
-        held_out: The prompts that layers were adjusted on.
-        proven: As the proof left it.
-        journal: Where measurements are kept; None if nowhere.
-        progress: Whether to show a progress bar.
     """
     slower = lengths_of(slower_than_dense(proven.candidate, proven.proofs))
     if not slower:
         return proven
     candidate, _ = _without_slower(proven.candidate, slower_layers(proven.candidate, proven.proofs), slower)
     left = replace(proven, candidate=candidate, problems=layers_over_limit(proven.candidate, proven.proofs))
-    return proven_again(executor, held_out, proven, left, journal, progress=progress)
+    return proven_again(prover, proven, left)
 
 
 def without_slower_layers(proven: Proven) -> Proven:
@@ -234,12 +209,126 @@ def with_dense_layers(candidate: Candidate, places: Collection[LengthAndLayer], 
     """The candidate with these layers dense at these lengths; at all others every layer keeps what it has."""
     if not places:
         return candidate
-    pinned = dict(candidate.tightened)
+    changed = candidate
     for (length, layer), config in candidate.configs.items():
-        if length not in candidate.chosen:  # or it would be interpolated from other buckets now
-            pinned.setdefault((length, layer), Tightening(0, config, None))
         if (length, layer) in places:
-            before = pinned.get((length, layer), Tightening(0, config, None))
-            settings = scaled(candidate, length, layer, 0.0, why_dense)
-            pinned[length, layer] = Tightening(before.times, *settings, before.first_error)
-    return replace(candidate, tightened=pinned)
+            changed = changed.with_layer(layer, length, *scaled(candidate, length, layer, 0.0, why_dense))
+        elif length not in candidate.chosen and (length, layer) not in candidate.tightened:
+            changed = changed.with_layer(layer, length, config, None)  # or other buckets would be interpolated now
+    return changed
+
+
+def certificate_of(
+    length: int,
+    seen: LengthSample,
+    *,
+    recipe: Recipe,
+    limits: Sequence[float],
+    configs: Sequence[LayerConfig],
+    looks: Sequence[Sequence[Look]],
+) -> CertifiedLength:
+    """What a length's prompts certify.
+
+    Args:
+        length: In tokens.
+        seen: What was measured of what the layers were left with.
+        recipe: Its budget, which has the unit of errors.
+        limits, configs: The error each layer may have, and what it was left with.
+        looks: At each layer, the first one first; the last is what is in `seen`.
+    """
+    budget = recipe.budget
+    layers = tuple(_layer(*of_layer, recipe) for of_layer in zip(seen.layers, looks, limits, configs, strict=True))
+    shares = shares_of_limits(seen, budget, limits, configs)
+    kls = [max(0.0, agreement.kl) for agreement in seen.agreements]
+    worst = [max(of_layers) for of_layers in zip(*_worst(seen), strict=True)]
+    lowest = next_bound([-agreement.top1 for agreement in seen.agreements], NEXT_PROMPT)
+    return CertifiedLength(
+        length=length,
+        prompts=len(seen.prompts),
+        tokens=len(seen.prompts) * length,
+        layers=layers,
+        mean_kl=statistics.fmean(kls),
+        mean_kl_bound=_mean_kl_bound(kls, budget),
+        kl=next_bound(kls, NEXT_PROMPT),
+        top1=replace(lowest, value=None if lowest.value is None else -lowest.value),
+        error_over_limit=next_bound([max(of_prompt, default=0.0) for of_prompt in shares], NEXT_PROMPT),
+        worst=next_bound(worst, NEXT_PROMPT),
+        retrieval=retrieval_of(seen),
+        noise_floor=seen.noise_floor,
+        domains=_domains(seen, shares),
+    )
+
+
+def shares_of_limits(
+    seen: LengthSample, budget: Budget, limits: Sequence[float], configs: Sequence[LayerConfig]
+) -> list[list[float]]:
+    """For each prompt the errors of the layers over their limits; of those that are not dense and have a limit."""
+    of_layers = [
+        [error / limit for error in layer.errors(budget)]
+        for layer, limit, config in zip(seen.layers, limits, configs, strict=True)
+        if limit and not config.is_dense
+    ]
+    return [[of_layer[prompt] for of_layer in of_layers] for prompt in range(len(seen.prompts))]
+
+
+def retrieval_of(seen: LengthSample) -> CertifiedRetrieval | None:
+    """What became of the needles of a length's prompts; None if no prompt asks for any."""
+    if not any(prompt.answers for prompt in seen.prompts):
+        return None
+    found, kept = (sum(getattr(agreement, name) for agreement in seen.agreements) for name in ("found", "kept"))
+    low, high = share_interval(kept, found, CONFIDENCE)
+    return CertifiedRetrieval(found=found, kept=kept, low=low, high=high)
+
+
+def _layer(
+    seen: LayerSample, looks: Sequence[Look], limit: float, config: LayerConfig, recipe: Recipe
+) -> CertifiedLayer:
+    budget, share = recipe.budget, looks[-1].share
+    return CertifiedLayer(
+        mean=statistics.fmean(seen.errors(budget)),
+        bound=_finite(looks[-1].bound),
+        bound_last=_finite(look_bound(seen.last_errors(budget), share, limit, config)),
+        continued=tuple(
+            ContinuedBound(new_tokens=new_tokens, bound=_finite(look_bound(errors, share, limit, config)))
+            for new_tokens, errors in seen.continued_errors(budget).items()
+        ),
+        first_bound=_finite(looks[0].bound),
+        rung=looks[-1].share if len(looks) > 1 else None,
+        density=seen.density,
+        limit=limit,
+        rel_mse=seen.rel_mse if budget.kind == "mse" else None,
+        binds=recipe.binds(limit),
+    )
+
+
+def _mean_kl_bound(kls: Sequence[float], budget: Budget) -> float | None:
+    """As for a layer's mean error, a KL below `FLOOR` times the budget counts as that much."""
+    return _finite(mean_bound([max(kl, FLOOR * budget.value) for kl in kls], CONFIDENCE)) if budget.is_kl else None
+
+
+def _finite(bound: float) -> float | None:
+    return bound if math.isfinite(bound) else None
+
+
+def _worst(seen: LengthSample) -> list[list[float]]:
+    """For each layer its prompts' quantiles of row errors."""
+    return [[prompt.worst for prompt in layer.prompts] for layer in seen.layers]
+
+
+def _domains(seen: LengthSample, shares: Sequence[Sequence[float]]) -> tuple[CertifiedDomain, ...]:
+    """Each kind of text by itself, in alphabetical order."""
+    by_domain: dict[str, list[int]] = {}
+    for number, prompt in enumerate(seen.prompts):
+        by_domain.setdefault(prompt.domain, []).append(number)
+    return tuple(
+        CertifiedDomain(
+            domain=domain,
+            prompts=len(numbers),
+            kl=max(0.0, statistics.fmean(seen.agreements[number].kl for number in numbers)),
+            error_over_limit=max(
+                (statistics.fmean(of_layer) for of_layer in zip(*(shares[n] for n in numbers), strict=True)),
+                default=0.0,
+            ),
+        )
+        for domain, numbers in sorted(by_domain.items())
+    )

@@ -9,7 +9,7 @@ import statistics
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,27 +24,21 @@ from calibrate.model.models import LoadedModel
 from calibrate.model.streams import DecoderLayer, Stream, begin
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.agreement import PromptAgreement, compare
-from calibrate.proof.rows import errors_of_rows, evenly_drawn
-from calibrate.proof.steps import KIND, LayerRun, LockStep, PairWalk, Step
-from calibrate.proof.verify import Configured
+from calibrate.proof.layers import KIND, C, Step, accept, errors_of_rows, evenly_drawn, through_layers
 from calibrate.recipe import Budget
 from calibrate.work.executor import Executor, executor_of
 from calibrate.work.items import WorkerState, WorkItem
 from calibrate.work.measured import measured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
-from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface import hf
 from s2o_runtime.reference.dense import sdpa_backend
 from s2o_runtime.scoring import Scoring
 
-STAGE = "certifying"
 CONTINUED = (64, 512)  # new tokens behind a cached prefix
 LAST = 8  # the last part of a prompt is one of this many
 WORST_ROWS = 1024  # drawn from a prompt, whose quantile says how wrong rows may be
 NOISE_PROMPTS = 2  # prompts that the noise floor is measured on
-
-C = TypeVar("C", bound=Configured)
 
 
 @dataclass(frozen=True)
@@ -52,28 +46,44 @@ class PromptError:
     """What one layer is off by on one prompt.
 
     mse, power: Mean squared error and mean square of the dense output, over all rows. last: The same over the last
-    eighth of the rows. continued: The same of calls that bring only so many new tokens, by their number; numbers of
+    eighth of the rows. continued: A number of new tokens, and the same of calls that bring only so many; numbers of
     which the prompt does not have twice as many tokens are missing. worst: `row_errors.worst_of` of the relative
-    errors of `WORST_ROWS` rows in all heads.
+    errors of `WORST_ROWS` rows in all heads. density: Mean over the heads.
     """
 
     mse: float
     power: float
     last: tuple[float, float]
-    continued: Mapping[int, tuple[float, float]]
+    continued: Sequence[tuple[int, float, float]]
     worst: float
+    density: float
 
 
 @dataclass(frozen=True)
 class LayerSample:
-    """One layer: each prompt's errors, and the mean density over heads and prompts."""
+    """One layer: each prompt's errors."""
 
     prompts: tuple[PromptError, ...]
-    density: float
+
+    @classmethod
+    def of(cls, of_prompts: Sequence[Mapping[str, Any]]) -> LayerSample:
+        """From the results of a layer's steps."""
+        return cls(tuple(PromptError(**of_prompt) for of_prompt in of_prompts))
+
+    @property
+    def density(self) -> float:
+        """The mean over heads and prompts."""
+        return statistics.fmean(prompt.density for prompt in self.prompts)
 
     def errors(self, budget: Budget) -> list[float]:
         """Each prompt's error in the budget's unit."""
         return [budget.error(prompt.mse, prompt.power) for prompt in self.prompts]
+
+    @property
+    def rel_mse(self) -> float:
+        """The mean error over the dense output's mean square, both means over the prompts."""
+        power = sum(prompt.power for prompt in self.prompts)
+        return sum(prompt.mse for prompt in self.prompts) / max(power, 1e-30)
 
     def last_errors(self, budget: Budget) -> list[float]:
         """Each prompt's error over the last eighth of its rows."""
@@ -81,10 +91,11 @@ class LayerSample:
 
     def continued_errors(self, budget: Budget) -> dict[int, list[float]]:
         """Each prompt's error of continued calls, by the number of new tokens."""
-        return {
-            new_tokens: [budget.error(*prompt.continued[new_tokens]) for prompt in self.prompts]
-            for new_tokens in (self.prompts[0].continued if self.prompts else ())
-        }
+        errors: dict[int, list[float]] = {}
+        for prompt in self.prompts:
+            for new_tokens, mse, power in prompt.continued:
+                errors.setdefault(new_tokens, []).append(budget.error(mse, power))
+        return errors
 
 
 @dataclass(frozen=True)
@@ -98,10 +109,6 @@ class LengthSample:
     layers: tuple[LayerSample, ...]
     agreements: tuple[PromptAgreement, ...]
     noise_floor: float | None
-
-
-def accept(configured: Configured, length: int, layer: int, sample: LayerSample) -> None:
-    """Accept what was sampled, whatever came out."""
 
 
 def sample(
@@ -121,11 +128,7 @@ def sample(
         length: Tokens of every prompt.
         prompts: At least one.
         configured: What each layer runs.
-        revise: Given what was measured, the length, the layer's index and its sample: what to measure instead on the
-            same inputs, or None to accept this one. The layers that follow see what the accepted one gave.
-        on_step: Called after each layer.
-        chunk: Tokens that a layer is fed at once, as a server does; None for whole prompts.
-        journal: Where measurements are kept, and found again; None if nowhere.
+        revise, on_step, chunk, journal: As `through_layers` takes them.
 
     Returns:
         What was accepted in the end, and what was measured of it.
@@ -134,75 +137,39 @@ def sample(
         ModelError: inf or NaN came up.
         ResourceError: The GPU's memory ran out.
     """
-    layers = []
     with executor_of(model) as executor:
-        walk = LockStep(executor, journal, CertifyStep, STAGE, length, prompts)
-        for index in range(executor.geometry.layers):
-            revised: C | None = configured
-            while revised is not None:
-                configured = revised
-                runs = LayerRun.of(configured, chunk, index, length)
-                sample = _layer_sample(walk.measured(runs))
-                revised = revise(configured, length, index, sample)
-            walk.accept(runs)
-            layers.append(sample)
-            on_step()
-        agreements = tuple(walk.agreements())
+        configured, passed = through_layers(
+            executor, {length: prompts}, configured, CertifyStep, LayerSample.of, revise, on_step, chunk, journal
+        )
         floor = _noise_floor(executor, length, prompts[:NOISE_PROMPTS], journal)
-    return configured, LengthSample(tuple(prompts), tuple(layers), agreements, floor)
+    return configured, LengthSample(tuple(prompts), passed[length].layers, passed[length].agreements, floor)
 
 
 @dataclass(frozen=True)
 class CertifyStep(Step):
-    """What one prompt says of one layer: the fields of `PromptError`, and the density."""
+    """What one prompt says of one layer: the fields of `PromptError`."""
 
-    def measured(self, walk: PairWalk) -> dict[str, Any]:
-        errors: dict[str, Any] = {}
+    stage: str = "certifying"
 
-        def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
-            errors.update(_errors(self.runs.config, layer, self.index, q, k, v, scoring, out))
-
-        density = walk.measure(self.runs, observe)
-        return {**errors, "density": density}
-
-
-def _errors(
-    config: LayerConfig, layer: int, prompt: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor
-) -> dict[str, Any]:
-    """What one layer is off by on one prompt; prompt: which of its length's."""
-    length = q.shape[2]
-    dense = fastest_dense_attention(q, k, v, **scoring.arguments())
-    errors = errors_of_rows(out, dense)
-    mse, power = errors.mse_and_power()
-    continued = []
-    for new in (new for new in CONTINUED if 2 * new <= length):
-        continued_out = s2o_attention(q[:, :, -new:], k, v, config, **scoring.arguments())
-        continued.append((new, *errors_of_rows(continued_out, dense[:, :, -new:]).mse_and_power()))
-    # the same rows whatever the layer runs, so that what is tried instead is compared with like
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{length}/{layer}/{prompt}".encode()))
-    rows = evenly_drawn(0, length, WORST_ROWS, generator).to(errors.off.device)
-    return {
-        "mse": mse,
-        "power": power,
-        "last": errors.mse_and_power(length - max(1, length // LAST)),
-        "continued": continued,
-        "worst": float(worst_of(errors.off[:, rows].flatten())),
-    }
-
-
-def _layer_sample(of_prompts: Sequence[Mapping[str, Any]]) -> LayerSample:
-    """A layer's sample from what each prompt says."""
-    errors = tuple(
-        PromptError(
-            mse=one["mse"],
-            power=one["power"],
-            last=(one["last"][0], one["last"][1]),
-            continued={new: (mse, power) for new, mse, power in one["continued"]},
-            worst=one["worst"],
-        )
-        for one in of_prompts
-    )
-    return LayerSample(errors, statistics.fmean(one["density"] for one in of_prompts))
+    def errors(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> dict[str, Any]:
+        length = q.shape[2]
+        dense = fastest_dense_attention(q, k, v, **scoring.arguments())
+        errors = errors_of_rows(out, dense)
+        mse, power = errors.mse_and_power()
+        continued = []
+        for new in (new for new in CONTINUED if 2 * new <= length):
+            continued_out = s2o_attention(q[:, :, -new:], k, v, self.runs.config, **scoring.arguments())
+            continued.append((new, *errors_of_rows(continued_out, dense[:, :, -new:]).mse_and_power()))
+        # the same rows whatever the layer runs, so that what is tried instead is compared with like
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{length}/{self.layer}/{self.index}".encode()))
+        rows = evenly_drawn(0, length, WORST_ROWS, generator).to(errors.off.device)
+        return {
+            "mse": mse,
+            "power": power,
+            "last": errors.mse_and_power(length - max(1, length // LAST)),
+            "continued": continued,
+            "worst": float(worst_of(errors.off[:, rows].flatten())),
+        }
 
 
 def _noise_floor(

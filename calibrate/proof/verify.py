@@ -1,7 +1,7 @@
 """The adjust stage's measurement: the patched model, as it will run, on prompts that it was not calibrated on.
 
 The prompts move through the patched model and through the dense one together, one layer at a time; times are taken
-afterwards. This module says what comes out of that; `judge` says whether it is good enough, and `tighten` what to do if
+afterwards. This module says what comes out of that; `judge` says whether it is good enough, and `adjust` what to do if
 it is not.
 """
 
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,11 +24,20 @@ from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import Calls, DecoderLayer, Stream, begin, layer_on_device
+from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
-from calibrate.proof.agreement import PromptAgreement
-from calibrate.proof.chunks import ByLength
-from calibrate.proof.rows import errors_of_rows
-from calibrate.proof.steps import History, LayerRun, LockStep, PairWalk, Step, layer_state
+from calibrate.proof.layers import (
+    C,
+    History,
+    LayerRun,
+    Passed,
+    Step,
+    accept,
+    errors_of_rows,
+    layer_state,
+    through_layers,
+)
+from calibrate.proof.state import Candidate
 from calibrate.recipe import Budget
 from calibrate.timing import medians
 from calibrate.work.executor import Executor, executor_of
@@ -36,9 +46,9 @@ from calibrate.work.measured import measured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.huggingface import hf
+from s2o_runtime.identity import Geometry
 from s2o_runtime.scoring import Scoring
 
-STAGE, TIMING = "proving", "timing"
 KIND = "prefill"  # of entries in a journal: times of decoder layers
 GPU_ROUNDS = 3
 LAYER_FLUSHES = 96  # work ahead of a whole layer, about 4 ms: in a prefill the GPU is busy while a layer is launched
@@ -63,6 +73,17 @@ class LayerProof:
     seconds: float | None = None
     dense_seconds: float | None = None
     of_prompts: tuple[tuple[float, float], ...] = ()
+
+    @classmethod
+    def of(cls, of_prompts: Sequence[Mapping[str, Any]]) -> LayerProof:
+        """From the results of a layer's steps, without times."""
+        return cls(
+            mse=statistics.fmean(one["mse"] for one in of_prompts),
+            dense_power=statistics.fmean(one["power"] for one in of_prompts),
+            density=statistics.fmean(one["density"] for one in of_prompts),
+            worst=float(worst_of(torch.cat([one["tiles"] for one in of_prompts]))),
+            of_prompts=tuple((one["mse"], one["power"]) for one in of_prompts),
+        )
 
     @property
     def rel_mse(self) -> float:
@@ -92,19 +113,20 @@ class LengthProof:
     kl: float
     top1: float
     needles: tuple[int, int] | None
-    prefill_seconds: float
-    dense_prefill_seconds: float
+    prefill_seconds: float = 0.0
+    dense_prefill_seconds: float = 0.0
 
-
-class Configured(ByLength, Protocol):
-    """What can be proven: a profile, or a candidate for one."""
-
-
-C = TypeVar("C", bound=Configured)
-
-
-def accept(configured: Configured, length: int, layer: int, proof: LayerProof) -> None:
-    """Accept what was proven, whatever came out."""
+    @classmethod
+    def of(cls, passed: Passed[LayerProof], prompts: Sequence[Prompt]) -> LengthProof:
+        """From what prompts showed on their way, without times."""
+        agreements = passed.agreements
+        needles = sum(prompt.kept for prompt in agreements), sum(prompt.found for prompt in agreements)
+        return cls(
+            layers=passed.layers,
+            kl=max(0.0, statistics.fmean(prompt.kl for prompt in agreements)),
+            top1=statistics.fmean(prompt.top1 for prompt in agreements),
+            needles=needles if any(prompt.answers for prompt in prompts) else None,
+        )
 
 
 def prove(
@@ -142,32 +164,52 @@ def prove(
         ResourceError: The GPU's memory ran out.
     """
     with executor_of(model) as executor:
-        walks = [
-            LockStep(executor, journal, AdjustStep, STAGE, length, prompts) for length, prompts in held_out.items()
-        ]
-        layers: dict[int, list[LayerProof]] = {length: [] for length in held_out}
-        for index in range(executor.geometry.layers):
-            for walk in walks:  # so that the lengths are measured beside one another where there are workers
-                walk.begin(LayerRun.of(configured, chunk, index, walk.length))
-            for walk in walks:
-                revised: C | None = configured
-                while revised is not None:
-                    configured = revised
-                    runs = LayerRun.of(configured, chunk, index, walk.length)
-                    proof = _layer_proof(walk.measured(runs))
-                    revised = revise(configured, walk.length, index, proof)
-                layers[walk.length].append(proof)
-                walk.accept(runs)
-                on_step()
-        agreements = {walk.length: walk.agreements() for walk in walks}
-        times = dict.fromkeys(held_out, _UNTIMED)
+        configured, passed = through_layers(
+            executor, held_out, configured, AdjustStep, LayerProof.of, revise, on_step, chunk, journal
+        )
+        proofs = {length: LengthProof.of(passed[length], prompts) for length, prompts in held_out.items()}
         if timed:
-            ran = {walk.length: walk.history for walk in walks}
-            times = _times(executor, {length: prompts[0] for length, prompts in held_out.items()}, ran, journal)
-    return configured, {
-        length: _length_proof(layers[length], agreements[length], times[length], prompts)
-        for length, prompts in held_out.items()
-    }
+            first = {length: prompts[0] for length, prompts in held_out.items()}
+            ran = {length: of_length.ran for length, of_length in passed.items()}
+            proofs = _with_times(executor, first, ran, proofs, journal)
+    return configured, proofs
+
+
+@dataclass(frozen=True)
+class Prover:
+    """What measures candidates on the prompts that layers are adjusted on.
+
+    executor: Who runs it. held_out: The prompts, by length in tokens; every length of the candidates. journal: Where
+    measurements are kept; None if nowhere. progress: Whether to show progress bars.
+    """
+
+    executor: Executor
+    held_out: Mapping[int, Sequence[Prompt]]
+    journal: Journal | None = None
+    progress: bool = False
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of the model."""
+        return self.executor.geometry
+
+    def bar(self, title: str, lengths: int) -> AbstractContextManager[Callable[[], object]]:
+        """A progress bar of every layer at so many lengths; what it gives is called after each."""
+        return progress_bar(title, self.geometry.layers * lengths, "layer", shown=self.progress)
+
+    def prove(
+        self,
+        title: str,
+        lengths: Container[int],
+        candidate: Candidate,
+        revise: Callable[[Candidate, int, int, LayerProof], Candidate | None] = accept,
+        timed: bool = True,
+    ) -> tuple[Candidate, dict[int, LengthProof]]:
+        """`prove` a candidate at some lengths, fed in its recipe's chunks, under a progress bar with this title."""
+        prompts = {length: prompts for length, prompts in self.held_out.items() if length in lengths}
+        with self.bar(title, len(prompts)) as step:
+            chunk = candidate.recipe.chunk
+            return prove(self.executor, prompts, candidate, revise, step, timed, chunk, self.journal)
 
 
 @dataclass(frozen=True)
@@ -175,69 +217,22 @@ class AdjustStep(Step):
     """What one prompt says of one layer: a mapping with `mse`, `power` and `density` as in `LayerProof`, and `tiles`:
     the largest relative error of a row in each tile of rows, float32 [tiles]."""
 
-    def measured(self, walk: PairWalk) -> dict[str, Any]:
-        errors: dict[str, Any] = {}
+    stage: str = "proving"
 
-        def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
-            errors.update(_errors(q, k, v, scoring, out))
-
-        density = walk.measure(self.runs, observe)
-        return {**errors, "density": density}
+    def errors(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> dict[str, Any]:
+        errors = errors_of_rows(out, fastest_dense_attention(q, k, v, **scoring.arguments()))
+        mse, power = errors.mse_and_power()
+        return {"mse": mse, "power": power, "tiles": tile_worst(errors.off, TILE_ROWS).flatten().cpu()}
 
 
-def _errors(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> dict[str, Any]:
-    """What one layer's output is off by for one prompt."""
-    errors = errors_of_rows(out, fastest_dense_attention(q, k, v, **scoring.arguments()))
-    mse, power = errors.mse_and_power()
-    return {"mse": mse, "power": power, "tiles": tile_worst(errors.off, TILE_ROWS).flatten().cpu()}
-
-
-def _layer_proof(of_prompts: Sequence[Mapping[str, Any]]) -> LayerProof:
-    """The proof of a layer, without times, from what each prompt says."""
-    return LayerProof(
-        mse=statistics.fmean(one["mse"] for one in of_prompts),
-        dense_power=statistics.fmean(one["power"] for one in of_prompts),
-        density=statistics.fmean(one["density"] for one in of_prompts),
-        worst=float(worst_of(torch.cat([one["tiles"] for one in of_prompts]))),
-        of_prompts=tuple((one["mse"], one["power"]) for one in of_prompts),
-    )
-
-
-@dataclass(frozen=True)
-class _Times:
-    """Seconds of one length's first prompt: of all decoder layers, and of each layer's attention as (S2O, dense)."""
-
-    patched: float = 0.0
-    dense: float = 0.0
-    attention: tuple[tuple[float, float] | None, ...] = ()
-
-
-_UNTIMED = _Times()
-
-
-def _length_proof(
-    layers: Sequence[LayerProof], agreements: Sequence[PromptAgreement], times: _Times, prompts: Sequence[Prompt]
-) -> LengthProof:
-    of_attention = times.attention or (None,) * len(layers)
-    return LengthProof(
-        tuple(
-            proof if of_layer is None else replace(proof, seconds=of_layer[0], dense_seconds=of_layer[1])
-            for proof, of_layer in zip(layers, of_attention, strict=True)
-        ),
-        max(0.0, statistics.fmean(prompt.kl for prompt in agreements)),
-        statistics.fmean(prompt.top1 for prompt in agreements),
-        (sum(prompt.kept for prompt in agreements), sum(prompt.found for prompt in agreements))
-        if any(prompt.answers for prompt in prompts)
-        else None,
-        times.patched,
-        times.dense,
-    )
-
-
-def _times(
-    executor: Executor, prompts: Mapping[int, Prompt], ran: Mapping[int, History], journal: Journal | None
-) -> dict[int, _Times]:
-    """The times of every decoder layer at every length, by length; ran: what all layers run."""
+def _with_times(
+    executor: Executor,
+    prompts: Mapping[int, Prompt],
+    ran: Mapping[int, History],
+    proofs: Mapping[int, LengthProof],
+    journal: Journal | None,
+) -> dict[int, LengthProof]:
+    """The proofs with the times of every decoder layer on one prompt of each length; ran: what all layers run."""
     geometry = executor.geometry
     if executor.device.kind != "cuda":  # there they are no objective, and no run takes them from another
         journal = None
@@ -247,17 +242,20 @@ def _times(
         for number in numbers  # a layer's weights are on the device for all lengths
         for length, prompt in prompts.items()
     }
-    results = dict(zip(items, measured(list(items.values()), executor, journal), strict=True))
-    times = {}
-    for length in prompts:
-        of_decoder = [results[length, number] for number in numbers]
-        attention = [of_decoder[geometry.layer_number(row)].get("attention") for row in range(geometry.layers)]
-        times[length] = _Times(
-            sum(seconds["patched"] for seconds in of_decoder),
-            sum(seconds["dense"] for seconds in of_decoder),
-            tuple(None if pair is None else (pair[0], pair[1]) for pair in attention),
+    seconds = dict(zip(items, measured(list(items.values()), executor, journal), strict=True))
+    timed = {}
+    for length, proof in proofs.items():
+        layers = []
+        for row, layer in enumerate(proof.layers):
+            s2o, dense = seconds[length, geometry.layer_number(row)].get("attention") or (None, None)
+            layers.append(replace(layer, seconds=s2o, dense_seconds=dense))
+        timed[length] = replace(
+            proof,
+            layers=tuple(layers),
+            prefill_seconds=sum(seconds[length, number]["patched"] for number in numbers),
+            dense_prefill_seconds=sum(seconds[length, number]["dense"] for number in numbers),
         )
-    return times
+    return timed
 
 
 @dataclass(frozen=True)
@@ -275,7 +273,7 @@ class LayerTime(WorkItem):
     number: int
     ran: History
     part: int
-    stage: str = TIMING
+    stage: str = "timing"
     kind: ClassVar[str] = KIND
     timed: ClassVar[bool] = True
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import fmean
 
-from calibrate.proof.recertify import Recertified
-from calibrate.proof.reprove import Verified
+from calibrate.proof.again import Recertified, Verified
 from calibrate.tables import Table, kept_of
 
 
 def proof_parts(proof: Verified) -> Iterator[Table | str]:
     """What the prompts that layers were adjusted on say here: a row for each length."""
-    names = ("length", "largest error", "error / limit", "density", "needles", "KL")
+    names = ("length", "largest error", "rel_mse", "error / limit", "density", "needles", "KL")
     rows = [
         (
             str(length["length"]),
             f"{max(layer['error'] for layer in length['layers']):.2e}",
+            f"{max(layer['rel_mse'] for layer in length['layers']):.2e}",
             f"{max(layer['error'] / layer['limit'] if layer['limit'] else 0.0 for layer in length['layers']):.0%}",
             f"{fmean(layer['density'] for layer in length['layers']):.3f}",
             "-" if length["needles"] is None else kept_of(*length["needles"]),

@@ -123,16 +123,37 @@ def _mean_kl(length: CertifiedLength) -> str:
 
 
 def tables(certificate: Certificate | None) -> list[Table]:
-    """What is certified of each length, and of each kind of text; none without a certificate."""
+    """What is certified of each length, both units of a budget in mse, and each kind of text; none without a
+    certificate."""
     lengths = _lengths(certificate)
     if not lengths:
         return []
-    return [_bounds_table(lengths), _domain_table(lengths)]
+    units = [_units_table(lengths)] if any(layer.rel_mse is not None for layer in lengths[0].layers or ()) else []
+    return [_bounds_table(lengths), *units, _domain_table(lengths)]
 
 
 def _bounds_table(lengths: Sequence[CertifiedLength]) -> Table:
     """One row a length: the largest bounds of its layers, as shares of their limits."""
     return Table(NAMES, [_cells(length) for length in lengths], "certified")
+
+
+def _units_table(lengths: Sequence[CertifiedLength]) -> Table:
+    """One row a length: the largest bounds of its layers in both units, and how many limits the ceiling is."""
+    rows = []
+    for length in lengths:
+        layers = length.layers or ()
+        bounds = [layer.bound for layer in layers if layer.bound is not None]
+        rel_bounds = [layer.rel_bound for layer in layers if layer.rel_bound is not None]
+        by_ceiling = sum(layer.binds == "rel_mse" for layer in layers)
+        rows.append(
+            (
+                _count(length.length),
+                formatted(max(bounds, default=None), ".2e"),
+                formatted(max(rel_bounds, default=None), ".2e"),
+                "-" if all(layer.binds is None for layer in layers) else f"{by_ceiling} of {len(layers)} layers",
+            )
+        )
+    return Table(("length", "largest bound, mse", "as rel_mse", "the ceiling binds in"), rows, "in both units")
 
 
 def _cells(length: CertifiedLength) -> tuple[str, ...]:

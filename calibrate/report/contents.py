@@ -15,7 +15,7 @@ from typing import Any
 
 from calibrate.curves.curves import dense_power
 from calibrate.pipeline import Result
-from calibrate.proof.kl_pass import KlPass
+from calibrate.proof.state import KlPass
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
 from calibrate.report.plan import option_lines
@@ -61,6 +61,7 @@ class LayerReport:
         representatives: How many heads have each number of representatives, which is the key.
         why_dense: Why the whole layer was made dense; None if it was not.
         error_over_limit: `error` divided by `limit`.
+        binds: Which of its two limits `limit` is (`Recipe.binds`); None of a budget without a ceiling.
         tightened: How often the proof made the layer more careful.
         predicted_seconds: None if nothing was timed or the length was only checked, as for all that was predicted.
         seconds: The measured time of the layer's attention; None on a CPU, as `dense_seconds`.
@@ -94,6 +95,7 @@ class LayerReport:
     heads: tuple[HeadReport, ...]
     frontier: tuple[tuple[float, float], ...] | None
     linear_tails: int = 0
+    binds: ErrorUnit | None = None
 
 
 @dataclass(frozen=True)
@@ -158,11 +160,13 @@ class LengthReport:
 
 @dataclass(frozen=True)
 class BudgetReport:
-    """The error that was allowed: `kind` is mse, rel_mse or kl, `scope` is layer or model."""
+    """The error that was allowed: `kind` is mse, rel_mse or kl, `scope` is layer or model, `ceiling` the largest
+    rel_mse beside an mse."""
 
     kind: BudgetKind
     value: float
     scope: str
+    ceiling: float | None = None
 
     @property
     def unit(self) -> ErrorUnit:
@@ -251,7 +255,7 @@ def report_of(recipe: Recipe, result: Result, command: str | None = None) -> Rep
         architecture=str(result.profile.geometry),
         device=str(result.device),
         random_weights=recipe.random_weights,
-        budget=BudgetReport(recipe.budget.kind, recipe.budget.value, recipe.scope),
+        budget=BudgetReport(recipe.budget.kind, recipe.budget.value, recipe.scope, recipe.budget.ceiling or None),
         worst_rows=recipe.worst_rows or None,
         calibration_seconds=round(sum(result.seconds.values()), 3),
         phases={name: round(seconds, 3) for name, seconds in result.seconds.items()},
@@ -324,6 +328,7 @@ def _layer(recipe: Recipe, result: Result, length: int, index: int, proof: Layer
         error=error,
         limit=limit,
         error_over_limit=error / limit if limit else 0.0,
+        binds=recipe.binds(limit),
         predicted_error=None if choice is None else _in_unit(recipe, choice, choice.allocation.mse),
         held_out_mse=proof.mse,
         held_out_rel_mse=proof.rel_mse,

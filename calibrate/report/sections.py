@@ -13,6 +13,7 @@ from calibrate.report.summary import ratio
 from calibrate.tables import Number, Table, formatted, integer, kept_of
 from s2o_runtime.fields import counted
 
+BINDS = {"mse": "mse", "rel_mse": "rel", None: "-"}  # which limit of a layer is the smaller one
 LOOSE = 5e-3  # of its output's mean square; a budget in mse that allows a layer more is pointed out
 SHOWN_REASONS = 3  # of all for which no layer gains anything
 WORTHWHILE = 1.05  # times dense's speed
@@ -50,17 +51,21 @@ def gain(report: Report) -> str:
 def layer_table(report: Report, length: LengthReport) -> Table:
     """One row a layer; "1/32: 6/2" says that 6 heads have 1 representative and 2 have 32.
 
-    An mse says nothing without the output that it is of, so the relative one stands beside it.
+    An mse says nothing without the output that it is of, so the relative one stands beside it, and with a ceiling which
+    of the two limits binds.
     """
-    relative = report.budget.unit == "mse"
+    relative, ceiling = report.budget.unit == "mse", report.budget.ceiling is not None
     settings = ("layer", "tau", "dense\nheads", "tails", "repr.", "segment", "grain", "tile")
     errors = ("mse", "rel\nmse") if relative else ("rel_mse",)
-    outcome = ("density", *errors, "error /\nlimit", "worst\nrow", "vs\ndense")
+    limits = ("error /\nlimit", *(("binds",) if ceiling else ()))
+    outcome = ("density", *errors, *limits, "worst\nrow", "vs\ndense")
     title = f"{length.length} tokens, as adjusted{length.remark}"
-    return Table(settings + outcome, [_layer_cells(layer, relative) for layer in length.layers], title, wrap="repr.")
+    return Table(
+        settings + outcome, [_layer_cells(layer, relative, ceiling) for layer in length.layers], title, wrap="repr."
+    )
 
 
-def _layer_cells(layer: LayerReport, relative: bool) -> tuple[str, ...]:
+def _layer_cells(layer: LayerReport, relative: bool, ceiling: bool) -> tuple[str, ...]:
     return (
         integer(layer.layer),
         tau_range(layer.tau_min, layer.tau_max),
@@ -74,6 +79,7 @@ def _layer_cells(layer: LayerReport, relative: bool) -> tuple[str, ...]:
         formatted(layer.error, ".2e"),
         *([formatted(layer.held_out_rel_mse, ".0e")] if relative else []),
         formatted(layer.error_over_limit, ".0%"),
+        *([BINDS[layer.binds]] if ceiling else []),
         formatted(layer.worst, ".2g"),
         _speedup(layer.dense_seconds, layer.seconds),
     )
@@ -84,18 +90,21 @@ def overview_table(report: Report) -> Table:
 
     A budget in KL is to be compared with the column KL.
     """
-    unit = report.budget.unit
-    error = f"largest\n{unit}" if report.budget.scope == "layer" else f"mean\n{unit}"
-    names = ("length", "budget", error, "error /\nlimit", "density", "attention", "prefill", "needles", "KL")
+    units = ("mse", "rel_mse") if report.budget.kind == "mse" else (report.budget.unit,)
+    which = "largest" if report.budget.scope == "layer" else "mean"
+    errors = tuple(f"{which}\n{unit}" for unit in units)
+    names = ("length", "budget", *errors, "error /\nlimit", "density", "attention", "prefill", "needles", "KL")
     return Table(names, [_overview_cells(report, length) for length in report.lengths], "all lengths, as adjusted")
 
 
 def _overview_cells(report: Report, length: LengthReport) -> tuple[str, ...]:
-    errors = [layer.error for layer in length.layers]
+    errors = [[layer.error for layer in length.layers]]
+    if report.budget.kind == "mse":
+        errors.append([layer.held_out_rel_mse for layer in length.layers])
     return (
         Number(f"{length.length}{length.remark}", length.length),
         formatted(report.budget.value, "g"),
-        formatted(max(errors) if report.budget.scope == "layer" else fmean(errors), ".2e"),
+        *(formatted(max(of_unit) if report.budget.scope == "layer" else fmean(of_unit), ".2e") for of_unit in errors),
         formatted(max(layer.error_over_limit for layer in length.layers), ".0%"),
         formatted(fmean(layer.density for layer in length.layers), ".3f"),
         _attention_speedup(length),
@@ -121,6 +130,7 @@ def length_notes(report: Report, length: LengthReport) -> list[str]:
         if layer.why_dense:
             reasons.setdefault(layer.why_dense, []).append(layer.layer)
     notes += [f"{layer_ranges(numbers)} dense: {reason}" for reason, numbers in reasons.items()]
+    notes += [note] if (note := _ceiling_note(report, length)) else []
     notes += [note] if (note := _loose_note(report, length)) else []
     tightened = [layer.layer for layer in length.layers if layer.tightened]
     return notes + (
@@ -139,9 +149,20 @@ def _kl_note(report: Report, length: LengthReport) -> str | None:
     )
 
 
+def _ceiling_note(report: Report, length: LengthReport) -> str | None:
+    """Which layers the ceiling beside a budget in mse allows less than that."""
+    limits = {layer.layer: layer.limit for layer in length.layers if layer.binds == "rel_mse"}
+    if report.budget.ceiling is None or not limits:
+        return None
+    return (
+        f"{layer_ranges(limits)}: the ceiling, rel_mse {report.budget.ceiling:g}, allows less than mse "
+        f"{report.budget.value:g}, down to an mse of {min(limits.values()):.1e}"
+    )
+
+
 def _loose_note(report: Report, length: LengthReport) -> str | None:
-    """Which layers a budget in mse allows much of their output, because that is small."""
-    if report.budget.kind != "mse":
+    """Which layers a budget in mse without a ceiling allows much of their output, because that is small."""
+    if report.budget.kind != "mse" or report.budget.ceiling is not None:
         return None
     allowed = {
         layer.layer: layer.limit * layer.held_out_rel_mse / layer.held_out_mse
@@ -153,7 +174,7 @@ def _loose_note(report: Report, length: LengthReport) -> str | None:
         return None
     return (
         f"{layer_ranges(loose)}: this mse is up to {max(allowed[layer] for layer in loose):.1%} of the output's mean "
-        f"square, where {LOOSE:.1%} is much: --budget-rel-mse means the same in every layer"
+        f"square, where {LOOSE:.1%} is much: --ceiling-rel-mse limits that"
     )
 
 

@@ -36,7 +36,8 @@ def _budget(budget: RecordedBudget | None) -> str | None:
         return None
     if budget.kind == "kl":
         return f"KL {budget.value:g} (nats per token)"
-    return f"{budget.kind} {budget.value:g} ({budget.scope})"
+    ceiling = "" if budget.ceiling_rel_mse is None else f" and rel_mse {budget.ceiling_rel_mse:g}"
+    return f"{budget.kind} {budget.value:g}{ceiling} ({budget.scope})"
 
 
 def _length(profile: Profile, length: int, bucket: Sequence[LayerConfig]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, Curve, Ranking
 from s2o_runtime.config import HeadConfig, StopRule
-from s2o_runtime.profile.record import PredictedLayer
 
 
 class Point(NamedTuple):
@@ -77,10 +76,6 @@ class Allocation:
     @property
     def heads(self) -> tuple[HeadConfig, ...]:
         return tuple(point.head for point in self.points)
-
-    def record(self) -> PredictedLayer:
-        """What a profile keeps of it."""
-        return PredictedLayer(mse=self.mse, density=self.density, cost=self.cost)
 
     def as_dense(self) -> Allocation:
         """The same heads, all dense."""

@@ -17,6 +17,7 @@ from calibrate.recipe import Recipe
 from calibrate.search.allocate import UNWEIGHTED, Allocation, Allowed, Weights, allocate, allocate_together
 from calibrate.timing import Timing
 from s2o_runtime.config import LayerConfig, Scores, TileConfig
+from s2o_runtime.profile.record import PredictedLayer
 
 HARMLESS = 0.5  # of an equal part of a budget in KL: an error that costs less than this needs no tightening
 FEWEST = 0.01  # of its layer's mean: what a head's error counts at least, so that none that hardly counted is free
@@ -117,6 +118,19 @@ class Choice:
         """Why the layer is dense as a whole, in words; None if it is not."""
         return self.measured or (self.why_dense and self.why_dense.value)
 
+    def predicted(self, layers: int) -> PredictedLayer:
+        """What a profile keeps of it, in a model of so many layers: what the curves say, and the times if there are."""
+        of_heads, timing = self.allocation, self.timing
+        return PredictedLayer(
+            mse=of_heads.mse,
+            density=of_heads.density,
+            cost=of_heads.cost,
+            seconds=self.seconds,
+            dense_seconds=timing.dense_seconds if timing else None,
+            # of a budget in KL, where layers' weights are for a mean over them
+            sensitivity=self.weights.layer / layers if self.weights.heads is not None else None,
+        )
+
     def settled(self) -> Choice:
         """The same choice, made dense where it gains nothing over dense attention."""
         if self.why_dense:
@@ -145,8 +159,9 @@ def allowed(recipe: Recipe) -> Allowed:
 def weights_of(curves: Curves, recipe: Recipe, sensitivity: Sequence[float] | None = None, layers: int = 1) -> Weights:
     """What the errors of one layer count against a recipe's budget.
 
-    With a budget in KL the mean over the layers is to be the model's KL, so that layer and head weights together are
-    the heads' sensitivities times the number of layers.
+    An error counts in the budget's unit, and more where a ceiling allows the layer less than the budget's value. With
+    a budget in KL the mean over the layers is to be the model's KL, so that layer and head weights together are the
+    heads' sensitivities times the number of layers.
 
     Args:
         curves: of the layer.
@@ -154,8 +169,9 @@ def weights_of(curves: Curves, recipe: Recipe, sensitivity: Sequence[float] | No
         sensitivity: of each head (`calibrate.model.sensitivity`); needed for a budget in KL only.
         layers: how many the model has.
     """
-    if not recipe.budget.is_kl:
-        return Weights(1.0 if recipe.budget.unit == "mse" else 1.0 / max(dense_power(curves), 1e-30))
+    budget, power = recipe.budget, dense_power(curves)
+    if not budget.is_kl:
+        return Weights(budget.error(1.0, power) * (budget.value / budget.limit(power)))
     if sensitivity is None:
         raise ValueError("a budget in KL needs the layer's sensitivity")
     mean = max(sum(sensitivity) / len(sensitivity), 1e-30)

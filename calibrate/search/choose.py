@@ -17,7 +17,7 @@ import torch
 
 from calibrate.compiling import compile_ahead, form, with_tiles
 from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, Curves, Ranking, Shape, methods
+from calibrate.curves.curves import TAUS, Curve, Curves, Ranking, Shape, dense_power, methods
 from calibrate.curves.measure import LayersCurves, dense_walk
 from calibrate.journal import Journal, taken_on
 from calibrate.model.capture import Captured
@@ -410,7 +410,7 @@ class _LengthSearch:
         """What was chosen, once every layer has come by."""
         recipe = self._recipe
         choices = [self._choices[layer] for layer in range(len(self._curves))]
-        limits = [recipe.budget.value] * len(choices)
+        limits = [recipe.budget.limit(dense_power(of_layer)) for of_layer in self._curves]
         if recipe.scope == "model":
             choices, limits = shared(choices, recipe)
         seconds = sum(self._uniform_seconds[layer] for layer in sorted(self._uniform_seconds))

@@ -154,14 +154,14 @@ class Compilation(WorkItem):
 
     def run(self, worker: WorkerState) -> None:
         geometry, where = worker.loaded.geometry, worker.loaded.weights.device
-        q, k, v = _inputs(geometry, where, self.length)
+        q, k, v = random_inputs(geometry, self.length, self.length, torch.bfloat16, where)
         config = _whole_prefix(self.tiles[0], geometry, self.segment)
         compile_ahead(partial(s2o_attention, q, k, v, layer) for layer in with_tiles(config, self.tiles))
 
 
 def _seconds(tile: TileConfig, geometry: Geometry, where: torch.device, length: int, segment: int) -> tuple[float, str]:
     """The median seconds of a call, and why it could not be made, "" if it could."""
-    q, k, v = _inputs(geometry, where, length)
+    q, k, v = random_inputs(geometry, length, length, torch.bfloat16, where)
     config = _whole_prefix(tile, geometry, segment)
     try:
         return medians({"tile": partial(s2o_attention, q, k, v, config)}, where, ROUNDS)["tile"], ""
@@ -169,11 +169,13 @@ def _seconds(tile: TileConfig, geometry: Geometry, where: torch.device, length: 
         return 0.0, reason(failure)
 
 
-def _inputs(geometry: Geometry, where: torch.device, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random queries, keys and values of a layer."""
+def random_inputs(
+    geometry: Geometry, queries: int, keys: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random queries, keys and values of a layer, [1, H, L, D]."""
     q, k, v = (
-        torch.randn(1, length, heads, geometry.head_dim, dtype=torch.bfloat16, device=where).transpose(1, 2)
-        for heads in (geometry.query_heads, geometry.kv_heads, geometry.kv_heads)
+        torch.randn(1, length, heads, geometry.head_dim, dtype=dtype, device=device).transpose(1, 2)
+        for length, heads in ((queries, geometry.query_heads), (keys, geometry.kv_heads), (keys, geometry.kv_heads))
     )
     return q, k, v
 

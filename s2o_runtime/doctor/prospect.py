@@ -158,7 +158,9 @@ def _proof_findings(profile: Profile) -> list[Finding]:
     record = profile.record
     budget = "no budget is recorded"
     if record.budget is not None:
-        budget = f"{record.budget.kind} {record.budget.value:g} for every {record.budget.scope or 'layer'}"
+        ceiling = record.budget.ceiling_rel_mse
+        beside = "" if ceiling is None else f" and rel_mse {ceiling:g}"
+        budget = f"{record.budget.kind} {record.budget.value:g}{beside} for every {record.budget.scope or 'layer'}"
     findings = []
     try:
         profile.check_trained()

@@ -142,6 +142,10 @@ class RecordedBudget(Part):
         "mean over the adjust prompts' positions; every `limit` is an `mse` then"
     )
     value: float | None = _recorded("the error allowed", "its kind; `kl`: nats per token")
+    ceiling_rel_mse: float | None = _recorded(
+        "beside an `mse` the largest `rel_mse`: a layer's `limit` is the smaller of `value` and this times the mean "
+        "square of its dense output; absent without a ceiling"
+    )
     scope: BudgetScope | None = _recorded("`layer`: of every layer; `model`: of the mean over layers, or of the KL")
 
     @property
@@ -220,6 +224,9 @@ class ProvenLayer(Part):
     density: float | None = _recorded("mean over heads and held-out prompts", "share")
     worst: float | None = _recorded("the 0.99 quantile over row tiles of the largest error of a row over its norm")
     limit: float | None = _recorded("the error the layer may have", "the budget's kind")
+    binds: ErrorUnit | None = _recorded(
+        "which of its two limits `limit` is; of a budget in `mse` with a ceiling for every layer only"
+    )
     tightened: int | None = _recorded("how often the layer was tightened at this length because it was over its limit")
     first_error: float | None = _recorded("the error before the layer was tightened", "the budget's kind")
 
@@ -270,6 +277,19 @@ class CertifiedLayer(Part):
     )
     density: float | None = _recorded("mean over heads and certify prompts", "share")
     limit: float | None = _recorded("the error the layer may have", "the budget's kind")
+    rel_mse: float | None = _recorded(
+        "the mean error over the mean square of the dense output on the certify prompts; of a budget in `mse` only"
+    )
+    binds: ErrorUnit | None = _recorded(
+        "which of its two limits `limit` is; of a budget in `mse` with a ceiling for every layer only"
+    )
+
+    @property
+    def rel_bound(self) -> float | None:
+        """The bound as a `rel_mse`; None where that of the mean is not recorded."""
+        if self.bound is None or not self.mean or self.rel_mse is None:
+            return None
+        return self.bound * self.rel_mse / self.mean
 
 
 @dataclass(frozen=True, kw_only=True)

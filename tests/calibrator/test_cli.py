@@ -15,7 +15,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from calibrate import pipeline
 from calibrate.commands.calibrate import main
-from calibrate.proof.tighten import prove_and_tighten
+from calibrate.proof import verify
 from calibrate.proof.verify import prove
 from s2o_runtime import load_profile
 from support.models import SIZES
@@ -62,7 +62,7 @@ def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny_fo
         candidate, proofs = prove(*arguments, **named)
         return candidate, {length: replace(proof, needles=(0, 3)) for length, proof in proofs.items()}
 
-    monkeypatch.setattr(pipeline, "prove_and_tighten", partial(prove_and_tighten, prove=loses))
+    monkeypatch.setattr(verify, "prove", loses)
     flags = "--lengths 512 --budget-rel-mse 1e-2 --segments 64,128 --trials 1 --num-prompts 1 --num-held-out 1"
     flags += " --num-certify 0 --device cpu --quiet --out no.safetensors" + " --allow-regression" * allow
     outcome = command("--model", tiny_folder, *flags.split())
@@ -84,7 +84,7 @@ def test_dry_run_prints_the_plan_and_stops(command, tmp_path):
     plan = json.loads(outcome.stdout)
     assert plan["lengths"] == "512"
     assert plan["device"] == "cpu"
-    assert plan["budget"] == "mse 0.0001"
+    assert plan["budget"] == "mse 0.0001 and rel_mse 0.01, whichever allows a layer less"
     assert plan["out"] == "profiles/demo/cpu/mse-0.0001.safetensors (default)"
     assert plan["journal"] == "profiles/demo/cpu/demo.journal.sqlite (default)"
     assert (plan["representatives"], plan["grains"]) == ("1, 32 (default)", "4 (default)")
@@ -139,7 +139,7 @@ def test_a_dry_run_writes_a_recipe_that_runs_the_same(command, tmp_path):
 )
 def test_what_helps_depends_on_what_failed(kinds, phrases, never):
     from calibrate.commands.calibrate import advice
-    from calibrate.proof.problems import Problem, ProblemKind
+    from calibrate.proof.state import Problem, ProblemKind
 
     text = advice([Problem(ProblemKind[kind], 512, "a sentence") for kind in kinds])
     assert all(phrase in text for phrase in phrases)
@@ -200,6 +200,8 @@ BAD_INPUT = [
     ("--prompts", "bad.jsonl", "bad.jsonl:2: "),
     ("--prompts", "short.jsonl", "0 prompts to calibrate on of 512 tokens or more"),
     ("--budget-mse", "0", "budget_mse is 0.0: expected a number above 0, such as 1e-4"),
+    ("--ceiling-rel-mse", "-1", "ceiling_rel_mse is -1.0: expected a number from 0 to 1 or none, such as 1e-2"),
+    ("--ceiling-rel-mse", "nan", "ceiling_rel_mse is nan: expected a number from 0 to 1 or none, such as 1e-2"),
     ("--budget-mse", "little", "argument --budget-mse: 'little': expected a number above 0, such as 1e-4"),
     ("--lengths", "262144", "length 262144 is beyond the model's limit of 131072"),
     ("--lengths", "8k", "'8k': expected an ascending list, each a whole number of tokens"),

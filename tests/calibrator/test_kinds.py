@@ -16,7 +16,7 @@ from calibrate import calibrate, pipeline
 from calibrate.commands import calibrate as command
 from calibrate.curves.measure import _with_all_shapes
 from calibrate.pipeline import OfKind, calibrate_kinds
-from calibrate.proof.problems import Problem, ProblemKind
+from calibrate.proof.state import Problem, ProblemKind
 from calibrate.recipe import Recipe
 from calibrate.work import cluster
 from s2o_runtime.config import TileConfig

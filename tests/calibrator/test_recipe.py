@@ -13,6 +13,7 @@ BASE = {"model": "demo", "lengths": (1024, 2048), "out": Path("profiles/p.safete
 # every option with a value that is not its default, but prompts, which exclude domains
 ALL = BASE | {
     "budget_mse": 1e-5,
+    "ceiling_rel_mse": 2e-3,
     "budget_scope": "model",
     "check_lengths": (1100, 4096),
     "chunk": 4096,
@@ -76,7 +77,9 @@ OWN_PROMPTS = BASE | {"prompts": (Path("mine.jsonl"), Path("folder/b"))}
 def test_a_recipe_survives_yaml(options, tmp_path):
     made = Recipe.of(options)
     options_again = load_yaml(written(tmp_path, made.to_yaml()))
-    assert set(options_again) == set(OPTIONS) - ({f"budget_{kind}" for kind in KINDS} - {f"budget_{made.budget.kind}"})
+    others = {f"budget_{kind}" for kind in KINDS} - {f"budget_{made.budget.kind}"}
+    others |= {"ceiling_rel_mse"} - ({"ceiling_rel_mse"} if made.budget.kind == "mse" else set())
+    assert set(options_again) == set(OPTIONS) - others
     assert Recipe.of(options_again) == made
     assert Recipe.of(options_again).to_yaml() == made.to_yaml()
 
@@ -155,6 +158,9 @@ def test_flags_override_a_file():
     assert merged(file, {"trials": 9}) == file | {"trials": 9}
     assert merged(file, {"budget_rel_mse": 0.1}) == {"model": "demo", "trials": 3, "seed": 2, "budget_rel_mse": 0.1}
     assert merged(file, {}) == file
+    ceiled = file | {"ceiling_rel_mse": 1e-3}
+    assert merged(ceiled, {"budget_mse": 2.0}) == ceiled | {"budget_mse": 2.0}
+    assert merged(ceiled, {"budget_kl": 0.1}) == {"model": "demo", "trials": 3, "seed": 2, "budget_kl": 0.1}
 
 
 def test_two_budgets_are_refused():
@@ -162,7 +168,35 @@ def test_two_budgets_are_refused():
         recipe(budget_mse=1.0, budget_rel_mse=1.0)
     with pytest.raises(ConfigError, match="budget_rel_mse and budget_kl are both given: choose one"):
         recipe(budget_kl=5e-3, budget_rel_mse=0.1)
-    assert Budget.of({"budget_mse": 2.0}) == Budget("mse", 2.0)
+    assert Budget.of({"budget_rel_mse": 0.5}) == Budget("rel_mse", 0.5)
+
+
+def test_a_budget_in_mse_has_a_ceiling_unless_it_is_switched_off():
+    assert Budget.of({"budget_mse": 2.0}) == Budget("mse", 2.0, 1e-2)
+    assert Budget.of({"budget_mse": 2.0, "ceiling_rel_mse": 0.5}) == Budget("mse", 2.0, 0.5)
+    for off in (None, 0.0):
+        assert recipe(budget_mse=2.0, ceiling_rel_mse=off).budget == Budget("mse", 2.0)
+        assert recipe(ceiling_rel_mse=off).budget == DEFAULT_BUDGET  # it has none anyway
+    made = recipe(budget_mse=1e-4)
+    plan = OPTIONS["budget_mse"].line(made), OPTIONS["budget_mse"].line(recipe(budget_mse=1e-4, ceiling_rel_mse=None))
+    assert plan == ("mse 0.0001 and rel_mse 0.01, whichever allows a layer less", "mse 0.0001")
+    assert made.record()["budget"] == {"kind": "mse", "value": 1e-4, "ceiling_rel_mse": 1e-2}
+    older = made.record() | {"budget": {"kind": "mse", "value": 1e-4}}  # of a version without ceilings
+    assert Recipe.from_record(older, made.out).budget == Budget("mse", 1e-4)
+
+
+def test_a_layer_may_have_the_smaller_of_the_two_limits():
+    both, alone = Budget("mse", 1e-4, 1e-2), Budget("mse", 1e-4)
+    assert Budget("mse", 1e-4, 0.0).limit(5e-4) == alone.limit(5e-4) == 1e-4
+    powers = (5e-4, 1e-2, 0.5)
+    assert [both.limit(power) for power in powers] == pytest.approx([5e-6, 1e-4, 1e-4])
+    assert [alone.limit(power) for power in powers] == [1e-4] * 3
+    assert [Budget("rel_mse", 1e-3).limit(power) for power in powers] == [1e-3] * 3
+    assert both.limit(0.0) > 0.0  # a layer without output may be dense, and its share of a limit is a number
+    made = recipe(budget_mse=1e-4)
+    assert [made.binds(both.limit(power)) for power in powers] == ["rel_mse", "mse", "mse"]
+    assert recipe(budget_mse=1e-4, ceiling_rel_mse=None).binds(1e-4) is None
+    assert recipe(budget_mse=1e-4, budget_scope="model").binds(5e-6) is None
 
 
 @pytest.mark.parametrize(
@@ -183,6 +217,23 @@ def test_two_budgets_are_refused():
         ({"budget_kl": 1e-3, "budget_scope": "layer"}, "budget_scope layer does not go with budget_kl.*: leave"),
         ({"budget_rel_mse": 1e3}, r"budget_rel_mse is 1000\.0: expected a number above 0 and at most 1"),
         ({"budget_mse": 0.0}, r"budget_mse is 0\.0: expected a number above 0, such as 1e-4"),
+        (
+            {"budget_mse": 1.0, "ceiling_rel_mse": -1e-2},
+            r"ceiling_rel_mse is -0\.01: expected a number from 0 to 1 or none",
+        ),
+        ({"budget_mse": 1.0, "ceiling_rel_mse": float("nan")}, "ceiling_rel_mse is nan: expected a number from 0 to 1"),
+        (
+            {"budget_mse": 1.0, "ceiling_rel_mse": 2.0},
+            r"ceiling_rel_mse is 2\.0: expected a number from 0 to 1 or none",
+        ),
+        (
+            {"ceiling_rel_mse": 0.1},
+            r"ceiling_rel_mse 0\.1 goes with budget_mse only, but the budget is rel_mse 0\.001: ",
+        ),
+        (
+            {"budget_kl": 0.1, "ceiling_rel_mse": 0.1},
+            r"goes with budget_mse only, but the budget is kl 0\.1: leave it out",
+        ),
         ({"time_limit": float("inf")}, "time_limit is inf"),
         ({"worst_rows": -0.1}, r"worst_rows is -0\.1: expected a number of at least 0 or none, such as 0\.7"),
         ({"keep_needles": 1.1}, r"keep_needles is 1\.1: expected a share from 0 to 1"),

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from calibrate.search.crossover import with_crossover
+from calibrate.search.crossover import Layer, with_crossover
 from calibrate.timing import medians
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig
@@ -41,7 +41,7 @@ def longest_call(heads, keys):
 def measured(config, heads):
     """The layer with what calibration measures of short calls: from how many queries on the kernels are worth it."""
     geometry = Geometry("bench", 1, *heads, 128)
-    return config.with_tile(with_crossover(config, geometry, torch.device("cuda"), DENSITY))
+    return config.with_tile(with_crossover(Layer(config, DENSITY), geometry, torch.device("cuda")))
 
 
 def last(qkv, queries, keys):

@@ -19,7 +19,7 @@ from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import SCHEMA, Profile, Record, load_profile, save_profile, serialize
 from s2o_runtime.profile import file as profile_file
 from scripts.docs import profile_format
-from support.golden_profiles import GOLDEN, budget_in_kl, field_paths, full, linear_tails, mixed, path_of
+from support.golden_profiles import GOLDEN, budget_in_kl, ceiling, field_paths, full, linear_tails, mixed, path_of
 from support.profiles import FORMAT, document_of, file_of
 
 GEOMETRY = Geometry("llama", 2, 3, 1, 64)
@@ -91,7 +91,7 @@ def test_a_file_of_schema_6_is_written_back_as_the_newest(tmp_path):
 def test_the_format_names_every_field_and_tensor_and_no_other():
     rows = {row.removesuffix("[]") for row in re.findall(r"^\| `([^`]+)` \|", FORMAT.read_text("utf-8"), re.MULTILINE)}
     fields = set()
-    for made in (full, linear_tails, budget_in_kl):
+    for made in (full, linear_tails, budget_in_kl, ceiling):
         fields |= field_paths(document_of(serialize(made())))
     fields |= field_paths(document_of(serialize(mixed()))) - {"record"}
     fields = {re.sub(r"\.(versions|other_layers)\..*", r".\1", field) for field in fields}

@@ -172,6 +172,16 @@ def test_export_holds_everything(run, tmp_path):
     ("arguments", "called", "out"),
     [
         ("rebudget a/p.x --budget-mse 1e-3", "mse-0.001 OUT None None", "mse-0.001.safetensors"),
+        (
+            "rebudget a/p.x --budget-mse 1e-3 --ceiling-rel-mse 2e-3",
+            "mse-0.001 OUT None None",
+            "mse-0.001-ceiling-0.002.safetensors",
+        ),
+        (
+            "rebudget a/p.x --budget-mse 1e-3 --ceiling-rel-mse none",
+            "mse-0.001 OUT None None",
+            "mse-0.001-ceiling-0.safetensors",
+        ),
         ("rebudget a/p.x --budget-kl 5e-3", "kl-0.005 OUT None None", "kl-0.005.safetensors"),
         (
             "rebudget a/p.x --budget-rel-mse 0.5 --worst-rows 0.8",
@@ -366,6 +376,10 @@ def test_push_and_pull_a_hub_repository(calibrated, run, tmp_path, monkeypatch):
         (["retile", "none", "--device", "tpu"], "device 'tpu' is not known"),
         (["retile", FULL, "--device", "cpu", "--out", "."], "--out . is a folder"),
         (["push", FULL, "folder", "--shelf"], "unrecognized arguments: --shelf"),
+        (
+            ["rebudget", FULL, "--budget-rel-mse", "1e-2", "--ceiling-rel-mse", "1e-3"],
+            "ceiling_rel_mse 0.001 goes with budget_mse only, but the budget is rel_mse 0.01: leave it out",
+        ),
         (["rebudget", FULL, "--budget-mse", "little"], "'little': expected a number above 0, such as 1e-4"),
         ([], "the following arguments are required: COMMAND"),
     ],

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from calibrate.curves.curves import Shape
+from calibrate.curves.curves import Shape, dense_power
 from calibrate.curves.measure import measure_model
 from calibrate.journal import Journal
 from calibrate.model import models
 from calibrate.pipeline import calibrate, journal_identity
 from calibrate.profiles.rebudget import UNPROVEN, rebudget
 from calibrate.prompts.prompts import load_prompts
-from calibrate.proof import tighten
+from calibrate.proof import adjust
 from calibrate.recipe import Budget, Recipe
 from calibrate.search.choice import SearchPoint, budget_mse, choice_at, weights_of
 from calibrate.search.tiles import CPU_TILES
@@ -44,7 +44,7 @@ def recipe(tmp_path_factory):
 def curves(recipe):
     """One real calibration of the demo model, and its curves as a second one would find them in the journal."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tighten, "TIGHTENINGS", 1)  # a layer over its limit becomes dense at once: shorter
+        patch.setattr(adjust, "TIGHTENINGS", 1)  # a layer over its limit becomes dense at once: shorter
         assert calibrate(recipe, progress=False).written
     loaded = models.load("demo", "cpu")
     prompts = load_prompts(recipe, loaded.tokenizer)
@@ -72,8 +72,13 @@ def spendable(curves, recipe):
 @SLOW
 @pytest.mark.parametrize(
     "budget",
-    [Budget("mse", BUDGET / 2), Budget("mse", BUDGET * 4), Budget("rel_mse", 1e-2)],
-    ids=str,
+    [
+        Budget("mse", BUDGET / 2),
+        Budget("mse", BUDGET * 4),
+        Budget("rel_mse", 1e-2),
+        Budget("mse", BUDGET * 4, 4e-3),  # binds in the early layers, whose outputs are small
+    ],
+    ids=lambda budget: f"{budget}-ceiling-{budget.ceiling}",
 )
 def test_it_is_what_a_calibration_would_allocate(budget, recipe, curves, old, tmp_path):
     """Before it adjusts layers on other prompts, which the journal's curves know nothing of."""
@@ -119,6 +124,25 @@ def test_the_record_says_that_nothing_is_proven(recipe, old, tmp_path):
         assert all(0 < layer.density <= 1.0 and layer.mse <= BUDGET * 4 for layer in recorded.layers)
     again = rebudget(out, recipe.budget, tmp_path / "back.safetensors", journal=recipe.journal_path)
     assert again.record.recipe == old.record.recipe
+
+
+@SLOW
+def test_a_ceiling_holds_early_layers_whose_outputs_are_small(recipe, curves, old, tmp_path):
+    laxer, ceiled = (
+        rebudget(recipe.out, Budget("mse", BUDGET * 4, ceiling), tmp_path / "new.safetensors").profile.record
+        for ceiling in (None, 4e-3)
+    )
+    held = 0
+    for length, lax, strict in zip(LENGTHS, laxer.predicted, ceiled.predicted, strict=True):
+        for measured, before, after in zip(curves[length], lax.layers, strict.layers, strict=True):
+            power = dense_power(measured)
+            assert after.mse <= recipe.margin * min(BUDGET * 4, 4e-3 * power)
+            if 4e-3 * power >= BUDGET * 4:
+                assert after == before
+            held += before.mse > recipe.margin * 4e-3 * power
+    assert held >= 2
+    assert ceiled.budget == RecordedBudget(kind="mse", value=BUDGET * 4, scope="layer", ceiling_rel_mse=4e-3)
+    assert ceiled.recipe["budget"] == {"kind": "mse", "value": BUDGET * 4, "ceiling_rel_mse": 4e-3}
 
 
 def changed(recipe, path, record):
@@ -197,7 +221,7 @@ def edited(statement):
             edited("DELETE FROM entries WHERE json_extract(key, '$.layer') = 3"),
             "lacks the curves of layer 3 at 512 tokens for tile .*: measure them with s2o-calibrate",
         ),
-        (edited("DELETE FROM entries"), "--model demo --budget-mse 5e-05 --lengths 512,1024$"),
+        (edited("DELETE FROM entries"), "--model demo --budget-mse 5e-05 --ceiling-rel-mse 0 --lengths 512,1024$"),
     ],
     ids=["missing", "foreign", "model", "device", "layer", "empty"],
 )

@@ -82,8 +82,8 @@ def timed(monkeypatch):
     monkeypatch.setattr(
         module,
         "with_crossover",
-        lambda config, geometry, device, density, faster_at: replace(
-            config.tile, dense_below=CROSSOVER, min_queries=round(100 * density)
+        lambda layer, geometry, device: replace(
+            layer.config.tile, dense_below=CROSSOVER, min_queries=round(100 * layer.density)
         ),
     )
     return made

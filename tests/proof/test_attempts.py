@@ -1,38 +1,30 @@
 """The loop of the proof, without a model: prove, judge, tighten, and prove again what changed."""
 
-from types import SimpleNamespace
-
 import pytest
 
-from calibrate.proof.problems import Problem, ProblemKind
-from calibrate.proof.tighten import RETRIES, TIGHTENINGS, prove_and_tighten
+from calibrate.proof.adjust import RETRIES, TIGHTENINGS, prove_and_tighten
+from calibrate.proof.state import Problem, ProblemKind
 from calibrate.search.choice import DenseReason
-from support.candidates import LENGTHS, PretendedProof, candidate, error_of
+from support.candidates import LENGTHS, PretendedProver, candidate, error_of
 
 EVERY = [512, 768, 1024, 1536, 2048]
 
 
-def proven(begun, proof):
-    """What comes of a candidate that is measured by a pretended proof."""
-    executor = SimpleNamespace(geometry=begun.geometry)
-    return prove_and_tighten(executor, {length: [] for length in begun.lengths}, begun, progress=False, prove=proof)
-
-
 def test_what_holds_is_proven_once_and_has_no_problems():
-    proof = PretendedProof()
-    result = proven(candidate(), proof)
+    prover = PretendedProver()
+    result = prove_and_tighten(prover, candidate())
     assert result.met
-    assert [lengths for lengths, _ in proof.attempts] == [EVERY]
+    assert [lengths for lengths, _ in prover.attempts] == [EVERY]
     assert not result.tightened
     for (length, layer), limit in result.limits.items():
         assert result.proofs[length].layers[layer].mse == error_of(result.configs[length, layer]) <= limit
 
 
 def test_lost_needles_are_tried_again_with_less_and_then_are_the_problem():
-    proof = PretendedProof(needles=lambda candidate, length: (3, 20) if length == 1024 else None)
-    result = proven(candidate(), proof)
-    assert [lengths for lengths, _ in proof.attempts] == [EVERY] + [[768, 1024, 1536]] * RETRIES
-    budgets = [[choice.budget_mse for choice in begun.chosen[1024].choices] for _, begun in proof.attempts]
+    prover = PretendedProver(needles=lambda candidate, length: (3, 20) if length == 1024 else None)
+    result = prove_and_tighten(prover, candidate())
+    assert [lengths for lengths, _ in prover.attempts] == [EVERY] + [[768, 1024, 1536]] * RETRIES
+    budgets = [[choice.budget_mse for choice in begun.chosen[1024].choices] for _, begun in prover.attempts]
     for number, of_layers in enumerate(budgets):
         assert of_layers == pytest.approx([budget / 2**number for budget in budgets[0]])
     said = "at 1024 tokens the patched model keeps 3 of the 20 needles that dense finds, 95% are asked for"
@@ -46,10 +38,10 @@ def test_lost_needles_are_tried_again_with_less_and_then_are_the_problem():
     ids=["shortest", "checked", "longest"],
 )
 def test_lengths_that_are_slower_than_dense_become_dense(slow, again, dense):
-    proof = PretendedProof(seconds=lambda candidate, length: 0.2 if length == slow else 0.1)
-    result = proven(candidate("cuda"), proof)
+    prover = PretendedProver(seconds=lambda candidate, length: 0.2 if length == slow else 0.1)
+    result = prove_and_tighten(prover, candidate("cuda"))
     assert result.met
-    assert [lengths for lengths, _ in proof.attempts] == [EVERY, again]
+    assert [lengths for lengths, _ in prover.attempts] == [EVERY, again]
     profile = result.candidate.profile()
     for (length, layer), config in result.configs.items():
         assert config.is_dense == (length in dense)  # what is checked below a dense bucket follows it
@@ -66,7 +58,7 @@ def times_the_prediction(factor):
 def test_a_layer_over_its_limit_is_tightened_by_what_it_is_over(factor):
     """Errors that come out several times as large as predicted: so much less of the budget is what is left."""
     begun = candidate()
-    result = proven(begun, PretendedProof(times_the_prediction(factor)))
+    result = prove_and_tighten(PretendedProver(error=times_the_prediction(factor)), begun)
     assert result.met
     assert result.tightened.keys() >= {(512, 0), (512, 1), (1024, 0)}
     for place, times in result.tightened.items():

@@ -5,36 +5,28 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from calibrate.profiles.certified import tables
 
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify
+from calibrate.proof.adjust import TAU_FOR_ERROR, Proven
+from calibrate.proof.again import compared
 from calibrate.proof.agreement import PromptAgreement
-from calibrate.proof.certificate import (
-    CONFIDENCE,
-    FLOOR,
-    RUNGS,
-    Look,
-    certificate_of,
-    look_bound,
-    look_confidence,
-    shares_of_limits,
-)
+from calibrate.proof.bounds import CONFIDENCE, FLOOR, RUNGS, Look, look_bound, look_confidence, mean_bound
 from calibrate.proof.certify import (
     Ladder,
+    certificate_of,
     proven_again,
+    shares_of_limits,
     with_dense,
     without_slower_layers,
     without_slower_lengths,
 )
-from calibrate.proof.judge import judge, slower_layers
-from calibrate.proof.problems import retrieval_lost
-from calibrate.proof.recertify import compared
+from calibrate.proof.judge import judge, retrieval_lost, slower_layers
 from calibrate.proof.sample import LayerSample, LengthSample, PromptError
-from calibrate.proof.statistics import mean_bound
-from calibrate.proof.tighten import TAU_FOR_ERROR, Proven
 from calibrate.recipe import Budget
 from calibrate.search.choice import DenseReason
-from s2o_runtime.profile.record import CertifiedLength, ContinuedBound
+from s2o_runtime.profile.record import Certificate, CertifiedLength, ContinuedBound
 from support.candidates import LENGTHS, RECIPE, candidate, proofs_of
 
 FACTORS = (0.8, 1.0, 1.25, 0.9, 1.1)  # of the mean error, by prompt
@@ -44,10 +36,10 @@ BUDGET = Budget("mse", 1e-4)
 def layer_sample(mean, factors=FACTORS, density=0.5):
     """Prompts whose last eighth is off by three times as much, and continued calls by five times."""
     errors = tuple(
-        PromptError(mean * factor, 1.0, (3 * mean * factor, 1.0), {64: (5 * mean * factor, 1.0)}, 0.1 * factor)
+        PromptError(mean * factor, 1.0, (3 * mean * factor, 1.0), [(64, 5 * mean * factor, 1.0)], 0.1 * factor, density)
         for factor in factors
     )
-    return LayerSample(errors, density)
+    return LayerSample(errors)
 
 
 def down(begun, length, layer, means):
@@ -159,7 +151,7 @@ def test_layers_that_adjusting_left_slower_than_dense_become_dense():
 
 
 @pytest.mark.parametrize("slow_layers", [{1}, set()], ids=["a-layer", "no-layer-alone"])
-def test_a_length_that_stayed_slower_than_dense_is_no_failure(monkeypatch, slow_layers):
+def test_a_length_that_stayed_slower_than_dense_is_no_failure(slow_layers):
     """After the last attempt, when nothing else would make it dense; what is over its limit stays a problem."""
     begun = candidate("cuda")
     proofs = proofs_of(begun)
@@ -170,22 +162,19 @@ def test_a_length_that_stayed_slower_than_dense_is_no_failure(monkeypatch, slow_
     proofs[1024] = replace(proofs[1024], layers=tuple(layers), prefill_seconds=3.0, dense_prefill_seconds=2.0)
     quick = replace(proofs[1024], prefill_seconds=2.0)
     again = []
-    monkeypatch.setattr(
-        certify, "prove", lambda _, prompts, *__, **___: again.append(set(prompts)) or (begun, {1024: quick})
-    )
+    prover = SimpleNamespace(prove=lambda _, lengths, *__: again.append(set(lengths)) or (begun, {1024: quick}))
     proven = Proven(begun, proofs, judge(begun, proofs))
     assert not proven.met
-    held_out = {length: [] for length in proofs}
-    left = without_slower_lengths(SimpleNamespace(geometry=begun.geometry), held_out, proven, progress=False)
+    left = without_slower_lengths(prover, proven)
     assert left.met
     assert again == [{1024}]
     became_dense = {(1024, layer) for layer in slow_layers or {0, 1}}
     for place, config in begun.configs.items():
         assert left.configs[place] == (config.as_dense() if place in became_dense else config)
-    assert without_slower_lengths(None, {}, left, progress=False) is left
+    assert without_slower_lengths(prover, left) is left
 
 
-def test_a_layer_that_the_certificate_left_slower_than_dense_becomes_dense_too(monkeypatch):
+def test_a_layer_that_the_certificate_left_slower_than_dense_becomes_dense_too():
     begun = candidate("cuda")
     proofs = proofs_of(begun)
     timed = {
@@ -194,11 +183,10 @@ def test_a_layer_that_the_certificate_left_slower_than_dense_becomes_dense_too(m
     }
     slow = replace(timed[512].layers[1], seconds=3e-3)
     measured = iter([{512: replace(timed[512], layers=(timed[512].layers[0], slow))}, {512: timed[512]}])
-    monkeypatch.setattr(certify, "prove", lambda *_, **__: (begun, next(measured)))
+    prover = SimpleNamespace(prove=lambda *_: (begun, next(measured)))
     changed = certify.with_dense_layers(begun, {(512, 0)}, DenseReason.OVER_BOUND)
     proven = Proven(begun, timed, ())
-    executor = SimpleNamespace(geometry=begun.geometry)
-    left = proven_again(executor, {512: []}, proven, replace(proven, candidate=changed), progress=False)
+    left = proven_again(prover, proven, replace(proven, candidate=changed))
     assert [left.configs[512, layer].is_dense for layer in range(2)] == [True, True]
     assert left.candidate.choice(1, 512).why_dense == DenseReason.SLOWER_ATTENTION
     assert left.proofs[512] == timed[512]  # as it is at the end
@@ -212,11 +200,9 @@ def test_needles_that_the_certificate_lost_are_a_problem(monkeypatch, needles, p
     proven = Proven(begun, {}, ())
     changed = replace(proven, candidate=with_dense(begun, frozenset({LENGTHS[0]})))
     measured = {LENGTHS[0]: SimpleNamespace(needles=needles, kl=1e-3)}
-    monkeypatch.setattr(certify, "prove", lambda *_, **__: (None, measured))
     monkeypatch.setattr(certify, "slower_than_dense", lambda *_: ())
     monkeypatch.setattr(certify, "slower_layers", lambda *_: frozenset())
-    executor = SimpleNamespace(geometry=SimpleNamespace(layers=2))
-    again = proven_again(executor, {LENGTHS[0]: []}, proven, changed, progress=False)
+    again = proven_again(SimpleNamespace(prove=lambda *_: (None, measured)), proven, changed)
     assert len(again.problems) == problems
     assert all("keeps 0 of the 2 needles" in str(problem) for problem in again.problems)
 
@@ -239,7 +225,7 @@ def certified(seen, begun=None):
     return certificate_of(
         length,
         seen,
-        budget=BUDGET,
+        recipe=begun.recipe,
         limits=[begun.limits[length, layer] for layer in range(2)],
         configs=[begun.layer_config(layer, length) for layer in range(2)],
         looks=[[Look(1.0, 7e-5)], [Look(1.0, 3e-4), Look(RUNGS[0], 4e-5)]],
@@ -269,6 +255,24 @@ def test_what_prompts_certify():
     assert [(one.domain, one.prompts) for one in made.domains] == [("code", 3), ("prose", 2)]
     assert (code.kl, prose.kl) == (pytest.approx(3e-3), pytest.approx(3e-3))
     assert prose.error_over_limit == pytest.approx(0.95 * 5e-5 / 1e-4)
+
+
+def test_a_certificate_states_both_units_of_an_mse_and_which_limit_binds():
+    begun = replace(candidate(), recipe=replace(RECIPE, budget=replace(BUDGET, ceiling=1e-2)))
+    begun = replace(begun, chosen={**begun.chosen, 512: replace(begun.chosen[512], limits=[6e-5, 1e-4])})
+    made = certified(length_sample(), begun)
+    first, second = made.layers
+    assert [(one.limit, one.binds) for one in made.layers] == [(6e-5, "rel_mse"), (1e-4, "mse")]
+    assert (first.rel_mse, second.rel_mse) == (pytest.approx(5.05e-5), pytest.approx(2.02e-5))  # the power is 1
+    assert first.rel_bound == pytest.approx(first.bound)
+    half = replace(first, rel_mse=2 * first.mean)  # of outputs with half the mean square
+    assert half.rel_bound == pytest.approx(2 * first.bound)
+    _, units, _ = tables(Certificate(lengths=(made,)))
+    assert units.rows == [("512", "7.00e-05", "7.00e-05", "1 of 2 layers")]
+    without = certified(length_sample())
+    assert [(one.rel_mse is None, one.binds) for one in without.layers] == [(False, None)] * 2
+    in_rel_mse = replace(begun, recipe=replace(RECIPE, budget=Budget("rel_mse", 1e-4)))
+    assert [one.rel_mse for one in certified(length_sample(), in_rel_mse).layers] == [None] * 2
 
 
 def test_dense_layers_have_no_share_of_a_limit():

@@ -1,23 +1,30 @@
-"""Proofs under a server's chunk: layers are fed in parts, and errors are of the whole prompt."""
+"""Proofs under a server's chunk: layers are fed in parts, errors are of the whole prompt, and everything proves so."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from calibrate.proof.chunks import chunks_of
+from calibrate.commands.profile import main as profile_command
+from calibrate.model.streams import DecoderLayer
+from calibrate.pipeline import calibrate
+from calibrate.proof import again, certify, verify
+from calibrate.proof.layers import LayerRun, layer_state
 from calibrate.proof.sample import sample
 from calibrate.proof.verify import prove
 from s2o_runtime import s2o_attention
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface.hf import s2o_attention_forward, s2o_mask
-from s2o_runtime.huggingface.layers import LayerState, attach
+from s2o_runtime.huggingface.layers import attach
 from s2o_runtime.reference.dense import dense_attention
 from support.models import stream
 from support.streamed import random_prompts, uniform
+from support.tiny import recipe, save_tiny
 
 EXACT, SPARSE, SPARSER = map(uniform, (0.0, 0.5, 1e4))
 LENGTH, CHUNK = 300, 128
+RECIPE_CHUNK, OTHER = 256, 128  # of a calibration's recipe, and of who proves its profile again
+SETTINGS = {"lengths": (512,), "budget_kl": 5e-4, "num_certify": 3, "trials": 2, "num_held_out": 2}
 
 
 @dataclass(frozen=True)
@@ -33,23 +40,21 @@ class Layers:
 
 
 def test_what_each_chunk_runs():
-    chunks = chunks_of(Layers(SPARSE, SPARSER), CHUNK, 0, LENGTH)
-    assert chunks.size == CHUNK
-    assert chunks.config_at(128) == SPARSE
-    assert chunks.config_at(256) == SPARSER
-    assert chunks.config_at(99).is_dense
-    assert chunks_of(Layers(SPARSE, SPARSER), CHUNK, 0, CHUNK) is None
-    assert chunks_of(Layers(SPARSE, SPARSER), None, 0, LENGTH) is None
+    layers = Layers(SPARSE, SPARSER)
+    in_chunks = LayerRun.of(layers, CHUNK, 0, LENGTH)
+    assert (in_chunks.chunk, in_chunks.by_keys) == (CHUNK, ((128, SPARSE), (256, SPARSER), (300, SPARSER)))
+    short = LayerRun.of(layers, 64, 0, 150)  # below the shortest calibrated length a chunk is dense
+    assert [(keys, config.is_dense) for keys, config in short.by_keys] == [(64, True), (128, False), (150, False)]
+    assert LayerRun.of(layers, CHUNK, 0, CHUNK) == LayerRun(SPARSE)
+    assert LayerRun.of(layers, None, 0, LENGTH) == LayerRun(SPARSER)
 
 
 def test_a_prefill_in_chunks_is_the_calls_that_a_server_makes():
     module = torch.nn.Module()
     observed = []
     layers = Layers(SPARSE, SPARSER)
-    chunks = chunks_of(layers, CHUNK, 3, LENGTH)
-    state = LayerState(
-        3, chunks.config_at, 0, observer=lambda *call: observed.append(call), chunk=chunks.size, meter=None
-    )
+    runs = LayerRun.of(layers, CHUNK, 3, LENGTH)
+    state = layer_state(DecoderLayer(5, 3, module, module), runs, lambda *call: observed.append(call))
     attach(module, state)
     q, k, v = (torch.randn(1, heads, LENGTH, 64) for heads in (4, 2, 2))
     mask = s2o_mask(batch_size=1, q_length=LENGTH, q_offset=0, kv_length=LENGTH)
@@ -91,11 +96,51 @@ def test_a_proof_in_chunks(tiny_folder):
     assert chunked != whole
 
 
-def test_a_certificates_sample_in_chunks(tiny_folder):
-    exact = sample(
-        stream(tiny_folder, True), LENGTH, random_prompts(LENGTH)[LENGTH], Layers(EXACT, EXACT), chunk=CHUNK
-    )[1]
-    for layer in exact.layers:
-        assert len(layer.prompts) == 2
-        assert layer.density == pytest.approx(1.0)
-        assert all(prompt.mse < 1e-10 for prompt in layer.prompts)
+class Chunks(dict):
+    """The chunks that each module's proofs were called with, by the module's name."""
+
+    def watch(self, monkeypatch, module, name, function):
+        """Keep those of a function that a module calls."""
+        place = f"{module.__name__.rpartition('.')[2]}.{name}"
+
+        def watched(*arguments, **named):
+            given = named["chunk"] if "chunk" in named else arguments[6]  # of `prove`, as `Prover` calls it
+            self.setdefault(place, set()).add(given)
+            return function(*arguments, **named)
+
+        monkeypatch.setattr(module, name, watched)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A calibration with chunks: the profile, the model's folder and what proved with which chunks."""
+    folder = save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+    made = recipe(folder, tmp_path_factory.mktemp("calibrated") / "p.safetensors", **SETTINGS, chunk=RECIPE_CHUNK)
+    chunks = Chunks()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        chunks.watch(monkeypatch, verify, "prove", prove)
+        chunks.watch(monkeypatch, certify, "sample", sample)
+        calibrate(made, progress=False)
+    return made.out, folder, chunks
+
+
+def test_a_calibration_proves_in_the_recipes_chunks(finished):
+    _, _, chunks = finished
+    assert chunks == {
+        "verify.prove": {RECIPE_CHUNK},
+        "certify.sample": {RECIPE_CHUNK},
+    }  # the passes in KL and the proof
+
+
+@pytest.mark.parametrize(
+    ("fresh", "place", "given"), [((), "again.prove", None), (("--seed", "5"), "again.sample", OTHER)]
+)
+def test_verify_proves_in_chunks(finished, fresh, place, given, monkeypatch, capsys):
+    path, folder, _ = finished
+    chunks = Chunks()
+    chunks.watch(monkeypatch, again, "prove", prove)
+    chunks.watch(monkeypatch, again, "sample", sample)
+    option = () if given is None else ("--chunk", str(given))
+    code = profile_command(["verify", str(path), "--model", str(folder), "--device", "cpu", *fresh, *option])
+    assert code in (0, 3), capsys.readouterr().err  # in other chunks than those of the proof it may fail
+    assert chunks == {place: {given or RECIPE_CHUNK}}

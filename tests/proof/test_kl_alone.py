@@ -8,7 +8,7 @@ import torch
 
 from calibrate.model.models import load
 from calibrate.prompts.prompt import Prompt
-from calibrate.proof.kl_alone import FURTHEST, GROUPS, LEAST, corrected, kl_alone, layer_groups
+from calibrate.proof.kl import FURTHEST, GROUPS, LEAST, corrected, kl_alone, layer_groups
 from calibrate.search.allocate import Weights
 from s2o_runtime import patch, unpatch
 from s2o_runtime.config import LayerConfig

@@ -14,8 +14,8 @@ from calibrate.pipeline import calibrate
 from calibrate.profiles.rebudget import rebudget
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof import certify
-from calibrate.proof.problems import Problem, ProblemKind
-from calibrate.proof.reprove import verified
+from calibrate.proof.again import opened, verified
+from calibrate.proof.state import Problem, ProblemKind
 from calibrate.recipe import Budget
 from calibrate.search.choice import HARMLESS
 from s2o_runtime import load_profile, patch, unpatch
@@ -94,7 +94,7 @@ def test_drift_is_held_to_the_limits_of_the_layers(finished):
 
 def test_it_is_proven_again(finished):
     made, _ = finished
-    again = verified(made.model, made.out, "cpu")
+    again = verified(opened(made.model, made.out, "cpu"))
     assert (again.problems, again.same_prompts) == ([], True)
 
 

@@ -3,15 +3,15 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
-from calibrate.proof import kl_search
-from calibrate.proof.judge import judge
-from calibrate.proof.kl_pass import KlPass, best_scale, next_scale, settled
-from calibrate.proof.kl_search import PASSES, within_kl
-from calibrate.proof.problems import Problem, ProblemKind, kl_shown_over_budget
-from calibrate.proof.tighten import TIGHTEN_TO, tighten
+from calibrate.proof import kl
+from calibrate.proof.adjust import TIGHTEN_TO, tighten
+from calibrate.proof.judge import judge, kl_shown_over_budget
+from calibrate.proof.kl import PASSES, best_scale, next_scale, settled, within_kl
+from calibrate.proof.state import KlPass, Problem, ProblemKind
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Budget
 from calibrate.search.allocate import Weights
@@ -93,19 +93,18 @@ def test_each_length_is_passed_until_it_is_close(together, begun, monkeypatch):
         (length,) = prompts
         return tuple(kl_of(config, factor) for config, factor in zip(configs, factors[length], strict=True)), 0.0
 
-    def prove(executor, held_out, candidate, revise, on_step, timed, chunk, journal):
-        assert chunk is None
-        passed.append((set(held_out), timed))
-        assert revise is kl_search.tighten_layer
-        return candidate, {length: proof(candidate, length) for length in held_out}
+    def prove(title, lengths, candidate, revise, timed):
+        passed.append((set(lengths), timed))
+        assert revise is kl.tighten_layer
+        return candidate, {length: proof(candidate, length) for length in lengths}
 
     def proof(candidate, length):
         return fake_proof(candidate, length, [together * factor for factor in factors[length]])
 
-    monkeypatch.setattr(kl_search, "prove", prove)
-    monkeypatch.setattr(kl_search, "kl_alone", alone)
-    loaded = type("Loaded", (), {"geometry": begun.geometry})
-    found, passes = within_kl(loaded, {length: [length] for length in begun.lengths}, begun, progress=False)
+    monkeypatch.setattr(kl, "kl_alone", alone)
+    held_out = {length: [length] for length in begun.lengths}
+    prover = SimpleNamespace(executor=None, held_out=held_out, journal=None, progress=False, prove=prove)
+    found, passes = within_kl(prover, begun)
     assert passed[0] == (set(LENGTHS), False)
     assert all(now <= before for (before, _), (now, _) in pairwise(passed))
     assert len(passed) <= (1 if together == 1.0 else PASSES)

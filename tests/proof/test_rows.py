@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from calibrate.curves.row_errors import row_errors, worst_of
-from calibrate.proof.rows import errors_of_rows, evenly_drawn
+from calibrate.proof.layers import errors_of_rows, evenly_drawn
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.scoring import Scoring
 from scripts.bench import exact_rows as exact_rows_module

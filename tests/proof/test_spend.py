@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from calibrate.proof.certificate import FLOOR, look_confidence
+from calibrate.proof.adjust import AIM, CLOSE, ENOUGH, MOST, TRIES, Spending, growth
+from calibrate.proof.bounds import FLOOR, expected_mean_bound, look_confidence, mean_bound
 from calibrate.proof.certify import with_share
-from calibrate.proof.spend import AIM, CLOSE, ENOUGH, MOST, TRIES, Spending, growth
-from calibrate.proof.statistics import expected_mean_bound, mean_bound
 from calibrate.proof.verify import LayerProof
 from calibrate.recipe import Budget
 from calibrate.search.choice import DenseReason

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from calibrate.proof.adjust import TIGHTEN_TO, TIGHTENINGS, tighten, tighten_layer
 from calibrate.proof.judge import judge, slower_than_dense
-from calibrate.proof.problems import Problem, ProblemKind
-from calibrate.proof.tighten import TIGHTEN_TO, TIGHTENINGS, tighten, tighten_layer
+from calibrate.proof.state import Problem, ProblemKind
 from calibrate.search.choice import DenseReason
 from support.candidates import CHECKS, LENGTHS, LIMITS, candidate, proof_of, proofs_of
 

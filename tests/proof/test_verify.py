@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from calibrate.curves.row_errors import row_errors, tile_worst
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import agreement, verify
-from calibrate.proof.steps import History
-from calibrate.proof.verify import LayerProof, prove
+from calibrate.proof.layers import History
+from calibrate.proof.verify import LayerProof, LengthProof, prove
 from s2o_runtime import patch, unpatch
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import layer_states
@@ -191,6 +191,8 @@ def test_layers_are_timed_in_as_many_parts_as_there_are_workers(monkeypatch):
     monkeypatch.setattr(verify, "measured", measured)
     geometry = SimpleNamespace(decoder_layers=5, layers=0)
     executor = SimpleNamespace(size=2, device=CPU, geometry=geometry)
-    times = verify._times(executor, {512: SimpleNamespace(sha256="a")}, {512: History()}, None)
-    assert (times[512].patched, times[512].dense) == (5.0, 10.0)
+    proof = LengthProof((), 0.0, 1.0, None)
+    prompts, ran = {512: SimpleNamespace(sha256="a")}, {512: History()}
+    times = verify._with_times(executor, prompts, ran, {512: proof}, None)[512]
+    assert (times.prefill_seconds, times.dense_prefill_seconds) == (5.0, 10.0)
     assert [item.affinity for item in timed] == [(512, 0), (512, 0), (512, 0), (512, 1), (512, 1)]

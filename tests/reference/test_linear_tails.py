@@ -13,7 +13,7 @@ from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, methods, packed
 from calibrate.curves.measure import recipe_key
 from calibrate.curves.row_errors import row_errors, tile_worst, worst_of
 from calibrate.model.capture import Captured
-from calibrate.proof.tighten import scaled
+from calibrate.proof.adjust import scaled
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import Allowed, allocate, points_of
 from s2o_runtime import s2o_attention

@@ -50,7 +50,7 @@ def made_layer(number, heads, length, on_gpu, dense):
         "why_dense": "no tile beats dense" if dense else None, "density": mean, "error": error, "limit": BUDGET,
         "error_over_limit": error / BUDGET, "predicted_error": 0.9 * error, "held_out_mse": error / 7,
         "held_out_rel_mse": error, "worst": 0.01 * number + 0.1, "tightened": int(number == 3),
-        "predicted_seconds": seconds and 1.1 * seconds, "seconds": seconds, "dense_seconds": dense_seconds,
+        "predicted_seconds": seconds and 1.1 * seconds, "seconds": seconds, "dense_seconds": dense_seconds, "binds": None,
         "heads": of_heads, "frontier": [[1.0, 0.0], *([0.9 / 2**step, error * 2 ** (step - 4)] for step in range(9))],
     }  # fmt: skip
 
@@ -77,7 +77,8 @@ def made(layers=6, heads=8, lengths=(8192, 16384, 32768), on_gpu=True, checked=(
     return {
         "out": "profiles/demo/h200/rel-mse-0.001.safetensors", "met": True, "problems": [],
         "model": "demo", "architecture": "llama", "device": "NVIDIA H200 (sm_90, 132 SMs)" if on_gpu else "cpu",
-        "random_weights": False, "budget": {"kind": "rel_mse", "value": BUDGET, "scope": "layer"}, "worst_rows": 0.5,
+        "random_weights": False, "budget": {"kind": "rel_mse", "value": BUDGET, "scope": "layer", "ceiling": None},
+        "worst_rows": 0.5,
         "calibration_seconds": 115.2, "phases": {"measuring": 35.4, "searching": 60.1, "proving": 19.7},
         "trials": 288, "failed_trials": 3, "failures": {"out of resource [shared memory]": 2, "a\nb" * 200: 1},
         "journal": {"path": "profiles/demo/h200/demo.journal.jsonl", "reused": 17},
@@ -198,6 +199,32 @@ def test_the_overview_has_the_largest_error_or_the_mean(summary):
     assert row() == "32768 0.001 3.50e-04 60% 0.350 2.50x 2.00x 11 of 12 1.3e-05"
     summary["lengths"] = summary["lengths"][2:]
     assert "all lengths" not in printed(summary)
+
+
+def test_a_budget_in_mse_shows_both_units_and_the_limit_that_binds(summary):
+    summary["budget"] = {"kind": "mse", "value": 1e-3, "scope": "layer", "ceiling": 1e-2}
+    for length in summary["lengths"]:
+        for layer in length["layers"]:
+            held = layer["layer"] in (0, 1, 3)
+            layer |= {
+                "error": 4e-4,
+                "held_out_mse": 4e-4,
+                "held_out_rel_mse": 8e-3 if held else 1e-3,
+                "why_dense": None,
+            }
+            layer |= {"limit": 5e-4 if held else 1e-3, "binds": "rel_mse" if held else "mse"}
+    text = printed(summary, 140)
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["0"], ["2"])]
+    assert [("rel" in row, "8e-03" in row, "1e-03" in row) for row in rows] == [
+        (True, True, False),
+        (False, False, True),
+    ] * 3
+    note = "layers 0-1, 3: the ceiling, rel_mse 0.01, allows less than mse 0.001, down to an mse of 5.0e-04"
+    assert text.count(note) == 3
+    overview = text.partition("all lengths")[2]
+    assert "8192 0.001 4.00e-04 8.00e-03" in " ".join(overview.split())
+    summary["budget"]["ceiling"] = None
+    assert "layers 0-1, 3: this mse is up to 1.0% of the output's mean square" in printed(summary, 140)
 
 
 def test_failures_and_problems_are_at_the_end(summary):

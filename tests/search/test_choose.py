@@ -116,7 +116,8 @@ def test_layers_share_one_budget(kind, curves, journal):
     value = {"mse": 2e-3, "rel_mse": 1e-2}[kind]
     unit = ("mse", "rel_mse").index(kind)
     each, shared = (
-        run(curves, journal, budget_scope=scope, **{f"budget_{kind}": value}) for scope in ("layer", "model")
+        run(curves, journal, budget_scope=scope, **{f"budget_{kind}": value}, ceiling_rel_mse=None)
+        for scope in ("layer", "model")
     )
     errors = [error[unit] for error in true_errors(shared)]
     live = [index for index, choice in enumerate(each.choices) if choice.why_dense is None]
@@ -134,11 +135,31 @@ def test_layers_share_one_budget(kind, curves, journal):
 
 def test_a_layer_that_goes_without_says_so(curves, journal):
     """With so little that one layer takes it all."""
-    shared = run(curves, journal, budget_scope="model", budget_mse=2e-4)
+    shared = run(curves, journal, budget_scope="model", budget_mse=2e-4, ceiling_rel_mse=None)
     dense = [index for index, choice in enumerate(shared.choices) if choice.config.is_dense]
     assert 0 < len(dense) < 4
     for index, choice in enumerate(shared.choices):
         assert (choice.why_dense is not None) == (shared.limits[index] == 0.0) == (index in dense)
+
+
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_a_ceiling_holds_beside_an_mse(scope, curves, journal):
+    """Layers of small outputs are held by the ceiling, those of large outputs by the mse; of the model, the means."""
+    mse, ceiling = 4e-3, 1e-2
+    chosen = run(curves, journal, budget_mse=mse, ceiling_rel_mse=ceiling, budget_scope=scope)
+    powers = [float(exact_attention(one.q, one.k, one.v, scale=one.scale).square().mean()) for one in LAYERS]
+    assert powers[0] < mse / ceiling < powers[-1]
+    errors = true_errors(chosen)
+    allowed = [(0.8 * mse * (1 + 1e-3), 0.8 * ceiling * (1 + 1e-3))] * len(LAYERS)
+    if scope == "layer":
+        assert chosen.limits == pytest.approx([min(mse, ceiling * power) for power in powers], rel=1e-3)
+        assert all(error[unit] <= allowed[0][unit] for error in errors for unit in range(2))
+        assert errors[0][1] > 0.6 * ceiling  # what it may have is spent, and is less than the mse alone would allow
+        assert errors[0][0] < 0.5 * mse
+        return
+    assert all(sum(error[unit] for error in errors) / 4 <= allowed[0][unit] for unit in range(2))
+    laxer = run(curves, journal, budget_mse=mse, ceiling_rel_mse=None, budget_scope=scope)
+    assert sum(rel for _, rel in true_errors(laxer)) / 4 > 1.5 * ceiling
 
 
 def random_curve(generator):

@@ -7,12 +7,14 @@ import torch
 
 from calibrate.journal import Journal
 from calibrate.search import crossover
+from calibrate.search.crossover import Kind, Layer
 from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.identity import Geometry
 from support.executors import GPU, pretended
 
 GEOMETRY = Geometry("llama", 2, 4, 2, 64)
 CPU = torch.device("cpu")
+KIND = Kind(TileConfig(), HeadConfig(MAX_TAU, 1024), 4)
 
 
 def forget():
@@ -34,28 +36,27 @@ def test_the_first_length_that_wins(monkeypatch, faster_from, density, expected)
         return {"dense": 1.0, "s2o": 0.5 if length >= faster_from else 1.5}
 
     monkeypatch.setattr(crossover, "medians", medians)
-    monkeypatch.setattr(crossover.torch, "randn", lambda *size, **_: torch.empty(1, 1, 1, 1))
+    monkeypatch.setattr(torch, "randn", lambda *size, **_: torch.empty(1, 1, 1, 1))
     forget()
     config = LayerConfig((HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=8, tail=True)), grain=2)
-    head = crossover._quickest(config)
-    assert crossover.dense_below(TileConfig(), head, 2, GEOMETRY, CPU, density) == expected
+    assert crossover.dense_below(Kind.of(config), GEOMETRY, CPU, density) == expected
     assert seen[-1] == min(expected, crossover.LENGTHS[-1])
 
 
 def test_a_layer_is_timed_with_its_dearest_ranking_even_if_all_dense(monkeypatch):
     calls = []
-    monkeypatch.setattr(crossover, "dense_below", lambda tile, head, grain, *_: calls.append((tile, head, grain)) or 7)
-    monkeypatch.setattr(crossover, "min_queries", lambda tile, head, grain, *_: calls.append((tile, head, grain)) or 9)
+    monkeypatch.setattr(crossover, "dense_below", lambda kind, *_: calls.append(kind) or 7)
+    monkeypatch.setattr(crossover, "min_queries", lambda kind, *_: calls.append(kind) or 9)
     cheap, dear = HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=8, tail=True)
     dense = HeadConfig(segment=512, mode="dense", representatives=64)
     for heads, timed in (((cheap, dear, dense), dear), ((dense,), HeadConfig(segment=512))):
         config = LayerConfig(heads, TileConfig(dense_below=3, min_queries=4), grain=2)
-        tile = crossover.with_crossover(config, GEOMETRY, CPU)
+        tile = crossover.with_crossover(Layer(config), GEOMETRY, CPU)
         assert tile == TileConfig(dense_below=7, min_queries=9, tail_keys=8192)
         fastest = replace(timed, tau=MAX_TAU)
         assert calls == [
-            (TileConfig(), fastest, 2),
-            (TileConfig(dense_below=7, min_queries=2, tail_keys=8192), fastest, 2),
+            Kind(TileConfig(), fastest, 2),
+            Kind(TileConfig(dense_below=7, min_queries=2, tail_keys=8192), fastest, 2),
         ]
         calls.clear()
 
@@ -64,17 +65,17 @@ def test_a_layer_is_timed_with_its_dearest_ranking_even_if_all_dense(monkeypatch
 def test_a_layer_does_not_go_dense_where_it_was_faster(monkeypatch, faster_at, kept):
     seen = []
     monkeypatch.setattr(crossover, "dense_below", lambda *_: 8192)
-    monkeypatch.setattr(crossover, "min_queries", lambda tile, *_: seen.append(tile.dense_below) or 16)
-    config = LayerConfig.uniform(4, tau=0.5)
-    assert crossover.with_crossover(config, GEOMETRY, CPU, 0.5, faster_at).dense_below == kept
+    monkeypatch.setattr(crossover, "min_queries", lambda kind, *_: seen.append(kind.tile.dense_below) or 16)
+    layer = Layer(LayerConfig.uniform(4, tau=0.5), 0.5, faster_at)
+    assert crossover.with_crossover(layer, GEOMETRY, CPU).dense_below == kept
     assert seen == [kept]  # shorter calls than these need not pay behind a prefix either
 
 
 def modelled(monkeypatch, ranking):
     """Times of a GPU where dense attention takes 1 for each pair, and S2O `ranking` for each key and segment."""
 
-    def seconds(tile, head, grain, geometry, device, queries, keys, scores):
-        return ranking * keys * -(-queries // head.segment), queries * keys - queries * (queries - 1) / 2
+    def seconds(kind, geometry, device, queries, keys):
+        return ranking * keys * -(-queries // kind.head.segment), queries * keys - queries * (queries - 1) / 2
 
     monkeypatch.setattr(crossover, "seconds", seconds)
 
@@ -91,28 +92,26 @@ def modelled(monkeypatch, ranking):
 )
 def test_the_fewest_queries_that_win_behind_every_prefix(monkeypatch, ranking, density, expected):
     modelled(monkeypatch, ranking)
-    head = HeadConfig(MAX_TAU, 1024)
-    assert crossover.min_queries(TileConfig(), head, 4, GEOMETRY, CPU, density) == expected
+    assert crossover.min_queries(KIND, GEOMETRY, CPU, density) == expected
 
 
 def test_tails_of_less_work_than_the_shortest_prompt_are_not_compared(monkeypatch):
     """Behind 8192 keys S2O loses up to 4096 queries; calls of less work than a prompt of 8192 never get there."""
 
-    def seconds(tile, head, grain, geometry, device, queries, keys, scores):
+    def seconds(kind, geometry, device, queries, keys):
         return (1.0 if queries <= (4096 if keys == 8192 else 512) else 0.0), 0.5
 
     monkeypatch.setattr(crossover, "seconds", seconds)
-    head = HeadConfig(MAX_TAU, 1024)
-    assert crossover.min_queries(TileConfig(), head, 4, GEOMETRY, CPU, 0.0) == 4097
-    assert crossover.min_queries(TileConfig(dense_below=8192), head, 4, GEOMETRY, CPU, 0.0) == 1024
+    assert crossover.min_queries(KIND, GEOMETRY, CPU, 0.0) == 4097
+    assert crossover.min_queries(replace(KIND, tile=TileConfig(dense_below=8192)), GEOMETRY, CPU, 0.0) == 1024
 
 
 def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, tmp_path):
     """Layers that differ in their density alone are one item, and the journal answers the second time."""
-    monkeypatch.setattr(crossover, "dense_below", lambda tile, head, grain, *rest: 1000 * grain + head.segment)
-    monkeypatch.setattr(crossover, "min_queries", lambda tile, *rest: tile.dense_below + round(100 * rest[-2]))
+    monkeypatch.setattr(crossover, "dense_below", lambda kind, *_: 1000 * kind.grain + kind.head.segment)
+    monkeypatch.setattr(crossover, "min_queries", lambda kind, *rest: kind.tile.dense_below + round(100 * rest[-1]))
     layers = {
-        name: crossover.Layer(LayerConfig.uniform(4, tau=0.5, segment=segment, grain=grain), density, faster_at)
+        name: Layer(LayerConfig.uniform(4, tau=0.5, segment=segment, grain=grain), density, faster_at)
         for name, segment, grain, density, faster_at in [
             ("a", 256, 4, 0.101, None), ("b", 256, 4, 0.2, 2048), ("c", 512, 4, 0.1, None), ("d", 256, 4, 0.099, None),
         ]
@@ -121,8 +120,7 @@ def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, tmp_path):
         executor = pretended(GEOMETRY, GPU)
         tiles = crossover.crossovers(executor, layers, journal)
         for name, layer in layers.items():
-            each = crossover.with_crossover(layer.config, GEOMETRY, CPU, layer.density, layer.faster_at)
-            assert tiles[name] == each
+            assert tiles[name] == crossover.with_crossover(layer, GEOMETRY, CPU)
         assert executor.work["crossovers"].items == 2
         assert crossover.crossovers(executor, layers, journal) == tiles
         assert executor.work["crossovers"].items == 2
@@ -132,14 +130,14 @@ def test_a_prompt_of_one_segment_is_not_compared(monkeypatch):
     """It runs dense on both sides, and either could win."""
     monkeypatch.setattr(crossover, "medians", lambda *_: {"dense": 1.0, "s2o": 0.9})
     forget()
-    assert crossover.dense_below(TileConfig(), HeadConfig(MAX_TAU, 1024), 1, GEOMETRY, CPU, 0.0) == 2048
+    assert crossover.dense_below(KIND, GEOMETRY, CPU, 0.0) == 2048
 
 
 def test_keys_that_do_not_fit_the_memory_are_left_out(monkeypatch):
-    def seconds(tile, head, grain, geometry, device, queries, keys, scores):
+    def seconds(kind, geometry, device, queries, keys):
         if keys > 32768:
             raise torch.OutOfMemoryError
         return (1.0 if queries <= 64 else 0.0), 0.5
 
     monkeypatch.setattr(crossover, "seconds", seconds)
-    assert crossover.min_queries(TileConfig(), HeadConfig(MAX_TAU, 1024), 4, GEOMETRY, CPU, 0.0) == 128
+    assert crossover.min_queries(KIND, GEOMETRY, CPU, 0.0) == 128

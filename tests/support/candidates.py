@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from calibrate.curves.curves import TAUS, Curve, Ranking
-from calibrate.proof.candidate import Candidate
+from calibrate.proof.layers import accept
+from calibrate.proof.state import Candidate
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Budget, Recipe
 from calibrate.search.allocate import allocate
@@ -65,39 +66,39 @@ def error_of(config):
     return sum(slope * head.tau * (2 if head.tail else 1) for slope, head in slopes if head.mode == "s2o") / 2
 
 
-class PretendedProof:
-    """Called as `verify.prove` is, without a model: layers have the errors that their curves predict, or other ones.
+class PretendedProver:
+    """Proves as `verify.Prover` does, without a model: layers have the errors that curves predict, or other ones.
 
     Args:
+        lengths: Of the prompts.
         error: Of a layer, from (candidate, length, layer).
         needles: Kept and found, from (candidate, length); None where no prompt asks for one.
         seconds: Of the prefill, from (candidate, length); the dense one takes 0.1.
 
     Attributes:
-        attempts: (lengths, candidate) that each call began with.
+        attempts: (lengths, candidate) that each proof began with.
     """
 
     def __init__(
         self,
+        lengths=(*LENGTHS, *CHECKS),
         error=lambda candidate, length, layer: error_of(candidate.layer_config(layer, length)),
         needles=lambda candidate, length: None,
         seconds=lambda candidate, length: 0.1,
     ):
         self._error, self._needles, self._seconds = error, needles, seconds
-        self.attempts = []
+        self.held_out, self.attempts = dict.fromkeys(lengths, ()), []
 
-    def __call__(self, executor, held_out, candidate, revise, on_step, *, chunk, journal):
-        assert chunk == candidate.recipe.chunk
-        self.attempts.append((sorted(held_out), candidate))
-        layers = {length: [] for length in held_out}
-        for layer in range(executor.geometry.layers):
+    def prove(self, title, lengths, candidate, revise=accept):
+        self.attempts.append((sorted(lengths), candidate))
+        layers = {length: [] for length in self.held_out if length in lengths}
+        for layer in range(candidate.geometry.layers):
             for length, proofs in layers.items():
                 revised = candidate
                 while revised is not None:
                     candidate, proof = revised, self._layer(revised, length, layer)
                     revised = revise(candidate, length, layer, proof)
                 proofs.append(proof)
-                on_step()
         return candidate, {
             length: LengthProof(
                 tuple(proofs), 0.0, 1.0, self._needles(candidate, length), self._seconds(candidate, length), 0.1

@@ -154,6 +154,18 @@ def budget_in_kl() -> Profile:
     return replace(minimal(), record=Record.from_json(record))
 
 
+def ceiling() -> Profile:
+    """What the record says of a budget in mse with a ceiling."""
+    limit = {"mse": 5e-5, "rel_mse": 5e-3, "limit": 8e-5, "binds": "rel_mse"}
+    certified = {"mean": 4e-5, "bound": 6e-5, "limit": 8e-5, "rel_mse": 4e-3, "binds": "rel_mse"}
+    record = {
+        "budget": {"kind": "mse", "value": 1e-4, "ceiling_rel_mse": 1e-2, "scope": "layer"},
+        "held_out": [{"length": 1024, "layers": [limit]}],
+        "certificate": {"lengths": [{"length": 1024, "layers": [certified]}]},
+    }
+    return replace(minimal(), record=Record.from_json(record))
+
+
 def mixed() -> Profile:
     """A model with layers of other kinds between those that rows are of."""
     others = (("linear_attention", 1), ("sliding_attention", 2))

@@ -4,7 +4,7 @@ import os
 from dataclasses import asdict, dataclass, replace
 
 from calibrate.curves.ranking_cost import RankingCost
-from calibrate.proof.steps import Step
+from calibrate.proof.layers import Step
 from calibrate.proof.verify import LayerTime
 from calibrate.search.choose import CallTime
 from calibrate.search.crossover import Crossovers

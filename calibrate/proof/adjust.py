@@ -1,31 +1,34 @@
 """The proof as a loop: prove a candidate, judge it, tighten it, and prove again what changed.
 
 A candidate is changed in two places, and both return a new candidate. While the held-out prompts move through the
-model, a layer is first given what it may spend (`spend`, in the first attempt), then a layer whose error
-is over its limit is tightened (`tighten_layer`), and it is run again before the next layer sees it. After all layers, a
-length that lost needles gets half its budget, a length that is over a budget in KL gets less by as much, and a length
-whose prefill was slower than the dense one becomes dense (`tighten`).
+model, a layer is first given what it may spend (`Spending`, in the first attempt), then a layer whose error is over its
+limit is tightened (`tighten_layer`), and it is run again before the next layer sees it. After all layers, a length that
+lost needles gets half its budget, a length that is over a budget in KL gets less by as much, and a length whose prefill
+was slower than the dense one becomes dense (`tighten`).
+
+The search spends what its curves predict on the calibration prompts. On other prompts a layer's error is often less,
+and how much it varies between prompts is another matter for every layer. So a layer is given more until one of two
+things holds: its mean error is the recipe's margin of its limit, or the bound that the certificate can be expected to
+find for it is `AIM` of the limit. What turns out to be too much is taken back, down to what the search chose: less than
+that is for tightening, and for the certificate itself, whose prompts have no part in this.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from calibrate.journal import Journal
-from calibrate.progress import progress_bar
-from calibrate.prompts.prompt import Prompt
-from calibrate.proof.candidate import Candidate, LengthAndLayer, Tightening
-from calibrate.proof.judge import judge
-from calibrate.proof.kl_pass import KlPass
-from calibrate.proof.problems import Problem, ProblemKind, lengths_of, over_limit
-from calibrate.proof.spend import Spending
-from calibrate.proof.verify import LayerProof, LengthProof, prove
+from calibrate.proof.bounds import FLOOR, expected_mean_bound, look_confidence
+from calibrate.proof.judge import judge, over_limit
+from calibrate.proof.state import Candidate, KlPass, LengthAndLayer, Problem, ProblemKind, lengths_of
+from calibrate.proof.verify import LayerProof, LengthProof, Prover
+from calibrate.recipe import Recipe
 from calibrate.search.choice import Choice, DenseReason, allowed
 from calibrate.search.choose import Chosen
-from calibrate.work.executor import Executor
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.profile.record import CertifiedLength
@@ -34,6 +37,11 @@ RETRIES = 2  # attempts after the first one, when every layer kept its limit but
 TIGHTENINGS = 4  # of one layer at one length in one attempt; the last one makes the layer dense
 TIGHTEN_TO = 0.9  # a layer that was over its limit is to come out this far under it
 TAU_FOR_ERROR = 0.7  # at a length without curves: an error grows roughly with this power of tau
+AIM = 0.9  # of its limit: where the bound of a layer's mean error is to come out
+CLOSE = 1.05  # a spending that is off by no more than this stays as it is
+TRIES = 3  # changes of one layer's spending at one length
+MOST = 2.0  # times as much in one change: curves bend
+ENOUGH = 4  # certify prompts; where the bounds of fewer come out is chance
 
 log = logging.getLogger("calibrate")
 
@@ -91,24 +99,8 @@ class Proven:
         return self.candidate.device
 
 
-def prove_and_tighten(
-    executor: Executor,
-    held_out: Mapping[int, Sequence[Prompt]],
-    candidate: Candidate,
-    journal: Journal | None = None,
-    *,
-    progress: bool,
-    prove: Callable[..., tuple[Candidate, dict[int, LengthProof]]] = prove,
-) -> Proven:
-    """Prove a candidate on held-out prompts, tightening it until the proof holds or the attempts are used up.
-
-    Args:
-        executor: Who runs it.
-        held_out: The prompts to prove on, by length in tokens; every length of the candidate.
-        candidate: What the search chose.
-        journal: Where measurements are kept; None if nowhere.
-        progress: Whether to show a progress bar for each attempt.
-        prove: What measures a candidate, called as `verify.prove` is.
+def prove_and_tighten(prover: Prover, candidate: Candidate) -> Proven:
+    """Prove what the search chose, tightening it until the proof holds or the attempts are used up.
 
     Returns:
         The candidate as tightened, what was measured of it, and what is still wrong.
@@ -118,24 +110,14 @@ def prove_and_tighten(
         ResourceError: The GPU's memory ran out.
     """
     proofs: dict[int, LengthProof] = {}
-    lengths, spending = frozenset(held_out), Spending()
+    lengths, spending = frozenset(prover.held_out), Spending()
 
     def revise(candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
         return spending.revise(candidate, length, layer, proof) or tighten_layer(candidate, length, layer, proof)
 
     for attempt in range(RETRIES + 1):
-        prompts = {length: prompts for length, prompts in held_out.items() if length in lengths}
-        steps = executor.geometry.layers * len(prompts)
-        with progress_bar("proving on held-out prompts", steps, "layer", shown=progress) as step:
-            candidate, measured = prove(
-                executor,
-                prompts,
-                candidate,
-                tighten_layer if attempt else revise,
-                step,
-                chunk=candidate.recipe.chunk,
-                journal=journal,
-            )
+        title = "proving on held-out prompts"
+        candidate, measured = prover.prove(title, lengths, candidate, tighten_layer if attempt else revise)
         proofs |= measured
         problems = judge(candidate, proofs)
         # single layers were tightened in the attempt itself
@@ -171,9 +153,9 @@ def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerPro
     before = candidate.tightened.get((length, layer))
     times = 1 if before is None else before.times + 1
     share = 0.0 if times == TIGHTENINGS else TIGHTEN_TO * limit / error
-    first_error = error if before is None else before.first_error
-    tightening = Tightening(times, *scaled(candidate, length, layer, share, DenseReason.OVER_LIMIT), first_error)
-    return replace(candidate, tightened={**candidate.tightened, (length, layer): tightening})
+    return candidate.with_layer(
+        layer, length, *scaled(candidate, length, layer, share, DenseReason.OVER_LIMIT), error=error
+    )
 
 
 def scaled(
@@ -254,3 +236,62 @@ def neighbours(length: int, buckets: Sequence[int]) -> list[int]:
     below = [bucket for bucket in buckets if bucket < length]
     above = [bucket for bucket in buckets if bucket > length]
     return below[-1:] + above[:1]
+
+
+@dataclass
+class Spending:
+    """Gives each layer at each calibrated length what it may spend; it is what a proof revises by, before it tightens.
+
+    tries: How often the spending of a layer at a length was changed.
+    """
+
+    tries: Counter[LengthAndLayer] = field(default_factory=Counter)
+    _first: dict[LengthAndLayer, Choice] = field(default_factory=dict)  # what the search chose
+
+    def revise(self, candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
+        """The candidate in which a layer spends as much as it may.
+
+        Args:
+            candidate: What was proven.
+            length: The prompts' length in tokens.
+            layer: The layer's index.
+            proof: What was measured of the layer.
+
+        Returns:
+            What to prove instead; None if the layer spends about as much as it may, or nothing can be changed: it is
+            dense, or is at a length without curves. A layer whose first error is over its limit is for
+            `tighten_layer`, and a budget in KL is spent by a search of its own.
+        """
+        key, choice = (length, layer), candidate.choice(layer, length)
+        if choice is None or choice.config.is_dense or key in candidate.tightened or candidate.recipe.budget.is_kl:
+            return None
+        if not self.tries[key] and proof.error(candidate.recipe.budget) > candidate.limits[key]:
+            return None
+        times = growth(proof, candidate.limits[key], candidate.recipe)
+        if proof.worst > (candidate.recipe.worst_rows or math.inf):  # more was given to rows than they bear
+            times = min(times, 1 / CLOSE**2 if self.tries[key] else 1.0)
+        if 1 / CLOSE <= times <= CLOSE or self.tries[key] == TRIES:
+            return None
+        self.tries[key] += 1
+        first, spent = self._first.setdefault(key, choice), choice.spent * min(times, MOST)
+        moved = first if spent <= first.spent else choice.spending(spent, allowed(candidate.recipe))
+        if moved.config == choice.config:
+            return None
+        return candidate.with_choice(layer, length, moved)
+
+
+def growth(proof: LayerProof, limit: float, recipe: Recipe) -> float:
+    """How many times the error that was measured a layer may have.
+
+    Args:
+        proof: What was measured of the layer on the adjust prompts.
+        limit: The error it may have, in the budget's unit.
+        recipe: Its margin, and the number of certify prompts, which says how far a bound is from the mean.
+    """
+    errors = proof.errors(recipe.budget)
+    mean = max(statistics.fmean(errors), proof.error(recipe.budget), FLOOR * FLOOR * limit)
+    times = recipe.margin * limit / mean
+    if recipe.num_certify >= ENOUGH:
+        counted = [max(error, FLOOR * limit) for error in errors]  # as a look at a layer counts them
+        times = min(times, AIM * limit / expected_mean_bound(counted, recipe.num_certify, look_confidence(1.0)))
+    return times

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from calibrate.profiles.record import budget_of, predicted_layers
 from calibrate.prompts.prompt import PromptSet
-from calibrate.proof import kl_pass
-from calibrate.proof.certificate import CONFIDENCE
+from calibrate.proof import state
+from calibrate.proof.adjust import Proven
+from calibrate.proof.bounds import CONFIDENCE
 from calibrate.proof.sample import CONTINUED
-from calibrate.proof.tighten import Proven
 from calibrate.recipe import Recipe
 from calibrate.versions import versions
 from s2o_runtime.profile.record import (
@@ -34,7 +33,7 @@ def record_of(recipe: Recipe, prompts: PromptSet, proven: Proven) -> Record:
     Times are recorded only where they were the objective, on a GPU: without them the same inputs give the same bytes.
     """
     return Record(
-        budget=budget_of(recipe),
+        budget=recipe.recorded_budget,
         objective="latency" if proven.device.kind == "cuda" else "predicted latency",
         recipe=recipe.record(),
         data=prompts.record(),
@@ -45,7 +44,7 @@ def record_of(recipe: Recipe, prompts: PromptSet, proven: Proven) -> Record:
             PredictedLength(
                 length=length,
                 kl=chosen.predicted_kl if recipe.budget.is_kl else None,
-                layers=predicted_layers(chosen.choices),
+                layers=tuple(choice.predicted(len(chosen.choices)) for choice in chosen.choices),
             )
             for length, chosen in proven.chosen.items()
         ),
@@ -83,7 +82,7 @@ def not_proven(recipe: Recipe, proven: Proven) -> tuple[str, ...]:
     return (*sentences, "single prompts and text unlike these: bounds are for means over prompts like these")
 
 
-def _kl_passes(passes: Sequence[kl_pass.KlPass] | None) -> tuple[KlPass, ...] | None:
+def _kl_passes(passes: Sequence[state.KlPass] | None) -> tuple[KlPass, ...] | None:
     if passes is None:
         return None
     return tuple(KlPass(scale=one.scale, predicted=one.predicted, kl=one.kl) for one in passes)
@@ -98,6 +97,7 @@ def _proven_length(proven: Proven, length: int) -> ProvenLength:
             density=layer.density,
             worst=layer.worst,
             limit=proven.limits[length, index],
+            binds=proven.candidate.recipe.binds(proven.limits[length, index]),
             tightened=proven.tightened[length, index],
             first_error=proven.first_errors.get((length, index)),
         )

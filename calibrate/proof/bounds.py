@@ -8,9 +8,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from s2o_runtime.config import LayerConfig
 from s2o_runtime.profile.record import NextPrompt
 
+CONFIDENCE = 0.95  # of each bound for a layer's mean error, and of the interval for retrieval
+FLOOR = 0.1  # of its limit; an error below it counts as this much, so that rounding does not pass for spread
+RUNGS = (0.8, 0.65, 0.5, 0.35)  # shares of its budget that a layer over its limit is tried with
 PIVOT_POINTS = 1000  # of the integral over a sample's spread
 USUAL_SPREAD, USUAL_WEIGHT = 0.35, 1  # of logarithms of errors between prompts; as good as so many values
 
@@ -145,3 +150,36 @@ def share_interval(successes: int, trials: int, confidence: float) -> tuple[floa
     low = float(betaincinv(successes, trials - successes + 1, tail)) if successes else 0.0
     high = float(betaincinv(successes + 1, trials - successes, 1 - tail)) if successes < trials else 1.0
     return low, high
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at a layer: the share of the budget it ran with, and the bound for its mean error."""
+
+    share: float
+    bound: float
+
+
+def look_confidence(share: float) -> float:
+    """How certain the bound of one look is: half of the error probability is the first look's, the rungs share half.
+
+    A dense layer has no error but rounding, so the look at it takes no share.
+    """
+    risk = (1 - CONFIDENCE) / 2
+    return 1 - (risk if share == 1.0 else risk / len(RUNGS))
+
+
+def look_bound(errors: Sequence[float], share: float, limit: float, config: LayerConfig) -> float:
+    """The bound of one look for the mean of errors, of all rows or some.
+
+    Logarithms of errors that are next to nothing say nothing about those that matter, and would blow up the bound. So
+    errors below `FLOOR` times the limit count as that much, which can only raise their mean.
+
+    Args:
+        errors: Of each prompt, in the limit's unit.
+        share: Of the layer's budget, by which the look is known (`look_confidence`).
+        limit: The error the layer may have.
+        config: What it ran. A dense layer's rounding is bounded as it is.
+    """
+    floor = 0.0 if config.is_dense else FLOOR * limit
+    return mean_bound([max(error, floor) for error in errors], look_confidence(share))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from calibrate.proof.statistics import (
+from calibrate.proof.bounds import (
     bound_rank,
     exceedance_probability,
     mean_bound,

@@ -1,9 +1,10 @@
-"""One state of the whole choice: what a proof runs, judges and tightens."""
+"""What a proof runs, judges and tightens: one state of the whole choice. And what it can find wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 
 from calibrate.recipe import Recipe
@@ -34,12 +35,12 @@ class Tightening:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """What every layer shall do at every length. It never changes: `spend`, `tighten` and `certify` return a new one.
+    """What every layer shall do at every length. It never changes: `adjust` and `certify` return new ones.
 
     recipe: The lengths, the budget and what heads may be given. model_name, geometry, fingerprint, device: What the
-    profile will be of. chosen: What was chosen at each calibrated length (bucket), with what `spend` gave its layers;
-    an attempt at the proof that failed gives a bucket half its budget, or makes it dense. tightened: What a layer runs
-    instead of its choice. dense_lengths: Checked lengths that are dense as a whole.
+    profile will be of. chosen: What was chosen at each calibrated length (bucket), with what `Spending` gave its
+    layers; an attempt at the proof that failed gives a bucket half its budget, or makes it dense. tightened: What a
+    layer runs instead of its choice. dense_lengths: Checked lengths that are dense as a whole.
     """
 
     recipe: Recipe
@@ -75,7 +76,7 @@ class Candidate:
         return config.as_dense() if length in self.dense_lengths else config
 
     def choice(self, layer: int, length: int) -> Choice | None:
-        """A layer's choice, with what `spend` gave it, as tightened; None at a length that is not calibrated."""
+        """A layer's choice, with what `Spending` gave it, as tightened; None at a length that is not calibrated."""
         if (length, layer) in self.tightened:
             return self.tightened[length, layer].choice
         return self.chosen[length].choices[layer] if length in self.chosen else None
@@ -85,6 +86,21 @@ class Candidate:
         chosen = self.chosen[length]
         choices = [choice if index == layer else other for index, other in enumerate(chosen.choices)]
         return replace(self, chosen={**self.chosen, length: replace(chosen, choices=choices)})
+
+    def with_layer(
+        self, layer: int, length: int, config: LayerConfig, choice: Choice | None, error: float | None = None
+    ) -> Candidate:
+        """The candidate in which a layer runs something else at one length.
+
+        Args:
+            layer, length: Which layer, and at how many tokens.
+            config, choice: What it runs instead, and the choice behind it.
+            error: What it had been over its limit with, if that is why: it counts as one more tightening.
+        """
+        before = self.tightened.get((length, layer))
+        times, first_error = (0, error) if before is None else (before.times, before.first_error)
+        tightening = Tightening(times + (error is not None), config, choice, first_error)
+        return replace(self, tightened={**self.tightened, (length, layer): tightening})
 
     @cached_property
     def configs(self) -> dict[LengthAndLayer, LayerConfig]:
@@ -138,3 +154,42 @@ class Candidate:
     @property
     def _lengths_and_layers(self) -> list[LengthAndLayer]:
         return [(length, layer) for length in self.lengths for layer in range(self.geometry.layers)]
+
+
+class ProblemKind(Enum):
+    """What did not hold, each with what to change, by the command's flags."""
+
+    OVER_LIMIT = "allow more error or calibrate on more prompts (--num-prompts)"
+    LOST_NEEDLES = "allow less error, a smaller --worst-rows, or ask for fewer needles (--keep-needles)"
+    SLOWER = "calibrate for longer prompts (--lengths), or leave these dense"
+    OVER_KL = "calibrate on more prompts (--num-prompts)"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that a proof found wrong at a length in tokens; as text it is the sentence that says so."""
+
+    kind: ProblemKind
+    length: int
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def lengths_of(problems: Iterable[Problem], kind: ProblemKind | None = None) -> frozenset[int]:
+    """The lengths that problems are at, of one kind or of all."""
+    return frozenset(problem.length for problem in problems if kind in (None, problem.kind))
+
+
+@dataclass(frozen=True)
+class KlPass:
+    """One allocation that was tried for a budget in KL.
+
+    scale: How much of the budget without its margin was predicted to be spent. predicted: The KL that sensitivities
+    give for the allocation, in nats per token. kl: What was measured on the adjust prompts.
+    """
+
+    scale: float
+    predicted: float
+    kl: float

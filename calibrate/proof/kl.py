@@ -1,13 +1,20 @@
-"""What layers cost in KL by themselves: a correction of their sensitivities, measured with S2O's own errors.
+"""A budget in KL: allocate from the curves, prove, compare with the budget, and allocate again at another scale.
 
 A sensitivity takes the errors of rows for unrelated. Those of late layers are, to a few percent; those of early layers
-may not be (on the demo model the first layer costs nine times what is predicted). So adjacent layers are patched by
-themselves, a few groups of them, while the rest is dense.
+may not be (on the demo model the first layer costs nine times what is predicted). So first layers are weighed by what
+they cost by themselves, with S2O's own errors (`kl_alone`): a few groups of adjacent ones are patched, while the rest
+is dense.
+
+Then a few passes find the scale: log KL is nearly linear in the logarithm of what is spent, so a secant through them
+does (`next_scale`). A pass is the adjust stage's measurement, with its tightening of layers and without times. What is
+aimed at is the budget less its margin, which is left for prompts that were not seen.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +30,13 @@ from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import DecoderLayer, Stream, begin
+from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
+from calibrate.proof.adjust import tighten_layer
 from calibrate.proof.agreement import compare
-from calibrate.proof.steps import KIND, LayerRun, layer_state
+from calibrate.proof.layers import KIND, LayerRun, layer_state
+from calibrate.proof.state import Candidate, KlPass
+from calibrate.proof.verify import Prover
 from calibrate.search.allocate import Weights
 from calibrate.search.choose import Chosen
 from calibrate.work.executor import Executor, executor_of, shares
@@ -34,12 +45,81 @@ from calibrate.work.measured import measured
 from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.huggingface import hf
 
+WEIGHINGS = 2
+NEAR = 1.3  # times what was predicted: layers by themselves that cost no more than this were weighed near the budget
+PASSES = 3
 GROUPS = 8  # at most; each is one more stream of hidden states for each prompt
 ALONE = 2  # the first layers, which are groups of their own where not all layers are
-FURTHEST = 16.0  # a correction is by this factor at most
+FURTHEST = 16.0  # a correction of weights, and a step from one scale to the next, is by this factor at most
 LEAST = 0.1  # of what was measured counts, however large the noise of rounding is
+CLOSE = 1.12  # a pass that is within this factor of what is aimed at needs no further one
+SLOPES = (0.5, 2.0)  # of log KL over log scale; a secant outside of it is noise, of rounding or of whole steps
 
 Alone = tuple[tuple[float, ...], float]  # KL of each group in nats per token, and that of rounding alone
+
+log = logging.getLogger("calibrate")
+
+
+def within_kl(prover: Prover, candidate: Candidate) -> tuple[Candidate, dict[int, tuple[KlPass, ...]]]:
+    """Find the allocation whose KL on the adjust prompts is the budget less its margin.
+
+    Args:
+        prover: What measures it.
+        candidate: What the search chose, for a budget in KL.
+
+    Returns:
+        The candidate to prove, whose calibrated lengths spend what the passes found, and the passes of each length.
+
+    Raises:
+        ModelError: inf or NaN came up in the model.
+        ResourceError: The GPU's memory ran out.
+    """
+    recipe = candidate.recipe
+    begun = _weighed(prover, candidate)
+    most, aim = recipe.budget.value, recipe.budget.value * recipe.margin
+    passes: dict[int, list[KlPass]] = {length: [] for length in recipe.lengths}
+    ended: set[int] = set()
+    for number in range(1, PASSES + 1):
+        scales = {length: next_scale(passes[length], aim) for length in recipe.lengths if length not in ended}
+        tried = {length: begun[length].sharing(recipe, scale) for length, scale in scales.items()}
+        if number > 1:  # a scale at which no head changes would measure the same
+            ended |= {length for length, chosen in tried.items() if _same(chosen, candidate.chosen[length])}
+            tried = {length: chosen for length, chosen in tried.items() if length not in ended}
+        if not tried:
+            break
+        candidate = replace(candidate, chosen={**candidate.chosen, **tried})
+        title = f"searching for the KL, pass {number}"
+        _, proofs = prover.prove(title, tried, candidate, tighten_layer, timed=False)
+        for length, chosen in tried.items():
+            passes[length].append(KlPass(scales[length], chosen.predicted_kl, proofs[length].kl))
+            log.info("%d tokens: %s, aimed at %.2e", length, passes[length][-1], aim)
+        ended |= {length for length in tried if settled(passes[length], aim, most)}
+    final = {
+        length: begun[length].sharing(recipe, best_scale(of_length, aim, most)) for length, of_length in passes.items()
+    }
+    return replace(candidate, chosen=final), {length: tuple(of_length) for length, of_length in passes.items()}
+
+
+def _weighed(prover: Prover, candidate: Candidate) -> dict[int, Chosen]:
+    """What was chosen at each calibrated length, with layers weighed by what they cost by themselves."""
+    weighed = dict(candidate.chosen)
+    for length in candidate.recipe.lengths:
+        for _ in range(WEIGHINGS):  # the first one may be at errors far from those that the budget allows
+            configs = [choice.config for choice in weighed[length].choices]
+            with progress_bar(f"weighing layers at {length} tokens", 1, "pass", shown=prover.progress) as step:
+                alone = kl_alone(prover.executor, prover.held_out[length], configs, prover.journal)
+                step()
+            log.info("%d tokens: groups of layers by themselves have a KL of %s, rounding %.1e", length, *alone)
+            ratio = sum(alone[0]) / max(weighed[length].predicted_kl, 1e-30)
+            weighed[length] = corrected(weighed[length], alone).sharing(candidate.recipe, 1.0)
+            if 1 / NEAR <= ratio <= NEAR:
+                break
+    return weighed
+
+
+def _same(chosen: Chosen, other: Chosen) -> bool:
+    """Whether every layer is the same in both."""
+    return [choice.config for choice in chosen.choices] == [choice.config for choice in other.choices]
 
 
 def layer_groups(layers: int) -> list[range]:
@@ -170,3 +250,37 @@ def corrected(chosen: Chosen, alone: Alone) -> Chosen:
 def _nothing_skipped(config: LayerConfig) -> LayerConfig:
     head = HeadConfig(0.0, config.segment)
     return replace(config, heads=(head,) * len(config.heads))
+
+
+def next_scale(passes: Sequence[KlPass], aim: float) -> float:
+    """The scale at which the KL should be what is aimed at: a secant through the two passes that are nearest to it.
+
+    Args:
+        passes: What was measured; the first pass is at a scale of 1.
+        aim: Nats per token, above 0.
+    """
+    if not passes:
+        return 1.0
+    nearest = sorted(passes, key=lambda one: _distance(one, aim))[:2]
+    slope = 1.0
+    if len(nearest) == 2 and min(one.kl for one in nearest) > 0 and nearest[0].scale != nearest[1].scale:
+        rise = math.log(nearest[0].kl / nearest[1].kl)
+        slope = min(max(rise / math.log(nearest[0].scale / nearest[1].scale), SLOPES[0]), SLOPES[1])
+    kl = max(nearest[0].kl, 1e-30)
+    step = math.exp(math.log(aim / kl) / slope)
+    return nearest[0].scale * min(max(step, 1 / FURTHEST), FURTHEST)
+
+
+def settled(passes: Sequence[KlPass], aim: float, most: float) -> bool:
+    """Whether the best pass is close enough to what is aimed at, and within `most`."""
+    return any(_distance(one, aim) <= math.log(CLOSE) and one.kl <= most for one in passes)
+
+
+def best_scale(passes: Sequence[KlPass], aim: float, most: float) -> float:
+    """The scale to prove: of the pass nearest to the aim among those within `most`; if none is, the secant's."""
+    within = [one for one in passes if one.kl <= most]
+    return min(within, key=lambda one: _distance(one, aim)).scale if within else next_scale(passes, aim)
+
+
+def _distance(one: KlPass, aim: float) -> float:
+    return abs(math.log(max(one.kl, 1e-30) / aim))

@@ -1,7 +1,12 @@
-"""One prompt on its way through the patched and the dense model, a layer at a time: as items of work, and together.
+"""Prompts on their way through the patched and the dense model, a layer at a time, and what each layer is off by.
 
-A step says all that its result depends on: the prompt, what the layers before ran, and what this one runs. Which worker
-takes it, and whether that one has the prompt at hand or begins again, changes nothing but the time.
+A few rows of a prompt may carry a third of its error, so that an error of some rows says little about all: errors are
+of all rows, against dense attention. Dense attention in the model's own type costs a prefill no more than one more
+attention, and its rounding (in bfloat16 some 3e-6 of the output's mean square) only adds to the error.
+
+A prompt at a layer is an item of work, a step. It says all that its result depends on: the prompt, what the layers
+before ran, and what this one runs. Which worker takes it, and whether that one has the prompt at hand or begins again,
+changes nothing but the time.
 """
 
 from __future__ import annotations
@@ -9,13 +14,15 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
+from calibrate.curves.row_errors import row_errors
 from calibrate.journal import Journal
 from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.logits import logits_on_device
@@ -23,16 +30,79 @@ from calibrate.model.memory import within_memory
 from calibrate.model.streams import DecoderLayer, Stream, begin, layer_on_device
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.agreement import PromptAgreement, compare
-from calibrate.proof.chunks import ByLength, Chunks, chunks_of
 from calibrate.work.executor import Executor
 from calibrate.work.items import WorkerState, WorkItem
 from calibrate.work.measured import Measuring
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface import hf
+from s2o_runtime.scoring import Scoring
 
 KIND = "proof"  # of entries in a journal
 HISTORIES = 16  # that a process keeps unpacked
 _unpacked: OrderedDict[str, History] = OrderedDict()
+
+
+class Configured(Protocol):
+    """What says what layers run, and can be proven: a profile, or a candidate for one."""
+
+    @property
+    def min_length(self) -> int:
+        """The shortest calibrated length."""
+
+    def layer_config(self, layer: int, length: int) -> LayerConfig:
+        """What a layer runs for a prompt of `length` tokens."""
+
+
+C = TypeVar("C", bound=Configured)
+Measured = TypeVar("Measured")
+
+
+@dataclass(frozen=True)
+class RowErrors:
+    """What every row of one output is off by.
+
+    squares, powers: Means over heads and Dv of the squared error and of the dense output's squares, float64 [Lq]. off:
+    Each row's relative error (`row_errors`), float32 [Hq, Lq].
+    """
+
+    squares: Tensor
+    powers: Tensor
+    off: Tensor
+
+    def mse_and_power(self, first: int = 0) -> tuple[float, float]:
+        """The mean squared error and the mean square of the dense output, over the rows from `first`."""
+        mse, power = torch.stack([self.squares[first:], self.powers[first:]]).mean(1).tolist()
+        return mse, power
+
+
+def errors_of_rows(out: Tensor, dense: Tensor) -> RowErrors:
+    """The errors of all rows.
+
+    Args:
+        out, dense: [1, Hq, Lq, Dv] of one prompt, any floating type: an attention output, and dense attention's.
+    """
+    heads, rows, value_dim = out.shape[1:]
+    squares, powers = torch.zeros(2, rows, dtype=torch.float64, device=out.device)
+    off = torch.empty(heads, rows, dtype=torch.float32, device=out.device)
+    for head in range(heads):  # one at a time: a long output in float32 is large
+        ours, truth = out[:, head : head + 1].float(), dense[:, head : head + 1].float()
+        squares += (ours - truth).square().sum(-1)[0, 0]
+        powers += truth.square().sum(-1)[0, 0]
+        off[head] = row_errors(ours, truth)[0, 0]
+    return RowErrors(squares / (heads * value_dim), powers / (heads * value_dim), off)
+
+
+def evenly_drawn(first: int, end: int, count: int, generator: torch.Generator) -> Tensor:
+    """One row from each of `count` equal parts of the rows from `first` to `end`; all of them if they are fewer.
+
+    Returns:
+        int64 [R] on the CPU, ascending, each row at most once.
+    """
+    if end - first <= count:
+        return torch.arange(first, end)
+    draw = torch.rand(count, generator=generator, dtype=torch.float64)
+    edges = torch.arange(count + 1) * (end - first) // count
+    return first + edges[:-1] + (draw * (edges[1:] - edges[:-1])).long()
 
 
 @dataclass(frozen=True)
@@ -48,19 +118,21 @@ class LayerRun:
     by_keys: tuple[tuple[int, LayerConfig], ...] = ()
 
     @classmethod
-    def of(cls, configured: ByLength, chunk: int | None, layer: int, length: int) -> LayerRun:
-        """What a layer runs in a configuration."""
-        config = configured.layer_config(layer, length)
-        chunks = chunks_of(configured, chunk, layer, length)
-        if chunks is None:
-            return cls(config)
-        ends = (*range(chunks.size, length, chunks.size), length)
-        return cls(config, chunks.size, tuple((keys, chunks.config_at(keys)) for keys in ends))
+    def of(cls, configured: Configured, chunk: int | None, layer: int, length: int) -> LayerRun:
+        """What a layer runs in a configuration.
 
-    @property
-    def chunks(self) -> Chunks | None:
-        """How the layer is fed; None if whole."""
-        return None if self.chunk is None else Chunks(self.chunk, dict(self.by_keys).__getitem__)
+        A server feeds prompts in chunks, each a call behind those before it. Every chunk follows the configuration of
+        the keys that there are by then, as the runtime would choose it, and is dense while these are fewer than the
+        shortest calibrated length.
+        """
+        config = configured.layer_config(layer, length)
+        if chunk is None or length <= chunk:
+            return cls(config)
+        by_keys = []
+        for keys in (*range(chunk, length, chunk), length):
+            of_chunk = configured.layer_config(layer, keys)
+            by_keys.append((keys, of_chunk.as_dense() if keys < configured.min_length else of_chunk))
+        return cls(config, chunk, tuple(by_keys))
 
     @cached_property
     def digest(self) -> str:
@@ -102,14 +174,13 @@ def layer_state(
         layer: The layer.
         runs: What it runs.
         observer: Sees its attention's inputs and output.
-        chunks: Whether it is fed as `runs` says; else whole.
+        chunks: Whether it is fed in the chunks that `runs` has; else whole.
     """
     assert layer.row is not None
-    fed = runs.chunks if chunks else None
+    chunk = runs.chunk if chunks else None
+    config_at = (lambda keys: runs.config) if chunk is None else dict(runs.by_keys).__getitem__
     # a state's first calls are all metered, which would be timed too
-    if fed is None:
-        return hf.LayerState(layer.row, lambda keys: runs.config, min_length=0, observer=observer, meter=None)
-    return hf.LayerState(layer.row, fed.config_at, min_length=0, observer=observer, meter=None, chunk=fed.size)
+    return hf.LayerState(layer.row, config_at, min_length=0, observer=observer, meter=None, chunk=chunk)
 
 
 class PairWalk:
@@ -181,7 +252,7 @@ class PairWalk:
 
 @dataclass(frozen=True)
 class Step(WorkItem):
-    """One prompt at one layer, as an item of work; what is observed there is a subclass's.
+    """One prompt at one layer, as an item of work; what is observed there is a subclass's `errors`, beside the density.
 
     index: Which of its length's prompts it is. before: What the layers before ran. runs: What this one runs.
     """
@@ -216,12 +287,24 @@ class Step(WorkItem):
     def __str__(self) -> str:
         return f"{self.stage}: layer {self.layer} of prompt {self.index} of {self.length} tokens"
 
-    def run(self, worker: WorkerState) -> Any:
-        with self._within_memory(worker):
-            return self.measured(self._walk(worker))
+    def run(self, worker: WorkerState) -> dict[str, Any]:
+        errors: dict[str, Any] = {}
 
-    def measured(self, walk: PairWalk) -> Any:
-        """What is to be known of the layer, as a journal keeps it."""
+        def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
+            errors.update(self.errors(q, k, v, scoring, out))
+
+        with self._within_memory(worker):
+            density = self._walk(worker).measure(self.runs, observe)
+        return {**errors, "density": density}
+
+    def errors(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> dict[str, Any]:
+        """What the layer's output is off by, as a journal keeps it.
+
+        Args:
+            q, k, v: The inputs of its attention, [1, H, L, D].
+            scoring: How scores become weights.
+            out: [1, Hq, L, Dv].
+        """
         raise NotImplementedError
 
     def _walk(self, worker: WorkerState) -> PairWalk:
@@ -256,14 +339,76 @@ class LastStep(Step):
         return vars(agreement)
 
 
-class LockStep:
+@dataclass(frozen=True)
+class Passed(Generic[Measured]):
+    """What prompts of one length showed: of each layer, of each prompt after all layers, and what the layers ran."""
+
+    layers: tuple[Measured, ...]
+    agreements: tuple[PromptAgreement, ...]
+    ran: History
+
+
+def accept(configured: Configured, length: int, layer: int, measured: Any) -> None:
+    """Accept what was measured, whatever came out."""
+
+
+def through_layers(
+    executor: Executor,
+    prompts: Mapping[int, Sequence[Prompt]],
+    configured: C,
+    make: type[Step],
+    result: Callable[[Sequence[Mapping[str, Any]]], Measured],
+    revise: Callable[[C, int, int, Measured], C | None],
+    on_step: Callable[[], object],
+    chunk: int | None,
+    journal: Journal | None,
+) -> tuple[C, dict[int, Passed[Measured]]]:
+    """Move prompts through the layers, each of which is measured until what it runs is accepted.
+
+    The layers that follow see what the accepted configuration gave.
+
+    Args:
+        executor: Who runs it.
+        prompts: By length in tokens, at least one of each. At each layer the lengths take their turns in this order.
+        configured: What each layer runs at each length.
+        make: The kind of step.
+        result: What a layer comes to, from the results of its steps, one for each prompt.
+        revise: Given the configuration, the length, the layer's index and its result: what to measure instead on the
+            same inputs, or None to accept this one.
+        on_step: Called after each length of each layer.
+        chunk: Tokens that a layer is fed at once, as a server does; None for whole prompts.
+        journal: Where steps are kept, and found again; None if nowhere.
+
+    Returns:
+        What was accepted in the end, and what was measured of it by length.
+    """
+    walks = [_LockStep(executor, journal, make, length, of_length) for length, of_length in prompts.items()]
+    layers: dict[int, list[Measured]] = {length: [] for length in prompts}
+    for index in range(executor.geometry.layers):
+        for walk in walks:  # so that the lengths are measured beside one another where there are workers
+            walk.begin(LayerRun.of(configured, chunk, index, walk.length))
+        for walk in walks:
+            revised: C | None = configured
+            while revised is not None:
+                configured = revised
+                runs = LayerRun.of(configured, chunk, index, walk.length)
+                of_layer = result(walk.measured(runs))
+                revised = revise(configured, walk.length, index, of_layer)
+            layers[walk.length].append(of_layer)
+            walk.accept(runs)
+            on_step()
+    return configured, {
+        walk.length: Passed(tuple(layers[walk.length]), walk.agreements(), walk.history) for walk in walks
+    }
+
+
+class _LockStep:
     """The prompts of one length on their way together, as it looks from where is decided what layers run.
 
     Args:
         executor: Who runs the steps.
         journal: Where they are kept; None if they are not.
         make: The kind of step.
-        stage: What the steps are a part of.
         length: Tokens of every prompt.
         prompts: At least one.
     """
@@ -273,12 +418,11 @@ class LockStep:
         executor: Executor,
         journal: Journal | None,
         make: type[Step],
-        stage: str,
         length: int,
         prompts: Sequence[Prompt],
     ) -> None:
         self.length, self.history = length, History()
-        self._executor, self._journal, self._make, self._stage = executor, journal, make, stage
+        self._executor, self._journal, self._make = executor, journal, make
         self._prompts = [(prompt.sha256, index) for index, prompt in enumerate(prompts)]
         self._begun: tuple[LayerRun, Measuring] | None = None
         executor.know(prompts)
@@ -298,13 +442,14 @@ class LockStep:
         """Move on, with what was measured last."""
         self.history, self._begun = self.history.then(runs), None
 
-    def agreements(self) -> list[PromptAgreement]:
+    def agreements(self) -> tuple[PromptAgreement, ...]:
         """What both models predict of each prompt, after all layers."""
         last = self._measuring(LastStep, len(self.history.runs) - 1, self.history.runs[-1])
-        return [PromptAgreement(**result) for result in last.results()]
+        return tuple(PromptAgreement(**result) for result in last.results())
 
     def _measuring(self, make: type[Step], layer: int, runs: LayerRun) -> Measuring:
         steps = [
-            make(self.length, sha256, index, layer, self.history, runs, self._stage) for sha256, index in self._prompts
+            make(self.length, sha256, index, layer, self.history, runs, self._make.stage)
+            for sha256, index in self._prompts
         ]
         return Measuring(steps, self._executor, self._journal)
