@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from calibrate.model.estimate import Sizes
 from calibrate.model.models import is_gguf, resolve
 from calibrate.model.streams import decoder_layers
 from calibrate.model.weights import INDEX, SINGLE, Checkpoint, skeleton, stays_resident
@@ -36,12 +37,14 @@ class Outlook(NamedTuple):
 
     geometry: The model's sizes. layers: Which layers run S2O, in words. shares: By length in tokens, the share of the
     prefill's attention that is in them. loading: How the weights are loaded and what memory that takes, in words.
+    sizes: What decides how long it runs.
     """
 
     geometry: Geometry
     layers: str
     shares: Mapping[int, float]
     loading: str
+    sizes: Sizes
 
 
 def outlook(
@@ -65,6 +68,7 @@ def outlook(
         served_layers(config),
         {length: attention_share(config, length) for length in lengths},
         loading(name, config, model, device, random_weights),
+        Sizes.of(model, device),
     )
 
 

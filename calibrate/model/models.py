@@ -291,6 +291,11 @@ def in_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedMode
     return LoadedModel(name, model, tokenizer, shape, weights.fingerprint, weights)
 
 
+def has_shipped_sizes(name: str) -> bool:
+    """Whether an alias's configuration is part of this package, beside those of models that ship whole."""
+    return _shipped(name) is not None
+
+
 def _shipped(name: str) -> Path | None:
     """The configuration of an alias that is part of this package."""
     path = ARCHITECTURES / f"{name}.json"
@@ -334,8 +339,8 @@ def _loading(name: str, source: str) -> Iterator[None]:
         if _is_unreachable(error):
             raise ResourceError(
                 f"model {name!r} cannot be loaded from {source}: the Hub cannot be reached and there is no copy of it "
-                "here; try again with a network, or give a local folder; the sizes of an alias suffice to rehearse "
-                "(--random-weights)"
+                "here; try again with a network, or give a local folder or a GGUF file; the sizes of an alias such as "
+                "qwen2.5-7b suffice for a plan (--dry-run) and to rehearse (--random-weights)"
             ) from error
         raise ModelError(f"model {name!r} cannot be loaded from {source}: {_first_line(error)}") from error
 

@@ -353,6 +353,12 @@ class _KindExecutor:
     def size(self) -> int:
         return max(1, len(self.workers.ready))
 
+    def kinds(self) -> list[DeviceIdentity]:
+        return [self.device]
+
+    def aimed_at(self, device: DeviceIdentity) -> Executor:
+        return _KindExecutor(self.workers, self.threads, self.known, self.model, device)
+
     def know(self, prompts: Iterable[Prompt]) -> None:
         unknown = [prompt for prompt in prompts if prompt.sha256 not in self.known]
         if unknown:
@@ -456,22 +462,24 @@ class ClusterExecutor(_KindExecutor):
         return f"{text}, {self.workers.lost} workers lost" if self.workers.lost else text
 
     def kinds(self) -> list[DeviceIdentity]:
-        """The kinds of GPU to make profiles for: those that the recipe names, or all that workers have had so far.
+        """The kinds of GPU to make profiles for: those that the recipe names, all that workers have had so far if it
+        means all, or the one that times are taken on.
 
         Raises:
             ConfigError: no worker has a GPU that the recipe names.
         """
+        if self._target is None:
+            return [self.device]
+        seen = self._seen_kinds()
+        return seen if self._target == (EVERY_KIND,) else list(dict.fromkeys(map(self._kind_named, self._target)))
+
+    def _seen_kinds(self) -> list[DeviceIdentity]:
+        """All kinds of GPU that workers have had so far."""
         devices = [info.device for info in self.workers.ready.values()]
         for device in sorted(devices, key=lambda device: (str(device), device.memory_bytes)):
             if not any(alike(kind, device) for kind in self._kinds):
                 self._kinds.append(device)
-        if self._target in (None, (EVERY_KIND,)):
-            return list(self._kinds)
-        return list(dict.fromkeys(map(self._kind_named, self._target or ())))
-
-    def aimed_at(self, device: DeviceIdentity) -> Executor:
-        """The same workers, which take times on GPUs of one kind."""
-        return _KindExecutor(self.workers, self.threads, self.known, self.model, device)
+        return list(self._kinds)
 
     def close(self) -> None:
         """Let the workers forget the run."""
@@ -480,9 +488,9 @@ class ClusterExecutor(_KindExecutor):
 
     def _first_kind(self) -> DeviceIdentity:
         """The kind of GPU that times are taken on where nobody says for which."""
-        kinds = self.kinds()
         if self._target is not None:
-            return kinds[0]
+            return self.kinds()[0]
+        kinds = self._seen_kinds()
         here = identify(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         for device in kinds:
             if here.kind == device.kind and alike(here, device):

@@ -67,7 +67,7 @@ def test_its_defaults_are_the_commands(tiny_folder, tmp_path, monkeypatch):
 
     recipes = []
 
-    def stop(recipe, progress, loaded):
+    def stop(recipe, progress, loaded, expected):
         recipes.append(recipe)
         raise ResourceError("stopped")
 
