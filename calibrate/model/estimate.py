@@ -130,7 +130,7 @@ class Sizes:
             hidden=int(config.hidden_size),
             intermediate=int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size),
             vocabulary=int(config.vocab_size),
-            resident=stays_resident(parameters * _width(device), torch.device(device)),
+            resident=stays_resident(parameters * number_width(device), torch.device(device)),
         )
 
 
@@ -166,7 +166,7 @@ def estimate(recipe: Recipe, sizes: Sizes, geometry: Geometry, device: DeviceIde
     proven = sorted({*recipe.lengths, *recipe.checked_lengths})
     steps = _Steps(sizes, geometry, rates)
     layers = geometry.layers
-    weights = sizes.parameters * _width(recipe.device) / (rates.draw if recipe.random_weights else rates.read)
+    weights = sizes.parameters * number_width(recipe.device) / (rates.draw if recipe.random_weights else rates.read)
     read = 0.0 if sizes.resident else weights
 
     measuring = read + rates.compiling
@@ -256,7 +256,7 @@ def _rankings(recipe: Recipe, length: int) -> int:
 
 def _memory(recipe: Recipe, sizes: Sizes, geometry: Geometry) -> float:
     """Bytes on the device at most: weights, the prompts on their way, and the inside of one layer of one prompt."""
-    width = _width(recipe.device)
+    width = number_width(recipe.device)
     longest = max((*recipe.lengths, *recipe.checked_lengths))
     weights = sizes.parameters if sizes.resident else max(sizes.largest_layer, sizes.vocabulary * sizes.hidden)
     on_their_way: Sequence[int] = (  # tokens; of each proven prompt the patched and the dense model's
@@ -270,6 +270,6 @@ def _memory(recipe: Recipe, sizes: Sizes, geometry: Geometry) -> float:
     )
 
 
-def _width(device: str) -> int:
+def number_width(device: str) -> int:
     """Bytes of a number in the type that models have on a device."""
     return 2 if device.startswith("cuda") else 4

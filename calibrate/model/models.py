@@ -20,7 +20,7 @@ import torch
 from calibrate.model import gguf
 from calibrate.model.weights import INDEX, SINGLE, Checkpoint, InMemory, RandomWeights, Weights, skeleton
 from calibrate.model.whole import check_quantisation, load_whole, quantisation, streaming_obstacle
-from s2o_runtime.errors import ModelError, ResourceError
+from s2o_runtime.errors import ModelError, ResourceError, first_line
 from s2o_runtime.identity import Geometry, geometry
 from s2o_runtime.layer_kinds import text_config
 
@@ -168,7 +168,7 @@ def _read_tokenizer(name: str, random_weights: bool, trust_remote_code: bool, ow
     except (OSError, ValueError, ImportError) as error:
         if not random_weights:
             _refuse_code(name, error)
-        problem, cause = _first_line(error), error
+        problem, cause = first_line(error), error
         if problem.rstrip().endswith("one of:"):  # and a list of what transformers tried
             problem = f"its files are missing: {TOKENIZER_FILES}"
     if problem is None:
@@ -342,7 +342,7 @@ def _loading(name: str, source: str) -> Iterator[None]:
                 "here; try again with a network, or give a local folder or a GGUF file; the sizes of an alias such as "
                 "qwen2.5-7b suffice for a plan (--dry-run) and to rehearse (--random-weights)"
             ) from error
-        raise ModelError(f"model {name!r} cannot be loaded from {source}: {_first_line(error)}") from error
+        raise ModelError(f"model {name!r} cannot be loaded from {source}: {first_line(error)}") from error
 
 
 def _ask_hub(source: str, file: str) -> None:
@@ -378,7 +378,3 @@ def _refuse_code(name: str, error: Exception) -> None:
         raise ModelError(
             f"model {name!r} comes with code of its own, which is not run: give {TRUST} if you have read and trust it"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
