@@ -275,11 +275,8 @@ def _executor(
 
 def _of_run(prompts: PromptSet) -> list[Prompt]:
     """All prompts of a run."""
-    return [*_all(prompts.calibration), *_all(prompts.held_out), *_all(prompts.certify)]
-
-
-def _all(prompts: Mapping[int, list[Prompt]]) -> list[Prompt]:
-    return [prompt for of_length in prompts.values() for prompt in of_length]
+    sets = prompts.calibration, prompts.held_out, prompts.certify
+    return [prompt for by_length in sets for of_length in by_length.values() for prompt in of_length]
 
 
 @dataclass(frozen=True)

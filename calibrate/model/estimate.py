@@ -88,6 +88,7 @@ TIMED_LAYERS = 15  # the same for a layer of the profile
 CROSSOVERS = 50  # times dense attention at `CROSSOVER_LENGTH` that all crossovers of a model take
 CROSSOVER_LENGTH = 131072
 GROUPS = 2.0  # groups of like layers at a length, over the square root of how many layers there are
+KL_PASSES = 4  # over the adjust prompts that find what layers may spend of a budget in KL, of five at most
 NOISE = 2  # prompts of each length whose rounding is measured
 SCRATCH = 3  # rows of an MLP that are in memory at a time: its two factors and their product
 GIB = 1 << 30
@@ -177,6 +178,8 @@ def estimate(recipe: Recipe, sizes: Sizes, geometry: Geometry, device: DeviceIde
         measuring += recipe.num_prompts * steps.curves(pairs, _rankings(recipe, length))
         measuring += recipe.num_prompts * steps.forward(length)
         searching += trials * (rates.trial + on_gpu * TIMED * steps.attention(length))
+    if recipe.budget.is_kl:
+        searching += KL_PASSES * recipe.held_out * sum(map(steps.both, recipe.lengths))
     searching += on_gpu * CROSSOVERS * steps.attention(CROSSOVER_LENGTH)
     timing = sum(layers * (rates.timing + on_gpu * TIMED_LAYERS * steps.attention(length)) for length in proven)
     proving = read + timing + recipe.held_out * sum(map(steps.both, proven))

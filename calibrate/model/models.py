@@ -124,7 +124,7 @@ def load_config(name: str, *, random_weights: bool = False, trust_remote_code: b
     """
     from transformers import AutoConfig
 
-    shipped = _shipped(name) if random_weights else None
+    shipped = shipped_sizes(name) if random_weights else None
     source, options = (str(shipped), {}) if shipped else _source(name)
     if options:
         gguf.check_packages(name)
@@ -151,7 +151,7 @@ def load_tokenizer(
     Raises:
         ModelError: The name is not known, the tokenizer cannot be loaded, or it makes other tokens than a GGUF file's.
     """
-    if random_weights and tokenizer is None and _shipped(name):
+    if random_weights and tokenizer is None and shipped_sizes(name):
         tokenizer = str(DEMO_FOLDER)
     read = _read_once if is_gguf(name) else _read_tokenizer
     return read(name, random_weights, trust_remote_code, tokenizer)
@@ -291,12 +291,7 @@ def in_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedMode
     return LoadedModel(name, model, tokenizer, shape, weights.fingerprint, weights)
 
 
-def has_shipped_sizes(name: str) -> bool:
-    """Whether an alias's configuration is part of this package, beside those of models that ship whole."""
-    return _shipped(name) is not None
-
-
-def _shipped(name: str) -> Path | None:
+def shipped_sizes(name: str) -> Path | None:
     """The configuration of an alias that is part of this package."""
     path = ARCHITECTURES / f"{name}.json"
     return path if name in ALIASES and path.is_file() else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from calibrate.model.estimate import GIB, Estimate
 from calibrate.model.foresight import Outlook
-from calibrate.model.models import has_shipped_sizes
+from calibrate.model.models import shipped_sizes
 from calibrate.progress import duration
 from calibrate.recipe import OPTIONS, WORKERS, Recipe
 from s2o_runtime.devices import DeviceIdentity
@@ -58,7 +58,7 @@ def plan(
         "memory": _memory(estimate, device),
         "objective": "measured latency" if recipe.device.startswith("cuda") else "predicted latency (no GPU)",
     }
-    if (rehearsed or recipe.random_weights) and has_shipped_sizes(recipe.model):
+    if (rehearsed or recipe.random_weights) and shipped_sizes(recipe.model):
         derived = {"sizes": "sizes of the alias, as they ship; nothing was asked of the Hub"} | derived
     return {"model": lines["model"]} | derived | lines
 

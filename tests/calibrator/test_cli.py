@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from calibrate import pipeline
@@ -275,6 +276,16 @@ def test_the_plan_of_an_alias_needs_no_hub(command, caplog):
     caplog.clear()
     assert "sizes" not in json.loads(command("--model", "demo", "--device", "cpu", "--dry-run", "--json").stdout)
     assert "no GPU" not in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a host without a GPU")
+def test_a_host_without_gpus_plans_for_those_that_have_some(command):
+    workers = ["--scheduler", "tcp://head:8786", "--target-gpu", "H200", "--device", "cuda"]
+    outcome = command("--model", "qwen2.5-7b", *workers, "--dry-run", "--json")
+    assert outcome.returncode == 0, outcome.stderr
+    plan = json.loads(outcome.stdout)
+    assert (plan["lengths"], plan["loaded"]) == ("8192, 32768 (default)", "15.2 GB, which stay on the device")
+    assert plan["memory"].endswith("of each GPU")
 
 
 def test_a_gpu_that_is_not_here_is_a_missing_resource(command):
