@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen2Config
 
 from calibrate.model import estimate as module
 from calibrate.model.estimate import GIB, Sizes, estimate, rates_of
@@ -26,6 +26,14 @@ SMOLLM2 = LlamaConfig(
     hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
     vocab_size=49152, tie_word_embeddings=True,
 )  # fmt: skip
+CODER = Qwen2Config(
+    hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+    vocab_size=151936, tie_word_embeddings=False,
+)  # fmt: skip
+# Qwen2.5-Coder-1.5B by the default command on an H200 (2026-11-25): seconds of the phases, and of the whole command
+CODER_PHASES = {"loading the model": 27, "measuring": 43, "searching": 62, "proving": 45, "certifying": 132}
+CODER_SECONDS = 324
+CONFIGS = {"smollm2": SMOLLM2, "coder": CODER}
 ONE_7B = {"model": "qwen2.5-7b", "random_weights": True, "lengths": (32768,), "num_prompts": 8}
 SMOL = {"model": "smollm2", "lengths": (8192, 32768)}
 DEMO = {"model": "demo", "lengths": (8192, 32768, 131072), "scores": ("input", "int8"), "linear_tails": True}
@@ -44,7 +52,7 @@ def _memory_of_an_h200(monkeypatch):
 
 
 def model_of(name):
-    config = SMOLLM2 if name == "smollm2" else load_config(name, random_weights=True)
+    config = CONFIGS[name] if name in CONFIGS else load_config(name, random_weights=True)
     return skeleton(config, module.torch.bfloat16, module.torch.device("cpu"))
 
 
@@ -62,6 +70,14 @@ def assert_near(estimated_seconds, measured_seconds):
 def test_a_whole_run_takes_what_was_measured(file):
     took = re.search(r"^wrote .* in (\d+) s$|^TOTAL ([\d.]+) ", (RESULTS / file).read_text(), re.MULTILINE)
     assert_near(estimated(**MEASURED[file]).total, float(took[1] or took[2]))
+
+
+def test_a_real_model_by_the_default_command():
+    told = estimated(model="coder", lengths=(8192, 32768))
+    assert_near(told.total, CODER_SECONDS)
+    assert list(told.seconds) == list(CODER_PHASES)
+    for phase, took in CODER_PHASES.items():
+        assert took / 2 <= told.seconds[phase] <= took * 2, phase
 
 
 @pytest.mark.parametrize(("run", "options"), [("one", {}), ("many", {"gpus": 2})])
@@ -122,7 +138,7 @@ def test_the_plan_names_time_and_memory():
     outlook = SimpleNamespace(geometry=geometry(model.config), layers="all", shares={}, loading="")
     lines = plan(recipe, outlook, told, H200, frozenset())
     assert re.fullmatch(
-        r"about \d+ min \(measuring .*, searching .*, certifying .*\), less what the journal has", lines["takes"]
+        r"about \d+ min \(.*measuring .*, searching .*, certifying .*\), less what the journal has", lines["takes"]
     )
     assert re.fullmatch(r"about \d+ GiB of the GPU's 140", lines["memory"])
     small = plan(recipe, outlook, told, replace(H200, memory_bytes=16 << 30), frozenset())
