@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibrate.machine import draft, on_this_machine, writing
 from calibrate.options import read_all
+from calibrate.progress import duration
 from calibrate.recipe import EVERY_KIND, OPTIONS, Recipe
 from s2o_runtime.errors import ConfigError, S2OError
 
@@ -155,11 +156,11 @@ def planned(options: Mapping[str, Any], *, rehearsed: bool = False) -> Planned:
     expected = estimate(recipe, seen.sizes, seen.geometry, device)
     if device.kind != "cuda" and seen.sizes.parameters > LARGE:
         log.warning(
-            "%s has %.1f billion parameters and this run has no GPU: it takes about %.0f hours; calibrate on a GPU, or "
-            "take fewer and shorter prompts (--lengths, --num-certify)",
+            "%s has %.1f billion parameters and this run has no GPU: it takes about %s; calibrate on a GPU, or take "
+            "fewer and shorter prompts (--lengths, --num-certify)",
             recipe.model,
             seen.sizes.parameters / 1e9,
-            expected.total / 3600,
+            duration(expected.total),
         )
     return Planned(recipe, device, seen, expected)
 
@@ -172,7 +173,26 @@ def finished(
     loaded: LoadedModel | None = None,
     estimate: Estimate | None = None,
 ) -> Result:
-    """Run a recipe and write the report beside its profile, or where the profile would be if the proof failed.
+    """Run a recipe for one kind of GPU and write the report beside its profile.
+
+    Args:
+        recipe, progress, command, loaded, estimate: as `finished_kinds` takes them.
+    """
+    from calibrate.pipeline import the_one
+
+    options: dict[str, Any] = {"progress": progress, "command": command, "loaded": loaded, "estimate": estimate}
+    return the_one(recipe, finished_kinds(recipe, **options))
+
+
+def finished_kinds(
+    recipe: Recipe,
+    *,
+    progress: bool,
+    command: str | None = None,
+    loaded: LoadedModel | None = None,
+    estimate: Estimate | None = None,
+) -> Iterator[OfKind]:
+    """Run a recipe for each kind of GPU, and write a report beside each profile, or where it would be, once it is done.
 
     Args:
         recipe: what to calibrate.
@@ -182,34 +202,14 @@ def finished(
         estimate: what the run is expected to take, for progress.
     """
     from calibrate import pipeline
-
-    expected = estimate.seconds if estimate else {}
-    with writing(recipe.out):
-        result = pipeline.calibrate(recipe, progress=progress, loaded=loaded, expected=expected)
-        return _reported(recipe, result, command)
-
-
-def finished_kinds(
-    recipe: Recipe, *, progress: bool, command: str | None = None, estimate: Estimate | None = None
-) -> Iterator[OfKind]:
-    """Run a recipe for several kinds of GPU, and write a report beside each profile, as soon as it is done.
-
-    Args:
-        recipe, progress, command, estimate: as `finished` takes them.
-    """
-    from calibrate import pipeline
-
-    expected = estimate.seconds if estimate else {}
-    with writing(recipe.out):
-        for outcome in pipeline.calibrate_kinds(recipe, progress=progress, expected=expected):
-            if not isinstance(outcome.result, S2OError):
-                outcome = outcome._replace(result=_reported(outcome.recipe, outcome.result, command))
-            yield outcome
-
-
-def _reported(recipe: Recipe, result: Result, command: str | None) -> Result:
     from calibrate.report.contents import report_of
     from calibrate.report.output import write_report
 
-    report = report_of(recipe, result, command=command)
-    return replace(result, report=report, report_files=tuple(write_report(report, recipe.out)))
+    expected = estimate.seconds if estimate else {}
+    with writing(recipe.out):
+        for outcome in pipeline.calibrate_kinds(recipe, progress=progress, loaded=loaded, expected=expected):
+            if not isinstance(outcome.result, S2OError):
+                report = report_of(outcome.recipe, outcome.result, command=command)
+                files = tuple(write_report(report, outcome.recipe.out))
+                outcome = outcome._replace(result=replace(outcome.result, report=report, report_files=files))
+            yield outcome

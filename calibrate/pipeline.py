@@ -80,19 +80,14 @@ class OfKind(NamedTuple):
     result: Result | S2OError
 
 
-def calibrate(
-    recipe: Recipe,
-    *,
-    progress: bool = True,
-    loaded: LoadedModel | None = None,
-    expected: Mapping[str, float] = MappingProxyType({}),
-) -> Result:
+def calibrate(recipe: Recipe, **options: Any) -> Result:
     """Run a recipe for one kind of GPU.
 
     The same recipe continues an interrupted run: what was measured is in the recipe's journal.
 
     Args:
-        recipe, progress, loaded, expected: As `calibrate_kinds` takes them.
+        recipe: What to calibrate, on what, and within which budget.
+        **options: As `calibrate_kinds` takes them.
 
     Returns:
         What was chosen and proven. The profile is saved as `recipe.out` only if the held-out proof holds or
@@ -104,12 +99,17 @@ def calibrate(
         ConfigError: The recipe is for several kinds of GPU, which is `calibrate_kinds`.
         ResourceError: Memory ran out, or another resource is missing.
     """
+    return the_one(recipe, calibrate_kinds(recipe, **options))
+
+
+def the_one(recipe: Recipe, outcomes: Iterator[OfKind]) -> Result:
+    """The result of a run for one kind of GPU; raises what it ended with, or ConfigError before a run for several."""
     if recipe.for_several_gpus:
         raise ConfigError(
             f"target_gpu {', '.join(recipe.target_gpu or ())} is several kinds of GPU, and calibrate() returns one "
             "result: call calibrate_kinds()"
         )
-    (outcome,) = calibrate_kinds(recipe, progress=progress, loaded=loaded, expected=expected)
+    (outcome,) = outcomes
     if isinstance(outcome.result, S2OError):
         raise outcome.result
     return outcome.result

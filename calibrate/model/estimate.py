@@ -125,7 +125,7 @@ class Sizes:
         return cls(
             parameters=parameters,
             of_token=sum(
-                round(parameter.numel() * (chosen if "experts" in name else 1.0))
+                round(parameter.numel() * (chosen if ".experts." in name else 1.0))
                 for of_layer in of_layers
                 for name, parameter in of_layer.items()
             ),
@@ -157,7 +157,7 @@ def estimate(recipe: Recipe, sizes: Sizes, geometry: Geometry, device: DeviceIde
     """What a calibration will take, within a factor of about 1.5 on a GPU like those that were measured.
 
     Layers without full attention count by the products of their weights alone. What the journal has already is not left
-    out. Many workers share all of the work.
+    out. Several GPUs share all of the work.
 
     Args:
         recipe: What is calibrated, on what.
@@ -187,7 +187,7 @@ def estimate(recipe: Recipe, sizes: Sizes, geometry: Geometry, device: DeviceIde
     proving = read + timing + PROOFS * recipe.held_out * sum(map(steps.both, proven))
     certifying = read + ATTEMPTS * recipe.num_certify * sum(map(steps.both, proven))
     certifying += on_gpu * sum(min(NOISE, recipe.num_certify) * 2 * steps.forward(length) for length in proven)
-    shared = recipe.gpus or 1
+    shared = recipe.gpus if recipe.gpus and on_gpu else 1  # workers on a CPU share its threads
     seconds = {
         "loading the model": rates.start + weights - read,
         "measuring": measuring / shared,

@@ -175,7 +175,7 @@ FULL = "p.safetensors cannot be written (No space left on device): free some spa
     ],
 )
 def test_what_ends_a_run_is_one_sentence(happens, code, said, command, monkeypatch):
-    monkeypatch.setattr(pipeline, "calibrate", happens)
+    monkeypatch.setattr(pipeline, "calibrate_kinds", happens)
     outcome = command(*GOOD, "--out", "p.safetensors", "--journal", "new/j", "--quiet")
     assert (outcome.returncode, outcome.stderr) == (code, f"s2o-calibrate: {said.replace(' in j', ' in new/j')}\n")
 
@@ -270,7 +270,7 @@ def test_the_plan_of_an_alias_needs_no_hub(command, caplog):
     assert plan["architecture"] == "qwen2, 28 layers, 28 query heads, 4 KV heads, head dim 128"
     assert (plan["weights"], plan["budget"]) == ("the model's (default)", "mse 0.0001")
     assert re.fullmatch(r"about \d+ h \d+ min \(proving .*, certifying .*\), less what the journal has", plan["takes"])
-    warning = r"qwen2.5-7b has 7.6 billion parameters and this run has no GPU: it takes about \d+ hours"
+    warning = r"qwen2.5-7b has 7.6 billion parameters and this run has no GPU: it takes about \d+ h \d+ min"
     assert re.search(warning, caplog.text)
     assert command("--model", "qwen2.5-7b", "--device", "cpu", "--quiet").returncode == 4  # its weights do not
     caplog.clear()
