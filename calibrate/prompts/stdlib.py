@@ -1,6 +1,6 @@
-"""The standard library's sources: the domain "code", and what benches and the evaluation read.
+"""Prompts of the standard library's sources alone, which benchmarks, examples and the evaluation read.
 
-Calibration leaves the files out that are held out here.
+Calibration's domain "code" leaves the files out that are held out here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from calibrate.prompts.retrieval import encode
+import torch
+
+from calibrate.prompts.needles import make_needles
+from calibrate.prompts.prompt import Prompt
+from calibrate.prompts.retrieval import Retrieval, encode, needles_in
 from s2o_runtime.errors import InputError
 
 HELD_OUT_FILES = 3  # one of this many of the standard library's files is held out
@@ -38,6 +42,33 @@ def library_files() -> tuple[Path, ...]:
 def is_held_out(name: str) -> bool:
     """Whether a file, named from the library's folder with slashes, is never calibrated on."""
     return zlib.crc32(name.encode()) % HELD_OUT_FILES == 0
+
+
+def built_in(tokenizer: Any, length: int, count: int, seed: int, held_out: bool) -> list[Prompt]:
+    """Prompts of the standard library's sources, with needles.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        length: Tokens of each prompt.
+        count: How many prompts. No file is in two of them.
+        seed: What draws the text and the needles.
+        held_out: Whether the prompts are of the files that are held out, or of the others.
+
+    Raises:
+        InputError: The sources are too short.
+    """
+    rng = random.Random(f"{seed}/{length}/{'held out' if held_out else 'calibration'}")
+    used: set[str] = set()
+    return [_with_needles(tokenizer, sources(rng, held_out, used), length, rng) for _ in range(count)]
+
+
+def _with_needles(tokenizer: Any, files: Iterator[str], length: int, rng: random.Random) -> Prompt:
+    """`length` tokens of text with needles spread over them; a quarter at most are the questions at the end."""
+    needles = make_needles(needles_in(length), rng)
+    retrieval = Retrieval.of(tokenizer, needles, rng).within(length // 4)
+    text = first_tokens(tokenizer, files, length - len(retrieval.questions))
+    ids, answers = retrieval.hidden_in(text, retrieval.positions(0, len(text)))
+    return Prompt(torch.tensor(ids), answers)
 
 
 def first_tokens(tokenizer: Any, texts: Iterator[str], length: int) -> list[int]:

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from calibrate.model.capture import layers
 from calibrate.model.models import load
+from calibrate.prompts.stdlib import built_in
 from s2o_runtime import load_profile
 from s2o_runtime.errors import InputError, S2OError
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import dense_attention
 from scripts.bench.common import BAD_INPUT, OK, Parser, bench_parser, int_list, print_table
-from scripts.bench.library_prompts import built_in
 
 NAME = "scripts.study.unlike"
 SENTENCE = "The quick brown fox jumps over the lazy dog. "

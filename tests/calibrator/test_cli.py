@@ -268,7 +268,8 @@ def test_the_plan_of_an_alias_needs_no_hub(command, caplog):
     plan = json.loads(outcome.stdout)
     assert plan["sizes"] == "sizes of the alias, as they ship; nothing was asked of the Hub"
     assert plan["architecture"] == "qwen2, 28 layers, 28 query heads, 4 KV heads, head dim 128"
-    assert (plan["weights"], plan["budget"]) == ("the model's (default)", "mse 0.0001")
+    assert plan["weights"] == "the model's (default)"
+    assert plan["budget"].startswith("mse 0.0001")
     assert re.fullmatch(r"about \d+ h \d+ min \(proving .*, certifying .*\), less what the journal has", plan["takes"])
     warning = r"qwen2.5-7b has 7.6 billion parameters and this run has no GPU: it takes about \d+ h \d+ min"
     assert re.search(warning, caplog.text)
