@@ -122,8 +122,7 @@ def calibrate_kinds(
     loaded: LoadedModel | None = None,
     expected: Mapping[str, float] = MappingProxyType({}),
 ) -> Iterator[OfKind]:
-    """Run a recipe for each kind of GPU that it names, one after the other, on workers that have them; or for the one
-    that is here.
+    """Run a recipe for each kind of GPU that it names, one after the other, or for the one kind that is here.
 
     What is not timed is measured once and shared: the curves have the shapes of all kinds' tiles. All workers stay busy
     with what is not timed. A kind that fails does not end the others.

@@ -441,8 +441,10 @@ class ClusterExecutor:
         return f"{text}, {self.workers.lost} workers lost" if self.workers.lost else text
 
     def kinds(self) -> list[DeviceIdentity]:
-        """The kinds of GPU to make profiles for: those that the recipe names, all that workers have had so far if it
-        means all, or the one that times are taken on.
+        """The kinds of GPU to make profiles for.
+
+        They are those that the recipe names, all that workers have had so far if it means all, or the one that times
+        are taken on.
 
         Raises:
             ConfigError: no worker has a GPU that the recipe names.
