@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibrate.machine import draft, on_this_machine, writing
 from calibrate.options import read_all
+from calibrate.progress import duration
 from calibrate.recipe import EVERY_KIND, OPTIONS, Recipe
 from s2o_runtime.errors import ConfigError, S2OError
 
 if TYPE_CHECKING:
+    from calibrate.model.estimate import Estimate
     from calibrate.model.foresight import Outlook
     from calibrate.model.models import LoadedModel
     from calibrate.pipeline import OfKind, Result
     from s2o_runtime.devices import DeviceIdentity
 
+LARGE = 1e9  # parameters of a model for whose run a CPU is hardly enough
+
+log = logging.getLogger("calibrate")
+
 
 class Planned(NamedTuple):
-    """A run whose options fit the model and the machine, and what is known of the model before it is loaded."""
+    """A run whose options fit the model and the machine, and what is known of it before the model is loaded."""
 
     recipe: Recipe
     device: DeviceIdentity
     outlook: Outlook
+    estimate: Estimate
 
 
 def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **options: Any) -> Result:
@@ -60,7 +68,8 @@ def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **opt
     if tokenizer is not None and not (isinstance(tokenizer, str) and isinstance(model, str)):
         raise ConfigError("calibrate() got a tokenizer and a model by name: give the tokenizer's folder or hub id")
     options |= {"tokenizer": tokenizer} if tokenizer else {}
-    return finished(_recipe(model, options, "calibrate()"), progress=progress)
+    recipe, estimate = _recipe(model, options, "calibrate()")
+    return finished(recipe, progress=progress, estimate=estimate)
 
 
 def calibrate_kinds(
@@ -81,19 +90,23 @@ def calibrate_kinds(
         ConfigError, InputError, ModelError, ResourceError: as `calibrate` does, for what concerns all kinds.
     """
     options = options if isinstance(model, Recipe) else {"target_gpu": EVERY_KIND, **options}
-    outcomes = finished_kinds(_recipe(model, options, "calibrate_kinds()"), progress=progress)
+    recipe, estimate = _recipe(model, options, "calibrate_kinds()")
+    outcomes = finished_kinds(recipe, progress=progress, estimate=estimate)
     return {str(outcome.device): outcome.result for outcome in outcomes}
 
 
-def _recipe(model: str | Recipe, options: Mapping[str, Any], call: str) -> Recipe:
+def _recipe(model: str | Recipe, options: Mapping[str, Any], call: str) -> tuple[Recipe, Estimate | None]:
+    """The recipe of a call; one that was given is run as it is, without an estimate."""
     if not isinstance(model, Recipe):
-        return planned(read_all(OPTIONS, {"model": model, **options}, call)).recipe
+        plan = planned(read_all(OPTIONS, {"model": model, **options}, call))
+        return plan.recipe, plan.estimate
     if options:
         raise ConfigError(f"{call} got a recipe and {', '.join(options)}: give a recipe or a model with options")
-    return model.validate()
+    return model.validate(), None
 
 
 def _calibrate_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any], progress: bool) -> Result:
+    from calibrate.model.estimate import Sizes, estimate
     from calibrate.model.models import in_memory
     from s2o_runtime.layer_kinds import positions
 
@@ -103,27 +116,31 @@ def _calibrate_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any], pr
     loaded = in_memory(model, tokenizer, options.get("model"))
     given = read_all(OPTIONS, {**options, "model": loaded.name, "device": str(loaded.weights.device)}, "calibrate()")
     draft(given)
-    recipe, _ = on_this_machine(given)
+    recipe, device = on_this_machine(given)
     recipe.check_limit(positions(loaded.model.config))
-    return finished(recipe, progress=progress, loaded=loaded)
+    expected = estimate(recipe, Sizes.of(loaded.model, recipe.device), loaded.geometry, device)
+    return finished(recipe, progress=progress, loaded=loaded, estimate=expected)
 
 
-def planned(options: Mapping[str, Any]) -> Planned:
+def planned(options: Mapping[str, Any], *, rehearsed: bool = False) -> Planned:
     """Check options against the model and this machine; what is cheap to get wrong is checked first.
 
     Args:
         options: those that were given, in the types of `Recipe`'s fields.
+        rehearsed: whether nothing is going to run, so that the sizes of an alias suffice, which ship.
 
     Raises:
         ConfigError, ModelError, ResourceError: as `calibrate` does.
     """
     recipe = draft(options)
 
+    from calibrate.model.estimate import estimate
     from calibrate.model.foresight import outlook
     from calibrate.model.models import is_gguf, load_config, load_tokenizer
     from s2o_runtime.layer_kinds import positions
 
-    config = load_config(recipe.model, random_weights=recipe.random_weights, trust_remote_code=recipe.trust_remote_code)
+    shipped = rehearsed or recipe.random_weights
+    config = load_config(recipe.model, random_weights=shipped, trust_remote_code=recipe.trust_remote_code)
     if recipe.tokenizer is not None or is_gguf(recipe.model):
         load_tokenizer(
             recipe.model,
@@ -136,44 +153,63 @@ def planned(options: Mapping[str, Any]) -> Planned:
     seen = outlook(
         recipe.model, config, device=recipe.device, lengths=recipe.lengths, random_weights=recipe.random_weights
     )
-    return Planned(recipe, device, seen)
+    expected = estimate(recipe, seen.sizes, seen.geometry, device)
+    if device.kind != "cuda" and seen.sizes.parameters > LARGE:
+        log.warning(
+            "%s has %.1f billion parameters and this run has no GPU: it takes about %s; calibrate on a GPU, or take "
+            "fewer and shorter prompts (--lengths, --num-certify)",
+            recipe.model,
+            seen.sizes.parameters / 1e9,
+            duration(expected.total),
+        )
+    return Planned(recipe, device, seen, expected)
 
 
 def finished(
-    recipe: Recipe, *, progress: bool, command: str | None = None, loaded: LoadedModel | None = None
+    recipe: Recipe,
+    *,
+    progress: bool,
+    command: str | None = None,
+    loaded: LoadedModel | None = None,
+    estimate: Estimate | None = None,
 ) -> Result:
-    """Run a recipe and write the report beside its profile, or where the profile would be if the proof failed.
+    """Run a recipe for one kind of GPU and write the report beside its profile.
+
+    Args:
+        recipe, progress, command, loaded, estimate: as `finished_kinds` takes them.
+    """
+    from calibrate.pipeline import the_one
+
+    options: dict[str, Any] = {"progress": progress, "command": command, "loaded": loaded, "estimate": estimate}
+    return the_one(recipe, finished_kinds(recipe, **options))
+
+
+def finished_kinds(
+    recipe: Recipe,
+    *,
+    progress: bool,
+    command: str | None = None,
+    loaded: LoadedModel | None = None,
+    estimate: Estimate | None = None,
+) -> Iterator[OfKind]:
+    """Run a recipe for each kind of GPU, and write a report beside each profile, or where it would be, once it is done.
 
     Args:
         recipe: what to calibrate.
         progress: show progress bars on standard error.
         command: the command line that the report says it was made with, if there was one.
         loaded: the recipe's model, if it is loaded already.
+        estimate: what the run is expected to take, for progress.
     """
     from calibrate import pipeline
-
-    with writing(recipe.out):
-        return _reported(recipe, pipeline.calibrate(recipe, progress=progress, loaded=loaded), command)
-
-
-def finished_kinds(recipe: Recipe, *, progress: bool, command: str | None = None) -> Iterator[OfKind]:
-    """Run a recipe for several kinds of GPU, and write a report beside each profile, as soon as it is done.
-
-    Args:
-        recipe, progress, command: as `finished` takes them.
-    """
-    from calibrate import pipeline
-
-    with writing(recipe.out):
-        for outcome in pipeline.calibrate_kinds(recipe, progress=progress):
-            if not isinstance(outcome.result, S2OError):
-                outcome = outcome._replace(result=_reported(outcome.recipe, outcome.result, command))
-            yield outcome
-
-
-def _reported(recipe: Recipe, result: Result, command: str | None) -> Result:
     from calibrate.report.contents import report_of
     from calibrate.report.output import write_report
 
-    report = report_of(recipe, result, command=command)
-    return replace(result, report=report, report_files=tuple(write_report(report, recipe.out)))
+    expected = estimate.seconds if estimate else {}
+    with writing(recipe.out):
+        for outcome in pipeline.calibrate_kinds(recipe, progress=progress, loaded=loaded, expected=expected):
+            if not isinstance(outcome.result, S2OError):
+                report = report_of(outcome.recipe, outcome.result, command=command)
+                files = tuple(write_report(report, outcome.recipe.out))
+                outcome = outcome._replace(result=replace(outcome.result, report=report, report_files=files))
+            yield outcome

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from calibrate.curves.curves import Shape
@@ -69,7 +70,7 @@ class Result(Proven):
 
 
 class OfKind(NamedTuple):
-    """What came of one kind of GPU in a run for several.
+    """What came of one kind of GPU.
 
     device: The kind. recipe: With the profile's own file. result: Of its calibration, or why there is none.
     """
@@ -79,15 +80,14 @@ class OfKind(NamedTuple):
     result: Result | S2OError
 
 
-def calibrate(recipe: Recipe, *, progress: bool = True, loaded: LoadedModel | None = None) -> Result:
-    """Run a recipe.
+def calibrate(recipe: Recipe, **options: Any) -> Result:
+    """Run a recipe for one kind of GPU.
 
     The same recipe continues an interrupted run: what was measured is in the recipe's journal.
 
     Args:
         recipe: What to calibrate, on what, and within which budget.
-        progress: Whether to show progress bars.
-        loaded: The recipe's model, if it is loaded already; on the recipe's device.
+        **options: As `calibrate_kinds` takes them.
 
     Returns:
         What was chosen and proven. The profile is saved as `recipe.out` only if the held-out proof holds or
@@ -99,30 +99,39 @@ def calibrate(recipe: Recipe, *, progress: bool = True, loaded: LoadedModel | No
         ConfigError: The recipe is for several kinds of GPU, which is `calibrate_kinds`.
         ResourceError: Memory ran out, or another resource is missing.
     """
+    return the_one(recipe, calibrate_kinds(recipe, **options))
+
+
+def the_one(recipe: Recipe, outcomes: Iterator[OfKind]) -> Result:
+    """The result of a run for one kind of GPU; raises what it ended with, or ConfigError before a run for several."""
     if recipe.for_several_gpus:
         raise ConfigError(
             f"target_gpu {', '.join(recipe.target_gpu or ())} is several kinds of GPU, and calibrate() returns one "
             "result: call calibrate_kinds()"
         )
-    clock = PhaseClock()
-    with clock.phase("making prompts", progress):
-        prompts = _prompts(recipe, loaded)
-    recipe.out.parent.mkdir(parents=True, exist_ok=True)
-    with _executor(recipe, loaded, prompts, clock, progress) as executor, _journal(recipe, executor) as journal:
-        run = _Run(recipe, executor, prompts, journal, progress, clock)
-        tiles = _worthwhile_tiles(run)
-        return _calibrated(run, tiles, _shapes([tiles]))
+    (outcome,) = outcomes
+    if isinstance(outcome.result, S2OError):
+        raise outcome.result
+    return outcome.result
 
 
-def calibrate_kinds(recipe: Recipe, *, progress: bool = True) -> Iterator[OfKind]:
-    """Run a recipe for several kinds of GPU, one after the other, on workers that have them.
+def calibrate_kinds(
+    recipe: Recipe,
+    *,
+    progress: bool = True,
+    loaded: LoadedModel | None = None,
+    expected: Mapping[str, float] = MappingProxyType({}),
+) -> Iterator[OfKind]:
+    """Run a recipe for each kind of GPU that it names, one after the other, or for the one kind that is here.
 
     What is not timed is measured once and shared: the curves have the shapes of all kinds' tiles. All workers stay busy
     with what is not timed. A kind that fails does not end the others.
 
     Args:
-        recipe: What to calibrate; its `target_gpu` names the kinds, or all that there are.
+        recipe: What to calibrate, on what, and within which budget.
         progress: Whether to show progress bars.
+        loaded: The recipe's model, if it is loaded already; on the recipe's device.
+        expected: The seconds that phases are expected to take, for progress.
 
     Yields:
         What came of each kind, as soon as it is done: those that were there at the beginning by their names, then, if
@@ -131,29 +140,22 @@ def calibrate_kinds(recipe: Recipe, *, progress: bool = True) -> Iterator[OfKind
     Raises:
         ConfigError, InputError, ModelError, ResourceError: As `calibrate` does, for what concerns all kinds.
     """
-    from calibrate.work.cluster import cluster_executor
-
-    clock = PhaseClock()
+    clock = PhaseClock(expected=expected)
     with clock.phase("making prompts", progress):
-        prompts = _prompts(recipe, None)
+        prompts = _prompts(recipe, loaded)
+    recipe.out.parent.mkdir(parents=True, exist_ok=True)
     done: list[DeviceIdentity] = []
     with (
-        cluster_executor(recipe, _of_run(prompts)) as cluster,
-        _journal(recipe, cluster) as journal,
+        _executor(recipe, loaded, prompts, clock, progress) as executor,
+        Journal.open(recipe.journal_path, journal_identity(executor, executor.device)) as journal,
     ):
-        while kinds := [kind for kind in cluster.kinds() if kind not in done]:
+        while kinds := [kind for kind in executor.kinds() if kind not in done]:
             done += kinds
-            runs = {
-                kind: _Run(
-                    recipe.for_gpu(_folder(kind, done)),
-                    cluster.aimed_at(kind),
-                    prompts,
-                    journal,
-                    progress,
-                    PhaseClock(clock.seconds),
-                )
-                for kind in kinds
-            }
+            runs = {}
+            for kind in kinds:
+                own = recipe.for_gpu(_folder(kind, done)) if recipe.for_several_gpus else recipe
+                of_kind = PhaseClock(clock.seconds, expected)
+                runs[kind] = _Run(own, executor.aimed_at(kind), prompts, journal, progress, of_kind)
             tiles: dict[DeviceIdentity, TilesByLength] = {}
             for kind, run in runs.items():
                 run.recipe.out.parent.mkdir(parents=True, exist_ok=True)
@@ -193,10 +195,6 @@ def _prompts(recipe: Recipe, loaded: LoadedModel | None) -> PromptSet:
     prompts = load_prompts(recipe, tokenizer)
     open_storage(recipe.storage)
     return prompts
-
-
-def _journal(recipe: Recipe, executor: Executor) -> Journal:
-    return Journal.open(recipe.journal_path, journal_identity(executor, executor.device))
 
 
 def _calibrated(run: _Run, tiles: TilesByLength, shapes: ShapesByLength) -> Result:
@@ -276,11 +274,8 @@ def _executor(
 
 def _of_run(prompts: PromptSet) -> list[Prompt]:
     """All prompts of a run."""
-    return [*_all(prompts.calibration), *_all(prompts.held_out), *_all(prompts.certify)]
-
-
-def _all(prompts: Mapping[int, list[Prompt]]) -> list[Prompt]:
-    return [prompt for of_length in prompts.values() for prompt in of_length]
+    sets = prompts.calibration, prompts.held_out, prompts.certify
+    return [prompt for by_length in sets for of_length in by_length.values() for prompt in of_length]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from s2o_runtime.logs import say, wants_json
 
 SILENCE = 30.0  # seconds after which a line of progress is written even if no tenth is reached
 _status: ContextVar[Callable[[], str] | None] = ContextVar("status", default=None)
+_run: ContextVar[PhaseClock | None] = ContextVar("run", default=None)
 
 
 @contextmanager
@@ -31,20 +32,55 @@ def showing(status: Callable[[], str]) -> Iterator[None]:
 
 
 class PhaseClock:
-    """The seconds that each phase of a run took, by the phase's name, in the order in which they first ended."""
+    """The seconds that each phase of a run took, by the phase's name, in the order in which they first ended.
 
-    def __init__(self, seconds: Mapping[str, float] = MappingProxyType({})) -> None:
-        """seconds: of the phases before."""
-        self.seconds = dict(seconds)
+    Args:
+        seconds: Of the phases before.
+        expected: What each phase is expected to take, in the phases' order; progress then says what is left of the run.
+        clock: Gives the time in seconds.
+    """
+
+    def __init__(
+        self,
+        seconds: Mapping[str, float] = MappingProxyType({}),
+        expected: Mapping[str, float] = MappingProxyType({}),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.seconds, self._expected, self._clock = dict(seconds), dict(expected), clock
+        self._phase, self._start = "", clock()
 
     @contextmanager
     def phase(self, name: str, announced: bool = False) -> Iterator[None]:
         """Time the block as the phase `name`, and say first that it begins if it is to be `announced`."""
         if announced:
             say("calibrate.progress", f"{name} ..", {"phase": name})
-        start = time.monotonic()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+        self._phase, self._start = name, self._clock()
+        token = _run.set(self)
+        try:
+            yield
+        finally:
+            _run.reset(token)
+        self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - self._start
+
+    def left(self, of_phase: float | None) -> float | None:
+        """The seconds until the run ends; None where nothing was expected of this phase.
+
+        What was slower than expected so far makes later phases slower too; what was quicker may have been in a journal.
+
+        Args:
+            of_phase: What is left of this phase; None if only what was expected says it.
+        """
+        if self._phase not in self._expected:
+            return None
+        names = list(self._expected)
+        number = names.index(self._phase)
+        spent = self._clock() - self._start
+        before = [name for name in names[:number] if name in self.seconds]
+        took = sum(self.seconds[name] for name in before) + spent + (of_phase or 0.0)
+        planned = sum(self._expected[name] for name in before) + self._expected[self._phase]
+        slower = max(1.0, took / planned) if planned else 1.0
+        here = max(0.0, slower * self._expected[self._phase] - spent) if of_phase is None else of_phase
+        return here + slower * sum(self._expected[name] for name in names[number + 1 :])
 
 
 class ProgressLines:
@@ -84,6 +120,7 @@ class ProgressLines:
         seconds = self._last - self._start
         fields: dict[str, object] = {"phase": self._description, "done": self._done, "seconds": round(seconds, 1)}
         done = f"{self._done} {self._unit}{'' if self._done == 1 else 's'}"
+        left: float | None = None
         if not self._total:
             line = f"{done}, {duration(seconds)} so far"
         else:
@@ -91,15 +128,25 @@ class ProgressLines:
             fields |= {"total": self._total, "percent": round(100 * share)}
             line = f"{share:.0%} ({self._done} of {self._total} {self._unit}s), "
             if self._done >= self._total:
+                left = 0.0
                 line += f"took {duration(seconds)}"
             else:
                 left = seconds * (self._total - self._done) / max(1, self._done - self._known)
                 fields["seconds_left"] = round(left, 1)
                 line += f"{duration(left)} left"
+        if (of_run := _left_of_run(left)) is not None:
+            line += f", {duration(of_run)} until the end"
+            fields["run_seconds_left"] = round(of_run, 1)
         if (status := _status.get()) is not None and status():
             line = f"{line}; {status()}"
             fields["status"] = status()
         say("calibrate.progress", f"{self._description}: {line}", fields)
+
+
+def _left_of_run(of_phase: float | None) -> float | None:
+    """The seconds until the run ends, as its clock expects them; None if nobody knows."""
+    clock = _run.get()
+    return None if clock is None else clock.left(of_phase)
 
 
 def duration(seconds: float) -> str:
@@ -124,24 +171,30 @@ def progress_bar(description: str, total: int | None, unit: str, *, shown: bool)
         A function `step(text, steps=1, known=False)` that advances the bar; a text, if it is not empty, is shown behind
         it. Steps that were done before are `known`, and left out of the rate.
     """
-    if shown and (wants_json() or not sys.stderr.isatty()):
+    if not shown:
+        yield lambda text="", steps=1, known=False: None
+        return
+    if wants_json() or not sys.stderr.isatty():
         lines = ProgressLines(description, total, unit)
         yield lines.step
         if total is None:
             lines.say()
         return
-    with tqdm(total=total, desc=description, unit=unit, disable=not shown) as bar:
+    with tqdm(total=total, desc=description, unit=unit) as bar:
 
         def step(text: str = "", steps: int = 1, *, known: bool = False) -> None:
-            if known and shown:
+            if known:
                 tqdm.write(f"{description}: continuing: {steps} of {total} {unit}s {text}", sys.stderr)
                 bar.initial += steps
                 bar.n += steps
                 return
             status = _status.get()
             text = text or ("" if status is None else status())
-            if text:
-                bar.set_postfix_str(text, refresh=False)
             bar.update(steps)
+            taken = bar.format_dict["elapsed"]
+            left = None if total is None else taken * (total - bar.n) / max(1, bar.n - bar.initial)
+            until_end = "" if (of_run := _left_of_run(left)) is None else f"{duration(of_run)} until the end"
+            if text or until_end:
+                bar.set_postfix_str(", ".join(filter(None, (text, until_end))), refresh=False)
 
         yield step

@@ -30,3 +30,8 @@ class ResourceError(S2OError):
     commands end with an exit code of its own, because the same command may succeed later or elsewhere. It is no
     RuntimeError, so that a trial which a GPU cannot run is not taken for it, nor the other way round.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """What another library says, as a part of one sentence: its first line, without a stop, or its type's name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

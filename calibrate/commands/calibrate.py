@@ -31,6 +31,7 @@ from s2o_runtime.errors import ConfigError, S2OError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from calibrate.model.estimate import Estimate
     from calibrate.pipeline import Result
     from calibrate.proof.state import Problem
 
@@ -89,7 +90,7 @@ def _run(flags: Flags) -> int:
         raise ConfigError("--yaml prints what --dry-run would run: give both")
     file = load_yaml(flags["recipe"]) if "recipe" in flags else {}
     options = merged(file, {name: value for name, value in flags.items() if name in OPTIONS})
-    recipe, device, outlook = planned(options)
+    recipe, device, outlook, estimate = planned(options, rehearsed="dry_run" in flags)
     if "yaml" in flags:
         print(recipe.to_yaml(), end="")
         return OK
@@ -100,7 +101,7 @@ def _run(flags: Flags) -> int:
     from calibrate.tables import print_fields, print_lines, terminal
 
     console = terminal(stderr="json" in flags)
-    plan_lines = plan(recipe, outlook, str(device), frozenset(options))
+    plan_lines = plan(recipe, outlook, estimate, device, frozenset(options), rehearsed="dry_run" in flags)
     if "dry_run" in flags and "json" in flags:
         return print_json(plan_lines)
     print_fields(plan_lines, console)
@@ -108,8 +109,8 @@ def _run(flags: Flags) -> int:
         return OK
     try:
         if recipe.for_several_gpus:
-            return _calibrate_kinds(recipe, flags, console)
-        result = finished(recipe, progress="quiet" not in flags, command=_command())
+            return _calibrate_kinds(recipe, estimate, flags, console)
+        result = finished(recipe, progress="quiet" not in flags, command=_command(), estimate=estimate)
     except KeyboardInterrupt:
         if not recipe.journal_path.exists():
             raise
@@ -137,14 +138,15 @@ def _run(flags: Flags) -> int:
     return OK
 
 
-def _calibrate_kinds(recipe: Recipe, flags: Flags, console: Console) -> int:
+def _calibrate_kinds(recipe: Recipe, estimate: Estimate, flags: Flags, console: Console) -> int:
     """A profile for each kind of GPU; the exit code is the highest that one of them alone would have."""
     from calibrate.report.output import print_report
     from calibrate.tables import print_lines
 
     reports: dict[str, Any] = {}
     written, sentences, codes = [], [], [OK]
-    for gpu, own, result in finished_kinds(recipe, progress="quiet" not in flags, command=_command()):
+    outcomes = finished_kinds(recipe, progress="quiet" not in flags, command=_command(), estimate=estimate)
+    for gpu, own, result in outcomes:
         if isinstance(result, S2OError):
             reports[str(gpu)] = {"error": str(result)}
             sentences.append(f"{gpu}: {result}")

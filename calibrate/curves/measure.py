@@ -14,7 +14,7 @@ from calibrate.curves.curves import Curve, Curves, Ranking, Shape, mean_curve, p
 from calibrate.curves.passes import measure
 from calibrate.curves.ranking_cost import ranking_cost
 from calibrate.journal import Journal
-from calibrate.model import capture
+from calibrate.model import capture, watched
 from calibrate.model.capture import Captured
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
@@ -199,8 +199,8 @@ class _Parts:
 def dense_walk(worker: WorkerState, prompts: tuple[str, ...]) -> capture.DenseWalk:
     """The walk of these prompts through the dense model that a worker keeps."""
     loaded = worker.loaded
-    capture.register()
-    worker.attend_with(capture.NAME)
+    watched.register()
+    worker.attend_with(watched.NAME)
 
     def begin() -> capture.DenseWalk:
         ids = [worker.prompts[prompt].ids for prompt in prompts]

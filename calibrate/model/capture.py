@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch import Tensor
 
 from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.models import LoadedModel
@@ -23,14 +21,10 @@ from calibrate.model.streams import (
     begin,
     check_finite,
 )
+from calibrate.model.watched import NAME, register, watched
 from s2o_runtime.errors import ModelError
-from s2o_runtime.huggingface.hf import s2o_attention_forward, s2o_mask, scoring_of
-from s2o_runtime.huggingface.obstacles import layer_obstacle
 from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.scoring import Scoring
-
-NAME = "s2o_capture"
-SINK = "s2o_capture_sink"
 
 
 @dataclass(frozen=True)
@@ -81,16 +75,10 @@ def layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Capt
         walk.finish()
 
 
-def register() -> None:
-    """Make transformers know the attention implementation `NAME`, which a `DenseWalk` needs."""
-    AttentionInterface.register(NAME, _capture_forward)
-    AttentionMaskInterface.register(NAME, s2o_mask)
-
-
 class DenseWalk:
     """Prompts on their way through the dense model, which gives the attention inputs of any layer.
 
-    The model computes attention by `NAME` while a walk is used.
+    The model computes attention by `watched.NAME` while a walk is used.
 
     Args:
         loaded: The model.
@@ -165,42 +153,18 @@ def _through(layer: DecoderLayer, stream: Stream) -> tuple[Stream, Captured]:
     assert layer.attention is not None
     assert row is not None
 
-    def keep(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> None:
+    def keep(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         for name, tensor in (("queries", q), ("keys", k), ("values", v)):
             check_finite(tensor, f"tensor of {name}", layer.number, stream.prompt)
         scale, softcap, sinks = scoring
         assert scale is not None
         captured.append(Captured(q, k, v, scale, row, stream.prompt, softcap, sinks))
+        return dense_attention(q, k, v, **scoring.arguments())
 
-    layer.attention.__dict__[SINK] = keep
-    try:
+    with watched(layer.attention, keep):
         stream = stream.through(layer.module, layer.number)
-    finally:
-        del layer.attention.__dict__[SINK]
     if not captured:
         raise ModelError(
             f"layer {layer.number} does not call transformers' attention function: the architecture is not supported"
         )
     return stream, captured[0]
-
-
-def _capture_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Dense attention, which keeps what it gets where somebody asked for it; other layers stay what they are."""
-    keep = module.__dict__.get(SINK)
-    if keep is None:
-        return s2o_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    obstacle = layer_obstacle(query, key, value, kwargs)
-    if obstacle is not None:
-        raise ModelError(f"layer {module.layer_idx} cannot run S2O ({obstacle}): the model is not supported")
-    scoring = scoring_of(query.shape[3] ** -0.5 if scaling is None else scaling, kwargs)
-    keep(query, key, value, scoring)
-    out = dense_attention(query, key, value, **scoring.arguments())
-    return out.transpose(1, 2).contiguous(), None

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from calibrate.model.estimate import Sizes, number_width
 from calibrate.model.models import is_gguf, resolve
 from calibrate.model.streams import decoder_layers
-from calibrate.model.weights import INDEX, SINGLE, Checkpoint, skeleton, stays_resident
+from calibrate.model.weights import INDEX, SINGLE, Checkpoint, skeleton
 from calibrate.model.whole import quantisation, streaming_obstacle
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.obstacles import foreseen_obstacle
@@ -36,12 +37,14 @@ class Outlook(NamedTuple):
 
     geometry: The model's sizes. layers: Which layers run S2O, in words. shares: By length in tokens, the share of the
     prefill's attention that is in them. loading: How the weights are loaded and what memory that takes, in words.
+    sizes: What decides how long it runs.
     """
 
     geometry: Geometry
     layers: str
     shares: Mapping[int, float]
     loading: str
+    sizes: Sizes
 
 
 def outlook(
@@ -60,11 +63,13 @@ def outlook(
         ModelError: S2O cannot do the attention of a layer, or transformers cannot make the model.
     """
     model = check_served(config)
+    sizes = Sizes.of(model, device)
     return Outlook(
         geometry(config),
         served_layers(config),
         {length: attention_share(config, length) for length in lengths},
-        loading(name, config, model, device, random_weights),
+        loading(name, config, model, sizes, device, random_weights),
+        sizes,
     )
 
 
@@ -119,19 +124,18 @@ def _pairs(kind: str, length: int, config: Any) -> float:
     return chunks * triangle + rest * (rest + 1) / 2
 
 
-def loading(name: str, config: Any, model: Any, device: str, random_weights: bool) -> str:
+def loading(name: str, config: Any, model: Any, sizes: Sizes, device: str, random_weights: bool) -> str:
     """How the weights will be loaded and what memory that takes, in words.
 
     Args:
         name: The model, as the user gave it.
         config: Its configuration.
         model: Its skeleton.
+        sizes: Its sizes.
         device: A torch device.
         random_weights: Whether weights are drawn.
     """
-    torch_device = torch.device(device)
-    width = 2 if torch_device.type == "cuda" else 4
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters, width = sizes.parameters, number_width(device)
     total = parameters * width
     if not random_weights and quantisation(config) is not None:
         bits = _bits(config)
@@ -147,10 +151,9 @@ def loading(name: str, config: Any, model: Any, device: str, random_weights: boo
         obstacle = streaming_obstacle(config, model, _names(name))
     if obstacle is not None:
         return f"as a whole, {total / GB:.3g} GB: {obstacle}"
-    if stays_resident(total, torch_device):
+    if sizes.resident:
         return f"{total / GB:.3g} GB, which stay on the device"
-    layers = [sum(p.numel() for p in layer.module.parameters()) for layer in decoder_layers(model)]
-    streamed = f"layer by layer, {max(layers) * width / GB:.3g} GB at a time of {total / GB:.3g} GB"
+    streamed = f"layer by layer, {sizes.largest_layer * width / GB:.3g} GB at a time of {total / GB:.3g} GB"
     known = random_weights or _names(name) is not None
     return streamed if known else f"{streamed}; as a whole if its files do not hold the model's own tensors"
 

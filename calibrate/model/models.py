@@ -20,7 +20,7 @@ import torch
 from calibrate.model import gguf
 from calibrate.model.weights import INDEX, SINGLE, Checkpoint, InMemory, RandomWeights, Weights, skeleton
 from calibrate.model.whole import check_quantisation, load_whole, quantisation, streaming_obstacle
-from s2o_runtime.errors import ModelError, ResourceError
+from s2o_runtime.errors import ModelError, ResourceError, first_line
 from s2o_runtime.identity import Geometry, geometry
 from s2o_runtime.layer_kinds import text_config
 
@@ -124,7 +124,7 @@ def load_config(name: str, *, random_weights: bool = False, trust_remote_code: b
     """
     from transformers import AutoConfig
 
-    shipped = _shipped(name) if random_weights else None
+    shipped = shipped_sizes(name) if random_weights else None
     source, options = (str(shipped), {}) if shipped else _source(name)
     if options:
         gguf.check_packages(name)
@@ -151,7 +151,7 @@ def load_tokenizer(
     Raises:
         ModelError: The name is not known, the tokenizer cannot be loaded, or it makes other tokens than a GGUF file's.
     """
-    if random_weights and tokenizer is None and _shipped(name):
+    if random_weights and tokenizer is None and shipped_sizes(name):
         tokenizer = str(DEMO_FOLDER)
     read = _read_once if is_gguf(name) else _read_tokenizer
     return read(name, random_weights, trust_remote_code, tokenizer)
@@ -168,7 +168,7 @@ def _read_tokenizer(name: str, random_weights: bool, trust_remote_code: bool, ow
     except (OSError, ValueError, ImportError) as error:
         if not random_weights:
             _refuse_code(name, error)
-        problem, cause = _first_line(error), error
+        problem, cause = first_line(error), error
         if problem.rstrip().endswith("one of:"):  # and a list of what transformers tried
             problem = f"its files are missing: {TOKENIZER_FILES}"
     if problem is None:
@@ -291,7 +291,7 @@ def in_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedMode
     return LoadedModel(name, model, tokenizer, shape, weights.fingerprint, weights)
 
 
-def _shipped(name: str) -> Path | None:
+def shipped_sizes(name: str) -> Path | None:
     """The configuration of an alias that is part of this package."""
     path = ARCHITECTURES / f"{name}.json"
     return path if name in ALIASES and path.is_file() else None
@@ -334,10 +334,10 @@ def _loading(name: str, source: str) -> Iterator[None]:
         if _is_unreachable(error):
             raise ResourceError(
                 f"model {name!r} cannot be loaded from {source}: the Hub cannot be reached and there is no copy of it "
-                "here; try again with a network, or give a local folder; the sizes of an alias suffice to rehearse "
-                "(--random-weights)"
+                "here; try again with a network, or give a local folder or a GGUF file; the sizes of an alias such as "
+                "qwen2.5-7b suffice for a plan (--dry-run) and to rehearse (--random-weights)"
             ) from error
-        raise ModelError(f"model {name!r} cannot be loaded from {source}: {_first_line(error)}") from error
+        raise ModelError(f"model {name!r} cannot be loaded from {source}: {first_line(error)}") from error
 
 
 def _ask_hub(source: str, file: str) -> None:
@@ -373,7 +373,3 @@ def _refuse_code(name: str, error: Exception) -> None:
         raise ModelError(
             f"model {name!r} comes with code of its own, which is not run: give {TRUST} if you have read and trust it"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

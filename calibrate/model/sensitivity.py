@@ -14,16 +14,16 @@ parameters and the activations of one layer at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch import Tensor
 
+from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
@@ -34,15 +34,11 @@ from calibrate.model.streams import (
     attention_implementation,
     begin,
     check_finite,
-    decoder_layers,
     layer_on_device,
 )
+from calibrate.model.watched import NAME, register, watched
 from s2o_runtime.errors import ModelError
-from s2o_runtime.huggingface.hf import s2o_attention_forward, s2o_mask, scoring_of
-from s2o_runtime.scoring import capped, softmax
-
-NAME = "s2o_sensitivity"
-SINK = "s2o_sensitivity_sink"
+from s2o_runtime.scoring import Scoring, capped, softmax
 
 Sensitivity = tuple[tuple[float, ...], ...]  # of each layer and head: nats per token for each unit of the head's mse
 
@@ -63,28 +59,25 @@ def sensitivity(loaded: LoadedModel, prompts: Sequence[Tensor], seed: int) -> Se
         ModelError: inf or NaN came up; it names layer and prompt.
         ResourceError: The GPU's memory ran out.
     """
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, s2o_mask)
+    register()
     longest = max(len(ids) for ids in prompts)
     device, held = loaded.weights.device, loaded.weights.held
     costs: list[tuple[float, ...]] = []
     with attention_implementation(loaded.model, NAME):
         with torch.no_grad():
-            streams = begin(loaded, prompts)
+            forward = LayerwiseForward(loaded, begin(loaded, prompts))
             inputs: list[list[Tensor]] = []  # of each layer, the hidden state of each prompt
-            layers = decoder_layers(loaded.model)
-            for layer in layers:
-                inputs.append([stream.hidden.cpu() for stream in streams])
-                with layer_on_device(loaded, layer):
-                    streams = [stream.through(layer.module, layer.number) for stream in streams]
-        gradients = _of_predictions(loaded, streams, seed)
-        for layer in reversed(layers):
+            for _ in forward.layers:
+                inputs.append([stream.hidden.cpu() for stream in forward.streams])
+                forward.move()
+        gradients = _of_predictions(loaded, forward.streams, seed)
+        for layer in reversed(forward.layers):
             with (
                 layer_on_device(loaded, layer),
                 within_memory(device, longest, held, f"weighing layer {layer.number}"),
             ):
                 of_heads = []
-                for prompt, (stream, hidden) in enumerate(zip(streams, inputs.pop(), strict=True)):
+                for prompt, (stream, hidden) in enumerate(zip(forward.streams, inputs.pop(), strict=True)):
                     before = replace(stream, hidden=hidden.to(device))
                     gradients[prompt], outputs = _backward(layer, before, gradients[prompt])
                     of_heads += outputs
@@ -129,7 +122,13 @@ def _backward(layer: DecoderLayer, before: Stream, gradient: Tensor) -> tuple[Te
         of that with respect to the attention output, float64 [Hq]; nothing for a layer without full attention.
     """
     hidden = before.hidden.detach().requires_grad_()
-    with torch.enable_grad(), _watched(layer.attention) as outputs:
+    outputs: list[Tensor] = []
+
+    def keep(*call: Any) -> Tensor:
+        outputs.append(_differentiable(*call))
+        return outputs[-1]
+
+    with torch.enable_grad(), nullcontext() if layer.attention is None else watched(layer.attention, keep):
         after = replace(before, hidden=hidden).through(layer.module, layer.number).hidden
     if not all(output.requires_grad for output in outputs):  # quantised q, k and v
         raise _without_gradients(layer)
@@ -150,44 +149,15 @@ def _without_gradients(layer: DecoderLayer) -> ModelError:
     )
 
 
-@contextmanager
-def _watched(attention: nn.Module | None) -> Iterator[list[Tensor]]:
-    """Inside the block, the outputs [1, Hq, L, D] of an attention module are appended to the list."""
-    outputs: list[Tensor] = []
-    if attention is None:
-        yield outputs
-        return
-    keep: Callable[[Tensor], None] = outputs.append
-    attention.__dict__[SINK] = keep
-    try:
-        yield outputs
-    finally:
-        del attention.__dict__[SINK]
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Dense causal attention that can be differentiated where a layer is watched; other layers stay what they are."""
-    keep = module.__dict__.get(SINK)
-    if keep is None:
-        return s2o_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    scale, softcap, sinks = scoring_of(query.shape[3] ** -0.5 if scaling is None else scaling, kwargs)
+def _differentiable(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Dense causal attention of q, k, v [1, H, L, D], through which gradients flow."""
+    scale, softcap, sinks = scoring
     group = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
     if softcap is None and sinks is None:
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
-    else:
-        assert scale is not None
-        later = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
-        scores = capped((query @ key.transpose(2, 3)).float() * scale, softcap).masked_fill(later, float("-inf"))
-        weights = softmax(scores, None if sinks is None else sinks.float().view(1, -1, 1, 1))
-        out = weights.to(value.dtype) @ value
-    keep(out)
-    return out.transpose(1, 2).contiguous(), None
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    assert scale is not None
+    later = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
+    scores = capped((query @ key.transpose(2, 3)).float() * scale, softcap).masked_fill(later, float("-inf"))
+    weights = softmax(scores, None if sinks is None else sinks.float().view(1, -1, 1, 1))
+    return weights.to(value.dtype) @ value

@@ -3,19 +3,8 @@
 The model is built without parameters (on torch's meta device). A source provides them: a checkpoint reads them from its
 files, random weights are drawn again, the same ones each time. A small model stays on the device.
 
-What one layer at a time takes on a GPU, in bfloat16, for 8 prompts of 32768 tokens, in GB:
-
-                                        Qwen2.5-7B   Llama-3.1-70B
-    all parameters (never held)           15.2          141.1
-    one layer's parameters                 0.5            1.7
-    embedding, or head with final norm     1.1            2.1
-    hidden states of the 8 prompts         1.9            4.3
-    one prompt's q, k, v                   0.3            0.7
-    inside a layer: rows of its MLP        1.9            2.8   (16384 rows at a time, see streams.py)
-    exact attention of one prompt          0.9            1.5   (float32 output, 1024 rows of scores)
-    highest use while capturing            5.6           11.9   (measured)
-
-Host memory holds what a file read needs: the files are mapped, not loaded.
+Host memory holds what a file read needs: the files are mapped, not loaded. What a run needs of the device's memory is
+in `estimate.py`.
 """
 
 from __future__ import annotations
@@ -45,6 +34,7 @@ from s2o_runtime.identity import (
 )
 
 RESIDENT_SHARE = 4  # a model stays on the device if its weights take no more than this part of the memory: a quarter
+ELSEWHERE = 80 << 30  # bytes of memory of a GPU that is not here
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 READABLE = ("F64", "F32", "F16", "BF16")
 
@@ -276,8 +266,11 @@ def stays_resident(weights: int, device: torch.device) -> bool:
     """Whether a whole model stays on the device: its bytes are at most a quarter of the memory.
 
     On a GPU that is a quarter of the free memory; on a CPU of all memory, because there the file cache counts as used.
+    GPUs elsewhere, which a host without any asks for a plan of, are taken to have `ELSEWHERE`.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and not torch.cuda.is_available():
+        memory = ELSEWHERE
+    elif device.type == "cuda":
         memory, _ = torch.cuda.mem_get_info(device)
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

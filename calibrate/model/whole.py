@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from calibrate.model.weights import model_class, persistent_buffers
-from s2o_runtime.errors import ModelError, ResourceError
+from s2o_runtime.errors import ModelError, ResourceError, first_line
 
 
 def quantisation(config: Any) -> str | None:
@@ -45,7 +45,7 @@ def check_quantisation(config: Any, name: str) -> None:
         if "requires a GPU" in str(error):  # no package helps
             raise _not_on("cpu", name, config, error) from error
         raise ResourceError(
-            f"model {name!r} is quantised ({method}) and a package for that is missing ({_first_line(error)}): "
+            f"model {name!r} is quantised ({method}) and a package for that is missing ({first_line(error)}): "
             "install it"
         ) from error
     except ValueError as error:
@@ -107,7 +107,7 @@ def load_whole(source: str, config: Any, device: torch.device, name: str, **opti
             model = model.to(device)
     except ImportError as error:
         raise ResourceError(
-            f"model {name!r} needs a package that is missing ({_first_line(error)}): install it"
+            f"model {name!r} needs a package that is missing ({first_line(error)}): install it"
         ) from error
     except torch.OutOfMemoryError as error:
         raise ResourceError(
@@ -128,7 +128,7 @@ def load_whole(source: str, config: Any, device: torch.device, name: str, **opti
 def _not_on(device: str, name: str, config: Any, error: Exception) -> ModelError:
     return ModelError(
         f"model {name!r} is quantised ({quantisation(config)}) in a format that cannot be loaded on a {device} device "
-        f"({_first_line(error)}): use another device, or a checkpoint in another format"
+        f"({first_line(error)}): use another device, or a checkpoint in another format"
     )
 
 
@@ -142,7 +142,3 @@ def _is_converted(lacking: str, names: Collection[str]) -> bool:
     return any(name.startswith(f"{module}.") for name in names) or not any(
         name.startswith(module.rpartition(".")[0]) for name in names
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

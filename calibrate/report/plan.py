@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from calibrate.model.estimate import GIB, Estimate
 from calibrate.model.foresight import Outlook
+from calibrate.model.models import shipped_sizes
+from calibrate.progress import duration
 from calibrate.recipe import OPTIONS, WORKERS, Recipe
+from s2o_runtime.devices import DeviceIdentity
+
+NOT_WORTH_SAYING = 0.05  # of a run's time: a phase that takes less is not named
 
 
 def option_lines(recipe: Recipe) -> dict[str, str]:
@@ -15,14 +21,24 @@ def option_lines(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def plan(recipe: Recipe, outlook: Outlook, device: str, given: frozenset[str]) -> dict[str, str]:
+def plan(
+    recipe: Recipe,
+    outlook: Outlook,
+    estimate: Estimate,
+    device: DeviceIdentity,
+    given: frozenset[str],
+    *,
+    rehearsed: bool = False,
+) -> dict[str, str]:
     """What a run is going to do: a line for each option, and what follows from the model and the device.
 
     Args:
         recipe: what is run.
         outlook: what is known of the model before its weights are.
-        device: the device that the recipe names, in words.
+        estimate: what the run is going to take.
+        device: that the recipe names.
         given: the options that the user gave; the others are marked as defaults.
+        rehearsed: whether nothing is going to run, so that an alias has the sizes that ship.
 
     Returns:
         The lines' texts by their names.
@@ -37,7 +53,30 @@ def plan(recipe: Recipe, outlook: Outlook, device: str, given: frozenset[str]) -
         "attention in them": ", ".join(f"{share:.0%} at {length}" for length, share in outlook.shares.items())
         + " tokens",
         "loaded": outlook.loading,
-        "runs on": device,
+        "runs on": str(device),
+        "takes": _takes(estimate),
+        "memory": _memory(estimate, device),
         "objective": "measured latency" if recipe.device.startswith("cuda") else "predicted latency (no GPU)",
     }
+    if (rehearsed or recipe.random_weights) and shipped_sizes(recipe.model):
+        derived = {"sizes": "sizes of the alias, as they ship; nothing was asked of the Hub"} | derived
     return {"model": lines["model"]} | derived | lines
+
+
+def _takes(estimate: Estimate) -> str:
+    """The time of the run, and of its longer phases."""
+    longer = {name: took for name, took in estimate.seconds.items() if took >= NOT_WORTH_SAYING * estimate.total}
+    phases = ", ".join(f"{name} {duration(took)}" for name, took in longer.items())
+    return f"about {duration(estimate.total)} ({phases}), less what the journal has"
+
+
+def _memory(estimate: Estimate, device: DeviceIdentity) -> str:
+    """The memory of the device that the run needs, and what it has."""
+    needed = f"about {estimate.memory / GIB:.2g} GiB"
+    if device.kind != "cuda":
+        return needed
+    if not device.memory_bytes:
+        return f"{needed} of each GPU"
+    line = f"{needed} of the GPU's {device.memory_bytes / GIB:.0f}"
+    too_much = estimate.memory > device.memory_bytes
+    return f"{line}, which is too little: use shorter --lengths or a lower --num-certify" if too_much else line

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ from calibrate.versions import versions
 from calibrate.work.executor import Executor, Item, Pending, StageWork, Track
 from calibrate.work.items import WorkerState, WorkItem
 from s2o_runtime.devices import Accepted, DeviceIdentity, fit, identify
-from s2o_runtime.errors import ConfigError, ResourceError, S2OError
+from s2o_runtime.errors import ConfigError, ResourceError, S2OError, first_line
 from s2o_runtime.identity import Geometry
 
 try:
@@ -164,7 +165,7 @@ class _Submitted:
         priority: Items with a higher one run first where both may run.
     """
 
-    def __init__(self, executor: _KindExecutor, item: WorkItem, priority: int) -> None:
+    def __init__(self, executor: ClusterExecutor, item: WorkItem, priority: int) -> None:
         self._executor, self.item, self._priority = executor, item, priority
         self._tries = 0
         self._submit()
@@ -200,7 +201,7 @@ class _Submitted:
             except Exception as error:
                 if self.future.status != "error":
                     continue  # it runs, or its worker is gone before the result was fetched
-                why = "its worker is gone" if isinstance(error, KilledWorker) else _text(error)
+                why = "its worker is gone" if isinstance(error, KilledWorker) else first_line(error)
                 raise _gave_up(self.item, why) from error
         if isinstance(value, S2OError):
             raise value
@@ -259,8 +260,8 @@ class _Workers:
                 present = set(self._client.nthreads())
             except Exception as error:  # whatever Dask raises when the scheduler is gone
                 raise ResourceError(
-                    f"the scheduler cannot be reached any more ({_text(error)}): run the same command again, what was "
-                    "measured so far is kept"
+                    f"the scheduler cannot be reached any more ({first_line(error)}): run the same command again, what "
+                    "was measured so far is kept"
                 ) from error
             for address in self.ready.keys() - present:
                 del self.ready[address]
@@ -281,7 +282,7 @@ class _Workers:
         try:
             info = future.result()
         except Exception as error:
-            log.warning("worker %s cannot be used: %s", address, _text(error))
+            log.warning("worker %s cannot be used: %s", address, first_line(error))
             return
         if isinstance(info, S2OError):
             raise info
@@ -312,26 +313,40 @@ class _Workers:
             self._client.unregister_worker_plugin(self._plugin)
 
 
-class _KindExecutor:
-    """Runs items on the workers of a cluster, for one kind of GPU, which times are taken on.
+class ClusterExecutor:
+    """Runs items on the workers of a Dask scheduler; times are taken on the kind of GPU that the recipe names first.
 
     Args:
-        workers: Those of the cluster.
-        threads: Where calls wait beside one another.
-        known: The hashes of all prompts that items may name.
-        model: What the first worker said, with which all others agree.
-        device: The kind.
+        client: Connected to the scheduler.
+        recipe: The run.
+        prompts: All that items are going to name.
+        plugin: What runs the items in a worker.
+
+    Raises:
+        ConfigError: No worker has a GPU that the recipe names, or it must name one of several.
+        ModelError: The model cannot be loaded or is not supported.
+        ResourceError: No worker came in time.
     """
 
     def __init__(
-        self,
-        workers: _Workers,
-        threads: ThreadPoolExecutor,
-        known: frozenset[str],
-        model: WorkerInfo,
-        device: DeviceIdentity,
+        self, client: Any, recipe: Recipe, prompts: Sequence[Prompt], plugin: type[S2OWorker] | None = None
     ) -> None:
-        self.workers, self.threads, self.known, self.model, self.device = workers, threads, known, model, device
+        self.workers = _Workers(client, recipe, prompts, plugin or S2OWorker)
+        try:
+            # all workers of a scheduler may be needed to know the kinds
+            self.workers.wait_until_loaded(recipe.gpus or (1 if recipe.target_gpu is None else None))
+            self._target, self._kinds = recipe.target_gpu, list[DeviceIdentity]()
+            self._model = next(iter(self.workers.ready.values()))  # with which all others agree
+            self._known = frozenset(prompt.sha256 for prompt in prompts)
+            self._threads = ThreadPoolExecutor(THREADS, "s2o-wait")  # where calls wait beside one another
+            self._aim(self._first_kind())
+        except BaseException:
+            self.workers.close()
+            raise
+
+    def _aim(self, device: DeviceIdentity) -> None:
+        """Take times on this kind of GPU from now on; nothing is done yet."""
+        self.device = device
         self.work: dict[str, StageWork] = {}
         self._homes: dict[Hashable, str] = {}  # of the present stage: the worker on which items of an affinity run
         self._stage = ""
@@ -339,22 +354,27 @@ class _KindExecutor:
 
     @property
     def name(self) -> str:
-        return self.model.name
+        return self._model.name
 
     @property
     def geometry(self) -> Geometry:
-        return self.model.geometry
+        return self._model.geometry
 
     @property
     def fingerprint(self) -> str:
-        return self.model.fingerprint
+        return self._model.fingerprint
 
     @property
     def size(self) -> int:
         return max(1, len(self.workers.ready))
 
+    def aimed_at(self, device: DeviceIdentity) -> Executor:
+        other = copy(self)
+        other._aim(device)
+        return other
+
     def know(self, prompts: Iterable[Prompt]) -> None:
-        unknown = [prompt for prompt in prompts if prompt.sha256 not in self.known]
+        unknown = [prompt for prompt in prompts if prompt.sha256 not in self._known]
         if unknown:
             raise ValueError(f"{len(unknown)} prompts are not those that the workers were given")
 
@@ -380,7 +400,7 @@ class _KindExecutor:
             waiting = {submitted.future: (item, submitted) for item, submitted in waiting.values()}
 
     def background(self, call: Callable[[], T]) -> Pending[T]:
-        return self.threads.submit(call)
+        return self._threads.submit(call)
 
     def addresses_for(self, item: WorkItem) -> list[str]:
         """The workers that may run an item: the home of its affinity, or all that may.
@@ -402,7 +422,9 @@ class _KindExecutor:
 
     def _able(self, item: WorkItem) -> list[str]:
         begun = time.monotonic()
-        while not (able := [address for address, info in self.workers.ready.items() if self._may(info, item)]):
+        while not (
+            able := [address for address, info in self.workers.ready.items() if may_run(info.device, item, self.device)]
+        ):
             if time.monotonic() - begun > PATIENCE:
                 raise ResourceError(
                     f"no worker with {self.device} is there since {PATIENCE:.0f} s: start one and run the same command "
@@ -412,43 +434,6 @@ class _KindExecutor:
             self.workers.look()
         return able
 
-    def _may(self, info: WorkerInfo, item: WorkItem) -> bool:
-        return may_run(info.device, item, self.device)
-
-
-class ClusterExecutor(_KindExecutor):
-    """The workers of a Dask scheduler, and what runs items on them for the kind of GPU that the recipe names first.
-
-    `aimed_at` gives executors for other kinds, on the same workers.
-
-    Args:
-        client: Connected to the scheduler.
-        recipe: The run.
-        prompts: All that items are going to name.
-        plugin: What runs the items in a worker.
-
-    Raises:
-        ConfigError: No worker has a GPU that the recipe names, or it must name one of several.
-        ModelError: The model cannot be loaded or is not supported.
-        ResourceError: No worker came in time.
-    """
-
-    def __init__(
-        self, client: Any, recipe: Recipe, prompts: Sequence[Prompt], plugin: type[S2OWorker] | None = None
-    ) -> None:
-        workers = _Workers(client, recipe, prompts, plugin or S2OWorker)
-        try:
-            # all workers of a scheduler may be needed to know the kinds
-            workers.wait_until_loaded(recipe.gpus or (1 if recipe.target_gpu is None else None))
-            self._target, self._kinds = recipe.target_gpu, list[DeviceIdentity]()
-            self.workers = workers
-            model = next(iter(workers.ready.values()))
-            known = frozenset(prompt.sha256 for prompt in prompts)
-            super().__init__(workers, ThreadPoolExecutor(THREADS, "s2o-wait"), known, model, self._first_kind())
-        except BaseException:
-            workers.close()
-            raise
-
     @property
     def status(self) -> str:
         """The workers in one line."""
@@ -456,33 +441,37 @@ class ClusterExecutor(_KindExecutor):
         return f"{text}, {self.workers.lost} workers lost" if self.workers.lost else text
 
     def kinds(self) -> list[DeviceIdentity]:
-        """The kinds of GPU to make profiles for: those that the recipe names, or all that workers have had so far.
+        """The kinds of GPU to make profiles for.
+
+        They are those that the recipe names, all that workers have had so far if it means all, or the one that times
+        are taken on.
 
         Raises:
             ConfigError: no worker has a GPU that the recipe names.
         """
+        if self._target is None:
+            return [self.device]
+        seen = self._seen_kinds()
+        return seen if self._target == (EVERY_KIND,) else list(dict.fromkeys(map(self._kind_named, self._target)))
+
+    def _seen_kinds(self) -> list[DeviceIdentity]:
+        """All kinds of GPU that workers have had so far."""
         devices = [info.device for info in self.workers.ready.values()]
         for device in sorted(devices, key=lambda device: (str(device), device.memory_bytes)):
             if not any(alike(kind, device) for kind in self._kinds):
                 self._kinds.append(device)
-        if self._target in (None, (EVERY_KIND,)):
-            return list(self._kinds)
-        return list(dict.fromkeys(map(self._kind_named, self._target or ())))
-
-    def aimed_at(self, device: DeviceIdentity) -> Executor:
-        """The same workers, which take times on GPUs of one kind."""
-        return _KindExecutor(self.workers, self.threads, self.known, self.model, device)
+        return list(self._kinds)
 
     def close(self) -> None:
         """Let the workers forget the run."""
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self.workers.close()
 
     def _first_kind(self) -> DeviceIdentity:
         """The kind of GPU that times are taken on where nobody says for which."""
-        kinds = self.kinds()
         if self._target is not None:
-            return kinds[0]
+            return self.kinds()[0]
+        kinds = self._seen_kinds()
         here = identify(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         for device in kinds:
             if here.kind == device.kind and alike(here, device):
@@ -540,7 +529,9 @@ def cluster_executor(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[Clus
         try:
             client = stack.enter_context(Client(address, set_as_default=False, timeout=CONNECT))
         except OSError as error:
-            raise ResourceError(f"scheduler {recipe.scheduler} does not answer ({_text(error)}): check it") from error
+            raise ResourceError(
+                f"scheduler {recipe.scheduler} does not answer ({first_line(error)}): check it"
+            ) from error
         executor = ClusterExecutor(client, recipe, prompts)
         stack.callback(executor.close)
         stack.enter_context(showing(lambda: executor.status))
@@ -582,7 +573,3 @@ def _environments(recipe: Recipe, count: int) -> list[dict[str, str]]:
     if len(gpus) < count:
         raise ConfigError(f"gpus is {count}, but {len(gpus)} GPUs are here: give at most {len(gpus)}")
     return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:count]]
-
-
-def _text(error: BaseException | None) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

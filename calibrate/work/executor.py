@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise, zip_longest
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
@@ -73,6 +75,12 @@ class Executor(Protocol):
     @property
     def work(self) -> Mapping[str, StageWork]: ...
 
+    def kinds(self) -> Sequence[DeviceIdentity]:
+        """The kinds of GPU to make profiles for."""
+
+    def aimed_at(self, device: DeviceIdentity) -> Executor:
+        """Who runs items with the same workers, and takes times on one of `kinds`."""
+
     def know(self, prompts: Iterable[Prompt]) -> None:
         """Prompts that items name from now on, by their hash."""
 
@@ -92,19 +100,11 @@ class Executor(Protocol):
         """
 
 
-class _Finished(Generic[T]):
-    """A result that is there."""
-
-    def __init__(self, value: T) -> None:
-        self._value = value
-
-    def result(self) -> T:
-        return self._value
-
-
 def at_once(call: Callable[[], T]) -> Pending[T]:
     """A call that is made now."""
-    return _Finished(call())
+    finished: Future[T] = Future()
+    finished.set_result(call())
+    return finished
 
 
 class _WhenAsked:
@@ -112,12 +112,13 @@ class _WhenAsked:
 
     def __init__(self, run: Callable[[WorkItem], Any], item: WorkItem) -> None:
         self._run, self._item = run, item
-        self._results: list[Any] = []
 
     def result(self) -> Any:
-        if not self._results:
-            self._results.append(self._run(self._item))
-        return self._results[0]
+        return self._value
+
+    @cached_property
+    def _value(self) -> Any:
+        return self._run(self._item)
 
 
 class LocalExecutor:
@@ -144,6 +145,12 @@ class LocalExecutor:
     @property
     def device(self) -> DeviceIdentity:
         return self._worker.device
+
+    def kinds(self) -> Sequence[DeviceIdentity]:
+        return [self.device]
+
+    def aimed_at(self, device: DeviceIdentity) -> Executor:
+        return self
 
     def know(self, prompts: Iterable[Prompt]) -> None:
         self._worker.know(prompts)

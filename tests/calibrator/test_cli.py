@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from calibrate import pipeline
@@ -147,17 +149,17 @@ def test_what_helps_depends_on_what_failed(kinds, phrases, never):
     assert text.count("allow more error") <= 1
 
 
-def full_disk(recipe, progress, loaded):
+def full_disk(recipe, progress, loaded, expected):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def terminated(recipe, progress, loaded):
+def terminated(recipe, progress, loaded, expected):
     recipe.journal_path.parent.mkdir(parents=True)
     recipe.journal_path.touch()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def interrupted(recipe, progress, loaded):
+def interrupted(recipe, progress, loaded, expected):
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -173,7 +175,7 @@ FULL = "p.safetensors cannot be written (No space left on device): free some spa
     ],
 )
 def test_what_ends_a_run_is_one_sentence(happens, code, said, command, monkeypatch):
-    monkeypatch.setattr(pipeline, "calibrate", happens)
+    monkeypatch.setattr(pipeline, "calibrate_kinds", happens)
     outcome = command(*GOOD, "--out", "p.safetensors", "--journal", "new/j", "--quiet")
     assert (outcome.returncode, outcome.stderr) == (code, f"s2o-calibrate: {said.replace(' in j', ' in new/j')}\n")
 
@@ -253,9 +255,40 @@ def test_a_hub_out_of_reach_is_a_missing_resource(command):
     outcome = command("--model", "some/thing", "--dry-run")
     assert outcome.returncode == 4
     (line,) = outcome.stderr.splitlines()
-    assert line.startswith(
-        "s2o-calibrate: model 'some/thing' cannot be loaded from some/thing: the Hub cannot be reached"
+    assert line == (
+        "s2o-calibrate: model 'some/thing' cannot be loaded from some/thing: the Hub cannot be reached and there is no "
+        "copy of it here; try again with a network, or give a local folder or a GGUF file; the sizes of an alias such "
+        "as qwen2.5-7b suffice for a plan (--dry-run) and to rehearse (--random-weights)"
     )
+
+
+@pytest.mark.usefixtures("offline")
+def test_the_plan_of_an_alias_needs_no_hub(command, caplog):
+    """Its sizes ship. Without a GPU a large model gets a warning that says the hours."""
+    outcome = command("--model", "qwen2.5-7b", "--budget-mse", "1e-4", "--device", "cpu", "--dry-run", "--json")
+    assert outcome.returncode == 0, outcome.stderr
+    plan = json.loads(outcome.stdout)
+    assert plan["sizes"] == "sizes of the alias, as they ship; nothing was asked of the Hub"
+    assert plan["architecture"] == "qwen2, 28 layers, 28 query heads, 4 KV heads, head dim 128"
+    assert plan["weights"] == "the model's (default)"
+    assert plan["budget"].startswith("mse 0.0001")
+    assert re.fullmatch(r"about \d+ h \d+ min \(proving .*, certifying .*\), less what the journal has", plan["takes"])
+    warning = r"qwen2.5-7b has 7.6 billion parameters and this run has no GPU: it takes about \d+ h \d+ min"
+    assert re.search(warning, caplog.text)
+    assert command("--model", "qwen2.5-7b", "--device", "cpu", "--quiet").returncode == 4  # its weights do not
+    caplog.clear()
+    assert "sizes" not in json.loads(command("--model", "demo", "--device", "cpu", "--dry-run", "--json").stdout)
+    assert "no GPU" not in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a host without a GPU")
+def test_a_host_without_gpus_plans_for_those_that_have_some(command):
+    workers = ["--scheduler", "tcp://head:8786", "--target-gpu", "H200", "--device", "cuda"]
+    outcome = command("--model", "qwen2.5-7b", *workers, "--dry-run", "--json")
+    assert outcome.returncode == 0, outcome.stderr
+    plan = json.loads(outcome.stdout)
+    assert (plan["lengths"], plan["loaded"]) == ("8192, 32768 (default)", "15.2 GB, which stay on the device")
+    assert plan["memory"].endswith("of each GPU")
 
 
 def test_a_gpu_that_is_not_here_is_a_missing_resource(command):

@@ -131,7 +131,7 @@ def main(tmp_path, monkeypatch, capsys):
     terminate = signal.getsignal(signal.SIGTERM)
 
     def run(*ends, flags=()):
-        def finished_kinds(recipe, *, progress, command):
+        def finished_kinds(recipe, *, progress, command, estimate):
             for device, end in zip((A, B), ends, strict=True):
                 yield OfKind(device, recipe.for_gpu(device.name[-1:].lower()), end)
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from calibrate.model import capture, streams
+from calibrate.model import capture, streams, watched
 from s2o_runtime import patch
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.scoring import Scoring
 from support.marks import all_but_first
 from support.models import ARCHITECTURES, make_profile, save, stream
@@ -62,8 +63,8 @@ def test_one_layer_is_on_the_device_at_a_time_and_the_model_is_left_as_it_was(fo
 def test_the_layers_on_the_way_are_those_that_are_asked_for_one_by_one(folder):
     loaded = stream(folder, False)
     whole = [list(captured) for captured in capture.layers(loaded, PROMPTS)]
-    capture.register()
-    with streams.attention_implementation(loaded.model, capture.NAME):
+    watched.register()
+    with streams.attention_implementation(loaded.model, watched.NAME):
         walk = capture.DenseWalk(loaded, PROMPTS)
         for up_to, begin in ((0, 0), (1, 1), (1, 0), (0, 0)):  # on from there; again; back
             came_by = list(walk.inputs_up_to(up_to))
@@ -90,8 +91,13 @@ def test_sinks_and_caps_are_captured():
     """What the layer passes to attention is kept with q, k and v, and is part of the dense attention that runs."""
     q, k, v = (torch.randn(1, heads, 40, 16) for heads in (4, 2, 2))
     sinks, module, kept = torch.linspace(-1, 4, 4), torch.nn.Module(), []
-    module.__dict__[capture.SINK] = lambda *call: kept.append(call)
-    out, _ = capture._capture_forward(module, q, k, v, None, scaling=0.3, softcap=1.5, s_aux=sinks)
+
+    def keep(q, k, v, scoring):
+        kept.append((q, k, v, scoring))
+        return dense_attention(q, k, v, **scoring.arguments())
+
+    with watched.watched(module, keep):
+        out, _ = watched._attention(module, q, k, v, None, scaling=0.3, softcap=1.5, s_aux=sinks)
     assert all(ours is theirs for ours, theirs in zip(kept[0], (q, k, v), strict=False))
     assert kept[0][3] == Scoring(0.3, 1.5, sinks)
     expected = naive_attention(q, k, v, scale=0.3, softcap=1.5, sinks=sinks)

@@ -1,6 +1,7 @@
 """What the plan says of a model by its configuration alone."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from calibrate.model import foresight
+from calibrate.model.estimate import Sizes
 from calibrate.model.foresight import attention_share, loading, outlook
 from calibrate.model.weights import skeleton
 from s2o_runtime.errors import ModelError
@@ -93,17 +94,20 @@ def test_the_share_of_attention():
     assert attention_share(chunks, 480) == pytest.approx(full / (full + chunked), rel=1e-9)
 
 
-def test_how_a_checkpoint_is_loaded(tmp_path, monkeypatch):
+def test_how_a_checkpoint_is_loaded(tmp_path):
     folder = str(save("llama", tmp_path))
     model = skeleton(CONFIGS["llama"], torch.bfloat16, CPU)
+    sizes = Sizes.of(model, "cpu")
     total = sum(parameter.numel() for parameter in model.parameters()) * 4 / 1e9
-    assert loading(folder, CONFIGS["llama"], model, "cpu", False) == f"{total:.3g} GB, which stay on the device"
-    monkeypatch.setattr(foresight, "stays_resident", lambda weights, device: False)
+    assert loading(folder, CONFIGS["llama"], model, sizes, "cpu", False) == f"{total:.3g} GB, which stay on the device"
+    sizes = replace(sizes, resident=False)
     layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters()) * 4 / 1e9
     streamed = f"layer by layer, {layer:.3g} GB at a time of {total:.3g} GB"
-    assert loading(folder, CONFIGS["llama"], model, "cpu", False) == streamed
-    assert loading("org/name", CONFIGS["llama"], model, "cpu", False).startswith(f"{streamed}; as a whole if its files")
+    assert loading(folder, CONFIGS["llama"], model, sizes, "cpu", False) == streamed
+    assert loading("org/name", CONFIGS["llama"], model, sizes, "cpu", False).startswith(
+        f"{streamed}; as a whole if its files"
+    )
     index = {"weight_map": {"model.layers.0.mlp.experts.0.gate_proj.weight": "a.safetensors"}}
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "transformers makes its tensors of others" in loading(folder, CONFIGS["llama"], model, "cpu", False)
+    assert "transformers makes its tensors of others" in loading(folder, CONFIGS["llama"], model, sizes, "cpu", False)

@@ -27,11 +27,10 @@ from s2o_runtime.profile import Profile
 from s2o_runtime.serving.fit import check_model
 from support.architectures import CASES
 from support.models import CONFIGS, SIZES, build
-from support.tiny import QUICK, save_tiny, tiny_tokenizer
+from support.tiny import QUICKEST, save_tiny, tiny_tokenizer
 
 PROMPTS = [torch.randint(8, 120, (90,), generator=torch.Generator().manual_seed(1))]
 STREAMED = ("gemma3", "lfm2", "llama4", "cohere2", "granite")  # with layers of several kinds, or scaled logits
-QUICKEST = QUICK | {"num_prompts": 1, "lengths": (256,), "segments": (64,), "representatives": (1,), "trials": 1}
 
 
 def saved(name, folder):

@@ -19,9 +19,8 @@ from s2o_runtime import load_profile, patched
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import fingerprint
 from support.models import build
-from support.tiny import QUICK, save_tiny, tiny_tokenizer
+from support.tiny import QUICKEST, save_tiny, tiny_tokenizer
 
-QUICKEST = QUICK | {"num_prompts": 1, "lengths": (256,), "segments": (64,), "representatives": (1,), "trials": 1}
 IDS = torch.randint(8, 120, (1, 90), generator=torch.Generator().manual_seed(1))
 INT8_CHANNELS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 
@@ -73,6 +72,10 @@ def write(tensors, settings, folder):
     from safetensors.torch import save_file
 
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    write_settings(folder, settings)
+
+
+def write_settings(folder, settings):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
 
@@ -210,11 +213,6 @@ def test_a_missing_package_is_one_sentence_before_anything_is_loaded(method, tmp
     assert lines[0].startswith(f"s2o-calibrate: model '{folder}' is quantised ({method}")
     assert "a package for that is missing (" in lines[0]
     assert lines[0].endswith("): install it")
-
-
-def write_settings(folder, settings):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
 
 
 @pytest.mark.parametrize("method", ["higgs", "spqr", "fp_quant", "fbgemm_fp8"])

@@ -118,6 +118,7 @@ def test_a_model_stays_if_it_takes_a_quarter_of_the_memory(monkeypatch):
     monkeypatch.setattr(weights.os, "sysconf", {"SC_PHYS_PAGES": 10, "SC_PAGE_SIZE": 4096}.get)
     assert stays_resident(10240, CPU)
     assert not stays_resident(10241, CPU)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (400, 4000))
     assert stays_resident(100, torch.device("cuda"))
     assert not stays_resident(101, torch.device("cuda"))

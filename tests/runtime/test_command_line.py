@@ -14,7 +14,7 @@ import pytest
 from calibrate import tables
 from calibrate.commands import calibrate, evaluate, profile
 from calibrate.commands.common import run
-from calibrate.progress import ProgressLines, duration, progress_bar
+from calibrate.progress import PhaseClock, ProgressLines, duration, progress_bar
 from calibrate.recipe import Recipe
 from s2o_runtime import logs
 from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, failed
@@ -183,6 +183,34 @@ def test_what_was_done_before_is_said_and_no_part_of_the_rate(capsys):
         step(steps=6)
     assert "measuring: continuing: 6 of 12 layers are in d.sqlite\n" in stream.getvalue()
     assert "12/12" in stream.getvalue()
+
+
+def test_progress_says_what_is_left_of_the_run(capsys):
+    """Later phases are as much slower than expected as what went before; what was quicker makes none quicker."""
+    clock = Clock()
+    phases = PhaseClock(expected={"measuring": 40.0, "searching": 30.0, "proving": 50.0}, clock=clock)
+    with phases.phase("measuring"):
+        lines = ProgressLines("measuring", 10, "layer", clock)
+        for _ in range(10):
+            clock.seconds += 8
+            lines.step()
+    with phases.phase("searching"):
+        lines = ProgressLines("searching", None, "trial", clock)
+        clock.seconds += 40
+        lines.step()
+    with phases.phase("a phase that nobody foresaw"):
+        clock.seconds += 40
+        lines.step()
+    assert phases.left(0.0) is None
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "measuring: 10% (1 of 10 layers), 72 s left, 4 min until the end"  # 72 + 2 * (30 + 50)
+    assert said[9] == "measuring: 100% (10 of 10 layers), took 80 s, 3 min until the end"
+    assert said[10] == "searching: 1 trial, 40 s so far, 97 s until the end"  # 12 / 7 * (30 + 50) - 40 = 97.1
+    assert said[11] == "searching: 2 trials, 80 s so far"
+    quick = PhaseClock(expected={"measuring": 40.0, "proving": 50.0}, clock=clock)
+    with quick.phase("measuring"):
+        clock.seconds += 1
+        assert quick.left(4.0) == 54.0
 
 
 def test_progress_of_unknown_length_says_what_was_done(capsys):

@@ -17,6 +17,7 @@ QUICK = {
     "num_certify": 0,
     "trials": 3,
 }
+QUICKEST = QUICK | {"num_prompts": 1, "lengths": (256,), "segments": (64,), "representatives": (1,), "trials": 1}
 
 
 def save_tiny(folder, change=lambda model: None):

@@ -1,0 +1,280 @@
+"""How long a calibration will take and what memory it needs, from the model's sizes alone.
+
+Each stage is counted as what it computes: products of the layers' weights, pairs of queries and keys, and what is done
+for each token or trial. The coefficients are fitted to calibrations measured on an H200 (docs/results); another GPU is
+slower or faster by the peak of its tensor cores. On a CPU they hold for one thread, and were fitted to the demo model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from calibrate.model.streams import ROWS, decoder_layers
+from calibrate.model.weights import stays_resident
+from calibrate.recipe import Recipe
+from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.identity import Geometry
+from s2o_runtime.layer_kinds import text_config
+from s2o_runtime.tiles import Capability
+
+
+class Rates(NamedTuple):
+    """What a device does in a second, and what takes time whatever the sizes.
+
+    products, attention: FLOP/s of a layer's matrix products and of dense attention. curves: pairs of a query and a key
+    whose part in all curves of a ranking is measured in a second, of one head whose dim is 128 or less. logits: numbers
+    of the vocabulary's width that are compared in a second. token: Seconds for a token in a layer, of norms, errors
+    and copies. trial, timing: Seconds for a trial of the search and for a layer that is timed, besides the attention in
+    them. compiling: Seconds for the kernels of a stage. start: Seconds to load and test a small model. read, draw:
+    Bytes of weights in a second, of a file's and of random ones.
+    """
+
+    products: float
+    attention: float
+    curves: float
+    logits: float
+    token: float
+    trial: float
+    timing: float
+    compiling: float
+    start: float
+    read: float
+    draw: float
+
+
+H200 = Rates(
+    products=6e14,
+    attention=6e14,
+    curves=3.25e11,
+    logits=1e11,
+    token=8e-7,
+    trial=0.045,
+    timing=0.04,
+    compiling=15.0,
+    start=20.0,
+    read=1.5e9,
+    draw=5e9,
+)
+CPU_THREAD = Rates(
+    products=8e10,
+    attention=2.2e10,
+    curves=5e7,
+    logits=3e8,
+    token=2e-6,
+    trial=0.05,
+    timing=0.0,
+    compiling=0.0,
+    start=10.0,
+    read=1e9,
+    draw=2e8,
+)
+H200_SMS = 132
+FLOPS_OF_SM = {  # of dense 16-bit products, in a cycle
+    (8, 0): 2048,
+    (8, 6): 1024,
+    (8, 9): 1024,
+    (9, 0): 4096,
+    (10, 0): 8192,
+    (10, 3): 8192,
+    (12, 0): 1024,
+}
+TIMED = 12  # times dense attention that a trial runs: S2O and dense attention in turns, and before that to compile
+TIMED_LAYERS = 15  # the same for a layer of the profile
+CROSSOVERS = 50  # times dense attention at `CROSSOVER_LENGTH` that all crossovers of a model take
+CROSSOVER_LENGTH = 131072
+GROUPS = 2.4  # groups of like layers at a length, over the square root of how many layers there are
+KL_PASSES = 4  # over the adjust prompts that find what layers may spend of a budget in KL, of five at most
+PROOFS = 2.0  # how often a layer is proven, with those that are tightened and proven again
+ATTEMPTS = 1.2  # how often a layer is certified, with those whose bound is over its limit at first
+NOISE = 2  # prompts of each length whose rounding is measured
+SCRATCH = 3  # rows of an MLP that are in memory at a time: its two factors and their product
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What of a model decides how long it runs.
+
+    parameters: All of them. of_token: Those of decoder layers that a token meets, where experts are chosen fewer than
+    all. largest_layer: Those of the largest decoder layer. hidden, intermediate, vocabulary: Widths. resident: Whether
+    the weights stay on the device.
+    """
+
+    parameters: int
+    of_token: int
+    largest_layer: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    resident: bool
+
+    @classmethod
+    def of(cls, model: Any, device: str) -> Sizes:
+        """The sizes of a transformers model, or of its skeleton, and whether it is going to stay on a torch device."""
+        config = text_config(model.config)
+        layers = decoder_layers(model)
+        experts = max((int(getattr(config, name, 0) or 0) for name in ("num_experts", "num_local_experts")), default=0)
+        chosen = int(getattr(config, "num_experts_per_tok", 0) or 0) / experts if experts else 1.0
+        of_layers = [dict(layer.module.named_parameters()) for layer in layers]
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return cls(
+            parameters=parameters,
+            of_token=sum(
+                round(parameter.numel() * (chosen if ".experts." in name else 1.0))
+                for of_layer in of_layers
+                for name, parameter in of_layer.items()
+            ),
+            largest_layer=max(sum(parameter.numel() for parameter in of_layer.values()) for of_layer in of_layers),
+            hidden=int(config.hidden_size),
+            intermediate=int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size),
+            vocabulary=int(config.vocab_size),
+            resident=stays_resident(parameters * number_width(device), torch.device(device)),
+        )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a calibration will take.
+
+    seconds: By the phases' names, in their order. memory: Bytes on the device at most.
+    """
+
+    seconds: Mapping[str, float]
+    memory: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole run."""
+        return sum(self.seconds.values())
+
+
+def estimate(recipe: Recipe, sizes: Sizes, geometry: Geometry, device: DeviceIdentity) -> Estimate:
+    """What a calibration will take, within a factor of about 1.5 on a GPU like those that were measured.
+
+    Layers without full attention count by the products of their weights alone. What the journal has already is not left
+    out. Several GPUs share all of the work.
+
+    Args:
+        recipe: What is calibrated, on what.
+        sizes, geometry: Of the model.
+        device: What it runs on.
+    """
+    rates = rates_of(device)
+    on_gpu = device.kind == "cuda"
+    proven = sorted({*recipe.lengths, *recipe.checked_lengths})
+    steps = _Steps(sizes, geometry, rates)
+    layers = geometry.layers
+    weights = sizes.parameters * number_width(recipe.device) / (rates.draw if recipe.random_weights else rates.read)
+    read = 0.0 if sizes.resident else weights
+
+    measuring = read + rates.compiling
+    searching = rates.compiling
+    trials = recipe.trials * min(layers, GROUPS * math.sqrt(layers))
+    for length in recipe.lengths:
+        pairs = length * (length + 1) / 2
+        measuring += recipe.num_prompts * steps.curves(pairs, _rankings(recipe, length))
+        measuring += recipe.num_prompts * steps.forward(length)
+        searching += trials * (rates.trial + on_gpu * TIMED * steps.attention(length))
+    if recipe.budget.is_kl:
+        searching += KL_PASSES * recipe.held_out * sum(map(steps.both, recipe.lengths))
+    searching += on_gpu * CROSSOVERS * steps.attention(CROSSOVER_LENGTH)
+    timing = sum(layers * (rates.timing + on_gpu * TIMED_LAYERS * steps.attention(length)) for length in proven)
+    proving = read + timing + PROOFS * recipe.held_out * sum(map(steps.both, proven))
+    certifying = read + ATTEMPTS * recipe.num_certify * sum(map(steps.both, proven))
+    certifying += on_gpu * sum(min(NOISE, recipe.num_certify) * 2 * steps.forward(length) for length in proven)
+    shared = recipe.gpus if recipe.gpus and on_gpu else 1  # workers on a CPU share its threads
+    seconds = {
+        "loading the model": rates.start + weights - read,
+        "measuring": measuring / shared,
+        "searching": searching / shared,
+        "proving": proving / shared,
+        "certifying": certifying / shared if recipe.num_certify else 0.0,
+    }
+    return Estimate({name: value for name, value in seconds.items() if value}, _memory(recipe, sizes, geometry))
+
+
+class _Steps:
+    """The seconds of a prompt's way through a model."""
+
+    def __init__(self, sizes: Sizes, geometry: Geometry, rates: Rates) -> None:
+        self._sizes, self._geometry, self._rates = sizes, geometry, rates
+
+    def attention(self, length: int) -> float:
+        """Of dense attention in one layer."""
+        width = self._geometry.query_heads * self._geometry.head_dim
+        return 4 * width * length * length / 2 / self._rates.attention
+
+    def forward(self, length: int) -> float:
+        """Of the dense model's layers."""
+        products = 2 * self._sizes.of_token * length / self._rates.products
+        return products + self._geometry.layers * self.attention(length)
+
+    def curves(self, pairs: float, rankings: int) -> float:
+        """Of the curves of all layers of full attention."""
+        wide = max(1.0, self._geometry.head_dim / 128)
+        return self._geometry.layers * self._geometry.query_heads * pairs * rankings * wide / self._rates.curves
+
+    def both(self, length: int) -> float:
+        """Of the patched and the dense model together, with every layer's errors and what both predict."""
+        errors = self._geometry.layers * (self.attention(length) + length * self._rates.token)
+        return 2 * self.forward(length) + errors + self._predictions(length)
+
+    def _predictions(self, length: int) -> float:
+        products = 2 * 2 * self._sizes.hidden * self._sizes.vocabulary * length / self._rates.products
+        return products + 2 * self._sizes.vocabulary * length / self._rates.logits
+
+
+def rates_of(device: DeviceIdentity) -> Rates:
+    """What a device does in a second: an H200's rates by the peak of a GPU, one thread's by a CPU's threads."""
+    if device.kind != "cuda":
+        return _faster(CPU_THREAD, torch.get_num_threads())
+    sms = device.sm_count or H200_SMS  # unknown of workers elsewhere
+    return _faster(H200, sms * _flops_of_sm(device.capability) / (H200_SMS * FLOPS_OF_SM[9, 0]))
+
+
+def _flops_of_sm(capability: Capability) -> int:
+    known = [there for there in FLOPS_OF_SM if there <= capability]
+    return FLOPS_OF_SM[max(known) if known else (9, 0)]
+
+
+def _faster(rates: Rates, times: float) -> Rates:
+    """The rates of a device that computes so many times faster; what a host does is as fast as before."""
+    return rates._replace(
+        products=rates.products * times,
+        attention=rates.attention * times,
+        curves=rates.curves * times,
+        logits=rates.logits * times,
+        token=rates.token / times,
+    )
+
+
+def _rankings(recipe: Recipe, length: int) -> int:
+    """How many rankings have curves at a length; those of linear tails take as long as two."""
+    of_segment = len(recipe.grains) * (len(recipe.scores) * len(recipe.representatives) + 2 * recipe.linear_tails)
+    return len(recipe.segments_for(length)) * of_segment
+
+
+def _memory(recipe: Recipe, sizes: Sizes, geometry: Geometry) -> float:
+    """Bytes on the device at most: weights, the prompts on their way, and the inside of one layer of one prompt."""
+    width = number_width(recipe.device)
+    longest = max((*recipe.lengths, *recipe.checked_lengths))
+    weights = sizes.parameters if sizes.resident else max(sizes.largest_layer, sizes.vocabulary * sizes.hidden)
+    on_their_way: Sequence[int] = (  # tokens; of each proven prompt the patched and the dense model's
+        recipe.num_prompts * sum(recipe.lengths),
+        2 * max(recipe.held_out, recipe.num_certify) * longest,
+    )
+    heads = geometry.query_heads * geometry.head_dim
+    exact = longest * heads * (4 + 2 * width)
+    return (
+        width * (weights + max(on_their_way) * sizes.hidden + SCRATCH * min(longest, ROWS) * sizes.intermediate) + exact
+    )
+
+
+def number_width(device: str) -> int:
+    """Bytes of a number in the type that models have on a device."""
+    return 2 if device.startswith("cuda") else 4
