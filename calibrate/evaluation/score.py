@@ -97,12 +97,13 @@ class ForwardPass:
 
 def answers(forward: ForwardPass, prompt: Prompt) -> dict[str, Any]:
     """For each answer, whether all of its tokens are the most likely ones, and its log-likelihood in nats."""
-    correct, log_likelihood = [], []
-    for first, last in prompt.answers:
-        log_probs, most_likely = forward.token_log_probs(torch.arange(first, last))
-        correct.append(bool(most_likely.all()))
-        log_likelihood.append(float(log_probs.sum()))
-    return {"correct": correct, "log_likelihood": log_likelihood}
+    positions = torch.cat([torch.arange(first, last) for first, last in prompt.answers])
+    lengths = [last - first for first, last in prompt.answers]
+    log_probs, most_likely = (torch.split(values, lengths) for values in forward.token_log_probs(positions))
+    return {
+        "correct": [bool(tokens.all()) for tokens in most_likely],
+        "log_likelihood": [float(tokens.sum()) for tokens in log_probs],
+    }
 
 
 def negative_log_likelihood(forward: ForwardPass) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def greedy_answer(loaded: LoadedModel, forward: ForwardPass) -> dict[str, Any]:
         tokens: `ANSWER` of them, or fewer if the last ends the answer. prefix: What `greedy_prefix` gives for this
         same model: fewer only because the answer is read at once there, and rounded otherwise.
     """
-    end = loaded.model.generation_config.eos_token_id
+    end = getattr(loaded.model.generation_config, "eos_token_id", None)
     ends = {end} if isinstance(end, int) else set(end or ())
     unused = copy.deepcopy(forward.cache)
     tokens = [forward.first_token]
