@@ -20,8 +20,9 @@ PROGRAM = "s2o-eval"
 EXAMPLES = (
     ("compare a profile with dense attention", "--model demo --profile p.safetensors --out-dir results"),
     (
-        "look for needles at two lengths only",
-        "--model demo --profile p.safetensors --tasks needles --lengths 8192,32768 --out-dir results",
+        "compare answers only, many of them, at two lengths",
+        "--model demo --profile p.safetensors --tasks needles,alike,variables,counting,questions,greedy "
+        "--lengths 8192,32768 --num-prompts 8 --num-needles 32 --out-dir results",
     ),
     (
         "compare one setting for all heads, without a profile",
@@ -36,7 +37,7 @@ def parser() -> Parser:
     out = Parser(
         prog=PROGRAM,
         argument_default=argparse.SUPPRESS,
-        description="Measure what sparse attention does to a model: retrieval, perplexity, agreement, time, memory.",
+        description="Measure what sparse attention does to a model: its answers, predictions, time and memory.",
         epilog=f"{exit_codes(OK, BAD_INPUT, NO_RESOURCE, INTERRUPTED)} A run that was interrupted continues when the "
         "same command is run again.",
         examples=EXAMPLES,

@@ -8,14 +8,15 @@ from typing import Any
 
 from calibrate.evaluation.settings import EXAMPLE, named
 from calibrate.options import option, options_of, shared
-from calibrate.prompts.needles import WORDS
+from calibrate.prompts.facts import FACTS, MOST
 from calibrate.recipe import OPTIONS as CALIBRATION
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import Rule
 
 PROMPTS = "prompts"  # the task of the user's own file
-RETRIEVAL = ("needles", "multi", "variables")
-TASKS = (*RETRIEVAL, "perplexity", "agreement", "time")
+RETRIEVAL = tuple(FACTS)
+TEXT = ("perplexity", "agreement", "greedy")  # tasks that one pass over one prompt answers
+TASKS = (*RETRIEVAL, *TEXT, "time")
 DENSE = "dense"
 SHORTEST = 64  # tokens
 GROUPS = COMPARED, INPUT, OUTPUT = "what to compare", "on what", "output"
@@ -25,8 +26,8 @@ GROUPS = COMPARED, INPUT, OUTPUT = "what to compare", "on what", "output"
 class Plan:
     """One evaluation: every field is an option of s2o-eval, which its `Option` describes.
 
-    The fields `out`, `profiles`, `settings`, `depths`, `samples` and `needles` are the options out_dir, profile,
-    setting, num_depths, num_prompts and num_needles. docs/options.md lists all of them.
+    The fields `out`, `profiles`, `settings`, `samples` and `needles` are the options out_dir, profile, setting,
+    num_prompts and num_needles. docs/options.md lists all of them.
     """
 
     model: str = shared(CALIBRATION["model"], group=COMPARED)
@@ -75,23 +76,16 @@ class Plan:
         default_text="none",
         plan_text="",
     )
-    depths: int = option(
-        Rule(int, low=1),
-        "depths of a needle, evenly spaced from the first token to the question",
-        INPUT,
-        default=5,
-        name="num_depths",
-    )
     samples: int = option(
         Rule(int, low=1),
-        "prompts of each length, for each task and depth",
+        "prompts of each length, for each task",
         INPUT,
         default=4,
         name="num_prompts",
     )
     needles: int = option(
-        Rule(int, 1, len(WORDS)),
-        "facts in a prompt of the task multi",
+        Rule(int, 1, MOST),
+        "questions of each prompt that hides facts",
         INPUT,
         default=8,
         name="num_needles",
@@ -106,11 +100,6 @@ class Plan:
     @property
     def journal_path(self) -> Path:
         return self.out / "results.sqlite"
-
-    @property
-    def depth_values(self) -> tuple[float, ...]:
-        """Shares of the text before the needle, from 0 to 1."""
-        return tuple(round(index / (self.depths - 1), 4) for index in range(self.depths)) if self.depths > 1 else (0.5,)
 
     @property
     def variant_names(self) -> tuple[str, ...]:
@@ -142,8 +131,7 @@ class Plan:
 
     def record(self) -> dict[str, Any]:
         """The plan as JSON."""
-        settings = asdict(self) | {"depths": self.depth_values}
-        return {name: _plain(value) for name, value in settings.items()}
+        return {name: _plain(value) for name, value in asdict(self).items()}
 
 
 OPTIONS = options_of(Plan, GROUPS)

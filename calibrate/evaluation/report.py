@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,19 +13,21 @@ from rich.console import Console
 from calibrate.evaluation.plan import PROMPTS, Plan
 from calibrate.evaluation.quality_plots import pictures
 from calibrate.evaluation.results import DENSE_CAN, Row, Summary
-from calibrate.tables import Table, bullets, escaped, markdown, print_fields, print_lines, print_table
+from calibrate.tables import Table, bullets, escaped, formatted, markdown, print_fields, print_lines, print_table
 from s2o_runtime.files import write_atomically
 
 CAPTIONS = {
     "needles": "The share of needles found, by the prompt's length and the needle's depth in it.",
     "agreement": "Distance from the dense model's predictions, by position in the prompt.",
-    "perplexity": "How much less a token of held-out text is expected than by the dense model, by position.",
     "time": "Speed against quality: the time to the first token, and the distance from the dense model.",
 }
+POINT = 0.01  # of the share of right answers
 TASK_NAMES = {
-    "needles": "one needle",
-    "multi": "many needles",
+    "needles": "needles",
+    "alike": "keys that look alike",
     "variables": "variable tracking",
+    "counting": "counting",
+    "questions": "questions",
     PROMPTS: "your prompts",
 }
 
@@ -40,9 +43,8 @@ def plan_lines(plan: Plan, architecture: str, device: str, prompts: int) -> dict
         "variants": list(plan.variant_names),
         "lengths": list(plan.lengths),
         "tasks": list(plan.tasks),
-        "depths": list(plan.depth_values),
-        "samples": plan.samples,
-        "needles of multi": plan.needles,
+        "prompts of each task": plan.samples,
+        "questions of each": plan.needles,
         "timed prefills": plan.repeats,
         "your prompts": None if plan.prompts is None else ", ".join(map(str, plan.prompts)),
         "prompts": f"{prompts} for each of {len(plan.variant_names)} variants",
@@ -86,13 +88,13 @@ def write_report(summary: Summary, plan: Plan) -> list[str]:
 
 def tables(summary: Summary) -> list[Table]:
     """The tables of what was measured."""
-    every = [_retrieval_table(summary), _text_table(summary), _time_table(summary)]
+    every = [_quality_table(summary), _retrieval_table(summary), _text_table(summary), _time_table(summary)]
     return [table for table in every if table.rows]
 
 
 def notes(summary: Summary) -> list[str]:
     """What a reader must know to read the tables, one sentence each."""
-    lines = []
+    lines = [note for row in summary["quality"] if (note := _precision(row, summary["plan"]["samples"])) is not None]
     for task, accuracies in _beyond_dense(summary).items():
         shares = ", ".join(f"{accuracy:.0%} right at {length} tokens" for length, accuracy in accuracies.items())
         lines.append(
@@ -111,6 +113,17 @@ def notes(summary: Summary) -> list[str]:
     return lines
 
 
+def _precision(row: Row, samples: int) -> str | None:
+    """How many prompts it takes to tell whether a variant is within `POINT` of dense; None if these suffice."""
+    half = (row["high"] - row["low"]) / 2 if "low" in row else 0.0
+    if half <= POINT:
+        return None
+    return (
+        f"{row['variant']} at {row['length']} tokens: the interval is {100 * half:.1f} points wide to each side; about "
+        f"--num-prompts {math.ceil(samples * (half / POINT) ** 2)} make it {100 * POINT:g}"
+    )
+
+
 def _beyond_dense(summary: Summary) -> dict[str, dict[int, float]]:
     """The tasks that the dense model cannot do, with its accuracy at each length where that is so."""
     accuracies: dict[str, dict[int, float]] = {}
@@ -120,36 +133,93 @@ def _beyond_dense(summary: Summary) -> dict[str, dict[int, float]]:
     return accuracies
 
 
+def _quality_table(summary: Summary) -> Table:
+    """What each variant keeps of dense's quality at a length, in one row."""
+    answered = ("recall, dense", "recall", "difference, 95%", "p", "p by prompt")
+    names = (
+        "tokens",
+        "variant",
+        "budget",
+        "attention",
+        "prefill",
+        *answered,
+        "KL [nats]",
+        "same top-1",
+        "same answers",
+    )
+    rows = [_quality_cells(row) for row in summary["quality"] if {"asked", "kl", "same"} & row.keys()]
+    return Table(names, rows, "quality beside dense", align="rlr", wrap="variant")
+
+
+def _quality_cells(row: Row) -> tuple[str, ...]:
+    return (
+        str(row["length"]),
+        row["variant"],
+        row["budget"] or "-",
+        _times(row["attention_speedup"]),
+        _times(row.get("speedup")),
+        formatted(row.get("dense_accuracy"), ".1%"),
+        formatted(row.get("accuracy"), ".1%"),
+        _difference(row),
+        formatted(row.get("p"), ".2g"),
+        formatted(row.get("p_by_prompt"), ".2g"),
+        formatted(row.get("kl"), ".1e"),
+        formatted(row.get("top1"), ".2%"),
+        formatted(row.get("same"), ".0%"),
+    )
+
+
+def _times(speedup: float | None) -> str:
+    return "-" if speedup is None else f"{speedup:.2f}x"
+
+
+def _difference(row: Row) -> str:
+    """How many points more answers are right than dense's, with the interval."""
+    if "difference" not in row:
+        return "-"
+    return f"{100 * row['difference']:+.1f} ({100 * row['low']:+.1f} .. {100 * row['high']:+.1f})"
+
+
 def _retrieval_table(summary: Summary) -> Table:
-    names = ("task", "tokens", "variant", "right", "accuracy", "kept of dense's", "log-lik.", "density")
+    names = (
+        "task",
+        "tokens",
+        "variant",
+        "right",
+        "accuracy",
+        "kept of dense's",
+        "difference, 95%",
+        "log-lik.",
+        "density",
+    )
     rows = [_retrieval_cells(row) for row in summary["retrieval"]]
     return Table(names, rows, "answers", align="lrlr", wrap="variant")
 
 
 def _retrieval_cells(row: Row) -> tuple[str, ...]:
     kept = f"{row['kept']} of {row['dense_found']}" if row["dense_can"] else "dense cannot"
-    shorter = "" if row["shortest"] == row["length"] else f"{row['shortest']} - "
+    up_to = "up to " if row["task"] == PROMPTS else ""
     return (
         TASK_NAMES[row["task"]],
-        f"{shorter}{row['length']}",
+        f"{up_to}{row['length']}",
         row["variant"],
         f"{row['found']} of {row['asked']}",
         f"{row['accuracy']:.1%}",
         kept,
+        _difference(row),
         f"{row['log_likelihood']:.3f}",
         f"{row['density']:.3f}",
     )
 
 
 def _text_table(summary: Summary) -> Table:
-    """Perplexity and agreement of a variant at a length, in one row."""
-    names = ("tokens", "variant", "perplexity", "over dense", "KL [nats]", "same top-1", "density")
-    rows: dict[tuple[str, int], Row] = {}
-    for row in (*summary["perplexity"], *summary["agreement"]):
-        rows.setdefault((row["variant"], row["length"]), {}).update(row)
-    order = [variant["name"] for variant in summary["variants"]]
-    ordered = sorted(rows.values(), key=lambda row: (row["length"], order.index(row["variant"])))
-    return Table(names, [_text_cells(row) for row in ordered], "held-out text", align="rlr", wrap="variant")
+    """Perplexity and greedy answers of a variant at a length, in one row."""
+    names = ("tokens", "variant", "perplexity", "over dense", "same answers", "same tokens", "density")
+    rows: dict[tuple[int, str], Row] = {}
+    for row in (*summary["perplexity"], *summary["greedy"]):
+        rows.setdefault((row["length"], row["variant"]), {}).update(row)
+    ordered = sorted(rows.values(), key=lambda row: int(row["length"]))
+    return Table(names, list(map(_text_cells, ordered)), "held-out text", align="rlr", wrap="variant")
 
 
 def _text_cells(row: Row) -> tuple[str, ...]:
@@ -157,10 +227,10 @@ def _text_cells(row: Row) -> tuple[str, ...]:
     return (
         str(row["length"]),
         row["variant"],
-        "-" if ratio is None else f"{row['perplexity']:.4f}",
+        formatted(row.get("perplexity"), ".4f"),
         "-" if ratio is None else f"{ratio - 1:+.2%}".replace("-0.00%", "+0.00%"),
-        f"{row['kl']:.1e}" if "kl" in row else "-",
-        f"{row['top1']:.2%}" if "top1" in row else "-",
+        formatted(row.get("same"), ".0%"),
+        f"{row['prefix']:.1f} of {row['answer_tokens']:.1f}" if "prefix" in row else "-",
         f"{row['density']:.3f}",
     )
 
@@ -191,7 +261,7 @@ def _page(summary: Summary, files: Sequence[str]) -> str:
         f"# Evaluation of {escaped(summary['model'])}",
         f"{escaped(summary['architecture'])}, on {escaped(summary['device'])}, "
         + ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
-        + f"; seed {plan['seed']}, {plan['samples']} prompts of each kind, length and depth.",
+        + f"; seed {plan['seed']}, {plan['samples']} prompts of each task and length, {plan['needles']} questions each",
     ]
     if summary.get("command"):
         parts.append(f"```sh\n{summary['command']}\n```")

@@ -7,14 +7,15 @@ names of its fields are read by whoever keeps results (`docs/results/`), so they
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, product
 from typing import Any
 
+from calibrate.evaluation import paired
 from calibrate.evaluation.own import digest
 from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, Plan
-from calibrate.evaluation.score import bucket_edges
+from calibrate.evaluation.score import BUCKETS
 from calibrate.evaluation.tasks import Case, cases
 from calibrate.evaluation.variants import Variant
 from calibrate.journal import Journal
@@ -24,6 +25,8 @@ from calibrate.versions import versions
 from s2o_runtime.devices import identify
 
 DENSE_CAN = 0.5  # a task of which the dense model answers less says nothing about what a variant loses
+
+OF_ONE_TASK = ("parts", "density", "dense")  # fields of a row that say nothing of several tasks together
 
 Row = dict[str, Any]
 Summary = dict[str, Any]
@@ -66,6 +69,7 @@ def summary(
         journal: The results of all of the plan's prompts.
     """
     results = _Results(journal, cases(plan, user_prompts), compared)
+    text = {name: results.rows([name], of_text) for name, of_text in _OF_TEXT.items()}
     return {
         "model": plan.model,
         "architecture": str(loaded.geometry),
@@ -74,11 +78,11 @@ def summary(
         "versions": versions(),
         "plan": plan.record(),
         "variants": [{"name": variant.name, "identity": variant.identity} for variant in compared],
-        "retrieval": [row for task in (*RETRIEVAL, PROMPTS) for row in _retrieval(task, results)],
+        "quality": _quality(plan, results, text),
+        "retrieval": [{"task": task} | row for task in (*RETRIEVAL, PROMPTS) for row in results.rows([task], _recall)],
         "heat": _heat(plan, results),
-        "perplexity": _perplexity(results),
-        "agreement": _agreement(results),
-        "time": _time(results),
+        **text,
+        "prompts": results.by_prompt(),
     }
 
 
@@ -90,150 +94,142 @@ class _Results:
     cases: Sequence[Case]
     compared: Sequence[Variant]
 
-    @property
-    def dense(self) -> Variant:
-        return self.compared[0]
+    def rows(self, tasks: Sequence[str], measured: Callable[[list[Row], list[Row]], Row]) -> list[Row]:
+        """A row for each length and variant that has results in some tasks; the user's prompts are in one row.
 
-    def values(self, task: str, variant: Variant, keep: Callable[[Case], bool] = lambda case: True) -> list[Row]:
-        """A variant's results in a task, in the order of the prompts."""
-        keys = (case.key(variant.identity) for case in self.cases if task in case.tasks and keep(case))
-        return [value for key in keys if (value := self.journal.get(task, key)) is not None]
+        Args:
+            tasks: Whose results are taken together.
+            measured: Makes a row of a variant's results and dense's; they are the same list for dense.
+        """
+        lengths = sorted({case.length for case in self.cases if set(tasks) & set(case.tasks)})
+        rows = []
+        for group in [lengths] if PROMPTS in tasks and lengths else [[length] for length in lengths]:
+            dense = self.values(tasks, self.compared[0], group)
+            for variant in self.compared:
+                values = dense if variant is self.compared[0] else self.values(tasks, variant, group)
+                if values:  # dense is not compared with itself in agreement
+                    rows.append(
+                        {"variant": variant.name, "length": group[-1]} | measured(values, dense) | _run_stats(values)
+                    )
+        return rows
 
-    def correct(self, task: str, variant: Variant, keep: Callable[[Case], bool]) -> list[bool]:
-        """Whether each answer of a variant is right."""
-        return [right for value in self.values(task, variant, keep) for right in value["correct"]]
+    def values(self, tasks: Sequence[str], variant: Variant, lengths: Sequence[int]) -> list[Row]:
+        """A variant's results in some tasks at some lengths, in the order of the prompts."""
+        keys = ((task, case) for case in self.cases if case.length in lengths for task in case.tasks if task in tasks)
+        return [value for task, case in keys if (value := self.journal.get(task, case.key(variant.identity)))]
 
-    def lengths(self, task: str) -> list[int]:
-        return sorted({case.length for case in self.cases if task in case.tasks})
+    def by_prompt(self) -> list[Row]:
+        """Every prompt's result with every variant, as it was measured: all other numbers follow from these."""
+        return [
+            {"task": task, "variant": variant.name, "length": case.length, "sample": case.sample} | value
+            for case in self.cases
+            for task in case.tasks
+            for variant in self.compared
+            if (value := self.journal.get(task, case.key(variant.identity)))
+        ]
 
 
-def _retrieval(task: str, results: _Results) -> list[Row]:
-    """Answers by variant and length; the user's prompts, of many lengths, together.
+def _recall(values: list[Row], dense: list[Row]) -> Row:
+    """A variant's right answers beside dense's.
 
-    In a row, "found" is how many answers have all their tokens right, "dense_found" how many of dense's do, and "kept"
-    how many are right in both.
+    "found" is how many answers have all their tokens right, "dense_found" how many of dense's do, and "kept" how many
+    are right in both. The other fields of a variant are those of `paired.compared`.
     """
-    lengths = results.lengths(task)
-    groups = [lengths] if task == PROMPTS and lengths else [[length] for length in lengths]
+    by_prompt, dense_by_prompt = ([value["correct"] for value in some] for some in (values, dense))
+    correct, dense_correct = list(chain(*by_prompt)), list(chain(*dense_by_prompt))
+    return {
+        "asked": len(correct),
+        "found": sum(correct),
+        "accuracy": _mean(correct),
+        "dense_found": sum(dense_correct),
+        "dense_accuracy": _mean(dense_correct),
+        "dense_can": _mean(dense_correct) >= DENSE_CAN,
+        "kept": sum(first and second for first, second in zip(dense_correct, correct, strict=True)),
+        "log_likelihood": _mean([number for value in values for number in value["log_likelihood"]]),
+        **({} if values is dense else paired.compared(dense_by_prompt, by_prompt)),
+    }
+
+
+def _quality(plan: Plan, results: _Results, text: Mapping[str, list[Row]]) -> list[Row]:
+    """What each variant keeps of dense's quality at a length: all retrieval tasks together, and the text's results."""
+    times = [{name: row[name] for name in ("variant", "length", "speedup")} for row in text["time"]]
+    parts = [*results.rows(RETRIEVAL, _recall), *text["agreement"], *text["greedy"], *times]
     rows = []
-    for group in groups:
-        dense = results.correct(task, results.dense, _among(group))
-        for variant in results.compared:
-            values = results.values(task, variant, _among(group))
-            correct = results.correct(task, variant, _among(group))
-            log_likelihoods = [number for value in values for number in value["log_likelihood"]]
-            rows.append(
-                {
-                    "task": task,
-                    "variant": variant.name,
-                    "length": group[-1],
-                    "shortest": group[0],
-                    "asked": len(correct),
-                    "found": sum(correct),
-                    "accuracy": _mean(correct),
-                    "dense_found": sum(dense),
-                    "dense_accuracy": _mean(dense),
-                    "dense_can": _mean(dense) >= DENSE_CAN,
-                    "kept": sum(first and second for first, second in zip(dense, correct, strict=True)),
-                    "log_likelihood": _mean(log_likelihoods),
-                    **_run_stats(values),
-                }
-            )
+    for length, variant in product(plan.lengths, results.compared[1:]):
+        row = {"variant": variant.name, "length": length, "budget": variant.budget}
+        row["attention_speedup"] = variant.attention_speedup(length)
+        for part in parts:
+            if (part["variant"], part["length"]) == (variant.name, length):
+                row |= {name: value for name, value in part.items() if name not in OF_ONE_TASK}
+        rows.append(row)
     return rows
 
 
 def _heat(plan: Plan, results: _Results) -> list[Row]:
-    """For each variant the share of needles found: accuracy[depth][length]."""
+    """For each variant the share of needles found: accuracy[depth][length].
+
+    A depth is where one of at most `BUCKETS` equal parts of the text before the questions begins.
+    """
     if "needles" not in plan.tasks:
         return []
-    heat = []
-    for variant in results.compared:
-        accuracy = [
-            [_mean(results.correct("needles", variant, _at(length, depth))) for length in plan.lengths]
-            for depth in plan.depth_values
-        ]
-        heat.append(
-            {
-                "variant": variant.name,
-                "lengths": list(plan.lengths),
-                "depths": list(plan.depth_values),
-                "samples": plan.samples,
-                "accuracy": accuracy,
-            }
-        )
-    return heat
+    parts = min(BUCKETS, plan.needles)
+
+    def accuracy(variant: Variant, length: int, part: int) -> float:
+        values = results.values(["needles"], variant, [length])
+        answers = (pair for value in values for pair in zip(value["asked"], value["correct"], strict=True))
+        return _mean([right for number, right in answers if number * parts // plan.needles == part])
+
+    return [
+        {
+            "variant": variant.name,
+            "lengths": list(plan.lengths),
+            "depths": [part / parts for part in range(parts)],
+            "accuracy": [[accuracy(variant, length, part) for length in plan.lengths] for part in range(parts)],
+        }
+        for variant in results.compared
+    ]
 
 
-def _perplexity(results: _Results) -> list[Row]:
-    rows = []
-    for length in results.lengths("perplexity"):
-        dense = results.values("perplexity", results.dense, _among([length]))
-        for variant in results.compared:
-            values = results.values("perplexity", variant, _among([length]))
-            nll, tokens, dense_nll = _totals(values, "nll"), _totals(values, "tokens"), _totals(dense, "nll")
-            rows.append(
-                {
-                    "variant": variant.name,
-                    "length": length,
-                    "tokens": sum(tokens),
-                    "perplexity": math.exp(sum(nll) / sum(tokens)),
-                    "dense_perplexity": math.exp(sum(dense_nll) / sum(tokens)),
-                    "parts": [
-                        {"from": first, "to": last, "nll": part / count, "dense_nll": dense_part / count}
-                        for (first, last), part, dense_part, count in zip(
-                            _edges(length), nll, dense_nll, tokens, strict=True
-                        )
-                    ],
-                    **_run_stats(values),
-                }
-            )
-    return rows
+def _perplexity(values: list[Row], dense: list[Row]) -> Row:
+    tokens = sum(value["tokens"] for value in values)
+    perplexity, of_dense = (math.exp(math.fsum(value["nll"] for value in some) / tokens) for some in (values, dense))
+    return {"tokens": tokens, "perplexity": perplexity, "dense_perplexity": of_dense}
 
 
-def _agreement(results: _Results) -> list[Row]:
-    rows = []
-    for length in results.lengths("agreement"):
-        for variant in results.compared[1:]:
-            values = results.values("agreement", variant, _among([length]))
-            kl, same, counts = (_totals(values, name) for name in ("kl", "same", "positions"))
-            rows.append(
-                {
-                    "variant": variant.name,
-                    "length": length,
-                    "positions": sum(counts),
-                    "kl": max(0.0, sum(kl) / sum(counts)),  # rounding can leave less than nothing
-                    "top1": sum(same) / sum(counts),
-                    "parts": [
-                        {"from": first, "to": last, "kl": max(0.0, part / count), "top1": equal / count}
-                        for (first, last), part, equal, count in zip(_edges(length), kl, same, counts, strict=True)
-                    ],
-                    **_run_stats(values),
-                }
-            )
-    return rows
+def _agreement(values: list[Row], dense: list[Row]) -> Row:
+    kl, same, counts = (
+        [math.fsum(part) for part in zip(*(value[name] for value in values), strict=True)]
+        for name in ("kl", "same", "positions")
+    )
+    return {
+        "positions": sum(counts),
+        "kl": max(0.0, sum(kl) / sum(counts)),  # rounding can leave less than nothing
+        "top1": sum(same) / sum(counts),
+        "parts": [
+            {"kl": max(0.0, part / count), "top1": equal / count}
+            for part, equal, count in zip(kl, same, counts, strict=True)
+        ],
+    }
 
 
-def _time(results: _Results) -> list[Row]:
-    rows = []
-    for length in results.lengths("time"):
-        (dense,) = results.values("time", results.dense, _among([length]))
-        for variant in results.compared:
-            (value,) = results.values("time", variant, _among([length]))
-            measured = {name: value[name] for name in ("seconds", "fastest", "slowest", "peak_bytes")}
-            rows.append(
-                {"variant": variant.name, "length": length, **measured}
-                | {"dense_seconds": dense["seconds"], "speedup": dense["seconds"] / value["seconds"]}
-                | _run_stats([value])
-            )
-    return rows
+def _greedy(values: list[Row], dense: list[Row]) -> Row:
+    """How many greedy answers are dense's, and how many of their first tokens; dense's own row shows rounding."""
+    prefixes, whole = [value["prefix"] for value in values], [len(value["tokens"]) for value in dense]
+    return {
+        "answers": len(values),
+        "same": _mean([prefix == tokens for prefix, tokens in zip(prefixes, whole, strict=True)]),
+        "prefix": _mean(prefixes),
+        "answer_tokens": _mean(whole),
+    }
 
 
-def _among(lengths: Sequence[int]) -> Callable[[Case], bool]:
-    return lambda case: case.length in lengths
+def _time(values: list[Row], dense: list[Row]) -> Row:
+    (value,), (of_dense,) = values, dense
+    measured = {name: value[name] for name in ("seconds", "fastest", "slowest", "peak_bytes")}
+    return measured | {"dense_seconds": of_dense["seconds"], "speedup": of_dense["seconds"] / value["seconds"]}
 
 
-def _at(length: int, depth: float) -> Callable[[Case], bool]:
-    return lambda case: case.length == length and case.depth == depth
+_OF_TEXT = {"perplexity": _perplexity, "agreement": _agreement, "greedy": _greedy, "time": _time}
 
 
 def _run_stats(values: Sequence[Row]) -> Row:
@@ -243,15 +239,6 @@ def _run_stats(values: Sequence[Row]) -> Row:
         for reason, layers in value["dense"].items():
             reasons[reason] = max(layers, reasons.get(reason, 0))
     return {"density": _mean([value["density"] for value in values]), "dense": reasons}
-
-
-def _totals(values: Iterable[Row], name: str) -> list[float]:
-    """For each part of the prompt, the sum over the prompts."""
-    return [math.fsum(part) for part in zip(*(value[name] for value in values), strict=True)]
-
-
-def _edges(length: int) -> list[tuple[int, int]]:
-    return list(pairwise(bucket_edges(length)))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -54,7 +54,8 @@ def evaluate(
             step(f"are in {journal.path.name}", known, known=True)
         for case, missing in zip(planned, to_do, strict=True):
             if missing:
-                run = _CaseRun(case, build(case, plan, loaded.tokenizer, user_prompts), plan, loaded, compared, journal)
+                prompt, asked = build(case, plan, loaded.tokenizer, user_prompts)
+                run = _CaseRun(case, prompt, asked, plan, loaded, compared, journal)
                 for _ in run.measure(missing):
                     step(f"{', '.join(case.tasks)} at {case.length} tokens")
 
@@ -70,10 +71,11 @@ def _missing(case: Case, variant: Variant, dense: Variant, journal: Journal) -> 
 
 @dataclass(frozen=True)
 class _CaseRun:
-    """One prompt, and what it takes to run variants on it."""
+    """One prompt, the number of the question of each of its answers, and what it takes to run variants on it."""
 
     case: Case
     prompt: Prompt
+    asked: Sequence[int]
     plan: Plan
     loaded: LoadedModel
     compared: Sequence[Variant]
@@ -92,24 +94,46 @@ class _CaseRun:
             is_reference = variant is dense and compares
             if not tasks and not is_reference:
                 continue
-            with _within_memory(variant, self.case), running(self.loaded.model, variant):
+            with _within_memory(variant, self.case):
                 if self.case.tasks == ("time",):
-                    results = {"time": score.first_token(self.loaded, self.prompt.ids, self.plan.repeats)}
+                    results = self._times(variant)
                 else:
-                    forward = score.ForwardPass(self.loaded, self.prompt.ids)
-                    if is_reference:
-                        dense_log_probs = score.reference(forward, self._positions())
-                    results = {task: self._score(task, forward, dense_log_probs) for task in tasks}
-                    del forward
-                stats = asdict(run_stats(variant))
+                    results, dense_log_probs = self._scores(variant, tasks, is_reference, dense_log_probs)
             for task, result in results.items():
-                self.journal.put(task, self.case.key(variant.identity), result | stats)
+                self.journal.put(task, self.case.key(variant.identity), result)
             if variant in missing:
                 yield
 
+    def _times(self, variant: Variant) -> dict[str, Any]:
+        with running(self.loaded.model, variant):
+            result = score.first_token(self.loaded, self.prompt.ids, self.plan.repeats)
+            return {"time": result | asdict(run_stats(variant))}
+
+    def _scores(
+        self, variant: Variant, tasks: Sequence[str], is_reference: bool, dense_log_probs: Tensor | None
+    ) -> tuple[dict[str, Any], Tensor | None]:
+        """The results of one pass by task, and the predictions that further variants are compared with.
+
+        A greedy answer follows the variant's prompt, but is itself read with dense attention, as decoding always is.
+        """
+        with running(self.loaded.model, variant):
+            forward = score.ForwardPass(self.loaded, self.prompt.ids, cache="greedy" in tasks)
+            if is_reference:
+                dense_log_probs = score.reference(forward, self._positions())
+            results = {task: self._score(task, forward, dense_log_probs) for task in tasks if task != "greedy"}
+            stats = asdict(run_stats(variant))
+        if "greedy" in tasks:
+            by_dense = self.journal.get("greedy", self.case.key(self.compared[0].identity))
+            results["greedy"] = (
+                score.greedy_answer(self.loaded, forward)
+                if by_dense is None  # dense comes first
+                else score.greedy_prefix(forward, by_dense["tokens"])
+            )
+        return {task: result | stats for task, result in results.items()}, dense_log_probs
+
     def _score(self, task: str, forward: score.ForwardPass, dense_log_probs: Tensor | None) -> dict[str, Any]:
         if task in (*RETRIEVAL, PROMPTS):
-            return score.answers(forward, self.prompt)
+            return score.answers(forward, self.prompt) | {"asked": self.asked}
         if task == "perplexity":
             return score.negative_log_likelihood(forward)
         assert dense_log_probs is not None  # dense comes first

@@ -1,10 +1,11 @@
-"""Scores of one model on one prompt, teacher-forced: one forward pass, and logits only where they are needed."""
+"""Scores of one model on one prompt: a forward pass, logits only where they are needed, an answer from the cache."""
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,17 +20,41 @@ from calibrate.prompts.prompt import Prompt
 from s2o_runtime.errors import ModelError
 
 BUCKETS = 8  # equal parts of a prompt, by position
+ANSWER = 64  # tokens of a greedy answer
 
 
 class ForwardPass:
-    """One prompt through a model as it is patched now. hidden: [L, H], after the last norm."""
+    """One prompt through a model as it is patched now.
+
+    hidden: [L, H], after the last norm. cache: Its keys and values, if they are kept.
+    """
 
     @torch.no_grad()
-    def __init__(self, loaded: LoadedModel, ids: Tensor) -> None:
+    def __init__(self, loaded: LoadedModel, ids: Tensor, *, cache: bool = False) -> None:
         self._logits = logits_of(loaded.model)
-        decoder = decoder_of(loaded.model)
+        self._decoder = decoder_of(loaded.model)
         self.ids = ids.to(loaded.weights.device)
-        self.hidden: Tensor = decoder(input_ids=self.ids[None], use_cache=False).last_hidden_state[0]
+        outputs = self._decoder(input_ids=self.ids[None], use_cache=cache)
+        self.hidden: Tensor = outputs.last_hidden_state[0]
+        self.cache: Any = outputs.past_key_values if cache else None
+
+    @property
+    def first_token(self) -> int:
+        """The most likely token after the prompt."""
+        (token,) = self._most_likely(self.hidden[-1:])
+        return token
+
+    @torch.no_grad()
+    def following(self, tokens: Sequence[int]) -> list[int]:
+        """The most likely token after each of these, which the model as it is patched now reads behind its cache."""
+        ids = torch.tensor([list(tokens)], device=self.ids.device)
+        outputs = self._decoder(input_ids=ids, past_key_values=self.cache, use_cache=True)
+        return self._most_likely(outputs.last_hidden_state[0])
+
+    @torch.no_grad()
+    def _most_likely(self, hidden: Tensor) -> list[int]:
+        tokens: list[int] = self._logits(hidden[None])[0].argmax(-1).tolist()
+        return tokens
 
     def log_probs(self, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The model's predictions, in pieces of `ROWS` positions so that few logits exist at once.
@@ -72,29 +97,64 @@ class ForwardPass:
 
 def answers(forward: ForwardPass, prompt: Prompt) -> dict[str, Any]:
     """For each answer, whether all of its tokens are the most likely ones, and its log-likelihood in nats."""
-    correct, log_likelihood = [], []
-    for first, last in prompt.answers:
-        log_probs, most_likely = forward.token_log_probs(torch.arange(first, last))
-        correct.append(bool(most_likely.all()))
-        log_likelihood.append(float(log_probs.sum()))
-    return {"correct": correct, "log_likelihood": log_likelihood}
+    positions = torch.cat([torch.arange(first, last) for first, last in prompt.answers])
+    lengths = [last - first for first, last in prompt.answers]
+    log_probs, most_likely = (torch.split(values, lengths) for values in forward.token_log_probs(positions))
+    return {
+        "correct": [bool(tokens.all()) for tokens in most_likely],
+        "log_likelihood": [float(tokens.sum()) for tokens in log_probs],
+    }
 
 
 def negative_log_likelihood(forward: ForwardPass) -> dict[str, Any]:
-    """Negative log-likelihood in nats of every token but the first: sums and counts by `bucket_of`."""
-    length = len(forward.ids)
-    positions = torch.arange(1, length)
-    log_probs, _ = forward.token_log_probs(positions)
-    return {"nll": _sums(-log_probs, positions, length), "tokens": _counts(positions, length)}
+    """The sum of the negative log-likelihoods in nats of every token but the first, and how many these are."""
+    log_probs, _ = forward.token_log_probs(torch.arange(1, len(forward.ids)))
+    return {"nll": -float(log_probs.sum()), "tokens": len(log_probs)}
+
+
+def greedy_answer(loaded: LoadedModel, forward: ForwardPass) -> dict[str, Any]:
+    """What the model as it is patched now writes behind a prompt, one token after another.
+
+    Args:
+        loaded: The model.
+        forward: The prompt's pass, with its cache, which is used up.
+
+    Returns:
+        tokens: `ANSWER` of them, or fewer if the last ends the answer. prefix: What `greedy_prefix` gives for this
+        same model: fewer only because the answer is read at once there, and rounded otherwise.
+    """
+    end = getattr(loaded.model.generation_config, "eos_token_id", None)
+    ends = {end} if isinstance(end, int) else set(end or ())
+    unused = copy.deepcopy(forward.cache)
+    tokens = [forward.first_token]
+    while len(tokens) < ANSWER and tokens[-1] not in ends:
+        tokens += forward.following(tokens[-1:])
+    forward.cache = unused
+    return {"tokens": tokens, **greedy_prefix(forward, tokens)}
+
+
+def greedy_prefix(forward: ForwardPass, tokens: Sequence[int]) -> dict[str, Any]:
+    """How many of an answer's first tokens the model as it is patched now would write too, behind its own cache.
+
+    Greedy decoding writes an answer for as long as each token is the most likely one after those before it. So one
+    pass over the answer tells where it would first differ.
+
+    Args:
+        forward: The prompt's pass, with its cache, which is used up.
+        tokens: The answer, at least one token.
+    """
+    own = [forward.first_token, *(forward.following(tokens[:-1]) if tokens[1:] else ())]
+    alike = [token == expected for token, expected in zip(own, tokens, strict=True)]
+    return {"prefix": [*alike, False].index(False)}
 
 
 def reference(forward: ForwardPass, positions: Tensor) -> Tensor:
-    """The log-probabilities [R, V] after these positions [R], kept on the CPU to compare other variants with."""
-    return torch.cat([log_probs.cpu() for _, log_probs in forward.log_probs(positions)])
+    """The log-probabilities [R, V] after these positions [R], which other variants are compared with."""
+    return torch.cat([log_probs for _, log_probs in forward.log_probs(positions)])
 
 
 def agreement(forward: ForwardPass, positions: Tensor, dense: Tensor) -> dict[str, Any]:
-    """KL(dense || this) in nats and the number of equal most likely tokens: sums and counts by `bucket_of`.
+    """KL(dense || this) in nats and the number of equal most likely tokens: sums of each part of the prompt.
 
     Args:
         forward: The pass to judge.
@@ -106,12 +166,8 @@ def agreement(forward: ForwardPass, positions: Tensor, dense: Tensor) -> dict[st
         compared = predictions.agreement(rows.to(log_probs.device), log_probs)
         kl.append(compared.kl.cpu())
         same.append(compared.same.cpu())
-    length = len(forward.ids)
-    return {
-        "kl": _sums(torch.cat(kl), positions, length),
-        "same": _sums(torch.cat(same).double(), positions, length),
-        "positions": _counts(positions, length),
-    }
+    values = {"kl": torch.cat(kl), "same": torch.cat(same), "positions": torch.ones(len(positions))}
+    return {name: _sums(value, positions, len(forward.ids)) for name, value in values.items()}
 
 
 def first_token(loaded: LoadedModel, ids: Tensor, repeats: int) -> dict[str, Any]:
@@ -142,21 +198,13 @@ def first_token(loaded: LoadedModel, ids: Tensor, repeats: int) -> dict[str, Any
     }
 
 
-def bucket_of(positions: Tensor, length: int) -> Tensor:
-    """The part of a prompt in which a position lies, 0 to BUCKETS - 1."""
-    return positions * BUCKETS // length
-
-
 def bucket_edges(length: int) -> list[int]:
     """The first position of each part, and one behind the last."""
     return [math.ceil(index * length / BUCKETS) for index in range(BUCKETS + 1)]
 
 
 def _sums(values: Tensor, positions: Tensor, length: int) -> list[float]:
+    """The sum of the values in each part of a prompt."""
     sums = torch.zeros(BUCKETS, dtype=torch.float64)
-    sums.index_add_(0, bucket_of(positions, length), values.double())
+    sums.index_add_(0, positions * BUCKETS // length, values.double())
     return sums.tolist()
-
-
-def _counts(positions: Tensor, length: int) -> list[int]:
-    return torch.bincount(bucket_of(positions, length), minlength=BUCKETS).tolist()

@@ -1,8 +1,8 @@
 """The prompts of an evaluation: which there are, and how each is built.
 
-The tasks are of RULER's kinds, in the wording of `calibrate.prompts.needles`. Every prompt has exactly the length it is
-meant to have: Python sources that calibration does not use, facts written over them, and the questions with their
-answers at the end. A prompt depends on the seed and on its task, length, depth and number alone.
+The retrieval tasks are of RULER's kinds. Every prompt has exactly the length it is meant to have: Python sources that
+calibration does not use, facts written over them, and the questions with their answers at the end. A prompt depends on
+the seed and on its task, length and number alone.
 """
 
 from __future__ import annotations
@@ -10,22 +10,19 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
 import torch
 
-from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, Plan
-from calibrate.prompts.needles import Needle, make_needles
+from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, TEXT, Plan
+from calibrate.prompts.facts import FACTS
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.retrieval import Retrieval, encode, start_of
-from calibrate.prompts.stdlib import sources
+from calibrate.prompts.stdlib import first_tokens, sources
 from s2o_runtime.errors import InputError
 
-TEXT = ("perplexity", "agreement")  # tasks that one pass over one prompt answers
-CHAINS = 4  # of variables in a prompt: a model that repeats any code it has seen is right once in four times
-HOPS = 2  # names between a chain's code and the variable that is asked for
+SUMMARY = "\n\n# What the sources above do, in a few sentences:\n#"  # ends held-out text: what follows is an answer
 
 
 @dataclass(frozen=True)
@@ -36,31 +33,22 @@ class Case:
         tasks: What its result answers; several where one forward pass answers them all.
         length: In tokens.
         sample: Its number among the prompts of this kind.
-        depth: The share of the text before its needle, 0 to 1; None for a prompt without a single needle.
     """
 
     tasks: tuple[str, ...]
     length: int
     sample: int
-    depth: float | None = None
 
     def key(self, variant: str) -> dict[str, Any]:
         """The journal's key of this prompt's result with a variant."""
-        return {"variant": variant, "length": self.length, "depth": self.depth, "sample": self.sample}
+        return {"variant": variant, "length": self.length, "sample": self.sample}
 
 
 def cases(plan: Plan, user_prompts: Sequence[Prompt]) -> list[Case]:
     """Every prompt that a plan asks for, by rising length; the user's prompts and the timed ones last."""
-    planned = []
-    for length in plan.lengths:
-        if "needles" in plan.tasks:
-            depths_and_samples = product(plan.depth_values, range(plan.samples))
-            planned += [Case(("needles",), length, sample, depth) for depth, sample in depths_and_samples]
-        for task in ("multi", "variables"):
-            if task in plan.tasks:
-                planned += [Case((task,), length, sample) for sample in range(plan.samples)]
-        if text_tasks := tuple(task for task in TEXT if task in plan.tasks):
-            planned += [Case(text_tasks, length, sample) for sample in range(plan.samples)]
+    groups = [*((task,) for task in RETRIEVAL), TEXT]  # one forward pass answers all tasks of a group
+    groups = [tasks for group in groups if (tasks := tuple(task for task in group if task in plan.tasks))]
+    planned = [Case(tasks, *rest) for *rest, tasks in product(plan.lengths, range(plan.samples), groups)]
     if PROMPTS in plan.tasks:
         planned += [Case((PROMPTS,), len(prompt.ids), index) for index, prompt in enumerate(user_prompts)]
     if "time" in plan.tasks:
@@ -68,25 +56,27 @@ def cases(plan: Plan, user_prompts: Sequence[Prompt]) -> list[Case]:
     return planned
 
 
-def build(case: Case, plan: Plan, tokenizer: Any, user_prompts: Sequence[Prompt]) -> Prompt:
-    """The prompt of a case.
+def build(case: Case, plan: Plan, tokenizer: Any, user_prompts: Sequence[Prompt]) -> tuple[Prompt, list[int]]:
+    """The prompt of a case, and for each of its answers the number of the question, which is that of its fact.
 
     Raises:
         InputError: If its length is too short for its facts and questions.
     """
     task = case.tasks[0]
     if task == PROMPTS:
-        return user_prompts[case.sample]
+        return user_prompts[case.sample], [0]
     begin = start_of(tokenizer)
+    text = first_tokens(tokenizer, sources(_rng(case, plan, "text"), held_out=True), case.length - len(begin))
     if task not in RETRIEVAL:
-        return Prompt(torch.tensor(begin + _haystack(tokenizer, case, plan, case.length - len(begin))))
+        end = encode(tokenizer, SUMMARY) if task in TEXT else []
+        return Prompt(torch.tensor([*begin, *text][: case.length - len(end)] + end)), []
     retrieval = _retrieval(case, plan, tokenizer)
     needed = retrieval.fewest_tokens(len(begin))
     if case.length < needed:
         raise InputError(_too_short(task, case.length, needed))
-    text = begin + _haystack(tokenizer, case, plan, case.length - len(begin) - len(retrieval.questions))
-    ids, answers = retrieval.hidden_in(text, retrieval.positions(len(begin), len(text), case.depth))
-    return Prompt(torch.tensor(ids), answers)
+    before = [*begin, *text][: case.length - len(retrieval.questions)]
+    ids, answers = retrieval.hidden_in(before, len(begin))
+    return Prompt(torch.tensor(ids), answers), retrieval.asked
 
 
 def check(plan: Plan, tokenizer: Any) -> None:
@@ -108,49 +98,13 @@ def check(plan: Plan, tokenizer: Any) -> None:
 
 def _retrieval(case: Case, plan: Plan, tokenizer: Any) -> Retrieval:
     """The facts and questions of a case."""
-    rng = _rng(case, plan)
-    task = case.tasks[0]
-    if task == "variables":
-        facts, asked = _chains(rng)
-        return Retrieval.of(tokenizer, asked, rng, facts)
-    return Retrieval.of(tokenizer, make_needles(1 if task == "needles" else plan.needles, rng), rng)
+    rng = _rng(case, plan, "facts")
+    facts, asked = FACTS[case.tasks[0]](plan.needles, rng)
+    return Retrieval.of(tokenizer, asked, rng, facts)
 
 
-def _chains(rng: random.Random) -> tuple[list[str], list[Needle]]:
-    """Facts of chains, each name stated before the one that refers to it, and the last name of each with its code."""
-    named = make_needles(CHAINS * (HOPS + 1), rng)
-    facts = [needle.fact for needle in named[:CHAINS]]
-    asked = named[:CHAINS]
-    for hop in range(1, HOPS + 1):
-        words = [needle.word for needle in named[hop * CHAINS : (hop + 1) * CHAINS]]
-        facts += [
-            f"\n# The secret code for {word} is the secret code for {before.word}.\n"
-            for word, before in rng.sample(list(zip(words, asked, strict=True)), CHAINS)
-        ]
-        asked = [Needle(word, before.code) for word, before in zip(words, asked, strict=True)]
-    return facts, asked
-
-
-def _haystack(tokenizer: Any, case: Case, plan: Plan, count: int) -> list[int]:
-    """`count` tokens of sources that no calibration has seen; the same for all depths of a needle."""
-    texts = _texts()
-    first = random.Random(f"{plan.seed}/{case.length}/{case.sample}/text").randrange(len(texts))
-    ids: list[int] = []
-    for text in texts[first:] + texts[:first]:
-        ids += encode(tokenizer, text)
-        if len(ids) >= count:
-            return ids[:count]
-    raise InputError(f"the standard library's sources are too short for {count} tokens: use shorter --lengths")
-
-
-@lru_cache(maxsize=1)
-def _texts() -> list[str]:
-    """The standard library's files that are held out, each folder's together."""
-    return list(sources(random.Random(0), True))
-
-
-def _rng(case: Case, plan: Plan) -> random.Random:
-    return random.Random(f"{plan.seed}/{case.tasks[0]}/{case.length}/{case.sample}/{case.depth}")
+def _rng(case: Case, plan: Plan, purpose: str) -> random.Random:
+    return random.Random(f"{plan.seed}/{case.tasks[0]}/{case.length}/{case.sample}/{purpose}")
 
 
 def _too_short(task: str, length: int, needed: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from s2o_runtime.devices import identify
 from s2o_runtime.errors import InputError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.identity import attention_modules
+from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.tiles import candidate_tiles
 
 DIGEST = 16  # hexadecimal digits that name a profile's content
@@ -40,13 +42,31 @@ class Variant:
             attention that torch has.
         baseline: What computes every layer's prefill instead of S2O; then there are no states.
         last: With a baseline, what each attention layer did in the last prefill.
+        profile: What the states are of, if they are those of a profile.
     """
 
     name: str
     identity: str
     states: tuple[hf.LayerState, ...] = ()
     baseline: Baseline | None = None
+    profile: Profile | None = None
     last: dict[nn.Module, BaselineStats] = field(default_factory=dict)
+
+    @property
+    def budget(self) -> str | None:
+        """The budget that a profile was calibrated for, such as "rel_mse 0.001"."""
+        recorded = None if self.profile is None else self.profile.record.budget
+        return None if recorded is None else f"{recorded.kind} {recorded.value:g}"
+
+    def attention_speedup(self, length: int) -> float | None:
+        """How much faster than dense a profile's layers were timed together at a length; None if one was not."""
+        lengths = () if self.profile is None else self.profile.record.predicted or ()
+        layers = [layer for one in lengths if one.length == length for layer in one.layers or ()]
+        times = [(one.dense_seconds, one.seconds) for one in layers if one.dense_seconds and one.seconds]
+        if not layers or len(times) < len(layers):
+            return None
+        dense, seconds = map(math.fsum, zip(*times, strict=True))
+        return dense / seconds
 
 
 @dataclass(frozen=True)
@@ -71,11 +91,12 @@ def variants(plan: Plan, loaded: LoadedModel) -> list[Variant]:
     names = iter(plan.variant_names)
     compared = [Variant(next(names), DENSE)]
     for path in plan.profiles:
-        hf.patch(loaded.model, path, drift="off")  # once: its states are kept, so that changing variants costs nothing
+        profile = load_profile(path)
+        hf.patch(loaded.model, profile, drift="off")  # once: states are kept, so that changing variants costs nothing
         states = tuple(hf.layer_states(loaded.model))
         hf.unpatch(loaded.model)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:DIGEST]
-        compared.append(Variant(next(names), digest, states))
+        compared.append(Variant(next(names), digest, states, profile=profile))
     device = identify(loaded.weights.device)
     tiles = candidate_tiles(loaded.geometry.head_dim, device.capability) if device.kind == "cuda" else ()
     for setting in plan.settings:

@@ -53,7 +53,7 @@ def assembled(
         ids, answers = retrieval.asked_after(text)
     else:
         text = _plain(tokenizer, first, documents, length - len(retrieval.questions))
-        ids, answers = retrieval.hidden_in(text, retrieval.positions(len(start_of(tokenizer)), len(text)))
+        ids, answers = retrieval.hidden_in(text, len(start_of(tokenizer)))
     return Prompt(torch.tensor(ids), answers, first.domain)
 
 

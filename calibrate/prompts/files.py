@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from calibrate.prompts.documents import Document, Turn
 from s2o_runtime.errors import InputError
 
 TEXT_SUFFIXES = (".txt", ".md")
 SUFFIXES = (".jsonl", *TEXT_SUFFIXES)
+Entry = TypeVar("Entry")
 EXPECTED = 'expected a string, or an object with "text", "prompt" or "messages"'
 
 
@@ -39,33 +40,49 @@ def _of_folder(folder: Path) -> list[Document]:
 
 
 def _of_file(path: Path, folder: Path | None) -> list[Document]:
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise InputError(f"prompt file {path} cannot be read ({reason}): check the path") from error
     if path.suffix.lower() in TEXT_SUFFIXES:
+        content = read_text(path)
         group = path if folder is None or path.parent == folder else path.parent
         documents = [Document((folder or path).stem, str(group), content)] if content.strip() else []
         if folder is None and not documents:
             raise InputError(f"prompt file {path} is empty: leave it out")
         return documents
-    documents = list(_of_lines(path, content))
-    if not documents:
-        raise InputError(f"prompt file {path} holds no prompts: expected one JSON object with a text per line")
-    return documents
+    return parsed_lines(path, lambda entry, number: _of_entry(entry, path, number), EXPECTED)
 
 
-def _of_lines(path: Path, content: str) -> Iterator[Document]:
-    for number, line in enumerate(content.split("\n"), 1):
+def read_text(path: Path) -> str:
+    """A prompt file's text. Raises InputError if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise InputError(f"prompt file {path} cannot be read ({reason}): check the path") from error
+
+
+def parsed_lines(path: Path, parse: Callable[[Any, int], Entry], expected: str) -> list[Entry]:
+    """What a file of JSON lines holds.
+
+    Args:
+        path: The file.
+        parse: Makes an entry of a line's JSON and number; ValueError says what is wrong with it.
+        expected: What a line should be, for messages.
+
+    Raises:
+        InputError: The file cannot be read or has no entries, or a line is none; it names file and line.
+    """
+    entries = []
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
-                yield _of_entry(json.loads(line), path, number)
+                entries.append(parse(json.loads(line), number))
             except json.JSONDecodeError as error:
-                what = f"this is not JSON ({error.msg} at column {error.colno}): {EXPECTED}"
+                what = f"this is not JSON ({error.msg} at column {error.colno}): {expected}"
                 raise InputError(f"{path}:{number}: {what}") from error
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{path}:{number}: {error}") from error
+    if not entries:
+        raise InputError(f"prompt file {path} holds no prompts: {expected} per line")
+    return entries
 
 
 def _of_entry(entry: Any, path: Path, number: int) -> Document:

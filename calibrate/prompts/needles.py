@@ -34,25 +34,28 @@ DIGITS = 5
 
 @dataclass(frozen=True)
 class Needle:
-    """A hidden fact and its question, as text."""
+    """A hidden fact and its question, as text.
 
-    word: str
+    fact: The line that is hidden in the text. question: Up to where the answer is due. code: What answers it.
+    """
+
+    fact: str
+    question: str
     code: str
-
-    @property
-    def fact(self) -> str:
-        """The line that is hidden in the text."""
-        return f"\n# The secret code for {self.word} is {self.code}.\n"
-
-    @property
-    def question(self) -> str:
-        """The question, up to where the code is due."""
-        return f"\n# What is the secret code for {self.word}? The secret code for {self.word} is "
 
     @property
     def answer(self) -> str:
         """The code, as it follows the question."""
         return f"{self.code}.\n"
+
+
+def needle_of(key: str, code: str) -> Needle:
+    """The needle that states a code for a key."""
+    return Needle(
+        f"\n# The secret code for {key} is {code}.\n",
+        f"\n# What is the secret code for {key}? The secret code for {key} is ",
+        code,
+    )
 
 
 def make_needles(count: int, rng: random.Random) -> list[Needle]:
@@ -63,5 +66,9 @@ def make_needles(count: int, rng: random.Random) -> list[Needle]:
     """
     if count > len(WORDS):
         raise ValueError(f"{count} needles were asked for, but there are {len(WORDS)} distinct words")
-    words = rng.sample(WORDS, count)
-    return [Needle(word, "".join(rng.choices("0123456789", k=DIGITS))) for word in words]
+    return [needle_of(word, random_code(rng)) for word in rng.sample(WORDS, count)]
+
+
+def random_code(rng: random.Random) -> str:
+    """A code of `DIGITS` digits."""
+    return "".join(rng.choices("0123456789", k=DIGITS))

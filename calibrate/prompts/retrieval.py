@@ -19,12 +19,14 @@ class Retrieval:
     """What a retrieval prompt has besides its text, as token ids.
 
     facts: Each fact, in the order in which they stand in the text. questions: The end of the prompt, where each
-    question is followed by its answer. answers: Where the codes stand among the tokens of `questions`.
+    question is followed by its answer. answers: Where the codes stand among the tokens of `questions`. asked: Which of
+    the needles each answer belongs to.
     """
 
     facts: list[list[int]]
     questions: list[int]
     answers: list[Span]
+    asked: list[int]
 
     @classmethod
     def of(
@@ -40,47 +42,35 @@ class Retrieval:
         """
         questions: list[int] = []
         answers = []
-        for needle in rng.sample(asked, len(asked)):
+        order = rng.sample(range(len(asked)), len(asked))
+        for needle in (asked[number] for number in order):
             first, end = code_tokens(tokenizer, needle)
             answers.append((len(questions) + first, len(questions) + end))
             questions += encode(tokenizer, needle.question + needle.answer)
         texts = [needle.fact for needle in asked] if facts is None else facts
-        return cls([encode(tokenizer, fact) for fact in texts], questions, answers)
+        return cls([encode(tokenizer, fact) for fact in texts], questions, answers, order)
 
     def within(self, most: int) -> Retrieval:
         """The same with at most `most` tokens of questions, and the answers that are whole within them."""
-        return replace(
-            self, questions=self.questions[:most], answers=[span for span in self.answers if span[1] <= most]
-        )
+        answers = [span for span in self.answers if span[1] <= most]
+        return replace(self, questions=self.questions[:most], answers=answers, asked=self.asked[: len(answers)])
 
     def fewest_tokens(self, start: int) -> int:
         """The shortest prompt in which no fact is written over another. start: tokens that stand before all facts."""
         return start + len(self.questions) + (len(self.facts) + 1) * max(map(len, self.facts))
 
-    def positions(self, start: int, end: int, depth: float | None = None) -> list[int]:
-        """Where the facts begin between two positions of the text.
-
-        Args:
-            start: The first position that may be written over.
-            end: One behind the last.
-            depth: Where the only fact stands, from 0 (at the start) to 1 (at the end); None spreads all facts evenly.
-        """
-        if depth is not None:
-            return [start + round(depth * (end - start - len(self.facts[0])))]
-        return spread(len(self.facts), start, end)
-
-    def hidden_in(self, text: Sequence[int], positions: Sequence[int]) -> tuple[list[int], tuple[Span, ...]]:
-        """Hide the facts in a text and ask for them at its end.
+    def hidden_in(self, text: Sequence[int], start: int) -> tuple[list[int], tuple[Span, ...]]:
+        """Hide the facts in a text, spread evenly, and ask for them at its end.
 
         Args:
             text: The text's token ids.
-            positions: Where each fact begins.
+            start: How many of its first tokens may not be written over.
 
         Returns:
             The prompt's token ids, as many as text and questions have together, and where the codes that it asks for
             stand in it.
         """
-        return self.asked_after(with_facts(text, self.facts, positions))
+        return self.asked_after(with_facts(text, self.facts, spread(len(self.facts), start, len(text))))
 
     def asked_after(self, text: Sequence[int]) -> tuple[list[int], tuple[Span, ...]]:
         """Ask for the facts after a text that holds them already; returns what `hidden_in` does."""

@@ -67,7 +67,7 @@ def _with_needles(tokenizer: Any, files: Iterator[str], length: int, rng: random
     needles = make_needles(needles_in(length), rng)
     retrieval = Retrieval.of(tokenizer, needles, rng).within(length // 4)
     text = first_tokens(tokenizer, files, length - len(retrieval.questions))
-    ids, answers = retrieval.hidden_in(text, retrieval.positions(0, len(text)))
+    ids, answers = retrieval.hidden_in(text, 0)
     return Prompt(torch.tensor(ids), answers)
 
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 S2O = CALIBRATED
 EVERYTHING = 0.9999  # a method of this density computes everything, as dense attention does
+NEEDLE_TASKS = ("needles", "multi")  # s2o-eval's task, and what it was called when older files were written
 PROVEN = ", proven"  # ends the settings of profiles; other budgets are from their journals
 
 # methods of the benches, and what a reader calls them; rows of methods that are no longer there are not shown
@@ -97,7 +98,7 @@ def retrieving(evaluation: Any, timed: Bench, same_run: bool = False) -> dict[st
     two calibrations with one budget are two profiles. All other settings are told by their text.
 
     Args:
-        evaluation: the summary.json of s2o-eval, with its task `multi`.
+        evaluation: the summary.json of s2o-eval, with its task `needles`.
         timed: the bench.
         same_run: the bench is older than digests in benches and is known to be of the evaluation's profiles, so that
             budgets tell them.
@@ -105,7 +106,7 @@ def retrieving(evaluation: Any, timed: Bench, same_run: bool = False) -> dict[st
     identities = {variant["name"]: variant["identity"] for variant in evaluation["variants"]}
     fastest: dict[str, MethodRow] = {}
     for found in evaluation["retrieval"]:
-        if (found["task"], found["length"]) != ("multi", timed.length):
+        if found["task"] not in NEEDLE_TASKS or found["length"] != timed.length:
             continue
         if found["found"] < found["dense_found"] - found["asked"] / 100:
             continue

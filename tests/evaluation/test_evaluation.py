@@ -6,7 +6,6 @@ import re
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -14,14 +13,15 @@ import torch.nn.functional as F
 
 from calibrate.evaluation import quality_plots as plots
 from calibrate.evaluation import report, score
-from calibrate.evaluation.plan import TASKS, Plan
+from calibrate.evaluation.plan import TASKS, TEXT, Plan
 from calibrate.evaluation.results import open_journal, summary
 from calibrate.evaluation.run import evaluate
 from calibrate.evaluation.settings import named, parsed
-from calibrate.evaluation.tasks import build, cases, check
+from calibrate.evaluation.tasks import SUMMARY, Case, build, cases, check
 from calibrate.evaluation.variants import BASELINE, Variant, _baseline_forward, run_stats, running, variants
 from calibrate.journal import Journal
 from calibrate.model.models import load
+from calibrate.prompts.facts import FAMILY
 from calibrate.prompts.prompt import Prompt
 from s2o_runtime.baselines.settings import parse
 from s2o_runtime.errors import ConfigError, InputError, ModelError
@@ -34,7 +34,6 @@ from support.tiny import save_tiny
 SLOW = pytest.mark.slow(reason="evaluates a model on all tasks")
 
 EXACT, COARSE = "tau=0,segment=64", "tau=1000,segment=64"
-QUALITY = tuple(task for task in TASKS if task != "time")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,8 @@ def measured(demo, tmp_path_factory):
     """The demo model, dense, with a setting that never stops and with one that stops as early as it can."""
 
     def plan(folder):
-        return Plan("demo", folder, (512, 576), QUALITY, settings=(EXACT, COARSE), depths=2, samples=1, needles=8)
+        tasks = ("needles", "variables", "perplexity", "agreement")
+        return Plan("demo", folder, (512, 576), tasks, settings=(EXACT, COARSE), samples=1, needles=8)
 
     whole = plan(shared(tmp_path_factory, "demo-evaluated", lambda folder: run(plan(folder), demo)))
     return whole, run(whole, demo)
@@ -92,10 +92,10 @@ def test_a_setting_that_never_stops_answers_exactly_what_dense_answers(measured)
         if "correct" in value:
             answers.setdefault(key.pop("variant"), {})[(task, *key.values())] = value["correct"]
     compared = [(answers[EXACT][name], correct) for name, correct in answers["dense"].items()]
-    assert len(compared) == 2 * (2 + 1 + 1)  # lengths x (depths of needles, multi, variables)
+    assert len(compared) == 2 * 2  # lengths x tasks
     assert all(mine == theirs for mine, theirs in compared)
     needles = [row for row in rows(found, "retrieval", EXACT) if row["task"] == "needles"]
-    assert [(row["found"], row["kept"], row["dense_found"], row["density"]) for row in needles] == [(2, 2, 2, 1.0)] * 2
+    assert [(row["found"], row["kept"], row["dense_found"], row["density"]) for row in needles] == [(8, 8, 8, 1.0)] * 2
 
 
 @SLOW
@@ -115,34 +115,38 @@ def test_agreement_is_exact_for_a_setting_that_never_stops_and_not_for_a_coarse_
     assert rows(found, "perplexity", COARSE)[1]["perplexity"] > 1.01 * exact["dense_perplexity"]
 
 
-def test_the_heat_map_is_what_the_lines_say(tiny, tmp_path):
-    plan = Plan("tiny", tmp_path, (128, 256, 512), ("needles",), settings=(COARSE,), depths=2, samples=5).validate()
+def test_rows_and_the_heat_map_are_what_the_lines_say(tiny, tmp_path):
+    tasks = ("needles", "alike")
+    plan = Plan("tiny", tmp_path, (512, 640), tasks, settings=(COARSE,), samples=5, needles=2).validate()
     compared = variants(plan, tiny)
     rng = random.Random(0)
+    by_hand = {}
     with open_journal(plan, tiny) as journal:
         for case in cases(plan, ()):
             for variant in compared:
-                value = {"correct": [rng.random() < 0.5], "log_likelihood": [-1.0], "density": 1.0, "dense": {}}
-                journal.put("needles", case.key(variant.identity), value)
+                asked, correct = rng.sample((0, 1), 2), [rng.random() < 0.5, rng.random() < 0.7]
+                value = {"correct": correct, "asked": asked, "log_likelihood": [-1.0] * 2, "density": 1.0, "dense": {}}
+                journal.put(case.tasks[0], case.key(variant.identity), value)
+                by_number = [correct[asked.index(number)] for number in (0, 1)]
+                by_hand.setdefault((case.tasks[0], case.length, variant.name), []).append((by_number, correct))
         found = summary(plan, tiny, compared, (), journal)
-    by_hand = {}
-    for _, key, value in entries(plan):
-        by_hand.setdefault((key["variant"], key["depth"], key["length"]), []).append(value["correct"] == [True])
-    assert len(by_hand) == 2 * 2 * 3
     for heat in found["heat"]:
-        shares = [[by_hand[heat["variant"], depth, length] for length in (128, 256, 512)] for depth in (0.0, 1.0)]
-        assert heat["accuracy"] == [[sum(right) / 5 for right in row] for row in shares]
+        shares = [by_hand["needles", length, heat["variant"]] for length in (512, 640)]
+        assert heat["accuracy"] == [[sum(one[0][part] for one in share) / 5 for share in shares] for part in (0, 1)]
     assert plots.pictures(found).keys() == {"needles"}
-    kept = [row["kept"] for row in rows(found, "retrieval", COARSE)]
-    both = [
-        sum(
-            mine and theirs
-            for depth in (0.0, 1.0)
-            for mine, theirs in zip(*(by_hand[name, depth, length] for name in (COARSE, "dense")), strict=True)
-        )
-        for length in (128, 256, 512)
-    ]
-    assert kept == both
+    for length, pooled in zip((512, 640), found["quality"], strict=True):
+        pairs = []
+        for task in tasks:
+            dense, coarse = (
+                [right for _, correct in by_hand[task, length, name] for right in correct] for name in ("dense", COARSE)
+            )
+            (row,) = [row for row in rows(found, "retrieval", COARSE) if (row["task"], row["length"]) == (task, length)]
+            assert row["kept"] == sum(map(min, dense, coarse))
+            pairs += zip(dense, coarse, strict=True)
+        assert (pooled["length"], pooled["variant"], pooled["asked"]) == (length, COARSE, 20)
+        assert pooled["lost"] == pairs.count((True, False))
+        assert pooled["gained"] == pairs.count((False, True))
+        assert pooled["difference"] == pytest.approx(sum(mine - theirs for theirs, mine in pairs) / 20)
 
 
 def test_perplexity_is_the_cross_entropy(demo):
@@ -150,14 +154,8 @@ def test_perplexity_is_the_cross_entropy(demo):
     value = score.negative_log_likelihood(score.ForwardPass(demo, ids))
     with torch.no_grad():
         logits = demo.model(ids[None], use_cache=False).logits[0, :-1]
-    each = F.cross_entropy(logits, ids[1:], reduction="none").double()
-    assert sum(value["nll"]) / sum(value["tokens"]) == pytest.approx(float(F.cross_entropy(logits, ids[1:])), rel=1e-5)
-    parts = [[position for position in range(1, 150) if position * 8 // 150 == part] for part in range(8)]
-    assert value["tokens"] == [len(part) for part in parts]
-    expected = [float(sum(each[position - 1] for position in part)) for part in parts]
-    assert value["nll"] == pytest.approx(expected, rel=1e-5)
-    edges = score.bucket_edges(150)
-    assert [list(range(max(1, first), last)) for first, last in pairwise(edges)] == parts
+    assert value["tokens"] == 149
+    assert value["nll"] / value["tokens"] == pytest.approx(float(F.cross_entropy(logits, ids[1:])), rel=1e-5)
 
 
 def test_agreement_is_the_divergence_made_by_hand(tiny, tmp_path):
@@ -177,6 +175,9 @@ def test_agreement_is_the_divergence_made_by_hand(tiny, tmp_path):
     assert value["same"] == [int(same[part == each].sum()) for each in range(8)]
     assert value["positions"] == [int((part == each).sum()) for each in range(8)]
     assert sum(value["kl"]) > 1e-3
+    edges = score.bucket_edges(700)
+    assert [position * 8 // 700 for position in edges[:8]] == list(range(8))
+    assert [(position - 1) * 8 // 700 for position in edges[1:]] == list(range(8))
 
 
 def test_answers_are_right_only_if_every_token_is_the_most_likely_one(demo):
@@ -190,6 +191,41 @@ def test_answers_are_right_only_if_every_token_is_the_most_likely_one(demo):
     assert value["correct"] == [True, False, True]
     expected = [sum(float(likely[place - 1, ids[place]]) for place in range(*span)) for span in spans]
     assert value["log_likelihood"] == pytest.approx(expected, rel=1e-5)
+
+
+def generated(model, ids, count):
+    """What a model writes greedily, each token by a forward pass over all before it, which is S2O's for the prompt."""
+    with torch.no_grad():
+        outputs = model.generate(ids[None], max_new_tokens=count, min_new_tokens=count, do_sample=False)
+    return outputs[0, len(ids) :].tolist()
+
+
+def test_greedy_answers_are_those_that_the_models_generate(demo, tmp_path):
+    plan = Plan("demo", tmp_path, (700,), settings=("tau=20,segment=64", EXACT)).validate()
+    dense, *sparse = variants(plan, demo)
+    ids = build(Case(("greedy",), 700, 1), plan, demo.tokenizer, ())[0].ids
+    with running(demo.model, dense):
+        forward = score.ForwardPass(demo, ids, cache=True)
+    answer = score.greedy_answer(demo, forward)
+    assert answer["tokens"] == generated(demo.model, ids, score.ANSWER)
+    assert answer["prefix"] == score.ANSWER
+    prefixes = []
+    for variant in sparse:
+        with running(demo.model, variant):
+            forward = score.ForwardPass(demo, ids, cache=True)
+            own = generated(demo.model, ids, score.ANSWER)
+        prefixes.append(score.greedy_prefix(forward, answer["tokens"])["prefix"])
+        alike = [first == second for first, second in zip(own, answer["tokens"], strict=True)]
+        assert prefixes[-1] == [*alike, False].index(False)
+    assert prefixes[0] < prefixes[1] == score.ANSWER
+
+
+def test_a_greedy_answer_ends_where_the_model_ends_it(demo, tmp_path, monkeypatch):
+    ids = build(Case(("greedy",), 300, 0), Plan("demo", tmp_path, (300,)), demo.tokenizer, ())[0].ids
+    whole = generated(demo.model, ids, score.ANSWER)
+    monkeypatch.setattr(demo.model.generation_config, "eos_token_id", [4095, whole[5]])
+    answer = score.greedy_answer(demo, score.ForwardPass(demo, ids, cache=True))
+    assert answer["tokens"] == whole[: whole.index(whole[5]) + 1]
 
 
 @pytest.mark.parametrize(("keep", "same"), [(1.0, True), (0.3, False)])
@@ -232,58 +268,82 @@ def test_predictions_that_are_not_finite_are_named(tiny):
         score.negative_log_likelihood(forward)
 
 
-def plan_of(tmp_path, **changes):
-    options = {"lengths": (1024,), "needles": 9, "depths": 3, "samples": 2} | changes
-    return Plan("demo", tmp_path, **options).validate()
+def asked_in(demo, tmp_path, task, count=8):
+    """A prompt of a task, 1024 tokens long: its text before the questions, these, and their answers in order."""
+    plan = Plan("demo", tmp_path, (1024,), (task,), samples=2, needles=count).validate()
+    prompt, asked = build(cases(plan, ())[1], plan, demo.tokenizer, ())
+    assert len(prompt.ids) == 1024
+    assert sorted(asked) == list(range(count))
+    answers = [demo.tokenizer.decode(prompt.ids[first:last]).strip() for first, last in prompt.answers]
+    text = demo.tokenizer.decode(prompt.ids)
+    begin = re.search(r"\n# (What is|How many|In which|Who is)", text).start()
+    return text[:begin], text[begin:], dict(zip(asked, answers, strict=True))
 
 
-def text_of(demo, ids):
-    return demo.tokenizer.decode(ids)
-
-
-def test_a_needle_is_where_it_should_be(demo, tmp_path):
-    plan = plan_of(tmp_path, tasks=("needles",))
-    for case in cases(plan, ()):
-        asked = build(case, plan, demo.tokenizer, ())
-        text = text_of(demo, asked.ids)
-        ((first, last),) = asked.answers
-        ((word, code),) = re.findall(
-            r"What is the secret code for (\w+)\? The secret code for \w+ is (\d{5})\.\n$", text
-        )
-        assert len(asked.ids) == 1024
-        assert text_of(demo, asked.ids[first:last]) == code
-        ((stated, place),) = [
-            (found[1], found.start()) for found in re.finditer(r"\n# The secret code for (\w+) is \d", text)
-        ]
-        before = len(demo.tokenizer(text[:place], add_special_tokens=False).input_ids)
-        assert stated == word
-        assert before == pytest.approx(case.depth * (1024 - 20 - 33), abs=6)  # a fact and a question, in tokens
+@pytest.mark.parametrize("task", ["needles", "alike"])
+def test_every_code_that_is_asked_for_stands_in_the_text_once(demo, tmp_path, task):
+    text, end, answers = asked_in(demo, tmp_path, task)
+    stated = re.findall(r"\n# The secret code for (\S+) is (\d{5})\.\n", text)
+    questions = re.findall(r"\n# What is the secret code for (\S+)\? The secret code for (\S+) is (\d{5})\.\n", end)
+    assert {(word, code) for word, _, code in questions} == set(stated)
+    assert [answers[number] for number in range(8)] == [code for _, code in stated]  # numbers follow the text
+    if task == "alike":
+        for key, _ in stated:
+            different = [sum(a != b for a, b in zip(key, other, strict=False)) for other, _ in stated]
+            assert different.count(1) == FAMILY - 1  # and itself
 
 
 def test_chains_lead_from_every_variable_that_is_asked_for_to_its_code(demo, tmp_path):
-    plan = plan_of(tmp_path, tasks=("variables",))
-    asked = build(cases(plan, ())[1], plan, demo.tokenizer, ())
-    text = text_of(demo, asked.ids)
-    stated = re.findall(r"\n# The secret code for (\w+) is (?:the secret code for )?(\w+)\.\n", text)
+    text, end, answers = asked_in(demo, tmp_path, "variables")
     known = {}
-    for word, value in stated:  # in the order of the text: what is referred to has been said before
-        known[word] = (known[value][0], known[value][1] + 1) if value in known else (value, 0)
-    questions = re.findall(r"# What is the secret code for (\w+)\? The secret code for \w+ is (\d{5})\.\n", text)
-    assert len(asked.ids) == 1024
-    assert len(stated) == 12
-    assert [known[word] for word, _ in questions] == [(code, 2) for _, code in questions]
-    assert len({code for _, code in questions}) == 4
+    for name, _, value in re.findall(r"\n# VAR (\w+) = (VAR )?(\w+)\.\n", text):  # what is referred to came before
+        known[name] = (known[value][0], known[value][1] + 1) if value in known else (value, 0)
+    questions = re.findall(r"# What is the value of VAR (\w+)\? The value of VAR (\w+) is (\d{5})\.\n", end)
+    assert len(known) == 12
+    assert [known[name][0] for name, _, _ in questions] == [code for _, _, code in questions]
+    assert sorted(known[name][1] for name, _, _ in questions) == [1] * 4 + [2] * 4
+    assert sorted(answers.values()) == sorted(code for _, _, code in questions)
+
+
+def test_notes_are_as_many_as_the_answers_say(demo, tmp_path):
+    text, end, answers = asked_in(demo, tmp_path, "counting")
+    questions = re.findall(r"How many notes on (\w+) are there\? The number of notes on \w+ is (\d)\.\n", end)
+    assert [text.count(f"\n# A note on {word}.\n") for word, _ in questions] == [int(times) for _, times in questions]
+    assert list(answers.values()) == [times for _, times in questions]
+    assert len(set(answers.values())) > 1
+
+
+def test_questions_are_answered_by_a_sentence_of_the_text(demo, tmp_path):
+    text, end, answers = asked_in(demo, tmp_path, "questions", 9)
+    people = re.findall(r"\n# (\w+ \w+) moved to (\w+) to work as a (\w+)\.\n", text)
+    assert len({(city, job) for _, city, job in people}) == len({name for name, _, _ in people}) == 9
+    for number, (name, city, job) in enumerate(people):
+        question, expected = (
+            (f"In which city does {name} live now? {name} lives in {city}.", city),
+            (f"What is the profession of {name}? {name} is a {job}.", job),
+            (f"Who is the {job} in {city}? The {job} in {city} is {name}.", name),
+        )[number % 3]
+        assert f"\n# {question}\n" in end
+        assert answers[number] == expected
+
+
+def test_the_text_of_a_greedy_answer_ends_with_a_request(demo, tmp_path):
+    plan = Plan("demo", tmp_path, (300,)).validate()
+    prompt, _ = build(Case(("perplexity", "greedy"), 300, 0), plan, demo.tokenizer, ())
+    assert len(prompt.ids) == 300
+    assert demo.tokenizer.decode(prompt.ids).endswith(SUMMARY)
 
 
 def test_a_length_too_short_for_a_task_names_one_that_is_not(demo, tmp_path):
-    plan = plan_of(tmp_path, lengths=(256,), tasks=("needles", "multi"))
-    with pytest.raises(InputError, match=r"length 256 is too short for the task 'multi': use \d+ tokens") as refused:
+    plan = Plan("demo", tmp_path, (256,), ("needles", "perplexity"), needles=9).validate()
+    with pytest.raises(InputError, match=r"length 256 is too short for the task 'needles': use \d+ tokens") as refused:
         check(plan, demo.tokenizer)
     enough = replace(plan, lengths=(int(re.search(r"use (\d+) tokens", str(refused.value))[1]),))
     check(enough, demo.tokenizer)
     for case in cases(enough, ()):
-        asked = build(case, enough, demo.tokenizer, ())
-        assert len(re.findall(r"# The secret code for \w+ is \d{5}\.\n", text_of(demo, asked.ids))) >= 1
+        asked, _ = build(case, enough, demo.tokenizer, ())
+        stated = re.findall(r"# The secret code for \w+ is \d{5}\.\n", demo.tokenizer.decode(asked.ids))
+        assert len(stated) == (9 if case.tasks == ("needles",) else 0)
 
 
 class Killed(BaseException):
@@ -305,8 +365,8 @@ def dies_after(survived, put):
 @SLOW
 def test_a_killed_run_ends_with_the_same_summary(tiny, tmp_path, monkeypatch):
     def plan(name):
-        options = {"settings": (COARSE,), "depths": 2, "samples": 2, "needles": 2, "repeats": 1}
-        return Plan("tiny", tmp_path / name, (400, 512), (*(task for task in TASKS if task != "variables"),), **options)
+        options = {"settings": (COARSE,), "samples": 2, "needles": 2, "repeats": 1}
+        return Plan("tiny", tmp_path / name, (512, 600), ("needles", "alike", *TEXT, "time"), **options)
 
     whole = run(plan("whole"), tiny)
     killed = plan("killed")
@@ -322,12 +382,15 @@ def test_a_killed_run_ends_with_the_same_summary(tiny, tmp_path, monkeypatch):
     assert len(before) == 0 + 3 + 7 + 11
     assert json.dumps(run(killed, tiny)) == json.dumps(resumed)  # times too: nothing is measured again
     times = [outcome.pop("time") for outcome in (whole, resumed)]
+    for outcome in (whole, resumed):
+        assert all(row.pop("speedup") > 0 for row in outcome["quality"])
+        outcome["prompts"] = [row for row in outcome["prompts"] if row["task"] != "time"]
     assert json.dumps(whole) == json.dumps(resumed).replace("/killed", "/whole")
     assert [sorted(row) for row in times[0]] == [sorted(row) for row in times[1]]
 
 
 def test_results_of_other_inputs_are_refused_by_name(tiny, tmp_path):
-    plan = Plan("tiny", tmp_path, (400,), ("needles",), depths=1, samples=1)
+    plan = Plan("tiny", tmp_path, (400,), ("needles",), samples=1, needles=1)
     run(plan, tiny)
     with pytest.raises(InputError, match="was made with seed 0, this run has 1: give another --out-dir, or delete it"):
         run(replace(plan, seed=1), tiny)
@@ -338,7 +401,7 @@ def test_profiles_run_as_they_are_deployed(tiny, tmp_path):
     for name, tau in (("exact", 0.0), ("coarse", 1000.0)):
         save_profile(make_profile(tiny.model, tau, min_length=400), tmp_path / f"{name}.safetensors")
     files = tuple(tmp_path / f"{name}.safetensors" for name in ("exact", "coarse"))
-    plan = Plan("tiny", tmp_path / "out", (300, 500), ("needles", "agreement", "time"), files, depths=1, repeats=1)
+    plan = Plan("tiny", tmp_path / "out", (300, 500), ("needles", "agreement", "time"), files, needles=1, repeats=1)
     found = run(plan, tiny)
     assert [variant["name"] for variant in found["variants"]] == ["dense", "exact", "coarse"]
     short, long = rows(found, "agreement", "coarse")

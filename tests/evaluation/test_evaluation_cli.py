@@ -14,8 +14,8 @@ from support.processes import ROOT, called
 
 SLOW = pytest.mark.slow(reason="shares a whole evaluation")
 
-SMALL = ["--num-depths", 2, "--num-prompts", 1, "--repeats", 1, "--num-needles", 2, "--device", "cpu"]
-TASKS = ["--tasks", "needles,multi,perplexity,agreement,time"]
+SMALL = ["--num-prompts", 1, "--repeats", 1, "--num-needles", 2, "--device", "cpu"]
+TASKS = ["--tasks", "needles,counting,perplexity,agreement,greedy,time"]
 COARSE = "tau=1000,segment=64"
 
 
@@ -30,7 +30,7 @@ def evaluated(tiny_folder, tmp_path_factory):
     records = [{"prompt": "2 + 2 = ", "answer": "4"}, {"prompt": "x" * 200, "answer": "yes"}]
     (folder / "mine.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
     arguments = [
-        *("--model", tiny_folder, "--lengths", "512,400", "--setting", COARSE, "--prompts", "mine.jsonl"),
+        *("--model", tiny_folder, "--lengths", "640,512", "--setting", COARSE, "--prompts", "mine.jsonl"),
         *TASKS,
         *SMALL,
     ]
@@ -42,15 +42,22 @@ def test_a_run_leaves_results_summary_report_and_pictures(evaluated):
     folder, _, outcome = evaluated
     assert outcome.returncode == 0, outcome.stderr
     found = json.loads(outcome.stdout)
-    names = ["agreement.png", "needles.png", "perplexity.png", "report.md", "results.sqlite"]
+    names = ["agreement.png", "needles.png", "report.md", "results.sqlite"]
     names += ["results.sqlite.lock", "summary.json", "time.png"]
     assert sorted(path.name for path in (folder / "out").iterdir()) == names
     assert json.loads((folder / "out" / "summary.json").read_text()) == found
     assert abs(datetime.fromisoformat(found["date"]) - datetime.now(timezone.utc)) < timedelta(hours=1)
-    assert found["plan"]["lengths"] == [400, 512]
-    assert found["plan"]["tasks"] == ["needles", "multi", "perplexity", "agreement", "time", "prompts"]
+    assert found["plan"]["lengths"] == [512, 640]
+    assert found["plan"]["tasks"] == ["needles", "counting", "perplexity", "agreement", "greedy", "time", "prompts"]
     card = (folder / "out" / "report.md").read_text()
-    for piece in ("# Evaluation of", "\ns2o-eval --model", "| many needles | 512 |", "](needles.png)", "dense cannot"):
+    for piece in (
+        "# Evaluation of",
+        "\ns2o-eval --model",
+        "| counting | 640 |",
+        "| p by prompt |",
+        "](needles.png)",
+        "dense cannot",
+    ):
         assert piece in card
     assert "evaluating" in outcome.stderr
 
@@ -69,7 +76,7 @@ def test_the_users_prompts_are_scored_as_by_hand(evaluated, tiny_folder):
         correct.append(all(log_probs[place - 1].argmax() == ids[place] for place in places))
         likelihood.append(sum(float(log_probs[place - 1, ids[place]]) for place in places))
     assert (row["variant"], row["asked"], row["found"]) == ("dense", 2, sum(correct))
-    assert (row["shortest"], row["length"]) == (9, 203)
+    assert row["length"] == 203
     assert row["log_likelihood"] == pytest.approx(sum(likelihood) / 2, rel=1e-5)
 
 
@@ -80,9 +87,8 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
     plan = json.loads(outcome.stdout)
     assert plan["lengths"] == [1024, 2048]
     assert plan["variants"] == ["dense", COARSE]
-    assert plan["depths"] == [0.0, 0.25, 0.5, 0.75, 1.0]
-    assert plan["prompts"] == f"{2 * (5 * 4 + 4 + 4 + 4 + 1)} for each of 2 variants"
-    assert "tasks             needles; multi; variables" in run(*arguments, cwd=tmp_path).stdout
+    assert plan["prompts"] == f"{2 * (6 * 4 + 1)} for each of 2 variants"
+    assert "tasks                 needles; alike; variables" in run(*arguments, cwd=tmp_path).stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -111,7 +117,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(name, value, message, tmp_pat
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
     before = sorted(tmp_path.iterdir())
-    flags = {"--model": "demo", "--lengths": "512", "--out-dir": "out", "--device": "cpu"} | {name: value}
+    flags = {"--model": "demo", "--lengths": "512", "--num-needles": "4", "--out-dir": "out", "--device": "cpu"}
+    flags |= {name: value}
     outcome = run(
         "--setting", COARSE, *(part for flag in flags.items() if flag[1] for part in flag), "--quiet", cwd=tmp_path
     )

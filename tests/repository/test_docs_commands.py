@@ -38,7 +38,7 @@ QUICKLY = (
 )
 SHORT = {
     ("s2o-calibrate",): QUICKLY,
-    ("s2o-eval",): "--lengths 1024 --tasks needles --num-prompts 1 --num-depths 1 --device cpu --quiet",
+    ("s2o-eval",): "--lengths 1024 --tasks needles --num-prompts 1 --device cpu --quiet",
     ("s2o-profile", "retile"): "--device cpu",
     ("s2o-profile", "verify"): "--device cpu --quiet",
 }
