@@ -50,7 +50,8 @@ def made_layer(number, heads, length, on_gpu, dense):
         "why_dense": "no tile beats dense" if dense else None, "density": mean, "error": error, "limit": BUDGET,
         "error_over_limit": error / BUDGET, "predicted_error": 0.9 * error, "held_out_mse": error / 7,
         "held_out_rel_mse": error, "worst": 0.01 * number + 0.1, "tightened": int(number == 3),
-        "predicted_seconds": seconds and 1.1 * seconds, "seconds": seconds, "dense_seconds": dense_seconds, "binds": None,
+        "predicted_seconds": seconds and 1.1 * seconds, "seconds": seconds, "dense_seconds": dense_seconds,
+        "binds": None,
         "heads": of_heads, "frontier": [[1.0, 0.0], *([0.9 / 2**step, error * 2 ** (step - 4)] for step in range(9))],
     }  # fmt: skip
 
