@@ -246,7 +246,7 @@ class Recipe:
         Rule(float, low=0, high=1, above=True, unit=SHARE),
         "share of the budget that layers may spend on the adjust prompts; the rest is left for prompts not seen",
         PROOF,
-        default=0.8,
+        default=0.9,
         plan_text="{:.0%} of the budget is spent",
     )
     device: str = option(Rule(str), "cuda, cuda:1 or cpu", INPUT, default="cpu", default_text="a GPU if there is one")

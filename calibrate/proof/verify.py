@@ -63,7 +63,7 @@ class LayerProof:
     mse, dense_power, density: Means over the held-out prompts; dense_power is the mean square of the dense output.
     worst: `row_errors.worst_of`, over tiles of 64 rows of all heads and prompts, of the largest relative error of a row
     (`row_errors`). seconds, dense_seconds: Attention alone, on the first prompt; None on a CPU. of_prompts: Of each
-    prompt its mse and dense power.
+    prompt its mse and dense power. kinds: The kind of text of each prompt.
     """
 
     mse: float
@@ -73,6 +73,7 @@ class LayerProof:
     seconds: float | None = None
     dense_seconds: float | None = None
     of_prompts: tuple[tuple[float, float], ...] = ()
+    kinds: tuple[str, ...] = ()
 
     @property
     def rel_mse(self) -> float:
@@ -203,7 +204,7 @@ class AdjustStep(Step):
         return {"mse": mse, "power": power, "tiles": tile_worst(errors.off, TILE_ROWS).flatten().cpu()}
 
 
-def _layer_proof(of_prompts: Sequence[Mapping[str, Any]]) -> LayerProof:
+def _layer_proof(prompts: Sequence[Prompt], of_prompts: Sequence[Mapping[str, Any]]) -> LayerProof:
     """The proof of a layer, without times, from what each prompt says."""
     return LayerProof(
         mse=statistics.fmean(one["mse"] for one in of_prompts),
@@ -211,6 +212,7 @@ def _layer_proof(of_prompts: Sequence[Mapping[str, Any]]) -> LayerProof:
         density=statistics.fmean(one["density"] for one in of_prompts),
         worst=float(worst_of(torch.cat([one["tiles"] for one in of_prompts]))),
         of_prompts=tuple((one["mse"], one["power"]) for one in of_prompts),
+        kinds=tuple(prompt.domain for prompt in prompts),
     )
 
 
