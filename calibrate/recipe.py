@@ -254,7 +254,7 @@ class Recipe:
         Rule(int, allowed=REPRESENTATIVES, many=True),
         "representatives of a segment that a head may be ranked by",
         SPACE,
-        default=(1, 32),
+        default=(1, 16),
     )
     grains: tuple[int, ...] = option(
         Rule(int, allowed=GRAINS, many=True),
