@@ -252,7 +252,7 @@ class Recipe:
         Rule(float, low=0, high=1, above=True, unit=SHARE),
         "share of the budget that layers may spend on the adjust prompts; the rest is left for prompts not seen",
         PROOF,
-        default=0.8,
+        default=0.9,
         plan_text="{:.0%} of the budget is spent",
     )
     device: str = option(Rule(str), "cuda, cuda:1 or cpu", INPUT, default="cpu", default_text="a GPU if there is one")
@@ -260,7 +260,7 @@ class Recipe:
         Rule(int, allowed=REPRESENTATIVES, many=True),
         "representatives of a segment that a head may be ranked by",
         SPACE,
-        default=(1, 32),
+        default=(1, 16),
     )
     grains: tuple[int, ...] = option(
         Rule(int, allowed=GRAINS, many=True),

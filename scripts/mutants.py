@@ -185,8 +185,9 @@ MUTANTS = (
         ADJUST, "if recipe.num_certify >= ENOUGH:", "if recipe.num_certify > 0:", SPEND_TESTS,
     ),
     Mutant(
-        "errors next to nothing spread the expected bound",
-        ADJUST, "counted = [max(error, FLOOR * limit) for error in errors]", "counted = list(errors)", SPEND_TESTS,
+        "what differs between kinds of text widens a bound",
+        BOUNDS, "parts = [statistics.variance(group) / (len(groups) ** 2 * len(group))",
+        "parts = [statistics.variance(values) / (len(groups) ** 2 * len(group))", BOUNDS_TESTS,
     ),
     Mutant(
         "a change may be as large as the curves say",

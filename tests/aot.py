@@ -44,7 +44,7 @@ from s2o_runtime.tiles import (
 PRODUCER_THREADS = 128  # of the specialised kernel
 COPY_BYTES = 16  # of one cp.async.cg
 SCORE_SEGMENTS = (10, 20)  # segments of a call, one number for each form of the kernel `scores`
-SCORE_REPRESENTATIVES = (4, 32)
+SCORE_REPRESENTATIVES = (4, 16)
 LOG_SUM_ROWS = (16, 64)
 TAIL_SEGMENTS = (40, 80)  # likewise, of the kernel `tail`
 POINTERS_OF = {  # by type
@@ -315,7 +315,7 @@ def cases() -> list[Case]:
                 continue  # dense there
             for tile in sorted(tiles, key=str):
                 chosen.append(Case("prefill_hopper" if tile.specialized else "prefill", capability, head_dim, tile))
-            chosen += [Case("representatives", capability, head_dim, representatives=count) for count in (1, 32)]
+            chosen += [Case("representatives", capability, head_dim, representatives=count) for count in (1, 16)]
             chosen += [Case("log_sums", capability, head_dim, rows=rows) for rows in LOG_SUM_ROWS]
             chosen += [Case("scores", capability, head_dim, rows=rows) for rows in SCORE_SEGMENTS]
             chosen += [Case("scores", capability, head_dim, representatives=count) for count in SCORE_REPRESENTATIVES]

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from calibrate.proof.bounds import FLOOR, expected_mean_bound, look_confidence
+from calibrate.proof.bounds import expected_mean_bound, look_confidence
 from calibrate.proof.judge import judge, over_limit
 from calibrate.proof.state import Candidate, KlPass, LengthAndLayer, Problem, ProblemKind, lengths_of
 from calibrate.proof.verify import LayerProof, LengthProof, Prover
@@ -37,7 +37,8 @@ RETRIES = 2  # attempts after the first one, when every layer kept its limit but
 TIGHTENINGS = 4  # of one layer at one length in one attempt; the last one makes the layer dense
 TIGHTEN_TO = 0.9  # a layer that was over its limit is to come out this far under it
 TAU_FOR_ERROR = 0.7  # at a length without curves: an error grows roughly with this power of tau
-AIM = 0.9  # of its limit: where the bound of a layer's mean error is to come out
+AIM = 0.95  # of its limit: where the bound of a layer's mean error is to come out
+LEAST = 0.01  # of its limit: a layer counts with at least so much error
 CLOSE = 1.05  # a spending that is off by no more than this stays as it is
 TRIES = 3  # changes of one layer's spending at one length
 MOST = 2.0  # times as much in one change: curves bend
@@ -289,9 +290,9 @@ def growth(proof: LayerProof, limit: float, recipe: Recipe) -> float:
         recipe: Its margin, and the number of certify prompts, which says how far a bound is from the mean.
     """
     errors = proof.errors(recipe.budget)
-    mean = max(statistics.fmean(errors), proof.error(recipe.budget), FLOOR * FLOOR * limit)
+    mean = max(statistics.fmean(errors), proof.error(recipe.budget), LEAST * limit)
     times = recipe.margin * limit / mean
     if recipe.num_certify >= ENOUGH:
-        counted = [max(error, FLOOR * limit) for error in errors]  # as a look at a layer counts them
-        times = min(times, AIM * limit / expected_mean_bound(counted, recipe.num_certify, look_confidence(1.0)))
+        bound = expected_mean_bound(errors, proof.kinds, recipe.num_certify, look_confidence(1.0))
+        times = min(times, AIM * limit / max(bound, LEAST * limit))
     return times

@@ -278,7 +278,13 @@ def compared(
             certified[length],
             samples[length],
             tuple(
-                Compared(layer, what, bound, statistics.fmean(errors), mean_lower_bound(errors, confidence))
+                Compared(
+                    layer,
+                    what,
+                    bound,
+                    statistics.fmean(errors),
+                    mean_lower_bound(errors, samples[length].kinds[: len(errors)], confidence),
+                )  # fmt: skip
                 for layer, what, bound, errors in of_length
             ),
         )

@@ -10,95 +10,86 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from s2o_runtime.config import LayerConfig
 from s2o_runtime.profile.record import NextPrompt
 
 CONFIDENCE = 0.95  # of each bound for a layer's mean error, and of the interval for retrieval
-FLOOR = 0.1  # of its limit; an error below it counts as this much, so that rounding does not pass for spread
-RUNGS = (0.8, 0.65, 0.5, 0.35)  # shares of its budget that a layer over its limit is tried with
-PIVOT_POINTS = 1000  # of the integral over a sample's spread
-USUAL_SPREAD, USUAL_WEIGHT = 0.35, 1  # of logarithms of errors between prompts; as good as so many values
+RUNGS = (0.85, 0.7, 0.5, 0.35)  # shares of its budget that a layer over its limit is tried with
+USUAL_SPREAD, USUAL_WEIGHT = 0.2, 1  # of prompts of one kind, over their mean; as good as so many values
 
 
-def mean_bound(values: Sequence[float], confidence: float) -> float:
-    """An upper bound for the mean of the distribution that positive values come from, taken for lognormal.
+def mean_bound(values: Sequence[float], kinds: Sequence[str], confidence: float) -> float:
+    """An upper bound for the mean over prompts, kinds of text in equal parts.
 
-    It is a quantile of the generalised pivot of the mean's logarithm, `m + s Z / (W sqrt(n)) + s^2 / (2 W^2)`, with m
-    and s of the values' logarithms, Z standard normal and W^2 chi-squared with n - 1 degrees of freedom over n - 1
-    (K. Krishnamoorthy and T. Mathew, "Inferences on the means of lognormal distributions using generalized p-values
-    and generalized confidence intervals", 2003). The shorter formula of Cox (`mean_lower_bound`) would hold less often
-    than it says: with 19 values and s = 1 in 92 of 100 cases instead of 95.
-
-    Values that are exactly zero are left out, which can only raise the bound: the mean of the others is larger.
+    It is the mean of the kinds' means and so many standard errors above it as Student's distribution says: prompts of
+    one kind vary little, so what differs between kinds is no doubt about their mean. The degrees of freedom are those
+    of F. E. Satterthwaite, "An approximate distribution of estimates of variance components" (1946). It holds as often
+    as it says where the values of a kind are about normal, and for lognormal ones nearly; where a few of a hundred
+    prompts have ten times the error of all others, no bound from so few holds (tests/proof/test_bounds.py counts).
 
     Args:
-        values: At least 0 and finite.
+        values: Of each prompt; finite.
+        kinds: The kind of text of each prompt. If one kind has a single prompt, all prompts count as of one kind.
         confidence: The probability that the bound is not below the mean.
 
     Returns:
-        The bound; 0 if all values are 0, and infinity if fewer than two are above 0: one value bounds nothing.
+        The bound; infinity if a single value, which bounds nothing, is above 0.
     """
-    logs = [math.log(value) for value in values if value > 0]
-    if len(logs) < 2:
-        return math.inf if logs else 0.0
-    return _pivot_quantile(len(logs), statistics.fmean(logs), statistics.stdev(logs), confidence)
+    if len(values) < 2:
+        return math.inf if any(values) else 0.0
+    mean, error, degrees = _mean_and_error(values, kinds)
+    return mean + _quantile(degrees, confidence) * error
 
 
-def expected_mean_bound(values: Sequence[float], count: int, confidence: float) -> float:
+def mean_lower_bound(values: Sequence[float], kinds: Sequence[str], confidence: float) -> float:
+    """A lower bound as `mean_bound` is an upper one; at least 0, and 0 for fewer than two values."""
+    if len(values) < 2:
+        return 0.0
+    mean, error, degrees = _mean_and_error(values, kinds)
+    return max(0.0, mean - _quantile(degrees, confidence) * error)
+
+
+def expected_mean_bound(values: Sequence[float], kinds: Sequence[str], count: int, confidence: float) -> float:
     """About where `mean_bound` will come out for `count` values like these few.
 
-    How much a few values vary says little of how much many will. So their variance counts beside a usual one, which is
-    that of `USUAL_WEIGHT` values.
+    How much a few values vary says little of how much many will. So their variance, relative to the mean of their kind,
+    counts beside a usual one, which is that of `USUAL_WEIGHT` values.
 
     Args:
-        values: At least one, all above 0.
-        count: At least 2.
+        values: At least one, all at least 0.
+        kinds: As for `mean_bound`.
+        count: At least 2; the kinds are in equal parts, and of one kind if there are not two for each.
         confidence: Of the bound.
     """
-    variance = statistics.variance(math.log(value) for value in values) if len(values) > 1 else 0.0
-    degrees = len(values) - 1
-    deviation = math.sqrt((degrees * variance + USUAL_WEIGHT * USUAL_SPREAD**2) / (degrees + USUAL_WEIGHT))
-    return statistics.fmean(values) * _pivot_quantile(count, -(deviation**2) / 2, deviation, confidence)
+    groups = _groups(values, kinds if count >= 2 * len(set(kinds)) else [""] * len(values), least=1)
+    means = [statistics.fmean(group) for group in groups]
+    squares = sum((value / mean - 1) ** 2 for group, mean in zip(groups, means, strict=True) if mean for value in group)
+    degrees = len(values) - len(groups)
+    deviation = math.sqrt((squares + USUAL_WEIGHT * USUAL_SPREAD**2) / (degrees + USUAL_WEIGHT))
+    return statistics.fmean(means) * (1 + _quantile(count - len(groups), confidence) * deviation / math.sqrt(count))
 
 
-def mean_lower_bound(values: Sequence[float], confidence: float) -> float:
-    """A lower bound for the mean, which holds at least as often as it says; 0 if fewer than two values are above 0.
-
-    The modified Cox method, `exp(m + s^2/2 - t sqrt(s^2/n + s^4/(2(n-1))))` with t a quantile of Student's distribution
-    with n - 1 degrees of freedom (U. Olsson, "Confidence intervals for the mean of a log-normal distribution", Journal
-    of Statistics Education 13, 2005). Values of 0 count by their share.
-    """
-    from scipy.special import stdtrit
-
-    logs = [math.log(value) for value in values if value > 0]
-    if len(logs) < 2:
-        return 0.0
-    count, variance = len(logs), statistics.variance(logs)
-    spread = math.sqrt(variance / count + variance**2 / (2 * (count - 1)))
-    quantile = float(stdtrit(count - 1, confidence))
-    return count / len(values) * math.exp(statistics.fmean(logs) + variance / 2 - quantile * spread)
+def _mean_and_error(values: Sequence[float], kinds: Sequence[str]) -> tuple[float, float, float]:
+    """The mean of the kinds' means, its standard error, and the degrees of freedom of the latter."""
+    groups = _groups(values, kinds, least=2)
+    parts = [statistics.variance(group) / (len(groups) ** 2 * len(group)) for group in groups]
+    freedom = sum(part**2 / (len(group) - 1) for part, group in zip(parts, groups, strict=True))
+    mean, variance = statistics.fmean(map(statistics.fmean, groups)), sum(parts)
+    return mean, math.sqrt(variance), variance**2 / freedom if freedom else 1.0
 
 
-def _pivot_quantile(count: int, middle: float, deviation: float, probability: float) -> float:
-    """The exponential of a quantile of the generalised pivot of `count` logarithms with this mean and standard
-    deviation: an integral over W, and a bisection."""
-    import numpy as np
-    from scipy.special import gammaincinv, ndtr  # a second to import, which the command line does not have
+def _groups(values: Sequence[float], kinds: Sequence[str], least: int) -> list[list[float]]:
+    """The values of each kind; all together if one kind has fewer than `least`."""
+    groups: dict[str, list[float]] = {}
+    for value, kind in zip(values, kinds, strict=True):
+        groups.setdefault(kind, []).append(value)
+    return list(groups.values()) if min(map(len, groups.values())) >= least else [list(values)]
 
-    if deviation < 1e-12:
-        return math.exp(middle)
-    shares = (np.arange(PIVOT_POINTS) + 0.5) / PIVOT_POINTS
-    w_squared = 2 * gammaincinv((count - 1) / 2, shares) / (count - 1)
-    centres = middle + deviation**2 / (2 * w_squared)
-    scales = np.sqrt(w_squared * count) / deviation
-    low, high = middle - 40 * deviation, float(centres.max()) + 40 * deviation / math.sqrt(float(w_squared.min()))
-    while high - low > 1e-9 * max(1.0, abs(high)):
-        half = (low + high) / 2
-        if float(ndtr((half - centres) * scales).mean()) < probability:
-            low = half
-        else:
-            high = half
-    return math.exp(high) if high < 700 else math.inf
+
+def _quantile(degrees: float, probability: float) -> float:
+    """Of Student's distribution."""
+    from scipy.special import stdtrit  # a second to import, which the command line does not have
+
+    return float(stdtrit(degrees, probability))
 
 
 def next_bound(values: Sequence[float], probability: float) -> NextPrompt:
@@ -169,17 +160,12 @@ def look_confidence(share: float) -> float:
     return 1 - (risk if share == 1.0 else risk / len(RUNGS))
 
 
-def look_bound(errors: Sequence[float], share: float, limit: float, config: LayerConfig) -> float:
+def look_bound(errors: Sequence[float], kinds: Sequence[str], share: float) -> float:
     """The bound of one look for the mean of errors, of all rows or some.
 
-    Logarithms of errors that are next to nothing say nothing about those that matter, and would blow up the bound. So
-    errors below `FLOOR` times the limit count as that much, which can only raise their mean.
-
     Args:
-        errors: Of each prompt, in the limit's unit.
+        errors: Of each prompt.
+        kinds: The kind of text of each prompt.
         share: Of the layer's budget, by which the look is known (`look_confidence`).
-        limit: The error the layer may have.
-        config: What it ran. A dense layer's rounding is bounded as it is.
     """
-    floor = 0.0 if config.is_dense else FLOOR * limit
-    return mean_bound([max(error, floor) for error in errors], look_confidence(share))
+    return mean_bound(errors, kinds, look_confidence(share))

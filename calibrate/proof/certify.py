@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.adjust import Proven, scaled
-from calibrate.proof.bounds import CONFIDENCE, FLOOR, RUNGS, Look, look_bound, mean_bound, next_bound, share_interval
+from calibrate.proof.bounds import CONFIDENCE, RUNGS, Look, look_bound, mean_bound, next_bound, share_interval
 from calibrate.proof.judge import (
     kl_over_budget,
     kl_shown_over_budget,
@@ -65,7 +65,7 @@ class Ladder:
         begun = self._begun.setdefault((length, layer), candidate)
         config, limit = candidate.layer_config(layer, length), candidate.limits[length, layer]
         share = (1.0, *RUNGS, 0.0)[len(looks)]
-        bound = look_bound(seen.errors(candidate.recipe.budget), share, limit, config)
+        bound = look_bound(seen.errors(candidate.recipe.budget), seen.kinds, share)
         looks.append(Look(0.0 if looks and config.is_dense else share, bound))
         if bound <= limit or config.is_dense:
             return None
@@ -127,7 +127,7 @@ def certify(prover: Prover, prompts: Mapping[int, Sequence[Prompt]], proven: Pro
             kls = [max(0.0, agreement.kl) for agreement in seen.agreements]
             problems += [
                 retrieval_lost(length, certificates[length].retrieval, candidate.recipe),
-                kl_shown_over_budget(length, kls, candidate.recipe),
+                kl_shown_over_budget(length, kls, seen.kinds, candidate.recipe),
             ]
     return replace(
         proven,
@@ -248,7 +248,7 @@ def certificate_of(
         tokens=len(seen.prompts) * length,
         layers=layers,
         mean_kl=statistics.fmean(kls),
-        mean_kl_bound=_mean_kl_bound(kls, budget),
+        mean_kl_bound=_finite(mean_bound(kls, seen.kinds, CONFIDENCE)) if budget.is_kl else None,
         kl=next_bound(kls, NEXT_PROMPT),
         top1=replace(lowest, value=None if lowest.value is None else -lowest.value),
         error_over_limit=next_bound([max(of_prompt, default=0.0) for of_prompt in shares], NEXT_PROMPT),
@@ -287,9 +287,9 @@ def _layer(
     return CertifiedLayer(
         mean=statistics.fmean(seen.errors(budget)),
         bound=_finite(looks[-1].bound),
-        bound_last=_finite(look_bound(seen.last_errors(budget), share, limit, config)),
+        bound_last=_finite(look_bound(seen.last_errors(budget), seen.kinds, share)),
         continued=tuple(
-            ContinuedBound(new_tokens=new_tokens, bound=_finite(look_bound(errors, share, limit, config)))
+            ContinuedBound(new_tokens=new_tokens, bound=_finite(look_bound(errors, seen.kinds[: len(errors)], share)))
             for new_tokens, errors in seen.continued_errors(budget).items()
         ),
         first_bound=_finite(looks[0].bound),
@@ -299,11 +299,6 @@ def _layer(
         rel_mse=seen.rel_mse if budget.kind == "mse" else None,
         binds=recipe.binds(limit),
     )
-
-
-def _mean_kl_bound(kls: Sequence[float], budget: Budget) -> float | None:
-    """As for a layer's mean error, a KL below `FLOOR` times the budget counts as that much."""
-    return _finite(mean_bound([max(kl, FLOOR * budget.value) for kl in kls], CONFIDENCE)) if budget.is_kl else None
 
 
 def _finite(bound: float) -> float | None:

@@ -123,19 +123,19 @@ def kl_over_budget(proofs: Mapping[int, LengthProof], recipe: Recipe) -> tuple[P
     )
 
 
-def kl_shown_over_budget(length: int, kls: Sequence[float], recipe: Recipe) -> Problem | None:
+def kl_shown_over_budget(length: int, kls: Sequence[float], kinds: Sequence[str], recipe: Recipe) -> Problem | None:
     """A calibrated length whose certify prompts show that the mean KL is over the budget; None otherwise.
 
     They show it if even a lower bound for the mean over prompts like these is over it.
 
     Args:
         length: In tokens.
-        kls: Of each certify prompt, in nats per token.
+        kls, kinds: Of each certify prompt, in nats per token, and its kind of text.
         recipe: Says the budget, and which lengths it is for.
     """
     if not recipe.budget.is_kl or length not in recipe.lengths:
         return None
-    low = mean_lower_bound(kls, CONFIDENCE)
+    low = mean_lower_bound(kls, kinds, CONFIDENCE)
     if low <= recipe.budget.value:
         return None
     return Problem(

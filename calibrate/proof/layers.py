@@ -357,7 +357,7 @@ def through_layers(
     prompts: Mapping[int, Sequence[Prompt]],
     configured: C,
     make: type[Step],
-    result: Callable[[Sequence[Mapping[str, Any]]], Measured],
+    result: Callable[[Sequence[Prompt], Sequence[Mapping[str, Any]]], Measured],
     revise: Callable[[C, int, int, Measured], C | None],
     on_step: Callable[[], object],
     chunk: int | None,
@@ -372,7 +372,7 @@ def through_layers(
         prompts: By length in tokens, at least one of each. At each layer the lengths take their turns in this order.
         configured: What each layer runs at each length.
         make: The kind of step.
-        result: What a layer comes to, from the results of its steps, one for each prompt.
+        result: What a layer comes to, from the prompts of a length and the results of its steps on them.
         revise: Given the configuration, the length, the layer's index and its result: what to measure instead on the
             same inputs, or None to accept this one.
         on_step: Called after each length of each layer.
@@ -392,7 +392,7 @@ def through_layers(
             while revised is not None:
                 configured = revised
                 runs = LayerRun.of(configured, chunk, index, walk.length)
-                of_layer = result(walk.measured(runs))
+                of_layer = result(prompts[walk.length], walk.measured(runs))
                 revised = revise(configured, walk.length, index, of_layer)
             layers[walk.length].append(of_layer)
             walk.accept(runs)

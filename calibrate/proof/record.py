@@ -22,7 +22,7 @@ from s2o_runtime.profile.record import (
 )
 
 METHOD = (
-    "means: generalised confidence bounds of lognormal errors over all rows, the risk shared by a layer's looks; "
+    "means: Student's bounds of errors over all rows, kinds in equal parts, the risk shared by a layer's looks; "
     "next prompt: order statistics; retrieval: Clopper-Pearson"
 )
 

@@ -61,14 +61,15 @@ class PromptError:
 
 @dataclass(frozen=True)
 class LayerSample:
-    """One layer: each prompt's errors."""
+    """One layer: each prompt's errors, and its kind of text."""
 
     prompts: tuple[PromptError, ...]
+    kinds: tuple[str, ...]
 
     @classmethod
-    def of(cls, of_prompts: Sequence[Mapping[str, Any]]) -> LayerSample:
-        """From the results of a layer's steps."""
-        return cls(tuple(PromptError(**of_prompt) for of_prompt in of_prompts))
+    def of(cls, prompts: Sequence[Prompt], of_prompts: Sequence[Mapping[str, Any]]) -> LayerSample:
+        """From the results of a layer's steps on these prompts."""
+        return cls(tuple(PromptError(**one) for one in of_prompts), tuple(prompt.domain for prompt in prompts))
 
     @property
     def density(self) -> float:
@@ -109,6 +110,11 @@ class LengthSample:
     layers: tuple[LayerSample, ...]
     agreements: tuple[PromptAgreement, ...]
     noise_floor: float | None
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kind of text of each prompt."""
+        return [prompt.domain for prompt in self.prompts]
 
 
 def sample(

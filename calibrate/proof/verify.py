@@ -63,7 +63,7 @@ class LayerProof:
     mse, dense_power, density: Means over the held-out prompts; dense_power is the mean square of the dense output.
     worst: `row_errors.worst_of`, over tiles of 64 rows of all heads and prompts, of the largest relative error of a row
     (`row_errors`). seconds, dense_seconds: Attention alone, on the first prompt; None on a CPU. of_prompts: Of each
-    prompt its mse and dense power.
+    prompt its mse and dense power. kinds: The kind of text of each prompt.
     """
 
     mse: float
@@ -73,16 +73,18 @@ class LayerProof:
     seconds: float | None = None
     dense_seconds: float | None = None
     of_prompts: tuple[tuple[float, float], ...] = ()
+    kinds: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, of_prompts: Sequence[Mapping[str, Any]]) -> LayerProof:
-        """From the results of a layer's steps, without times."""
+    def of(cls, prompts: Sequence[Prompt], of_prompts: Sequence[Mapping[str, Any]]) -> LayerProof:
+        """From the results of a layer's steps on these prompts, without times."""
         return cls(
             mse=statistics.fmean(one["mse"] for one in of_prompts),
             dense_power=statistics.fmean(one["power"] for one in of_prompts),
             density=statistics.fmean(one["density"] for one in of_prompts),
             worst=float(worst_of(torch.cat([one["tiles"] for one in of_prompts]))),
             of_prompts=tuple((one["mse"], one["power"]) for one in of_prompts),
+            kinds=tuple(prompt.domain for prompt in prompts),
         )
 
     @property

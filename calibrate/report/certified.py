@@ -33,8 +33,8 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
     chose = "only how much less of its budget a layer got" if changed else "nothing"
     return (
         f"Certified on {_range(length.prompts for length in lengths)} prompts of each length that chose {chose}{text}: "
-        f"with {confidence:.0%} confidence for each layer by itself, and if errors are lognormal, its mean error over "
-        f"prompts like these is at most {_largest(lengths):.0%} of its limit."
+        f"with {confidence:.0%} confidence for each layer by itself, its mean error over prompts like these, kinds in "
+        f"equal parts, is at most {_largest(lengths):.0%} of its limit."
     )
 
 

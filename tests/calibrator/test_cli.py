@@ -89,7 +89,7 @@ def test_dry_run_prints_the_plan_and_stops(command, tmp_path):
     assert plan["budget"] == "mse 0.0001 and rel_mse 0.01, whichever allows a layer less"
     assert plan["out"] == "profiles/demo/cpu/mse-0.0001.safetensors (default)"
     assert plan["journal"] == "profiles/demo/cpu/demo.journal.sqlite (default)"
-    assert (plan["representatives"], plan["grains"]) == ("1, 32 (default)", "4 (default)")
+    assert (plan["representatives"], plan["grains"]) == ("1, 16 (default)", "4 (default)")
     assert plan["num prompts"] == "4 of each length (default)"
     text = command(*GOOD, "--dry-run", "--representatives", "8,1", "--num-held-out", 1).stdout
     assert "representatives     1, 8\n" in text
@@ -109,7 +109,7 @@ def test_flags_override_the_recipe_file_which_overrides_the_defaults(command, tm
     expected = ("demo", "rel_mse 0.01", "1024", "none", "300 s", "off", "off", "the model's", "7")
     assert tuple(plan[name] for name in names) == expected
     assert plan["trials"] == "2 for each group of like layers at each length"
-    assert plan["margin"] == "80% of the budget is spent (default)"
+    assert plan["margin"] == "90% of the budget is spent (default)"
 
 
 def test_a_dry_run_writes_a_recipe_that_runs_the_same(command, tmp_path):

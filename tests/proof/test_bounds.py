@@ -19,43 +19,54 @@ from calibrate.proof.bounds import (
 ROUNDS = 2000
 
 
-@pytest.mark.parametrize("count", [5, 19])
-def test_the_mean_is_below_its_bound_as_often_as_it_says(count):
-    """Of 200 rounds at 90% 180 are expected; a deviation is 4. The lower bound is careful."""
-    rng = random.Random(count)
-    mean = math.exp(0.5)
-    draws = [[rng.lognormvariate(0, 1) for _ in range(count)] for _ in range(200)]
-    assert 168 <= sum(mean_bound(values, 0.9) >= mean for values in draws) <= 192
-    assert sum(mean_lower_bound(values, 0.9) <= mean for values in draws) >= 170
+SHAPES = {  # how errors of one kind are drawn, their mean, and how often of 1000 a bound of 97.5% holds at least
+    "normal": (lambda rng, n: 1 + 0.2 * rng.standard_normal(n), 1.0, 960),
+    "lognormal, spread 0.2": (lambda rng, n: rng.lognormal(-0.02, 0.2, n), 1.0, 950),
+    "lognormal, spread 0.5": (lambda rng, n: rng.lognormal(-0.125, 0.5, n), 1.0, 925),
+    "lognormal, spread 1": (lambda rng, n: rng.lognormal(-0.5, 1.0, n), 1.0, 830),
+    "5 of 100 ten times as large": (lambda rng, n: np.where(rng.random(n) < 0.05, 10.0, 1.0), 1.45, 700),
+    "3 of 100 thirty times as large": (lambda rng, n: np.where(rng.random(n) < 0.03, 30.0, 1.0), 1.87, 510),
+    "Pareto, 2": (lambda rng, n: 1 + rng.pareto(2.0, n), 2.0, 750),
+}
 
 
-@pytest.mark.parametrize("confidence", [0.95, 0.975, 1 - 0.025 / 3])
-def test_the_bound_is_the_quantile_of_the_pivot(confidence):
+@pytest.mark.parametrize("shape", SHAPES)
+def test_how_often_the_mean_is_below_its_bound(shape):
+    """Of 32 prompts in four kinds that differ widely: as often as it says where errors of a kind are about normal."""
+    draw, mean, least = SHAPES[shape]
+    rng, kinds, scales = np.random.default_rng(0), [*"abcd"] * 8, np.array([0.5, 1.0, 1.5, 5.0] * 8)
+    draws = [draw(rng, 32) * scales for _ in range(1000)]
+    held = sum(mean_bound(values, kinds, 0.975) >= 2.0 * mean for values in draws)
+    assert least <= held <= 990
+    lower = sum(mean_lower_bound(values, kinds, 0.975) <= 2.0 * mean for values in draws)
+    assert lower >= 955
+
+
+def test_the_bound_is_students():
     values = [1.0, 2.0, 4.0, 8.0, 9.0, 3.0]
-    logs, count = np.log(values), len(values)
-    rng = np.random.default_rng(0)
-    w_squared = rng.chisquare(count - 1, 300_000) / (count - 1)
-    normal = rng.standard_normal(300_000)
-    spread = logs.std(ddof=1)
-    pivot = logs.mean() + spread * normal / np.sqrt(w_squared * count) + spread**2 / (2 * w_squared)
-    assert math.log(mean_bound(values, confidence)) == pytest.approx(np.quantile(pivot, confidence), rel=0.02)
+    expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)  # two-sided
+    one_kind = ["text"] * 6
+    assert mean_bound(values, one_kind, 0.975) == pytest.approx(expected.high)
+    assert mean_lower_bound(values, one_kind, 0.975) == pytest.approx(expected.low)
+    # two kinds: half the difference of one kind and the other's negative, by Welch's test
+    two_kinds = ["code", "code", "code", "prose", "prose", "prose"]
+    welch = stats.ttest_ind(values[:3], [-value for value in values[3:]], equal_var=False).confidence_interval(0.95)
+    assert mean_bound(values, two_kinds, 0.975) == pytest.approx(welch.high / 2)
+    assert mean_bound(values, [*"aaaaab"], 0.975) == pytest.approx(expected.high)  # a kind with one prompt
 
 
-def test_the_lower_bound_is_the_formula():
-    values = [1.0, 2.0, 4.0, 8.0]
-    logs = np.log(values)
-    variance = logs.var(ddof=1)
-    below = stats.t.ppf(0.95, 3) * math.sqrt(variance / 4 + variance**2 / 6)
-    assert mean_lower_bound(values, 0.95) == pytest.approx(math.exp(logs.mean() + variance / 2 - below))
+def test_kinds_count_alike_and_what_differs_between_them_is_no_doubt():
+    values, kinds = [1.0, 1.1, 0.9, 9.0, 9.9], ["code"] * 3 + ["chat"] * 2
+    assert 5.2 < mean_bound(values, kinds, 0.9) < mean_bound(values, ["text"] * 5, 0.9)
+    assert mean_lower_bound(values, kinds, 0.9) > mean_lower_bound(values, ["text"] * 5, 0.9)
+    assert mean_bound([1.0, 1.0, 5.0, 5.0], ["code", "code", "chat", "chat"], 0.975) == 3.0
 
 
-def test_zeros_raise_no_bound_and_one_value_bounds_nothing():
-    assert mean_bound([0.0, 0.0], 0.95) == 0.0
-    assert mean_bound([3.0], 0.95) == mean_bound([3.0, 0.0], 0.95) == math.inf
-    assert mean_bound([1.0, 2.0, 0.0], 0.95) == mean_bound([1.0, 2.0], 0.95)
-    assert mean_lower_bound([3.0], 0.95) == mean_lower_bound([], 0.95) == mean_lower_bound([0.0] * 5, 0.95) == 0.0
-    assert mean_lower_bound([1.0, 2.0, 0.0, 0.0], 0.95) == pytest.approx(mean_lower_bound([1.0, 2.0], 0.95) / 2)
-    assert mean_bound([2.0] * 4, 0.95) == pytest.approx(2.0)
+def test_one_value_bounds_nothing():
+    assert mean_bound([0.0], ["code"], 0.95) == mean_bound([], [], 0.95) == mean_bound([0.0] * 3, [*"aab"], 0.95) == 0.0
+    assert mean_bound([3.0], ["code"], 0.95) == math.inf
+    assert mean_lower_bound([3.0], ["code"], 0.95) == mean_lower_bound([], [], 0.95) == 0.0
+    assert mean_lower_bound([0.0, 0.0, 9.0], ["code"] * 3, 0.95) == 0.0  # no mean error is negative
 
 
 def test_a_bound_for_the_next_value():

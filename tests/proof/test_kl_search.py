@@ -60,7 +60,7 @@ def test_what_is_proven_is_within_the_budget_where_a_pass_was():
 
 @pytest.fixture
 def begun():
-    recipe = replace(RECIPE, budget=Budget("kl", MOST), scope="model").validate()
+    recipe = replace(RECIPE, budget=Budget("kl", MOST), scope="model", margin=AIM / MOST).validate()
     begun = replace(candidate(), recipe=recipe)
     chosen = {
         length: replace(of_length, choices=[replace(choice, weights=WEIGHTS) for choice in of_length.choices])
@@ -142,9 +142,9 @@ def test_certify_prompts_break_a_kl_only_where_they_show_it(begun):
     """A mean that is over the budget by chance does not; a length that is only checked has no budget."""
     near = [MOST * math.exp(deviation / 2) for deviation in range(-3, 4)]
     assert sum(near) / len(near) > MOST
-    assert kl_shown_over_budget(1024, near, begun.recipe) is None
+    assert kl_shown_over_budget(1024, near, ["text"] * len(near), begun.recipe) is None
     far = [3 * kl for kl in near]
-    sentence = str(kl_shown_over_budget(1024, far, begun.recipe))
+    sentence = str(kl_shown_over_budget(1024, far, ["text"] * len(far), begun.recipe))
     assert sentence.startswith("at 1024 tokens the mean KL of prompts like these is at least ")
-    assert kl_shown_over_budget(768, far, begun.recipe) is None
-    assert kl_shown_over_budget(1024, far, RECIPE) is None
+    assert kl_shown_over_budget(768, far, ["text"] * len(far), begun.recipe) is None
+    assert kl_shown_over_budget(1024, far, ["text"] * len(far), RECIPE) is None

@@ -1,13 +1,11 @@
 """What a layer may spend, from what was measured of it on the adjust prompts; without a model."""
 
-import math
-import statistics
 from dataclasses import replace
 
 import pytest
 
 from calibrate.proof.adjust import AIM, CLOSE, ENOUGH, MOST, TRIES, Spending, growth
-from calibrate.proof.bounds import FLOOR, expected_mean_bound, look_confidence, mean_bound
+from calibrate.proof.bounds import expected_mean_bound, look_confidence, mean_bound
 from calibrate.proof.certify import with_share
 from calibrate.proof.verify import LayerProof
 from calibrate.recipe import Budget
@@ -19,7 +17,8 @@ ALIKE, FAR_APART = (0.95, 1.0, 1.05, 1.0), (0.3, 0.4, 0.5, 2.8)
 
 def proof(mean, factors=ALIKE, worst=0.0):
     """Of prompts whose errors are these times the mean."""
-    return LayerProof(mean, 1.0, 0.5, worst, of_prompts=tuple((mean * factor, 1.0) for factor in factors))
+    of_prompts = tuple((mean * factor, 1.0) for factor in factors)
+    return LayerProof(mean, 1.0, 0.5, worst, of_prompts=of_prompts, kinds=("text",) * len(factors))
 
 
 def test_a_layer_that_spends_little_is_given_more_until_it_spends_its_margin():
@@ -44,7 +43,7 @@ def test_what_the_certificate_will_find_limits_what_is_given():
     even, uneven = (growth(proof(1e-4, factors), 2e-4, recipe) for factors in (ALIKE, FAR_APART))
     assert 1.0 < even <= 2 * recipe.margin
     errors = [1e-4 * factor for factor in FAR_APART]
-    bound = expected_mean_bound(errors, recipe.num_certify, look_confidence(1.0))
+    bound = expected_mean_bound(errors, ["text"] * 4, recipe.num_certify, look_confidence(1.0))
     assert uneven == pytest.approx(AIM * 2e-4 / bound)
     assert uneven < even
     without = replace(recipe, num_certify=0)
@@ -60,11 +59,10 @@ def test_bounds_of_fewer_certify_prompts_than_enough_decide_nothing():
     assert enough < few
 
 
-def test_errors_next_to_nothing_do_not_spread_the_expected_bound():
-    """A look counts them all as the floor, so they are alike to it."""
-    recipe, limit = candidate().recipe, 1.0
-    uneven, alike = (growth(proof(FLOOR / 1e4, factors), limit, recipe) for factors in ((1e-6, 1e-3, 1.0, 3.0), ALIKE))
-    assert uneven == pytest.approx(alike)
+def test_what_differs_between_kinds_of_text_limits_nothing():
+    recipe = candidate().recipe
+    apart = proof(1e-4, FAR_APART)
+    assert growth(replace(apart, kinds=tuple("abcd")), 2e-4, recipe) > growth(apart, 2e-4, recipe)
 
 
 def test_what_was_too_much_is_taken_back_but_not_more():
@@ -75,7 +73,7 @@ def test_what_was_too_much_is_taken_back_but_not_more():
     raised = Spending()
     more = raised.revise(begun, 512, 0, proof(0.4 * limit))
     assert more.choice(0, 512).spent > spent
-    less = raised.revise(more, 512, 0, proof(0.99 * limit, FAR_APART))
+    less = raised.revise(more, 512, 0, proof(1.9 * limit, FAR_APART))
     assert less.choice(0, 512) == begun.choice(0, 512)
     assert less.layer_config(0, 512) == begun.layer_config(0, 512)
     assert not less.tightened
@@ -125,12 +123,14 @@ def test_rows_that_are_off_too_far_are_no_reason_to_give_and_one_to_take_back():
 
 
 def test_the_expected_bound_is_that_of_many_prompts_like_the_few():
-    few = [1.0, math.exp(0.3), math.exp(-0.3), math.exp(0.1), math.exp(-0.1)]
-    many = few * 7
-    expected, true = (
-        expected_mean_bound(few, len(many), 0.975),
-        mean_bound(many, 0.975),
+    few, kinds = [1.0, 1.3, 0.7, 4.4, 3.6], [*"aaabb"]
+    for of_few in (kinds, ["text"] * 5):
+        expected = expected_mean_bound(few, of_few, 40, 0.975)
+        bound = mean_bound(few * 8, of_few * 8, 0.975)
+        assert expected == pytest.approx(bound, rel=0.1)
+        assert mean_bound(few * 8, kinds * 8, 0.5) < expected
+    assert expected_mean_bound([2.0], ["a"], 32, 0.975) == pytest.approx(
+        2 * expected_mean_bound([1.0], ["b"], 32, 0.975)
     )
-    assert expected == pytest.approx(true, rel=0.1)
-    assert statistics.fmean(few) < expected
-    assert expected_mean_bound([2.0], 32, 0.975) == pytest.approx(2 * expected_mean_bound([1.0], 32, 0.975))
+    # with fewer than two prompts of a kind the certificate takes all for one kind
+    assert expected_mean_bound(few, kinds, 3, 0.975) == expected_mean_bound(few, ["text"] * 5, 3, 0.975)
