@@ -284,7 +284,7 @@ def compared(
                     bound,
                     statistics.fmean(errors),
                     mean_lower_bound(errors, samples[length].kinds[: len(errors)], confidence),
-                )  # fmt: skip
+                )
                 for layer, what, bound, errors in of_length
             ),
         )

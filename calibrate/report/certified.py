@@ -33,8 +33,8 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
     chose = "only how much less of its budget a layer got" if changed else "nothing"
     return (
         f"Certified on {_range(length.prompts for length in lengths)} prompts of each length that chose {chose}{text}: "
-        f"with {confidence:.0%} confidence for each layer by itself, its mean error over prompts like these, kinds in "
-        f"equal parts, is at most {_largest(lengths):.0%} of its limit."
+        f"with {confidence:.0%} confidence for each layer by itself, its mean error over prompts like these is at "
+        f"most {_largest(lengths):.0%} of its limit."
     )
 
 
@@ -70,7 +70,8 @@ def sentences(certificate: Certificate | None) -> list[str]:
     looks = f"{len(layers) - less - dense} of {len(layers)} bounds were within their limits at the first look"
     changed = f"{counted(less, 'layer')} got less of their budget and {dense} became dense" if less or dense else ""
     first = [", ".join(filter(None, (looks, changed)))] if layers else []
-    return [_of_length(length) for length in lengths] + first
+    method = [f"how: {certificate.method}"] if certificate and certificate.method else []
+    return [_of_length(length) for length in lengths] + first + method
 
 
 def _of_length(length: CertifiedLength) -> str:

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from calibrate.profiles.certified import tables
 
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify
@@ -25,6 +24,7 @@ from calibrate.proof.certify import (
 from calibrate.proof.judge import judge, retrieval_lost, slower_layers
 from calibrate.proof.sample import LayerSample, LengthSample, PromptError
 from calibrate.recipe import Budget
+from calibrate.report.certified import tables
 from calibrate.search.choice import DenseReason
 from s2o_runtime.profile.record import Certificate, CertifiedLength, ContinuedBound
 from support.candidates import LENGTHS, RECIPE, candidate, proofs_of

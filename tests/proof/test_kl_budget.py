@@ -103,7 +103,7 @@ def test_certify_prompts_that_show_a_broken_budget_write_nothing(finished, monke
     monkeypatch.setattr(
         certify,
         "kl_shown_over_budget",
-        lambda length, kls, recipe: Problem(ProblemKind.OVER_KL, length, f"{len(kls)} show it"),
+        lambda length, kls, kinds, recipe: Problem(ProblemKind.OVER_KL, length, f"{len(kls)} show it"),
     )
     other = replace(made, out=made.out.with_name("broken.safetensors"), journal=made.journal_path)
     result = calibrate(other, progress=False)

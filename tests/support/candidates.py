@@ -108,4 +108,5 @@ class PretendedProver:
 
     def _layer(self, candidate, length, layer):
         error = self._error(candidate, length, layer)
-        return LayerProof(error, 1.0, 0.5, 0.0, of_prompts=((0.95 * error, 1.0), (1.05 * error, 1.0)))
+        of_prompts = (0.95 * error, 1.0), (1.05 * error, 1.0)
+        return LayerProof(error, 1.0, 0.5, 0.0, of_prompts=of_prompts, kinds=("text", "text"))
