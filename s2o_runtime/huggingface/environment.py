@@ -18,12 +18,12 @@ from torch import nn
 
 from s2o_runtime.errors import ModelError, ProfileError
 from s2o_runtime.fields import Rule
-from s2o_runtime.huggingface import layers
 from s2o_runtime.huggingface.layers import (
     STATE,
     Beyond,
     LayerState,
     attach,
+    check_beyond,
     no_config,
     other_state,
     states_of,
@@ -99,7 +99,7 @@ def _named(path: str) -> Profile:
 
 def beyond() -> Beyond:
     """What S2O_BEYOND says; `patch`'s default if it is not set. Raises ConfigError if that is not known."""
-    return cast(Beyond, layers.BEYOND.checked(os.environ.get(BEYOND) or "dense", BEYOND))
+    return check_beyond(os.environ.get(BEYOND) or "dense", BEYOND)
 
 
 def drift() -> DriftChoice:

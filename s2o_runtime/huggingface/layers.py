@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from s2o_runtime.serving.layer import ServedLayer, longest_trusted
 
 STATE = "s2o_layer"  # attribute of a patched attention module
 Beyond = Literal["dense", "warn", "s2o"]
-BEYOND = Rule(str, allowed=get_args(Beyond))
 
 NUMBER = "s2o_number"  # attribute of a patched attention module: what stands for it in a compiled graph
 
@@ -211,9 +210,9 @@ def states_of(
     return states
 
 
-def check_beyond(beyond: str) -> None:
-    """Raises ConfigError if `beyond` is not known."""
-    BEYOND.checked(beyond, "beyond")
+def check_beyond(beyond: str, name: str = "beyond") -> Beyond:
+    """The value itself, which is called by that name. Raises ConfigError if it is not known."""
+    return cast(Beyond, Rule(str, allowed=get_args(Beyond)).checked(beyond, name))
 
 
 def _say_range(profile: Profile, longest: int, beyond: Beyond, rejected: str | None) -> None:

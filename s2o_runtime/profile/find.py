@@ -41,14 +41,20 @@ class Found(NamedTuple):
     profile: Profile
 
     def __str__(self) -> str:
-        record = self.profile.record
-        certified = "certified" if record.certified_lengths else "not certified"
-        budget = "" if record.budget is None else f", {record.budget.kind} {record.budget.value}"
+        certified = "certified" if self.profile.record.certified_lengths else "not certified"
+        kind, value = self.budget
+        budget = "" if kind is None or value is None else f", {kind} {value:g}"
         return f"{self.path} of {self.profile.model_name} ({certified}{budget})"
+
+    @property
+    def budget(self) -> tuple[BudgetKind | None, float | None]:
+        """Its kind and its value, None where they are not recorded."""
+        budget = self.profile.record.budget
+        return (None, None) if budget is None else (budget.kind, budget.value)
 
 
 def folders() -> list[Path]:
-    """Where profiles are looked for, in this order, as absolute paths.
+    """Where profiles are looked for, in this order, each once, as absolute paths without symbolic links.
 
     Raises:
         ConfigError: S2O_PROFILES names something that is no folder.
@@ -58,7 +64,7 @@ def folders() -> list[Path]:
         if not folder.is_dir():
             raise ConfigError(f"{VARIABLE} names {folder}, which is no folder: name folders that hold profiles")
     others = [folder for folder in (WRITTEN, CATALOGUE) if folder.is_dir()]
-    return list(dict.fromkeys(folder.absolute() for folder in (*named, *others)))
+    return list(dict.fromkeys(folder.resolve() for folder in (*named, *others)))
 
 
 def profiles() -> list[Found]:
@@ -83,10 +89,9 @@ def profiles() -> list[Found]:
 
 def _rank(found: Found) -> tuple[object, ...]:
     """What the profiles of one folder are sorted by."""
-    record, lengths = found.profile.record, found.profile.lengths
-    kind, value = (None, None) if record.budget is None else (record.budget.kind, record.budget.value)
+    kind, value = found.budget
     order = len(KINDS) if kind is None or value is None else KINDS.index(kind)
-    return not record.certified_lengths, order, value or 0.0, -lengths[-1]
+    return not found.profile.record.certified_lengths, order, value or 0.0, -found.profile.lengths[-1]
 
 
 def none_like(found: Sequence[Found], config: Any) -> str | None:

@@ -66,11 +66,6 @@ class Plan:
         """Whether the stock backend computes all of it."""
         return not any(run.is_sparse for run in self.runs)
 
-    @property
-    def sparse_rows(self) -> int:
-        """Query rows that S2O computes."""
-        return sum(run.end - run.begin for run in self.runs if run.is_sparse)
-
 
 def plan(starts: Sequence[int], lengths: Sequence[int], why_dense: WhyDense, max_keys: int) -> Plan:
     """Share the requests of a batch between S2O and the stock backend.

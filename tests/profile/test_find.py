@@ -80,7 +80,7 @@ def test_a_patched_model_takes_the_profile_of_its_weights_and_gpu(folder, model,
     path = write(profile, tmp_path / folder / "p.safetensors")
     with caplog.at_level(logging.INFO, logger="s2o_runtime"):
         patch(model)
-    assert taken(caplog) == f"{path} of tiny (certified, mse 1.0)"
+    assert taken(caplog) == f"{path} of tiny (certified, mse 1)"
     model(prompt())
     assert used_s2o(model)
     with patched(model):
@@ -89,7 +89,7 @@ def test_a_patched_model_takes_the_profile_of_its_weights_and_gpu(folder, model,
 
 def test_the_catalogue_of_the_package_holds_the_shipped_profiles(monkeypatch):
     monkeypatch.undo()
-    shipped = [found for found in find.profiles() if find.CATALOGUE in found.path.parents]
+    shipped = [found for found in find.profiles() if find.CATALOGUE.resolve() in found.path.parents]
     assert {found.profile.model_name for found in shipped} >= {"demo"}
     assert {found.profile.device.kind for found in shipped} == {"cpu", "cuda"}
 
@@ -104,6 +104,7 @@ def test_of_several_the_folder_the_certificate_the_budget_and_the_length_decide(
         ("mine/0", recorded(profile, "kl", 1e-6)),
         ("mine/1", recorded(profile, "rel_mse", 1e-6, certified=False)),
         ("mine/2", replace(profile, record=Record())),
+        ("mine/3", replace(profile, record=Record(budget=RecordedBudget(kind="mse")))),
         ("profiles/a", recorded(profile, "rel_mse", 1e-9)),
         ("catalogue/a", recorded(profile, "rel_mse", 1e-9)),
     ]
@@ -114,6 +115,9 @@ def test_of_several_the_folder_the_certificate_the_budget_and_the_length_decide(
         name for name, _ in in_order
     ]
     assert [one.profile for one in found] == [one for _, one in in_order]
+    assert [str(one).partition(" of ")[2] for one in found[5:8]] == [
+        "tiny (not certified, rel_mse 1e-06)", "tiny (not certified)", "tiny (not certified)"
+    ]  # fmt: skip
     with caplog.at_level(logging.INFO, logger="s2o_runtime"):
         patch(model)
     assert "b.safetensors of tiny (certified, rel_mse 0.001)" in taken(caplog)
@@ -258,7 +262,7 @@ def test_a_server_takes_the_profile_of_the_model_that_it_serves(settings, model,
     assert server.obstacle is None
     assert server.fit.profile == profile
     (line,) = (message for message in caplog.messages if str(path) in message)
-    assert f"in vLLM 0.32.0: profile {path} of tiny (certified, mse 1.0), 2 of 2 layers sparse from 100 " in line
+    assert f"in vLLM 0.32.0: profile {path} of tiny (certified, mse 1), 2 of 2 layers sparse from 100 " in line
     assert set(server.counters.drift) == {0, 1}
 
 
