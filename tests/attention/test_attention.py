@@ -18,13 +18,9 @@ pytestmark = pytest.mark.usefixtures("small_sample")
 TILE = TileConfig(64, 32, 2, 4, 1)
 
 
-def inputs(heads=2, kv_heads=1, q_len=150, kv_len=150, head_dim=64, dtype=torch.float32):
-    q = torch.randn(1, heads, q_len, head_dim, dtype=dtype)
-    return (
-        q,
-        torch.randn(1, kv_heads, kv_len, head_dim, dtype=dtype),
-        torch.randn(1, kv_heads, kv_len, head_dim).to(dtype),
-    )
+def inputs(heads=2, kv_heads=1, q_len=150, kv_len=150, head_dim=64):
+    sizes = (heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len)
+    return tuple(torch.randn(1, *size, head_dim) for size in sizes)
 
 
 def config(heads=2, tau=2.0, **kwargs):

@@ -18,6 +18,7 @@ from s2o_runtime.baselines.pooling import block_means, pool, pool_plain
 from s2o_runtime.baselines.selection import Grid
 from s2o_runtime.baselines.xattention import block_weights, head_weights
 from s2o_runtime.reference.dense import dense_attention, exact_attention
+from support.gpu import relative_error
 from support.marks import pairwise
 
 SHAPES = [
@@ -55,10 +56,6 @@ def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype=torch.bfloat16
     q = normal(batch, q_len, heads, head_dim) + drift
     k = normal(batch, kv_len, kv_heads, head_dim) * 0.6 + key_topics
     return [t.to(dtype).transpose(1, 2) for t in (q, k, normal(batch, kv_len, kv_heads, head_dim))]
-
-
-def relative_error(out, truth):
-    return float((out.float() - truth.float()).norm() / truth.float().norm().clamp_min(1e-6))
 
 
 @pytest.mark.parametrize(("settings", "shape", "dtype"), pairwise(SETTINGS, SHAPES, DTYPES))

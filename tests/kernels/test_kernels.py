@@ -84,8 +84,8 @@ def test_rules_and_tiles(stop_rule, tau, row_reduce, tile, nan_filled):
 
 
 FEATURES = [
-    pytest.param({"sinks": [1.0, 9.0], "softcap": 3.0, "scale": 0.3}, None, id="sinks-cap-scale"),
-    pytest.param({"sinks": [-3.0, 6.0]}, [40, 0], id="sinks-padded"),
+    pytest.param({"sinks": torch.tensor([1.0, 9.0]), "softcap": 3.0, "scale": 0.3}, None, id="sinks-cap-scale"),
+    pytest.param({"sinks": torch.tensor([-3.0, 6.0])}, [40, 0], id="sinks-padded"),
     pytest.param({"softcap": 50.0}, None, id="cap"),
     pytest.param({"scale": 0.5}, None, id="scale"),
 ]
@@ -93,14 +93,9 @@ FEATURES = [
 
 @pytest.mark.parametrize(("features", "starts"), all_but_first(FEATURES, SLOW))
 def test_sinks_caps_and_scales(features, starts, nan_filled):
-    q, k, v = inputs(1 if starts is None else 2, 2, 1, 140, 211, 64)
-    options = dict(features)
-    if "sinks" in features:
-        options["sinks"] = torch.tensor(features["sinks"])
+    q, k, v, kv_start = drawn((len(starts or [0]), 2, 1, 140, 211, 64, starts))
     heads = (HeadConfig(1.0, 64, representatives=4, tail=True), HeadConfig(0.3, 128))
-    config = LayerConfig(heads, TILE, grain=2)
-    kv_start = None if starts is None else torch.tensor(starts)
-    agree(*run_both(q, k, v, config, kv_start, **options))
+    agree(*run_both(q, k, v, LayerConfig(heads, TILE, grain=2), kv_start, **features))
 
 
 def test_a_cap_is_part_of_the_ranking(nan_filled):
@@ -193,8 +188,8 @@ def test_slicing_the_rows_changes_nothing(monkeypatch):
 @SLOW
 @pytest.mark.parametrize("starts", all_but_first([[30, 0], None], EXHAUSTIVE), ids=["left-padded", "whole"])
 def test_the_order_in_which_heads_start_changes_nothing(starts, monkeypatch, nan_filled):
-    q, k, v = inputs(len(starts or [0]), 4, 2, 130, 160, 16)
-    call = call_of(q, k, v, mixed_config(4, 1.0), None if starts is None else torch.tensor(starts), lse=True)
+    q, k, v, kv_start = drawn((len(starts or [0]), 4, 2, 130, 160, 16, starts))
+    call = call_of(q, k, v, mixed_config(4, 1.0), kv_start, lse=True)
     outputs = []
     for abreast in (1, 2, 4):
         monkeypatch.setattr(prefill_module, "heads_abreast", lambda *_, heads=abreast: heads)
@@ -238,8 +233,7 @@ def test_as_few_heads_take_turns_as_fill_the_gpu():
 )
 def test_rank_scores_and_orders_every_prefix(starts, length, grain, representatives, nan_filled, monkeypatch):
     monkeypatch.setattr(scores_module, "LOG_SUM_SAMPLE", 1 << 20)
-    q, k, _ = inputs(2, 2, 1, 230, length, 64)
-    kv_start = None if starts is None else torch.tensor(starts)
+    q, k, _, kv_start = drawn((2, 2, 1, 230, length, 64, starts))
     config = LayerConfig.uniform(2, segment=64, representatives=representatives, grain=grain, tile=TILE)
     call = call_of(q, k, k, config, kv_start)
     scores, order_of_steps = rank_of(q, k, config, kv_start)
@@ -278,8 +272,7 @@ def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch, nan_filled):
 )
 def test_tail_sums_are_those_of_the_order(shares, starts, grain, head_dim, nan_filled, monkeypatch):
     monkeypatch.setattr(tail_module, "tail_shares", lambda programs, steps: shares)
-    q, k, v = inputs(2, 4, 2, 230, 700, head_dim)
-    kv_start = None if starts is None else torch.tensor(starts)
+    q, k, v, kv_start = drawn((2, 4, 2, 230, 700, head_dim, starts))
     config = LayerConfig.uniform(4, segment=64, representatives=4, tail=True, grain=grain, tile=TILE)
     call = call_of(q, k, v, config, kv_start)
     ranking, tail = kernel_ranking(call)
@@ -292,8 +285,7 @@ def test_tail_sums_are_those_of_the_order(shares, starts, grain, head_dim, nan_f
 def test_tail_sums_of_more_segments_at_once(shares, head_dim, starts, nan_filled, monkeypatch):
     """The last program has one segment, of the eight that it could have."""
     monkeypatch.setattr(tail_module, "tail_shares", lambda programs, steps: shares)
-    q, k, v = inputs(len(starts or [0]), 2, 1, 560, 700, head_dim)
-    kv_start = None if starts is None else torch.tensor(starts)
+    q, k, v, kv_start = drawn((len(starts or [0]), 2, 1, 560, 700, head_dim, starts))
     heads = (HeadConfig(1.0, 64, representatives=4, tail=True), HeadConfig(1.0, 128, tail=True))
     call = call_of(q, k, v, LayerConfig(heads, TILE, grain=4), kv_start)
     ranking, four = kernel_ranking(call)

@@ -69,9 +69,8 @@ def test_prefill_equals_the_reference(shape, grain, nan_filled):
 
 @pytest.mark.parametrize("starts", all_but_first([None, [40, 0]], SLOW), ids=str)
 def test_sinks_and_no_log_sum_exp(starts, nan_filled):
-    q, k, v = inputs(1 if starts is None else 2, 2, 1, 140, 211, 64)
+    q, k, v, kv_start = drawn((len(starts or [0]), 2, 1, 140, 211, 64, starts))
     config = LayerConfig((LINEAR, MIXED[2]), TILE, grain=2)
-    kv_start = None if starts is None else torch.tensor(starts)
     ours, expected = run_both(q, k, v, config, kv_start, sinks=torch.tensor([1.0, 9.0]), lse=False)
     assert ours[2] is None
     agree(ours, expected)
