@@ -72,11 +72,8 @@ class Curve:
     dense_power: float
     fixed_cost: float = 0.0
 
-    def stacked(self) -> Tensor:
-        """Errors and density in the order of the fields: float32 [5, Hq, len(TAUS)]."""
-        return self._stacked(torch.float32)
-
-    def _stacked(self, dtype: torch.dtype) -> Tensor:
+    def stacked(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Errors and density in the order of the fields, in this type: [5, Hq, len(TAUS)]."""
         return torch.stack([self.mse, self.tail_mse, self.worst, self.tail_worst, self.density]).to(dtype)
 
 
@@ -142,7 +139,7 @@ def packed(curves: Curves, dtype: torch.dtype = torch.float32) -> list[dict[str,
     return [
         {
             "power": curve.dense_power,
-            "curve": curve._stacked(dtype),
+            "curve": curve.stacked(dtype),
             "ranking": astuple(ranking),
             "shape": astuple(shape),
         }
