@@ -136,19 +136,9 @@ def _beyond_dense(summary: Summary) -> dict[str, dict[int, float]]:
 def _quality_table(summary: Summary) -> Table:
     """What each variant keeps of dense's quality at a length, in one row."""
     answered = ("recall, dense", "recall", "difference, 95%", "p", "p by prompt")
-    names = (
-        "tokens",
-        "variant",
-        "budget",
-        "attention",
-        "prefill",
-        *answered,
-        "KL [nats]",
-        "same top-1",
-        "same answers",
-    )
+    names = ("tokens", "variant", "budget", "attention", "prefill", *answered, "KL [nats]", "same top-1")
     rows = [_quality_cells(row) for row in summary["quality"] if {"asked", "kl", "same"} & row.keys()]
-    return Table(names, rows, "quality beside dense", align="rlr", wrap="variant")
+    return Table((*names, "same answers"), rows, "quality beside dense", align="rlr", wrap="variant")
 
 
 def _quality_cells(row: Row) -> tuple[str, ...]:
@@ -181,19 +171,9 @@ def _difference(row: Row) -> str:
 
 
 def _retrieval_table(summary: Summary) -> Table:
-    names = (
-        "task",
-        "tokens",
-        "variant",
-        "right",
-        "accuracy",
-        "kept of dense's",
-        "difference, 95%",
-        "log-lik.",
-        "density",
-    )
+    names = ("task", "tokens", "variant", "right", "accuracy", "kept of dense's", "difference, 95%", "log-lik.")
     rows = [_retrieval_cells(row) for row in summary["retrieval"]]
-    return Table(names, rows, "answers", align="lrlr", wrap="variant")
+    return Table((*names, "density"), rows, "answers", align="lrlr", wrap="variant")
 
 
 def _retrieval_cells(row: Row) -> tuple[str, ...]:

@@ -59,8 +59,9 @@ class Variant:
         return None if recorded is None else f"{recorded.kind} {recorded.value:g}"
 
     def attention_speedup(self, length: int) -> float | None:
-        """How much faster than dense a profile's layers were timed together at a length; None if one was not."""
-        lengths = () if self.profile is None else self.profile.record.predicted or ()
+        """How much faster than dense a profile's layers were timed together at a length; None if one was not here."""
+        record = None if self.profile is None else self.profile.record
+        lengths = () if record is None or record.retiled else record.predicted or ()  # retiled: another GPU's times
         layers = [layer for one in lengths if one.length == length for layer in one.layers or ()]
         times = [(one.dense_seconds, one.seconds) for one in layers if one.dense_seconds and one.seconds]
         if not layers or len(times) < len(layers):

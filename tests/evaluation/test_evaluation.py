@@ -6,6 +6,7 @@ import re
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from s2o_runtime.baselines.settings import parse
 from s2o_runtime.errors import ConfigError, InputError, ModelError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.profile import save_profile
+from s2o_runtime.profile.record import Record
 from support.artefacts import shared
 from support.models import make_profile
 from support.tiny import save_tiny
@@ -415,6 +417,23 @@ def test_profiles_run_as_they_are_deployed(tiny, tmp_path):
     assert tiny.model.config._attn_implementation == "sdpa"
     save_profile(make_profile(tiny.model, 5.0, min_length=300), files[1])  # another profile under the same name
     assert rows(run(plan, tiny), "agreement", "coarse")[0]["kl"] > 1e-6
+
+
+def test_attention_is_as_fast_as_all_layers_of_a_profile_together():
+    def profile(**changes):
+        lengths = {8: [(1.0, 3.0), (1.0, 1.0)], 16: [(1.0, 3.0), (None, None)]}
+        predicted = [
+            {"length": length, "layers": [{"seconds": own, "dense_seconds": dense} for own, dense in layers]}
+            for length, layers in lengths.items()
+        ]
+        return SimpleNamespace(record=Record.from_json({"predicted": predicted, **changes}))
+
+    variant = Variant("p", "p", profile=profile(budget={"kind": "rel_mse", "value": 3e-3}))
+    assert [variant.attention_speedup(length) for length in (8, 16, 32)] == [2, None, None]
+    assert variant.budget == "rel_mse 0.003"
+    retiled = Variant("p", "p", profile=profile(retiled={"from": "NVIDIA H200", "to": "NVIDIA H100"}))
+    assert (retiled.attention_speedup(8), retiled.budget) == (None, None)
+    assert Variant("dense", "dense").attention_speedup(8) is None
 
 
 @pytest.mark.parametrize(
