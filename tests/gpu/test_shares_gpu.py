@@ -42,6 +42,8 @@ HEADS = (
     HeadConfig(1.0, 512),
     HeadConfig(mode="dense"),
 )
+TILES_AND_DIMS = [pytest.param(*tile.values, 128, id=tile.id) for tile in TILES]
+TILES_AND_DIMS.append(pytest.param(TileConfig(64, 64, 2, 4, 2, specialized=True), 256, id="hopper-D256"))
 DENSE, OTHERS = [1, 3, 5, 7], [0, 2, 4, 6]
 
 
@@ -76,23 +78,25 @@ SHAPES = [(1, 700, 9001, None), (1, 1, 3000, None), (2, 333, 700, None), (2, 500
 SHAPES += [(1, 2048, 20000, None)]
 
 
-@pytest.mark.parametrize(("batch", "q_len", "kv_len", "starts", "shares", "tile"), pairwise(SHAPES, [4, 16], TILES))
-def test_split_is_unsplit(batch, q_len, kv_len, starts, shares, tile, monkeypatch, nan_filled):
-    q, k, v = inputs(batch, 8, 2, q_len, kv_len, 128, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("batch", "q_len", "kv_len", "starts", "shares", "tile", "head_dim"), pairwise(SHAPES, [4, 16], TILES_AND_DIMS)
+)
+def test_split_is_unsplit(batch, q_len, kv_len, starts, shares, tile, head_dim, monkeypatch, nan_filled):
+    q, k, v = inputs(batch, 8, 2, q_len, kv_len, head_dim, torch.bfloat16)
     kv_start = None if starts is None else torch.tensor(starts, device="cuda")
     config = config_of(tile)
-    call = Call(config, call_shape(q, k, v, kv_start), 128**-0.5, head_tables(config, q.device), kv_start)
+    call = Call(config, call_shape(q, k, v, kv_start), head_dim**-0.5, head_tables(config, q.device), kv_start)
     exact = exact_attention(q, k, v, kv_start=kv_start)
     same_within_rounding(*both(monkeypatch, q, k, v, call, shares), exact)
 
 
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("tile", "head_dim"), TILES_AND_DIMS)
 @pytest.mark.parametrize(("scores", "cap"), [("input", None), ("input", 20.0), ("int8", None)])
-def test_with_sinks_and_caps_and_int8_scores(cap, scores, tile, monkeypatch, nan_filled):
-    q, k, v = inputs(1, 8, 2, 600, 5000, 128, torch.bfloat16)
+def test_with_sinks_and_caps_and_int8_scores(cap, scores, tile, head_dim, monkeypatch, nan_filled):
+    q, k, v = inputs(1, 8, 2, 600, 5000, head_dim, torch.bfloat16)
     config = config_of(tile, scores)
     sinks = torch.linspace(-2.0, 9.0, 8, device="cuda")
-    call = Call(config, call_shape(q, k, v), 128**-0.5, head_tables(config, q.device), softcap=cap, sinks=sinks)
+    call = Call(config, call_shape(q, k, v), head_dim**-0.5, head_tables(config, q.device), softcap=cap, sinks=sinks)
     same_within_rounding(*both(monkeypatch, q, k, v, call, 8))
 
 
@@ -122,13 +126,13 @@ def test_packed_sequences(head_dim, tile, monkeypatch, nan_filled):
         assert relative_error(split_out[:, DENSE, rows], exact[:, DENSE]) <= 6e-3  # as of every tile, test_kernels_gpu
 
 
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("tile", "head_dim"), TILES_AND_DIMS)
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_pages_change_nothing(page_size, tile, monkeypatch, nan_filled):
+def test_pages_change_nothing(page_size, tile, head_dim, monkeypatch, nan_filled):
     """Bit for bit, compiled, recorded and replayed: the kernels read the same numbers, wherever they lie."""
     q_lens, k_lens = [700, 1, 300, 130], [9000, 40, 300, 2222]
     q, k, v = (
-        torch.randn(sum(lengths), heads, 128, device="cuda").bfloat16()
+        torch.randn(sum(lengths), heads, head_dim, device="cuda").bfloat16()
         for heads, lengths in ((8, q_lens), (2, k_lens), (2, k_lens))
     )
     cu_q = packed_starts(torch.tensor(q_lens, dtype=torch.int32)).cuda()
