@@ -19,7 +19,6 @@ MIN_CAPABILITY: Capability = (8, 0)
 FP8_CAPABILITY: Capability = (8, 9)  # kernels on older GPUs cannot read 8-bit floating point
 SPECIALIZED_CAPABILITY: Capability = (9, 0)  # wgmma as the specialised kernel issues it exists on sm_90 only
 SPECIALIZED_ROWS, SPECIALIZED_WARPS = 64, 4  # of a row tile; a program computes two
-SPECIALIZED_HEAD_DIM = 128  # the largest whose accumulator fits the consumers' registers
 BLOCK_SPARSE_HEAD_DIMS = (64, 128)
 
 # The most shared memory one block may use, in bytes, by family (CUDA programming guide, table of compute capabilities).
@@ -38,7 +37,8 @@ class KernelTile(NamedTuple):
 _Shape = tuple[int, int, int, int, bool]  # block_m, block_n, warps, stages, specialized
 
 # Prefill tiles by family and head dim. wgmma (sm_90) and tcgen05 (sm_100) read operands from shared memory, which
-# leaves registers for larger tiles.
+# leaves registers for larger tiles. The specialised tile of 256 fills them and the shared memory: more keys at once or
+# another stage fit neither (docs/results/head-dim-256-h200.txt).
 _PREFILL: dict[int, dict[int, list[_Shape]]] = {
     80: {
         64: [(128, 64, 8, 3, False), (128, 64, 8, 2, False), (64, 64, 8, 2, False)],
@@ -51,7 +51,7 @@ _PREFILL: dict[int, dict[int, list[_Shape]]] = {
     90: {
         64: [(64, 128, 4, 3, True), (64, 128, 4, 4, True), (128, 64, 8, 3, False), (64, 64, 4, 2, False)],
         128: [(64, 128, 4, 2, True), (64, 128, 4, 3, True), (128, 64, 8, 3, False), (64, 64, 4, 2, False)],
-        256: [(64, 32, 8, 2, False)],
+        256: [(64, 64, 4, 2, True), (64, 32, 8, 2, False)],
     },
     100: {
         64: [(128, 32, 8, 3, False), (128, 128, 8, 2, False), (64, 64, 8, 3, False)],
@@ -160,8 +160,6 @@ def tile_obstacle(tile: TileConfig, head_dim: int, capability: Capability) -> st
     if number is None or padded not in _PREFILL[number]:
         return f"head_dim {head_dim} has no tile on {sm(capability)}"
     if tile.specialized:
-        if padded > SPECIALIZED_HEAD_DIM:
-            return f"tile {tile} has no specialised kernel for head_dim {head_dim}"
         if (tile.block_m, tile.num_warps) != (SPECIALIZED_ROWS, SPECIALIZED_WARPS):
             return f"tile {tile} has no specialised kernel (block_m {SPECIALIZED_ROWS}, {SPECIALIZED_WARPS} warps)"
         if tile.block_n < 64 or tile.num_stages < 2:

@@ -12,7 +12,7 @@ from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.quantisation import quantised_keys
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.tiles import candidate_tiles
-from support.gpu import SHAPES, inputs, relative_error
+from support.gpu import SHAPES, SHAPES_256, inputs, relative_error
 from support.marks import pairwise
 
 PLAIN = TileConfig(128, 32, 4, 8, 3)
@@ -38,7 +38,7 @@ def test_keys_are_rounded_as_the_rule_says(kv_len, head_dim, starts, dtype, nan_
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), SHAPES)
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), SHAPES + SHAPES_256)
 def test_never_stopping_is_the_reference(
     batch, heads, kv_heads, q_len, kv_len, head_dim, starts, dtype, nan_filled
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def test_never_stopping_is_the_reference(
     assert relative_error(expected, truth) <= 0.05
 
 
-@pytest.mark.parametrize(("head_dim", "tau", "grain"), pairwise([64, 128], [0.3, 1.0], [1, 2, 4, 8]))
+@pytest.mark.parametrize(("head_dim", "tau", "grain"), pairwise([64, 128, 256], [0.3, 1.0], [1, 2, 4, 8]))
 def test_every_tile_stops_where_the_plain_kernel_does(head_dim, tau, grain, nan_filled):
     q, k, v = inputs(1, 4, 2, 3000, 3000, head_dim, torch.bfloat16)
     kinds = (HeadConfig(tau, 256, representatives=8, tail=True), HeadConfig(tau, 128), HeadConfig(mode="dense"))
@@ -66,7 +66,8 @@ def test_every_tile_stops_where_the_plain_kernel_does(head_dim, tau, grain, nan_
     for tile in {replace(tile, chunk=2) for tile in candidate_tiles(head_dim, torch.cuda.get_device_capability())}:
         config = LayerConfig(heads, tile, grain=grain, scores="int8")
         ours, lse, stats = s2o_attention(q, k, v, config, backend="triton", return_stats=True, return_lse=True)
-        plain = config.with_tile(TileConfig(tile.block_m, tile.block_n, 2, 4 if tile.block_m == 64 else 8, 1))
+        warps = 4 if tile.block_m == 64 and head_dim <= 128 else 8
+        plain = config.with_tile(TileConfig(tile.block_m, tile.block_n, 2, warps, 1))
         theirs, expected_lse, expected = s2o_attention(
             q, k, v, plain, backend="triton", return_stats=True, return_lse=True
         )

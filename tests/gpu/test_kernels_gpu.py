@@ -17,7 +17,7 @@ from s2o_runtime.kernels.rank.order import order
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
 from s2o_runtime.shapes import call_shape, density
 from s2o_runtime.tiles import candidate_tiles
-from support.gpu import SHAPES, inputs, relative_error
+from support.gpu import SHAPES, SHAPES_256, inputs, relative_error
 from support.kernels import kernel_ranking
 from support.marks import pairwise
 
@@ -73,6 +73,7 @@ def test_every_candidate_tile_of_this_gpu(head_dim, nan_filled):
 
 
 HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
+HOPPER_256 = TileConfig(64, 64, 2, 4, 2, specialized=True)
 
 
 @pytest.mark.parametrize("tile", [TileConfig(128, 32, 4, 8, 3), HOPPER], ids=["plain", "specialised"])
@@ -97,7 +98,8 @@ def test_the_order_in_which_heads_start_changes_nothing(length, tile, monkeypatc
     ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "tile", "tau"),
     pairwise(
         SHAPES, [HOPPER, replace(HOPPER, num_stages=3), replace(HOPPER, block_n=64, num_stages=4)], [0.0, 0.3, 1.0]
-    ),
+    )
+    + pairwise(SHAPES_256, [HOPPER_256], [0.0, 0.3, 1.0]),
 )
 def test_the_hopper_kernel_is_the_plain_kernel(
     batch, heads, kv_heads, q_len, kv_len, head_dim, starts, tile, tau, nan_filled
@@ -106,7 +108,7 @@ def test_the_hopper_kernel_is_the_plain_kernel(
     kv_start = None if starts is None else torch.tensor(starts, device="cuda")
     kinds = (HeadConfig(tau, 128), HeadConfig(tau, 256), HeadConfig(tau, 128, "dense"))
     heads_config = tuple(kinds[h % 3] for h in range(heads))
-    plain = TileConfig(64, tile.block_n, 2, 4, 1)
+    plain = TileConfig(64, tile.block_n, 2, 8 if head_dim > 128 else 4, 1)
     (ours, lse, stats), (theirs, expected_lse, expected) = (
         s2o_attention(
             q, k, v, LayerConfig(heads_config, each), kv_start=kv_start, backend="triton", return_stats=True,
@@ -120,10 +122,10 @@ def test_the_hopper_kernel_is_the_plain_kernel(
     assert relative_error(ours, theirs.float()) <= 4e-3
 
 
-@pytest.mark.parametrize("tile", [TileConfig(64, 64, 2, 4, 2), HOPPER], ids=str)
-def test_packed_sequences_are_sequences_on_their_own(tile, nan_filled):
+@pytest.mark.parametrize(("tile", "head_dim"), [(TileConfig(64, 64, 2, 4, 2), 128), (HOPPER, 128), (HOPPER_256, 256)])
+def test_packed_sequences_are_sequences_on_their_own(tile, head_dim, nan_filled):
     q_lens, k_lens = [700, 0, 129, 1500, 1], [700, 0, 640, 1500, 300]
-    parts = [inputs(1, 4, 2, n, m, 128, torch.bfloat16) for n, m in zip(q_lens, k_lens, strict=True) if n]
+    parts = [inputs(1, 4, 2, n, m, head_dim, torch.bfloat16) for n, m in zip(q_lens, k_lens, strict=True) if n]
     q, k, v = (torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3))
     cu_q, cu_k = (
         torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device="cuda") for lens in (q_lens, k_lens)
@@ -143,9 +145,9 @@ def test_packed_sequences_are_sequences_on_their_own(tile, nan_filled):
     assert torch.isfinite(stats.density).all()
 
 
-@pytest.mark.parametrize("tile", [TileConfig(64, 64, 4, 4, 2), HOPPER], ids=str)
-def test_log_sum_exp_of_dense(tile, nan_filled):
-    q, k, v = inputs(2, 4, 2, 500, 900, 128, torch.bfloat16)
+@pytest.mark.parametrize(("tile", "head_dim"), [(TileConfig(64, 64, 4, 4, 2), 128), (HOPPER, 128), (HOPPER_256, 256)])
+def test_log_sum_exp_of_dense(tile, head_dim, nan_filled):
+    q, k, v = inputs(2, 4, 2, 500, 900, head_dim, torch.bfloat16)
     config = LayerConfig.uniform(4, tau=0.0, segment=128, tile=tile)
     _, lse, _ = s2o_attention(q, k, v, config, backend="triton", return_lse=True)
     torch.testing.assert_close(lse, log_sum_exp(q, k), rtol=0, atol=2e-3)
@@ -176,12 +178,16 @@ EXTENDED = (
 
 
 @pytest.mark.parametrize(
-    ("grain", "tile", "starts"),
-    pairwise([1, 2, 4, 8], [TileConfig(64, 64, 2, 4, 2), TileConfig(128, 64, 2, 8, 3), HOPPER], [None, [300, 1700]]),
+    ("grain", "tile", "head_dim", "starts"),
+    pairwise(
+        [1, 2, 4, 8],
+        [(TileConfig(64, 64, 2, 4, 2), 128), (TileConfig(128, 64, 2, 8, 3), 128), (HOPPER, 128), (HOPPER_256, 256)],
+        [None, [300, 1700]],
+    ),
 )
-def test_extensions_are_as_near_to_dense_as_the_reference(tile, grain, starts, nan_filled):
+def test_extensions_are_as_near_to_dense_as_the_reference(tile, head_dim, grain, starts, nan_filled):
     """Representatives, tails and grains together: as many keys as the reference visits, with its error."""
-    q, k, v = inputs(2, 4, 2, 1100, 2500, 128, torch.bfloat16)
+    q, k, v = inputs(2, 4, 2, 1100, 2500, head_dim, torch.bfloat16)
     kv_start = None if starts is None else torch.tensor(starts, device="cuda")
     config = LayerConfig(EXTENDED, tile, grain=grain)
     out, _, stats = s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton", return_stats=True)

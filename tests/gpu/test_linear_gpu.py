@@ -20,6 +20,7 @@ from support.marks import pairwise
 PLAIN = TileConfig(64, 64, 2, 4, 2)
 WIDE = TileConfig(128, 32, 4, 8, 3)
 HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
+HOPPER_256 = TileConfig(64, 64, 2, 4, 2, specialized=True)
 LINEAR = HeadConfig(0.3, 256, linear=True)
 KINDS = (
     LINEAR,
@@ -62,13 +63,14 @@ SHAPES = [
     pytest.param(1, 1, 1, 1, 1500, 128, None, id="one-query"),
     pytest.param(1, 1, 1, 7, 7, 128, None, id="L7"),
 ]
-D256 = pytest.param(1, 2, 1, 701, 1203, 256, None, id="q701-kv1203-D256")  # has no specialised kernel
+D256 = pytest.param(1, 2, 1, 701, 1203, 256, None, id="q701-kv1203-D256")
 KINDS_OF_CALL = [torch.bfloat16, torch.float16], [1, 4]
 
 
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "tile", "dtype", "grain"),
-    pairwise(SHAPES, [PLAIN, WIDE, HOPPER], *KINDS_OF_CALL) + pairwise([D256], [PLAIN, WIDE], *KINDS_OF_CALL),
+    pairwise(SHAPES, [PLAIN, WIDE, HOPPER], *KINDS_OF_CALL)
+    + pairwise([D256], [PLAIN, WIDE, HOPPER_256], *KINDS_OF_CALL),
 )
 def test_prefill_equals_the_reference(
     batch, heads, kv_heads, q_len, kv_len, head_dim, starts, dtype, grain, tile, nan_filled

@@ -13,6 +13,7 @@ from support.paging import LAYOUTS, PagedBatch
 
 LENGTHS, QUERIES = [1500, 333, 2049, 640], [1500, 1, 700, 129]
 HOPPER = TileConfig(64, 128, 4, 4, 2, specialized=True)
+HOPPER_256 = TileConfig(64, 64, 4, 4, 2, specialized=True)
 
 
 def batch_of(page_size, name, kv_heads=2, head_dim=128, **cache):
@@ -58,19 +59,19 @@ def test_a_cache_of_eight_bits_is_its_rounded_keys(backend, scales, cache, nan_f
 
 
 @pytest.mark.parametrize(
-    ("name", "heads", "page_size", "tile"),
+    ("name", "heads", "page_size", "tile", "head_dim"),
     pairwise(
         LAYOUTS,
         [("alike", 16), ("some dense", 64), ("alike", 48), ("alike", 1024)],
-        [TileConfig(64, 64, 2, 4, 2), HOPPER],
+        [(TileConfig(64, 64, 2, 4, 2), 128), (HOPPER, 128), (HOPPER_256, 256)],
     ),
 )
-def test_pages_change_nothing(tile, name, heads, page_size, nan_filled, monkeypatch):
+def test_pages_change_nothing(tile, head_dim, name, heads, page_size, nan_filled, monkeypatch):
     """Bit for bit: the kernels read the same numbers, wherever they lie; in pages of 48 they want a copy."""
     copies = []
     monkeypatch.setattr(paged_op, "gathered", lambda *pages: copies.append(pages) or gathered(*pages))
     config = LayerConfig(HEADS[heads], grain=4, tile=tile)
-    batch = batch_of(page_size, name)
+    batch = batch_of(page_size, name, head_dim=head_dim)
     for _ in range(3):  # compiled, recorded, replayed
         out = torch.full_like(batch.q, float("nan"))
         ours = batch.paged(config, total_k=sum(LENGTHS), backend="triton", return_lse=True, out=out)

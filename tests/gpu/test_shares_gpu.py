@@ -40,6 +40,8 @@ HEADS = (
     HeadConfig(1.0, 512),
     HeadConfig(mode="dense"),
 )
+TILES_AND_DIMS = [pytest.param(*tile.values, 128, id=tile.id) for tile in TILES]
+TILES_AND_DIMS.append(pytest.param(TileConfig(64, 64, 2, 4, 2, specialized=True), 256, id="hopper-D256"))
 DENSE, OTHERS = [1, 3, 5, 7], [0, 2, 4, 6]
 
 
@@ -74,19 +76,21 @@ SHAPES = [(1, 700, 9001, None), (1, 1, 3000, None), (2, 333, 700, None), (2, 500
 SHAPES += [(1, 2048, 20000, None)]
 
 
-@pytest.mark.parametrize(("batch", "q_len", "kv_len", "starts", "shares", "tile"), pairwise(SHAPES, [4, 16], TILES))
-def test_split_is_unsplit(batch, q_len, kv_len, starts, shares, tile, monkeypatch, nan_filled):
-    q, k, v = inputs(batch, 8, 2, q_len, kv_len, 128, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("batch", "q_len", "kv_len", "starts", "shares", "tile", "head_dim"), pairwise(SHAPES, [4, 16], TILES_AND_DIMS)
+)
+def test_split_is_unsplit(batch, q_len, kv_len, starts, shares, tile, head_dim, monkeypatch, nan_filled):
+    q, k, v = inputs(batch, 8, 2, q_len, kv_len, head_dim, torch.bfloat16)
     kv_start = None if starts is None else torch.tensor(starts, device="cuda")
     call = Call.of(q, k, v, config_of(tile), kv_start=kv_start, with_lse=True)
     exact = exact_attention(q, k, v, kv_start=kv_start)
     same_within_rounding(*both(monkeypatch, call, shares), exact)
 
 
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("tile", "head_dim"), TILES_AND_DIMS)
 @pytest.mark.parametrize(("scores", "cap"), [("input", None), ("input", 20.0), ("int8", None)])
-def test_with_sinks_and_caps_and_int8_scores(cap, scores, tile, monkeypatch, nan_filled):
-    q, k, v = inputs(1, 8, 2, 600, 5000, 128, torch.bfloat16)
+def test_with_sinks_and_caps_and_int8_scores(cap, scores, tile, head_dim, monkeypatch, nan_filled):
+    q, k, v = inputs(1, 8, 2, 600, 5000, head_dim, torch.bfloat16)
     scoring = Scoring(softcap=cap, sinks=torch.linspace(-2.0, 9.0, 8, device="cuda"))
     call = Call.of(q, k, v, config_of(tile, scores), scoring=scoring, with_lse=True)
     same_within_rounding(*both(monkeypatch, call, 8))
@@ -117,11 +121,11 @@ def test_packed_sequences(head_dim, tile, monkeypatch, nan_filled):
         assert relative_error(split_out[:, DENSE, rows], exact[:, DENSE]) <= 6e-3  # as of every tile, test_kernels_gpu
 
 
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("tile", "head_dim"), TILES_AND_DIMS)
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_pages_change_nothing(page_size, tile, monkeypatch, nan_filled):
+def test_pages_change_nothing(page_size, tile, head_dim, monkeypatch, nan_filled):
     """Bit for bit, compiled, recorded and replayed: the kernels read the same numbers, wherever they lie."""
-    sizes = {"heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
+    sizes = {"heads": 8, "head_dim": head_dim, "dtype": torch.bfloat16, "device": "cuda"}
     batch = PagedBatch([700, 1, 300, 130], [9000, 40, 300, 2222], page_size, **sizes)
     config = config_of(tile)
     forget_plans()

@@ -30,12 +30,14 @@ def compiled(**changes):
         ("shared_memory", Case("prefill", 89, 128, TileConfig()), {"shared": (99 << 10) + 1}),
         ("no_spills", Case("representatives", 90, 128), {"stack": 8}),
         ("no_spills", Case("representatives", 90, 128), {"local": 8}),
+        ("no_spills", Case("prefill_hopper", 90, 256, TileConfig(64, 64, 4, 4, 2, True)), {"stack": 312}),
         ("one_key_a_lane", Case("order", 90), {"assembly_layouts": (LANES.replace("[1, 32]", "[4, 8]"),)}),
         ("one_key_a_lane", Case("order", 90), {"assembly_layouts": ()}),
     ],
 )
 def test_each_rule_catches_what_it_is_for(rule, case, changes):
     good = {"int8": 12} if "int8" in case.variant else {}
+    good |= {"cp_async": 64} if case.head_dim == 256 else {}
     assert broken_rules(case, compiled(**good)) == {}
     assert list(broken_rules(case, compiled(**(good | changes)))) == [rule]
 

@@ -120,7 +120,9 @@ SPECIALIZED = TileConfig(64, 128, 4, 4, 2, specialized=True)
         (TileConfig(64, 32), 256, (8, 0), "head_dim 256 has no tile on sm_80"),
         (TileConfig(), 300, (9, 0), "head_dim 300 is not supported by the kernel (up to 256)"),
         (SPECIALIZED, 128, (10, 0), "tile 64x128x4 ws s2 is for sm_90, this GPU is sm_100"),
-        (SPECIALIZED, 160, (9, 0), "tile 64x128x4 ws s2 has no specialised kernel for head_dim 160"),
+        # queries of 2 * 64 rows, and 2 stages of 128 keys and values: 640 rows of 512 bytes
+        (SPECIALIZED, 160, (9, 0), "tile 64x128x4 ws s2 needs 320 KiB of shared memory for head_dim 160, of 227"),
+        (dataclasses.replace(SPECIALIZED, block_n=64), 160, (9, 0), None),
         (
             dataclasses.replace(SPECIALIZED, block_m=128, num_warps=8),
             128,

@@ -13,6 +13,13 @@ SHAPES = [
     pytest.param(2, 3, 1, 500, 1100, 128, [1100, 650], id="padded-chunk"),
     pytest.param(1, 32, 8, 4096, 4096, 128, None, id="B1-H32-L4096-D128"),
 ]
+SHAPES_256 = [
+    pytest.param(1, 4, 1, 1333, 1333, 256, None, id="H4-L1333-D256"),
+    pytest.param(2, 6, 2, 701, 1999, 256, None, id="q701-kv1999-D256"),
+    pytest.param(3, 4, 2, 900, 900, 256, [0, 333, 899], id="left-padded-D256"),
+    pytest.param(1, 1, 1, 1, 1500, 256, None, id="one-query-D256"),
+    pytest.param(1, 8, 2, 4097, 4097, 256, None, id="H8-L4097-D256"),
+]
 
 
 def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype):
