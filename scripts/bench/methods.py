@@ -3,12 +3,12 @@
 
     python -m scripts.bench.methods [--methods dense flash s2o published pbs:keep=0.9 ...] [--profile FILE]
 
-A method without options stands for a ladder of settings. "s2o" is one tau for all heads, and each --profile; with
---budgets and --worst-rows also the profiles with these budgets and guards, made from their journals: a layer that is
-then not faster than dense runs dense, as the calibrator would have it. "published" is S2O as published. Every layer of
-the model is one call for all prompts of the batch. Times are the GPU's, of all layers together, each call with a cold
-L2, all methods in turns; "selecting" is ranking or choosing blocks. Errors are against float32 dense attention in
-sampled rows.
+A method without options stands for a ladder of settings. "s2o" is one tau for all heads, and each --profile;
+"profiles" is the latter alone. With --budgets and --worst-rows also the profiles with these budgets and guards, made
+from their journals: a layer that is then not faster than dense runs dense, as the calibrator would have it. "published"
+is S2O as published. Every layer of the model is one call for all prompts of the batch. Times are the GPU's, of all
+layers together, each call with a cold L2, all methods in turns; "selecting" is ranking or choosing blocks. Errors are
+against float32 dense attention in sampled rows.
 """
 
 from __future__ import annotations
@@ -219,8 +219,9 @@ def settings_of(methods: Sequence[str], profiles: Mapping[Key, Profile], length:
         elif name == "flash":
             if device.type == "cuda":
                 settings[FLASH, ""] = flash_call
-        elif name == "s2o":
-            settings |= {(ONE_TAU, f"tau={tau:g}"): partial(one_tau_call, tau) for tau in TAUS}
+        elif name in ("s2o", "profiles"):
+            taus = TAUS if name == "s2o" else ()
+            settings |= {(ONE_TAU, f"tau={tau:g}"): partial(one_tau_call, tau) for tau in taus}
             of_profiles = distinct(profiles, length).items()
             settings |= {key: partial(profile_call, profile, length) for key, profile in of_profiles}
         elif name == "published":
