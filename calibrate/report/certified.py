@@ -31,10 +31,13 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
     confidence = (certificate and certificate.confidence) or 0.0
     changed = any(_changed(length) for length in lengths)
     chose = "only how much less of its budget a layer got" if changed else "nothing"
+    shares = [(one.error_over_limit or 0.0, one.domain) for length in lengths for one in length.domains or ()]
+    worst, kind = max(shares, default=(0.0, None), key=lambda share: share[0])
+    alone = f"; over {kind} alone it is up to {worst:.0%}" if kind and len(domains) > 1 else ""
     return (
         f"Certified on {_range(length.prompts for length in lengths)} prompts of each length that chose {chose}{text}: "
         f"with {confidence:.0%} confidence for each layer by itself, its mean error over prompts like these is at "
-        f"most {_largest(lengths):.0%} of its limit."
+        f"most {_largest(lengths):.0%} of its limit{alone}."
     )
 
 

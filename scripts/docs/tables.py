@@ -27,7 +27,11 @@ COMPARED_AT = 1e-3  # the rel_mse at which README compares methods; the calibrat
 RIVALS = tuple(f"bench-methods-rivals-{length}-h200.json" for length in ("8k", "32k", "128k"))
 DEFAULTS = tuple(f"bench-methods-{length}-h200.json" for length in ("8k", "32k", "128k"))  # of a default calibration
 CALIBRATION = "calibrate-demo-h200.json"  # of the profile in RIVALS
-CALIBRATIONS = {CALIBRATION: "the demo model", "calibrate-smollm2-h200.json": "SmolLM2-135M"}
+CALIBRATIONS = {
+    "calibrate-qwen2.5-coder-1.5b-h200.json": "Qwen2.5-Coder-1.5B",
+    "calibrate-smollm2-h200.json": "SmolLM2-135M",
+    CALIBRATION: "the demo model",
+}
 NEEDLES = "eval-multi-32k-h200.json"  # of the profiles in DEFAULTS: the same commit has both, and ships one of them
 
 
