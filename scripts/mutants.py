@@ -114,12 +114,17 @@ MUTANTS = (
     ),
     Mutant(
         "the upper bound is for the median instead of the mean",
-        BOUNDS, "centres = middle + deviation**2 / (2 * w_squared)", "centres = middle + 0 * w_squared",
-        BOUNDS_TESTS,
+        BOUNDS, "mean, variance = statistics.fmean(map(statistics.fmean, groups))",
+        "mean, variance = statistics.fmean(map(statistics.median, groups))", BOUNDS_TESTS,
     ),
     Mutant(
         "the lower bound is an upper one",
-        BOUNDS, "variance / 2 - quantile * spread", "variance / 2 + quantile * spread", BOUNDS_TESTS,
+        BOUNDS, "max(0.0, mean - _quantile(", "max(0.0, mean + _quantile(", BOUNDS_TESTS,
+    ),
+    Mutant(
+        "what differs between kinds of text widens a bound",
+        BOUNDS, "parts = [statistics.variance(group) / (len(groups) ** 2 * len(group))",
+        "parts = [statistics.variance(values) / (len(groups) ** 2 * len(group))", BOUNDS_TESTS,
     ),
     Mutant(
         "a two-sided interval has the whole risk on each side",
@@ -132,10 +137,6 @@ MUTANTS = (
     Mutant(
         "the first look spends the whole risk, and the rungs theirs on top",
         BOUNDS, "risk = (1 - CONFIDENCE) / 2", "risk = 1 - CONFIDENCE", CERTIFY_TESTS,
-    ),
-    Mutant(
-        "errors that are rounding count as they are",
-        BOUNDS, "[max(error, floor) for error in errors]", "list(errors)", CERTIFY_TESTS,
     ),
     Mutant(
         "a rung of the ladder is left out",
@@ -174,7 +175,7 @@ MUTANTS = (
     ),
     Mutant(
         "a layer is given what brings its bound to the limit itself",
-        ADJUST, "AIM * limit / expected_mean_bound", "limit / expected_mean_bound", SPEND_TESTS,
+        ADJUST, "AIM * limit / max(bound,", "limit / max(bound,", SPEND_TESTS,
     ),
     Mutant(
         "the bound that is expected is not looked at",
@@ -183,11 +184,6 @@ MUTANTS = (
     Mutant(
         "the bounds of a few certify prompts decide",
         ADJUST, "if recipe.num_certify >= ENOUGH:", "if recipe.num_certify > 0:", SPEND_TESTS,
-    ),
-    Mutant(
-        "what differs between kinds of text widens a bound",
-        BOUNDS, "parts = [statistics.variance(group) / (len(groups) ** 2 * len(group))",
-        "parts = [statistics.variance(values) / (len(groups) ** 2 * len(group))", BOUNDS_TESTS,
     ),
     Mutant(
         "a change may be as large as the curves say",
@@ -348,7 +344,7 @@ MUTANTS = (
     ),
     Mutant(
         "another cache group reads this group's pages",
-        BATCH, "batch._calls, batch._parts = {}, {}", "batch._calls, batch._parts = self._calls, self._parts",
+        BATCH, "other._calls, other._parts = {}, {}", "other._calls, other._parts = self._calls, self._parts",
         BATCH_TESTS,
     ),
 )  # fmt: skip
