@@ -244,7 +244,7 @@ def test_what_is_certified_comes_first_and_what_is_not_proven_last(summary, tmp_
     statement = (
         "Certified on 19 prompts of each length that chose only how much less of its budget a layer got (code, prose): "
         "with 95% confidence for each layer by itself, its mean error over prompts like these is "
-        "at most 80% of its limit."
+        "at most 80% of its limit; over prose alone it is up to 50%."
     )
     following = (
         "8192 tokens: these prompts chose how much less of the budget 2 layers got, so nothing is certified of the "
