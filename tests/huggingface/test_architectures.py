@@ -53,9 +53,15 @@ QUANTISED_CACHES = [
 LENGTH, SEGMENT, SHORTEST = 150, 64, 32
 
 
-@lru_cache(maxsize=len(CASES))
 def models(name: str) -> tuple[Any, Any]:
-    """The eager model, and one with the same weights to patch."""
+    """The eager model, and one with the same weights to patch, without what vision models keep of an earlier batch."""
+    for module in (part for model in _models(name) for part in model.modules() if hasattr(part, "rope_deltas")):
+        module.rope_deltas = None
+    return _models(name)
+
+
+@lru_cache(maxsize=len(CASES))
+def _models(name: str) -> tuple[Any, Any]:
     torch.manual_seed(1)
     config = CASES[name].config
     eager = model_class(config).from_config(config, attn_implementation="eager").eval()
