@@ -285,7 +285,17 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
         return float(value) if is_number else value if isinstance(value, bool) else str(value)
 
     parameters: dict[str, Any] = plain(dict(getattr(config, "rope_parameters", None) or {}))
-    return parameters
+    return _with_rope_type(parameters)
+
+
+def _with_rope_type(parameters: dict[str, Any]) -> dict[str, Any]:
+    """RoPE parameters, of all layers or by kind of layer, with `type`, the former name of `rope_type`, which SGLang
+    writes beside it."""
+    parts = {name: _with_rope_type(part) if isinstance(part, dict) else part for name, part in parameters.items()}
+    if "type" in parts:
+        parts.setdefault("rope_type", parts["type"])
+        del parts["type"]
+    return parts
 
 
 @torch.no_grad()

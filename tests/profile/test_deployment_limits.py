@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import s2o_runtime.huggingface.layers as layers
 from s2o_runtime import explain, load_profile, patch
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, ProfileError
-from s2o_runtime.identity import ROPE, fingerprint, fingerprint_mismatch
+from s2o_runtime.identity import ROPE, fingerprint, fingerprint_mismatch, with_rope
 from s2o_runtime.profile.device_fit import with_safe_tile
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.tiles import candidate_tiles
@@ -142,3 +143,20 @@ def test_other_rope_parameters_are_another_model(eager, caplog):
 
 def test_the_rope_part_of_a_fingerprint_is_the_same_in_every_transformers(eager):
     assert fingerprint(eager).partition(ROPE)[2] == "907973fa8095631b"
+
+
+@pytest.mark.parametrize("parameters", [YARN, {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}])
+def test_the_former_name_of_a_rope_type_changes_no_fingerprint(eager, parameters):
+    """SGLang writes `type` beside `rope_type` into the configuration, and old files have it alone."""
+
+    def with_type(part, kept):
+        if "rope_type" not in part:
+            return {name: with_type(inner, kept) for name, inner in part.items()}
+        return {name: value for name, value in part.items() if kept or name != "rope_type"} | {
+            "type": part["rope_type"]
+        }
+
+    def named(rope_parameters):
+        return with_rope("weights", SimpleNamespace(rope_parameters=rope_parameters))
+
+    assert named(with_type(parameters, kept=True)) == named(with_type(parameters, kept=False)) == named(parameters)
