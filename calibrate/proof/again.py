@@ -283,7 +283,7 @@ def compared(
                     what,
                     bound,
                     statistics.fmean(errors),
-                    mean_lower_bound(errors, samples[length].kinds[: len(errors)], confidence),
+                    mean_lower_bound(errors, samples[length].kinds, confidence),
                 )
                 for layer, what, bound, errors in of_length
             ),

@@ -24,7 +24,7 @@ def mean_bound(values: Sequence[float], kinds: Sequence[str], confidence: float)
     one kind vary little, so what differs between kinds is no doubt about their mean. The degrees of freedom are those
     of F. E. Satterthwaite, "An approximate distribution of estimates of variance components" (1946). It holds as often
     as it says where the values of a kind are about normal, and for lognormal ones nearly; where a few of a hundred
-    prompts have ten times the error of all others, no bound from so few holds (tests/proof/test_bounds.py counts).
+    prompts have ten times the error of all others, it fails often (tests/proof/test_bounds.py counts).
 
     Args:
         values: Of each prompt; finite.

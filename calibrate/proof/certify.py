@@ -289,7 +289,7 @@ def _layer(
         bound=_finite(looks[-1].bound),
         bound_last=_finite(look_bound(seen.last_errors(budget), seen.kinds, share)),
         continued=tuple(
-            ContinuedBound(new_tokens=new_tokens, bound=_finite(look_bound(errors, seen.kinds[: len(errors)], share)))
+            ContinuedBound(new_tokens=new_tokens, bound=_finite(look_bound(errors, seen.kinds, share)))
             for new_tokens, errors in seen.continued_errors(budget).items()
         ),
         first_bound=_finite(looks[0].bound),
