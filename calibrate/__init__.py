@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from s2o_runtime.lazy import lazily
 
 if TYPE_CHECKING:
-    from calibrate.api import calibrate, calibrate_kinds
+    from calibrate.api import calibrate
     from calibrate.pipeline import Result
     from calibrate.recipe import Budget, Recipe
 
-__all__ = ["Budget", "Recipe", "Result", "calibrate", "calibrate_kinds"]
+__all__ = ["Budget", "Recipe", "Result", "calibrate"]
 
-_HOMES = {"api": ("calibrate", "calibrate_kinds"), "pipeline": ("Result",), "recipe": ("Budget", "Recipe")}
+_HOMES = {"api": ("calibrate",), "pipeline": ("Result",), "recipe": ("Budget", "Recipe")}
 
 __getattr__ = lazily(__name__, _HOMES)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibrate.machine import draft, on_this_machine, writing
 from calibrate.options import read_all
 from calibrate.progress import duration
-from calibrate.recipe import EVERY_KIND, OPTIONS, Recipe
-from s2o_runtime.errors import ConfigError, S2OError
+from calibrate.recipe import OPTIONS, Recipe
+from s2o_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from calibrate.model.estimate import Estimate
     from calibrate.model.foresight import Outlook
     from calibrate.model.models import LoadedModel
-    from calibrate.pipeline import OfKind, Result
+    from calibrate.pipeline import Result
     from s2o_runtime.devices import DeviceIdentity
 
 LARGE = 1e9  # parameters of a model for whose run a CPU is hardly enough
@@ -68,41 +68,14 @@ def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **opt
     if tokenizer is not None and not (isinstance(tokenizer, str) and isinstance(model, str)):
         raise ConfigError("calibrate() got a tokenizer and a model by name: give the tokenizer's folder or hub id")
     options |= {"tokenizer": tokenizer} if tokenizer else {}
-    recipe, estimate = _recipe(model, options, "calibrate()")
-    return finished(recipe, progress=progress, estimate=estimate)
-
-
-def calibrate_kinds(
-    model: str | Recipe, *, progress: bool = True, **options: Any
-) -> dict[str, Result | S2OError]:  # fmt: skip
-    """Calibrate a model for several kinds of GPU at once, on workers that have them.
-
-    Args:
-        model: as `calibrate` takes it, but not in memory.
-        progress: show progress bars on standard error.
-        **options: those of `calibrate`; `target_gpu` is "all" unless it names some, and `gpus` or `scheduler` the
-            workers. The profiles are <gpu>/<file> where `out` is <file>.
-
-    Returns:
-        What came of each kind, by the GPU's name and size: its result, or the error that it ended with.
-
-    Raises:
-        ConfigError, InputError, ModelError, ResourceError: as `calibrate` does, for what concerns all kinds.
-    """
-    options = options if isinstance(model, Recipe) else {"target_gpu": EVERY_KIND, **options}
-    recipe, estimate = _recipe(model, options, "calibrate_kinds()")
-    outcomes = finished_kinds(recipe, progress=progress, estimate=estimate)
-    return {str(outcome.device): outcome.result for outcome in outcomes}
-
-
-def _recipe(model: str | Recipe, options: Mapping[str, Any], call: str) -> tuple[Recipe, Estimate | None]:
-    """The recipe of a call; one that was given is run as it is, without an estimate."""
-    if not isinstance(model, Recipe):
-        plan = planned(read_all(OPTIONS, {"model": model, **options}, call))
-        return plan.recipe, plan.estimate
-    if options:
-        raise ConfigError(f"{call} got a recipe and {', '.join(options)}: give a recipe or a model with options")
-    return model.validate(), None
+    if isinstance(model, Recipe):
+        if options:
+            raise ConfigError(
+                f"calibrate() got a recipe and {', '.join(options)}: give a recipe or a model with options"
+            )
+        return finished(model.validate(), progress=progress)
+    plan = planned(read_all(OPTIONS, {"model": model, **options}, "calibrate()"))
+    return finished(plan.recipe, progress=progress, estimate=plan.estimate)
 
 
 def _calibrate_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any], progress: bool) -> Result:
@@ -173,26 +146,7 @@ def finished(
     loaded: LoadedModel | None = None,
     estimate: Estimate | None = None,
 ) -> Result:
-    """Run a recipe for one kind of GPU and write the report beside its profile.
-
-    Args:
-        recipe, progress, command, loaded, estimate: as `finished_kinds` takes them.
-    """
-    from calibrate.pipeline import the_one
-
-    options: dict[str, Any] = {"progress": progress, "command": command, "loaded": loaded, "estimate": estimate}
-    return the_one(recipe, finished_kinds(recipe, **options))
-
-
-def finished_kinds(
-    recipe: Recipe,
-    *,
-    progress: bool,
-    command: str | None = None,
-    loaded: LoadedModel | None = None,
-    estimate: Estimate | None = None,
-) -> Iterator[OfKind]:
-    """Run a recipe for each kind of GPU, and write a report beside each profile, or where it would be, once it is done.
+    """Run a recipe and write the report beside its profile, or where it would be.
 
     Args:
         recipe: what to calibrate.
@@ -207,9 +161,6 @@ def finished_kinds(
 
     expected = estimate.seconds if estimate else {}
     with writing(recipe.out):
-        for outcome in pipeline.calibrate_kinds(recipe, progress=progress, loaded=loaded, expected=expected):
-            if not isinstance(outcome.result, S2OError):
-                report = report_of(outcome.recipe, outcome.result, command=command)
-                files = tuple(write_report(report, outcome.recipe.out))
-                outcome = outcome._replace(result=replace(outcome.result, report=report, report_files=files))
-            yield outcome
+        result = pipeline.calibrate(recipe, progress=progress, loaded=loaded, expected=expected)
+        report = report_of(recipe, result, command=command)
+        return replace(result, report=report, report_files=tuple(write_report(report, recipe.out)))

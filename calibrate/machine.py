@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibrate.recipe import DEFAULT_LENGTHS, Budget, Recipe, default_out, several_gpus
+from calibrate.recipe import DEFAULT_LENGTHS, Budget, Recipe, default_out
 from s2o_runtime.config import MAX_SEGMENT
 from s2o_runtime.errors import ConfigError, ResourceError
 from s2o_runtime.files import destination
@@ -51,10 +51,9 @@ def draft(options: Mapping[str, Any]) -> Recipe:
 def on_this_machine(options: Mapping[str, Any]) -> tuple[Recipe, DeviceIdentity]:
     """The recipe of these options with the defaults that depend on the device, and which device that is."""
     name, identity = _elsewhere(options) or named_device(options.get("device"))
-    several = several_gpus(options.get("target_gpu"))
     defaults = {
         "lengths": DEFAULT_LENGTHS[identity.kind],
-        "out": default_out(options["model"], None if several else identity.name, Budget.of(options)),
+        "out": default_out(options["model"], identity.name, Budget.of(options)),
     }
     return Recipe.of(defaults | dict(options) | {"device": name}), identity
 
@@ -67,7 +66,7 @@ def _elsewhere(options: Mapping[str, Any]) -> tuple[str, DeviceIdentity] | None:
 
     if "scheduler" not in options or torch.cuda.is_available() or not options.get("device", "").startswith("cuda"):
         return None
-    return "cuda", DeviceIdentity("cuda", ", ".join(options.get("target_gpu") or ("gpu",)))
+    return "cuda", DeviceIdentity("cuda", options.get("target_gpu") or "gpu")
 
 
 def named_device(name: str | None) -> tuple[str, DeviceIdentity]:

@@ -8,12 +8,12 @@ budget in KL takes one more for the layers' sensitivities, and up to five to fin
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from calibrate.curves.curves import Shape
 from calibrate.curves.measure import LayersCurves, measure_model
@@ -31,7 +31,7 @@ from calibrate.proof.kl import within_kl
 from calibrate.proof.record import record_of
 from calibrate.proof.state import Candidate, KlPass
 from calibrate.proof.verify import Prover
-from calibrate.recipe import Recipe, slug
+from calibrate.recipe import Recipe
 from calibrate.search.choice import Choice
 from calibrate.search.choose import Chosen, choose
 from calibrate.search.crossover import Layer, crossovers
@@ -41,13 +41,11 @@ from calibrate.versions import versions
 from calibrate.work.executor import Executor, StageWork, local_executor
 from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.errors import ConfigError, S2OError
 from s2o_runtime.profile import Profile, save_profile
 
 log = logging.getLogger("calibrate")
 
 TilesByLength = Mapping[int, tuple[TileConfig, ...]]
-ShapesByLength = Mapping[int, tuple[Shape, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,25 +67,22 @@ class Result(Proven):
     report_files: tuple[Path, ...] = ()
 
 
-class OfKind(NamedTuple):
-    """What came of one kind of GPU.
-
-    device: The kind. recipe: With the profile's own file. result: Of its calibration, or why there is none.
-    """
-
-    device: DeviceIdentity
-    recipe: Recipe
-    result: Result | S2OError
-
-
-def calibrate(recipe: Recipe, **options: Any) -> Result:
-    """Run a recipe for one kind of GPU.
+def calibrate(
+    recipe: Recipe,
+    *,
+    progress: bool = True,
+    loaded: LoadedModel | None = None,
+    expected: Mapping[str, float] = MappingProxyType({}),
+) -> Result:
+    """Run a recipe.
 
     The same recipe continues an interrupted run: what was measured is in the recipe's journal.
 
     Args:
         recipe: What to calibrate, on what, and within which budget.
-        **options: As `calibrate_kinds` takes them.
+        progress: Whether to show progress bars.
+        loaded: The recipe's model, if it is loaded already; on the recipe's device.
+        expected: The seconds that phases are expected to take, for progress.
 
     Returns:
         What was chosen and proven. The profile is saved as `recipe.out` only if the held-out proof holds or
@@ -96,89 +91,19 @@ def calibrate(recipe: Recipe, **options: Any) -> Result:
     Raises:
         ModelError: The model cannot be loaded, is not supported, or gives inf or NaN.
         InputError: The prompts or the journal do not fit the recipe.
-        ConfigError: The recipe is for several kinds of GPU, which is `calibrate_kinds`.
+        ConfigError: The recipe does not fit the machine, or the workers.
         ResourceError: Memory ran out, or another resource is missing.
     """
-    return the_one(recipe, calibrate_kinds(recipe, **options))
-
-
-def the_one(recipe: Recipe, outcomes: Iterator[OfKind]) -> Result:
-    """The result of a run for one kind of GPU; raises what it ended with, or ConfigError before a run for several."""
-    if recipe.for_several_gpus:
-        raise ConfigError(
-            f"target_gpu {', '.join(recipe.target_gpu or ())} is several kinds of GPU, and calibrate() returns one "
-            "result: call calibrate_kinds()"
-        )
-    (outcome,) = outcomes
-    if isinstance(outcome.result, S2OError):
-        raise outcome.result
-    return outcome.result
-
-
-def calibrate_kinds(
-    recipe: Recipe,
-    *,
-    progress: bool = True,
-    loaded: LoadedModel | None = None,
-    expected: Mapping[str, float] = MappingProxyType({}),
-) -> Iterator[OfKind]:
-    """Run a recipe for each kind of GPU that it names, one after the other, or for the one kind that is here.
-
-    What is not timed is measured once and shared: the curves have the shapes of all kinds' tiles. All workers stay busy
-    with what is not timed. A kind that fails does not end the others.
-
-    Args:
-        recipe: What to calibrate, on what, and within which budget.
-        progress: Whether to show progress bars.
-        loaded: The recipe's model, if it is loaded already; on the recipe's device.
-        expected: The seconds that phases are expected to take, for progress.
-
-    Yields:
-        What came of each kind, as soon as it is done: those that were there at the beginning by their names, then, if
-        all are meant, those that joined.
-
-    Raises:
-        ConfigError, InputError, ModelError, ResourceError: As `calibrate` does, for what concerns all kinds.
-    """
-    clock = PhaseClock(expected=expected)
+    clock = PhaseClock(expected)
     with clock.phase("making prompts", progress):
         prompts = _prompts(recipe, loaded)
     recipe.out.parent.mkdir(parents=True, exist_ok=True)
-    done: list[DeviceIdentity] = []
     with (
         _executor(recipe, loaded, prompts, clock, progress) as executor,
         Journal.open(recipe.journal_path, journal_identity(executor, executor.device)) as journal,
     ):
-        while kinds := [kind for kind in executor.kinds() if kind not in done]:
-            done += kinds
-            runs = {}
-            for kind in kinds:
-                own = recipe.for_gpu(_folder(kind, done)) if recipe.for_several_gpus else recipe
-                of_kind = PhaseClock(clock.seconds, expected)
-                runs[kind] = _Run(own, executor.aimed_at(kind), prompts, journal, progress, of_kind)
-            tiles: dict[DeviceIdentity, TilesByLength] = {}
-            for kind, run in runs.items():
-                run.recipe.out.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    tiles[kind] = _worthwhile_tiles(run)
-                except S2OError as error:
-                    yield OfKind(kind, run.recipe, error)
-            shapes = _shapes(tiles.values())
-            for kind in tiles:
-                log.info("calibrating for %s", kind)
-                try:
-                    outcome: Result | S2OError = _calibrated(runs[kind], tiles[kind], shapes)
-                except S2OError as error:
-                    outcome = error
-                yield OfKind(kind, runs[kind].recipe, outcome)
-
-
-def _folder(kind: DeviceIdentity, kinds: Sequence[DeviceIdentity]) -> str:
-    """The folder of a kind of GPU: its name, with its SMs and memory where another of the kinds is called the same."""
-    name = slug(kind.name)
-    if all(slug(other.name) != name for other in kinds if other != kind):
-        return name
-    return f"{name}-{kind.sm_count}-sms-{kind.memory_bytes / 2**30:.0f}-gib"
+        log.info("calibrating for %s", executor.device)
+        return _calibrated(_Run(recipe, executor, prompts, journal, progress), clock)
 
 
 def _prompts(recipe: Recipe, loaded: LoadedModel | None) -> PromptSet:
@@ -197,18 +122,13 @@ def _prompts(recipe: Recipe, loaded: LoadedModel | None) -> PromptSet:
     return prompts
 
 
-def _calibrated(run: _Run, tiles: TilesByLength, shapes: ShapesByLength) -> Result:
-    """The run for one kind of GPU.
-
-    Args:
-        run: Whose executor takes times on that kind.
-        tiles: Those that get trials.
-        shapes: Of which curves are measured: at least those of the tiles.
-    """
+def _calibrated(run: _Run, clock: PhaseClock) -> Result:
+    """From the tiles to the profile."""
     recipe, executor, prompts, journal, progress = run.recipe, run.executor, run.prompts, run.journal, run.progress
-    clock, prover = run.clock, Prover(executor, prompts.held_out, journal, progress)
+    prover = Prover(executor, prompts.held_out, journal, progress)
     with clock.phase("measuring"):
-        curves = _curves(run, shapes)
+        tiles = _worthwhile_tiles(run)
+        curves = _curves(run, tiles)
         sensitivity = (
             measured_sensitivity(executor, prompts.calibration, recipe, journal) if recipe.budget.is_kl else None
         )
@@ -280,41 +200,31 @@ def _of_run(prompts: PromptSet) -> list[Prompt]:
 
 @dataclass(frozen=True)
 class _Run:
-    """What every stage of one calibration is given."""
+    """What every stage is given."""
 
     recipe: Recipe
     executor: Executor
     prompts: PromptSet
     journal: Journal
     progress: bool
-    clock: PhaseClock
 
 
 def _worthwhile_tiles(run: _Run) -> TilesByLength:
     """The tiles that get trials at each length."""
-    with run.clock.phase("measuring"):
-        return {
-            length: tiles_for(
-                run.executor, length=length, segments=run.recipe.segments_for(length), journal=run.journal
-            ).worthwhile
-            for length in run.recipe.lengths
-        }
-
-
-def _shapes(of_kinds: Iterable[TilesByLength]) -> ShapesByLength:
-    """The shapes of the tiles at each length, of all kinds of GPU together."""
-    shapes: dict[int, set[Shape]] = {}
-    for tiles in of_kinds:
-        for length, of_length in tiles.items():
-            shapes.setdefault(length, set()).update(map(Shape.of, of_length))
     return {
-        length: tuple(sorted(of_length, key=lambda shape: (shape.block_m, shape.stride)))
-        for length, of_length in shapes.items()
+        length: tiles_for(
+            run.executor, length=length, segments=run.recipe.segments_for(length), journal=run.journal
+        ).worthwhile
+        for length in run.recipe.lengths
     }
 
 
-def _curves(run: _Run, shapes: ShapesByLength) -> LayersCurves:
-    """The curves of every layer at every length, for each shape."""
+def _curves(run: _Run, tiles: TilesByLength) -> LayersCurves:
+    """The curves of every layer at every length, for the shapes of the tiles."""
+    shapes = {
+        length: sorted(set(map(Shape.of, of_length)), key=lambda shape: (shape.block_m, shape.stride))
+        for length, of_length in tiles.items()
+    }
     steps = run.executor.geometry.layers * len(run.recipe.lengths)
     with progress_bar("measuring curves", steps, "layer", shown=run.progress) as step:
         curves = measure_model(run.executor, run.prompts.calibration, shapes, run.recipe, run.journal, step)

@@ -35,18 +35,17 @@ class PhaseClock:
     """The seconds that each phase of a run took, by the phase's name, in the order in which they first ended.
 
     Args:
-        seconds: Of the phases before.
         expected: What each phase is expected to take, in the phases' order; progress then says what is left of the run.
         clock: Gives the time in seconds.
     """
 
     def __init__(
         self,
-        seconds: Mapping[str, float] = MappingProxyType({}),
         expected: Mapping[str, float] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.seconds, self._expected, self._clock = dict(seconds), dict(expected), clock
+        self.seconds: dict[str, float] = {}
+        self._expected, self._clock = dict(expected), clock
         self._phase, self._start = "", clock()
 
     @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +39,6 @@ GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
     "output",
     "many GPUs",
 )
-EVERY_KIND = "all"  # as the target: every kind of GPU that workers have
 SCHEDULER = re.compile(r"(tcp|ucx|ws)://\S+:\d+")
 
 
@@ -194,7 +193,6 @@ class Recipe:
         "the profile",
         OUTPUT,
         default_text="profiles/<model>/<gpu>/<budget>.safetensors",
-        plan_text=lambda recipe: str(recipe.for_gpu("<gpu>").out if recipe.for_several_gpus else recipe.out),
     )
     prompts: tuple[Path, ...] | None = option(
         Rule(Path, optional=True, many=True),
@@ -413,16 +411,14 @@ class Recipe:
         example="tcp://head-node:8786",
         plan_text=lambda recipe: recipe.scheduler or "none",
     )
-    target_gpu: tuple[str, ...] | None = option(
-        Rule(str, optional=True, many=True),
-        "the kind of GPU that times are taken on and the profile is for, by its name or a part of it; with several "
-        f"names, or {EVERY_KIND} for every kind that the workers have, each gets a profile, in a folder of its name",
+    target_gpu: str | None = option(
+        Rule(str, optional=True),
+        "the kind of GPU that the profile is for, by its name or a part of it; only workers that have it are used",
         WORKERS,
         default=None,
-        metavar="NAME,NAME",
         default_text="the kind here, or the only one; of several kinds one must be named",
         example="H200",
-        plan_text=lambda recipe: text(recipe.target_gpu, ", ") if recipe.target_gpu else "the kind here",
+        plan_text=lambda recipe: recipe.target_gpu or "the kind here",
     )
 
     @classmethod
@@ -494,15 +490,6 @@ class Recipe:
         return self.gpus is not None or self.scheduler is not None
 
     @property
-    def for_several_gpus(self) -> bool:
-        """Whether each kind of GPU gets a profile of its own."""
-        return several_gpus(self.target_gpu)
-
-    def for_gpu(self, folder: str) -> Recipe:
-        """The recipe whose profile lies in a folder of its GPU, beside those of other GPUs; they share the journal."""
-        return replace(self, out=self.out.parent / folder / self.out.name, journal=self.journal_path)
-
-    @property
     def journal_path(self) -> Path:
         """The journal's file: beside the profile and named by the model alone, so that other budgets find it."""
         return self.journal or self.out.parent / f"{slug(self.model)}.journal.sqlite"
@@ -556,8 +543,6 @@ class Recipe:
             raise ConfigError(f"scheduler {self.scheduler!r} is no address: expected one like tcp://head-node:8786")
         if not self.is_distributed and self.target_gpu is not None:
             raise ConfigError("target_gpu is for many workers: give gpus or scheduler too, or leave it out")
-        if self.target_gpu is not None and EVERY_KIND in self.target_gpu and len(self.target_gpu) > 1:
-            raise ConfigError(f"target_gpu {text(self.target_gpu)}: {EVERY_KIND} names them all, leave the others out")
 
     def check_limit(self, limit: int) -> None:
         """Raises ConfigError if a length is beyond what the model can read."""
@@ -595,15 +580,9 @@ class Recipe:
 OPTIONS = options_of(Recipe, GROUPS)
 
 
-def default_out(model: str, device_name: str | None, budget: Budget, root: Path = Path("profiles")) -> Path:
-    """profiles/<model>/<gpu>/<budget>.safetensors; without a name, what `Recipe.for_gpu` makes that of."""
-    folder = root / slug(model)
-    return (folder if device_name is None else folder / slug(device_name)) / f"{budget}.safetensors"
-
-
-def several_gpus(names: Sequence[str] | None) -> bool:
-    """Whether these names of target GPUs are of several kinds, each of which gets a profile."""
-    return names is not None and (len(names) > 1 or EVERY_KIND in names)
+def default_out(model: str, device_name: str, budget: Budget, root: Path = Path("profiles")) -> Path:
+    """profiles/<model>/<gpu>/<budget>.safetensors"""
+    return root / slug(model) / slug(device_name) / f"{budget}.safetensors"
 
 
 def slug(name: str) -> str:

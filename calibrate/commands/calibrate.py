@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from calibrate.api import finished, finished_kinds, planned
+from calibrate.api import finished, planned
 from calibrate.commands.common import Flags, add_output_flags, print_json, run
 from calibrate.options import add_flags
-from calibrate.recipe import INPUT, OPTIONS, OUTPUT, Recipe, load_yaml, merged
+from calibrate.recipe import INPUT, OPTIONS, OUTPUT, load_yaml, merged
 from s2o_runtime.command_line import (
     BAD_INPUT,
     INTERRUPTED,
@@ -24,14 +24,10 @@ from s2o_runtime.command_line import (
     add_information,
     exit_codes,
     failed,
-    failure_code,
 )
-from s2o_runtime.errors import ConfigError, S2OError
+from s2o_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from calibrate.model.estimate import Estimate
     from calibrate.pipeline import Result
     from calibrate.proof.state import Problem
 
@@ -108,8 +104,6 @@ def _run(flags: Flags) -> int:
     if "dry_run" in flags:
         return OK
     try:
-        if recipe.for_several_gpus:
-            return _calibrate_kinds(recipe, estimate, flags, console)
         result = finished(recipe, progress="quiet" not in flags, command=_command(), estimate=estimate)
     except KeyboardInterrupt:
         if not recipe.journal_path.exists():
@@ -136,37 +130,6 @@ def _run(flags: Flags) -> int:
         console,
     )
     return OK
-
-
-def _calibrate_kinds(recipe: Recipe, estimate: Estimate, flags: Flags, console: Console) -> int:
-    """A profile for each kind of GPU; the exit code is the highest that one of them alone would have."""
-    from calibrate.report.output import print_report
-    from calibrate.tables import print_lines
-
-    reports: dict[str, Any] = {}
-    written, sentences, codes = [], [], [OK]
-    outcomes = finished_kinds(recipe, progress="quiet" not in flags, command=_command(), estimate=estimate)
-    for gpu, own, result in outcomes:
-        if isinstance(result, S2OError):
-            reports[str(gpu)] = {"error": str(result)}
-            sentences.append(f"{gpu}: {result}")
-            codes.append(failure_code(result))
-            continue
-        reports[str(gpu)] = result.report.to_json()
-        if "json" not in flags:
-            print_lines([f"{gpu}:"], console)
-            print_report(result.report, console)
-        if result.written:
-            written.append(f"{gpu}: wrote {own.out} in {result.report.calibration_seconds:.0f} s")
-        else:
-            sentences.append(f"{gpu}: {_not_proven(result)}")
-            codes.append(NOT_PROVEN)
-    if "json" in flags:
-        print_json(reports)
-    print_lines(written, console)
-    for sentence in sentences:
-        failed(PROGRAM, max(codes), sentence)
-    return max(codes)
 
 
 def _command() -> str:

@@ -177,7 +177,6 @@ class AlonePrompts(WorkItem):
     runs: tuple[LayerRun, ...]
     stage: str = "alone"
     kind: ClassVar[str] = KIND
-    tiled: ClassVar[bool] = True
 
     @property
     def affinity(self) -> Hashable:

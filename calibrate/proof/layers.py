@@ -265,7 +265,6 @@ class Step(WorkItem):
     runs: LayerRun
     stage: str = ""
     kind: ClassVar[str] = KIND
-    tiled: ClassVar[bool] = True
 
     @property
     def affinity(self) -> Hashable:

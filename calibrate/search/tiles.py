@@ -147,7 +147,6 @@ class Compilation(WorkItem):
     length: int
     segment: int
     stage: str = "tiles"
-    timed: ClassVar[bool] = True  # runs where they are timed
 
     def __str__(self) -> str:
         return f"compilation of {len(self.tiles)} tiles"

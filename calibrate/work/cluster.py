@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,11 +26,11 @@ import torch
 
 from calibrate.progress import showing
 from calibrate.prompts.prompt import Prompt
-from calibrate.recipe import EVERY_KIND, Recipe
+from calibrate.recipe import Recipe
 from calibrate.versions import versions
-from calibrate.work.executor import Executor, Item, Pending, StageWork, Track
+from calibrate.work.executor import Item, Pending, StageWork, Track
 from calibrate.work.items import WorkerState, WorkItem
-from s2o_runtime.devices import Accepted, DeviceIdentity, fit, identify
+from s2o_runtime.devices import DeviceIdentity, identify, same_product
 from s2o_runtime.errors import ConfigError, ResourceError, S2OError, first_line
 from s2o_runtime.identity import Geometry
 
@@ -217,15 +216,17 @@ class _Workers:
     """The workers of a Dask scheduler that have loaded the run's model.
 
     Attributes:
-        ready: By address, what each said of itself; all have the same model and the same versions.
+        ready: By address, what each said of itself; all have the same model and the same versions, and the run's kind
+            of GPU once that is chosen.
         lost: How many of them are gone.
     """
 
-    def __init__(self, client: Any, recipe: Recipe, prompts: Sequence[Prompt], plugin: type[S2OWorker]) -> None:
+    def __init__(self, client: Any, recipe: Recipe, prompts: Sequence[Prompt]) -> None:
         self._client, self._plugin = client, f"s2o-{uuid.uuid4().hex[:12]}"
         self._scheduler = recipe.scheduler
-        client.register_plugin(plugin(self._plugin, recipe, prompts))
+        client.register_plugin(S2OWorker(self._plugin, recipe, prompts))
         self.ready: dict[str, WorkerInfo] = {}
+        self._kind: DeviceIdentity | None = None  # of the run's GPUs, once it is chosen
         self._asked: dict[str, Any] = {}  # by address, the future of a worker's info; None if it is not used
         self.lost = 0
         self._lock = threading.Lock()
@@ -249,6 +250,37 @@ class _Workers:
             if not loading and time.monotonic() - begun > PATIENCE:
                 raise ResourceError(f"no worker is there after {PATIENCE:g} s: start workers, one for each GPU")
             time.sleep(POLL / 5)
+
+    def choose_kind(self, target: str | None) -> DeviceIdentity:
+        """The kind of GPU that the run is for, by its name; by default the kind here, or the only one.
+
+        Workers that have another one are not used from now on.
+
+        Raises:
+            ConfigError: No worker has a GPU of that name, or it must name one of several.
+        """
+        devices = sorted((info.device for info in self.ready.values()), key=lambda one: (str(one), one.memory_bytes))
+        names = ", ".join(dict.fromkeys(map(str, devices)))
+        if target is not None:
+            fitting = [device for device in devices if target.lower() in str(device).lower()]
+            if not fitting:
+                raise ConfigError(f"target_gpu {target!r} is no worker's: there are {names}")
+        else:
+            here = identify(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            fitting = [device for device in devices if same_product(here, device)] or devices
+            if not all(same_product(fitting[0], device) for device in fitting):
+                raise ConfigError(f"the workers have GPUs of several kinds ({names}): name one with --target-gpu")
+        with self._lock:
+            self._kind = fitting[0]
+            self.ready = {address: info for address, info in self.ready.items() if self._has_kind(address, info)}
+        return fitting[0]
+
+    def _has_kind(self, address: str, info: WorkerInfo) -> bool:
+        """Whether a worker has the run's kind of GPU, as far as it is chosen; warns if not."""
+        if self._kind is None or same_product(self._kind, info.device):
+            return True
+        log.warning("worker %s is not used: it has %s, and the run is for %s", address, info.device, self._kind)
+        return False
 
     def look(self, at_once: bool = False) -> None:
         """See which workers are new and which are gone, unless somebody looked just now."""
@@ -291,6 +323,8 @@ class _Workers:
             if getattr(info, name) != getattr(reference, name):
                 log.warning("worker %s is not used: its %s differ from the others'", address, name)
                 return
+        if not self._has_kind(address, info):
+            return
         self.ready = {**self.ready, address: info}
         log.info("worker %s: %s, model loaded in %.0f s", address, info.device, info.seconds)
 
@@ -314,13 +348,12 @@ class _Workers:
 
 
 class ClusterExecutor:
-    """Runs items on the workers of a Dask scheduler; times are taken on the kind of GPU that the recipe names first.
+    """Runs items on those workers of a Dask scheduler that have the run's kind of GPU.
 
     Args:
         client: Connected to the scheduler.
         recipe: The run.
         prompts: All that items are going to name.
-        plugin: What runs the items in a worker.
 
     Raises:
         ConfigError: No worker has a GPU that the recipe names, or it must name one of several.
@@ -328,25 +361,18 @@ class ClusterExecutor:
         ResourceError: No worker came in time.
     """
 
-    def __init__(
-        self, client: Any, recipe: Recipe, prompts: Sequence[Prompt], plugin: type[S2OWorker] | None = None
-    ) -> None:
-        self.workers = _Workers(client, recipe, prompts, plugin or S2OWorker)
+    def __init__(self, client: Any, recipe: Recipe, prompts: Sequence[Prompt]) -> None:
+        self.workers = _Workers(client, recipe, prompts)
         try:
-            # all workers of a scheduler may be needed to know the kinds
+            # all workers of a scheduler may be needed to find the kind that is named
             self.workers.wait_until_loaded(recipe.gpus or (1 if recipe.target_gpu is None else None))
-            self._target, self._kinds = recipe.target_gpu, list[DeviceIdentity]()
+            self.device = self.workers.choose_kind(recipe.target_gpu)
             self._model = next(iter(self.workers.ready.values()))  # with which all others agree
             self._known = frozenset(prompt.sha256 for prompt in prompts)
             self._threads = ThreadPoolExecutor(THREADS, "s2o-wait")  # where calls wait beside one another
-            self._aim(self._first_kind())
         except BaseException:
             self.workers.close()
             raise
-
-    def _aim(self, device: DeviceIdentity) -> None:
-        """Take times on this kind of GPU from now on; nothing is done yet."""
-        self.device = device
         self.work: dict[str, StageWork] = {}
         self._homes: dict[Hashable, str] = {}  # of the present stage: the worker on which items of an affinity run
         self._stage = ""
@@ -367,11 +393,6 @@ class ClusterExecutor:
     @property
     def size(self) -> int:
         return max(1, len(self.workers.ready))
-
-    def aimed_at(self, device: DeviceIdentity) -> Executor:
-        other = copy(self)
-        other._aim(device)
-        return other
 
     def know(self, prompts: Iterable[Prompt]) -> None:
         unknown = [prompt for prompt in prompts if prompt.sha256 not in self._known]
@@ -403,13 +424,13 @@ class ClusterExecutor:
         return self._threads.submit(call)
 
     def addresses_for(self, item: WorkItem) -> list[str]:
-        """The workers that may run an item: the home of its affinity, or all that may.
+        """The workers that may run an item: the home of its affinity, or all.
 
         Raises:
-            ResourceError: No worker may, and none came in time.
+            ResourceError: No worker is there, and none came in time.
         """
         with self._lock:
-            able = self._able(item)
+            able = self._able()
             if item.affinity is None:
                 return able
             if item.stage != self._stage:
@@ -420,11 +441,9 @@ class ClusterExecutor:
                 home = self._homes[item.affinity] = min(able, key=lambda address: count[address])
             return [home]
 
-    def _able(self, item: WorkItem) -> list[str]:
+    def _able(self) -> list[str]:
         begun = time.monotonic()
-        while not (
-            able := [address for address, info in self.workers.ready.items() if may_run(info.device, item, self.device)]
-        ):
+        while not (able := list(self.workers.ready)):
             if time.monotonic() - begun > PATIENCE:
                 raise ResourceError(
                     f"no worker with {self.device} is there since {PATIENCE:.0f} s: start one and run the same command "
@@ -440,73 +459,10 @@ class ClusterExecutor:
         text = f"{self.size} workers"
         return f"{text}, {self.workers.lost} workers lost" if self.workers.lost else text
 
-    def kinds(self) -> list[DeviceIdentity]:
-        """The kinds of GPU to make profiles for.
-
-        They are those that the recipe names, all that workers have had so far if it means all, or the one that times
-        are taken on.
-
-        Raises:
-            ConfigError: no worker has a GPU that the recipe names.
-        """
-        if self._target is None:
-            return [self.device]
-        seen = self._seen_kinds()
-        return seen if self._target == (EVERY_KIND,) else list(dict.fromkeys(map(self._kind_named, self._target)))
-
-    def _seen_kinds(self) -> list[DeviceIdentity]:
-        """All kinds of GPU that workers have had so far."""
-        devices = [info.device for info in self.workers.ready.values()]
-        for device in sorted(devices, key=lambda device: (str(device), device.memory_bytes)):
-            if not any(alike(kind, device) for kind in self._kinds):
-                self._kinds.append(device)
-        return list(self._kinds)
-
     def close(self) -> None:
         """Let the workers forget the run."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.workers.close()
-
-    def _first_kind(self) -> DeviceIdentity:
-        """The kind of GPU that times are taken on where nobody says for which."""
-        if self._target is not None:
-            return self.kinds()[0]
-        kinds = self._seen_kinds()
-        here = identify(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        for device in kinds:
-            if here.kind == device.kind and alike(here, device):
-                return device
-        if len(kinds) > 1:
-            raise ConfigError(
-                f"the workers have GPUs of several kinds ({', '.join(map(str, kinds))}): name one with --target-gpu, "
-                f"or make a profile for each with --target-gpu {EVERY_KIND}"
-            )
-        return kinds[0]
-
-    def _kind_named(self, name: str) -> DeviceIdentity:
-        for device in self._kinds:
-            if name.lower() in str(device).lower():
-                return device
-        raise ConfigError(f"target_gpu {name!r} is no worker's: there are {', '.join(map(str, self._kinds))}")
-
-
-def may_run(device: DeviceIdentity, item: WorkItem, target: DeviceIdentity) -> bool:
-    """Whether a worker on this device may run an item for a kind of GPU.
-
-    Another kind of the same compute capability runs the same tiles; one of another runs layers dense whose tile it has
-    no kernel for, of which an error would say nothing.
-    """
-    if item.timed:
-        return alike(target, device)
-    if getattr(item, "tiled", False):
-        return (device.kind, device.capability) == (target.kind, target.capability)
-    return True
-
-
-def alike(one: DeviceIdentity, other: DeviceIdentity) -> bool:
-    """Whether times taken on one device are times of the other."""
-    accepted = fit(one, other)
-    return one.kind == other.kind and isinstance(accepted, Accepted) and accepted.tiles == "profile"
 
 
 @contextmanager

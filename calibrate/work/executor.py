@@ -75,12 +75,6 @@ class Executor(Protocol):
     @property
     def work(self) -> Mapping[str, StageWork]: ...
 
-    def kinds(self) -> Sequence[DeviceIdentity]:
-        """The kinds of GPU to make profiles for."""
-
-    def aimed_at(self, device: DeviceIdentity) -> Executor:
-        """Who runs items with the same workers, and takes times on one of `kinds`."""
-
     def know(self, prompts: Iterable[Prompt]) -> None:
         """Prompts that items name from now on, by their hash."""
 
@@ -145,12 +139,6 @@ class LocalExecutor:
     @property
     def device(self) -> DeviceIdentity:
         return self._worker.device
-
-    def kinds(self) -> Sequence[DeviceIdentity]:
-        return [self.device]
-
-    def aimed_at(self, device: DeviceIdentity) -> Executor:
-        return self
 
     def know(self, prompts: Iterable[Prompt]) -> None:
         self._worker.know(prompts)

@@ -26,15 +26,12 @@ class WorkItem:
     Attributes:
         stage: What it is a part of; a worker forgets what it kept for another stage.
         kind: Of its entry in a journal.
-        timed: Whether its result is a time, which only a GPU of the target kind may take.
-        tiled: Whether it runs the tiles of the target kind, which only a GPU of the same compute capability may be
-            able to.
+        timed: Whether its result is a time, which holds for one kind of GPU.
     """
 
     stage: str
     kind: ClassVar[str] = ""
     timed: ClassVar[bool] = False
-    tiled: ClassVar[bool] = False
 
     @property
     def affinity(self) -> Hashable:

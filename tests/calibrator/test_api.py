@@ -72,7 +72,7 @@ def test_its_defaults_are_the_commands(tiny_folder, tmp_path, monkeypatch):
         raise ResourceError("stopped")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pipeline, "calibrate_kinds", stop)
+    monkeypatch.setattr(pipeline, "calibrate", stop)
     with pytest.raises(ResourceError, match="stopped"):
         calibrate("demo", device="cpu", time_limit="5m")
     assert command.main(["--model", "demo", "--device", "cpu", "--time-limit", "5m"]) == 4

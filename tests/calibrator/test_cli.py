@@ -175,7 +175,7 @@ FULL = "p.safetensors cannot be written (No space left on device): free some spa
     ],
 )
 def test_what_ends_a_run_is_one_sentence(happens, code, said, command, monkeypatch):
-    monkeypatch.setattr(pipeline, "calibrate_kinds", happens)
+    monkeypatch.setattr(pipeline, "calibrate", happens)
     outcome = command(*GOOD, "--out", "p.safetensors", "--journal", "new/j", "--quiet")
     assert (outcome.returncode, outcome.stderr) == (code, f"s2o-calibrate: {said.replace(' in j', ' in new/j')}\n")
 

@@ -42,7 +42,7 @@ ALL = BASE | {
     "journal": Path("kept.sqlite"),
     "storage": "sqlite:///studies.db",
     "gpus": 2,
-    "target_gpu": ("H200", "L40S"),
+    "target_gpu": "H200",
 }
 WITHOUT_WORKERS = {"journal": None, "storage": None} | {
     entry.field: entry.default for entry in OPTIONS.values() if entry.group == WORKERS

@@ -9,7 +9,7 @@ import torch
 
 from calibrate.curves import measure, passes
 from calibrate.curves.curves import Ranking, Shape, mean_curve
-from calibrate.curves.measure import measure_model
+from calibrate.curves.measure import _with_all_shapes, measure_model
 from calibrate.journal import Journal
 from calibrate.model import capture
 from calibrate.prompts.prompt import Prompt
@@ -151,3 +151,16 @@ def test_a_budget_is_not_part_of_a_measurement(watched):
     changes = {"budget_mse": 1.0, "budget_scope": "model", "margin": 0.3, "worst_rows": 0.1, "trials": 3, "seed": 9}
     assert_same(first, watched.run(**changes, tails=(False,), time_limit=9.0, keep_needles=0.0))
     assert watched.measured == []
+
+
+def test_curves_are_found_with_further_shapes():
+    def key(*shapes, layer=0):
+        return {"layer": layer, "shapes": [list(shape) for shape in shapes], "prompts": ["p"]}
+
+    small, large = (64, 256), (128, 512)
+    there = [key(small, large), key(small), key(large, (128, 1024), small), key(large, layer=1)]
+    assert _with_all_shapes(key(small), there) == there[1]  # itself, before others
+    assert _with_all_shapes(key(large), there) == there[2]
+    assert _with_all_shapes(key(large, (64, 1024)), there) is None
+    assert _with_all_shapes(key(small, layer=1), there) is None
+    assert _with_all_shapes(key(large) | {"gpu": ["A", 1, 1]}, there) is None

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,30 +21,20 @@ pytest.importorskip("distributed", reason="dask.distributed is not installed (s2
 
 import dask
 
-from calibrate import pipeline
-from calibrate.api import finished_kinds
 from calibrate.journal import Journal
 from calibrate.machine import on_this_machine
 from calibrate.pipeline import calibrate
 from calibrate.recipe import Recipe
 from calibrate.work import cluster
-from calibrate.work.cluster import cluster_executor
+from calibrate.work.cluster import WorkerInfo, cluster_executor
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, ModelError, ResourceError
-from s2o_runtime.profile import load_profile
-from support.pretended_gpus import FAST_ROWS, GPUS, NAME, RAN, UNIT, PretendingWorker, ran
 from support.tiny import recipe
 
 SLOW = pytest.mark.slow(reason="starts worker processes for a whole calibration")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="further ways in which workers come, go and differ, with processes for each")
 
 ROOT = Path(__file__).parents[2]
-TIMES = {  # in the journal, and where the seconds are in an entry
-    "tile": lambda value: value[0],
-    "timing": lambda value: value["seconds"],
-    "crossover": lambda value: value[0][0],
-    "prefill": lambda value: value["patched"],
-}
 
 
 @pytest.fixture
@@ -82,7 +74,6 @@ class Act:
     mark: Path
     affinity: object = None
     stage: str = "acts"
-    timed: bool = False
 
     def run(self, worker):
         first = not self.mark.exists()
@@ -186,9 +177,7 @@ def test_options_that_do_not_fit_are_named(tmp_path):
     for options, message in [
         ({"gpus": 2, "scheduler": "tcp://a:1"}, "leave one out"),
         ({"scheduler": "head-node"}, "is no address"),
-        ({"target_gpu": ("H200",)}, "give gpus or scheduler"),
-        ({"target_gpu": ("all",)}, "give gpus or scheduler"),
-        ({"target_gpu": ("all", "H200"), "gpus": 2}, "leave the others out"),
+        ({"target_gpu": "H200"}, "give gpus or scheduler"),
     ]:
         with pytest.raises(ConfigError, match=message):
             Recipe.of(base | options)
@@ -196,119 +185,74 @@ def test_options_that_do_not_fit_are_named(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a host without a GPU")
 def test_a_host_without_gpus_may_coordinate_those_that_have_some(tmp_path):
-    options = {"model": "demo", "device": "cuda", "target_gpu": ("NVIDIA H200",)}
+    options = {"model": "demo", "device": "cuda", "target_gpu": "NVIDIA H200"}
     made, device = on_this_machine(options | {"scheduler": "tcp://head:8786"})
     assert (made.device, made.lengths, device.name) == ("cuda", (8192, 32768), "NVIDIA H200")
     assert made.out == Path("profiles/demo/nvidia-h200/rel-mse-0.001.safetensors")
     with pytest.raises(ResourceError, match="is not here"):
         on_this_machine(options | {"gpus": 2})
-    several, _ = on_this_machine(options | {"scheduler": "tcp://head:8786", "target_gpu": ("all",)})
-    assert several.out == Path("profiles/demo/rel-mse-0.001.safetensors")
-    assert several.for_gpu("nvidia-h200").out == made.out
-    assert (
-        several.for_gpu("nvidia-h200").journal_path == several.journal_path == Path("profiles/demo/demo.journal.sqlite")
-    )
 
 
-def test_times_are_taken_on_the_target_kind():
-    """Which of the workers' GPUs that is."""
-    h100, h200 = (DeviceIdentity("cuda", f"NVIDIA {name}", (9, 0), 132, 1) for name in ("H100", "H200"))
-    l40s = GPUS["L40S"]
+class Client:
+    """Of a scheduler with a worker for each of these GPUs, which have loaded the same model."""
 
-    def executor(*devices, target=None):
-        made = object.__new__(cluster.ClusterExecutor)
-        ready = {number: SimpleNamespace(device=device) for number, device in enumerate(devices)}
-        made.workers, made._target, made._kinds = SimpleNamespace(ready=ready), target, []
-        return made
+    def __init__(self, *devices):
+        self.devices = list(devices)
 
-    assert executor(h100, h100)._first_kind() == h100
-    assert executor(h100, h200, target=("h200",))._first_kind() == h200
-    with pytest.raises(ConfigError, match="there are NVIDIA H100"):
-        executor(h100, target=("A100",))._first_kind()
-    if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match=r"NVIDIA H200.*--target-gpu all"):
-            executor(h100, h200)._first_kind()
-    assert executor(h200, h100, h200, target=("all",)).kinds() == [h100, h200]
-    assert executor(h200, h100, l40s, target=("L40S", "h200", "NVIDIA H200")).kinds() == [l40s, h200]
-    with pytest.raises(ConfigError, match="'A100' is no worker's"):
-        executor(h100, h200, target=("h100", "A100")).kinds()
-    assert cluster.alike(h100, h100)
-    assert not cluster.alike(h100, h200)
+    def register_plugin(self, plugin):
+        pass
 
-    def runs(device, **kind):
-        return cluster.may_run(device, SimpleNamespace(**{"timed": False} | kind), h200)
+    def unregister_worker_plugin(self, name):
+        pass
 
-    assert [runs(device, timed=True) for device in (h200, h100, l40s)] == [True, False, False]
-    assert [runs(device, tiled=True) for device in (h200, h100, l40s)] == [True, True, False]  # has its tiles, or not
-    assert [runs(device) for device in (h200, h100, l40s)] == [True, True, True]
+    def nthreads(self):
+        return dict.fromkeys(range(len(self.devices)), 1)
+
+    def submit(self, function, plugin, *, workers, pure):
+        loaded = Future()
+        loaded.set_result(WorkerInfo("tiny", None, "f", self.devices[workers[0]], {}, 1.0))
+        return loaded
 
 
-def test_kinds_that_are_called_the_same_get_folders_of_their_own():
-    small = DeviceIdentity("cuda", "NVIDIA RTX 4060 Ti", (8, 9), 34, 8 << 30)
-    large, other = replace(small, memory_bytes=16 << 30), replace(small, name="NVIDIA L40S")
-    assert not cluster.alike(small, large)
-    assert [pipeline._folder(kind, [small, other, large]) for kind in (small, other, large)] == [
-        "nvidia-rtx-4060-ti-34-sms-8-gib", "nvidia-l40s", "nvidia-rtx-4060-ti-34-sms-16-gib",
-    ]  # fmt: skip
-    assert pipeline._folder(small, [small]) == "nvidia-rtx-4060-ti"
+H100, H200 = (DeviceIdentity("cuda", f"NVIDIA {name}", (9, 0), 132, 80 << 30) for name in ("H100", "H200"))
+L40S = DeviceIdentity("cuda", "NVIDIA L40S", (8, 9), 142, 44 << 30)
 
 
 @pytest.fixture
-def mixed(tiny_folder, tmp_path, monkeypatch):
-    """A recipe for two workers whose GPUs differ; what they ran is in the file `ran`."""
+def executor_on():
+    with ExitStack() as stack:
 
-    def environments(recipe, count):
-        return [{"OMP_NUM_THREADS": "1", NAME: gpu, RAN: str(tmp_path / "ran")} for gpu in ("H200", "L40S")]
+        def executor_on(*devices, target=None):
+            recipe = SimpleNamespace(scheduler="tcp://head:8786", gpus=None, target_gpu=target)
+            executor = cluster.ClusterExecutor(client := Client(*devices), recipe, [])
+            stack.callback(executor.close)
+            return executor, client
 
-    def build(**changes):
-        options = {"gpus": 2, "segments": (128, 256), "num_certify": 0, "target_gpu": ("all",)} | changes
-        return made(tiny_folder, tmp_path / "p.safetensors", **options)
-
-    monkeypatch.setattr(cluster, "_environments", environments)
-    monkeypatch.setattr(cluster, "S2OWorker", PretendingWorker)
-    return build
+        yield executor_on
 
 
-@EXHAUSTIVE
-def test_one_run_makes_a_profile_for_each_kind_of_gpu(mixed, tmp_path):
-    outcomes = list(finished_kinds(mixed(), progress=False))
-    assert [outcome.device for outcome in outcomes] == list(GPUS.values())
-    assert all(outcome.result.written for outcome in outcomes)
-    names = ["nvidia-h200", "nvidia-l40s"]
-    assert [outcome.recipe.out for outcome in outcomes] == [tmp_path / name / "p.safetensors" for name in names]
-    for outcome, name in zip(outcomes, GPUS, strict=True):
-        profile = load_profile(outcome.recipe.out)
-        assert profile.device == GPUS[name]
-        assert outcome.result.report_files[-1] == outcome.recipe.out.with_name("p.report.html")
-        tiles = {config.tile for bucket in profile.layers for config in bucket if not config.is_dense}
-        assert {(tile.block_m, tile.dense_below) for tile in tiles} == {(FAST_ROWS[name], int(UNIT[name]))}
+def test_a_run_is_for_one_kind_of_gpu(executor_on):
+    """Which of the workers' that is."""
+    assert executor_on(H100, H100)[0].device == H100
+    assert executor_on(H100, H200, target="h200")[0].device == H200
+    with pytest.raises(ConfigError, match=r"target_gpu 'A100' is no worker's: there are NVIDIA H100 \(sm_90, 132 SMs"):
+        executor_on(H100, target="A100")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"several kinds .*NVIDIA H200.*: name one with --target-gpu"):
+            executor_on(H100, H200)
 
-    done = ran(tmp_path / "ran")
-    assert sum(item.item == "LayerCurves" for item in done) == 2 * 2 * 2  # once, by halves of the prompts
-    assert {item.gpu for item in done if item.item == "LayerCurves"} == set(GPUS)
-    assert {item.item for item in done if item.timed} == {
-        "Compilation", "TileTime", "RankingCost", "CallTime", "Crossovers", "LayerTime",
-    }  # fmt: skip
-    of_tiles = [item for item in done if item.rows]
-    assert {item.item for item in of_tiles} == {"CallTime", "AdjustStep", "LastStep"}
-    assert all(item.rows == FAST_ROWS[item.gpu] for item in of_tiles)
-    with Journal.read(outcomes[0].recipe.journal_path) as journal:
-        assert len(journal.entries("curves")) == 2 * 2
-        times = [
-            (key["gpu"][0].removeprefix("NVIDIA "), seconds)
-            for kind, read in TIMES.items()
-            for key, value in journal.entries(kind)
-            for seconds in [read(value)]
-        ]
-    assert {gpu for gpu, _ in times} == set(GPUS)
-    assert all(UNIT[gpu] <= seconds <= 10 * UNIT[gpu] for gpu, seconds in times)  # what was made up there
 
-    # one of the kinds by itself finds everything, although it needs fewer shapes of curves
-    (tmp_path / "ran").unlink()
-    alone = mixed(target_gpu=("L40S",), journal=outcomes[1].recipe.journal_path)
-    assert calibrate(alone, progress=False).work == {}
-    assert not (tmp_path / "ran").exists()
-    assert alone.out.read_bytes() == outcomes[1].recipe.out.read_bytes()
+def test_a_worker_of_another_kind_is_not_used_whenever_it_joins(executor_on, tmp_path, caplog):
+    small = DeviceIdentity("cuda", "NVIDIA RTX 4060 Ti", (8, 9), 34, 8 << 30)
+    large = replace(small, memory_bytes=16 << 30)  # called the same
+    executor, client = executor_on(large, H100, small, target="4060")
+    assert (executor.device, executor.size) == (small, 1)
+    client.devices += [L40S, small, large]
+    for _ in range(2):  # they are asked first
+        executor.workers.look(at_once=True)
+    assert executor.addresses_for(Act("nothing", tmp_path / "0")) == [2, 4]
+    assert caplog.messages.count(f"worker 3 is not used: it has {L40S}, and the run is for {small}") == 1
+    assert sum("is not used" in text for text in caplog.messages) == 4
 
 
 @EXHAUSTIVE
