@@ -115,12 +115,7 @@ def planned(options: Mapping[str, Any], *, rehearsed: bool = False) -> Planned:
     shipped = rehearsed or recipe.random_weights
     config = load_config(recipe.model, random_weights=shipped, trust_remote_code=recipe.trust_remote_code)
     if recipe.tokenizer is not None or is_gguf(recipe.model):
-        load_tokenizer(
-            recipe.model,
-            random_weights=recipe.random_weights,
-            trust_remote_code=recipe.trust_remote_code,
-            tokenizer=recipe.tokenizer,
-        )
+        load_tokenizer(recipe.model, **recipe.loading)
     recipe, device = on_this_machine(options)
     recipe.check_limit(positions(config))
     seen = outlook(

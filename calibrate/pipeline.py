@@ -108,15 +108,7 @@ def calibrate(
 
 def _prompts(recipe: Recipe, loaded: LoadedModel | None) -> PromptSet:
     """The run's prompts, after what is cheap to get wrong was tried, before the weights are loaded."""
-    if loaded is None:
-        tokenizer = load_tokenizer(
-            recipe.model,
-            random_weights=recipe.random_weights,
-            trust_remote_code=recipe.trust_remote_code,
-            tokenizer=recipe.tokenizer,
-        )
-    else:
-        tokenizer = loaded.tokenizer
+    tokenizer = load_tokenizer(recipe.model, **recipe.loading) if loaded is None else loaded.tokenizer
     prompts = load_prompts(recipe, tokenizer)
     open_storage(recipe.storage)
     return prompts
@@ -178,14 +170,7 @@ def _executor(
         return
     if loaded is None:
         with clock.phase("loading the model", progress):
-            loaded = load(
-                recipe.model,
-                recipe.device,
-                random_weights=recipe.random_weights,
-                seed=recipe.seed,
-                trust_remote_code=recipe.trust_remote_code,
-                tokenizer=recipe.tokenizer,
-            )
+            loaded = load(recipe.model, recipe.device, seed=recipe.seed, **recipe.loading)
     with clock.phase("testing the model's attention", progress):
         self_test(loaded)
     with local_executor(loaded) as executor:
@@ -212,9 +197,7 @@ class _Run:
 def _worthwhile_tiles(run: _Run) -> TilesByLength:
     """The tiles that get trials at each length."""
     return {
-        length: tiles_for(
-            run.executor, length=length, segments=run.recipe.segments_for(length), journal=run.journal
-        ).worthwhile
+        length: tiles_for(run.executor, length=length, segments=run.recipe.segments_for(length), journal=run.journal)
         for length in run.recipe.lengths
     }
 

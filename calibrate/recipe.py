@@ -485,6 +485,11 @@ class Recipe:
         return () if self.prompts else self.domains or DOMAINS
 
     @property
+    def loading(self) -> dict[str, Any]:
+        """How the model and its tokenizer are read, as `model.models.load` and `load_tokenizer` take it."""
+        return {name: getattr(self, name) for name in ("random_weights", "trust_remote_code", "tokenizer")}
+
+    @property
     def is_distributed(self) -> bool:
         """Whether other processes do the work."""
         return self.gpus is not None or self.scheduler is not None

@@ -31,20 +31,7 @@ ROUNDS = 3
 log = logging.getLogger("calibrate")
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """Which tiles get trials.
-
-    Attributes:
-        worthwhile: those that do, the safe default first.
-        left_out: why the others do not, by the tile's text.
-    """
-
-    worthwhile: tuple[TileConfig, ...]
-    left_out: dict[str, str]
-
-
-def tiles_for(executor: Executor, *, length: int, segments: Sequence[int], journal: Journal) -> Tiles:
+def tiles_for(executor: Executor, *, length: int, segments: Sequence[int], journal: Journal) -> tuple[TileConfig, ...]:
     """The tiles to try for a model: on a GPU those that are nearly the fastest for a whole prefix without any stop.
 
     A tile is legal if its rows divide every segment that is tried. Tiles that differ only in the stride of their stop
@@ -56,6 +43,9 @@ def tiles_for(executor: Executor, *, length: int, segments: Sequence[int], journ
         segments: those that are tried.
         journal: where times are kept.
 
+    Returns:
+        Those that get trials, the safe default first. The log says why the others do not.
+
     Raises:
         ConfigError: no tile is legal.
         InputError: no tile runs.
@@ -65,7 +55,7 @@ def tiles_for(executor: Executor, *, length: int, segments: Sequence[int], journ
     candidates = candidate_tiles(executor.geometry.head_dim, device.capability) if on_gpu else CPU_TILES
     legal, left_out = _legal(candidates, segments)
     if not on_gpu:
-        return Tiles(legal, left_out)
+        return legal
     seconds = _times(legal, executor, min(length, LONGEST), max(segments), journal, left_out)
     limit = SLOWER * min(seconds.values())
     for tile, tile_seconds in seconds.items():
@@ -73,7 +63,7 @@ def tiles_for(executor: Executor, *, length: int, segments: Sequence[int], journ
             left_out[str(tile)] = f"{tile_seconds / limit * SLOWER:.2f} times as slow as the fastest"
     for name, why in left_out.items():
         log.info("tile %s gets no trial: %s", name, why)
-    return Tiles(tuple(tile for tile in legal if str(any_stride(tile)) not in left_out), left_out)
+    return tuple(tile for tile in legal if str(any_stride(tile)) not in left_out)
 
 
 def _legal(candidates: Sequence[TileConfig], segments: Sequence[int]) -> tuple[tuple[TileConfig, ...], dict[str, str]]:

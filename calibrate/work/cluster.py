@@ -60,7 +60,6 @@ class WorkerInfo:
     fingerprint: str
     device: DeviceIdentity
     versions: Mapping[str, str]
-    seconds: float
 
 
 class S2OWorker(WorkerPlugin):  # type: ignore[misc]
@@ -69,23 +68,12 @@ class S2OWorker(WorkerPlugin):  # type: ignore[misc]
     def __init__(self, name: str, recipe: Recipe, prompts: Sequence[Prompt]) -> None:
         self.name = name
         self._recipe, self._prompts = recipe, tuple(prompts)
-        self._reset()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "_recipe": self._recipe, "_prompts": self._prompts}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
-
-    def _reset(self) -> None:
-        self._lock = threading.Lock()  # a worker with several threads runs one item at a time all the same
-        self._open = ExitStack()
-        self._state: WorkerState | None = None
-        self._info: WorkerInfo | None = None
 
     def setup(self, worker: Any) -> None:
         """Called by Dask when a worker gets this; the model is loaded later, or it would hold up heartbeats."""
+        self._lock = threading.Lock()  # a worker with several threads runs one item at a time all the same
+        self._open = ExitStack()
+        self._state: WorkerState | None = None
         if self._recipe.gpus is not None:
             _quiet_logs()
 
@@ -97,38 +85,27 @@ class S2OWorker(WorkerPlugin):  # type: ignore[misc]
     def info(self) -> WorkerInfo:
         """Load the model and say what it is, and which device it is on."""
         with self._lock:
-            self._loaded()
-        assert self._info is not None
-        return self._info
+            state = self._loaded()
+        model = state.loaded
+        return WorkerInfo(model.name, model.geometry, model.fingerprint, state.device, versions())
 
     def teardown(self, worker: Any) -> None:
         with self._lock:
             self._open.close()
-            self._reset()
+            self._state = None
 
     def _loaded(self) -> WorkerState:
-        if self._state is not None:
-            return self._state
-        from calibrate.model.models import load
-        from calibrate.model.self_test import self_test
+        if self._state is None:
+            from calibrate.model.models import load
+            from calibrate.model.self_test import self_test
 
-        begin = time.monotonic()
-        recipe = self._recipe
-        loaded = load(
-            recipe.model,
-            "cuda:0" if recipe.device.startswith("cuda") else recipe.device,
-            random_weights=recipe.random_weights,
-            seed=recipe.seed,
-            trust_remote_code=recipe.trust_remote_code,
-            tokenizer=recipe.tokenizer,
-        )
-        self_test(loaded)
-        state = self._open.enter_context(WorkerState(loaded).working())
-        state.know(self._prompts)
-        seconds = time.monotonic() - begin
-        self._info = WorkerInfo(loaded.name, loaded.geometry, loaded.fingerprint, state.device, versions(), seconds)
-        self._state = state
-        return state
+            recipe = self._recipe
+            device = "cuda:0" if recipe.device.startswith("cuda") else recipe.device
+            loaded = load(recipe.model, device, seed=recipe.seed, **recipe.loading)
+            self_test(loaded)
+            self._state = self._open.enter_context(WorkerState(loaded).working())
+            self._state.know(self._prompts)
+        return self._state
 
 
 def _quiet_logs() -> None:
@@ -136,23 +113,18 @@ def _quiet_logs() -> None:
     logging.getLogger("distributed").setLevel(logging.ERROR)
 
 
-def _run_item(plugin: str, item: WorkItem) -> tuple[Any, float]:
-    """Runs in a worker; returns the item's result, or what is wrong with the model, and the seconds that it took."""
+def _in_worker(plugin: str, method: str, *arguments: Any) -> tuple[Any, float]:
+    """Calls a method of `S2OWorker` in a worker.
+
+    Returns:
+        Its result, or what is wrong with the model, and the seconds that it took.
+    """
     begin = time.monotonic()
     try:
-        value = get_worker().plugins[plugin].run(item)
+        value = getattr(get_worker().plugins[plugin], method)(*arguments)
     except S2OError as error:  # as a result, because Dask runs again what raises
         value = error
     return value, time.monotonic() - begin
-
-
-def _worker_info(plugin: str) -> WorkerInfo | S2OError:
-    """Runs in a worker."""
-    try:
-        info: WorkerInfo = get_worker().plugins[plugin].info()
-    except S2OError as error:
-        return error
-    return info
 
 
 class _Submitted:
@@ -173,7 +145,7 @@ class _Submitted:
         self._tries += 1
         self._addresses = self._executor.addresses_for(self.item)
         self.future = self._executor.workers.submit(
-            _run_item, self.item, self._addresses, retries=ATTEMPTS - self._tries, priority=self._priority
+            self._addresses, "run", self.item, retries=ATTEMPTS - self._tries, priority=self._priority
         )
 
     def look(self) -> None:
@@ -302,9 +274,7 @@ class _Workers:
             self._asked = {address: future for address, future in self._asked.items() if address in present}
             for address in present - self.ready.keys():
                 if address not in self._asked:
-                    self._asked[address] = self._client.submit(
-                        _worker_info, self._plugin, workers=[address], pure=False
-                    )
+                    self._asked[address] = self.submit([address], "info")
                 elif (future := self._asked[address]) is not None and future.done():
                     self._asked[address] = None
                     self._meet(address, future)
@@ -312,7 +282,7 @@ class _Workers:
     def _meet(self, address: str, future: Any) -> None:
         """Use a worker whose model is loaded, if it is like the others."""
         try:
-            info = future.result()
+            info, seconds = future.result()
         except Exception as error:
             log.warning("worker %s cannot be used: %s", address, first_line(error))
             return
@@ -326,14 +296,12 @@ class _Workers:
         if not self._has_kind(address, info):
             return
         self.ready = {**self.ready, address: info}
-        log.info("worker %s: %s, model loaded in %.0f s", address, info.device, info.seconds)
+        log.info("worker %s: %s, model loaded in %.0f s", address, info.device, seconds)
 
-    def submit(
-        self, function: Callable[..., Any], item: WorkItem, addresses: Sequence[str], *, retries: int, priority: int
-    ) -> Any:
-        """A call in one of some workers. Returns Dask's future of it."""
+    def submit(self, addresses: Sequence[str], method: str, *arguments: Any, **options: int) -> Any:
+        """A call of a method of `S2OWorker` in one of some workers, with options of Dask's. Returns Dask's future."""
         return self._client.submit(
-            function, self._plugin, item, workers=list(addresses), pure=False, retries=retries, priority=priority
+            _in_worker, self._plugin, method, *arguments, workers=list(addresses), pure=False, **options
         )
 
     def wait_for_one_of(self, futures: Sequence[Any]) -> None:
@@ -367,7 +335,8 @@ class ClusterExecutor:
             # all workers of a scheduler may be needed to find the kind that is named
             self.workers.wait_until_loaded(recipe.gpus or (1 if recipe.target_gpu is None else None))
             self.device = self.workers.choose_kind(recipe.target_gpu)
-            self._model = next(iter(self.workers.ready.values()))  # with which all others agree
+            model = next(iter(self.workers.ready.values()))  # with which all others agree
+            self.name, self.geometry, self.fingerprint = model.name, model.geometry, model.fingerprint
             self._known = frozenset(prompt.sha256 for prompt in prompts)
             self._threads = ThreadPoolExecutor(THREADS, "s2o-wait")  # where calls wait beside one another
         except BaseException:
@@ -377,18 +346,6 @@ class ClusterExecutor:
         self._homes: dict[Hashable, str] = {}  # of the present stage: the worker on which items of an affinity run
         self._stage = ""
         self._lock = threading.Lock()
-
-    @property
-    def name(self) -> str:
-        return self._model.name
-
-    @property
-    def geometry(self) -> Geometry:
-        return self._model.geometry
-
-    @property
-    def fingerprint(self) -> str:
-        return self._model.fingerprint
 
     @property
     def size(self) -> int:

@@ -7,11 +7,11 @@ when its result is asked for, one after the other, as in a plain loop.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, partial
 from itertools import pairwise, zip_longest
 from typing import Any, Protocol, TypeVar
 
@@ -57,23 +57,14 @@ class Executor(Protocol):
         work: what was done, by stage.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def geometry(self) -> Geometry: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def device(self) -> DeviceIdentity: ...
+    name: str
+    geometry: Geometry
+    fingerprint: str
+    device: DeviceIdentity
+    work: dict[str, StageWork]
 
     @property
     def size(self) -> int: ...
-
-    @property
-    def work(self) -> Mapping[str, StageWork]: ...
 
     def know(self, prompts: Iterable[Prompt]) -> None:
         """Prompts that items name from now on, by their hash."""
@@ -104,15 +95,8 @@ def at_once(call: Callable[[], T]) -> Pending[T]:
 class _WhenAsked:
     """The result of an item that runs in this process when somebody asks for it."""
 
-    def __init__(self, run: Callable[[WorkItem], Any], item: WorkItem) -> None:
-        self._run, self._item = run, item
-
-    def result(self) -> Any:
-        return self._value
-
-    @cached_property
-    def _value(self) -> Any:
-        return self._run(self._item)
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.result = cache(run)
 
 
 class LocalExecutor:
@@ -121,30 +105,16 @@ class LocalExecutor:
     size = 1
 
     def __init__(self, worker: WorkerState) -> None:
-        self._worker = worker
+        self._worker, model = worker, worker.loaded
+        self.name, self.geometry, self.fingerprint = model.name, model.geometry, model.fingerprint
+        self.device = worker.device
         self.work: dict[str, StageWork] = {}
-
-    @property
-    def name(self) -> str:
-        return self._worker.loaded.name
-
-    @property
-    def geometry(self) -> Geometry:
-        return self._worker.loaded.geometry
-
-    @property
-    def fingerprint(self) -> str:
-        return self._worker.loaded.fingerprint
-
-    @property
-    def device(self) -> DeviceIdentity:
-        return self._worker.device
 
     def know(self, prompts: Iterable[Prompt]) -> None:
         self._worker.know(prompts)
 
     def submit(self, item: WorkItem) -> Pending[Any]:
-        return _WhenAsked(self._run, item)
+        return _WhenAsked(partial(self._run, item))
 
     def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
         for abreast in zip_longest(*tracks):  # a layer's weights are on the device for all lengths

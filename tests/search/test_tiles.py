@@ -57,13 +57,23 @@ def find(journal, segments=(256, 512), length=LENGTH, geometry=GEOMETRY, device=
     return tiles_for(pretended(geometry, device), length=length, segments=segments, journal=journal)
 
 
-def test_slow_tiles_and_failing_ones_are_left_out_with_the_reason(timed, journal):
+@pytest.fixture(autouse=True)
+def whole_log(caplog):
+    caplog.set_level("INFO", "calibrate")
+
+
+def said_of_tiles(caplog):
+    """Why tiles get no trial, by their texts."""
+    return dict(record.args for record in caplog.records if "gets no trial" in record.msg)
+
+
+def test_slow_tiles_and_failing_ones_are_left_out_with_the_reason(timed, journal, caplog):
     assert len(SHAPES) == 4
     timed.seconds = [2.0, 2.0 * SLOWER - 0.01, 3.0, RuntimeError("out of shared memory\nmore")]
-    found = find(journal)
-    assert found.worthwhile == tuple(tile for tile in CANDIDATES if shape_of(tile) in SHAPES[:2])
-    assert len(found.left_out) == 2
-    said = {shape: reason for shape in SHAPES for text, reason in found.left_out.items() if text in texts(shape)}
+    assert find(journal) == tuple(tile for tile in CANDIDATES if shape_of(tile) in SHAPES[:2])
+    left_out = said_of_tiles(caplog)
+    assert len(left_out) == 2
+    said = {shape: reason for shape in SHAPES for text, reason in left_out.items() if text in texts(shape)}
     assert said == {SHAPES[2]: "1.50 times as slow as the fastest", SHAPES[3]: "out of shared memory"}
     assert [(shape_of(tile), length, segment) for tile, length, segment in timed.seen] == [
         (shape, LENGTH, 512) for shape in SHAPES
@@ -84,14 +94,15 @@ def test_another_length_or_segment_is_timed_again(timed, journal):
     ]  # fmt: skip
 
 
-def test_illegal_tiles_never_reach_timing(timed, journal):
+def test_illegal_tiles_never_reach_timing(timed, journal, caplog):
     """Rows that do not divide every segment: a tile may not cross a segment's end."""
     found = find(journal, segments=(64, 256))
     legal = [shape for shape in SHAPES if shape[0] == 64]
     assert [shape_of(tile) for tile, _, _ in timed.seen] == legal != SHAPES
-    assert found.worthwhile == tuple(tile for tile in CANDIDATES if tile.rows == 64)
-    assert set(found.left_out.values()) == {"its 128 rows do not divide segments of 64"}
-    assert len(found.left_out) == len(SHAPES) - len(legal)
+    assert found == tuple(tile for tile in CANDIDATES if tile.rows == 64)
+    left_out = said_of_tiles(caplog)
+    assert set(left_out.values()) == {"its 128 rows do not divide segments of 64"}
+    assert len(left_out) == len(SHAPES) - len(legal)
 
 
 def test_if_no_tile_runs_that_is_an_error_with_the_first_reason(timed, journal):
@@ -106,7 +117,7 @@ def test_if_no_tile_runs_that_is_an_error_with_the_first_reason(timed, journal):
 def test_it_times_real_calls(journal):
     """On a CPU each of them runs the reference."""
     found = find(journal, segments=(64,), length=128)
-    assert {tile.rows for tile in found.worthwhile} == {64}
+    assert {tile.rows for tile in found} == {64}
     ((key, (seconds, failed)),) = journal.entries("tile")
     assert 0 < seconds < 10
     assert failed == ""
@@ -115,10 +126,9 @@ def test_it_times_real_calls(journal):
 
 def test_without_a_gpu_nothing_is_timed(timed, journal):
     cpu = DeviceIdentity("cpu", "cpu")
-    assert find(journal, device=cpu) == tiles.Tiles(CPU_TILES, {})
-    found = find(journal, device=cpu, segments=(64, 128))
-    assert found.worthwhile == tuple(tile for tile in CPU_TILES if tile.block_m == 64)
-    assert set(found.left_out.values()) == {"its 128 rows do not divide segments of 64"}
+    assert find(journal, device=cpu) == CPU_TILES
+    legal = find(journal, device=cpu, segments=(64, 128))
+    assert legal == tuple(tile for tile in CPU_TILES if tile.block_m == 64)
     assert not timed.seen
 
 

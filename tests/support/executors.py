@@ -26,11 +26,7 @@ class Pretended(LocalExecutor):
 
     def __init__(self, worker, device):
         super().__init__(worker)
-        self._device = device
-
-    @property
-    def device(self):
-        return self._device
+        self.device = device
 
 
 class Pickling(Pretended):
