@@ -193,16 +193,9 @@ def _without_slower(
     for length, layer in sorted(layers):
         log.info("layer %d at %d tokens is slower than dense: it becomes dense", layer, length)
     of_layers = frozenset(length for length, _ in layers)
-    return with_dense(
-        with_dense_layers(candidate, layers, DenseReason.SLOWER_ATTENTION), lengths - of_layers
-    ), of_layers | lengths
-
-
-def with_dense(candidate: Candidate, lengths: frozenset[int]) -> Candidate:
-    """The candidate with dense layers at these lengths; at all others every layer keeps what it was certified with."""
-    return with_dense_layers(
-        candidate, {key for key in candidate.configs if key[0] in lengths}, DenseReason.SLOWER_PREFILL
-    )
+    candidate = with_dense_layers(candidate, layers, DenseReason.SLOWER_ATTENTION)
+    whole = {(length, layer) for length, layer in candidate.configs if length in lengths - of_layers}
+    return with_dense_layers(candidate, whole, DenseReason.SLOWER_PREFILL), of_layers | lengths
 
 
 def with_dense_layers(candidate: Candidate, places: Collection[LengthAndLayer], why_dense: DenseReason) -> Candidate:
