@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import TextIOBase
-from typing import IO, Literal, cast
+from typing import IO, Any, Literal, cast
 
 from rich import box
 from rich import table as rich_table
@@ -50,6 +50,14 @@ class Table:
     title: str = ""
     align: str = "r"
     wrap: str | None = None
+
+    @classmethod
+    def of(
+        cls, rows: Iterable[Any], columns: Mapping[str, Callable[[Any], str]], title: str = "", **layout: Any
+    ) -> Table:
+        """A table with a row for each value, of which every column makes its cell; layout: `align` and `wrap`."""
+        cells = [tuple(cell(row) for cell in columns.values()) for row in rows]
+        return cls(tuple(columns), cells, title, **layout)
 
     @property
     def titles(self) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from calibrate.commands.common import Flags, add_output_flags, print_json, run
@@ -67,7 +67,7 @@ def _run(flags: Flags) -> int:
         load_profile(path)  # a bad one is found before a large model is loaded
     config = load_config(draft.model, random_weights=draft.random_weights, trust_remote_code=draft.trust_remote_code)
     device, identity = named_device(flags.get("device"))
-    plan = _plan(flags, {"device": device, "lengths": flags.get("lengths", DEFAULT_LENGTHS[identity.kind])})
+    plan = _plan(flags, device=device, lengths=flags.get("lengths", DEFAULT_LENGTHS[identity.kind]))
     limit = positions(config)
     plan.check_limit(limit)
 
@@ -131,10 +131,10 @@ def _draft(flags: Flags) -> Plan:
     if flags["out_dir"].exists() and not flags["out_dir"].is_dir():
         raise ConfigError(f"--out-dir {flags['out_dir']} is a file: give a folder")
     check_writable("--out-dir", flags["out_dir"] / "report.md")
-    return _plan(flags, {"lengths": flags.get("lengths", DEFAULT_LENGTHS["cuda"])})
+    return _plan(flags, lengths=flags.get("lengths", DEFAULT_LENGTHS["cuda"]))
 
 
-def _plan(flags: Flags, known: Mapping[str, Any]) -> Plan:
+def _plan(flags: Flags, **known: Any) -> Plan:
     """The validated plan of the options among the flags, and of fields that are `known`.
 
     Tasks are done in one order; a file of prompts brings its task along.
@@ -143,7 +143,7 @@ def _plan(flags: Flags, known: Mapping[str, Any]) -> Plan:
     tasks = {*fields.get("tasks", TASKS), *([PROMPTS] if "prompts" in fields else [])}
     unknown = tasks.difference(TASKS, (PROMPTS,))
     fields["tasks"] = tuple(task for task in (*TASKS, PROMPTS) if task in tasks) + tuple(sorted(unknown))
-    return Plan(**fields | dict(known)).validate()
+    return Plan(**fields | known).validate()
 
 
 if __name__ == "__main__":

@@ -299,17 +299,7 @@ def _say(flags: Flags, value: Any, parts: Iterable[Table | str]) -> int:
     return OK
 
 
-COMMANDS = {
-    "show": show,
-    "rebudget": rebudget,
-    "retile": retile,
-    "diff": diff,
-    "export": export,
-    "verify": verify,
-    "plot": plot,
-    "push": push,
-    "pull": pull,
-}
+COMMANDS = {command.__name__: command for command in (show, rebudget, retile, diff, export, verify, plot, push, pull)}
 
 if __name__ == "__main__":
     sys.exit(main())

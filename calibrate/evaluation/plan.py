@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,8 @@ class Plan:
 
     def record(self) -> dict[str, Any]:
         """The plan as JSON."""
-        return {name: _plain(value) for name, value in asdict(self).items()}
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
+        return plain
 
 
 OPTIONS = options_of(Plan, GROUPS)
@@ -146,9 +148,3 @@ def _short_names(paths: tuple[Path, ...]) -> list[str]:
         if len(set(names)) == len(names):
             break
     return names if ends else []
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(part) for part in value]
-    return str(value) if isinstance(value, Path) else value

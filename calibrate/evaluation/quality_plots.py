@@ -89,19 +89,13 @@ def draw_time(figure: Figure, summary: Summary) -> None:
 
 def _styled(summary: Summary, rows: Sequence[Row], length: int) -> list[tuple[dict[str, Any], Row]]:
     """The rows of a length with their variant's colour and marker, the same in every picture."""
-    indices = {variant["name"]: index for index, variant in enumerate(summary["variants"])}
-    return [(_style(row["variant"], indices[row["variant"]] - 1), row) for row in rows if row["length"] == length]
+    variants = [variant["name"] for variant in summary["variants"][1:]]
+    return [(_style(row["variant"], variants.index(row["variant"])), row) for row in rows if row["length"] == length]
 
 
 def _style(name: str, index: int) -> dict[str, Any]:
-    return {
-        "color": f"C{index % 10}",
-        "marker": MARKERS[index % len(MARKERS)],
-        "ms": 4.5,
-        "lw": 1.2,
-        "label": _wrapped(name, 2 * WRAP),
-        "clip_on": False,
-    }
+    look = {"color": f"C{index % 10}", "marker": MARKERS[index % len(MARKERS)], "ms": 4.5, "lw": 1.2}
+    return {**look, "label": _wrapped(name, 2 * WRAP), "clip_on": False}
 
 
 def _legend(figure: Figure, axes: Axes) -> None:

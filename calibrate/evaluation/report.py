@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,9 @@ from rich.console import Console
 from calibrate.evaluation.plan import PROMPTS, Plan
 from calibrate.evaluation.quality_plots import pictures
 from calibrate.evaluation.results import DENSE_CAN, Row, Summary
+from calibrate.report.shown import times
 from calibrate.tables import Table, bullets, escaped, formatted, markdown, print_fields, print_lines, print_table
+from s2o_runtime.fields import counted
 from s2o_runtime.files import write_atomically
 
 CAPTIONS = {
@@ -21,6 +23,9 @@ CAPTIONS = {
     "agreement": "Distance from the dense model's predictions, by position in the prompt.",
     "time": "Speed against quality: the time to the first token, and the distance from the dense model.",
 }
+_Columns = dict[str, Callable[[Row], str]]
+_LENGTH_AND_VARIANT: _Columns = {"tokens": lambda row: str(row["length"]), "variant": lambda row: row["variant"]}
+_DENSITY: _Columns = {"density": lambda row: f"{row['density']:.3f}"}
 POINT = 0.01  # of the share of right answers
 TASK_NAMES = {
     "needles": "needles",
@@ -104,8 +109,8 @@ def notes(summary: Summary) -> list[str]:
     for row in summary["time"]:
         for reason, layers in row["dense"].items():
             if row["variant"] != summary["variants"][0]["name"]:
-                counted = "1 layer" if layers == 1 else f"{layers} layers"
-                lines.append(f"{row['variant']} at {row['length']} tokens: {counted} ran dense ({reason})")
+                ran = f"{counted(layers, 'layer')} ran dense ({reason})"
+                lines.append(f"{row['variant']} at {row['length']} tokens: {ran}")
     if summary["device"] == "cpu" and summary["time"]:
         lines.append("times are those of the plain reference on a CPU: they say nothing about a GPU")
     if summary["random_weights"]:
@@ -135,32 +140,21 @@ def _beyond_dense(summary: Summary) -> dict[str, dict[int, float]]:
 
 def _quality_table(summary: Summary) -> Table:
     """What each variant keeps of dense's quality at a length, in one row."""
-    answered = ("recall, dense", "recall", "difference, 95%", "p", "p by prompt")
-    names = ("tokens", "variant", "budget", "attention", "prefill", *answered, "KL [nats]", "same top-1")
-    rows = [_quality_cells(row) for row in summary["quality"] if {"asked", "kl", "same"} & row.keys()]
-    return Table((*names, "same answers"), rows, "quality beside dense", align="rlr", wrap="variant")
-
-
-def _quality_cells(row: Row) -> tuple[str, ...]:
-    return (
-        str(row["length"]),
-        row["variant"],
-        row["budget"] or "-",
-        _times(row["attention_speedup"]),
-        _times(row.get("speedup")),
-        formatted(row.get("dense_accuracy"), ".1%"),
-        formatted(row.get("accuracy"), ".1%"),
-        _difference(row),
-        formatted(row.get("p"), ".2g"),
-        formatted(row.get("p_by_prompt"), ".2g"),
-        formatted(row.get("kl"), ".1e"),
-        formatted(row.get("top1"), ".2%"),
-        formatted(row.get("same"), ".0%"),
-    )
-
-
-def _times(speedup: float | None) -> str:
-    return "-" if speedup is None else f"{speedup:.2f}x"
+    columns = _LENGTH_AND_VARIANT | {
+        "budget": lambda row: row["budget"] or "-",
+        "attention": lambda row: times(row["attention_speedup"]),
+        "prefill": lambda row: times(row.get("speedup")),
+        "recall, dense": lambda row: formatted(row.get("dense_accuracy"), ".1%"),
+        "recall": lambda row: formatted(row.get("accuracy"), ".1%"),
+        "difference, 95%": _difference,
+        "p": lambda row: formatted(row.get("p"), ".2g"),
+        "p by prompt": lambda row: formatted(row.get("p_by_prompt"), ".2g"),
+        "KL [nats]": lambda row: formatted(row.get("kl"), ".1e"),
+        "same top-1": lambda row: formatted(row.get("top1"), ".2%"),
+        "same answers": lambda row: formatted(row.get("same"), ".0%"),
+    }
+    rows = [row for row in summary["quality"] if {"asked", "kl", "same"} & row.keys()]
+    return Table.of(rows, columns, "quality beside dense", align="rlr", wrap="variant")
 
 
 def _difference(row: Row) -> str:
@@ -171,67 +165,50 @@ def _difference(row: Row) -> str:
 
 
 def _retrieval_table(summary: Summary) -> Table:
-    names = ("task", "tokens", "variant", "right", "accuracy", "kept of dense's", "difference, 95%", "log-lik.")
-    rows = [_retrieval_cells(row) for row in summary["retrieval"]]
-    return Table((*names, "density"), rows, "answers", align="lrlr", wrap="variant")
-
-
-def _retrieval_cells(row: Row) -> tuple[str, ...]:
-    kept = f"{row['kept']} of {row['dense_found']}" if row["dense_can"] else "dense cannot"
-    up_to = "up to " if row["task"] == PROMPTS else ""
-    return (
-        TASK_NAMES[row["task"]],
-        f"{up_to}{row['length']}",
-        row["variant"],
-        f"{row['found']} of {row['asked']}",
-        f"{row['accuracy']:.1%}",
-        kept,
-        _difference(row),
-        f"{row['log_likelihood']:.3f}",
-        f"{row['density']:.3f}",
-    )
+    columns = {
+        "task": lambda row: TASK_NAMES[row["task"]],
+        "tokens": lambda row: f"{'up to ' if row['task'] == PROMPTS else ''}{row['length']}",
+        "variant": lambda row: row["variant"],
+        "right": lambda row: f"{row['found']} of {row['asked']}",
+        "accuracy": lambda row: f"{row['accuracy']:.1%}",
+        "kept of dense's": lambda row: f"{row['kept']} of {row['dense_found']}" if row["dense_can"] else "dense cannot",
+        "difference, 95%": _difference,
+        "log-lik.": lambda row: f"{row['log_likelihood']:.3f}",
+    }
+    return Table.of(summary["retrieval"], columns | _DENSITY, "answers", align="lrlr", wrap="variant")
 
 
 def _text_table(summary: Summary) -> Table:
     """Perplexity and greedy answers of a variant at a length, in one row."""
-    names = ("tokens", "variant", "perplexity", "over dense", "same answers", "same tokens", "density")
+    columns = _LENGTH_AND_VARIANT | {
+        "perplexity": lambda row: formatted(row.get("perplexity"), ".4f"),
+        "over dense": _over_dense,
+        "same answers": lambda row: formatted(row.get("same"), ".0%"),
+        "same tokens": lambda row: f"{row['prefix']:.1f} of {row['answer_tokens']:.1f}" if "prefix" in row else "-",
+    }
     rows: dict[tuple[int, str], Row] = {}
     for row in (*summary["perplexity"], *summary["greedy"]):
         rows.setdefault((row["length"], row["variant"]), {}).update(row)
     ordered = sorted(rows.values(), key=lambda row: int(row["length"]))
-    return Table(names, list(map(_text_cells, ordered)), "held-out text", align="rlr", wrap="variant")
+    return Table.of(ordered, columns | _DENSITY, "held-out text", align="rlr", wrap="variant")
 
 
-def _text_cells(row: Row) -> tuple[str, ...]:
-    ratio = row["perplexity"] / row["dense_perplexity"] if "perplexity" in row else None
-    return (
-        str(row["length"]),
-        row["variant"],
-        formatted(row.get("perplexity"), ".4f"),
-        "-" if ratio is None else f"{ratio - 1:+.2%}".replace("-0.00%", "+0.00%"),
-        formatted(row.get("same"), ".0%"),
-        f"{row['prefix']:.1f} of {row['answer_tokens']:.1f}" if "prefix" in row else "-",
-        f"{row['density']:.3f}",
-    )
+def _over_dense(row: Row) -> str:
+    """How much higher a perplexity is than dense's."""
+    if "perplexity" not in row:
+        return "-"
+    return f"{row['perplexity'] / row['dense_perplexity'] - 1:+.2%}".replace("-0.00%", "+0.00%")
 
 
 def _time_table(summary: Summary) -> Table:
-    names = ("tokens", "variant", "first token [ms]", "fastest .. slowest", "vs dense", "peak [GiB]", "density")
-    rows = [_time_cells(row) for row in summary["time"]]
-    return Table(names, rows, "time to the first token, warm", align="rlr", wrap="variant")
-
-
-def _time_cells(row: Row) -> tuple[str, ...]:
-    peak = row["peak_bytes"]
-    return (
-        str(row["length"]),
-        row["variant"],
-        f"{row['seconds'] * 1e3:.1f}",
-        f"{row['fastest'] * 1e3:.1f} .. {row['slowest'] * 1e3:.1f}",
-        f"{row['speedup']:.2f}x",
-        "-" if peak is None else f"{peak / (1 << 30):.2f}",
-        f"{row['density']:.3f}",
-    )
+    columns = _LENGTH_AND_VARIANT | {
+        "first token [ms]": lambda row: f"{row['seconds'] * 1e3:.1f}",
+        "fastest .. slowest": lambda row: f"{row['fastest'] * 1e3:.1f} .. {row['slowest'] * 1e3:.1f}",
+        "vs dense": lambda row: times(row["speedup"]),
+        "peak [GiB]": lambda row: "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / (1 << 30):.2f}",
+    }
+    rows, title = summary["time"], "time to the first token, warm"
+    return Table.of(rows, columns | _DENSITY, title, align="rlr", wrap="variant")
 
 
 def _page(summary: Summary, files: Sequence[str]) -> str:

@@ -167,7 +167,8 @@ def agreement(forward: ForwardPass, positions: Tensor, dense: Tensor) -> dict[st
         kl.append(compared.kl.cpu())
         same.append(compared.same.cpu())
     values = {"kl": torch.cat(kl), "same": torch.cat(same), "positions": torch.ones(len(positions))}
-    return {name: _sums(value, positions, len(forward.ids)) for name, value in values.items()}
+    parts = positions * BUCKETS // len(forward.ids)
+    return {name: torch.bincount(parts, value.double(), BUCKETS).tolist() for name, value in values.items()}
 
 
 def first_token(loaded: LoadedModel, ids: Tensor, repeats: int) -> dict[str, Any]:
@@ -201,10 +202,3 @@ def first_token(loaded: LoadedModel, ids: Tensor, repeats: int) -> dict[str, Any
 def bucket_edges(length: int) -> list[int]:
     """The first position of each part, and one behind the last."""
     return [math.ceil(index * length / BUCKETS) for index in range(BUCKETS + 1)]
-
-
-def _sums(values: Tensor, positions: Tensor, length: int) -> list[float]:
-    """The sum of the values in each part of a prompt."""
-    sums = torch.zeros(BUCKETS, dtype=torch.float64)
-    sums.index_add_(0, positions * BUCKETS // length, values.double())
-    return sums.tolist()

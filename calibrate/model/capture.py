@@ -5,8 +5,9 @@ Attention is dense while inputs are captured, so what is measured at one layer d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from calibrate.model.streams import (
     check_finite,
 )
 from calibrate.model.watched import NAME, register, watched
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.dense import fastest_dense_attention
+from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ModelError
 from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.scoring import Scoring
@@ -49,6 +53,14 @@ class Captured:
     def scoring(self) -> Scoring:
         """What the layer makes of the products of q and k."""
         return Scoring(self.scale, self.softcap, self.sinks)
+
+    def s2o(self, config: LayerConfig) -> Callable[[], Tensor]:
+        """A call of S2O's attention with these inputs."""
+        return partial(s2o_attention, self.q, self.k, self.v, config, **self.scoring.arguments())
+
+    def dense(self) -> Tensor:
+        """The fastest dense attention of these inputs."""
+        return fastest_dense_attention(self.q, self.k, self.v, **self.scoring.arguments())
 
 
 def layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Captured]]:

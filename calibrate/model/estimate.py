@@ -20,7 +20,6 @@ from calibrate.recipe import Recipe
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
 from s2o_runtime.layer_kinds import text_config
-from s2o_runtime.tiles import Capability
 
 
 class Rates(NamedTuple):
@@ -234,12 +233,8 @@ def rates_of(device: DeviceIdentity) -> Rates:
     if device.kind != "cuda":
         return _faster(CPU_THREAD, torch.get_num_threads())
     sms = device.sm_count or H200_SMS  # unknown of workers elsewhere
-    return _faster(H200, sms * _flops_of_sm(device.capability) / (H200_SMS * FLOPS_OF_SM[9, 0]))
-
-
-def _flops_of_sm(capability: Capability) -> int:
-    known = [there for there in FLOPS_OF_SM if there <= capability]
-    return FLOPS_OF_SM[max(known) if known else (9, 0)]
+    known = max((there for there in FLOPS_OF_SM if there <= device.capability), default=(9, 0))
+    return _faster(H200, sms * FLOPS_OF_SM[known] / (H200_SMS * FLOPS_OF_SM[9, 0]))
 
 
 def _faster(rates: Rates, times: float) -> Rates:

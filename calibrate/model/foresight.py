@@ -125,15 +125,10 @@ def _pairs(kind: str, length: int, config: Any) -> float:
 
 
 def loading(name: str, config: Any, model: Any, sizes: Sizes, device: str, random_weights: bool) -> str:
-    """How the weights will be loaded and what memory that takes, in words.
+    """How the weights of a model with this skeleton and these sizes are loaded and what memory that takes, in words.
 
     Args:
-        name: The model, as the user gave it.
-        config: Its configuration.
-        model: Its skeleton.
-        sizes: Its sizes.
-        device: A torch device.
-        random_weights: Whether weights are drawn.
+        name, config, device, random_weights: As `outlook` takes them.
     """
     parameters, width = sizes.parameters, number_width(device)
     total = parameters * width

@@ -134,14 +134,13 @@ def _unchanged(hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
 @contextmanager
 def _attached(layers: list[DecoderLayer], config: LayerConfig) -> Iterator[None]:
     """Inside the block the attention modules of these layers would run S2O with this configuration."""
-    modules = [layer.attention for layer in layers if layer.attention is not None]
-    for layer in layers:
-        if layer.attention is not None:
-            hf.attach(layer.attention, hf.LayerState(layer.number, lambda keys: config, min_length=0, meter=None))
+    modules = [(layer.attention, layer.number) for layer in layers if layer.attention is not None]
+    for module, number in modules:
+        hf.attach(module, hf.LayerState(number, lambda keys: config, min_length=0, meter=None))
     try:
         yield
     finally:
-        for module in modules:
+        for module, _ in modules:
             hf.detach(module)
 
 

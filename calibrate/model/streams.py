@@ -23,6 +23,7 @@ from s2o_runtime.huggingface.hf import implementations
 from s2o_runtime.identity import device_of, geometry, numbered_modules
 
 ROWS = 16384
+Calls = Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]  # of layers: positional arguments, and others by name
 BY_ROWS = ("input_layernorm", "post_attention_layernorm", "mlp")  # parts of a decoder layer: [B, L, H] -> [B, L, H]
 
 
@@ -36,7 +37,7 @@ class Stream:
 
     prompt: int
     hidden: Tensor
-    calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]
+    calls: Calls
 
     def through(self, layer: nn.Module, number: int) -> Stream:
         """The prompt after one decoder layer.
@@ -116,9 +117,6 @@ def layer_list(model: Any) -> nn.ModuleList:
     )
 
 
-Calls = Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]
-
-
 def begin(loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls] | None = None) -> list[Stream]:
     """The prompts before the first layer, with the masks of the model's attention implementation.
 
@@ -188,9 +186,7 @@ class _ReachedError(Exception):
     """The last decoder layer was reached."""
 
 
-def _layer_inputs(
-    decoder: Any, layers: nn.ModuleList, ids: Tensor
-) -> tuple[Tensor, list[tuple[tuple[Any, ...], Mapping[str, Any]]]]:
+def _layer_inputs(decoder: Any, layers: nn.ModuleList, ids: Tensor) -> tuple[Tensor, Calls]:
     """What the decoder calls its layers with: the first one's hidden state, and what each gets besides.
 
     No layer runs. What a layer gets besides the hidden state (masks of its kind, positions) does not depend on the

@@ -25,8 +25,6 @@ from calibrate.model.capture import Captured
 from calibrate.search.crossover import Layer, with_crossover
 from calibrate.timing import FAILURES, Timing, against_dense, reason
 from calibrate.versions import versions
-from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, Scores, StopRule, TileConfig
 from s2o_runtime.devices import Rejected, fit, identify
 from s2o_runtime.errors import InputError
@@ -128,7 +126,7 @@ def _tuned(
     profile: Profile, densities: _Densities, candidates: tuple[TileConfig, ...], safe: TileConfig, where: torch.device
 ) -> tuple[tuple[tuple[LayerConfig, ...], ...], tuple[RetiledLayers, ...], int]:
     """The new layers, what was timed, and how many layers became dense; safe: the tile of dense layers."""
-    new_layers = [[_dense(config, safe) for config in bucket] for bucket in profile.layers]
+    new_layers = [[config.as_dense().with_tile(safe) for config in bucket] for bucket in profile.layers]
     timed, dense_layers = [], 0
     groups = sorted(_alike(profile, densities).items(), key=lambda item: item[0].length)
     compile_ahead(_traces([(key, profile.layers[i][j]) for key, ((i, j), *_) in groups], profile.geometry, where))
@@ -202,18 +200,10 @@ def _fastest(
     least = math.inf
     tiles = legal_tiles(config, candidates)
 
-    def call(layer: LayerConfig) -> Callable[[], object]:
-        return partial(s2o_attention, prompt.q, prompt.k, prompt.v, layer, **prompt.scoring.arguments())
-
-    compile_ahead(call(layer) for layer in with_tiles(stopping, tiles))
+    compile_ahead(map(prompt.s2o, with_tiles(stopping, tiles)))
     for tile in tiles:
         try:
-            timing = against_dense(
-                call(stopping.with_tile(tile)),
-                partial(fastest_dense_attention, prompt.q, prompt.k, prompt.v, **prompt.scoring.arguments()),
-                where,
-                least,
-            )
+            timing = against_dense(prompt.s2o(stopping.with_tile(tile)), prompt.dense, where, least)
         except FAILURES as failure:
             log.warning("tile %s failed: %s", tile, reason(failure))
             continue
@@ -308,7 +298,3 @@ def _ranked(config: LayerConfig) -> list[HeadConfig]:
 
 def _ranking(head: HeadConfig, config: LayerConfig) -> Ranking:
     return Ranking(head.segment, head.representatives, config.grain, config.scores, head.linear)
-
-
-def _dense(config: LayerConfig, tile: TileConfig) -> LayerConfig:
-    return config.as_dense().with_tile(tile)

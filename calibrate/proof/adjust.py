@@ -253,10 +253,7 @@ class Spending:
         """The candidate in which a layer spends as much as it may.
 
         Args:
-            candidate: What was proven.
-            length: The prompts' length in tokens.
-            layer: The layer's index.
-            proof: What was measured of the layer.
+            candidate, length, layer, proof: As `tighten_layer` takes them.
 
         Returns:
             What to prove instead; None if the layer spends about as much as it may, or nothing can be changed: it is

@@ -104,9 +104,7 @@ def opened(
 
 def certified_lengths(profile: Profile) -> dict[int, CertifiedLength]:
     """What a profile's record certifies, by length in tokens; nothing without a certificate."""
-    certificate = profile.record.certificate
-    lengths = (certificate.lengths if certificate else None) or ()
-    return {certified.length: certified for certified in lengths if certified.length is not None}
+    return {one.length: one for one in profile.record.certified_lengths if one.length is not None}
 
 
 @dataclass(frozen=True)

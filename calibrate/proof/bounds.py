@@ -122,15 +122,9 @@ def exceedance_probability(above: int, fresh: int, rank: int, count: int) -> flo
     `count + 1 - rank`, whatever they are drawn from (E. J. Gumbel and H. von Schelling, "The distribution of the
     number of exceedances", 1950).
     """
+    from scipy.stats import betabinom
 
-    def log_beta(a: float, b: float) -> float:
-        return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
-
-    rest = count + 1 - rank
-    return sum(
-        math.comb(fresh, number) * math.exp(log_beta(number + rank, fresh - number + rest) - log_beta(rank, rest))
-        for number in range(above, fresh + 1)
-    )
+    return float(betabinom.sf(above - 1, fresh, rank, count + 1 - rank))
 
 
 def share_interval(successes: int, trials: int, confidence: float) -> tuple[float, float]:

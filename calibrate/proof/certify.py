@@ -193,16 +193,9 @@ def _without_slower(
     for length, layer in sorted(layers):
         log.info("layer %d at %d tokens is slower than dense: it becomes dense", layer, length)
     of_layers = frozenset(length for length, _ in layers)
-    return with_dense(
-        with_dense_layers(candidate, layers, DenseReason.SLOWER_ATTENTION), lengths - of_layers
-    ), of_layers | lengths
-
-
-def with_dense(candidate: Candidate, lengths: frozenset[int]) -> Candidate:
-    """The candidate with dense layers at these lengths; at all others every layer keeps what it was certified with."""
-    return with_dense_layers(
-        candidate, {key for key in candidate.configs if key[0] in lengths}, DenseReason.SLOWER_PREFILL
-    )
+    candidate = with_dense_layers(candidate, layers, DenseReason.SLOWER_ATTENTION)
+    whole = {(length, layer) for length, layer in candidate.configs if length in lengths - of_layers}
+    return with_dense_layers(candidate, whole, DenseReason.SLOWER_PREFILL), of_layers | lengths
 
 
 def with_dense_layers(candidate: Candidate, places: Collection[LengthAndLayer], why_dense: DenseReason) -> Candidate:
@@ -240,7 +233,7 @@ def certificate_of(
     layers = tuple(_layer(*of_layer, recipe) for of_layer in zip(seen.layers, looks, limits, configs, strict=True))
     shares = shares_of_limits(seen, budget, limits, configs)
     kls = [max(0.0, agreement.kl) for agreement in seen.agreements]
-    worst = [max(of_layers) for of_layers in zip(*_worst(seen), strict=True)]
+    by_prompt = zip(*(layer.prompts for layer in seen.layers), strict=True)
     lowest = next_bound([-agreement.top1 for agreement in seen.agreements], NEXT_PROMPT)
     return CertifiedLength(
         length=length,
@@ -252,7 +245,7 @@ def certificate_of(
         kl=next_bound(kls, NEXT_PROMPT),
         top1=replace(lowest, value=None if lowest.value is None else -lowest.value),
         error_over_limit=next_bound([max(of_prompt, default=0.0) for of_prompt in shares], NEXT_PROMPT),
-        worst=next_bound(worst, NEXT_PROMPT),
+        worst=next_bound([max(one.worst for one in of_prompt) for of_prompt in by_prompt], NEXT_PROMPT),
         retrieval=retrieval_of(seen),
         noise_floor=seen.noise_floor,
         domains=_domains(seen, shares),
@@ -303,11 +296,6 @@ def _layer(
 
 def _finite(bound: float) -> float | None:
     return bound if math.isfinite(bound) else None
-
-
-def _worst(seen: LengthSample) -> list[list[float]]:
-    """For each layer its prompts' quantiles of row errors."""
-    return [[prompt.worst for prompt in layer.prompts] for layer in seen.layers]
 
 
 def _domains(seen: LengthSample, shares: Sequence[Sequence[float]]) -> tuple[CertifiedDomain, ...]:

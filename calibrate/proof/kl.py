@@ -20,7 +20,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -196,14 +196,12 @@ class AlonePrompts(WorkItem):
         worker.attend_with(hf.NAME)
         loaded, configs = worker.loaded, [run.config for run in self.runs]
         prompts = [worker.prompts[prompt] for prompt in self.prompts]
-        groups: list[Mapping[int | None, LayerConfig]] = [
-            {layer: configs[layer] for layer in group} for group in layer_groups(len(configs))
+        nothing_skipped = HeadConfig(0.0, configs[0].segment)
+        variants: list[Mapping[Any, LayerConfig]] = [
+            {},  # first the dense
+            *({layer: configs[layer] for layer in group} for group in layer_groups(len(configs))),
+            {0: replace(configs[0], heads=(nothing_skipped,) * len(configs[0].heads))},
         ]
-        variants: list[Mapping[int | None, LayerConfig]] = [
-            {},
-            *groups,
-            {0: _nothing_skipped(configs[0])},
-        ]  # first the dense
         begun = begin(loaded, [prompt.ids for prompt in prompts])
         forward = LayerwiseForward(loaded, [stream for stream in begun for _ in variants])
         for layer in forward.layers:
@@ -244,11 +242,6 @@ def corrected(chosen: Chosen, alone: Alone) -> Chosen:
                 weights[layer] = replace(weights[layer], layer=weights[layer].layer * factor)
     choices = [replace(choice, weights=weight) for choice, weight in zip(chosen.choices, weights, strict=True)]
     return replace(chosen, choices=choices)
-
-
-def _nothing_skipped(config: LayerConfig) -> LayerConfig:
-    head = HeadConfig(0.0, config.segment)
-    return replace(config, heads=(head,) * len(config.heads))
 
 
 def next_scale(passes: Sequence[KlPass], aim: float) -> float:

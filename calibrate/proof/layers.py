@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -39,7 +38,6 @@ from s2o_runtime.scoring import Scoring
 
 KIND = "proof"  # of entries in a journal
 HISTORIES = 16  # that a process keeps unpacked
-_unpacked: OrderedDict[str, History] = OrderedDict()
 
 
 class Configured(Protocol):
@@ -157,12 +155,9 @@ class History:
         return _unpack, (self.digest, self._packed)
 
 
+@lru_cache(maxsize=HISTORIES)
 def _unpack(digest: str, packed: bytes) -> History:
-    if digest not in _unpacked:
-        _unpacked[digest] = History(pickle.loads(packed), digest)
-        if len(_unpacked) > HISTORIES:
-            _unpacked.popitem(last=False)
-    return _unpacked[digest]
+    return History(pickle.loads(packed), digest)
 
 
 def layer_state(
@@ -404,12 +399,7 @@ def through_layers(
 class _LockStep:
     """The prompts of one length on their way together, as it looks from where is decided what layers run.
 
-    Args:
-        executor: Who runs the steps.
-        journal: Where they are kept; None if they are not.
-        make: The kind of step.
-        length: Tokens of every prompt.
-        prompts: At least one.
+    Who runs the steps, where they are kept and of which kind they are is as `through_layers` takes it.
     """
 
     def __init__(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from calibrate.prompts.prompt import PromptSet
-from calibrate.proof import state
 from calibrate.proof.adjust import Proven
 from calibrate.proof.bounds import CONFIDENCE
 from calibrate.proof.sample import CONTINUED
@@ -82,12 +80,6 @@ def not_proven(recipe: Recipe, proven: Proven) -> tuple[str, ...]:
     return (*sentences, "single prompts and text unlike these: bounds are for means over prompts like these")
 
 
-def _kl_passes(passes: Sequence[state.KlPass] | None) -> tuple[KlPass, ...] | None:
-    if passes is None:
-        return None
-    return tuple(KlPass(scale=one.scale, predicted=one.predicted, kl=one.kl) for one in passes)
-
-
 def _proven_length(proven: Proven, length: int) -> ProvenLength:
     proof = proven.proofs[length]
     layers = tuple(
@@ -107,7 +99,7 @@ def _proven_length(proven: Proven, length: int) -> ProvenLength:
         length=length,
         calibrated=length in proven.chosen,
         kl=proof.kl,
-        kl_passes=_kl_passes(proven.kl_passes.get(length)),
+        kl_passes=tuple(KlPass(**vars(one)) for one in proven.kl_passes.get(length, ())) or None,
         top1=proof.top1,
         needles=proof.needles,
         layers=layers,

@@ -151,12 +151,8 @@ def prove(
         held_out: The prompts to prove on, by length in tokens. At each layer the lengths take their turns in this
             order.
         configured: What each layer runs at each length.
-        revise: Given what was proven, the length, the layer's index and the layer's proof (which has no times yet):
-            what to prove instead on the same inputs, or None to accept this one.
-        on_step: Called after each length of each layer.
-        timed: Whether to take times too; without, those of the proofs are 0 or None.
-        chunk: Tokens that a layer is fed at once, as a server does; None for whole prompts. Times are of whole prompts.
-        journal: Where measurements are kept, and found again; None if nowhere.
+        revise, on_step, chunk, journal: As `through_layers` takes them; the proofs of layers have no times yet.
+        timed: Whether to take times too, of whole prompts; without, those of the proofs are 0 or None.
 
     Returns:
         What was proven in the end, and what was measured of it by length in tokens.
@@ -321,7 +317,12 @@ class _TimedWalk:
                 seconds = _seconds({"layer": lambda: layer.dense(stream)}, layer.device)["layer"]
                 times: dict[str, Any] = {"patched": seconds, "dense": seconds}
             else:
-                times = _layer_seconds(layer, stream, runs, after)
+                state = layer_state(layer, runs, chunks=False)
+
+                def patched() -> None:
+                    after[:] = [layer.patched(stream, state)]
+
+                times = {**_seconds({"patched": patched, "dense": lambda: layer.dense(stream)}, layer.device)}
                 if layer.device.type == "cuda":
                     times["attention"] = _attention_seconds(layer, stream, runs)
         if runs is not None and runs.chunk is None:
@@ -338,16 +339,6 @@ class _TimedWalk:
     def _begin(self) -> None:
         calls: dict[int, Calls] = self._worker.keep("calls of patched layers", dict)
         self._forward = LayerwiseForward(self._worker.loaded, begin(self._worker.loaded, [self._ids], calls))
-
-
-def _layer_seconds(layer: DecoderLayer, stream: Stream, runs: LayerRun, after: list[Stream]) -> dict[str, Any]:
-    """Seconds of the whole decoder layer, patched and dense; `after` gets the prompt after the patched one."""
-    state = layer_state(layer, runs, chunks=False)
-
-    def patched() -> None:
-        after[:] = [layer.patched(stream, state)]
-
-    return {**_seconds({"patched": patched, "dense": lambda: layer.dense(stream)}, layer.device)}
 
 
 def _seconds(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:

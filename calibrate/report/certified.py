@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from calibrate.tables import Number, Table, formatted, integer, kept_of
+from calibrate.tables import Number, Table, formatted, kept_of
 from s2o_runtime.fields import counted
-from s2o_runtime.profile.record import Certificate, CertifiedLayer, CertifiedLength, NextPrompt, Record
-
-NAMES = ("length", "prompts", "bound /\nlimit", "last\neighth", "continued", "KL", "noise", "top-1", "kept")
+from s2o_runtime.profile.record import Certificate, CertifiedDomain, CertifiedLayer, CertifiedLength, NextPrompt, Record
 
 STATED = "last eighth and continued are information: they are stated as shares of the limit and not held to it"
 MOST = 100.0  # times its limit: a bound above it says only that there were too few prompts
@@ -79,17 +77,17 @@ def sentences(certificate: Certificate | None) -> list[str]:
 
 def _of_length(length: CertifiedLength) -> str:
     """Of the next prompt, unless these prompts chose a layer's config: then only what these prompts had."""
-    kl = f"{_value(length.kl, '.1e')} nats" + _noise(length) + _mean_kl(length)
+    noise = "" if length.noise_floor is None else f" (two dense implementations: {length.noise_floor:.1e})"
+    kl = f"{_value(length.kl, '.1e')} nats{noise}{_mean_kl(length)}"
     top1 = f"at least {_value(length.top1, '.2%')} of top-1 tokens"
     error = f"{_value(length.error_over_limit, '.2f')} times its limit"
     probability = (length.kl and length.kl.probability) or 0.0
     if changed := _changed(length):
         within = round(probability * ((length.prompts or 0) + 1))
-        layers = "1 layer" if changed == 1 else f"{changed} layers"
         text = (
-            f"{length.length} tokens: these prompts chose how much less of the budget {layers} got, so nothing is "
-            f"certified of the next prompt; of these, {within} had, each by itself, a KL of at most {kl}, {top1}, the "
-            f"error of every layer at most {error}"
+            f"{length.length} tokens: these prompts chose how much less of the budget {counted(changed, 'layer')} got, "
+            f"so nothing is certified of the next prompt; of these, {within} had, each by itself, a KL of at most "
+            f"{kl}, {top1}, the error of every layer at most {error}"
         )
     else:
         text = (
@@ -115,10 +113,6 @@ def _at_least(share: float) -> str:
     return f"{math.floor(1000 * share) / 10:.1f}%" if 0.995 <= share < 1 else f"{share:.0%}"
 
 
-def _noise(length: CertifiedLength) -> str:
-    return "" if length.noise_floor is None else f" (two dense implementations: {length.noise_floor:.1e})"
-
-
 def _mean_kl(length: CertifiedLength) -> str:
     """What a budget in KL is compared with."""
     if length.mean_kl is None or length.mean_kl_bound is None:
@@ -138,72 +132,70 @@ def tables(certificate: Certificate | None) -> list[Table]:
 
 def _bounds_table(lengths: Sequence[CertifiedLength]) -> Table:
     """One row a length: the largest bounds of its layers, as shares of their limits."""
-    return Table(NAMES, [_cells(length) for length in lengths], "certified")
+    columns: dict[str, Callable[[CertifiedLength], str]] = {
+        "length": lambda length: formatted(length.length, "d"),
+        "prompts": lambda length: formatted(length.prompts, "d"),
+        "bound /\nlimit": lambda length: _share(_over_limit(one, one.bound) for one in _bounded(length)),
+        "last\neighth": lambda length: _share(_over_limit(one, one.bound_last) for one in _bounded(length)),
+        "continued": _continued,
+        "KL": lambda length: _value(length.kl, ".1e"),
+        "noise": lambda length: formatted(length.noise_floor, ".1e"),
+        "top-1": lambda length: _value(length.top1, ".2%"),
+        "kept": lambda length: (
+            "-" if length.retrieval is None else kept_of(length.retrieval.kept or 0, length.retrieval.found or 0)
+        ),
+    }
+    return Table.of(lengths, columns, "certified")
+
+
+def _bounded(length: CertifiedLength) -> list[CertifiedLayer]:
+    """The layers that are not dense."""
+    return [layer for layer in length.layers or () if layer.limit and layer.rung != 0 and layer.density != 1.0]
+
+
+def _continued(length: CertifiedLength) -> str:
+    """The largest bounds of calls that bring few new tokens, by their number."""
+    bounds: dict[int | None, list[float]] = {}
+    for layer in _bounded(length):
+        for one in layer.continued or ():
+            bounds.setdefault(one.new_tokens, []).append(_over_limit(layer, one.bound) or 0.0)
+    return ", ".join(f"{new_tokens}: {_percent(max(shares))}" for new_tokens, shares in bounds.items()) or "-"
 
 
 def _units_table(lengths: Sequence[CertifiedLength]) -> Table:
     """One row a length: the largest bounds of its layers in both units, and how many limits the ceiling is."""
-    rows = []
-    for length in lengths:
-        layers = length.layers or ()
-        bounds = [layer.bound for layer in layers if layer.bound is not None]
-        rel_bounds = [layer.rel_bound for layer in layers if layer.rel_bound is not None]
-        by_ceiling = sum(layer.binds == "rel_mse" for layer in layers)
-        rows.append(
-            (
-                _count(length.length),
-                formatted(max(bounds, default=None), ".2e"),
-                formatted(max(rel_bounds, default=None), ".2e"),
-                "-" if all(layer.binds is None for layer in layers) else f"{by_ceiling} of {len(layers)} layers",
-            )
-        )
-    return Table(("length", "largest bound, mse", "as rel_mse", "the ceiling binds in"), rows, "in both units")
 
+    def largest(bounds: Iterable[float | None]) -> str:
+        return formatted(max((bound for bound in bounds if bound is not None), default=None), ".2e")
 
-def _cells(length: CertifiedLength) -> tuple[str, ...]:
-    layers = [layer for layer in length.layers or () if layer.limit and layer.rung != 0 and layer.density != 1.0]
-    continued = {
-        one.new_tokens: max(_continued(layer, one.new_tokens) for layer in layers)
-        for layer in layers[:1]
-        for one in layer.continued or ()
+    def by_ceiling(length: CertifiedLength) -> str:
+        limits = [layer.binds for layer in length.layers or ()]
+        return f"{limits.count('rel_mse')} of {len(limits)} layers" if any(limits) else "-"
+
+    columns: dict[str, Callable[[CertifiedLength], str]] = {
+        "length": lambda length: formatted(length.length, "d"),
+        "largest bound, mse": lambda length: largest(layer.bound for layer in length.layers or ()),
+        "as rel_mse": lambda length: largest(layer.rel_bound for layer in length.layers or ()),
+        "the ceiling binds in": by_ceiling,
     }
-    retrieval = length.retrieval
-    return (
-        _count(length.length),
-        _count(length.prompts),
-        _share(_over_limit(layer, layer.bound) for layer in layers),
-        _share(_over_limit(layer, layer.bound_last) for layer in layers),
-        ", ".join(f"{new_tokens}: {_percent(share)}" for new_tokens, share in continued.items()) or "-",
-        _value(length.kl, ".1e"),
-        formatted(length.noise_floor, ".1e"),
-        _value(length.top1, ".2%"),
-        "-" if retrieval is None else kept_of(retrieval.kept or 0, retrieval.found or 0),
-    )
+    return Table.of(lengths, columns, "in both units")
 
 
 def _domain_table(lengths: Sequence[CertifiedLength]) -> Table:
     """One row for each length and kind of text."""
-    rows = [
-        (
-            _count(length.length),
-            one.domain or "-",
-            _count(one.prompts),
-            formatted(one.kl, ".1e"),
-            formatted(one.error_over_limit, ".0%"),
-        )
-        for length in lengths
-        for one in length.domains or ()
-    ]
-    return Table(("length", "text", "prompts", "mean KL", "error /\nlimit"), rows, "by kind of text", align="rlr")
+    columns: dict[str, Callable[[tuple[CertifiedLength, CertifiedDomain]], str]] = {
+        "length": lambda row: formatted(row[0].length, "d"),
+        "text": lambda row: row[1].domain or "-",
+        "prompts": lambda row: formatted(row[1].prompts, "d"),
+        "mean KL": lambda row: formatted(row[1].kl, ".1e"),
+        "error /\nlimit": lambda row: formatted(row[1].error_over_limit, ".0%"),
+    }
+    rows = [(length, domain) for length in lengths for domain in length.domains or ()]
+    return Table.of(rows, columns, "by kind of text", align="rlr")
 
 
 def _lengths(certificate: Certificate | None) -> tuple[CertifiedLength, ...]:
     return (certificate and certificate.lengths) or ()
-
-
-def _continued(layer: CertifiedLayer, new_tokens: int | None) -> float:
-    bounds = [one.bound for one in layer.continued or () if one.new_tokens == new_tokens]
-    return max((_over_limit(layer, bound) or 0.0 for bound in bounds), default=0.0)
 
 
 def _largest(lengths: Iterable[CertifiedLength]) -> float:
@@ -227,10 +219,6 @@ def _share(shares: Iterable[float | None]) -> str:
 
 def _percent(share: float) -> Number:
     return Number(f"{share:.0%}" if share < MOST else f"over {MOST:.0%}", share)
-
-
-def _count(count: int | None) -> str:
-    return "-" if count is None else integer(count)
 
 
 def _value(bound: NextPrompt | None, form: str) -> str:

@@ -46,15 +46,8 @@ def explain_head(
     rows = []
     for length, bucket in zip(profile.lengths, profile.layers, strict=True):
         config, settings = bucket[layer], bucket[layer].heads[head]
-        row = {"length": length, **plain(settings)}
-        row |= {
-            "grain": config.grain,
-            "scores": config.scores,
-            "tile": str(config.tile),
-            "density": None,
-            "error": None,
-            "unit": None,
-        }
+        row = {"length": length, **plain(settings), "grain": config.grain, "scores": config.scores}
+        row |= {"tile": str(config.tile), **dict.fromkeys(("density", "error", "unit"))}
         if settings.mode == "dense" and config.is_dense:
             why = (
                 "dense because its whole layer is: no head gains anything, the layer was not faster than dense, or its "

@@ -123,19 +123,16 @@ def length_notes(report: Report, length: LengthReport) -> list[str]:
         f"against the dense model: KL {length.kl:.1e} nats, top-1 the same at {length.top1:.2%} of positions"
         + ("" if length.needles is None else ", needles {} of {}".format(*length.needles)),
     ]
-    notes += [note] if (note := _kl_note(report, length)) else []
-    notes += [note] if (note := _uniform_note(length)) else []
+    notes += filter(None, (_kl_note(report, length), _uniform_note(length)))
     reasons: dict[str, list[int]] = {}
     for layer in length.layers:
         if layer.why_dense:
             reasons.setdefault(layer.why_dense, []).append(layer.layer)
     notes += [f"{layer_ranges(numbers)} dense: {reason}" for reason, numbers in reasons.items()]
-    notes += [note] if (note := _ceiling_note(report, length)) else []
-    notes += [note] if (note := _loose_note(report, length)) else []
-    tightened = [layer.layer for layer in length.layers if layer.tightened]
-    return notes + (
-        [f"{layer_ranges(tightened)} tightened by what the prompts of this table showed"] if tightened else []
-    )
+    notes += filter(None, (_ceiling_note(report, length), _loose_note(report, length)))
+    if tightened := [layer.layer for layer in length.layers if layer.tightened]:
+        notes.append(f"{layer_ranges(tightened)} tightened by what the prompts of this table showed")
+    return notes
 
 
 def _kl_note(report: Report, length: LengthReport) -> str | None:

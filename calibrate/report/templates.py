@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ def environment(*, autoescape: bool) -> Environment:
 def in_markdown(template: str, **names: Any) -> str:
     """A template's text in Markdown, with one blank line between blocks. The filter `text` escapes foreign text."""
     templates = environment(autoescape=False)
-    templates.filters |= {"text": escaped, "bullets": bullets, "markdown": markdown, "facts_table": _facts_table}
+    templates.filters |= {
+        "text": escaped,
+        "bullets": bullets,
+        "markdown": markdown,
+        "facts_table": partial(Table, ("", ""), align="l"),
+    }
     return re.sub(r"\n{3,}", "\n\n", templates.get_template(template).render(names)).strip() + "\n"
-
-
-def _facts_table(rows: Sequence[tuple[str, str]]) -> Table:
-    return Table(("", ""), list(rows), align="l")

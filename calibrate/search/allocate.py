@@ -163,7 +163,6 @@ def allocate_together(
 
 def points_of(curves: Mapping[Ranking, Curve], head: int, allowed: Allowed) -> list[Point]:
     """A head's useful points by rising error, the dense one first; each is cheaper than all before it."""
-    segment = segment_of(curves)
     limit = math.inf if allowed.worst_rows is None else allowed.worst_rows
     candidates: list[_Candidate] = []
     for method, curve in curves.items():
@@ -182,7 +181,7 @@ def points_of(curves: Mapping[Ranking, Curve], head: int, allowed: Allowed) -> l
                 for tau, mse, density, row in by_tau
                 if row <= limit
             ]
-    points = [dense_point(segment, *rounding_error(curves, head))]
+    points = [dense_point(next(iter(curves)).segment, *rounding_error(curves, head))]
     for mse, cost, density, row, method, tau, tail in sorted(candidates, key=_MSE_AND_COST):
         if cost < points[-1].cost:
             points.append(Point(mse, cost, density, row, _settings(method, tau, tail)))
@@ -206,11 +205,6 @@ def rounding_error(curves: Mapping[Ranking, Curve], head: int) -> tuple[float, f
         min(float(errors[head].amin()) for curve in int8 for errors in (curve.mse, curve.tail_mse)),
         min(float(errors[head].amin()) for curve in int8 for errors in (curve.worst, curve.tail_worst)),
     )
-
-
-def segment_of(curves: Mapping[Ranking, Curve]) -> int:
-    """The segment of these rankings, which all have the same."""
-    return next(iter(curves)).segment
 
 
 def _heads(curves: Mapping[Ranking, Curve]) -> int:

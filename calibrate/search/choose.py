@@ -41,8 +41,6 @@ from calibrate.search.study import LayerSearch, Studies, Timer
 from calibrate.timing import FAILURES, HOPELESS, Timing, against_dense, reason
 from calibrate.work.executor import Executor, Pending, at_once
 from calibrate.work.items import WorkerState, WorkItem
-from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 
 log = logging.getLogger("calibrate")
@@ -206,9 +204,10 @@ class CallTime(WorkItem):
         compiled: set[Hashable] = worker.keep("compiled", set)
         if form(self.config) not in compiled:
             compiled.add(form(self.config))
-            compile_ahead(_call(captured, layer) for layer in with_tiles(self.config, self.tiles))
+            compile_ahead(map(captured.s2o, with_tiles(self.config, self.tiles)))
         try:
-            return asdict(_time(captured, self.config, self.best))
+            device = captured.q.device
+            return asdict(against_dense(captured.s2o(self.config), captured.dense, device, self.best))
         except torch.OutOfMemoryError as failure:
             why = reason(failure)
         except FAILURES as failure:
@@ -297,19 +296,6 @@ def _timed(
             raise RuntimeError(known)
         journal.put(item.kind, key, known)
     return Timing(**known)
-
-
-def _time(prompt: Captured, config: LayerConfig, best: float) -> Timing:
-    return against_dense(
-        _call(prompt, config),
-        partial(fastest_dense_attention, prompt.q, prompt.k, prompt.v, **prompt.scoring.arguments()),
-        prompt.q.device,
-        best,
-    )
-
-
-def _call(prompt: Captured, config: LayerConfig) -> Callable[[], object]:
-    return partial(s2o_attention, prompt.q, prompt.k, prompt.v, config, **prompt.scoring.arguments())
 
 
 class _LengthSearch:

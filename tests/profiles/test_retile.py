@@ -11,6 +11,7 @@ from calibrate.curves.passes import measure
 from calibrate.profiles import retile as module
 from calibrate.profiles.retile import OTHER_HEIGHT, legal_tiles, retile, tau_for
 from calibrate.timing import Timing
+from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import InputError, ProfileError
@@ -66,12 +67,12 @@ def timed(monkeypatch):
         def __call__(self, call, dense, device, best):
             q, _, _, config = call.args
             self.append((config, q.shape[2]))
-            assert dense.args[0] is q
+            assert dense.__self__.q is q
             seconds = self.table.get(config.tile, self.default)
             return Timing(seconds, seconds, seconds, 1.0, 3)
 
     def compile_ahead(calls):
-        made.compiled.append([call.args[3] for call in calls if call.func is module.s2o_attention])
+        made.compiled.append([call.args[3] for call in calls if call.func is s2o_attention])
 
     made = Timed()
     made.table = dict(made.table)

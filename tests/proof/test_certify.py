@@ -17,7 +17,6 @@ from calibrate.proof.certify import (
     certificate_of,
     proven_again,
     shares_of_limits,
-    with_dense,
     without_slower_layers,
     without_slower_lengths,
 )
@@ -187,7 +186,8 @@ def test_needles_that_the_certificate_lost_are_a_problem(monkeypatch, needles, p
     """What is written must pass `s2o-profile verify`, which asks for the needles of the same prompts."""
     begun = candidate()
     proven = Proven(begun, {}, ())
-    changed = replace(proven, candidate=with_dense(begun, frozenset({LENGTHS[0]})))
+    dense = certify.with_dense_layers(begun, {(LENGTHS[0], 0), (LENGTHS[0], 1)}, DenseReason.SLOWER_PREFILL)
+    changed = replace(proven, candidate=dense)
     measured = {LENGTHS[0]: SimpleNamespace(needles=needles, kl=1e-3)}
     monkeypatch.setattr(certify, "slower_than_dense", lambda *_: ())
     monkeypatch.setattr(certify, "slower_layers", lambda *_: frozenset())
