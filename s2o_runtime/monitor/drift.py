@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.errors import ConfigError, ProfileError
-from s2o_runtime.fields import Rule
+from s2o_runtime.fields import Rule, check_fields, ruled
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.record import ErrorUnit
 from s2o_runtime.scoring import Scoring, capped, softmax
@@ -59,27 +59,18 @@ class DriftCheck:
     running mean is judged, so that one unlucky prompt decides nothing.
     """
 
-    every: int = 256
-    rows: int = 32
-    action: Action = "warn"
-    margin: float = 2.0
-    after: int = 16
+    every: int = ruled(256, Rule(int, low=1))
+    rows: int = ruled(32, Rule(int, low=2))
+    action: Action = ruled("warn", Rule(str, allowed=get_args(Action)))
+    margin: float = ruled(2.0, Rule(float, low=0, above=True))
+    after: int = ruled(16, Rule(int, low=1))
 
     def validate(self) -> DriftCheck:
         """Raises ConfigError naming what is out of range."""
-        for name, rule in RULES.items():
-            if not rule.admits(getattr(self, name)):
-                raise ConfigError(rule.complaint(getattr(self, name), f"{name} of the drift check"))
+        check_fields(self, "the drift check")
         return self
 
 
-RULES = {
-    "every": Rule(int, low=1),
-    "rows": Rule(int, low=2),
-    "action": Rule(str, allowed=get_args(Action)),
-    "margin": Rule(float, low=0, above=True),
-    "after": Rule(int, low=1),
-}
 Drift = DriftCheck | DriftChoice | None
 
 
