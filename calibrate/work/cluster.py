@@ -31,7 +31,7 @@ from calibrate.recipe import EVERY_KIND, Recipe
 from calibrate.versions import versions
 from calibrate.work.executor import Executor, Item, Pending, StageWork, Track
 from calibrate.work.items import WorkerState, WorkItem
-from s2o_runtime.devices import Accepted, DeviceIdentity, fit, identify
+from s2o_runtime.devices import DeviceIdentity, fit, identify
 from s2o_runtime.errors import ConfigError, ResourceError, S2OError, first_line
 from s2o_runtime.identity import Geometry
 
@@ -506,7 +506,7 @@ def may_run(device: DeviceIdentity, item: WorkItem, target: DeviceIdentity) -> b
 def alike(one: DeviceIdentity, other: DeviceIdentity) -> bool:
     """Whether times taken on one device are times of the other."""
     accepted = fit(one, other)
-    return one.kind == other.kind and isinstance(accepted, Accepted) and accepted.tiles == "profile"
+    return one.kind == other.kind and accepted.tiles == "profile"
 
 
 @contextmanager
