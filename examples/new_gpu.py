@@ -15,7 +15,7 @@ import torch
 
 from calibrate.profiles.retile import retile
 from s2o_runtime import load_profile
-from s2o_runtime.devices import Rejected, fit, identify
+from s2o_runtime.devices import fit, identify
 
 SHIPPED = Path(__file__).resolve().parent.parent / "profiles" / "demo" / "nvidia-h200" / "rel-mse-0.001.safetensors"
 
@@ -25,7 +25,7 @@ def main(path: Path, out: Path) -> None:
     profile = load_profile(path)
     verdict = fit(profile.device, identify(torch.device(device)))
     print(f"as it is: {verdict.reason}")
-    if isinstance(verdict, Rejected):
+    if verdict.tiles is None:
         return
     retiled = retile(path, device, out)
     print(f"made on {profile.device}, tiles for {retiled.device}: {out}")

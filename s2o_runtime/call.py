@@ -14,10 +14,8 @@ from torch import Tensor
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, config_obstacle
 from s2o_runtime.errors import InputError
 from s2o_runtime.pages import PageTable
-from s2o_runtime.scoring import Scoring
+from s2o_runtime.scoring import PLAIN, Scoring
 from s2o_runtime.shapes import CallShape, call_shape, check_heads, packed_shape
-
-DEFAULT = Scoring()
 
 # A head's flags: its StopRule in the bits of the first, and one bit each for the others.
 STOP_RULE_BITS = 3
@@ -101,7 +99,7 @@ class Call:
         v: Tensor,
         config: LayerConfig,
         *,
-        scoring: Scoring = DEFAULT,
+        scoring: Scoring = PLAIN,
         kv_start: Tensor | None = None,
         with_lse: bool = False,
     ) -> Call:
@@ -122,7 +120,7 @@ class Call:
         cu_k: Tensor,
         max_q: int,
         max_k: int,
-        scoring: Scoring = DEFAULT,
+        scoring: Scoring = PLAIN,
         with_lse: bool = False,
     ) -> Call:
         """A call of `s2o_attention_varlen`. Raises InputError and ConfigError as the op does."""

@@ -6,7 +6,6 @@ DESIGN.md explains the words. All classes are frozen and hashable, so a config c
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -24,6 +23,7 @@ MIN_SEGMENT = 64
 MAX_SEGMENT = 1 << 16
 MAX_TAU = 1e6
 MAX_CHUNK = 64
+MAX_KEYS = (1 << 31) - 1
 REPRESENTATIVES = (1, 2, 4, 8, 16, 32, 64)
 GRAINS = (1, 2, 4, 8)
 
@@ -103,24 +103,18 @@ class HeadConfig:
         Raises:
             ConfigError: a field is out of its range, or a linear tail has another tail or several representatives.
         """
-        if self.mode not in get_args(Mode):
-            raise ConfigError(f"mode {self.mode!r} is not known: use one of {get_args(Mode)}")
+        _check_one_of(self, "mode", get_args(Mode), "is not known")
         if not isinstance(self.stop_rule, StopRule):
             raise ConfigError(f"stop_rule {self.stop_rule!r} is not a StopRule: use one of {list(StopRule)}")
-        if not _is_number(self.tau) or not 0.0 <= self.tau <= MAX_TAU:
+        is_number = isinstance(self.tau, (int, float)) and not isinstance(self.tau, bool)
+        if not is_number or not 0.0 <= self.tau <= MAX_TAU:
             raise ConfigError(f"tau {self.tau!r} is out of range: use a number from 0 to {MAX_TAU:g}")
-        if not _is_int(self.segment) or not MIN_SEGMENT <= self.segment <= MAX_SEGMENT:
-            raise ConfigError(f"segment {self.segment!r} is out of range: use {MIN_SEGMENT} to {MAX_SEGMENT}")
+        _check_within(self, "segment", MIN_SEGMENT, MAX_SEGMENT, f"use {MIN_SEGMENT} to {MAX_SEGMENT}")
         if self.segment % SEGMENT_STEP:
             raise ConfigError(f"segment {self.segment} is not a multiple of {SEGMENT_STEP}: round it")
-        if self.representatives not in REPRESENTATIVES or not _is_int(self.representatives):
-            raise ConfigError(
-                f"representatives {self.representatives!r} is not supported: use one of {REPRESENTATIVES}"
-            )
-        if not isinstance(self.tail, bool):
-            raise ConfigError(f"tail is {self.tail!r}: use True or False")
-        if not isinstance(self.linear, bool):
-            raise ConfigError(f"linear is {self.linear!r}: use True or False")
+        _check_one_of(self, "representatives", REPRESENTATIVES)
+        _check_switch(self, "tail")
+        _check_switch(self, "linear")
         if self.linear and (self.tail or self.representatives > 1):
             raise ConfigError(
                 f"a linear tail has tail {self.tail} and {self.representatives} representatives: use tail False and 1"
@@ -183,29 +177,18 @@ class TileConfig:
         Raises:
             ConfigError: a field is out of its range, or the kernel cannot be compiled for the combination.
         """
-        ranges = {
-            "block_m": (64, 128, 256),
-            "block_n": (32, 64, 128),
-            "num_warps": (4, 8),
-            "num_stages": (1, 2, 3, 4, 5, 6),
-        }
-        for name, allowed in ranges.items():
-            if getattr(self, name) not in allowed or not _is_int(getattr(self, name)):
-                raise ConfigError(f"{name} {getattr(self, name)!r} is not supported: use one of {allowed}")
-        if not _is_int(self.chunk) or not 1 <= self.chunk <= MAX_CHUNK:
-            raise ConfigError(f"chunk {self.chunk!r} is out of range: use 1 to {MAX_CHUNK} tiles")
+        _check_one_of(self, "block_m", (64, 128, 256))
+        _check_one_of(self, "block_n", (32, 64, 128))
+        _check_one_of(self, "num_warps", (4, 8))
+        _check_one_of(self, "num_stages", (1, 2, 3, 4, 5, 6))
+        _check_within(self, "chunk", 1, MAX_CHUNK, f"use 1 to {MAX_CHUNK} tiles")
         if self.block_m >= 128 and self.num_warps < 8:
             raise ConfigError(f"block_m {self.block_m} with {self.num_warps} warps spills registers: use 8 warps")
-        if not _is_int(self.dense_below) or not 0 <= self.dense_below < 1 << 31:
-            raise ConfigError(f"dense_below {self.dense_below!r} is out of range: use a number of keys")
-        if not _is_int(self.min_queries) or self.min_queries == 1 or not 0 <= self.min_queries < 1 << 31:
-            raise ConfigError(
-                f"min_queries {self.min_queries!r} is out of range: use at least 2 queries, or 0 for the GPU's default"
-            )
-        if not _is_int(self.tail_keys) or not 0 <= self.tail_keys < 1 << 31:
-            raise ConfigError(f"tail_keys {self.tail_keys!r} is out of range: use a number of keys, or 0 for no tail")
-        if not isinstance(self.specialized, bool):
-            raise ConfigError(f"specialized is {self.specialized!r}: use True or False")
+        _check_within(self, "dense_below", 0, MAX_KEYS, "use a number of keys")
+        least = 2 if self.min_queries else 0
+        _check_within(self, "min_queries", least, MAX_KEYS, "use at least 2 queries, or 0 for the GPU's default")
+        _check_within(self, "tail_keys", 0, MAX_KEYS, "use a number of keys, or 0 for no tail")
+        _check_switch(self, "specialized")
         return self
 
 
@@ -300,12 +283,9 @@ class LayerConfig:
     def _checked(self) -> bool:
         if not self.heads:
             raise ConfigError("a layer has no heads: give one HeadConfig per query head")
-        if self.row_reduce not in get_args(RowReduce):
-            raise ConfigError(f"row_reduce {self.row_reduce!r} is not known: use one of {get_args(RowReduce)}")
-        if self.grain not in GRAINS or not _is_int(self.grain):
-            raise ConfigError(f"grain {self.grain!r} is not supported: use one of {GRAINS}")
-        if self.scores not in get_args(Scores):
-            raise ConfigError(f"scores {self.scores!r} are not known: use one of {get_args(Scores)}")
+        _check_one_of(self, "row_reduce", get_args(RowReduce), "is not known")
+        _check_one_of(self, "grain", GRAINS)
+        _check_one_of(self, "scores", get_args(Scores), "are not known")
         self.tile.validate()
         for index, head in enumerate(self.heads):
             head.validate()
@@ -367,9 +347,19 @@ def _with_texts(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, StopRule) else value for name, value in fields}
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _check_one_of(config: object, name: str, allowed: tuple[object, ...], wrong: str = "is not supported") -> None:
+    value = getattr(config, name)
+    if value not in allowed or isinstance(value, bool) or not isinstance(value, type(allowed[0])):
+        raise ConfigError(f"{name} {value!r} {wrong}: use one of {allowed}")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _check_within(config: object, name: str, low: int, high: int, advice: str) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name} {value!r} is out of range: {advice}")
+
+
+def _check_switch(config: object, name: str) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}: use True or False")

@@ -6,7 +6,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,22 +33,11 @@ class DeviceIdentity:
         return f"{self.name} ({sm(self.capability)}, {self.sm_count} SMs)"
 
 
-@dataclass(frozen=True)
-class Accepted:
-    """The profile's tiles can be used as they are, or replaced by safe ones."""
+class Fit(NamedTuple):
+    """Which tiles a profile runs on a device, its own or safe ones, or None where the model stays dense; and why."""
 
-    tiles: str  # "profile" or "safe"
+    tiles: Literal["profile", "safe"] | None
     reason: str
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """Nothing of the profile can run here; the model stays dense."""
-
-    reason: str
-
-
-Fit = Accepted | Rejected
 
 
 def identify(device: torch.device) -> DeviceIdentity:
@@ -118,17 +107,17 @@ def fit(made_on: DeviceIdentity, here: DeviceIdentity) -> Fit:
     everything, another one that the kernels are compiled for keeps the thresholds and takes tiles that are safe there.
     """
     if here.kind == "cpu":
-        return Accepted("profile", "the reference backend runs any tile")
+        return Fit("profile", "the reference backend runs any tile")
     if here.kind != "cuda":
         device = here.kind if here.name == here.kind else f"{here.kind} ({here.name})"
-        return Rejected(f"there is no kernel for {device}: the model stays dense")
+        return Fit(None, f"there is no kernel for {device}: the model stays dense")
     if here.capability < MIN_CAPABILITY:
-        return Rejected(f"{here} is older than sm_80, the oldest the kernels support: the model stays dense")
+        return Fit(None, f"{here} is older than sm_80, the oldest the kernels support: the model stays dense")
     if family(here.capability) is None:
-        return Rejected(f"{here} is none of {families()}, which the kernels are made for: the model stays dense")
+        return Fit(None, f"{here} is none of {families()}, which the kernels are made for: the model stays dense")
     if same_product(made_on, here):
-        return Accepted("profile", "the profile was made on this GPU")
-    return Accepted(
+        return Fit("profile", "the profile was made on this GPU")
+    return Fit(
         "safe",
         f"the profile was made on {made_on}, this is {here}: thresholds and where heads stop are kept, with tiles that "
         "are safe here; errors and times were not measured on this GPU: run s2o-profile retile PROFILE, then "

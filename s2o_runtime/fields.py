@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -165,6 +165,23 @@ class Rule:
             return False
         beyond = value <= self.low if self.above else value < self.low
         return not beyond and value <= self.high and (self.multiple == 1 or value % self.multiple == 0)
+
+
+def ruled(default: Any, rule: Rule) -> Any:
+    """A field of a dataclass: its default, and the rule of its values."""
+    return field(default=default, metadata={"rule": rule})
+
+
+def rules_of(options: Any) -> dict[str, Rule]:
+    """The rules of a dataclass whose fields are `ruled`, by their names."""
+    return {one.name: one.metadata["rule"] for one in fields(options)}
+
+
+def check_fields(options: Any, owner: str) -> None:
+    """Raise ConfigError, which names the owner, for a field of such a dataclass whose value its rule does not admit."""
+    for name, rule in rules_of(options).items():
+        if not rule.admits(value := getattr(options, name)):
+            raise ConfigError(rule.complaint(value, f"{name} of {owner}"))
 
 
 def duration(text: str) -> float:

@@ -121,7 +121,8 @@ def geometry(config: Any) -> Geometry:
             f"the model (type {architecture!r}) has no layer of {FULL}, only {counts}: S2O has nothing to do in it"
         )
     try:
-        config = _layer_config(config, numbers[0])
+        of_layers = getattr(config, "per_layer_config", None)  # of a model that says other things of other layers
+        config = of_layers[numbers[0]] if of_layers else config
         query_heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or query_heads)
         return Geometry(
@@ -138,12 +139,6 @@ def geometry(config: Any) -> Geometry:
             f"the configuration of type {architecture!r} does not say the heads of its layers ({error}): "
             "the architecture is not supported"
         ) from error
-
-
-def _layer_config(config: Any, number: int) -> Any:
-    """What a configuration says of one layer, where it may say something else of others (Gemma 4)."""
-    of_layers = getattr(config, "per_layer_config", None)
-    return config if not of_layers else of_layers[number]
 
 
 def _head_dim(config: Any, query_heads: int) -> int:
@@ -278,6 +273,8 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             pairs = {name: plain(part) for name, part in value.items() if part is not None}
+            if "type" in pairs:  # the former name of `rope_type`, which SGLang writes beside it
+                pairs.setdefault("rope_type", pairs.pop("type"))
             return {name: part for name, part in pairs.items() if (name, part) != ("partial_rotary_factor", 1.0)}
         if isinstance(value, (list, tuple)):
             return [plain(part) for part in value]
@@ -285,17 +282,7 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
         return float(value) if is_number else value if isinstance(value, bool) else str(value)
 
     parameters: dict[str, Any] = plain(dict(getattr(config, "rope_parameters", None) or {}))
-    return _with_rope_type(parameters)
-
-
-def _with_rope_type(parameters: dict[str, Any]) -> dict[str, Any]:
-    """RoPE parameters, of all layers or by kind of layer, with `type`, the former name of `rope_type`, which SGLang
-    writes beside it."""
-    parts = {name: _with_rope_type(part) if isinstance(part, dict) else part for name, part in parameters.items()}
-    if "type" in parts:
-        parts.setdefault("rope_type", parts["type"])
-        del parts["type"]
-    return parts
+    return parameters
 
 
 @torch.no_grad()

@@ -38,11 +38,17 @@ class Scoring(NamedTuple):
         Raises:
             InputError: a number is not positive, or the sinks do not fit the call.
         """
-        return Scoring(
-            checked_scale(self.scale, shape.head_dim),
-            _checked_softcap(self.softcap),
-            _checked_sinks(self.sinks, shape, q),
-        )
+        scale, softcap, sinks = checked_scale(self.scale, shape.head_dim), self.softcap, self.sinks
+        if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+            raise InputError(f"softcap is {softcap}: expected a positive number, or None for scores without a cap")
+        if sinks is not None and (sinks.shape != (shape.query_heads,) or not sinks.dtype.is_floating_point):
+            raise InputError(
+                f"sinks have shape {tuple(sinks.shape)} and type {sinks.dtype}: expected a floating point number for "
+                f"each of the {shape.query_heads} query heads"
+            )
+        if sinks is not None and sinks.device != q.device:
+            raise InputError(f"sinks are on {sinks.device} but q on {q.device}: move them to one device")
+        return Scoring(scale, None if softcap is None else float(softcap), sinks)
 
     @property
     def beyond_sdpa(self) -> str | None:
@@ -54,6 +60,9 @@ class Scoring(NamedTuple):
     def arguments(self) -> dict[str, Any]:
         """As the keyword arguments of the attention functions."""
         return self._asdict()
+
+
+PLAIN = Scoring()
 
 
 def without_gradients(sinks: Tensor | None) -> Tensor | None:
@@ -84,22 +93,3 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
     if not scale > 0:
         raise InputError(f"scale is {scale}: expected a positive number")
     return scale
-
-
-def _checked_softcap(softcap: float | None) -> float | None:
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
-        raise InputError(f"softcap is {softcap}: expected a positive number, or None for scores without a cap")
-    return None if softcap is None else float(softcap)
-
-
-def _checked_sinks(sinks: Tensor | None, shape: CallShape, q: Tensor) -> Tensor | None:
-    if sinks is None:
-        return None
-    if sinks.shape != (shape.query_heads,) or not sinks.dtype.is_floating_point:
-        raise InputError(
-            f"sinks have shape {tuple(sinks.shape)} and type {sinks.dtype}: expected a floating point number for each "
-            f"of the {shape.query_heads} query heads"
-        )
-    if sinks.device != q.device:
-        raise InputError(f"sinks are on {sinks.device} but q on {q.device}: move them to one device")
-    return sinks

@@ -50,15 +50,11 @@ class CallShape:
         """The position of query 0."""
         return self.kv_len - self.q_len
 
-    def is_less_than_prompt(self, length: int) -> bool:
-        """Whether one sequence has fewer causal query-key pairs than a whole prompt of `length` tokens."""
-        return self.causal_pairs < length * (length + 1) // 2
-
     def is_little_for(self, tile: TileConfig) -> bool:
         """Whether one sequence is less work than a whole prompt of the tile's `dense_below` keys, and no tail for which
         its `min_queries` was measured, which then decides alone."""
         measured = 0 < tile.tail_keys <= self.kv_len and self.offset >= self.q_len
-        return not measured and self.is_less_than_prompt(tile.dense_below)
+        return not measured and self.causal_pairs < tile.dense_below * (tile.dense_below + 1) // 2
 
     @property
     def causal_pairs(self) -> int:
@@ -72,10 +68,6 @@ class CallShape:
     def segments(self, segment: int) -> int:
         """How many segments of this many queries one head has."""
         return -(-self.q_len // segment)
-
-    def with_head_dim(self, head_dim: int) -> CallShape:
-        """The same call with another head dimension, of q, k and v."""
-        return replace(self, head_dim=head_dim, value_dim=head_dim)
 
 
 def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) -> CallShape:

@@ -73,27 +73,13 @@ DECODE = 2  # queries: fewer are a decode step, which never ranks
 
 # Block-sparse tiles by family and head dim, the fastest first. The last one divides every selection's blocks. A skip
 # decides about tiles of 128 x 64 or 64 x 64, so every row has both.
+_OF_64 = (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3))  # the fastest for head dim 64 on every GPU
 _BLOCK_SPARSE: dict[int, dict[int, tuple[KernelTile, ...]]] = {
-    80: {
-        64: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3)),
-        128: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 3)),
-    },
-    89: {
-        64: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3)),
-        128: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2)),
-    },
-    90: {
-        64: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3)),
-        128: (KernelTile(128, 128, 8, 3), KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 2)),
-    },
-    100: {
-        64: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3)),
-        128: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 2)),
-    },
-    120: {
-        64: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3)),
-        128: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2)),
-    },
+    80: {64: _OF_64, 128: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 3))},
+    89: {64: _OF_64, 128: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2))},
+    90: {64: _OF_64, 128: (KernelTile(128, 128, 8, 3), KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 2))},
+    100: {64: _OF_64, 128: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 2))},
+    120: {64: _OF_64, 128: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2))},
 }
 
 # Tiles of XAttention's scores by family: groups of queries and of keys. They serve any head dim.

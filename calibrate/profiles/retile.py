@@ -26,7 +26,7 @@ from calibrate.search.crossover import Layer, with_crossover
 from calibrate.timing import FAILURES, Timing, against_dense, reason
 from calibrate.versions import versions
 from s2o_runtime.config import HeadConfig, LayerConfig, Scores, StopRule, TileConfig
-from s2o_runtime.devices import Rejected, fit, identify
+from s2o_runtime.devices import fit, identify
 from s2o_runtime.errors import InputError
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile, load_profile, save_profile
@@ -93,7 +93,7 @@ def retile(profile: Path, device: str, out: Path) -> Profile:
     where = torch.device(device)
     here = identify(where)
     verdict = fit(old.device, here)
-    if isinstance(verdict, Rejected):
+    if verdict.tiles is None:
         raise InputError(f"{profile} cannot be tuned here: {verdict.reason}")
     layers, dense_layers = old.layers, 0
     timed: tuple[RetiledLayers, ...] = ()

@@ -159,7 +159,7 @@ class CertifyStep(Step):
 
     def errors(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> dict[str, Any]:
         length = q.shape[2]
-        dense = fastest_dense_attention(q, k, v, **scoring.arguments())
+        dense = fastest_dense_attention(q, k, v, scoring)
         errors = errors_of_rows(out, dense)
         mse, power = errors.mse_and_power()
         continued = []

@@ -218,7 +218,7 @@ class AdjustStep(Step):
     stage: str = "proving"
 
     def errors(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> dict[str, Any]:
-        errors = errors_of_rows(out, fastest_dense_attention(q, k, v, **scoring.arguments()))
+        errors = errors_of_rows(out, fastest_dense_attention(q, k, v, scoring))
         mse, power = errors.mse_and_power()
         return {"mse": mse, "power": power, "tiles": tile_worst(errors.off, TILE_ROWS).flatten().cpu()}
 

@@ -40,7 +40,9 @@ def choose_backend(call: Call, backend: Backend) -> BackendChoice:
         raise InputError(f"backend {backend!r} is not known: use one of {get_args(Backend)}")
     if backend == "dense":
         return BackendChoice(backend, "asked for")
-    linear_obstacle = _linear_obstacle(call)
+    linear_obstacle = None
+    if call.config.has_linear and call.scoring.softcap is not None:
+        linear_obstacle = "soft-capped scores cannot be estimated by a linear tail"
     obstacle = linear_obstacle or (None if backend == "reference" else _kernel_obstacle(call))
     if backend != "auto":
         if obstacle:
@@ -81,7 +83,8 @@ def why_dense(config: LayerConfig, shape: CallShape, gpu: Capability) -> str | N
     fewest = fewest_queries(config.tile, gpu)
     if shape.offset > 0 and shape.q_len < fewest:
         return DenseReason.FEW_QUERIES.about(fewest)
-    if not config.is_dense and not has_prefix(config, shape):
+    shortest = min((head.segment for head in config.heads if head.mode == "s2o"), default=0)
+    if shape.offset == 0 and shape.q_len <= shortest:  # no head has keys before a segment
         return DenseReason.ONE_SEGMENT
     if shape.is_little_for(config.tile):
         return DenseReason.LITTLE_WORK.about(config.tile.dense_below)
@@ -95,19 +98,6 @@ def is_decode(q: Tensor, k: Tensor) -> bool:
         q, k: [B, Hq, Lq, D] and [B, Hkv, Lk, D], not checked yet.
     """
     return q.dim() == k.dim() == 4 and q.shape[2] < DECODE <= k.shape[2]
-
-
-def has_prefix(config: LayerConfig, shape: CallShape) -> bool:
-    """Whether there are keys before any segment of an S2O head."""
-    segments = [head.segment for head in config.heads if head.mode == "s2o"]
-    return shape.offset > 0 or shape.q_len > min(segments, default=shape.q_len)
-
-
-def _linear_obstacle(call: Call) -> str | None:
-    """Why heads with a linear tail cannot do a call, or None if they can or there are none."""
-    if call.config.has_linear and call.scoring.softcap is not None:
-        return "soft-capped scores cannot be estimated by a linear tail"
-    return None
 
 
 def _kernel_obstacle(call: Call) -> str | None:

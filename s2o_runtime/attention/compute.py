@@ -69,10 +69,10 @@ def _with_kernels(call: Call, given: Tensor | None = None) -> Outputs:
     """S2O's kernels; other head dims run as the next larger one that holds q, k and v, filled with zeros."""
     from s2o_runtime.kernels.prefill import s2o_prefill
 
-    value_dim = call.shape.value_dim
-    shape = call.shape.with_head_dim(padded_head_dim(call.shape.widest))
+    value_dim, head_dim = call.shape.value_dim, padded_head_dim(call.shape.widest)
+    shape = replace(call.shape, head_dim=head_dim, value_dim=head_dim)
     batched = (tensor.expand(shape.batch, -1, -1, -1) for tensor in (call.q, call.k, call.v))  # the packed ones
-    q, k, v = (laid_out(tensor, shape.head_dim, call.packed) for tensor in batched)
+    q, k, v = (laid_out(tensor, head_dim, call.packed) for tensor in batched)
     # such as the column of a mask: kernels take one entry after the other
     positions = (call.kv_start, call.cu_q, call.cu_k)
     kv_start, cu_q, cu_k = (None if tensor is None else tensor.contiguous() for tensor in positions)
@@ -82,7 +82,7 @@ def _with_kernels(call: Call, given: Tensor | None = None) -> Outputs:
     given = None if given is None else given.transpose(0, 1)[None]
     with launching_on(q.device):
         out, visited, lse = s2o_prefill(call, given)
-    return Outputs(out if shape.head_dim == value_dim else out[..., :value_dim], visited, lse)
+    return Outputs(out if head_dim == value_dim else out[..., :value_dim], visited, lse)
 
 
 def _in_torch(call: Call, backend: str) -> Outputs:

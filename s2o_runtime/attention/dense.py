@@ -10,23 +10,18 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import HEAD_DIMS, LayerConfig, TileConfig
 from s2o_runtime.devices import capability
 from s2o_runtime.reference.dense import dense_attention, preferred_backend
+from s2o_runtime.scoring import PLAIN, Scoring
 from s2o_runtime.tiles import candidate_tiles
 
 
 def fastest_dense_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    kv_start: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN, kv_start: Tensor | None = None
 ) -> Tensor:
     """`dense_attention`, but on a GPU soft-capped scores, which SDPA does not know, run in S2O's kernel if it can.
 
     Args:
-        q, k, v, scale, softcap, sinks, kv_start: as for `dense_attention`.
+        q, k, v, kv_start: as for `dense_attention`.
+        scoring: the factor of the scores, their cap and the sinks.
 
     Returns:
         [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero.
@@ -34,7 +29,7 @@ def fastest_dense_attention(
     Raises:
         InputError: the tensors do not fit one another.
     """
-    widest = max(q.shape[3], v.shape[3])
+    widest, (scale, softcap, sinks) = max(q.shape[3], v.shape[3]), scoring
     if softcap is not None and q.is_cuda and widest <= HEAD_DIMS[-1] and preferred_backend() is None:
         tiles = candidate_tiles(widest, capability(q.device))
         if tiles:

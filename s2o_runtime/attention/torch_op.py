@@ -66,11 +66,7 @@ for _op, _schema in _OPS.items():
 def config_from_text(text: str) -> LayerConfig:
     """The config that `LayerConfig.as_text` wrote. Raises ConfigError if it is illegal."""
     fields = json.loads(text)
-    distinct = [_head(settings) for settings in fields["heads"]]
+    distinct = [HeadConfig(**head | {"stop_rule": StopRule(head["stop_rule"])}) for head in fields["heads"]]
     heads = tuple(distinct[index] for index in fields["head"])
     tile = TileConfig(**fields["tile"])
     return LayerConfig(heads, tile, fields["row_reduce"], fields["grain"], fields["scores"]).validate()
-
-
-def _head(settings: dict[str, Any]) -> HeadConfig:
-    return HeadConfig(**settings | {"stop_rule": StopRule(settings["stop_rule"])})

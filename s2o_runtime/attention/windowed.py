@@ -7,22 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from s2o_runtime.reference.dense import with_sink_key
-from s2o_runtime.scoring import Scoring, capped, softmax
+from s2o_runtime.scoring import PLAIN, Scoring, capped, softmax
 from s2o_runtime.shapes import call_shape
 
 ROWS = 512  # computed together at least; a block of rows sees its own keys and window - 1 before them
 
 
 def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window: int,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    kv_start: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, window: int, scoring: Scoring = PLAIN, kv_start: Tensor | None = None
 ) -> Tensor:
     """Causal attention in which a query sees the last `window` keys up to its own.
 
@@ -32,7 +24,7 @@ def window_attention(
     Args:
         q: [B, Hq, Lq, D], any floating type; k: [B, Hkv, Lk, D] and v: [B, Hkv, Lk, Dv], like it.
         window: keys that a query sees, itself included; at least 1.
-        scale, softcap, sinks: as in `scoring.Scoring`.
+        scoring: the factor of the scores, their cap and the sinks.
         kv_start: int32 or int64 [B], the first key of each sequence that counts; None if all do.
 
     Returns:
@@ -42,7 +34,7 @@ def window_attention(
         InputError: the tensors do not fit one another.
     """
     shape = call_shape(q, k, v, kv_start)
-    scoring = Scoring(scale, softcap, sinks).checked(shape, q)
+    scoring = scoring.checked(shape, q)
     rows = max(ROWS, window)
     blocks = []
     for begin in range(0, shape.q_len, rows):

@@ -78,14 +78,7 @@ def sorted_keys(scores: Tensor, segment: int) -> Tensor:
     Returns:
         int32 [B, Hkv, Lk].
     """
-    length = scores.shape[2]
-    whole = length // segment * segment
-    order = torch.arange(length, device=scores.device).expand(scores.shape).clone()
-    if whole:
-        local = split(scores[..., :whole], 2, segment).sort(dim=-1, descending=True, stable=True).indices
-        base = torch.arange(0, whole, segment, device=scores.device)[:, None]
-        order[..., :whole] = (local + base).flatten(2)
-    return order.int()
+    return _sorted_in_segments(scores, segment, descending=True)
 
 
 def clustered_queries(q: Tensor, k_mean: Tensor, segment: int) -> Tensor:
@@ -98,18 +91,24 @@ def clustered_queries(q: Tensor, k_mean: Tensor, segment: int) -> Tensor:
         int32 [B, Hq, Lq]; queries behind the last whole segment stay.
     """
     batch, heads, q_len, _ = q.shape
-    whole = q_len // segment * segment
-    order = torch.arange(q_len, device=q.device).expand(batch, heads, q_len).clone()
-    if not whole:
-        return order.int()
     centroids = torch.nn.functional.normalize(k_mean, dim=-1).to(q.dtype)
-    base = torch.arange(0, whole, segment, device=q.device)[:, None]
-    for part in parts(heads, batch * whole * k_mean.shape[2]):
+    clusters = []
+    for part in parts(heads, batch * q_len * k_mean.shape[2]):
         # the length of a query does not change which centroid is nearest in angle
         nearest = of_query_heads(centroids, heads // k_mean.shape[1], part)
-        cluster = (q[:, part, :whole] @ nearest.transpose(2, 3)).argmax(-1)
-        local = split(cluster, 2, segment).sort(dim=-1, stable=True).indices
-        order[:, part, :whole] = (local + base).flatten(2)
+        clusters.append((q[:, part] @ nearest.transpose(2, 3)).argmax(-1))
+    return _sorted_in_segments(torch.cat(clusters, 1), segment, descending=False)
+
+
+def _sorted_in_segments(values: Tensor, segment: int, descending: bool) -> Tensor:
+    """The order, int32 [B, H, L], of values like it inside each whole segment; those behind the last stay."""
+    length = values.shape[2]
+    whole = length // segment * segment
+    order = torch.arange(length, device=values.device).expand(values.shape).clone()
+    if whole:
+        local = split(values[..., :whole], 2, segment).sort(dim=-1, descending=descending, stable=True).indices
+        base = torch.arange(0, whole, segment, device=values.device)[:, None]
+        order[..., :whole] = (local + base).flatten(2)
     return order.int()
 
 

@@ -15,11 +15,11 @@ from s2o_runtime.baselines.settings import PBS, Antidiagonal, Baseline, FlashPre
 from s2o_runtime.devices import capability, interpreted, launching_on, tensor_obstacle
 from s2o_runtime.errors import InputError
 from s2o_runtime.scoring import checked_scale
-from s2o_runtime.shapes import CallShape, call_shape, laid_out, needs_gradients
+from s2o_runtime.shapes import call_shape, laid_out, needs_gradients
 from s2o_runtime.tiles import BLOCK_SPARSE_HEAD_DIMS, MIN_CAPABILITY, family
 
 Backend = Literal["auto", "triton", "reference"]
-HEAD_DIM = 128  # the largest of the kernel
+HEAD_DIM = BLOCK_SPARSE_HEAD_DIMS[-1]  # the largest of the kernel
 INTERPRETED = (9, 0)  # the compute capability whose tiles the interpreter runs
 SELECTORS: dict[type, Callable[..., Selection]] = {  # called with q, k and the settings; scale by name
     FlashPrefill: flash_prefill.select,
@@ -142,7 +142,9 @@ def attend(
     Raises:
         InputError: the tensors do not fit one another or the selection, or the backend cannot do the call.
     """
-    shape = _checked_shape(q, k, v)
+    shape = call_shape(q, k, v)
+    if shape.value_dim != shape.head_dim:
+        raise InputError(f"v has head_dim {shape.value_dim} but k {shape.head_dim}: baselines need one for both")
     scale = checked_scale(scale, shape.head_dim)
     if (shape.q_len, shape.kv_len) != (selection.grid.q_len, selection.grid.kv_len):
         raise InputError(
@@ -201,11 +203,3 @@ def _kernel_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if here < MIN_CAPABILITY or family(here) is None:
         return f"compute capability {here[0]}.{here[1]} has no block-sparse kernel"
     return None
-
-
-def _checked_shape(q: Tensor, k: Tensor, v: Tensor) -> CallShape:
-    """The sizes of a call. Raises InputError: the tensors do not fit one another, or v has a head dim of its own."""
-    shape = call_shape(q, k, v)
-    if shape.value_dim != shape.head_dim:
-        raise InputError(f"v has head_dim {shape.value_dim} but k {shape.head_dim}: baselines need one for both")
-    return shape

@@ -74,17 +74,14 @@ class Grid:
         row = torch.arange(0, self.rows * self.block_m, self.block_m, device=device)
         return row // self.row_unit * self.row_unit + self.offset
 
-    def last_position(self, device: torch.device) -> Tensor:
-        """The largest position a row of each row block can have, int64 [rows]."""
-        return (self.first_position(device) + self.row_unit).clamp_max(self.kv_len) - 1
-
     def full(self, device: torch.device) -> Tensor:
         """How many key blocks, from the first on, every row of a row block sees whole: int64 [rows]."""
         return (self.first_position(device) + 1) // self.key_unit * (self.key_unit // self.block_n)
 
     def visible(self, device: torch.device) -> Tensor:
         """How many key blocks, from the first on, any row of a row block sees a part of: int64 [rows]."""
-        units = self.last_position(device) // self.key_unit + 1
+        last_position = (self.first_position(device) + self.row_unit).clamp_max(self.kv_len) - 1
+        units = last_position // self.key_unit + 1
         return (units * (self.key_unit // self.block_n)).clamp_max(self.columns)
 
     def rows_of(self, device: torch.device) -> Tensor:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from s2o_runtime.errors import ConfigError
-from s2o_runtime.fields import Rule
+from s2o_runtime.fields import Rule, check_fields, ruled, rules_of
 
 SHARE = Rule(float, 1e-6, 1.0)
 COUNT = Rule(int, 0, 1 << 24)
 BLOCK = Rule(int, allowed=(64, 128, 256))
-
-
-def _option(default: Any, rule: Rule) -> Any:
-    return field(default=default, metadata={"rule": rule})
 
 
 Self = TypeVar("Self", bound="_Settings")
@@ -30,10 +26,7 @@ class _Settings:
         Raises:
             ConfigError: an option is out of its range; the sentence names it.
         """
-        for option in fields(self):
-            rule, value = _rule(option), getattr(self, option.name)
-            if not rule.admits(value):
-                raise ConfigError(rule.complaint(value, f"{option.name} of {self.name}"))
+        check_fields(self, self.name)
         self._check()
         return self
 
@@ -58,11 +51,11 @@ class FlashPrefill(_Settings):
     """
 
     name: ClassVar[str] = "flash-prefill"
-    alpha: float = _option(0.12, Rule(float, 0.0, 1.0))
-    block: int = _option(128, Rule(int, allowed=(64, 128)))
-    first: int = _option(2, COUNT)
-    window: int = _option(4, COUNT)
-    last: int = _option(2, COUNT)
+    alpha: float = ruled(0.12, Rule(float, 0.0, 1.0))
+    block: int = ruled(128, Rule(int, allowed=(64, 128)))
+    first: int = ruled(2, COUNT)
+    window: int = ruled(4, COUNT)
+    last: int = ruled(2, COUNT)
 
 
 @dataclass(frozen=True)
@@ -81,11 +74,11 @@ class PBS(_Settings):
     """
 
     name: ClassVar[str] = "pbs"
-    keep: float = _option(0.9, SHARE)
-    segment: int = _option(256, Rule(int, 64, 1 << 16))
-    block: int = _option(128, BLOCK)
-    permute_queries: bool = _option(False, Rule(bool))
-    first: int = _option(1, COUNT)
+    keep: float = ruled(0.9, SHARE)
+    segment: int = ruled(256, Rule(int, 64, 1 << 16))
+    block: int = ruled(128, BLOCK)
+    permute_queries: bool = ruled(False, Rule(bool))
+    first: int = ruled(1, COUNT)
 
     def _check(self) -> None:
         if self.segment % self.block:
@@ -106,12 +99,12 @@ class Sparge(_Settings):
     """
 
     name: ClassVar[str] = "sparge"
-    keep: float = _option(0.9, SHARE)
-    similarity: float = _option(0.6, Rule(float, -1.0, 1.0))
-    skip: float | None = _option(None, Rule(float, -1e4, -1e-6, optional=True))
-    block: int = _option(128, BLOCK)
-    block_k: int = _option(64, BLOCK)
-    first: int = _option(0, COUNT)
+    keep: float = ruled(0.9, SHARE)
+    similarity: float = ruled(0.6, Rule(float, -1.0, 1.0))
+    skip: float | None = ruled(None, Rule(float, -1e4, -1e-6, optional=True))
+    block: int = ruled(128, BLOCK)
+    block_k: int = ruled(64, BLOCK)
+    first: int = ruled(0, COUNT)
 
 
 @dataclass(frozen=True)
@@ -126,10 +119,10 @@ class Antidiagonal(_Settings):
     """
 
     name: ClassVar[str] = "xattention"
-    keep: float = _option(0.9, SHARE)
-    stride: int = _option(16, Rule(int, allowed=(4, 8, 16, 32, 64)))
-    block: int = _option(128, BLOCK)
-    first: int = _option(0, COUNT)
+    keep: float = ruled(0.9, SHARE)
+    stride: int = ruled(16, Rule(int, allowed=(4, 8, 16, 32, 64)))
+    block: int = ruled(128, BLOCK)
+    first: int = ruled(0, COUNT)
 
 
 @dataclass(frozen=True)
@@ -144,8 +137,8 @@ class SkipSoftmax(_Settings):
     """
 
     name: ClassVar[str] = "skip-softmax"
-    factor: float = _option(1000.0, Rule(float, 0.0, 1e9))
-    block: int = _option(128, Rule(int, allowed=(64, 128)))
+    factor: float = ruled(1000.0, Rule(float, 0.0, 1e9))
+    block: int = ruled(128, Rule(int, allowed=(64, 128)))
 
 
 Baseline = FlashPrefill | PBS | Sparge | Antidiagonal | SkipSoftmax
@@ -168,23 +161,18 @@ def parse(text: str) -> Baseline:
     name, _, assignments = text.partition(":")
     if name not in BASELINES:
         raise ConfigError(f"baseline {name!r:.60} is not known: use one of {', '.join(BASELINES)}")
-    options = {option.name: option for option in fields(BASELINES[name])}
+    rules = rules_of(BASELINES[name])
     values: dict[str, Any] = {}
     for assignment in filter(None, assignments.split(",")):
         key, equals, value_text = assignment.partition("=")
         if not equals:
             raise ConfigError(f"option {assignment!r} of {name} has no value: write {name}:name=value")
-        if key not in options:
-            raise ConfigError(f"{name} has no option {key!r}: use {', '.join(options)}")
+        if key not in rules:
+            raise ConfigError(f"{name} has no option {key!r}: use {', '.join(rules)}")
         if key in values:
             raise ConfigError(f"option {key} of {name} is given twice: give it once")
-        values[key] = _rule(options[key]).checked(value_text, f"{key} of {name}")
+        values[key] = rules[key].checked(value_text, f"{key} of {name}")
     return BASELINES[name](**values).validate()
-
-
-def _rule(option: Field[Any]) -> Rule:
-    rule: Rule = option.metadata["rule"]
-    return rule
 
 
 def _text(value: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE
-from s2o_runtime.devices import Rejected, fit, identify, interpreted
+from s2o_runtime.devices import fit, identify, interpreted
 from s2o_runtime.doctor.findings import Finding
 
 GIB = 1 << 30
@@ -45,7 +45,7 @@ def device_findings(device: torch.device) -> list[Finding]:
         Finding("memory", f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"),
     ]
     verdict = fit(here, here)
-    if isinstance(verdict, Rejected):
+    if verdict.tiles is None:
         findings[0] = Finding("device", f"{device}: {here}", verdict.reason, NO_RESOURCE)
     if interpreted():
         findings.append(

@@ -29,6 +29,11 @@ VARIABLES = (
     "S2O_PROFILE", "S2O_PROFILES", "S2O_SETTINGS", "S2O_BEYOND", "S2O_DRIFT", "S2O_LOG", "S2O_VLLM_CPU",
     "TRITON_INTERPRET",
 )  # fmt: skip
+MISSING = {  # what is said of a package that is not installed, and the exit code that it asks for
+    "torch": ("install it first: pip install torch", NO_RESOURCE),
+    "triton": ("the kernels need it, and Linux; on a CPU S2O runs in plain torch without it", OK),
+    "transformers": ("patching a model needs it: pip install 's2o[calibrate]'", OK),
+}
 COMPILERS = ("gcc", "clang", "cc")
 PLUGIN = "s2o"  # the name of S2O's entry points
 
@@ -42,38 +47,42 @@ def environment(*, wants_gpu: bool = True) -> list[Finding]:
     return [
         Finding("s2o", __version__),
         Finding("python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"),
-        torch_installation(),
-        triton_installation(),
+        installation("torch"),
+        installation("triton"),
         *compiler(),
         *driver(wants_gpu=wants_gpu),
-        transformers_installation(),
+        installation("transformers"),
         *map(server_installation, SERVERS),
         *(Finding("variable", f"{name}={os.environ[name]}") for name in VARIABLES if os.environ.get(name)),
     ]
 
 
-def torch_installation() -> Finding:
-    """Torch's version and what it is built for; a problem if it cannot be imported."""
-    version = installed("torch")
+def installation(package: str) -> Finding:
+    """The version of a package of `MISSING`, and what torch is built for.
+
+    A note says so if the version is none that S2O's metadata asks for; a torch that cannot be imported is a problem.
+    """
+    version = installed(package)
     if version is None:
-        return Finding("torch", "not installed", "install it first: pip install torch", NO_RESOURCE)
-    try:
-        import torch
-    except Exception as error:  # a build for another CUDA, a missing library: anything
-        reason = f"it cannot be imported ({_first_line(error)}): install a build that fits this machine"
-        return Finding("torch", version, reason, NO_RESOURCE)
+        return Finding(package, "not installed", *MISSING[package])
+    value = version
+    if package == "torch":
+        try:
+            value = _torch_build()
+        except Exception as error:  # a build for another CUDA, a missing library: anything
+            reason = f"it cannot be imported ({_first_line(error)}): install a build that fits this machine"
+            return Finding(package, version, reason, NO_RESOURCE)
+    wanted = required(package)
+    if wanted is None or _within(version, wanted):
+        return Finding(package, value)
+    return Finding(package, value, f"S2O is made for {package}{wanted}: install one of these versions")
+
+
+def _torch_build() -> str:
+    import torch
+
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    built = f"built for ROCm {torch.version.hip}" if torch.version.hip else built
-    return _judged("torch", "torch", f"{torch.__version__}, {built}")
-
-
-def triton_installation() -> Finding:
-    """Triton's version; without it nothing runs on a GPU."""
-    if installed("triton") is None:
-        return Finding(
-            "triton", "not installed", "the kernels need it, and Linux; on a CPU S2O runs in plain torch without it"
-        )
-    return _judged("triton", "triton", str(installed("triton")))
+    return f"{torch.__version__}, {f'built for ROCm {torch.version.hip}' if torch.version.hip else built}"
 
 
 def compiler() -> Iterator[Finding]:
@@ -129,13 +138,6 @@ def _unused_driver() -> str:
     )
 
 
-def transformers_installation() -> Finding:
-    """Transformers, which patching and calibrating need."""
-    if installed("transformers") is None:
-        return Finding("transformers", "not installed", "patching a model needs it: pip install 's2o[calibrate]'")
-    return _judged("transformers", "transformers", str(installed("transformers")))
-
-
 @dataclass(frozen=True)
 class Server:
     """A server that loads S2O as a plugin.
@@ -187,15 +189,6 @@ def installed(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _judged(name: str, package: str, value: str) -> Finding:
-    """A finding with a note if the installed version is none that S2O's metadata asks for."""
-    wanted = required(package)
-    version = str(installed(package))
-    if wanted is None or _within(version, wanted):
-        return Finding(name, value)
-    return Finding(name, value, f"S2O is made for {package}{wanted}: install one of these versions")
 
 
 def required(package: str) -> str | None:

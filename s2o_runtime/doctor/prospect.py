@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE
-from s2o_runtime.devices import Rejected, fit, identify
+from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
+from s2o_runtime.devices import fit, identify
 from s2o_runtime.doctor.findings import Finding, Section
 from s2o_runtime.errors import ModelError, ProfileError, ResourceError
 from s2o_runtime.identity import geometry
@@ -94,10 +94,13 @@ def profile_section(path: Path, device: torch.device, view: ModelView | None) ->
     profile = load_profile(path)
     made_on, here = profile.device, identify(device)
     verdict = fit(made_on, here)
+    here_finding = Finding("made on", f"{made_on}; {verdict.reason}")
+    if verdict.tiles != "profile":
+        here_finding = Finding("made on", str(made_on), verdict.reason, OK if verdict.tiles else NO_RESOURCE)
     lengths = ", ".join(map(str, profile.lengths))
     findings = [
         Finding("profile", f"{path}: {profile.model_name} ({profile.geometry}), calibrated at {lengths} tokens"),
-        _device_finding(profile, verdict),
+        here_finding,
         *_proof_findings(profile),
         _drift_finding(profile),
     ]
@@ -144,14 +147,6 @@ def ranges(numbers: list[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
-
-
-def _device_finding(profile: Profile, verdict: Any) -> Finding:
-    if isinstance(verdict, Rejected):
-        return Finding("made on", str(profile.device), verdict.reason, NO_RESOURCE)
-    if verdict.tiles == "safe":
-        return Finding("made on", str(profile.device), verdict.reason)
-    return Finding("made on", f"{profile.device}; {verdict.reason}")
 
 
 def _proof_findings(profile: Profile) -> list[Finding]:

@@ -14,7 +14,7 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.result import Attention
 from s2o_runtime.command_line import NO_RESOURCE
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.devices import Rejected, capability, fit, identify, launching_on
+from s2o_runtime.devices import capability, fit, identify, launching_on
 from s2o_runtime.doctor.findings import Finding
 from s2o_runtime.reference.dense import dense_attention, exact_attention
 from s2o_runtime.tiles import candidate_tiles
@@ -43,7 +43,7 @@ def self_test(device: torch.device) -> list[Finding]:
     """
     if device.type != "cuda":
         return [_timed("reference", partial(reference_test, device))]
-    if isinstance(verdict := fit(identify(device), identify(device)), Rejected):
+    if (verdict := fit(identify(device), identify(device))).tiles is None:
         return [Finding("kernels", "not run", verdict.reason, NO_RESOURCE)]
     return [
         _timed("specialised kernel" if tile.specialized else "kernel", partial(kernel_test, device, tile))

@@ -81,20 +81,16 @@ def available() -> Available:
         beyond()
         drift()
         if path := os.environ.get(VARIABLE):
-            _read.append(Available(named=_named(path)))
+            try:
+                profile = load_profile(path).check_trained()
+                if drift() in ("warn", "dense"):
+                    allowed_errors(profile)
+            except ProfileError as error:
+                raise ProfileError(f"{VARIABLE}: {error}") from error
+            _read.append(Available(named=profile))
         else:
             _read.append(Available(found=tuple(profiles()) if STARTED in os.environ else None))
     return _read[0]
-
-
-def _named(path: str) -> Profile:
-    try:
-        profile = load_profile(path).check_trained()
-        if drift() in ("warn", "dense"):
-            allowed_errors(profile)
-    except ProfileError as error:
-        raise ProfileError(f"{VARIABLE}: {error}") from error
-    return profile
 
 
 def beyond() -> Beyond:

@@ -117,7 +117,10 @@ def patch(
     check_of(drift)
     check_beyond(beyond)
     if profile is None:
-        profile = _found(model)
+        device = device_of(attention_modules(model)[0])
+        found = find_profile(model.config, device, lambda one: weights_mismatch([model], one))
+        log.info("S2O takes the profile %s", found)
+        profile = found.profile
     if not isinstance(profile, Profile):
         profile = load_profile(profile)
     if misfit := profile.misfit(geometry(model.config)):
@@ -142,14 +145,6 @@ def patch(
     setattr(model, PREVIOUS, implementations(model.config))
     model.set_attn_implementation(NAME)
     return model
-
-
-def _found(model: Any) -> Profile:
-    """The profile of a model that was given none; one line of the log says which."""
-    device = device_of(attention_modules(model)[0])
-    found = find_profile(model.config, device, lambda profile: weights_mismatch([model], profile))
-    log.info("S2O takes the profile %s", found)
-    return found.profile
 
 
 def _check_model(model: Any, profile: object = None) -> None:
@@ -251,18 +246,19 @@ def s2o_mask(**call: Any) -> Tensor | None:
     A mask of windows that would have more than `SMALL_MASK` entries becomes such a tensor too, int64 [B, 1, 1, 3] with
     the window as its last number.
     """
-    other_mask = _sdpa_mask if getattr(call.get("config"), SOFT_CAP, None) is None else _eager_mask
+    other_mask: Callable[..., Tensor | None]
+    other_mask = sdpa_mask if getattr(call.get("config"), SOFT_CAP, None) is None else eager_mask
     q_length, q_offset = _query_range(call)
     plain = call.get("mask_function", causal_mask_function) is causal_mask_function or _hides_nothing(call)
     keys = None if plain else _large_window(call)
     if q_length == 1 or not (plain or keys) or int(call.get("kv_offset", 0)) != 0:
-        return other_mask(call)
+        return other_mask(**call)
     padding = call.get("attention_mask")
     starts = None
     if padding is not None:
         starts, regular = _starts(padding[:, : int(q_offset) + q_length])
         if not regular:
-            return other_mask(call)
+            return other_mask(**call)
     device = call.get("device", "cpu") if padding is None else padding.device
     mask = torch.zeros(call["batch_size"], 1, 1, 3 if keys else 2, dtype=torch.int64, device=device)
     mask[..., 0] = q_offset
@@ -273,7 +269,7 @@ def s2o_mask(**call: Any) -> Tensor | None:
     if not torch.compiler.is_compiling():
         if "q_offset" in call:  # a static cache counts on in the tensor that it gave
             call = call | {"q_offset": int(q_offset)}
-        setattr(mask, CALL, PrefillCall(int(q_offset), starts, lru_cache(partial(other_mask, call)), keys))
+        setattr(mask, CALL, PrefillCall(int(q_offset), starts, lru_cache(partial(other_mask, **call)), keys))
     return mask
 
 
@@ -300,16 +296,6 @@ def _hides_nothing(call: dict[str, Any]) -> bool:
         return int(local) >= positions(call.get("config"))
     q_length, q_offset = _query_range(call)
     return int(q_offset) + q_length <= int(local)
-
-
-def _sdpa_mask(call: dict[str, Any]) -> Tensor | None:
-    mask: Tensor | None = sdpa_mask(**call)
-    return mask
-
-
-def _eager_mask(call: dict[str, Any]) -> Tensor | None:
-    mask: Tensor | None = eager_mask(**call)
-    return mask
 
 
 def _query_range(call: dict[str, Any]) -> tuple[int, Any]:
@@ -364,9 +350,13 @@ def s2o_attention_forward(
     windowed = call is not None and call.window is not None
     if windowed and not dropout and kwargs.get("position_bias") is None:
         assert call is not None
+        assert call.window is not None
         if state is not None:
             state.count("dense", state.other_kind or sees_window(call.window), query.shape[2], key.shape[2])
-        return _in_window(query, key, value, scoring, call).transpose(1, 2).contiguous(), None
+        kv_len = call.q_offset + query.shape[2]  # a static cache is longer than what it holds
+        key, value = key[:, :, :kv_len], value[:, :, :kv_len]
+        out = window_attention(query, key, value, window=call.window, scoring=scoring, kv_start=call.kv_start)
+        return out.transpose(1, 2).contiguous(), None
     if call is not None and (windowed or unserved is not None):
         kv_len = call.q_offset + query.shape[2]
         key, value, attention_mask = key[:, :, :kv_len], value[:, :, :kv_len], call.sdpa_mask()
@@ -384,10 +374,10 @@ def s2o_attention_forward(
     if dropout:
         raise ModelError(f"attention dropout {dropout} is not supported by S2O: call model.eval() or unpatch it")
     kv_len = call.q_offset + query.shape[2]
-    key, value = key[:, :, :kv_len], value[:, :, :kv_len]  # a static cache is longer than what it holds
+    key, value = key[:, :, :kv_len], value[:, :, :kv_len]
     if state is None:
         _say_unpatched(type(module).__name__)
-        out = fastest_dense_attention(query, key, value, kv_start=call.kv_start, **scoring.arguments())
+        out = fastest_dense_attention(query, key, value, scoring, call.kv_start)
     else:
         out = _prefill(state, obstacle, query, key, value, scoring, call, module.training)
     return out.transpose(1, 2).contiguous(), None
@@ -455,7 +445,7 @@ def _prefill(
         config, reason = None, DenseReason.NO_S2O_HEAD
     sample = None if state.meter is None else state.meter.begin(reason, query.device)
     if config is None:
-        out = fastest_dense_attention(query, key, value, kv_start=call.kv_start, **scoring.arguments())
+        out = fastest_dense_attention(query, key, value, scoring, call.kv_start)
         stats, path = None, "dense"
     else:
         options = {"kv_start": call.kv_start, **scoring.arguments()}
@@ -473,20 +463,6 @@ def _prefill(
     if state.observer is not None and call.kv_start is None:
         state.observer(state.layer, query, key, value, scoring, out)
     return out
-
-
-def _in_window(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, call: PrefillCall) -> Tensor:
-    """A prefill of a layer with a sliding window: [B, Hq, Lq, D]."""
-    assert call.window is not None
-    kv_len = call.q_offset + query.shape[2]  # a static cache is longer than what it holds
-    return window_attention(
-        query,
-        key[:, :, :kv_len],
-        value[:, :, :kv_len],
-        window=call.window,
-        kv_start=call.kv_start,
-        **scoring.arguments(),
-    )
 
 
 def scoring_of(scale: float, kwargs: Mapping[str, Any]) -> Scoring:

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.errors import ConfigError, ProfileError
-from s2o_runtime.fields import Rule
+from s2o_runtime.fields import Rule, check_fields, ruled
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.record import ErrorUnit
-from s2o_runtime.scoring import Scoring, capped, softmax
+from s2o_runtime.scoring import PLAIN, Scoring, capped, softmax
 
 Action = Literal["warn", "dense"]
 DriftChoice = Literal["auto", "off", "warn", "dense"]
@@ -59,27 +59,18 @@ class DriftCheck:
     running mean is judged, so that one unlucky prompt decides nothing.
     """
 
-    every: int = 256
-    rows: int = 32
-    action: Action = "warn"
-    margin: float = 2.0
-    after: int = 16
+    every: int = ruled(256, Rule(int, low=1))
+    rows: int = ruled(32, Rule(int, low=2))
+    action: Action = ruled("warn", Rule(str, allowed=get_args(Action)))
+    margin: float = ruled(2.0, Rule(float, low=0, above=True))
+    after: int = ruled(16, Rule(int, low=1))
 
     def validate(self) -> DriftCheck:
         """Raises ConfigError naming what is out of range."""
-        for name, rule in RULES.items():
-            if not rule.admits(getattr(self, name)):
-                raise ConfigError(rule.complaint(getattr(self, name), f"{name} of the drift check"))
+        check_fields(self, "the drift check")
         return self
 
 
-RULES = {
-    "every": Rule(int, low=1),
-    "rows": Rule(int, low=2),
-    "action": Rule(str, allowed=get_args(Action)),
-    "margin": Rule(float, low=0, above=True),
-    "after": Rule(int, low=1),
-}
 Drift = DriftCheck | DriftChoice | None
 
 
@@ -203,8 +194,7 @@ class DriftMonitor:
         self._judge()
         with torch.no_grad():
             generator = self._generator(q.device)
-            rows = self.check.rows
-            sampled = sampled_errors(q, k, v, out, rows, generator, kv_start=kv_start, **scoring.arguments())
+            sampled = sampled_errors(q, k, v, out, self.check.rows, generator, scoring, kv_start)
             self._add(sampled, self.allowed.at(k.shape[2]))
             self._send()
         if not q.is_cuda:
@@ -322,10 +312,7 @@ def sampled_errors(
     out: Tensor,
     rows: int,
     generator: torch.Generator,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    scoring: Scoring = PLAIN,
     kv_start: Tensor | None = None,
 ) -> SampledErrors:
     """Errors against float32 dense attention, from `rows` query rows of each sequence.
@@ -338,14 +325,15 @@ def sampled_errors(
         k, v: [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv].
         rows: at least 2.
         generator: on the device of q.
-        scale, softcap, sinks: as in `scoring.Scoring`.
+        scoring: the factor of the scores, their cap and the sinks.
         kv_start: the first key of each sequence, integers [B]; rows before it do not count.
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len, value_dim = k.shape[1], k.shape[2], v.shape[3]
     group, offset = heads // kv_heads, kv_len - q_len
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scale = head_dim**-0.5 if scale is None else scale
+    _, softcap, sinks = scoring
+    scale = head_dim**-0.5 if scoring.scale is None else scoring.scale
     start = torch.zeros(batch, dtype=torch.int64, device=q.device) if kv_start is None else kv_start
     row, real = _drawn(rows, start - offset, q_len, generator)
     places = row[:, None, :, None]

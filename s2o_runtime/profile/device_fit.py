@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from s2o_runtime.config import MAX_CHUNK, LayerConfig, TileConfig
-from s2o_runtime.devices import Rejected, fit, identify
+from s2o_runtime.devices import fit, identify
 from s2o_runtime.profile.profile import Profile
 from s2o_runtime.tiles import candidate_tiles
 
@@ -20,15 +20,14 @@ def fitted(profile: Profile, device: torch.device) -> tuple[Profile, str | None]
     """The profile as it can run on this device, and why it cannot, if so; a warning says what was not proven here."""
     here = identify(device)
     verdict = fit(profile.device, here)
-    if isinstance(verdict, Rejected):
-        log.warning("%s", verdict.reason)
+    if verdict.tiles == "profile":
+        return profile, None
+    log.warning("%s", verdict.reason)
+    if verdict.tiles is None:
         return profile, verdict.reason
-    if verdict.tiles == "safe":
-        log.warning("%s", verdict.reason)
-        tiles = candidate_tiles(profile.geometry.head_dim, here.capability)
-        layers = tuple(tuple(with_safe_tile(layer, tiles) for layer in bucket) for bucket in profile.layers)
-        return replace(profile, layers=layers), None
-    return profile, None
+    tiles = candidate_tiles(profile.geometry.head_dim, here.capability)
+    layers = tuple(tuple(with_safe_tile(layer, tiles) for layer in bucket) for bucket in profile.layers)
+    return replace(profile, layers=layers), None
 
 
 def with_safe_tile(config: LayerConfig, tiles: Sequence[TileConfig]) -> LayerConfig:

@@ -72,10 +72,8 @@ TENSORS = HEAD_TENSORS | LAYER_TENSORS
 SIZES = ("layers", "query_heads", "kv_heads", "head_dim")  # of the model, as numbers
 MODES: tuple[Mode, ...] = ("s2o", "dense")  # numbers in the tensor `mode`
 LINEAR_TAIL = 2  # in the tensor `tail`
-ROW_REDUCES = get_args(RowReduce)
-SCORES = get_args(Scores)
-_INDEXED: dict[str, tuple[object, ...]] = {
-    "mode": MODES, "stop_rule": tuple(StopRule), "row_reduce": ROW_REDUCES, "scores": SCORES,
+_INDEXED: dict[str, tuple[Any, ...]] = {  # fields that are names, which tensors hold as their numbers
+    "mode": MODES, "stop_rule": tuple(StopRule), "row_reduce": get_args(RowReduce), "scores": get_args(Scores),
 }  # fmt: skip
 _ALLOWED: dict[str, tuple[int, ...]] = {name: tuple(range(len(names))) for name, names in _INDEXED.items()}
 _ALLOWED |= {"tail": (0, 1, LINEAR_TAIL), "representatives": REPRESENTATIVES, "grain": GRAINS}
@@ -151,23 +149,30 @@ def described(profile: Profile) -> dict[str, Any]:
 
 
 def _tensors(profile: Profile) -> dict[str, Tensor]:
-    def table(dtype: torch.dtype, value: Any) -> Tensor:
-        return torch.tensor([[value(layer) for layer in bucket] for bucket in profile.layers], dtype=dtype)
+    def of_layer(name: str, layer: LayerConfig) -> Any:
+        if name == "tile":
+            return [int(getattr(layer.tile, field)) for field in TILE_FIELDS]
+        return [_coded(name, head) for head in layer.heads] if name in HEAD_TENSORS else _coded(name, layer)
 
     return {
-        "tau": table(torch.float32, lambda layer: [head.tau for head in layer.heads]),
-        "segment": table(torch.int32, lambda layer: [head.segment for head in layer.heads]),
-        "mode": table(torch.uint8, lambda layer: [MODES.index(head.mode) for head in layer.heads]),
-        "stop_rule": table(torch.uint8, lambda layer: [int(head.stop_rule) for head in layer.heads]),
-        "representatives": table(torch.uint8, lambda layer: [head.representatives for head in layer.heads]),
-        "tail": table(
-            torch.uint8, lambda layer: [LINEAR_TAIL if head.linear else int(head.tail) for head in layer.heads]
-        ),
-        "tile": table(torch.int32, lambda layer: [int(getattr(layer.tile, name)) for name in TILE_FIELDS]),
-        "row_reduce": table(torch.uint8, lambda layer: ROW_REDUCES.index(layer.row_reduce)),
-        "grain": table(torch.uint8, lambda layer: layer.grain),
-        "scores": table(torch.uint8, lambda layer: SCORES.index(layer.scores)),
+        name: torch.tensor([[of_layer(name, layer) for layer in bucket] for bucket in profile.layers], dtype=dtype)
+        for name, dtype in TENSORS.items()
     }
+
+
+def _coded(name: str, config: HeadConfig | LayerConfig) -> Any:
+    """A field as its tensor holds it."""
+    if isinstance(config, HeadConfig) and name == "tail" and config.linear:
+        return LINEAR_TAIL
+    value = getattr(config, name)
+    return _INDEXED[name].index(value) if name in _INDEXED else value
+
+
+def _decoded(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a head or of a layer, by what their tensors hold."""
+    if (tail := fields.get("tail")) is not None:
+        fields = fields | {"tail": tail == 1, "linear": tail == LINEAR_TAIL}
+    return {name: _INDEXED[name][value] if name in _INDEXED else value for name, value in fields.items()}
 
 
 def _canonical(document: dict[str, Any]) -> str:
@@ -445,21 +450,9 @@ def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: in
 
 
 def _layer(tensors: dict[str, Tensor], bucket: int, layer: int) -> LayerConfig:
-    columns = (tensors[name][bucket, layer].tolist() for name in HEAD_TENSORS)
-    heads = tuple(
-        HeadConfig(
-            tau,
-            segment,
-            MODES[mode],
-            StopRule(stop_rule),
-            representatives,
-            tail == 1,
-            tail == LINEAR_TAIL,
-        )
-        for tau, segment, mode, stop_rule, representatives, tail in zip(*columns, strict=True)
-    )
-    fields = dict(zip(TILE_FIELDS, tensors["tile"][bucket, layer].tolist(), strict=False))  # schema 6 lacks the last
+    values = {name: tensor[bucket, layer].tolist() for name, tensor in tensors.items()}
+    columns = zip(*(values.pop(name) for name in HEAD_TENSORS), strict=True)
+    heads = tuple(HeadConfig(**_decoded(dict(zip(HEAD_TENSORS, column, strict=True)))) for column in columns)
+    fields = dict(zip(TILE_FIELDS, values.pop("tile"), strict=False))  # schema 6 lacks the last
     tile = TileConfig(**fields | {"specialized": bool(fields["specialized"])})
-    row_reduce = ROW_REDUCES[int(tensors["row_reduce"][bucket, layer])]
-    scores = SCORES[int(tensors["scores"][bucket, layer])]
-    return LayerConfig(heads, tile, row_reduce, int(tensors["grain"][bucket, layer]), scores)
+    return LayerConfig(heads, tile, **_decoded(values))

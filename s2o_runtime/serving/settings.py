@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from s2o_runtime.errors import ConfigError
-from s2o_runtime.fields import DURATION, Rule
+from s2o_runtime.fields import DURATION, Rule, ruled, rules_of
 from s2o_runtime.monitor.drift import DriftChoice
 
 PROFILE_VARIABLE = "S2O_PROFILE"
@@ -32,13 +32,13 @@ class Settings:
         log_every: seconds between two lines of the log that say what ran; 0 for none.
     """
 
-    profile: Path | None = None
-    beyond: Beyond = "dense"
-    drift: DriftChoice = "auto"
-    strict: bool = True
-    metrics_port: int | None = None
-    metrics_host: str = "127.0.0.1"
-    log_every: float = 300.0
+    profile: Path | None = ruled(None, Rule(Path, optional=True))
+    beyond: Beyond = ruled("dense", Rule(str, allowed=get_args(Beyond)))
+    drift: DriftChoice = ruled("auto", Rule(str, allowed=get_args(DriftChoice)))
+    strict: bool = ruled(True, Rule(bool))
+    metrics_port: int | None = ruled(None, Rule(int, low=1, high=65535, optional=True))
+    metrics_host: str = ruled("127.0.0.1", Rule(str))
+    log_every: float = ruled(300.0, Rule(float, low=0, unit=DURATION))
 
     @classmethod
     def of(cls, section: Any, name: str) -> Settings:
@@ -53,25 +53,15 @@ class Settings:
         """
         if not isinstance(section, Mapping):
             raise ConfigError(f'{name} is {section!r}: use an object, {{"profile": FILE}}')
+        rules = rules_of(cls)
         for setting in section:
-            if setting not in RULES:
-                raise ConfigError(f'"{setting}" is not a setting of {name}: use {", ".join(sorted(RULES))}')
+            if setting not in rules:
+                raise ConfigError(f'"{setting}" is not a setting of {name}: use {", ".join(sorted(rules))}')
         given = dict(section) | {"profile": section.get("profile") or os.environ.get(PROFILE_VARIABLE) or None}
-        settings = cls(**{setting: RULES[setting].checked(value, setting) for setting, value in given.items()})
+        settings = cls(**{setting: rules[setting].checked(value, setting) for setting, value in given.items()})
         if not settings.metrics_host:
             raise ConfigError(
                 f"metrics_host {settings.metrics_host!r} is no address: use 127.0.0.1 for this machine alone, or "
                 "0.0.0.0 for all who reach it"
             )
         return settings
-
-
-RULES = {
-    "profile": Rule(Path, optional=True),
-    "beyond": Rule(str, allowed=get_args(Beyond)),
-    "drift": Rule(str, allowed=get_args(DriftChoice)),
-    "strict": Rule(bool),
-    "metrics_port": Rule(int, low=1, high=65535, optional=True),
-    "metrics_host": Rule(str),
-    "log_every": Rule(float, low=0, unit=DURATION),
-}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +53,3 @@ def fields(owner: ast.ClassDef) -> dict[str, object]:
         for node in owner.body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
-
-
-def listed(names: Iterable[str]) -> str:
-    """Names in a sentence."""
-    return ", ".join(names)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from s2o_runtime.serving import batch
 from s2o_runtime.serving.plan import Run
-from s2o_runtime.sglang.fields import OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
+from s2o_runtime.sglang.compat import OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
 
 
 class Batch(batch.Batch):

@@ -10,8 +10,7 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-from s2o_runtime.serving.sources import fields, listed, method, named_classes, parameters
-from s2o_runtime.sglang.fields import COUNTS, OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
+from s2o_runtime.serving.sources import fields, method, named_classes, parameters
 
 READ = ("0.5.23",)  # the versions whose sources were read; its engine was run on a CPU
 FLASH = Path("layers/attention/flashattention_backend.py")
@@ -20,6 +19,23 @@ POOL = Path("mem_cache/memory_pool.py")
 RADIX = Path("layers/radix_attention.py")
 FORWARD = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")  # of forward_extend, first ones; more are keywords
 WRITE = ("layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale")  # of the pool's set_kv_buffer, first ones
+PROMPTS = ("EXTEND", "MIXED")  # modes of batches that S2O may have a part in; MIXED ones have decode rows too
+# Fields of a ForwardBatch that a part of it has cut to its requests, or to their tokens.
+OF_REQUESTS = (
+    "req_pool_indices", "seq_lens", "seq_lens_cpu", "orig_seq_lens", "extend_seq_lens", "extend_prefix_lens",
+    "extend_seq_lens_cpu", "extend_prefix_lens_cpu",
+)  # fmt: skip
+OF_TOKENS = ("input_ids", "out_cache_loc", "positions")
+COUNTS = ("batch_size", "seq_lens_sum", "extend_num_tokens")
+# What a part of a batch cannot have: such batches are the stock backend's as a whole.
+WHOLE_ONLY = {
+    "encoder_lens": "the layer attends to an encoder",
+    "dcp_kv_mask": "the context is shared by several ranks",
+    "multi_item_delimiter_indices": "several items are scored at once",
+    "mha_return_lse": "log-sum-exps are asked for",
+    "max_seq_len_override": "the batch is of a CUDA graph",
+    "_attn_output": "the batch is of a CUDA graph",
+}
 # what is read of a batch that is the same for its parts: of other modes, of caches of other kinds, or of MLA
 SHARED = {
     "forward_mode", "spec_info", "spec_algorithm", "kv_loc_plan", "attn_attend_prefix_cache", "mha_one_shot",
@@ -83,20 +99,20 @@ class Interface:
     def obstacle(self) -> str | None:
         """What of it the backend was not written for, or None."""
         if self.forward[: len(FORWARD)] != FORWARD:
-            return f"forward_extend takes {listed(self.forward)}"
+            return f"forward_extend takes {', '.join(self.forward)}"
         if self.write[: len(WRITE)] != WRITE:
-            return f"set_kv_buffer takes {listed(self.write)}"
+            return f"set_kv_buffer takes {', '.join(self.write)}"
         if self.location[:2] != ("forward_batch", "layer"):
-            return f"for_layer takes {listed(self.location)}"
+            return f"for_layer takes {', '.join(self.location)}"
         if unknown := set(self.reads) - NEEDED - SHARED - set(WHOLE_ONLY):
-            return f"its FlashAttention reads {listed(sorted(unknown))} of a batch, which S2O does not know"
+            return f"its FlashAttention reads {', '.join(sorted(unknown))} of a batch, which S2O does not know"
         for owner, names, needed in (
             ("ForwardBatch", self.batch, NEEDED),
             ("ForwardMode", self.modes, set(PROMPTS)),
             ("RadixAttention", self.layer, LAYER),
         ):
             if missing := needed - set(names):
-                return f"{owner} has no {listed(sorted(missing))}"
+                return f"{owner} has no {', '.join(sorted(missing))}"
         return None
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ from s2o_runtime.serving.calls import cache_obstacle
 from s2o_runtime.serving.checkpoint import local_folder
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, Site, start_failures
+from s2o_runtime.serving.settings import Settings
 from s2o_runtime.serving.sources import interface_obstacle
 from s2o_runtime.sglang.backend import Host, mix_in
 from s2o_runtime.sglang.compat import READ, Interface
-from s2o_runtime.sglang.settings import settings_of_environment
 
 FLASH_ATTENTION_3 = (8, 9)  # major compute capabilities that SGLang runs it on
+
+VARIABLE = "S2O_SETTINGS"  # a JSON object: SGLang passes nothing on to a backend
 
 log = logging.getLogger("s2o_runtime")
 
@@ -113,6 +117,19 @@ def host_of(runner: Any) -> Host:
         is_split=is_cp_active,
         write=write,
     )
+
+
+def settings_of_environment() -> Settings:
+    """The settings in the environment's S2O_SETTINGS; without a profile there, its S2O_PROFILE.
+
+    Raises:
+        ConfigError: a setting is unknown or illegal.
+    """
+    try:
+        section = json.loads(os.environ.get(VARIABLE) or "{}")
+    except ValueError as error:
+        raise ConfigError(f'{VARIABLE} is no JSON ({error}): use an object, {{"profile": FILE}}') from error
+    return Settings.of(section, VARIABLE)
 
 
 def _process(parallel: Any) -> Process:

@@ -18,7 +18,6 @@ from s2o_runtime.serving.batch import Batch as AnyBatch
 from s2o_runtime.serving.batch import planned
 from s2o_runtime.serving.calls import compute, layer_obstacle, say_once
 from s2o_runtime.serving.fit import LayerFit
-from s2o_runtime.serving.plan import Run
 from s2o_runtime.serving.server import Server
 from s2o_runtime.vllm.batch import Batch, whole_only
 from s2o_runtime.vllm.layouts import Layout, key_and_value_pages
@@ -195,7 +194,11 @@ class _Implementation:
         fit, batch, runs = taken
         for run in runs:
             if run.is_sparse:
-                self._sparse(fit, run, batch, query, kv_cache, output)
+                k, v = key_and_value_pages(kv_cache, self.s2o_host.layout, self.head_size)
+                compute(
+                    run, batch.sparse_call(run, k.shape[1]), fit, counters, query=query[run.rows], k_pages=k, v_pages=v,
+                    scale=self.scale, out=output[run.rows].view(-1, self.num_heads, self.head_size),
+                )  # fmt: skip
             else:
                 rows = run.rows
                 counters.stock(
@@ -208,7 +211,10 @@ class _Implementation:
         """The decoder layer's number, -1 for a part that is no decoder; the profile's layer, or why there is none."""
         name = layer.layer_name
         if name not in self.s2o_layers:
-            number = _number(self.s2o_host, name)
+            try:
+                number = self.s2o_host.layer_index(name)
+            except (AssertionError, ValueError):  # a name with several numbers, of a part that is no decoder
+                number = -1
             fit = self.s2o_obstacle or self.s2o_server.fit.layer(
                 number, self.num_heads, self.num_kv_heads, self.head_size
             )
@@ -217,21 +223,3 @@ class _Implementation:
                 fit = page_obstacle(k.shape[1]) or fit
             self.s2o_layers[name] = number, fit
         return self.s2o_layers[name]
-
-    def _sparse(
-        self, fit: LayerFit, run: Run, batch: AnyBatch, query: Tensor, kv_cache: Tensor, output: Tensor
-    ) -> None:
-        """Compute one run with S2O."""
-        k, v = key_and_value_pages(kv_cache, self.s2o_host.layout, self.head_size)
-        compute(
-            run, batch.sparse_call(run, k.shape[1]), fit, self.s2o_server.counters,
-            query=query[run.rows], k_pages=k, v_pages=v, scale=self.scale,
-            out=output[run.rows].view(-1, self.num_heads, self.head_size),
-        )  # fmt: skip
-
-
-def _number(host: Host, layer_name: str) -> int:
-    try:
-        return host.layer_index(layer_name)
-    except (AssertionError, ValueError):  # a name with several numbers, of a part that is no decoder
-        return -1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from s2o_runtime.serving.sources import fields, listed, named_classes, parameters
+from s2o_runtime.serving.sources import fields, named_classes, parameters
 
 BACKEND = Path("v1/attention/backend.py")
 FLASH = Path("v1/attention/backends/flash_attn.py")
@@ -80,15 +80,15 @@ class Interface:
     def obstacle(self) -> str | None:
         """What of it the backend was not written for, or None."""
         if self.forward[: len(FORWARD)] != FORWARD or set(self.forward[len(FORWARD) :]) - FORWARD_MORE:
-            return f"forward takes {listed(self.forward)}"
+            return f"forward takes {', '.join(self.forward)}"
         if self.init[: len(INIT)] != INIT:
-            return f"an implementation is made with {listed(self.init)}"
+            return f"an implementation is made with {', '.join(self.init)}"
         if self.build != BUILD:
-            return f"build takes {listed(self.build)}"
+            return f"build takes {', '.join(self.build)}"
         if missing := COMMON - set(self.common):
-            return f"CommonAttentionMetadata has no {listed(sorted(missing))}"
+            return f"CommonAttentionMetadata has no {', '.join(sorted(missing))}"
         if unknown := set(self.common) - COMMON - COMMON_MORE:
-            return f"CommonAttentionMetadata has {listed(sorted(unknown))}, which S2O does not know"
+            return f"CommonAttentionMetadata has {', '.join(sorted(unknown))}, which S2O does not know"
         if self.cache_update:
             return "forward writes the KV cache"
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -13,9 +14,11 @@ from s2o_runtime.serving.calls import cache_obstacle
 from s2o_runtime.serving.checkpoint import local_folder
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, Site, start_failures
+from s2o_runtime.serving.settings import Settings
 from s2o_runtime.vllm.backend import Host
 from s2o_runtime.vllm.layouts import layout_of
-from s2o_runtime.vllm.settings import settings_of
+
+SECTION = "s2o"  # of --additional-config, which has the settings
 
 log = logging.getLogger("s2o_runtime")
 
@@ -72,6 +75,16 @@ def server() -> Server:
     _show_log()
     with start_failures():
         return Server(settings_of(config.additional_config), site)
+
+
+def settings_of(additional_config: Any) -> Settings:
+    """The settings in vLLM's `additional_config`; without a profile there, the environment's S2O_PROFILE.
+
+    Raises:
+        ConfigError: a setting is unknown or illegal.
+    """
+    section = additional_config.get(SECTION, {}) if isinstance(additional_config, Mapping) else {}
+    return Settings.of(section, f'"{SECTION}" in --additional-config')
 
 
 def _process(parallel: Any, world_rank: int, stage: int) -> Process:

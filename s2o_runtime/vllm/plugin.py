@@ -32,7 +32,9 @@ def register() -> None:
     except ImportError as error:
         log.warning("S2O is not registered, this vLLM has no registry of backends (%s): use 0.23 or later", error)
         return
-    obstacle = interface_obstacle(Interface, _vllm_folder())
+    import vllm
+
+    obstacle = interface_obstacle(Interface, Path(str(vllm.__file__)).parent)
     if obstacle is not None:
         log.warning("S2O does not know this vLLM (%s): the stock backend runs in its place", obstacle)
     path = FLASH if obstacle is None else STOCK
@@ -66,10 +68,3 @@ def backend_member() -> Any:
 
     register()
     return AttentionBackendEnum[NAME]
-
-
-def _vllm_folder() -> Path:
-    """Where the installed vLLM's sources are."""
-    import vllm
-
-    return Path(str(vllm.__file__)).parent

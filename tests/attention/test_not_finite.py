@@ -17,6 +17,7 @@ from s2o_runtime.attention.windowed import window_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.reference.dense import dense_attention, exact_attention
+from s2o_runtime.scoring import Scoring
 from support.marks import INTERPRETED, pairwise
 
 pytestmark = pytest.mark.usefixtures("small_sample")
@@ -74,7 +75,7 @@ def test_in_plain_torch(path, where, bad, position):
         return
     window, softcap = (100, 20.0 if path.startswith("soft") else None) if "window" in path else (LENGTH, None)
     if window < LENGTH:
-        out = window_attention(q, k, v, window=window, softcap=softcap, kv_start=start)
+        out = window_attention(q, k, v, window, Scoring(softcap=softcap), start)
     else:
         out = {"dense": dense_attention, "exact": exact_attention}[path](q, k, v, kv_start=start)
     check(out, nan_rows(q, k, v, start, window) & (softcap is None or not math.isinf(bad)), start)

@@ -119,7 +119,7 @@ def test_without_torch_nothing_else_is_looked_at(monkeypatch):
 
 def test_a_torch_that_cannot_be_imported_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    finding = environment.torch_installation()
+    finding = environment.installation("torch")
     assert finding.code == NO_RESOURCE
     assert "it cannot be imported (ModuleNotFoundError: " in finding.advice
     assert {"torch", "vllm", "sglang"} <= set(by_name(environment.environment()))
@@ -159,8 +159,8 @@ def test_a_version_that_the_metadata_does_not_ask_for_is_a_note(monkeypatch):
     monkeypatch.setattr(environment.metadata, "requires", lambda package: requires)
     versions = {"triton": "3.5.1", "transformers": "5.1.0"}
     monkeypatch.setattr(environment, "installed", versions.get)
-    assert environment.transformers_installation() == Finding("transformers", "5.1.0")
-    assert environment.triton_installation().advice == (
+    assert environment.installation("transformers") == Finding("transformers", "5.1.0")
+    assert environment.installation("triton").advice == (
         "S2O is made for triton>=3.6,<3.10: install one of these versions"
     )
     assert environment.required("torch") == ">=2.6"

@@ -74,17 +74,17 @@ def test_all_rows_give_the_error_itself(q_len, rows, value_dim, features):
     truth = true_errors(q[:1], k[:1], v[:1], out[:1], **features)
     for batch, starts in ((1, None), (2, torch.tensor([0, 200]))):
         given = (tensor[:batch] for tensor in (q, k, v, out))
-        sampled = sampled_errors(*given, rows, torch.Generator(), kv_start=starts, **features)
+        sampled = sampled_errors(*given, rows, torch.Generator(), Scoring(**features), starts)
         assert [float(error) for error in sampled] == pytest.approx(truth, rel=1e-5)
 
 
 def test_few_heads_at_a_time_give_the_same(monkeypatch):
     q, k, v = torch.randn(2, 6, 70, 32), torch.randn(2, 3, 90, 32), torch.randn(2, 3, 90, 32)
     out = torch.randn_like(q)
-    found = sampled_errors(q, k, v, out, 8, torch.Generator().manual_seed(1), scale=0.3)
+    found = sampled_errors(q, k, v, out, 8, torch.Generator().manual_seed(1), Scoring(0.3))
     for scores in (1, 2 * 2 * 32 * 90 * 2):
         monkeypatch.setattr("s2o_runtime.monitor.drift.SCORES", scores)
-        again = sampled_errors(q, k, v, out, 8, torch.Generator().manual_seed(1), scale=0.3)
+        again = sampled_errors(q, k, v, out, 8, torch.Generator().manual_seed(1), Scoring(0.3))
         assert [float(each) for each in again] == pytest.approx([float(each) for each in found], rel=1e-6)
 
 

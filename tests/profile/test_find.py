@@ -16,8 +16,8 @@ from s2o_runtime.profile import find
 from s2o_runtime.profile.record import Certificate, CertifiedLength, Record, RecordedBudget
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Server, Site
-from s2o_runtime.sglang.settings import settings_of_environment
-from s2o_runtime.vllm.settings import settings_of
+from s2o_runtime.sglang.host import settings_of_environment
+from s2o_runtime.vllm.host import settings_of
 from support.environment import forget
 from support.models import CONFIGS, CPU, make_profile, new_model, prompt, twin, used_s2o
 

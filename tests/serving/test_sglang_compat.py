@@ -13,9 +13,8 @@ import torch
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.sglang import host, plugin
-from s2o_runtime.sglang.compat import FORWARD, LAYER
-from s2o_runtime.sglang.fields import COUNTS, OF_REQUESTS, OF_TOKENS, WHOLE_ONLY
-from s2o_runtime.sglang.settings import settings_of_environment
+from s2o_runtime.sglang.compat import COUNTS, FORWARD, LAYER, OF_REQUESTS, OF_TOKENS, WHOLE_ONLY
+from s2o_runtime.sglang.host import settings_of_environment
 from support.fake_sglang import FakeEngine, ForwardBatch, Stock
 from support.interfaces import recorded
 from support.modules import put_modules

@@ -21,7 +21,7 @@ from s2o_runtime.serving.server import Process, Server, Site
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.shapes import CallShape
 from s2o_runtime.vllm import host
-from s2o_runtime.vllm.settings import settings_of
+from s2o_runtime.vllm.host import settings_of
 from support.modules import put_modules
 
 DEMO = Path(__file__).parents[2] / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"

@@ -28,30 +28,21 @@ class _Finder:
         for finder in sys.meta_path:
             spec = finder.find_spec(name, path, target)
             if spec is not None:
-                spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+                _then_take_over(spec.loader)
                 return spec
         return None
 
 
-class _Loader:
-    """Another loader's work, and then S2O's; the module does not show it."""
+def _then_take_over(loader: Any) -> None:
+    """Let a loader take S2O over once it has run a module; the module does not show it."""
+    run = loader.exec_module
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
+    def run_and_take_over(module: ModuleType) -> None:
+        loader.exec_module = run
+        run(module)
         _take_over()
+
+    loader.exec_module = run_and_take_over
 
 
 def _take_over() -> None:
