@@ -114,6 +114,7 @@ PAGED = "paged"
 PAGED_VARIANTS: dict[str, dict[str, object]] = {
     PAGED: {"GRAIN": 4, "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_TURNS": True}
 }
+PREFILLS = ("prefill", "prefill_hopper")
 PAGED_KERNELS = ("log_sums", "scores", "order", "pool")
 INT8_KERNELS = ("representatives", "log_sums", "scores", "trace")
 INT8_POINTERS = {"K": "i8", "REP": "i8"}
@@ -342,8 +343,9 @@ def cases() -> list[Case]:
         )
         + page_cases()
         + share_cases(chosen)
-        + int8_cases(chosen)
-        + paged_cases(chosen)
+        + of_variant(chosen, INT8, INT8_KERNELS)
+        + rounding_cases()
+        + of_variant(chosen, PAGED, PAGED_KERNELS)
         + [replace(case, variant=FLOAT16) for case in chosen if case.kernel in FLOAT16_KERNELS]
         + [
             replace(case, variant=variant)
@@ -408,16 +410,13 @@ def antidiagonal_cases() -> list[Case]:
 
 def share_cases(chosen: list[Case]) -> list[Case]:
     """Dense heads split over keys: every tile of the prefill, the largest with other features, and the combination."""
-    prefills = [case for case in chosen if case.kernel in ("prefill", "prefill_hopper")]
+    prefills = [case for case in chosen if case.kernel in PREFILLS]
+    featured = [case for case in prefills if case.capability in FEATURE_CAPABILITIES]
     others = [variant for variant in SHARE_VARIANTS if variant not in (SHARES, SHARES_PAGED)]
     return (
-        [replace(case, variant=variant) for case in prefills for variant in (SHARES, SHARES_PAGED)]
-        + largest(
-            replace(case, variant=variant)
-            for case in prefills
-            for variant in others
-            if case.capability in FEATURE_CAPABILITIES
-        )
+        of_variant(prefills, SHARES)
+        + of_variant(prefills, SHARES_PAGED)
+        + largest(replace(case, variant=variant) for case in featured for variant in others)
         + [
             Case("combine", capability, head_dim, variant=variant)
             for capability, head_dim in sorted({(case.capability, case.head_dim) for case in prefills})
@@ -426,27 +425,22 @@ def share_cases(chosen: list[Case]) -> list[Case]:
     )
 
 
-def int8_cases(chosen: list[Case]) -> list[Case]:
-    """Int8 scores in every tile of the prefill, the largest of the other kernels, and what rounds the keys."""
-    variant = [replace(case, variant=INT8) for case in chosen]
-    return (
-        [case for case in variant if case.kernel in ("prefill", "prefill_hopper")]
-        + largest(case for case in variant if case.kernel in INT8_KERNELS)
-        + [
-            Case(kernel, capability, head_dim, variant=INT8)
-            for kernel in ("channel_ranges", "quantise_keys")
-            for capability in SHARED_MEMORY
-            for head_dim in HEAD_DIMS
-        ]
+def of_variant(chosen: list[Case], variant: str, others: tuple[str, ...] = ()) -> list[Case]:
+    """Every tile of the prefill in a variant, and the largest of the other kernels that it makes a difference to."""
+    cases = [replace(case, variant=variant) for case in chosen]
+    return [case for case in cases if case.kernel in PREFILLS] + largest(
+        case for case in cases if case.kernel in others
     )
 
 
-def paged_cases(chosen: list[Case]) -> list[Case]:
-    """Keys in pages in every tile of the prefill, and the largest of the other kernels that read or name them."""
-    variant = [replace(case, variant=PAGED) for case in chosen]
-    return [case for case in variant if case.kernel in ("prefill", "prefill_hopper")] + largest(
-        case for case in variant if case.kernel in PAGED_KERNELS
-    )
+def rounding_cases() -> list[Case]:
+    """What rounds keys to 8 bits."""
+    return [
+        Case(kernel, capability, head_dim, variant=INT8)
+        for kernel in ("channel_ranges", "quantise_keys")
+        for capability in SHARED_MEMORY
+        for head_dim in HEAD_DIMS
+    ]
 
 
 def page_cases() -> list[Case]:
@@ -462,146 +456,129 @@ def page_cases() -> list[Case]:
 
 def compile_case(case: Case) -> Compiled:
     # not imported above: the tests of the rules want those without the kernels
+    from triton.experimental.gluon._runtime import GluonASTSource
+
     from s2o_runtime.baselines.kernels import antidiagonal, block_sparse, mean_keys
-    from s2o_runtime.kernels import keys, linear, pages, shares, tail, trace
+    from s2o_runtime.kernels import keys, linear, pages, prefill, prefill_hopper, primitives, shares, tail, trace
     from s2o_runtime.kernels.rank import means, order, scores
 
+    head_dim, rows, tile, variant = case.head_dim, case.rows, case.tile, ALL_VARIANTS[case.variant]
     constants: dict[str, object] = {
         "GROUP": 4,
-        "D": case.head_dim,
+        "D": head_dim,
         "BN": 64,
         "SAMPLES": order.SAMPLES,
         "BUCKETS": order.BUCKETS,
         "EDGES": tail.EDGES,
         "WARPS": order.ORDER_WARPS,
         "R": case.representatives,
-        "BR": case.rows,
-        **ALL_VARIANTS[case.variant],
+        "BR": rows,
+        **variant,
     }
-    if case.kernel == "gather_pages":
-        constants |= {"WIDTH": triton.next_power_of_2(case.head_dim), "PAGE": 16, "ROWS": pages.GATHER_ROWS}
-        types = POINTERS | FP8_POINTERS if case.variant == "fp8" else POINTERS
-        options = {"num_warps": pages.GATHER_WARPS}
-        return compile_kernel(pages._gather_pages, constants, case.capability, ASTSource, options, types)
-    types = POINTERS | (INT8_POINTERS if "INT8" in ALL_VARIANTS[case.variant] else {})
-    if case.kernel in ("channel_ranges", "quantise_keys"):
-        elements = keys.RANGE_ELEMENTS if case.kernel == "channel_ranges" else keys.QUANTISE_ELEMENTS
-        warps = keys.RANGE_WARPS if case.kernel == "channel_ranges" else keys.QUANTISE_WARPS
-        constants |= {"ROWS": elements // case.head_dim, "PARTS": keys.RANGE_PARTS}
-        types = POINTERS | {"OUT": "i8"}
-        return compile_kernel(
-            getattr(keys, f"_{case.kernel}"), constants, case.capability, ASTSource, {"num_warps": warps}, types
-        )
-    if case.kernel == "combine":
-        constants |= {"ROWS": shares.COMBINED_ELEMENTS // case.head_dim}
-        options = {"num_warps": shares.COMBINE_WARPS}
-        return compile_kernel(shares._combine, constants, case.capability, ASTSource, options)
-    if case.kernel == "pool_blocks":
-        constants |= {"DP": case.head_dim, "BLOCK": 128}
-        return compile_kernel(
-            block_sparse._pool, constants, case.capability, ASTSource, {"num_warps": block_sparse.POOL_WARPS}
-        )
-    if case.kernel == "mean_key_mass":
-        constants |= {"DP": case.head_dim, "BM": case.rows, "BC": mean_keys.KEY_BLOCKS, "BLOCK_N": case.rows}
-        constants |= {"STAGES": mean_keys.STAGES}
-        options = {"num_warps": mean_keys.mass_warps(case.rows), "num_stages": mean_keys.STAGES}
-        options["maxnreg"] = mean_keys.MAX_REGISTERS
-        return compile_kernel(mean_keys._mean_key_mass, constants, case.capability, ASTSource, options)
-    if case.kernel == "mass":
-        rows = ANTIDIAGONAL_VARIANTS[case.variant]["PER"]
-        constants |= {"ROWS": rows, "BC": antidiagonal.MASS_SCORES // rows}
-        return compile_kernel(
-            antidiagonal._mass, constants, case.capability, ASTSource, {"num_warps": antidiagonal.MASS_WARPS}
-        )
-    if case.kernel == "add":
-        constants, types = {"BLOCK": tail.ADD_BLOCK}, POINTERS | {"OUT": "fp32"}
-        return compile_kernel(tail._add, constants, case.capability, ASTSource, {"num_warps": tail.ADD_WARPS}, types)
-    if case.kernel in LINEAR_KERNELS:
-        shape, constants["SPANS"] = (case.head_dim, linear_type(case)), linear.SPANS
-        own, warps = {
-            "mask_visited": ({"STEPS": linear.MASK_STEPS}, linear.MASK_WARPS),
-            "weights": (
-                {"BS": linear.WEIGHT_SEGMENTS, "BK": linear.sum_keys(*shape), "STAGES": linear.SUM_STAGES},
-                linear.sum_warps(*shape),
-            ),
-            "products": (
-                {
-                    "BD": linear.product_columns(*shape), "BK": linear.sum_keys(*shape),
-                    "STAGES": linear.SUM_STAGES,
-                },
-                linear.product_warps(case.head_dim),
-            ),
-            "covariances": ({"BD": linear.COVARIANCE_COLUMNS}, linear.COVARIANCE_WARPS),
-            "add_linear": (
-                {
-                    "BM": linear.ADD_ROWS, "BD": linear.ADD_COLUMNS,
-                    "STAGES": linear.add_stages(linear_type(case)),
-                },
-                linear.add_warps(case.head_dim),
-            ),
-        }[case.kernel]  # fmt: skip
-        types = POINTERS | FLOAT16_POINTERS if case.variant == FLOAT16 else POINTERS
-        kernel = getattr(linear, f"_{case.kernel}")
-        return compile_kernel(kernel, constants | own, case.capability, ASTSource, {"num_warps": warps}, types)
-    if case.tile is None:
-        parts = means.parts_at_once(case.representatives)
-        at_once = tail.tail_segments(case.rows, case.head_dim)
-        own, options = {
-            "representatives": (
-                {
-                    "ROWS": means.representative_rows(case.head_dim), "PARTS": parts,
-                    "STAGES": means.REPRESENTATIVE_STAGES,
-                },
-                {"num_warps": means.REPRESENTATIVE_WARPS},
-            ),
-            "log_sums": (
-                {"BK": scores.LOG_SUM_KEYS, "SAMPLE": scores.LOG_SUM_SAMPLE}, {"num_warps": scores.LOG_SUM_WARPS},
-            ),
-            "scores": (
-                {
-                    "WARPS": scores.SCORE_WARPS,
-                    "BS": scores.segments_at_once(case.rows, case.representatives, case.head_dim),
-                    "HEADS": scores.heads_at_once(case.representatives, 4),
-                },
-                {
-                    "num_warps": scores.SCORE_WARPS,
-                    "num_stages": scores.SCORE_STAGES,
-                    "maxnreg": scores.MAX_REGISTERS,
-                },
-            ),
-            "order": ({}, {"num_warps": order.ORDER_WARPS}),
-            "pool": ({"ROWS": tail.POOL_STEPS}, {"num_warps": tail.POOL_WARPS}),
-            "tail": (
-                {"BS": at_once, "BK": tail.tail_steps(at_once, case.head_dim)},
-                {"num_warps": tail.tail_warps(at_once)},
-            ),
-        }[case.kernel]  # fmt: skip
-        home = {"representatives": means, "order": order, "pool": tail, "tail": tail}.get(case.kernel, scores)
-        kernel = getattr(home, f"_{case.kernel}")
-        return compile_kernel(kernel, constants | own, case.capability, ASTSource, options, types)
-    constants |= {"BM": case.tile.block_m, "BN": case.tile.block_n, "STAGES": case.tile.num_stages}
-    options = {"num_warps": case.tile.num_warps, "num_stages": case.tile.num_stages}
-    if case.tile.specialized:
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        from s2o_runtime.kernels import prefill_hopper as hopper
-
-        options["maxnreg"] = hopper.MAX_REGISTERS
-        return compile_kernel(hopper._prefill_hopper, constants, case.capability, GluonASTSource, options, types)
-    from s2o_runtime.kernels.prefill import _prefill
-    from s2o_runtime.kernels.primitives import MAX_REGISTERS
-
-    options["maxnreg"] = MAX_REGISTERS
-    if case.kernel == "block_sparse":
-        constants |= {"BLOCK_M": 128, "BLOCK_N": 128, "NOWHERE": block_sparse.NOWHERE}
-        return compile_kernel(block_sparse._block_sparse, constants, case.capability, ASTSource, options)
-    if case.kernel == "antidiagonal":
-        constants |= {"DEPTH": antidiagonal.DEPTH, "SWEEP": antidiagonal.SWEEP}
-        return compile_kernel(antidiagonal._antidiagonal, constants, case.capability, ASTSource, options)
-    if case.kernel == "trace":
-        constants |= {"STRIDES": trace.STRIDES, "T": 1 << (len(TAUS) - 1).bit_length()}
-        return compile_kernel(trace._trace, constants, case.capability, ASTSource, options, types)
-    return compile_kernel(_prefill, constants, case.capability, ASTSource, options, types)
+    types = POINTERS | (INT8_POINTERS if "INT8" in variant else {})
+    if case.variant == FLOAT16:
+        types |= FLOAT16_POINTERS
+    home: Any
+    options: dict[str, int] = {}
+    source = ASTSource
+    if tile is not None:
+        constants |= {"BM": tile.block_m, "BN": tile.block_n, "STAGES": tile.num_stages}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": primitives.MAX_REGISTERS}
+    dtype = linear_type(case)
+    name = case.kernel
+    match name:
+        case "prefill":
+            home = prefill
+        case "prefill_hopper":
+            home, source = prefill_hopper, GluonASTSource
+            options["maxnreg"] = prefill_hopper.MAX_REGISTERS
+        case "trace":
+            home = trace
+            constants |= {"STRIDES": trace.STRIDES, "T": 1 << (len(TAUS) - 1).bit_length()}
+        case "block_sparse":
+            home = block_sparse
+            constants |= {"BLOCK_M": 128, "BLOCK_N": 128, "NOWHERE": block_sparse.NOWHERE}
+        case "antidiagonal":
+            home = antidiagonal
+            constants |= {"DEPTH": antidiagonal.DEPTH, "SWEEP": antidiagonal.SWEEP}
+        case "mass":
+            home, per = antidiagonal, ANTIDIAGONAL_VARIANTS[case.variant]["PER"]
+            constants |= {"ROWS": per, "BC": antidiagonal.MASS_SCORES // per}
+            options = {"num_warps": antidiagonal.MASS_WARPS}
+        case "pool_blocks":
+            home, name = block_sparse, "pool"
+            constants |= {"DP": head_dim, "BLOCK": 128}
+            options = {"num_warps": block_sparse.POOL_WARPS}
+        case "mean_key_mass":
+            home = mean_keys
+            constants |= {"DP": head_dim, "BM": rows, "BC": mean_keys.KEY_BLOCKS, "BLOCK_N": rows}
+            constants |= {"STAGES": mean_keys.STAGES}
+            options = {"num_warps": mean_keys.mass_warps(rows), "num_stages": mean_keys.STAGES}
+            options["maxnreg"] = mean_keys.MAX_REGISTERS
+        case "gather_pages":
+            home = pages
+            constants |= {"WIDTH": triton.next_power_of_2(head_dim), "PAGE": 16, "ROWS": pages.GATHER_ROWS}
+            options = {"num_warps": pages.GATHER_WARPS}
+            types |= FP8_POINTERS if case.variant == "fp8" else {}
+        case "channel_ranges" | "quantise_keys":
+            home, prefix = keys, "RANGE" if name == "channel_ranges" else "QUANTISE"
+            elements = getattr(keys, f"{prefix}_ELEMENTS")
+            constants |= {"ROWS": elements // head_dim, "PARTS": keys.RANGE_PARTS}
+            options = {"num_warps": getattr(keys, f"{prefix}_WARPS")}
+            types = POINTERS | {"OUT": "i8"}
+        case "combine":
+            home = shares
+            constants |= {"ROWS": shares.COMBINED_ELEMENTS // head_dim}
+            options = {"num_warps": shares.COMBINE_WARPS}
+        case "mask_visited":
+            home = linear
+            constants |= {"STEPS": linear.MASK_STEPS, "SPANS": linear.SPANS}
+            options = {"num_warps": linear.MASK_WARPS}
+        case "weights" | "products":
+            home, warps = linear, linear.sum_warps(head_dim, dtype)
+            constants |= {"BK": linear.sum_keys(head_dim, dtype), "STAGES": linear.SUM_STAGES, "SPANS": linear.SPANS}
+            if name == "weights":
+                constants["BS"] = linear.WEIGHT_SEGMENTS
+            else:
+                constants["BD"], warps = linear.product_columns(head_dim, dtype), linear.product_warps(head_dim)
+            options = {"num_warps": warps}
+        case "covariances":
+            home = linear
+            constants |= {"BD": linear.COVARIANCE_COLUMNS, "SPANS": linear.SPANS}
+            options = {"num_warps": linear.COVARIANCE_WARPS}
+        case "add_linear":
+            home = linear
+            constants |= {"BM": linear.ADD_ROWS, "BD": linear.ADD_COLUMNS, "STAGES": linear.add_stages(dtype)}
+            constants["SPANS"] = linear.SPANS
+            options = {"num_warps": linear.add_warps(head_dim)}
+        case "representatives":
+            home = means
+            constants |= {"ROWS": means.representative_rows(head_dim), "STAGES": means.REPRESENTATIVE_STAGES}
+            constants["PARTS"] = means.parts_at_once(case.representatives)
+            options = {"num_warps": means.REPRESENTATIVE_WARPS}
+        case "log_sums":
+            home = scores
+            constants |= {"BK": scores.LOG_SUM_KEYS, "SAMPLE": scores.LOG_SUM_SAMPLE}
+            options = {"num_warps": scores.LOG_SUM_WARPS}
+        case "scores":
+            home = scores
+            constants |= {"WARPS": scores.SCORE_WARPS, "HEADS": scores.heads_at_once(case.representatives, 4)}
+            constants["BS"] = scores.segments_at_once(rows, case.representatives, head_dim)
+            options = {"num_warps": scores.SCORE_WARPS, "num_stages": scores.SCORE_STAGES}
+            options["maxnreg"] = scores.MAX_REGISTERS
+        case "order":
+            home, options = order, {"num_warps": order.ORDER_WARPS}
+        case "pool":
+            home, options = tail, {"num_warps": tail.POOL_WARPS}
+            constants["ROWS"] = tail.POOL_STEPS
+        case "tail":
+            home, segments = tail, tail.tail_segments(rows, head_dim)
+            constants |= {"BS": segments, "BK": tail.tail_steps(segments, head_dim)}
+            options = {"num_warps": tail.tail_warps(segments)}
+        case "add":
+            home, constants, types = tail, {"BLOCK": tail.ADD_BLOCK}, POINTERS | {"OUT": "fp32"}
+            options = {"num_warps": tail.ADD_WARPS}
+    return compile_kernel(getattr(home, f"_{name}"), constants, case.capability, source, options, types)
 
 
 def compile_kernel(

@@ -6,7 +6,7 @@ import torch
 
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.backend import _log_once
-from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.reference.attention import s2o_attention_reference
@@ -27,15 +27,6 @@ def config(heads=2, tau=2.0, **kwargs):
     return LayerConfig.uniform(heads, tau=tau, segment=64, tile=TILE, **kwargs)
 
 
-def test_auto_on_a_cpu_is_the_reference_and_says_so():
-    q, k, v = inputs()
-    out, _, stats = s2o_attention(q, k, v, config(), return_stats=True)
-    expected, visited, _ = s2o_attention_reference(q, k, v, config())
-    assert torch.equal(out, expected)
-    assert torch.equal(stats.visited, visited)
-    assert (stats.backend, "cpu" in stats.reason) == ("reference", True)
-
-
 @INTERPRETED
 def test_where_sequences_start_may_be_a_column_of_something_larger():
     q, k, v = (t.repeat(2, 1, 1, 1) for t in inputs(heads=1, q_len=70, kv_len=70))
@@ -45,13 +36,15 @@ def test_where_sequences_start_may_be_a_column_of_something_larger():
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_more_than_the_output_is_three_fields():
+def test_auto_on_a_cpu_is_the_reference_and_more_than_its_output_is_three_fields():
     q, k, v = inputs()
     expected = s2o_attention_reference(q, k, v, config())
     stats_only = s2o_attention(q, k, v, config(), return_stats=True)
     assert torch.equal(stats_only.out, expected.out)
     assert stats_only.lse is None
     assert torch.equal(stats_only.density, stats_only.stats.density)
+    assert torch.equal(stats_only.stats.visited, expected.visited)
+    assert (stats_only.stats.backend, "cpu" in stats_only.stats.reason) == ("reference", True)
     lse_only = s2o_attention(q, k, v, config(), backend="reference", return_lse=True)
     assert torch.equal(lse_only.lse, expected.lse)
     assert lse_only.stats is None
@@ -135,56 +128,45 @@ def test_each_choice_is_logged_once(caplog):
     ]
 
 
-def test_bad_input_is_one_sentence_that_names_the_tensor():
-    q, k, v = inputs()
-    cases = [
-        ((q[0], k, v, config()), "q has 3 dimensions"),
-        ((q, k[:, :, :10], v[:, :, :10], config()), "q has 150 rows but there are 10 keys"),
-        ((q, k, v[:, :, :32], config()), r"v has shape \(1, 1, 32, 64\) but k has"),
-        ((q, k.half(), v, config()), "k is torch.float16 but q is torch.float32"),
-        ((q.int(), k, v, config()), "q is torch.int32: expected a floating point type"),
-        ((q, k, v, config(3)), "describes 3 query heads but q has 2"),
-        ((q[:, :0], k, v, config()), "q is empty"),
+Q, K, V = inputs()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": Q[0]}, "q has 3 dimensions"),
+        ({"k": K[:, :, :10], "v": V[:, :, :10]}, "q has 150 rows but there are 10 keys"),
+        ({"v": V[:, :, :32]}, r"v has shape \(1, 1, 32, 64\) but k has"),
+        ({"k": K.half()}, "k is torch.float16 but q is torch.float32"),
+        ({"q": Q.int()}, "q is torch.int32: expected a floating point type"),
+        ({"config": config(3)}, "describes 3 query heads but q has 2"),
+        ({"q": Q[:, :0]}, "q is empty"),
         (
-            (torch.cat([q, q[:, :1]], 1), k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), config(3)),
+            {"q": Q[:, [0, 1, 0]], "k": K[:, [0, 0]], "v": V[:, [0, 0]], "config": config(3)},
             "cannot share 2 KV heads",
         ),
-        ((q.repeat(2, 1, 1, 1), k, v, config()), "expected batch 2"),
-    ]
-    for arguments, message in cases:
-        with pytest.raises(InputError, match=message):
-            s2o_attention(*arguments)
-    with pytest.raises(InputError, match=r"scale is -1\.0"):
-        s2o_attention(q, k, v, config(), scale=-1.0)
-    with pytest.raises(InputError, match="backend 'gpu' is not known"):
-        s2o_attention(q, k, v, config(), backend="gpu")
-    with pytest.raises(InputError, match="kv_start has shape"):
-        s2o_attention(q, k, v, config(), kv_start=torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(ConfigError, match="tau -1"):
-        s2o_attention(q, k, v, LayerConfig((LayerConfig.uniform(1).heads[0].__class__(tau=-1),) * 2))
-
-
-def test_what_the_kernel_cannot_do_is_refused_when_asked_for():
-    q, k, v = inputs(head_dim=264)
-    with pytest.raises(InputError, match="head_dim 264 is not supported by the kernel"):
-        s2o_attention(q, k, v, config(), backend="triton")
-    q, k, v = inputs()
-    with pytest.raises(InputError, match="no backward pass"):
-        s2o_attention(q.requires_grad_(), k, v, config(), backend="triton")
-
-
-def test_bad_scoring_is_one_sentence():
-    q, k, v = inputs()
-    cases = [
+        ({"q": Q[[0, 0]]}, "expected batch 2"),
+        ({"scale": -1.0}, r"scale is -1\.0"),
+        ({"backend": "gpu"}, "backend 'gpu' is not known"),
+        ({"kv_start": torch.zeros(3, dtype=torch.int64)}, "kv_start has shape"),
+        ({"config": LayerConfig((HeadConfig(tau=-1.0),) * 2)}, "tau -1"),
         ({"softcap": 0.0}, "softcap is 0.0: expected a positive number"),
         ({"softcap": float("inf")}, "softcap is inf: expected a positive number"),
         ({"sinks": torch.zeros(3)}, r"sinks have shape \(3,\) and type torch.float32: expected .* 2 query heads"),
         ({"sinks": torch.zeros(2, dtype=torch.int64)}, "type torch.int64: expected a floating point number"),
         ({"sinks": torch.zeros(2, device="meta")}, "sinks are on meta but q on cpu"),
-    ]
-    for options, message in cases:
-        with pytest.raises(InputError, match=message):
-            s2o_attention(q, k, v, config(), **options)
+        # what the kernel cannot do is refused where it is asked for
+        (
+            dict(zip("qkv", inputs(head_dim=264), strict=True), backend="triton"),
+            "head_dim 264 is not supported by the k",
+        ),
+        ({"q": Q.clone().requires_grad_(), "backend": "triton"}, "no backward pass"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input_is_one_sentence_that_names_it(change, message):
+    with pytest.raises(ConfigError if "tau" in message else InputError, match=message):
+        s2o_attention(**{"q": Q, "k": K, "v": V, "config": config()} | change)
 
 
 def test_a_parameter_as_sinks_is_no_gradient_where_none_is_wanted():

@@ -94,11 +94,8 @@ def seen_by(heads, expected, where, position):
 def drop_nan(monkeypatch):
     """Maxima and minima drop NaN, as on a GPU; in Triton's interpreter those of two tensors do not."""
     for name, function in (("maxnumf", np.fmax), ("minnumf", np.fmin)):
-        monkeypatch.setattr(
-            InterpreterBuilder,
-            f"create_{name}",
-            lambda self, lhs, rhs, function=function: self.binary_op(lhs, rhs, function),
-        )
+        binary = lambda self, lhs, rhs, function=function: self.binary_op(lhs, rhs, function)  # noqa: E731
+        monkeypatch.setattr(InterpreterBuilder, f"create_{name}", binary)
 
 
 @INTERPRETED

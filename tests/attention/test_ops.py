@@ -51,14 +51,10 @@ def test_another_config_is_another_graph():
 
 
 def test_the_fake_implementation_of_a_call_is_the_real_one():
-    torch.library.opcheck(
-        torch.ops.s2o.attention.default, (*inputs(), None, None, CONFIG.as_text(), "auto", 0.125, None)
-    )
     q, k, v = inputs()
-    sinks = torch.ones(q.shape[1])
-    torch.library.opcheck(
-        torch.ops.s2o.attention.default, (q, k, v[..., :24], None, sinks, CONFIG.as_text(), "auto", 0.125, 2.0)
-    )
+    for values, sinks, softcap in ((v, None, None), (v[..., :24], torch.ones(q.shape[1]), 2.0)):
+        arguments = (q, k, values, None, sinks, CONFIG.as_text(), "auto", 0.125, softcap)
+        torch.library.opcheck(torch.ops.s2o.attention.default, arguments)
 
 
 def test_the_fake_implementation_of_a_layer_is_the_real_one():
@@ -66,14 +62,16 @@ def test_the_fake_implementation_of_a_layer_is_the_real_one():
     attach(module, LayerState(0, lambda length: CONFIG, 0))
     mask = torch.zeros(2, 1, 1, 2, dtype=torch.int64)
     q, k, v = inputs()
-    torch.library.opcheck(
-        torch.ops.s2o.layer_attention.default, (q, k, v, mask, None, getattr(module, NUMBER), 0.125, None)
-    )
-    out = torch.ops.s2o.layer_attention(q, k, v, mask, None, getattr(module, NUMBER), 0.125, None)
+    arguments = (q, k, v, mask, None, getattr(module, NUMBER), 0.125, None)
+    torch.library.opcheck(torch.ops.s2o.layer_attention.default, arguments)
+    out = torch.ops.s2o.layer_attention(*arguments)
     torch.testing.assert_close(out.transpose(1, 2), s2o_attention_forward(module, q, k, v, mask, 0.125)[0])
 
 
-@pytest.mark.parametrize("config", [CONFIG, MIXED], ids=["uniform", "mixed"])
+INT8 = LayerConfig.uniform(2, segment=128, scores="int8")
+
+
+@pytest.mark.parametrize("config", [CONFIG, MIXED, INT8], ids=["uniform", "mixed", "int8"])
 def test_the_text_of_a_config_says_everything(config):
     assert config_from_text(config.as_text()) == config
     changed = json.loads(config.as_text())

@@ -18,7 +18,7 @@ from s2o_runtime.baselines.xattention import block_weights, head_weights
 from s2o_runtime.errors import InputError
 from s2o_runtime.tiles import SHARED_MEMORY, antidiagonal_tile, block_sparse_tile, skip_tile
 from support.kernels import fuse_products
-from support.marks import INTERPRETED
+from support.marks import INTERPRETED, all_but_first
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
 
@@ -32,16 +32,13 @@ GQA, SUFFIX, FEW, ONE, ODD = (  # batch, query heads, KV heads, queries, keys, h
 )  # fmt: skip
 
 
-def named(*case):
-    """A case whose id says everything: settings or numbers, dtype, and B-H-KV-q-k-D."""
-    *others, shape = case
-    text = "-".join(str(one).removeprefix("torch.") for one in others)
-    return "{}-B{}-H{}-KV{}-q{}-k{}-D{}".format(text, *shape)
-
-
-def cases(*table, fast=3):
-    """Parameters: the first `fast` cases of a table are for `make check`."""
-    return [pytest.param(*case, id=named(*case), marks=[] if n < fast else [SLOW]) for n, case in enumerate(table)]
+def cases(*table):
+    """Parameters whose ids say everything: settings or numbers, dtype, and B-H-KV-q-k-D. Three are for `make check`."""
+    parameters = []
+    for *others, shape in table:
+        text = "-".join(str(one).removeprefix("torch.") for one in others)
+        parameters.append(pytest.param(*others, shape, id="{}-B{}-H{}-KV{}-q{}-k{}-D{}".format(text, *shape)))
+    return all_but_first(parameters, SLOW, 3)
 
 
 def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype=torch.float32):

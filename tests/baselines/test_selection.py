@@ -22,8 +22,6 @@ from s2o_runtime.errors import ConfigError, InputError
 from support import baseline_references as references
 from support.naive import naive_attention
 
-SLOW = pytest.mark.slow(reason="SpargeAttn's loops compare all pairs of a block's rows, seconds a case")
-
 ALL, MANY, SUFFIX, BATCH, FEW, ONE = (  # batch, query heads, KV heads, queries, keys
     (1, 2, 1, 130, 130), (1, 4, 2, 450, 450), (1, 2, 1, 190, 471), (2, 2, 2, 256, 256), (1, 1, 1, 7, 7),
     (1, 2, 2, 1, 300),
@@ -81,12 +79,11 @@ def listed(selection):
     return found
 
 
-def case_of(settings, shape):
-    marks = [SLOW] if isinstance(settings, Sparge) and shape != ALL else []
-    return pytest.param(settings, shape, id=f"{settings}-B{{}}-H{{}}-KV{{}}-q{{}}-k{{}}".format(*shape), marks=marks)
+def name_of(value):
+    return "B{}-H{}-KV{}-q{}-k{}".format(*value) if isinstance(value, tuple) else str(value)
 
 
-@pytest.mark.parametrize(("settings", "shape"), [case_of(*case) for case in CASES])
+@pytest.mark.parametrize(("settings", "shape"), CASES, ids=name_of)
 def test_selection_and_attention_are_the_papers(settings, shape):
     q, k, v = inputs(*shape)
     chosen = select(q, k, settings, scale=0.3)

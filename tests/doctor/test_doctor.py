@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,9 +28,8 @@ from s2o_runtime.serving.fit import ProfileFit, Rank
 from s2o_runtime.sglang import compat as sglang_compat
 from s2o_runtime.vllm import compat as vllm_compat
 from support.marks import pairwise
+from support.pages import DEMO_PROFILE, ROOT
 
-ROOT = Path(__file__).parents[2]
-PROFILE = ROOT / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
 DEMO = ROOT / "calibrate" / "demo" / "model"
 CPU = torch.device("cpu")
 OPEN_DRIVER = (
@@ -74,7 +72,7 @@ def test_a_healthy_cpu_is_ready(capsys):
 
 @pytest.mark.usefixtures("quick")
 def test_the_text_marks_what_to_read(capsys):
-    assert main(["--profile", str(PROFILE), "--device", "cpu"]) == OK
+    assert main(["--profile", str(DEMO_PROFILE), "--device", "cpu"]) == OK
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "ready"
     assert max(map(len, lines)) <= 120
@@ -83,11 +81,8 @@ def test_the_text_marks_what_to_read(capsys):
 
 
 def test_problems_decide_the_exit_code_bad_input_first():
-    fine, missing, wrong = (
-        Finding("a", "b"),
-        Finding("c", "d", "e", NO_RESOURCE),
-        Finding("f", "g\x1b[31m", "h", BAD_INPUT),
-    )
+    fine, missing = Finding("a", "b"), Finding("c", "d", "e", NO_RESOURCE)
+    wrong = Finding("f", "g\x1b[31m", "h", BAD_INPUT)
     assert exit_code([Section("s", [fine])]) == OK
     assert exit_code([Section("s", [fine, missing])]) == NO_RESOURCE
     sections = [Section("s", [missing]), Section("t", [wrong, Finding("i", "j", "k")])]
@@ -103,7 +98,7 @@ def test_nothing_heavy_is_imported_for_the_flags_and_no_host_for_a_run():
         "heavy = {'transformers', 'vllm', 'sglang', 'calibrate', 'rich'}\n"
         "print(code, 'torch' in flags, sorted(heavy & set(sys.modules)))"
     )
-    run = subprocess.run([sys.executable, "-c", program, str(PROFILE)], capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-c", program, str(DEMO_PROFILE)], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "0 False []"
 
 
@@ -112,7 +107,7 @@ def test_nothing_heavy_is_imported_for_the_flags_and_no_host_for_a_run():
 
 def test_without_torch_nothing_else_is_looked_at(monkeypatch):
     monkeypatch.setattr(environment, "installed", lambda package: None)
-    (section,) = examine(PROFILE)
+    (section,) = examine(DEMO_PROFILE)
     assert by_name(section.findings)["torch"].code == NO_RESOURCE
     assert exit_code([section]) == NO_RESOURCE
 
@@ -307,14 +302,13 @@ def test_the_kernel_passes_in_the_interpreter_and_a_wrong_one_does_not(monkeypat
 
         return attention
 
-    monkeypatch.setattr(self_test, "s2o_attention", wrong(0, 1.0))
-    assert self_test.kernel_test(CPU, tile, 573, torch.float32)[1] == ""
-    monkeypatch.setattr(self_test, "s2o_attention", wrong(2, 1.01))
-    assert self_test.kernel_test(CPU, tile, 573, torch.float32)[1].startswith(
-        "expected at most twice SDPA's error in head 2"
-    )
-    monkeypatch.setattr(self_test, "s2o_attention", wrong(3, 1.3))
-    assert "expected the reference's error in head 3" in self_test.kernel_test(CPU, tile, 573, torch.float32)[1]
+    def advice(head, factor):
+        monkeypatch.setattr(self_test, "s2o_attention", wrong(head, factor))
+        return self_test.kernel_test(CPU, tile, 573, torch.float32)[1]
+
+    assert advice(0, 1.0) == ""
+    assert advice(2, 1.01).startswith("expected at most twice SDPA's error in head 2")
+    assert "expected the reference's error in head 3" in advice(3, 1.3)
 
 
 EXHAUSTIVE = pytest.mark.exhaustive(reason="the same on further tiles and seeds, a second each")
@@ -336,10 +330,13 @@ def test_these_are_the_tiles_of_every_gpu(monkeypatch):
     }
 
 
-def compared(tile, length, seed=0, dtype=torch.bfloat16):
+by_reference = partial(s2o_attention, backend="reference", return_stats=True)
+
+
+def compared(tile, length):
     """q, k and v of the self-test, and a function that judges a result for them as a kernel's."""
-    q, k, v = self_test.inputs(length, 128, dtype, CPU, seed)
-    theirs = s2o_attention(q, k, v, self_test.layer(tile), backend="reference", return_stats=True)
+    q, k, v = self_test.inputs(length, 128, torch.bfloat16, CPU, 0)
+    theirs = by_reference(q, k, v, self_test.layer(tile))
     truth, dense = exact_attention(q, k, v), dense_attention(q, k, v)
     return (q, k, v), lambda ours: self_test.judged_kernel(tile, ours, theirs, truth, dense)[1]
 
@@ -368,7 +365,7 @@ def test_no_stop_of_the_self_test_is_near_its_threshold(tile, length, head_dim, 
 
     monkeypatch.setattr(attention, "stops", stops)
     q, k, v = self_test.inputs(length, head_dim, torch.bfloat16, CPU, seed)
-    result = s2o_attention(q, k, v, self_test.layer(tile), backend="reference", return_stats=True)
+    result = by_reference(q, k, v, self_test.layer(tile))
     ratio = torch.cat(ratios)
     assert not ((ratio > 0.5) & (ratio < 4)).any(), ratio
     assert (ratio <= 0.5).any()
@@ -378,12 +375,10 @@ def test_no_stop_of_the_self_test_is_near_its_threshold(tile, length, head_dim, 
     assert max(density[1], density[3]) < 0.9
 
 
-@pytest.mark.parametrize(
-    ("tile", "length"),
-    pairwise(
-        [pytest.param(tile, id=name) for name, tile in GPU_TILES.items()], [301, 1021, 2045], mark=EXHAUSTIVE, count=3
-    ),
-)
+NAMED_TILES = [pytest.param(tile, id=name) for name, tile in GPU_TILES.items()]
+
+
+@pytest.mark.parametrize(("tile", "length"), pairwise(NAMED_TILES, [301, 1021, 2045], mark=EXHAUSTIVE, count=3))
 def test_the_verdict_does_not_depend_on_rounding(tile, length, monkeypatch):
     """Scores of queries and keys that are off by roundings to bfloat16, and rankings off by much more, are no problem.
 
@@ -405,43 +400,21 @@ def test_the_verdict_does_not_depend_on_rounding(tile, length, monkeypatch):
         off_q, off_k = rounded(q), rounded(k)
         assert not torch.equal(off_q, q)
         assert not torch.equal(off_k, k)
-        assert not judged(s2o_attention(off_q, off_k, v, self_test.layer(tile), backend="reference", return_stats=True))
+        assert not judged(by_reference(off_q, off_k, v, self_test.layer(tile)))
 
 
-def with_heads(**changes):
-    """A kernel that computes the heads that stop with other settings."""
-
-    def kernel(q, k, v, config):
-        heads = tuple(replace(head, **changes) if head.tau else head for head in config.heads)
-        return s2o_attention(q, k, v, replace(config, heads=heads), backend="reference", return_stats=True)
-
-    return kernel
-
-
-def on_inputs(change):
-    """A kernel that reads other inputs."""
-    return lambda q, k, v, config: s2o_attention(*change(q, k, v), config, backend="reference", return_stats=True)
-
-
-def with_output(change):
-    """A kernel that writes another output."""
+def wrong_kernel(inputs=lambda *qkv: qkv, order=lambda ranked: ranked, output=lambda *tensors: None, **of_heads):
+    """A kernel that reads other inputs, visits the prefix in another order, writes another output, or computes the
+    heads that stop with other settings."""
 
     def kernel(q, k, v, config):
-        result = s2o_attention(q, k, v, config, backend="reference", return_stats=True)
-        change(result.out, q, k, v)
-        return result
-
-    return kernel
-
-
-def with_order(change):
-    """A kernel that visits the prefix in another order."""
-
-    def kernel(q, k, v, config):
+        heads = tuple(replace(head, **of_heads) if head.tau else head for head in config.heads)
         with pytest.MonkeyPatch.context() as patch:
             real = attention.rank
-            patch.setattr(attention, "rank", lambda *arguments: change(real(*arguments)))
-            return s2o_attention(q, k, v, config, backend="reference", return_stats=True)
+            patch.setattr(attention, "rank", lambda *arguments: order(real(*arguments)))
+            result = by_reference(*inputs(q, k, v), replace(config, heads=heads))
+        output(result.out, q, k, v)
+        return result
 
     return kernel
 
@@ -459,37 +432,37 @@ def unwritten_row(out, q, k, v):
 
 
 WRONG_KERNELS = {
-    "it never stops": (with_heads(tau=0.0), "density in head 1"),
-    "it stops at the first check": (with_heads(tau=1e6), "density in head 1"),
-    "its gains are ten times too large": (with_heads(tau=0.1), "density in head 1"),
-    "it estimates no tail": (with_heads(tail=False), "error in head 3"),
-    "it estimates a tail unasked": (with_heads(tail=True), "error in head 1"),
-    "it visits in ascending order": (with_order(lambda r: r._replace(order=r.order.sort().values)), "head 1"),
-    "it visits unimportant keys first": (with_order(lambda r: r._replace(order=r.order.flip(0))), "head 1"),
+    "it never stops": ({"tau": 0.0}, "density in head 1"),
+    "it stops at the first check": ({"tau": 1e6}, "density in head 1"),
+    "its gains are ten times too large": ({"tau": 0.1}, "density in head 1"),
+    "it estimates no tail": ({"tail": False}, "error in head 3"),
+    "it estimates a tail unasked": ({"tail": True}, "error in head 1"),
+    "it visits in ascending order": ({"order": lambda r: r._replace(order=r.order.sort().values)}, "head 1"),
+    "it visits unimportant keys first": ({"order": lambda r: r._replace(order=r.order.flip(0))}, "head 1"),
     "it visits some keys twice": (
-        with_order(lambda r: r._replace(order=torch.cat([r.order[:64], r.order[:-64]]))), "error in head 0"
+        {"order": lambda r: r._replace(order=torch.cat([r.order[:64], r.order[:-64]]))}, "error in head 0"
     ),
-    "it reads the keys of another head": (on_inputs(lambda q, k, v: (q, k.flip(1), v)), "error in head 0"),
-    "it reads the next values": (on_inputs(lambda q, k, v: (q, k, v.roll(1, 2))), "error in head 0"),
-    "it scales scores by a percent more": (on_inputs(lambda q, k, v: (q * 1.01, k, v)), "error in head 0"),
-    "it sees a key of the future": (with_output(one_key_more), "error in head 0"),
-    "it leaves a row unwritten": (with_output(unwritten_row), "error in head 3"),
-    "it scales a head by a percent": (with_output(lambda out, *_: out[:, 2].mul_(1.01)), "error in head 2"),
+    "it reads the keys of another head": ({"inputs": lambda q, k, v: (q, k.flip(1), v)}, "error in head 0"),
+    "it reads the next values": ({"inputs": lambda q, k, v: (q, k, v.roll(1, 2))}, "error in head 0"),
+    "it scales scores by a percent more": ({"inputs": lambda q, k, v: (q * 1.01, k, v)}, "error in head 0"),
+    "it sees a key of the future": ({"output": one_key_more}, "error in head 0"),
+    "it leaves a row unwritten": ({"output": unwritten_row}, "error in head 3"),
+    "it scales a head by a percent": ({"output": lambda out, *_: out[:, 2].mul_(1.01)}, "error in head 2"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("kernel", "expected", "tile"),
+    ("wrong", "expected", "tile"),
     pairwise(
         [pytest.param(*case, id=name) for name, case in WRONG_KERNELS.items()],
-        [pytest.param(tile, id=name) for name, tile in GPU_TILES.items()],
+        NAMED_TILES,
         mark=EXHAUSTIVE,
         count=len(WRONG_KERNELS),
     ),
 )
-def test_a_wrong_kernel_does_not_pass(kernel, expected, tile):
+def test_a_wrong_kernel_does_not_pass(wrong, expected, tile):
     tensors, judged = compared(tile, 2045)
-    assert expected in judged(kernel(*tensors, self_test.layer(tile)))
+    assert expected in judged(wrong_kernel(**wrong)(*tensors, self_test.layer(tile)))
 
 
 # profiles and models
@@ -497,7 +470,7 @@ def test_a_wrong_kernel_does_not_pass(kernel, expected, tile):
 
 def test_what_is_foreseen_is_what_a_patched_model_does(tmp_path):
     """Layer by layer, at lengths that are too short, between buckets, calibrated and too long."""
-    profile = replace(load_profile(PROFILE), lengths=(256, 384))
+    profile = replace(load_profile(DEMO_PROFILE), lengths=(256, 384))
     profile = replace(profile, layers=(profile.layers[0], profile.layers[2]), record=profile.record)
     save_profile(profile, tmp_path / "p.safetensors")
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
@@ -517,7 +490,7 @@ def test_what_is_foreseen_is_what_a_patched_model_does(tmp_path):
 
 @pytest.mark.usefixtures("quick")
 def test_a_profile_and_its_model(capsys):
-    code, sections = doctor(capsys, "--profile", PROFILE, "--model", DEMO)
+    code, sections = doctor(capsys, "--profile", DEMO_PROFILE, "--model", DEMO)
     assert code == OK
     assert sections["profile"]["model"]["value"].endswith("is the profile's: weights compared")
     assert sections["model"]["model"]["value"].endswith("llama, 6 layers, 8 query heads, 2 KV heads, head dim 128")
@@ -528,7 +501,7 @@ def test_a_profile_and_its_model(capsys):
 def test_what_does_not_fit_is_bad_input(capsys, tmp_path):
     config = json.loads((DEMO / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
-    code, sections = doctor(capsys, "--profile", PROFILE, "--model", tmp_path)
+    code, sections = doctor(capsys, "--profile", DEMO_PROFILE, "--model", tmp_path)
     assert code == BAD_INPUT
     assert "4 layers where the profile has 6" in sections["profile"]["model"]["advice"]
 
@@ -544,14 +517,14 @@ def test_what_does_not_fit_is_bad_input(capsys, tmp_path):
 
 @pytest.mark.usefixtures("quick")
 def test_random_weights_and_foreign_devices(capsys, monkeypatch, tmp_path):
-    profile = load_profile(PROFILE)
+    profile = load_profile(DEMO_PROFILE)
     save_profile(replace(profile, fingerprint="random-1"), tmp_path / "p.safetensors")
     code, sections = doctor(capsys, "--profile", tmp_path / "p.safetensors")
     assert code == BAD_INPUT
     assert "calibrated on random weights" in sections["profile"]["weights"]["advice"]
 
     monkeypatch.setattr(prospect, "identify", lambda device: DeviceIdentity("rocm", "MI300"))
-    code, sections = doctor(capsys, "--profile", PROFILE)
+    code, sections = doctor(capsys, "--profile", DEMO_PROFILE)
     assert code == NO_RESOURCE
     assert sections["profile"]["made on"]["advice"] == "there is no kernel for rocm (MI300): the model stays dense"
 
@@ -568,7 +541,7 @@ def test_the_calibrators_doctor_knows_aliases_and_what_a_calibration_would_find(
     def run(arguments):
         return calibrate(["doctor", *arguments])
 
-    code, sections = doctor(capsys, "--model", "demo", "--profile", PROFILE, run=run)
+    code, sections = doctor(capsys, "--model", "demo", "--profile", DEMO_PROFILE, run=run)
     assert code == OK
     assert sections["model"]["attention in them"]["value"] == "100% at 1024, 100% at 1536, 100% at 2048 tokens"
     assert sections["profile"]["model"]["value"] == "demo is the profile's: weights compared"
@@ -580,6 +553,6 @@ def test_the_calibrators_doctor_knows_aliases_and_what_a_calibration_would_find(
 def test_transformers_is_needed_for_a_model_only(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setattr(self_test, "self_test", lambda device: [])
-    sections = {section.name: section for section in examine(model="a/b", profile=PROFILE, device="cpu")}
+    sections = {section.name: section for section in examine(model="a/b", profile=DEMO_PROFILE, device="cpu")}
     assert by_name(sections["model"].findings)["model"].code == NO_RESOURCE
     assert "1024 tokens" in by_name(sections["profile"].findings)

@@ -15,7 +15,8 @@ def _gpu(request):
         pytest.skip("needs an NVIDIA GPU")
     given = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     if "tile" in given:
-        obstacle = tile_obstacle(given["tile"], given.get("head_dim", 128), torch.cuda.get_device_capability())
+        head_dim = given["shape"][5] if "shape" in given else given.get("head_dim", 128)
+        obstacle = tile_obstacle(given["tile"], head_dim, torch.cuda.get_device_capability())
         if obstacle:
             pytest.skip(obstacle)
 

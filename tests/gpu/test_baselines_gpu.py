@@ -3,18 +3,10 @@
 import pytest
 import torch
 
-from s2o_runtime.baselines import (
-    PBS,
-    Antidiagonal,
-    FlashPrefill,
-    SkipSoftmax,
-    Sparge,
-    attend,
-    baseline_attention,
-    select,
-)
+from s2o_runtime.baselines import PBS, Antidiagonal, FlashPrefill, SkipSoftmax, Sparge, baseline_attention, select
 from s2o_runtime.baselines.flash_prefill import head_mass, log_mass
 from s2o_runtime.baselines.pooling import block_means, pool, pool_plain
+from s2o_runtime.baselines.run import attend
 from s2o_runtime.baselines.selection import Grid
 from s2o_runtime.baselines.xattention import block_weights, head_weights
 from s2o_runtime.reference.dense import dense_attention, exact_attention

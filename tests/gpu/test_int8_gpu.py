@@ -12,7 +12,7 @@ from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.quantisation import quantised_keys
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.tiles import candidate_tiles
-from support.gpu import SHAPES, SHAPES_256, inputs, relative_error
+from support.gpu import SHAPES, SHAPES_256, drawn, inputs, relative_error
 from support.marks import pairwise
 
 PLAIN = TileConfig(128, 32, 4, 8, 3)
@@ -22,8 +22,7 @@ PLAIN = TileConfig(128, 32, 4, 8, 3)
 @pytest.mark.parametrize(("kv_len", "head_dim", "starts"), [(5000, 128, None), (777, 64, [0, 300]), (64, 256, [64, 5])])
 def test_keys_are_rounded_as_the_rule_says(kv_len, head_dim, starts, dtype, nan_filled):
     batch = 1 if starts is None else 2
-    q, k, _ = inputs(batch, 4, 2, kv_len, kv_len, head_dim, dtype)
-    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
+    q, k, _, kv_start = drawn((batch, 4, 2, kv_len, kv_len, head_dim, starts), dtype)
     config = LayerConfig.uniform(4, scores="int8")
     rows, unit, middle = keys_of(Call.of(q, k, k, config, kv_start=kv_start))
     for b in range(batch):
@@ -38,18 +37,15 @@ def test_keys_are_rounded_as_the_rule_says(kv_len, head_dim, starts, dtype, nan_
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), SHAPES + SHAPES_256)
-def test_never_stopping_is_the_reference(
-    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, dtype, nan_filled
-):  # fmt: skip
-    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype)
+@pytest.mark.parametrize("shape", SHAPES + SHAPES_256)
+def test_never_stopping_is_the_reference(shape, dtype, nan_filled):
+    q, k, v, kv_start = drawn(shape, dtype)
     k = k + 2 * k[:, :, -1:]
-    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
     kinds = (HeadConfig(0.0, 128), HeadConfig(0.0, 256, representatives=8), HeadConfig(0.0, 128, "dense"))
-    config = LayerConfig(tuple(kinds[h % 3] for h in range(heads)), PLAIN, scores="int8")
+    config = LayerConfig(tuple(kinds[h % 3] for h in range(shape[1])), PLAIN, scores="int8")
     options = {"kv_start": kv_start, "return_lse": True}
     expected, expected_lse, _ = s2o_attention(q, k, v, config, backend="reference", **options)
-    for tile in {replace(tile, chunk=2) for tile in candidate_tiles(head_dim, torch.cuda.get_device_capability())}:
+    for tile in {replace(tile, chunk=2) for tile in candidate_tiles(shape[5], torch.cuda.get_device_capability())}:
         ours, lse, _ = s2o_attention(q, k, v, config.with_tile(tile), backend="triton", **options)
         # bf16 weights and output, 2^-8 each, and a query between two levels that is rounded to the other one
         assert relative_error(ours, expected.float()) <= 8e-3, tile
@@ -65,12 +61,11 @@ def test_every_tile_stops_where_the_plain_kernel_does(head_dim, tau, grain, nan_
     heads = tuple(kinds[h % 3] for h in range(4))
     for tile in {replace(tile, chunk=2) for tile in candidate_tiles(head_dim, torch.cuda.get_device_capability())}:
         config = LayerConfig(heads, tile, grain=grain, scores="int8")
-        ours, lse, stats = s2o_attention(q, k, v, config, backend="triton", return_stats=True, return_lse=True)
         warps = 4 if tile.block_m == 64 and head_dim <= 128 else 8
         plain = config.with_tile(TileConfig(tile.block_m, tile.block_n, 2, warps, 1))
-        theirs, expected_lse, expected = s2o_attention(
-            q, k, v, plain, backend="triton", return_stats=True, return_lse=True
-        )
+        options = {"backend": "triton", "return_stats": True, "return_lse": True}
+        ours, lse, stats = s2o_attention(q, k, v, config, **options)
+        theirs, expected_lse, expected = s2o_attention(q, k, v, plain, **options)
         assert (stats.visited != expected.visited).float().mean() <= 0.01, tile
         same = (stats.visited == expected.visited).repeat_interleave(tile.block_m, 2)[:, :, :3000]
         torch.testing.assert_close(lse[same], expected_lse[same], rtol=0, atol=1e-3)
@@ -84,13 +79,11 @@ def test_sinks_packed_sequences_and_plans(nan_filled):
     sinks = torch.tensor([1.0, 4.0, -2.0, 0.0], device="cuda")
     config = LayerConfig.uniform(4, segment=128, tau=0.0, tile=PLAIN, scores="int8")
     tiles = [PLAIN, *candidate_tiles(128, torch.cuda.get_device_capability())[:1]]
-    arguments = (cu, cu, 1300, 1300)
-    expected = s2o_attention_varlen(q, k, v, *arguments, config, sinks=sinks, backend="reference", return_lse=True)
+    arguments, options = (q, k, v, cu, cu, 1300, 1300), {"sinks": sinks, "return_lse": True}
+    expected = s2o_attention_varlen(*arguments, config, backend="reference", **options)
     for tile in tiles:
         for _ in range(4):  # the second call is recorded, those after it replayed
-            out, lse, _ = s2o_attention_varlen(
-                q, k, v, *arguments, config.with_tile(tile), sinks=sinks, backend="triton", return_lse=True
-            )
+            out, lse, _ = s2o_attention_varlen(*arguments, config.with_tile(tile), backend="triton", **options)
             assert relative_error(out, expected.out.float()) <= 8e-3
             torch.testing.assert_close(lse, expected.lse, rtol=0, atol=2e-2)
 

@@ -17,18 +17,18 @@ from s2o_runtime.kernels.rank.order import order
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
 from s2o_runtime.shapes import call_shape, density
 from s2o_runtime.tiles import candidate_tiles
-from support.gpu import SHAPES, SHAPES_256, inputs, relative_error
+from support.gpu import SHAPES, SHAPES_256, drawn, inputs, relative_error
 from support.kernels import kernel_ranking
+from support.layouts import as_transformers, pack, unpacked
 from support.marks import pairwise
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), SHAPES)
-def test_tau_zero_is_dense(batch, heads, kv_heads, q_len, kv_len, head_dim, starts, dtype, nan_filled):
-    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype)
-    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tau_zero_is_dense(shape, dtype, nan_filled):
+    q, k, v, kv_start = drawn(shape, dtype)
     kinds = (HeadConfig(0.0, 128), HeadConfig(0.0, 256), HeadConfig(0.0, 128, "dense"))
-    config = LayerConfig(tuple(kinds[h % 3] for h in range(heads)), TileConfig(128, 32, 8, 8, 3))
+    config = LayerConfig(tuple(kinds[h % 3] for h in range(shape[1])), TileConfig(128, 32, 8, 8, 3))
     truth = exact_attention(q, k, v, kv_start=kv_start)
     out, _, stats = s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton", return_stats=True)
     # one rounding of weights and one of the output: no worse than twice what SDPA makes of the same inputs
@@ -43,15 +43,12 @@ def test_tau_zero_is_dense(batch, heads, kv_heads, q_len, kv_len, head_dim, star
     [(StopRule.REST, 1.0), (StopRule.REST, 0.3), (StopRule.PAPER, 0.1), (StopRule.PAPER, 0.03)],
     ids=str,
 )
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts"), SHAPES)
-def test_stopping_follows_the_reference(
-    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, stop_rule, tau, nan_filled
-):
+@pytest.mark.parametrize("shape", SHAPES)
+def test_stopping_follows_the_reference(shape, stop_rule, tau, nan_filled):
     """Ranking in bf16 orders near-equal keys differently, so errors and densities agree closely, not exactly."""
-    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, torch.bfloat16)
-    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
-    config = LayerConfig.uniform(heads, tau=tau, segment=256, stop_rule=stop_rule, tile=TileConfig(128, 32, 4, 8, 3))
-    shape = call_shape(q, k, v, kv_start)
+    q, k, v, kv_start = drawn(shape)
+    options = {"tau": tau, "segment": 256, "stop_rule": stop_rule, "tile": TileConfig(128, 32, 4, 8, 3)}
+    config = LayerConfig.uniform(shape[1], **options)
     truth = exact_attention(q, k, v, kv_start=kv_start)
     ours, _, stats = s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton", return_stats=True)
     theirs, _, expected = s2o_attention(q, k, v, config, kv_start=kv_start, backend="reference", return_stats=True)
@@ -59,7 +56,7 @@ def test_stopping_follows_the_reference(
     # a tenth of the error for tiles that stop a chunk earlier or later; 5e-3 is the rounding of bf16 outputs, 2^-8
     assert abs(ours_error - theirs_error) <= 0.1 * theirs_error + 5e-3
     torch.testing.assert_close(stats.density, expected.density, rtol=0.03, atol=0.005)
-    torch.testing.assert_close(stats.density, density(stats.visited, config, shape, kv_start))
+    torch.testing.assert_close(stats.density, density(stats.visited, config, call_shape(q, k, v, kv_start), kv_start))
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
@@ -95,27 +92,20 @@ def test_the_order_in_which_heads_start_changes_nothing(length, tile, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "tile", "tau"),
+    ("shape", "tile", "tau"),
     pairwise(
         SHAPES, [HOPPER, replace(HOPPER, num_stages=3), replace(HOPPER, block_n=64, num_stages=4)], [0.0, 0.3, 1.0]
     )
     + pairwise(SHAPES_256, [HOPPER_256], [0.0, 0.3, 1.0]),
 )
-def test_the_hopper_kernel_is_the_plain_kernel(
-    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, tile, tau, nan_filled
-):
-    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, torch.bfloat16)
-    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
+def test_the_hopper_kernel_is_the_plain_kernel(shape, tile, tau, nan_filled):
+    q, k, v, kv_start = drawn(shape)
     kinds = (HeadConfig(tau, 128), HeadConfig(tau, 256), HeadConfig(tau, 128, "dense"))
-    heads_config = tuple(kinds[h % 3] for h in range(heads))
-    plain = TileConfig(64, tile.block_n, 2, 8 if head_dim > 128 else 4, 1)
-    (ours, lse, stats), (theirs, expected_lse, expected) = (
-        s2o_attention(
-            q, k, v, LayerConfig(heads_config, each), kv_start=kv_start, backend="triton", return_stats=True,
-            return_lse=True,
-        )
-        for each in (tile, plain)
-    )  # fmt: skip
+    config = LayerConfig(tuple(kinds[h % 3] for h in range(shape[1])), tile)
+    plain = config.with_tile(TileConfig(64, tile.block_n, 2, 8 if shape[5] > 128 else 4, 1))
+    options = {"kv_start": kv_start, "backend": "triton", "return_stats": True, "return_lse": True}
+    ours, lse, stats = s2o_attention(q, k, v, config, **options)
+    theirs, expected_lse, expected = s2o_attention(q, k, v, plain, **options)
     # the same keys in the same order; weights are rounded to bf16 after a maximum that tiles reach in another order
     assert torch.equal(stats.visited, expected.visited)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-4)
@@ -125,23 +115,16 @@ def test_the_hopper_kernel_is_the_plain_kernel(
 @pytest.mark.parametrize(("tile", "head_dim"), [(TileConfig(64, 64, 2, 4, 2), 128), (HOPPER, 128), (HOPPER_256, 256)])
 def test_packed_sequences_are_sequences_on_their_own(tile, head_dim, nan_filled):
     q_lens, k_lens = [700, 0, 129, 1500, 1], [700, 0, 640, 1500, 300]
-    parts = [inputs(1, 4, 2, n, m, head_dim, torch.bfloat16) for n, m in zip(q_lens, k_lens, strict=True) if n]
-    q, k, v = (torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3))
-    cu_q, cu_k = (
-        torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device="cuda") for lens in (q_lens, k_lens)
-    )
+    parts, packed = pack(q_lens, k_lens, 4, 2, head_dim, inputs)
     config = LayerConfig.uniform(4, tau=0.5, segment=128, representatives=8, tail=True, grain=4, tile=tile)
-    out, lse, stats = s2o_attention_varlen(
-        q, k, v, cu_q, cu_k, 1500, 1500, config, backend="triton", return_stats=True, return_lse=True
-    )
-    begin = 0
-    for b, part in zip((0, 2, 3, 4), parts, strict=True):
-        expected, expected_lse, own = s2o_attention(*part, config, backend="triton", return_stats=True, return_lse=True)
-        end = begin + part[0].shape[2]
-        assert torch.equal(out[begin:end].transpose(0, 1), expected[0])
-        assert torch.equal(lse[:, begin:end], expected_lse[0])
+    options = {"backend": "triton", "return_stats": True, "return_lse": True}
+    out, lse, stats = s2o_attention_varlen(*packed, 1500, 1500, config, **options)
+    outputs = zip((0, 2, 3, 4), parts, unpacked(parts, out), unpacked(parts, lse), strict=True)
+    for b, part, of_part, lse_of_part in outputs:
+        expected, expected_lse, own = s2o_attention(*part, config, **options)
+        assert torch.equal(of_part, expected[0])
+        assert torch.equal(lse_of_part, expected_lse[0])
         assert torch.equal(stats.visited[b, :, : own.visited.shape[2]], own.visited[0])
-        begin = end
     assert torch.isfinite(stats.density).all()
 
 
@@ -187,8 +170,7 @@ EXTENDED = (
 )
 def test_extensions_are_as_near_to_dense_as_the_reference(tile, head_dim, grain, starts, nan_filled):
     """Representatives, tails and grains together: as many keys as the reference visits, with its error."""
-    q, k, v = inputs(2, 4, 2, 1100, 2500, head_dim, torch.bfloat16)
-    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
+    q, k, v, kv_start = drawn((2, 4, 2, 1100, 2500, head_dim, starts))
     config = LayerConfig(EXTENDED, tile, grain=grain)
     out, _, stats = s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton", return_stats=True)
     theirs, _, expected = s2o_attention(q, k, v, config, kv_start=kv_start, backend="reference", return_stats=True)
@@ -206,9 +188,8 @@ def test_extensions_are_as_near_to_dense_as_the_reference(tile, head_dim, grain,
 def test_non_contiguous_inputs_as_transformers_hands_them_over(nan_filled):
     q, k, v = inputs(1, 8, 2, 800, 800, 128, torch.bfloat16)
     config = LayerConfig.uniform(8, tau=0.5, segment=128, tile=TileConfig(128, 32, 4, 8, 3))
-    views = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
     expected = s2o_attention(q, k, v, config, backend="triton")
-    assert torch.equal(s2o_attention(*views, config, backend="triton"), expected)
+    assert torch.equal(s2o_attention(*as_transformers(q, k, v), config, backend="triton"), expected)
 
 
 SIX = (HeadConfig(0.5, 128),) * 6
@@ -250,11 +231,8 @@ def test_dense_attention_leaves_the_default_backends_as_they_are():
     ours = plain.replace("F.scaled_dot_product_attention", "dense_attention") + "; " + plain.split("; ")[1]
     orders = []
     for calls in (plain, ours):
-        program = (
-            "import torch, torch.nn.functional as F; from s2o_runtime.reference.dense import dense_attention; "
-            f"{calls}; print(torch._C._get_sdp_priority_order())"
-        )
-        orders.append(
-            subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-        )
+        imports = "import torch, torch.nn.functional as F; from s2o_runtime.reference.dense import dense_attention"
+        program = f"{imports}; {calls}; print(torch._C._get_sdp_priority_order())"
+        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        orders.append(run.stdout)
     assert orders[0] == orders[1]

@@ -1,7 +1,7 @@
 """Sinks, soft caps, other scales and head dims in the compiled kernels: bf16, odd shapes, outputs filled with NaN."""
 
-import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
 from s2o_runtime.scoring import Scoring
 from s2o_runtime.tiles import candidate_tiles
-from support.gpu import inputs, relative_error
+from support.gpu import drawn, inputs, relative_error
+from support.layouts import pack, unpacked
 from support.marks import pairwise
 
 PLAIN = TileConfig(64, 64, 4, 4, 2)
@@ -41,23 +42,22 @@ def features_of(name, heads):
 
 
 SHAPES = [
-    pytest.param(1, 4, 2, 1001, 1001, 128, None, id="L1001-D128"),
-    pytest.param(1, 8, 1, 777, 2049, 64, None, id="q777-kv2049-D64"),
-    pytest.param(3, 4, 2, 900, 900, 64, [0, 333, 899], id="left-padded"),
-    pytest.param(1, 2, 2, 7, 7, 128, None, id="L7"),
+    pytest.param((1, 4, 2, 1001, 1001, 128, None), id="L1001-D128"),
+    pytest.param((1, 8, 1, 777, 2049, 64, None), id="q777-kv2049-D64"),
+    pytest.param((3, 4, 2, 900, 900, 64, [0, 333, 899]), id="left-padded"),
+    pytest.param((1, 2, 2, 7, 7, 128, None), id="L7"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "name", "tile"),
+    ("shape", "name", "tile"),
     pairwise(SHAPES, ["sinks", "cap", "all"], [PLAIN, HOPPER]),
 )
-def test_tau_zero_is_exact(batch, heads, kv_heads, q_len, kv_len, head_dim, starts, name, tile, nan_filled):
-    q, k, v = inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, torch.bfloat16)
-    options = features_of(name, heads)
-    options["kv_start"] = None if starts is None else torch.tensor(starts, device="cuda")
+def test_tau_zero_is_exact(shape, name, tile, nan_filled):
+    q, k, v, kv_start = drawn(shape)
+    options = features_of(name, shape[1]) | {"kv_start": kv_start}
     kinds = (HeadConfig(0.0, 128), HeadConfig(0.0, 256, tail=True), HeadConfig(0.0, 128, "dense"))
-    config = LayerConfig(tuple(kinds[h % 3] for h in range(heads)), tile, grain=2)
+    config = LayerConfig(tuple(kinds[h % 3] for h in range(shape[1])), tile, grain=2)
     out, lse, _ = s2o_attention(q, k, v, config, backend="triton", return_lse=True, **options)
     truth = exact_attention(q, k, v, **options)
     assert relative_error(out, truth) < 6e-3  # one rounding of weights and one of the output, 2^-9 each
@@ -69,9 +69,8 @@ def test_tau_zero_is_exact(batch, heads, kv_heads, q_len, kv_len, head_dim, star
     pairwise(["sinks", "cap", "all"], [PLAIN, TileConfig(128, 64, 2, 8, 3), HOPPER], [None, [300, 1700]]),
 )
 def test_heads_that_stop_are_as_near_to_dense_as_the_reference(tile, name, starts, nan_filled):
-    q, k, v = inputs(2, 4, 2, 1100, 2500, 128, torch.bfloat16)
-    options = features_of(name, 4)
-    options["kv_start"] = None if starts is None else torch.tensor(starts, device="cuda")
+    q, k, v, kv_start = drawn((2, 4, 2, 1100, 2500, 128, starts))
+    options = features_of(name, 4) | {"kv_start": kv_start}
     heads = (
         HeadConfig(0.5, 512, representatives=16, tail=True),
         HeadConfig(0.3, 256, representatives=4),
@@ -93,13 +92,11 @@ def test_heads_that_stop_are_as_near_to_dense_as_the_reference(tile, name, start
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_specialised_kernel_visits_what_the_plain_one_visits(head_dim, name, nan_filled):
     q, k, v = inputs(1, 4, 2, 1500, 1500, head_dim, torch.bfloat16)
-    results = []
-    for tile in (HOPPER, TileConfig(64, 128, 4, 8, 2)):
-        config = LayerConfig.uniform(4, tau=0.5, segment=256, representatives=4, tail=True, grain=4, tile=tile)
-        results.append(
-            s2o_attention(q, k, v, config, backend="triton", return_stats=True, return_lse=True, **features_of(name, 4))
-        )
-    (ours, our_lse, our_stats), (plain, plain_lse, plain_stats) = results
+    config = LayerConfig.uniform(4, tau=0.5, segment=256, representatives=4, tail=True, grain=4, tile=HOPPER)
+    options = {"backend": "triton", "return_stats": True, "return_lse": True} | features_of(name, 4)
+    ours, our_lse, our_stats = s2o_attention(q, k, v, config, **options)
+    config = config.with_tile(TileConfig(64, 128, 4, 8, 2))
+    plain, plain_lse, plain_stats = s2o_attention(q, k, v, config, **options)
     same = our_stats.visited == plain_stats.visited
     assert same.float().mean() > 0.98  # a gain next to the threshold may round to either side of it
     rows = same.repeat_interleave(64, 2)[:, :, :1500]
@@ -108,15 +105,12 @@ def test_the_specialised_kernel_visits_what_the_plain_one_visits(head_dim, name,
 
 
 def test_packed_sequences_have_sinks_too(nan_filled):
-    parts = [inputs(1, 4, 2, length, length, 64, torch.bfloat16) for length in (700, 1301)]
-    q, k, v = (torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3))
-    edges = torch.tensor([0, 700, 2001], dtype=torch.int32, device="cuda")
+    parts, packed = pack([700, 1301], [700, 1301], 4, 2, 64, inputs)
     config = LayerConfig.uniform(4, tau=0.5, segment=128, representatives=8, tail=True, grain=4, tile=PLAIN)
-    options = features_of("all", 4)
-    out = s2o_attention_varlen(q, k, v, edges, edges, 1301, 1301, config, backend="triton", **options)
-    for (begin, end), part in zip(itertools.pairwise(edges.tolist()), parts, strict=True):
-        expected = s2o_attention(*part, config, backend="triton", **options)
-        assert torch.equal(out[begin:end].transpose(0, 1), expected[0])
+    options = features_of("all", 4) | {"backend": "triton"}
+    out = s2o_attention_varlen(*packed, 1301, 1301, config, **options)
+    for part, of_part in zip(parts, unpacked(parts, out), strict=True):
+        assert torch.equal(of_part, s2o_attention(*part, config, **options)[0])
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(80, 80), (96, 96), (192, 192), (256, 256), (192, 128), (64, 128)])
@@ -138,11 +132,8 @@ def test_dense_attention_with_sinks_takes_a_fast_backend(head_dim):
     q, k, v = inputs(1, 8, 2, 8192, 8192, head_dim, torch.bfloat16)
     sinks = sinks_of(8)
     assert relative_error(dense_attention(q, k, v, sinks=sinks), exact_attention(q, k, v, sinks=sinks)) < 6e-3
-    seconds = medians(
-        {"plain": lambda: dense_attention(q, k, v), "sinks": lambda: dense_attention(q, k, v, sinks=sinks)},
-        torch.device("cuda"),
-        5,
-    )
+    calls = {"plain": lambda: dense_attention(q, k, v), "sinks": lambda: dense_attention(q, k, v, sinks=sinks)}
+    seconds = medians(calls, torch.device("cuda"), 5)
     print(f"dense attention of 8192 tokens with sinks: {seconds['sinks'] / seconds['plain']:.2f} times one without")
     assert seconds["sinks"] < 8 * seconds["plain"]
 

@@ -1,6 +1,5 @@
 """Linear tails on a GPU in bf16 and fp16, with outputs filled with NaN, against the reference and dense attention."""
 
-import itertools
 from functools import partial
 
 import pytest
@@ -13,8 +12,9 @@ from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.tail import Tail
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
-from support.gpu import inputs, relative_error
+from support.gpu import inputs, relative_error, starts_of
 from support.kernels import kernel_ranking, ranking_of
+from support.layouts import pack, unpacked
 from support.marks import pairwise
 
 PLAIN = TileConfig(64, 64, 2, 4, 2)
@@ -56,39 +56,36 @@ def reference_of(q, k, v, config, kv_start=None, sinks=None):
 
 
 SHAPES = [
-    pytest.param(1, 5, 1, 1001, 1001, 128, None, id="L1001-D128"),
-    pytest.param(1, 4, 2, 777, 2049, 64, None, id="q777-kv2049-D64"),
-    pytest.param(3, 3, 1, 900, 900, 64, [0, 333, 899], id="left-padded"),
-    pytest.param(2, 3, 1, 500, 1100, 128, [1100, 650], id="padded-chunk"),
-    pytest.param(1, 1, 1, 1, 1500, 128, None, id="one-query"),
-    pytest.param(1, 1, 1, 7, 7, 128, None, id="L7"),
+    pytest.param((1, 5, 1, 1001, 1001, 128, None), id="L1001-D128"),
+    pytest.param((1, 4, 2, 777, 2049, 64, None), id="q777-kv2049-D64"),
+    pytest.param((3, 3, 1, 900, 900, 64, [0, 333, 899]), id="left-padded"),
+    pytest.param((2, 3, 1, 500, 1100, 128, [1100, 650]), id="padded-chunk"),
+    pytest.param((1, 1, 1, 1, 1500, 128, None), id="one-query"),
+    pytest.param((1, 1, 1, 7, 7, 128, None), id="L7"),
 ]
-D256 = pytest.param(1, 2, 1, 701, 1203, 256, None, id="q701-kv1203-D256")
+D256 = pytest.param((1, 2, 1, 701, 1203, 256, None), id="q701-kv1203-D256")
 KINDS_OF_CALL = [torch.bfloat16, torch.float16], [1, 4]
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "starts", "tile", "dtype", "grain"),
+    ("shape", "tile", "dtype", "grain"),
     pairwise(SHAPES, [PLAIN, WIDE, HOPPER], *KINDS_OF_CALL)
     + pairwise([D256], [PLAIN, WIDE, HOPPER_256], *KINDS_OF_CALL),
 )
-def test_prefill_equals_the_reference(
-    batch, heads, kv_heads, q_len, kv_len, head_dim, starts, dtype, grain, tile, nan_filled
-):
-    q, k, v = diffuse(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype)
-    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
-    config = mixed(heads, tile, grain)
-    out, lse, stats = s2o_attention(
-        q, k, v, config, kv_start=kv_start, backend="triton", return_lse=True, return_stats=True
-    )
+def test_prefill_equals_the_reference(shape, dtype, grain, tile, nan_filled):
+    *sizes, starts = shape
+    q, k, v = diffuse(*sizes, dtype)
+    kv_start = starts_of(starts)
+    config = mixed(shape[1], tile, grain)
+    options = {"kv_start": kv_start, "backend": "triton"}
+    out, lse, stats = s2o_attention(q, k, v, config, return_lse=True, return_stats=True, **options)
     expected = reference_of(q, k, v, config, kv_start)
-    for head in range(heads):
-        if config.heads[head].linear or config.heads[head].mode == "dense":  # others may stop a chunk earlier or later
+    for head, kind in enumerate(config.heads):
+        if kind.linear or kind.mode == "dense":  # others may stop a chunk earlier or later
             assert relative_error(out[:, head].cpu(), expected.out[:, head]) < BF16_ERROR
             torch.testing.assert_close(lse[:, head].cpu(), expected.lse[:, head], rtol=0, atol=8e-3)
             assert torch.equal(stats.visited[:, head].cpu(), expected.visited[:, head])
-    again = s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton")  # the log-sum-exp is workspace
-    assert torch.equal(again, out)
+    assert torch.equal(s2o_attention(q, k, v, config, **options), out)  # the log-sum-exp is workspace
 
 
 @pytest.mark.parametrize("tile", [PLAIN, HOPPER], ids=str)
@@ -116,15 +113,12 @@ def test_of_diffuse_heads_it_is_nearer_to_dense_attention_than_other_tails(tile,
 
 @pytest.mark.parametrize("tile", [PLAIN, HOPPER], ids=str)
 def test_packed_sequences_are_sequences_on_their_own(tile, nan_filled):
-    parts = [diffuse(1, 3, 1, length, length, 64, torch.bfloat16) for length in (700, 1301)]
-    q, k, v = (torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3))
-    edges = torch.tensor([0, 700, 700, 2001], dtype=torch.int32, device="cuda")
+    parts, packed = pack([700, 0, 1301], [700, 0, 1301], 3, 1, 64, diffuse)
     config = LayerConfig((LINEAR, KINDS[2], KINDS[3]), tile, grain=4)
-    out = s2o_attention_varlen(q, k, v, edges, edges, 1301, 1301, config, backend="triton")
-    bounds = [bound for bound in itertools.pairwise(edges.tolist()) if bound[0] < bound[1]]
-    for (begin, end), part in zip(bounds, parts, strict=True):
+    out = s2o_attention_varlen(*packed, 1301, 1301, config, backend="triton")
+    for part, of_part in zip(parts, unpacked(parts, out), strict=True):
         expected = s2o_attention(*part, config, backend="triton")
-        assert relative_error(out[begin:end].transpose(0, 1), expected[0].float()) < 1e-3
+        assert relative_error(of_part, expected[0].float()) < 1e-3
 
 
 def test_slicing_the_rows_changes_nothing(monkeypatch, nan_filled):

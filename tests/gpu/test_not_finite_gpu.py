@@ -39,9 +39,8 @@ def test_where_dense_attention_is_nan_s2o_is(tile, path, where, bad, position, m
         monkeypatch.setattr(prefill_module, "key_shares", lambda *_: 3)
     out, lse, _ = s2o_attention(q, k, v, config, kv_start=start, backend="triton", return_lse=True)
     scores = q.double() @ k.double().mT
-    expected = ((scores.isnan() | (scores == math.inf)) & torch.ones_like(scores[0, 0], dtype=torch.bool).tril()).any(
-        -1
-    )
+    causal = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
+    expected = ((scores.isnan() | (scores == math.inf)) & causal).any(-1)
     assert bool(expected.any())
     assert bool(out[expected].isnan().any(-1).all())
     assert not bool(lse[expected].isfinite().any())

@@ -44,6 +44,15 @@ def same(ours, theirs):
     return all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(ours, theirs, strict=True))
 
 
+def on_another_stream(call):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        result = call()
+    torch.cuda.current_stream().wait_stream(stream)
+    return result
+
+
 PLAIN_HEADS = (HeadConfig(0.5, 256),) * 8
 WITH_LINEAR = (HeadConfig(0.3, 256, linear=True), HeadConfig(1.0, 256, representatives=4, tail=True))
 WITH_LINEAR += (HeadConfig(mode="dense"), HeadConfig(0.5, 128))
@@ -77,13 +86,7 @@ def test_a_replay_is_the_call_bit_for_bit(tile, heads, starts, replays, nan_fill
     assert replays == [True] * (3 * 4 - 3 * 2)
     with torch.inference_mode():
         assert same(call(*sets[1]), expected[1])
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        tensors = [tensor.clone() for tensor in sets[2]]
-        result = call(*tensors)
-    torch.cuda.current_stream().wait_stream(stream)
-    assert same(result, expected[2])
+    assert same(on_another_stream(lambda: call(*(tensor.clone() for tensor in sets[2]))), expected[2])
     assert replays[-2:] == [True, True]
 
 
@@ -139,12 +142,7 @@ def test_paged_calls_are_replayed_for_other_lengths(tile, replays, nan_filled):
         for (q, *counts), results in zip(calls, expected, strict=True):
             assert same(paged_call(cache, q, config, *counts), results)
     assert replays == [True, True]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        result = paged_call(cache, calls[0][0], config, *calls[0][1:])
-    torch.cuda.current_stream().wait_stream(stream)
-    assert same(result, expected[0])
+    assert same(on_another_stream(lambda: paged_call(cache, calls[0][0], config, *calls[0][1:])), expected[0])
     assert replays[2:] == [True]
 
 

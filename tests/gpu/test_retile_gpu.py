@@ -30,15 +30,8 @@ def test_tiles_are_tuned_and_thresholds_kept(tmp_path):
     proven = [{"length": length, "layers": [{"density": each} for each in (SPARSE, HALF, FULL)]} for length in LENGTHS]
     bucket = (layer(1, True), layer(32, False), layer(32, True))
     other = DeviceIdentity("cuda", "NVIDIA A100", (8, 0), 108, 1 << 36)
-    old = Profile(
-        "demo",
-        GEOMETRY,
-        "f" * 64,
-        other,
-        LENGTHS,
-        (bucket, bucket),
-        Record.from_json({"proof": "held out", "held_out": proven}),
-    )
+    record = Record.from_json({"proof": "held out", "held_out": proven})
+    old = Profile("demo", GEOMETRY, "f" * 64, other, LENGTHS, (bucket, bucket), record)
     save_profile(old, tmp_path / "old.safetensors")
     began = time.monotonic()
     done = retile(tmp_path / "old.safetensors", "cuda", tmp_path / "new.safetensors")
@@ -67,7 +60,6 @@ def test_the_timed_calls_compute_what_the_record_says(density):
     config = _stopping(prompt, layer(32, True), density)
     here = torch.cuda.get_device_capability()
     tile = next(t for t in candidate_tiles(128, here) if Shape.of(t) == Shape.of(FORMER))
-    _, _, stats = s2o_attention(
-        prompt.q, prompt.k, prompt.v, config.with_tile(tile), scale=prompt.scale, return_stats=True
-    )
+    qkv = prompt.q, prompt.k, prompt.v
+    stats = s2o_attention(*qkv, config.with_tile(tile), scale=prompt.scale, return_stats=True).stats
     assert float(stats.density.mean()) == pytest.approx(density, abs=0.02)

@@ -38,14 +38,12 @@ def layer():
     return module, state
 
 
-def prefill_mask(length, starts=None):
-    padding = None
-    if starts is not None:
-        padding = torch.arange(length, device="cuda") >= torch.tensor(starts, device="cuda")[:, None]
-    batch = 1 if starts is None else len(starts)
-    return hf.s2o_mask(
-        batch_size=batch, q_length=length, kv_length=length, q_offset=0, attention_mask=padding, device="cuda"
-    )
+def prefill(module, length):
+    """A prefill of the layer, and its q, k and v."""
+    q, k, v = inputs(length)
+    sizes = {"batch_size": 1, "q_length": length, "kv_length": length, "q_offset": 0}
+    mask = hf.s2o_mask(**sizes, attention_mask=None, device="cuda")
+    return partial(hf.s2o_attention_forward, module, q, k, v, mask), (q, k, v)
 
 
 def milliseconds(call, rounds=10):
@@ -76,13 +74,11 @@ def host_microseconds(call):
 @torch.no_grad()
 def test_the_table_has_the_ops_density_and_time(layer):
     module, state = layer
-    q, k, v = inputs(8192)
-    mask = prefill_mask(8192)
-    call = partial(hf.s2o_attention_forward, module, q, k, v, mask)
+    call, qkv = prefill(module, 8192)
     for _ in range(12):
         call()
     [row] = explained([state])
-    _, _, stats = s2o_attention(q, k, v, CONFIG, return_stats=True)
+    _, _, stats = s2o_attention(*qkv, CONFIG, return_stats=True)
     assert (row["path"], row["reason"], row["calls"]) == ("s2o", "the kernel supports this call", 12)
     assert row["density"] == pytest.approx(float(stats.density.mean()), rel=1e-9)
     # calls in a row wait for the host as well, so this is a bound and no equality
@@ -92,10 +88,8 @@ def test_the_table_has_the_ops_density_and_time(layer):
 @torch.no_grad()
 def test_bookkeeping_takes_little_time_on_the_host(layer, monkeypatch, capsys):
     module, _ = layer
-    q, k, v = inputs(1024)
-    mask = prefill_mask(1024)
-    call = partial(hf.s2o_attention_forward, module, q, k, v, mask)
-    op = partial(s2o_attention, q, k, v, CONFIG, return_stats=True)
+    call, qkv = prefill(module, 1024)
+    op = partial(s2o_attention, *qkv, CONFIG, return_stats=True)
     for _ in range(SAMPLES + 4):
         call()
         op()
@@ -113,8 +107,7 @@ def test_a_sampled_call_does_not_wait_for_the_device(layer):
     """Every call of the first ones is sampled, with the drift check besides; torch raises where something waits."""
     module, state = layer
     state.drift = DriftMonitor(DriftCheck(every=1), 0, Allowed("rel_mse", {4096: 1e3}))
-    q, k, v = inputs(4096)
-    call = partial(hf.s2o_attention_forward, module, q, k, v, prefill_mask(4096))
+    call, _ = prefill(module, 4096)
     for _ in range(4):  # compiles, records, makes generators
         call()
     torch.cuda.synchronize()
@@ -131,8 +124,7 @@ def test_a_sampled_call_does_not_wait_for_the_device(layer):
 @torch.no_grad()
 def test_what_the_drift_check_costs_at_32k(layer, capsys):
     module, state = layer
-    q, k, v = inputs(32768)
-    call = partial(hf.s2o_attention_forward, module, q, k, v, prefill_mask(32768))
+    call, _ = prefill(module, 32768)
     without = milliseconds(call)
     state.drift = DriftMonitor(DriftCheck(every=1), 0, Allowed("rel_mse", {32768: 1e3}))
     checked = milliseconds(call)
@@ -165,16 +157,16 @@ def test_the_estimate_is_the_error_within_sampling_error():
 def test_a_loosened_layer_warns_and_goes_dense(layer, caplog):
     module, state = layer
     state.drift = DriftMonitor(DriftCheck(every=1, action="dense", after=4), 0, Allowed("rel_mse", {4096: 1e-12}))
-    q, k, v = inputs(4096)
+    call, qkv = prefill(module, 4096)
     for _ in range(8):
-        out, _ = hf.s2o_attention_forward(module, q, k, v, prefill_mask(4096))
+        out, _ = call()
         torch.cuda.synchronize()
     [warning] = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert warning.startswith("layer 0: the sampled rel_mse is ")
     rows = {(row["path"], row["reason"]): row["calls"] for row in explained([state])}
     # a check reads what the one before it found: the fifth finds out, and the sixth call is dense
     assert rows == {("s2o", "the kernel supports this call"): 5, ("dense", state.drift.verdict): 3}
-    truth = exact_attention(q, k, v).transpose(1, 2)
+    truth = exact_attention(*qkv).transpose(1, 2)
     assert float((out - truth).norm() / truth.norm()) < 1e-2
 
 
@@ -184,18 +176,17 @@ def test_a_cuda_graph_captures_a_patched_layer(layer, calls_before):
     """With meter and drift check on; its replays compute what an eager call does."""
     module, state = layer
     state.drift = DriftMonitor(DriftCheck(every=1), 0, Allowed("rel_mse", {2048: 1e3}))
-    q, k, v = inputs(2048)
-    mask = prefill_mask(2048)
+    call, qkv = prefill(module, 2048)
     for _ in range(calls_before):
-        hf.s2o_attention_forward(module, q, k, v, mask)
+        call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, _ = hf.s2o_attention_forward(module, q, k, v, mask)
-    for tensor, other in zip((q, k, v), inputs(2048, seed=1), strict=True):
+        out, _ = call()
+    for tensor, other in zip(qkv, inputs(2048, seed=1), strict=True):
         tensor.copy_(other)
     graph.replay()
-    eager, _ = hf.s2o_attention_forward(module, q, k, v, mask)
+    eager, _ = call()
     torch.cuda.synchronize()
     assert torch.equal(out, eager)
     assert [row["calls"] for row in explained([state])] == [calls_before + 2]

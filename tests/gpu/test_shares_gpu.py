@@ -5,13 +5,7 @@ import itertools
 import pytest
 import torch
 
-from s2o_runtime import (
-    HeadConfig,
-    LayerConfig,
-    TileConfig,
-    s2o_attention,
-    warmup,
-)
+from s2o_runtime import HeadConfig, LayerConfig, TileConfig, s2o_attention, warmup
 from s2o_runtime.attention.replay import forget_plans
 from s2o_runtime.call import Call
 from s2o_runtime.devices import resources
@@ -22,7 +16,8 @@ from s2o_runtime.kernels.shares import key_shares
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.scoring import Scoring
 from s2o_runtime.shapes import CallShape
-from support.gpu import inputs, relative_error
+from support.gpu import drawn, inputs, relative_error
+from support.layouts import as_transformers
 from support.marks import pairwise
 from support.paging import PagedBatch
 
@@ -80,8 +75,7 @@ SHAPES += [(1, 2048, 20000, None)]
     ("batch", "q_len", "kv_len", "starts", "shares", "tile", "head_dim"), pairwise(SHAPES, [4, 16], TILES_AND_DIMS)
 )
 def test_split_is_unsplit(batch, q_len, kv_len, starts, shares, tile, head_dim, monkeypatch, nan_filled):
-    q, k, v = inputs(batch, 8, 2, q_len, kv_len, head_dim, torch.bfloat16)
-    kv_start = None if starts is None else torch.tensor(starts, device="cuda")
+    q, k, v, kv_start = drawn((batch, 8, 2, q_len, kv_len, head_dim, starts))
     call = Call.of(q, k, v, config_of(tile), kv_start=kv_start, with_lse=True)
     exact = exact_attention(q, k, v, kv_start=kv_start)
     same_within_rounding(*both(monkeypatch, call, shares), exact)
@@ -166,7 +160,7 @@ def test_nothing_compiles_after_warmup_and_a_replay_is_the_call(tile, nan_filled
     known = len(launch_module._compiled)
     forget_plans()
     q, k, v = inputs(1, 8, 2, 700, 60000, 128, torch.bfloat16)
-    laid = [[t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv] for qkv in ((q, k, v), (q.flip(2), k, v))]
+    laid = [as_transformers(q, k, v), as_transformers(q.flip(2), k, v)]
     for _ in range(3):
         s2o_attention(*laid[0], config, backend="triton")
     assert len(launch_module._compiled) == known

@@ -82,13 +82,10 @@ def test_a_trace_costs_at_most_four_dense_calls():
     shapes = [Shape(64, stride) for stride in (512, 1024, 2048)]
     dense = dense_attention(captured.q, captured.k, captured.v, scale=captured.scale)
     norms = head_norms(dense)
-    seconds = medians(
-        {
-            "dense": lambda: dense_attention(captured.q, captured.k, captured.v, scale=captured.scale),
-            "trace": lambda: kernel_pass.traced(captured, Ranking(1024, 1, 4), shapes, dense, norms),
-        },
-        torch.device("cuda"),
-        5,
-    )
+    calls = {
+        "dense": lambda: dense_attention(captured.q, captured.k, captured.v, scale=captured.scale),
+        "trace": lambda: kernel_pass.traced(captured, Ranking(1024, 1, 4), shapes, dense, norms),
+    }
+    seconds = medians(calls, torch.device("cuda"), 5)
     print(f"trace of 32768 tokens: {seconds['trace'] / seconds['dense']:.2f} dense calls")
     assert seconds["trace"] < 4 * seconds["dense"]

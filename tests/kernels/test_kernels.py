@@ -22,7 +22,8 @@ from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import log_sum_exp
 from s2o_runtime.reference.ranking import log_weights, part_means
 from s2o_runtime.shapes import CallShape
-from support.kernels import TILE, agree, call_of, drawn, inputs, kernel_ranking, mixed_config, pack, prefix_of, run_both
+from support.kernels import TILE, agree, call_of, drawn, inputs, kernel_ranking, mixed_config, prefix_of, run_both
+from support.layouts import as_transformers, pack, unpacked
 from support.marks import INTERPRETED, all_but_first, pairwise
 from support.naive import naive_attention
 
@@ -65,22 +66,19 @@ def test_prefill_equals_the_reference(shape, tau, grain, nan_filled):
     agree(*run_both(q, k, v, config, kv_start))
 
 
-@pytest.mark.parametrize(
-    ("tile", "stop_rule", "tau", "row_reduce"),
-    [
-        (TILE, StopRule.REST, 1.0, "mean"),
-        pytest.param(TILE, StopRule.PAPER, 0.2, "max", marks=SLOW),
-        pytest.param(TileConfig(128, 64, 1, 8, 1), StopRule.PAPER, 0.2, "mean", marks=SLOW),
-        pytest.param(TileConfig(64, 128, 3, 4, 1), StopRule.REST, 1.0, "max", marks=SLOW),
-    ],
-    ids=str,
-)
+RULES_AND_TILES = [
+    (TILE, StopRule.REST, 1.0, "mean"),
+    (TILE, StopRule.PAPER, 0.2, "max"),
+    (TileConfig(128, 64, 1, 8, 1), StopRule.PAPER, 0.2, "mean"),
+    (TileConfig(64, 128, 3, 4, 1), StopRule.REST, 1.0, "max"),
+]
+
+
+@pytest.mark.parametrize(("tile", "stop_rule", "tau", "row_reduce"), all_but_first(RULES_AND_TILES, SLOW), ids=str)
 def test_rules_and_tiles(stop_rule, tau, row_reduce, tile, nan_filled):
-    q, k, v = inputs(1, 1, 1, 450, 450, 64)
-    config = LayerConfig.uniform(
-        1, tau=tau, segment=128, stop_rule=stop_rule, tile=tile, row_reduce=row_reduce, tail=True
-    )
-    agree(*run_both(q, k, v, config))
+    options = {"tau": tau, "stop_rule": stop_rule, "tile": tile, "row_reduce": row_reduce}
+    config = LayerConfig.uniform(1, segment=128, tail=True, **options)
+    agree(*run_both(*inputs(1, 1, 1, 450, 450, 64), config))
 
 
 FEATURES = [
@@ -141,20 +139,18 @@ def test_packed_sequences_are_sequences_on_their_own(heads, head_dim, nan_filled
     out, lse, stats = s2o_attention_varlen(
         q, k, v, cu_q, cu_k, 200, 220, config, backend="triton", return_stats=True, return_lse=True
     )
-    begin = 0
-    for b, part in zip((0, 2, 3, 4), parts, strict=True):
-        end = begin + part[0].shape[2]
+    outputs = zip((0, 2, 3, 4), parts, unpacked(parts, out), unpacked(parts, lse), strict=True)
+    for b, part, of_part, lse_of_part in outputs:
         own, own_lse, own_stats = s2o_attention(*part, config, backend="triton", return_stats=True, return_lse=True)
-        torch.testing.assert_close(out[begin:end].transpose(0, 1), own[0], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(lse[:, begin:end], own_lse[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(of_part, own[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(lse_of_part, own_lse[0], rtol=1e-5, atol=1e-6)
         assert torch.equal(stats.visited[b, :, : own_stats.visited.shape[2]], own_stats.visited[0])
         assert not stats.visited[b, :, own_stats.visited.shape[2] :].any()
-        begin = end
 
 
 def test_fp16_and_strides_as_transformers_hands_them_over(nan_filled):
-    """q, k, v as views of [B, L, H, D]; errors within what fp16 weights and outputs allow."""
-    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs(1, 4, 2, 190, 190, 64, torch.float16))
+    """Errors within what fp16 weights and outputs allow."""
+    q, k, v = as_transformers(*inputs(1, 4, 2, 190, 190, 64, torch.float16))
     config = mixed_config(4, 0.0)
     out, _, _ = s2o_prefill(call_of(q, k, v, config))
     expected, _, _ = s2o_attention_reference(q.double(), k.double(), v.double(), config, scale=0.125)
@@ -239,9 +235,8 @@ def test_rank_scores_and_orders_every_prefix(starts, length, grain, representati
     scores, order_of_steps = rank_of(q, k, config, kv_start)
     for b, h, n in itertools.product(range(2), range(2), range(4)):
         start, first = prefix_of(call, b, h, n)
-        means = part_means(
-            q[b, h, n * 64 : (n + 1) * 64] * 0.125, 64 // representatives, length - 230 + n * 64, start
-        )  # fmt: skip
+        segment = q[b, h, n * 64 : (n + 1) * 64] * 0.125
+        means = part_means(segment, 64 // representatives, length - 230 + n * 64, start)
         steps = (first - start) // grain
         expected = log_weights(means, k[b, 0, start:first], grain) * LOG2E
         ours = scores[b, h, n, :steps].float()

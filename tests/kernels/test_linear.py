@@ -12,22 +12,14 @@ from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.kernels import linear as linear_module
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.keys import keys_of
-from s2o_runtime.kernels.linear import (
-    LARGEST_TILE,
-    PRODUCT_BYTES,
-    PRODUCT_KEYS,
-    PRODUCT_PROGRAMS,
-    WEIGHT_BYTES,
-    covariance_type,
-    linear_bytes,
-    share_keys,
-)
+from s2o_runtime.kernels.linear import LARGEST_TILE, covariance_type, linear_bytes, share_keys
 from s2o_runtime.kernels.prefill import Ranker, row_slices, s2o_prefill
 from s2o_runtime.kernels.primitives import LOG2E
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.ranking import part_means
 from s2o_runtime.serving.server import _compiled_kind
-from support.kernels import TILE, agree, call_of, drawn, inputs, kernel_ranking, pack, prefix_of, ranking_of, run_both
+from support.kernels import TILE, agree, call_of, drawn, inputs, kernel_ranking, prefix_of, ranking_of, run_both
+from support.layouts import as_transformers, pack, unpacked
 from support.marks import INTERPRETED, all_but_first
 from support.naive import naive_attention
 
@@ -50,21 +42,23 @@ def mixed(heads, tile=TILE, grain=1):
 
 
 CASES = [
-    pytest.param((1, 5, 1, 200, 200, 64, None), 4, id="B1-H5-L200-D64-G4"),
-    pytest.param((1, 4, 2, 257, 257, 128, None), 1, id="B1-H4-L257-D128-G1"),
-    pytest.param((2, 2, 1, 100, 211, 64, None), 8, id="q100-kv211-G8"),
-    pytest.param((3, 2, 1, 250, 250, 64, [0, 67, 249]), 1, id="left-padded-G1"),
-    pytest.param((2, 3, 1, 100, 271, 64, [271, 33]), 8, id="padded-chunk-G8"),
-    pytest.param((1, 1, 1, 5, 5, 64, None), 4, id="shorter-than-a-tile-G4"),
-    pytest.param((1, 1, 1, 1, 200, 64, None), 4, id="one-query-G4"),
-    pytest.param((1, 2, 1, 130, 300, 256, None), 4, id="D256-G4"),
+    pytest.param((1, 5, 1, 200, 200, 64, None), TILE, 4, id="B1-H5-L200-D64-G4"),
+    pytest.param((1, 4, 2, 257, 257, 128, None), TILE, 1, id="B1-H4-L257-D128-G1"),
+    pytest.param((2, 2, 1, 100, 211, 64, None), TILE, 8, id="q100-kv211-G8"),
+    pytest.param((3, 2, 1, 250, 250, 64, [0, 67, 249]), TILE, 1, id="left-padded-G1"),
+    pytest.param((2, 3, 1, 100, 271, 64, [271, 33]), TILE, 8, id="padded-chunk-G8"),
+    pytest.param((1, 1, 1, 5, 5, 64, None), TILE, 4, id="shorter-than-a-tile-G4"),
+    pytest.param((1, 1, 1, 1, 200, 64, None), TILE, 4, id="one-query-G4"),
+    pytest.param((1, 2, 1, 130, 300, 256, None), TILE, 4, id="D256-G4"),
+    pytest.param((1, 1, 1, 200, 450, 64, None), TileConfig(64, 64, 1, 4, 1), 2, id="tile-64x64-G2"),
+    pytest.param((1, 1, 1, 200, 450, 64, None), TileConfig(64, 128, 1, 4, 1), 4, id="tile-64x128-G4"),
 ]
 
 
-@pytest.mark.parametrize(("shape", "grain"), all_but_first(CASES, SLOW))
-def test_prefill_equals_the_reference(shape, grain, nan_filled):
+@pytest.mark.parametrize(("shape", "tile", "grain"), all_but_first(CASES, SLOW))
+def test_prefill_equals_the_reference(shape, tile, grain, nan_filled):
     q, k, v, kv_start = drawn(shape)
-    agree(*run_both(q, k, v, mixed(shape[1], grain=grain), kv_start))
+    agree(*run_both(q, k, v, mixed(shape[1], tile, grain), kv_start))
 
 
 @pytest.mark.parametrize("starts", all_but_first([None, [40, 0]], SLOW), ids=str)
@@ -78,22 +72,13 @@ def test_sinks_and_no_log_sum_exp(starts, nan_filled):
 
 @SLOW
 def test_float16(nan_filled):
-    """Views of [B, L, H, D], as transformers hands them over; errors within what fp16 weights and outputs allow."""
-    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs(1, 2, 1, 190, 190, 64, torch.float16))
+    """Errors within what fp16 weights and outputs allow."""
+    q, k, v = as_transformers(*inputs(1, 2, 1, 190, 190, 64, torch.float16))
     ours, expected = run_both(q, k, v, LayerConfig((LINEAR, MIXED[2]), TILE, grain=4))
     assert ours[0].dtype == torch.float16
     # the output is rounded before and behind the tail, weights of the exact part once, to 11 bits each, of |v| <= 4
     agree(ours, expected, rtol=2e-3, atol=6 * 2**-10)
     assert covariance_type(torch.float16) == torch.float32
-
-
-@SLOW
-@pytest.mark.parametrize(
-    ("tile", "grain"), [(TileConfig(64, 64, 1, 4, 1), 2), (TileConfig(64, 128, 1, 4, 1), 4)], ids=str
-)
-def test_other_tiles(tile, grain, nan_filled):
-    q, k, v = inputs(1, 1, 1, 200, 450, 64)
-    agree(*run_both(q, k, v, LayerConfig((LINEAR,), tile, grain=grain)))
 
 
 def test_a_first_chunk_that_holds_the_prefix_is_dense_attention(nan_filled):
@@ -207,13 +192,11 @@ def test_packed_sequences_share_the_keys_of_their_prefixes(monkeypatch, nan_fill
     config = LayerConfig((LINEAR, MIXED[2]), TILE, grain=4)
     alone = [s2o_attention(*part, config, backend="triton", return_lse=True) for part in parts]
     shares = use_shares_of_64_keys(monkeypatch)
-    packed, packed_lse, _ = s2o_attention_varlen(
-        q, k, v, cu_q, cu_k, 180, 280, config, backend="triton", return_lse=True
-    )
+    packed = s2o_attention_varlen(q, k, v, cu_q, cu_k, 180, 280, config, backend="triton", return_lse=True)
     assert min(shares) >= 4
-    expected, expected_lse = (torch.cat([attention[i][0] for attention in alone], 1) for i in range(2))
-    torch.testing.assert_close(packed.transpose(0, 1), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(packed_lse, expected_lse, rtol=1e-5, atol=1e-5)
+    for attention, out, lse in zip(alone, unpacked(parts, packed.out), unpacked(parts, packed.lse), strict=True):
+        torch.testing.assert_close(out, attention.out[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse, attention.lse[0], rtol=1e-5, atol=1e-5)
 
 
 def use_shares_of_64_keys(monkeypatch):
@@ -236,7 +219,7 @@ def use_shares_of_64_keys(monkeypatch):
 
 
 def test_shares_of_a_prefix_are_whole_tiles_that_fit_their_workspace():
-    fewest, most = PRODUCT_KEYS
+    fewest, most = linear_module.PRODUCT_KEYS
     assert not any(LARGEST_TILE % TileConfig(block_n=block_n).block_n for block_n in (32, 64, 128))
     for segments, heads, keys, head_dim in itertools.product(
         (1, 2, 3, 17, 64, 511, 4096), (1, 3, 8, 64), (16, 2047, 2048, 4112, 32784, 131072, 1 << 20), (64, 128, 256)
@@ -246,11 +229,12 @@ def test_shares_of_a_prefix_are_whole_tiles_that_fit_their_workspace():
         assert share % LARGEST_TILE == 0
         shares = -(-keys // share)
         further_share = segments * heads * 4 * head_dim**2  # bytes of its products
-        assert (shares - 1) * further_share <= PRODUCT_BYTES
+        assert (shares - 1) * further_share <= linear_module.PRODUCT_BYTES
         assert share >= fewest or shares == 1
-        assert share <= most or shares * further_share > PRODUCT_BYTES
+        assert share <= most or shares * further_share > linear_module.PRODUCT_BYTES
         # no more programs than fill a GPU, but for shares that would be too long
-        assert (shares - 1) * -(-segments // 2) * heads < PRODUCT_PROGRAMS or shares <= -(-keys // most)
+        full = (shares - 1) * -(-segments // 2) * heads >= linear_module.PRODUCT_PROGRAMS
+        assert not full or shares <= -(-keys // most)
     assert share_keys(16, 8, 16384, 128) == 2048  # of 8 shares, the shortest
     assert share_keys(4096, 8, 131072, 128) == 131072  # another share would need 2 GiB
 
@@ -261,7 +245,7 @@ def test_slices_leave_room_for_the_sums():
     for dtype in (torch.bfloat16, torch.float16):
         slices = row_slices(linear, 1 << 22, dtype)
         for rows in slices[:-1]:  # as many as fit
-            segments, keys, key_bytes = len(rows) // 64, rows.stop, 6 + WEIGHT_BYTES
+            segments, keys, key_bytes = len(rows) // 64, rows.stop, 6 + linear_module.WEIGHT_BYTES
             assert segments * 4 * (linear_bytes(64, dtype) + key_bytes * keys) <= 1 << 22
             assert (segments + 1) * 4 * (linear_bytes(64, dtype) + key_bytes * (keys + 64)) > 1 << 22
         assert len(slices) > len(row_slices(plain, 1 << 22, dtype))

@@ -141,17 +141,16 @@ def with_op(op):
 @pytest.mark.parametrize(
     "op",
     [
-        lambda x, temporary: x.clone(),
-        lambda x, temporary: x[:, :8].contiguous(),
-        lambda x, temporary: torch.nn.functional.pad(x, (0, 16)),
-        lambda x, temporary: torch.zeros(8),
-        lambda x, temporary: torch.tensor([1.0, 2.0]),
-        lambda x, temporary: temporary.fill_(1),
-        lambda x, temporary: temporary.copy_(x[0, :8]),
-        lambda x, temporary: (x[0, 0].item(), None)[1],
-        lambda x, temporary: (torch.empty(8, device="meta"), None)[1],
+        pytest.param(lambda x, temporary: x.clone(), id="clone"),
+        pytest.param(lambda x, temporary: x[:, :8].contiguous(), id="contiguous"),
+        pytest.param(lambda x, temporary: torch.nn.functional.pad(x, (0, 16)), id="pad"),
+        pytest.param(lambda x, temporary: torch.zeros(8), id="zeros"),
+        pytest.param(lambda x, temporary: torch.tensor([1.0, 2.0]), id="tensor"),
+        pytest.param(lambda x, temporary: temporary.fill_(1), id="fill"),
+        pytest.param(lambda x, temporary: temporary.copy_(x[0, :8]), id="copy"),
+        pytest.param(lambda x, temporary: (x[0, 0].item(), None)[1], id="item"),
+        pytest.param(lambda x, temporary: (torch.empty(8, device="meta"), None)[1], id="elsewhere"),
     ],
-    ids=["clone", "contiguous", "pad", "zeros", "tensor", "fill", "copy", "item", "elsewhere"],
 )
 def test_what_a_replay_would_not_repeat_ends_the_recording(gpu, op):
     assert recorded(with_op(op), torch.zeros(4, 16)) is None
@@ -275,24 +274,21 @@ def test_calls_that_differ_in_anything_but_memory_have_plans_of_their_own(gpu):
     other = LayerConfig.uniform(1, tau=0.6, segment=64, tile=CONFIG.tile)
     start = torch.zeros(1, dtype=torch.int64)
     views = torch.cat((q, q), 3)[..., :64]
-    calls = [
-        base,
-        repeated_call((q[:, :, :64], k, v, None), CONFIG, OPTIONS),
-        repeated_call((q, k[:, :, :99], v[:, :, :99], None), CONFIG, OPTIONS),
-        repeated_call((views, k, v, None), CONFIG, OPTIONS),
-        repeated_call((q, k, v.half(), None), CONFIG, OPTIONS),
-        repeated_call((q, k, v.to("meta"), None), CONFIG, OPTIONS),
-        repeated_call((q, k, v, start), CONFIG, OPTIONS),
-        repeated_call((q, k, v, start.int()), CONFIG, OPTIONS),
-        repeated_call((q, k, v, None), other, OPTIONS),
-        repeated_call((q, k, v, None), CONFIG, (0.1, "auto", False, False)),
-        repeated_call((q, k, v, None), CONFIG, (None, "triton", False, False)),
-        repeated_call((q, k, v, None), CONFIG, (None, "auto", True, False)),
-        repeated_call((q, k, v, None), CONFIG, (None, "auto", False, True)),
-        repeated_call((q, k, v, None), CONFIG, (*OPTIONS, 100, 100)),
-        repeated_call((q, k, v, None), CONFIG, (*OPTIONS, 100, 101)),
+    of_tensors = [
+        (q[:, :, :64], k, v, None),
+        (q, k[:, :, :99], v[:, :, :99], None),
+        (views, k, v, None),
+        (q, k, v.half(), None),
+        (q, k, v.to("meta"), None),
+        (q, k, v, start),
+        (q, k, v, start.int()),
     ]
-    assert len(set(map(id, calls))) == len(calls)
+    of_options = [(0.1, "auto", False, False), (None, "triton", False, False), (None, "auto", True, False)]
+    of_options += [(None, "auto", False, True), (*OPTIONS, 100, 100), (*OPTIONS, 100, 101)]
+    calls = [base, repeated_call((q, k, v, None), other, OPTIONS)]
+    calls += [repeated_call(tensors, CONFIG, OPTIONS) for tensors in of_tensors]
+    calls += [repeated_call((q, k, v, None), CONFIG, options) for options in of_options]
+    assert len(set(map(id, calls))) == len(calls) == 15
 
 
 def test_gradients_and_other_tensor_types_have_no_plan(gpu, monkeypatch):

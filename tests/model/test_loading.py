@@ -15,8 +15,8 @@ from calibrate.model import capture
 from calibrate.model import gguf as gguf_files
 from calibrate.model.logits import logits_on_device
 from calibrate.model.models import in_memory, load, load_config, load_tokenizer
-from calibrate.model.streams import begin, decoder_layers, layer_on_device
-from calibrate.model.weights import InMemory, model_class
+from calibrate.model.streams import attention_implementation, begin, decoder_layers, layer_on_device
+from calibrate.model.weights import InMemory, model_class, skeleton
 from calibrate.model.whole import streaming_obstacle
 from s2o_runtime import load_profile, patch
 from s2o_runtime.config import LayerConfig
@@ -61,8 +61,6 @@ def test_a_model_streams_as_it_runs_whole(name, tmp_path):
 
 
 def logits_layer_by_layer(loaded):
-    from calibrate.model.streams import attention_implementation
-
     with attention_implementation(loaded.model, "eager"):
         (stream,) = begin(loaded, PROMPTS)
         for layer in decoder_layers(loaded.model):
@@ -73,8 +71,6 @@ def logits_layer_by_layer(loaded):
 
 
 def test_why_a_checkpoint_cannot_be_streamed():
-    from calibrate.model.weights import skeleton
-
     model = skeleton(Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2), torch.float32, torch.device("cpu"))
     names = [name for name, _ in model.named_parameters()]
     assert streaming_obstacle(model.config, model, names) is None
@@ -191,28 +187,19 @@ def write_gguf(gguf, model, path, adds_bos=None):
     """A Llama of `support.models` in llama.cpp's format, whose queries and keys have another order of dimensions."""
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{code:02X}>" for code in range(32, 32 + config.vocab_size - 3))]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * len(tokens))
-    writer.add_token_types([2, 3, 3, *([6] * (len(tokens) - 3))])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    if adds_bos is not None:
-        writer.add_add_bos_token(adds_bos)
+    entries = {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads, "head_count_kv": config.num_key_value_heads,
+        "key_length": config.head_dim, "value_length": config.head_dim, "rope_dimension_count": config.head_dim,
+        "rope_freq_base": config.rope_parameters["rope_theta"], "layer_norm_rms_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size, "tokenizer_model": "llama", "token_list": tokens,
+        "token_scores": [0.0] * len(tokens), "token_types": [2, 3, 3, *([6] * (len(tokens) - 3))],
+        "bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0,
+    }  # fmt: skip
+    for name, value in (entries | ({} if adds_bos is None else {"add_bos_token": adds_bos})).items():
+        getattr(writer, f"add_{name}")(value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, parameter in model.state_dict().items():
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])

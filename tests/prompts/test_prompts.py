@@ -141,17 +141,14 @@ def test_every_prompt_asks_for_the_needles_that_it_hides(tokenizer, with_bos):
             assert answered == [line.split()[-1].rstrip(".") for line in asked]
 
 
-def test_the_first_token_is_the_tokenizers_own_and_not_doubled_by_a_chat_template(tokenizer, with_bos):
+def test_the_first_token_is_the_tokenizers_own_and_not_doubled_by_a_chat_template(tokenizer, with_bos, monkeypatch):
     made = load_prompts(recipe(lengths=(512,)), with_bos)
     for prompt in made.calibration[512]:
         assert prompt.ids[0] == with_bos.bos_token_id, prompt.domain
         assert prompt.ids[1] != with_bos.bos_token_id, prompt.domain
     assert all(prompt.ids[0] != 0 for prompt in load_prompts(recipe(lengths=(512,)), tokenizer).calibration[512])
-    with_bos.chat_template = None
-    try:
-        chat = load_prompts(recipe(lengths=(512,), domains=("chat",)), with_bos).calibration[512][0]
-    finally:
-        with_bos.chat_template = CHATML
+    monkeypatch.setattr(with_bos, "chat_template", None)
+    chat = load_prompts(recipe(lengths=(512,), domains=("chat",)), with_bos).calibration[512][0]
     assert with_bos.decode(chat.ids).startswith("<|endoftext|>User: ")
 
 
@@ -164,16 +161,17 @@ def test_conversations_are_laid_out_by_the_chat_template(with_bos):
     assert after.startswith("\n# What is the secret code for")
 
 
-def test_a_template_that_refuses_is_named(with_bos):
-    with_bos.chat_template = "{{ raise_exception('roles must please me') }}"
-    try:
-        with pytest.raises(InputError, match=r"does not take a conversation \(roles must please me\): use text"):
-            load_prompts(recipe(domains=("chat",)), with_bos)
-        with_bos.chat_template = "nothing at all"
-        with pytest.raises(InputError, match="leaves the last message out"):
-            load_prompts(recipe(domains=("chat",)), with_bos)
-    finally:
-        with_bos.chat_template = CHATML
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('be nice') }}", r"does not take a conversation \(be nice\): use text"),
+        ("nothing at all", "leaves the last message out"),
+    ],
+)
+def test_a_template_that_refuses_is_named(template, said, with_bos, monkeypatch):
+    monkeypatch.setattr(with_bos, "chat_template", template)
+    with pytest.raises(InputError, match=said):
+        load_prompts(recipe(domains=("chat",)), with_bos)
 
 
 def test_few_prompts_to_calibrate_on_are_a_warning(tokenizer, caplog):
@@ -212,9 +210,7 @@ def test_too_few_texts_first_calibrate_and_adjust(tokenizer, tmp_path, caplog, t
 def test_short_texts_of_one_domain_are_joined(tokenizer, tmp_path):
     entries = [{"text": words(100 + index, 60), "domain": "ab"[index % 2]} for index in range(90)]
     made = load_prompts(recipe(prompts=(write(tmp_path / "p.jsonl", entries),), lengths=(512,)), tokenizer)
-    assert [prompt.domain for prompt in made.calibration[512]] == ["a", "b", "a", "b"] or [
-        prompt.domain for prompt in made.calibration[512]
-    ] == ["b", "a", "b", "a"]
+    assert [prompt.domain for prompt in made.calibration[512]] in (["a", "b"] * 2, ["b", "a"] * 2)
     for prompt in made.calibration[512] + made.held_out[512] + made.certify[512]:
         numbers = numbers_of(tokenizer, {512: [prompt]})
         assert len(numbers) > 1
@@ -244,11 +240,9 @@ def test_conversations_of_users(with_bos, tmp_path):
 def test_files_and_folders(tmp_path):
     folder = tmp_path / "manuals"
     (folder / "b").mkdir(parents=True)
-    (folder / "b" / "two.md").write_text("two")
-    (folder / "b" / "three.txt").write_text("three")
-    (folder / "one.md").write_text("one")
-    (folder / "skipped.py").write_text("code")
-    (folder / "empty.txt").write_text(" \n")
+    texts = {"b/two.md": "two", "b/three.txt": "three", "one.md": "one", "skipped.py": "code", "empty.txt": " \n"}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
     write(folder / "lines.jsonl", [{"text": "four", "group": 7, "domain": "d"}, '"five"'])
     single = tmp_path / "single.txt"
     single.write_text("six")
@@ -260,9 +254,8 @@ def test_files_and_folders(tmp_path):
     assert four == "7"
     assert len({three, four, five, one, six}) == 5
     shutil.rmtree(folder / "b")
-    (folder / "one.md").unlink()
-    (folder / "lines.jsonl").unlink()
-    (folder / "empty.txt").unlink()
+    for name in ("one.md", "lines.jsonl", "empty.txt"):
+        (folder / name).unlink()
     with pytest.raises(InputError, match=r"manuals holds no \.jsonl, \.txt, \.md files"):
         read_documents([folder])
 
@@ -270,10 +263,7 @@ def test_files_and_folders(tmp_path):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        (
-            ['{"text": "a"}', '{"text": '],
-            r"p.jsonl:2: this is not JSON \(Expecting value at column 10\): expected a string",
-        ),
+        (['{"text": "a"}', '{"text": '], r"p.jsonl:2: this is not JSON \(Expecting value at column 10\): expected a"),
         (['{"text": "a"}', "bare"], r"p.jsonl:2: this is not JSON \(Expecting value at column 1\): expected a string"),
         (['{"body": "a"}'], 'p.jsonl:1: this is {"body": "a"}: expected a string, or an object with "text"'),
         (["[1]"], r"p.jsonl:1: this is \[1\]: expected a string"),

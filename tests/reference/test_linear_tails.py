@@ -106,13 +106,6 @@ def test_it_helps_where_no_order_can():
     assert linear < 0.1 * with_tail
 
 
-def test_it_is_dense_attention_where_all_queries_of_a_segment_are_alike():
-    q, k, v = diffuse(512)
-    q = q[:, :, ::128].repeat_interleave(128, 2)
-    found = s2o_attention_reference(q, k, v, layer())
-    torch.testing.assert_close(found.out, exact_attention(q, k, v), rtol=1e-9, atol=1e-11)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -1,6 +1,8 @@
 """README and the pages of docs/: their commands, Python, links and tables are what there is."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -8,7 +10,7 @@ from calibrate.commands import calibrate, evaluate, profile
 from s2o_runtime.doctor import command as doctor
 from s2o_runtime.huggingface import run
 from scripts.bench.schema import DENSE, MethodRow
-from scripts.docs import raw, tables
+from scripts.docs import architectures, raw, tables
 from support.pages import FENCE, PAGES, ROOT, blocks, commands, commands_of, name_of
 
 PARSERS = {
@@ -97,6 +99,17 @@ def test_readme_shows_output_that_there_was():
 def test_tables_are_of_the_raw_data(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     assert tables.current(page, text) == text
+
+
+@pytest.mark.exhaustive(reason="collects tests in a process of its own")
+def test_the_table_of_architectures_is_of_the_tests():
+    """Collected as they are now, in a process of their own: what `make architectures` ran may be older."""
+    command = [sys.executable, "-m", "scripts.docs.architectures", "--check"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stdout[-500:]
+    shown = architectures.shown((ROOT / "docs" / "models.md").read_text(encoding="utf-8"))
+    capabilities = {cell for (_, column), cell in shown.items() if column != architectures.OTHERS}
+    assert architectures.PASSED in capabilities <= {architectures.PASSED, architectures.SKIPPED}
 
 
 def method_row(method, setting, seconds, rel_mse=1e-3, density=0.5, profile=None):

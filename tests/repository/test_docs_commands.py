@@ -13,7 +13,7 @@ import pytest
 from calibrate.commands import calibrate, evaluate, profile
 from s2o_runtime.command_line import NOT_PROVEN, OK
 from s2o_runtime.doctor import command as doctor
-from support.pages import PAGES, ROOT, commands_of, name_of
+from support.pages import DEMO_PROFILE, PAGES, commands_of, name_of
 
 PROGRAMS = {
     "s2o-calibrate": calibrate.main,
@@ -64,7 +64,7 @@ def calibrated(tmp_path_factory):
     """A folder with two profiles of the demo model, the journal of one, and a program that loads it."""
     folder = tmp_path_factory.mktemp("reader")
     assert calibrate.main(["--model", "demo", "--out", str(folder / "p.safetensors"), *QUICKLY.split()]) == OK
-    shutil.copy(ROOT / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors", folder / "demo.safetensors")
+    shutil.copy(DEMO_PROFILE, folder / "demo.safetensors")
     (folder / "generate.py").write_text(PROGRAM_OF_THE_READER)
     question = {"prompt": "The code is 31. " * 300 + "The code is", "answer": " 31"}
     (folder / "mine.jsonl").write_text(json.dumps(question))

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from support.pages import ROOT
 
 # From the bottom up: a file imports only from rooms before its own, or other files of its room.
 # __init__ is what users import: names from all rooms, loaded on first use.

@@ -2,14 +2,12 @@
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 import yaml
 
 from s2o_runtime.version import __version__
-
-ROOT = Path(__file__).parents[2]
+from support.pages import ROOT
 
 
 def project():

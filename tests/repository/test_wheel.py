@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from support.pages import DEMO_PROFILE, ROOT
+
 EXHAUSTIVE = pytest.mark.exhaustive(reason="builds and installs the wheel")
 
 pytest.importorskip("build", reason="the wheel is built with build: pip install build")
 pytest.importorskip("setuptools", reason="building without an index needs setuptools here: pip install setuptools")
 
-ROOT = Path(__file__).parents[2]
-PROFILE = ROOT / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
 SOURCES = ("s2o_runtime", "calibrate", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 
 
@@ -83,4 +83,4 @@ def test_it_holds_the_packages_and_their_data_and_nothing_else(wheel):
 @EXHAUSTIVE
 def test_it_runs_from_an_empty_folder(installed):
     home, run = installed
-    run(sys.executable, ROOT / "tests" / "smoke.py", home, PROFILE)
+    run(sys.executable, ROOT / "tests" / "smoke.py", home, DEMO_PROFILE)

@@ -140,13 +140,16 @@ class Clock:
     def __call__(self):
         return self.seconds
 
+    def steps(self, lines, seconds, count):
+        """So many steps that take so many seconds each."""
+        for _ in range(count):
+            self.seconds += seconds
+            lines.step()
+
 
 def test_progress_in_a_log_file_is_a_line_for_each_tenth(capsys):
     clock = Clock()
-    lines = ProgressLines("proving", 40, "layer", clock)
-    for _ in range(40):
-        clock.seconds += 3
-        lines.step()
+    clock.steps(ProgressLines("proving", 40, "layer", clock), 3, 40)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 10
     assert said[0] == "proving: 10% (4 of 40 layers), 108 s left"
@@ -156,12 +159,8 @@ def test_progress_in_a_log_file_is_a_line_for_each_tenth(capsys):
 
 def test_progress_is_never_silent_for_long(capsys):
     clock = Clock()
-    lines = ProgressLines("proving", 1000, "layer", clock)
-    for _ in range(9):
-        clock.seconds += 10
-        lines.step()
-    said = capsys.readouterr().err.splitlines()
-    assert said == [
+    clock.steps(ProgressLines("proving", 1000, "layer", clock), 10, 9)
+    assert capsys.readouterr().err.splitlines() == [
         "proving: 0% (3 of 1000 layers), 2 h 46 min left",
         "proving: 1% (6 of 1000 layers), 2 h 46 min left",
         "proving: 1% (9 of 1000 layers), 2 h 45 min left",
@@ -190,17 +189,12 @@ def test_progress_says_what_is_left_of_the_run(capsys):
     clock = Clock()
     phases = PhaseClock(expected={"measuring": 40.0, "searching": 30.0, "proving": 50.0}, clock=clock)
     with phases.phase("measuring"):
-        lines = ProgressLines("measuring", 10, "layer", clock)
-        for _ in range(10):
-            clock.seconds += 8
-            lines.step()
+        clock.steps(ProgressLines("measuring", 10, "layer", clock), 8, 10)
     with phases.phase("searching"):
         lines = ProgressLines("searching", None, "trial", clock)
-        clock.seconds += 40
-        lines.step()
+        clock.steps(lines, 40, 1)
     with phases.phase("a phase that nobody foresaw"):
-        clock.seconds += 40
-        lines.step()
+        clock.steps(lines, 40, 1)
     assert phases.left(0.0) is None
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "measuring: 10% (1 of 10 layers), 72 s left, 4 min until the end"  # 72 + 2 * (30 + 50)

@@ -110,6 +110,8 @@ def test_neighbours_of_a_compiled_capability_take_its_tiles():
 
 
 SPECIALIZED = TileConfig(64, 128, 4, 4, 2, specialized=True)
+TALLER = dataclasses.replace(SPECIALIZED, block_m=128, num_warps=8)
+ONE_STAGE, FOUR_STAGES = (dataclasses.replace(SPECIALIZED, num_stages=stages) for stages in (1, 4))
 
 
 @pytest.mark.parametrize(
@@ -123,25 +125,10 @@ SPECIALIZED = TileConfig(64, 128, 4, 4, 2, specialized=True)
         # queries of 2 * 64 rows, and 2 stages of 128 keys and values: 640 rows of 512 bytes
         (SPECIALIZED, 160, (9, 0), "tile 64x128x4 ws s2 needs 320 KiB of shared memory for head_dim 160, of 227"),
         (dataclasses.replace(SPECIALIZED, block_n=64), 160, (9, 0), None),
-        (
-            dataclasses.replace(SPECIALIZED, block_m=128, num_warps=8),
-            128,
-            (9, 0),
-            "tile 128x128x4 ws s2 has no specialised kernel (block_m 64, 4 warps)",
-        ),
-        (
-            dataclasses.replace(SPECIALIZED, num_stages=1),
-            128,
-            (9, 0),
-            "tile 64x128x4 ws s1 has no specialised kernel (block_n 64 or 128, 2 stages or more)",
-        ),
+        (TALLER, 128, (9, 0), "tile 128x128x4 ws s2 has no specialised kernel (block_m 64, 4 warps)"),
+        (ONE_STAGE, 128, (9, 0), "ws s1 has no specialised kernel (block_n 64 or 128, 2 stages or more)"),
         # queries of 2 * 64 rows, and 4 stages of 128 keys and values: 1152 rows of 256 bytes
-        (
-            dataclasses.replace(SPECIALIZED, num_stages=4),
-            100,
-            (9, 0),
-            "tile 64x128x4 ws s4 needs 288 KiB of shared memory for head_dim 100, of 227",
-        ),
+        (FOUR_STAGES, 100, (9, 0), "tile 64x128x4 ws s4 needs 288 KiB of shared memory for head_dim 100, of 227"),
         (TileConfig(128, 128, 1, 8, 4), 128, (8, 9), "needs 160 KiB of shared memory for head_dim 128, of 99"),
         (TileConfig(128, 128, 1, 8, 4), 128, (8, 0), None),
         (SPECIALIZED, 80, (9, 0), None),

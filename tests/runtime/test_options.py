@@ -12,8 +12,8 @@ from calibrate.options import add_flags, options_of, read_all, text
 from calibrate.recipe import GROUPS, OPTIONS, Recipe
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import Rule, duration
+from support.pages import ROOT
 
-ROOT = Path(__file__).parents[2]
 LENGTHS = Rule(int, low=1, many=True)
 
 

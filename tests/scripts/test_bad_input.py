@@ -4,10 +4,9 @@ import pytest
 
 from scripts.bench import attention, first_token, methods, prefill, serving
 from scripts.study import unlike
-from support.pages import ROOT
+from support.pages import DEMO_PROFILE
 from support.processes import called
 
-PROFILE = str(ROOT / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors")
 CASES = [
     (attention, "--lengths 8k", "'8k' is not understood: try 8192,32768"),
     (attention, "--lengths 64 --segment 64", "length 64 is too short for --segment 64: try 65"),
@@ -17,10 +16,10 @@ CASES = [
     (attention, "--rounds 0", "--rounds is 0: use at least 1"),
     (attention, "--data demmo", "did you mean demo"),
     (first_token, "", "give either --profile FILE, or --density X"),
-    (first_token, f"--profile {PROFILE} --density 0.5", "give either --profile FILE, or --density X"),
+    (first_token, f"--profile {DEMO_PROFILE} --density 0.5", "give either --profile FILE, or --density X"),
     (first_token, "--density 1.5", "--density is 1.5: use a number above 0, up to 1"),
     (first_token, "--profile missing.safetensors", "missing.safetensors"),
-    (first_token, f"--profile {PROFILE} --chunk 0", "--chunk is 0: use at least 1"),
+    (first_token, f"--profile {DEMO_PROFILE} --chunk 0", "--chunk is 0: use at least 1"),
     (methods, "--lengths 256 --methods quantum", "baseline 'quantum' is not known"),
     (methods, "--lengths 256 --methods dense --data nothing.safetensors", "nothing.safetensors"),
     (prefill, "--models quantum", "model 'quantum' is not known"),

@@ -14,9 +14,8 @@ from s2o_runtime.profile import load_profile
 from s2o_runtime.vllm import host
 from scripts.bench import first_token as bench
 from scripts.bench.schema import Spread, read
-from support.pages import ROOT
+from support.pages import DEMO_PROFILE
 
-PROFILE = ROOT / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
 DENSITY = 0.25
 SETTINGS = {  # of the times that docs/serving.md states
     "skip_tokenizer_init": True,
@@ -70,14 +69,13 @@ def engines(monkeypatch):
 
 def run(tmp_path, *arguments):
     out = tmp_path / "f.json"
-    code = bench.main(
-        [*arguments, "--lengths", "48,64", "--uncounted", "2", "--repeats", "2", "--device", "cpu", "--out", str(out)]
-    )
+    sizes = ["--lengths", "48,64", "--uncounted", "2", "--repeats", "2", "--device", "cpu"]
+    code = bench.main([*arguments, *sizes, "--out", str(out)])
     return code, read(bench.FirstTokenFile, json.loads(out.read_text())) if out.exists() else None
 
 
 def test_both_engines_read_the_same_prompts_and_are_compared(tmp_path, engines, capsys):
-    code, file = run(tmp_path, "--profile", str(PROFILE), "--chunk", "512")
+    code, file = run(tmp_path, "--profile", str(DEMO_PROFILE), "--chunk", "512")
     assert code == 0
     stock, s2o = engines
     assert stock.prompts == s2o.prompts
@@ -98,9 +96,9 @@ def test_both_engines_read_the_same_prompts_and_are_compared(tmp_path, engines, 
 
 
 def test_engines_differ_by_the_backend_alone(tmp_path, engines):
-    run(tmp_path, "--profile", str(PROFILE), "--chunk", "512")
+    run(tmp_path, "--profile", str(DEMO_PROFILE), "--chunk", "512")
     stock, s2o = (engine.options for engine in engines)
-    assert s2o.pop("additional_config") == {"s2o": {"profile": str(PROFILE), "drift": "off"}}
+    assert s2o.pop("additional_config") == {"s2o": {"profile": str(DEMO_PROFILE), "drift": "off"}}
     assert stock == s2o
     assert stock.items() >= SETTINGS.items()
     assert (stock["model"], stock["load_format"]) == (str(DEMO_FOLDER), "auto")

@@ -24,9 +24,8 @@ SETTING = "pbs:keep=0.6,segment=128,block=64"
 @pytest.fixture(scope="module")
 def qkv():
     generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(1, heads, LENGTH, 64, generator=generator) for name, heads in {"q": 4, "k": 2, "v": 2}.items()
-    }
+    heads_of = {"q": 4, "k": 2, "v": 2}
+    return {name: torch.randn(1, heads, LENGTH, 64, generator=generator) for name, heads in heads_of.items()}
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +68,8 @@ def test_profiles_stand_with_every_budget_and_guard(monkeypatch):
     monkeypatch.setattr(bench, "load_profile", lambda path: profile)
     rebudget = lambda *given: (str(given[1]), given[3:])  # noqa: E731
     monkeypatch.setattr("calibrate.profiles.rebudget.rebudget", rebudget)
-    args = bench.parser().parse_args(
-        ["--profile", "p", "--budgets", "1e-4,1e-3", "--worst-rows", "0", "--journal", "j"]
-    )
+    arguments = "--profile p --budgets 1e-4,1e-3 --worst-rows 0 --journal j"
+    args = bench.parser().parse_args(arguments.split())
     method = "S2O, calibrated"
     assert bench.calibrated(args) == {
         (method, "rel_mse 0.001, proven"): profile,

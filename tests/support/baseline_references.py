@@ -4,6 +4,7 @@ A selection is a dictionary: (batch, head, row block) to (sorted key blocks, key
 kv_len - q_len + i. Blocks that touch the diagonal are always computed, which the papers leave open.
 """
 
+import itertools
 import math
 
 import torch
@@ -31,10 +32,10 @@ def key_blocks(k, block_n, first, last, unit=None):
 
 
 def every_block(q, k, block_m):
-    for b in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            for i in range(math.ceil(q.shape[2] / block_m)):
-                yield b, h, i, h // (q.shape[1] // k.shape[1])
+    """(batch, head, row block, KV head)"""
+    batch, heads, q_len, _ = q.shape
+    for b, h, i in itertools.product(range(batch), range(heads), range(math.ceil(q_len / block_m))):
+        yield b, h, i, h // (heads // k.shape[1])
 
 
 def softmax(scores):
@@ -88,36 +89,25 @@ def pbs(q, k, s, scale):
     q_len, kv_len = q.shape[2], k.shape[2]
     group = q.shape[1] // k.shape[1]
     orders, moved_keys = {}, k.clone()
-    for b in range(k.shape[0]):
-        for u in range(k.shape[1]):
-            importance = torch.zeros(kv_len, dtype=k.dtype)
-            for h in range(u * group, (u + 1) * group):
-                for row in range(max(0, q_len - s.block), q_len):
-                    at = kv_len - q_len + row
-                    importance[: at + 1] += (scale * k[b, u, : at + 1] @ q[b, h, row]).softmax(0)
-            order = list(range(kv_len))
-            for begin in range(0, kv_len - s.segment + 1, s.segment):
-                order[begin : begin + s.segment] = sorted(
-                    range(begin, begin + s.segment), key=lambda t: -float(importance[t])
-                )
-            orders[b, u] = order
-            moved_keys[b, u] = k[b, u, orders[b, u]]
+    for b, u in itertools.product(range(k.shape[0]), range(k.shape[1])):
+        importance = torch.zeros(kv_len, dtype=k.dtype)
+        for h, row in itertools.product(range(u * group, (u + 1) * group), range(max(0, q_len - s.block), q_len)):
+            seen = kv_len - q_len + row + 1
+            importance[:seen] += (scale * k[b, u, :seen] @ q[b, h, row]).softmax(0)
+        order = list(range(kv_len))
+        for begin in range(0, kv_len - s.segment + 1, s.segment):
+            segment = slice(begin, begin + s.segment)
+            order[segment] = sorted(order[segment], key=lambda t: -float(importance[t]))
+        orders[b, u], moved_keys[b, u] = order, k[b, u, order]
     rows, moved_q = {}, q.clone()
-    if s.permute_queries:
-        for b in range(q.shape[0]):
-            for h in range(q.shape[1]):
-                centroids = [
-                    c / c.norm() for c in (part.mean(0) for part in moved_keys[b, h // group].split(s.block))
-                ]  # fmt: skip
-                order = list(range(q_len))
-                for begin in range(0, q_len - s.segment + 1, s.segment):
-                    cluster = {
-                        row: max(range(len(centroids)), key=lambda c: float(q[b, h, row] @ centroids[c]))
-                        for row in range(begin, begin + s.segment)
-                    }
-                    order[begin : begin + s.segment] = sorted(cluster, key=lambda row: (cluster[row], row))
-                rows[b, h] = order
-                moved_q[b, h] = q[b, h, order]
+    for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])) if s.permute_queries else ():
+        means = [part.mean(0) for part in moved_keys[b, h // group].split(s.block)]
+        centroids = torch.stack([mean / mean.norm() for mean in means])
+        order = list(range(q_len))
+        for begin in range(0, q_len - s.segment + 1, s.segment):
+            segment = slice(begin, begin + s.segment)
+            order[segment] = sorted(order[segment], key=lambda row: (int((centroids @ q[b, h, row]).argmax()), row))
+        rows[b, h], moved_q[b, h] = order, q[b, h, order]
     found = {}
     for b, h, i, u in every_block(q, k, s.block):
         span = positions(q, k, s.block, i, s.segment if s.permute_queries else None)
@@ -131,12 +121,9 @@ def pbs(q, k, s, scale):
 
 
 def self_similarity(rows):
-    """The mean cosine of all pairs."""
-    total = 0.0
-    for one in rows:
-        for other in rows:
-            total += float(one @ other) / float(one.norm() * other.norm())
-    return total / len(rows) ** 2
+    """The mean cosine of all pairs, each row with itself included."""
+    lengths = rows.norm(dim=1)
+    return float((rows @ rows.T / lengths[:, None] / lengths).mean())
 
 
 def sparge(q, k, s, scale):

@@ -1,6 +1,5 @@
 """Inputs and calls for the kernels in Triton's interpreter."""
 
-import itertools
 from functools import partial
 
 import numpy as np
@@ -93,14 +92,6 @@ def agree(ours, expected, rtol=1e-4, atol=1e-5):
     if lse is not None:
         torch.testing.assert_close(lse, expected.lse, rtol=rtol, atol=10 * atol)
     assert torch.equal(visited, expected.visited)
-
-
-def pack(q_lens, k_lens, heads, kv_heads, head_dim):
-    """(parts, (q, k, v, cu_q, cu_k)): sequences on their own, without the empty ones, and packed."""
-    parts = [inputs(1, heads, kv_heads, n, m, head_dim) for n, m in zip(q_lens, k_lens, strict=True) if n]
-    tensors = [torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3)]
-    edges = [torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32) for lens in (q_lens, k_lens)]
-    return parts, (*tensors, *edges)
 
 
 def fuse_products(monkeypatch):

@@ -5,7 +5,8 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
+DEMO_PROFILE = ROOT / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
 PAGES = [
     ROOT / "README.md",
     ROOT / "examples" / "README.md",
