@@ -142,14 +142,13 @@ def all_dense():
         ("fp8", 0, "the KV cache is fp8"),
     ],
 )
-def test_a_layer_that_is_the_stock_backends_is_one_call_counted_and_logged(kind, layer, said, made, caplog):
+def test_a_layer_that_is_the_stock_backends_is_one_call_counted_and_logged(kind, layer, said, made, info_log):
     options = {"kv_cache_dtype": "fp8"} if kind == "fp8" else {}
     engine = made(all_dense() if kind == "dense profile" else None, **options)
     engine.server.counters.log_every = 1e-9
     requests = [engine.add(300), engine.add(200)]
-    with caplog.at_level("INFO", logger="s2o_runtime"):
-        out = engine.outputs([(request, len(request)) for request in requests], layer)
+    out = engine.outputs([(request, len(request)) for request in requests], layer)
     check_close(out, torch.cat([dense(request, len(request)) for request in requests]))
     assert engine.server.counters.rows == {(layer, "dense", said): 500}
     assert engine.server.counters.timed == {(layer, "dense"): 1}
-    assert caplog.messages[-1] == f"S2O: 100.0% dense ({said})"
+    assert info_log.messages[-1] == f"S2O: 100.0% dense ({said})"

@@ -1,6 +1,5 @@
 """What a user says to S2O inside vLLM, and what S2O says of itself there."""
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,10 +96,9 @@ def demo_sizes():
     }
 
 
-def test_one_line_says_what_will_run_where(caplog):
-    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
-        Server(Settings(DEMO), site(model=demo_sizes()))
-    (line,) = (record.message for record in caplog.records if " in vLLM " in record.message)
+def test_one_line_says_what_will_run_where(info_log):
+    Server(Settings(DEMO), site(model=demo_sizes()))
+    (line,) = (record.message for record in info_log.records if " in vLLM " in record.message)
     assert "in vLLM 0.32.0: profile" in line
     assert "6 of 6 layers sparse from 1024 to 3072 keys and from 2 new tokens on" in line
     assert line.endswith("rank 1 of 2 holds query heads 4 to 7; all else goes to STOCK")
@@ -129,17 +127,16 @@ def test_what_vllms_cache_keeps_from_all_layers(cache, said):
     assert host._obstacle(SimpleNamespace(**{"cache_dtype": "auto", "block_size": 16, **cache})) == said
 
 
-def test_the_demos_limits_are_checked_on_one_rank(caplog):
+def test_the_demos_limits_are_checked_on_one_rank(info_log):
     server = Server(Settings(DEMO), site(model=demo_sizes(), rank=Rank()))
     assert {layer.layer for layer in server.fit.layers if layer.drift} == set(server.counters.drift) == set(range(6))
     assert server.fit.layers[0].drift.check.action == "warn"
-    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
-        assert not Server(Settings(DEMO), site(model=demo_sizes())).counters.drift
-        assert not Server(Settings(DEMO, drift="off"), site(model=demo_sizes(), rank=Rank())).counters.drift
-    assert "a rank of several sees its own heads only" in caplog.text
+    assert not Server(Settings(DEMO), site(model=demo_sizes())).counters.drift
+    assert not Server(Settings(DEMO, drift="off"), site(model=demo_sizes(), rank=Rank())).counters.drift
+    assert "a rank of several sees its own heads only" in info_log.text
 
 
-def test_decoder_layers_are_named_by_their_numbers(monkeypatch, caplog):
+def test_decoder_layers_are_named_by_their_numbers(monkeypatch, info_log):
     """Whose numbers are not those of rows, in a model that has layers of other kinds too."""
     profile = load_profile(DEMO)
     numbers, others = tuple(range(1, 12, 2)), (("sliding_attention", 6),)
@@ -147,9 +144,8 @@ def test_decoder_layers_are_named_by_their_numbers(monkeypatch, caplog):
     monkeypatch.setattr("s2o_runtime.serving.server.load_profile", lambda path: profile)
     model = demo_sizes() | {"num_hidden_layers": 12, "sliding_window": 48}
     model["layer_types"] = ["sliding_attention", "full_attention"] * 6
-    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
-        server = Server(Settings(DEMO), site(model=model, rank=Rank()))
-    assert "6 of 6 layers with full attention (6 sliding_attention stay) sparse from 1024" in caplog.text
+    server = Server(Settings(DEMO), site(model=model, rank=Rank()))
+    assert "6 of 6 layers with full attention (6 sliding_attention stay) sparse from 1024" in info_log.text
     assert {number: monitor.layer for number, monitor in server.counters.drift.items()} == {n: n for n in numbers}
     geometry = profile.geometry
     sizes = geometry.query_heads, geometry.kv_heads, geometry.head_dim
@@ -237,7 +233,7 @@ def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog
     assert (record.levelname, record.message) == ("ERROR", f"S2O cannot start: {failure.value}")
 
 
-def test_counters_say_where_rows_went(caplog):
+def test_counters_say_where_rows_went(info_log):
     counters = Counters(log_every=1e-9)
     assert counters.summary() == "no rows yet"
     counters.add(0, "s2o", "long", 300)
@@ -250,9 +246,8 @@ def test_counters_say_where_rows_went(caplog):
     assert [index for index, sampled in enumerate(wanted) if sampled] == [0, SAMPLED_EVERY]
     counters.keep(1, stats)
     assert counters.densities() == {1: 1.0}
-    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
-        counters.say()
-    assert caplog.messages == ["S2O: 80.0% s2o (long); 20.0% dense (decode); mean density 1.000 of 1 layers"]
+    counters.say()
+    assert info_log.messages == ["S2O: 80.0% s2o (long); 20.0% dense (decode); mean density 1.000 of 1 layers"]
 
 
 @pytest.fixture
