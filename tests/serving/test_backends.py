@@ -1,7 +1,6 @@
 """What S2O's backends do in vLLM and in SGLang alike, between fakes of their classes and a dense stock backend."""
 
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from s2o_runtime.serving.fit import Rank
 from s2o_runtime.vllm.backend import BATCH
 from support import fake_sglang, fake_vllm
 from support.fake_server import FakeServer
-from support.server_batches import FEWEST, alone, dense, two_layers
+from support.server_batches import FEWEST, all_dense, alone, dense, two_layers
 
 
 class VllmEngine(fake_vllm.FakeEngine):
@@ -126,11 +125,6 @@ def test_calls_are_timed_by_layer_and_path(made):
     assert set(seconds) == set(counters.timed)
     assert min(seconds.values()) > 0
     assert sum(counters.timed[key] * mean for key, mean in seconds.items()) <= took
-
-
-def all_dense():
-    profile = two_layers()
-    return replace(profile, layers=tuple((layers[1], layers[1]) for layers in profile.layers))
 
 
 @pytest.mark.parametrize(

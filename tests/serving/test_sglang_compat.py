@@ -1,6 +1,5 @@
 """Which SGLang is known, and what the plugin and the settings do in its processes; SGLang itself is not here."""
 
-import sys
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
@@ -62,15 +61,6 @@ def test_the_plugin_names_the_backend(monkeypatch):
     monkeypatch.setattr(host, "create_backend", lambda runner: ("made", runner))
     assert factories["s2o"]("runner") == ("made", "runner")
     plugin.register.cache_clear()
-
-
-def test_a_sglang_without_its_registry_is_left_alone(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "sglang", None)
-    plugin.register.cache_clear()
-    plugin.register()
-    plugin.register.cache_clear()
-    (record,) = caplog.records
-    assert "this SGLang has no known registry of backends" in record.message
 
 
 class NativeBackend:
