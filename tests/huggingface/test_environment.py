@@ -25,7 +25,7 @@ from s2o_runtime.huggingface import environment, hf, run, sdpa
 from s2o_runtime.profile import save_profile
 from s2o_runtime.profile.record import RecordedBudget
 from support.architectures import CASES
-from support.environment import forget, under_s2o_run
+from support.environment import under_s2o_run
 from support.models import CONFIGS, LENGTH, RUNS, SIZES, make_profile, new_model, padded_batch, paths, prompt, twin
 
 SLOW = pytest.mark.slow(reason="starts processes that load a model")
@@ -100,6 +100,7 @@ def test_beyond_and_drift_are_those_of_the_environment(model, profile, named, mo
 @pytest.mark.parametrize(
     ("variable", "value", "error", "message"),
     [
+        ("S2O_PROFILE", "missing", ProfileError, r"S2O_PROFILE: .*missing cannot be read .*: check the path"),
         ("S2O_BEYOND", "never", ConfigError, "S2O_BEYOND is 'never': expected one of dense, warn, s2o"),
         ("S2O_DRIFT", "64", ConfigError, "S2O_DRIFT is '64': expected one of "),
         ("S2O_DRIFT", "warn", ProfileError, "S2O_PROFILE: the profile's record names no budget"),
@@ -142,14 +143,6 @@ def test_patch_comes_before_the_environment(model, profile, taken_over):
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(ModelError, match="the model is not patched"):
         explain(model)
-
-
-def test_a_path_that_is_no_profile_fails_at_once(monkeypatch, tmp_path):
-    forget()
-    monkeypatch.setenv("S2O_PROFILE", str(tmp_path / "missing"))
-    with pytest.raises(ProfileError, match=r"S2O_PROFILE: .*missing cannot be read .*: check the path"):
-        hf.register()
-    forget()
 
 
 def test_random_weights_are_refused(profile, named):
@@ -377,17 +370,9 @@ def test_an_interpreter_without_s2o_says_so_and_goes_on(tmp_path):
     [
         ((NO,), {"S2O_PROFILES": "no/such"}, "s2o-run: S2O_PROFILES names no/such, which is no folder: name folders "),
         ((NO,), {"S2O_BEYOND": "never"}, "s2o-run: S2O_BEYOND is 'never': expected one of "),
-        (
-            ("no-such-command",),
-            {"S2O_PROFILE": "no/such"},
-            "s2o-run: S2O_PROFILE: no/such cannot be read (No such file or ",
-        ),
+        ((NO,), {"S2O_PROFILE": "no/such"}, "s2o-run: S2O_PROFILE: no/such cannot be read (No such file or "),
         (("--profile", "no/such", NO), {}, "s2o-run: --profile: no/such cannot be read"),
-        (
-            ("no-such-command",),
-            {"S2O_PROFILE": NAMED, "S2O_DRIFT": "loud"},
-            "s2o-run: S2O_DRIFT is 'loud': expected one of ",
-        ),
+        ((NO,), {"S2O_PROFILE": NAMED, "S2O_DRIFT": "loud"}, "s2o-run: S2O_DRIFT is 'loud': expected one of "),
         ((NO, "--profile", "x"), {"S2O_PROFILE": NAMED}, "s2o-run: no-such-command cannot be run (No "),
     ],
 )
