@@ -28,6 +28,23 @@ def tiny_folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
 
 
+@pytest.fixture(scope="module")
+def eager():
+    """A small llama with eager attention; tests do not change it."""
+    from support.models import new_model
+
+    torch.manual_seed(1)
+    return new_model(implementation="eager")
+
+
+@pytest.fixture(scope="session")
+def demo():
+    """The demo model, whole; tests do not change it."""
+    from calibrate.model.models import load
+
+    return load("demo", "cpu", resident=True)
+
+
 @pytest.fixture(autouse=True)
 def _log():
     """Servers set the level of S2O's log and add handlers to it."""
@@ -36,6 +53,13 @@ def _log():
     yield
     log.setLevel(level)
     log.handlers[:] = handlers
+
+
+@pytest.fixture
+def info_log(caplog):
+    """What S2O says of itself at level INFO and above."""
+    caplog.set_level(logging.INFO, logger="s2o_runtime")
+    return caplog
 
 
 @pytest.fixture

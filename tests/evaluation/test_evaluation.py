@@ -31,7 +31,6 @@ from s2o_runtime.profile import save_profile
 from s2o_runtime.profile.record import Record
 from support.artefacts import shared
 from support.models import make_profile
-from support.tiny import save_tiny
 
 SLOW = pytest.mark.slow(reason="evaluates a model on all tasks")
 
@@ -39,14 +38,9 @@ EXACT, COARSE = "tau=0,segment=64", "tau=1000,segment=64"
 
 
 @pytest.fixture(scope="module")
-def demo():
-    return load("demo", "cpu", resident=True)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
+def tiny(tiny_folder):
     """A random model that reads characters."""
-    return load(str(save_tiny(tmp_path_factory.mktemp("tiny") / "model")), "cpu", resident=True)
+    return load(str(tiny_folder), "cpu", resident=True)
 
 
 def run(plan, loaded, own=()):

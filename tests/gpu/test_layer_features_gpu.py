@@ -1,7 +1,6 @@
 """Sinks, soft caps, other scales and head dims in the compiled kernels: bf16, odd shapes, outputs filled with NaN."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch

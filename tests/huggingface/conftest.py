@@ -1,13 +1,23 @@
-"""The model that most of these tests patch."""
+"""A process that has a profile from its environment."""
 
 import pytest
-import torch
 
-from support.models import new_model
+from s2o_runtime.profile import save_profile
+from support.environment import forget, under_s2o_run
 
 
-@pytest.fixture(scope="module")
-def eager():
-    """A small llama with eager attention; tests do not change it."""
-    torch.manual_seed(1)
-    return new_model(implementation="eager")
+@pytest.fixture
+def named(profile, tmp_path, monkeypatch):
+    """The path of the file's profile, which S2O_PROFILE names."""
+    path = tmp_path / "profile.safetensors"
+    save_profile(profile, path)
+    monkeypatch.setenv("S2O_PROFILE", str(path))
+    forget()
+    yield path
+    forget()
+
+
+@pytest.fixture
+def taken_over(named):
+    with under_s2o_run():
+        yield named

@@ -5,7 +5,6 @@ and keys, experts, merged projections, sliding windows, soft-capped scores.
 """
 
 import copy
-import logging
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -33,13 +32,12 @@ from calibrate import Recipe, pipeline
 from calibrate.model.models import in_memory
 from calibrate.model.weights import model_class
 from s2o_runtime import explain, patch, patched, unpatch
-from s2o_runtime.config import LayerConfig, TileConfig
-from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import Geometry, fingerprint, geometry
 from s2o_runtime.profile import Profile, load_profile
 from support.architectures import ALL_RUN, CASES, COMPILED, LINEAR, RUNNING, RUNS, SILENT, SLIDING, WINDOWED, Case
 from support.marks import all_but_first
+from support.models import close, make_profile, padded_batch, prompt, twin
 from support.tiny import tiny_tokenizer
 
 EXHAUSTIVE = pytest.mark.exhaustive(reason="further architectures, or compiles a model, seconds each")
@@ -50,7 +48,7 @@ SLIDES = "sliding_attention"
 QUANTISED_CACHES = [
     name for name, case in CASES.items() if case.reasons == ALL_RUN and not case.vision and name != "phi3-long-window"
 ]
-LENGTH, SEGMENT, SHORTEST = 150, 64, 32
+LENGTH, SHORTEST = 150, 32
 
 
 def models(name: str) -> tuple[Any, Any]:
@@ -65,21 +63,11 @@ def _models(name: str) -> tuple[Any, Any]:
     torch.manual_seed(1)
     config = CASES[name].config
     eager = model_class(config).from_config(config, attn_implementation="eager").eval()
-    return eager, same_weights(eager, "sdpa" if eager._supports_sdpa else "eager")
+    return eager, twin(eager, "sdpa" if eager._supports_sdpa else "eager")
 
 
-def same_weights(eager: Any, implementation: str) -> Any:
-    config = copy.deepcopy(eager.config)
-    model = model_class(config).from_config(config, attn_implementation=implementation).eval()
-    model.load_state_dict(eager.state_dict())
-    return model
-
-
-def make_profile(model: Any, tau: float = 0.0) -> Profile:
-    shape = geometry(model.config)
-    layer = LayerConfig.uniform(shape.query_heads, tau=tau, segment=SEGMENT, tile=TileConfig(64, 32, 1, 4, 1))
-    layers = ((layer,) * shape.layers,)
-    return Profile("tiny", shape, fingerprint(model), DeviceIdentity("cpu", "cpu"), (SHORTEST, 8192), layers * 2)
+def profile_of(model: Any, tau: float = 0.0) -> Profile:
+    return make_profile(model, tau, SHORTEST)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -105,7 +93,7 @@ def eager(name: str) -> Any:
 def model(name: str) -> Iterator[Any]:
     """The patched model; what it ran is checked after every test: S2O only where it may, reasons where it may not."""
     plain = models(name)[1]
-    with patched(plain, make_profile(plain), strict=True) as model:
+    with patched(plain, profile_of(plain), strict=True) as model:
         yield model
         check_reasons(model, CASES[name])
 
@@ -124,7 +112,7 @@ def check_reasons(model: Any, case: Case) -> None:
 
 
 def left_out(model: Any) -> None:
-    model(prompt())  # its paths are checked after every test
+    model(prompt(LENGTH))  # its paths are checked after every test
     pytest.skip("this version of transformers does not do it as the newer ones do")
 
 
@@ -136,27 +124,9 @@ def must_run(name: str) -> set[int]:
     return {layer for layer, reason in enumerate(CASES[name].reasons) if reason == RUNS}
 
 
-def prompt(batch: int = 1, length: int = LENGTH) -> torch.Tensor:
-    return torch.randint(3, 128, (batch, length))
-
-
-def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three prompts of 150, 93 and 10 tokens, and their mask."""
-    ids = prompt(3)
-    mask = torch.ones_like(ids)
-    mask[1, :57] = 0
-    mask[2, :140] = 0
-    mask = mask if side == "left" else mask.flip(1)
-    return ids.masked_fill(mask == 0, 0), mask
-
-
-def check_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
 def check_batch(model: Any, eager: Any, ids: torch.Tensor, mask: torch.Tensor) -> None:
     ours, theirs = model(ids, attention_mask=mask).logits, eager(ids, attention_mask=mask).logits
-    check_close(ours[mask == 1], theirs[mask == 1])
+    close(ours[mask == 1], theirs[mask == 1])
 
 
 def in_pieces(model: Any, ids: torch.Tensor, edges: Sequence[int], memory: Any) -> torch.Tensor:
@@ -177,20 +147,18 @@ def new_cache(kind: str, config: PreTrainedConfig) -> Any:
 @pytest.mark.parametrize("name", WINDOWED)
 def test_windows_and_caps_matter_at_these_sizes(name, eager):
     """Otherwise the other tests would not see one that was dropped: SDPA drops caps, wide windows hide nothing."""
-    ids = prompt()
+    ids = prompt(LENGTH)
     config = copy.deepcopy(eager.config)
     text = config.get_text_config()
     text.sliding_window = 2 * LENGTH if text.sliding_window else None
     text.attn_logit_softcapping = None
-    other = model_class(config).from_config(config, attn_implementation="eager").eval()
-    other.load_state_dict(eager.state_dict())
-    assert (other(ids).logits - eager(ids).logits).abs().max() > 0.1
+    assert (twin(eager, "eager", config)(ids).logits - eager(ids).logits).abs().max() > 0.1
 
 
 @torch.no_grad()
 def test_prefill(name, eager, model):
-    ids = prompt()
-    check_close(model(ids).logits, eager(ids).logits)
+    ids = prompt(LENGTH)
+    close(model(ids).logits, eager(ids).logits)
     rows = {(row["layer"], row["path"], row["reason"], row["calls"]) for row in explain(model)}
     reasons = [(layer, why) for layer, why in enumerate(CASES[name].reasons) if why not in SILENT]
     assert rows == {(layer, "s2o" if why == RUNS else "dense", why, 1) for layer, why in reasons}
@@ -200,8 +168,8 @@ def test_prefill(name, eager, model):
 @pytest.mark.parametrize(("name", "others"), [(name, case.others) for name, case in CASES.items() if case.others])
 def test_layers_of_other_kinds(name, others, eager, model):
     """They have no row in the profile, are counted, and stay what they are."""
-    ids = prompt(length=70)  # more than a window, so that it hides keys
-    check_close(model(ids).logits, eager(ids).logits)
+    ids = prompt(70)  # more than a window, so that it hides keys
+    close(model(ids).logits, eager(ids).logits)
     assert explain(model).others == others
     assert str(explain(model)).endswith(f"layers of other kinds, which stay what they are: {others}")
     assert geometry(model.config).decoder_layers - geometry(model.config).layers == 1
@@ -210,7 +178,7 @@ def test_layers_of_other_kinds(name, others, eager, model):
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batch(name, eager, model, side):
-    check_batch(model, eager, *padded(side))
+    check_batch(model, eager, *padded_batch(side, LENGTH))
     assert ran_s2o(model) == must_run(name)
 
 
@@ -219,9 +187,9 @@ def test_padded_batch(name, eager, model, side):
 def test_chunked_prefill_and_decode(name, eager, model, cuts, cache):
     if CASES[name].broken == "a cache" or (CASES[name].broken == "a static cache" and cache == "static"):
         left_out(model)
-    ids, edges = prompt(), [0, *cuts, LENGTH - 1, LENGTH]
+    ids, edges = prompt(LENGTH), [0, *cuts, LENGTH - 1, LENGTH]
     ours = in_pieces(model, ids, edges, new_cache(cache, model.config))
-    check_close(ours, expected_of_pieces(name, eager, ids, edges, new_cache(cache, eager.config)))
+    close(ours, expected_of_pieces(name, eager, ids, edges, new_cache(cache, eager.config)))
     assert ran_s2o(model) == must_run(name)
 
 
@@ -230,14 +198,14 @@ def test_prefix_cache(name, eager, model):
     """Two prompts that begin alike: the common part is prefilled once."""
     if CASES[name].broken == "a cache":
         left_out(model)
-    common, prefix = prompt(length=90), DynamicCache(config=model.config)
+    common, prefix = prompt(90), DynamicCache(config=model.config)
     model(common, past_key_values=prefix)
     for length in (1, 60):
-        rest = prompt(length=length)
+        rest = prompt(length)
         ours = model(rest, past_key_values=copy.deepcopy(prefix)).logits
         ids, edges = torch.cat([common, rest], 1), [0, 90, 90 + length]
         theirs = expected_of_pieces(name, eager, ids, edges, DynamicCache(config=eager.config))
-        check_close(ours, theirs[:, 90:])
+        close(ours, theirs[:, 90:])
     assert ran_s2o(model) == must_run(name)
 
 
@@ -250,7 +218,7 @@ def test_prefix_cache(name, eager, model):
 def test_generate(name, eager, model, how):
     if "cache_implementation" in how and CASES[name].broken.endswith("a static cache"):
         left_out(model)
-    ids, mask = padded("left")
+    ids, mask = padded_batch(length=LENGTH)
 
     def run(which: Any) -> torch.Tensor:
         torch.manual_seed(5)
@@ -266,31 +234,31 @@ def test_quantised_cache(name, eager, model):
     """Transformers' quantised cache takes no sliding windows. `make architectures` brings a backend along."""
     backend = "quanto" if is_optimum_quanto_available() else "hqq" if is_hqq_available() else None
     if backend is None:
-        model(prompt())
+        model(prompt(LENGTH))
         pytest.skip("no backend of transformers' quantised cache is installed: optimum-quanto or hqq")
 
-    ids = prompt()
+    ids = prompt(LENGTH)
 
     def run(which: Any) -> torch.Tensor:
         memory = QuantizedCache(backend, which.config, nbits=8 if backend == "hqq" else 4)
         return torch.cat([which(part, past_key_values=memory).logits for part in ids.split((100, 50), 1)], 1)
 
     ours, theirs = run(model), run(eager)
-    check_close(ours[:, :100], theirs[:, :100])
+    close(ours[:, :100], theirs[:, :100])
     assert (ours - theirs).abs().mean() < 0.05 * theirs.abs().mean()  # a rounding that flips is a whole step
     assert ran_s2o(model) == must_run(name)
 
 
 def test_gradients_go_dense(name, eager, model):
     """S2O has no backward pass: such a call is dense, says so, and its gradients are those of the dense model."""
-    ids = prompt()
+    ids = prompt(LENGTH)
     gradients = []
     for which in (model, eager):
         which.zero_grad()
         which(ids, labels=ids).loss.backward()
         gradients.append(which.get_input_embeddings().weight.grad.clone())
         which.zero_grad()
-    check_close(*gradients)
+    close(*gradients)
     assert not ran_s2o(model)
     reasons = {row["reason"] for row in explain(model)}
     assert reasons == {
@@ -300,10 +268,10 @@ def test_gradients_go_dense(name, eager, model):
 
 @torch.no_grad()
 def test_unpatch_restores_exactly(name):
-    model, ids = models(name)[1], prompt()
+    model, ids = models(name)[1], prompt(LENGTH)
     implementation = model.config._attn_implementation
     before, modules = model(ids).logits, [dict(module.__dict__) for module in model.modules()]
-    with patched(model, make_profile(model, tau=2.0)):
+    with patched(model, profile_of(model, tau=2.0)):
         changed = not torch.equal(model(ids).logits, before)
     drops_caps = implementation == "sdpa" and getattr(CASES[name].config, "attn_logit_softcapping", None) is not None
     assert changed == (CASES[name].runs or drops_caps)
@@ -315,17 +283,16 @@ def test_unpatch_restores_exactly(name):
 
 
 @torch.no_grad()
-def test_loaded_by_name_without_a_profile(name, eager, caplog):
+def test_loaded_by_name_without_a_profile(name, eager, info_log):
     """Such a model is dense, says so, and takes a profile later."""
     s2o_runtime.register()
-    model, ids = same_weights(eager, "s2o"), prompt()
+    model, ids = twin(eager, "s2o"), prompt(LENGTH)
     hf._say_unpatched.cache_clear()
-    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
-        check_close(model(ids).logits, eager(ids).logits)
-        check_batch(model, eager, *padded("left"))
-    assert caplog.text.count("runs dense: the model has no profile") == CASES[name].runs
-    patch(model, make_profile(model), strict=True)
-    check_close(model(ids).logits, eager(ids).logits)
+    close(model(ids).logits, eager(ids).logits)
+    check_batch(model, eager, *padded_batch(length=LENGTH))
+    assert info_log.text.count("runs dense: the model has no profile") == CASES[name].runs
+    patch(model, profile_of(model), strict=True)
+    close(model(ids).logits, eager(ids).logits)
     check_reasons(model, CASES[name])
     assert unpatch(model).config._attn_implementation == "s2o"
 
@@ -336,10 +303,10 @@ def test_compiled(name, eager, model, monkeypatch):
     """One of each architecture; experts as a batched product, the only one that torch.compile follows in float32."""
     torch.compiler.reset()  # what was compiled of other models counts towards its limit
     monkeypatch.setattr(model.config, "_experts_implementation", "batched_mm")
-    ids = prompt()
+    ids = prompt(LENGTH)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for _ in range(3):
-        check_close(compiled(ids, past_key_values=DynamicCache(config=model.config)).logits, eager(ids).logits)
+        close(compiled(ids, past_key_values=DynamicCache(config=model.config)).logits, eager(ids).logits)
     assert ran_s2o(model) == must_run(name)
     assert [row["calls"] for row in explain(model)] == [3, 3]
     if name == COMPILED[0]:
@@ -365,14 +332,14 @@ def check_calibration(model: Any, eager: Any, name: str, folder: Path) -> None:
     proven = profile.record.held_out[0].layers
     assert len(proven) == len(numbers)
     assert any(layer.density < 0.97 and 0 < layer.rel_mse <= 0.5 for layer in proven)
-    ids = prompt(length=512)
+    ids = prompt(512)
     with torch.no_grad():
         with patched(model, profile, strict=True):
             model(ids)
             assert ran_s2o(model) <= must_run(name)
             assert ran_s2o(model)
-        with patched(model, make_profile(model), strict=True):
-            check_close(model(ids).logits, eager(ids).logits)
+        with patched(model, profile_of(model), strict=True):
+            close(model(ids).logits, eager(ids).logits)
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=EXHAUSTIVE) for name in RUNNING])
@@ -414,17 +381,17 @@ def test_the_text_part_of_a_model_with_images():
     config = Gemma3Config(text_config=text, vision_config=vision, **tokens)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     model.set_attn_implementation({"vision_config": "sdpa"})
-    ids = prompt().clamp_max(124)
+    ids = prompt(LENGTH).clamp_max(124)
     ids[0, 40:44] = 127
     image = {"pixel_values": torch.randn(1, 3, 28, 28), "token_type_ids": (ids == 127).long()}
-    only_text = prompt().clamp_max(124)
+    only_text = prompt(LENGTH).clamp_max(124)
     expected, expected_text = model(ids, **image).logits, model(only_text).logits
-    with patched(model, make_profile(model), strict=True):
-        check_close(model(only_text).logits, expected_text)
+    with patched(model, profile_of(model), strict=True):
+        close(model(only_text).logits, expected_text)
         check_reasons(model, CASES["gemma3"])
         assert ran_s2o(model) == {1}
-    with patched(model, make_profile(model), strict=True):
-        check_close(model(ids, **image).logits, expected)
+    with patched(model, profile_of(model), strict=True):
+        close(model(ids, **image).logits, expected)
         assert {row["reason"] for row in explain(model)} == {SLIDING, "the mask is not a plain causal one"}
     assert model.config.text_config._attn_implementation == "eager"
     assert model.config.vision_config._attn_implementation == "sdpa"
@@ -432,7 +399,7 @@ def test_the_text_part_of_a_model_with_images():
 
 def test_patched_undoes_itself_after_an_error():
     model = models("llama")[1]
-    with pytest.raises(RuntimeError, match="on purpose"), patched(model, make_profile(model)):
+    with pytest.raises(RuntimeError, match="on purpose"), patched(model, profile_of(model)):
         raise RuntimeError("on purpose")
     assert model.config._attn_implementation == "sdpa"
 

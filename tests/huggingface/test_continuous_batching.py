@@ -13,9 +13,7 @@ from s2o_runtime import explain, patch, unpatch
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import sdpa
 from s2o_runtime.huggingface.paged import one_by_one
-from s2o_runtime.profile import save_profile
 from support.architectures import CASES, RUNS
-from support.environment import forget
 from support.marks import all_but_first
 from support.models import make_profile, new_model, twin
 
@@ -43,13 +41,16 @@ def _memory(monkeypatch):
     )
 
 
-def generated(model, prompts, tokens=64, new=NEW):
-    """The requests' results, in the order of the prompts, in batches of at most `tokens` new tokens."""
+def batching(tokens):
+    """How transformers generates, in batches of at most `tokens` new tokens."""
     config = ContinuousBatchingConfig(block_size=16, num_blocks=512, max_batch_tokens=tokens, return_logprobs=True)
-    generation = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    results = model.generate_batch(
-        prompts, generation_config=generation, continuous_batching_config=config, progress_bar=False
-    )
+    generation = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    return {"generation_config": generation, "continuous_batching_config": config}
+
+
+def generated(model, prompts, tokens=64):
+    """The requests' results, in the order of the prompts."""
+    results = model.generate_batch(prompts, **batching(tokens), progress_bar=False)
     by_prompt = {tuple(result.prompt_ids): result for result in results.values()}
     return [by_prompt[tuple(prompt)] for prompt in prompts]
 
@@ -82,8 +83,7 @@ def test_a_model_that_never_stops_generates_what_it_would(name):
     torch.manual_seed(1)
     case = CASES[name]
     eager = AutoModelForCausalLM.from_config(case.config, attn_implementation="eager").eval()
-    model = AutoModelForCausalLM.from_config(case.config, attn_implementation="eager").eval()
-    model.load_state_dict(eager.state_dict())
+    model = twin(eager, "eager")
     patch(model, make_profile(model, 0.0, min_length=SHORTEST))
     prompts = prompts_of()
     results = generated(model, prompts)
@@ -109,11 +109,7 @@ def test_a_prompt_that_shares_its_prefix_brings_a_tail(eager):
     fed = []
     forward = model.forward
     model.forward = lambda **inputs: fed.append(inputs["input_ids"].shape[1]) or forward(**inputs)
-    config = ContinuousBatchingConfig(block_size=16, num_blocks=512, max_batch_tokens=160, return_logprobs=True)
-    generation = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    with model.continuous_batching_context_manager(
-        generation_config=generation, continuous_batching_config=config
-    ) as manager:
+    with model.continuous_batching_context_manager(**batching(160)) as manager:
         results = []
         for prompt in prompts:
             name = manager.add_request(prompt, max_new_tokens=NEW)
@@ -138,15 +134,8 @@ def test_work_is_skipped_and_measured():
 
 
 @pytest.fixture
-def taken_over(eager, tmp_path, monkeypatch):
-    """A process of s2o-run, whose profile is of the eager model."""
-    save_profile(make_profile(eager, 0.0, min_length=SHORTEST), tmp_path / "profile.safetensors")
-    monkeypatch.setenv("S2O_PROFILE", str(tmp_path / "profile.safetensors"))
-    forget()
-    sdpa.take_over()
-    yield
-    sdpa.give_back()
-    forget()
+def profile(eager):
+    return make_profile(eager, 0.0, min_length=SHORTEST)
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import logging
 import os
 import subprocess
 import sys
@@ -26,22 +25,15 @@ from s2o_runtime.huggingface import environment, hf, run, sdpa
 from s2o_runtime.profile import save_profile
 from s2o_runtime.profile.record import RecordedBudget
 from support.architectures import CASES
-from support.environment import forget
-from support.models import CONFIGS, LENGTH, RUNS, SIZES, make_profile, padded_batch, paths, prompt
+from support.environment import under_s2o_run
+from support.models import CONFIGS, LENGTH, RUNS, SIZES, make_profile, new_model, padded_batch, paths, prompt, twin
 
 SLOW = pytest.mark.slow(reason="starts processes that load a model")
-
-CONFIG = CONFIGS["llama"]
-
-
-def build(config=CONFIG, implementation="sdpa", kind=AutoModelForCausalLM):
-    """A model with an attention implementation; None for the one that transformers chooses."""
-    return kind.from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
 
 
 @pytest.fixture
 def model():
-    return build()
+    return new_model()
 
 
 @pytest.fixture
@@ -49,36 +41,11 @@ def profile(model):
     return make_profile(model, 0.5)
 
 
-@pytest.fixture
-def named(profile, tmp_path, monkeypatch):
-    """The profile, named by S2O_PROFILE."""
-    path = tmp_path / "profile.safetensors"
-    save_profile(profile, path)
-    monkeypatch.setenv("S2O_PROFILE", str(path))
-    forget()
-    yield path
-    forget()
-
-
-@pytest.fixture
-def taken_over(named):
-    sdpa.take_over()
-    yield named
-    sdpa.give_back()
-
-
-def same_weights(model, implementation):
-    other = build(implementation=implementation)
-    other.load_state_dict(model.state_dict())
-    return other
-
-
 @torch.no_grad()
 def test_a_model_loaded_by_name_gets_the_profile(model, profile, named, caplog):
     hf.register()
-    ours, ids = same_weights(model, "s2o"), prompt()
-    with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
-        logits = ours(ids).logits
+    ours, ids = twin(model, "s2o"), prompt()
+    logits = ours(ids).logits
     assert caplog.text == ""  # the weights are those that were calibrated
     assert paths(ours) == {("s2o", RUNS)}
     assert torch.equal(logits, patch(model, profile)(ids).logits)
@@ -88,14 +55,11 @@ def test_a_model_loaded_by_name_gets_the_profile(model, profile, named, caplog):
 def test_a_model_that_does_not_fit_is_dense_and_says_so_once(named, caplog):
     hf.register()
     torch.manual_seed(3)
-    config = copy.deepcopy(CONFIG)
-    config.num_hidden_layers = 3
-    other, dense = (build(config, implementation) for implementation in ("s2o", "eager"))
-    other.load_state_dict(dense.state_dict())
+    dense = new_model(implementation="eager", num_hidden_layers=3)
+    other = twin(dense, "s2o")
     ids = prompt()
-    with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
-        for _ in range(2):
-            torch.testing.assert_close(other(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-4)
+    for _ in range(2):
+        torch.testing.assert_close(other(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-4)
     reason = "the profile of tiny does not fit this model: it has 3 layers where the profile has 2"
     assert [record.getMessage() for record in caplog.records] == [f"S2O_PROFILE: {reason}; it stays dense"]
     assert {(row["path"], row["reason"], row["calls"]) for row in explain(other)} == {("dense", reason, 2)}
@@ -105,10 +69,9 @@ def test_a_model_that_does_not_fit_is_dense_and_says_so_once(named, caplog):
 def test_other_weights_are_warned_about_once(named, caplog):
     hf.register()
     torch.manual_seed(5)
-    other = build(implementation="s2o")
-    with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
-        other(prompt())
-        other(prompt())
+    other = new_model(implementation="s2o")
+    other(prompt())
+    other(prompt())
     [record] = caplog.records
     assert "the weights are not those of tiny that the profile was calibrated on" in record.getMessage()
     assert paths(other) == {("s2o", RUNS)}
@@ -121,20 +84,13 @@ def test_other_weights_are_warned_about_once(named, caplog):
 )
 def test_beyond_and_drift_are_those_of_the_environment(model, profile, named, monkeypatch, beyond, drift, states):
     budget = RecordedBudget(kind="mse", value=1.0, scope="layer")
-    save_profile(
-        dataclasses.replace(
-            profile,
-            lengths=(200,),
-            layers=profile.layers[:1],
-            record=dataclasses.replace(profile.record, budget=budget),
-        ),
-        named,
-    )
+    record = dataclasses.replace(profile.record, budget=budget)
+    save_profile(dataclasses.replace(profile, lengths=(200,), layers=profile.layers[:1], record=record), named)
     for variable, value in (("S2O_BEYOND", beyond), ("S2O_DRIFT", drift)):
         if value is not None:
             monkeypatch.setenv(variable, value)
     hf.register()
-    ours = same_weights(model, "s2o")
+    ours = twin(model, "s2o")
     ours(prompt())
     for state in hf.layer_states(ours):
         assert (state.max_length, state.drift and state.drift.check.action) == states
@@ -144,6 +100,7 @@ def test_beyond_and_drift_are_those_of_the_environment(model, profile, named, mo
 @pytest.mark.parametrize(
     ("variable", "value", "error", "message"),
     [
+        ("S2O_PROFILE", "missing", ProfileError, r"S2O_PROFILE: .*missing cannot be read .*: check the path"),
         ("S2O_BEYOND", "never", ConfigError, "S2O_BEYOND is 'never': expected one of dense, warn, s2o"),
         ("S2O_DRIFT", "64", ConfigError, "S2O_DRIFT is '64': expected one of "),
         ("S2O_DRIFT", "warn", ProfileError, "S2O_PROFILE: the profile's record names no budget"),
@@ -158,8 +115,8 @@ def test_what_the_environment_cannot_mean_fails_at_once(named, monkeypatch, vari
 @torch.no_grad()
 @pytest.mark.parametrize("implementation", ["s2o", "sdpa"])
 def test_unpatch_takes_it_away_for_good(model, taken_over, implementation):
-    plain = same_weights(model, "eager")
-    ours, ids = same_weights(model, implementation), prompt()
+    plain = twin(model, "eager")
+    ours, ids = twin(model, implementation), prompt()
     before = ours(ids).logits
     unpatch(ours)
     for _ in range(2):
@@ -186,14 +143,6 @@ def test_patch_comes_before_the_environment(model, profile, taken_over):
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(ModelError, match="the model is not patched"):
         explain(model)
-
-
-def test_a_path_that_is_no_profile_fails_at_once(monkeypatch, tmp_path):
-    forget()
-    monkeypatch.setenv("S2O_PROFILE", str(tmp_path / "missing"))
-    with pytest.raises(ProfileError, match=r"S2O_PROFILE: .*missing cannot be read .*: check the path"):
-        hf.register()
-    forget()
 
 
 def test_random_weights_are_refused(profile, named):
@@ -233,7 +182,7 @@ def test_other_models_are_untouched(name, named, caplog):
     """Outputs, bit for bit; padded, whole and one token. Of decoders it is said once."""
     config, kind = OTHERS[name]
     torch.manual_seed(2)
-    other = build(config, None, kind)
+    other = kind.from_config(copy.deepcopy(config)).eval()
     ids, mask = padded_batch()
     more = {"decoder_input_ids": ids[:, :50]} if name == "encoder-decoder" else {}
 
@@ -241,11 +190,8 @@ def test_other_models_are_untouched(name, named, caplog):
         yield from (other(ids, attention_mask=mask, **more)[0], other(ids, **more)[0], other(ids[:, :1], **more)[0])
 
     expected = list(outputs())
-    try:
-        sdpa.take_over()
+    with under_s2o_run():
         assert all(map(torch.equal, outputs(), expected))
-    finally:
-        sdpa.give_back()
     assert not environment.adopted
     reasons = {
         "encoder-decoder": "a model of type 't5' is an encoder with a decoder",
@@ -284,22 +230,18 @@ def test_calls_that_s2o_is_not_for_are_sdpas(how, model, named):
         return model(ids[:, :1] if how == "decode" else ids, **calls.get(how, {})).logits
 
     expected = once()
-    try:
-        sdpa.take_over()
+    with under_s2o_run():
         assert torch.equal(once(), expected)
         if how == "dropout":
             assert paths(model) == {("dense", "attention dropout")}
         if how == "not-causal":
             assert paths(model) == {("dense", "the layer is not causal")}
-    finally:
-        sdpa.give_back()
 
 
 @torch.no_grad()
 def test_a_second_model_of_that_geometry_gets_it_too(model, taken_over):
     """Such as one that classifies: its base model is the same."""
-    config = copy.deepcopy(CONFIG)
-    other = build(config, kind=AutoModelForSequenceClassification)
+    other = AutoModelForSequenceClassification.from_config(CONFIGS["llama"]).eval()
     model(prompt())
     other(prompt())
     assert paths(model) == paths(other) == {("s2o", RUNS)}
@@ -310,18 +252,15 @@ def test_a_second_model_of_that_geometry_gets_it_too(model, taken_over):
 def test_compiled_models(model, profile, named):
     """Compiled before any ran: as without s2o-run. After one ran: one graph that runs S2O."""
     ids = prompt()
-    memory = lambda: {"past_key_values": DynamicCache(config=CONFIG)}  # noqa: E731
+    memory = lambda: {"past_key_values": DynamicCache(config=CONFIGS["llama"])}  # noqa: E731
     dense = model(ids).logits
-    try:
-        sdpa.take_over()
+    with under_s2o_run():
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(ids, **memory()).logits, dense, rtol=1e-5, atol=1e-5)
         expected = model(ids).logits
         torch.compiler.reset()
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(ids, **memory()).logits, expected, rtol=1e-5, atol=1e-5)
-    finally:
-        sdpa.give_back()
     assert [row["calls"] for row in explain(model)] == [2, 2]
 
 
@@ -431,17 +370,9 @@ def test_an_interpreter_without_s2o_says_so_and_goes_on(tmp_path):
     [
         ((NO,), {"S2O_PROFILES": "no/such"}, "s2o-run: S2O_PROFILES names no/such, which is no folder: name folders "),
         ((NO,), {"S2O_BEYOND": "never"}, "s2o-run: S2O_BEYOND is 'never': expected one of "),
-        (
-            ("no-such-command",),
-            {"S2O_PROFILE": "no/such"},
-            "s2o-run: S2O_PROFILE: no/such cannot be read (No such file or ",
-        ),
+        ((NO,), {"S2O_PROFILE": "no/such"}, "s2o-run: S2O_PROFILE: no/such cannot be read (No such file or "),
         (("--profile", "no/such", NO), {}, "s2o-run: --profile: no/such cannot be read"),
-        (
-            ("no-such-command",),
-            {"S2O_PROFILE": NAMED, "S2O_DRIFT": "loud"},
-            "s2o-run: S2O_DRIFT is 'loud': expected one of ",
-        ),
+        ((NO,), {"S2O_PROFILE": NAMED, "S2O_DRIFT": "loud"}, "s2o-run: S2O_DRIFT is 'loud': expected one of "),
         ((NO, "--profile", "x"), {"S2O_PROFILE": NAMED}, "s2o-run: no-such-command cannot be run (No "),
     ],
 )

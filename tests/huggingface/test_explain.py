@@ -1,7 +1,6 @@
 """What a patched model says it did: the table against what the operator itself returns for every call."""
 
 import copy
-import logging
 import pickle
 
 import pytest
@@ -130,12 +129,11 @@ def test_copies_start_anew(model):
 
 
 @torch.no_grad()
-def test_one_log_line_for_a_reason_and_none_for_a_call(model, caplog):
+def test_one_log_line_for_a_reason_and_none_for_a_call(model, info_log):
     layers._say_once.cache_clear()
-    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
-        for length in (LENGTH, 40, LENGTH, 40, 50):
-            model(prompt(length))
-    assert sorted(record.getMessage() for record in caplog.records if "layers run" in record.getMessage()) == [
+    for length in (LENGTH, 40, LENGTH, 40, 50):
+        model(prompt(length))
+    assert sorted(record.getMessage() for record in info_log.records if "layers run" in record.getMessage()) == [
         f"layers run dense: {SHORT}",
         f"layers run s2o: {RUNS}",
     ]

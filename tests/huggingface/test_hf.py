@@ -1,7 +1,6 @@
 """What patching does to a transformers model; that outputs are eager's is in test_architectures.py."""
 
 import dataclasses
-import logging
 import math
 from contextlib import nullcontext
 
@@ -56,15 +55,6 @@ def test_attention_weights_that_are_asked_for_are_said_to_be_none(patched, ids, 
 
 
 @torch.no_grad()
-def test_a_positive_tau_skips_work(eager, ids):
-    model = twin(eager)
-    patch(model, make_profile(model, 2.0))
-    out = model(ids).logits
-    assert layer_states(model)[1].last.density.max() < 0.9
-    assert (out - eager(ids).logits).abs().max() > 1e-4
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("how", ["holes", "packed", "short"])
 def test_what_goes_through_sdpa(eager, patched, ids, how):
     mask = torch.ones_like(ids)
@@ -110,25 +100,12 @@ def test_a_block_in_a_patched_model_gives_back_the_profile_before(eager, ids, mi
         assert unpatch(model).config._attn_implementation == implementation
 
 
-def test_a_profile_of_another_model_is_refused(eager, tmp_path):
-    model = twin(eager)
-    made = make_profile(model, 0.0)
-    narrower = dataclasses.replace(made.geometry, query_heads=2)
-    layer = LayerConfig.uniform(2, segment=64, tile=TileConfig(64, 32, 1, 4, 1))
-    other = dataclasses.replace(made, geometry=narrower, layers=((layer,) * 2,) * 2)
-    save_profile(other, tmp_path / "other.safetensors")
-    with pytest.raises(ProfileError, match="it has 4 query heads where the profile has 2"):
-        patch(model, tmp_path / "other.safetensors")
-    assert model.config._attn_implementation == "sdpa"
-
-
 def test_other_weights_warn_or_are_refused(eager, caplog):
     model = twin(eager)
     made = dataclasses.replace(make_profile(model, 0.0), fingerprint="0" * 64)
     with pytest.raises(ProfileError, match="calibrate this model, or patch with strict=False"):
         patch(model, made, strict=True)
-    with caplog.at_level(logging.WARNING, logger="s2o_runtime"):
-        patch(model, made)
+    patch(model, made)
     assert "the weights are not those of tiny" in caplog.text
 
 
@@ -159,11 +136,14 @@ def test_a_gpu_profile_runs_on_a_cpu_and_a_foreign_one_stays_dense(eager, ids, m
     assert paths(model) == {("dense", "there is no kernel for xpu: the model stays dense")}
 
 
-def test_models_that_cannot_be_served_are_refused():
+def test_models_that_cannot_be_served_are_refused(tmp_path):
     profile = make_profile(new_model(), 0.0)
+    save_profile(profile, tmp_path / "p.safetensors")
     other = AutoModelForCausalLM.from_config(GPTNeoXConfig(**SIZES))
+    before = other.config._attn_implementation
     with pytest.raises(ProfileError, match="it has architecture gpt_neox where the profile has llama"):
-        patch(other, profile)
+        patch(other, tmp_path / "p.safetensors")
+    assert other.config._attn_implementation == before
     sliding = AutoModelForCausalLM.from_config(MistralConfig(**SIZES, sliding_window=48))
     with pytest.raises(ModelError, match="has no layer of full_attention, only 2 of sliding_attention"):
         patch(sliding, profile)
@@ -213,8 +193,7 @@ def with_sinks():
 def attached(eager):
     """A model with the same weights whose layer of full attention runs S2O with tau = 0, and the layer's state."""
     hf.register()
-    model = AutoModelForCausalLM.from_config(eager.config, attn_implementation="s2o").eval()
-    model.load_state_dict(eager.state_dict())
+    model = twin(eager, "s2o")
     config = LayerConfig.uniform(4, tau=0.0, segment=64, tile=TileConfig(64, 32, 2, 4, 1))
     state = layers.LayerState(1, lambda keys: config, 0, meter=None)
     layers.attach(model.model.layers[1].self_attn, state)

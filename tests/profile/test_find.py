@@ -1,6 +1,5 @@
 """A profile that nobody named is found by its model and its GPU, in a patched model, under s2o-run and in servers."""
 
-import logging
 import os
 from dataclasses import replace
 
@@ -14,12 +13,12 @@ from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.huggingface import run, sdpa
 from s2o_runtime.profile import find
 from s2o_runtime.profile.record import Certificate, CertifiedLength, Record, RecordedBudget
-from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Server, Site
+from s2o_runtime.serving.server import Server
 from s2o_runtime.sglang.host import settings_of_environment
 from s2o_runtime.vllm.host import settings_of
-from support.environment import forget
-from support.models import CONFIGS, CPU, make_profile, new_model, prompt, twin, used_s2o
+from support.environment import forget, under_s2o_run
+from support.fake_server import site
+from support.models import CONFIGS, make_profile, new_model, prompt, twin, used_s2o
 
 H200 = DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 150 << 30)
 ADVICE = "make one with s2o-calibrate --model MODEL, or name a profile's path"
@@ -76,11 +75,10 @@ def taken(caplog):
 
 @pytest.mark.parametrize("folder", ["mine", "mine/llama/cpu", "profiles/llama/cpu", "catalogue/llama/cpu"])
 @torch.no_grad()
-def test_a_patched_model_takes_the_profile_of_its_weights_and_gpu(folder, model, profile, tmp_path, caplog):
+def test_a_patched_model_takes_the_profile_of_its_weights_and_gpu(folder, model, profile, tmp_path, info_log):
     path = write(profile, tmp_path / folder / "p.safetensors")
-    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
-        patch(model)
-    assert taken(caplog) == f"{path} of tiny (certified, mse 1)"
+    patch(model)
+    assert taken(info_log) == f"{path} of tiny (certified, mse 1)"
     model(prompt())
     assert used_s2o(model)
     with patched(model):
@@ -94,7 +92,7 @@ def test_the_catalogue_of_the_package_holds_the_shipped_profiles(monkeypatch):
     assert {found.profile.device.kind for found in shipped} == {"cpu", "cuda"}
 
 
-def test_of_several_the_folder_the_certificate_the_budget_and_the_length_decide(profile, model, tmp_path, caplog):
+def test_of_several_the_folder_the_certificate_the_budget_and_the_length_decide(profile, model, tmp_path, info_log):
     longer = replace(profile, lengths=(100, 16384))
     in_order = [
         ("mine/b", recorded(profile, "rel_mse", 1e-3)),
@@ -118,20 +116,18 @@ def test_of_several_the_folder_the_certificate_the_budget_and_the_length_decide(
     assert [str(one).partition(" of ")[2] for one in found[5:8]] == [
         "tiny (not certified, rel_mse 1e-06)", "tiny (not certified)", "tiny (not certified)"
     ]  # fmt: skip
-    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
-        patch(model)
-    assert "b.safetensors of tiny (certified, rel_mse 0.001)" in taken(caplog)
+    patch(model)
+    assert "b.safetensors of tiny (certified, rel_mse 0.001)" in taken(info_log)
 
 
-def test_a_file_that_is_no_profile_is_left_out_with_a_line(model, profile, mine, caplog):
+def test_a_file_that_is_no_profile_is_left_out_with_a_line(model, profile, mine, info_log):
     (mine / "a.safetensors").write_bytes(b"\x00" * 9)
     with (mine / "b.safetensors").open("wb") as weights:
         weights.truncate(find.load_profile.__globals__["MAX_BYTES"] + 1)  # a model's, not read
     write(profile, mine / "c.safetensors")
-    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
-        patch(model)
-    assert "c.safetensors" in taken(caplog)
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    patch(model)
+    assert "c.safetensors" in taken(info_log)
+    said = [record.getMessage() for record in info_log.records if record.levelname == "WARNING"]
     assert [line.split(": ")[0] for line in said] == ["left out of the search for a profile"] * 2
     assert "a.safetensors is not a readable safetensors file" in said[0]
     assert "b.safetensors is larger than" in said[1]
@@ -172,37 +168,31 @@ def test_a_folder_that_is_none_is_refused(model, monkeypatch, tmp_path, mine):
     with pytest.raises(ConfigError, match="S2O_PROFILES names nowhere, which is no folder"):
         patch(model)
     with pytest.raises(ConfigError, match="S2O_PROFILES names nowhere"):
-        Server(settings_of({}), site(model, tmp_path))
+        Server(settings_of({}), site(model.config, checkpoint=tmp_path))
 
 
 @pytest.fixture
 def started(monkeypatch):
     """A process of s2o-run without a profile."""
     monkeypatch.setenv("S2O_STARTED", "1")
-    sdpa.take_over()
-    yield
-    sdpa.give_back()
+    with under_s2o_run():
+        yield
 
 
 @torch.no_grad()
-def test_each_model_of_a_program_gets_its_own(model, profile, mine, monkeypatch, caplog):
+def test_each_model_of_a_program_gets_its_own(model, profile, mine, started, info_log):
     other = new_model("qwen2")
     paths = [
         write(recorded(make_profile(each, 0.5), "mse", value), mine / f"{value}.safetensors")
         for value, each in ((1.0, model), (2.0, other))
     ]
-    monkeypatch.setenv("S2O_STARTED", "1")
-    sdpa.take_over()
-    try:
-        for each, path in zip((model, other), paths, strict=True):
-            caplog.clear()
-            with caplog.at_level(logging.INFO, logger="s2o_runtime"):
-                for _ in range(2):
-                    each(prompt())
-            assert taken(caplog).startswith(str(path))
-            assert used_s2o(each)
-    finally:
-        sdpa.give_back()
+    forget()
+    for each, path in zip((model, other), paths, strict=True):
+        info_log.clear()
+        for _ in range(2):
+            each(prompt())
+        assert taken(info_log).startswith(str(path))
+        assert used_s2o(each)
 
 
 @pytest.mark.parametrize("name", MISFITS)
@@ -244,24 +234,14 @@ def test_s2o_run_hands_the_folders_on(monkeypatch, tmp_path, mine):
     assert "S2O_PROFILE" not in environment
 
 
-def site(model, folder, **changes):
-    """A server of the model, whose weights are in a folder."""
-    known = {
-        "engine": "vLLM 0.32.0", "stock": "STOCK", "model_config": model.config, "checkpoint": folder, "rank": Rank(),
-        "device": CPU, "max_keys": 4096,
-    }  # fmt: skip
-    return Site(**{**known, **changes})
-
-
 @pytest.mark.parametrize("settings", [lambda: settings_of({}), settings_of_environment], ids=["vllm", "sglang"])
-def test_a_server_takes_the_profile_of_the_model_that_it_serves(settings, model, profile, mine, tmp_path, caplog):
+def test_a_server_takes_the_profile_of_the_model_that_it_serves(settings, model, profile, mine, tmp_path, info_log):
     model.save_pretrained(tmp_path / "model")
     path = write(profile, mine / "p.safetensors")
-    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
-        server = Server(settings(), site(model, tmp_path / "model"))
+    server = Server(settings(), site(model.config, checkpoint=tmp_path / "model"))
     assert server.obstacle is None
     assert server.fit.profile == profile
-    (line,) = (message for message in caplog.messages if str(path) in message)
+    (line,) = (message for message in info_log.messages if str(path) in message)
     assert f"in vLLM 0.32.0: profile {path} of tiny (certified, mse 1), 2 of 2 layers sparse from 100 " in line
     assert set(server.counters.drift) == {0, 1}
 
@@ -269,7 +249,7 @@ def test_a_server_takes_the_profile_of_the_model_that_it_serves(settings, model,
 @pytest.mark.parametrize("settings", [lambda: settings_of({}), settings_of_environment], ids=["vllm", "sglang"])
 @pytest.mark.parametrize("name", [*MISFITS, "quantised", "unsupported"])
 def test_a_server_for_which_none_fits_is_dense_with_one_line(
-    name, settings, model, profile, mine, tmp_path, caplog, monkeypatch
+    name, settings, model, profile, mine, tmp_path, info_log, monkeypatch
 ):
     model.save_pretrained(tmp_path / "model")
     change, said = MISFITS.get(name, (lambda one: one, "weights not compared: their types differ"))
@@ -279,13 +259,12 @@ def test_a_server_for_which_none_fits_is_dense_with_one_line(
         model.config.quantization_config = {}
     if name == "unsupported":
         model.config.is_encoder_decoder, said = True, "an encoder with a decoder, expected a decoder alone"
-    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
-        server = Server(settings(), site(model, tmp_path / "model", decode_queries=3))
-        server.reserve(torch.zeros(4, 4, 64))
-    assert len(caplog.messages) == 1
-    assert "S2O " in caplog.text
-    assert "in vLLM 0.32.0: all rows go to STOCK: " in caplog.text
-    assert said in caplog.text
-    assert name == "unsupported" or caplog.messages[0].endswith(ADVICE)
+    server = Server(settings(), site(model.config, checkpoint=tmp_path / "model", decode_queries=3))
+    server.reserve(torch.zeros(4, 4, 64))
+    assert len(info_log.messages) == 1
+    assert "S2O " in info_log.text
+    assert "in vLLM 0.32.0: all rows go to STOCK: " in info_log.text
+    assert said in info_log.text
+    assert name == "unsupported" or info_log.messages[0].endswith(ADVICE)
     assert server.obstacle == server.fit.obstacle == server.fit.layer(0, 4, 2, 64)
     assert server.fit.min_queries == 4

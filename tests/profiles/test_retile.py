@@ -90,8 +90,16 @@ def timed(monkeypatch):
     return made
 
 
-def run(tmp_path):
+def run(tmp_path, made=None):
+    """The profile, the one of `old` by default, with other tiles."""
+    if made is not None:
+        save_profile(made, tmp_path / "old.safetensors")
     return retile(tmp_path / "old.safetensors", "cpu", tmp_path / "new" / "new.safetensors")
+
+
+def sparse_and_dense(first, density):
+    """A profile whose other layers are dense."""
+    return profile([[first, layer("dddd"), layer("dddd")]], [[density, 1.0, 1.0]], lengths=(2048,))
 
 
 def test_the_fastest_tile_is_taken_and_nothing_else_changes(old, timed, tmp_path):
@@ -130,14 +138,10 @@ def test_heads_are_timed_at_the_density_that_the_record_gives(old, timed, tmp_pa
 
 def test_dense_heads_of_a_sparse_layer_count_as_dense(timed, tmp_path):
     """Half of the heads are dense, so the others do all the skipping."""
-    made = profile([[layer("sdsd"), layer("dddd"), layer("dddd")]], [[0.9, 1.0, 1.0]], lengths=(2048,))
-    save_profile(made, tmp_path / "old.safetensors")
-    run(tmp_path)
+    run(tmp_path, sparse_and_dense(layer("sdsd"), 0.9))
     half = timed[0][0]
-    made = profile([[layer("ssss"), layer("dddd"), layer("dddd")]], [[0.8, 1.0, 1.0]], lengths=(2048,))
-    save_profile(made, tmp_path / "old.safetensors")
     timed.clear()
-    run(tmp_path)
+    run(tmp_path, sparse_and_dense(layer("ssss"), 0.8))
     whole = timed[0][0]
     assert [head.mode for head in half.heads] == ["s2o", "dense"] * 2
     for index in (0, 2):
@@ -148,10 +152,8 @@ def test_dense_heads_of_a_sparse_layer_count_as_dense(timed, tmp_path):
 def test_no_tile_checks_more_often_than_the_profile_did(timed, tmp_path):
     for stride in (256, 512, 1024, 2048):
         tile = replace(FORMER, chunk=stride // 128, dense_below=0)
-        made = profile([[layer(tile=tile), layer("dddd"), layer("dddd")]], [[0.6, 1.0, 1.0]], lengths=(2048,))
-        save_profile(made, tmp_path / "old.safetensors")
         timed.clear()
-        run(tmp_path)
+        run(tmp_path, sparse_and_dense(layer(tile=tile), 0.6))
         strides = {config.tile.stride for config, _ in timed}
         assert strides == {each for each in (256, 512, 1024) if each >= stride} or (stride, strides) == (2048, {2048})
 
@@ -159,8 +161,7 @@ def test_no_tile_checks_more_often_than_the_profile_did(timed, tmp_path):
 def test_a_layer_without_a_legal_tile_becomes_dense(timed, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "candidate_tiles", lambda *_: tuple(t for t in A100_TILES if t.block_m == 128))
     made = profile([[layer(segment=192, tile=TileConfig(64, 64, 8, 8, 2)), layer(), layer()]] * 2, [[0.6] * 3] * 2)
-    save_profile(made, tmp_path / "old.safetensors")
-    done = run(tmp_path)
+    done = run(tmp_path, made)
     assert [config.is_dense for config in done.layers[0]] == [True, False, False]
     assert done.record.retiled.timed[0].tile is None
     assert done.record.retiled.dense_layers == 2
@@ -168,7 +169,6 @@ def test_a_layer_without_a_legal_tile_becomes_dense(timed, tmp_path, monkeypatch
 
 def test_layers_that_lose_to_dense_become_dense(timed, tmp_path, monkeypatch):
     made = profile([[layer(), layer(segment=512), layer(segment=512)]] * 2, [[0.3, 0.9, 0.9]] * 2)
-    save_profile(made, tmp_path / "old.safetensors")
     real = module.against_dense
 
     def slow_for_long_segments(call, *rest):
@@ -176,7 +176,7 @@ def test_layers_that_lose_to_dense_become_dense(timed, tmp_path, monkeypatch):
         return replace(found, seconds=1.1) if call.args[3].heads[0].segment == 512 else found
 
     monkeypatch.setattr(module, "against_dense", slow_for_long_segments)
-    done = run(tmp_path)
+    done = run(tmp_path, made)
     for bucket in load_profile(tmp_path / "new" / "new.safetensors").layers:
         assert [config.is_dense for config in bucket] == [False, True, True]
         assert [head.tau for head in bucket[1].heads] == [0.125, 1.125, 2.125, 3.125]
@@ -222,8 +222,7 @@ def test_the_record_says_what_was_done(old, timed, tmp_path):
 @pytest.mark.parametrize("proof", ["none", "failed"])
 def test_what_was_not_proven_is_not_proven_now(proof, timed, tmp_path):
     made = profile([[layer()] * 3] * 2, [[0.6] * 3] * 2, proof=proof)
-    save_profile(made, tmp_path / "old.safetensors")
-    assert run(tmp_path).record.proof == proof
+    assert run(tmp_path, made).record.proof == proof
 
 
 def test_a_cpu_takes_the_profile_as_it_is(old, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import s2o_runtime
-from calibrate.model.models import load, load_tokenizer
+from calibrate.model.models import load_tokenizer
 from calibrate.profiles.stored import recipe_of
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.verify import prove
@@ -34,11 +34,6 @@ def name_of(path):
 @pytest.fixture(params=SHIPPED, ids=name_of)
 def path(request):
     return request.param
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return load("demo", "cpu", resident=True)
 
 
 def test_cards_index_and_readme_are_of_what_lies_there():

@@ -118,16 +118,23 @@ def test_a_rung_that_changes_no_head_is_not_looked_at(monkeypatch):
     assert left.choice(0, 512).budget_mse == pytest.approx(RUNGS[1] * begun.choice(0, 512).allocation.mse)
 
 
-def test_layers_that_adjusting_left_slower_than_dense_become_dense():
-    begun = candidate("cuda")
-    proofs = {
-        length: replace(proof, layers=tuple(replace(layer, seconds=1e-3, dense_seconds=2e-3) for layer in proof.layers))
+def timed(begun, slower=()):
+    """Proofs whose layers take 1 ms, dense 2 ms; `slower` has the seconds of others by their length and number."""
+    return {
+        length: replace(
+            proof,
+            layers=tuple(
+                replace(layer, seconds=dict(slower).get((length, number), 1e-3), dense_seconds=2e-3)
+                for number, layer in enumerate(proof.layers)
+            ),
+        )
         for length, proof in proofs_of(begun).items()
     }
-    slow = replace(proofs[1024].layers[1], seconds=2.1e-3)
-    tie = replace(proofs[512].layers[0], seconds=2.02e-3)
-    proofs[1024] = replace(proofs[1024], layers=(proofs[1024].layers[0], slow))
-    proofs[512] = replace(proofs[512], layers=(tie, proofs[512].layers[1]))
+
+
+def test_layers_that_adjusting_left_slower_than_dense_become_dense():
+    begun = candidate("cuda")
+    proofs = timed(begun, {(1024, 1): 2.1e-3, (512, 0): 2.02e-3})  # the latter is a tie
     assert slower_layers(begun, proofs) == {(1024, 1)}
     left = without_slower_layers(Proven(begun, proofs, ())).candidate
     for (length, layer), config in begun.configs.items():
@@ -142,12 +149,8 @@ def test_layers_that_adjusting_left_slower_than_dense_become_dense():
 def test_a_length_that_stayed_slower_than_dense_is_no_failure(slow_layers):
     """After the last attempt, when nothing else would make it dense; what is over its limit stays a problem."""
     begun = candidate("cuda")
-    proofs = proofs_of(begun)
-    layers = [
-        replace(layer, seconds=3e-3 if number in slow_layers else 2e-3, dense_seconds=2e-3)
-        for number, layer in enumerate(proofs[1024].layers)
-    ]
-    proofs[1024] = replace(proofs[1024], layers=tuple(layers), prefill_seconds=3.0, dense_prefill_seconds=2.0)
+    proofs = timed(begun, {(1024, number): 3e-3 if number in slow_layers else 2e-3 for number in range(2)})
+    proofs[1024] = replace(proofs[1024], prefill_seconds=3.0, dense_prefill_seconds=2.0)
     quick = replace(proofs[1024], prefill_seconds=2.0)
     again = []
     prover = SimpleNamespace(prove=lambda _, lengths, *__: again.append(set(lengths)) or (begun, {1024: quick}))
@@ -164,20 +167,15 @@ def test_a_length_that_stayed_slower_than_dense_is_no_failure(slow_layers):
 
 def test_a_layer_that_the_certificate_left_slower_than_dense_becomes_dense_too():
     begun = candidate("cuda")
-    proofs = proofs_of(begun)
-    timed = {
-        length: replace(proof, layers=tuple(replace(layer, seconds=1e-3, dense_seconds=2e-3) for layer in proof.layers))
-        for length, proof in proofs.items()
-    }
-    slow = replace(timed[512].layers[1], seconds=3e-3)
-    measured = iter([{512: replace(timed[512], layers=(timed[512].layers[0], slow))}, {512: timed[512]}])
+    proofs = timed(begun)
+    measured = iter([{512: timed(begun, {(512, 1): 3e-3})[512]}, {512: proofs[512]}])
     prover = SimpleNamespace(prove=lambda *_: (begun, next(measured)))
     changed = certify.with_dense_layers(begun, {(512, 0)}, DenseReason.OVER_BOUND)
-    proven = Proven(begun, timed, ())
+    proven = Proven(begun, proofs, ())
     left = proven_again(prover, proven, replace(proven, candidate=changed))
     assert [left.configs[512, layer].is_dense for layer in range(2)] == [True, True]
     assert left.candidate.choice(1, 512).why_dense == DenseReason.SLOWER_ATTENTION
-    assert left.proofs[512] == timed[512]  # as it is at the end
+    assert left.proofs[512] == proofs[512]  # as it is at the end
     assert next(measured, None) is None
 
 

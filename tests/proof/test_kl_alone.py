@@ -10,26 +10,10 @@ from calibrate.model.models import load
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.kl import FURTHEST, GROUPS, LEAST, corrected, kl_alone, layer_groups
 from calibrate.search.allocate import Weights
-from s2o_runtime import patch, unpatch
-from s2o_runtime.config import LayerConfig
-from s2o_runtime.profile import Profile
 from support.candidates import candidate
-from support.models import make_profile
+from support.models import make_profile, patched_kl
 
 LENGTH = 320
-
-
-def patched_kl(model, profile: Profile, prompts):
-    """The mean KL of a model that is patched as users do it."""
-    kls = []
-    with torch.no_grad():
-        for prompt in prompts:
-            dense = model(prompt.ids[None], use_cache=False).logits[0].double().log_softmax(-1)
-            patch(model, profile, strict=True, drift="off")
-            other = model(prompt.ids[None], use_cache=False).logits[0].double().log_softmax(-1)
-            unpatch(model)
-            kls.append(float((dense.exp() * (dense - other)).sum(-1).mean()))
-    return sum(kls) / len(kls)
 
 
 def test_each_group_is_the_model_with_only_its_layers_patched(tiny_folder: Path):
@@ -37,7 +21,7 @@ def test_each_group_is_the_model_with_only_its_layers_patched(tiny_folder: Path)
     generator = torch.Generator().manual_seed(0)
     prompts = [Prompt(torch.randint(3, 90, (LENGTH,), generator=generator)) for _ in range(2)]
     profile = make_profile(loaded.model, 300.0)
-    configs: list[LayerConfig] = list(profile.layers[0])
+    configs = list(profile.layers[0])
     kls, rounding = kl_alone(loaded, prompts, configs)
     assert len(kls) == len(configs) == 2
     for layer, kl in enumerate(kls):

@@ -5,7 +5,6 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
-import torch
 
 from calibrate.curves import sensitivities
 from calibrate.journal import Journal
@@ -18,10 +17,11 @@ from calibrate.proof.again import opened, verified
 from calibrate.proof.state import Problem, ProblemKind
 from calibrate.recipe import Budget
 from calibrate.search.choice import HARMLESS
-from s2o_runtime import load_profile, patch, unpatch
+from s2o_runtime import load_profile
 from s2o_runtime.errors import InputError
 from s2o_runtime.monitor.drift import allowed_errors
 from s2o_runtime.profile.record import Record
+from support.models import patched_kl
 from support.tiny import recipe
 
 NATS = 5e-4  # of the 9e-4 that this model has at the cheapest settings
@@ -35,28 +35,13 @@ def finished(tiny_folder, tmp_path_factory):
     return made, calibrate(made, progress=False)
 
 
-def kl_from_outside(made, profile):
-    """The mean KL over the adjust prompts of a freshly loaded model that is patched with a profile."""
-    loaded = load(made.model, "cpu")
-
-    def predictions(ids):
-        return loaded.model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
-
-    kls = []
-    with torch.no_grad():
-        for prompt in load_prompts(made, loaded.tokenizer).held_out[made.lengths[0]]:
-            dense = predictions(prompt.ids)
-            patch(loaded.model, profile, strict=True, drift="off")
-            kls.append(float((dense.exp() * (dense - predictions(prompt.ids))).sum(-1).mean()))
-            unpatch(loaded.model)
-    return fmean(kls)
-
-
 def test_the_kl_is_within_the_budget_and_not_far_below_it(finished):
     made, result = finished
     assert (result.met, result.problems) == (True, ())
     kl = result.proofs[512].kl
-    assert kl_from_outside(made, load_profile(made.out)) == pytest.approx(kl, rel=1e-3)
+    loaded = load(made.model, "cpu")
+    adjust_prompts = load_prompts(made, loaded.tokenizer).held_out[512]
+    assert patched_kl(loaded.model, load_profile(made.out), adjust_prompts) == pytest.approx(kl, rel=1e-3)
     assert any(0.5 * NATS < one.kl <= NATS for one in result.kl_passes[512])
     assert kl <= NATS  # less than in the last pass only where the certificate made a layer more careful
     assert fmean(layer.density for layer in result.proofs[512].layers) < 0.9

@@ -68,23 +68,16 @@ def test_the_last_tightening_makes_a_layer_dense(length):
         assert begun.choices[length].choices[0].why_dense == DenseReason.OVER_LIMIT
 
 
-def test_an_error_that_is_no_number_is_over_every_limit():
-    begun = candidate("cuda")
-    proofs = proofs_of(begun)
-    layers = (proof_of(math.nan), proofs[512].layers[1])
-    (problem,) = judge(begun, proofs | {512: replace(proofs[512], layers=layers)})
-    assert str(problem) == "layer 0 at 512 tokens has an error of nan, 1.00e-04 is allowed"
-
-
-def test_a_proof_holds_or_says_why_not():
+@pytest.mark.parametrize(("error", "said"), [(2e-4, "2.00e-04"), (math.nan, "nan")], ids=["over", "nan"])
+def test_a_proof_holds_or_says_why_not(error, said):
     begun = candidate("cuda")
     proofs = proofs_of(begun, needles=(19, 20))
     assert judge(begun, proofs) == ()
-    layers = (proof_of(2e-4), proofs[512].layers[1])
+    layers = (proof_of(error), proofs[512].layers[1])
     bad = {512: replace(proofs[512], layers=layers), 1024: replace(proofs[1024], needles=(18, 20), prefill_seconds=0.2)}
     lost = "at 1024 tokens the patched model keeps 18 of the 20 needles that dense finds, 95% are asked for"
     assert judge(begun, proofs | bad) == (
-        Problem(ProblemKind.OVER_LIMIT, 512, "layer 0 at 512 tokens has an error of 2.00e-04, 1.00e-04 is allowed"),
+        Problem(ProblemKind.OVER_LIMIT, 512, f"layer 0 at 512 tokens has an error of {said}, 1.00e-04 is allowed"),
         Problem(ProblemKind.LOST_NEEDLES, 1024, lost),
         Problem(ProblemKind.SLOWER, 1024, "the prefill of 1024 tokens takes 200.0 ms, dense 100.0 ms"),
     )

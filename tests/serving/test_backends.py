@@ -1,7 +1,6 @@
 """What S2O's backends do in vLLM and in SGLang alike, between fakes of their classes and a dense stock backend."""
 
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from s2o_runtime.serving.fit import Rank
 from s2o_runtime.vllm.backend import BATCH
 from support import fake_sglang, fake_vllm
 from support.fake_server import FakeServer
-from support.server_batches import FEWEST, alone, dense, two_layers
+from support.server_batches import FEWEST, all_dense, alone, dense, two_layers
 
 
 class VllmEngine(fake_vllm.FakeEngine):
@@ -128,11 +127,6 @@ def test_calls_are_timed_by_layer_and_path(made):
     assert sum(counters.timed[key] * mean for key, mean in seconds.items()) <= took
 
 
-def all_dense():
-    profile = two_layers()
-    return replace(profile, layers=tuple((layers[1], layers[1]) for layers in profile.layers))
-
-
 @pytest.mark.parametrize(
     ("kind", "layer", "said"),
     [
@@ -142,14 +136,13 @@ def all_dense():
         ("fp8", 0, "the KV cache is fp8"),
     ],
 )
-def test_a_layer_that_is_the_stock_backends_is_one_call_counted_and_logged(kind, layer, said, made, caplog):
+def test_a_layer_that_is_the_stock_backends_is_one_call_counted_and_logged(kind, layer, said, made, info_log):
     options = {"kv_cache_dtype": "fp8"} if kind == "fp8" else {}
     engine = made(all_dense() if kind == "dense profile" else None, **options)
     engine.server.counters.log_every = 1e-9
     requests = [engine.add(300), engine.add(200)]
-    with caplog.at_level("INFO", logger="s2o_runtime"):
-        out = engine.outputs([(request, len(request)) for request in requests], layer)
+    out = engine.outputs([(request, len(request)) for request in requests], layer)
     check_close(out, torch.cat([dense(request, len(request)) for request in requests]))
     assert engine.server.counters.rows == {(layer, "dense", said): 500}
     assert engine.server.counters.timed == {(layer, "dense"): 1}
-    assert caplog.messages[-1] == f"S2O: 100.0% dense ({said})"
+    assert info_log.messages[-1] == f"S2O: 100.0% dense ({said})"

@@ -1,13 +1,17 @@
 """Which servers are known, by what their sources say; none of them is here."""
 
 import re
+import sys
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 
 from s2o_runtime.serving.sources import interface_obstacle
 from s2o_runtime.sglang import compat as sglang
+from s2o_runtime.sglang import plugin as sglang_plugin
 from s2o_runtime.vllm import compat as vllm
+from s2o_runtime.vllm import plugin as vllm_plugin
 from support.interfaces import recorded
 
 VLLM, SGLANG = recorded("vllm"), recorded("sglang")
@@ -59,6 +63,23 @@ def test_what_changed_is_named(known):
         said = replace(known, **change(known)).obstacle()
         assert said is not None
         assert re.match(obstacle, said)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "name", "module", "said"),
+    [
+        (vllm_plugin, "vllm", ModuleType("vllm"), "this vLLM has no registry of backends"),
+        (sglang_plugin, "sglang", None, "this SGLang has no known registry of backends"),
+    ],
+    ids=["vllm", "sglang"],
+)
+def test_a_server_without_a_registry_of_backends_is_one_warning(plugin, name, module, said, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, name, module)
+    plugin.register.cache_clear()
+    plugin.register()
+    plugin.register.cache_clear()
+    (record,) = caplog.records
+    assert said in record.message
 
 
 VLLM_SOURCES = {

@@ -10,7 +10,7 @@ from support.fake_server import FakeServer
 from support.fake_sglang import FakeEngine, Mode
 from support.server_batches import alone, dense, two_layers
 
-HEADS = 4
+HEADS, ENCODER = 4, SimpleNamespace(value="encoder_only")
 
 
 def engine(max_keys=2048, rank=None, tau=1.0, **options):
@@ -70,11 +70,7 @@ def test_decoding_is_the_stock_backends():
         ({}, {"layer": {"sliding_window_size": 127}}, "the layer sees a sliding window of 127 keys"),
         ({}, {"layer": {"logit_cap": 30.0}}, "the scores are soft-capped at 30"),
         ({}, {"layer": {"is_cross_attention": True}}, "the layer's attention is of type cross"),
-        (
-            {},
-            {"layer": {"attn_type": SimpleNamespace(value="encoder_only")}},
-            "the layer's attention is of type encoder",
-        ),
+        ({}, {"layer": {"attn_type": ENCODER}}, "the layer's attention is of type encoder"),
         ({}, {"layer": {"use_irope": True}}, "the layer sees chunks of the context"),
         ({}, {"layer": {"xai_temperature_len": 64}}, "the scores are scaled by their position"),
     ],
@@ -92,12 +88,9 @@ def test_what_s2o_cannot_do_is_one_call_of_the_stock_backend(options, call, reas
     assert said.startswith(reason.split(",")[0])
 
 
-def test_values_of_another_width_are_the_stock_backends():
+def test_values_of_another_width_and_embeddings_without_a_cache_are_the_stock_backends():
     fake = engine()
     assert fake.backend._layer(fake.layer(v_head_dim=32)) == "keys have 64 numbers and values 32"
-
-
-def test_embeddings_without_a_cache_are_the_stock_backends():
     fake = engine()
     fake.backend.fa_skip_kv_cache = True
     assert fake.backend._layer(fake.layer()) == "keys are not written into the cache"

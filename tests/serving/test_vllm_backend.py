@@ -16,22 +16,13 @@ from s2o_runtime.vllm.backend import BATCH
 from s2o_runtime.vllm.layouts import key_and_value_pages, layout_of
 from support.fake_server import FakeServer
 from support.fake_vllm import FakeEngine, Graphs, fake_backend
-from support.server_batches import FEWEST, alone, dense, joint_density, two_layers
+from support.server_batches import FEWEST, all_dense, alone, dense, joint_density, two_layers
 
 HEADS, HEAD_DIM = 4, 64
 
 
 def server(max_keys=2048, rank=None, **options):
     return FakeServer(two_layers(**options), rank or Rank(), "cpu", max_keys)
-
-
-def test_chunks_that_end_segments_are_each_the_op_on_what_is_there():
-    engine = FakeEngine(server())
-    request = engine.add(500)
-    for _ in range(3):
-        out, _ = engine.feed([(request, 128)])
-        expected = alone(request, 128, engine.server.fit.layers[0].config(request.done)).out
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_prompts_of_nearby_lengths_are_calls_that_are_alike(monkeypatch):
@@ -116,16 +107,6 @@ def test_batches_without_a_long_tail_are_the_stock_backends_untouched():
     torch.testing.assert_close(out[1:], dense(requests[1], FEWEST - 1), rtol=1e-4, atol=1e-5)
 
 
-def test_a_dense_layer_of_a_sparse_batch_is_one_stock_call():
-    engine = FakeEngine(server())
-    requests = [engine.add(300), engine.add(200)]
-    engine.impl.stock_rows = 0
-    engine.feed([(request, 200) for request in requests], layer=1, padding=2)
-    assert engine.impl.stock_rows == 402
-    assert len(engine.builder.built) == 1
-    assert engine.server.counters.rows == {(1, "dense", "every head of the layer is dense"): 400}
-
-
 def test_requests_without_queries_are_left_alone():
     engine = FakeEngine(server())
     request = engine.add(300)
@@ -169,8 +150,7 @@ def test_batches_that_cannot_be_shared_are_the_stock_backends_and_counted(change
 
 
 def test_batches_that_decode_are_not_planned_even_where_all_is_dense():
-    dense_profile = replace(two_layers(), layers=tuple((layers[1], layers[1]) for layers in two_layers().layers))
-    engine = FakeEngine(FakeServer(dense_profile, Rank(), "cpu", 2048))
+    engine = FakeEngine(FakeServer(all_dense(), Rank(), "cpu", 2048))
     request = engine.add(300)
     engine.feed([(request, 299)])
     _, metadata = engine.feed([(request, 1)])

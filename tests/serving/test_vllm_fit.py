@@ -46,14 +46,8 @@ def test_ranks_hold_every_head_once_and_the_kv_heads_that_these_read(size, kv_he
 
 def test_a_layer_of_another_model_has_no_fit():
     fit = ProfileFit(profile(), Rank(), CPU)
-    for index, heads, kv_heads, head_dim in (
-        (2, 8, 2, 64),
-        (-1, 8, 2, 64),
-        (0, 4, 2, 64),
-        (0, 8, 1, 64),
-        (0, 8, 2, 80),
-    ):
-        assert fit.layer(index, heads, kv_heads, head_dim) == "the layer is none of the profile's"
+    for number_and_sizes in ((2, 8, 2, 64), (-1, 8, 2, 64), (0, 4, 2, 64), (0, 8, 1, 64), (0, 8, 2, 80)):
+        assert fit.layer(*number_and_sizes) == "the layer is none of the profile's"
 
 
 def test_layers_are_found_by_their_numbers_in_the_decoder():

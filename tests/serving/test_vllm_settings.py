@@ -1,6 +1,5 @@
 """What a user says to S2O inside vLLM, and what S2O says of itself there."""
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +16,12 @@ from s2o_runtime.monitor.drift import allowed_errors
 from s2o_runtime.profile import load_profile
 from s2o_runtime.serving.calls import cache_obstacle
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Process, Server, Site
+from s2o_runtime.serving.server import Process, Server
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.shapes import CallShape
 from s2o_runtime.vllm import host
 from s2o_runtime.vllm.host import settings_of
+from support.fake_server import site
 from support.modules import put_modules
 
 DEMO = Path(__file__).parents[2] / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
@@ -72,35 +72,20 @@ def test_what_is_wrong_is_one_sentence(given, said):
         settings_of(given)
 
 
-def site(**changes):
-    model = {"model_type": "llama", "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2}
-    known = {
-        "engine": "vLLM 0.32.0",
-        "stock": "STOCK",
-        "model_config": SimpleNamespace(**{**model, "head_dim": 64, **changes.pop("model", {})}),
-        "checkpoint": None,
-        "rank": Rank(1, 2),
-        "device": torch.device("cpu"),
-        "max_keys": 4096,
-    }
-    return Site(**{**known, **changes})
+def demo(**changes):
+    """The configuration of the demo model, as vLLM has it."""
+    known = {"model_type": "llama", "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2}
+    return SimpleNamespace(**known | {"head_dim": 128} | changes)
 
 
-def demo_sizes():
-    sizes = load_profile(DEMO).geometry
-    return {
-        "model_type": sizes.architecture,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.query_heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "head_dim": sizes.head_dim,
-    }
+def started(model=None, settings=Settings(DEMO), rank=Rank(1, 2), **changes):  # noqa: B008 (neither changes)
+    """The server of a model, the demo model by default, on one of two ranks."""
+    return Server(settings, site(model or demo(), rank=rank, **changes))
 
 
-def test_one_line_says_what_will_run_where(caplog):
-    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
-        Server(Settings(DEMO), site(model=demo_sizes()))
-    (line,) = (record.message for record in caplog.records if " in vLLM " in record.message)
+def test_one_line_says_what_will_run_where(info_log):
+    started()
+    (line,) = (record.message for record in info_log.records if " in vLLM " in record.message)
     assert "in vLLM 0.32.0: profile" in line
     assert "6 of 6 layers sparse from 1024 to 3072 keys and from 2 new tokens on" in line
     assert line.endswith("rank 1 of 2 holds query heads 4 to 7; all else goes to STOCK")
@@ -108,7 +93,7 @@ def test_one_line_says_what_will_run_where(caplog):
 
 def test_a_server_whose_layers_all_go_to_the_stock_backend_says_so(caplog):
     """And takes no memory for calls that will not come."""
-    server = Server(Settings(DEMO), site(model=demo_sizes(), obstacle=cache_obstacle("fp8")))
+    server = started(obstacle=cache_obstacle("fp8"))
     assert caplog.messages[-1].endswith("in vLLM 0.32.0: all rows go to STOCK: the KV cache is fp8")
     assert server.obstacle == "the KV cache is fp8"
 
@@ -129,27 +114,24 @@ def test_what_vllms_cache_keeps_from_all_layers(cache, said):
     assert host._obstacle(SimpleNamespace(**{"cache_dtype": "auto", "block_size": 16, **cache})) == said
 
 
-def test_the_demos_limits_are_checked_on_one_rank(caplog):
-    server = Server(Settings(DEMO), site(model=demo_sizes(), rank=Rank()))
+def test_the_demos_limits_are_checked_on_one_rank(info_log):
+    server = started(rank=Rank())
     assert {layer.layer for layer in server.fit.layers if layer.drift} == set(server.counters.drift) == set(range(6))
     assert server.fit.layers[0].drift.check.action == "warn"
-    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
-        assert not Server(Settings(DEMO), site(model=demo_sizes())).counters.drift
-        assert not Server(Settings(DEMO, drift="off"), site(model=demo_sizes(), rank=Rank())).counters.drift
-    assert "a rank of several sees its own heads only" in caplog.text
+    assert not started().counters.drift
+    assert not started(settings=Settings(DEMO, drift="off"), rank=Rank()).counters.drift
+    assert "a rank of several sees its own heads only" in info_log.text
 
 
-def test_decoder_layers_are_named_by_their_numbers(monkeypatch, caplog):
+def test_decoder_layers_are_named_by_their_numbers(monkeypatch, info_log):
     """Whose numbers are not those of rows, in a model that has layers of other kinds too."""
     profile = load_profile(DEMO)
     numbers, others = tuple(range(1, 12, 2)), (("sliding_attention", 6),)
     profile = replace(profile, geometry=replace(profile.geometry, layer_numbers=numbers, others=others))
     monkeypatch.setattr("s2o_runtime.serving.server.load_profile", lambda path: profile)
-    model = demo_sizes() | {"num_hidden_layers": 12, "sliding_window": 48}
-    model["layer_types"] = ["sliding_attention", "full_attention"] * 6
-    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
-        server = Server(Settings(DEMO), site(model=model, rank=Rank()))
-    assert "6 of 6 layers with full attention (6 sliding_attention stay) sparse from 1024" in caplog.text
+    kinds = ["sliding_attention", "full_attention"] * 6
+    server = started(demo(num_hidden_layers=12, sliding_window=48, layer_types=kinds), rank=Rank())
+    assert "6 of 6 layers with full attention (6 sliding_attention stay) sparse from 1024" in info_log.text
     assert {number: monitor.layer for number, monitor in server.counters.drift.items()} == {n: n for n in numbers}
     geometry = profile.geometry
     sizes = geometry.query_heads, geometry.kv_heads, geometry.head_dim
@@ -170,7 +152,7 @@ def compiled(monkeypatch, rows, configs=()):
         calls.append((config, len(q), call["max_k"]))
 
     monkeypatch.setattr("s2o_runtime.serving.server.s2o_attention_paged", small)
-    server = Server(Settings(DEMO), site(model=demo_sizes()))
+    server = started()
     for number, layer in enumerate(server.fit.layers if configs else ()):
         monkeypatch.setattr(layer, "config", lambda keys, config=configs[number % 2]: config)
     server.compile_kernels(torch.zeros(rows, 4, 64))
@@ -202,18 +184,18 @@ def test_layers_alike_but_for_segments_or_dense_heads_are_compiled_each(monkeypa
 
 def test_a_profile_that_does_not_fit_ends_the_start():
     with pytest.raises(ProfileError, match="the served model has 7 layers where the profile has 6"):
-        Server(Settings(DEMO), site(model=demo_sizes() | {"num_hidden_layers": 7}))
+        started(demo(num_hidden_layers=7))
     with pytest.raises(ProfileError, match="8 query heads cannot be shared by 3 ranks"):
-        Server(Settings(DEMO), site(model=demo_sizes(), rank=Rank(0, 3)))
+        started(rank=Rank(0, 3))
     with pytest.raises(ProfileError, match=r"nowhere\.safetensors cannot be read"):
-        Server(Settings(Path("nowhere.safetensors")), site())
+        started(settings=Settings(Path("nowhere.safetensors")))
 
 
 @pytest.mark.parametrize("given", [{"s2o": {"tau": 1}}, {"s2o": {"profile": "no.safetensors"}}], ids=["tau", "no file"])
 def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog):
     group = SimpleNamespace(rank_in_group=0)
     parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_rank=0)
-    model = SimpleNamespace(hf_config=site().model_config, model=str(MODEL), revision=None, max_model_len=4096)
+    model = SimpleNamespace(hf_config=demo(), model=str(MODEL), revision=None, max_model_len=4096)
     config = SimpleNamespace(
         model_config=model, parallel_config=parallel, speculative_config=None, additional_config=given,
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
@@ -237,7 +219,7 @@ def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog
     assert (record.levelname, record.message) == ("ERROR", f"S2O cannot start: {failure.value}")
 
 
-def test_counters_say_where_rows_went(caplog):
+def test_counters_say_where_rows_went(info_log):
     counters = Counters(log_every=1e-9)
     assert counters.summary() == "no rows yet"
     counters.add(0, "s2o", "long", 300)
@@ -250,9 +232,8 @@ def test_counters_say_where_rows_went(caplog):
     assert [index for index, sampled in enumerate(wanted) if sampled] == [0, SAMPLED_EVERY]
     counters.keep(1, stats)
     assert counters.densities() == {1: 1.0}
-    with caplog.at_level(logging.INFO, logger="s2o_runtime"):
-        counters.say()
-    assert caplog.messages == ["S2O: 80.0% s2o (long); 20.0% dense (decode); mean density 1.000 of 1 layers"]
+    counters.say()
+    assert info_log.messages == ["S2O: 80.0% s2o (long); 20.0% dense (decode); mean density 1.000 of 1 layers"]
 
 
 @pytest.fixture
@@ -275,9 +256,9 @@ def test_counters_answer_on_this_machine_alone_unless_an_address_is_given(listen
     """The default of prometheus_client is every address of the machine, and there is no password."""
     given = {"profile": str(DEMO), "metrics_port": 9001}
     for section in (given, given | {"metrics_host": "10.0.0.7"}):
-        Server(settings_of({"s2o": section}), site(model=demo_sizes(), process=Process(1)))
+        started(settings=settings_of({"s2o": section}), process=Process(1))
     assert listening == [("127.0.0.1", 9002), ("10.0.0.7", 9002)]  # behind process 0
-    Server(Settings(DEMO), site(model=demo_sizes()))
+    started()
     assert len(listening) == 2
 
 
@@ -299,13 +280,12 @@ def test_every_process_of_vllm_has_a_port_of_its_own():
 def test_metrics_name_rank_stage_and_replica(monkeypatch):
     served = []
     monkeypatch.setattr("s2o_runtime.serving.server.serve_metrics", lambda *given: served.append(given[1:]))
-    Server(Settings(DEMO, metrics_port=9001), site(model=demo_sizes(), process=Process(7, stage=1, replica=1)))
+    started(settings=Settings(DEMO, metrics_port=9001), process=Process(7, stage=1, replica=1))
     assert served == [("127.0.0.1", 9008, {"rank": "1", "pp": "1", "dp": "1"})]
 
 
 def test_a_port_that_is_taken_is_said_with_its_address(listening, caplog):
-    place = site(model=demo_sizes(), process=Process(1))
-    Server(Settings(DEMO, metrics_port=TAKEN - 1, metrics_host="10.0.0.7"), place)
+    started(settings=Settings(DEMO, metrics_port=TAKEN - 1, metrics_host="10.0.0.7"), process=Process(1))
     assert not listening
     assert f"not served at 10.0.0.7, port {TAKEN} ([Errno 98] Address already in use)" in caplog.text
 

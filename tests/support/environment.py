@@ -1,6 +1,8 @@
 """The profile of the environment, in tests that are no processes of their own."""
 
-from s2o_runtime.huggingface import environment, layers
+from contextlib import contextmanager
+
+from s2o_runtime.huggingface import environment, layers, sdpa
 
 
 def forget():
@@ -10,3 +12,13 @@ def forget():
     environment.adopted.clear()
     environment.refused.clear()
     layers.paths_taken.clear()
+
+
+@contextmanager
+def under_s2o_run():
+    """What s2o-run does to the program that it starts, in this process."""
+    sdpa.take_over()
+    try:
+        yield
+    finally:
+        sdpa.give_back()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.serving.fit import ProfileFit, Rank
+from s2o_runtime.serving.server import Site
 
 
 class FakeServer:
@@ -22,6 +23,15 @@ class FakeServer:
 
     def reserve(self, query: Tensor) -> None:
         self.reserved += 1
+
+
+def site(model_config: Any, **changes: Any) -> Site:
+    """Where a vLLM on a CPU would serve a model of this configuration."""
+    known = {
+        "engine": "vLLM 0.32.0", "stock": "STOCK", "model_config": model_config, "checkpoint": None, "rank": Rank(),
+        "device": torch.device("cpu"), "max_keys": 4096,
+    }  # fmt: skip
+    return Site(**{**known, **changes})
 
 
 @dataclass

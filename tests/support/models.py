@@ -1,13 +1,14 @@
 """Small models that no checkpoint holds, and profiles for them."""
 
 import copy
+from statistics import fmean
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from calibrate.model.models import LoadedModel
-from calibrate.model.weights import Checkpoint, Weights, skeleton
-from s2o_runtime import explain
+from calibrate.model.weights import Checkpoint, Weights, model_class, skeleton
+from s2o_runtime import explain, patched
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import fingerprint, geometry
@@ -58,9 +59,10 @@ def prompt(length=LENGTH, batch=1):
     return torch.randint(3, 128, (batch, length))
 
 
-def twin(eager):
-    """A model with the same weights that runs SDPA."""
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(eager.config), attn_implementation="sdpa").eval()
+def twin(eager, implementation="sdpa", config=None):
+    """A model with the same weights and another attention implementation, and with another configuration if given."""
+    config = copy.deepcopy(config or eager.config)
+    model = model_class(config).from_config(config, attn_implementation=implementation).eval()
     model.load_state_dict(eager.state_dict())
     return model
 
@@ -74,12 +76,13 @@ def make_profile(model, tau, min_length=100):
     return Profile("tiny", shape, fingerprint(model), DeviceIdentity("cpu", "cpu"), buckets, layers)
 
 
-def padded_batch():
-    """Three prompts of 200, 143 and 10 tokens with padding at their left, and their mask."""
-    ids = prompt(batch=3)
+def padded_batch(side="left", length=LENGTH):
+    """Three prompts, of all tokens, of 57 fewer and of 10, padded at one side, and their mask."""
+    ids = prompt(length, 3)
     mask = torch.ones_like(ids)
     mask[1, :57] = 0
-    mask[2, :190] = 0
+    mask[2, : length - 10] = 0
+    mask = mask if side == "left" else mask.flip(1)
     return ids.masked_fill(mask == 0, 0), mask
 
 
@@ -94,6 +97,21 @@ def used_s2o(model):
 
 def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def patched_kl(model, profile, prompts):
+    """The mean KL over prompts of a model that is patched with a profile as users do it, against itself without."""
+
+    def predictions(ids):
+        return model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
+
+    kls = []
+    with torch.no_grad():
+        for prompt in prompts:
+            dense = predictions(prompt.ids)
+            with patched(model, profile, strict=True, drift="off"):
+                kls.append(float((dense.exp() * (dense - predictions(prompt.ids))).sum(-1).mean()))
+    return fmean(kls)
 
 
 def build(name):

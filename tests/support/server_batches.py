@@ -33,6 +33,12 @@ def two_layers(tau: float = 1.0, lengths: tuple[int, ...] = (128, 512), layer_nu
     return Profile("made", geometry, "", DeviceIdentity("cpu", "cpu"), lengths, buckets).validate()
 
 
+def all_dense() -> Profile:
+    """The same with both layers dense."""
+    profile = two_layers()
+    return replace(profile, layers=tuple((second, second) for _, second in profile.layers))
+
+
 def served_profile(tile: TileConfig) -> Profile:
     """Of this GPU, for a model of two layers whose heads differ."""
     heads = tuple(HeadConfig(0.2 * (1 + index), 256, representatives=8, tail=index % 2 == 0) for index in range(8))
