@@ -60,7 +60,7 @@ class Captured:
 
     def dense(self) -> Tensor:
         """The fastest dense attention of these inputs."""
-        return fastest_dense_attention(self.q, self.k, self.v, **self.scoring.arguments())
+        return fastest_dense_attention(self.q, self.k, self.v, self.scoring)
 
 
 def layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Captured]]:

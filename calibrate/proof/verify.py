@@ -363,7 +363,7 @@ def _attention_seconds(layer: DecoderLayer, stream: Stream, runs: LayerRun) -> t
 
     def keep(index: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
         calls["s2o"] = partial(s2o_attention, q, k, v, runs.config, **scoring.arguments())
-        calls["dense"] = partial(fastest_dense_attention, q, k, v, **scoring.arguments())
+        calls["dense"] = partial(fastest_dense_attention, q, k, v, scoring)
 
     layer.patched(stream, layer_state(layer, runs, keep, chunks=False))
     times = medians(calls, layer.device, GPU_ROUNDS)

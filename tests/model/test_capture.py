@@ -5,6 +5,7 @@ import torch
 
 from calibrate.model import capture, streams, watched
 from s2o_runtime import patch
+from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.reference.dense import dense_attention
@@ -102,3 +103,12 @@ def test_sinks_and_caps_are_captured():
     assert kept[0][3] == Scoring(0.3, 1.5, sinks)
     expected = naive_attention(q, k, v, scale=0.3, softcap=1.5, sinks=sinks)
     torch.testing.assert_close(out.transpose(1, 2).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_was_captured_is_computed_dense_and_by_s2o_with_the_layers_scores():
+    q, k, v = (torch.randn(1, heads, 40, 16) for heads in (4, 2, 2))
+    scoring = Scoring(0.3, 1.5, torch.linspace(-1, 4, 4))
+    captured = capture.Captured(q, k, v, **scoring.arguments())
+    expected = naive_attention(q, k, v, **scoring.arguments())
+    for out in (captured.dense(), captured.s2o(LayerConfig.uniform(4, tau=0.0))()):
+        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
