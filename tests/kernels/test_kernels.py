@@ -187,11 +187,10 @@ def test_the_order_in_which_heads_start_changes_nothing(starts, monkeypatch, nan
     q, k, v, kv_start = drawn((len(starts or [0]), 4, 2, 130, 160, 16, starts))
     call = call_of(q, k, v, mixed_config(4, 1.0), kv_start, lse=True)
     outputs = []
-    for abreast in (1, 2, 4):
+    for abreast in (1, 4):
         monkeypatch.setattr(prefill_module, "heads_abreast", lambda *_, heads=abreast: heads)
         outputs.append(s2o_prefill(call))
-    for other in outputs[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(outputs[0], other, strict=True))
+    assert all(torch.equal(one, two) for one, two in zip(*outputs, strict=True))
     agree(*run_both(q, k, v, call.config, call.kv_start, 0.125))
 
 
@@ -261,13 +260,10 @@ def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch, nan_filled):
 
 
 @SLOW
-@pytest.mark.parametrize(
-    ("shares", "starts", "grain", "head_dim"),
-    [(3, None, 4, 64), (1, [30, 0], 4, 64), (3, [30, 0], 1, 256), (1, None, 1, 64)],
-)
+@pytest.mark.parametrize(("shares", "starts", "grain", "head_dim"), [(3, [30, 0], 4, 64), (1, None, 1, 256)])
 def test_tail_sums_are_those_of_the_order(shares, starts, grain, head_dim, nan_filled, monkeypatch):
     monkeypatch.setattr(tail_module, "tail_shares", lambda programs, steps: shares)
-    q, k, v, kv_start = drawn((2, 4, 2, 230, 700, head_dim, starts))
+    q, k, v, kv_start = drawn((2, 4, 2, 230, 500, head_dim, starts))
     config = LayerConfig.uniform(4, segment=64, representatives=4, tail=True, grain=grain, tile=TILE)
     call = call_of(q, k, v, config, kv_start)
     ranking, tail = kernel_ranking(call)
