@@ -32,6 +32,7 @@ from calibrate.work.measured import measured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.huggingface import hf
+from s2o_runtime.quantisation import as_cached
 from s2o_runtime.reference.dense import sdpa_backend
 from s2o_runtime.scoring import Scoring
 
@@ -162,9 +163,10 @@ class CertifyStep(Step):
         dense = fastest_dense_attention(q, k, v, scoring)
         errors = errors_of_rows(out, dense)
         mse, power = errors.mse_and_power()
+        cached_k, cached_v = (as_cached(tensor, self.runs.kv_cache_dtype) for tensor in (k, v))
         continued = []
         for new in (new for new in CONTINUED if 2 * new <= length):
-            continued_out = s2o_attention(q[:, :, -new:], k, v, self.runs.config, **scoring.arguments())
+            continued_out = s2o_attention(q[:, :, -new:], cached_k, cached_v, self.runs.config, **scoring.arguments())
             continued.append((new, *errors_of_rows(continued_out, dense[:, :, -new:]).mse_and_power()))
         # the same rows whatever the layer runs, so that what is tried instead is compared with like
         generator = torch.Generator().manual_seed(zlib.crc32(f"{length}/{self.layer}/{self.index}".encode()))

@@ -26,6 +26,7 @@ from s2o_runtime.monitor.drift import Drift, DriftMonitor, check_and_limits
 from s2o_runtime.monitor.meter import Meter
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.device_fit import fitted
+from s2o_runtime.quantisation import KvCacheDtype
 from s2o_runtime.scoring import Scoring
 from s2o_runtime.serving.layer import ServedLayer, longest_trusted
 
@@ -51,6 +52,8 @@ class LayerState(ServedLayer):
     other_kind: what is said of a layer that has no full attention and stays what it is.
     chunk: queries that a prefill is fed at once, as a server does; None for all. last_density: of the last prefill that
     was fed so, as a whole, where `last` is of its last chunk. hook: of its module, removed when it is detached.
+    kv_cache_dtype: "fp8" rounds keys and values before S2O reads them, as a server's cache would; the observer sees
+    them as they were.
     """
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -62,6 +65,7 @@ class LayerState(ServedLayer):
     chunk: int | None = None
     last_density: float | None = None
     hook: RemovableHandle | None = None
+    kv_cache_dtype: KvCacheDtype = "auto"
 
     @property
     def density(self) -> float:

@@ -16,6 +16,7 @@ from s2o_runtime.monitor.drift import DriftMonitor
 from s2o_runtime.monitor.meter import Meter, Sample
 
 SAMPLED_EVERY = 256  # sparse calls of a layer: the density of one of them is kept
+EARLY = 15  # and of each of the first ones, so that a layer with the settings of another shows soon
 
 log = logging.getLogger("s2o_runtime")
 
@@ -53,7 +54,7 @@ class Counters:
     def is_sampled(self, layer: int) -> bool:
         """Whether the density of this sparse call of a layer is to be kept, and its error checked."""
         self.calls[layer] += 1
-        return self.calls[layer] % SAMPLED_EVERY == 1
+        return self.calls[layer] <= EARLY or self.calls[layer] % SAMPLED_EVERY == 1
 
     def keep(self, layer: int, stats: AttentionStats) -> None:
         """Keep what a sampled call did; nothing is read from the device before somebody asks."""

@@ -12,6 +12,7 @@ from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.identity import RANDOM, Geometry
 from s2o_runtime.lengths import STEPS_PER_OCTAVE, far_apart, length_step
 from s2o_runtime.profile.record import Record
+from s2o_runtime.quantisation import KvCacheDtype
 
 MAX_LENGTH = 1 << 24  # tokens
 
@@ -40,6 +41,11 @@ class Profile:
     def min_length(self) -> int:
         """The shortest prompt that was calibrated; shorter ones stay dense."""
         return self.lengths[0]
+
+    @property
+    def kv_cache_dtype(self) -> KvCacheDtype:
+        """The type of the server's KV cache that the profile was made for."""
+        return "fp8" if (self.record.recipe or {}).get("kv_cache_dtype") == "fp8" else "auto"
 
     def layer_config(self, layer: int, length: int) -> LayerConfig:
         """The configuration of a layer for a prompt of `length` keys.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from s2o_runtime.errors import InputError
@@ -64,4 +65,6 @@ def key_and_value_pages(cache: Tensor, layout: Layout, head_dim: int) -> tuple[T
         k, v = by_tokens[..., :head_dim], by_tokens[..., head_dim:]
     else:
         k, v = cache.unbind(1)
+    if cache.dtype == torch.uint8:  # how vLLM stores fp8
+        k, v = k.view(torch.float8_e4m3fn), v.view(torch.float8_e4m3fn)
     return k, v

@@ -9,6 +9,7 @@ from s2o_runtime.attention import paged
 from s2o_runtime.attention.replay import repeated_call
 from s2o_runtime.errors import InputError
 from s2o_runtime.monitor import counters
+from s2o_runtime.monitor.counters import SAMPLED_EVERY
 from s2o_runtime.monitor.drift import Allowed, DriftCheck, DriftMonitor
 from s2o_runtime.serving.calls import layer_obstacle
 from s2o_runtime.serving.fit import Rank
@@ -81,8 +82,9 @@ def test_two_ranks_compute_the_halves_of_one():
 
 
 def test_the_density_of_a_sampled_call_is_that_of_its_requests():
-    """Of the first of 256 sparse calls, here a run of two prompts of unlike lengths, counted row by row."""
+    """Of one of 256 sparse calls, here a run of two prompts of unlike lengths, counted row by row."""
     engine = FakeEngine(server())
+    engine.server.counters.calls[0] = SAMPLED_EVERY
     requests = [engine.add(300), engine.add(305)]
     engine.feed([(request, len(request)) for request in requests])
     config = engine.server.fit.layers[0].config(300)
@@ -228,12 +230,11 @@ def test_the_profiling_run_reserves_what_calls_will_need():
         ({"soft_cap": 0.0}, None),
         ({"sinks": True}, "the layer has attention sinks"),
         ({"alibi": True}, "the layer has ALiBi slopes"),
-        ({"kv_cache_dtype": "fp8"}, "the KV cache is fp8"),
         ({"attn_type": "encoder_only"}, "the layer's attention is of type encoder_only"),
     ],
 )
 def test_what_s2o_cannot_do_is_a_reason(made_with, reason):
-    usual = {"alibi": False, "sliding_window": None, "kv_cache_dtype": "auto", "soft_cap": None}
+    usual = {"alibi": False, "sliding_window": None, "soft_cap": None}
     assert layer_obstacle(**{**usual, "attn_type": "decoder", "sinks": False, **made_with}) == reason
 
 

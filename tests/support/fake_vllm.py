@@ -15,8 +15,8 @@ from torch import Tensor
 
 from s2o_runtime.vllm.backend import Host, mix_in
 from s2o_runtime.vllm.layouts import Layout
-from s2o_runtime.vllm.plain import PlainBuilder, PlainImpl
 from support.fake_server import Request, Requests, take
+from support.vllm_plain import PlainBuilder, PlainImpl
 
 
 class Graphs(Enum):
@@ -145,7 +145,11 @@ class FakeEngine(Requests):
             heads, head_dim, head_dim**-0.5, kv_heads, kv_cache_dtype=self.kv_cache_dtype
         )
         like = {"dtype": self.dtype, "device": self.device}
+        if self.kv_cache_dtype == "fp8":
+            like["dtype"] = torch.float8_e4m3fn
         self.cache = cache_of(self.layout, self.pages, self.page_size, kv_heads, head_dim, **like)
+        if self.kv_cache_dtype == "fp8":
+            self.cache = self.cache.view(torch.uint8)
         self.free = torch.randperm(self.pages).tolist()
 
     def feed(self, parts: list[tuple[Request, int]], layer: int = 0, padding: int = 0) -> tuple[Tensor, Any]:
@@ -201,7 +205,7 @@ class Prepared:
     def forward(self, layer: int = 0) -> Tensor:
         """vLLM's call of a layer; returns its output, which was NaN before."""
         output = torch.full_like(self.query, float("nan"))
-        module = SimpleNamespace(layer_name=f"model.layers.{layer}")
+        module = SimpleNamespace(layer_name=f"model.layers.{layer}", _k_scale=1.0, _v_scale=1.0)
         engine = self.engine
         engine.impl.forward(module, self.query, self.key, self.value, engine.cache, self.metadata, output)
         return output

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from s2o_runtime.attention.api import s2o_attention_varlen
@@ -56,6 +57,7 @@ class PlainImpl:
     """Writes the cache and attends to it densely."""
 
     layout: Layout = "side by side"
+    supports_quant_query_input = False
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, *more: Any, **named: Any
@@ -71,7 +73,11 @@ class PlainImpl:
         k, v = key_and_value_pages(kv_cache, self.layout, self.head_size)
         rows = len(slot_mapping)
         page, slot = slot_mapping // k.shape[1], slot_mapping % k.shape[1]
-        k[page, slot], v[page, slot] = key[:rows], value[:rows]
+        for pages, new in ((k, key[:rows]), (v, value[:rows])):
+            if pages.dtype.itemsize == 1:  # indexing knows no fp8
+                pages.view(torch.uint8)[page, slot] = new.to(pages.dtype).view(torch.uint8)
+            else:
+                pages[page, slot] = new
 
     def forward(
         self,

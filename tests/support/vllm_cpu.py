@@ -9,7 +9,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 
 from s2o_runtime.vllm.backend import mix_in
 from s2o_runtime.vllm.host import host_of
-from s2o_runtime.vllm.plain import PlainBuilder, PlainImpl
+from support.vllm_plain import PlainBuilder, PlainImpl
 
 
 class _Builder(PlainBuilder, AttentionMetadataBuilder):  # type: ignore[misc]
