@@ -67,7 +67,7 @@ def test_what_was_measured_without_such_a_cache_is_found_again():
     assert Recipe.from_record(recipe.record(), recipe.out).kv_cache_dtype == "fp8"
     plain = replace(recipe, kv_cache_dtype="auto")
     assert "kv_cache_dtype" not in plain.record()
-    assert Recipe.from_record(plain.record(), recipe.out) == plain
+    assert Recipe.from_record(plain.record(), recipe.out).kv_cache_dtype == "auto"
 
 
 def test_budgets_in_kl_do_not_see_the_rounding():
