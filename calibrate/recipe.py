@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from calibrate.options import Option, check_names, either, option, options_of, read_all, text
-from s2o_runtime.config import GRAINS, MAX_SEGMENT, MIN_SEGMENT, REPRESENTATIVES, SEGMENT_STEP, Scores
+from s2o_runtime.config import GRAINS, MAX_SEGMENT, MIN_SEGMENT, REPRESENTATIVES, SEGMENT_STEP, KvCacheDtype, Scores
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, Rule
 from s2o_runtime.lengths import far_apart
@@ -24,7 +24,6 @@ from s2o_runtime.profile.record import (
     RecordedBudget,
     error_unit,
 )
-from s2o_runtime.quantisation import KvCacheDtype
 
 SEGMENTS = (256, 512, 1024, 2048)
 DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}  # tokens, by the kind of the device

@@ -13,12 +13,13 @@ unit is uneven. This is SmoothQuant's balance (Xiao et al. 2023, section 4) betw
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-KvCacheDtype = Literal["auto", "fp8"]  # of a server's cache: the model's own type, or e4m3 with a scale of 1
+from s2o_runtime.config import KvCacheDtype
+
 FP8_MAX = 448.0  # the largest number of e4m3
 LEVELS = 127
 SMOOTHING = 0.7

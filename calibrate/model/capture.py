@@ -25,9 +25,9 @@ from calibrate.model.streams import (
 from calibrate.model.watched import NAME, register, watched
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
-from s2o_runtime.config import LayerConfig
+from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.errors import ModelError
-from s2o_runtime.quantisation import KvCacheDtype, as_cached
+from s2o_runtime.quantisation import as_cached
 from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.scoring import Scoring
 

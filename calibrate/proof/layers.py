@@ -32,9 +32,8 @@ from calibrate.proof.agreement import PromptAgreement, compare
 from calibrate.work.executor import Executor
 from calibrate.work.items import WorkerState, WorkItem
 from calibrate.work.measured import Measuring
-from s2o_runtime.config import LayerConfig
+from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.huggingface import hf
-from s2o_runtime.quantisation import KvCacheDtype
 from s2o_runtime.scoring import Scoring
 
 KIND = "proof"  # of entries in a journal

@@ -10,11 +10,10 @@ from functools import cached_property
 from calibrate.recipe import Recipe
 from calibrate.search.choice import Choice
 from calibrate.search.choose import Chosen
-from s2o_runtime.config import LayerConfig
+from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile
-from s2o_runtime.quantisation import KvCacheDtype
 
 LengthAndLayer = tuple[int, int]
 

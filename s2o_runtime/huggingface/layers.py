@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from s2o_runtime.attention.result import AttentionStats
-from s2o_runtime.config import LayerConfig
+from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.errors import ModelError
 from s2o_runtime.fields import Rule
 from s2o_runtime.identity import attention_modules, decoder_attention
@@ -26,7 +26,6 @@ from s2o_runtime.monitor.drift import Drift, DriftMonitor, check_and_limits
 from s2o_runtime.monitor.meter import Meter
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.device_fit import fitted
-from s2o_runtime.quantisation import KvCacheDtype
 from s2o_runtime.scoring import Scoring
 from s2o_runtime.serving.layer import ServedLayer, longest_trusted
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.attention.paged import gathered, s2o_attention_paged
+from s2o_runtime.config import KvCacheDtype
 from s2o_runtime.layer_kinds import sees_window
 from s2o_runtime.lengths import shared_bound
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.pages import PagedKeys, packed_starts
-from s2o_runtime.quantisation import KvCacheDtype
 from s2o_runtime.scoring import Scoring
 from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from s2o_runtime.errors import InputError
 from s2o_runtime.pages import FP8_TYPES, page_obstacle
 from s2o_runtime.serving.attend import LayerCall, attend
 from s2o_runtime.serving.batch import Batch as AnyBatch
@@ -21,7 +22,7 @@ from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
 from s2o_runtime.serving.server import Server
 from s2o_runtime.vllm.batch import Batch, whole_only
-from s2o_runtime.vllm.layouts import Layout, key_and_value_pages
+from s2o_runtime.vllm.layouts import key_and_value_pages
 
 BATCH = "s2o_batch"  # attribute of the stock backend's metadata: the batch, or why S2O has no part in it
 
@@ -33,13 +34,11 @@ class Host:
     Attributes:
         server: gives the profile of this process, which is loaded when the first layer is made.
         layer_index: gives a layer's index in the whole model by its name.
-        layout: of the stock backend's caches.
         cudagraph_support: limits what the stock backend supports to what S2O does, given its own answer.
     """
 
     server: Callable[[], Server]
     layer_index: Callable[[str], int]
-    layout: Layout
     cudagraph_support: Callable[[Any], Any]
 
 
@@ -197,7 +196,7 @@ class _Implementation:
         number, fit = self._layer(layer, kv_cache)
         call = LayerCall(
             number, fit, batch, query, self.scale,
-            pages=lambda: key_and_value_pages(kv_cache, self.s2o_host.layout, self.head_size),
+            pages=lambda: key_and_value_pages(kv_cache, self.num_kv_heads, self.head_size),
             whole=whole,
             part=part,
             output=lambda: (output, output.view(len(output), self.num_heads, self.head_size)),
@@ -217,15 +216,20 @@ class _Implementation:
                 number, self.num_heads, self.num_kv_heads, self.head_size
             )
             if not isinstance(fit, str):
-                k, _ = key_and_value_pages(kv_cache, self.s2o_host.layout, self.head_size)
-                fit = page_obstacle(k.shape[1]) or (self._fp8_obstacle(layer) if k.dtype in FP8_TYPES else None) or fit
+                fit = self._cache_obstacle(layer, kv_cache) or fit
             self.s2o_layers[name] = number, fit
         return self.s2o_layers[name]
 
-    def _fp8_obstacle(self, layer: Any) -> str | None:
-        """Why S2O cannot take what a layer with an fp8 cache is given; None if it can."""
+    def _cache_obstacle(self, layer: Any, kv_cache: Tensor) -> str | None:
+        """Why S2O cannot read a layer's cache, or take its queries with it; None if it can."""
+        try:
+            k, _ = key_and_value_pages(kv_cache, self.num_kv_heads, self.head_size)
+        except InputError as error:
+            return str(error)
+        if k.dtype not in FP8_TYPES:
+            return page_obstacle(k.shape[1])
         if getattr(self, "supports_quant_query_input", True):
             return "queries are rounded to fp8, which the profile was not made for"
         if not hasattr(layer, "_k_scale") or not hasattr(layer, "_v_scale"):
             return "the scales of the fp8 cache are not where they are expected"
-        return scales_obstacle(layer._k_scale, layer._v_scale)
+        return page_obstacle(k.shape[1]) or scales_obstacle(layer._k_scale, layer._v_scale)

@@ -15,18 +15,17 @@ from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, Site, start_failures
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.vllm.backend import Host
-from s2o_runtime.vllm.layouts import layout_of
 
 SECTION = "s2o"  # of --additional-config, which has the settings
 
 log = logging.getLogger("s2o_runtime")
 
 
-def host_of(stock: Any) -> Host:
-    """What S2O's classes ask of this vLLM, on top of a stock backend."""
+def host() -> Host:
+    """What S2O's classes ask of this vLLM."""
     from vllm.model_executor.models.utils import extract_layer_index
 
-    return Host(server, extract_layer_index, layout_of(getattr(stock, "get_kv_cache_shape", None)), graphs_of_decode)
+    return Host(server, extract_layer_index, graphs_of_decode)
 
 
 def graphs_of_decode(support: Any) -> Any:

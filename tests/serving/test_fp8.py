@@ -81,10 +81,10 @@ def test_what_vllms_layers_must_be_like(change, reason):
     from types import SimpleNamespace
 
     server = FakeServer(two_layers(), Rank(), "cpu", 2048)
-    engine = ENGINES["vllm"](server, kv_cache_dtype="auto")
+    engine = ENGINES["vllm"](server, kv_cache_dtype="fp8")
     if "layer" not in change:
         engine.impl.supports_quant_query_input = change["supports_quant_query_input"]
-    assert engine.impl._fp8_obstacle(SimpleNamespace(**change.get("layer", {}))) == reason
+    assert engine.impl._cache_obstacle(SimpleNamespace(**change.get("layer", {})), engine.cache) == reason
 
 
 def test_rounding_is_to_the_nearest_number_of_e4m3():

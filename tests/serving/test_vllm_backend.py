@@ -14,7 +14,7 @@ from s2o_runtime.monitor.drift import Allowed, DriftCheck, DriftMonitor
 from s2o_runtime.serving.calls import layer_obstacle
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.vllm.backend import BATCH
-from s2o_runtime.vllm.layouts import key_and_value_pages, layout_of
+from s2o_runtime.vllm.layouts import key_and_value_pages
 from support.fake_server import FakeServer
 from support.fake_vllm import FakeEngine, Graphs, fake_backend
 from support.server_batches import FEWEST, all_dense, alone, dense, joint_density, two_layers
@@ -249,23 +249,16 @@ def test_what_vllm_asks_of_the_backend():
     assert not classes.builder().use_cascade_attention(1, 2, three=3)
 
 
-@pytest.mark.parametrize("layout", ["pages of two", "side by side"])
-def test_layouts_are_known_by_the_shape_that_a_backend_gives(layout):
-    def shape(pages, page_size, kv_heads, head_dim):
-        return {
-            "pages of two": (pages, 2, page_size, kv_heads, head_dim),
-            "side by side": (pages, kv_heads, page_size, 2 * head_dim),
-        }[layout]
-
-    assert layout_of(shape) == layout
-    k, v = key_and_value_pages(torch.arange(2 * 5 * 4 * 3 * 8).view(shape(5, 4, 3, 8)), layout, 8)
+@pytest.mark.parametrize("shape", [(5, 2, 4, 3, 8), (5, 3, 4, 16)])
+def test_layouts_are_known_by_the_shape_of_the_cache(shape):
+    k, v = key_and_value_pages(torch.arange(2 * 5 * 4 * 3 * 8).view(shape), 3, 8)
     assert k.shape == v.shape == (5, 4, 3, 8)
     assert not set(k.flatten().tolist()) & set(v.flatten().tolist())
-    with pytest.raises(InputError, match="the KV cache has shape"):
-        key_and_value_pages(torch.zeros(5, 4, 3), layout, 8)
 
 
-def test_other_layouts_are_refused():
-    assert layout_of(None) == "side by side"
-    with pytest.raises(InputError, match=r"this vLLM's caches have shape \(3, 16, 2\)"):
-        layout_of(lambda pages, page_size, *_: (pages, page_size, 2))
+@pytest.mark.parametrize("shape", [(5, 4, 3), (2, 5, 4, 3, 8), (5, 4, 3, 16)])
+def test_caches_of_another_shape_are_the_stock_backends(shape):
+    with pytest.raises(InputError, match=r"the KV cache has shape \(.*expected \[pages, 3, page size, 16\] or"):
+        key_and_value_pages(torch.zeros(shape), 3, 8)
+    impl = FakeEngine(server()).impl
+    assert impl._cache_obstacle(None, torch.zeros(shape)).startswith(f"the KV cache has shape {shape}")

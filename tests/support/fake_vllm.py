@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.vllm.backend import Host, mix_in
-from s2o_runtime.vllm.layouts import Layout
 from support.fake_server import Request, Requests, take
 from support.vllm_plain import PlainBuilder, PlainImpl
 
@@ -102,11 +101,10 @@ class Stock:
         return StockBuilder
 
 
-def fake_backend(server: Any, layout: Layout = "side by side") -> Any:
+def fake_backend(server: Any) -> Any:
     """S2O's three classes on the stock backend, for a server; layers are named "layers.N"."""
-    StockImpl.layout = layout
     limit = lambda support: Graphs.UNIFORM_BATCH if support is Graphs.ALWAYS else support  # noqa: E731
-    return mix_in(Stock, "S2O", Host(lambda: server, lambda name: int(name.rpartition(".")[2]), layout, limit))
+    return mix_in(Stock, "S2O", Host(lambda: server, lambda name: int(name.rpartition(".")[2]), limit))
 
 
 def cache_of(layout: str, pages: int, page_size: int, kv_heads: int, head_dim: int, **like: Any) -> Tensor:
@@ -129,7 +127,7 @@ class FakeEngine(Requests):
     """
 
     server: Any
-    layout: Layout = "side by side"
+    layout: str = "side by side"
     page_size: int = 16
     pages: int = 256
     dtype: torch.dtype = torch.float32
@@ -139,7 +137,7 @@ class FakeEngine(Requests):
 
     def __post_init__(self) -> None:
         heads, kv_heads, head_dim = self.sizes
-        self.classes = fake_backend(self.server, self.layout)
+        self.classes = fake_backend(self.server)
         self.builder = self.classes.builder()
         self.impl = self.classes.implementation(
             heads, head_dim, head_dim**-0.5, kv_heads, kv_cache_dtype=self.kv_cache_dtype
