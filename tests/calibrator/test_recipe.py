@@ -16,6 +16,7 @@ ALL = BASE | {
     "ceiling_rel_mse": 2e-3,
     "budget_scope": "model",
     "check_lengths": (1100, 4096),
+    "kv_cache_dtype": "fp8",
     "chunk": 4096,
     "domains": ("prose", "chinese"),
     "hide_needles": False,
