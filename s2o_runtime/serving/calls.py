@@ -104,7 +104,7 @@ def compute(
     path = "dense" if stats.backend == "dense" else "s2o"
     counters.end(layer.layer, path, sample, query.device)
     counters.add(layer.layer, path, stats.reason, run.end - run.begin)
-    if stats.backend != "dense" and counters.is_sampled(layer.layer):
+    if stats.backend != "dense" and counters.is_sampled(layer.layer, 2 * run.max_q >= run.max_k):
         counters.keep(layer.layer, stats)
         if layer.drift is not None and run.last == run.first + 1:
             pages = PagedKeys(k_pages, v_pages, call.block_table, call.cu_k, max_k=run.max_k, total_k=run.total_k)

@@ -9,7 +9,7 @@ from s2o_runtime.attention import paged
 from s2o_runtime.attention.replay import repeated_call
 from s2o_runtime.errors import InputError
 from s2o_runtime.monitor import counters
-from s2o_runtime.monitor.counters import SAMPLED_EVERY
+from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY
 from s2o_runtime.monitor.drift import Allowed, DriftCheck, DriftMonitor
 from s2o_runtime.serving.calls import layer_obstacle
 from s2o_runtime.serving.fit import Rank
@@ -84,7 +84,7 @@ def test_two_ranks_compute_the_halves_of_one():
 def test_the_density_of_a_sampled_call_is_that_of_its_requests():
     """Of one of 256 sparse calls, here a run of two prompts of unlike lengths, counted row by row."""
     engine = FakeEngine(server())
-    engine.server.counters.calls[0] = SAMPLED_EVERY
+    engine.server.counters.calls[0], engine.server.counters.prompts[0] = SAMPLED_EVERY, EARLY
     requests = [engine.add(300), engine.add(305)]
     engine.feed([(request, len(request)) for request in requests])
     config = engine.server.fit.layers[0].config(300)
@@ -191,7 +191,7 @@ def test_pages_that_the_op_does_not_take_are_the_stock_backends():
 @pytest.mark.parametrize(("action", "path"), [("warn", "s2o"), ("dense", "dense")])
 def test_a_layer_past_its_budget_is_noticed(action, path, monkeypatch):
     """Sampled calls are compared with dense attention; with action "dense" the layer runs dense from then on."""
-    monkeypatch.setattr(counters.Counters, "is_sampled", lambda self, layer: True)
+    monkeypatch.setattr(counters.Counters, "is_sampled", lambda self, layer, is_prompt: True)
     made = server(tau=1e5)
     layer = made.fit.layers[0]
     check = DriftCheck(every=1, after=2, action=action)

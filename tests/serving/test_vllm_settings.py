@@ -225,8 +225,9 @@ def test_counters_say_where_rows_went(info_log):
     assert counters.shares() == {("s2o", "long"): 0.8, ("dense", "decode"): 0.2}
     shape = CallShape(1, 2, 1, 64, 64, 64, 64)
     stats = AttentionStats("dense", "", LayerConfig.uniform(2, mode="dense"), shape, None, None)
-    wanted = [counters.is_sampled(1) for _ in range(2 * SAMPLED_EVERY)]
-    assert [index for index, sampled in enumerate(wanted) if sampled] == [*range(EARLY), SAMPLED_EVERY]
+    for is_prompt, early in ((False, 1), (True, EARLY)):
+        wanted = [counters.is_sampled(1 + is_prompt, is_prompt) for _ in range(2 * SAMPLED_EVERY)]
+        assert [index for index, sampled in enumerate(wanted) if sampled] == [*range(early), SAMPLED_EVERY]
     counters.keep(1, stats)
     assert counters.densities() == {1: 1.0}
     counters.say()
