@@ -196,6 +196,7 @@ def generated(model, ids, count):
     return outputs[0, len(ids) :].tolist()
 
 
+@pytest.mark.slow(reason="generates with three models")
 def test_greedy_answers_are_those_that_the_models_generate(demo, tmp_path):
     plan = Plan("demo", tmp_path, (700,), settings=("tau=20,segment=64", EXACT)).validate()
     dense, *sparse = variants(plan, demo)
