@@ -1,0 +1,98 @@
+"""Which setting of each method is fastest, of what was measured: at equal error, at equal retrieval, under chunks.
+
+Nothing is interpolated. Each row ends with the command that measures it again.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from calibrate.evaluation.plan import RETRIEVAL
+from scripts.bench.common import print_table
+from scripts.bench.schema import CALIBRATED, DENSE, EVERYTHING, FLASH, PROVEN, MethodRow, MethodsEntry
+
+POINT = 0.01  # of the answers, which a setting may lose against dense
+COLUMNS = ("method", "setting", "ms", "selecting ms", "times faster", "density", "rel_mse", "worst row", "measured by")
+
+
+def fastest(rows: Iterable[MethodRow], keeps: Callable[[MethodRow], bool] = lambda row: True) -> dict[str, MethodRow]:
+    """Of each method the fastest row that is kept, if there is one.
+
+    Of calibrated settings only the proven ones count. Sparse methods whose setting computes everything count as dense.
+    """
+    best: dict[str, MethodRow] = {}
+    for row in sorted(rows, key=lambda row: row.seconds):
+        counts = row.density < EVERYTHING or row.method in (DENSE, FLASH)
+        if counts and (row.method != CALIBRATED or row.setting.endswith(PROVEN)) and keeps(row):
+            best.setdefault(row.method, row)
+    return best
+
+
+def at_error(rows: Iterable[MethodRow], error: float) -> dict[str, MethodRow]:
+    """The fastest rows with a rel_mse of at most `error`."""
+    return fastest(rows, lambda row: row.rel_mse <= error)
+
+
+def at_retrieval(entry: MethodsEntry, evaluation: Mapping[str, Any]) -> dict[str, MethodRow]:
+    """The fastest rows that answer at most a point fewer of the questions than dense.
+
+    Args:
+        entry: what was timed.
+        evaluation: the summary.json of s2o-eval, whose variants answered the same questions. A profile is told by the
+            digest of its file, another setting by its text.
+    """
+    identities = {variant["name"]: variant["identity"] for variant in evaluation["variants"]}
+    found = [row for row in evaluation["quality"] if row["length"] == entry.length and "difference" in row]
+    kept = {identities[row["variant"]] for row in found if row["difference"] >= -POINT}
+    return fastest(
+        entry.rows,
+        lambda row: row.method in (DENSE, FLASH) or (row.profile or text_of(row.method, row.setting)) in kept,
+    )
+
+
+def text_of(method: str, setting: str) -> str:
+    """A setting as `--methods` and s2o-eval's `--setting` take it; those of S2O begin with no name."""
+    return setting if method.startswith("S2O") else f"{method}:{setting}"
+
+
+def candidates(rows: Sequence[MethodRow], errors: Iterable[float]) -> list[MethodRow]:
+    """What is worth running in chunks and on questions: the rows at each error, and each method's fastest of all."""
+    chosen = [row for board in (*(at_error(rows, error) for error in errors), fastest(rows)) for row in board.values()]
+    return [row for row in rows if row in chosen]
+
+
+def print_boards(entry: MethodsEntry, errors: Iterable[float], evaluation: Mapping[str, Any] | None, ask: str) -> None:
+    """Print the three boards of a length.
+
+    Args:
+        entry: what was measured.
+        errors: the rel_mse of the first board.
+        evaluation: as for `at_retrieval`; None for none.
+        ask: the command of s2o-eval that makes one, without its settings.
+    """
+    for error in errors:
+        print_rows(f"{entry.length} tokens, rel_mse of at most {error:g}", at_error(entry.rows, error).values())
+    if evaluation is not None:
+        title = f"{entry.length} tokens, at most a point fewer answers than dense"
+        print_rows(title, at_retrieval(entry, evaluation).values())
+    else:
+        settings = [row for row in candidates(entry.rows, errors) if row.method not in (DENSE, FLASH, CALIBRATED)]
+        words = [word for row in settings for word in ("--setting", text_of(row.method, row.setting))]
+        print(f"answers: {ask} --lengths {entry.length} --tasks {','.join(RETRIEVAL)} {shlex.join(words)}")
+    for chunk in dict.fromkeys(row.chunk for row in entry.chunked):
+        title = f"{entry.length} tokens in chunks of {chunk}"
+        print_rows(title, [row for row in entry.chunked if row.chunk == chunk])
+
+
+def print_rows(title: str, rows: Iterable[MethodRow]) -> None:
+    """Print rows of measurements, and the command of each."""
+    print_table(title, COLUMNS, map(_cells, rows))
+
+
+def _cells(row: MethodRow) -> list[str]:
+    times = [f"{seconds * 1e3:.2f}" for seconds in (row.seconds, row.selecting_seconds)]
+    speedup = "-" if row.speedup is None else f"{row.speedup:.2f}x"
+    errors = [f"{row.density:.3f}", f"{row.rel_mse:.2e}", f"{row.worst:.2e}"]
+    return [row.method, row.setting, *times, speedup, *errors, row.command]
