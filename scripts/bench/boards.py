@@ -1,6 +1,6 @@
 """Which setting of each method is fastest, of what was measured: at equal error, at equal retrieval, under chunks.
 
-Nothing is interpolated. Each row ends with the command that measures it again.
+Nothing is interpolated. With each row the command is printed that measures it again.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from calibrate.evaluation.plan import RETRIEVAL
-from scripts.bench.common import print_table
 from scripts.bench.schema import CALIBRATED, DENSE, EVERYTHING, FLASH, PROVEN, MethodRow, MethodsEntry
 
 POINT = 0.01  # of the answers, which a setting may lose against dense
-COLUMNS = ("method", "setting", "ms", "selecting ms", "times faster", "density", "rel_mse", "worst row", "measured by")
 
 
 def fastest(rows: Iterable[MethodRow], keeps: Callable[[MethodRow], bool] = lambda row: True) -> dict[str, MethodRow]:
@@ -87,12 +85,12 @@ def print_boards(entry: MethodsEntry, errors: Iterable[float], evaluation: Mappi
 
 
 def print_rows(title: str, rows: Iterable[MethodRow]) -> None:
-    """Print rows of measurements, and the command of each."""
-    print_table(title, COLUMNS, map(_cells, rows))
-
-
-def _cells(row: MethodRow) -> list[str]:
-    times = [f"{seconds * 1e3:.2f}" for seconds in (row.seconds, row.selecting_seconds)]
-    speedup = "-" if row.speedup is None else f"{row.speedup:.2f}x"
-    errors = [f"{row.density:.3f}", f"{row.rel_mse:.2e}", f"{row.worst:.2e}"]
-    return [row.method, row.setting, *times, speedup, *errors, row.command]
+    """Print rows of measurements, and below each the command that measures it again."""
+    print(f"{title}: method, setting, ms (selecting), against dense, density, rel_mse, worst row")
+    for row in rows:
+        speedup = "-" if row.speedup is None else f"{row.speedup:.2f}x"
+        print(
+            f"  {row.method:24} {row.setting:48} {row.seconds * 1e3:9.2f} ({row.selecting_seconds * 1e3:6.2f})"
+            f" {speedup:>7} {row.density:6.3f} {row.rel_mse:9.2e} {row.worst:8.2e}\n    {row.command}",
+            flush=True,
+        )

@@ -195,6 +195,7 @@ def all_layers(
     for inputs in layer_inputs(args, length):
         for key, row in measure_layer(inputs, settings, args.rounds, chunk or length).items():
             layers.setdefault(key, []).append(row)
+        print(f"{length} tokens, {chunk or length} at a time: layer {inputs.layer} measured", flush=True)
     dense = sum(row.seconds for row in layers.get((DENSE, ""), ()))
     table = []
     for key, rows in layers.items():

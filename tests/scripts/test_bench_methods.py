@@ -10,26 +10,29 @@ from safetensors.torch import save_file
 
 from s2o_runtime.baselines import baseline_attention
 from s2o_runtime.baselines.settings import parse
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.identity import Geometry
+from s2o_runtime.profile import Profile, Record, save_profile
+from s2o_runtime.profile.record import RecordedBudget
 from s2o_runtime.reference.dense import exact_attention
 from scripts.bench import boards
 from scripts.bench import methods as bench
 from scripts.bench.schema import CALIBRATED, DENSE, ONE_TAU, PROVEN, MethodRow, MethodsEntry, MethodsFile, read
-from support.pages import ROOT
 
-LENGTH, CHUNK = 1100, 600
+LENGTH, CHUNK = 520, 300
 PBS, V2 = (
     "pbs:keep=0.6,segment=128,block=64",
-    "flash-prefill-v2:alpha=0.9,block=64,first=1,window=1,last=0,dense_layers=1",
+    "flash-prefill-v2:alpha=1,block=64,first=1,window=1,last=0,dense_layers=1",
 )
-S2O = "tau=0.1,segment=128,tail"
-(PROFILE,) = (ROOT / "profiles/demo/cpu").glob("*.safetensors")
-CALIBRATED_KEY = CALIBRATED, f"mse 0.0001 ({PROFILE.stem}), proven"
+S2O = "tau=3,segment=64,tail"
+CALIBRATED_KEY = CALIBRATED, "rel_mse 0.001 (calibrated), proven"
 
 
 @pytest.fixture(scope="module")
 def qkv():
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, LENGTH, 128, generator=generator) for heads in (8, 2, 2))
+    q, k, v = (torch.randn(1, heads, LENGTH, 64, generator=generator) for heads in (2, 1, 1))
     return q + k[:, :1], k, v  # some keys weigh more than others
 
 
@@ -40,6 +43,17 @@ def arguments(qkv, tmp_path_factory):
     return ["--data", str(file), "--device", "cpu", "--rounds", "1", "--error-rows", str(LENGTH)]
 
 
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    """The file of a profile for prompts of 400 tokens or more."""
+    path = tmp_path_factory.mktemp("profile") / "calibrated.safetensors"
+    config = LayerConfig.uniform(2, tau=3.0, segment=64, tile=TileConfig(64, 64, 1))
+    record = Record(budget=RecordedBudget(kind="rel_mse", value=1e-3), proof="held out")
+    device = DeviceIdentity("cpu", "cpu")
+    save_profile(Profile("m", Geometry("llama", 2, 2, 1, 64), "", device, (400,), ((config,) * 2,), record), path)
+    return path
+
+
 def run(out, *arguments):
     assert bench.main([*arguments, "--out", str(out)]) == 0
     (entry,) = read(MethodsFile, json.loads(out.read_text())).results
@@ -47,8 +61,8 @@ def run(out, *arguments):
 
 
 @pytest.fixture(scope="module")
-def entry(arguments, tmp_path_factory):
-    methods = ["--methods", "dense", PBS, V2, S2O, "--profile", str(PROFILE), "--lengths", str(LENGTH)]
+def entry(arguments, profile, tmp_path_factory):
+    methods = ["--methods", "dense", PBS, V2, S2O, "--profile", str(profile), "--lengths", str(LENGTH)]
     out = tmp_path_factory.mktemp("out") / "out.json"
     return run(out, *arguments, *methods, "--errors", "0.5,9", "--chunks", f"{CHUNK},{LENGTH}")
 
@@ -58,7 +72,7 @@ def by_key(rows):
 
 
 @pytest.mark.parametrize("chunk", [None, CHUNK], ids=["whole", "chunks"])
-def test_errors_and_densities_are_those_of_the_setting(entry, qkv, chunk):
+def test_errors_and_densities_are_those_of_the_setting(entry, qkv, profile, chunk):
     rows = by_key(entry.chunked if chunk else entry.rows)
     assert list(rows) == [(DENSE, ""), *(tuple(text.split(":")) for text in (PBS, V2)), (ONE_TAU, S2O), CALIBRATED_KEY]
     q, k, v = qkv
@@ -78,7 +92,7 @@ def test_errors_and_densities_are_those_of_the_setting(entry, qkv, chunk):
         assert 0.1 < layer.density < 0.95
     assert rows[DENSE, ""].rel_mse < 1e-10
     assert rows[tuple(V2.split(":"))].layers[0].density == 1.0  # a layer that it leaves dense
-    assert rows[CALIBRATED_KEY].profile == hashlib.sha256(PROFILE.read_bytes()).hexdigest()[: bench.DIGEST]
+    assert rows[CALIBRATED_KEY].profile == hashlib.sha256(profile.read_bytes()).hexdigest()[: bench.DIGEST]
 
 
 def test_times_are_of_all_layers_and_selecting_is_part_of_them(entry):
