@@ -50,7 +50,7 @@ from scripts.bench import common
 from scripts.bench.boards import candidates, print_boards, print_rows, text_of
 from scripts.bench.calls import flash_attention, kernel_parts
 from scripts.bench.inputs import Inputs, file_qkv, model_qkv
-from scripts.bench.schema import CALIBRATED, DENSE, FLASH, ONE_TAU, PROVEN, LayerRow, MethodRow, MethodsEntry, write
+from scripts.bench.schema import CALIBRATED, DENSE, FLASH, ONE_SETTING, PROVEN, LayerRow, MethodRow, MethodsEntry, write
 from scripts.bench.schema import MethodsFile as File
 
 NAME = "scripts.bench.methods"
@@ -131,6 +131,7 @@ def measure(args: argparse.Namespace) -> None:
     file = File(settings=options, results=[], **common.machine(device))
     model = [] if Path(args.data).suffix == ".safetensors" else ["--model", args.data]
     ask = ["s2o-eval", *model, *(word for path in args.profile for word in ("--profile", str(path)))]
+    ask += ["--out-dir", "build/eval"]
     for length in args.lengths:
         entry = MethodsEntry(length, all_layers(args, settings, profiles, length))
         file.results.append(entry)
@@ -237,14 +238,14 @@ def settings_of(methods: Sequence[str], device: torch.device) -> Settings:
         if name == "dense":
             settings[DENSE, ""] = dense_call
         elif name == "flash":
-            settings |= {(FLASH, ""): flash_call} if device.type == "cuda" else {}
+            settings |= {(FLASH, ""): partial(dense_call, attention=flash_attention)} if device.type == "cuda" else {}
         else:
             forms, numbers = LADDERS.get(name, ((name,), (0.0,)))
             for text in (form.format(number) for form in forms for number in numbers):
                 if baseline := baseline_of(text):
                     settings[baseline.name, text.partition(":")[2]] = partial(baseline_call, baseline)
                 else:
-                    settings[ONE_TAU, named(text)] = partial(text_call, text)
+                    settings[ONE_SETTING, named(text)] = partial(text_call, text)
     return settings
 
 
@@ -261,14 +262,9 @@ def key_of(path: Path) -> Key:
     return CALIBRATED, f"{record.budget.kind} {record.budget.value:g} ({path.stem}){proven}"
 
 
-def dense_call(inputs: Inputs) -> LayerCall:
-    attention = partial(dense_attention, inputs.q, inputs.k, inputs.v)
-    return LayerCall(attention, lambda: (attention(), 1.0))
-
-
-def flash_call(inputs: Inputs) -> LayerCall:
-    attention = partial(flash_attention, inputs.q, inputs.k, inputs.v)
-    return LayerCall(attention, lambda: (attention(), 1.0))
+def dense_call(inputs: Inputs, attention: Callable[[Tensor, Tensor, Tensor], Tensor] = dense_attention) -> LayerCall:
+    call = partial(attention, inputs.q, inputs.k, inputs.v)
+    return LayerCall(call, lambda: (call(), 1.0))
 
 
 def baseline_call(baseline: Baseline, inputs: Inputs) -> LayerCall:

@@ -18,7 +18,8 @@ from s2o_runtime.files import write_atomically
 
 DENSE = "dense (cuDNN)"
 FLASH = "dense (FlashAttention-2)"
-ONE_TAU = "S2O, one tau"
+ONE_SETTING = "S2O, one setting"  # for all heads of all layers
+ONE_TAU = "S2O, one tau"  # what the methods' bench measured before
 PUBLISHED = "S2O as published"
 LINEAR_TAILS = "S2O, linear tails"
 CALIBRATED = "S2O, calibrated"  # a profile

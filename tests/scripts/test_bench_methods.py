@@ -18,7 +18,7 @@ from s2o_runtime.profile.record import RecordedBudget
 from s2o_runtime.reference.dense import exact_attention
 from scripts.bench import boards
 from scripts.bench import methods as bench
-from scripts.bench.schema import CALIBRATED, DENSE, ONE_TAU, PROVEN, MethodRow, MethodsEntry, MethodsFile, read
+from scripts.bench.schema import CALIBRATED, DENSE, ONE_SETTING, PROVEN, MethodRow, MethodsEntry, MethodsFile, read
 
 LENGTH, CHUNK = 520, 300
 PBS, V2 = (
@@ -74,7 +74,12 @@ def by_key(rows):
 @pytest.mark.parametrize("chunk", [None, CHUNK], ids=["whole", "chunks"])
 def test_errors_and_densities_are_those_of_the_setting(entry, qkv, profile, chunk):
     rows = by_key(entry.chunked if chunk else entry.rows)
-    assert list(rows) == [(DENSE, ""), *(tuple(text.split(":")) for text in (PBS, V2)), (ONE_TAU, S2O), CALIBRATED_KEY]
+    assert list(rows) == [
+        (DENSE, ""),
+        *(tuple(text.split(":")) for text in (PBS, V2)),
+        (ONE_SETTING, S2O),
+        CALIBRATED_KEY,
+    ]
     q, k, v = qkv
     exact, causal = exact_attention(q, k, v), LENGTH * (LENGTH + 1) / 2
     for text in (PBS, V2):
@@ -103,7 +108,7 @@ def test_times_are_of_all_layers_and_selecting_is_part_of_them(entry):
     assert entry.rows[0].speedup == entry.chunked[0].speedup == 1.0
 
 
-@pytest.mark.parametrize("key", [tuple(V2.split(":")), (ONE_TAU, S2O), CALIBRATED_KEY], ids=lambda key: key[0])
+@pytest.mark.parametrize("key", [tuple(V2.split(":")), (ONE_SETTING, S2O), CALIBRATED_KEY], ids=lambda key: key[0])
 def test_the_command_of_a_row_measures_it_again(entry, arguments, key, tmp_path):
     row = by_key(entry.chunked)[key]
     python, flag, module, *words = shlex.split(row.command)
