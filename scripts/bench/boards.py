@@ -72,13 +72,13 @@ def print_boards(entry: MethodsEntry, errors: Iterable[float], evaluation: Mappi
     """
     for error in errors:
         print_rows(f"{entry.length} tokens, rel_mse of at most {error:g}", at_error(entry.rows, error).values())
+    asked = candidates(entry.rows, errors)
     if evaluation is not None:
-        title = f"{entry.length} tokens, at most a point fewer answers than dense"
-        print_rows(title, at_retrieval(entry, evaluation).values())
-    else:
-        settings = [row for row in candidates(entry.rows, errors) if row.method not in (DENSE, FLASH, CALIBRATED)]
-        words = [word for row in settings for word in ("--setting", text_of(row.method, row.setting))]
-        print(f"answers: {ask} --lengths {entry.length} --tasks {','.join(RETRIEVAL)} {shlex.join(words)}")
+        asked = list(at_retrieval(entry, evaluation).values())
+        print_rows(f"{entry.length} tokens, at most a point fewer answers than dense", asked)
+    texts = [text_of(row.method, row.setting) for row in asked if row.method not in (DENSE, FLASH, CALIBRATED)]
+    words = shlex.join(word for text in texts for word in ("--setting", text))
+    print(f"answers by: {ask} --lengths {entry.length} --tasks {','.join(RETRIEVAL)} {words}")
     for chunk in dict.fromkeys(row.chunk for row in entry.chunked):
         title = f"{entry.length} tokens in chunks of {chunk}"
         print_rows(title, [row for row in entry.chunked if row.chunk == chunk])
