@@ -57,7 +57,7 @@ def test_it_does_what_the_command_does(tiny_folder, tmp_path, monkeypatch, capsy
     assert "named.report.md" in written[0]
     said = capsys.readouterr()  # the result alone on stdout, the plan and where the files are on stderr
     assert json.loads(said.out) == json.loads((tmp_path / "c" / "named.report.json").read_text())
-    assert "budget              rel_mse 0.01\n" in said.err
+    assert "budget              rel_mse 0.01 (given)\n" in said.err
     assert "wrote c/named.safetensors in " in said.err
     assert "wrote the report c/named.report." in said.err
 
