@@ -1,8 +1,9 @@
 """calibrate(): prompts -> curves -> choices -> proof -> certificate -> profile.
 
 Four passes over the model, each one layer at a time: curves of every layer, times of what the search tries, the proof
-of the model as it will run on the prompts that layers are adjusted on, and the certificate on prompts of its own. A
-budget in KL takes one more for the layers' sensitivities, and up to five to find what they may spend.
+of the model as it will run on the prompts that layers are adjusted on, and the certificate on prompts of its own. Where
+the certificate does not hold at once, it looks at a length again with less. A budget in KL takes one more for the
+layers' sensitivities, and up to five to find what they may spend.
 """
 
 from __future__ import annotations
