@@ -247,8 +247,8 @@ def test_what_is_certified_comes_first_and_what_is_not_proven_last(tmp_path):
     following = (
         "8192 tokens: with 95% confidence at least 83.8% of prompts like these keep every layer within 1.75 times its "
         "limit, over all rows and over those that answer, and the KL within 2.0e-03 nats, together; these had a mean "
-        "KL of 1.0e-03 (two dense implementations: 1.0e-04); 30 of 32 needles kept (79% to 99%) 1 layer got less of the "
-        "budget than was adjusted, and 1 became dense how: bounds not proven: retrieval at 8192 tokens"
+        "KL of 1.0e-03 (two dense implementations: 1.0e-04); 30 of 32 needles kept (79% to 99%) 1 layer got less of "
+        "the budget than was adjusted, and 1 became dense how: bounds not proven: retrieval at 8192 tokens"
     )
     assert f"{statement} {following}" in text
     files = {path.name: path for path in write(summary, tmp_path / "p.safetensors")}
