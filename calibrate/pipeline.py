@@ -27,7 +27,7 @@ from calibrate.progress import PhaseClock, progress_bar
 from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.adjust import Proven, prove_and_tighten
-from calibrate.proof.certify import certify, proven_again, without_slower_layers, without_slower_lengths
+from calibrate.proof.certify import certify, proven_again, too_few, without_slower_layers, without_slower_lengths
 from calibrate.proof.kl import within_kl
 from calibrate.proof.record import record_of
 from calibrate.proof.state import Candidate, KlPass
@@ -42,6 +42,7 @@ from calibrate.versions import versions
 from calibrate.work.executor import Executor, StageWork, local_executor
 from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.errors import InputError
 from s2o_runtime.profile import Profile, save_profile
 
 log = logging.getLogger("calibrate")
@@ -112,6 +113,10 @@ def _prompts(recipe: Recipe, loaded: LoadedModel | None) -> PromptSet:
     tokenizer = load_tokenizer(recipe.model, **recipe.loading) if loaded is None else loaded.tokenizer
     prompts = load_prompts(recipe, tokenizer)
     open_storage(recipe.storage)
+    if recipe.num_certify and not recipe.allow_regression:
+        for length in recipe.all_lengths:
+            if problem := too_few(length, prompts.certify.get(length, ())):
+                raise InputError(f"{problem}: {problem.kind.value}, or say --allow-regression")
     return prompts
 
 

@@ -183,8 +183,8 @@ def certify(prover: Prover, prompts: Mapping[int, Sequence[Prompt]], proven: Pro
     with prover.bar("certifying", len(candidate.lengths)) as step:
         for length in candidate.lengths:  # one after another: the hidden states of all prompts are in memory
             groups = Groups.of(prompts.get(length, ()))
-            if len(groups) < FEWEST:
-                problems.append(_too_few(length, len(groups)))
+            if problem := too_few(length, prompts.get(length, ())):
+                problems.append(problem)
                 continue
             scale = Scale.of(candidate, length, proven.proofs[length])
             measure = partial(_measured, prover, length, prompts[length], step)
@@ -310,7 +310,10 @@ class Means:
         return again
 
 
-def _too_few(length: int, groups: int) -> Problem:
+def too_few(length: int, prompts: Sequence[Prompt]) -> Problem | None:
+    """That the certify prompts of a length are of too few groups of text to state anything; None if they are not."""
+    if (groups := len(Groups.of(prompts))) >= FEWEST:
+        return None
     text = (
         f"at {length} tokens not proven: {counted(groups, 'group')} of text to certify on allow no statement, {FEWEST} "
         f"are the fewest, and {texts_for(SHARE, 1 - CONFIDENCE)} show one about {SHARE:.0%} of prompts"

@@ -39,7 +39,7 @@ def lognormal(spread: float) -> Draw:
 
     def draw(rng: Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
         common, own = rng.standard_normal((*shape[:-1], 1)), rng.standard_normal(shape)
-        return np.exp(spread * (ALIKE**0.5 * common + (1 - ALIKE) ** 0.5 * own) - spread**2 / 2)
+        return np.asarray(np.exp(spread * (ALIKE**0.5 * common + (1 - ALIKE) ** 0.5 * own) - spread**2 / 2))
 
     return draw
 

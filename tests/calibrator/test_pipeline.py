@@ -172,6 +172,13 @@ def test_what_is_written_is_certified_on_prompts_of_its_own(certified, run):
     assert again.out.read_bytes() == made.out.read_bytes()
 
 
+def test_too_little_text_to_certify_on_is_refused_before_anything_is_measured(tiny_folder, tmp_path):
+    made = of(tiny_folder, tmp_path / "p", **CERTIFIED | {"num_certify": 2})
+    with pytest.raises(InputError, match="2 groups of text to certify on allow no statement, 3 are the fewest"):
+        calibrate(made, progress=False)
+    assert not made.journal_path.exists()
+
+
 def test_no_budget_at_all_gives_a_dense_profile(run):
     _, result = run(budget_mse=1e-30)
     assert result.met
