@@ -67,6 +67,7 @@ from s2o_runtime.reference.dense import sdpa_backend
 
 FEWEST = 3  # groups of text below which no mean is bounded: Student's quantile for two is above 6
 HOPELESS = 1.2  # times the limit: a step is passed over if the first bound says that its own would be above that
+KL_ROOM = 2.0  # times the KL of adjust prompts at the limit: more differs between single prompts than among so few
 NOISE_PROMPTS = 2  # prompts that the noise floor is measured on
 
 log = logging.getLogger("calibrate")
@@ -118,7 +119,7 @@ class Scale:
     @classmethod
     def of(cls, candidate: Candidate, length: int, proof: LengthProof) -> Scale:
         """The scale of a length. Its KL is a budget's, or on the adjust prompts the largest KL over the largest error,
-        so that neither of the two decides alone.
+        so that neither of the two decides alone. With single prompts held to limits it has room (`KL_ROOM`).
 
         Args:
             candidate, length: What is certified.
@@ -132,8 +133,9 @@ class Scale:
         unscaled = cls(candidate.recipe, limits, math.inf)
         if candidate.recipe.budget.is_kl:
             return replace(unscaled, kl=candidate.recipe.budget.value)
-        largest = max(unscaled.numbers(proof), default=0.0)
-        return replace(unscaled, kl=max(proof.kls, default=0.0) / (largest or 1.0) or math.inf)
+        largest = max(unscaled.numbers(proof), default=0.0) or 1.0
+        kl = max(proof.kls, default=0.0) / largest * (KL_ROOM if candidate.recipe.per_prompt else 1.0)
+        return replace(unscaled, kl=kl or math.inf)
 
     def errors(self, layers: Sequence[LayerProof]) -> list[float]:
         """Of each prompt the largest error over its limit, of all layers, over all rows and over those that answer."""
