@@ -27,7 +27,14 @@ from calibrate.progress import PhaseClock, progress_bar
 from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.adjust import Proven, prove_and_tighten
-from calibrate.proof.certify import certify, proven_again, too_few, without_slower_layers, without_slower_lengths
+from calibrate.proof.certify import (
+    Groups,
+    certify,
+    proven_again,
+    too_few,
+    without_slower_layers,
+    without_slower_lengths,
+)
 from calibrate.proof.kl import within_kl
 from calibrate.proof.record import record_of
 from calibrate.proof.state import Candidate, KlPass
@@ -136,7 +143,8 @@ def _calibrated(run: _Run, clock: PhaseClock) -> Result:
         if recipe.budget.is_kl:
             candidate, kl_passes = within_kl(prover, candidate)
     with clock.phase("proving"):
-        proven = prove_and_tighten(prover, candidate)
+        texts = {length: len(Groups.of(of_length)) for length, of_length in prompts.certify.items()}
+        proven = prove_and_tighten(prover, candidate, texts)
         proven = without_slower_lengths(prover, proven)
         proven = replace(proven, kl_passes=kl_passes)
     if proven.met:

@@ -190,11 +190,11 @@ MUTANTS = (
     ),
     Mutant(
         "the bound that is expected is not looked at",
-        ADJUST, "if recipe.num_certify >= ENOUGH:", "if recipe.num_certify < 0:", ADJUST_TESTS,
+        ADJUST, "if texts >= ENOUGH:", "if texts < 0:", ADJUST_TESTS,
     ),
     Mutant(
         "the bounds of a few certify prompts decide",
-        ADJUST, "if recipe.num_certify >= ENOUGH:", "if recipe.num_certify > 0:", ADJUST_TESTS,
+        ADJUST, "if texts >= ENOUGH:", "if texts > 0:", ADJUST_TESTS,
     ),
     Mutant(
         "a change may be as large as the curves say",

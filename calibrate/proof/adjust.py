@@ -38,7 +38,7 @@ LEAST = 0.01  # of its limit: a layer counts with at least so much error
 CLOSE = 1.05  # a spending that is off by no more than this stays as it is
 TRIES = 3  # changes of one layer's spending at one length within its limit
 MOST = 2.0  # times as much in one change: curves bend
-ENOUGH = 4  # certify prompts; where the bounds of fewer come out is chance
+ENOUGH = 4  # texts to certify on; where the bounds of fewer come out is chance
 TIE = 1.02  # a prefill, or a layer, that takes this many times as long as dense counts as equally fast
 
 log = logging.getLogger("calibrate")
@@ -97,8 +97,13 @@ class Proven:
         return self.candidate.device
 
 
-def prove_and_tighten(prover: Prover, candidate: Candidate) -> Proven:
+def prove_and_tighten(prover: Prover, candidate: Candidate, texts: Mapping[int, int] | None = None) -> Proven:
     """Prove what the search chose, changing it until the proof holds or the attempts are used up.
+
+    Args:
+        prover: What measures it.
+        candidate: What the search chose.
+        texts: How many groups of text will certify each length; by default as many as the recipe has prompts.
 
     Returns:
         The candidate as adjusted, what was measured of it, and what is still wrong.
@@ -108,7 +113,7 @@ def prove_and_tighten(prover: Prover, candidate: Candidate) -> Proven:
         ResourceError: The GPU's memory ran out.
     """
     proofs: dict[int, LengthProof] = {}
-    lengths, adjusting = frozenset(prover.held_out), Adjusting()
+    lengths, adjusting = frozenset(prover.held_out), Adjusting(texts or {})
     for attempt in range(RETRIES + 1):
         title = "proving on held-out prompts"
         candidate, measured = prover.prove(title, lengths, candidate, tighten_layer if attempt else adjusting.revise)
@@ -150,9 +155,11 @@ def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerPro
 class Adjusting:
     """Moves each layer at each calibrated length to what it may spend; it is what the first proof revises by.
 
-    tries: How often the spending of a layer at a length was changed within its limit.
+    texts: As `prove_and_tighten` takes them. tries: How often the spending of a layer at a length was changed within
+    its limit.
     """
 
+    texts: Mapping[int, int] = field(default_factory=dict)
     tries: Counter[LengthAndLayer] = field(default_factory=Counter)
 
     def revise(self, candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
@@ -172,7 +179,8 @@ class Adjusting:
         before = candidate.changes.get(key)
         if choice is None or choice.config.is_dense or candidate.recipe.budget.is_kl or (before and before.tightened):
             return None
-        times = growth(proof, candidate.limits[key], candidate.recipe, candidate.geometry.layers)
+        texts = self.texts.get(length, candidate.recipe.num_certify)
+        times = growth(proof, candidate.limits[key], candidate.recipe, candidate.geometry.layers, texts)
         if proof.worst > (candidate.recipe.worst_rows or math.inf):  # more was given to rows than they bear
             times = min(times, 1 / CLOSE**2 if self.tries[key] else 1.0)
         if 1 / CLOSE <= times <= CLOSE or self.tries[key] == TRIES:
@@ -182,21 +190,22 @@ class Adjusting:
         return None if moved.layer_config(layer, length) == choice.config else moved
 
 
-def growth(proof: LayerProof, limit: float, recipe: Recipe, layers: int) -> float:
+def growth(proof: LayerProof, limit: float, recipe: Recipe, layers: int, texts: int) -> float:
     """How many times the error that was measured a layer may have.
 
     Args:
         proof: What was measured of the layer on the adjust prompts.
         limit: The error it may have, in the budget's unit.
-        recipe: Its margin, and the number of certify prompts, which says how far a bound is from the mean.
+        recipe: Its margin.
         layers: Of the model, all of which are to be within their limits together.
+        texts: To certify on, which says how far a bound is from the mean.
     """
     errors = proof.errors(recipe.budget)
     largest = max(statistics.fmean(errors), proof.held(recipe), LEAST * limit)
     times = recipe.margin * limit / largest
-    if recipe.num_certify >= ENOUGH:
+    if texts >= ENOUGH:
         confidence = step_confidence(STEPS[0], recipe, layers)
-        bound = expected_mean_bound(errors, proof.kinds, recipe.num_certify, confidence)
+        bound = expected_mean_bound(errors, proof.kinds, texts, confidence)
         times = min(times, AIM * limit / max(bound, LEAST * limit))
     return times
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -114,23 +113,22 @@ def price(draw: Draw, texts: int, kinds: int, rounds: int, seed: int = 0) -> flo
     """
     rng, names, times = np.random.default_rng(seed), ([*"abcd"] * texts)[:: 4 // kinds][:texts], list[float]()
     scales = np.tile(KINDS if kinds == 4 else np.ones(4), texts)[:texts, None]
-    recipe = replace(RECIPE, num_certify=texts)
     for _ in range(rounds):
         adjusted, losses = draw(rng, (4, LAYERS)) * scales[:4], draw(rng, (texts, LAYERS)) * scales
         for layer in range(LAYERS):
             prompts = tuple(PromptErrors((error, 1.0), (error, 1.0)) for error in adjusted[:, layer].tolist())
             mean = float(adjusted[:, layer].mean())
             proof = LayerProof(mean, 1.0, 0.2, 0.0, of_prompts=prompts, kinds=tuple(names[:4]))
-            spent = losses[:, layer] * growth(proof, 1.0, recipe, LAYERS)
+            spent = losses[:, layer] * growth(proof, 1.0, RECIPE, LAYERS, texts)
             step = next(
                 (
                     step
                     for step in STEPS
-                    if mean_bound((step * spent).tolist(), names, step_confidence(step, recipe, LAYERS)) <= 1
+                    if mean_bound((step * spent).tolist(), names, step_confidence(step, RECIPE, LAYERS)) <= 1
                 ),
                 None,
             )
-            share = growth(proof, 1.0, recipe, LAYERS) * (step or 0.0) / recipe.margin
+            share = growth(proof, 1.0, RECIPE, LAYERS, texts) * (step or 0.0) / RECIPE.margin
             times.append(share**-SLOPE if share else 8.0)
     return float(np.mean(times))
 
