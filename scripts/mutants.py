@@ -131,8 +131,8 @@ MUTANTS = (
     ),
     Mutant(
         "what differs between kinds of text widens a bound",
-        BOUNDS, "parts = [statistics.variance(group) / (len(groups) ** 2 * len(group))",
-        "parts = [statistics.variance(values) / (len(groups) ** 2 * len(group))", BOUNDS_TESTS,
+        BOUNDS, "variances = [statistics.fmean(group) for group in groups], [statistics.variance(group)",
+        "variances = [statistics.fmean(group) for group in groups], [statistics.variance(values)", BOUNDS_TESTS,
     ),
     Mutant(
         "a two-sided interval has the whole risk on each side",
