@@ -17,13 +17,13 @@ from s2o_runtime.files import write_atomically
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the gain, and target against achieved: each length's table and notes, all together, the certificate."""
+    """Print the gain, and target against achieved: all lengths, each one's layers with notes, the certificate."""
     print_lines([gain(report), ""], console)
-    for length in report.lengths:
-        print_table(layer_table(report, length), console)
-        print_lines([*length_notes(report, length), ""], console)
     if len(report.lengths) > 1:
         print_table(overview_table(report), console)
+    for length in report.lengths:
+        print_table(layer_table(report, length, brief=True), console)
+        print_lines([*length_notes(report, length), ""], console)
     print_lines(closing_notes(report), console)
     for table in tables(report.certificate):
         print_table(table, console)

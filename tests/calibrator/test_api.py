@@ -22,6 +22,7 @@ def test_every_public_name_is_there():
         package.calibrated  # noqa: B018
 
 
+@pytest.mark.slow(reason="two calibrations")
 def test_it_does_what_the_command_does(tiny_folder, tmp_path, monkeypatch, capsys):
     """The same options give the same bytes, by name, as a recipe, and on the command line; files are written alike."""
     monkeypatch.chdir(tmp_path)

@@ -117,7 +117,7 @@ SINKS = torch.tensor([1.0, 9.0, -2.0, 3.0])
     ("shape", "features", "shares", "scores"),
     [
         pytest.param((1, 4, 2, 60, 211, 64, None), {}, 4, "input", id="q60-kv211"),
-        pytest.param((2, 4, 2, 100, 231, 64, [40, 0]), {}, 16, "int8", id="left-padded"),
+        pytest.param((2, 4, 2, 70, 171, 64, [40, 0]), {}, 8, "int8", id="left-padded"),
         pytest.param((2, 4, 2, 70, 171, 64, [171, 120]), {"sinks": SINKS}, 4, "int8", id="padded-chunk-sinks"),
         pytest.param((1, 4, 2, 100, 211, 64, None), {"sinks": SINKS, "softcap": 3.0}, 16, "input", id="sinks-cap"),
         pytest.param((1, 4, 2, 1, 250, 64, None), {}, 4, "input", id="one-query"),
@@ -158,11 +158,11 @@ def test_fp16_outputs_are_rounded_once(monkeypatch, nan_filled):
 @SLOW
 def test_packed_sequences_are_sequences_on_their_own(monkeypatch, nan_filled):
     """One has no tokens, one so few keys that shares are empty, one no more keys than queries."""
-    q_lens, k_lens = [70, 0, 1, 130], [171, 0, 40, 130]
+    q_lens, k_lens = [70, 0, 1, 66], [171, 0, 40, 66]
     parts, (q, k, v, cu_q, cu_k) = pack(q_lens, k_lens, 4, 2, 64)
-    combined = split(monkeypatch, 16)
+    combined = split(monkeypatch, 8)
     out, lse, _ = s2o_attention_varlen(
-        q, k, v, cu_q, cu_k, 130, 200, CONFIG, backend="triton", return_stats=True, return_lse=True, scale=0.125
+        q, k, v, cu_q, cu_k, 70, 200, CONFIG, backend="triton", return_stats=True, return_lse=True, scale=0.125
     )
     assert combined == [1]
     for part, ours, our_lse in zip(parts, unpacked(parts, out), unpacked(parts, lse), strict=True):
@@ -176,7 +176,7 @@ def test_packed_sequences_are_sequences_on_their_own(monkeypatch, nan_filled):
 @SLOW
 def test_pages_change_nothing(monkeypatch, nan_filled):
     """A share of keys in pages is what it is of the same keys one behind another, bit for bit."""
-    batch = PagedBatch([70, 1, 130], [171, 40, 130])
+    batch = PagedBatch([70, 1, 66], [171, 40, 66])
     combined = split(monkeypatch, 4)
     monkeypatch.delattr("s2o_runtime.attention.paged.gathered")  # no copy is made
     ours = batch.paged(CONFIG, backend="triton", return_lse=True)
@@ -186,6 +186,7 @@ def test_pages_change_nothing(monkeypatch, nan_filled):
     assert torch.equal(ours.lse, expected.lse)
 
 
+@pytest.mark.slow(reason="kernels in Triton's interpreter, seconds")
 @INTERPRETED
 def test_linear_tails_are_added_to_their_heads_alone(monkeypatch, nan_filled):
     """To outputs and log-sum-exps that the combination has left as they are; dense heads keep what it wrote."""
@@ -203,11 +204,11 @@ def test_linear_tails_are_added_to_their_heads_alone(monkeypatch, nan_filled):
 @INTERPRETED
 @SLOW
 def test_every_slice_of_rows_is_split(monkeypatch, nan_filled):
-    q, k, v = inputs(1, 4, 2, 300, 700, 64)
+    q, k, v = inputs(1, 4, 2, 200, 430, 64)
     call = call_of(q, k, v, CONFIG, lse=True)
     whole, _, whole_lse = unsplit(call, monkeypatch)
     combined = split(monkeypatch, 4)
     monkeypatch.setattr(prefill_module, "WORKSPACE_BYTES", 1)
     out, _, lse = s2o_prefill(call)
-    assert combined == [1, 1, 1]
+    assert combined == [1, 1]
     near((out, lse), (whole, whole_lse))

@@ -17,19 +17,19 @@ pytestmark = [INTERPRETED, pytest.mark.usefixtures("small_sample")]
 SLOW = pytest.mark.slow(reason="runs the kernels in Triton's interpreter at every threshold and spacing")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="further settings of that, half a minute each")
 TILE = TileConfig(block_m=64, block_n=32, chunk=1, num_warps=4, num_stages=1)
-TAUS = torch.tensor([0.01, 0.3, 2.0, 50.0])
+TAUS = [0.01, 2.0, 0.3, 50.0]
 
 
 @pytest.mark.parametrize(
-    ("length", "segment", "representatives", "grain", "softcap", "sinks", "scores"),
+    ("length", "segment", "representatives", "grain", "softcap", "sinks", "scores", "taus"),
     [
-        pytest.param(230, 64, 4, 4, 4.0, [2.0, 4.0], "input", marks=SLOW, id="cap-sinks"),
-        pytest.param(450, 128, 1, 1, None, None, "input", marks=EXHAUSTIVE, id="S128"),
-        pytest.param(301, 64, 4, 4, None, None, "input", marks=EXHAUSTIVE, id="S64-r4-g4"),
-        pytest.param(301, 64, 4, 4, None, [2.0, 4.0], "int8", marks=EXHAUSTIVE, id="int8"),
+        pytest.param(170, 64, 4, 4, 4.0, [2.0, 4.0], "input", TAUS[:2], marks=SLOW, id="cap-sinks"),
+        pytest.param(450, 128, 1, 1, None, None, "input", TAUS, marks=EXHAUSTIVE, id="S128"),
+        pytest.param(301, 64, 4, 4, None, None, "input", TAUS, marks=EXHAUSTIVE, id="S64-r4-g4"),
+        pytest.param(301, 64, 4, 4, None, [2.0, 4.0], "int8", TAUS, marks=EXHAUSTIVE, id="int8"),
     ],
 )
-def test_a_trace_is_every_run_at_once(length, segment, representatives, grain, softcap, sinks, scores):
+def test_a_trace_is_every_run_at_once(length, segment, representatives, grain, softcap, sinks, scores, taus):
     q, k, v = inputs(1, 2, 1, length, length, 64)
     k = k * torch.rand(length, 1).square() * 3  # some keys matter, most do not
     kind = {"segment": segment, "representatives": representatives, "grain": grain, "scores": scores}
@@ -39,14 +39,14 @@ def test_a_trace_is_every_run_at_once(length, segment, representatives, grain, s
     truth = exact_attention(q, k, v, scale=0.125, **features)
     norms = truth.square().sum(-1)
     floor = norms.mean(-1)[0]
-    slices = list(trace(call_of(q, k, v, config, **features), truth, floor, TAUS))
+    slices = list(trace(call_of(q, k, v, config, **features), truth, floor, torch.tensor(taus)))
     assert [each.rows for each in slices] == [range(length)]
     traced = slices[0]
     tiles = -(-length // TILE.block_m)
     size = torch.maximum(norms, floor[:, None])
     distinct = set()
     for s in range(STRIDES):
-        for t, tau in enumerate(TAUS.tolist()):
+        for t, tau in enumerate(taus):
             for tail in (False, True):
                 run = LayerConfig.uniform(2, tau=tau, tail=tail, tile=replace(TILE, chunk=1 << s), **kind)
                 out, visited, _ = s2o_prefill(call_of(q, k, v, run, **features))
@@ -58,4 +58,4 @@ def test_a_trace_is_every_run_at_once(length, segment, representatives, grain, s
                 torch.testing.assert_close(mine[0][s, :, :, t], squared.sum(-1), rtol=1e-3, atol=1e-6)
                 torch.testing.assert_close(mine[1][s, :, :, t], worst.amax(-1), rtol=1e-3, atol=1e-8)
                 distinct.add((tuple(visited.flatten().tolist()), tail))
-    assert len(distinct) > 8
+    assert len(distinct) > len(taus)

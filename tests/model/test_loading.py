@@ -83,6 +83,7 @@ def test_why_a_checkpoint_cannot_be_streamed():
     assert streaming_obstacle(model.config, model, names) == "its weights are quantised (gptq)"
 
 
+@pytest.mark.slow(reason="two calibrations")
 def test_a_model_in_memory_is_calibrated_as_its_checkpoint_is(tmp_path):
     """The same weights give the same profile but for its name; the model keeps its attention."""
     folder = save_tiny(tmp_path / "tiny")
