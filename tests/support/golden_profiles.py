@@ -153,7 +153,7 @@ def budget_in_kl() -> Profile:
     passes = [{"scale": 1.0, "predicted": 4e-3, "kl": 6e-3}, {"scale": 0.75, "predicted": 3e-3, "kl": 4e-3}]
     record = {
         "budget": {"kind": "kl", "value": 5e-3, "scope": "model"},
-        "recipe": {"tokenizer": "a/folder"},
+        "recipe": {"tokenizer": "a/folder", "per_prompt": False},
         "predicted": [{"length": 1024, "kl": 3e-3, "layers": [{"sensitivity": 0.25}]}],
         "held_out": [{"length": 1024, "calibrated": True, "kl": 4e-3, "kl_passes": passes}],
         "certificate": {"lengths": [{"length": 1024, "mean_kl": 4e-3, "mean_kl_bound": 4.5e-3}]},
