@@ -50,7 +50,7 @@ def down(begun, length, layer, means):
     for number, mean in enumerate(means, 1):
         revised = looked.revise(at, length, layer, proof_of(mean, FACTORS))
         if layer in looked.layers:
-            assert revised is None or revised is begun  # prompts go on with the layer as it was
+            assert revised is (None if number == 1 else begun)  # prompts go on with the layer as it was
             assert looked.revise(begun, length, layer, proof_of(mean, FACTORS)) is None
             return looked, number
         at = revised
