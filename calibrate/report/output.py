@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from calibrate.report.certified import STATED, sentences, statement, tables
+from calibrate.report.certified import sentences, statement, tables
 from calibrate.report.contents import Report
 from calibrate.report.page import html_page, markdown_page
 from calibrate.report.plots import elements, pictures
@@ -27,8 +27,6 @@ def print_report(report: Report, console: Console) -> None:
     print_lines(closing_notes(report), console)
     for table in tables(report.certificate):
         print_table(table, console)
-    if report.certificate is not None:
-        print_lines([STATED, ""], console)
     if report.met:
         print_lines([statement(report.certificate, report.adjusted_on), *sentences(report.certificate)], console)
     print_lines([f"not proven: {sentence}" for sentence in (*report.problems, *report.not_proven)], console)

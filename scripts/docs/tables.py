@@ -125,8 +125,8 @@ def speed() -> str:
 
 
 def certified() -> str:
-    """docs/budgets.md: what was certified of whole models, beside the noise floor."""
-    names = ("model", "tokens", "mean KL", "next KL below", "noise floor", "top-1 at least", "needles kept", "prefill")
+    """docs/budgets.md: what certify prompts showed of whole models, beside the noise floor."""
+    names = ("model", "tokens", "mean KL", "largest KL", "noise floor", "least top-1", "needles kept", "prefill")
     rows = []
     for name, model in CALIBRATIONS.items():
         calibration = raw(name)
