@@ -1,8 +1,9 @@
 """calibrate(): prompts -> curves -> choices -> proof -> certificate -> profile.
 
 Four passes over the model, each one layer at a time: curves of every layer, times of what the search tries, the proof
-of the model as it will run on the prompts that layers are adjusted on, and the certificate on prompts of its own. A
-budget in KL takes one more for the layers' sensitivities, and up to five to find what they may spend.
+of the model as it will run on the prompts that layers are adjusted on, and the certificate on prompts of its own. Where
+the certificate does not hold at once, it looks at a length again with less. A budget in KL takes one more for the
+layers' sensitivities, and up to five to find what they may spend.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from calibrate.progress import PhaseClock, progress_bar
 from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.adjust import Proven, prove_and_tighten
-from calibrate.proof.certify import certify, proven_again, without_slower_layers, without_slower_lengths
+from calibrate.proof.certify import (
+    Groups,
+    certify,
+    proven_again,
+    too_few,
+    without_slower_layers,
+    without_slower_lengths,
+)
 from calibrate.proof.kl import within_kl
 from calibrate.proof.record import record_of
 from calibrate.proof.state import Candidate, KlPass
@@ -41,6 +49,7 @@ from calibrate.versions import versions
 from calibrate.work.executor import Executor, StageWork, local_executor
 from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.errors import InputError
 from s2o_runtime.profile import Profile, save_profile
 
 log = logging.getLogger("calibrate")
@@ -111,6 +120,10 @@ def _prompts(recipe: Recipe, loaded: LoadedModel | None) -> PromptSet:
     tokenizer = load_tokenizer(recipe.model, **recipe.loading) if loaded is None else loaded.tokenizer
     prompts = load_prompts(recipe, tokenizer)
     open_storage(recipe.storage)
+    if recipe.num_certify and not recipe.allow_regression:
+        for length in recipe.all_lengths:
+            if problem := too_few(length, prompts.certify.get(length, ())):
+                raise InputError(f"{problem}: {problem.kind.value}, or say --allow-regression")
     return prompts
 
 
@@ -130,7 +143,8 @@ def _calibrated(run: _Run, clock: PhaseClock) -> Result:
         if recipe.budget.is_kl:
             candidate, kl_passes = within_kl(prover, candidate)
     with clock.phase("proving"):
-        proven = prove_and_tighten(prover, candidate)
+        texts = {length: len(Groups.of(of_length)) for length, of_length in prompts.certify.items()}
+        proven = prove_and_tighten(prover, candidate, texts)
         proven = without_slower_lengths(prover, proven)
         proven = replace(proven, kl_passes=kl_passes)
     if proven.met:

@@ -238,6 +238,14 @@ class Recipe:
         default=32,
         plan_text=lambda recipe: f"{recipe.num_certify} of each length" if recipe.num_certify else "none",
     )
+    per_prompt: bool = option(
+        Rule(bool),
+        "hold every layer to its limit on single prompts, over all rows and over those that answer, not in the mean "
+        "over prompts: of at least 90% of prompts, or as large a share as the certify prompts can show",
+        PROOF,
+        default=False,
+        plan_text=lambda recipe: "within the limit" if recipe.per_prompt else "stated, not limited",
+    )
     seed: int = option(Rule(int, low=0), "seed of prompts, search and random weights", INPUT, default=0)
     trials: int = option(
         Rule(int, low=1),
@@ -482,6 +490,11 @@ class Recipe:
         return tuple(
             check for shorter, check, longer in between if far_apart(shorter, check) and far_apart(check, longer)
         )
+
+    @property
+    def all_lengths(self) -> tuple[int, ...]:
+        """Every length that is proven: the calibrated ones, then those that are only checked."""
+        return (*self.lengths, *self.checked_lengths)
 
     @property
     def prompt_source(self) -> str:

@@ -24,17 +24,26 @@ EXIT_CODES = {
 }
 
 
+ALL = "--help-all"
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one sentence, and whose help ends with examples.
 
     Args:
         examples: pairs of a task, in words, and the arguments that do it.
+        first: the flags that --help shows, where --help-all shows all; without any, --help shows all.
         arguments: `argparse.ArgumentParser`'s.
     """
 
-    def __init__(self, *arguments: Any, examples: Sequence[tuple[str, str]] = (), **named: Any) -> None:
+    def __init__(
+        self, *arguments: Any, examples: Sequence[tuple[str, str]] = (), first: Sequence[str] = (), **named: Any
+    ) -> None:  # fmt: skip
         super().__init__(*arguments, **named)
-        self.examples = tuple(examples)
+        self.examples, self.first = tuple(examples), {*first}
+        if first:
+            self.first |= {"--help", ALL}
+            self.add_argument(ALL, action=_HelpAll, nargs=0, help="show every option and stop")
 
     def error(self, message: str) -> NoReturn:
         self.exit(failed(self.prog, BAD_INPUT, message + self._remedy(message)))
@@ -45,10 +54,10 @@ class Parser(argparse.ArgumentParser):
         if unknown is None:
             return ""
         near = difflib.get_close_matches(unknown[1], self._flags(), n=1)
-        return f": did you mean {near[0]}?" if near else ": --help lists what there is"
+        return f": did you mean {near[0]}?" if near else f": {ALL if self.first else '--help'} lists what there is"
 
     def _flags(self) -> list[str]:
-        """The flags of this parser and of its commands that --help shows."""
+        """The flags of this parser and of its commands."""
         flags: list[str] = []
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -57,10 +66,28 @@ class Parser(argparse.ArgumentParser):
                 flags += action.option_strings
         return flags
 
+    def print_help(self, file: Any = None) -> None:
+        """Print the help with the first flags only, where there are such."""
+        later = [action for action in self._actions if self.first and self.first.isdisjoint(action.option_strings)]
+        texts = [action.help for action in later]
+        for action in later:
+            action.help = argparse.SUPPRESS
+        super().print_help(file)
+        for action, text in zip(later, texts, strict=True):
+            action.help = text
+
     def format_help(self) -> str:
-        """The help, and one example for each task."""
+        """The help with every flag, and one example for each task."""
         lines = [f"  {task}:\n    {self.prog} {arguments}".rstrip() for task, arguments in self.examples]
         return super().format_help() + ("\nexamples:\n" + "\n".join(lines) + "\n" if lines else "")
+
+
+class _HelpAll(argparse.Action):
+    """Print the help of all flags and stop."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        print(parser.format_help(), end="")
+        parser.exit()
 
 
 def add_information(parser: argparse._ActionsContainer) -> None:

@@ -59,7 +59,7 @@ class Mutant:
 ALLOCATE, ALLOCATE_TESTS = "calibrate/search/allocate.py", ("tests/search/test_allocate.py",)
 BOUNDS, BOUNDS_TESTS = "calibrate/proof/bounds.py", ("tests/proof/test_bounds.py",)
 CERTIFY, CERTIFY_TESTS = "calibrate/proof/certify.py", ("tests/proof/test_certify.py",)
-ADJUST, SPEND_TESTS = "calibrate/proof/adjust.py", ("tests/proof/test_spend.py",)
+ADJUST, ADJUST_TESTS = "calibrate/proof/adjust.py", ("tests/proof/test_adjust.py",)
 PROFILE, PROFILE_TESTS = "s2o_runtime/profile/profile.py", ("tests/profile/test_profile.py",)
 PROFILE_FILE = "s2o_runtime/profile/file.py"
 HF, HF_TESTS = "s2o_runtime/huggingface/hf.py", ("tests/huggingface/test_hf.py", "-m", "not slow and not exhaustive")
@@ -104,18 +104,26 @@ MUTANTS = (
     ),
     # the bounds of the certificate
     Mutant(
-        "the rank of the order statistic is counted among n instead of n + 1",
-        BOUNDS, "math.floor((1 - probability) * (count + 1) + 1e-9)",
-        "math.floor((1 - probability) * count + 1e-9)", BOUNDS_TESTS,
+        "one text more than the binomial test admits may be outside",
+        BOUNDS, "betaincinv(count - above, above + 1, risk)", "betaincinv(count - above + 1, above, risk)",
+        BOUNDS_TESTS,
     ),
     Mutant(
-        "the order statistic is the next smaller one",
-        BOUNDS, "sorted(values, reverse=True)[rank - 1]", "sorted(values, reverse=True)[rank]", BOUNDS_TESTS,
+        "every length has the whole risk of the means",
+        BOUNDS, "(layers * len(recipe.all_lengths) * passes)", "(layers * passes)", BOUNDS_TESTS,
+    ),
+    Mutant(
+        "every layer has the whole risk of the means",
+        BOUNDS, "(layers * len(recipe.all_lengths) * passes)", "(len(recipe.all_lengths) * passes)", BOUNDS_TESTS,
+    ),
+    Mutant(
+        "kinds with few texts have each its own variance",
+        BOUNDS, "[max(variance, squares / degrees * m**2)", "[variance", BOUNDS_TESTS,
     ),
     Mutant(
         "the upper bound is for the median instead of the mean",
-        BOUNDS, "mean, variance = statistics.fmean(map(statistics.fmean, groups))",
-        "mean, variance = statistics.fmean(map(statistics.median, groups))", BOUNDS_TESTS,
+        BOUNDS, "means, variances = [statistics.fmean(group)", "means, variances = [statistics.median(group)",
+        BOUNDS_TESTS,
     ),
     Mutant(
         "the lower bound is an upper one",
@@ -123,46 +131,49 @@ MUTANTS = (
     ),
     Mutant(
         "what differs between kinds of text widens a bound",
-        BOUNDS, "parts = [statistics.variance(group) / (len(groups) ** 2 * len(group))",
-        "parts = [statistics.variance(values) / (len(groups) ** 2 * len(group))", BOUNDS_TESTS,
+        BOUNDS, "variances = [statistics.fmean(group) for group in groups], [statistics.variance(group)",
+        "variances = [statistics.fmean(group) for group in groups], [statistics.variance(values)", BOUNDS_TESTS,
     ),
     Mutant(
         "a two-sided interval has the whole risk on each side",
         BOUNDS, "tail = (1 - confidence) / 2", "tail = 1 - confidence", BOUNDS_TESTS,
     ),
     Mutant(
-        "each rung of the ladder spends the risk that the rungs share",
-        BOUNDS, "risk / len(RUNGS)", "risk", CERTIFY_TESTS,
+        "the first look spends the whole risk, and the others theirs on top",
+        BOUNDS, "part = 0.5 if step == STEPS[0]", "part = 1.0 if step == STEPS[0]", BOUNDS_TESTS,
     ),
     Mutant(
-        "the first look spends the whole risk, and the rungs theirs on top",
-        BOUNDS, "risk = (1 - CONFIDENCE) / 2", "risk = 1 - CONFIDENCE", CERTIFY_TESTS,
+        "each later look spends the risk that they share",
+        BOUNDS, "0.5 / (len(STEPS) - 1)", "0.5", BOUNDS_TESTS,
     ),
     Mutant(
-        "a rung of the ladder is left out",
-        CERTIFY, "for rung in RUNGS[len(looks) - 1 :]", "for rung in RUNGS[len(looks) :]",
-        CERTIFY_TESTS,
+        "a step is hopeless as soon as the first bound expects it over the limit",
+        CERTIFY, "HOPELESS * limit and step", "limit and step", CERTIFY_TESTS,
     ),
     Mutant(
-        "a rung is hopeless as soon as the first bound expects it over the limit",
-        CERTIFY, "rung * looks[0].bound > HOPELESS * limit", "rung * looks[0].bound > limit", CERTIFY_TESTS,
+        "the last step is passed over too",
+        CERTIFY, "HOPELESS * limit and step < len(STEPS) - 1", "HOPELESS * limit", CERTIFY_TESTS,
     ),
     Mutant(
-        "the last rung is passed over too",
-        CERTIFY, "hopeless = rung * looks[0].bound > HOPELESS * limit and rung != RUNGS[-1]",
-        "hopeless = rung * looks[0].bound > HOPELESS * limit", CERTIFY_TESTS,
+        "prompts go on with what a layer is left with",
+        CERTIFY, "self.layers[layer], self._step = left, 0\n        return again",
+        "self.layers[layer], self._step = left, 0\n        return None", CERTIFY_TESTS,
     ),
     Mutant(
-        "a rung that changes no head is looked at all the same",
-        CERTIFY, "if lower.layer_config(layer, length) != config and not hopeless", "if not hopeless", CERTIFY_TESTS,
+        "a prompt of a known group counts by itself",
+        CERTIFY, "(prompt.domain, prompt.group or number)", "number", CERTIFY_TESTS,
     ),
     Mutant(
-        "a rung is a share of what the rung before left",
-        CERTIFY, "lower = with_share(begun, candidate,", "lower = with_share(candidate, candidate,", CERTIFY_TESTS,
+        "the rows that answer are not looked at",
+        CERTIFY, "[prompt.largest(budget) / limit", "[prompt.error(budget) / limit", CERTIFY_TESTS,
     ),
     Mutant(
-        "the bound that is recorded is the first look's",
-        CERTIFY, "bound=_finite(looks[-1].bound)", "bound=_finite(looks[0].bound)", CERTIFY_TESTS,
+        "the KL of a prompt does not count",
+        CERTIFY, "[max(pair) for pair in zip(self.errors", "[min(pair) for pair in zip(self.errors", CERTIFY_TESTS,
+    ),
+    Mutant(
+        "the path goes on behind a look that failed",
+        CERTIFY, "            return taken or (means, seen)\n", "            continue\n", CERTIFY_TESTS,
     ),
     Mutant(
         "a group of documents is split between the sets",
@@ -171,52 +182,44 @@ MUTANTS = (
     # what a layer may spend
     Mutant(
         "a layer is given its whole limit, without the margin",
-        ADJUST, "times = recipe.margin * limit / mean", "times = limit / mean", SPEND_TESTS,
+        ADJUST, "times = recipe.margin * limit / largest", "times = limit / largest", ADJUST_TESTS,
     ),
     Mutant(
         "a layer is given what brings its bound to the limit itself",
-        ADJUST, "AIM * limit / max(bound,", "limit / max(bound,", SPEND_TESTS,
+        ADJUST, "AIM * limit / max(bound,", "limit / max(bound,", ADJUST_TESTS,
     ),
     Mutant(
         "the bound that is expected is not looked at",
-        ADJUST, "if recipe.num_certify >= ENOUGH:", "if recipe.num_certify < 0:", SPEND_TESTS,
+        ADJUST, "if texts >= ENOUGH:", "if texts < 0:", ADJUST_TESTS,
     ),
     Mutant(
         "the bounds of a few certify prompts decide",
-        ADJUST, "if recipe.num_certify >= ENOUGH:", "if recipe.num_certify > 0:", SPEND_TESTS,
+        ADJUST, "if texts >= ENOUGH:", "if texts > 0:", ADJUST_TESTS,
     ),
     Mutant(
         "a change may be as large as the curves say",
-        ADJUST, "choice.spent * min(times, MOST)", "choice.spent * times", SPEND_TESTS,
-    ),
-    Mutant(
-        "more is taken back than was given",
-        ADJUST, "moved = first if spent <= first.spent else choice", "moved = choice", SPEND_TESTS,
-    ),
-    Mutant(
-        "a layer over its limit from the start is given or taken something",
-        ADJUST, "if not self.tries[key] and proof.error", "if self.tries[key] and proof.error", SPEND_TESTS,
+        ADJUST, "min(times, MOST)", "times", ADJUST_TESTS,
     ),
     Mutant(
         "rows at the guard exactly are off too far",
         ADJUST, "if proof.worst > (candidate.recipe.worst_rows", "if proof.worst >= (candidate.recipe.worst_rows",
-        SPEND_TESTS,
+        ADJUST_TESTS,
     ),
     Mutant(
         "rows that are off too far let a layer be given more",
-        ADJUST, "1 / CLOSE**2 if self.tries[key] else 1.0", "times", SPEND_TESTS,
+        ADJUST, "1 / CLOSE**2 if self.tries[key] else 1.0", "times", ADJUST_TESTS,
     ),
     Mutant(
         "a layer's spending is changed once more than it may",
-        ADJUST, "self.tries[key] == TRIES", "self.tries[key] > TRIES", SPEND_TESTS,
+        ADJUST, "self.tries[key] == TRIES", "self.tries[key] > TRIES", ADJUST_TESTS,
     ),
     Mutant(
         "a layer that was tightened is given more again",
-        ADJUST, " or key in candidate.tightened", "", SPEND_TESTS,
+        ADJUST, " or (before and before.tightened)", "", ADJUST_TESTS,
     ),
     Mutant(
         "layers under a budget in KL are given more too",
-        ADJUST, " or candidate.recipe.budget.is_kl", "", SPEND_TESTS,
+        ADJUST, " or candidate.recipe.budget.is_kl", "", ADJUST_TESTS,
     ),
     # profiles
     Mutant(

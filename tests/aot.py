@@ -48,7 +48,7 @@ SCORE_REPRESENTATIVES = (4, 16)
 LOG_SUM_ROWS = (16, 64)
 TAIL_SEGMENTS = (40, 80)  # likewise, of the kernel `tail`
 POINTERS_OF = {  # by type
-    "bf16": "Q K V OUT REP SINKS VALUES POOLED TRUTH X K_MEAN OUT_K OUT_V LOW HIGH COVARIANCE",
+    "bf16": "Q K V OUT REP SINKS VALUES POOLED TRUTH X K_MEAN OUT_K OUT_V LOW HIGH COVARIANCE MEAN_KEYS MEAN_VALUES",
     "fp16": "SCORE",
     "fp32": (
         "SHARE_OF_RANK LSE TAU LOG_SUM EDGE MASS SUMS SHARES FLOOR TAUS TRACED MEAN SIMILARITY LOCAL WEIGHTS "
@@ -60,9 +60,10 @@ POINTERS_OF = {  # by type
         "ROW_ORDER HEADS LEFT_OUT BLOCK_TABLE"
     ),
     "i64": "KV_START",
+    "i8": "PRUNED",
 }
 POINTERS = {name: kind for kind, names in POINTERS_OF.items() for name in names.split()}
-FLOATS = ("qk_scale", "limit")
+FLOATS = ("qk_scale", "limit", "log_share")
 # Bytes that a thread may keep in local memory; meant for what is computed once, outside the loops.
 # The trace kernel, which only calibration runs, keeps what it writes down where thresholds stop. What _weights keeps
 # with Triton 3.9, and _add_linear with 3.6, both on sm_120 alone, is written and read outside their loops.
@@ -75,8 +76,9 @@ KEPT_BYTES_RING = 72  # of the specialised kernel with three stages of head dim 
 # instructions for a tile at most 8 read or write it (docs/results/head-dim-256-h200.txt)
 KEPT_BYTES_WIDE = 304
 KEPT_BYTES_SHARES = 72  # with split dense heads, on sm_100 in Triton 3.9; 56 in 3.7, none in 3.6
-# of the block-sparse kernel: it stores its rows at the end where permuted queries stand; 8 is of sm_90 in Triton 3.9
-KEPT_BYTES_MOVED = {"all-moved": 104, "keys-moved": 8}
+# of the block-sparse kernel: it stores its rows at the end where permuted or packed queries stand; 8 is of sm_90 in
+# Triton 3.9, 48 of sm_120 in 3.7
+KEPT_BYTES_MOVED = {"all-moved": 104, "keys-moved": 8, "packed-means": 48}
 # The switches of a kernel that are on, all others are off, and its grain.
 VARIANTS: dict[str, dict[str, object]] = {
     "": {"GRAIN": 1},
@@ -129,6 +131,7 @@ FEATURE_CAPABILITIES = (80, 90, 100)
 # The same for the kernel of the baselines.
 BLOCK_SPARSE_VARIANTS: dict[str, dict[str, object]] = {
     "blocks": {},
+    "packed-means": {"PACKED": 6, "HAS_MEANS": True},
     "keys-moved": {"KEYS_MOVED": True},
     "all-moved": {"KEYS_MOVED": True, "ROWS_MOVED": True},
     "skips": {"SKIPS": True, "HAS_LEFT_OUT": True},
@@ -377,6 +380,7 @@ def block_sparse_cases() -> list[Case]:
     chosen: list[Case] = []
     for capability in SHARED_MEMORY:
         pair = divmod(capability, 10)
+        chosen.append(Case("choose", capability))
         for head_dim in BLOCK_SPARSE_HEAD_DIMS:
             chosen.append(Case("pool_blocks", capability, head_dim))
             chosen += [Case("mean_key_mass", capability, head_dim, rows=rows) for rows in (64, 128)]
@@ -498,6 +502,8 @@ def compile_case(case: Case) -> Compiled:
         case "block_sparse":
             home = block_sparse
             constants |= {"BLOCK_M": 128, "BLOCK_N": 128, "NOWHERE": block_sparse.NOWHERE}
+            constants.setdefault("PACKED", 1)
+            constants |= {"BC": block_sparse.MEANS_AT_ONCE, "MEAN_STAGES": block_sparse.MEAN_STAGES}
         case "antidiagonal":
             home = antidiagonal
             constants |= {"DEPTH": antidiagonal.DEPTH, "SWEEP": antidiagonal.SWEEP}
@@ -512,9 +518,13 @@ def compile_case(case: Case) -> Compiled:
         case "mean_key_mass":
             home = mean_keys
             constants |= {"DP": head_dim, "BM": rows, "BC": mean_keys.KEY_BLOCKS, "BLOCK_N": rows}
-            constants |= {"STAGES": mean_keys.STAGES}
+            constants |= {"STAGES": mean_keys.STAGES, "PACKED": 6}
             options = {"num_warps": mean_keys.mass_warps(rows), "num_stages": mean_keys.STAGES}
             options["maxnreg"] = mean_keys.MAX_REGISTERS
+        case "choose":
+            home = mean_keys
+            constants |= {"BM": 128, "BC": mean_keys.CHOSEN_AT_ONCE, "BLOCK_N": 128, "PACKED": 6, "PRUNES": True}
+            options = {"num_warps": mean_keys.CHOOSE_WARPS}
         case "gather_pages":
             home = pages
             constants |= {"WIDTH": triton.next_power_of_2(head_dim), "PAGE": 16, "ROWS": pages.GATHER_ROWS}

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "s2o-calibrate"
 DOCTOR = "doctor"  # the one command beside calibrating: s2o-doctor
+FIRST = ("--model", "--prompts", "--lengths", "--budget-mse", "--budget-rel-mse", "--out", "--gpus", "--dry-run")
 EXAMPLES = (
     ("see whether this machine is ready", DOCTOR),
     ("see the plan for a model, with every default", "--model qwen2.5-7b --dry-run"),
@@ -57,6 +58,7 @@ def parser() -> Parser:
         "continues when the same command is run again. For another budget or another GPU, a profile is changed with "
         f"s2o-profile rebudget or retile. {PROGRAM} {DOCTOR} says whether this machine is ready.",
         examples=EXAMPLES,
+        first=FIRST,
     )
     groups = add_flags(out, OPTIONS.values())
     groups[INPUT].add_argument(

@@ -17,6 +17,7 @@ from s2o_runtime.command_line import BAD_INPUT, INTERRUPTED, NO_RESOURCE, OK, Pa
 from s2o_runtime.errors import ConfigError
 
 PROGRAM = "s2o-eval"
+FIRST = ("--model", "--profile", "--setting", "--lengths", "--tasks", "--prompts", "--out-dir", "--dry-run")
 EXAMPLES = (
     ("compare a profile with dense attention", "--model demo --profile p.safetensors --out-dir results"),
     (
@@ -41,6 +42,7 @@ def parser() -> Parser:
         epilog=f"{exit_codes(OK, BAD_INPUT, NO_RESOURCE, INTERRUPTED)} A run that was interrupted continues when the "
         "same command is run again.",
         examples=EXAMPLES,
+        first=FIRST,
     )
     output = add_flags(out, OPTIONS.values())[OUTPUT]
     output.add_argument("--dry-run", action="store_true", help="print the plan and stop, with --json as JSON")

@@ -41,7 +41,7 @@ class Variant:
         states: The state of each attention layer, in order. Without states the model is dense, with the fastest
             attention that torch has.
         baseline: What computes every layer's prefill instead of S2O; then there are no states.
-        last: With a baseline, what each attention layer did in the last prefill.
+        last: With a baseline, what each attention layer did in the last prefill; None for one that it leaves dense.
         profile: What the states are of, if they are those of a profile.
     """
 
@@ -50,7 +50,7 @@ class Variant:
     states: tuple[hf.LayerState, ...] = ()
     baseline: Baseline | None = None
     profile: Profile | None = None
-    last: dict[nn.Module, BaselineStats] = field(default_factory=dict)
+    last: dict[nn.Module, BaselineStats | None] = field(default_factory=dict)
 
     @property
     def budget(self) -> str | None:
@@ -154,7 +154,10 @@ def _baseline_forward(
     """The attention function of transformers that runs the module's baseline for prompts, S2O's own for all else."""
     variant: Variant | None = module.__dict__.get(BASELINE)
     call: hf.PrefillCall | None = getattr(attention_mask, hf.CALL, None)
-    if variant is None or variant.baseline is None or call is None or call.window is not None:
+    baseline = None if variant is None else variant.baseline
+    if variant is not None and baseline is not None and baseline.runs_dense(int(module.layer_idx)):  # type: ignore[arg-type]
+        variant.last[module], baseline = None, None
+    if variant is None or baseline is None or call is None or call.window is not None:
         return hf.s2o_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     obstacle = "padded prompts" if call.kv_start is not None else hf.scoring_of(scale, kwargs).beyond_sdpa
@@ -163,7 +166,7 @@ def _baseline_forward(
     if obstacle is not None:
         raise InputError(f"{variant.name} cannot compute {obstacle}: leave this setting out")
     keys = call.q_offset + query.shape[2]  # a static cache is longer than what it holds
-    out, stats = baseline_attention(query, key[:, :, :keys], value[:, :, :keys], variant.baseline, scale=scale)
+    out, stats = baseline_attention(query, key[:, :, :keys], value[:, :, :keys], baseline, scale=scale)
     variant.last[module] = stats
     return out.transpose(1, 2).contiguous(), None
 
@@ -171,7 +174,7 @@ def _baseline_forward(
 def run_stats(variant: Variant) -> RunStats:
     """What a variant's layers did since `running` began."""
     densities = [1.0 if state.last is None else float(state.last.density.mean()) for state in variant.states]
-    densities += [float(stats.density.mean()) for stats in variant.last.values()]
+    densities += [1.0 if stats is None else float(stats.density.mean()) for stats in variant.last.values()]
     reasons: dict[str, int] = {}
     for state in variant.states:
         for (path, reason), _ in sorted(state.counts.items()):

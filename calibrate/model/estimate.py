@@ -184,7 +184,7 @@ def estimate(recipe: Recipe, sizes: Sizes, geometry: Geometry, device: DeviceIde
     searching += on_gpu * CROSSOVERS * steps.attention(CROSSOVER_LENGTH)
     timing = sum(layers * (rates.timing + on_gpu * TIMED_LAYERS * steps.attention(length)) for length in proven)
     proving = read + timing + PROOFS * recipe.held_out * sum(map(steps.both, proven))
-    certifying = read + ATTEMPTS * recipe.num_certify * sum(map(steps.both, proven))
+    certifying = read + ATTEMPTS * recipe.num_certify * sum(map(steps.both, proven)) * (3 if recipe.per_prompt else 1)
     certifying += on_gpu * sum(min(NOISE, recipe.num_certify) * 2 * steps.forward(length) for length in proven)
     shared = recipe.gpus if recipe.gpus and on_gpu else 1  # workers on a CPU share its threads
     seconds = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -47,14 +48,14 @@ def assembled(
     if first is None:
         raise _too_short(length)
     if first.turns:
-        turns = _joined_turns(tokenizer, first, documents, length)
+        turns, group = _joined_turns(tokenizer, first, documents, length)
         facts = [needle.fact for needle in asked]
         text = _conversation(tokenizer, turns, facts, length - len(retrieval.questions))
         ids, answers = retrieval.asked_after(text)
     else:
-        text = _plain(tokenizer, first, documents, length - len(retrieval.questions))
+        text, group = _plain(tokenizer, first, documents, length - len(retrieval.questions))
         ids, answers = retrieval.hidden_in(text, len(start_of(tokenizer)))
-    return Prompt(torch.tensor(ids), answers, first.domain)
+    return Prompt(torch.tensor(ids), answers, first.domain, group)
 
 
 def size_of(tokenizer: Any, document: Document) -> int:
@@ -78,33 +79,40 @@ def _first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:
     return encode(tokenizer, text)
 
 
-def _plain(tokenizer: Any, first: Document, others: Iterator[Document], length: int) -> list[int]:
+def _plain(tokenizer: Any, first: Document, others: Iterator[Document], length: int) -> tuple[list[int], str]:
+    """The first tokens of documents, and the group that most of these are of."""
     ids = start_of(tokenizer)
     ids += _first_tokens(tokenizer, first.text, length - len(ids))
+    tokens = Counter({first.group: min(len(ids), length)})
     while len(ids) < length:
         document = next(others, None)
         if document is None:
             raise _too_short(length)
         ids += encode(tokenizer, SEPARATOR)
+        before = len(ids)
         ids += _first_tokens(tokenizer, document.text, length - len(ids))
-    return ids[:length]
+        tokens[document.group] += min(len(ids), length) - before
+    return ids[:length], tokens.most_common(1)[0][0]
 
 
-def _joined_turns(tokenizer: Any, first: Document, others: Iterator[Document], length: int) -> list[Turn]:
-    """The turns of enough conversations, as one: its roles take turns, and only the first has a system message."""
+def _joined_turns(
+    tokenizer: Any, first: Document, others: Iterator[Document], length: int
+) -> tuple[list[Turn], str]:  # fmt: skip
+    """The turns of enough conversations, as one: its roles take turns, and only the first has a system message. And
+    the group that most of them are of."""
     turns = list(first.turns)
-    tokens = size_of(tokenizer, first)
-    while tokens < length:
+    tokens = Counter({first.group: size_of(tokenizer, first)})
+    while (missing := length - tokens.total()) > 0:
         document = next(others, None)
         if document is None:
             raise _too_short(length)
-        tokens += size_of(tokenizer, document)
+        tokens[document.group] += min(size_of(tokenizer, document), missing)
         for role, content in document.turns:
             if role == turns[-1][0]:
                 turns[-1] = role, turns[-1][1] + SEPARATOR + content
             elif role != "system":
                 turns.append((role, content))
-    return turns
+    return turns, tokens.most_common(1)[0][0]
 
 
 def _conversation(tokenizer: Any, turns: list[Turn], facts: list[str], length: int) -> list[int]:

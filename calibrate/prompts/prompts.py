@@ -129,12 +129,11 @@ def _of_files(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[str, 
         counts = [len(getattr(prompts, purpose).get(length, ())) for purpose in PURPOSES]
         if counts != list(numbers.values()):
             log.warning(
-                "%s has prompts of %d tokens for %s where %s were asked for%s: add documents",
+                "%s has prompts of %d tokens for %s where %s were asked for: add documents",
                 recipe.prompt_source,
                 length,
                 ", ".join(f"{count} {WORDS[purpose]}" for purpose, count in zip(PURPOSES, counts, strict=True)),
                 ", ".join(map(str, numbers.values())),
-                "" if counts[-1] or not recipe.num_certify else f", so nothing is certified at {length} tokens",
             )
     return prompts
 

@@ -1,16 +1,14 @@
-"""The proof as a loop: prove a candidate, judge it, tighten it, and prove again what changed.
+"""The proof as a loop: prove a candidate, judge it, change it, and prove again what changed.
 
-A candidate is changed in two places, and both return a new candidate. While the held-out prompts move through the
-model, a layer is first given what it may spend (`Spending`, in the first attempt), then a layer whose error is over its
-limit is tightened (`tighten_layer`), and it is run again before the next layer sees it. After all layers, a length that
-lost needles gets half its budget, a length that is over a budget in KL gets less by as much, and a length whose prefill
-was slower than the dense one becomes dense (`tighten`).
+A candidate is changed in two places, and both return a new candidate. While the adjust prompts move through the model,
+each layer is moved along one scale, what it spends of its budget (`Adjusting`), and is run again before the next layer
+sees it. After all layers, a length that lost needles gets half its budget, a length that is over a budget in KL gets
+less by as much, and a length whose prefill was slower than the dense one becomes dense (`tighten`).
 
-The search spends what its curves predict on the calibration prompts. On other prompts a layer's error is often less,
-and how much it varies between prompts is another matter for every layer. So a layer is given more until one of two
-things holds: its mean error is the recipe's margin of its limit, or the bound that the certificate can be expected to
-find for it is `AIM` of the limit. What turns out to be too much is taken back, down to what the search chose: less than
-that is for tightening, and for the certificate itself, whose prompts have no part in this.
+The search spends what its curves predict on the calibration prompts. On other prompts a layer's error is often less or
+more, and how much it varies between prompts is another matter for every layer. So a layer is given more, or less, until
+one of two things holds: its mean error is the recipe's margin of its limit, or the bound that the certificate can be
+expected to find for it is `AIM` of the limit.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from calibrate.proof.bounds import expected_mean_bound, look_confidence
-from calibrate.proof.judge import judge, over_limit
+from calibrate.proof.bounds import CONFIDENCE, STEPS, expected_mean_bound, mean_lower_bound, step_confidence
 from calibrate.proof.state import Candidate, KlPass, LengthAndLayer, Problem, ProblemKind, lengths_of
 from calibrate.proof.verify import LayerProof, LengthProof, Prover
 from calibrate.recipe import Recipe
@@ -31,18 +28,18 @@ from calibrate.search.choice import Choice, DenseReason, allowed
 from calibrate.search.choose import Chosen
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.profile.record import CertifiedLength
+from s2o_runtime.profile.record import CertifiedLength, CertifiedRetrieval
 
 RETRIES = 2  # attempts after the first one, when every layer kept its limit but a whole length did not hold
-TIGHTENINGS = 4  # of one layer at one length in one attempt; the last one makes the layer dense
-TIGHTEN_TO = 0.9  # a layer that was over its limit is to come out this far under it
+TIGHTENINGS = 4  # of one layer at one length over its limit; the last one makes the layer dense
 TAU_FOR_ERROR = 0.7  # at a length without curves: an error grows roughly with this power of tau
 AIM = 0.95  # of its limit: where the bound of a layer's mean error is to come out
 LEAST = 0.01  # of its limit: a layer counts with at least so much error
 CLOSE = 1.05  # a spending that is off by no more than this stays as it is
-TRIES = 3  # changes of one layer's spending at one length
+TRIES = 3  # changes of one layer's spending at one length within its limit
 MOST = 2.0  # times as much in one change: curves bend
-ENOUGH = 4  # certify prompts; where the bounds of fewer come out is chance
+ENOUGH = 4  # texts to certify on; where the bounds of fewer come out is chance
+TIE = 1.02  # a prefill, or a layer, that takes this many times as long as dense counts as equally fast
 
 log = logging.getLogger("calibrate")
 
@@ -85,14 +82,14 @@ class Proven:
     @property
     def tightened(self) -> Counter[LengthAndLayer]:
         """(length, layer) -> how often the layer was tightened in the last attempt that proved this length."""
-        changed = self.candidate.tightened
-        return Counter({key: tightening.times for key, tightening in changed.items() if tightening.times})
+        changes = self.candidate.changes
+        return Counter({key: change.tightened for key, change in changes.items() if change.tightened})
 
     @property
     def first_errors(self) -> dict[LengthAndLayer, float]:
         """(length, layer) -> the error in the budget's unit before the layer was tightened; of those that were."""
-        changed = self.candidate.tightened
-        return {key: one.first_error for key, one in changed.items() if one.first_error is not None}
+        changes = self.candidate.changes
+        return {key: one.first_error for key, one in changes.items() if one.first_error is not None}
 
     @property
     def device(self) -> DeviceIdentity:
@@ -100,25 +97,26 @@ class Proven:
         return self.candidate.device
 
 
-def prove_and_tighten(prover: Prover, candidate: Candidate) -> Proven:
-    """Prove what the search chose, tightening it until the proof holds or the attempts are used up.
+def prove_and_tighten(prover: Prover, candidate: Candidate, texts: Mapping[int, int] | None = None) -> Proven:
+    """Prove what the search chose, changing it until the proof holds or the attempts are used up.
+
+    Args:
+        prover: What measures it.
+        candidate: What the search chose.
+        texts: How many groups of text will certify each length; by default as many as the recipe has prompts.
 
     Returns:
-        The candidate as tightened, what was measured of it, and what is still wrong.
+        The candidate as adjusted, what was measured of it, and what is still wrong.
 
     Raises:
         ModelError: inf or NaN came up in the model.
         ResourceError: The GPU's memory ran out.
     """
     proofs: dict[int, LengthProof] = {}
-    lengths, spending = frozenset(prover.held_out), Spending()
-
-    def revise(candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
-        return spending.revise(candidate, length, layer, proof) or tighten_layer(candidate, length, layer, proof)
-
+    lengths, adjusting = frozenset(prover.held_out), Adjusting(texts or {})
     for attempt in range(RETRIES + 1):
         title = "proving on held-out prompts"
-        candidate, measured = prover.prove(title, lengths, candidate, tighten_layer if attempt else revise)
+        candidate, measured = prover.prove(title, lengths, candidate, tighten_layer if attempt else adjusting.revise)
         proofs |= measured
         problems = judge(candidate, proofs)
         # single layers were tightened in the attempt itself
@@ -131,10 +129,7 @@ def prove_and_tighten(prover: Prover, candidate: Candidate) -> Proven:
 
 
 def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
-    """Tighten one layer at one length if its error is over its limit.
-
-    A calibrated length spends less of its budget, by as much as the error was too large. A checked length has no
-    curves: there the thresholds are lowered instead. A layer that still is over its limit the last time becomes dense.
+    """Give one layer at one length less if what is held to its limit is over it; the last time it becomes dense.
 
     Args:
         candidate: What was proven.
@@ -145,22 +140,78 @@ def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerPro
     Returns:
         The candidate to prove instead, or None if this one is accepted.
     """
-    error, limit = proof.error(candidate.recipe.budget), candidate.limits[length, layer]
-    if error <= limit:
-        return None
-    if candidate.layer_config(layer, length).is_dense:
+    error, limit = proof.held(candidate.recipe), candidate.limits[length, layer]
+    if error <= limit or candidate.layer_config(layer, length).is_dense:
         return None
     log.info("%s: tightened", over_limit(length, layer, error, limit))
-    before = candidate.tightened.get((length, layer))
-    times = 1 if before is None else before.times + 1
-    share = 0.0 if times == TIGHTENINGS else TIGHTEN_TO * limit / error
+    last = (length, layer) in candidate.changes and candidate.changes[length, layer].tightened == TIGHTENINGS - 1
+    share = 0.0 if last or not math.isfinite(error) else candidate.recipe.margin * limit / error
     return candidate.with_layer(
         layer, length, *scaled(candidate, length, layer, share, DenseReason.OVER_LIMIT), error=error
     )
 
 
+@dataclass
+class Adjusting:
+    """Moves each layer at each calibrated length to what it may spend; it is what the first proof revises by.
+
+    texts: As `prove_and_tighten` takes them. tries: How often the spending of a layer at a length was changed within
+    its limit.
+    """
+
+    texts: Mapping[int, int] = field(default_factory=dict)
+    tries: Counter[LengthAndLayer] = field(default_factory=Counter)
+
+    def revise(self, candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
+        """The candidate in which a layer spends as much as it may.
+
+        Args:
+            candidate, length, layer, proof: As `tighten_layer` takes them.
+
+        Returns:
+            What to prove instead; None if the layer spends about as much as it may, or nothing is to be changed: it is
+            dense, was over its limit before, is at a length without curves, or is under a budget in KL, which is spent
+            by a search of its own.
+        """
+        if tightened := tighten_layer(candidate, length, layer, proof):
+            return tightened
+        key, choice = (length, layer), candidate.choice(layer, length)
+        before = candidate.changes.get(key)
+        if choice is None or choice.config.is_dense or candidate.recipe.budget.is_kl or (before and before.tightened):
+            return None
+        texts = self.texts.get(length, candidate.recipe.num_certify)
+        times = growth(proof, candidate.limits[key], candidate.recipe, candidate.geometry.layers, texts)
+        if proof.worst > (candidate.recipe.worst_rows or math.inf):  # more was given to rows than they bear
+            times = min(times, 1 / CLOSE**2 if self.tries[key] else 1.0)
+        if 1 / CLOSE <= times <= CLOSE or self.tries[key] == TRIES:
+            return None
+        self.tries[key] += 1
+        moved = candidate.with_layer(layer, length, *scaled(candidate, length, layer, min(times, MOST)))
+        return None if moved.layer_config(layer, length) == choice.config else moved
+
+
+def growth(proof: LayerProof, limit: float, recipe: Recipe, layers: int, texts: int) -> float:
+    """How many times the error that was measured a layer may have.
+
+    Args:
+        proof: What was measured of the layer on the adjust prompts.
+        limit: The error it may have, in the budget's unit.
+        recipe: Its margin.
+        layers: Of the model, all of which are to be within their limits together.
+        texts: To certify on, which says how far a bound is from the mean.
+    """
+    errors = proof.errors(recipe.budget)
+    largest = max(statistics.fmean(errors), proof.held(recipe), LEAST * limit)
+    times = recipe.margin * limit / largest
+    if texts >= ENOUGH:
+        confidence = step_confidence(STEPS[0], recipe, layers)
+        bound = expected_mean_bound(errors, proof.kinds, texts, confidence)
+        times = min(times, AIM * limit / max(bound, LEAST * limit))
+    return times
+
+
 def scaled(
-    candidate: Candidate, length: int, layer: int, share: float, why_dense: DenseReason
+    candidate: Candidate, length: int, layer: int, share: float, why_dense: DenseReason = DenseReason.OVER_LIMIT
 ) -> tuple[LayerConfig, Choice | None]:
     """A layer with a share of the error that it spends in a candidate.
 
@@ -198,7 +249,7 @@ def tighten(
 
     A length whose prefill was slower than the dense one becomes dense. Any other length that lost needles gets half
     its budget; if it is only checked, the buckets around it do. A length whose KL is over its budget gets less by as
-    much. The layers of what changed start again from the search's choices.
+    much. Layers of checked lengths beside them start again from what is interpolated.
 
     Args:
         candidate: What was proven.
@@ -208,13 +259,13 @@ def tighten(
     Returns:
         The new candidate, and the lengths to prove again: those that changed, and those checked beside them.
     """
-    chosen, buckets = dict(candidate.chosen), candidate.recipe.lengths
+    chosen, buckets = dict(candidate.choices), candidate.recipe.lengths
     slower = lengths_of(problems, ProblemKind.SLOWER)
     lost = lengths_of(problems, ProblemKind.LOST_NEEDLES) - slower
     halved = {bucket for length in lost for bucket in ([length] if length in chosen else neighbours(length, buckets))}
     shares = dict.fromkeys(halved, 0.5)
     for length in lengths_of(problems, ProblemKind.OVER_KL) - slower:
-        share = TIGHTEN_TO * candidate.recipe.budget.value / proofs[length].kl
+        share = candidate.recipe.margin * candidate.recipe.budget.value / proofs[length].kl
         shares[length] = min(share, shares.get(length, 1.0))
     for length, share in shares.items():
         chosen[length] = chosen[length].spending(share, allowed(candidate.recipe))
@@ -225,8 +276,8 @@ def tighten(
     changed |= {length for length in candidate.recipe.checked_lengths if changed & set(neighbours(length, buckets))}
     changed_candidate = replace(
         candidate,
-        chosen=chosen,
-        tightened={key: kept for key, kept in candidate.tightened.items() if key[0] not in changed},
+        chosen={length: chosen[length] if length in changed else kept for length, kept in candidate.chosen.items()},
+        changes={key: kept for key, kept in candidate.changes.items() if key[0] not in changed},
         dense_lengths=candidate.dense_lengths | (slower - set(chosen)),
     )
     return changed_candidate, frozenset(changed)
@@ -239,57 +290,147 @@ def neighbours(length: int, buckets: Sequence[int]) -> list[int]:
     return below[-1:] + above[:1]
 
 
-@dataclass
-class Spending:
-    """Gives each layer at each calibrated length what it may spend; it is what a proof revises by, before it tightens.
-
-    tries: How often the spending of a layer at a length was changed.
-    """
-
-    tries: Counter[LengthAndLayer] = field(default_factory=Counter)
-    _first: dict[LengthAndLayer, Choice] = field(default_factory=dict)  # what the search chose
-
-    def revise(self, candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
-        """The candidate in which a layer spends as much as it may.
-
-        Args:
-            candidate, length, layer, proof: As `tighten_layer` takes them.
-
-        Returns:
-            What to prove instead; None if the layer spends about as much as it may, or nothing can be changed: it is
-            dense, or is at a length without curves. A layer whose first error is over its limit is for
-            `tighten_layer`, and a budget in KL is spent by a search of its own.
-        """
-        key, choice = (length, layer), candidate.choice(layer, length)
-        if choice is None or choice.config.is_dense or key in candidate.tightened or candidate.recipe.budget.is_kl:
-            return None
-        if not self.tries[key] and proof.error(candidate.recipe.budget) > candidate.limits[key]:
-            return None
-        times = growth(proof, candidate.limits[key], candidate.recipe)
-        if proof.worst > (candidate.recipe.worst_rows or math.inf):  # more was given to rows than they bear
-            times = min(times, 1 / CLOSE**2 if self.tries[key] else 1.0)
-        if 1 / CLOSE <= times <= CLOSE or self.tries[key] == TRIES:
-            return None
-        self.tries[key] += 1
-        first, spent = self._first.setdefault(key, choice), choice.spent * min(times, MOST)
-        moved = first if spent <= first.spent else choice.spending(spent, allowed(candidate.recipe))
-        if moved.config == choice.config:
-            return None
-        return candidate.with_choice(layer, length, moved)
-
-
-def growth(proof: LayerProof, limit: float, recipe: Recipe) -> float:
-    """How many times the error that was measured a layer may have.
+def judge(candidate: Candidate, proofs: Mapping[int, LengthProof]) -> tuple[Problem, ...]:
+    """Judge a candidate by what was measured of it.
 
     Args:
-        proof: What was measured of the layer on the adjust prompts.
-        limit: The error it may have, in the budget's unit.
-        recipe: Its margin, and the number of certify prompts, which says how far a bound is from the mean.
+        candidate: What was proven.
+        proofs: What was measured, by length in tokens.
+
+    Returns:
+        Why the proof failed: layers over their limit, then lengths that lost needles, are slower than dense or are over
+        a budget in KL, each in the order of `proofs`. A proof without problems holds.
     """
-    errors = proof.errors(recipe.budget)
-    mean = max(statistics.fmean(errors), proof.error(recipe.budget), LEAST * limit)
-    times = recipe.margin * limit / mean
-    if recipe.num_certify >= ENOUGH:
-        bound = expected_mean_bound(errors, proof.kinds, recipe.num_certify, look_confidence(1.0))
-        times = min(times, AIM * limit / max(bound, LEAST * limit))
-    return times
+    return (
+        *layers_over_limit(candidate, proofs),
+        *lost_needles(proofs, candidate.recipe),
+        *slower_than_dense(candidate, proofs),
+        *kl_over_budget(proofs, candidate.recipe),
+    )
+
+
+def layers_over_limit(candidate: Candidate, proofs: Mapping[int, LengthProof]) -> tuple[Problem, ...]:
+    """Each layer that is not dense and whose error is over its limit."""
+    recipe = candidate.recipe
+    return tuple(
+        over_limit(length, candidate.geometry.layer_number(layer), proof.held(recipe), candidate.limits[length, layer])
+        for length, of_length in proofs.items()
+        for layer, proof in enumerate(of_length.layers)
+        if not proof.held(recipe) <= candidate.limits[length, layer]  # also where it is no number
+        and not candidate.layer_config(layer, length).is_dense
+    )
+
+
+def slower_than_dense(candidate: Candidate, proofs: Mapping[int, LengthProof]) -> tuple[Problem, ...]:
+    """The lengths whose prefill takes longer than the dense one.
+
+    There are none on a CPU, where times are not the objective. A length that is all dense is none of them either: it
+    runs what dense runs, whatever its times say.
+    """
+    if candidate.device.kind != "cuda":
+        return ()
+    return tuple(
+        Problem(
+            ProblemKind.SLOWER,
+            length,
+            f"the prefill of {length} tokens takes {proof.prefill_seconds * 1e3:.1f} ms, dense "
+            f"{proof.dense_prefill_seconds * 1e3:.1f} ms",
+        )
+        for length, proof in proofs.items()
+        if proof.prefill_seconds > TIE * proof.dense_prefill_seconds
+        and not all(candidate.layer_config(layer, length).is_dense for layer in range(len(proof.layers)))
+    )
+
+
+def slower_layers(candidate: Candidate, proofs: Mapping[int, LengthProof]) -> frozenset[LengthAndLayer]:
+    """The layers whose attention was measured slower than dense attention at a length: a layer that was adjusted may
+    have lost what made it fast. There are none where nothing was timed."""
+    return frozenset(
+        (length, layer)
+        for length, of_length in proofs.items()
+        for layer, proof in enumerate(of_length.layers)
+        if proof.seconds is not None
+        and proof.dense_seconds is not None
+        and proof.seconds > TIE * proof.dense_seconds
+        and not candidate.layer_config(layer, length).is_dense
+    )
+
+
+def over_limit(length: int, layer: int, error: float, limit: float) -> Problem:
+    """A layer's error is over its limit; both are in the budget's unit."""
+    text = f"layer {layer} at {length} tokens has an error of {error:.2e}, {limit:.2e} is allowed"
+    return Problem(ProblemKind.OVER_LIMIT, length, text)
+
+
+def lost_needles(proofs: Mapping[int, LengthProof], recipe: Recipe) -> tuple[Problem, ...]:
+    """The lengths at which the patched model keeps too few needles.
+
+    One may be lost where not all are asked for: of few it is a large share, and says little of many.
+    """
+
+    def least(needles: int) -> float:
+        return min(recipe.needles * needles, needles - (recipe.needles < 1))
+
+    return tuple(
+        Problem(
+            ProblemKind.LOST_NEEDLES,
+            length,
+            f"at {length} tokens the patched model keeps {patched} of the {dense} needles that dense finds, "
+            f"{recipe.needles:.0%} are asked for",
+        )
+        for length, proof in proofs.items()
+        if proof.needles is not None
+        for patched, dense in (proof.needles,)
+        if patched < least(dense)
+    )
+
+
+def kl_over_budget(proofs: Mapping[int, LengthProof], recipe: Recipe) -> tuple[Problem, ...]:
+    """The calibrated lengths whose KL is over a budget in KL."""
+    if not recipe.budget.is_kl:
+        return ()
+    return tuple(
+        Problem(
+            ProblemKind.OVER_KL,
+            length,
+            f"at {length} tokens the KL is {proof.kl:.2e} nats per token, {recipe.budget.value:.2e} are allowed",
+        )
+        for length, proof in proofs.items()
+        if length in recipe.lengths and not proof.kl <= recipe.budget.value  # also where it is no number
+    )
+
+
+def kl_shown_over_budget(length: int, kls: Sequence[float], kinds: Sequence[str], recipe: Recipe) -> Problem | None:
+    """A calibrated length whose certify prompts show that the mean KL is over the budget; None otherwise.
+
+    They show it if even a lower bound for the mean over prompts like these is over it.
+
+    Args:
+        length: In tokens.
+        kls, kinds: Of each certify prompt, in nats per token, and its kind of text.
+        recipe: Says the budget, and which lengths it is for.
+    """
+    if not recipe.budget.is_kl or length not in recipe.lengths:
+        return None
+    low = mean_lower_bound(kls, kinds, CONFIDENCE)
+    if low <= recipe.budget.value:
+        return None
+    return Problem(
+        ProblemKind.OVER_KL,
+        length,
+        f"at {length} tokens the mean KL of prompts like these is at least {low:.2e} nats per token with "
+        f"{CONFIDENCE:.0%} confidence, {recipe.budget.value:.2e} are allowed: adjust on more prompts (--num-held-out), "
+        "or spend less of the budget (--margin)",
+    )
+
+
+def retrieval_lost(length: int, retrieval: CertifiedRetrieval | None, recipe: Recipe) -> Problem | None:
+    """A length at which the certificate rules out that enough needles are kept; None otherwise."""
+    if retrieval is None or not retrieval.found or retrieval.high is None or retrieval.high >= recipe.needles:
+        return None
+    return Problem(
+        ProblemKind.LOST_NEEDLES,
+        length,
+        f"at {length} tokens the patched model keeps {retrieval.kept} of the {retrieval.found} needles that dense finds"
+        f", so with {CONFIDENCE:.0%} confidence no more than {retrieval.high:.0%}; {recipe.needles:.0%} are asked for",
+    )

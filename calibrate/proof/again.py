@@ -1,15 +1,14 @@
 """What a profile's record says, measured again on this machine: its proof, or its certificate on other text.
 
 The proof is of the prompts that layers were adjusted on. On another GPU than the profile's, what is proven is what
-would run there: its thresholds with tiles of this GPU. Where a certificate is checked, nothing is chosen, and there is
-no ladder.
+would run there: its thresholds with tiles of this GPU. Where a certificate is checked, nothing is chosen.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,18 @@ from calibrate.model.models import LoadedModel, load
 from calibrate.profiles.stored import recipe_of
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
-from calibrate.proof.bounds import CONFIDENCE, exceedance_probability, mean_lower_bound
-from calibrate.proof.certify import FEWEST, retrieval_of
-from calibrate.proof.judge import kl_over_budget, lost_needles, over_limit
+from calibrate.proof.adjust import kl_over_budget, lost_needles, over_limit
+from calibrate.proof.bounds import CONFIDENCE, excess_probability, mean_lower_bound
+from calibrate.proof.certify import FEWEST, Groups, Scale, retrieval_of
 from calibrate.proof.layers import Configured
-from calibrate.proof.sample import LayerSample, LengthSample, sample
 from calibrate.proof.verify import LayerProof, LengthProof, prove
-from calibrate.recipe import OPTIONS, Budget, Recipe
+from calibrate.recipe import OPTIONS, Recipe
 from s2o_runtime.errors import InputError
+from s2o_runtime.fields import counted
 from s2o_runtime.identity import fingerprint_mismatch
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.device_fit import fitted
-from s2o_runtime.profile.record import CertifiedLayer, CertifiedLength, CertifiedRetrieval
+from s2o_runtime.profile.record import CertifiedLength, CertifiedRetrieval
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def verified(opened: Opened) -> Verified:
         over_limit(row["length"], layer["layer"], layer["error"], layer["limit"])
         for row in lengths
         for layer in row["layers"]
-        if layer["error"] > layer["limit"] and not layer["dense"]
+        if not (layer["error"] <= layer["limit"] or layer["dense"])  # also where it is no number
     ]
     problems += (*lost_needles(proofs, recipe), *kl_over_budget(proofs, recipe))
     recorded = profile.record.data
@@ -163,7 +162,7 @@ def _compared(profile: Profile, recipe: Recipe, length: int, proof: LengthProof)
         "layers": [
             {
                 "layer": profile.geometry.layer_number(index),
-                "error": layer.error(recipe.budget),
+                "error": layer.held(recipe),
                 "limit": limit(index, layer),
                 "rel_mse": layer.rel_mse,
                 "binds": recipe.binds(limit(index, layer)),
@@ -176,41 +175,25 @@ def _compared(profile: Profile, recipe: Recipe, length: int, proof: LengthProof)
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One certified bound for a mean and the mean of fresh prompts, in the budget's unit.
-
-    what: Of which rows, in words. low: A lower bound for the mean; a bound below it is broken. Of all comparisons of a
-    profile together, a wrong one is made with a probability of at most 5%.
-    """
-
-    layer: int
-    what: str
-    bound: float
-    mean: float
-    low: float
-
-    @property
-    def broken(self) -> bool:
-        return self.low > self.bound
-
-
-@dataclass(frozen=True)
 class LengthRecertified:
-    """One length on fresh prompts.
+    """What fresh prompts of one length say of what is certified.
 
-    bounds: Every bound of layers that are not dense. kl_bound: What is certified of the next prompt's KL. kl_above: How
-    many of the fresh prompts are above it. kl_chance: How likely so many or more are if the certificate is right.
-    retrieval: None if the prompts ask for no needles.
+    means: The largest mean error of a layer over its limit. broken: How many layers' means are over it by more than
+    chance explains. groups: Of text, which are what is counted. above: How many groups have a prompt outside the joint
+    limit. chance: How likely so many or more are if the certificate is right. retrieval: None if the prompts ask for no
+    needles. problems: One sentence each.
     """
 
     length: int
     prompts: int
-    bounds: tuple[Compared, ...]
+    groups: int
+    means: float
+    broken: int
+    above: int
+    chance: float
     mean_kl: float
-    kl_bound: float | None
-    kl_above: int
-    kl_chance: float
     retrieval: CertifiedRetrieval | None
+    problems: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -222,10 +205,10 @@ class Recertified:
 
 
 def recertified(opened: Opened, seed: int) -> Recertified:
-    """Check a profile's certificate on prompts drawn with another seed, or from other files.
+    """Check each claim of a profile's certificate on prompts drawn with another seed, or from other files.
 
-    A bound is broken if a lower bound for the mean over the fresh prompts is above it: a mean that is above it by
-    chance alone is none. What is certified of single prompts is broken if more of them exceed it than chance explains.
+    A claim is broken if fresh prompts contradict it beyond chance, at 5%: for the layers' means that is at all of them
+    together.
 
     Args:
         opened: A profile with a certificate.
@@ -235,60 +218,80 @@ def recertified(opened: Opened, seed: int) -> Recertified:
         InputError: There are too few fresh prompts.
     """
     profile, recipe = opened.profile, opened.recipe
-    lengths = certified_lengths(profile)
+    certified = certified_lengths(profile)
     count = recipe.num_certify or OPTIONS["num_certify"].default
     fresh = fresh_prompts(opened, replace(recipe, seed=seed, num_certify=count))
-    for length in lengths:
-        if len(fresh.get(length, ())) < FEWEST:
+    for length in certified:
+        if len(groups := Groups.of(fresh.get(length, ()))) < FEWEST:
             raise InputError(
-                f"there are {len(fresh.get(length, ()))} fresh prompts of {length} tokens, expected at least {FEWEST}: "
-                "give another --seed, or --prompts with more text"
+                f"there are fresh prompts of {counted(len(groups), 'group')} of text of {length} tokens, expected at "
+                f"least {FEWEST}: give another --seed, or --prompts with more text"
             )
-    samples = {
-        length: sample(opened.loaded, length, fresh[length], profile, chunk=recipe.chunk)[1] for length in lengths
+    chunk, stage = recipe.chunk, "certifying"
+    seen = {
+        length: prove(opened.loaded, {length: fresh[length]}, profile, timed=False, chunk=chunk, stage=stage)[1][length]
+        for length in certified
     }
-    return compared(profile, recipe.budget, lengths, samples)
+    return compared(profile, recipe, certified, seen)
 
 
 def compared(
-    profile: Configured, budget: Budget, certified: Mapping[int, CertifiedLength], samples: Mapping[int, LengthSample]
+    profile: Configured, recipe: Recipe, certified: Mapping[int, CertifiedLength], seen: Mapping[int, LengthProof]
 ) -> Recertified:
     """A certificate beside what fresh prompts showed.
 
     Args:
         profile: Whose layers are not compared where they are dense.
-        budget: The unit of errors.
-        certified, samples: What is certified and what was measured, by length in tokens.
+        recipe: Has the unit of errors.
+        certified, seen: What is certified and what was measured, by length in tokens.
     """
-    bounds = {
-        length: [
-            (layer, *bound)
-            for layer, (entry, seen) in enumerate(zip(certified[length].layers or (), of_length.layers, strict=False))
-            if not profile.layer_config(layer, length).is_dense
-            for bound in bounds_and_errors(entry, seen, budget)
-        ]
-        for length, of_length in samples.items()
-    }
-    confidence = 1 - (1 - CONFIDENCE) / max(1, sum(map(len, bounds.values())))  # Bonferroni
+    layers = sum(len(of_length.layers) for of_length in seen.values())
     lengths = tuple(
-        _length(
-            length,
-            certified[length],
-            samples[length],
-            tuple(
-                Compared(
-                    layer,
-                    what,
-                    bound,
-                    statistics.fmean(errors),
-                    mean_lower_bound(errors, samples[length].kinds, confidence),
-                )
-                for layer, what, bound, errors in of_length
-            ),
-        )
-        for length, of_length in bounds.items()
+        _compared_length(profile, recipe, certified[length], seen[length], (1 - CONFIDENCE) / max(1, layers))
+        for length in certified
     )
-    return Recertified(lengths, tuple(problem for length in lengths for problem in _problems(length, certified)))
+    return Recertified(lengths, tuple(problem for length in lengths for problem in length.problems))
+
+
+def _compared_length(
+    profile: Configured, recipe: Recipe, stated: CertifiedLength, seen: LengthProof, risk: float
+) -> LengthRecertified:
+    """One length; risk: that one layer's mean is taken for too large by chance (Bonferroni)."""
+    length, groups = stated.length or 0, Groups.of(seen.prompts)
+    limits = tuple(
+        None if profile.layer_config(layer, length).is_dense else entry.limit
+        for layer, entry in enumerate(stated.layers or ())
+    )
+    scale = Scale(recipe, limits, stated.kl / (stated.error_over_limit or 1.0) if stated.kl else math.inf)
+    problems, broken = [], 0
+    for layer, (proof, limit) in enumerate(zip(seen.layers, limits, strict=True)):
+        errors = groups.means(proof.errors(recipe.budget))
+        if limit and mean_lower_bound(errors, groups.kinds, 1 - risk) > limit:
+            broken += 1
+            mean = statistics.fmean(errors)
+            problems.append(f"layer {layer} at {length} tokens: its mean error is {mean:.2e}, its limit {limit:.2e}")
+    above, chance = 0, 1.0
+    if stated.share is not None and stated.error_over_limit is not None:
+        above = scale.above(seen, stated.error_over_limit)
+        chance = excess_probability(above, len(groups), stated.share)
+    if chance < 1 - CONFIDENCE:
+        problems.append(
+            f"at {length} tokens {above} of {len(groups)} groups of text have a prompt with an error over "
+            f"{stated.error_over_limit:.2f} times its limit or a KL over {stated.kl or 0:.1e}, which chance gives in "
+            f"{chance:.1%} of cases"
+        )
+    low = mean_lower_bound(groups.means(seen.kls), groups.kinds, CONFIDENCE)
+    if stated.mean_kl_bound is not None and low > stated.mean_kl_bound:
+        problems.append(f"at {length} tokens the mean KL is {seen.kl:.1e}, {stated.mean_kl_bound:.1e} is certified")
+    before, now = stated.retrieval, retrieval_of(seen)
+    if before and before.low is not None and now and now.found and now.high is not None and now.high < before.low:
+        problems.append(
+            f"at {length} tokens {now.kept} of {now.found} needles are kept, at least {before.low:.0%} is certified"
+        )
+    means = max(scale.means(seen), default=0.0)
+    return LengthRecertified(
+        length, len(seen.prompts), len(groups), means, broken, above, chance, seen.kl, now, tuple(problems)
+    )
 
 
 def fresh_prompts(opened: Opened, recipe: Recipe) -> dict[int, list[Prompt]]:
@@ -308,62 +311,3 @@ def fresh_prompts(opened: Opened, recipe: Recipe) -> dict[int, list[Prompt]]:
         length: [prompt for prompt in of_length if prompt.sha256 not in seen]
         for length, of_length in load_prompts(drawn, opened.loaded.tokenizer).certify.items()
     }
-
-
-def bounds_and_errors(
-    certified: CertifiedLayer, seen: LayerSample, budget: Budget
-) -> Iterator[tuple[str, float, Sequence[float]]]:
-    """What is certified of a layer: of which rows, the bound, and the errors of the fresh prompts."""
-    continued = {one.new_tokens: one.bound for one in certified.continued or ()}
-    pairs = [("all rows", certified.bound, seen.errors(budget))]
-    pairs += [("the last eighth", certified.bound_last, seen.last_errors(budget))]
-    pairs += [
-        (f"{new_tokens} new tokens", continued.get(new_tokens), errors)
-        for new_tokens, errors in seen.continued_errors(budget).items()
-    ]
-    for what, bound, errors in pairs:
-        if bound is not None:
-            yield what, bound, errors
-
-
-def _length(
-    length: int, certified: CertifiedLength, seen: LengthSample, bounds: tuple[Compared, ...]
-) -> LengthRecertified:
-    kls = [max(0.0, agreement.kl) for agreement in seen.agreements]
-    bound, probability = (certified.kl.value, certified.kl.probability) if certified.kl else (None, None)
-    count = certified.prompts or 0
-    if bound is None or probability is None or not count:
-        above, chance = 0, 1.0
-    else:
-        above = sum(kl > bound for kl in kls)
-        chance = exceedance_probability(above, len(kls), max(1, round((1 - probability) * (count + 1))), count)
-    return LengthRecertified(
-        length=length,
-        prompts=len(kls),
-        bounds=bounds,
-        mean_kl=statistics.fmean(kls),
-        kl_bound=bound,
-        kl_above=above,
-        kl_chance=chance,
-        retrieval=retrieval_of(seen),
-    )
-
-
-def _problems(fresh: LengthRecertified, certified: Mapping[int, CertifiedLength]) -> Iterator[str]:
-    for one in fresh.bounds:
-        if one.broken:
-            yield (
-                f"layer {one.layer} at {fresh.length} tokens, {one.what}: its mean error is {one.mean:.2e}, "
-                f"{one.bound:.2e} is certified"
-            )
-    if fresh.kl_bound is not None and fresh.kl_chance < 1 - CONFIDENCE:
-        yield (
-            f"at {fresh.length} tokens the KL of {fresh.kl_above} of {fresh.prompts} prompts is above the certified "
-            f"{fresh.kl_bound:.1e}, which chance gives in {fresh.kl_chance:.1%} of cases"
-        )
-    before, now = certified[fresh.length].retrieval, fresh.retrieval
-    if before and before.low is not None and now and now.found and now.high is not None and now.high < before.low:
-        yield (
-            f"at {fresh.length} tokens {now.kept} of {now.found} needles are kept, at least {before.low:.0%} is "
-            "certified"
-        )

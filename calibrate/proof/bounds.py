@@ -1,6 +1,13 @@
 """What a few prompts say about the ones that will come: bounds with a stated confidence, as plain functions.
 
-Prompts are taken for independent draws from the text that will come, which is as true as the prompts are typical.
+Texts are taken for independent draws from what will come, which is as true as they are typical. Two claims are made:
+
+- Every layer's mean error is within its limit, at every length. A layer whose bound is over its limit is looked at with
+  less of its budget. All looks at all layers and lengths share the error probability (Bonferroni), so the claim holds
+  for all that is taken, together.
+- At least a share of texts keep within what was seen of these, whatever their distribution. Where that is to be the
+  limit itself, configurations are looked at from the safest on until one fails: then each look may use the whole error
+  probability (a fixed sequence: A. N. Angelopoulos et al., "Learn then test", 2021).
 """
 
 from __future__ import annotations
@@ -8,13 +15,28 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from s2o_runtime.profile.record import NextPrompt
+from calibrate.recipe import Recipe
 
-CONFIDENCE = 0.95  # of each bound for a layer's mean error, and of the interval for retrieval
-RUNGS = (0.85, 0.7, 0.5, 0.35)  # shares of its budget that a layer over its limit is tried with
+CONFIDENCE = 0.95  # of each of the two claims, and of the interval for retrieval
+SHARE = 0.9  # of texts that the second claim is about, where they are enough to show it
+STEPS = (1.0, 0.85, 0.7, 0.5, 0.35)  # shares of its budget that a layer is looked at with, until its bound holds
+PATH = (0.5, 0.7, 0.85, 1.0)  # of what all layers spend, from the safest on, where single prompts are held to limits
 USUAL_SPREAD, USUAL_WEIGHT = 0.2, 1  # of prompts of one kind, over their mean; as good as so many values
+OWN_VARIANCE = 8  # texts of a kind: with fewer of any, all kinds count with one variance, relative to their means
+
+
+def step_confidence(step: float, recipe: Recipe, layers: int) -> float:
+    """Of the bound at one look at one layer at one length: half of the risk is the first look's, the others share half.
+
+    Args:
+        step: Of `STEPS`.
+        recipe: Says how many lengths are looked at, and whether all of `PATH` may be.
+        layers: Of the model, with full attention.
+    """
+    part = 0.5 if step == STEPS[0] else 0.5 / (len(STEPS) - 1)
+    passes = len(PATH) if recipe.per_prompt else 1
+    return 1 - part * (1 - CONFIDENCE) / (layers * len(recipe.all_lengths) * passes)
 
 
 def mean_bound(values: Sequence[float], kinds: Sequence[str], confidence: float) -> float:
@@ -22,22 +44,28 @@ def mean_bound(values: Sequence[float], kinds: Sequence[str], confidence: float)
 
     It is the mean of the kinds' means and so many standard errors above it as Student's distribution says: prompts of
     one kind vary little, so what differs between kinds is no doubt about their mean. The degrees of freedom are those
-    of F. E. Satterthwaite, "An approximate distribution of estimates of variance components" (1946). It holds as often
+    of F. E. Satterthwaite, "An approximate distribution of estimates of variance components" (1946); kinds with few
+    texts share one relative variance and all degrees of freedom. It holds as often
     as it says where the values of a kind are about normal, and for lognormal ones nearly; where a few of a hundred
-    prompts have ten times the error of all others, it fails often (tests/proof/test_bounds.py counts).
+    texts have ten times the error of all others, it fails often (docs/results/coverage-bounds.txt counts).
 
     Args:
-        values: Of each prompt; finite.
-        kinds: The kind of text of each prompt. If one kind has a single prompt, all prompts count as of one kind.
+        values: Of each text.
+        kinds: The kind of each text. If one kind has a single text, all texts count as of one kind.
         confidence: The probability that the bound is not below the mean.
 
     Returns:
-        The bound; infinity if a single value, which bounds nothing, is above 0.
+        The bound; infinity if a single value, which bounds nothing, is above 0, or a value is inf or NaN.
     """
-    if len(values) < 2:
+    if len(values) < 2 or not all(map(math.isfinite, values)):
         return math.inf if any(values) else 0.0
     mean, error, degrees = _mean_and_error(values, kinds)
     return mean + _quantile(degrees, confidence) * error
+
+
+def mean_of_kinds(values: Sequence[float], kinds: Sequence[str]) -> float:
+    """The mean of the kinds' means."""
+    return statistics.fmean(map(statistics.fmean, _groups(values, kinds, least=1)))
 
 
 def mean_lower_bound(values: Sequence[float], kinds: Sequence[str], confidence: float) -> float:
@@ -71,10 +99,17 @@ def expected_mean_bound(values: Sequence[float], kinds: Sequence[str], count: in
 def _mean_and_error(values: Sequence[float], kinds: Sequence[str]) -> tuple[float, float, float]:
     """The mean of the kinds' means, its standard error, and the degrees of freedom of the latter."""
     groups = _groups(values, kinds, least=2)
-    parts = [statistics.variance(group) / (len(groups) ** 2 * len(group)) for group in groups]
-    freedom = sum(part**2 / (len(group) - 1) for part, group in zip(parts, groups, strict=True))
-    mean, variance = statistics.fmean(map(statistics.fmean, groups)), sum(parts)
-    return mean, math.sqrt(variance), variance**2 / freedom if freedom else 1.0
+    means, variances = [statistics.fmean(group) for group in groups], [statistics.variance(group) for group in groups]
+    freedoms = [len(group) - 1 for group in groups]
+    mean, degrees = statistics.fmean(means), float(sum(freedoms))
+    if min(freedoms) < OWN_VARIANCE - 1 and all(means):
+        squares = sum(f * variance / m**2 for f, variance, m in zip(freedoms, variances, means, strict=True))
+        variances = [max(variance, squares / degrees * m**2) for variance, m in zip(variances, means, strict=True)]
+    parts = [variance / (len(groups) ** 2 * len(group)) for variance, group in zip(variances, groups, strict=True)]
+    if min(freedoms) >= OWN_VARIANCE - 1:
+        each = sum(part**2 / freedom for part, freedom in zip(parts, freedoms, strict=True))
+        degrees = sum(parts) ** 2 / each if each else 1.0
+    return mean, math.sqrt(sum(parts)), degrees
 
 
 def _groups(values: Sequence[float], kinds: Sequence[str], least: int) -> list[list[float]]:
@@ -92,39 +127,37 @@ def _quantile(degrees: float, probability: float) -> float:
     return float(stdtrit(degrees, probability))
 
 
-def next_bound(values: Sequence[float], probability: float) -> NextPrompt:
-    """The smallest of the values that bounds the next one with at least this probability, whatever they are drawn from.
+def share_shown(count: int, above: int, risk: float) -> float:
+    """The share of texts that keep within a limit, at least, if `above` of `count` do not.
 
-    Of n + 1 values in random order the last one is above the k-th largest of the others with a probability of at most
-    k / (n + 1) (S. S. Wilks, "Determination of sample sizes for setting tolerance limits", 1941). With 19 values the
-    second largest gives 90%.
+    The same holds where the limit is the (above + 1)-th largest of their values, whatever these are drawn from (S. S.
+    Wilks, "Determination of sample sizes for setting tolerance limits", 1941).
 
     Args:
-        values: At least one.
-        probability: What is asked for.
-
-    Returns:
-        The bound and its probability; where so few values cannot give what is asked for, the largest and its n/(n+1).
+        count: At least 1.
+        above: From 0 to `count`.
+        risk: The probability that the true share is smaller.
     """
-    rank = bound_rank(len(values), probability)
-    return NextPrompt(value=sorted(values, reverse=True)[rank - 1], probability=1 - rank / (len(values) + 1))
+    from scipy.special import betaincinv
+
+    return float(betaincinv(count - above, above + 1, risk)) if above < count else 0.0
 
 
-def bound_rank(count: int, probability: float) -> int:
-    """Which of `count` values bounds the next one with at least this probability: 1 is the largest."""
-    return max(1, math.floor((1 - probability) * (count + 1) + 1e-9))
+def may_exceed(count: int, risk: float) -> int:
+    """How many of `count` texts may be over a limit while `SHARE` is still shown; 0 where even none would not do."""
+    return max((above for above in range(count) if share_shown(count, above, risk) >= SHARE), default=0)
 
 
-def exceedance_probability(above: int, fresh: int, rank: int, count: int) -> float:
-    """How likely `above` or more of `fresh` new values exceed the `rank`-th largest of `count` earlier ones.
+def texts_for(share: float, risk: float) -> int:
+    """How many texts show a share, if all keep within."""
+    return math.ceil(math.log(risk) / math.log(share))
 
-    If all are drawn alike, the number that exceeds is beta-binomial with the parameters `rank` and
-    `count + 1 - rank`, whatever they are drawn from (E. J. Gumbel and H. von Schelling, "The distribution of the
-    number of exceedances", 1950).
-    """
-    from scipy.stats import betabinom
 
-    return float(betabinom.sf(above - 1, fresh, rank, count + 1 - rank))
+def excess_probability(above: int, fresh: int, share: float) -> float:
+    """How likely `above` or more of `fresh` new texts are over a limit that a share of texts keeps."""
+    from scipy.stats import binom
+
+    return float(binom.sf(above - 1, fresh, 1 - share))
 
 
 def share_interval(successes: int, trials: int, confidence: float) -> tuple[float, float]:
@@ -135,31 +168,3 @@ def share_interval(successes: int, trials: int, confidence: float) -> tuple[floa
     low = float(betaincinv(successes, trials - successes + 1, tail)) if successes else 0.0
     high = float(betaincinv(successes + 1, trials - successes, 1 - tail)) if successes < trials else 1.0
     return low, high
-
-
-@dataclass(frozen=True)
-class Look:
-    """One look at a layer: the share of the budget it ran with, and the bound for its mean error."""
-
-    share: float
-    bound: float
-
-
-def look_confidence(share: float) -> float:
-    """How certain the bound of one look is: half of the error probability is the first look's, the rungs share half.
-
-    A dense layer has no error but rounding, so the look at it takes no share.
-    """
-    risk = (1 - CONFIDENCE) / 2
-    return 1 - (risk if share == 1.0 else risk / len(RUNGS))
-
-
-def look_bound(errors: Sequence[float], kinds: Sequence[str], share: float) -> float:
-    """The bound of one look for the mean of errors, of all rows or some.
-
-    Args:
-        errors: Of each prompt.
-        kinds: The kind of text of each prompt.
-        share: Of the layer's budget, by which the look is known (`look_confidence`).
-    """
-    return mean_bound(errors, kinds, look_confidence(share))

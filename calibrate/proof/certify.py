@@ -1,11 +1,12 @@
 """The certificate: what is stated of a finished choice, measured on prompts that had no part in choosing it.
 
-Every layer's error is bounded from above with a stated confidence. A layer whose bound is over its limit is tried again
-on the same inputs with less of its budget, down the fixed rungs of a ladder, past those that its first bound makes
-hopeless, and becomes dense below the last one. That chooses by the certify prompts after all, so the looks at a layer
-share the error probability: half of it belongs to the first look, the rest to the rungs in equal parts. All bounds that
-can be looked at then hold together with the stated confidence (Bonferroni), whichever is taken, and the ladder can
-begin at the top, where most layers stop.
+Two claims are made (`bounds`): every layer's mean error is within its limit at every length, and at each length at
+least a share of texts keep every layer within some times its limit and the KL below some value, together. For the
+second, a prompt counts by one number (`Scale.numbers`), and a group of prompts, such as a novel, by its largest.
+
+A layer whose bound is over its limit is tried with less of what it spends, on the same inputs, and becomes dense only
+if the last step does not hold. Meanwhile the prompts go on with the layer as it was adjusted: what is claimed of
+prompts is claimed of the layers as adjusted, which these prompts have not chosen, and what is left spends no more.
 """
 
 from __future__ import annotations
@@ -13,121 +14,190 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
 
+import torch
+from torch.nn.attention import SDPBackend
+
+from calibrate.journal import Journal
+from calibrate.model.layerwise import LayerwiseForward
+from calibrate.model.logits import logits_on_device
+from calibrate.model.memory import within_memory
+from calibrate.model.streams import DecoderLayer, Stream, begin
 from calibrate.prompts.prompt import Prompt
-from calibrate.proof.adjust import Proven, scaled
-from calibrate.proof.bounds import CONFIDENCE, RUNGS, Look, look_bound, mean_bound, next_bound, share_interval
-from calibrate.proof.judge import (
+from calibrate.proof.adjust import (
+    Proven,
     kl_over_budget,
     kl_shown_over_budget,
     layers_over_limit,
     lost_needles,
     retrieval_lost,
+    scaled,
     slower_layers,
     slower_than_dense,
 )
-from calibrate.proof.sample import LayerSample, LengthSample, sample
-from calibrate.proof.state import Candidate, LengthAndLayer, Problem, lengths_of
-from calibrate.proof.verify import Prover
-from calibrate.recipe import Budget, Recipe
-from calibrate.search.choice import DenseReason
-from s2o_runtime.config import LayerConfig
-from s2o_runtime.profile.record import (
-    CertifiedDomain,
-    CertifiedLayer,
-    CertifiedLength,
-    CertifiedRetrieval,
-    ContinuedBound,
+from calibrate.proof.bounds import (
+    CONFIDENCE,
+    PATH,
+    SHARE,
+    STEPS,
+    may_exceed,
+    mean_bound,
+    mean_of_kinds,
+    share_interval,
+    share_shown,
+    step_confidence,
+    texts_for,
 )
+from calibrate.proof.layers import KIND, compare
+from calibrate.proof.state import Candidate, LengthAndLayer, Problem, ProblemKind, lengths_of
+from calibrate.proof.verify import LayerProof, LengthProof, Prover, prove
+from calibrate.recipe import Recipe
+from calibrate.search.choice import DenseReason
+from calibrate.work.executor import Executor
+from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.measured import measured
+from s2o_runtime.fields import counted
+from s2o_runtime.huggingface import hf
+from s2o_runtime.profile.record import CertifiedDomain, CertifiedLayer, CertifiedLength, CertifiedRetrieval
+from s2o_runtime.reference.dense import sdpa_backend
 
-HOPELESS = 1.5  # times the limit: a rung is passed over if the first bound says that its own would be above that
-NEXT_PROMPT = 0.95  # asked for: the probability that the next prompt keeps within what is stated for prompts
-FEWEST = 2  # prompts of a length below which nothing can be bounded
+FEWEST = 3  # groups of text below which no mean is bounded: Student's quantile for two is above 6
+HOPELESS = 1.2  # times the limit: a step is passed over if the first bound says that its own would be above that
+KL_ROOM = 2.0  # times the KL of adjust prompts at the limit: more differs between single prompts than among so few
+NOISE_PROMPTS = 2  # prompts that the noise floor is measured on
 
 log = logging.getLogger("calibrate")
 
 
-@dataclass
-class Ladder:
-    """Decides for each layer at each length what it is left with. It is what `sample` revises by.
+@dataclass(frozen=True)
+class Groups:
+    """Prompts by what most of their text belongs to: prompts of one novel are no more independent than its chapters.
 
-    looks: What was seen of each layer at each length, first look first.
+    members: Of each group the numbers of its prompts. kinds: The kind of text of each group.
     """
 
-    looks: dict[LengthAndLayer, list[Look]] = field(default_factory=dict)
-    _begun: dict[LengthAndLayer, Candidate] = field(default_factory=dict)  # at each first look
+    members: tuple[tuple[int, ...], ...]
+    kinds: tuple[str, ...]
 
-    def revise(self, candidate: Candidate, length: int, layer: int, seen: LayerSample) -> Candidate | None:
-        """What to measure instead of this candidate on the same inputs; None to accept it."""
-        looks = self.looks.setdefault((length, layer), [])
-        begun = self._begun.setdefault((length, layer), candidate)
-        config, limit = candidate.layer_config(layer, length), candidate.limits[length, layer]
-        share = (1.0, *RUNGS, 0.0)[len(looks)]
-        bound = look_bound(seen.errors(candidate.recipe.budget), seen.kinds, share)
-        looks.append(Look(0.0 if looks and config.is_dense else share, bound))
-        if bound <= limit or config.is_dense:
-            return None
-        log.info("layer %d at %d tokens: the bound of its error is %.2e, limit %.2e", layer, length, bound, limit)
-        for rung in RUNGS[len(looks) - 1 :]:
-            lower = with_share(begun, candidate, length, layer, rung)
-            hopeless = rung * looks[0].bound > HOPELESS * limit and rung != RUNGS[-1]
-            if lower.layer_config(layer, length) != config and not hopeless:
-                return lower
-            looks.append(Look(rung, bound))  # not taken: so little less changes no head, or would not do
-        return with_share(begun, candidate, length, layer, 0.0)
+    @classmethod
+    def of(cls, prompts: Sequence[Prompt]) -> Groups:
+        """The groups of prompts, in the order of their first ones; a prompt whose group is not known is one."""
+        members: dict[Hashable, list[int]] = {}
+        for number, prompt in enumerate(prompts):
+            members.setdefault((prompt.domain, prompt.group or number), []).append(number)
+        kinds = tuple(prompts[numbers[0]].domain for numbers in members.values())
+        return cls(tuple(map(tuple, members.values())), kinds)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def means(self, values: Sequence[float]) -> list[float]:
+        """The mean of each group, from a value of each prompt."""
+        return [statistics.fmean(values[number] for number in numbers) for numbers in self.members]
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """The largest of each group, from a value of each prompt."""
+        return [max(values[number] for number in numbers) for numbers in self.members]
 
 
-def with_share(begun: Candidate, candidate: Candidate, length: int, layer: int, share: float) -> Candidate:
-    """The candidate in which a layer spends a share of what it spent in `begun`; with none it is dense."""
-    return candidate.with_layer(layer, length, *scaled(begun, length, layer, share, DenseReason.OVER_BOUND))
+@dataclass(frozen=True)
+class Scale:
+    """What makes one number of a prompt's errors and its KL.
+
+    recipe: Has the unit of errors, and says what is held to limits. limits: The error each layer may have; None of
+    layers that are dense. kl: The KL in nats that counts as much as an error of its limit.
+    """
+
+    recipe: Recipe
+    limits: tuple[float | None, ...]
+    kl: float
+
+    @classmethod
+    def of(cls, candidate: Candidate, length: int, proof: LengthProof) -> Scale:
+        """The scale of a length. Its KL is a budget's, or on the adjust prompts the largest KL over the largest error,
+        so that neither of the two decides alone. With single prompts held to limits it has room (`KL_ROOM`).
+
+        Args:
+            candidate, length: What is certified.
+            proof: What the adjust prompts showed.
+        """
+        layers = range(len(proof.layers))
+        limits = tuple(
+            None if candidate.layer_config(layer, length).is_dense else candidate.limits[length, layer]
+            for layer in layers
+        )
+        unscaled = cls(candidate.recipe, limits, math.inf)
+        if candidate.recipe.budget.is_kl:
+            return replace(unscaled, kl=candidate.recipe.budget.value)
+        largest = max(unscaled.numbers(proof), default=0.0) or 1.0
+        kl = max(proof.kls, default=0.0) / largest * (KL_ROOM if candidate.recipe.per_prompt else 1.0)
+        return replace(unscaled, kl=kl or math.inf)
+
+    def errors(self, layers: Sequence[LayerProof]) -> list[float]:
+        """Of each prompt the largest error over its limit, of all layers, over all rows and over those that answer."""
+        budget = self.recipe.budget
+        of_layers = [
+            [prompt.largest(budget) / limit if limit else 0.0 for prompt in layer.of_prompts]
+            for layer, limit in zip(layers, self.limits, strict=True)
+        ]
+        return [max(of_prompt, default=0.0) for of_prompt in zip(*of_layers, strict=True)]
+
+    def numbers(self, seen: LengthProof) -> list[float]:
+        """Each prompt's number: the larger of its largest error over the limit, and its KL over the scale's."""
+        kls = [math.inf if math.isnan(kl) else kl / self.kl for kl in seen.kls]
+        return [max(pair) for pair in zip(self.errors(seen.layers), kls, strict=True)]
+
+    def means(self, seen: LengthProof) -> list[float]:
+        """Each layer's mean error over its limit, kinds of text in equal parts; 0 of layers that are dense."""
+        groups = Groups.of(seen.prompts)
+        return [
+            mean_of_kinds(groups.means(layer.errors(self.recipe.budget)), groups.kinds) / limit if limit else 0.0
+            for layer, limit in zip(seen.layers, self.limits, strict=True)
+        ]
+
+    def above(self, seen: LengthProof, limit: float = 1.0) -> int:
+        """How many groups of text have a prompt whose number is above a limit."""
+        return sum(number > limit for number in Groups.of(seen.prompts).largest(self.numbers(seen)))
 
 
 def certify(prover: Prover, prompts: Mapping[int, Sequence[Prompt]], proven: Proven) -> Proven:
-    """Certify what was proven, and make layers more careful whose bound is over their limit.
+    """Certify what was proven, with less of what layers spend where it does not hold as it is.
 
     Args:
         prover: What measures it.
-        prompts: The certify prompts by length; lengths with fewer than `FEWEST` are not certified.
+        prompts: The certify prompts, by length in tokens.
         proven: A proof that holds.
 
     Returns:
-        What is left of the candidate, with the certificate, and with a problem for each length where retrieval does
-        not hold, or where a budget in KL is shown to be broken.
+        What is left of the candidate, with the certificate, and with a problem for each length where nothing can be
+        stated, retrieval does not hold, or a budget is shown to be broken.
 
     Raises:
         ModelError: inf or NaN came up in the model.
         ResourceError: The GPU's memory ran out.
     """
-    candidate, certificates, ladder = proven.candidate, dict[int, CertifiedLength](), Ladder()
-    lengths = [length for length in candidate.lengths if len(prompts.get(length, ())) >= FEWEST]
-    problems: list[Problem | None] = []
-    with prover.bar("certifying", len(lengths)) as step:
-        for length in lengths:  # one after another: the hidden states of all prompts are in memory
-            candidate, seen = sample(
-                prover.executor,
-                length,
-                prompts[length],
-                candidate,
-                ladder.revise,
-                step,
-                chunk=candidate.recipe.chunk,
-                journal=prover.journal,
-            )
-            layers = range(prover.geometry.layers)
-            certificates[length] = certificate_of(
-                length,
-                seen,
-                recipe=candidate.recipe,
-                limits=[candidate.limits[length, layer] for layer in layers],
-                configs=[candidate.layer_config(layer, length) for layer in layers],
-                looks=[ladder.looks[length, layer] for layer in layers],
-            )
-            kls = [max(0.0, agreement.kl) for agreement in seen.agreements]
+    candidate, certificates = proven.candidate, dict[int, CertifiedLength]()
+    recipe, problems = candidate.recipe, list[Problem | None]()
+    with prover.bar("certifying", len(candidate.lengths)) as step:
+        for length in candidate.lengths:  # one after another: the hidden states of all prompts are in memory
+            groups = Groups.of(prompts.get(length, ()))
+            if problem := too_few(length, prompts.get(length, ())):
+                problems.append(problem)
+                continue
+            scale = Scale.of(candidate, length, proven.proofs[length])
+            measure = partial(_measured, prover, length, prompts[length], step)
+            means, seen = along_path(candidate, length, scale, measure) if recipe.per_prompt else measure(candidate)
+            candidate = means.left()
+            floor = _noise_floor(prover.executor, length, prompts[length][:NOISE_PROMPTS], prover.journal)
+            certificates[length] = certificate_of(length, seen, means, scale, floor)
             problems += [
-                retrieval_lost(length, certificates[length].retrieval, candidate.recipe),
-                kl_shown_over_budget(length, kls, seen.kinds, candidate.recipe),
+                _not_shown(length, scale.above(seen), groups) if recipe.per_prompt else None,
+                retrieval_lost(length, certificates[length].retrieval, recipe),
+                kl_shown_over_budget(length, groups.means(seen.kls), groups.kinds, recipe),
             ]
     return replace(
         proven,
@@ -135,6 +205,132 @@ def certify(prover: Prover, prompts: Mapping[int, Sequence[Prompt]], proven: Pro
         certificates=dict(sorted(certificates.items())),
         problems=(*proven.problems, *(problem for problem in problems if problem)),
     )
+
+
+def _measured(
+    prover: Prover, length: int, prompts: Sequence[Prompt], on_step: Callable[[], object], candidate: Candidate
+) -> tuple[Means, LengthProof]:
+    """What each layer is left with, and what was seen of layers as they are in a candidate."""
+    means, recipe = Means(candidate, length, Groups.of(prompts)), candidate.recipe
+    run = partial(prove, prover.executor, {length: prompts}, candidate, means.revise, on_step, timed=False)
+    _, seen = run(chunk=recipe.chunk, journal=prover.journal, stage="certifying")
+    return means, seen[length]
+
+
+def along_path(
+    candidate: Candidate, length: int, scale: Scale, measure: Callable[[Candidate], tuple[Means, LengthProof]]
+) -> tuple[Means, LengthProof]:
+    """Spend more and more at a length, from the safest on, as long as enough groups of text are within all limits.
+
+    Args:
+        candidate: What was proven.
+        length: In tokens.
+        scale: Of the length.
+        measure: What the certify prompts show of a candidate.
+
+    Returns:
+        What was measured last before one failed, or of the safest if that one failed.
+    """
+    taken = None
+    for share in PATH:
+        at = candidate
+        for layer in range(candidate.geometry.layers):
+            if share < 1 and not candidate.layer_config(layer, length).is_dense:
+                at = at.with_layer(layer, length, *scaled(candidate, length, layer, share))
+        means, seen = measure(at)
+        above, groups = scale.above(seen), len(Groups.of(seen.prompts))
+        log.info("%d tokens at %.0f%% of what layers spend: %d of %d over", length, 100 * share, above, groups)
+        if above > may_exceed(groups, 1 - CONFIDENCE):
+            return taken or (means, seen)
+        taken = means, seen
+    assert taken is not None
+    return taken
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a layer is left with: a share of what it spends, and what was seen of that. 0: It is dense.
+
+    bound: For its mean error, in the budget's unit.
+    """
+
+    share: float
+    candidate: Candidate
+    bound: float = 0.0
+    proof: LayerProof | None = None
+
+
+class Means:
+    """Finds for each layer at a length how much it may spend so that its mean error is shown to be within its limit.
+
+    Args:
+        candidate: As it was adjusted.
+        length: In tokens.
+        groups: Of the certify prompts.
+    """
+
+    def __init__(self, candidate: Candidate, length: int, groups: Groups) -> None:
+        self.candidate, self._length, self._groups = candidate, length, groups
+        self.layers: dict[int, Left] = {}  # decided
+        self._step, self._first = 0, 0.0  # of the layer that is looked at
+
+    def revise(self, candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
+        """What `prove` revises by: less where a bound is over its limit, and then the layer as it was again."""
+        if layer in self.layers:
+            return None
+        recipe, limit = candidate.recipe, candidate.limits[length, layer]
+        config, again = candidate.layer_config(layer, length), None if candidate is self.candidate else self.candidate
+        confidence = step_confidence(STEPS[self._step], recipe, candidate.geometry.layers)
+        bound = mean_bound(self._groups.means(proof.errors(recipe.budget)), self._groups.kinds, confidence)
+        self._first = bound if again is None else self._first
+        if bound <= limit or config.is_dense:
+            return self._decide(layer, Left(STEPS[self._step], candidate, bound, proof), again)
+        log.info("layer %d at %d tokens: the bound of its error is %.2e, limit %.2e", layer, length, bound, limit)
+        for step in range(self._step + 1, len(STEPS)):
+            lower = self._with(layer, STEPS[step])
+            hopeless = STEPS[step] * self._first > HOPELESS * limit and step < len(STEPS) - 1
+            if lower.layer_config(layer, length) != config and not hopeless:
+                self._step = step
+                return lower
+        return self._decide(layer, Left(0.0, self._with(layer, 0.0)), again)
+
+    def left(self) -> Candidate:
+        """The candidate whose layers at this length spend what they are left with."""
+        candidate = self.candidate
+        for layer, left in self.layers.items():
+            if left.share < 1:
+                change = left.candidate.changes[self._length, layer]
+                candidate = candidate.with_layer(layer, self._length, change.config, change.choice)
+        return candidate
+
+    def _with(self, layer: int, share: float) -> Candidate:
+        changed = scaled(self.candidate, self._length, layer, share, DenseReason.OVER_BOUND)
+        return self.candidate.with_layer(layer, self._length, *changed)
+
+    def _decide(self, layer: int, left: Left, again: Candidate | None) -> Candidate | None:
+        self.layers[layer], self._step = left, 0
+        return again
+
+
+def too_few(length: int, prompts: Sequence[Prompt]) -> Problem | None:
+    """That the certify prompts of a length are of too few groups of text to state anything; None if they are not."""
+    if (groups := len(Groups.of(prompts))) >= FEWEST:
+        return None
+    text = (
+        f"at {length} tokens not proven: {counted(groups, 'group')} of text to certify on allow no statement, {FEWEST} "
+        f"are the fewest, and {texts_for(SHARE, 1 - CONFIDENCE)} show one about {SHARE:.0%} of prompts"
+    )
+    return Problem(ProblemKind.TOO_FEW, length, text)
+
+
+def _not_shown(length: int, above: int, groups: Groups) -> Problem | None:
+    if above <= may_exceed(len(groups), 1 - CONFIDENCE):
+        return None
+    text = (
+        f"at {length} tokens {above} of {len(groups)} groups of text have a prompt that is over a layer's limit, also "
+        f"with {PATH[0]:.0%} of what layers were adjusted to spend"
+    )
+    return Problem(ProblemKind.NOT_SHOWN, length, text)
 
 
 def proven_again(prover: Prover, proven: Proven, certified: Proven) -> Proven:
@@ -206,65 +402,98 @@ def with_dense_layers(candidate: Candidate, places: Collection[LengthAndLayer], 
     for (length, layer), config in candidate.configs.items():
         if (length, layer) in places:
             changed = changed.with_layer(layer, length, *scaled(candidate, length, layer, 0.0, why_dense))
-        elif length not in candidate.chosen and (length, layer) not in candidate.tightened:
+        elif length not in candidate.chosen and (length, layer) not in candidate.changes:
             changed = changed.with_layer(layer, length, config, None)  # or other buckets would be interpolated now
     return changed
 
 
 def certificate_of(
-    length: int,
-    seen: LengthSample,
-    *,
-    recipe: Recipe,
-    limits: Sequence[float],
-    configs: Sequence[LayerConfig],
-    looks: Sequence[Sequence[Look]],
+    length: int, seen: LengthProof, means: Means, scale: Scale, noise_floor: float | None
 ) -> CertifiedLength:
     """What a length's prompts certify.
 
     Args:
         length: In tokens.
-        seen: What was measured of what the layers were left with.
-        recipe: Its budget, which has the unit of errors.
-        limits, configs: The error each layer may have, and what it was left with.
-        looks: At each layer, the first one first; the last is what is in `seen`.
+        seen: What the certify prompts showed of layers as they were adjusted.
+        means: What each layer is left with.
+        scale: Of the length.
+        noise_floor: The mean KL between two dense implementations, in nats; None where there is one only.
     """
-    budget = recipe.budget
-    layers = tuple(_layer(*of_layer, recipe) for of_layer in zip(seen.layers, looks, limits, configs, strict=True))
-    shares = shares_of_limits(seen, budget, limits, configs)
-    kls = [max(0.0, agreement.kl) for agreement in seen.agreements]
-    by_prompt = zip(*(layer.prompts for layer in seen.layers), strict=True)
-    lowest = next_bound([-agreement.top1 for agreement in seen.agreements], NEXT_PROMPT)
+    recipe, groups = scale.recipe, Groups.of(seen.prompts)
+    above = scale.above(seen) if recipe.per_prompt else may_exceed(len(groups), 1 - CONFIDENCE)
+    times = 1.0 if recipe.per_prompt else sorted(groups.largest(scale.numbers(seen)), reverse=True)[above]
+    sparse = any(limit is not None for limit in scale.limits)
+    mean_kl_bound = mean_bound(groups.means(seen.kls), groups.kinds, CONFIDENCE) if recipe.budget.is_kl else math.inf
     return CertifiedLength(
         length=length,
         prompts=len(seen.prompts),
+        groups=len(groups),
         tokens=len(seen.prompts) * length,
-        layers=layers,
-        mean_kl=statistics.fmean(kls),
-        mean_kl_bound=_finite(mean_bound(kls, seen.kinds, CONFIDENCE)) if budget.is_kl else None,
-        kl=next_bound(kls, NEXT_PROMPT),
-        top1=replace(lowest, value=None if lowest.value is None else -lowest.value),
-        error_over_limit=next_bound([max(of_prompt, default=0.0) for of_prompt in shares], NEXT_PROMPT),
-        worst=next_bound([max(one.worst for one in of_prompt) for of_prompt in by_prompt], NEXT_PROMPT),
+        share=share_shown(len(groups), above, 1 - CONFIDENCE) if sparse else None,
+        error_over_limit=_finite(times) if sparse else None,
+        kl=_finite(times * scale.kl) if sparse else None,
+        mean_kl=seen.kl,
+        mean_kl_bound=_finite(mean_kl_bound),
+        top1=min(agreement.top1 for agreement in seen.agreements),
         retrieval=retrieval_of(seen),
-        noise_floor=seen.noise_floor,
-        domains=_domains(seen, shares),
+        noise_floor=noise_floor,
+        domains=_domains(seen, means, scale),
+        layers=tuple(
+            _certified_layer(means.layers[layer], recipe, means.candidate.limits[length, layer])
+            for layer in range(len(seen.layers))
+        ),
     )
 
 
-def shares_of_limits(
-    seen: LengthSample, budget: Budget, limits: Sequence[float], configs: Sequence[LayerConfig]
-) -> list[list[float]]:
-    """For each prompt the errors of the layers over their limits; of those that are not dense and have a limit."""
-    of_layers = [
-        [error / limit for error in layer.errors(budget)]
-        for layer, limit, config in zip(seen.layers, limits, configs, strict=True)
-        if limit and not config.is_dense
-    ]
-    return [[of_layer[prompt] for of_layer in of_layers] for prompt in range(len(seen.prompts))]
+def _certified_layer(left: Left, recipe: Recipe, limit: float) -> CertifiedLayer:
+    proof = left.proof
+    return CertifiedLayer(
+        mean=statistics.fmean(proof.errors(recipe.budget)) if proof else 0.0,
+        bound=_finite(left.bound),
+        spent=left.share if left.share < 1 else None,
+        density=proof.density if proof else 1.0,
+        limit=limit,
+        rel_mse=proof.rel_mse if proof and recipe.budget.kind == "mse" else None,
+        binds=recipe.binds(limit),
+    )
 
 
-def retrieval_of(seen: LengthSample) -> CertifiedRetrieval | None:
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _domains(seen: LengthProof, means: Means, scale: Scale) -> tuple[CertifiedDomain, ...]:
+    """Each kind of text by itself, in alphabetical order; errors are of what layers are left with."""
+    by_domain: dict[str, list[int]] = {}
+    for number, prompt in enumerate(seen.prompts):
+        by_domain.setdefault(prompt.domain, []).append(number)
+    proofs = {layer: left.proof for layer, left in means.layers.items() if left.proof and scale.limits[layer]}
+
+    def largest(numbers: Sequence[int], rows: str) -> float:
+        """The largest mean error of a layer over its limit."""
+        return max(
+            (
+                statistics.fmean(scale.recipe.budget.error(*getattr(proof.of_prompts[n], rows)) for n in numbers)
+                / (scale.limits[layer] or 1.0)
+                for layer, proof in proofs.items()
+            ),
+            default=0.0,
+        )
+
+    return tuple(
+        CertifiedDomain(
+            domain=domain,
+            prompts=len(numbers),
+            groups=len(Groups.of([seen.prompts[number] for number in numbers])),
+            kl=statistics.fmean(seen.kls[number] for number in numbers),
+            error_over_limit=largest(numbers, "all_rows"),
+            answer_over_limit=largest(numbers, "last_rows"),
+        )
+        for domain, numbers in sorted(by_domain.items())
+    )
+
+
+def retrieval_of(seen: LengthProof) -> CertifiedRetrieval | None:
     """What became of the needles of a length's prompts; None if no prompt asks for any."""
     if not any(prompt.answers for prompt in seen.prompts):
         return None
@@ -273,45 +502,62 @@ def retrieval_of(seen: LengthSample) -> CertifiedRetrieval | None:
     return CertifiedRetrieval(found=found, kept=kept, low=low, high=high)
 
 
-def _layer(
-    seen: LayerSample, looks: Sequence[Look], limit: float, config: LayerConfig, recipe: Recipe
-) -> CertifiedLayer:
-    budget, share = recipe.budget, looks[-1].share
-    return CertifiedLayer(
-        mean=statistics.fmean(seen.errors(budget)),
-        bound=_finite(looks[-1].bound),
-        bound_last=_finite(look_bound(seen.last_errors(budget), seen.kinds, share)),
-        continued=tuple(
-            ContinuedBound(new_tokens=new_tokens, bound=_finite(look_bound(errors, seen.kinds, share)))
-            for new_tokens, errors in seen.continued_errors(budget).items()
-        ),
-        first_bound=_finite(looks[0].bound),
-        rung=looks[-1].share if len(looks) > 1 else None,
-        density=seen.density,
-        limit=limit,
-        rel_mse=seen.rel_mse if budget.kind == "mse" else None,
-        binds=recipe.binds(limit),
-    )
+def _noise_floor(
+    executor: Executor, length: int, prompts: Sequence[Prompt], journal: Journal | None
+) -> float | None:  # fmt: skip
+    """The mean KL between two dense implementations; None where rounding is too small to say anything."""
+    items = [NoiseFloor(length, prompt.sha256) for prompt in prompts]
+    kls = [result["kl"] for result in measured(items, executor, journal)]
+    return None if None in kls else max(0.0, statistics.fmean(kls))
 
 
-def _finite(bound: float) -> float | None:
-    return bound if math.isfinite(bound) else None
+@dataclass(frozen=True)
+class NoiseFloor(WorkItem):
+    """The KL of one prompt between the dense model and the same with another implementation of dense attention.
+
+    What two exact implementations differ by is what rounding does to a model's predictions: a KL of that size says
+    nothing about sparse attention. Its result has it as `kl`: None in float32 and on a CPU, where rounding is too
+    small to say anything.
+    """
+
+    length: int
+    prompt: str
+    stage: str = "noise"
+    kind: ClassVar[str] = KIND
+
+    @property
+    def affinity(self) -> Hashable:
+        return self.prompt
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {"stage": self.stage, "length": self.length, "prompt": self.prompt}
+
+    def __str__(self) -> str:
+        return f"noise of rounding at {self.length} tokens"
+
+    def run(self, worker: WorkerState) -> dict[str, float | None]:
+        loaded = worker.loaded
+        if loaded.weights.device.type != "cuda" or loaded.model.dtype == torch.float32:
+            return {"kl": None}
+        with within_memory(loaded.weights.device, self.length, loaded.weights.held, "measuring what rounding does"):
+            return {"kl": noise(worker, worker.prompts[self.prompt], SDPBackend.FLASH_ATTENTION)}
 
 
-def _domains(seen: LengthSample, shares: Sequence[Sequence[float]]) -> tuple[CertifiedDomain, ...]:
-    """Each kind of text by itself, in alphabetical order."""
-    by_domain: dict[str, list[int]] = {}
-    for number, prompt in enumerate(seen.prompts):
-        by_domain.setdefault(prompt.domain, []).append(number)
-    return tuple(
-        CertifiedDomain(
-            domain=domain,
-            prompts=len(numbers),
-            kl=max(0.0, statistics.fmean(seen.agreements[number].kl for number in numbers)),
-            error_over_limit=max(
-                (statistics.fmean(of_layer) for of_layer in zip(*(shares[n] for n in numbers), strict=True)),
-                default=0.0,
-            ),
-        )
-        for domain, numbers in sorted(by_domain.items())
-    )
+@torch.no_grad()
+def noise(worker: WorkerState, prompt: Prompt, backend: SDPBackend) -> float:
+    """The KL between the dense model and the same, whose full attention another backend computes."""
+    loaded = worker.loaded
+    hf.register()
+    worker.attend_with(hf.NAME)
+
+    def through_backend(layer: DecoderLayer, stream: Stream) -> Stream:
+        with sdpa_backend(backend):
+            return layer.dense(stream)
+
+    forward = LayerwiseForward(loaded, begin(loaded, [prompt.ids]) * 2)
+    for layer in forward.layers:  # those of other kinds are as they are in the dense model
+        forward.move([None, None if layer.attention is None else through_backend])
+    dense, other = forward.streams
+    with logits_on_device(loaded) as logits:
+        return compare(prompt, dense.hidden, other.hidden, logits).kl

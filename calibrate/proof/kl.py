@@ -33,8 +33,7 @@ from calibrate.model.streams import DecoderLayer, Stream, begin
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.adjust import tighten_layer
-from calibrate.proof.agreement import compare
-from calibrate.proof.layers import KIND, LayerRun, layer_state
+from calibrate.proof.layers import KIND, LayerRun, compare, layer_state
 from calibrate.proof.state import Candidate, KlPass
 from calibrate.proof.verify import Prover
 from calibrate.search.allocate import Weights

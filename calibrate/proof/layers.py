@@ -13,31 +13,32 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from calibrate.curves.row_errors import row_errors
-from calibrate.journal import Journal
+from calibrate.curves.row_errors import row_errors, tile_worst
 from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
+from calibrate.model.predictions import ROWS, agreement
 from calibrate.model.streams import DecoderLayer, Stream, begin, layer_on_device
 from calibrate.prompts.prompt import Prompt
-from calibrate.proof.agreement import PromptAgreement, compare
-from calibrate.work.executor import Executor
 from calibrate.work.items import WorkerState, WorkItem
-from calibrate.work.measured import Measuring
+from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.huggingface import hf
 from s2o_runtime.scoring import Scoring
 
 KIND = "proof"  # of entries in a journal
 HISTORIES = 16  # that a process keeps unpacked
+ANSWER_ROWS, ANSWER_PART = 256, 8  # the rows that answer: so many last ones, and one in so many at most
+TILE_ROWS = 64  # rows of which the worst counts
+KEPT_WITHIN = 1.0  # nats
 
 
 class Configured(Protocol):
@@ -56,7 +57,11 @@ class Configured(Protocol):
 
 
 C = TypeVar("C", bound=Configured)
-Measured = TypeVar("Measured")
+
+
+def answer_rows(length: int) -> int:
+    """How many of a prompt's last rows count as those that answer."""
+    return min(ANSWER_ROWS, max(1, length // ANSWER_PART))
 
 
 @dataclass(frozen=True)
@@ -92,19 +97,6 @@ def errors_of_rows(out: Tensor, dense: Tensor) -> RowErrors:
         powers += truth.square().sum(-1)[0, 0]
         off[head] = row_errors(ours, truth)[0, 0]
     return RowErrors(squares / (heads * value_dim), powers / (heads * value_dim), off)
-
-
-def evenly_drawn(first: int, end: int, count: int, generator: torch.Generator) -> Tensor:
-    """One row from each of `count` equal parts of the rows from `first` to `end`; all of them if they are fewer.
-
-    Returns:
-        int64 [R] on the CPU, ascending, each row at most once.
-    """
-    if end - first <= count:
-        return torch.arange(first, end)
-    draw = torch.rand(count, generator=generator, dtype=torch.float64)
-    edges = torch.arange(count + 1) * (end - first) // count
-    return first + edges[:-1] + (draw * (edges[1:] - edges[:-1])).long()
 
 
 @dataclass(frozen=True)
@@ -256,9 +248,14 @@ class PairWalk:
 
 @dataclass(frozen=True)
 class Step(WorkItem):
-    """One prompt at one layer, as an item of work; what is observed there is a subclass's `errors`, beside the density.
+    """One prompt at one layer, as an item of work.
 
-    index: Which of its length's prompts it is. before: What the layers before ran. runs: What this one runs.
+    index: Which of its length's prompts it is. before: What the layers before ran. runs: What this one runs. stage:
+    What it is done for, in a word.
+
+    Its result has the mean squared error and the mean square of the dense output over all rows as `all_rows`, the same
+    over the rows that answer as `last_rows`, the largest relative error of a row in each tile of rows as `tiles`,
+    float32 [tiles], and the mean density over heads as `density`.
     """
 
     length: int
@@ -285,30 +282,24 @@ class Step(WorkItem):
             "layer": self.layer,
             "before": self.before.digest,
             "runs": self.runs.digest,
+            "last": answer_rows(self.length),
         }
 
     def __str__(self) -> str:
         return f"{self.stage}: layer {self.layer} of prompt {self.index} of {self.length} tokens"
 
     def run(self, worker: WorkerState) -> dict[str, Any]:
-        errors: dict[str, Any] = {}
+        result: dict[str, Any] = {}
 
         def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
-            errors.update(self.errors(q, k, v, scoring, out))
+            errors = errors_of_rows(out, fastest_dense_attention(q, k, v, scoring))
+            result["all_rows"] = errors.mse_and_power()
+            result["last_rows"] = errors.mse_and_power(self.length - answer_rows(self.length))
+            result["tiles"] = tile_worst(errors.off, TILE_ROWS).flatten().cpu()
 
         with self._within_memory(worker):
             density = self._walk(worker).measure(self.runs, observe)
-        return {**errors, "density": density}
-
-    def errors(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> dict[str, Any]:
-        """What the layer's output is off by, as a journal keeps it.
-
-        Args:
-            q, k, v: The inputs of its attention, [1, H, L, D].
-            scoring: How scores become weights.
-            out: [1, Hq, L, Dv].
-        """
-        raise NotImplementedError
+        return {**result, "density": density}
 
     def _walk(self, worker: WorkerState) -> PairWalk:
         """The prompt before this layer."""
@@ -343,111 +334,77 @@ class LastStep(Step):
 
 
 @dataclass(frozen=True)
-class Passed(Generic[Measured]):
-    """What prompts of one length showed: of each layer, of each prompt after all layers, and what the layers ran."""
+class PromptAgreement:
+    """How alike the dense and the patched model predict one prompt.
 
-    layers: tuple[Measured, ...]
-    agreements: tuple[PromptAgreement, ...]
-    ran: History
+    kl: The mean over positions of KL(dense || patched) of the next token, in nats; rounding can leave a little less
+    than nothing. top1: The share of positions where both find the same token most likely. found: How many of the
+    prompt's answers the dense model finds. kept: How many of these the patched model keeps.
+
+    An answer is found if each of its tokens is the most likely one after those before it. It is kept if the patched
+    model finds it too, or if its log-probability fell by less than `KEPT_WITHIN`: where a model is undecided, any
+    change of rounding flips what it finds, which says nothing about what it can see.
+    """
+
+    kl: float
+    top1: float
+    found: int
+    kept: int
 
 
-def accept(configured: Configured, length: int, layer: int, measured: Any) -> None:
-    """Accept what was measured, whatever came out."""
-
-
-def through_layers(
-    executor: Executor,
-    prompts: Mapping[int, Sequence[Prompt]],
-    configured: C,
-    make: type[Step],
-    result: Callable[[Sequence[Prompt], Sequence[Mapping[str, Any]]], Measured],
-    revise: Callable[[C, int, int, Measured], C | None],
-    on_step: Callable[[], object],
-    chunk: int | None,
-    journal: Journal | None,
-) -> tuple[C, dict[int, Passed[Measured]]]:
-    """Move prompts through the layers, each of which is measured until what it runs is accepted.
-
-    The layers that follow see what the accepted configuration gave.
+def compare(prompt: Prompt, dense: Tensor, patched: Tensor, logits: Callable[[Tensor], Tensor]) -> PromptAgreement:
+    """Compare the two models' predictions of a prompt.
 
     Args:
-        executor: Who runs it.
-        prompts: By length in tokens, at least one of each. At each layer the lengths take their turns in this order.
-        configured: What each layer runs at each length.
-        make: The kind of step.
-        result: What a layer comes to, from the prompts of a length and the results of its steps on them.
-        revise: Given the configuration, the length, the layer's index and its result: what to measure instead on the
-            same inputs, or None to accept this one.
-        on_step: Called after each length of each layer.
-        chunk: Tokens that a layer is fed at once, as a server does; None for whole prompts.
-        journal: Where steps are kept, and found again; None if nowhere.
-
-    Returns:
-        What was accepted in the end, and what was measured of it by length.
+        prompt: The prompt.
+        dense, patched: Hidden states [1, L, H] after the last layer.
+        logits: [1, R, H] -> [1, R, V].
     """
-    walks = [_LockStep(executor, journal, make, length, of_length) for length, of_length in prompts.items()]
-    layers: dict[int, list[Measured]] = {length: [] for length in prompts}
-    for index in range(executor.geometry.layers):
-        for walk in walks:  # so that the lengths are measured beside one another where there are workers
-            walk.begin(LayerRun.of(configured, chunk, index, walk.length))
-        for walk in walks:
-            revised: C | None = configured
-            while revised is not None:
-                configured = revised
-                runs = LayerRun.of(configured, chunk, index, walk.length)
-                of_layer = result(prompts[walk.length], walk.measured(runs))
-                revised = revise(configured, walk.length, index, of_layer)
-            layers[walk.length].append(of_layer)
-            walk.accept(runs)
-            on_step()
-    return configured, {
-        walk.length: Passed(tuple(layers[walk.length]), walk.agreements(), walk.history) for walk in walks
-    }
+    kl, same = 0.0, 0
+    following = torch.roll(prompt.ids, -1).to(dense.device)
+    tokens: list[list[Tensor]] = [[], []]
+    log_probabilities: list[list[Tensor]] = [[], []]
+    pieces = zip(
+        *(torch.split(tensor, ROWS, 1) for tensor in (dense, patched)), torch.split(following, ROWS), strict=True
+    )
+    for *hidden, next_tokens in pieces:
+        both = [logits(rows)[0].float().log_softmax(-1) for rows in hidden]
+        compared = agreement(*both)
+        kl += float(compared.kl.sum())
+        same += int(compared.same.sum())
+        for model, best in enumerate((compared.dense_tokens, compared.tokens)):
+            tokens[model].append(best.cpu())
+            log_probabilities[model].append(both[model].gather(1, next_tokens[:, None])[:, 0].double().cpu())
+    by_dense, by_patched = (
+        _Predicted(prompt, torch.cat(best), torch.cat(of_next))
+        for best, of_next in zip(tokens, log_probabilities, strict=True)
+    )
+    answers = [span for span in prompt.answers if by_dense.finds(span)]
+    kept = [
+        by_patched.finds(span) or by_dense.log_probability(span) - by_patched.log_probability(span) < KEPT_WITHIN
+        for span in answers
+    ]
+    return PromptAgreement(
+        kl=kl / prompt.length,
+        top1=same / prompt.length,
+        found=len(answers),
+        kept=sum(kept),
+    )
 
 
-class _LockStep:
-    """The prompts of one length on their way together, as it looks from where is decided what layers run.
+@dataclass(frozen=True)
+class _Predicted:
+    """What one model says of a prompt: the most likely token after each, int64 [L], and the log-probability of the one
+    that follows, float64 [L]."""
 
-    Who runs the steps, where they are kept and of which kind they are is as `through_layers` takes it.
-    """
+    prompt: Prompt
+    best: Tensor
+    of_next: Tensor
 
-    def __init__(
-        self,
-        executor: Executor,
-        journal: Journal | None,
-        make: type[Step],
-        length: int,
-        prompts: Sequence[Prompt],
-    ) -> None:
-        self.length, self.history = length, History()
-        self._executor, self._journal, self._make = executor, journal, make
-        self._prompts = [(prompt.sha256, index) for index, prompt in enumerate(prompts)]
-        self._begun: tuple[LayerRun, Measuring] | None = None
-        executor.know(prompts)
+    def finds(self, span: tuple[int, int]) -> bool:
+        first, end = span
+        return bool((self.best[first - 1 : end - 1] == self.prompt.ids[first:end]).all())
 
-    def begin(self, runs: LayerRun) -> None:
-        """Let the next layer run this on all prompts; the results come by `measured`."""
-        self._begun = runs, self._measuring(self._make, len(self.history.runs), runs)
-
-    def measured(self, runs: LayerRun) -> list[Any]:
-        """Every prompt's result of the next layer; what was begun with another configuration is not waited for."""
-        if self._begun is None or self._begun[0] != runs:
-            self.begin(runs)
-        assert self._begun is not None
-        return self._begun[1].results()
-
-    def accept(self, runs: LayerRun) -> None:
-        """Move on, with what was measured last."""
-        self.history, self._begun = self.history.then(runs), None
-
-    def agreements(self) -> tuple[PromptAgreement, ...]:
-        """What both models predict of each prompt, after all layers."""
-        last = self._measuring(LastStep, len(self.history.runs) - 1, self.history.runs[-1])
-        return tuple(PromptAgreement(**result) for result in last.results())
-
-    def _measuring(self, make: type[Step], layer: int, runs: LayerRun) -> Measuring:
-        steps = [
-            make(self.length, sha256, index, layer, self.history, runs, self._make.stage)
-            for sha256, index in self._prompts
-        ]
-        return Measuring(steps, self._executor, self._journal)
+    def log_probability(self, span: tuple[int, int]) -> float:
+        first, end = span
+        return float(self.of_next[first - 1 : end - 1].sum())

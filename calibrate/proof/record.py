@@ -7,7 +7,6 @@ from dataclasses import replace
 from calibrate.prompts.prompt import PromptSet
 from calibrate.proof.adjust import Proven
 from calibrate.proof.bounds import CONFIDENCE
-from calibrate.proof.sample import CONTINUED
 from calibrate.recipe import Recipe
 from calibrate.versions import versions
 from s2o_runtime.profile.record import (
@@ -20,8 +19,8 @@ from s2o_runtime.profile.record import (
 )
 
 METHOD = (
-    "means: Student's bounds of errors over all rows, kinds in equal parts, the risk shared by a layer's looks; "
-    "next prompt: order statistics; retrieval: Clopper-Pearson"
+    "means: Student's bounds over groups of text, kinds in equal parts, all within their limits at once; prompts: "
+    "groups of text within one joint limit; looks share the risk; retrieval: Clopper-Pearson"
 )
 
 
@@ -59,17 +58,17 @@ def not_proven(recipe: Recipe, proven: Proven) -> tuple[str, ...]:
     if not proven.certificates:
         return ("that the next prompt keeps its limits: there is no certificate",)
     missing = [length for length in proven.proofs if length not in proven.certificates]
-    sentences = [f"anything about the next prompt at {length} tokens: too few prompts to certify" for length in missing]
+    sentences = [f"anything about the next prompt at {length} tokens" for length in missing]
     for length, certificate in proven.certificates.items():
         if certificate.retrieval is None:
             sentences.append(f"retrieval at {length} tokens: the prompts ask for no needles")
         elif not certificate.retrieval.found:
             sentences.append(f"retrieval at {length} tokens: the dense model itself finds none of the needles")
-        if short := [new for new in CONTINUED if 2 * new > length]:
-            new_tokens = " or ".join(map(str, short))
-            sentences.append(
-                f"continued calls of {new_tokens} new tokens at {length} tokens: the prompts are too short"
-            )
+        sentences += [
+            f"{one.domain} at {length} tokens beyond one group of text: all prompts are of it"
+            for one in certificate.domains or ()
+            if one.groups == 1 and (one.prompts or 0) > 1
+        ]
         bound = certificate.mean_kl_bound
         if bound is None or bound <= recipe.budget.value or not recipe.budget.is_kl:
             continue
@@ -77,7 +76,8 @@ def not_proven(recipe: Recipe, proven: Proven) -> tuple[str, ...]:
             f"that the mean KL of prompts like these is within the budget at {length} tokens: "
             + (f"its bound is {bound:.1e}" if length in recipe.lengths else f"the length is only checked ({bound:.1e})")
         )
-    return (*sentences, "single prompts and text unlike these: bounds are for means over prompts like these")
+    between = "lengths between these" if len(proven.certificates) > 1 else "other lengths"
+    return (*sentences, f"text unlike these prompts, {between}, and calls that continue a prompt")
 
 
 def _proven_length(proven: Proven, length: int) -> ProvenLength:

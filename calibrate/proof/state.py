@@ -19,17 +19,17 @@ LengthAndLayer = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Tightening:
-    """What replaces a layer's choice at one length because its error, or the bound for it, was over its limit.
+class Change:
+    """What replaces a layer's choice at one length.
 
-    times: How often the layer was tightened there; 0 if only the certificate changed it. config: What it runs now.
-    choice: The search's choice with the smaller budget; None at a length that is not calibrated, where there is no
-    choice. first_error: The error before it was tightened, in the budget's unit.
+    config: What it runs now. choice: The search's choice with another budget; None at a length that is not calibrated,
+    where there is no choice. tightened: How often it was given less because its error was over its limit. first_error:
+    The error before that, in the budget's unit; None if it was not.
     """
 
-    times: int
     config: LayerConfig
     choice: Choice | None
+    tightened: int = 0
     first_error: float | None = None
 
 
@@ -38,9 +38,9 @@ class Candidate:
     """What every layer shall do at every length. It never changes: `adjust` and `certify` return new ones.
 
     recipe: The lengths, the budget and what heads may be given. model_name, geometry, fingerprint, device: What the
-    profile will be of. chosen: What was chosen at each calibrated length (bucket), with what `Spending` gave its
-    layers; an attempt at the proof that failed gives a bucket half its budget, or makes it dense. tightened: What a
-    layer runs instead of its choice. dense_lengths: Checked lengths that are dense as a whole.
+    profile will be of. chosen: What was chosen at each calibrated length (bucket); an attempt at the proof that failed
+    gives a bucket half its budget, or makes it dense. changes: What a layer runs instead of its choice. dense_lengths:
+    Checked lengths that are dense as a whole.
     """
 
     recipe: Recipe
@@ -49,13 +49,13 @@ class Candidate:
     fingerprint: str
     device: DeviceIdentity
     chosen: Mapping[int, Chosen]
-    tightened: Mapping[LengthAndLayer, Tightening] = field(default_factory=dict)
+    changes: Mapping[LengthAndLayer, Change] = field(default_factory=dict)
     dense_lengths: frozenset[int] = frozenset()
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Every length that is proven: the calibrated ones, then those that are only checked."""
-        return (*self.recipe.lengths, *self.recipe.checked_lengths)
+        return self.recipe.all_lengths
 
     @property
     def min_length(self) -> int:
@@ -71,26 +71,20 @@ class Candidate:
         """What a layer runs at a length that is proven.
 
         A checked length follows the buckets around it as the runtime would interpolate them, unless the layer was
-        tightened at this very length or the length is dense as a whole.
+        changed at this very length or the length is dense as a whole.
         """
-        if (length, layer) in self.tightened:
-            return self.tightened[length, layer].config
+        if (length, layer) in self.changes:
+            return self.changes[length, layer].config
         if length in self.chosen:
             return self.chosen[length].choices[layer].config
         config = self._buckets.layer_config(layer, length)
         return config.as_dense() if length in self.dense_lengths else config
 
     def choice(self, layer: int, length: int) -> Choice | None:
-        """A layer's choice, with what `Spending` gave it, as tightened; None at a length that is not calibrated."""
-        if (length, layer) in self.tightened:
-            return self.tightened[length, layer].choice
+        """A layer's choice, as changed; None at a length that is not calibrated."""
+        if (length, layer) in self.changes:
+            return self.changes[length, layer].choice
         return self.chosen[length].choices[layer] if length in self.chosen else None
-
-    def with_choice(self, layer: int, length: int, choice: Choice) -> Candidate:
-        """The candidate with another choice for a layer at a calibrated length."""
-        chosen = self.chosen[length]
-        choices = [choice if index == layer else other for index, other in enumerate(chosen.choices)]
-        return replace(self, chosen={**self.chosen, length: replace(chosen, choices=choices)})
 
     def with_layer(
         self, layer: int, length: int, config: LayerConfig, choice: Choice | None, error: float | None = None
@@ -102,10 +96,10 @@ class Candidate:
             config, choice: What it runs instead, and the choice behind it.
             error: What it had been over its limit with, if that is why: it counts as one more tightening.
         """
-        before = self.tightened.get((length, layer))
-        times, first_error = (0, error) if before is None else (before.times, before.first_error)
-        tightening = Tightening(times + (error is not None), config, choice, first_error)
-        return replace(self, tightened={**self.tightened, (length, layer): tightening})
+        before = self.changes.get((length, layer), Change(config, choice))
+        first_error = error if before.first_error is None else before.first_error
+        change = Change(config, choice, before.tightened + (error is not None), first_error)
+        return replace(self, changes={**self.changes, (length, layer): change})
 
     @cached_property
     def configs(self) -> dict[LengthAndLayer, LayerConfig]:
@@ -126,7 +120,7 @@ class Candidate:
 
     @cached_property
     def choices(self) -> dict[int, Chosen]:
-        """What was chosen at each bucket, with the choices of its layers as they were tightened."""
+        """What was chosen at each bucket, with the choices of its layers as they were changed."""
         return {
             length: replace(
                 chosen, choices=[self.choice(layer, length) or choice for layer, choice in enumerate(chosen.choices)]
@@ -137,10 +131,10 @@ class Candidate:
     def profile(self) -> Profile:
         """The profile of this candidate, without a record.
 
-        It has the calibrated lengths. If a layer was tightened at a checked length, or a checked length is dense, it
+        It has the calibrated lengths. If a layer was changed at a checked length, or a checked length is dense, it
         has every length, each as it was proven: one new bucket changes what is interpolated at the other lengths.
         """
-        interpolated = not self.dense_lengths and all(length in self.chosen for length, _ in self.tightened)
+        interpolated = not self.dense_lengths and all(length in self.chosen for length, _ in self.changes)
         return self._profile(self.recipe.lengths if interpolated else sorted(self.lengths))
 
     @cached_property
@@ -168,6 +162,8 @@ class ProblemKind(Enum):
     LOST_NEEDLES = "allow less error, a smaller --worst-rows, or ask for fewer needles (--keep-needles)"
     SLOWER = "calibrate for longer prompts (--lengths), or leave these dense"
     OVER_KL = "calibrate on more prompts (--num-prompts)"
+    TOO_FEW = "certify on more text (--num-certify, --prompts), or not at all (--num-certify 0)"
+    NOT_SHOWN = "allow more error, or certify on more prompts (--num-certify)"
 
 
 @dataclass(frozen=True)

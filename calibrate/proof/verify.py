@@ -1,12 +1,12 @@
-"""The adjust stage's measurement: the patched model, as it will run, on prompts that it was not calibrated on.
+"""The patched model, as it will run, beside the dense one, on prompts that it was not calibrated on.
 
-The prompts move through the patched model and through the dense one together, one layer at a time; times are taken
-afterwards. This module says what comes out of that; `judge` says whether it is good enough, and `adjust` what to do if
-it is not.
+The prompts move through both together, one layer at a time; times are taken afterwards. This module says what comes out
+of that; `adjust` and `certify` say whether it is good enough, and what to do if it is not.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from calibrate.curves.row_errors import tile_worst, worst_of
+from calibrate.curves.row_errors import worst_of
 from calibrate.journal import Journal
 from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.memory import within_memory
@@ -28,21 +28,20 @@ from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.layers import (
     C,
+    Configured,
     History,
+    LastStep,
     LayerRun,
-    Passed,
+    PromptAgreement,
     Step,
-    accept,
-    errors_of_rows,
     layer_state,
-    through_layers,
 )
 from calibrate.proof.state import Candidate
-from calibrate.recipe import Budget
+from calibrate.recipe import Budget, Recipe
 from calibrate.timing import medians
 from calibrate.work.executor import Executor, executor_of
 from calibrate.work.items import WorkerState, WorkItem
-from calibrate.work.measured import measured
+from calibrate.work.measured import Measuring, measured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.huggingface import hf
@@ -53,17 +52,37 @@ KIND = "prefill"  # of entries in a journal: times of decoder layers
 GPU_ROUNDS = 3
 LAYER_FLUSHES = 96  # work ahead of a whole layer, about 4 ms: in a prefill the GPU is busy while a layer is launched
 LONG_SECONDS = 0.02  # a call that takes longer is timed once: its scatter is small
-TILE_ROWS = 64  # rows of which the worst counts
+
+
+@dataclass(frozen=True)
+class PromptErrors:
+    """What one layer is off by on one prompt.
+
+    all_rows, last_rows: Mean squared error and mean square of the dense output, over all rows and over the last ones,
+    those that answer (`layers.answer_rows`).
+    """
+
+    all_rows: tuple[float, float]
+    last_rows: tuple[float, float]
+
+    def error(self, budget: Budget) -> float:
+        """The error over all rows, in the budget's unit."""
+        return budget.error(*self.all_rows)
+
+    def largest(self, budget: Budget) -> float:
+        """The larger of the errors over all rows and over those that answer; infinity where one is no number."""
+        errors = self.error(budget), budget.error(*self.last_rows)
+        return math.inf if any(map(math.isnan, errors)) else max(errors)
 
 
 @dataclass(frozen=True)
 class LayerProof:
     """One layer's attention at one length against dense attention on the same q, k, v.
 
-    mse, dense_power, density: Means over the held-out prompts; dense_power is the mean square of the dense output.
+    mse, dense_power, density: Means over the prompts; dense_power is the mean square of the dense output.
     worst: `row_errors.worst_of`, over tiles of 64 rows of all heads and prompts, of the largest relative error of a row
-    (`row_errors`). seconds, dense_seconds: Attention alone, on the first prompt; None on a CPU. of_prompts: Of each
-    prompt its mse and dense power. kinds: The kind of text of each prompt.
+    (`row_errors`). seconds, dense_seconds: Attention alone, on the first prompt; None on a CPU. of_prompts: What each
+    prompt showed. kinds: The kind of text of each prompt.
     """
 
     mse: float
@@ -72,18 +91,18 @@ class LayerProof:
     worst: float
     seconds: float | None = None
     dense_seconds: float | None = None
-    of_prompts: tuple[tuple[float, float], ...] = ()
+    of_prompts: tuple[PromptErrors, ...] = ()
     kinds: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], of_prompts: Sequence[Mapping[str, Any]]) -> LayerProof:
         """From the results of a layer's steps on these prompts, without times."""
         return cls(
-            mse=statistics.fmean(one["mse"] for one in of_prompts),
-            dense_power=statistics.fmean(one["power"] for one in of_prompts),
+            mse=statistics.fmean(one["all_rows"][0] for one in of_prompts),
+            dense_power=statistics.fmean(one["all_rows"][1] for one in of_prompts),
             density=statistics.fmean(one["density"] for one in of_prompts),
             worst=float(worst_of(torch.cat([one["tiles"] for one in of_prompts]))),
-            of_prompts=tuple((one["mse"], one["power"]) for one in of_prompts),
+            of_prompts=tuple(PromptErrors(tuple(one["all_rows"]), tuple(one["last_rows"])) for one in of_prompts),
             kinds=tuple(prompt.domain for prompt in prompts),
         )
 
@@ -92,12 +111,18 @@ class LayerProof:
         return self.mse / max(self.dense_power, 1e-30)
 
     def error(self, budget: Budget) -> float:
-        """The error in the budget's unit."""
+        """The mean error in the budget's unit."""
         return budget.error(self.mse, self.dense_power)
 
     def errors(self, budget: Budget) -> list[float]:
-        """The error of each prompt in the budget's unit."""
-        return [budget.error(mse, power) for mse, power in self.of_prompts]
+        """The error of each prompt over all rows, in the budget's unit."""
+        return [prompt.error(budget) for prompt in self.of_prompts]
+
+    def held(self, recipe: Recipe) -> float:
+        """What a recipe holds to the layer's limit: the mean error, or the largest of any prompt."""
+        if not recipe.per_prompt:
+            return self.error(recipe.budget)
+        return max(prompt.largest(recipe.budget) for prompt in self.of_prompts)
 
 
 @dataclass(frozen=True)
@@ -107,8 +132,8 @@ class LengthProof:
     kl: The mean over all positions of KL(dense || patched) of the next token, in nats. top1: The share of positions
     where both find the same token most likely. needles: Of the codes that the prompts ask for, how many the patched
     model keeps of those the dense one finds (`PromptAgreement`), and how many the dense one finds; None if they ask
-    for none.
-    prefill_seconds, dense_prefill_seconds: All decoder layers on the first prompt, without embedding and head.
+    for none. prefill_seconds, dense_prefill_seconds: All decoder layers on the first prompt, without embedding and
+    head. prompts, agreements: On what, and what both models predict of each.
     """
 
     layers: tuple[LayerProof, ...]
@@ -117,29 +142,44 @@ class LengthProof:
     needles: tuple[int, int] | None
     prefill_seconds: float = 0.0
     dense_prefill_seconds: float = 0.0
+    prompts: tuple[Prompt, ...] = ()
+    agreements: tuple[PromptAgreement, ...] = ()
 
     @classmethod
-    def of(cls, passed: Passed[LayerProof], prompts: Sequence[Prompt]) -> LengthProof:
+    def of(
+        cls, layers: Sequence[LayerProof], agreements: Sequence[PromptAgreement], prompts: Sequence[Prompt]
+    ) -> LengthProof:
         """From what prompts showed on their way, without times."""
-        agreements = passed.agreements
         needles = sum(prompt.kept for prompt in agreements), sum(prompt.found for prompt in agreements)
         return cls(
-            layers=passed.layers,
-            kl=max(0.0, statistics.fmean(prompt.kl for prompt in agreements)),
+            layers=tuple(layers),
+            kl=max(statistics.fmean(prompt.kl for prompt in agreements), 0.0),  # NaN stays
             top1=statistics.fmean(prompt.top1 for prompt in agreements),
             needles=needles if any(prompt.answers for prompt in prompts) else None,
+            prompts=tuple(prompts),
+            agreements=tuple(agreements),
         )
+
+    @property
+    def kls(self) -> list[float]:
+        """The KL of each prompt in nats, at least 0."""
+        return [max(agreement.kl, 0.0) for agreement in self.agreements]  # NaN stays
+
+
+def accept(configured: Configured, length: int, layer: int, proof: LayerProof) -> None:
+    """Accept what was measured, whatever came out."""
 
 
 def prove(
     model: LoadedModel | Executor,
-    held_out: Mapping[int, Sequence[Prompt]],
+    prompts: Mapping[int, Sequence[Prompt]],
     configured: C,
     revise: Callable[[C, int, int, LayerProof], C | None] = accept,
     on_step: Callable[[], object] = lambda: None,
     timed: bool = True,
     chunk: int | None = None,
     journal: Journal | None = None,
+    stage: str = "proving",
 ) -> tuple[C, dict[int, LengthProof]]:
     """Measure what a configuration does to every layer at every length, and to the model's predictions.
 
@@ -148,29 +188,98 @@ def prove(
 
     Args:
         model: Who runs it, or a loaded model, which then runs in this process.
-        held_out: The prompts to prove on, by length in tokens. At each layer the lengths take their turns in this
-            order.
+        prompts: By length in tokens, at least one of each. At each layer the lengths take their turns in this order.
         configured: What each layer runs at each length.
-        revise, on_step, chunk, journal: As `through_layers` takes them; the proofs of layers have no times yet.
+        revise: Given the configuration, the length, the layer's index and its proof, without times: what to measure
+            instead on the same inputs, or None to accept this one.
+        on_step: Called after each length of each layer.
         timed: Whether to take times too, of whole prompts; without, those of the proofs are 0 or None.
+        chunk: Tokens that a layer is fed at once, as a server does; None for whole prompts.
+        journal: Where steps are kept, and found again; None if nowhere.
+        stage: What it is done for, in a word.
 
     Returns:
-        What was proven in the end, and what was measured of it by length in tokens.
+        What was accepted in the end, and what was measured of it by length in tokens.
 
     Raises:
         ModelError: inf or NaN came up.
         ResourceError: The GPU's memory ran out.
     """
     with executor_of(model) as executor:
-        configured, passed = through_layers(
-            executor, held_out, configured, AdjustStep, LayerProof.of, revise, on_step, chunk, journal
-        )
-        proofs = {length: LengthProof.of(passed[length], prompts) for length, prompts in held_out.items()}
+        evaluations = [
+            _Evaluation(executor, journal, stage, length, of_length) for length, of_length in prompts.items()
+        ]
+        layers: dict[int, list[LayerProof]] = {length: [] for length in prompts}
+        for index in range(executor.geometry.layers):
+            for evaluation in evaluations:  # so that the lengths are measured beside one another if there are workers
+                evaluation.begin(LayerRun.of(configured, chunk, index, evaluation.length))
+            for evaluation in evaluations:
+                length = evaluation.length
+                revised: C | None = configured
+                while revised is not None:
+                    configured = revised
+                    runs = LayerRun.of(configured, chunk, index, length)
+                    proof = LayerProof.of(prompts[length], evaluation.measured(runs))
+                    revised = revise(configured, length, index, proof)
+                layers[length].append(proof)
+                evaluation.accept(runs)
+                on_step()
+        proofs = {
+            evaluation.length: LengthProof.of(
+                layers[evaluation.length], evaluation.agreements(), prompts[evaluation.length]
+            )
+            for evaluation in evaluations
+        }
         if timed:
-            first = {length: prompts[0] for length, prompts in held_out.items()}
-            ran = {length: of_length.ran for length, of_length in passed.items()}
+            first = {length: of_length[0] for length, of_length in prompts.items()}
+            ran = {evaluation.length: evaluation.history for evaluation in evaluations}
             proofs = _with_times(executor, first, ran, proofs, journal)
     return configured, proofs
+
+
+class _Evaluation:
+    """All prompts of one length, evaluated layer by layer, so that the caller can choose each layer's configuration
+    from the results so far."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        journal: Journal | None,
+        stage: str,
+        length: int,
+        prompts: Sequence[Prompt],
+    ) -> None:
+        self.length, self.history = length, History()
+        self._executor, self._journal, self._stage = executor, journal, stage
+        self._prompts = [(prompt.sha256, index) for index, prompt in enumerate(prompts)]
+        self._begun: tuple[LayerRun, Measuring] | None = None
+        executor.know(prompts)
+
+    def begin(self, runs: LayerRun) -> None:
+        """Let the next layer run this on all prompts; the results come by `measured`."""
+        self._begun = runs, self._measuring(Step, len(self.history.runs), runs)
+
+    def measured(self, runs: LayerRun) -> list[Any]:
+        """Every prompt's result of the next layer; what was begun with another configuration is not waited for."""
+        if self._begun is None or self._begun[0] != runs:
+            self.begin(runs)
+        assert self._begun is not None
+        return self._begun[1].results()
+
+    def accept(self, runs: LayerRun) -> None:
+        """Move on, with what was measured last."""
+        self.history, self._begun = self.history.then(runs), None
+
+    def agreements(self) -> tuple[PromptAgreement, ...]:
+        """What both models predict of each prompt, after all layers."""
+        last = self._measuring(LastStep, len(self.history.runs) - 1, self.history.runs[-1])
+        return tuple(PromptAgreement(**result) for result in last.results())
+
+    def _measuring(self, make: type[Step], layer: int, runs: LayerRun) -> Measuring:
+        steps = [
+            make(self.length, sha256, index, layer, self.history, runs, self._stage) for sha256, index in self._prompts
+        ]
+        return Measuring(steps, self._executor, self._journal)
 
 
 @dataclass(frozen=True)
@@ -208,19 +317,6 @@ class Prover:
         with self.bar(title, len(prompts)) as step:
             chunk = candidate.recipe.chunk
             return prove(self.executor, prompts, candidate, revise, step, timed, chunk, self.journal)
-
-
-@dataclass(frozen=True)
-class AdjustStep(Step):
-    """What one prompt says of one layer: a mapping with `mse`, `power` and `density` as in `LayerProof`, and `tiles`:
-    the largest relative error of a row in each tile of rows, float32 [tiles]."""
-
-    stage: str = "proving"
-
-    def errors(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> dict[str, Any]:
-        errors = errors_of_rows(out, fastest_dense_attention(q, k, v, scoring))
-        mse, power = errors.mse_and_power()
-        return {"mse": mse, "power": power, "tiles": tile_worst(errors.off, TILE_ROWS).flatten().cpu()}
 
 
 def _with_times(

@@ -31,18 +31,22 @@ def proof_parts(proof: Verified) -> Iterator[Table | str]:
 
 def certificate_parts(check: Recertified) -> Iterator[Table | str]:
     """What fresh prompts say of a certificate: a row for each length."""
-    names = ("length", "prompts", "means above", "broken", "mean KL", "KL above", "kept")
+    names = ("length", "prompts", "groups", "mean / limit", "broken", "outside", "mean KL", "kept")
     rows = [
         (
             str(length.length),
             str(length.prompts),
-            f"{sum(one.mean > one.bound for one in length.bounds)} of {len(length.bounds)}",
-            f"{sum(one.broken for one in length.bounds)}",
+            str(length.groups),
+            f"{length.means:.0%}",
+            str(length.broken),
+            f"{length.above} of {length.groups}",
             f"{length.mean_kl:.1e}",
-            f"{length.kl_above} of {length.prompts}",
             "-" if length.retrieval is None else f"{length.retrieval.kept} of {length.retrieval.found}",
         )
         for length in check.lengths
     ]
     yield Table(names, rows, "the certificate on fresh prompts")
-    yield "broken: a mean that is above its bound by more than chance explains, at 5% for all bounds together"
+    yield (
+        "mean / limit: of the layer that is nearest to its limit; broken: layers whose mean is over it by more than "
+        "chance explains, at 5% for all together; outside: groups of text with a prompt outside the joint limit"
+    )

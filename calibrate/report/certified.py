@@ -7,14 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from calibrate.tables import Number, Table, formatted, kept_of
 from s2o_runtime.fields import counted
-from s2o_runtime.profile.record import Certificate, CertifiedDomain, CertifiedLayer, CertifiedLength, NextPrompt, Record
-
-STATED = "last eighth and continued are information: they are stated as shares of the limit and not held to it"
-MOST = 100.0  # times its limit: a bound above it says only that there were too few prompts
+from s2o_runtime.profile.record import Certificate, CertifiedDomain, CertifiedLayer, CertifiedLength, Record
 
 
 def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
-    """In one sentence what was shown of means: of each layer by itself, under the assumption of the bound.
+    """In one sentence what was shown of means, of all layers at all lengths together.
 
     Args:
         certificate: Of the profile; None if it has none.
@@ -24,18 +21,15 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
     if not lengths:
         same = "the same prompts" if adjusted_on is None else f"the same {adjusted_on} prompts of each length"
         return f"Adjusted and checked on {same}; not certified."
-    domains = sorted({one.domain for length in lengths for one in length.domains or () if one.domain})
-    text = f" ({', '.join(domains)})" if domains else ""
     confidence = (certificate and certificate.confidence) or 0.0
-    changed = any(_changed(length) for length in lengths)
-    chose = "only how much less of its budget a layer got" if changed else "nothing"
     shares = [(one.error_over_limit or 0.0, one.domain) for length in lengths for one in length.domains or ()]
     worst, kind = max(shares, default=(0.0, None), key=lambda share: share[0])
-    alone = f"; over {kind} alone it is up to {worst:.0%}" if kind and len(domains) > 1 else ""
+    alone = "" if kind is None else f"; over the prompts of one kind, {kind}, the largest is {worst:.0%} of it"
     return (
-        f"Certified on {_range(length.prompts for length in lengths)} prompts of each length that chose {chose}{text}: "
-        f"with {confidence:.0%} confidence for each layer by itself, its mean error over prompts like these is at "
-        f"most {_largest(lengths):.0%} of its limit{alone}."
+        f"Certified on {_range(length.prompts for length in lengths)} prompts of each length, of "
+        f"{_range(length.groups for length in lengths)} groups of text ({', '.join(_domains(lengths))}): with "
+        f"{confidence:.0%} confidence the mean error of every layer over prompts like these, at each of these lengths, "
+        f"is within its limit{alone}."
     )
 
 
@@ -44,13 +38,14 @@ def in_short(certificate: Certificate | None) -> str:
     lengths = _lengths(certificate)
     if not lengths:
         return "-"
-    kls = [length.kl.value for length in lengths if length.kl is not None and length.kl.value is not None]
+    shares = [length.share for length in lengths if length.share is not None]
+    kls = [length.kl for length in lengths if length.kl is not None]
     retrievals = [length.retrieval for length in lengths if length.retrieval is not None]
     found, kept = (sum(getattr(one, name) or 0 for one in retrievals) for name in ("found", "kept"))
     parts = [
         f"{_range(length.prompts for length in lengths)} prompts",
-        f"bounds at most {_largest(lengths):.0%} of limits",
-        f"KL below {max(kls):.1e}" if kls else "",
+        "means within limits",
+        f"KL within {max(kls):.1e} of {_at_least(min(shares))}" if kls and shares else "",
         f"needles {kept} of {found}" if found else "",
     ]
     return ", ".join(part for part in parts if part)
@@ -63,61 +58,44 @@ def adjusted_on(record: Record) -> int | None:
 
 
 def sentences(certificate: Certificate | None) -> list[str]:
-    """What is certified of the next prompt at each length, or why nothing is, and what the certificate changed."""
-    lengths = _lengths(certificate)
-    layers = [layer for length in lengths for layer in length.layers or ()]
-    dense = sum(layer.rung == 0 for layer in layers)
-    less = sum(layer.rung is not None for layer in layers) - dense
-    looks = f"{len(layers) - less - dense} of {len(layers)} bounds were within their limits at the first look"
-    changed = f"{counted(less, 'layer')} got less of their budget and {dense} became dense" if less or dense else ""
-    first = [", ".join(filter(None, (looks, changed)))] if layers else []
+    """What is certified of prompts at each length, and how."""
+    confidence = (certificate and certificate.confidence) or 0.0
     method = [f"how: {certificate.method}"] if certificate and certificate.method else []
-    return [_of_length(length) for length in lengths] + first + method
-
-
-def _of_length(length: CertifiedLength) -> str:
-    """Of the next prompt, unless these prompts chose a layer's config: then only what these prompts had."""
-    noise = "" if length.noise_floor is None else f" (two dense implementations: {length.noise_floor:.1e})"
-    kl = f"{_value(length.kl, '.1e')} nats{noise}{_mean_kl(length)}"
-    top1 = f"at least {_value(length.top1, '.2%')} of top-1 tokens"
-    error = f"{_value(length.error_over_limit, '.2f')} times its limit"
-    probability = (length.kl and length.kl.probability) or 0.0
-    if changed := _changed(length):
-        within = round(probability * ((length.prompts or 0) + 1))
-        text = (
-            f"{length.length} tokens: these prompts chose how much less of the budget {counted(changed, 'layer')} got, "
-            f"so nothing is certified of the next prompt; of these, {within} had, each by itself, a KL of at most "
-            f"{kl}, {top1}, the error of every layer at most {error}"
-        )
-    else:
-        text = (
-            f"{length.length} tokens: with a probability of at least {probability:.0%} each by itself, the next prompt "
-            f"like these keeps the KL below {kl}, {top1}, the error of every layer below {error}"
-        )
-    retrieval = length.retrieval
-    if retrieval is None or not retrieval.found:
-        return f"{text}; retrieval not proven"
+    layers = [layer for length in _lengths(certificate) for layer in length.layers or ()]
+    dense = sum(layer.spent == 0 for layer in layers)
+    less = sum(layer.spent is not None for layer in layers) - dense
+    changed = f"{counted(less, 'layer')} got less of the budget than was adjusted, and {dense} became dense"
     return (
-        f"{text}; {retrieval.kept} of {retrieval.found} needles kept ({_at_least(retrieval.low or 0)} to "
-        f"{retrieval.high or 0:.0%})"
+        [_of_length(length, confidence) for length in _lengths(certificate)] + [changed] * bool(less + dense) + method
     )
 
 
-def _changed(length: CertifiedLength) -> int:
-    """How many layers the certify prompts themselves gave less of their budget, or made dense."""
-    return sum(layer.rung is not None for layer in length.layers or ())
+def _of_length(length: CertifiedLength, confidence: float) -> str:
+    """The joint claim about prompts, and what these prompts had."""
+    if length.share is None:
+        text = "every layer is dense"
+    else:
+        times = "" if length.error_over_limit == 1 else f"{formatted(length.error_over_limit, '.2f')} times "
+        text = (
+            f"with {confidence:.0%} confidence at least {_at_least(length.share)} of prompts like these keep every "
+            f"layer within {times}its limit, over all rows and over those that answer, "
+            f"and the KL within {formatted(length.kl, '.1e')} nats, together"
+        )
+    noise = "" if length.noise_floor is None else f" (two dense implementations: {length.noise_floor:.1e})"
+    bound = "" if length.mean_kl_bound is None else f", for all prompts like these at most {length.mean_kl_bound:.1e}"
+    text += f"; these had a mean KL of {formatted(length.mean_kl, '.1e')}{noise}{bound}"
+    retrieval = length.retrieval
+    if retrieval is None or not retrieval.found:
+        return f"{length.length} tokens: {text}; retrieval not proven"
+    return (
+        f"{length.length} tokens: {text}; {retrieval.kept} of {retrieval.found} needles kept "
+        f"({_at_least(retrieval.low or 0)} to {retrieval.high or 0:.0%})"
+    )
 
 
 def _at_least(share: float) -> str:
-    """A lower bound in percent, which no rounding makes a certainty."""
-    return f"{math.floor(1000 * share) / 10:.1f}%" if 0.995 <= share < 1 else f"{share:.0%}"
-
-
-def _mean_kl(length: CertifiedLength) -> str:
-    """What a budget in KL is compared with."""
-    if length.mean_kl is None or length.mean_kl_bound is None:
-        return ""
-    return f" (mean over prompts {length.mean_kl:.1e}, its bound {length.mean_kl_bound:.1e})"
+    """A lower bound in percent, which no rounding makes larger."""
+    return f"{math.floor(1000 * share + 1e-9) / 10:.3g}%"
 
 
 def tables(certificate: Certificate | None) -> list[Table]:
@@ -131,16 +109,19 @@ def tables(certificate: Certificate | None) -> list[Table]:
 
 
 def _bounds_table(lengths: Sequence[CertifiedLength]) -> Table:
-    """One row a length: the largest bounds of its layers, as shares of their limits."""
+    """One row a length: the layer whose bound is nearest to its limit, and what prompts keep together."""
     columns: dict[str, Callable[[CertifiedLength], str]] = {
         "length": lambda length: formatted(length.length, "d"),
         "prompts": lambda length: formatted(length.prompts, "d"),
-        "bound /\nlimit": lambda length: _share(_over_limit(one, one.bound) for one in _bounded(length)),
-        "last\neighth": lambda length: _share(_over_limit(one, one.bound_last) for one in _bounded(length)),
-        "continued": _continued,
-        "KL": lambda length: _value(length.kl, ".1e"),
+        "groups": lambda length: formatted(length.groups, "d"),
+        "less": lambda length: formatted(sum(one.spent is not None for one in length.layers or ()), "d"),
+        "mean /\nlimit": lambda length: _share(_over_limit(one, one.mean) for one in _sparse(length)),
+        "bound /\nlimit": lambda length: _share(_over_limit(one, one.bound) for one in _sparse(length)),
+        "of prompts": lambda length: "-" if length.share is None else _at_least(length.share),
+        "error /\nlimit": lambda length: formatted(length.error_over_limit, ".2f"),
+        "KL": lambda length: formatted(length.kl, ".1e"),
         "noise": lambda length: formatted(length.noise_floor, ".1e"),
-        "top-1": lambda length: _value(length.top1, ".2%"),
+        "least\ntop-1": lambda length: formatted(length.top1, ".2%"),
         "kept": lambda length: (
             "-" if length.retrieval is None else kept_of(length.retrieval.kept or 0, length.retrieval.found or 0)
         ),
@@ -148,18 +129,9 @@ def _bounds_table(lengths: Sequence[CertifiedLength]) -> Table:
     return Table.of(lengths, columns, "certified")
 
 
-def _bounded(length: CertifiedLength) -> list[CertifiedLayer]:
+def _sparse(length: CertifiedLength) -> list[CertifiedLayer]:
     """The layers that are not dense."""
-    return [layer for layer in length.layers or () if layer.limit and layer.rung != 0 and layer.density != 1.0]
-
-
-def _continued(length: CertifiedLength) -> str:
-    """The largest bounds of calls that bring few new tokens, by their number."""
-    bounds: dict[int | None, list[float]] = {}
-    for layer in _bounded(length):
-        for one in layer.continued or ():
-            bounds.setdefault(one.new_tokens, []).append(_over_limit(layer, one.bound) or 0.0)
-    return ", ".join(f"{new_tokens}: {_percent(max(shares))}" for new_tokens, shares in bounds.items()) or "-"
+    return [layer for layer in length.layers or () if layer.density != 1.0]
 
 
 def _units_table(lengths: Sequence[CertifiedLength]) -> Table:
@@ -187,8 +159,10 @@ def _domain_table(lengths: Sequence[CertifiedLength]) -> Table:
         "length": lambda row: formatted(row[0].length, "d"),
         "text": lambda row: row[1].domain or "-",
         "prompts": lambda row: formatted(row[1].prompts, "d"),
+        "groups": lambda row: formatted(row[1].groups, "d"),
         "mean KL": lambda row: formatted(row[1].kl, ".1e"),
-        "error /\nlimit": lambda row: formatted(row[1].error_over_limit, ".0%"),
+        "mean error /\nlimit": lambda row: formatted(row[1].error_over_limit, ".0%"),
+        "rows that\nanswer": lambda row: formatted(row[1].answer_over_limit, ".0%"),
     }
     rows = [(length, domain) for length in lengths for domain in length.domains or ()]
     return Table.of(rows, columns, "by kind of text", align="rlr")
@@ -198,14 +172,8 @@ def _lengths(certificate: Certificate | None) -> tuple[CertifiedLength, ...]:
     return (certificate and certificate.lengths) or ()
 
 
-def _largest(lengths: Iterable[CertifiedLength]) -> float:
-    shares = [
-        _over_limit(layer, layer.bound)
-        for length in lengths
-        for layer in length.layers or ()
-        if layer.limit and layer.rung != 0
-    ]
-    return max((share for share in shares if share is not None), default=0.0)
+def _domains(lengths: Iterable[CertifiedLength]) -> list[str]:
+    return sorted({one.domain for length in lengths for one in length.domains or () if one.domain})
 
 
 def _over_limit(layer: CertifiedLayer, bound: float | None) -> float | None:
@@ -218,11 +186,7 @@ def _share(shares: Iterable[float | None]) -> str:
 
 
 def _percent(share: float) -> Number:
-    return Number(f"{share:.0%}" if share < MOST else f"over {MOST:.0%}", share)
-
-
-def _value(bound: NextPrompt | None, form: str) -> str:
-    return formatted(None if bound is None else bound.value, form)
+    return Number(f"{share:.0%}", share)
 
 
 def _range(counts: Iterable[int | None]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from calibrate.report.certified import STATED, sentences, statement, tables
+from calibrate.report.certified import sentences, statement, tables
 from calibrate.report.contents import Report
 from calibrate.report.page import html_page, markdown_page
 from calibrate.report.plots import elements, pictures
@@ -17,18 +17,16 @@ from s2o_runtime.files import write_atomically
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the gain, and target against achieved: each length's table and notes, all together, the certificate."""
+    """Print the gain, and target against achieved: all lengths, each one's layers with notes, the certificate."""
     print_lines([gain(report), ""], console)
-    for length in report.lengths:
-        print_table(layer_table(report, length), console)
-        print_lines([*length_notes(report, length), ""], console)
     if len(report.lengths) > 1:
         print_table(overview_table(report), console)
+    for length in report.lengths:
+        print_table(layer_table(report, length, brief=True), console)
+        print_lines([*length_notes(report, length), ""], console)
     print_lines(closing_notes(report), console)
     for table in tables(report.certificate):
         print_table(table, console)
-    if report.certificate is not None:
-        print_lines([STATED, ""], console)
     if report.met:
         print_lines([statement(report.certificate, report.adjusted_on), *sentences(report.certificate)], console)
     print_lines([f"not proven: {sentence}" for sentence in (*report.problems, *report.not_proven)], console)

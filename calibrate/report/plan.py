@@ -37,7 +37,7 @@ def plan(
         outlook: what is known of the model before its weights are.
         estimate: what the run is going to take.
         device: that the recipe names.
-        given: the options that the user gave; the others are marked as defaults.
+        given: the options that the user gave, which are marked.
         rehearsed: whether nothing is going to run, so that an alias has the sizes that ship.
 
     Returns:
@@ -45,7 +45,7 @@ def plan(
     """
     given_labels = {OPTIONS[name].label for name in given}
     lines = {
-        label: line + ("" if label in given_labels else " (default)") for label, line in option_lines(recipe).items()
+        label: line + (" (given)" if label in given_labels else "") for label, line in option_lines(recipe).items()
     }
     derived = {
         "architecture": str(outlook.geometry),

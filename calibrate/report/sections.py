@@ -13,6 +13,7 @@ from calibrate.report.summary import ratio
 from calibrate.tables import Number, Table, formatted, integer, kept_of
 from s2o_runtime.fields import counted
 
+DETAILS = ("tails", "repr.", "grain", "tile", "binds")  # columns that the terminal leaves to the report
 BINDS = {"mse": "mse", "rel_mse": "rel", None: "-"}  # which limit of a layer is the smaller one
 LOOSE = 5e-3  # of its output's mean square; a budget in mse that allows a layer more is pointed out
 SHOWN_REASONS = 3  # of all for which no layer gains anything
@@ -22,7 +23,7 @@ SHOWN_REASON = 110  # characters of a failed trial's reason; the JSON file has a
 
 
 def gain(report: Report) -> str:
-    """How many layers run S2O and what is gained at each length, or why nothing is.
+    """How many layers run S2O, what is gained at each length, and at what error; or why nothing is.
 
     Prefill is measured on a GPU; elsewhere attention's time is predicted, at the lengths that are calibrated.
     """
@@ -43,13 +44,23 @@ def gain(report: Report) -> str:
     }
     gains = ", ".join(f"{gained:.2f}x at {length}" for length, gained in ratios.items() if gained)
     what, how = ("prefill", "") if measured else ("attention", " (predicted)")
-    text = f"S2O runs in {len(sparse)} of {total}; {what} speedup {gains} tokens{how}."
+    text = f"S2O runs in {len(sparse)} of {total}; {what} speedup {gains} tokens{how}; {_kept(report)}."
     poor = max(filter(None, ratios.values()), default=1.0) < WORTHWHILE
     return f"{text} That is hardly worth deploying. {GAIN_MORE}" if poor else text
 
 
-def layer_table(report: Report, length: LengthReport) -> Table:
+def _kept(report: Report) -> str:
+    """The largest error of a layer as a share of its limit, and the needles of all lengths."""
+    largest = max(layer.error_over_limit for length in report.lengths for layer in length.layers)
+    needles = [length.needles for length in report.lengths if length.needles is not None]
+    found = f", needles kept {sum(kept for kept, _ in needles)} of {sum(all for _, all in needles)}" if needles else ""
+    return f"error at most {largest:.0%} of a layer's limit{found}"
+
+
+def layer_table(report: Report, length: LengthReport, *, brief: bool = False) -> Table:
     """One row a layer; "1/32: 6/2" says that 6 heads have 1 representative and 2 have 32.
+
+    brief: without how keys are ranked and the tile, so that a row has at most 80 columns.
 
     An mse says nothing without the output that it is of, so the relative one stands beside it, and with a ceiling which
     of the two limits binds.
@@ -60,9 +71,11 @@ def layer_table(report: Report, length: LengthReport) -> Table:
     limits = ("error /\nlimit", *(("binds",) if ceiling else ()))
     outcome = ("density", *errors, *limits, "worst\nrow", "vs\ndense")
     title = f"{length.length} tokens, as adjusted{length.remark}"
-    return Table(
-        settings + outcome, [_layer_cells(layer, relative, ceiling) for layer in length.layers], title, wrap="repr."
-    )
+    names, rows = settings + outcome, [_layer_cells(layer, relative, ceiling) for layer in length.layers]
+    if brief:
+        shown = [number for number, name in enumerate(names) if name not in DETAILS]
+        names, rows = tuple(names[number] for number in shown), [tuple(row[n] for n in shown) for row in rows]
+    return Table(names, rows, title, wrap=None if brief else "repr.")
 
 
 def _layer_cells(layer: LayerReport, relative: bool, ceiling: bool) -> tuple[str, ...]:
@@ -93,8 +106,9 @@ def overview_table(report: Report) -> Table:
     units = ("mse", "rel_mse") if report.budget.kind == "mse" else (report.budget.unit,)
     which = "largest" if report.budget.scope == "layer" else "mean"
     errors = tuple(f"{which}\n{unit}" for unit in units)
-    names = ("length", "budget", *errors, "error /\nlimit", "density", "attention", "prefill", "needles", "KL")
-    return Table(names, [_overview_cells(report, length) for length in report.lengths], "all lengths, as adjusted")
+    names = ("length", *errors, "error /\nlimit", "density", "attention", "prefill", "needles", "KL")
+    title = f"all lengths, as adjusted to {report.budget.unit} {report.budget.value:g}"
+    return Table(names, [_overview_cells(report, length) for length in report.lengths], title)
 
 
 def _overview_cells(report: Report, length: LengthReport) -> tuple[str, ...]:
@@ -102,8 +116,7 @@ def _overview_cells(report: Report, length: LengthReport) -> tuple[str, ...]:
     if report.budget.kind == "mse":
         errors.append([layer.held_out_rel_mse for layer in length.layers])
     return (
-        Number(f"{length.length}{length.remark}", length.length),
-        formatted(report.budget.value, "g"),
+        Number(f"{length.length}{'' if length.calibrated else ' checked'}", length.length),
         *(formatted(max(of_unit) if report.budget.scope == "layer" else fmean(of_unit), ".2e") for of_unit in errors),
         formatted(max(layer.error_over_limit for layer in length.layers), ".0%"),
         formatted(fmean(layer.density for layer in length.layers), ".3f"),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         Antidiagonal,
         Baseline,
         FlashPrefill,
+        FlashPrefillV2,
         SkipSoftmax,
         Sparge,
         parse,
@@ -31,6 +32,7 @@ __all__ = [
     "Baseline",
     "BaselineStats",
     "FlashPrefill",
+    "FlashPrefillV2",
     "Selection",
     "SkipSoftmax",
     "Sparge",
@@ -43,7 +45,17 @@ __all__ = [
 _HOMES = {
     "run": ("BaselineStats", "attend", "baseline_attention", "select"),
     "selection": ("Selection",),
-    "settings": ("BASELINES", "PBS", "Antidiagonal", "Baseline", "FlashPrefill", "SkipSoftmax", "Sparge", "parse"),
+    "settings": (
+        "BASELINES",
+        "PBS",
+        "Antidiagonal",
+        "Baseline",
+        "FlashPrefill",
+        "FlashPrefillV2",
+        "SkipSoftmax",
+        "Sparge",
+        "parse",
+    ),
 }
 
 __getattr__ = lazily(__name__, _HOMES)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from s2o_runtime.baselines.pooling import block_means
 from s2o_runtime.baselines.selection import Selection, Skip, score_type
 
 
@@ -20,6 +23,9 @@ def attend_reference(
 ) -> None:
     """Attention over the keys of a selection, in float32 (float64 for float64).
 
+    Where a selection says what is pruned, each such block adds its number of keys times exp(score of its mean key) to
+    the sum, and that times its mean value to the numerator.
+
     Args:
         q: [B, Hq, Lq, D]; k, v: [B, Hkv, Lk, D], not permuted.
         scale: multiplies the scores.
@@ -30,33 +36,43 @@ def attend_reference(
     if left_out is not None:
         left_out.zero_()
     dtype, device = score_type(q.dtype), q.device
-    full = selection.grid.full(device) * selection.grid.block_n
-    for head in range(q.shape[1]):
-        kv_head = head // (q.shape[1] // k.shape[1])
+    grid = selection.grid
+    full = grid.full(device) * grid.block_n
+    mean_values = None if selection.pruned is None else block_means(v, grid.block_n).to(v.dtype)
+    for head in range(q.shape[1] // grid.packed):
+        kv_head = head * grid.packed // (q.shape[1] // k.shape[1])
         for b in range(q.shape[0]):
             keys, values = k[b, kv_head].to(dtype), v[b, kv_head].to(dtype)
-            for i in range(selection.grid.rows):
+            for i in range(grid.rows):
                 rows = _rows(selection, b, head, i, device)
+                at = b, head * grid.packed + rows % grid.packed, rows // grid.packed
                 visited = _visited_keys(selection, b, head, kv_head, i, device)
-                position = rows + selection.grid.offset
-                scores = q[b, head, rows].to(dtype) @ keys[visited].T * scale
+                position = at[2] + grid.offset
+                queries = q[at].to(dtype)
+                scores = queries @ keys[visited].T * scale
                 scores.masked_fill_(visited > position[:, None], float("-inf"))
                 skipped = None if selection.skip is None else _skipped(scores, visited, selection.skip)
                 if skipped is not None and selection.skip is not None and selection.skip.sum_too:
                     scores = scores.masked_fill(skipped, float("-inf"))
+                visited_values = values[visited]
+                if selection.pruned is not None and selection.mean_keys is not None and mean_values is not None:
+                    pruned = selection.pruned[b, head, i, : int(full[i]) // grid.block_n].nonzero()[:, 0]
+                    of_means = queries @ selection.mean_keys[b, kv_head, pruned].to(dtype).T * scale
+                    scores = torch.cat([scores, of_means + math.log(grid.block_n)], 1)
+                    visited_values = torch.cat([visited_values, mean_values[b, kv_head, pruned].to(dtype)])
                 log_sums = scores.logsumexp(-1)
                 weights = (scores - log_sums[:, None]).exp()
                 if skipped is not None:
                     weights = weights.masked_fill(skipped, 0.0)
                     if left_out is not None:
                         left_out[head] += skipped[:, visited < int(full[i])].sum()
-                out[b, head, rows] = (weights @ values[visited]).to(out.dtype)
+                out[at] = (weights @ visited_values).to(out.dtype)
 
 
 def _rows(selection: Selection, b: int, head: int, i: int, device: torch.device) -> Tensor:
-    """The queries of row block i of a head in sequence b."""
+    """The rows of row block i of a head of the grid in sequence b, unpermuted."""
     begin = i * selection.grid.block_m
-    end = min(begin + selection.grid.block_m, selection.grid.q_len)
+    end = min(begin + selection.grid.block_m, selection.grid.q_len * selection.grid.packed)
     if selection.row_order is not None:
         return selection.row_order[b, head, begin:end].long()
     return torch.arange(begin, end, device=device)

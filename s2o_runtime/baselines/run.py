@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.baselines import flash_prefill, pbs, skip_softmax, sparge, xattention
+from s2o_runtime.baselines.pooling import block_means
 from s2o_runtime.baselines.reference import attend_reference
 from s2o_runtime.baselines.selection import Grid, Selection
-from s2o_runtime.baselines.settings import PBS, Antidiagonal, Baseline, FlashPrefill, SkipSoftmax, Sparge
+from s2o_runtime.baselines.settings import (
+    PBS,
+    Antidiagonal,
+    Baseline,
+    FlashPrefill,
+    FlashPrefillV2,
+    SkipSoftmax,
+    Sparge,
+)
 from s2o_runtime.devices import capability, interpreted, launching_on, tensor_obstacle
 from s2o_runtime.errors import InputError
 from s2o_runtime.scoring import checked_scale
@@ -23,6 +32,7 @@ HEAD_DIM = BLOCK_SPARSE_HEAD_DIMS[-1]  # the largest of the kernel
 INTERPRETED = (9, 0)  # the compute capability whose tiles the interpreter runs
 SELECTORS: dict[type, Callable[..., Selection]] = {  # called with q, k and the settings; scale by name
     FlashPrefill: flash_prefill.select,
+    FlashPrefillV2: flash_prefill.select,
     PBS: pbs.select,
     Sparge: sparge.select,
     Antidiagonal: xattention.select,
@@ -37,7 +47,7 @@ class BaselineStats(NamedTuple):
         backend: the code that ran: "triton" or "reference".
         reason: why this backend was chosen.
         grid: where the blocks lie.
-        counts: int32 [B, Hq, row blocks], the key blocks that each row block computed.
+        counts: int32 [B, Hq / packed, row blocks], the key blocks that each row block computed.
         left_out: float64 [Hq], pairs whose score was computed and whose product with v a skip left out; None without
             a skip.
     """
@@ -52,14 +62,16 @@ class BaselineStats(NamedTuple):
     def density(self) -> Tensor:
         """Query-key pairs computed over causal pairs, float64 [Hq]; 1.0 is dense. Of the diagonal causal pairs count.
 
-        A pair of which only the score was computed counts as half: it is one of two products.
+        A pair of which only the score was computed counts as half: it is one of two products. What means stand for
+        does not count. Heads that share row blocks have the mean of theirs.
         """
         grid, device = self.grid, self.counts.device
         full = grid.full(device)
         chosen = (self.counts - (grid.visible(device) - full)) * grid.block_n
         unlisted = full * grid.block_n - chosen  # of the keys that all rows of a block see
         causal = len(self.counts) * (grid.kv_len * (grid.kv_len + 1) - grid.offset * (grid.offset + 1)) / 2
-        computed = causal - (unlisted * grid.rows_of(device)).double().sum((0, 2))
+        left_out = (unlisted * grid.rows_of(device)).double().sum((0, 2)) / grid.packed
+        computed = causal - left_out.repeat_interleave(grid.packed)
         return (computed if self.left_out is None else computed - self.left_out / 2) / causal
 
 
@@ -164,8 +176,15 @@ def attend(
     target = out if fits else q.new_empty(*q.shape[:3], head_dim)
     with launching_on(q.device):
         queries, keys, values = (laid_out(tensor, head_dim) for tensor in (q, keys, values))
+        means = None
+        if selection.mean_keys is not None:
+            mean_values = block_means(v, selection.grid.block_n).to(v.dtype)
+            means = (
+                laid_out(selection.mean_keys, head_dim).contiguous(),
+                laid_out(mean_values, head_dim).contiguous(),
+            )
         here = INTERPRETED if interpreted() else capability(q.device)
-        block_sparse_attention(queries, keys, values, selection, scale, target, left_out, here)
+        block_sparse_attention(queries, keys, values, means, selection, scale, target, left_out, here)
     return out if fits else target[..., : shape.head_dim]
 
 

@@ -40,6 +40,8 @@ class Grid:
         q_len, kv_len: queries and keys of a sequence.
         block_m, block_n: rows and keys of a block.
         row_unit, key_unit: rows, and keys, are permuted inside ranges of this size; a block where they are not.
+        packed: query heads whose rows share a row block: row r is query r // packed of head r % packed among them. A
+            selection then has as many heads as there are such groups.
     """
 
     q_len: int
@@ -48,11 +50,16 @@ class Grid:
     block_n: int
     row_unit: int
     key_unit: int
+    packed: int = 1
 
     @classmethod
-    def plain(cls, q: Tensor, k: Tensor, block_m: int, block_n: int) -> Grid:
-        """The grid of q [B, Hq, Lq, D] and k [B, Hkv, Lk, D] where nothing is permuted."""
-        return cls(q.shape[2], k.shape[2], block_m, block_n, block_m, block_n)
+    def plain(cls, q: Tensor, k: Tensor, block_m: int, block_n: int, packed: bool = False) -> Grid:
+        """The grid of q [B, Hq, Lq, D] and k [B, Hkv, Lk, D] where nothing is permuted.
+
+        With `packed` the query heads of a KV head share row blocks.
+        """
+        group = q.shape[1] // k.shape[1] if packed else 1
+        return cls(q.shape[2], k.shape[2], block_m, block_n, block_m, block_n, group)
 
     @property
     def offset(self) -> int:
@@ -62,32 +69,32 @@ class Grid:
     @property
     def rows(self) -> int:
         """Row blocks."""
-        return -(-self.q_len // self.block_m)
+        return -(-self.q_len * self.packed // self.block_m)
 
     @property
     def columns(self) -> int:
         """Key blocks."""
         return -(-self.kv_len // self.block_n)
 
-    def first_position(self, device: torch.device) -> Tensor:
-        """The smallest position a row of each row block can have, int64 [rows]."""
-        row = torch.arange(0, self.rows * self.block_m, self.block_m, device=device)
-        return row // self.row_unit * self.row_unit + self.offset
+    def first_row(self, device: torch.device) -> Tensor:
+        """The first row of each row block, int64 [rows]."""
+        return torch.arange(0, self.rows * self.block_m, self.block_m, device=device)
 
     def full(self, device: torch.device) -> Tensor:
         """How many key blocks, from the first on, every row of a row block sees whole: int64 [rows]."""
-        return (self.first_position(device) + 1) // self.key_unit * (self.key_unit // self.block_n)
+        first_position = self.first_row(device) // self.row_unit * self.row_unit // self.packed + self.offset
+        return (first_position + 1) // self.key_unit * (self.key_unit // self.block_n)
 
     def visible(self, device: torch.device) -> Tensor:
         """How many key blocks, from the first on, any row of a row block sees a part of: int64 [rows]."""
-        last_position = (self.first_position(device) + self.row_unit).clamp_max(self.kv_len) - 1
+        last_row = (self.first_row(device) // self.row_unit + 1) * self.row_unit - 1
+        last_position = (last_row // self.packed + self.offset).clamp_max(self.kv_len - 1)
         units = last_position // self.key_unit + 1
         return (units * (self.key_unit // self.block_n)).clamp_max(self.columns)
 
     def rows_of(self, device: torch.device) -> Tensor:
         """How many rows each row block has, int64 [rows]."""
-        row = torch.arange(0, self.rows * self.block_m, self.block_m, device=device)
-        return (self.q_len - row).clamp_max(self.block_m)
+        return (self.q_len * self.packed - self.first_row(device)).clamp_max(self.block_m)
 
 
 @dataclass(frozen=True)
@@ -95,13 +102,16 @@ class Selection:
     """The key blocks that each row block of a layer computes.
 
     Attributes:
-        grid: where the blocks lie.
-        blocks: int32 [B, Hq, row blocks, capacity], the key blocks of each row block, ascending.
-        counts: int32 [B, Hq, row blocks], how many entries of `blocks` are valid.
+        grid: where the blocks lie. H is Hq, or Hq / packed.
+        blocks: int32 [B, H, row blocks, capacity], the key blocks of each row block, ascending.
+        counts: int32 [B, H, row blocks], how many entries of `blocks` are valid.
         key_order: int32 [B, Hkv, Lk], the keys in permuted order; None where they are not permuted.
         keys: [B, Hkv, Lk, D], k in that order.
         row_order: int32 [B, Hq, Lq], the queries in permuted order; None where they are not permuted.
         skip: which tiles of what is listed are left out while they are visited; None for none.
+        pruned: bool [B, H, row blocks, key blocks], True for blocks that all rows see and that are not computed; the
+            mean of such a block stands for each of its keys. None where nothing does.
+        mean_keys: [B, Hkv, key blocks, D] in the type of k, for `pruned`.
     """
 
     grid: Grid
@@ -111,30 +121,39 @@ class Selection:
     keys: Tensor | None = None
     row_order: Tensor | None = None
     skip: Skip | None = None
+    pruned: Tensor | None = None
+    mean_keys: Tensor | None = None
 
 
-def select_blocks(q: Tensor, grid: Grid, wanted: Callable[[slice], Tensor]) -> Selection:
+def select_blocks(
+    q: Tensor, grid: Grid, wanted: Callable[[slice], Tensor], mean_keys: Tensor | None = None
+) -> Selection:
     """The selection of the blocks that a baseline wants, and of those that touch the diagonal.
 
     Args:
         q: [B, Hq, Lq, D].
-        wanted: called with a slice of n query heads; returns bool [B, n, row blocks, key blocks]. What it says of
-            blocks that touch the diagonal, or that no row sees, is ignored.
+        wanted: called with a slice of n of the Hq / packed heads; returns bool [B, n, row blocks, key blocks]. What it
+            says of blocks that touch the diagonal, or that no row sees, is ignored.
+        mean_keys: of the selection, which then says what is pruned.
     """
-    (batch, heads), device = q.shape[:2], q.device
+    batch, heads, device = q.shape[0], q.shape[1] // grid.packed, q.device
     column = torch.arange(grid.columns, device=device)
     boundary = column >= grid.full(device)[:, None]
     visible = column < grid.visible(device)[:, None]
     # one entry more than there are blocks: what is not on a list is written there
     blocks = torch.zeros(batch, heads, grid.rows, grid.columns + 1, dtype=torch.int32, device=device)
     counts = torch.zeros(batch, heads, grid.rows, dtype=torch.int32, device=device)
+    shape = batch, heads, grid.rows, grid.columns
+    pruned = None if mean_keys is None else torch.empty(shape, dtype=torch.bool, device=device)
     for part in parts(heads, batch * grid.rows * grid.columns):
         mask = wanted(part).logical_or_(boundary).logical_and_(visible)
+        if pruned is not None:
+            pruned[:, part] = visible & ~mask
         rank = mask.cumsum(-1, dtype=torch.int32)
         counts[:, part] = rank[..., -1]
         entry = torch.where(mask, rank - 1, grid.columns).long()
         blocks[:, part].scatter_(-1, entry, column.int().expand(mask.shape))
-    return Selection(grid, blocks[..., :-1], counts)
+    return Selection(grid, blocks[..., :-1], counts, pruned=pruned, mean_keys=mean_keys)
 
 
 def top_share(weights: Tensor, keep: float, candidates: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -33,6 +34,10 @@ class _Settings:
     def _check(self) -> None:
         """Raise ConfigError for options that do not fit one another."""
 
+    def runs_dense(self, layer: int) -> bool:
+        """Whether whoever runs a model leaves this layer, counted from 0, dense."""
+        return False
+
     def __str__(self) -> str:
         options = ",".join(f"{option.name}={_text(getattr(self, option.name))}" for option in fields(self))
         return f"{self.name}:{options}"
@@ -51,11 +56,40 @@ class FlashPrefill(_Settings):
     """
 
     name: ClassVar[str] = "flash-prefill"
+    packed: ClassVar[bool] = False  # whether the query heads of a KV head share row blocks
     alpha: float = ruled(0.12, Rule(float, 0.0, 1.0))
     block: int = ruled(128, Rule(int, allowed=(64, 128)))
     first: int = ruled(2, COUNT)
     window: int = ruled(4, COUNT)
     last: int = ruled(2, COUNT)
+
+    @property
+    def log_share(self) -> float:
+        """The logarithm of alpha, with which logarithms of weights are compared: the sum of all weights cancels."""
+        return math.log(self.alpha) if self.alpha else -math.inf
+
+
+@dataclass(frozen=True)
+class FlashPrefillV2(FlashPrefill):
+    """FlashPrefill V2: row blocks of all query heads of a KV head, and means in place of the blocks that are left out.
+
+    With g query heads to a KV head, `block` rows are `block / g` positions; `last` counts such row blocks.
+
+    Attributes:
+        correct: let the mean key and the mean value of a block that is left out stand for each of its keys.
+        dense_layers: first layers of the model that are dense, as in the authors' example; a call knows no layer, so
+            `runs_dense` tells whoever runs the model.
+    """
+
+    name: ClassVar[str] = "flash-prefill-v2"
+    packed: ClassVar[bool] = True
+    alpha: float = ruled(0.1, Rule(float, 0.0, 1.0))
+    last: int = ruled(8, COUNT)
+    correct: bool = ruled(True, Rule(bool))
+    dense_layers: int = ruled(4, COUNT)
+
+    def runs_dense(self, layer: int) -> bool:
+        return layer < self.dense_layers
 
 
 @dataclass(frozen=True)
@@ -141,9 +175,9 @@ class SkipSoftmax(_Settings):
     block: int = ruled(128, Rule(int, allowed=(64, 128)))
 
 
-Baseline = FlashPrefill | PBS | Sparge | Antidiagonal | SkipSoftmax
+Baseline = FlashPrefill | FlashPrefillV2 | PBS | Sparge | Antidiagonal | SkipSoftmax
 BASELINES: dict[str, type[Baseline]] = {
-    settings.name: settings for settings in (FlashPrefill, PBS, Sparge, Antidiagonal, SkipSoftmax)
+    settings.name: settings for settings in (FlashPrefill, FlashPrefillV2, PBS, Sparge, Antidiagonal, SkipSoftmax)
 }
 
 

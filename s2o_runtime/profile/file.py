@@ -45,8 +45,9 @@ from s2o_runtime.profile.profile import MAX_LENGTH, Profile
 from s2o_runtime.profile.record import Record
 from s2o_runtime.version import __version__
 
-SCHEMA = 7  # of what is written
-SCHEMAS = (6, 7)  # that are read; in schema 6 tiles have no `tail_keys`, which counts as not measured
+SCHEMA = 8  # of what is written
+SCHEMAS = (6, 7, 8)  # that are read; in schema 6 tiles have no `tail_keys`, which counts as not measured
+WITHDRAWN = "what a certificate of a version before said: it claimed more than it had shown, so calibrate again"
 METADATA_KEY = "s2o_profile"
 MAX_BYTES = 32 << 20
 MAX_DOCUMENT = 4 << 20  # characters
@@ -326,7 +327,7 @@ def _schema(document: dict[str, Any]) -> int:
     if schema not in SCHEMAS:
         age, advice = ("an older", "calibrate again") if schema < SCHEMA else ("a newer", "install that")
         raise ProfileError(
-            f"schema {schema} is of {age} version of S2O than {__version__}, which reads 6 and 7: {advice}"
+            f"schema {schema} is of {age} version of S2O than {__version__}, which reads 6 to 8: {advice}"
         )
     return schema
 
@@ -358,17 +359,26 @@ def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     heads = math.prod(expected) * geometry.query_heads
     if heads > MAX_HEADS:
         raise ProfileError(f"lengths, model.layers and model.query_heads make {heads} heads: at most {MAX_HEADS}")
-    tile_fields = len(TILE_FIELDS) - (schema < SCHEMA)
+    tile_fields = len(TILE_FIELDS) - (schema == 6)
     _check_tensors(tensors, expected, geometry.query_heads, tile_fields)
     device = _device(_field(document, "device", dict))
     model_name, fingerprint = (_field(model, name, str, "model.") for name in ("name", "fingerprint"))
-    record = Record.from_json(_field(document, "record", dict))
+    record = _record(_field(document, "record", dict), schema)
     if _field(document, "digest", str) != _digest(document, tensors):
         raise ProfileError("the digest does not match the contents: the file was changed or damaged, make it again")
     layers = tuple(
         tuple(_layer(tensors, bucket, index) for index in range(geometry.layers)) for bucket in range(len(lengths))
     )
     return Profile(model_name, geometry, fingerprint, device, lengths, layers, record)
+
+
+def _record(document: dict[str, Any], schema: int) -> Record:
+    """The record; what schemas before 8 call a certificate is withdrawn."""
+    if schema < SCHEMA and "certificate" in document:
+        others = document.get("not_proven")
+        sentences = [*(others if isinstance(others, list) else []), WITHDRAWN]
+        document = {key: value for key, value in document.items() if key != "certificate"} | {"not_proven": sentences}
+    return Record.from_json(document)
 
 
 def _with_other_layers(geometry: Geometry, model: dict[str, Any]) -> Geometry:

@@ -254,26 +254,16 @@ class ProvenLength(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContinuedBound(Part):
-    """The bound for calls that bring few new tokens behind a cached prefix."""
-
-    new_tokens: int | None = _recorded("that a call brings", "tokens")
-    bound: float | None = _recorded("for the mean over prompts of the error of these rows", "the budget's kind")
-
-
-@dataclass(frozen=True, kw_only=True)
 class CertifiedLayer(Part):
-    """What is certified of one layer. Every bound is above the mean over prompts like these with `confidence`."""
+    """What is certified of one layer; a layer that is dense has no error."""
 
     mean: float | None = _recorded("error, mean over the certify prompts", "the budget's kind")
     bound: float | None = _recorded(
-        "for the mean over prompts of the error over all rows; absent where nothing can be bounded", "the budget's kind"
+        "upper bound for the mean over prompts of the error over all rows; at most the limit", "the budget's kind"
     )
-    bound_last: float | None = _recorded("the same over the last eighth of a prompt's rows", "the budget's kind")
-    continued: tuple[ContinuedBound, ...] | None = _recorded("calls that continue a prompt; not held to the limit")
-    first_bound: float | None = _recorded("the bound at the first look, as the layer was adjusted", "the budget's kind")
-    rung: float | None = _recorded(
-        "of what the layer spent, what the certificate left it; 0: dense; absent if its first bound held"
+    spent: float | None = _recorded(
+        "of what it was adjusted to spend, what the certificate left it; 0: dense; absent if its first bound held",
+        "share",
     )
     density: float | None = _recorded("mean over heads and certify prompts", "share")
     limit: float | None = _recorded("the error the layer may have", "the budget's kind")
@@ -290,14 +280,6 @@ class CertifiedLayer(Part):
         if self.bound is None or not self.mean or self.rel_mse is None:
             return None
         return self.bound * self.rel_mse / self.mean
-
-
-@dataclass(frozen=True, kw_only=True)
-class NextPrompt(Part):
-    """What the next prompt like these keeps within, whatever their distribution: an order statistic."""
-
-    value: float | None = _recorded("the bound", "of what is bounded")
-    probability: float | None = _recorded("at least, that the next prompt keeps within it", "share")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,18 +300,27 @@ class CertifiedDomain(Part):
 
     domain: str | None = _recorded("its name")
     prompts: int | None = _recorded("how many of the prompts are of it")
+    groups: int | None = _recorded("groups of text, such as novels, that these are from")
     kl: float | None = _recorded("mean over them", "nats")
     error_over_limit: float | None = _recorded("the largest mean error of a layer over its limit", "share")
+    answer_over_limit: float | None = _recorded("the same over the rows that answer", "share")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CertifiedLength(Part):
-    """What is certified of one length."""
+    """What is certified of one length: every layer's mean error is within its limit, and, with the certificate's
+    confidence, at least `share` of prompts like these keep the errors of all layers within `error_over_limit` times
+    their limits, over all rows and over those that answer, and their KL within `kl`, together."""
 
     length: int | None = _recorded("of the prompts", "tokens")
     prompts: int | None = _recorded("how many prompts")
+    groups: int | None = _recorded("groups of text that these are from, which are what is counted")
     tokens: int | None = _recorded("of them all", "tokens")
-    kl: NextPrompt | None = _recorded("KL(dense, patched) of the next token in nats, mean over a prompt's positions")
+    share: float | None = _recorded("of prompts that keep both of the next; absent if all is dense", "share")
+    error_over_limit: float | None = _recorded("the largest error of a layer on a prompt over its limit")
+    kl: float | None = _recorded(
+        "KL(dense, patched) of the next token, mean over a prompt's positions; absent where it is 0", "nats"
+    )
     mean_kl: float | None = _recorded("the same, mean over the prompts", "nats")
     mean_kl_bound: float | None = _recorded(
         "upper bound for the mean over prompts like these; of a budget in KL only", "nats"
@@ -338,11 +329,7 @@ class CertifiedLength(Part):
         "mean KL between two dense implementations on the first two prompts; absent where rounding is negligible",
         "nats",
     )
-    top1: NextPrompt | None = _recorded("share of a prompt's positions with the same most likely token, from below")
-    error_over_limit: NextPrompt | None = _recorded("the largest error of a layer on a prompt over its limit")
-    worst: NextPrompt | None = _recorded(
-        "the largest of the layers' 0.99 quantiles, over sampled rows, of the error of a row over its norm"
-    )
+    top1: float | None = _recorded("the least share of a prompt's positions with the same most likely token", "share")
     retrieval: CertifiedRetrieval | None = _recorded("absent if the prompts ask for no needles")
     domains: tuple[CertifiedDomain, ...] | None = _recorded("the same by kind of text")
     layers: tuple[CertifiedLayer, ...] | None = _recorded("one entry for each layer, in their order")
@@ -352,7 +339,10 @@ class CertifiedLength(Part):
 class Certificate(Part):
     """What was shown on prompts that had no part in choosing the settings."""
 
-    confidence: float | None = _recorded("of each bound and interval", "share")
+    confidence: float | None = _recorded(
+        "that all means of all lengths are within their limits; of each length's claim about prompts; of each interval",
+        "share",
+    )
     method: str | None = _recorded("how bounds were made, in words")
     lengths: tuple[CertifiedLength, ...] | None = _recorded("calibrated and checked lengths")
 
@@ -410,7 +400,7 @@ class Record(Part):
         "the proof on the prompts that layers were adjusted on, at each calibrated and checked length; empty for a "
         "profile that is only predicted"
     )
-    certificate: Certificate | None = _recorded("what holds for the next prompt; absent if nothing was certified")
+    certificate: Certificate | None = _recorded("what is certified; absent if nothing is")
     not_proven: tuple[str, ...] | None = _recorded("one sentence for each thing that a reader might take for shown")
     retiled: Retiling | None = _recorded("only in a profile that was given the tiles of another GPU")
 

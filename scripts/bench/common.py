@@ -73,7 +73,7 @@ def checked(parse: Callable[[str], Any], example: str) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
         try:
             return parse(text)
-        except ValueError:
+        except (ValueError, OSError):
             raise argparse.ArgumentTypeError(f"{text!r} is not understood: try {example}") from None
 
     return convert

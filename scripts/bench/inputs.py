@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +40,13 @@ class Inputs:
     @classmethod
     def of(cls, qkv: QKV, error_rows: int, seed: int, layer: int = 0) -> Inputs:
         return cls(*qkv, *exact_rows(*qkv, error_rows, seed), layer)
+
+    def chunks(self, size: int) -> list[Inputs]:
+        """The calls of a server that takes `size` queries at a time, each behind all keys so far; rows stay whole."""
+        edges = pairwise([*range(0, self.q.shape[2], size), self.q.shape[2]])
+        return [
+            replace(self, q=self.q[:, :, begin:end], k=self.k[:, :, :end], v=self.v[:, :, :end]) for begin, end in edges
+        ]
 
 
 def exact_rows(q: Tensor, k: Tensor, v: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:

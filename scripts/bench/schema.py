@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -18,10 +18,13 @@ from s2o_runtime.files import write_atomically
 
 DENSE = "dense (cuDNN)"
 FLASH = "dense (FlashAttention-2)"
-ONE_TAU = "S2O, one tau"
+ONE_SETTING = "S2O, one setting"  # for all heads of all layers
+ONE_TAU = "S2O, one tau"  # what the methods' bench measured before
 PUBLISHED = "S2O as published"
 LINEAR_TAILS = "S2O, linear tails"
 CALIBRATED = "S2O, calibrated"  # a profile
+PROVEN = ", proven"  # ends the settings of profiles that were proven on held-out prompts
+EVERYTHING = 0.9999  # a method of this density computes everything, as dense attention does
 
 T = TypeVar("T")
 
@@ -143,6 +146,8 @@ class MethodRow:
     """One setting of one method on all layers: times are sums, errors and densities means, `worst` is the largest.
 
     profile: of a calibrated setting the digest of its file, by which s2o-eval names it too; older files lack it.
+    chunk: queries of a call, each behind all keys before them; None where all come in one call. command: measures the
+    row again; older files lack it.
     """
 
     method: str
@@ -156,14 +161,17 @@ class MethodRow:
     worst: float
     layers: list[LayerRow]
     profile: str | None = None
+    chunk: int | None = None
+    command: str = ""
 
 
 @dataclass(frozen=True)
 class MethodsEntry:
-    """One length of the methods' bench."""
+    """One length of the methods' bench; chunked: the same, with the queries of some settings in chunks."""
 
     length: int
     rows: list[MethodRow]
+    chunked: list[MethodRow] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,11 +215,6 @@ class PrefillFile(ResultFile):
     format: str = "s2o-bench-prefill/1"
     settings: dict[str, Any]
     results: list[PrefillEntry]
-
-
-def setting_name(kind: str, budget: float, guard: float | None = None) -> str:
-    """What the methods' bench calls a calibrated setting; guard: on worst rows, where it is not the profile's own."""
-    return f"{kind} {budget:g}" + ("" if guard is None else f", rows {guard:g}")
 
 
 def write(path: Path, file: ResultFile) -> None:

@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from scripts.bench.schema import DENSE, FLASH, MethodRow
-from scripts.docs.raw import EVERYTHING, METHODS, RESULTS, Bench
+from scripts.bench.schema import DENSE, EVERYTHING, FLASH, MethodRow
+from scripts.docs.raw import METHODS, RESULTS, Bench
 
 PICTURE = RESULTS / "methods-error.svg"
 MARKERS = "osD^vPX*"

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from s2o_runtime.errors import InputError
-from scripts.bench.schema import CALIBRATED, DENSE, FLASH, ONE_TAU, MethodRow, MethodsFile, ResultFile, read
+from scripts.bench.boards import at_error
+from scripts.bench.schema import CALIBRATED, DENSE, FLASH, ONE_TAU, PROVEN, MethodRow, MethodsFile, ResultFile, read
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 S2O = CALIBRATED
-EVERYTHING = 0.9999  # a method of this density computes everything, as dense attention does
 NEEDLE_TASKS = ("needles", "multi")  # s2o-eval's task, and what it was called when older files were written
-PROVEN = ", proven"  # ends the settings of profiles; other budgets are from their journals
 
 # methods of the benches, and what a reader calls them; rows of methods that are no longer there are not shown
 METHODS = {
@@ -59,13 +58,9 @@ class Bench:
     def within(self, method: str, error: float) -> MethodRow | None:
         """A method's fastest measured setting with a rel_mse of at most `error`; None if there is none.
 
-        Of calibrated settings only the proven ones count. Sparse methods whose setting computes everything count as
-        dense attention.
+        What counts is as in `boards.fastest`.
         """
-        rows = [row for row in self.of(method) if row.rel_mse <= error]
-        rows = [row for row in rows if row.setting.endswith(PROVEN)] if method == S2O else rows
-        rows = [row for row in rows if row.density < EVERYTHING or method in (DENSE, FLASH)]
-        return min(rows, key=lambda row: row.seconds, default=None)
+        return at_error(self.of(method), error).get(method)
 
 
 def bench(name: str) -> Bench:

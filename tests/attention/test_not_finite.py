@@ -101,7 +101,7 @@ def drop_nan(monkeypatch):
 @INTERPRETED
 @pytest.mark.usefixtures("drop_nan")
 @pytest.mark.parametrize(
-    ("bad", "path", "where"), pairwise(BAD, ["kernels", "shares", "int8"], ["q", "k", "v"], mark=SLOW, count=3)
+    ("bad", "path", "where"), pairwise(BAD, ["kernels", "shares", "int8"], ["q", "k", "v"], mark=SLOW, count=1)
 )
 def test_in_kernels(path, where, bad, monkeypatch):
     position = POSITIONS[1]

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from s2o_runtime.baselines import PBS, Antidiagonal, FlashPrefill, SkipSoftmax, Sparge, attend, select
+from s2o_runtime.baselines import PBS, Antidiagonal, FlashPrefill, FlashPrefillV2, SkipSoftmax, Sparge, attend, select
 from s2o_runtime.baselines.flash_prefill import head_mass, log_mass
 from s2o_runtime.baselines.kernels import antidiagonal
 from s2o_runtime.baselines.kernels.antidiagonal import antidiagonal_mass
 from s2o_runtime.baselines.kernels.block_sparse import pool_blocks
-from s2o_runtime.baselines.kernels.mean_keys import mean_key_mass
+from s2o_runtime.baselines.kernels.mean_keys import mean_key_mass, select_by_mass
 from s2o_runtime.baselines.pooling import block_means, pool_plain
 from s2o_runtime.baselines.run import baseline_attention
 from s2o_runtime.baselines.selection import Grid
@@ -60,6 +60,11 @@ def in_plain_torch(q, k, v, selection, scale, **options):
         (PBS(0.6, 128, 64, permute_queries=True), torch.float32, GQA),
         (SkipSoftmax(1e6, 64), torch.float16, (1, 2, 1, 300, 460, 64)),
         (Sparge(0.5, 0.3), torch.float32, ODD),
+        (FlashPrefillV2(0.6, 64, first=0, window=1, last=1), torch.float32, (1, 6, 2, 200, 341, 64)),
+        (FlashPrefillV2(0.6, 64, first=0, window=1, last=1), torch.float16, SUFFIX),
+        (FlashPrefillV2(0.9, first=0, window=1, last=0), torch.float32, (1, 4, 1, 130, 600, 40)),
+        (FlashPrefillV2(0.6, 64, first=0, window=0, last=1, correct=False), torch.float16, GQA),
+        (FlashPrefillV2(), torch.float32, ONE),
         (PBS(0.6, 128, 64), torch.float16, SUFFIX),
         (PBS(0.6, 256, 128), torch.float32, ODD),
         (PBS(0.6, 128, 64, permute_queries=True), torch.float32, ONE),
@@ -134,6 +139,48 @@ def test_flash_prefills_weights_are_those_of_torch(block, dtype, shape, nan_fill
     ours = mean_key_mass(q, k_mean, part, grid, SCALE)
     # products of 16-bit numbers are exact in float32, so both types differ by float32's sums only
     torch.testing.assert_close(ours.double(), by_torch(head_mass, q, k_mean, part, grid, SCALE), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        FlashPrefillV2(0.5, 64, first=1, window=2, last=1),
+        FlashPrefillV2(0.9, 64, first=0, window=0, last=0),
+        FlashPrefillV2(0.0, 128, first=0, window=0, last=0),
+        FlashPrefill(0.7, 64, window=1, last=2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "shape", [(2, 6, 2, 150, 341, 64), ONE, (1, 4, 2, 70, 17000, 16)], ids=["packed", "one", "long"]
+)
+def test_flash_prefills_choice_is_that_of_torch(settings, shape, nan_filled, monkeypatch):
+    """By the same weights, also with a head at a time; what is pruned is what is whole and not chosen."""
+    q, k, _ = inputs(*shape)
+    expected = select(q, k, settings, scale=SCALE)
+    grid, k_mean = expected.grid, block_means(k, settings.block)
+    monkeypatch.setattr(
+        "s2o_runtime.baselines.kernels.mean_keys.parts", lambda n, _: [slice(i, i + 1) for i in range(n)]
+    )
+
+    def mass_of(part):
+        return log_mass(q, k_mean, part, grid, SCALE)
+
+    ours = select_by_mass(q, grid, mass_of, settings, expected.mean_keys)
+    assert torch.equal(ours.counts, expected.counts)
+    for at in torch.cartesian_prod(*map(torch.arange, ours.counts.shape)).tolist():
+        count, full = int(ours.counts[tuple(at)]), int(grid.full(q.device)[at[2]])
+        assert torch.equal(ours.blocks[tuple(at)][:count], expected.blocks[tuple(at)][:count])
+        if expected.pruned is not None:
+            assert torch.equal(ours.pruned[tuple(at)][:full], expected.pruned[tuple(at)][:full])
+
+
+def test_packed_weights_are_those_of_torch(nan_filled):
+    q, k, _ = inputs(2, 6, 2, 150, 341, 40)
+    k_mean, grid = block_means(k, 64), Grid.plain(q, k, 64, 64, packed=True)
+    ours = mean_key_mass(q, k_mean, slice(1, 2), grid, SCALE)
+    expected = log_mass(q.double(), k_mean.double(), slice(1, 2), grid, SCALE)
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_flash_prefills_weights_are_sums_over_the_rows_that_see_a_whole_block():

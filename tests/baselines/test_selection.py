@@ -1,6 +1,7 @@
 """What every baseline selects and computes in plain torch, against explicit loops of its paper; and its settings."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from s2o_runtime.baselines import (
     PBS,
     Antidiagonal,
     FlashPrefill,
+    FlashPrefillV2,
     SkipSoftmax,
     Sparge,
     attend,
@@ -22,14 +24,20 @@ from s2o_runtime.errors import ConfigError, InputError
 from support import baseline_references as references
 from support.naive import naive_attention
 
-ALL, MANY, SUFFIX, BATCH, FEW, ONE = (  # batch, query heads, KV heads, queries, keys
+ALL, MANY, SUFFIX, BATCH, FEW, ONE, THREE = (  # batch, query heads, KV heads, queries, keys
     (1, 2, 1, 130, 130), (1, 4, 2, 450, 450), (1, 2, 1, 190, 471), (2, 2, 2, 256, 256), (1, 1, 1, 7, 7),
-    (1, 2, 2, 1, 300),
+    (1, 2, 2, 1, 300), (1, 6, 2, 333, 470),
 )  # fmt: skip
 CASES = [  # every setting once, and every method with most shapes
     (FlashPrefill(0.5, 64, first=1, window=2, last=1), MANY),
     (FlashPrefill(0.1, 64, first=0, window=0, last=0), SUFFIX),
     (FlashPrefill(0.5), BATCH),
+    (FlashPrefillV2(0.5, 64, first=1, window=2, last=1), MANY),
+    (FlashPrefillV2(0.5, 64, first=0, window=0, last=0), SUFFIX),
+    (FlashPrefillV2(0.3, 64, first=0, window=1, last=2), THREE),
+    (FlashPrefillV2(0.5, 64, window=1, last=0, correct=False), BATCH),
+    (FlashPrefillV2(), FEW),
+    (FlashPrefillV2(0.5, 64, last=0), ONE),
     (PBS(0.7, 128, 64), MANY),
     (PBS(0.7, 64, 64, first=0), SUFFIX),
     (PBS(0.7, 128, 64, permute_queries=True), BATCH),
@@ -50,6 +58,7 @@ CASES = [  # every setting once, and every method with most shapes
 ]
 LOOPS = {
     "flash-prefill": references.flash_prefill,
+    "flash-prefill-v2": references.flash_prefill,
     "pbs": references.pbs,
     "sparge": references.sparge,
     "xattention": references.xattention,
@@ -94,7 +103,10 @@ def test_selection_and_attention_are_the_papers(settings, shape):
     if rows:
         assert {(b, h): chosen.row_order[b, h].tolist() for b, h in rows} == rows
     out, stats = baseline_attention(q, k, v, settings, scale=0.3)
-    truth, pairs = references.attention(q, k, v, expected, grid.block_m, grid.block_n, 0.3, rows, chosen.skip)
+    if isinstance(settings, FlashPrefillV2):
+        truth, pairs = references.flash_prefill_v2_attention(q, k, v, expected, settings, 0.3)
+    else:
+        truth, pairs = references.attention(q, k, v, expected, grid.block_m, grid.block_n, 0.3, rows, chosen.skip)
     torch.testing.assert_close(out, truth, rtol=1e-9, atol=1e-9)
     batch, _, _, q_len, kv_len = shape
     causal = batch * sum(kv_len - q_len + i + 1 for i in range(q_len))
@@ -105,6 +117,7 @@ def test_selection_and_attention_are_the_papers(settings, shape):
     "settings",
     [
         FlashPrefill(0.0, 64, first=0, window=0, last=0),
+        FlashPrefillV2(0.0, 64, first=0, window=0, last=0),
         PBS(1.0, 128, 64, permute_queries=True),
         Sparge(1.0),
         Antidiagonal(1.0),
@@ -149,7 +162,13 @@ def test_a_dropped_tile_is_no_part_of_the_sum():
 
 @pytest.mark.parametrize(
     "settings",
-    [PBS(0.7, 128, 64, permute_queries=True), FlashPrefill(0.5, 64), Sparge(0.6, 0.38), Antidiagonal(0.6)],
+    [
+        PBS(0.7, 128, 64, permute_queries=True),
+        FlashPrefill(0.5, 64),
+        FlashPrefillV2(0.5, 64, last=1),
+        Sparge(0.6, 0.38),
+        Antidiagonal(0.6),
+    ],
     ids=lambda settings: settings.name,
 )
 def test_small_chunks_change_nothing(settings, monkeypatch):
@@ -160,6 +179,25 @@ def test_small_chunks_change_nothing(settings, monkeypatch):
     sliced = select(q, k, settings)
     assert listed(sliced) == listed(whole)
     assert whole.row_order is None or torch.equal(sliced.row_order, whole.row_order)
+    assert whole.pruned is None or torch.equal(sliced.pruned, whole.pruned)
+
+
+def test_the_mean_of_a_pruned_block_stands_for_its_keys():
+    """Exactly where the keys of each block are equal, as values then count by their mean."""
+    q, k, v = inputs(1, 4, 2, 400, 640)
+    k = k.unflatten(2, (-1, 64))[:, :, :, :1].expand(-1, -1, -1, 64, -1).flatten(2, 3)
+    settings = FlashPrefillV2(1.0, 64, first=0, window=0, last=0)
+    out, stats = baseline_attention(q, k, v, settings)
+    assert float(stats.density.max()) < 0.6
+    torch.testing.assert_close(out, naive_attention(q, k, v), rtol=1e-9, atol=1e-9)
+    dropped, same = baseline_attention(q, k, v, replace(settings, correct=False))
+    assert torch.equal(same.counts, stats.counts)
+    assert float((dropped - out).abs().max()) > 0.01
+
+
+def test_the_first_layers_of_a_model_stay_dense():
+    assert [FlashPrefillV2(dense_layers=2).runs_dense(layer) for layer in range(4)] == [True, True, False, False]
+    assert not FlashPrefill().runs_dense(0)
 
 
 def test_the_share_counts_the_entry_that_reaches_it():

@@ -84,16 +84,16 @@ def test_dry_run_prints_the_plan_and_stops(command, tmp_path):
     outcome = command(*GOOD, "--dry-run", "--json")
     assert outcome.returncode == 0, outcome.stderr
     plan = json.loads(outcome.stdout)
-    assert plan["lengths"] == "512"
-    assert plan["device"] == "cpu"
-    assert plan["budget"] == "mse 0.0001 and rel_mse 0.01, whichever allows a layer less"
-    assert plan["out"] == "profiles/demo/cpu/mse-0.0001.safetensors (default)"
-    assert plan["journal"] == "profiles/demo/cpu/demo.journal.sqlite (default)"
-    assert (plan["representatives"], plan["grains"]) == ("1, 16 (default)", "4 (default)")
-    assert plan["num prompts"] == "4 of each length (default)"
+    assert plan["lengths"] == "512 (given)"
+    assert plan["device"] == "cpu (given)"
+    assert plan["budget"] == "mse 0.0001 and rel_mse 0.01, whichever allows a layer less (given)"
+    assert plan["out"] == "profiles/demo/cpu/mse-0.0001.safetensors"
+    assert plan["journal"] == "profiles/demo/cpu/demo.journal.sqlite"
+    assert (plan["representatives"], plan["grains"]) == ("1, 16", "4")
+    assert plan["num prompts"] == "4 of each length"
     text = command(*GOOD, "--dry-run", "--representatives", "8,1", "--num-held-out", 1).stdout
-    assert "representatives     1, 8\n" in text
-    assert "num held out        1 of each length\n" in text
+    assert "representatives     1, 8 (given)\n" in text
+    assert "num held out        1 of each length (given)\n" in text
     assert "8 query heads, 2 KV heads, head dim 128\n" in text
     assert list(tmp_path.iterdir()) == []
 
@@ -107,9 +107,9 @@ def test_flags_override_the_recipe_file_which_overrides_the_defaults(command, tm
     plan = json.loads(outcome.stdout)
     names = ("model", "budget", "lengths", "check lengths", "time limit", "tails", "worst rows", "weights", "seed")
     expected = ("demo", "rel_mse 0.01", "1024", "none", "300 s", "off", "off", "the model's", "7")
-    assert tuple(plan[name] for name in names) == expected
-    assert plan["trials"] == "2 for each group of like layers at each length"
-    assert plan["margin"] == "90% of the budget is spent (default)"
+    assert tuple(plan[name] for name in names) == tuple(f"{value} (given)" for value in expected)
+    assert plan["trials"] == "2 for each group of like layers at each length (given)"
+    assert plan["margin"] == "90% of the budget is spent"
 
 
 def test_a_dry_run_writes_a_recipe_that_runs_the_same(command, tmp_path):
@@ -123,7 +123,7 @@ def test_a_dry_run_writes_a_recipe_that_runs_the_same(command, tmp_path):
     assert again.stdout == outcome.stdout
     plans = [json.loads(command(*arguments, "--dry-run", "--json").stdout)
              for arguments in (given, ["--recipe", "again.yaml"])]  # fmt: skip
-    first, second = ({name: line.removesuffix(" (default)") for name, line in plan.items()} for plan in plans)
+    first, second = ({name: line.removesuffix(" (given)") for name, line in plan.items()} for plan in plans)
     assert first == second
 
 
@@ -270,7 +270,7 @@ def test_the_plan_of_an_alias_needs_no_hub(command, caplog):
     plan = json.loads(outcome.stdout)
     assert plan["sizes"] == "sizes of the alias, as they ship; nothing was asked of the Hub"
     assert plan["architecture"] == "qwen2, 28 layers, 28 query heads, 4 KV heads, head dim 128"
-    assert plan["weights"] == "the model's (default)"
+    assert plan["weights"] == "the model's"
     assert plan["budget"].startswith("mse 0.0001")
     assert re.fullmatch(r"about \d+ h \d+ min \(proving .*, certifying .*\), less what the journal has", plan["takes"])
     warning = r"qwen2.5-7b has 7.6 billion parameters and this run has no GPU: it takes about \d+ h \d+ min"
@@ -287,7 +287,7 @@ def test_a_host_without_gpus_plans_for_those_that_have_some(command):
     outcome = command("--model", "qwen2.5-7b", *workers, "--dry-run", "--json")
     assert outcome.returncode == 0, outcome.stderr
     plan = json.loads(outcome.stdout)
-    assert (plan["lengths"], plan["loaded"]) == ("8192, 32768 (default)", "15.2 GB, which stay on the device")
+    assert (plan["lengths"], plan["loaded"]) == ("8192, 32768", "15.2 GB, which stay on the device")
     assert plan["memory"].endswith("of each GPU")
 
 
@@ -300,4 +300,4 @@ def test_device_dependent_lengths_are_not_guessed_before_the_device_is_known(com
     """Segments and check lengths that fit no CPU default may fit a GPU's, and the other way round."""
     arguments = ["--model", "demo", "--device", "cpu", "--dry-run", "--json", "--check-lengths", "8192"]
     plan = json.loads(command(*arguments).stdout)
-    assert (plan["lengths"], plan["check lengths"]) == ("1024, 2048 (default)", "8192")
+    assert (plan["lengths"], plan["check lengths"]) == ("1024, 2048", "8192 (given)")

@@ -23,6 +23,7 @@ ALL = BASE | {
     "num_prompts": 3,
     "num_held_out": 1,
     "num_certify": 7,
+    "per_prompt": True,
     "trials": 5,
     "time_limit": 90.5,
     "margin": 0.5,

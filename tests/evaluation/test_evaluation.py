@@ -196,6 +196,7 @@ def generated(model, ids, count):
     return outputs[0, len(ids) :].tolist()
 
 
+@pytest.mark.slow(reason="generates with three models")
 def test_greedy_answers_are_those_that_the_models_generate(demo, tmp_path):
     plan = Plan("demo", tmp_path, (700,), settings=("tau=20,segment=64", EXACT)).validate()
     dense, *sparse = variants(plan, demo)
@@ -244,12 +245,27 @@ def test_a_baseline_computes_every_layer_of_full_attention(tiny, tmp_path, keep,
         assert torch.equal(score.ForwardPass(tiny, ids).hidden, hidden["dense"])
 
 
+def test_a_baseline_leaves_its_first_layers_dense(tiny, tmp_path):
+    """Of FlashPrefill V2 those that it names; they count as dense in what the run did."""
+    text = "flash-prefill-v2:alpha=1,block=64,first=0,window=0,last=0,dense_layers=1"
+    baseline = variants(Plan("tiny", tmp_path, (700,), settings=(text,)).validate(), tiny)[1]
+    with running(tiny.model, baseline):
+        score.ForwardPass(tiny, torch.randint(3, 99, (700,)))
+    first, *others = baseline.last.values()
+    densities = [float(stats.density.mean()) for stats in others]
+    assert first is None
+    assert len(densities) == tiny.geometry.layers - 1
+    assert max(densities) < 0.9
+    assert run_stats(baseline).density == pytest.approx((1 + sum(densities)) / tiny.geometry.layers)
+
+
 @pytest.mark.parametrize(
     ("head_dim", "options", "obstacle"),
     [(64, {"softcap": 2.0}, "scores that are soft-capped at 2"), (192, {}, "a head_dim of 192, over 128")],
 )
 def test_a_baseline_refuses_what_it_cannot_compute(head_dim, options, obstacle):
     variant, module = Variant("pbs", "pbs", baseline=parse("pbs")), torch.nn.Module()
+    module.layer_idx = 0
     setattr(module, BASELINE, variant)
     q, mask = torch.randn(1, 2, 300, head_dim), torch.zeros(1, 1, 1, 2, dtype=torch.int64)
     setattr(mask, hf.CALL, hf.PrefillCall(0, None, lambda: None))

@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from s2o_runtime.baselines import PBS, Antidiagonal, FlashPrefill, SkipSoftmax, Sparge, baseline_attention, select
+from s2o_runtime.baselines import (
+    PBS,
+    Antidiagonal,
+    FlashPrefill,
+    FlashPrefillV2,
+    SkipSoftmax,
+    Sparge,
+    baseline_attention,
+    select,
+)
 from s2o_runtime.baselines.flash_prefill import head_mass, log_mass
 from s2o_runtime.baselines.pooling import block_means, pool, pool_plain
 from s2o_runtime.baselines.run import attend
@@ -23,6 +32,8 @@ SHAPES = [
 ]
 SETTINGS = [
     FlashPrefill(0.5, 64, window=1, last=1),
+    FlashPrefillV2(0.5, 64, first=0, window=1, last=1),
+    FlashPrefillV2(0.5, last=2),
     PBS(0.6, 512, 64),
     PBS(0.6, permute_queries=True),
     Sparge(0.6, 0.5),
@@ -135,7 +146,7 @@ def test_block_weights_of_a_million_tokens():
 def test_memory_at_128k():
     """Selecting takes less than a GiB besides what it returns and what permuting copies."""
     q, k, _ = inputs(1, 32, 8, 131072, 131072, 128)
-    for settings in (FlashPrefill(), PBS(), Sparge(), Antidiagonal(), SkipSoftmax()):
+    for settings in (FlashPrefill(), FlashPrefillV2(), PBS(), Sparge(), Antidiagonal(), SkipSoftmax()):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -61,6 +61,7 @@ def test_prefill_equals_the_reference(shape, tile, grain, nan_filled):
     agree(*run_both(q, k, v, mixed(shape[1], tile, grain), kv_start))
 
 
+@pytest.mark.slow(reason="kernels in Triton's interpreter, seconds")
 @pytest.mark.parametrize("starts", all_but_first([None, [40, 0]], SLOW), ids=str)
 def test_sinks_and_no_log_sum_exp(starts, nan_filled):
     q, k, v, kv_start = drawn((len(starts or [0]), 2, 1, 140, 211, 64, starts))

@@ -186,6 +186,7 @@ def test_pages_change_nothing(monkeypatch, nan_filled):
     assert torch.equal(ours.lse, expected.lse)
 
 
+@pytest.mark.slow(reason="kernels in Triton's interpreter, seconds")
 @INTERPRETED
 def test_linear_tails_are_added_to_their_heads_alone(monkeypatch, nan_filled):
     """To outputs and log-sum-exps that the combination has left as they are; dense heads keep what it wrote."""

@@ -83,6 +83,7 @@ def test_why_a_checkpoint_cannot_be_streamed():
     assert streaming_obstacle(model.config, model, names) == "its weights are quantised (gptq)"
 
 
+@pytest.mark.slow(reason="two calibrations")
 def test_a_model_in_memory_is_calibrated_as_its_checkpoint_is(tmp_path):
     """The same weights give the same profile but for its name; the model keeps its attention."""
     folder = save_tiny(tmp_path / "tiny")
@@ -245,7 +246,7 @@ def own_model(tmp_path, monkeypatch):
 def test_a_profile_is_verified_with_code_of_the_model_if_it_is_trusted(on_fresh_prompts, own_model, tmp_path, capsys):
     """What the profile's own recipe says of trust does not count: a profile may be another's."""
     out = tmp_path / "p.safetensors"
-    options = QUICKEST | {"num_certify": 2, "budget_rel_mse": 0.5, "worst_rows": 0, "hide_needles": False}
+    options = QUICKEST | {"num_certify": 3, "budget_rel_mse": 0.5, "worst_rows": 0, "hide_needles": False}
     calibrate(str(own_model), progress=False, out=out, device="cpu", trust_remote_code=True, **options)
     assert load_profile(out).record.recipe["trust_remote_code"] is True
     command = ["verify", str(out), "--model", str(own_model), "--device", "cpu", "--quiet"]

@@ -18,6 +18,7 @@ from s2o_runtime.files import write_atomically
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import SCHEMA, Profile, Record, load_profile, save_profile, serialize
 from s2o_runtime.profile import file as profile_file
+from s2o_runtime.profile.file import WITHDRAWN
 from scripts.docs import profile_format
 from support.golden_profiles import GOLDEN, budget_in_kl, ceiling, field_paths, full, linear_tails, mixed, path_of
 from support.profiles import FORMAT, document_of, file_of
@@ -80,6 +81,9 @@ def test_a_file_of_schema_6_is_written_back_as_the_newest(tmp_path):
     old, new = document_of(data), document_of(written)
     assert (old.pop("schema"), new.pop("schema")) == (6, SCHEMA)
     assert old.pop("digest") != new.pop("digest")
+    assert old["record"].pop("certificate")
+    assert "certificate" not in new["record"]
+    assert [*old["record"].pop("not_proven"), WITHDRAWN] == new["record"].pop("not_proven")
     assert old == new
     before, after = load(data), load(written)
     assert after["tile"][..., -1].eq(0).all()
@@ -121,7 +125,7 @@ def in_mixed(**changes):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(schema=8), r"schema 8 is of a newer version of S2O .* reads 6 and 7: install that"),
+        (lambda d: d.update(schema=9), r"schema 9 is of a newer version of S2O .* reads 6 to 8: install that"),
         *(
             (lambda d, old=old: d.update(schema=old), rf"schema {old} is of an older version .*: calibrate again")
             for old in range(1, 6)

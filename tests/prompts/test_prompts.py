@@ -204,7 +204,6 @@ def test_too_few_texts_first_calibrate_and_adjust(tokenizer, tmp_path, caplog, t
     assert [len(prompts[512]) for prompts in (made.calibration, made.held_out, made.certify)] == counts
     said = f"{counts[0]} to calibrate on, {counts[1]} to adjust on, {counts[2]} to certify on where 4, 2, 3"
     assert (said in caplog.text) == (counts != [4, 2, 3])
-    assert ("so nothing is certified at 512 tokens" in caplog.text) == (counts[2] == 0)
 
 
 def test_short_texts_of_one_domain_are_joined(tokenizer, tmp_path):

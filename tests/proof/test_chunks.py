@@ -10,7 +10,6 @@ from calibrate.model.streams import DecoderLayer
 from calibrate.pipeline import calibrate
 from calibrate.proof import again, certify, verify
 from calibrate.proof.layers import LayerRun, layer_state
-from calibrate.proof.sample import sample
 from calibrate.proof.verify import prove
 from s2o_runtime import s2o_attention
 from s2o_runtime.config import LayerConfig
@@ -120,7 +119,7 @@ def finished(tmp_path_factory):
     chunks = Chunks()
     with pytest.MonkeyPatch.context() as monkeypatch:
         chunks.watch(monkeypatch, verify, "prove", prove)
-        chunks.watch(monkeypatch, certify, "sample", sample)
+        chunks.watch(monkeypatch, certify, "prove", prove)
         calibrate(made, progress=False)
     return made.out, folder, chunks
 
@@ -129,19 +128,16 @@ def test_a_calibration_proves_in_the_recipes_chunks(finished):
     _, _, chunks = finished
     assert chunks == {
         "verify.prove": {RECIPE_CHUNK},
-        "certify.sample": {RECIPE_CHUNK},
+        "certify.prove": {RECIPE_CHUNK},
     }  # the passes in KL and the proof
 
 
-@pytest.mark.parametrize(
-    ("fresh", "place", "given"), [((), "again.prove", None), (("--seed", "5"), "again.sample", OTHER)]
-)
-def test_verify_proves_in_chunks(finished, fresh, place, given, monkeypatch, capsys):
+@pytest.mark.parametrize(("fresh", "given"), [((), None), (("--seed", "5"), OTHER)])
+def test_verify_proves_in_chunks(finished, fresh, given, monkeypatch, capsys):
     path, folder, _ = finished
     chunks = Chunks()
     chunks.watch(monkeypatch, again, "prove", prove)
-    chunks.watch(monkeypatch, again, "sample", sample)
     option = () if given is None else ("--chunk", str(given))
     code = profile_command(["verify", str(path), "--model", str(folder), "--device", "cpu", *fresh, *option])
     assert code in (0, 3), capsys.readouterr().err  # in other chunks than those of the proof it may fail
-    assert chunks == {place: {given or RECIPE_CHUNK}}
+    assert chunks == {"again.prove": {given or RECIPE_CHUNK}}

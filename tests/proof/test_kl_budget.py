@@ -64,7 +64,7 @@ def test_the_record_says_how(finished):
     for layer, choice in enumerate(result.chosen[512].choices):
         limit = proven.layers[layer].limit
         assert choice.config.is_dense or proven.layers[layer].mse <= limit
-        if (512, layer) not in result.candidate.tightened:
+        if (512, layer) not in result.candidate.changes:
             harmless = HARMLESS * NATS / choice.weights.layer
             assert limit == pytest.approx(max(choice.allocation.mse / made.margin, harmless))
 

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from calibrate.proof import kl
-from calibrate.proof.adjust import TIGHTEN_TO, tighten
-from calibrate.proof.judge import judge, kl_shown_over_budget
+from calibrate.proof.adjust import judge, kl_shown_over_budget, tighten
 from calibrate.proof.kl import PASSES, best_scale, next_scale, settled, within_kl
 from calibrate.proof.state import KlPass, Problem, ProblemKind
 from calibrate.proof.verify import LayerProof, LengthProof
@@ -132,7 +131,7 @@ def test_a_length_over_its_kl_is_tightened_by_as_much(begun):
     after, again = tighten(begun, problems, {1024: over})
     assert again == {768, 1024, 1536}
     for length in LENGTHS:
-        share = TIGHTEN_TO / 1.25 if length == 1024 else 1.0
+        share = begun.recipe.margin / 1.25 if length == 1024 else 1.0
         for old, new in zip(begun.chosen[length].choices, after.chosen[length].choices, strict=True):
             assert new.budget_mse == pytest.approx(share * old.budget_mse)
             assert length != 1024 or new.spent <= new.budget_mse

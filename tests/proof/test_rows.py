@@ -1,13 +1,12 @@
-"""Errors of rows against dense attention, how rows are drawn, and rows of exact attention."""
+"""Errors of rows against dense attention, and rows of exact attention."""
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
 
 from calibrate.curves.row_errors import row_errors, worst_of
-from calibrate.proof.layers import errors_of_rows, evenly_drawn
+from calibrate.proof.layers import errors_of_rows
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.scoring import Scoring
 from scripts.bench import exact_rows as exact_rows_module
@@ -43,19 +42,6 @@ def test_the_worst_are_one_of_the_errors_at_the_nearest_rank(count):
     assert torch.equal(worst_of(errors, 1), expected.double())
     assert torch.equal(worst_of(errors[0].T), expected[0].double())
     torch.testing.assert_close(worst_of(errors.square(), 1).sqrt(), expected.double(), rtol=1e-6, atol=0)
-
-
-def test_rows_are_drawn_one_from_each_part():
-    generator = torch.Generator().manual_seed(0)
-    for first, end in ((0, 100), (64, 164), (10, 74)):
-        rows = evenly_drawn(first, end, 8, generator)
-        edges = [first + part * (end - first) // 8 for part in range(9)]
-        assert [int(((rows >= low) & (rows < high)).sum()) for low, high in pairwise(edges)] == [1] * 8
-    assert evenly_drawn(5, 9, 8, generator).tolist() == [5, 6, 7, 8]
-    drawn = torch.cat([evenly_drawn(0, 32, 8, generator) for _ in range(500)])
-    counts = torch.bincount(drawn, minlength=32)
-    assert counts.min() > 80  # 125 are expected of each row, with a deviation of 10
-    assert counts.max() < 170
 
 
 @pytest.mark.parametrize("q_len", [48, 7], ids=["whole prompt", "continued"])

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 
 from calibrate.curves.row_errors import row_errors, tile_worst
 from calibrate.prompts.prompt import Prompt
-from calibrate.proof import agreement, verify
-from calibrate.proof.layers import History
+from calibrate.proof import certify, layers, verify
+from calibrate.proof.layers import History, answer_rows
 from calibrate.proof.verify import LayerProof, LengthProof, prove
+from calibrate.work.executor import executor_of
 from s2o_runtime import patch, unpatch
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import layer_states
@@ -146,10 +147,44 @@ def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(tiny_folde
     fell = [log_probability(dense, *span) - log_probability(patched, *span) for span in spans[:3]]
     kept = sum(finds or nats < 1 for finds, nats in zip(found, fell, strict=True))
     assert prove_all(loaded, SPARSE, prompts)[200].needles == (kept, 3)
-    monkeypatch.setattr(agreement, "KEPT_WITHIN", 0.01)  # the model is undecided nearly everywhere
+    monkeypatch.setattr(layers, "KEPT_WITHIN", 0.01)  # the model is undecided nearly everywhere
     kept = sum(finds or nats < 0.01 for finds, nats in zip(found, fell, strict=True))
     assert not all(found)
     assert prove_all(loaded, SPARSE, prompts)[200].needles == (kept, 3)
+
+
+def test_the_rows_that_answer_are_the_last_ones(tiny_folder, monkeypatch):
+    """Of the first layer, whose inputs are those of any model."""
+    seen, real = [], layers.errors_of_rows
+
+    def watch(out, dense):
+        seen.append((out, dense))
+        return real(out, dense)
+
+    monkeypatch.setattr(layers, "errors_of_rows", watch)
+    prompts = {200: random_prompts(200)[200][:1]}
+    (found,) = prove_all(stream(tiny_folder, False), SPARSE, prompts)[200].layers[0].of_prompts
+    out, truth = seen[0]
+    for (mse, power), first in ((found.all_rows, 0), (found.last_rows, 175)):
+        assert mse == pytest.approx(float((out - truth)[:, :, first:].square().mean()), rel=1e-3)
+        assert power == pytest.approx(float(truth[:, :, first:].square().mean()), rel=1e-3)
+    assert found.last_rows[0] > 1e-6
+    assert [answer_rows(length) for length in (4, 200, 2048, 131072)] == [1, 25, 256, 256]
+
+
+def test_the_noise_floor_is_what_two_dense_implementations_differ_by(tiny_folder, monkeypatch):
+    def on_cpu(item, worker):
+        return {"kl": certify.noise(worker, worker.prompts[item.prompt], certify.SDPBackend.MATH)}
+
+    monkeypatch.setattr(certify.NoiseFloor, "run", on_cpu)
+    prompts, floors = random_prompts(200)[200], []
+    for dtype in (torch.float32, torch.bfloat16):
+        with executor_of(stream(tiny_folder, False, dtype)) as executor:
+            proof = prove(executor, {200: prompts}, Layers((SPARSE, SPARSE)))[1][200]
+            floors.append(certify._noise_floor(executor, 200, prompts, None))
+        assert proof.kl > 10 * floors[-1]
+    assert 0 <= floors[0] < 1e-7
+    assert floors[0] < floors[1]
 
 
 def test_nan_is_named(tmp_path):

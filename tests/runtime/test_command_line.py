@@ -277,7 +277,7 @@ def test_colours_are_for_terminals_without_no_color(variable, monkeypatch):
         (calibrate, ["--model", "demo", "--lenghts", "1024"], "--lenghts 1024: did you mean --lengths?"),
         (calibrate, ["--random-wieghts=on"], "--random-wieghts=on: did you mean --random-weights?"),
         (profile, ["show", "p.safetensors", "--haed", "1.2"], "--haed 1.2: did you mean --head?"),
-        (evaluate, ["--zzz"], "--zzz: --help lists what there is"),
+        (evaluate, ["--zzz"], "--zzz: --help-all lists what there is"),
     ],
 )
 def test_a_misspelt_flag_is_told_the_nearest_one(command, arguments, remedy, capsys):

@@ -1,9 +1,8 @@
-"""scripts/bench/methods.py at a tiny size: what it says of a setting is what the setting does."""
+"""scripts/bench/methods.py at a tiny size: what it says of a setting is what the setting does, whole and in chunks."""
 
 import hashlib
 import json
-import types
-from pathlib import Path
+import shlex
 
 import pytest
 import torch
@@ -11,89 +10,165 @@ from safetensors.torch import save_file
 
 from s2o_runtime.baselines import baseline_attention
 from s2o_runtime.baselines.settings import parse
-from s2o_runtime.profile.record import Record, RecordedBudget
+from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.identity import Geometry
+from s2o_runtime.profile import Profile, Record, save_profile
+from s2o_runtime.profile.record import RecordedBudget
 from s2o_runtime.reference.dense import exact_attention
+from scripts.bench import boards
 from scripts.bench import methods as bench
-from scripts.bench.schema import LayerRow, MethodsFile, read
-from support.pages import ROOT
+from scripts.bench.schema import CALIBRATED, DENSE, ONE_SETTING, PROVEN, MethodRow, MethodsEntry, MethodsFile, read
 
-LENGTH = 520
-SETTING = "pbs:keep=0.6,segment=128,block=64"
+LENGTH, CHUNK = 520, 300
+PBS, V2 = (
+    "pbs:keep=0.6,segment=128,block=64",
+    "flash-prefill-v2:alpha=1,block=64,first=1,window=1,last=0,dense_layers=1",
+)
+S2O = "tau=3,segment=64,tail"
+CALIBRATED_KEY = CALIBRATED, "rel_mse 0.001 (calibrated), proven"
 
 
 @pytest.fixture(scope="module")
 def qkv():
     generator = torch.Generator().manual_seed(0)
-    heads_of = {"q": 4, "k": 2, "v": 2}
-    return {name: torch.randn(1, heads, LENGTH, 64, generator=generator) for name, heads in heads_of.items()}
+    q, k, v = (torch.randn(1, heads, LENGTH, 64, generator=generator) for heads in (2, 1, 1))
+    return q + k[:, :1], k, v  # some keys weigh more than others
 
 
 @pytest.fixture(scope="module")
-def measured(qkv, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bench")
-    file, out = folder / "qkv.safetensors", folder / "out.json"
-    save_file({f"{layer}.{name}": tensor.clone() for layer in (0, 1) for name, tensor in qkv.items()}, file)
-    methods = ["--methods", "dense", SETTING, "s2o", "published"]
-    arguments = [*methods, "--data", str(file), "--lengths", str(LENGTH), "--device", "cpu", "--rounds", "1"]
-    assert bench.main([*arguments, "--error-rows", str(LENGTH), "--out", str(out)]) == 0
-    return read(MethodsFile, json.loads(out.read_text()))
+def arguments(qkv, tmp_path_factory):
+    file = tmp_path_factory.mktemp("bench") / "qkv.safetensors"
+    save_file({f"{layer}.{name}": x.clone() for layer in (0, 1) for name, x in zip("qkv", qkv, strict=True)}, file)
+    return ["--data", str(file), "--device", "cpu", "--rounds", "1", "--error-rows", str(LENGTH)]
 
 
-def test_errors_and_densities_are_those_of_the_setting(measured, qkv):
-    (entry,) = measured.results
-    rows = {(row.method, row.setting): row for row in entry.rows}
-    assert len(rows) == 2 + len(bench.TAUS) + len(bench.PUBLISHED_TAUS)
-    row = rows["pbs", SETTING.partition(":")[2]]
-    out, stats = baseline_attention(*qkv.values(), parse(SETTING))
-    exact = exact_attention(*qkv.values())
-    mse = float((out - exact).square().mean())
-    assert row.mse == pytest.approx(mse, rel=1e-4)
-    assert row.rel_mse == pytest.approx(mse / float(exact.square().mean()), rel=1e-4)
-    assert row.density == pytest.approx(float(stats.density.mean()))
-    assert 0.1 < row.density < 0.95
-    assert rows[bench.DENSE, ""].rel_mse < 1e-10
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    """The file of a profile for prompts of 400 tokens or more."""
+    path = tmp_path_factory.mktemp("profile") / "calibrated.safetensors"
+    config = LayerConfig.uniform(2, tau=3.0, segment=64, tile=TileConfig(64, 64, 1))
+    record = Record(budget=RecordedBudget(kind="rel_mse", value=1e-3), proof="held out")
+    device = DeviceIdentity("cpu", "cpu")
+    save_profile(Profile("m", Geometry("llama", 2, 2, 1, 64), "", device, (400,), ((config,) * 2,), record), path)
+    return path
 
 
-def test_times_are_of_all_layers_and_selecting_is_part_of_them(measured):
-    for row in measured.results[0].rows:
+def run(out, *arguments):
+    assert bench.main([*arguments, "--out", str(out)]) == 0
+    (entry,) = read(MethodsFile, json.loads(out.read_text())).results
+    return entry
+
+
+@pytest.fixture(scope="module")
+def entry(arguments, profile, tmp_path_factory):
+    methods = ["--methods", "dense", PBS, V2, S2O, "--profile", str(profile), "--lengths", str(LENGTH)]
+    out = tmp_path_factory.mktemp("out") / "out.json"
+    return run(out, *arguments, *methods, "--errors", "0.5,9", "--chunks", f"{CHUNK},{LENGTH}")
+
+
+def by_key(rows):
+    return {(row.method, row.setting): row for row in rows}
+
+
+@pytest.mark.parametrize("chunk", [None, CHUNK], ids=["whole", "chunks"])
+def test_errors_and_densities_are_those_of_the_setting(entry, qkv, profile, chunk):
+    rows = by_key(entry.chunked if chunk else entry.rows)
+    assert list(rows) == [
+        (DENSE, ""),
+        *(tuple(text.split(":")) for text in (PBS, V2)),
+        (ONE_SETTING, S2O),
+        CALIBRATED_KEY,
+    ]
+    q, k, v = qkv
+    exact, causal = exact_attention(q, k, v), LENGTH * (LENGTH + 1) / 2
+    for text in (PBS, V2):
+        outs, computed = [], 0.0
+        for begin in range(0, LENGTH, chunk or LENGTH):
+            end = min(begin + (chunk or LENGTH), LENGTH)
+            out, stats = baseline_attention(q[:, :, begin:end], k[:, :, :end], v[:, :, :end], parse(text))
+            outs.append(out)
+            computed += float(stats.density.mean()) * (end * (end + 1) - begin * (begin + 1)) / 2
+        mse = float((torch.cat(outs, 2) - exact).square().mean())
+        layer = rows[tuple(text.split(":"))].layers[-1]
+        assert layer.mse == pytest.approx(mse, rel=1e-4)
+        assert layer.rel_mse == pytest.approx(mse / float(exact.square().mean()), rel=1e-4)
+        assert layer.density == pytest.approx(computed / causal)
+        assert 0.1 < layer.density < 0.95
+    assert rows[DENSE, ""].rel_mse < 1e-10
+    assert rows[tuple(V2.split(":"))].layers[0].density == 1.0  # a layer that it leaves dense
+    assert rows[CALIBRATED_KEY].profile == hashlib.sha256(profile.read_bytes()).hexdigest()[: bench.DIGEST]
+
+
+def test_times_are_of_all_layers_and_selecting_is_part_of_them(entry):
+    for row in (*entry.rows, *entry.chunked):
         assert [layer.layer for layer in row.layers] == [0, 1]
         assert row.seconds == pytest.approx(sum(layer.seconds for layer in row.layers))
-        assert (row.selecting_seconds > 0) == (row.method == "pbs")
-    assert measured.results[0].rows[0].speedup == 1.0
+        assert (row.selecting_seconds > 0) == (row.method in ("pbs", "flash-prefill-v2"))
+    assert entry.rows[0].speedup == entry.chunked[0].speedup == 1.0
 
 
-def test_profiles_stand_with_every_budget_and_guard(monkeypatch):
-    record = Record(budget=RecordedBudget(kind="rel_mse", value=1e-3))
-    profile = types.SimpleNamespace(record=record)
-    monkeypatch.setattr(bench, "load_profile", lambda path: profile)
-    rebudget = lambda *given: (str(given[1]), given[3:])  # noqa: E731
-    monkeypatch.setattr("calibrate.profiles.rebudget.rebudget", rebudget)
-    arguments = "--profile p --budgets 1e-4,1e-3 --worst-rows 0 --journal j"
-    args = bench.parser().parse_args(arguments.split())
-    method = "S2O, calibrated"
-    assert bench.calibrated(args) == {
-        (method, "rel_mse 0.001, proven"): profile,
-        (method, "rel_mse 0.0001"): ("rel-mse-0.0001", (Path("j"), None)),
-        (method, "rel_mse 0.0001, rows 0"): ("rel-mse-0.0001", (Path("j"), 0.0)),
-        (method, "rel_mse 0.001, rows 0"): ("rel-mse-0.001", (Path("j"), 0.0)),
+@pytest.mark.parametrize("key", [tuple(V2.split(":")), (ONE_SETTING, S2O), CALIBRATED_KEY], ids=lambda key: key[0])
+def test_the_command_of_a_row_measures_it_again(entry, arguments, key, tmp_path):
+    row = by_key(entry.chunked)[key]
+    python, flag, module, *words = shlex.split(row.command)
+    assert (python, flag, module) == ("python", "-m", bench.NAME)
+    again = run(tmp_path / "again.json", *words, "--device", "cpu")
+    assert set(by_key(again.rows)) == {(DENSE, ""), key}
+    assert by_key(again.rows)[key].rel_mse == by_key(entry.rows)[key].rel_mse
+    assert by_key(again.chunked)[key].rel_mse == row.rel_mse
+
+
+def test_calls_of_fewer_keys_than_were_calibrated_are_dense(entry):
+    """As in the runtime: the first chunk is, so the chunks compute more."""
+    whole, chunked = (by_key(rows)[CALIBRATED_KEY].density for rows in (entry.rows, entry.chunked))
+    assert whole < chunked < 1.0
+
+
+def test_ladders_are_settings_of_both_programs():
+    settings = bench.settings_of(["dense", "flash", *bench.LADDERS], torch.device("cpu"))
+    texts = [boards.text_of(*key) for key in settings if key != (DENSE, "")]
+    assert sum(len(forms) * len(numbers) for forms, numbers in bench.LADDERS.values()) == len(texts)
+    assert set(bench.settings_of(texts, torch.device("cpu"))) == set(settings) - {(DENSE, "")}
+    first = [parse(text).first for text in texts if ":" in text and not text.startswith("skip")]
+    assert min(first) > 0  # no method has to do without the first keys, which most models attend to
+
+
+def row(method, setting, seconds, rel_mse, density=0.5, profile=None):
+    return MethodRow(method, setting, seconds, 0.0, 1 / seconds, density, 0.0, rel_mse, 0.0, [], profile)
+
+
+ROWS = [
+    row(DENSE, "", 1.0, 1e-6, density=1.0),
+    row("pbs", "keep=0.9", 0.8, 9e-4),
+    row("pbs", "keep=0.7", 0.5, 9e-3),
+    row("pbs", "keep=0.3", 0.2, 9e-2),
+    row("sparge", "keep=1", 0.1, 0.0, density=1.0),
+    row(CALIBRATED, f"rel_mse 0.001 (a){PROVEN}", 0.3, 9e-4, profile="digest"),
+    row(CALIBRATED, "rel_mse 0.001 (b)", 0.2, 9e-4),
+]
+
+
+def test_a_board_has_the_fastest_measured_setting_of_each_method():
+    """What computes everything, or was not proven, does not count."""
+    assert boards.at_error(ROWS, 1e-3) == {DENSE: ROWS[0], "pbs": ROWS[1], CALIBRATED: ROWS[5]}
+    assert boards.at_error(ROWS, 1e-2) == {DENSE: ROWS[0], "pbs": ROWS[2], CALIBRATED: ROWS[5]}
+    assert boards.candidates(ROWS, [1e-3, 1e-2]) == [*ROWS[:4], ROWS[5]]
+
+
+def test_answers_are_joined_with_times_by_text_and_digest(capsys):
+    def quality(variant, difference, length=32768):
+        return {"variant": variant, "length": length, "difference": difference}
+
+    evaluation = {
+        "variants": [{"name": name, "identity": name} for name in ("pbs:keep=0.7", "pbs:keep=0.3")],
+        "quality": [quality("p", -0.01), quality("pbs:keep=0.7", 0.0), quality("pbs:keep=0.3", -0.02)],
     }
-
-
-def test_a_profile_is_told_by_the_digest_of_its_file():
-    """As s2o-eval tells it; the same profile with another budget is of no file."""
-    (shipped,) = (ROOT / "profiles/demo/cpu").glob("*.safetensors")
-    (digest,) = bench.digests_of([shipped]).values()
-    assert hashlib.sha256(shipped.read_bytes()).hexdigest().startswith(digest)
-    key, other = ("S2O, calibrated", "mse 0.0001, proven"), ("S2O, calibrated", "mse 0.001")
-    assert bench.digests_of([shipped]) == {key: digest}
-    layer = LayerRow(0, 0.5, 0.0, 0.0, 0.0, 1.0, 0.0)
-    rows = bench.all_layers({key: [layer], other: [layer]}, {key: digest})
-    assert [row.profile for row in rows] == [digest, None]
-
-
-def test_calibrated_layers_that_are_slower_run_dense():
-    slow, fast, dense = (LayerRow(0, 0.5, 0.0, 0.0, 0.0, seconds, 0.0) for seconds in (2.0, 0.5, 1.0))
-    calibrated = bench.LayerCall(lambda: None, lambda: 1.0, dense_if_slower=True)
-    rows = {(bench.DENSE, ""): dense, ("a", ""): slow, ("b", ""): fast, ("c", ""): slow}
-    calls = {("a", ""): calibrated, ("b", ""): calibrated, ("c", ""): bench.LayerCall(lambda: None, lambda: 1.0)}
-    assert bench.dense_where_slower(rows, calls) == rows | {("a", ""): dense}
+    evaluation["variants"] += [{"name": "p", "identity": "digest"}]
+    evaluation["quality"] += [quality("pbs:keep=0.3", 0.0, 8192)]
+    entry = MethodsEntry(32768, ROWS)
+    assert boards.at_retrieval(entry, evaluation) == {DENSE: ROWS[0], "pbs": ROWS[2], CALIBRATED: ROWS[5]}
+    boards.print_boards(entry, [1e-3], None, "s2o-eval --model demo")
+    asked = capsys.readouterr().out
+    settings = " ".join(f"--setting {text}" for text in ("pbs:keep=0.9", "pbs:keep=0.3"))
+    assert f"s2o-eval --model demo --lengths 32768 --tasks {','.join(boards.RETRIEVAL)} {settings}" in asked

@@ -253,6 +253,7 @@ def in_storage(tmp_path, curves):
     return run
 
 
+@pytest.mark.slow(reason="a search with a storage")
 def test_a_storage_keeps_every_trial_with_its_heads(in_storage, curves, tmp_path):
     search, choice = in_storage()
     ((name, kept),) = stored(tmp_path / "studies.db").items()

@@ -156,6 +156,7 @@ def compiled(monkeypatch, rows, configs=()):
     return server, calls
 
 
+@pytest.mark.slow(reason="kernels in Triton's interpreter, seconds")
 def test_every_configuration_that_is_compiled_alike_runs_once(monkeypatch):
     """With no more rows than a batch has."""
     server, calls = compiled(monkeypatch, 600)
@@ -166,6 +167,7 @@ def test_every_configuration_that_is_compiled_alike_runs_once(monkeypatch):
     assert all(keys > rows for _, rows, keys in calls)
 
 
+@pytest.mark.slow(reason="kernels in Triton's interpreter, seconds")
 def test_layers_alike_but_for_segments_or_dense_heads_are_compiled_each(monkeypatch):
     """Of short segments more are scored at once, and dense heads may be split: by other kernels."""
     tile = TileConfig(64, 64, 2, 4, 2)

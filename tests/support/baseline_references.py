@@ -58,17 +58,27 @@ def heaviest(weights, keep):
     return chosen
 
 
+def packed_rows(q, block_m, h, i, packed):
+    """The (query head, query) of each row of row block i, where `packed` query heads share row blocks."""
+    rows = range(i * block_m, min((i + 1) * block_m, q.shape[2] * packed))
+    return [(h * packed + row % packed, row // packed) for row in rows]
+
+
 def flash_prefill(q, k, s, scale):
+    """Both versions; of the second, h counts KV heads."""
     found = {}
-    offset, row_blocks = k.shape[2] - q.shape[2], math.ceil(q.shape[2] / s.block)
-    for b, h, i, u in every_block(q, k, s.block):
-        full, touched = key_blocks(k, s.block, *positions(q, k, s.block, i))
+    packed = q.shape[1] // k.shape[1] if s.packed else 1
+    offset, row_blocks = k.shape[2] - q.shape[2], math.ceil(q.shape[2] * packed / s.block)
+    for b, h, i in itertools.product(range(q.shape[0]), range(q.shape[1] // packed), range(row_blocks)):
+        u = h * packed // (q.shape[1] // k.shape[1])
+        rows = packed_rows(q, s.block, h, i, packed)
+        full, touched = key_blocks(k, s.block, offset + rows[0][1], offset + rows[-1][1])
         seen, weights = full + touched, {}
         for j in seen:
             mean = k[b, u, j * s.block : (j + 1) * s.block].mean(0)
-            for row in range(i * s.block, min((i + 1) * s.block, q.shape[2])):
+            for head, row in rows:
                 if (j + 1) * s.block - 1 <= offset + row:
-                    weights[j] = weights.get(j, 0.0) + math.exp(scale * float(q[b, h, row] @ mean))
+                    weights[j] = weights.get(j, 0.0) + math.exp(scale * float(q[b, head, row] @ mean))
         chosen = {j for j in weights if weights[j] >= s.alpha * max(weights.values())}
         chosen |= set(touched) | set(full[: s.first]) | {j for j in seen if j > seen[-1] - s.window}
         if i >= row_blocks - s.last:
@@ -164,6 +174,26 @@ def xattention(q, k, s, scale):
         chosen = heaviest(mass, s.keep) | set(touched) | set(range(s.first)) & set(mass)
         found[b, h, i] = sorted(chosen), None
     return found
+
+
+def flash_prefill_v2_attention(q, k, v, found, s, scale):
+    """(output, pairs of each head, the mean of those that share a KV head) over a selection, one row at a time."""
+    out, pairs = torch.zeros_like(q), torch.zeros(k.shape[1])
+    packed, offset = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
+    for (b, u, i), (blocks, _) in found.items():
+        rows = packed_rows(q, s.block, u, i, packed)
+        whole, _ = key_blocks(k, s.block, offset + rows[0][1], offset + rows[-1][1])
+        for head, row in rows:
+            keys = [t for j in blocks for t in range(j * s.block, (j + 1) * s.block) if t <= offset + row]
+            weights = (k[b, u, keys] @ q[b, head, row] * scale).exp()
+            total, numerator = weights.sum(), weights @ v[b, u, keys]
+            for j in set(whole) - set(blocks) if s.correct else ():
+                block = slice(j * s.block, (j + 1) * s.block)
+                weight = s.block * math.exp(scale * float(k[b, u, block].mean(0) @ q[b, head, row]))
+                total, numerator = total + weight, numerator + weight * v[b, u, block].mean(0)
+            out[b, head, row] = numerator / total
+            pairs[u] += len(keys) / packed
+    return out, pairs.repeat_interleave(packed).tolist()
 
 
 def attention(q, k, v, found, block_m, block_n, scale, rows=None, skip=None):

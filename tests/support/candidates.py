@@ -6,9 +6,8 @@ from pathlib import Path
 import torch
 
 from calibrate.curves.curves import TAUS, Curve, Ranking
-from calibrate.proof.layers import accept
 from calibrate.proof.state import Candidate
-from calibrate.proof.verify import LayerProof, LengthProof
+from calibrate.proof.verify import LayerProof, LengthProof, PromptErrors, accept
 from calibrate.recipe import Budget, Recipe
 from calibrate.search.allocate import allocate
 from calibrate.search.choice import Choice, SearchPoint
@@ -46,8 +45,10 @@ def candidate(kind="cpu"):
     )
 
 
-def proof_of(error):
-    return LayerProof(error, 1.0, 0.5, 0.0)
+def proof_of(error, factors=(0.95, 1.0, 1.05, 1.0), worst=0.0, last=1.0, kinds=None):
+    """A layer's on prompts whose errors are these times the mean; over the rows that answer `last` times those."""
+    of_prompts = tuple(PromptErrors((error * factor, 1.0), (last * error * factor, 1.0)) for factor in factors)
+    return LayerProof(error, 1.0, 0.5, worst, of_prompts=of_prompts, kinds=kinds or ("text",) * len(factors))
 
 
 def proofs_of(begun, needles=None, seconds=0.1):
@@ -107,6 +108,4 @@ class PretendedProver:
         }
 
     def _layer(self, candidate, length, layer):
-        error = self._error(candidate, length, layer)
-        of_prompts = (0.95 * error, 1.0), (1.05 * error, 1.0)
-        return LayerProof(error, 1.0, 0.5, 0.0, of_prompts=of_prompts, kinds=("text", "text"))
+        return proof_of(self._error(candidate, length, layer), (0.95, 1.05))

@@ -13,6 +13,7 @@ from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile, Record, save_profile
+from s2o_runtime.profile.file import WITHDRAWN
 from support.profiles import CERTIFICATE
 
 FOLDER = Path(__file__).parent.parent / "golden"
@@ -69,6 +70,12 @@ def without_tail_keys() -> Profile:
         tuple(layer.with_tile(replace(layer.tile, tail_keys=0)) for layer in bucket) for bucket in full().layers
     )
     return replace(full(), layers=layers)
+
+
+def withdrawn(profile: Profile) -> Profile:
+    """The same as schemas before 8 are read: what they call a certificate is left out, and said to be."""
+    sentences = (*(profile.record.not_proven or ()), WITHDRAWN)
+    return replace(profile, record=replace(profile.record, certificate=None, not_proven=sentences))
 
 
 def linear_tails() -> Profile:
@@ -146,7 +153,7 @@ def budget_in_kl() -> Profile:
     passes = [{"scale": 1.0, "predicted": 4e-3, "kl": 6e-3}, {"scale": 0.75, "predicted": 3e-3, "kl": 4e-3}]
     record = {
         "budget": {"kind": "kl", "value": 5e-3, "scope": "model"},
-        "recipe": {"tokenizer": "a/folder"},
+        "recipe": {"tokenizer": "a/folder", "per_prompt": False},
         "predicted": [{"length": 1024, "kl": 3e-3, "layers": [{"sensitivity": 0.25}]}],
         "held_out": [{"length": 1024, "calibrated": True, "kl": 4e-3, "kl_passes": passes}],
         "certificate": {"lengths": [{"length": 1024, "mean_kl": 4e-3, "mean_kl_bound": 4.5e-3}]},
@@ -175,7 +182,11 @@ def mixed() -> Profile:
     )
 
 
-GOLDEN = {"schema6": without_tail_keys, "schema7": full}
+GOLDEN = {
+    "schema6": lambda: withdrawn(without_tail_keys()),
+    "schema7": lambda: withdrawn(full()),
+    "schema8": full,
+}
 
 
 def path_of(name: str) -> Path:

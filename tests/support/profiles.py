@@ -18,25 +18,25 @@ CERTIFICATE = {
         {
             "length": 8192,
             "prompts": 19,
+            "groups": 17,
             "tokens": 19 * 8192,
-            "kl": {"value": 2e-3, "probability": 0.9},
+            "share": 0.8384,
+            "error_over_limit": 1.75,
+            "kl": 2e-3,
             "mean_kl": 1e-3,
             "noise_floor": 1e-4,
-            "top1": {"value": 0.985, "probability": 0.9},
-            "error_over_limit": {"value": 1.75, "probability": 0.9},
-            "worst": {"value": 0.25, "probability": 0.9},
+            "top1": 0.985,
             "retrieval": {"found": 32, "kept": 30, "low": 0.79, "high": 0.99},
             "domains": [
-                {"domain": "code", "prompts": 10, "kl": 1e-3, "error_over_limit": 0.4},
-                {"domain": "prose", "prompts": 9, "kl": 2e-3, "error_over_limit": 0.5},
+                {"domain": "code", "prompts": 10, "groups": 10, "kl": 1e-3}
+                | {"error_over_limit": 0.4, "answer_over_limit": 1.2},
+                {"domain": "prose", "prompts": 9, "groups": 7, "kl": 2e-3}
+                | {"error_over_limit": 0.5, "answer_over_limit": 0.9},
             ],
             "layers": [
-                {"mean": 5e-4, "bound": 8e-4, "bound_last": 1.6e-3, "first_bound": 8e-4, "density": 0.5, "limit": 1e-3}
-                | {"continued": [{"new_tokens": 64, "bound": 3e-3}, {"new_tokens": 512, "bound": 2e-3}]},
-                {"mean": 5e-4, "bound": 7e-4, "bound_last": 1e-3, "first_bound": 1.1e-3, "rung": 0.7, "density": 0.6}
-                | {"continued": [{"new_tokens": 64, "bound": 2e-3}, {"new_tokens": 512, "bound": 1e-3}], "limit": 1e-3},
-                {"mean": 1e-9, "bound": 1e-9, "bound_last": 1e-9, "first_bound": 2e-3, "rung": 0.0, "density": 1.0}
-                | {"continued": [{"new_tokens": 64, "bound": 1e-9}, {"new_tokens": 512, "bound": 1e-9}], "limit": 1e-3},
+                {"mean": 5e-4, "bound": 8e-4, "density": 0.5, "limit": 1e-3},
+                {"mean": 5e-4, "bound": 7e-4, "spent": 0.7, "density": 0.6, "limit": 1e-3},
+                {"mean": 0.0, "bound": 0.0, "spent": 0.0, "density": 1.0, "limit": 1e-3},
             ],
         }
     ],

@@ -149,6 +149,7 @@ def test_another_schema_and_another_programs_database_are_refused(statement, fou
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow(reason="processes of their own")
 @pytest.mark.parametrize(
     "damage",
     [lambda data: data[:-4096], lambda data: data[:4096] + b"\xff" * 4096 + data[8192:], lambda data: data[:100]],

@@ -1,7 +1,8 @@
 """Attention over lists of key blocks, for every baseline; and the pooling that SpargeAttn decides by.
 
-A program owns `BM` query rows of one head. It walks the row block's list of key blocks that all rows see whole, then
-the blocks on the diagonal, with a mask. Blocks are contiguous in memory, so the
+A program owns `BM` query rows of one head, or of all heads that read one KV head. It walks the row block's list of key
+blocks that all rows see whole, then the blocks on the diagonal, with a mask. Before them it may visit the means of the
+blocks that are not listed. Blocks are contiguous in memory, so the
 loads of the main loop are pipelined as in dense attention; only where they begin comes from the list.
 """
 
@@ -22,37 +23,44 @@ if TYPE_CHECKING:
     from s2o_runtime.baselines.selection import Selection
 
 POOL_WARPS = 4
+MEANS_AT_ONCE = 32  # of blocks that are not listed; more spill registers at head dim 128
+MEAN_STAGES = 3
 NOWHERE = 1 << 30  # the position of a key that does not exist
 
 
 @triton.jit(
     do_not_specialize=[
         "group", "q_len", "kv_len", "row_unit", "key_unit", "stride_lb", "stride_lh", "stride_lr", "stride_cb",
-        "stride_ch", "stride_pb", "stride_ph", "stride_rb", "stride_rh",
+        "stride_ch", "stride_pb", "stride_ph", "stride_rb", "stride_rh", "stride_xb", "stride_xh", "stride_xr",
     ]
 )  # fmt: skip
 def _block_sparse(
-    Q, K, V, BLOCKS, COUNTS, KEY_ORDER, ROW_ORDER, OUT, LEFT_OUT,
+    Q, K, V, BLOCKS, COUNTS, KEY_ORDER, ROW_ORDER, PRUNED, MEAN_KEYS, MEAN_VALUES, OUT, LEFT_OUT,
     qk_scale, limit, group, q_len, kv_len, row_unit, key_unit,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_ob, stride_oh, stride_ol, stride_lb, stride_lh, stride_lr, stride_cb, stride_ch, stride_pb, stride_ph,
-    stride_rb, stride_rh,
+    stride_rb, stride_rh, stride_xb, stride_xh, stride_xr, stride_mb, stride_mh, stride_ml,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, KEYS_MOVED: tl.constexpr, ROWS_MOVED: tl.constexpr, SKIPS: tl.constexpr,
-    SKIPS_SUM: tl.constexpr, HAS_LEFT_OUT: tl.constexpr, NOWHERE: tl.constexpr,
+    SKIPS_SUM: tl.constexpr, HAS_LEFT_OUT: tl.constexpr, NOWHERE: tl.constexpr, PACKED: tl.constexpr,
+    HAS_MEANS: tl.constexpr, BC: tl.constexpr, MEAN_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row tile over its row block's list of key blocks.
 
     The softmax is that of `primitives.absorb_or_skip`, which has SKIPS and SKIPS_SUM, over the listed keys, then over
-    the blocks on the diagonal with a causal mask. Programs: (row tiles, the last ones first; Hq; B). T is the input
-    type.
+    the blocks on the diagonal with a causal mask. Programs: (row tiles, the last ones first; H; B), where H is Hq /
+    PACKED: row r is query r // PACKED of head r % PACKED of those of a program. T is the input type.
 
         Q, OUT              T [B, Hq, Lq, D], strides q and o
         K, V                T [B, Hkv, Lk, D], strides k and v, permuted as KEY_ORDER says
-        BLOCKS              int32 [B, Hq, row blocks, width], strides l: key blocks of each row block, boundary last
-        COUNTS              int32 [B, Hq, row blocks], strides c: how many of them count
+        BLOCKS              int32 [B, H, row blocks, width], strides l: key blocks of each row block, boundary last
+        COUNTS              int32 [B, H, row blocks], strides c: how many of them count
         KEY_ORDER           int32 [B, Hkv, Lk], strides p: the position of each permuted key (KEYS_MOVED)
         ROW_ORDER           int32 [B, Hq, Lq], strides r: the query of each permuted row (ROWS_MOVED)
+        PRUNED              int8 [B, H, row blocks, key blocks], strides x: 1 for whole blocks that are not listed
+                            (HAS_MEANS)
+        MEAN_KEYS, MEAN_VALUES
+                            T [B, Hkv, key blocks, D], strides m: what stands for each key of those (HAS_MEANS)
         LEFT_OUT            int32 [B, Hq, row tiles]: how many tiles of chosen blocks were left out of the product with
                             v (HAS_LEFT_OUT)
 
@@ -64,7 +72,7 @@ def _block_sparse(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    kv_head = h // group
+    kv_head = h * PACKED // group
     row0 = tile * BM
     i = row0 // BLOCK_M
     offset = kv_len - q_len
@@ -72,11 +80,16 @@ def _block_sparse(
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, D)
     rows = row0 + tl.arange(0, BM)
-    real = rows < q_len
-    query = tl.load(ROW_ORDER + b * stride_rb + h * stride_rh + rows, mask=real, other=0) if ROWS_MOVED else rows
+    real = rows < q_len * PACKED
+    query = rows // PACKED
+    if ROWS_MOVED:
+        query = tl.load(ROW_ORDER + b * stride_rb + h * stride_rh + rows, mask=real, other=0)
     position = offset + query
     q_row = query.to(tl.int64)[:, None]
-    q = tl.load(Q + b * stride_qb + h * stride_qh + q_row * stride_ql + offs_d[None, :], mask=real[:, None], other=0.0)
+    q_head = (h * PACKED + rows % PACKED)[:, None] if PACKED > 1 else h
+    q = tl.load(
+        Q + b * stride_qb + q_head * stride_qh + q_row * stride_ql + offs_d[None, :], mask=real[:, None], other=0.0
+    )
     k_tile = K + b * stride_kb + kv_head * stride_kh + offs_n[None, :] * stride_kl + offs_d[:, None]
     v_tile = V + b * stride_vb + kv_head * stride_vh + offs_n[:, None] * stride_vl + offs_d[None, :]
 
@@ -85,11 +98,30 @@ def _block_sparse(
     acc = tl.zeros([BM, D], tl.float32)
 
     # where the diagonal begins and ends for this row block; `Grid.full` and `Grid.visible`
-    first = offset + i * BLOCK_M // row_unit * row_unit
-    last = tl.minimum(first + row_unit, kv_len) - 1
+    first_row = i * BLOCK_M // row_unit * row_unit
+    first = offset + first_row // PACKED
+    last = tl.minimum(offset + (first_row + row_unit - 1) // PACKED, kv_len - 1)
     begin = (first + 1) // key_unit * key_unit
     end = tl.minimum((last // key_unit + 1) * key_unit, kv_len)
     boundary = (end - begin + BLOCK_N - 1) // BLOCK_N
+
+    if HAS_MEANS:
+        offs_c = tl.arange(0, BC)
+        pruned = PRUNED + b * stride_xb + h * stride_xh + i * stride_xr + offs_c
+        mean_key = MEAN_KEYS + b * stride_mb + kv_head * stride_mh + offs_c[None, :] * stride_ml + offs_d[:, None]
+        mean_value = MEAN_VALUES + b * stride_mb + kv_head * stride_mh + offs_c[:, None] * stride_ml + offs_d[None, :]
+        whole = begin // BLOCK_N
+        for j in tl.range(0, whole, BC, num_stages=MEAN_STAGES):
+            exists = j + offs_c < whole
+            left = tl.load(pruned + j, mask=exists, other=0) != 0
+            k = tl.load(mean_key + j * stride_ml, mask=exists[None, :], other=0.0)
+            v = tl.load(mean_value + j * stride_ml, mask=exists[:, None], other=0.0)
+            m, l, acc, _ = absorb_or_skip(
+                q, k, v, m, l, acc, qk_scale, left[None, :], True, real, limit, False, False
+            )  # fmt: skip
+        # each mean stands for BLOCK_N keys of the same score and value
+        l *= BLOCK_N
+        acc *= BLOCK_N
 
     # blocks that every row sees whole
     chosen = tl.load(COUNTS + b * stride_cb + h * stride_ch + i) - boundary
@@ -120,21 +152,23 @@ def _block_sparse(
             q, k, v, m, l, acc, qk_scale, visible, True, real, limit, SKIPS, SKIPS_SUM
         )  # fmt: skip
 
-    out = OUT + b * stride_ob + h * stride_oh + q_row * stride_ol + offs_d[None, :]
+    out = OUT + b * stride_ob + q_head * stride_oh + q_row * stride_ol + offs_d[None, :]
     tl.store(out, (acc / l[:, None]).to(OUT.dtype.element_ty), mask=real[:, None])
     if HAS_LEFT_OUT:
         tl.store(LEFT_OUT + (b * tl.num_programs(1) + h) * tl.num_programs(0) + tile, left_out)
 
 
 def block_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, out: Tensor, left_out: Tensor | None,
-    capability: Capability,
+    q: Tensor, k: Tensor, v: Tensor, means: tuple[Tensor, Tensor] | None, selection: Selection, scale: float,
+    out: Tensor, left_out: Tensor | None, capability: Capability,
 ) -> None:  # fmt: skip
     """Attention of a layer over what a selection lists.
 
     Args:
         q: [B, Hq, Lq, D], bfloat16 or float16, D 64 or 128; the last dimension of every tensor is contiguous.
         k, v: [B, Hkv, Lk, D], permuted as `selection.key_order` says.
+        means: of the keys and of the values of each block, contiguous [B, Hkv, key blocks, D], if the selection has
+            mean keys.
         selection: of blocks.
         scale: multiplies the scores.
         out: [B, Hq, Lq, D], to write.
@@ -145,12 +179,14 @@ def block_sparse_attention(
     Raises:
         InputError: the kernel has no tile for the head dim, the GPU or the selection's blocks.
     """
-    grid, skip, heads = selection.grid, selection.skip, q.shape[1]
+    grid, skip, heads = selection.grid, selection.skip, q.shape[1] // selection.grid.packed
     if skip is None:
         tile = block_sparse_tile(q.shape[3], capability, grid.block_m, grid.block_n)
     else:  # it decides about tiles of one size, on every GPU
         tile = skip_tile(q.shape[3], capability, skip.rows, skip.keys)
-    row_tiles = -(-grid.q_len // tile.block_m)
+    row_tiles = -(-grid.q_len * grid.packed // tile.block_m)
+    pruned = None if selection.pruned is None else selection.pruned.view(torch.int8)
+    mean_keys, mean_values = (None, None) if means is None else means
     counts = None
     if left_out is not None and skip is not None:
         counts = torch.empty(q.shape[0], heads, row_tiles, dtype=torch.int32, device=q.device)
@@ -159,11 +195,12 @@ def block_sparse_attention(
         (row_tiles, heads, q.shape[0]),
         {
             "Q": q, "K": k, "V": v, "BLOCKS": selection.blocks, "COUNTS": selection.counts,
-            "KEY_ORDER": selection.key_order, "ROW_ORDER": selection.row_order, "OUT": out, "LEFT_OUT": counts,
+            "KEY_ORDER": selection.key_order, "ROW_ORDER": selection.row_order, "PRUNED": pruned,
+            "MEAN_KEYS": mean_keys, "MEAN_VALUES": mean_values, "OUT": out, "LEFT_OUT": counts,
             "qk_scale": scale * LOG2E, "limit": 0.0 if skip is None else skip.limit * LOG2E,
-            "group": heads // k.shape[1], "q_len": grid.q_len, "kv_len": grid.kv_len, "row_unit": grid.row_unit,
+            "group": q.shape[1] // k.shape[1], "q_len": grid.q_len, "kv_len": grid.kv_len, "row_unit": grid.row_unit,
             "key_unit": grid.key_unit,
-            **strides("bhl", q=q, k=k, v=v, o=out), **strides("bhr", l=selection.blocks),
+            **strides("bhl", q=q, k=k, v=v, o=out, m=mean_keys), **strides("bhr", l=selection.blocks, x=pruned),
             **strides("bh", c=selection.counts, p=selection.key_order, r=selection.row_order),
         },
         {
@@ -171,6 +208,7 @@ def block_sparse_attention(
             "STAGES": tile.stages, "KEYS_MOVED": selection.key_order is not None,
             "ROWS_MOVED": selection.row_order is not None, "SKIPS": skip is not None,
             "SKIPS_SUM": skip is not None and skip.sum_too, "HAS_LEFT_OUT": counts is not None, "NOWHERE": NOWHERE,
+            "PACKED": grid.packed, "HAS_MEANS": means is not None, "BC": MEANS_AT_ONCE, "MEAN_STAGES": MEAN_STAGES,
         },
         num_warps=tile.warps,
         num_stages=tile.stages,

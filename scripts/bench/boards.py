@@ -1,0 +1,96 @@
+"""Which setting of each method is fastest, of what was measured: at equal error, at equal retrieval, under chunks.
+
+Nothing is interpolated. With each row the command is printed that measures it again.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from calibrate.evaluation.plan import RETRIEVAL
+from scripts.bench.schema import CALIBRATED, DENSE, EVERYTHING, FLASH, PROVEN, MethodRow, MethodsEntry
+
+POINT = 0.01  # of the answers, which a setting may lose against dense
+
+
+def fastest(rows: Iterable[MethodRow], keeps: Callable[[MethodRow], bool] = lambda row: True) -> dict[str, MethodRow]:
+    """Of each method the fastest row that is kept, if there is one.
+
+    Of calibrated settings only the proven ones count. Sparse methods whose setting computes everything count as dense.
+    """
+    best: dict[str, MethodRow] = {}
+    for row in sorted(rows, key=lambda row: row.seconds):
+        counts = row.density < EVERYTHING or row.method in (DENSE, FLASH)
+        if counts and (row.method != CALIBRATED or row.setting.endswith(PROVEN)) and keeps(row):
+            best.setdefault(row.method, row)
+    return best
+
+
+def at_error(rows: Iterable[MethodRow], error: float) -> dict[str, MethodRow]:
+    """The fastest rows with a rel_mse of at most `error`."""
+    return fastest(rows, lambda row: row.rel_mse <= error)
+
+
+def at_retrieval(entry: MethodsEntry, evaluation: Mapping[str, Any]) -> dict[str, MethodRow]:
+    """The fastest rows that answer at most a point fewer of the questions than dense.
+
+    Args:
+        entry: what was timed.
+        evaluation: the summary.json of s2o-eval, whose variants answered the same questions. A profile is told by the
+            digest of its file, another setting by its text.
+    """
+    identities = {variant["name"]: variant["identity"] for variant in evaluation["variants"]}
+    found = [row for row in evaluation["quality"] if row["length"] == entry.length and "difference" in row]
+    kept = {identities[row["variant"]] for row in found if row["difference"] >= -POINT}
+    return fastest(
+        entry.rows,
+        lambda row: row.method in (DENSE, FLASH) or (row.profile or text_of(row.method, row.setting)) in kept,
+    )
+
+
+def text_of(method: str, setting: str) -> str:
+    """A setting as `--methods` and s2o-eval's `--setting` take it; those of S2O begin with no name."""
+    return setting if method.startswith("S2O") else f"{method}:{setting}"
+
+
+def candidates(rows: Sequence[MethodRow], errors: Iterable[float]) -> list[MethodRow]:
+    """What is worth running in chunks and on questions: the rows at each error, and each method's fastest of all."""
+    chosen = [row for board in (*(at_error(rows, error) for error in errors), fastest(rows)) for row in board.values()]
+    return [row for row in rows if row in chosen]
+
+
+def print_boards(entry: MethodsEntry, errors: Iterable[float], evaluation: Mapping[str, Any] | None, ask: str) -> None:
+    """Print the three boards of a length.
+
+    Args:
+        entry: what was measured.
+        errors: the rel_mse of the first board.
+        evaluation: as for `at_retrieval`; None for none.
+        ask: the command of s2o-eval that makes one, without its settings.
+    """
+    for error in errors:
+        print_rows(f"{entry.length} tokens, rel_mse of at most {error:g}", at_error(entry.rows, error).values())
+    asked = candidates(entry.rows, errors)
+    if evaluation is not None:
+        asked = list(at_retrieval(entry, evaluation).values())
+        print_rows(f"{entry.length} tokens, at most a point fewer answers than dense", asked)
+    texts = [text_of(row.method, row.setting) for row in asked if row.method not in (DENSE, FLASH, CALIBRATED)]
+    words = shlex.join(word for text in texts for word in ("--setting", text))
+    print(f"answers by: {ask} --lengths {entry.length} --tasks {','.join(RETRIEVAL)} {words}")
+    for chunk in dict.fromkeys(row.chunk for row in entry.chunked):
+        title = f"{entry.length} tokens in chunks of {chunk}"
+        print_rows(title, [row for row in entry.chunked if row.chunk == chunk])
+
+
+def print_rows(title: str, rows: Iterable[MethodRow]) -> None:
+    """Print rows of measurements, and below each the command that measures it again."""
+    print(f"{title}: method, setting, ms (selecting), against dense, density, rel_mse, worst row")
+    for row in rows:
+        speedup = "-" if row.speedup is None else f"{row.speedup:.2f}x"
+        print(
+            f"  {row.method:24} {row.setting:48} {row.seconds * 1e3:9.2f} ({row.selecting_seconds * 1e3:6.2f})"
+            f" {speedup:>7} {row.density:6.3f} {row.rel_mse:9.2e} {row.worst:8.2e}\n    {row.command}",
+            flush=True,
+        )

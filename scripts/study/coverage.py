@@ -1,0 +1,157 @@
+#!/usr/bin/env python3
+"""How often the certificate's two claims hold, and what doubt costs, on made-up losses; no model, no GPU.
+
+    python -m scripts.study.coverage [--rounds 2000] > docs/results/coverage-bounds.txt
+
+A round draws the losses of 24 cells (layers at lengths) on texts of four kinds that differ five times in their means,
+and makes the claims as `calibrate.proof` does. All cells have a mean exactly at their limit, which is where a claim is
+wrong most often. "means": how often no cell's bound is below its mean, of 95%. "share": how often at least the stated
+share of texts keeps within the joint limit, of 95%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from calibrate.proof.adjust import growth
+from calibrate.proof.bounds import CONFIDENCE, STEPS, may_exceed, mean_bound, share_shown, step_confidence
+from calibrate.proof.verify import LayerProof, PromptErrors
+from calibrate.recipe import Budget, Recipe
+
+Draw = Callable[[Generator, tuple[int, ...]], NDArray[np.float64]]
+LAYERS, LENGTHS = 8, (8192, 16384, 32768)
+RECIPE = Recipe("made-up", Budget("rel_mse", 1.0), LENGTHS, Path("p"), check_lengths=())
+KINDS = np.array([0.2, 0.8, 1.0, 2.0])  # means of the kinds; their own is 1
+ALIKE = 0.7  # of the variance of a text's log loss is common to all cells
+SLOPE = 0.32  # attention takes this power of 1 / error (5.89x at 7.3e-4, 8.72x at 2.5e-3: bench-methods-rivals-128k)
+
+
+def lognormal(spread: float) -> Draw:
+    """Losses whose logarithm has this deviation, mean 1."""
+
+    def draw(rng: Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
+        common, own = rng.standard_normal((*shape[:-1], 1)), rng.standard_normal(shape)
+        return np.asarray(np.exp(spread * (ALIKE**0.5 * common + (1 - ALIKE) ** 0.5 * own) - spread**2 / 2))
+
+    return draw
+
+
+def unequal(rng: Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Lognormal losses that vary much in the kind with the largest mean, and little in the others."""
+    spreads = np.resize([0.1, 0.1, 0.1, 0.5], shape[0])[:, None]
+    return np.asarray(np.exp(spreads * np.log(lognormal(1.0)(rng, shape)) + (spreads - spreads**2) / 2))
+
+
+def outliers(share: float, times: float) -> Draw:
+    """A share of texts with so many times the loss of the others in every cell, mean 1."""
+
+    def draw(rng: Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
+        out = rng.random((*shape[:-1], 1)) < share
+        losses = np.where(out, times, 1.0) * lognormal(0.2)(rng, shape)
+        return np.asarray(losses / (1 + share * (times - 1)))
+
+    return draw
+
+
+def pareto(rng: Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Losses with an infinite variance, one for all cells, mean 1."""
+    return np.broadcast_to((1 + rng.pareto(2.0, (*shape[:-1], 1))) / 2, shape)
+
+
+SHAPES: Mapping[str, Draw] = {
+    "lognormal, spread 0.2": lognormal(0.2),
+    "lognormal, spread 0.5": lognormal(0.5),
+    "lognormal, spread 1": lognormal(1.0),
+    "lognormal, spread 0.5 in one kind": unequal,
+    "5 of 100 ten times as large": outliers(0.05, 10),
+    "3 of 100 thirty times as large": outliers(0.03, 30),
+    "1 of 100 a hundred times as large": outliers(0.01, 100),
+    "Pareto, 2": pareto,
+}
+
+
+def covered(draw: Draw, texts: int, rounds: int, seed: int = 0) -> tuple[float, float]:
+    """How often both claims hold with so many texts of each length: of means, and of the share of texts."""
+    rng, kinds = np.random.default_rng(seed), [*"abcd"] * (texts // 4)
+    scales, cells = np.tile(KINDS, texts // 4)[:, None], LAYERS * len(LENGTHS)
+    confidence = step_confidence(STEPS[0], RECIPE, LAYERS)
+    many = draw(rng, (200_000, LAYERS)).max(1).reshape(-1, 4) * KINDS  # one length's joint numbers
+    means = shares = 0
+    for _ in range(rounds):
+        losses = draw(rng, (texts, cells)) * scales
+        means += all(mean_bound(losses[:, cell].tolist(), kinds, confidence) >= 1 for cell in range(cells))
+        numbers, above = np.sort(losses[:, :LAYERS].max(1))[::-1], may_exceed(texts, 1 - CONFIDENCE)
+        shares += (many <= numbers[above]).mean() >= share_shown(texts, above, 1 - CONFIDENCE)
+    return means / rounds, shares / rounds
+
+
+def grouped(rounds: int, seed: int = 0) -> tuple[float, float]:
+    """How often means hold where eight prompts are of two novels a kind: counted by prompt, and by group."""
+    rng, kinds = np.random.default_rng(seed), [*"abcd"] * 8
+    confidence = step_confidence(STEPS[0], RECIPE, LAYERS)
+    by_prompt = by_group = 0
+    for _ in range(rounds):
+        groups = rng.lognormal(-0.08, 0.4, (2, 4))
+        prompts = np.repeat(groups, 4, 0) * rng.lognormal(-0.005, 0.1, (8, 4)) * KINDS
+        by_prompt += mean_bound(prompts.ravel().tolist(), kinds, confidence) >= 1
+        by_group += mean_bound(prompts.reshape(2, 4, 4).mean(1).ravel().tolist(), [*"abcd"] * 2, confidence) >= 1
+    return by_prompt / rounds, by_group / rounds
+
+
+def price(draw: Draw, texts: int, kinds: int, rounds: int, seed: int = 0) -> float:
+    """Attention time over that with unlimited texts, where layers spend the recipe's margin.
+
+    Layers are adjusted on four texts, whose spread says where the bound may come out, and then take the largest step at
+    which their bound holds; a dense layer counts as eight times.
+    """
+    rng, names, times = np.random.default_rng(seed), ([*"abcd"] * texts)[:: 4 // kinds][:texts], list[float]()
+    scales = np.tile(KINDS if kinds == 4 else np.ones(4), texts)[:texts, None]
+    for _ in range(rounds):
+        adjusted, losses = draw(rng, (4, LAYERS)) * scales[:4], draw(rng, (texts, LAYERS)) * scales
+        for layer in range(LAYERS):
+            prompts = tuple(PromptErrors((error, 1.0), (error, 1.0)) for error in adjusted[:, layer].tolist())
+            mean = float(adjusted[:, layer].mean())
+            proof = LayerProof(mean, 1.0, 0.2, 0.0, of_prompts=prompts, kinds=tuple(names[:4]))
+            spent = losses[:, layer] * growth(proof, 1.0, RECIPE, LAYERS, texts)
+            step = next(
+                (
+                    step
+                    for step in STEPS
+                    if mean_bound((step * spent).tolist(), names, step_confidence(step, RECIPE, LAYERS)) <= 1
+                ),
+                None,
+            )
+            share = growth(proof, 1.0, RECIPE, LAYERS, texts) * (step or 0.0) / RECIPE.margin
+            times.append(share**-SLOPE if share else 8.0)
+    return float(np.mean(times))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2000)
+    rounds = parser.parse_args(argv).rounds
+    print(__doc__, flush=True)
+    print(f"{rounds} rounds".ljust(36) + "   ".join(f"{texts:>3} texts: means   share" for texts in (12, 32, 128)))
+    for name, draw in SHAPES.items():
+        cells = [f"{value:6.1%}" for texts in (12, 32, 128) for value in covered(draw, texts, rounds)]
+        print(f"{name:<36}" + "   ".join(f"{cells[i]:>16}{cells[i + 1]:>8}" for i in (0, 2, 4)), flush=True)
+    by_prompt, by_group = grouped(rounds)
+    print("\nmeans with prompts of two novels a kind, spread 0.4 between novels and 0.1 within, 32 prompts")
+    print(f"counted by prompt {by_prompt:.1%}, by group {by_group:.1%}")
+    print("\nattention time over that with unlimited texts, a layer dense at 8 times")
+    for name in list(SHAPES)[:2]:
+        for kinds in (1, 4):
+            cells = [f"{texts} texts: {price(SHAPES[name], texts, kinds, rounds // 10):.2f}" for texts in (12, 20, 32)]
+            print(f"{name + f', {kinds} kinds':<36}" + "   ".join(cells), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
