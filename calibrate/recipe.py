@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from calibrate.options import Option, check_names, either, option, options_of, read_all, text
-from s2o_runtime.config import GRAINS, MAX_SEGMENT, MIN_SEGMENT, REPRESENTATIVES, SEGMENT_STEP, Scores
+from s2o_runtime.config import GRAINS, MAX_SEGMENT, MIN_SEGMENT, REPRESENTATIVES, SEGMENT_STEP, KvCacheDtype, Scores
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, Rule
 from s2o_runtime.lengths import far_apart
@@ -327,6 +327,15 @@ class Recipe:
         example="8192",
         plan_text=lambda recipe: f"{recipe.chunk} tokens" if recipe.chunk else "whole prompts",
     )
+    kv_cache_dtype: KvCacheDtype = option(
+        Rule(str, allowed=get_args(KvCacheDtype)),
+        "the type of the server's KV cache; fp8 rounds keys and values to e4m3 with a scale of 1, which is a part of "
+        "each layer's error",
+        PROOF,
+        default="auto",
+        default_text="auto, the model's own",
+        plan_text=lambda recipe: "e4m3" if recipe.kv_cache_dtype == "fp8" else "the model's type",
+    )
     time_limit: float | None = option(
         Rule(float, low=0, above=True, unit=DURATION, optional=True),
         "time for the whole search",
@@ -523,6 +532,11 @@ class Recipe:
                 f"budget_scope {self.scope} does not go with budget_kl, because a KL is of the whole model: leave "
                 "budget_scope out, or give a budget_rel_mse"
             )
+        if self.budget.is_kl and self.kv_cache_dtype != "auto":
+            raise ConfigError(
+                f"kv_cache_dtype {self.kv_cache_dtype} does not go with budget_kl, whose search does not see the "
+                "rounding: give a budget_rel_mse"
+            )
         if self.lengths[0] < self.segments[0]:
             raise ConfigError(
                 f"length {self.lengths[0]} is shorter than one segment of {self.segments[0]}: use a longer one"
@@ -581,6 +595,8 @@ class Recipe:
         settings["prompts"] = tuple(path.name for path in self.prompts) if self.prompts else None
         settings["domains"] = self.used_domains or None
         settings["check_lengths"] = self.checked_lengths
+        if self.kv_cache_dtype == "auto":
+            del settings["kv_cache_dtype"]
         return {name: _plain(value) for name, value in settings.items()}
 
     def to_yaml(self) -> str:

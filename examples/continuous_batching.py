@@ -2,7 +2,7 @@
 
     python examples/continuous_batching.py [PROFILE] [TOKENS]
 
-Needs transformers 5.17 or 5.18; docs/serving.md says what to do with newer ones. On a CPU transformers asks psutil
+Needs transformers 5.17 or 5.18; docs/deploy.md says what to do with newer ones. On a CPU transformers asks psutil
 for the memory (pip install psutil).
 """
 
@@ -24,7 +24,7 @@ SHIPPED = Path(__file__).resolve().parent.parent / "profiles" / "demo" / "cpu" /
 
 def main(path: Path, tokens: int) -> None:
     if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 19):
-        sys.exit(f"transformers {transformers.__version__} takes patched models in another way: docs/serving.md has it")
+        sys.exit(f"transformers {transformers.__version__} takes patched models in another way: docs/deploy.md has it")
     profile = load_profile(path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load(profile.model_name, device, resident=True)

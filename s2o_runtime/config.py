@@ -16,6 +16,7 @@ from s2o_runtime.errors import ConfigError
 Mode = Literal["s2o", "dense"]
 RowReduce = Literal["mean", "max"]
 Scores = Literal["input", "int8"]
+KvCacheDtype = Literal["auto", "fp8"]  # of a server's cache: the type of the inputs, or e4m3 with a scale of 1
 
 HEAD_DIMS = (64, 128, 256)  # others up to the last are filled with zeros
 SEGMENT_STEP = 64

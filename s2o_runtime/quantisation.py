@@ -7,6 +7,8 @@ key has a scale of its own, so a product becomes a score by one multiplication, 
 
 A unit follows its channel's range only in part (SMOOTHING): keys would like each channel to use all levels, but then q
 unit is uneven. This is SmoothQuant's balance (Xiao et al. 2023, section 4) between the two operands.
+
+`as_cached` is another rounding: of keys and values in the fp8 cache of a server.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from s2o_runtime.config import KvCacheDtype
+
+FP8_MAX = 448.0  # the largest number of e4m3
 LEVELS = 127
 SMOOTHING = 0.7
 SMALLEST = 1e-30  # the largest entry of a row, or of all channels, counts at least so much
@@ -101,3 +106,13 @@ def quantised_keys(k: Tensor, start: int = 0) -> QuantisedKeys:
     unit = widest * (half / widest).clamp_min(NARROWEST) ** SMOOTHING * (1 / LEVELS)
     levels = ((exact - middle) * (1 / unit)).round().clamp(-LEVELS, LEVELS)
     return QuantisedKeys(levels.to(torch.int8), unit, middle)
+
+
+def as_cached(tensor: Tensor, kv_cache_dtype: KvCacheDtype) -> Tensor:
+    """Keys or values as they are read from a server's cache: "fp8" rounds to e4m3 with a scale of 1, and back.
+
+    Numbers beyond what e4m3 has become its largest, 448, as in vLLM and SGLang.
+    """
+    if kv_cache_dtype == "auto":
+        return tensor
+    return tensor.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(tensor.dtype)

@@ -15,6 +15,7 @@ import random
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 LENGTH, GPU_LENGTH, NEEDLES, SEED = 2048, 16384, 8, 1234
 
@@ -110,7 +111,7 @@ def set_environment(case: EngineCase) -> None:
     if case.processes > 1:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(case.processes)))  # a core for each
     if case.sparse:
-        os.environ["S2O_VLLM_CPU"] = "1"
+        os.environ |= {"S2O_VLLM_CPU": "support.vllm_cpu.S2OBackend", "PYTHONPATH": str(Path(__file__).parent)}
 
 
 def backend(case: EngineCase) -> str | None:

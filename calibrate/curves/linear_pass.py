@@ -19,7 +19,6 @@ from calibrate.model.capture import Captured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import capability
-from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.tiles import candidate_tiles
 
 BLOCK_N = 64  # keys of a tile where no kernel runs; every stride is a multiple of it
@@ -41,7 +40,7 @@ def measure(
     """
     if not rankings or prompt.softcap is not None:
         return {}
-    dense = dense_attention(prompt.q, prompt.k, prompt.v, **prompt.scoring.arguments())
+    dense = prompt.truth()
     power = float(head_norms(dense).mean()) / dense.shape[3]
     curves: dict[tuple[Ranking, Shape], Curve] = {}
     for ranking in rankings:

@@ -130,7 +130,7 @@ class LayerCurves(WorkItem):
         with within_memory(weights.device, self.length, weights.held, f"measuring layer {self.layer}"):
             walk = dense_walk(worker, self.prompts)
             of_prompts = [
-                packed(_of_prompt(captured, self.shapes, self.recipe), torch.float64)
+                packed(_of_prompt(captured.cached(self.recipe.kv_cache_dtype), self.shapes, self.recipe), torch.float64)
                 for captured in walk.inputs(self.layer)
             ]
             walk.finish()
@@ -251,4 +251,6 @@ def recipe_key(recipe: Recipe, length: int) -> dict[str, Any]:
         "scores": list(recipe.scores),
         "linear_tails": recipe.linear_tails,
     }
+    if recipe.kv_cache_dtype != "auto":
+        key["kv_cache_dtype"] = recipe.kv_cache_dtype
     return key

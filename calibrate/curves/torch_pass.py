@@ -21,7 +21,6 @@ from calibrate.curves.row_errors import worst_of
 from calibrate.model.capture import Captured
 from s2o_runtime.quantisation import Int8Operands
 from s2o_runtime.reference.attention import dense_window
-from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.reference.ranking import log_weights, order_of, part_means
 from s2o_runtime.scoring import capped
 
@@ -47,7 +46,7 @@ def measure(
     length, head_dim = prompt.v.shape[2:]
     size = rankings[0].segment
     keys = [(ranking, shape) for ranking in rankings for shape in shapes]
-    dense = dense_attention(prompt.q, prompt.k, prompt.v, **prompt.scoring.arguments())
+    dense = prompt.truth()
     norms = head_norms(dense)
     totals: dict[tuple[Ranking, Shape], list[Tensor]] = {key: [] for key in keys}  # per slice of heads
     worst: dict[tuple[Ranking, Shape], list[Tensor]] = {key: [] for key in keys}
@@ -62,6 +61,8 @@ def measure(
                 rows = slice(begin, begin + size)
                 if int8 is None:
                     segment = _segment(q[:, rows], k, v, begin, prompt.softcap, sinks)
+                    if prompt.exact is not None:
+                        segment = replace(segment, truth=dense[0, heads, rows].float())
                 else:
                     segment = _segment(int8.q[:, rows], int8.k, v, begin, prompt.softcap, sinks)
                     segment = replace(segment, exact=q[:, rows], int8=int8, truth=dense[0, heads, rows].float())
@@ -105,7 +106,8 @@ class _Segment:
 
     weights is exp(scores - m), where m is a row's largest score; l (the sum of weights) and acc (the weighted sum of
     values) are those of the window, relative to the same m. Where scores are int8, q and k are those of `int8`, `exact`
-    holds the queries that representatives are means of, and `truth` what errors are taken from.
+    holds the queries that representatives are means of. Where scores, keys or values are rounded, `truth` is what
+    errors are taken from.
     """
 
     q: Tensor  # [H, S, D], scaled

@@ -15,7 +15,6 @@ from calibrate.model.capture import Captured
 from s2o_runtime.call import Call
 from s2o_runtime.config import HEAD_DIMS, LayerConfig
 from s2o_runtime.devices import capability
-from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.shapes import laid_out
 from s2o_runtime.tiles import MIN_CAPABILITY, padded_head_dim, trace_tile
 
@@ -46,7 +45,7 @@ def measure(
     prompt: Captured, methods: Sequence[Ranking], shapes: Sequence[Shape]
 ) -> dict[tuple[Ranking, Shape], Curve]:
     """As torch_pass.measure, with the order that the kernels make."""
-    dense = dense_attention(prompt.q, prompt.k, prompt.v, **prompt.scoring.arguments())
+    dense = prompt.truth()
     norms = head_norms(dense)
     curves: dict[tuple[Ranking, Shape], Curve] = {}
     for method in methods:

@@ -6,7 +6,7 @@ Attention is dense while inputs are captured, so what is measured at one layer d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -25,8 +25,9 @@ from calibrate.model.streams import (
 from calibrate.model.watched import NAME, register, watched
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
-from s2o_runtime.config import LayerConfig
+from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.errors import ModelError
+from s2o_runtime.quantisation import as_cached
 from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.scoring import Scoring
 
@@ -37,7 +38,7 @@ class Captured:
 
     q: [1, Hq, L, D] and k, v: [1, Hkv, L, D] and [1, Hkv, L, Dv], in the model's dtype. scale: What q k^T is multiplied
     by. layer: Its row in a profile's tables. prompt: The prompt's index in the list that was given. softcap, sinks: As
-    in `s2o_runtime.scoring.Scoring`.
+    in `s2o_runtime.scoring.Scoring`. exact: The keys and values before they were rounded; None if they were not.
     """
 
     q: Tensor
@@ -48,6 +49,18 @@ class Captured:
     prompt: int = 0
     softcap: float | None = None
     sinks: Tensor | None = None
+    exact: tuple[Tensor, Tensor] | None = None
+
+    def cached(self, kv_cache_dtype: KvCacheDtype) -> Captured:
+        """The inputs as S2O reads them from a server's cache of this type."""
+        if kv_cache_dtype == "auto":
+            return self
+        k, v = (as_cached(tensor, kv_cache_dtype) for tensor in (self.k, self.v))
+        return replace(self, k=k, v=v, exact=(self.k, self.v))
+
+    def truth(self) -> Tensor:
+        """The dense attention that errors are taken from, of keys and values that were not rounded."""
+        return dense_attention(self.q, *(self.exact or (self.k, self.v)), **self.scoring.arguments())
 
     @property
     def scoring(self) -> Scoring:

@@ -30,7 +30,7 @@ from calibrate.model.streams import DecoderLayer, Stream, begin, layer_on_device
 from calibrate.prompts.prompt import Prompt
 from calibrate.work.items import WorkerState, WorkItem
 from s2o_runtime.attention.dense import fastest_dense_attention
-from s2o_runtime.config import LayerConfig
+from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.huggingface import hf
 from s2o_runtime.scoring import Scoring
 
@@ -50,6 +50,10 @@ class Configured(Protocol):
 
     def layer_config(self, layer: int, length: int) -> LayerConfig:
         """What a layer runs for a prompt of `length` tokens."""
+
+    @property
+    def kv_cache_dtype(self) -> KvCacheDtype:
+        """The type of the server's cache that keys and values are read from."""
 
 
 C = TypeVar("C", bound=Configured)
@@ -100,12 +104,13 @@ class LayerRun:
     """What one layer runs for prompts of one length.
 
     chunk: Tokens that it is fed at once; None for whole prompts. by_keys: Of a layer that is fed in chunks, what it
-    runs behind each number of keys.
+    runs behind each number of keys. kv_cache_dtype: "fp8" if S2O reads keys and values as such a cache has them.
     """
 
     config: LayerConfig
     chunk: int | None = None
     by_keys: tuple[tuple[int, LayerConfig], ...] = ()
+    kv_cache_dtype: KvCacheDtype = "auto"
 
     @classmethod
     def of(cls, configured: Configured, chunk: int | None, layer: int, length: int) -> LayerRun:
@@ -115,18 +120,19 @@ class LayerRun:
         the keys that there are by then, as the runtime would choose it, and is dense while these are fewer than the
         shortest calibrated length.
         """
-        config = configured.layer_config(layer, length)
+        config, cache = configured.layer_config(layer, length), configured.kv_cache_dtype
         if chunk is None or length <= chunk:
-            return cls(config)
+            return cls(config, kv_cache_dtype=cache)
         by_keys = []
         for keys in (*range(chunk, length, chunk), length):
             of_chunk = configured.layer_config(layer, keys)
             by_keys.append((keys, of_chunk.as_dense() if keys < configured.min_length else of_chunk))
-        return cls(config, chunk, tuple(by_keys))
+        return cls(config, chunk, tuple(by_keys), cache)
 
     @cached_property
     def digest(self) -> str:
-        return hashlib.sha256(repr((self.config, self.chunk, self.by_keys)).encode()).hexdigest()
+        cache = () if self.kv_cache_dtype == "auto" else (self.kv_cache_dtype,)
+        return hashlib.sha256(repr((self.config, self.chunk, self.by_keys, *cache)).encode()).hexdigest()
 
 
 class History:
@@ -167,7 +173,10 @@ def layer_state(
     chunk = runs.chunk if chunks else None
     config_at = (lambda keys: runs.config) if chunk is None else dict(runs.by_keys).__getitem__
     # a state's first calls are all metered, which would be timed too
-    return hf.LayerState(layer.row, config_at, min_length=0, observer=observer, meter=None, chunk=chunk)
+    return hf.LayerState(
+        layer.row, config_at, min_length=0, observer=observer, meter=None, chunk=chunk,
+        kv_cache_dtype=runs.kv_cache_dtype,
+    )  # fmt: skip
 
 
 class PairWalk:

@@ -10,7 +10,7 @@ from functools import cached_property
 from calibrate.recipe import Recipe
 from calibrate.search.choice import Choice
 from calibrate.search.choose import Chosen
-from s2o_runtime.config import LayerConfig
+from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile
@@ -61,6 +61,11 @@ class Candidate:
     def min_length(self) -> int:
         """The shortest calibrated length; shorter prompts stay dense."""
         return min(self.recipe.lengths)
+
+    @property
+    def kv_cache_dtype(self) -> KvCacheDtype:
+        """The type of the server's cache that the profile is for."""
+        return self.recipe.kv_cache_dtype
 
     def layer_config(self, layer: int, length: int) -> LayerConfig:
         """What a layer runs at a length that is proven.

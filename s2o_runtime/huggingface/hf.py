@@ -53,6 +53,7 @@ from s2o_runtime.monitor.dense_watch import DenseWatch
 from s2o_runtime.monitor.drift import Drift, check_of
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.find import find_profile
+from s2o_runtime.quantisation import as_cached
 from s2o_runtime.scoring import Scoring, without_gradients
 
 NAME = "s2o"
@@ -449,7 +450,8 @@ def _prefill(
         stats, path = None, "dense"
     else:
         options = {"kv_start": call.kv_start, **scoring.arguments()}
-        result = s2o_attention(query, key, value, config, return_stats=True, **options)
+        k, v = (as_cached(tensor, state.kv_cache_dtype) for tensor in (key, value))
+        result = s2o_attention(query, k, v, config, return_stats=True, **options)
         out, stats = result.out, result.stats
         assert stats is not None
         path, reason = "dense" if stats.backend == "dense" else "s2o", stats.reason

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from s2o_runtime.attention.result import AttentionStats
-from s2o_runtime.config import LayerConfig
+from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.errors import ModelError
 from s2o_runtime.fields import Rule
 from s2o_runtime.identity import attention_modules, decoder_attention
@@ -51,6 +51,8 @@ class LayerState(ServedLayer):
     other_kind: what is said of a layer that has no full attention and stays what it is.
     chunk: queries that a prefill is fed at once, as a server does; None for all. last_density: of the last prefill that
     was fed so, as a whole, where `last` is of its last chunk. hook: of its module, removed when it is detached.
+    kv_cache_dtype: "fp8" rounds keys and values before S2O reads them, as a server's cache would; the observer sees
+    them as they were.
     """
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -62,6 +64,7 @@ class LayerState(ServedLayer):
     chunk: int | None = None
     last_density: float | None = None
     hook: RemovableHandle | None = None
+    kv_cache_dtype: KvCacheDtype = "auto"
 
     @property
     def density(self) -> float:

@@ -16,6 +16,7 @@ from s2o_runtime.monitor.drift import DriftMonitor
 from s2o_runtime.monitor.meter import Meter, Sample
 
 SAMPLED_EVERY = 256  # sparse calls of a layer: the density of one of them is kept
+EARLY = 15  # and of each of the first prompts, so that a layer with the settings of another shows soon
 
 log = logging.getLogger("s2o_runtime")
 
@@ -29,7 +30,7 @@ class Counters:
     Attributes:
         rows: query rows by (layer, "s2o" or "dense", reason).
         log_every: seconds between two lines of the log; 0 for none.
-        calls: sparse calls of each layer.
+        calls, prompts: sparse calls of each layer, and how many of them were prompts.
         sampled: what the last sampled call of each layer did.
         drift: the checks of the layers' errors, of those that have one.
         timed: calls of each (layer, "s2o" or "dense"); a batch may make several of a layer.
@@ -40,6 +41,7 @@ class Counters:
     log_every: float = 0.0
     rows: Counter[tuple[int, str, str]] = field(default_factory=Counter)
     calls: Counter[int] = field(default_factory=Counter)
+    prompts: Counter[int] = field(default_factory=Counter)
     sampled: dict[int, AttentionStats] = field(default_factory=dict)
     drift: dict[int, DriftMonitor] = field(default_factory=dict)
     timed: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -50,10 +52,16 @@ class Counters:
         """Count query rows of a layer."""
         self.rows[layer, path, reason] += rows
 
-    def is_sampled(self, layer: int) -> bool:
-        """Whether the density of this sparse call of a layer is to be kept, and its error checked."""
+    def is_sampled(self, layer: int, is_prompt: bool = False) -> bool:
+        """Whether the density of this sparse call of a layer is to be kept, and its error checked.
+
+        Args:
+            layer: the number of the decoder layer.
+            is_prompt: whether the call brings at least half of its keys; few new rows may err by more.
+        """
         self.calls[layer] += 1
-        return self.calls[layer] % SAMPLED_EVERY == 1
+        self.prompts[layer] += is_prompt
+        return (is_prompt and self.prompts[layer] <= EARLY) or self.calls[layer] % SAMPLED_EVERY == 1
 
     def keep(self, layer: int, stats: AttentionStats) -> None:
         """Keep what a sampled call did; nothing is read from the device before somebody asks."""

@@ -92,7 +92,7 @@ class DenseWatch:
             self.said_bypassed = True
             log.warning(
                 "S2O does not run: the patched model has the attention implementation %r for a prompt of %d keys: call "
-                'model.set_attn_implementation("s2o"), or for continuous batching do what docs/serving.md says of your '
+                'model.set_attn_implementation("s2o"), or for continuous batching do what docs/deploy.md says of your '
                 "transformers",
                 name,
                 keys,

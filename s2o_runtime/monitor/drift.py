@@ -56,7 +56,8 @@ class DriftCheck:
     every: of a layer's S2O calls one in so many; rows: of each sequence of that call, in all heads; action: "warn"
     once, or also run the layer "dense" from then on; margin: times the error that the profile allows the layer, what
     the running mean may have, and half of what a check may have without being counted as high; after: checks before the
-    running mean is judged, so that one unlucky prompt decides nothing.
+    running mean is judged, so that one unlucky prompt decides nothing; trial: a layer that is past its budget within so
+    many checks never had the right settings, and runs dense whatever the action.
     """
 
     every: int = ruled(256, Rule(int, low=1))
@@ -64,6 +65,7 @@ class DriftCheck:
     action: Action = ruled("warn", Rule(str, allowed=get_args(Action)))
     margin: float = ruled(2.0, Rule(float, low=0, above=True))
     after: int = ruled(16, Rule(int, low=1))
+    trial: int = ruled(0, Rule(int, low=0))
 
     def validate(self) -> DriftCheck:
         """Raises ConfigError naming what is out of range."""
@@ -166,13 +168,15 @@ class DriftNumbers(NamedTuple):
 class DriftMonitor:
     """One layer's error, in shares of what it is allowed. A copy, or one unpickled, starts anew.
 
-    verdict: the sentence that was said when the error was too much; None so far.
+    verdict: the sentence that was said when the error was too much; None so far. runs_dense: whether the layer runs
+    dense for it.
     """
 
     def __init__(self, check: DriftCheck, layer: int, allowed: Allowed) -> None:
         self.check, self.layer, self.allowed = check, layer, allowed
         self.checks = 0
         self.verdict: str | None = None
+        self.runs_dense = False
         self._calls = layer  # layers take turns
         self._generators: dict[torch.device, torch.Generator] = {}
         # float64 [4 + HISTORY]: running sums of errors over their limits and of what they are relative to, over all
@@ -245,7 +249,8 @@ class DriftMonitor:
             return
         self.verdict = _problem(host.tolist(), checks, self.check, self.allowed.unit)
         if self.verdict is not None:
-            then = "it runs dense from now on" if self.check.action == "dense" else "it goes on"
+            self.runs_dense = self.check.action == "dense" or checks <= self.check.trial
+            then = "it runs dense from now on" if self.runs_dense else "it goes on"
             log.warning("layer %d: %s: %s; calibrate with prompts like these", self.layer, self.verdict, then)
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from s2o_runtime.config import HeadConfig, LayerConfig
+from s2o_runtime.config import HeadConfig, KvCacheDtype, LayerConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.identity import RANDOM, Geometry
@@ -40,6 +40,11 @@ class Profile:
     def min_length(self) -> int:
         """The shortest prompt that was calibrated; shorter ones stay dense."""
         return self.lengths[0]
+
+    @property
+    def kv_cache_dtype(self) -> KvCacheDtype:
+        """The type of the server's KV cache that the profile was made for."""
+        return "fp8" if (self.record.recipe or {}).get("kv_cache_dtype") == "fp8" else "auto"
 
     def layer_config(self, layer: int, length: int) -> LayerConfig:
         """The configuration of a layer for a prompt of `length` keys.

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.serving.calls import SparseCall
 from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Plan, Run, plan
@@ -29,7 +28,7 @@ class Batch:
     def __init__(
         self, starts: Sequence[int], lengths: Sequence[int], max_keys: int, build_part: Callable[[Run], Any]
     ) -> None:
-        self._starts, self._lengths, self._max_keys, self._build_part = starts, lengths, max_keys, build_part
+        self.starts, self.lengths, self._max_keys, self._build_part = starts, lengths, max_keys, build_part
         self._plans: dict[object, Plan] = {}
         self._calls: dict[Run, SparseCall] = {}
         self._parts: dict[Run, Any] = {}
@@ -37,12 +36,12 @@ class Batch:
     @property
     def rows(self) -> int:
         """Query rows of all requests."""
-        return self._starts[-1]
+        return self.starts[-1]
 
     def plan(self, layer: LayerFit) -> Plan:
         """What becomes of the batch's requests in a layer."""
         if layer.kind not in self._plans:
-            self._plans[layer.kind] = plan(self._starts, self._lengths, layer.why_dense, self._max_keys)
+            self._plans[layer.kind] = plan(self.starts, self.lengths, layer.why_dense, self._max_keys)
         return self._plans[layer.kind]
 
     def sparse_call(self, run: Run, page_size: int = 1) -> SparseCall:
@@ -60,28 +59,3 @@ class Batch:
         if run not in self._parts:
             self._parts[run] = self._build_part(run)
         return self._parts[run]
-
-
-def planned(
-    batch: Batch | str, layer: LayerFit | str, number: int, rows: int, counters: Counters
-) -> tuple[LayerFit, Batch, tuple[Run, ...]] | None:
-    """The layer, the batch and its runs that have rows; None if the stock backend computes all of it. Rows are counted.
-
-    Args:
-        batch: the batch, or why S2O has no part in it.
-        layer: the layer of the profile, or why there is none.
-        number: of the decoder layer, by which rows are counted.
-        rows: of the batch.
-        counters: of this rank; rows that S2O computes are counted when they are.
-    """
-    if isinstance(layer, str) or isinstance(batch, str):
-        dense_rows = {layer if isinstance(layer, str) else str(batch): rows}
-        taken = None
-    else:
-        plan = batch.plan(layer)
-        dense_rows = dict(plan.dense_rows)
-        taken = None if plan.is_dense else (layer, batch, tuple(run for run in plan.runs if run.begin < run.end))
-    for reason, count in dense_rows.items():
-        counters.add(number, "dense", reason, count)
-    counters.say()
-    return taken

@@ -6,18 +6,21 @@ import logging
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from s2o_runtime.attention.paged import gathered, s2o_attention_paged
+from s2o_runtime.config import KvCacheDtype
 from s2o_runtime.layer_kinds import sees_window
 from s2o_runtime.lengths import shared_bound
 from s2o_runtime.monitor.counters import Counters
-from s2o_runtime.pages import PagedKeys, packed_starts, page_obstacle
+from s2o_runtime.pages import PagedKeys, packed_starts
 from s2o_runtime.scoring import Scoring
 from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
 
 PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32")  # of the types that queries have
+FP8_CACHES = ("fp8", "fp8_e4m3", "float8_e4m3fn")
 
 log = logging.getLogger("s2o_runtime")
 
@@ -101,7 +104,7 @@ def compute(
     path = "dense" if stats.backend == "dense" else "s2o"
     counters.end(layer.layer, path, sample, query.device)
     counters.add(layer.layer, path, stats.reason, run.end - run.begin)
-    if stats.backend != "dense" and counters.is_sampled(layer.layer):
+    if stats.backend != "dense" and counters.is_sampled(layer.layer, 2 * run.max_q >= run.max_k):
         counters.keep(layer.layer, stats)
         if layer.drift is not None and run.last == run.first + 1:
             pages = PagedKeys(k_pages, v_pages, call.block_table, call.cu_k, max_k=run.max_k, total_k=run.total_k)
@@ -111,7 +114,7 @@ def compute(
 
 
 def layer_obstacle(
-    *, alibi: bool, sliding_window: int | None, kv_cache_dtype: str, soft_cap: float | None, attn_type: str, sinks: bool
+    *, alibi: bool, sliding_window: int | None, soft_cap: float | None, attn_type: str, sinks: bool
 ) -> str | None:
     """Why a layer never runs S2O, by what a server makes it with; None if it may."""
     if attn_type != "decoder":
@@ -124,7 +127,7 @@ def layer_obstacle(
         return "the layer has attention sinks"
     if alibi:
         return "the layer has ALiBi slopes"
-    return cache_obstacle(kv_cache_dtype)
+    return None
 
 
 @lru_cache(maxsize=64)
@@ -135,8 +138,28 @@ def say_once(obstacle: str | None) -> str | None:
     return obstacle
 
 
-def cache_obstacle(kv_cache_dtype: str, page_size: int = 1) -> str | None:
-    """Why no layer whose keys are in a server's cache runs S2O, by the cache's type and pages; None if layers may."""
-    if kv_cache_dtype not in PLAIN_CACHES:
-        return f"the KV cache is {kv_cache_dtype}"
-    return page_obstacle(page_size)
+def cache_obstacle(kv_cache_dtype: str, made_for: KvCacheDtype = "auto") -> str | None:
+    """Why no layer whose keys are in a server's cache runs S2O, by the cache's type; None if layers may.
+
+    A profile that was made for an fp8 cache keeps to its errors in one that does not round, too.
+
+    Args:
+        kv_cache_dtype: as the server calls it.
+        made_for: what the profile was made for.
+    """
+    if kv_cache_dtype in PLAIN_CACHES or (kv_cache_dtype in FP8_CACHES and made_for == "fp8"):
+        return None
+    hint = ", which the profile was not made for" if kv_cache_dtype in FP8_CACHES else ""
+    return f"the KV cache is {kv_cache_dtype}{hint}"
+
+
+def scales_obstacle(*scales: float | Tensor | None) -> str | None:
+    """Why a layer with an fp8 cache runs no S2O, by what its numbers are multiplied by; None if by 1.
+
+    With a scale of 1 the calibrator rounds. Reading those of a tensor waits for the device.
+    """
+    for scale in scales:
+        numbers = torch.as_tensor(1.0 if scale is None else scale)
+        if not bool((numbers == 1).all()):
+            return f"the fp8 cache has scales up to {float(numbers.max()):g}, the profile was made for 1"
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ from s2o_runtime.tiles import fewest_queries, tile_obstacle
 
 NO_GPU = (0, 0)  # the capability of a CPU
 COMPARED = "weights compared"  # what `check_model` answers if the weights are the profile's
+
+log = logging.getLogger("s2o_runtime")
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,12 @@ class Rank:
 
 
 class LayerFit(ServedLayer):
-    """One layer of a profile on one rank."""
+    """One layer of a profile on one rank.
+
+    Attributes:
+        lengths: that the profile was calibrated at.
+        tested: whether the self-test has looked at the layer; it is dense before.
+    """
 
     def __init__(self, fit: ProfileFit, row: int) -> None:
         profile = fit.profile
@@ -66,6 +74,8 @@ class LayerFit(ServedLayer):
             max_length=fit.max_length, heads=fit.heads,
         )  # fmt: skip
         self._fit = fit
+        self.lengths = profile.lengths
+        self.tested = False
         of_buckets = [bucket[row] for bucket in profile.layers]
         limits = tuple(  # all that `why_dense` looks at
             (
@@ -85,7 +95,12 @@ class LayerFit(ServedLayer):
     @property
     def kind(self) -> object:
         """Equal for layers that send the same requests to the stock backend."""
-        return self._limits, self.past_budget
+        return self._limits, self.rejected, self.past_budget
+
+    def refuse(self, reason: str) -> None:
+        """Let the stock backend compute the layer from now on, and log why."""
+        self.rejected = reason
+        log.error("S2O: layer %d is dense: %s", self.layer, reason)
 
     def _tile_obstacle(self, config: LayerConfig) -> str | None:
         """Why the device cannot run a configuration's tile; None if it can, or is a CPU, which runs the reference."""
@@ -120,6 +135,7 @@ class ProfileFit:
     Attributes:
         profile: as it can run on the device.
         rejected: why nothing of it can, if so.
+        made_for: the type of the KV cache that it was made for.
         obstacle: why no request runs it, whatever its length; None if some may.
         max_length: keys; more run dense. None for no limit.
         heads, kv_heads: of the model, those that this rank holds.
@@ -133,6 +149,7 @@ class ProfileFit:
         self, profile: Profile, rank: Rank, device: torch.device, beyond: str = "dense", decode_queries: int = 1
     ) -> None:
         self.profile, self.rejected = fitted(profile, device)
+        self.made_for = profile.kv_cache_dtype
         self.max_length = longest_trusted(profile) if beyond == "dense" else None
         self.heads = rank.heads(profile.geometry.query_heads)
         self.kv_heads = rank.kv_heads(profile.geometry.kv_heads)
@@ -172,6 +189,8 @@ class ProfileFit:
 
 class NoFit(ProfileFit):
     """What stands for a profile where none was found: every request is the stock backend's, for this reason."""
+
+    made_for = "auto"
 
     def __init__(self, obstacle: str, decode_queries: int) -> None:
         self.obstacle, self.decode_queries, self.layers = obstacle, decode_queries, ()

@@ -57,8 +57,7 @@ class ServedLayer:
     @property
     def past_budget(self) -> str | None:
         """Why the layer runs dense because of its drift check; None if it does not."""
-        drift = self.drift
-        return drift.verdict if drift is not None and drift.check.action == "dense" else None
+        return self.drift.verdict if self.drift is not None and self.drift.runs_dense else None
 
     def why_dense_at(self, keys: int) -> str | None:
         """Why a prompt of so many keys is dense in this layer, by the profile and by what was found since.

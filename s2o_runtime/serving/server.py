@@ -16,12 +16,14 @@ from s2o_runtime.attention.paged import gathered, s2o_attention_paged
 from s2o_runtime.attention.warmup import SEGMENTS, split_calls
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ModelError, ProfileError, S2OError
-from s2o_runtime.monitor.counters import Counters, serve_metrics
+from s2o_runtime.monitor.counters import EARLY, Counters, serve_metrics
 from s2o_runtime.monitor.drift import DriftMonitor, check_and_limits, check_of
 from s2o_runtime.pages import PagedKeys, packed_starts
 from s2o_runtime.profile import load_profile
 from s2o_runtime.profile.find import find_profile
+from s2o_runtime.serving.calls import cache_obstacle
 from s2o_runtime.serving.fit import NoFit, ProfileFit, Rank, check_model, weights_mismatch
+from s2o_runtime.serving.self_test import never_stops
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.version import __version__
 
@@ -59,7 +61,8 @@ class Site:
         max_keys: the longest prompt that the server takes.
         decode_queries: the most queries that a request brings while it decodes, more than one with speculation.
         process: which of the server's this is.
-        obstacle: why no layer will run S2O, where that is known at start, as by the KV cache's type.
+        kv_cache_dtype: of the server; "auto" where layers differ.
+        obstacle: why no layer will run S2O for another reason that is known at start.
     """
 
     engine: str
@@ -71,6 +74,7 @@ class Site:
     max_keys: int
     decode_queries: int = 1
     process: Process = Process()
+    kv_cache_dtype: str = "auto"
     obstacle: str | None = None
 
 
@@ -97,7 +101,7 @@ class Server:
 
     def __init__(self, settings: Settings, site: Site) -> None:
         self.fit, taken = _fit_of(settings, site)
-        self.obstacle = self.fit.obstacle or site.obstacle
+        self.obstacle = self.fit.obstacle or site.obstacle or cache_obstacle(site.kv_cache_dtype, self.fit.made_for)
         self.max_keys = site.max_keys
         self.counters = Counters(settings.log_every)
         self._check_drift(settings, site.rank)
@@ -126,7 +130,7 @@ class Server:
         if check is None:
             return
         for layer, errors in zip(self.fit.layers, allowed, strict=True):
-            layer.drift = DriftMonitor(replace(check, every=1), layer.layer, errors)
+            layer.drift = DriftMonitor(replace(check, every=1, trial=EARLY), layer.layer, errors)
             self.counters.drift[layer.layer] = layer.drift
 
     def _say(self, site: Site, taken: str) -> None:
@@ -170,8 +174,8 @@ class Server:
         """
         done: set[object] = set()
         for layer in self.fit.layers:
-            for length in self.fit.profile.lengths:
-                config = layer.config(length)
+            configs = [*map(layer.config, self.fit.profile.lengths), never_stops(layer)]
+            for config in filter(None, configs):
                 kind = _compiled_kind(config)
                 if not config.is_dense and kind not in done:
                     done.add(kind)

@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from s2o_runtime.serving.batch import planned
-from s2o_runtime.serving.calls import compute, layer_obstacle, say_once
+from s2o_runtime.serving.attend import LayerCall, attend
+from s2o_runtime.serving.calls import FP8_CACHES, cache_obstacle, layer_obstacle, say_once, scales_obstacle
 from s2o_runtime.serving.fit import LayerFit
+from s2o_runtime.serving.plan import Run
 from s2o_runtime.serving.server import Server
 from s2o_runtime.sglang.batch import Batch, whole_only
 
@@ -85,35 +86,40 @@ class _Backend:
     ) -> Any:  # fmt: skip
         """SGLang's call of one layer for rows of prompts; see its AttentionBackend."""
         stock = super().forward_extend  # type: ignore[misc]
-        counters = self.s2o_host.server.counters
-        number, device = layer.layer_id, q.device
-        taken = planned(self._sharable(q, forward_batch, named), self._layer(layer), number, len(q), counters)
-        if taken is None:
-            return counters.stock(number, device, stock, q, k, v, layer, forward_batch, save_kv_cache, **named)
-        fit, batch, runs = taken
-        if save_kv_cache and k is not None and v is not None:
-            self.s2o_host.write(layer, forward_batch, k, v)
-        k_slots, v_slots = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        heads, head_dim = layer.tp_q_head_num, layer.qk_head_dim
-        output = q.new_empty(len(q), heads * head_dim)
-        for run in runs:
-            if run.is_sparse:
-                compute(
-                    run, batch.sparse_call(run), fit, counters, query=q[run.rows].view(-1, heads, head_dim),
-                    k_pages=k_slots[:, None], v_pages=v_slots[:, None], scale=layer.scaling,
-                    out=output[run.rows].view(-1, heads, head_dim),
-                )  # fmt: skip
-            else:
-                rows = run.rows
-                keys, values = (None if tensor is None else tensor[rows] for tensor in (k, v))
-                part, metadata = batch.part(run)
-                kept, self.forward_metadata = self.forward_metadata, metadata
-                try:
-                    answer = counters.stock(number, device, stock, q[rows], keys, values, layer, part, False, **named)
-                finally:
-                    self.forward_metadata = kept
-                output[rows] = answer.reshape(len(answer), -1)
-        return output
+        pool, heads, head_dim = self.token_to_kv_pool, layer.tp_q_head_num, layer.qk_head_dim
+        batch = self._sharable(q, forward_batch, named)
+        written = not save_kv_cache
+
+        def pages() -> tuple[Tensor, Tensor]:
+            if not written and k is not None and v is not None:
+                self.s2o_host.write(layer, forward_batch, k, v)
+            k_slots, v_slots = pool.get_kv_buffer(layer.layer_id)
+            return k_slots[:, None], v_slots[:, None]
+
+        def whole() -> Any:
+            nonlocal written
+            written = True
+            return stock(q, k, v, layer, forward_batch, save_kv_cache, **named)
+
+        def part(run: Run, out: Tensor) -> None:
+            assert isinstance(batch, Batch)
+            keys, values = (None if tensor is None else tensor[run.rows] for tensor in (k, v))
+            source, metadata = batch.part(run)
+            kept, self.forward_metadata = self.forward_metadata, metadata
+            try:
+                answer = stock(q[run.rows], keys, values, layer, source, False, **named)
+            finally:
+                self.forward_metadata = kept
+            out.copy_(answer.view(out.shape))
+
+        def output() -> tuple[Tensor, Tensor]:
+            out = q.new_empty(len(q), heads * head_dim)
+            return out, out.view(len(q), heads, head_dim)
+
+        fit = self._layer(layer)
+        query = q if isinstance(fit, str) else q.view(len(q), heads, head_dim)
+        call = LayerCall(layer.layer_id, fit, batch, query, layer.scaling, pages, whole, part, output)
+        return attend(call, len(q), self.s2o_host.server.counters)
 
     def _sharable(self, q: Tensor, forward_batch: Any, named: dict[str, Any]) -> Batch | str:
         """The batch that a call is of, or why the call is the stock backend's as a whole."""
@@ -135,7 +141,9 @@ class _Backend:
             obstacle = (
                 host.obstacle
                 or ("keys are not written into the cache" if skips else None)
-                or attention_obstacle(layer, host.kv_cache_dtype)
+                or attention_obstacle(layer)
+                or cache_obstacle(host.kv_cache_dtype, host.server.fit.made_for)
+                or (scales_obstacle(layer.k_scale, layer.v_scale) if host.kv_cache_dtype in FP8_CACHES else None)
             )
             self.s2o_layers[index] = say_once(obstacle) or host.server.fit.layer(
                 index, layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
@@ -150,13 +158,12 @@ class _Backend:
         return part, metadata
 
 
-def attention_obstacle(layer: Any, kv_cache_dtype: str) -> str | None:
+def attention_obstacle(layer: Any) -> str | None:
     """Why a layer never runs S2O, by its RadixAttention; None if it may."""
     window = layer.sliding_window_size
     obstacle = layer_obstacle(
         alibi=False,
         sliding_window=window if window is not None and window > -1 else None,
-        kv_cache_dtype=kv_cache_dtype,
         soft_cap=layer.logit_cap,
         attn_type="cross" if layer.is_cross_attention else str(layer.attn_type.value),
         sinks=False,  # are given to each call

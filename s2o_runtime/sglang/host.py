@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from s2o_runtime.errors import ConfigError, ResourceError
-from s2o_runtime.serving.calls import cache_obstacle
 from s2o_runtime.serving.checkpoint import local_folder
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, Site, start_failures
@@ -101,7 +100,8 @@ def host_of(runner: Any) -> Host:
             device=torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()),
             max_keys=int(model.context_len),
             process=_process(parallel),
-            obstacle=obstacle or cache_obstacle(kv_cache_dtype),
+            kv_cache_dtype=kv_cache_dtype,
+            obstacle=obstacle,
         ),
     )
     _reserve(server, runner, get_schedule())

@@ -13,14 +13,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from s2o_runtime.pages import page_obstacle
+from s2o_runtime.errors import InputError
+from s2o_runtime.pages import FP8_TYPES, page_obstacle
+from s2o_runtime.serving.attend import LayerCall, attend
 from s2o_runtime.serving.batch import Batch as AnyBatch
-from s2o_runtime.serving.batch import planned
-from s2o_runtime.serving.calls import compute, layer_obstacle, say_once
+from s2o_runtime.serving.calls import cache_obstacle, layer_obstacle, say_once, scales_obstacle
 from s2o_runtime.serving.fit import LayerFit
+from s2o_runtime.serving.plan import Run
 from s2o_runtime.serving.server import Server
 from s2o_runtime.vllm.batch import Batch, whole_only
-from s2o_runtime.vllm.layouts import Layout, key_and_value_pages
+from s2o_runtime.vllm.layouts import key_and_value_pages
 
 BATCH = "s2o_batch"  # attribute of the stock backend's metadata: the batch, or why S2O has no part in it
 
@@ -32,13 +34,11 @@ class Host:
     Attributes:
         server: gives the profile of this process, which is loaded when the first layer is made.
         layer_index: gives a layer's index in the whole model by its name.
-        layout: of the stock backend's caches.
         cudagraph_support: limits what the stock backend supports to what S2O does, given its own answer.
     """
 
     server: Callable[[], Server]
     layer_index: Callable[[str], int]
-    layout: Layout
     cudagraph_support: Callable[[Any], Any]
 
 
@@ -159,11 +159,10 @@ class _Implementation:
         self.s2o_obstacle = say_once(layer_obstacle(
             alibi=alibi_slopes is not None,
             sliding_window=sliding_window,
-            kv_cache_dtype=kv_cache_dtype,
             soft_cap=logits_soft_cap,
             attn_type=str(getattr(attn_type, "value", attn_type)),
             sinks=named.get("sinks") is not None or any(isinstance(extra, Tensor) for extra in more),
-        ))  # fmt: skip
+        ) or cache_obstacle(kv_cache_dtype, self.s2o_server.fit.made_for))  # fmt: skip
 
     def forward(
         self,
@@ -179,33 +178,31 @@ class _Implementation:
     ) -> Tensor:
         """vLLM's call of one layer; see its AttentionImpl."""
         stock = super().forward  # type: ignore[misc]
-        server = self.s2o_server
         if attn_metadata is None:
-            server.reserve(query)
+            self.s2o_server.reserve(query)
         batch: AnyBatch | str | None = getattr(attn_metadata, BATCH, None)
-        if batch is None:
+
+        def whole() -> Tensor:
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)  # type: ignore[no-any-return]
-        counters, device = server.counters, query.device
+
+        def part(run: Run, out: Tensor) -> None:
+            assert isinstance(batch, AnyBatch)
+            q, k, v = (None if tensor is None else tensor[run.rows] for tensor in (query, key, value))
+            stock(layer, q, k, v, kv_cache, batch.part(run), output[run.rows], *scales, **named)
+
+        if batch is None:
+            return whole()
+        rows = attn_metadata.num_actual_tokens
         number, fit = self._layer(layer, kv_cache)
-        whole = layer, query, key, value, kv_cache, attn_metadata, output, *scales
-        taken = planned(batch, fit, number, attn_metadata.num_actual_tokens, counters)
-        if taken is None:
-            return counters.stock(number, device, stock, *whole, **named)  # type: ignore[no-any-return]
-        fit, batch, runs = taken
-        for run in runs:
-            if run.is_sparse:
-                k, v = key_and_value_pages(kv_cache, self.s2o_host.layout, self.head_size)
-                compute(
-                    run, batch.sparse_call(run, k.shape[1]), fit, counters, query=query[run.rows], k_pages=k, v_pages=v,
-                    scale=self.scale, out=output[run.rows].view(-1, self.num_heads, self.head_size),
-                )  # fmt: skip
-            else:
-                rows = run.rows
-                counters.stock(
-                    number, device, stock, layer, query[rows], None if key is None else key[rows],
-                    None if value is None else value[rows], kv_cache, batch.part(run), output[rows], *scales, **named,
-                )  # fmt: skip
-        return output
+        call = LayerCall(
+            number, fit, batch, query, self.scale,
+            pages=lambda: key_and_value_pages(kv_cache, self.num_kv_heads, self.head_size),
+            whole=whole,
+            part=part,
+            output=lambda: (output, output.view(len(output), self.num_heads, self.head_size)),
+        )  # fmt: skip
+        answer: Tensor = attend(call, rows, self.s2o_server.counters)
+        return answer
 
     def _layer(self, layer: Any, kv_cache: Tensor) -> tuple[int, LayerFit | str]:
         """The decoder layer's number, -1 for a part that is no decoder; the profile's layer, or why there is none."""
@@ -219,7 +216,20 @@ class _Implementation:
                 number, self.num_heads, self.num_kv_heads, self.head_size
             )
             if not isinstance(fit, str):
-                k, _ = key_and_value_pages(kv_cache, self.s2o_host.layout, self.head_size)
-                fit = page_obstacle(k.shape[1]) or fit
+                fit = self._cache_obstacle(layer, kv_cache) or fit
             self.s2o_layers[name] = number, fit
         return self.s2o_layers[name]
+
+    def _cache_obstacle(self, layer: Any, kv_cache: Tensor) -> str | None:
+        """Why S2O cannot read a layer's cache, or take its queries with it; None if it can."""
+        try:
+            k, _ = key_and_value_pages(kv_cache, self.num_kv_heads, self.head_size)
+        except InputError as error:
+            return str(error)
+        if k.dtype not in FP8_TYPES:
+            return page_obstacle(k.shape[1])
+        if getattr(self, "supports_quant_query_input", True):
+            return "queries are rounded to fp8, which the profile was not made for"
+        if not hasattr(layer, "_k_scale") or not hasattr(layer, "_v_scale"):
+            return "the scales of the fp8 cache are not where they are expected"
+        return page_obstacle(k.shape[1]) or scales_obstacle(layer._k_scale, layer._v_scale)

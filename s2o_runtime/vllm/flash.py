@@ -6,8 +6,8 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from s2o_runtime.vllm.backend import mix_in
-from s2o_runtime.vllm.host import host_of
+from s2o_runtime.vllm.host import host
 from s2o_runtime.vllm.plugin import NAME
 
 _registered = NAME if NAME in AttentionBackendEnum.__members__ else "CUSTOM"
-S2OBackend, S2OMetadataBuilder, S2OImpl = mix_in(FlashAttentionBackend, _registered, host_of(FlashAttentionBackend))
+S2OBackend, S2OMetadataBuilder, S2OImpl = mix_in(FlashAttentionBackend, _registered, host())

@@ -10,24 +10,22 @@ from typing import Any
 import torch
 
 from s2o_runtime.pages import page_obstacle
-from s2o_runtime.serving.calls import cache_obstacle
 from s2o_runtime.serving.checkpoint import local_folder
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, Site, start_failures
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.vllm.backend import Host
-from s2o_runtime.vllm.layouts import layout_of
 
 SECTION = "s2o"  # of --additional-config, which has the settings
 
 log = logging.getLogger("s2o_runtime")
 
 
-def host_of(stock: Any) -> Host:
-    """What S2O's classes ask of this vLLM, on top of a stock backend."""
+def host() -> Host:
+    """What S2O's classes ask of this vLLM."""
     from vllm.model_executor.models.utils import extract_layer_index
 
-    return Host(server, extract_layer_index, layout_of(getattr(stock, "get_kv_cache_shape", None)), graphs_of_decode)
+    return Host(server, extract_layer_index, graphs_of_decode)
 
 
 def graphs_of_decode(support: Any) -> Any:
@@ -70,7 +68,8 @@ def server() -> Server:
         max_keys=int(model.max_model_len),
         decode_queries=_decode_queries(config.speculative_config),
         process=_process(config.parallel_config, get_world_group().rank_in_group, get_pp_group().rank_in_group),
-        obstacle=_obstacle(config.cache_config),
+        kv_cache_dtype=_cache_dtype(config.cache_config),
+        obstacle=page_obstacle(config.cache_config.block_size or 1),  # 0 or None where vLLM will choose, a small one
     )
     _show_log()
     with start_failures():
@@ -111,12 +110,9 @@ def _decode_queries(speculation: Any) -> int:
     return 1 + 2 * int(tokens)
 
 
-def _obstacle(cache: Any) -> str | None:
-    """Why no layer runs S2O, by vLLM's CacheConfig; None if a layer may: some may be excepted from the cache's type."""
-    page_size = cache.block_size or 1  # 0 or None where vLLM will choose one, which is small
-    if getattr(cache, "kv_cache_dtype_skip_layers", None):
-        return page_obstacle(page_size)
-    return cache_obstacle(str(cache.cache_dtype), page_size)
+def _cache_dtype(cache: Any) -> str:
+    """The type of all caches, by vLLM's CacheConfig; "auto" where some layers are excepted from it."""
+    return "auto" if getattr(cache, "kv_cache_dtype_skip_layers", None) else str(cache.cache_dtype)
 
 
 def _show_log() -> None:

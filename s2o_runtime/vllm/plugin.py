@@ -15,8 +15,7 @@ from s2o_runtime.vllm.compat import Interface
 NAME = "S2O"  # of the backend where vLLM lets plugins name one, else CUSTOM
 FLASH = "s2o_runtime.vllm.flash.S2OBackend"
 STOCK = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
-CPU = "s2o_runtime.vllm.cpu.S2OBackend"
-CPU_VARIABLE = "S2O_VLLM_CPU"  # 1: take the place of the CPU engine's backend, for tests; it cannot be chosen by name
+CPU_VARIABLE = "S2O_VLLM_CPU"  # a class that takes the place of the CPU engine's backend, for tests
 
 log = logging.getLogger("s2o_runtime")
 
@@ -46,8 +45,8 @@ def register() -> None:
         copyreg.pickle(AttentionBackendEnum, _reduced)
     else:
         register_backend(AttentionBackendEnum.CUSTOM, path)
-    if os.environ.get(CPU_VARIABLE) == "1" and obstacle is None:
-        register_backend(AttentionBackendEnum.CPU_ATTN, CPU)
+    if (path := os.environ.get(CPU_VARIABLE, "")) and obstacle is None:
+        register_backend(AttentionBackendEnum.CPU_ATTN, path)
 
 
 def backend_name() -> str:

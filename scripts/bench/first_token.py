@@ -138,7 +138,8 @@ def run_engine(engine: str, args: argparse.Namespace) -> FirstTokenFile:
     """Time one engine's first tokens. Raises S2OError: a `ResourceError` if the engine itself fails."""
     os.environ.update(VARIABLES)
     if args.device == "cpu" and engine == S2O:
-        os.environ["S2O_VLLM_CPU"] = "1"
+        os.environ |= {"S2O_VLLM_CPU": "support.vllm_cpu.S2OBackend", "PYTHONPATH": "tests"}
+        sys.path.append("tests")
     with tempfile.TemporaryDirectory() as folder:
         try:
             return timed(engine, args, Path(folder))

@@ -16,6 +16,7 @@ ALL = BASE | {
     "ceiling_rel_mse": 2e-3,
     "budget_scope": "model",
     "check_lengths": (1100, 4096),
+    "kv_cache_dtype": "fp8",
     "chunk": 4096,
     "domains": ("prose", "chinese"),
     "hide_needles": False,
@@ -289,7 +290,8 @@ def test_the_record_holds_what_decides_the_result():
     record = recipe(journal=Path("elsewhere"), prompts=(Path("folder/mine.jsonl"), Path("b"))).record()
     fields = {field.name for field in dataclasses.fields(Recipe)}
     workers = {entry.field for entry in OPTIONS.values() if entry.group == WORKERS}
-    assert set(record) == fields - {"out", "journal", "storage"} - workers
+    left_out = {"out", "journal", "storage", "kv_cache_dtype"}  # the last where it is not auto
+    assert set(record) == fields - left_out - workers
     assert record["check_lengths"] == [1536]
     assert record["prompts"] == ["mine.jsonl", "b"]
     assert record["domains"] is None

@@ -12,7 +12,7 @@ from support.server_batches import check_mixed_batches, served_profile, served_t
 
 @pytest.mark.parametrize("tile", served_tiles(), ids=str)
 def test_mixed_batches_are_each_request_on_its_own(tile, monkeypatch):
-    monkeypatch.setattr(Counters, "is_sampled", lambda self, layer: True)
+    monkeypatch.setattr(Counters, "is_sampled", lambda self, layer, is_prompt: True)
     server = FakeServer(served_profile(tile), Rank(), "cuda", 16384)
     engine = FakeEngine(server, slots=32768, width=4112, dtype=torch.bfloat16, device="cuda")
     order = "first", "second", "decoding", "tailing"

@@ -33,6 +33,7 @@ class Layers:
     short: LayerConfig
     long: LayerConfig
     min_length: int = 100
+    kv_cache_dtype: str = "auto"
 
     def layer_config(self, layer, length):
         return self.short if length <= 200 else self.long

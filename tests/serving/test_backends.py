@@ -6,42 +6,9 @@ import pytest
 import torch
 
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.vllm.backend import BATCH
-from support import fake_sglang, fake_vllm
+from support.engines import ENGINES, VllmEngine
 from support.fake_server import FakeServer
 from support.server_batches import FEWEST, all_dense, alone, dense, two_layers
-
-
-class VllmEngine(fake_vllm.FakeEngine):
-    order = (0, 1, 2, 3, 4)  # in which vLLM sorts decodes, tails and prompts
-
-    def outputs(self, parts, layer=0):
-        out, self.metadata = self.feed(parts, layer)
-        return out
-
-    def runs(self):
-        return getattr(self.metadata, BATCH).plan(self.server.fit.layers[0]).runs
-
-    @property
-    def stock_rows(self):
-        return self.impl.stock_rows
-
-
-class SglangEngine(fake_sglang.FakeEngine):
-    order = (2, 3, 0, 1, 4)
-
-    def outputs(self, parts, layer=0):
-        return self.feed(parts, fake_sglang.Mode.MIXED, layer={"layer_id": layer})
-
-    def runs(self):
-        return self.backend.s2o_batch.plan(self.server.fit.layers[0]).runs
-
-    @property
-    def stock_rows(self):
-        return self.backend.stock_rows
-
-
-ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine}
 
 
 @pytest.fixture(params=ENGINES)
@@ -133,11 +100,11 @@ def test_calls_are_timed_by_layer_and_path(made):
         ("dense layer", 1, "every head of the layer is dense"),
         ("dense profile", 0, "every layer of the profile is dense"),
         ("none of the profile's", 7, "the layer is none of the profile's"),
-        ("fp8", 0, "the KV cache is fp8"),
+        ("fp8_e5m2", 0, "the KV cache is fp8_e5m2"),
     ],
 )
 def test_a_layer_that_is_the_stock_backends_is_one_call_counted_and_logged(kind, layer, said, made, info_log):
-    options = {"kv_cache_dtype": "fp8"} if kind == "fp8" else {}
+    options = {"kv_cache_dtype": kind} if kind.startswith("fp8") else {}
     engine = made(all_dense() if kind == "dense profile" else None, **options)
     engine.server.counters.log_every = 1e-9
     requests = [engine.add(300), engine.add(200)]

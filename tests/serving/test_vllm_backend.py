@@ -9,11 +9,12 @@ from s2o_runtime.attention import paged
 from s2o_runtime.attention.replay import repeated_call
 from s2o_runtime.errors import InputError
 from s2o_runtime.monitor import counters
+from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY
 from s2o_runtime.monitor.drift import Allowed, DriftCheck, DriftMonitor
 from s2o_runtime.serving.calls import layer_obstacle
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.vllm.backend import BATCH
-from s2o_runtime.vllm.layouts import key_and_value_pages, layout_of
+from s2o_runtime.vllm.layouts import key_and_value_pages
 from support.fake_server import FakeServer
 from support.fake_vllm import FakeEngine, Graphs, fake_backend
 from support.server_batches import FEWEST, all_dense, alone, dense, joint_density, two_layers
@@ -81,8 +82,9 @@ def test_two_ranks_compute_the_halves_of_one():
 
 
 def test_the_density_of_a_sampled_call_is_that_of_its_requests():
-    """Of the first of 256 sparse calls, here a run of two prompts of unlike lengths, counted row by row."""
+    """Of one of 256 sparse calls, here a run of two prompts of unlike lengths, counted row by row."""
     engine = FakeEngine(server())
+    engine.server.counters.calls[0], engine.server.counters.prompts[0] = SAMPLED_EVERY, EARLY
     requests = [engine.add(300), engine.add(305)]
     engine.feed([(request, len(request)) for request in requests])
     config = engine.server.fit.layers[0].config(300)
@@ -189,7 +191,7 @@ def test_pages_that_the_op_does_not_take_are_the_stock_backends():
 @pytest.mark.parametrize(("action", "path"), [("warn", "s2o"), ("dense", "dense")])
 def test_a_layer_past_its_budget_is_noticed(action, path, monkeypatch):
     """Sampled calls are compared with dense attention; with action "dense" the layer runs dense from then on."""
-    monkeypatch.setattr(counters.Counters, "is_sampled", lambda self, layer: True)
+    monkeypatch.setattr(counters.Counters, "is_sampled", lambda self, layer, is_prompt: True)
     made = server(tau=1e5)
     layer = made.fit.layers[0]
     check = DriftCheck(every=1, after=2, action=action)
@@ -228,12 +230,11 @@ def test_the_profiling_run_reserves_what_calls_will_need():
         ({"soft_cap": 0.0}, None),
         ({"sinks": True}, "the layer has attention sinks"),
         ({"alibi": True}, "the layer has ALiBi slopes"),
-        ({"kv_cache_dtype": "fp8"}, "the KV cache is fp8"),
         ({"attn_type": "encoder_only"}, "the layer's attention is of type encoder_only"),
     ],
 )
 def test_what_s2o_cannot_do_is_a_reason(made_with, reason):
-    usual = {"alibi": False, "sliding_window": None, "kv_cache_dtype": "auto", "soft_cap": None}
+    usual = {"alibi": False, "sliding_window": None, "soft_cap": None}
     assert layer_obstacle(**{**usual, "attn_type": "decoder", "sinks": False, **made_with}) == reason
 
 
@@ -248,23 +249,16 @@ def test_what_vllm_asks_of_the_backend():
     assert not classes.builder().use_cascade_attention(1, 2, three=3)
 
 
-@pytest.mark.parametrize("layout", ["pages of two", "side by side"])
-def test_layouts_are_known_by_the_shape_that_a_backend_gives(layout):
-    def shape(pages, page_size, kv_heads, head_dim):
-        return {
-            "pages of two": (pages, 2, page_size, kv_heads, head_dim),
-            "side by side": (pages, kv_heads, page_size, 2 * head_dim),
-        }[layout]
-
-    assert layout_of(shape) == layout
-    k, v = key_and_value_pages(torch.arange(2 * 5 * 4 * 3 * 8).view(shape(5, 4, 3, 8)), layout, 8)
+@pytest.mark.parametrize("shape", [(5, 2, 4, 3, 8), (5, 3, 4, 16)])
+def test_layouts_are_known_by_the_shape_of_the_cache(shape):
+    k, v = key_and_value_pages(torch.arange(2 * 5 * 4 * 3 * 8).view(shape), 3, 8)
     assert k.shape == v.shape == (5, 4, 3, 8)
     assert not set(k.flatten().tolist()) & set(v.flatten().tolist())
-    with pytest.raises(InputError, match="the KV cache has shape"):
-        key_and_value_pages(torch.zeros(5, 4, 3), layout, 8)
 
 
-def test_other_layouts_are_refused():
-    assert layout_of(None) == "side by side"
-    with pytest.raises(InputError, match=r"this vLLM's caches have shape \(3, 16, 2\)"):
-        layout_of(lambda pages, page_size, *_: (pages, page_size, 2))
+@pytest.mark.parametrize("shape", [(5, 4, 3), (2, 5, 4, 3, 8), (5, 4, 3, 16)])
+def test_caches_of_another_shape_are_the_stock_backends(shape):
+    with pytest.raises(InputError, match=r"the KV cache has shape \(.*expected \[pages, 3, page size, 16\] or"):
+        key_and_value_pages(torch.zeros(shape), 3, 8)
+    impl = FakeEngine(server()).impl
+    assert impl._cache_obstacle(None, torch.zeros(shape)).startswith(f"the KV cache has shape {shape}")

@@ -89,10 +89,10 @@ def test_a_process_that_has_not_loaded_plugins_yet_understands_the_name(vllm):
 
 
 def test_tests_of_the_engine_take_the_cpus_backend(vllm, monkeypatch):
-    monkeypatch.setenv(plugin.CPU_VARIABLE, "1")
+    monkeypatch.setenv(plugin.CPU_VARIABLE, "support.vllm_cpu.S2OBackend")
     registry = vllm()
     plugin.register()
-    assert registry.paths["CPU_ATTN"] == "s2o_runtime.vllm.cpu.S2OBackend"
+    assert registry.paths["CPU_ATTN"] == "support.vllm_cpu.S2OBackend"
 
 
 def test_an_unknown_vllm_runs_its_own_backend_and_says_so_once(vllm, caplog):

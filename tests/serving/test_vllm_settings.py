@@ -11,10 +11,9 @@ from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, ProfileError, S2OError
-from s2o_runtime.monitor.counters import SAMPLED_EVERY, Counters
+from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY, Counters
 from s2o_runtime.monitor.drift import allowed_errors
 from s2o_runtime.profile import load_profile
-from s2o_runtime.serving.calls import cache_obstacle
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server
 from s2o_runtime.serving.settings import Settings
@@ -93,31 +92,29 @@ def test_one_line_says_what_will_run_where(info_log):
 
 def test_a_server_whose_layers_all_go_to_the_stock_backend_says_so(caplog):
     """And takes no memory for calls that will not come."""
-    server = started(obstacle=cache_obstacle("fp8"))
-    assert caplog.messages[-1].endswith("in vLLM 0.32.0: all rows go to STOCK: the KV cache is fp8")
-    assert server.obstacle == "the KV cache is fp8"
+    server = started(kv_cache_dtype="fp8")
+    said = "the KV cache is fp8, which the profile was not made for"
+    assert caplog.messages[-1].endswith(f"in vLLM 0.32.0: all rows go to STOCK: {said}")
+    assert server.obstacle == said
 
 
 @pytest.mark.parametrize(
-    ("cache", "said"),
+    ("cache", "dtype"),
     [
-        ({}, None),
-        ({"cache_dtype": "bfloat16", "block_size": 1024}, None),
-        ({"cache_dtype": "fp8"}, "the KV cache is fp8"),
-        ({"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}, None),
-        ({"block_size": 2048}, "pages have 2048 tokens, more than 1024"),
-        ({"block_size": 2048, "kv_cache_dtype_skip_layers": ["0"]}, "pages have 2048 tokens, more than 1024"),
-        ({"block_size": None}, None),
+        ({}, "auto"),
+        ({"cache_dtype": "fp8"}, "fp8"),
+        ({"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}, "auto"),  # each layer is asked
     ],
 )
-def test_what_vllms_cache_keeps_from_all_layers(cache, said):
-    assert host._obstacle(SimpleNamespace(**{"cache_dtype": "auto", "block_size": 16, **cache})) == said
+def test_the_type_of_vllms_cache(cache, dtype):
+    assert host._cache_dtype(SimpleNamespace(**{"cache_dtype": "auto", **cache})) == dtype
 
 
 def test_the_demos_limits_are_checked_on_one_rank(info_log):
     server = started(rank=Rank())
     assert {layer.layer for layer in server.fit.layers if layer.drift} == set(server.counters.drift) == set(range(6))
     assert server.fit.layers[0].drift.check.action == "warn"
+    assert server.fit.layers[0].drift.check.trial == EARLY < server.fit.layers[0].drift.check.after
     assert not started().counters.drift
     assert not started(settings=Settings(DEMO, drift="off"), rank=Rank()).counters.drift
     assert "a rank of several sees its own heads only" in info_log.text
@@ -230,8 +227,9 @@ def test_counters_say_where_rows_went(info_log):
     assert counters.shares() == {("s2o", "long"): 0.8, ("dense", "decode"): 0.2}
     shape = CallShape(1, 2, 1, 64, 64, 64, 64)
     stats = AttentionStats("dense", "", LayerConfig.uniform(2, mode="dense"), shape, None, None)
-    wanted = [counters.is_sampled(1) for _ in range(2 * SAMPLED_EVERY)]
-    assert [index for index, sampled in enumerate(wanted) if sampled] == [0, SAMPLED_EVERY]
+    for is_prompt, early in ((False, 1), (True, EARLY)):
+        wanted = [counters.is_sampled(1 + is_prompt, is_prompt) for _ in range(2 * SAMPLED_EVERY)]
+        assert [index for index, sampled in enumerate(wanted) if sampled] == [*range(early), SAMPLED_EVERY]
     counters.keep(1, stats)
     assert counters.densities() == {1: 1.0}
     counters.say()

@@ -15,10 +15,12 @@ from s2o_runtime.serving.server import Site
 
 
 class FakeServer:
-    """A server with a profile, which reserves nothing."""
+    """A server with a profile, which reserves nothing. tested: whether its layers have passed their self-test."""
 
-    def __init__(self, profile: Any, rank: Rank, device: Any, max_keys: int) -> None:
+    def __init__(self, profile: Any, rank: Rank, device: Any, max_keys: int, tested: bool = True) -> None:
         self.fit, self.max_keys, self.counters = ProfileFit(profile, rank, torch.device(device)), max_keys, Counters()
+        for layer in self.fit.layers:
+            layer.tested = tested
         self.reserved = 0
 
     def reserve(self, query: Tensor) -> None:

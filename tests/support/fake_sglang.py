@@ -113,7 +113,11 @@ class Stock:
 
 def write(pool: Pool, batch: ForwardBatch, keys: Tensor, values: Tensor) -> None:
     """Write the keys and values of a batch's rows."""
-    pool.k[batch.out_cache_loc], pool.v[batch.out_cache_loc] = keys, values
+    for slots, new in ((pool.k, keys), (pool.v, values)):
+        if slots.dtype.itemsize == 1:  # indexing knows no fp8
+            slots.view(torch.uint8)[batch.out_cache_loc] = new.to(slots.dtype).view(torch.uint8)
+        else:
+            slots[batch.out_cache_loc] = new
 
 
 @dataclass

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.vllm.backend import Host, mix_in
-from s2o_runtime.vllm.layouts import Layout
-from s2o_runtime.vllm.plain import PlainBuilder, PlainImpl
 from support.fake_server import Request, Requests, take
+from support.vllm_plain import PlainBuilder, PlainImpl
 
 
 class Graphs(Enum):
@@ -102,11 +101,10 @@ class Stock:
         return StockBuilder
 
 
-def fake_backend(server: Any, layout: Layout = "side by side") -> Any:
+def fake_backend(server: Any) -> Any:
     """S2O's three classes on the stock backend, for a server; layers are named "layers.N"."""
-    StockImpl.layout = layout
     limit = lambda support: Graphs.UNIFORM_BATCH if support is Graphs.ALWAYS else support  # noqa: E731
-    return mix_in(Stock, "S2O", Host(lambda: server, lambda name: int(name.rpartition(".")[2]), layout, limit))
+    return mix_in(Stock, "S2O", Host(lambda: server, lambda name: int(name.rpartition(".")[2]), limit))
 
 
 def cache_of(layout: str, pages: int, page_size: int, kv_heads: int, head_dim: int, **like: Any) -> Tensor:
@@ -129,7 +127,7 @@ class FakeEngine(Requests):
     """
 
     server: Any
-    layout: Layout = "side by side"
+    layout: str = "side by side"
     page_size: int = 16
     pages: int = 256
     dtype: torch.dtype = torch.float32
@@ -139,13 +137,17 @@ class FakeEngine(Requests):
 
     def __post_init__(self) -> None:
         heads, kv_heads, head_dim = self.sizes
-        self.classes = fake_backend(self.server, self.layout)
+        self.classes = fake_backend(self.server)
         self.builder = self.classes.builder()
         self.impl = self.classes.implementation(
             heads, head_dim, head_dim**-0.5, kv_heads, kv_cache_dtype=self.kv_cache_dtype
         )
         like = {"dtype": self.dtype, "device": self.device}
+        if self.kv_cache_dtype == "fp8":
+            like["dtype"] = torch.float8_e4m3fn
         self.cache = cache_of(self.layout, self.pages, self.page_size, kv_heads, head_dim, **like)
+        if self.kv_cache_dtype == "fp8":
+            self.cache = self.cache.view(torch.uint8)
         self.free = torch.randperm(self.pages).tolist()
 
     def feed(self, parts: list[tuple[Request, int]], layer: int = 0, padding: int = 0) -> tuple[Tensor, Any]:
@@ -201,7 +203,7 @@ class Prepared:
     def forward(self, layer: int = 0) -> Tensor:
         """vLLM's call of a layer; returns its output, which was NaN before."""
         output = torch.full_like(self.query, float("nan"))
-        module = SimpleNamespace(layer_name=f"model.layers.{layer}")
+        module = SimpleNamespace(layer_name=f"model.layers.{layer}", _k_scale=1.0, _v_scale=1.0)
         engine = self.engine
         engine.impl.forward(module, self.query, self.key, self.value, engine.cache, self.metadata, output)
         return output

@@ -1,14 +1,17 @@
 """The interface of a vLLM or a SGLang, read from its sources: nothing of it is imported, so any wheel will do.
 
-    PYTHONPATH=.:tests python tests/support/interfaces.py SERVER FOLDER VERSION
+    PYTHONPATH=.:tests python tests/support/interfaces.py SERVER PLACE VERSION
 
-writes tests/SERVER_interfaces/VERSION.json; SERVER is vllm or sglang, FOLDER that package of an unpacked wheel.
+writes tests/SERVER_interfaces/VERSION.json; SERVER is vllm or sglang, PLACE its wheel, or that package where it is
+installed. `make interfaces` does so for the versions that `make vllm` and `make sglang` run.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
+import zipfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,8 +39,19 @@ def recorded(server: str) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    server, package, version = sys.argv[1:]
+def write(server: str, place: Path, version: str) -> Path:
+    """Record the interface of a version; returns the file."""
+    with tempfile.TemporaryDirectory() as unpacked:
+        if place.is_file():
+            with zipfile.ZipFile(place) as wheel:
+                wheel.extractall(unpacked, [name for name in wheel.namelist() if name.endswith(".py")])
+            place = Path(unpacked) / server
+        interface = KINDS[server].in_sources(place / SOURCES[server])
     path = folder(server) / f"{version}.json"
-    interface = KINDS[server].in_sources(Path(package) / SOURCES[server])
     path.write_text(json.dumps(asdict(interface), indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+if __name__ == "__main__":
+    server, place, version = sys.argv[1:]
+    print(write(server, Path(place), version))

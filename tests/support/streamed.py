@@ -20,6 +20,7 @@ class Layers:
     """What each layer runs, the same at every length."""
 
     configs: tuple[LayerConfig, ...]
+    kv_cache_dtype: str = "auto"
 
     def layer_config(self, layer, length):
         return self.configs[layer]

@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from s2o_runtime.attention.api import s2o_attention_varlen
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.pages import PagedKeys, packed_starts
-from s2o_runtime.vllm.layouts import Layout, key_and_value_pages
+from s2o_runtime.vllm.layouts import key_and_value_pages
 
 
 @dataclass
@@ -55,7 +56,7 @@ class PlainBuilder:
 class PlainImpl:
     """Writes the cache and attends to it densely."""
 
-    layout: Layout = "side by side"
+    supports_quant_query_input = False
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, *more: Any, **named: Any
@@ -68,10 +69,14 @@ class PlainImpl:
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Write the keys and values of a batch's rows to the slots that the server gave them."""
-        k, v = key_and_value_pages(kv_cache, self.layout, self.head_size)
+        k, v = key_and_value_pages(kv_cache, self.num_kv_heads, self.head_size)
         rows = len(slot_mapping)
         page, slot = slot_mapping // k.shape[1], slot_mapping % k.shape[1]
-        k[page, slot], v[page, slot] = key[:rows], value[:rows]
+        for pages, new in ((k, key[:rows]), (v, value[:rows])):
+            if pages.dtype.itemsize == 1:  # indexing knows no fp8
+                pages.view(torch.uint8)[page, slot] = new.to(pages.dtype).view(torch.uint8)
+            else:
+                pages[page, slot] = new
 
     def forward(
         self,
@@ -89,7 +94,7 @@ class PlainImpl:
         if attn_metadata is None:
             return output.fill_(0)
         batch, rows = attn_metadata, attn_metadata.num_actual_tokens
-        k_pages, v_pages = key_and_value_pages(kv_cache, self.layout, self.head_size)
+        k_pages, v_pages = key_and_value_pages(kv_cache, self.num_kv_heads, self.head_size)
         cu_k, total_k = packed_starts(batch.seq_lens.int()), int(batch.seq_lens.sum())
         pages = PagedKeys(k_pages, v_pages, batch.block_table, cu_k, batch.max_seq_len, total_k)
         k, v = pages.gathered(query.dtype)  # of pages of any size, as stock backends take them

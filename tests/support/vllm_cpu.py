@@ -8,8 +8,8 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, MultipleOf
 
 from s2o_runtime.vllm.backend import mix_in
-from s2o_runtime.vllm.host import host_of
-from s2o_runtime.vllm.plain import PlainBuilder, PlainImpl
+from s2o_runtime.vllm.host import host
+from support.vllm_plain import PlainBuilder, PlainImpl
 
 
 class _Builder(PlainBuilder, AttentionMetadataBuilder):  # type: ignore[misc]
@@ -42,4 +42,4 @@ class _Plain(AttentionBackend):  # type: ignore[misc]
         return [MultipleOf(16)]
 
 
-S2OBackend, S2OMetadataBuilder, S2OImpl = mix_in(_Plain, "CPU_ATTN", host_of(_Plain))
+S2OBackend, S2OMetadataBuilder, S2OImpl = mix_in(_Plain, "CPU_ATTN", host())

@@ -1,0 +1,94 @@
+"""One call of one layer by a server, whichever it is: the sparse runs by S2O, all else by the stock backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from s2o_runtime.monitor.counters import Counters
+from s2o_runtime.serving.batch import Batch
+from s2o_runtime.serving.calls import compute
+from s2o_runtime.serving.fit import LayerFit
+from s2o_runtime.serving.plan import Run
+from s2o_runtime.serving.self_test import UNTESTED, self_test, short_prompt
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A server's call of one layer.
+
+    Attributes:
+        number: of the decoder layer, by which rows are counted.
+        layer: of the profile, or why there is none.
+        batch: the batch, or why S2O has no part in it.
+        query: [T, Hq, D], the rows of the batch.
+        scale: of the scores.
+        pages: gives the layer's keys and values, [pages, page size, Hkv, D] each; those of the batch are among them.
+        whole: lets the stock backend compute all rows, and returns what the server gets.
+        part: lets it compute a run, given where its output goes, [T, Hq, D].
+        output: gives what the server gets where S2O computes some of the rows, and a view of it, [T, Hq, D].
+    """
+
+    number: int
+    layer: LayerFit | str
+    batch: Batch | str
+    query: Tensor
+    scale: float
+    pages: Callable[[], tuple[Tensor, Tensor]]
+    whole: Callable[[], Any]
+    part: Callable[[Run, Tensor], object]
+    output: Callable[[], tuple[Any, Tensor]]
+
+
+def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
+    """Compute a call, and count its rows; returns what the server gets.
+
+    Until a layer has passed its self-test the stock backend computes it, and the first prompt that is long enough to
+    test it with does.
+
+    Args:
+        call: of the layer.
+        rows: of the batch, without those that fill it up.
+        counters: of this rank.
+    """
+    layer, batch, device = call.layer, call.batch, call.query.device
+    runs: tuple[Run, ...] = ()
+    prompt = None
+    if isinstance(layer, str) or isinstance(batch, str):
+        dense_rows = {layer if isinstance(layer, str) else str(batch): rows}
+    else:
+        plan = batch.plan(layer)
+        dense_rows = dict(plan.dense_rows)
+        runs = () if plan.is_dense else plan.runs
+        if not layer.tested:
+            prompt = short_prompt(batch)
+            if runs:
+                dense_rows, runs = {UNTESTED: rows}, ()
+    for reason, count in dense_rows.items():
+        counters.add(call.number, "dense", reason, count)
+    counters.say()
+    if not runs:
+        answer = counters.stock(call.number, device, call.whole)
+        if prompt is not None:
+            assert isinstance(layer, LayerFit)
+            assert isinstance(batch, Batch)
+            k, v = call.pages()
+            output = answer.view(len(call.query), *call.query.shape[1:])
+            self_test(layer, batch, prompt, query=call.query, k_pages=k, v_pages=v, scale=call.scale, output=output)
+        return answer
+    assert isinstance(layer, LayerFit)
+    assert isinstance(batch, Batch)
+    k, v = call.pages()
+    answer, out = call.output()
+    for run in runs:
+        if run.is_sparse:
+            compute(
+                run, batch.sparse_call(run, k.shape[1]), layer, counters, query=call.query[run.rows], k_pages=k,
+                v_pages=v, scale=call.scale, out=out[run.rows],
+            )  # fmt: skip
+        elif run.begin < run.end:
+            counters.stock(call.number, device, call.part, run, out[run.rows])
+    return answer

@@ -1,0 +1,93 @@
+"""fp8 KV caches: which layers may be sparse with one, and what they compute, between fakes of both servers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from s2o_runtime.profile.record import Record
+from s2o_runtime.quantisation import as_cached
+from s2o_runtime.serving.calls import cache_obstacle, scales_obstacle
+from s2o_runtime.serving.fit import Rank
+from support.engines import ENGINES
+from support.fake_server import FakeServer
+from support.server_batches import alone, two_layers
+
+FP8 = torch.float8_e4m3fn
+NAMES = {"vllm": "fp8", "sglang": "float8_e4m3fn"}
+
+
+@pytest.fixture(params=ENGINES)
+def of_fp8(request):
+    """Makes an engine with an fp8 cache, whose layers have not been tested."""
+
+    def make(made_for="fp8"):
+        profile = replace(two_layers(), record=Record(recipe={"kv_cache_dtype": made_for}))
+        server = FakeServer(profile, Rank(), "cpu", 2048, tested=False)
+        engine = ENGINES[request.param](server, kv_cache_dtype=NAMES[request.param])
+        if request.param == "sglang":
+            engine.pool.k, engine.pool.v = engine.pool.k.to(FP8), engine.pool.v.to(FP8)
+        return engine
+
+    return make
+
+
+def test_layers_are_sparse_over_keys_and_values_as_the_cache_rounds_them(of_fp8):
+    engine = of_fp8()
+    first, second = engine.add(300), engine.add(305)
+    engine.outputs([(first, 300)])
+    layer = engine.server.fit.layers[0]
+    assert (layer.tested, layer.rejected) == (True, None)
+    engine.server.counters.rows.clear()
+    out = engine.outputs([(second, 305)])
+    assert {path for path, _ in engine.counted()} == {"s2o"}
+    second.keys, second.values = (as_cached(tensor, "fp8") for tensor in (second.keys, second.values))
+    torch.testing.assert_close(out, alone(second, 305, layer.config(305)).out, rtol=1e-4, atol=1e-5)
+
+
+def test_a_profile_that_was_not_made_for_it_is_dense(of_fp8):
+    engine = of_fp8("auto")
+    request = engine.add(300)
+    engine.outputs([(request, 300)])
+    assert {path for path, _ in engine.counted()} == {"dense"}
+    assert {reason for _, _, reason in engine.server.counters.rows} == {
+        f"the KV cache is {engine.kv_cache_dtype}, which the profile was not made for"
+    }
+
+
+def test_which_caches_a_profile_is_for():
+    assert cache_obstacle("auto") is cache_obstacle("bfloat16") is cache_obstacle("bfloat16", "fp8") is None
+    assert cache_obstacle("fp8_e4m3", "fp8") is None
+    assert cache_obstacle("fp8_e5m2", "fp8") == "the KV cache is fp8_e5m2"
+    assert cache_obstacle("nvfp4", "fp8") == "the KV cache is nvfp4"
+
+
+def test_scales_of_one_are_what_the_profile_was_made_for():
+    assert scales_obstacle(None, 1.0, torch.ones(8)) is None
+    said = "the fp8 cache has scales up to 0.5, the profile was made for 1"
+    assert scales_obstacle(torch.ones(1), torch.tensor([0.25, 0.5])) == said
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"supports_quant_query_input": True}, "queries are rounded to fp8, which the profile was not made for"),
+        ({"layer": {}}, "the scales of the fp8 cache are not where they are expected"),
+        ({"layer": {"_k_scale": 2.0, "_v_scale": 1.0}}, "the fp8 cache has scales up to 2, the profile was made for 1"),
+        ({"layer": {"_k_scale": 1.0, "_v_scale": 1.0}}, None),
+    ],
+)
+def test_what_vllms_layers_must_be_like(change, reason):
+    from types import SimpleNamespace
+
+    server = FakeServer(two_layers(), Rank(), "cpu", 2048)
+    engine = ENGINES["vllm"](server, kv_cache_dtype="fp8")
+    if "layer" not in change:
+        engine.impl.supports_quant_query_input = change["supports_quant_query_input"]
+    assert engine.impl._cache_obstacle(SimpleNamespace(**change.get("layer", {})), engine.cache) == reason
+
+
+def test_rounding_is_to_the_nearest_number_of_e4m3():
+    numbers = torch.tensor([0.0, 1.0, 1.06, 1.07, -3.3, 500.0, -1e4])
+    assert as_cached(numbers, "fp8").tolist() == [0.0, 1.0, 1.0, 1.125, -3.25, 448.0, -448.0]
+    assert as_cached(numbers, "auto") is numbers

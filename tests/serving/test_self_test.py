@@ -1,0 +1,153 @@
+"""The self-test of served layers, and what notices the settings of another layer, between fakes of both servers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from s2o_runtime.config import HeadConfig, LayerConfig
+from s2o_runtime.monitor.counters import EARLY
+from s2o_runtime.monitor.drift import Allowed, DriftCheck, DriftMonitor
+from s2o_runtime.serving import self_test
+from s2o_runtime.serving.fit import Rank
+from s2o_runtime.serving.self_test import FEWEST_ROWS, KEYS, UNTESTED, never_stops
+from support.engines import ENGINES
+from support.fake_server import FakeServer
+from support.server_batches import alone, dense, two_layers
+
+ON_CPU = ("s2o", "the tensors are on the cpu")
+
+
+@pytest.fixture(params=ENGINES)
+def untested(request):
+    """Makes an engine whose layers have not been tested, for a profile or a server."""
+
+    def make(profile=None, server=None):
+        return ENGINES[request.param](server or served(profile or two_layers()))
+
+    return make
+
+
+def served(profile):
+    return FakeServer(profile, Rank(), "cpu", 2048, tested=False)
+
+
+def check_close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_is_dense_until_a_prompt_has_tested_it(untested):
+    engine = untested()
+    first, second = engine.add(KEYS + 50), engine.add(300)
+    check_close(engine.outputs([(first, KEYS + 50)]), dense(first, KEYS + 50))
+    layer = engine.server.fit.layers[0]
+    assert engine.counted() == {("dense", UNTESTED): KEYS + 50}
+    assert layer.tested
+    assert layer.rejected is None
+    check_close(engine.outputs([(second, 300)]), alone(second, 300, layer.config(300)).out)
+    assert engine.counted() == {("dense", UNTESTED): KEYS + 50, ON_CPU: 300}
+
+
+def test_a_chunk_behind_a_prefix_tests_a_layer_and_a_short_prompt_does_not(untested):
+    """Where a layer could be sparse but cannot be tested, it is dense all the same."""
+    engine = untested()
+    short, chunked = engine.add(KEYS - 1), engine.add(KEYS + FEWEST_ROWS)
+    engine.outputs([(short, KEYS - 1)])
+    engine.outputs([(chunked, KEYS)])
+    assert engine.server.fit.layers[0].tested  # by that chunk
+    engine = untested()
+    short, chunked = engine.add(KEYS - 1), engine.add(KEYS + FEWEST_ROWS)
+    engine.outputs([(short, KEYS - 1)])
+    assert not engine.server.fit.layers[0].tested
+    assert engine.counted() == {("dense", UNTESTED): KEYS - 1}
+
+
+def test_a_prompt_that_is_too_short_for_the_profile_tests_layers(untested):
+    """So that the first long one is sparse."""
+    engine = untested(two_layers(lengths=(512, 1024)))
+    short, long = engine.add(KEYS), engine.add(600)
+    engine.outputs([(short, KEYS)])
+    engine.outputs([(long, 600)])
+    assert engine.counted() == {("dense", "shorter than the shortest calibrated length"): KEYS, ON_CPU: 600}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "heads"),
+    [
+        (lambda out: out.roll(1, 1), [0, 1, 2, 3]),
+        (lambda out: torch.cat([out[:, :2], 1.1 * out[:, 2:3], out[:, 3:]], 1), [2]),
+        (lambda out: out * float("nan"), [0, 1, 2, 3]),
+    ],
+    ids=["other heads", "one head", "not a number"],
+)
+def test_a_layer_whose_output_differs_stays_dense(wrong, heads, untested, monkeypatch, caplog):
+    right = self_test.s2o_attention_paged
+    monkeypatch.setattr(self_test, "s2o_attention_paged", lambda *args, **named: wrong(right(*args, **named)))
+    engine = untested()
+    first, second = engine.add(300), engine.add(300)
+    engine.outputs([(first, 300)])
+    engine.server.counters.rows.clear()
+    check_close(engine.outputs([(second, 300)]), dense(second, 300))
+    ((_, path, reason),) = engine.server.counters.rows
+    assert path == "dense"
+    assert reason.startswith("its self-test failed: without a threshold S2O differs from the stock backend in heads")
+    assert [int(part.split(" (")[0]) for part in reason.split("heads ")[1].split(", expected")[0].split(", ")] == heads
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.message.startswith("S2O: layer 0 is dense: its self-test failed")
+
+
+def test_a_stock_backend_that_does_something_else_is_noticed(untested, monkeypatch):
+    """Here it scales scores otherwise than S2O is told."""
+    engine = untested()
+    module, name = engine.stock_op
+    stock = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, scale, **named: stock(*args, scale=2 * scale, **named))
+    request = engine.add(300)
+    engine.outputs([(request, 300)])
+    assert "its self-test failed" in engine.server.fit.layers[0].rejected
+
+
+def test_what_never_stops_has_the_heads_segments_and_no_linear_tail():
+    profile = two_layers()
+    linear = LayerConfig((HeadConfig(0.5, 64, linear=True),) * 4, profile.layers[0][0].tile, grain=4, scores="int8")
+    for first in (profile.layers[0][0], linear):
+        layers = ((first, profile.layers[0][1]),) * 2
+        sparse, dense_layer = served(replace(profile, layers=layers)).fit.layers
+        config = never_stops(sparse)
+        assert {(head.tau, head.segment, head.linear) for head in config.heads} == {(0.0, 64, False)}
+        assert config.scores == "input"
+        assert never_stops(dense_layer) is None
+
+
+def of_two_kinds(swapped):
+    """A profile of two layers, the first of which must never stop and the second may at once; or with them swapped."""
+    profile = two_layers()
+    tile = profile.layers[0][0].tile
+    layers = tuple(LayerConfig((HeadConfig(tau, 64),) * 4, tile, grain=4) for tau in (0.0, 1e5))
+    return replace(profile, layers=(layers[::-1] if swapped else layers,) * 2).validate()
+
+
+def add_prompt(engine, layer):
+    """A prompt as a layer has it: in the first every query looks at all keys, in the second at its own alone."""
+    request = engine.add(300)
+    if layer == 1:
+        request.queries = 20 * request.keys.repeat_interleave(2, 1)
+    return request
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_profile_whose_layers_are_swapped_is_noticed_within_its_first_prompts(swapped, untested, caplog):
+    """Though drift is only warned about."""
+    server = served(of_two_kinds(swapped))
+    for layer in server.fit.layers:
+        layer.drift = DriftMonitor(DriftCheck(every=1, trial=EARLY), layer.layer, Allowed("rel_mse", {300: 1e-3}))
+    for number in range(2):
+        engine = untested(server=server)
+        for request in [add_prompt(engine, number) for _ in range(10)]:
+            engine.outputs([(request, 300)], number)
+    first, second = server.fit.layers
+    assert (first.past_budget is not None) == swapped
+    assert second.past_budget is None
+    if swapped:
+        assert "layer 0: in 8 of the last 8 checks" in caplog.text
+        assert "it runs dense from now on" in caplog.text
