@@ -17,12 +17,14 @@ class Prompt:
     """Token ids, and where the answers stand among them.
 
     ids: int64 [L]. answers: Each answer that the prompt asks for, as (first token, one behind the last). domain: What
-    kind of text it is, such as "code".
+    kind of text it is, such as "code". group: What most of its text belongs to, such as a novel or a module: prompts of
+    one group are not independent of one another. Empty if that is not known.
     """
 
     ids: Tensor
     answers: tuple[tuple[int, int], ...] = ()
     domain: str = "code"
+    group: str = ""
 
     @property
     def length(self) -> int:
