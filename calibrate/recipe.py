@@ -29,7 +29,7 @@ SEGMENTS = (256, 512, 1024, 2048)
 DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}  # tokens, by the kind of the device
 CHECK_STEP = 256  # tokens; a default check length is a multiple of it
 KINDS = BUDGET_KINDS
-# of the built-in text; the first five are found or laid out in ways that the others are not, as few prompts pair them
+# of the built-in text, in the order in which prompts take them
 DOMAINS = ("code", "prose", "chinese", "json", "chat", "tables", "logs", "encoded", "questions", "mixed")
 SCOPES = BUDGET_SCOPES
 MAX_YAML_BYTES = 1 << 16
@@ -228,7 +228,7 @@ class Recipe:
         Rule(int, low=1),
         "other prompts of each length to adjust layers and prove the profile on",
         PROOF,
-        default=5,
+        default=10,
         name="num_held_out",
         plan_text="{} of each length",
     )
@@ -236,7 +236,7 @@ class Recipe:
         Rule(int, low=0),
         "further prompts of each length that the finished profile is certified on; 0: no certificate",
         PROOF,
-        default=30,
+        default=20,
         plan_text=lambda recipe: f"{recipe.num_certify} of each length" if recipe.num_certify else "none",
     )
     seed: int = option(Rule(int, low=0), "seed of prompts, search and random weights", INPUT, default=0)

@@ -23,8 +23,8 @@ from calibrate.prompts.stdlib import is_held_out, library, library_files
 SEPARATOR = "\n\n"  # between documents and between turns
 Turn = tuple[str, str]  # the role, such as "user", and what is said
 PURPOSES = CALIBRATION, HELD_OUT, CERTIFY = "calibration", "held_out", "certify"
-# what a domain's groups are for, in turns: certificates need most prompts, adjusting fewest
-_TURNS = (CERTIFY, CALIBRATION, CERTIFY, HELD_OUT, CERTIFY, CALIBRATION, CERTIFY, CERTIFY)
+# what a domain's groups are for, in turns: certificates need most prompts, calibrating fewest
+_TURNS = (CERTIFY, HELD_OUT, CERTIFY, CALIBRATION, CERTIFY, HELD_OUT, CERTIFY, CERTIFY)
 FOUND = ("code", "prose", "chinese")
 GENERATED: dict[str, Callable[[random.Random], str]] = {
     "json": generated.json_text,
