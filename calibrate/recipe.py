@@ -29,7 +29,8 @@ SEGMENTS = (256, 512, 1024, 2048)
 DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}  # tokens, by the kind of the device
 CHECK_STEP = 256  # tokens; a default check length is a multiple of it
 KINDS = BUDGET_KINDS
-DOMAINS = ("code", "prose", "chat", "chinese")  # of the built-in text
+# of the built-in text, in the order in which prompts take them
+DOMAINS = ("code", "prose", "chinese", "json", "chat", "tables", "logs", "encoded", "questions", "mixed")
 SCOPES = BUDGET_SCOPES
 MAX_YAML_BYTES = 1 << 16
 GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
@@ -221,13 +222,13 @@ class Recipe:
         default=True,
     )
     num_prompts: int = option(
-        Rule(int, low=1), "prompts of each length to calibrate on", INPUT, default=4, plan_text="{} of each length"
+        Rule(int, low=1), "prompts of each length to calibrate on", INPUT, default=5, plan_text="{} of each length"
     )
     held_out: int = option(
         Rule(int, low=1),
         "other prompts of each length to adjust layers and prove the profile on",
         PROOF,
-        default=4,
+        default=10,
         name="num_held_out",
         plan_text="{} of each length",
     )
@@ -235,7 +236,7 @@ class Recipe:
         Rule(int, low=0),
         "further prompts of each length that the finished profile is certified on; 0: no certificate",
         PROOF,
-        default=32,
+        default=20,
         plan_text=lambda recipe: f"{recipe.num_certify} of each length" if recipe.num_certify else "none",
     )
     per_prompt: bool = option(

@@ -6,56 +6,87 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
 
-from calibrate.prompts.documents import Document, Turn
+from calibrate.prompts.documents import SEPARATOR, Document, Turn
 from calibrate.prompts.needles import make_needles
 from calibrate.prompts.prompt import Prompt
-from calibrate.prompts.retrieval import Retrieval, encode, needles_in, spread, start_of
+from calibrate.prompts.retrieval import Retrieval, encode, isolated_in, needles_in, spread, start_of
 from s2o_runtime.errors import InputError
 
 ASK = "List the secret codes that are hidden in the text above."
-SEPARATOR = "\n\n"  # between documents
 TODAY = "26 Jul 2024"  # for chat templates that state the date: prompts do not depend on the day
+Origins = Counter[tuple[str, str]]  # tokens of each domain and group
 _ATTEMPTS = 40
 _CHARACTERS = 8  # of a token, hardly more
 
 
+class TooShortError(InputError):
+    """Documents end before a prompt is full."""
+
+
 def assembled(
-    tokenizer: Any, documents: Iterator[Document], length: int, rng: random.Random, *, needles: bool
+    tokenizer: Any,
+    documents: Iterator[Document],
+    length: int,
+    rng: random.Random,
+    *,
+    needles: bool,
+    isolated: bool = False,
 ) -> Prompt:
     """A prompt of the first `length` tokens of documents, one after another.
 
     A tokenizer's own first token stands before plain text. A conversation is laid out by the tokenizer's chat template,
-    which writes that token itself; without a template as "User: ... Assistant: ...".
+    which writes that token itself; without a template as "User: ... Assistant: ...". The first document says which of
+    the two a prompt is: further conversations are text in plain text, and further texts are the user's in a
+    conversation. The prompt's domain and group are those of most of its tokens.
 
     Args:
         tokenizer: The model's tokenizer.
-        documents: All texts or all conversations; as many are taken as are needed.
+        documents: Texts or conversations; as many are taken as are needed.
         length: In tokens.
         rng: What draws the needles.
         needles: Whether facts are hidden in the text and asked for at its end: after plain text, or as the answer of a
             conversation's last turn. A quarter of the prompt at most are these questions.
+        isolated: Whether plain text has the questions each by itself, spread over its second half, not at its end.
 
     Raises:
         InputError: The documents are too short, or the chat template does not take the conversation.
     """
     asked = make_needles(needles_in(length) if needles else 0, rng)
-    retrieval = Retrieval.of(tokenizer, asked, rng).within(length // 4)
     first = next(documents, None)
     if first is None:
         raise _too_short(length)
-    if first.turns:
-        turns, group = _joined_turns(tokenizer, first, documents, length)
-        facts = [needle.fact for needle in asked]
-        text = _conversation(tokenizer, turns, facts, length - len(retrieval.questions))
-        ids, answers = retrieval.asked_after(text)
+    if isolated and not first.turns:
+        text, tokens = _plain(tokenizer, first, documents, length)
+        ids, answers = isolated_in(tokenizer, text, asked, rng, len(start_of(tokenizer)))
     else:
-        text, group = _plain(tokenizer, first, documents, length - len(retrieval.questions))
-        ids, answers = retrieval.hidden_in(text, len(start_of(tokenizer)))
-    return Prompt(torch.tensor(ids), answers, first.domain, group)
+        retrieval = Retrieval.of(tokenizer, asked, rng).within(length // 4)
+        length -= len(retrieval.questions)
+        if first.turns:
+            turns, tokens = _joined_turns(tokenizer, first, documents, length)
+            text = _conversation(tokenizer, turns, [needle.fact for needle in asked], length)
+            ids, answers = retrieval.asked_after(text)
+        else:
+            text, tokens = _plain(tokenizer, first, documents, length)
+            ids, answers = retrieval.hidden_in(text, len(start_of(tokenizer)))
+    return Prompt(torch.tensor(ids), answers, *tokens.most_common(1)[0][0])
+
+
+def in_equal_parts(tokenizer: Any, kinds: Sequence[Iterator[Document]], length: int) -> Iterator[Document]:
+    """Documents of several kinds for one prompt: of each its share of the tokens, and of the last all that come."""
+    for documents in kinds[:-1]:
+        missing = length // len(kinds)
+        for document in documents:
+            tokens = size_of(tokenizer, document)
+            yield document if tokens <= missing else document.beginning(missing / tokens)
+            missing -= tokens
+            if missing <= 0:
+                break
+    yield from kinds[-1]
 
 
 def size_of(tokenizer: Any, document: Document) -> int:
@@ -79,40 +110,36 @@ def _first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:
     return encode(tokenizer, text)
 
 
-def _plain(tokenizer: Any, first: Document, others: Iterator[Document], length: int) -> tuple[list[int], str]:
-    """The first tokens of documents, and the group that most of these are of."""
+def _plain(tokenizer: Any, first: Document, others: Iterator[Document], length: int) -> tuple[list[int], Origins]:
+    """The first tokens of documents, and what they are of."""
     ids = start_of(tokenizer)
-    ids += _first_tokens(tokenizer, first.text, length - len(ids))
-    tokens = Counter({first.group: min(len(ids), length)})
-    while len(ids) < length:
-        document = next(others, None)
-        if document is None:
-            raise _too_short(length)
-        ids += encode(tokenizer, SEPARATOR)
+    tokens: Origins = Counter()
+    for document in chain([first], others):
         before = len(ids)
-        ids += _first_tokens(tokenizer, document.text, length - len(ids))
-        tokens[document.group] += min(len(ids), length) - before
-    return ids[:length], tokens.most_common(1)[0][0]
+        ids += encode(tokenizer, SEPARATOR) if tokens else []
+        ids += _first_tokens(tokenizer, document.as_text, length - len(ids))
+        tokens[document.domain, document.group] += min(len(ids), length) - before
+        if len(ids) >= length:
+            return ids[:length], tokens
+    raise _too_short(length)
 
 
 def _joined_turns(
     tokenizer: Any, first: Document, others: Iterator[Document], length: int
-) -> tuple[list[Turn], str]:  # fmt: skip
-    """The turns of enough conversations, as one: its roles take turns, and only the first has a system message. And
-    the group that most of them are of."""
-    turns = list(first.turns)
-    tokens = Counter({first.group: size_of(tokenizer, first)})
-    while (missing := length - tokens.total()) > 0:
-        document = next(others, None)
-        if document is None:
-            raise _too_short(length)
-        tokens[document.group] += min(size_of(tokenizer, document), missing)
-        for role, content in document.turns:
-            if role == turns[-1][0]:
+) -> tuple[list[Turn], Origins]:
+    """Enough conversations as one, and what its tokens are of. Roles take turns; the first has the system message."""
+    turns: list[Turn] = []
+    tokens: Origins = Counter()
+    for document in chain([first], others):
+        tokens[document.domain, document.group] += min(size_of(tokenizer, document), length - tokens.total())
+        for role, content in document.turns or (("user", document.text),):
+            if turns and role == turns[-1][0]:
                 turns[-1] = role, turns[-1][1] + SEPARATOR + content
-            elif role != "system":
+            elif not turns or role != "system":
                 turns.append((role, content))
-    return turns, tokens.most_common(1)[0][0]
+        if tokens.total() >= length:
+            return turns, tokens
+    raise _too_short(length)
 
 
 def _conversation(tokenizer: Any, turns: list[Turn], facts: list[str], length: int) -> list[int]:
@@ -200,5 +227,5 @@ def _laid_out(tokenizer: Any, turns: Sequence[Turn]) -> str:
         ) from error
 
 
-def _too_short(length: int) -> InputError:
-    return InputError(f"the documents are too short for a prompt of {length} tokens: give longer ones")
+def _too_short(length: int) -> TooShortError:
+    return TooShortError(f"the documents are too short for a prompt of {length} tokens: give longer ones")

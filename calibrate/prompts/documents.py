@@ -1,7 +1,7 @@
-"""Documents, and the built-in ones: four domains, each split by group into three sets that share none.
+"""Documents, and the built-in ones of ten kinds, each in one of three sets.
 
-Code is the Python standard library that runs this program. The other domains are texts/, whose SOURCES.txt names their
-origin and licence.
+Found text is split by group: code is the Python standard library that runs this program, prose and Chinese are texts/,
+whose SOURCES.txt names their origin. Generated text has a seed for a group. What is composed takes pieces of both.
 """
 
 from __future__ import annotations
@@ -11,20 +11,34 @@ import json
 import lzma
 import random
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
+from calibrate.prompts import generated
 from calibrate.prompts.stdlib import is_held_out, library, library_files
 
+SEPARATOR = "\n\n"  # between documents and between turns
+Turn = tuple[str, str]  # the role, such as "user", and what is said
 PURPOSES = CALIBRATION, HELD_OUT, CERTIFY = "calibration", "held_out", "certify"
-# what a domain's groups are for, in turns: certificates need most prompts, adjusting fewest
-_TURNS = (CERTIFY, CALIBRATION, CERTIFY, HELD_OUT, CERTIFY, CALIBRATION, CERTIFY, CERTIFY)
+# what a domain's groups are for, in turns: certificates need most prompts, calibrating fewest
+_TURNS = (CERTIFY, HELD_OUT, CERTIFY, CALIBRATION, CERTIFY, HELD_OUT, CERTIFY, CERTIFY)
+FOUND = ("code", "prose", "chinese")
+GENERATED: dict[str, Callable[[random.Random], str]] = {
+    "json": generated.json_text,
+    "tables": generated.table_text,
+    "logs": generated.log_text,
+    "encoded": generated.encoded_text,
+}
+COMPOSED: dict[str, Callable[[random.Random, generated.Piece], str | tuple[Turn, ...]]] = {
+    "chat": generated.conversation,
+    "questions": generated.excerpt,
+    "mixed": generated.excerpt,
+}
 # tests resemble one another, and tables of characters and documentation are not code
 _NO_CODE = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
-
-Turn = tuple[str, str]  # the role, such as "user", and what is said
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,21 @@ class Document:
     turns: tuple[Turn, ...] = ()
 
     @property
+    def as_text(self) -> str:
+        """The text; of a conversation, what each role says, up to where the assistant answers."""
+        said = (f"{role.capitalize()}: {content}{SEPARATOR}" for role, content in self.turns)
+        return "".join([*said, "Assistant: "]) if self.turns else self.text
+
+    def beginning(self, share: float) -> Document:
+        """About this share of it, and at least a character."""
+        left = max(1, int(share * (len(self.text) + sum(len(content) for _, content in self.turns))))
+        turns = []
+        for role, content in self.turns:
+            turns += [(role, content[:left])] if left > 0 else []
+            left -= len(content)
+        return replace(self, text=self.text[: max(0, left)], turns=tuple(turns))
+
+    @property
     def digest(self) -> bytes:
         """What two documents have in common that are the same."""
         return hashlib.sha256(repr((self.text, self.turns)).encode("utf-8", "surrogatepass")).digest()
@@ -52,8 +81,8 @@ def distinct(documents: Iterable[Document]) -> list[Document]:
 
 
 @cache
-def built_in_documents(domain: str) -> dict[str, list[Document]]:
-    """A built-in domain's documents by purpose.
+def found_documents(domain: str) -> dict[str, list[Document]]:
+    """The documents of found text by purpose.
 
     A module of the standard library belongs to its package. No such file that `is_held_out` is calibrated or adjusted
     on, so the evaluation's text stays unseen.
@@ -93,42 +122,65 @@ def _library_files() -> Iterator[tuple[str, Document]]:
 
 def _shipped(domain: str) -> list[Document]:
     packed = (resources.files("calibrate.prompts") / "texts" / f"{domain}.jsonl.xz").read_bytes()
-    documents = []
-    for line in lzma.decompress(packed).decode("utf-8").splitlines():
-        entry = json.loads(line)
-        if "question" in entry:
-            turns = (("user", entry["question"]), ("assistant", entry["answer"]))
-            documents.append(Document(domain, entry["group"], turns=turns))
-        else:
-            documents.append(Document(domain, entry["group"], entry["text"]))
-    return documents
+    entries = map(json.loads, lzma.decompress(packed).decode("utf-8").splitlines())
+    return [Document(domain, entry["group"], entry["text"]) for entry in entries]
 
 
 class Supply:
-    """Hands out the documents of one domain and purpose, none twice before all were handed out."""
+    """Hands out the built-in documents of one set, none twice.
 
-    def __init__(self, documents: Sequence[Document], rng: random.Random) -> None:
-        self._groups: dict[str, list[Document]] = {}
-        for document in documents:
-            self._groups.setdefault(document.group, []).append(document)
+    used_up: Kinds of found text of which a prompt of that kind needed more than there was.
+    """
+
+    def __init__(self, purpose: str, rng: random.Random) -> None:
         self._rng = rng
-        self._used: set[bytes] = set()
-        self.repeats = False  # whether documents had to be handed out again
+        self._found = {domain: _shuffled(found_documents(domain)[purpose], rng) for domain in FOUND}
+        self.used_up: set[str] = set()
 
-    def drawn(self) -> Iterator[Document]:
-        """Groups in random order, and in each all documents from a random one on.
+    def drawn(self, domain: str) -> Iterator[Document]:
+        """The documents for a prompt of one kind: those of one group, then of others, where found text ends.
 
-        When all are used they are handed out again, each from a random character on.
+        Each prompt begins with the group that was begun longest ago, so no two have one group while there are others.
+        What is generated has a group of its own for each prompt, and never ends.
         """
+        if domain in FOUND:
+            yield from self._drawn_from(self._found[domain])
+            self.used_up.add(domain)
+            return
+        group = f"{domain} {self._rng.getrandbits(64):016x}"
+        rng = random.Random(group)
         while True:
-            for group in self._rng.sample(sorted(self._groups), len(self._groups)):
-                documents = self._groups[group]
-                first = self._rng.randrange(len(documents))
-                for document in documents[first:] + documents[:first]:
-                    if document.digest in self._used:
-                        continue
-                    self._used.add(document.digest)
-                    start = self._rng.randrange(len(document.text)) if self.repeats and document.text else 0
-                    yield Document(document.domain, document.group, document.text[start:], document.turns)
-            self._used.clear()
-            self.repeats = True
+            content = GENERATED[domain](rng) if domain in GENERATED else COMPOSED[domain](rng, self._piece)
+            text, turns = (content, ()) if isinstance(content, str) else ("", content)
+            yield Document(domain, group, text, turns)
+
+    @staticmethod
+    def _drawn_from(groups: deque[list[Document]]) -> Iterator[Document]:
+        while groups:
+            groups.rotate(-1)
+            while groups[-1]:
+                yield groups[-1].pop()
+            groups.pop()
+
+    def _piece(self, most: int) -> str:
+        """At most so many characters of any document that is not composed; the rest of found text stays to be drawn."""
+        domain = self._rng.choice((*FOUND, *GENERATED))
+        if domain in GENERATED:
+            return GENERATED[domain](self._rng)[:most]
+        for document in self._drawn_from(self._found[domain]):
+            if len(document.text) > most:
+                self._found[domain][-1].append(replace(document, text=document.text[most:]))
+            return document.text[:most]
+        return self._piece(most)  # of another kind: this one is used up
+
+
+def _shuffled(documents: Iterable[Document], rng: random.Random) -> deque[list[Document]]:
+    """The groups in random order, each a stack of its documents from a random one on."""
+    groups: dict[str, list[Document]] = {}
+    for document in documents:
+        groups.setdefault(document.group, []).insert(0, document)
+    stacks = deque(groups[group] for group in rng.sample(sorted(groups), len(groups)))
+    for stack in stacks:
+        first = rng.randrange(len(stack))
+        stack[:] = stack[first:] + stack[:first]
+    return stacks

@@ -1,7 +1,7 @@
 """Prompts to calibrate, to adjust and to certify on, cut to exact token lengths.
 
-Documents are split three ways by group, so no two sets share one at any length. The built-in text has four domains, in
-turns; users give their own files. Facts (needles) are hidden in both and asked for at the end.
+Documents are split three ways by group, so no two sets share one at any length. The built-in text has ten kinds
+("domains"), in turns; users give their own files. Facts (needles) are hidden in both and asked for.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterable, Mapping
-from itertools import zip_longest
+from dataclasses import replace
+from itertools import chain, zip_longest
 from typing import Any
 
-from calibrate.prompts.assembly import assembled, size_of
+from calibrate.prompts.assembly import TooShortError, assembled, in_equal_parts, size_of
 from calibrate.prompts.documents import (
     CALIBRATION,
     CERTIFY,
@@ -20,7 +21,6 @@ from calibrate.prompts.documents import (
     PURPOSES,
     Document,
     Supply,
-    built_in_documents,
     distinct,
 )
 from calibrate.prompts.files import read_documents
@@ -61,6 +61,16 @@ def load_prompts(recipe: Recipe, tokenizer: Any) -> PromptSet:
         prompts = _of_files(recipe, tokenizer, wanted)
     else:
         prompts = _built_in(recipe, tokenizer, wanted)
+    for length, numbers in wanted.items():
+        counts = {purpose: len(getattr(prompts, purpose).get(length, ())) for purpose in PURPOSES}
+        if counts != numbers:
+            log.warning(
+                "%s has prompts of %d tokens for %s where %s were asked for: add documents",
+                recipe.prompt_source,
+                length,
+                ", ".join(f"{counts[purpose]} {WORDS[purpose]}" for purpose in PURPOSES),
+                ", ".join(map(str, numbers.values())),
+            )
     fewest = min(map(len, prompts.calibration.values()))
     if fewest < FEW_PROMPTS:
         log.warning(
@@ -72,25 +82,45 @@ def load_prompts(recipe: Recipe, tokenizer: Any) -> PromptSet:
 
 
 def _built_in(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[str, int]]) -> PromptSet:
-    repeated: set[tuple[str, int]] = set()
+    """Prompts of the kinds in turns; fewer prompts than kinds have several each, in equal parts.
+
+    Where a kind's text is used up the others follow it, and a prompt is of the kind that most of it is. If no other was
+    asked for, there are fewer prompts.
+    """
+    kinds = recipe.used_domains
+    used_up: set[str] = set()
 
     def prompts_of(purpose: str, length: int) -> list[Prompt]:
         rng = random.Random(f"{recipe.seed}/{length}/{purpose}")
-        domains = recipe.used_domains
-        supplies = [Supply(built_in_documents(domain)[purpose], rng) for domain in domains]
-        prompts = [
-            assembled(tokenizer, supplies[number % len(supplies)].drawn(), length, rng, needles=recipe.hide_needles)
-            for number in range(wanted[length][purpose])
-        ]
-        repeated.update((domain, length) for domain, supply in zip(domains, supplies, strict=True) if supply.repeats)
-        return prompts
+        supply = Supply(purpose, rng)
+        count = wanted[length][purpose]
+        prompts: dict[int, Prompt] = {}
+        for number in sorted(range(count), key=lambda number: number % len(kinds)):  # what is composed takes the rest
+            own = kinds[number::count] if count < len(kinds) else (kinds[number % len(kinds)],)
+            order = [*rng.sample(own, len(own)), *(kind for kind in kinds if kind not in own)]
+            drawn = [supply.drawn(kind) for kind in order]
+            parts = [*drawn[: len(own) - 1], chain.from_iterable(drawn[len(own) - 1 :])]
+            documents = in_equal_parts(tokenizer, parts, length)
+            try:
+                prompt = assembled(
+                    tokenizer, documents, length, rng, needles=recipe.hide_needles, isolated="questions" in own
+                )
+            except TooShortError:
+                break
+            prompts[number] = replace(prompt, domain="+".join(own)) if len(own) > 1 else prompt
+        if count and not prompts and purpose != CERTIFY:
+            raise InputError(
+                f"{recipe.prompt_source} is too short for a prompt {WORDS[purpose]} of {length} tokens: "
+                "name more kinds, such as json, or use a shorter length"
+            )
+        used_up.update(f"{kind} at {length}" for kind in supply.used_up.intersection(kinds))
+        return [prompts[number] for number in sorted(prompts)]
 
     prompts = _set_of(wanted, prompts_of)
-    if repeated:
+    if used_up:
         log.warning(
-            "the built-in text is short for these lengths, so documents occur in more than one prompt of a set, or "
-            "twice in one: %s; use --prompts for others",
-            ", ".join(f"{domain} at {length}" for domain, length in sorted(repeated)),
+            "the built-in text of %s is used up: nothing is repeated, other kinds take its place",
+            ", ".join(sorted(used_up)),
         )
     return prompts
 
@@ -125,16 +155,6 @@ def _of_files(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[str, 
     prompts = _set_of(wanted, prompts_of)
     if cut:
         log.info("%d documents are longer than their prompts: what is beyond the length is left out", len(cut))
-    for length, numbers in wanted.items():
-        counts = [len(getattr(prompts, purpose).get(length, ())) for purpose in PURPOSES]
-        if counts != list(numbers.values()):
-            log.warning(
-                "%s has prompts of %d tokens for %s where %s were asked for: add documents",
-                recipe.prompt_source,
-                length,
-                ", ".join(f"{count} {WORDS[purpose]}" for purpose, count in zip(PURPOSES, counts, strict=True)),
-                ", ".join(map(str, numbers.values())),
-            )
     return prompts
 
 

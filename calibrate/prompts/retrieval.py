@@ -77,6 +77,28 @@ class Retrieval:
         return [*text, *self.questions], tuple((len(text) + first, len(text) + end) for first, end in self.answers)
 
 
+def isolated_in(
+    tokenizer: Any, text: Sequence[int], asked: Sequence[Needle], rng: random.Random, start: int
+) -> tuple[list[int], tuple[Span, ...]]:
+    """Hide facts in the first half of a text, and ask for each by itself in the second, in random order.
+
+    Args:
+        tokenizer, text, start: As for `Retrieval`.
+        asked: The needles.
+        rng: What draws the order.
+
+    Returns:
+        What `Retrieval.hidden_in` does.
+    """
+    single = [Retrieval.of(tokenizer, [needle], rng) for needle in asked]
+    half = (start + len(text)) // 2
+    ids = with_facts(text, [one.facts[0] for one in single], spread(len(single), start, half))
+    shuffled, positions = rng.sample(single, len(single)), spread(len(single), half, len(text))
+    answers = [(at + one.answers[0][0], at + one.answers[0][1]) for one, at in zip(shuffled, positions, strict=True)]
+    ids = with_facts(ids, [one.questions for one in shuffled], positions)
+    return ids, tuple(span for span in answers if span[1] <= len(ids))
+
+
 def needles_in(length: int) -> int:
     """How many needles a prompt of so many tokens gets."""
     return min(MAX_NEEDLES, max(1, length // TOKENS_PER_NEEDLE))

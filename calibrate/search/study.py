@@ -227,6 +227,8 @@ class LayerSearch:
 
     def adopted(self, point: SearchPoint) -> Choice:
         """What was best for a similar layer, with this layer's own curves; dense if it fails or gains nothing."""
+        if point.scores not in self.recipe.scores:  # the similar layer is dense, which has no scores of its own
+            point = point._replace(scores=self.recipe.scores[0])
         choice = self._choice_at(point)
         try:
             return self._timed(choice).settled()

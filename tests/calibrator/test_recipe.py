@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from calibrate.recipe import DEFAULT_BUDGET, KINDS, OPTIONS, WORKERS, Budget, Recipe, load_yaml, merged
+from calibrate.recipe import DEFAULT_BUDGET, DOMAINS, KINDS, OPTIONS, WORKERS, Budget, Recipe, load_yaml, merged
 from s2o_runtime.errors import ConfigError
 
 BASE = {"model": "demo", "lengths": (1024, 2048), "out": Path("profiles/p.safetensors")}
@@ -295,7 +295,7 @@ def test_the_record_holds_what_decides_the_result():
     assert record["check_lengths"] == [1536]
     assert record["prompts"] == ["mine.jsonl", "b"]
     assert record["domains"] is None
-    assert recipe().record()["domains"] == ["code", "prose", "chat", "chinese"]
+    assert recipe().record()["domains"] == list(DOMAINS)
     assert record["budget"] == {"kind": "rel_mse", "value": 1e-3}
     assert json.loads(json.dumps(record)) == record
 

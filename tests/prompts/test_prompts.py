@@ -5,13 +5,23 @@ import logging
 import random
 import shutil
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from calibrate.model.models import DEMO_FOLDER
-from calibrate.prompts.assembly import ASK, assembled
-from calibrate.prompts.documents import CERTIFY, PURPOSES, Document, built_in_documents
+from calibrate.prompts.assembly import ASK, assembled, in_equal_parts
+from calibrate.prompts.documents import (
+    CERTIFY,
+    COMPOSED,
+    FOUND,
+    GENERATED,
+    PURPOSES,
+    Document,
+    Supply,
+    found_documents,
+)
 from calibrate.prompts.files import read_documents
 from calibrate.prompts.prompts import load_prompts
 from calibrate.prompts.split import parts, split
@@ -93,9 +103,13 @@ def test_domains_are_checked():
         recipe(domains=("code",), prompts=(Path("p.jsonl"),))
 
 
-@pytest.mark.parametrize("domain", DOMAINS)
-def test_the_sets_of_a_domain_share_no_group_and_no_document(domain):
-    by_purpose = built_in_documents(domain)
+def test_the_kinds_are_those_that_can_be_asked_for():
+    assert sorted(DOMAINS) == sorted([*FOUND, *GENERATED, *COMPOSED])
+
+
+@pytest.mark.parametrize("domain", FOUND)
+def test_the_sets_of_found_text_share_no_group_and_no_document(domain):
+    by_purpose = found_documents(domain)
     groups = {purpose: {document.group for document in by_purpose[purpose]} for purpose in PURPOSES}
     digests = Counter(document.digest for purpose in PURPOSES for document in by_purpose[purpose])
     assert all(groups.values())
@@ -103,40 +117,101 @@ def test_the_sets_of_a_domain_share_no_group_and_no_document(domain):
     assert set(digests.values()) == {1}
 
 
-def test_shipped_text_suffices_for_a_certificate_at_32768_tokens():
-    """Five prompts of a domain; a token is about four and a half characters of English; turns add tokens."""
-    for domain, characters in (("prose", 4.5), ("chat", 3.9), ("chinese", 1.3)):
-        total = sum(
-            len(document.text) + sum(len(content) for _, content in document.turns)
-            for document in built_in_documents(domain)[CERTIFY]
-        )
-        assert total > 5 * 32768 * characters, domain
+@pytest.mark.parametrize(
+    ("domain", "length", "prompts", "characters"),
+    [("prose", 65536, (0.5, 1, 2), 4.5), ("chinese", 65536, (0.5, 1, 2), 1.1), ("code", 131072, (0.5, 1, 8), 4)],
+)
+def test_found_text_suffices_as_far_as_the_docs_say(domain, length, prompts, characters):
+    """For so many prompts of each set. A token has about four and a half characters of English, four of code."""
+    for purpose, count in zip(PURPOSES, prompts, strict=True):
+        total = sum(len(document.text) for document in found_documents(domain)[purpose])
+        assert total > count * length * characters, purpose
 
 
-def test_a_domain_that_runs_out_says_so_and_stays_within_its_set(tokenizer, monkeypatch, caplog):
+def passages(text, length=100):
+    return {text[start : start + length] for start in range(0, len(text) - length, length // 2)}
+
+
+@pytest.mark.parametrize("domain", [*GENERATED, *COMPOSED])
+def test_generated_text_repeats_no_passage_and_follows_from_its_seed(domain):
+    """No text holds 150 characters of one before it, but the licences at the head of code files that it may quote."""
+    supply, again = (Supply(CERTIFY, random.Random(5)) for _ in range(2))
+    documents = [document for _ in range(4) for document in islice(supply.drawn(domain), 3)]
+    assert documents == [document for _ in range(4) for document in islice(again.drawn(domain), 3)]
+    assert documents[0] != next(Supply(CERTIFY, random.Random(6)).drawn(domain))
+    assert len({document.group for document in documents}) == 4
+    assert all(document.domain == domain and bool(document.turns) == (domain == "chat") for document in documents)
+    texts = [document.as_text for document in documents]
+    for number, text in enumerate(texts):
+        assert len(text) > 50
+        others = "\0".join(texts[:number])
+        repeated = [passage for passage in passages(text) if passage in others and "---" not in passage]
+        assert len(repeated) <= (len(text) // 1000 if domain in COMPOSED else 0), (domain, repeated)
+
+
+def test_a_conversation_has_a_system_prompt_and_turns():
+    turns = next(Supply(CERTIFY, random.Random(0)).drawn("chat")).turns
+    assert [role for role, _ in turns] == ["system", *["user", "assistant"] * (len(turns) // 2)]
+    assert all(content.strip() for _, content in turns)
+
+
+def test_found_text_is_handed_out_once_whatever_takes_pieces_of_it(monkeypatch):
+    few = [
+        Document("prose", f"g{group}", "§".join(f"{group}{part}{n}" for n in range(2000)))
+        for group in range(3)
+        for part in "xy"
+    ]
+    found = {"prose": few, "code": [], "chinese": []}
+    monkeypatch.setattr(
+        "calibrate.prompts.documents.found_documents", lambda domain: dict.fromkeys(PURPOSES, found[domain])
+    )
+    supply = Supply(CERTIFY, random.Random(1))
+    begun = [next(supply.drawn("prose")) for _ in range(3)]
+    assert len({document.group for document in begun}) == 3  # a prompt begins with a group that none has begun
+    handed_out = [document.text for document in begun]
+    handed_out += [document.text for document in islice(supply.drawn("mixed"), 300)]
+    assert not supply.used_up  # though the pieces took it all
+    assert not list(supply.drawn("prose"))
+    assert supply.used_up == {"prose"}
+    words_of = Counter(word for text in handed_out for word in text.split("§"))
+    assert words_of["0x1000"] == words_of["2y7"] == 1
+
+
+def test_a_kind_that_runs_out_gives_its_place_to_others(tokenizer, monkeypatch, caplog):
     few = {
-        purpose: [Document("prose", purpose, words(start + number, 100)) for number in range(2)]
+        purpose: [Document("prose", f"{purpose}{number}", words(start + number, 140)) for number in range(2)]
         for start, purpose in zip((100, 200, 300), PURPOSES, strict=True)
     }
-    monkeypatch.setattr("calibrate.prompts.prompts.built_in_documents", lambda domain: few)
-    made = load_prompts(recipe(domains=("prose",), lengths=(1024,)), tokenizer)
-    assert "prose at 1024" in caplog.text
-    assert [prompt.length for prompt in made.certify[1024]] == [1024] * 3
-    assert len({prompt.sha256 for prompt in made.certify[1024]}) == 3  # at other offsets
+    monkeypatch.setattr("calibrate.prompts.documents.found_documents", lambda domain: few)
+    settings = {"lengths": (1024,), "check_lengths": (), "num_certify": 6}
+    made = load_prompts(recipe(domains=("prose", "logs"), **settings), tokenizer)
+    assert "the built-in text of prose at 1024 is used up" in caplog.text
+    assert [prompt.domain for prompt in made.certify[1024]] == ["prose", "logs"] + ["logs"] * 4
+    assert len({prompt.group for prompt in made.certify[1024]}) == 6
     assert numbers_of(tokenizer, made.calibration) == {100, 101}
     assert numbers_of(tokenizer, made.held_out) == {200, 201}
     assert numbers_of(tokenizer, made.certify) == {300, 301}
+    alone = load_prompts(recipe(domains=("prose",), held_out=1, **settings), tokenizer)
+    assert [len(getattr(alone, purpose)[1024]) for purpose in PURPOSES] == [1, 1, 1]
+    assert "1 to calibrate on, 1 to adjust on, 1 to certify on where 4, 1, 6 were asked for" in caplog.text
+    with pytest.raises(
+        InputError, match="built-in prose is too short for a prompt to calibrate on of 2048 tokens: name"
+    ):
+        load_prompts(recipe(domains=("prose",), lengths=(2048,)), tokenizer)
 
 
 def test_every_prompt_asks_for_the_needles_that_it_hides(tokenizer, with_bos):
     for reader in (tokenizer, with_bos):
-        for prompt in load_prompts(recipe(lengths=(2048,), num_certify=0), reader).calibration[2048]:
+        for prompt in load_prompts(recipe(lengths=(2048,), num_prompts=10, num_certify=0), reader).calibration[2048]:
             text = reader.decode(prompt.ids)
             asked = [line for line in text.splitlines() if line.startswith("# What is the secret code for")]
             assert len(asked) == 2
+            isolated = text.rstrip().rpartition("\n")[2] != asked[-1]
+            assert isolated == (prompt.domain == "questions")
             for line in asked:
                 word, code = line.split("?")[0].split()[-1], line.split()[-1]
                 assert text.count(f"# The secret code for {word} is {code}") == 1, prompt.domain
+            assert all(first > 1024 for first, _ in prompt.answers)
             answered = [reader.decode(prompt.ids[first:end]).strip() for first, end in prompt.answers]
             assert answered == [line.split()[-1].rstrip(".") for line in asked]
 
@@ -149,12 +224,13 @@ def test_the_first_token_is_the_tokenizers_own_and_not_doubled_by_a_chat_templat
     assert all(prompt.ids[0] != 0 for prompt in load_prompts(recipe(lengths=(512,)), tokenizer).calibration[512])
     monkeypatch.setattr(with_bos, "chat_template", None)
     chat = load_prompts(recipe(lengths=(512,), domains=("chat",)), with_bos).calibration[512][0]
-    assert with_bos.decode(chat.ids).startswith("<|endoftext|>User: ")
+    assert with_bos.decode(chat.ids).startswith("<|endoftext|>System: ")
 
 
 def test_conversations_are_laid_out_by_the_chat_template(with_bos):
-    text = with_bos.decode(load_prompts(recipe(lengths=(1024,)), with_bos).calibration[1024][2].ids)
-    assert text.startswith("<|endoftext|><|user|>\n")
+    chats = load_prompts(recipe(lengths=(1024,), domains=("chat",)), with_bos).calibration[1024]
+    text = with_bos.decode(chats[0].ids)
+    assert text.startswith("<|endoftext|><|system|>\n")
     before, asked, after = text.partition(f"<|endoftext|>\n<|user|>\n{ASK}<|endoftext|>\n<|assistant|>\n")
     assert asked
     assert "# The secret code for" in before
@@ -309,15 +385,44 @@ def test_a_split_says_where_each_group_is_at_once():
     assert len(list(parts(shared["certify"], sizes.__getitem__, 50))) == 2
 
 
-def test_prompts_take_the_domains_in_turns(tokenizer):
-    made = load_prompts(recipe(num_certify=5), tokenizer)
-    assert [prompt.domain for prompt in made.calibration[512]] == list(DOMAINS)
+def test_prompts_take_the_kinds_in_turns_and_few_have_several_each(tokenizer):
+    made = load_prompts(recipe(lengths=(512,), num_prompts=5, num_certify=11), tokenizer)
     assert [prompt.domain for prompt in made.certify[512]] == [*DOMAINS, "code"]
-    texts = [tokenizer.decode(prompt.ids) for prompt in made.calibration[1024]]
-    assert texts[0].startswith("# ")
-    assert texts[2].startswith("User: ")
-    assert sum("一" <= character <= "鿿" for character in texts[3]) > 100
-    assert not any("一" <= character <= "鿿" for text in texts[:3] for character in text)
+    assert [prompt.domain for prompt in made.calibration[512]] == [
+        f"{one}+{other}" for one, other in zip(DOMAINS[:5], DOMAINS[5:], strict=True)
+    ]
+    assert sorted("+".join(prompt.domain for prompt in made.held_out[512]).split("+")) == sorted(DOMAINS)
+    texts = {prompt.domain: tokenizer.decode(prompt.ids) for prompt in made.certify[512]}
+    assert texts["code"].startswith("# ")
+    assert texts["chat"].startswith("System: ")
+    assert sum("一" <= character <= "鿿" for character in texts["chinese"]) > 100
+    assert not any("一" <= character <= "鿿" for text in (texts["json"], texts["prose"]) for character in text)
 
     chosen = load_prompts(recipe(domains=("prose", "code"), lengths=(512,)), tokenizer)
     assert [prompt.domain for prompt in chosen.calibration[512]] == ["prose", "code"] * 2
+
+
+def test_kinds_that_share_a_prompt_have_equal_parts(tokenizer):
+    """A conversation among texts is text, and texts after a conversation are the user's."""
+    a, b = (
+        [Document(kind, f"{kind}{number}", words(first + number, 100)) for number in range(9)]
+        for kind, first in (("a", 100), ("b", 200))
+    )
+    chat = Document("chat", "c", turns=(("user", words(300, 900)), ("assistant", words(301, 10))))
+    for parts_of, kinds in (([a, b], 2), ([a, [chat]], 2), ([[chat], a], 2), ([a, [chat], b], 3)):
+        documents = in_equal_parts(tokenizer, [iter(part) for part in parts_of], 900)
+        prompt = assembled(tokenizer, documents, 900, random.Random(0), needles=False)
+        assert prompt.length == 900
+        counts = Counter(word[:2] for word in tokenizer.decode(prompt.ids).split() if word[1:].isdigit())
+        assert len(counts) == kinds
+        assert max(counts.values()) < 1.3 * min(counts.values()), counts
+
+
+def test_a_prompt_is_of_the_kind_and_group_of_most_of_its_text(tokenizer):
+    documents = [
+        Document("a", "x", words(100, 20)),
+        Document("b", "y", words(101, 100)),
+        Document("b", "z", words(102, 90)),
+    ]
+    prompt = assembled(tokenizer, iter(documents), 512, random.Random(0), needles=False)
+    assert (prompt.domain, prompt.group) == ("b", "y")

@@ -1,0 +1,286 @@
+"""Text that a seed writes: JSON, tables, logs, code with encoded bytes, conversations and excerpts.
+
+Fields, names, numbers and times are drawn, so that texts of different seeds share a template of a line or two and no
+long passage. Conversations and excerpts are about pieces of documents of the other kinds.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import textwrap
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from random import Random
+from typing import Any
+
+from calibrate.prompts.facts import CITIES, FIRST_NAMES, JOBS, LAST_NAMES
+from calibrate.prompts.needles import WORDS
+
+Piece = Callable[[int], str]  # at most so many characters of another kind's document, none twice
+Field = Callable[[Random, datetime], Any]
+
+
+def _hex(rng: Random, digits: int) -> str:
+    return f"{rng.getrandbits(4 * digits):0{digits}x}"
+
+
+def _person(rng: Random) -> str:
+    return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
+
+
+REMARKS = (
+    "The {word} in {city} was late by {count} days.", "{person} asked for {count} more of the {product}.",
+    "We moved {service} from {city} to {city} because the {word} was too slow.", "See {path} before changing {symbol}.",
+    "The {job} says that {percent}% of the {word} is lost between {city} and {city}.", "Nobody has looked at {symbol}.",
+    "Version {version} of {service} needs {count} GB and {ms} ms a call.", "Paid {price} {currency} on {date}.",
+    "{person}, the {job}, will call {person} about the {product}.", "It worked on {date} and failed on {date}.",
+    "Either {symbol} is wrong or the {word} never reached {service}.", "Keep the {product}; drop the {product}.",
+)  # fmt: skip
+# what records have and templates name
+FIELDS: dict[str, Field] = {
+    "id": lambda rng, now: rng.randrange(1, 10**7),
+    "uuid": lambda rng, now: "-".join(_hex(rng, digits) for digits in (8, 4, 4, 4, 12)),
+    "hash": lambda rng, now: _hex(rng, rng.choice((8, 12, 16, 40))),
+    "created_at": lambda rng, now: now.isoformat(timespec="seconds"),
+    "date": lambda rng, now: now.date().isoformat(),
+    "person": lambda rng, now: _person(rng),
+    "email": lambda rng, now: f"{_person(rng).lower().replace(' ', '.')}@{rng.choice(WORDS)}.example",
+    "job": lambda rng, now: rng.choice(JOBS),
+    "city": lambda rng, now: rng.choice(CITIES),
+    "word": lambda rng, now: rng.choice(WORDS),
+    "product": lambda rng, now: " ".join(rng.sample(WORDS, 2)),
+    "service": lambda rng, now: "-".join(rng.sample(WORDS, 2)),
+    "symbol": lambda rng, now: "_".join(rng.sample(WORDS, 2)),
+    "path": lambda rng, now: "/".join(["", *rng.sample(WORDS, rng.randrange(2, 5))]),
+    "state": lambda rng, now: rng.choice(("active", "pending", "shipped", "cancelled", "failed", "draft", "archived")),
+    "status": lambda rng, now: rng.choice((200, 200, 200, 201, 304, 404, 500, 503)),
+    "currency": lambda rng, now: rng.choice(("EUR", "USD", "GBP", "JPY", "CHF")),
+    "price": lambda rng, now: round(rng.lognormvariate(3, 1.5), 2),
+    "count": lambda rng, now: rng.randrange(1, 200),
+    "port": lambda rng, now: rng.randrange(1024, 65536),
+    "bytes": lambda rng, now: int(rng.lognormvariate(9, 3)),
+    "ms": lambda rng, now: round(rng.lognormvariate(3, 1), 3),
+    "temperature": lambda rng, now: round(rng.gauss(15, 9), 1),
+    "latitude": lambda rng, now: round(rng.uniform(-90, 90), 5),
+    "longitude": lambda rng, now: round(rng.uniform(-180, 180), 5),
+    "percent": lambda rng, now: round(100 * rng.random(), 1),
+    "enabled": lambda rng, now: rng.random() < 0.7,
+    "deleted_at": lambda rng, now: None if rng.random() < 0.8 else now.isoformat(timespec="seconds"),
+    "address": lambda rng, now: f"10.{rng.randrange(256)}.{rng.randrange(256)}.{rng.randrange(1, 255)}",
+    "version": lambda rng, now: f"{rng.randrange(9)}.{rng.randrange(30)}.{rng.randrange(99)}",
+    "comment": lambda rng, now: _filled(rng.choice(REMARKS), rng, now),
+}
+LISTS: dict[str, Field] = {
+    "tags": lambda rng, now: rng.sample(WORDS, rng.randrange(1, 6)),
+    "vector": lambda rng, now: [round(rng.gauss(0, 1), 4) for _ in range(rng.choice((3, 8, 24)))],
+}
+EVENTS = (
+    "accepted connection from {address}:{port}", "request {hash} finished in {ms} ms with status {status}",
+    "cache miss for {word}:{hash}", "retrying {service} after {ms} ms", "{person} logged in from {address}",
+    "loaded {count} rows of {symbol} in {ms} ms", "queue {service} has {count} messages, lag {ms} ms",
+    "checkpoint {hash} written to {path}", "GC pause {ms} ms, heap {bytes} -> {bytes}", "config {path} reloaded",
+    "connection to {word}.internal:{port} refused", "disk of {path} at {percent}%", "deployed {service} {version}",
+    "certificate of {word}.example ends in {count} days", "SELECT * FROM {symbol} WHERE {word}_id = {id} took {ms} ms",
+    "worker {count} took job {uuid}", "rate limit of {address} is {count} per minute", "{email} is {state}",
+    "packet from {address} dropped: checksum {hash}", "GET {path}?{word}={id} {status} {bytes}", "{comment}",
+)  # fmt: skip
+LAYOUTS = (
+    "{now:%Y-%m-%d %H:%M:%S,%f} {level:5} [{thread}] {host}.{service} - {event}",
+    "{now:%b %d %H:%M:%S} {host} {service}[{thread}]: {level}: {event}",
+    "{now:%Y-%m-%dT%H:%M:%S.%fZ} {level} service={service} thread={thread} msg={event!r}",
+    '{{"ts": {stamp:.3f}, "level": "{level}", "logger": "{service}", "message": "{event}"}}',
+    "[{now:%d/%b/%Y:%H:%M:%S +0000}] {host} {thread} {service} {level} {event}",
+)
+FRAMES = {
+    "Traceback (most recent call last):": '  File "{path}.py", line {count}, in {symbol}\n    {word} = {symbol}()',
+    "java.lang.IllegalStateException: {comment}": "\tat com.{word}.{word}.{word}.{symbol}({word}.java:{count})",
+    "thread 'main' panicked at {path}.rs:{count}:": "  {count}: {word}::{word}::{symbol}\n     at .{path}.rs:{count}",
+}  # fmt: skip
+
+
+def _data(rng: Random, now: datetime) -> bytes:
+    """What code keeps encoded: random bytes, as keys and compressed data are, or JSON."""
+    if rng.random() < 0.7:
+        return rng.randbytes(rng.randrange(30, 900))
+    return json.dumps(_record(_form(rng, 0), rng, now)).encode()
+
+
+def _base64(rng: Random, now: datetime) -> str:
+    return base64.b64encode(_data(rng, now)).decode()
+
+
+def _dump(rng: Random, now: datetime) -> str:
+    data = _data(rng, now)
+    return "\n".join(f"{start:08x}  {data[start : start + 16].hex(' ')}" for start in range(0, len(data), 16))
+
+
+BYTES: dict[str, Field] = {
+    "hex": lambda rng, now: _data(rng, now)[:96].hex(),
+    "base64": _base64,
+    "lines": lambda rng, now: textwrap.fill(_base64(rng, now), 64),
+    "octets": lambda rng, now: textwrap.fill(", ".join(f"0x{byte:02x}" for byte in _data(rng, now)), 76),
+    "dump": _dump,
+    "token": lambda rng, now: ".".join([_base64(rng, now)[:36], _base64(rng, now)[:150], _hex(rng, 43)]),
+}
+
+
+class _Values:
+    """What fills a template: each name a field or bytes, drawn anew wherever it stands."""
+
+    def __init__(self, rng: Random, now: datetime) -> None:
+        self._rng, self._now = rng, now
+
+    def __getitem__(self, name: str) -> Any:
+        return (FIELDS.get(name) or BYTES[name])(self._rng, self._now)
+
+
+def _filled(template: str, rng: Random, now: datetime) -> str:
+    return template.format_map(_Values(rng, now))
+
+
+def _times(rng: Random, low: int, high: int) -> Iterator[datetime]:
+    """Some number of moments from a random one on, seconds to hours apart."""
+    now = datetime(2015, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=rng.uniform(0, 3e8))
+    pace = 10 ** rng.uniform(-1, 4)
+    for _ in range(rng.randrange(low, high)):
+        now += timedelta(seconds=rng.expovariate(1 / pace))
+        yield now
+
+
+def json_text(rng: Random) -> str:
+    """Records of one drawn form: a document with indents, or a record a line."""
+    form = _form(rng, rng.randrange(3))
+    records = [_record(form, rng, now) for now in _times(rng, 8, 40)]
+    if rng.random() < 0.4:
+        return "\n".join(json.dumps(record) for record in records)
+    by_key = {f"{rng.choice(WORDS)}-{_hex(rng, 6)}": record for record in records}
+    page = {rng.choice(WORDS): records, "next": _hex(rng, 16), "total": rng.randrange(10**5)}
+    return json.dumps(rng.choice((records, by_key, page)), indent=rng.choice((1, 2, 2, 4)))
+
+
+def _form(rng: Random, depth: int) -> dict[str, Any]:
+    """Names, each with what writes its value: a field, a form, or a list with a form."""
+    form: dict[str, Any] = {}
+    for name in rng.sample(list(FIELDS), rng.randrange(3, 9)):
+        form[f"{rng.choice(WORDS)}_{name}" if rng.random() < 0.4 else name] = FIELDS[name]
+    form |= {name: field for name, field in LISTS.items() if rng.random() < 0.3}
+    for _ in range(depth):
+        inner = _form(rng, depth - 1)
+        form["_".join(rng.sample(WORDS, 2))] = [inner] if rng.random() < 0.5 else inner
+    return form
+
+
+def _record(form: Any, rng: Random, now: datetime) -> Any:
+    if isinstance(form, dict):
+        return {name: _record(inner, rng, now) for name, inner in form.items()}
+    if isinstance(form, list):
+        return [_record(form[0], rng, now) for _ in range(rng.randrange(1, 4))]
+    return form(rng, now)
+
+
+def table_text(rng: Random) -> str:
+    """A table of fields and of numbers that drift: CSV with one of several separators, Markdown, or a database's."""
+    fields = ["date"] * rng.randrange(2) + rng.sample([name for name in FIELDS if name != "date"], rng.randrange(2, 7))
+    drifting = {f"{word}_{_hex(rng, 2)}": rng.uniform(1, 1000) for word in rng.sample(WORDS, rng.randrange(5))}
+    rows = [[*fields, *drifting]]
+    for now in _times(rng, 15, 80):
+        drifting = {name: value * rng.lognormvariate(0, 0.05) for name, value in drifting.items()}
+        cells = [str(FIELDS[name](rng, now)) for name in fields]
+        rows.append([*cells, *(f"{value:.3f}" for value in drifting.values())])
+    title = " ".join([*rng.sample(WORDS, 3), rng.choice(CITIES), str(rng.randrange(1990, 2026))])
+    separator = rng.choice((",", ",", ";", "\t", " | ", " | ", " "))
+    if separator in ",;\t":
+        quoted = [[f'"{cell}"' if separator in cell else cell for cell in row] for row in rows]
+        return f"# {title}\n" + "\n".join(separator.join(row) for row in quoted)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    lines = (separator.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return f"### {title}\n\n" + "\n".join(f"| {line} |" if separator == " | " else line for line in lines)
+
+
+def log_text(rng: Random) -> str:
+    """A program's log in one of several layouts; errors may bring a stack trace."""
+    layout, host, trace = rng.choice(LAYOUTS), rng.choice(WORDS), rng.choice(list(FRAMES))
+    services = ["-".join(rng.sample(WORDS, 2)) for _ in range(rng.randrange(1, 6))]
+    events = rng.sample(EVENTS, rng.randrange(5, len(EVENTS)))
+    lines = []
+    for now in _times(rng, 30, 120):
+        level = rng.choice(("DEBUG", "INFO", "INFO", "INFO", "INFO", "WARN", "ERROR"))
+        event = _filled(rng.choice(events), rng, now)
+        named = {"now": now, "stamp": now.timestamp(), "thread": rng.randrange(1, 999), "level": level, "event": event}
+        lines.append(layout.format(host=host, service=rng.choice(services), **named))
+        if level == "ERROR" and rng.random() < 0.4:
+            frames = [trace, *[FRAMES[trace]] * rng.randrange(2, 12), "caused by: {comment}"]
+            lines += [_filled(frame, rng, now) for frame in frames]
+    return "\n".join(lines)
+
+
+CODE = (
+    "def test_{symbol}():\n    key = bytes.fromhex('{hex}')\n    assert {word}(key, {count}) == {symbol}[{count}]",
+    "const {symbol} = Buffer.from(\n  '{base64}',\n  'base64',\n); // {comment}\nexport const {word} = f({symbol});",
+    "static const unsigned char {symbol}[] = {{\n{octets}\n}};\nint {symbol}_length = {count};",
+    "-----BEGIN CERTIFICATE-----\n{lines}\n-----END CERTIFICATE-----",
+    "apiVersion: v1\nkind: Secret\nmetadata:\n  name: {service}\ndata:\n  {word}: {base64}\n  {word}: {base64}",
+    "$ hexdump -C {path}.bin | head -n {count}\n{dump}",
+    '.{service} {{\n  width: {count}px;\n  background: url("data:image/png;base64,{base64}");\n}}',
+    "class {symbol}:\n    # {comment}\n    DIGEST = '{hex}'\n    SEED = base64.b64decode(\n        '{base64}'\n    )\n"
+    "    def {word}(self, {word}: int) -> bytes:\n        return self.SEED[{count} : {count} + {word}]",
+    "curl -H 'Authorization: Bearer {token}' https://{word}.example{path}",
+    "diff --git a{path} b{path}\nindex {hash}..{hash}\n-pin = '{hex}'\n+pin = '{hex}'  # {comment}",
+)  # fmt: skip
+
+
+def encoded_text(rng: Random) -> str:
+    """Code and configuration whose values are bytes in base64 or hex."""
+    return "\n\n".join(_filled(rng.choice(CODE), rng, now) for now in _times(rng, 4, 12))
+
+
+SYSTEM = (
+    "You are {word}, an assistant of the company {word} in {city}.", "Today is {date}.", "Answer in plain English.",
+    "Never mention {service} to customers.", "Prices are in {currency}.", "If you do not know, say so; ask {person}.",
+    "You can call the tools `{symbol}(id)` and `{symbol}(city, date)`.", "Keep answers under {count} words.",
+    "The user is a {job} who works with {service} {version}.", "Quote what you were given word by word.",
+    "Escalate to {email} after {count} failed attempts.", "Files are below {path}.", "The plan {word} costs {price}.",
+)  # fmt: skip
+ASKED = (
+    "Can you summarise this for {person}?", "What is wrong here? It broke on {date}.", "Is {symbol} right in this?",
+    "Explain this to a {job}, please.", "I got this from {service}. What should I do with it?", "Which part matters?",
+    "Compare this with what {person} sent you.", "Rewrite the first lines for our {word} page.", "Why {percent}%?",
+    "Does this fit the rule about the {product}?", "And for {city}?", "Thanks. {comment} Does that change your answer?",
+)  # fmt: skip
+REPLIES = (
+    "There are {count} things to say about it.", "In short: {comment}", "The part that matters is this one:",
+    "I would start with `{symbol}`, because it is what {service} reads first.", "As far as I see, {person} is right.",
+    "1. {comment}\n2. {comment}\n3. {comment}", "- `{symbol}`: {comment}\n- `{symbol}`: {comment}",
+    "{comment} {comment}", "{comment} {comment} {comment}",
+    "```python\ndef {symbol}({word}, {word}={count}):\n    return {word}.{symbol}({word}) / {price}\n```",
+    "Calling `{symbol}(id={id})` gave {{\"{word}\": {price}, \"{word}\": \"{state}\", \"at\": \"{created_at}\"}}.",
+    "Please check {path} and tell me what you find.", "It would cost about {price} {currency} and take {count} hours.",
+)  # fmt: skip
+
+
+def conversation(rng: Random, piece: Piece) -> tuple[tuple[str, str], ...]:
+    """A system prompt and some exchanges, mostly about what the user has pasted, which the assistant quotes."""
+    now = next(_times(rng, 1, 2))
+
+    def said(templates: tuple[str, ...], most: int) -> list[str]:
+        return [_filled(template, rng, now) for template in rng.sample(templates, rng.randrange(1, most))]
+
+    turns = [("system", " ".join(said(SYSTEM, 8)))]
+    for _ in range(rng.randrange(2, 7)):
+        pasted = piece(rng.randrange(400, 3000)) if rng.random() < 0.7 else ""
+        turns.append(("user", "\n\n".join([*said(ASKED, 3), *([pasted] if pasted else [])])))
+        lines = [line for line in pasted.splitlines() if line.strip()]
+        quoted = [f"> {line[:120]}" for line in lines[rng.randrange(len(lines)) :][:2]] if lines else []
+        turns.append(
+            ("assistant", "\n\n".join(rng.sample([*said(REPLIES, 6), *quoted], len(quoted) + 1) + said(REPLIES, 3)))
+        )
+    return tuple(turns)
+
+
+def excerpt(rng: Random, piece: Piece) -> str:
+    """A piece of another kind under a heading, as a search hands documents to a model."""
+    source = rng.choice(("Document", "Source", "Search result", "Attachment"))
+    heading = _filled(f"[{source} {{count}}: {{path}}, {{date}}]", rng, next(_times(rng, 1, 2)))
+    return f"{heading}\n{piece(rng.randrange(600, 5000))}"
