@@ -193,7 +193,7 @@ def test_single_prompts_and_the_rows_that_answer_are_held_to_the_limit_if_the_re
 def test_what_is_about_right_stays():
     begun = candidate()
     limit = begun.limits[512, 0]
-    times = growth(proof_of(limit), limit, begun.recipe, 2, 32)
+    times = growth(proof_of(limit), limit, begun.recipe, 2, begun.recipe.num_certify)
     for off in (CLOSE * 0.999, 1 / CLOSE * 1.001):
         assert Adjusting().revise(begun, 512, 0, proof_of(limit * times / off)) is None
 

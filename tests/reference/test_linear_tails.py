@@ -214,7 +214,7 @@ def test_at_a_checked_length_what_has_no_threshold_to_lower_becomes_dense():
     begun = candidate()
     config = begun.layer_config(0, 768)
     mixed = replace(config, heads=(HeadConfig(segment=config.heads[0].segment, linear=True), *config.heads[1:]))
-    begun = replace(begun, tightened={})
+    begun = replace(begun, changes={})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(begun), "layer_config", lambda self, layer, length: mixed)
         after, choice = scaled(begun, 768, 0, 0.5, "over its limit")
