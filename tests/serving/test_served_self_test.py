@@ -15,6 +15,7 @@ from support.engines import ENGINES
 from support.fake_server import FakeServer
 from support.server_batches import alone, dense, two_layers
 
+EXHAUSTIVE = pytest.mark.exhaustive(reason="both servers share what is tested")
 ON_CPU = ("s2o", "the tensors are on the cpu")
 
 
@@ -135,7 +136,12 @@ def add_prompt(engine, layer):
     return request
 
 
-@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.slow(reason="S2O's plain torch on twenty prompts")
+@pytest.mark.parametrize(
+    "swapped",
+    [True, pytest.param(False, marks=pytest.mark.exhaustive(reason="the same, of a profile that is right"))],
+)
+@pytest.mark.parametrize("untested", ["vllm", pytest.param("sglang", marks=EXHAUSTIVE)], indirect=True)
 def test_a_profile_whose_layers_are_swapped_is_noticed_within_its_first_prompts(swapped, untested, caplog):
     """Though drift is only warned about."""
     server = served(of_two_kinds(swapped))
