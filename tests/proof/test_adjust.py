@@ -207,7 +207,8 @@ def test_no_change_is_larger_than_curves_can_be_trusted_and_there_are_few():
     for _ in range(TRIES - 1):
         begun = adjusting.revise(begun, 512, 0, little) or begun  # the last one changes no head
     assert adjusting.tries == {(512, 0): TRIES}
-    assert adjusting.revise(begun, 512, 0, little) is None
+    assert Adjusting().revise(candidate(), 512, 0, little) is not None
+    assert adjusting.revise(candidate(), 512, 0, little) is None  # though there would be something to give
 
 
 def test_what_cannot_or_must_not_change_stays():

@@ -74,6 +74,9 @@ def test_kinds_of_few_texts_share_their_relative_variance():
     error = math.sqrt(sum((relative * mean**2) / (9 * 2) for mean in (1.1, 2.2, 3.3)))
     assert mean_bound(values, kinds, 0.975) == pytest.approx(2.2 + stats.t.ppf(0.975, 3) * error)
     assert mean_bound([*values[:-1], 4.0], kinds, 0.975) > mean_bound(values, kinds, 0.975) + 0.1
+    shared = 0.4**2 / 2 / 2.2**2 / 2  # of two kinds, of which one does not vary
+    expected = 1.6 + stats.t.ppf(0.975, 2) * math.sqrt((shared + 0.4**2 / 2) / (4 * 2))
+    assert mean_bound([1.0, 1.0, 2.0, 2.4], [*"aabb"], 0.975) == pytest.approx(expected)
 
 
 def test_what_is_no_number_is_over_every_limit():
