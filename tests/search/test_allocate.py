@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
@@ -99,6 +100,13 @@ def test_a_head_whose_rows_go_wrong_gets_no_such_point():
     chosen = {limit: allocate({METHOD: spared}, 1.0, Allowed(worst_rows=limit)).density for limit in limits}
     assert chosen == {None: 0.3, 0.5: 0.5, 0.375: 0.5, 0.3: 1.0}  # a head may be exactly at the limit
     assert not any(head.tail for head in allocate({METHOD: spared}, 1e10, Allowed((False,))).heads)
+
+
+def test_no_head_spends_more_than_its_cap():
+    """Of four equal parts of the budget a head takes at most `head_cap`, the best point that still fits."""
+    curves = {METHOD: curve([[(0.5, 0.8), (2.0, 0.2)], [(4.0, 0.3)], [(4.0, 0.3)], [(4.0, 0.3)]])}
+    densities = {cap: allocate(curves, 0.5, Allowed(head_cap=cap)).density for cap in (math.inf, 4.0, 2.0, 1.0)}
+    assert densities == {math.inf: 0.8, 4.0: 0.8, 2.0: 0.95, 1.0: 0.95}
 
 
 def test_layers_share_a_budget_by_weight():

@@ -328,7 +328,7 @@ def test_what_a_dense_layer_does_not_spend_the_others_may(curves, journal, monke
         [each.choices[layer].curves for layer in live],
         [Weights(1 / powers[layer]) for layer in live],
         0.8e-2 * 4 / 3,
-        allowed(recipe()),
+        allowed(recipe(budget_scope="model")),
     )
     assert [shared.choices[layer].allocation for layer in live] == expected
     assert shared.limits[1] == 0.0
