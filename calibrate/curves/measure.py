@@ -220,7 +220,7 @@ def _of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe) -> Cur
             for grain in recipe.grains
         ]
         curves |= measure(prompt, rankings, shapes)
-        if recipe.linear_tails and "input" in recipe.scores:
+        if segment in recipe.linear_segments_for(int(prompt.q.shape[2])):
             linear = [Ranking(segment, grain=grain, linear=True) for grain in recipe.grains]
             curves |= linear_pass.measure(prompt, linear, shapes)
     return curves
@@ -249,7 +249,7 @@ def recipe_key(recipe: Recipe, length: int) -> dict[str, Any]:
         "representatives": list(recipe.representatives),
         "grains": list(recipe.grains),
         "scores": list(recipe.scores),
-        "linear_tails": recipe.linear_tails,
+        "linear_tails": bool(recipe.linear_segments_for(length)),
     }
     if recipe.kv_cache_dtype != "auto":
         key["kv_cache_dtype"] = recipe.kv_cache_dtype

@@ -250,8 +250,9 @@ def _faster(rates: Rates, times: float) -> Rates:
 
 def _rankings(recipe: Recipe, length: int) -> int:
     """How many rankings have curves at a length; those of linear tails take as long as two."""
-    of_segment = len(recipe.grains) * (len(recipe.scores) * len(recipe.representatives) + 2 * recipe.linear_tails)
-    return len(recipe.segments_for(length)) * of_segment
+    of_segment = len(recipe.scores) * len(recipe.representatives)
+    linear = 2 * len(recipe.linear_segments_for(length))
+    return len(recipe.grains) * (len(recipe.segments_for(length)) * of_segment + linear)
 
 
 def _memory(recipe: Recipe, sizes: Sizes, geometry: Geometry) -> float:

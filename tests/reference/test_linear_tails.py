@@ -203,11 +203,13 @@ def test_a_head_gets_a_linear_tail_where_that_is_cheapest():
     assert costs == pytest.approx(EXPANSION / 1024)
 
 
-def test_the_recipe_lets_heads_have_one_and_a_journal_knows():
-    base = {"model": "demo", "lengths": (1024,), "budget_rel_mse": 1e-3, "out": Path("p.safetensors")}
-    without, with_tails = Recipe.of(base), Recipe.of(base | {"linear_tails": True})
-    assert recipe_key(without, 1024)["linear_tails"] is False
-    assert recipe_key(with_tails, 1024)["linear_tails"] is True
+def test_the_recipe_lets_heads_of_long_prompts_have_one_and_a_journal_knows():
+    base = {"model": "demo", "lengths": (32768,), "budget_rel_mse": 1e-3, "out": Path("p.safetensors")}
+    without, with_tails = Recipe.of(base | {"linear_tails": False}), Recipe.of(base)
+    segments = [recipe.linear_segments_for(length) for recipe in (without, with_tails) for length in (8192, 32768)]
+    assert segments == [(), (), (), (512, 1024, 2048)]
+    keys = [recipe_key(recipe, length)["linear_tails"] for recipe in (without, with_tails) for length in (8192, 32768)]
+    assert keys == [False, False, False, True]
 
 
 def test_at_a_checked_length_what_has_no_threshold_to_lower_becomes_dense():
