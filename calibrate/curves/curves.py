@@ -125,11 +125,14 @@ def head_norms(dense: Tensor) -> Tensor:
     return torch.stack([head.float().square().sum(-1).mean() for head in dense[0]])
 
 
-def window_pairs(length: int, segment: int, step: int) -> int:
-    """Causal pairs in the windows of one head; a window begins at a multiple of `step` keys, before its segment."""
+def window_pairs(rows: range, segment: int, step: int) -> int:
+    """Causal pairs of some rows of a head, whole segments, in their windows.
+
+    A window begins at a multiple of `step` keys, before its segment.
+    """
     total = 0
-    for begin in range(0, length, segment):
-        size = min(segment, length - begin)
+    for begin in range(rows.start, rows.stop, segment):
+        size = min(segment, rows.stop - begin)
         total += size * (size + 1) // 2 + size * (begin % step)
     return total
 

@@ -62,7 +62,7 @@ def measure(
 
 def density(length: int, segment: int, tile: TileConfig) -> float:
     """The share of the causal pairs that a head with a linear tail computes."""
-    pairs = window_pairs(length, segment, tile.block_n)
+    pairs = window_pairs(range(length), segment, tile.block_n)
     for begin in range(0, length, segment):
         prefix = begin // tile.block_n * tile.block_n
         pairs += min(segment, length - begin) * min(tile.stride, prefix)

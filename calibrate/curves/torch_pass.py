@@ -77,7 +77,7 @@ def measure(
     curves = {}
     for key in keys:
         squared, tail_squared, visited = torch.cat(totals[key], 1).cpu()
-        density = (visited + window_pairs(length, size, STEP)) / causal
+        density = (visited + window_pairs(range(length), size, STEP)) / causal
         row, tail_row = torch.cat(worst[key], 1).cpu()
         power = float(norms.mean()) / head_dim
         curves[key] = Curve(squared / values, tail_squared / values, row, tail_row, density, power)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from calibrate import timing
-from calibrate.timing import CERTAIN, FEWEST_ROUNDS, HOPELESS, ROUNDS, against_dense, interval, medians, samples
+from calibrate.timing import CERTAIN, FEWEST_ROUNDS, HOPELESS, LONG, ROUNDS, against_dense, interval, medians, samples
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -48,6 +48,15 @@ def test_equal_times_are_certain_at_once(device):
     assert (found.rounds, found.rejected) == (FEWEST_ROUNDS, False)
     assert len(calls) == FEWEST_ROUNDS + 2
     assert len(dense_calls) == FEWEST_ROUNDS + 1
+
+
+@pytest.mark.parametrize(("known", "again"), [(LONG, False), (LONG / 2, True), (None, True)])
+def test_long_dense_attention_is_not_timed_again(known, again, device):
+    dense, dense_calls = counted([3.0], 1)
+    timing = against_dense(counted([2.0], 2)[0], dense, device, dense_seconds=known)
+    assert (len(dense_calls) > 0) is again
+    assert timing.dense_seconds == (3.0 if again else known)
+    assert timing.rounds == FEWEST_ROUNDS
 
 
 @pytest.mark.parametrize(("first", "rejected"), [(1.31, True), (1.29, False)])

@@ -200,7 +200,7 @@ def timings(monkeypatch, seconds_of):
     """A GPU whose times are made up; what was timed: (layer, config)."""
     seen = []
 
-    def against_dense(call, dense, device, best):
+    def against_dense(call, dense, device, best, dense_seconds):
         layer = next(each.layer for each in LAYERS if each.q is call.args[0])
         seen.append((layer, call.args[3]))
         seconds = seconds_of(layer, call.args[3])
