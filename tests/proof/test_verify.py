@@ -174,7 +174,8 @@ def test_the_rows_that_answer_are_the_last_ones(tiny_folder, monkeypatch):
 
 def test_the_noise_floor_is_what_two_dense_implementations_differ_by(tiny_folder, monkeypatch):
     def on_cpu(item, worker):
-        return {"kl": certify.noise(worker, worker.prompts[item.prompt], certify.SDPBackend.MATH)}
+        item.patching(worker)
+        return {"kl": certify.noise(worker.loaded, worker.prompts[item.prompt], certify.SDPBackend.MATH)}
 
     monkeypatch.setattr(certify.NoiseFloor, "run", on_cpu)
     prompts, floors = random_prompts(200)[200], []

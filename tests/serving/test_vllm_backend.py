@@ -14,7 +14,7 @@ from s2o_runtime.monitor.drift import Allowed, DriftCheck, DriftMonitor
 from s2o_runtime.serving.calls import layer_obstacle
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.vllm.backend import BATCH
-from s2o_runtime.vllm.layouts import key_and_value_pages
+from s2o_runtime.vllm.batch import key_and_value_pages
 from support.fake_server import FakeServer
 from support.fake_vllm import FakeEngine, Graphs, fake_backend
 from support.server_batches import FEWEST, all_dense, alone, dense, joint_density, two_layers
@@ -239,14 +239,13 @@ def test_what_s2o_cannot_do_is_a_reason(made_with, reason):
 
 
 def test_what_vllm_asks_of_the_backend():
-    classes = fake_backend(server())
-    assert classes.backend.get_name() == "S2O"
-    assert classes.backend.get_impl_cls() is classes.implementation
-    assert classes.backend.get_builder_cls() is classes.builder
-    assert not classes.backend.supports_batch_invariance()
-    assert not classes.backend.supports_device_cpu_query_lens_mismatch()  # the stock backend's would be inherited
-    assert classes.builder.get_cudagraph_support() is Graphs.UNIFORM_BATCH
-    assert not classes.builder().use_cascade_attention(1, 2, three=3)
+    backend = fake_backend(server())
+    builder = backend.get_builder_cls()
+    assert backend.get_name() == "S2O"
+    assert not backend.supports_batch_invariance()
+    assert not backend.supports_device_cpu_query_lens_mismatch()  # the stock backend's would be inherited
+    assert builder.get_cudagraph_support() is Graphs.UNIFORM_BATCH
+    assert not builder().use_cascade_attention(1, 2, three=3)
 
 
 @pytest.mark.parametrize("shape", [(5, 2, 4, 3, 8), (5, 3, 4, 16)])
