@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the tables of FORMAT.md in s2o_runtime/profile that describe a profile's record, from the fields of its dataclasses.
+"""Write the tables of FORMAT.md in s2o_runtime/profile that describe a record, from the fields of its dataclasses.
 
 python -m scripts.docs.profile_format           writes the tables
 python -m scripts.docs.profile_format --check   writes nothing, and fails if the tables are not of these fields
