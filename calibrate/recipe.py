@@ -300,7 +300,7 @@ class Recipe:
     )
     linear_tails: bool = option(
         Rule(bool),
-        "heads may also visit one chunk and estimate all else to first order in their queries (docs/method.md)",
+        "heads may also visit one chunk and estimate all else to first order in their queries (docs/how-it-works.md)",
         SPACE,
         default=True,
     )
