@@ -39,14 +39,14 @@ def evaluated(tiny_folder, tmp_path_factory):
 def test_a_run_leaves_results_summary_report_and_pictures(evaluated):
     folder, _, outcome = evaluated
     assert outcome.returncode == 0, outcome.stderr
-    found = json.loads(outcome.stdout)
+    printed = json.loads(outcome.stdout)
     names = ["agreement.png", "needles.png", "report.md", "results.sqlite"]
     names += ["results.sqlite.lock", "summary.json", "time.png"]
     assert sorted(path.name for path in (folder / "out").iterdir()) == names
-    assert json.loads((folder / "out" / "summary.json").read_text()) == found
-    assert abs(datetime.fromisoformat(found["date"]) - datetime.now(timezone.utc)) < timedelta(hours=1)
-    assert found["plan"]["lengths"] == [512, 640]
-    assert found["plan"]["tasks"] == ["needles", "counting", "perplexity", "agreement", "greedy", "time", "prompts"]
+    assert json.loads((folder / "out" / "summary.json").read_text()) == printed
+    assert abs(datetime.fromisoformat(printed["date"]) - datetime.now(timezone.utc)) < timedelta(hours=1)
+    assert printed["plan"]["lengths"] == [512, 640]
+    assert printed["plan"]["tasks"] == ["needles", "counting", "perplexity", "agreement", "greedy", "time", "prompts"]
     card = (folder / "out" / "report.md").read_text()
     for piece in (
         "# Evaluation of",

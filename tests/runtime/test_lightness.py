@@ -41,11 +41,11 @@ known, start = set(sys.modules), time.process_time()
 {code}
 print(json.dumps([time.process_time() - start, sorted(set(sys.modules) - known)]))
 """
-    found = []
+    outputs = []
     for _ in range(RUNS):
         run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        found.append(json.loads(run.stdout))
-    return min(seconds for seconds, _ in found), set(found[0][1])
+        outputs.append(json.loads(run.stdout))
+    return min(seconds for seconds, _ in outputs), set(outputs[0][1])
 
 
 @SLOW
