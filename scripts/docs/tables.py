@@ -52,9 +52,9 @@ def comparison() -> str:
             rows.append(["S2O, flags and kernels of 2026-11-21", *cells])
     lengths = [f"{compared.length} tokens" for compared in newest]
     caption = (
-        f"S2O as calibrated with {flags(raw(CALIBRATION)['command'])}; the next row with the default flags and the kernels "
-        f"of 2026-11-21, its needles at {_options(kept.setting)}. Of one threshold and of the other methods the fastest "
-        "measured setting counts."
+        f"S2O as calibrated with {flags(raw(CALIBRATION)['command'])}; the next row with the default flags and the "
+        f"kernels of 2026-11-21, its needles at {_options(kept.setting)}. Of one threshold and of the other methods "
+        "the fastest measured setting counts."
     )
     return f"{table(('method', *lengths, 'needles at 32768'), rows, 'lr')}\n\n{caption}"
 
