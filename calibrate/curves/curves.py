@@ -125,11 +125,24 @@ def head_norms(dense: Tensor) -> Tensor:
     return torch.stack([head.float().square().sum(-1).mean() for head in dense[0]])
 
 
-def window_pairs(length: int, segment: int, step: int) -> int:
-    """Causal pairs in the windows of one head; a window begins at a multiple of `step` keys, before its segment."""
-    total = 0
-    for begin in range(0, length, segment):
-        size = min(segment, length - begin)
+def sparse_rows(length: int, last_rows: int, block_m: int) -> int:
+    """How many of a prompt's rows are not dense for being among the last: `LayerConfig.dense_from`, by row tiles."""
+    return max(length - last_rows, 0) // block_m * block_m if last_rows else length
+
+
+def window_pairs(length: int, segment: int, step: int, rows: int | None = None) -> int:
+    """Causal pairs that one head computes beside those of its prefixes.
+
+    Args:
+        length: rows and keys of the prompt.
+        segment: rows; a window begins at a multiple of `step` keys, before its segment.
+        step: keys.
+        rows: as many, the first ones, have a window; the others see all keys before them. All have by default.
+    """
+    rows = length if rows is None else rows
+    total = (length * (length + 1) - rows * (rows + 1)) // 2
+    for begin in range(0, rows, segment):
+        size = min(segment, rows - begin)
         total += size * (size + 1) // 2 + size * (begin % step)
     return total
 

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, window_pairs
+from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, sparse_rows, window_pairs
 from calibrate.curves.row_errors import worst_of
 from calibrate.model.capture import Captured
 from s2o_runtime.call import Call
@@ -42,7 +42,7 @@ def compiles(capability: tuple[int, int], triton_version: str) -> bool:
 
 @torch.no_grad()
 def measure(
-    prompt: Captured, methods: Sequence[Ranking], shapes: Sequence[Shape]
+    prompt: Captured, methods: Sequence[Ranking], shapes: Sequence[Shape], last_rows: int = 0
 ) -> dict[tuple[Ranking, Shape], Curve]:
     """As torch_pass.measure, with the order that the kernels make."""
     dense = prompt.truth()
@@ -50,16 +50,18 @@ def measure(
     curves: dict[tuple[Ranking, Shape], Curve] = {}
     for method in methods:
         for block_m in sorted({shape.block_m for shape in shapes}):
-            curves |= traced(prompt, method, [s for s in shapes if s.block_m == block_m], dense, norms)
+            of_height = [s for s in shapes if s.block_m == block_m]
+            curves |= traced(prompt, method, of_height, dense, norms, last_rows)
     return curves
 
 
 def traced(
-    prompt: Captured, method: Ranking, shapes: Sequence[Shape], dense: Tensor, norms: Tensor
+    prompt: Captured, method: Ranking, shapes: Sequence[Shape], dense: Tensor, norms: Tensor, last_rows: int = 0
 ) -> dict[tuple[Ranking, Shape], Curve]:
     """The curves of one ranking, for shapes of one height, whose strides are a power of 2 apart.
 
-    dense: the dense output [1, Hq, L, Dv]; norms: its heads' mean squared row norms [Hq].
+    dense: the dense output [1, Hq, L, Dv]; norms: its heads' mean squared row norms [Hq]; last_rows: so many
+    rows at the prompt's end are dense.
     """
     from s2o_runtime.kernels.trace import STRIDES, trace
 
@@ -80,15 +82,17 @@ def traced(
     call = Call.of(q, k, v, config, scoring=prompt.scoring._replace(sinks=sinks))
     sums = torch.zeros(3, STRIDES, heads, len(TAUS), dtype=torch.float64, device=q.device)
     worst = []
+    sparse = sparse_rows(length, last_rows, tile.block_m)
     for part in trace(call, truth, norms, _taus(q.device)):
         edges = torch.arange(part.rows.start, part.rows.stop, tile.block_m, device=q.device)
         count = (part.rows.stop - edges).clamp_max(tile.block_m)[:, None]
+        kept = (edges < sparse)[:, None]
         for total, of_tiles in zip(sums, (part.squared, part.tail_squared, part.visited * count), strict=True):
-            total += of_tiles.double().sum(2)
-        worst.append(torch.stack([part.worst, part.tail_worst]))
+            total += torch.where(kept, of_tiles, 0).double().sum(2)
+        worst.append(torch.where(kept, torch.stack([part.worst, part.tail_worst]), 0))
     row, tail_row = worst_of(torch.cat(worst, 3), -2).sqrt().cpu()
     squared, tail_squared, visited = sums.cpu()
-    density = (visited + window_pairs(length, method.segment, tile.block_n)) / (length * (length + 1) / 2)
+    density = (visited + window_pairs(length, method.segment, tile.block_n, sparse)) / (length * (length + 1) / 2)
     values, power = length * value_dim, float(norms.mean()) / value_dim
     return {
         (method, shape): Curve(squared[i] / values, tail_squared[i] / values, row[i], tail_row[i], density[i], power)

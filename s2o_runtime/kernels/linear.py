@@ -541,7 +541,8 @@ def add_linear(
             "MEAN_VALUE": linear.value, "COVARIANCE": linear.covariance, "OUT": out, "LSE": lse,
             "HEADS": tables.linear, **call.starts, "SEGMENT": tables.segment, "qk_scale": call.scale * LOG2E,
             "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start, "segments": linear.log_mass.shape[2],
-            "last_rows": call.config.last_rows, **strides("bhl", q=q, o=out), **strides("bhn", r=representative), **strides("bh", e=lse), **one_entry,
+            "last_rows": call.config.last_rows, **strides("bhl", q=q, o=out), **strides("bhn", r=representative),
+            **strides("bh", e=lse), **one_entry,
         },
         {
             "D": shape.head_dim, "BM": ADD_ROWS, "BD": min(ADD_COLUMNS, shape.head_dim), "ROWS": call.config.tile.rows,

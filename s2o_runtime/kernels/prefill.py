@@ -120,7 +120,8 @@ def _prefill(
 
     qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two stop checks; segments: N'; rounds: Hq
     over the heads that take turns (HAS_TURNS); dense: heads that are split over keys (HAS_SHARES); last_rows: as in
-    `config.LayerConfig`; GROUP: query heads of a KV head; STAGES: of Triton's pipeline; WIDE: offsets into k and v need 64 bits.
+    `config.LayerConfig`; GROUP: query heads of a KV head; STAGES: of Triton's pipeline; WIDE: offsets into k and v need
+    64 bits.
     """
     if WIDE:  # a sequence spans 2^31 elements or more
         stride_kl = stride_kl.to(tl.int64)
