@@ -199,6 +199,21 @@ def test_tensors_that_say_what_there_is_not_are_refused_by_name(tmp_path, monkey
             attempt(path)
 
 
+def test_last_rows_are_a_tensor_only_where_there_are_any(tmp_path):
+    (first, second), longer = profile().layers
+    rows = profile(layers=((dataclasses.replace(first, last_rows=256), second), longer))
+    path = tmp_path / "p.safetensors"
+    save_profile(rows, path)
+    assert load_profile(path) == rows
+    assert load(path.read_bytes())["last_rows"].tolist() == [[256, 0], [0, 0]]
+    assert "last_rows" not in TENSORS
+    foreign = load(path.read_bytes())
+    foreign["last_rows"][0, 0] = 64
+    assert "tensor last_rows holds 64: expected one of (0, 128, 256, 512)" in outcome(
+        digested(DOCUMENT, foreign), tmp_path
+    )
+
+
 def test_truncated_foreign_and_missing_files(tmp_path):
     path = tmp_path / "p.safetensors"
     data = serialize(profile())
