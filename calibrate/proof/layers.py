@@ -118,14 +118,17 @@ class LayerRun:
 
         A server feeds prompts in chunks, each a call behind those before it. Every chunk follows the configuration of
         the keys that there are by then, as the runtime would choose it, and is dense while these are fewer than the
-        shortest calibrated length.
+        shortest calibrated length. No rows are dense for being the last: servers do not say where a prompt ends.
         """
         config, cache = configured.layer_config(layer, length), configured.kv_cache_dtype
-        if chunk is None or length <= chunk:
+        if chunk is None:
+            return cls(config, kv_cache_dtype=cache)
+        config = replace(config, last_rows=0)
+        if length <= chunk:
             return cls(config, kv_cache_dtype=cache)
         by_keys = []
         for keys in (*range(chunk, length, chunk), length):
-            of_chunk = configured.layer_config(layer, keys)
+            of_chunk = replace(configured.layer_config(layer, keys), last_rows=0)
             by_keys.append((keys, of_chunk.as_dense() if keys < configured.min_length else of_chunk))
         return cls(config, chunk, tuple(by_keys), cache)
 

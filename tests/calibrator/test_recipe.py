@@ -27,6 +27,7 @@ ALL = BASE | {
     "trials": 5,
     "time_limit": 90.5,
     "margin": 0.5,
+    "last_rows": 512,
     "worst_rows": None,
     "keep_needles": 0.9,
     "representatives": (8,),
@@ -68,6 +69,17 @@ def test_every_option_but_the_other_budgets_is_in_the_example():
     differ = {field.name for field in dataclasses.fields(Recipe)} - {"model", "lengths", "out", "prompts", "scheduler"}
     assert all(getattr(everything, name) != getattr(default, name) for name in differ)
     assert default.budget == DEFAULT_BUDGET
+
+
+def test_dense_last_rows_follow_the_length():
+    made = recipe(lengths=(1024, 2048))
+    assert [made.last_rows_at(length) for length in (1024, 4096, 8191, 8192, 131072)] == [0, 128, 128, 256, 256]
+    assert recipe(last_rows=512).last_rows_at(1024) == 512
+    assert recipe(last_rows=512, chunk=4096).last_rows_at(8192) == 0
+    record = made.record()
+    assert Recipe.from_record(record, made.out) == made
+    del record["last_rows"]  # as versions before there were any
+    assert Recipe.from_record(record, made.out).last_rows_at(8192) == 0
 
 
 OWN_PROMPTS = BASE | {"prompts": (Path("mine.jsonl"), Path("folder/b"))}

@@ -45,6 +45,27 @@ def test_a_layer_whose_heads_are_all_dense_is_what_it_would_be_unpatched(eager, 
 
 
 @torch.no_grad()
+def test_the_last_rows_of_each_call_are_dense(eager):
+    """Of a whole prompt, and of a call that goes on with it: nobody says whether there is more to come."""
+    model, seen = twin(eager), []
+    profile = make_profile(model, 1e6)
+    layers = tuple(tuple(dataclasses.replace(layer, last_rows=128) for layer in bucket) for bucket in profile.layers)
+    patch(model, dataclasses.replace(profile, layers=layers), drift=None)
+    for state in layer_states(model):
+        state.observer = lambda layer, q, k, v, scoring, out: seen.append((q, k, v, out))
+    ids = prompt(700)
+    cache = model(ids[:, :400], use_cache=True).past_key_values
+    model(ids[:, 400:], past_key_values=cache)
+    for q, k, v, out in seen:
+        rows = q.shape[2]
+        exact = (out - naive_attention(q, k, v)).abs().amax((0, 1, 3)) < 1e-5
+        first = (rows - 128) // 64 * 64
+        assert exact[first:].all()
+        assert not exact[64:first].any()
+    assert [q.shape[2] for q, *_ in seen] == [400, 400, 300, 300]
+
+
+@torch.no_grad()
 def test_attention_weights_that_are_asked_for_are_said_to_be_none(patched, ids, caplog):
     hf._warn_attentions.cache_clear()
     for _ in range(2):

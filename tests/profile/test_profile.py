@@ -101,7 +101,7 @@ def test_the_format_names_every_field_and_tensor_and_no_other():
     fields = {re.sub(r"\.(versions|other_layers)\..*", r".\1", field) for field in fields}
     fields.add("record.recipe.kv_cache_dtype")  # of a profile for an fp8 cache
     parents = {row for row in rows if any(field.startswith((f"{row}.", f"{row}[]")) for field in fields)}
-    assert rows - parents == fields | set(profile_file.TENSORS)
+    assert rows - parents == fields | set(profile_file.TENSORS | profile_file.OPTIONAL_TENSORS)
     for name in profile_file.TILE_FIELDS:
         assert f"`{name}`" in FORMAT.read_text(encoding="utf-8")
 
@@ -197,6 +197,21 @@ def test_tensors_that_say_what_there_is_not_are_refused_by_name(tmp_path, monkey
     for attempt in (load_profile, partial(save_profile, profile())):
         with pytest.raises(ProfileError, match=re.escape(f"tensor {name} holds {value}: expected one of {expected}")):
             attempt(path)
+
+
+def test_last_rows_are_a_tensor_only_where_there_are_any(tmp_path):
+    (first, second), longer = profile().layers
+    rows = profile(layers=((dataclasses.replace(first, last_rows=256), second), longer))
+    path = tmp_path / "p.safetensors"
+    save_profile(rows, path)
+    assert load_profile(path) == rows
+    assert load(path.read_bytes())["last_rows"].tolist() == [[256, 0], [0, 0]]
+    assert "last_rows" not in TENSORS
+    foreign = load(path.read_bytes())
+    foreign["last_rows"][0, 0] = 64
+    assert "tensor last_rows holds 64: expected one of (0, 128, 256, 512)" in outcome(
+        digested(DOCUMENT, foreign), tmp_path
+    )
 
 
 def test_truncated_foreign_and_missing_files(tmp_path):

@@ -179,3 +179,12 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 9)
     with pytest.raises(ProfileError, match=r"the weights in .* cannot be read"):
         checkpoint_hashes(tmp_path, served())
+
+
+def test_no_row_is_dense_for_being_the_last():
+    """Servers do not say where a prompt ends."""
+    made = profile()
+    layers = tuple(tuple(replace(layer, last_rows=256) for layer in bucket) for bucket in made.layers)
+    layer = ProfileFit(replace(made, layers=layers), Rank(), CPU).layers[0]
+    assert layer.config(1024) == made.layers[0][0]
+    assert layer.config(1024) is layer.config(1024)
