@@ -83,6 +83,9 @@ class HeadConfig:
         tail: add an estimate of what the keys behind the stop would bring (docs/how-it-works.md).
         linear: visit one chunk, whatever `tau` and `stop_rule` say, and estimate all keys behind it by an expansion to
             first order about the segment's mean query (docs/how-it-works.md); one representative, without `tail`.
+
+    >>> HeadConfig(tau=0.3, segment=1024, representatives=16, tail=True).has_threshold
+    True
     """
 
     tau: float = 0.0
@@ -146,6 +149,9 @@ class TileConfig:
             was not: then both do.
 
     `validate` checks what holds on every GPU; `tiles.tile_obstacle` says whether a GPU can run the tile.
+
+    >>> TileConfig(block_m=64, block_n=64, chunk=4).stride  # keys between two stop checks
+    256
     """
 
     block_m: int = 128
@@ -204,6 +210,9 @@ class LayerConfig:
         grain: how many adjacent keys are ranked and visited together (a step); 1 is the paper's.
         scores: products of queries and keys are computed in the type of the inputs ("input"), or of both rounded to 8
             bits ("int8"), also where keys are ranked and where heads are dense (docs/how-it-works.md).
+
+    >>> LayerConfig((HeadConfig(tau=0.3), HeadConfig(mode="dense"))).is_dense
+    False
     """
 
     heads: tuple[HeadConfig, ...]
