@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from scripts.bench.schema import DENSE, EVERYTHING, FLASH, MethodRow
-from scripts.docs.raw import METHODS, ONE_TAU, RESULTS, S2O, Bench
+from scripts.bench.schema import DENSE, EVERYTHING, FLASH, ONE_TAU, MethodRow
+from scripts.docs.raw import METHODS, RESULTS, S2O, Bench
 
 README_PICTURE = RESULTS / "speed-at-error.svg"
 PICTURE = RESULTS / "methods-error.svg"
